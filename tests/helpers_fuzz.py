@@ -61,6 +61,20 @@ HOSTILE = (
   '[' * 100_000 + ']' * 100_000,
   '{"a":' * 3000 + '1' + '}' * 3000,
 )
+# Files in MODEL_DIR, besides those of checkpoints, that a start of a run opens.
+START_FILES = frozenset(
+  {
+    'config.gin',
+    'config_origins.txt',
+    'goodput.jsonl',
+    'loggers.json',
+    'metrics.jsonl',
+    'run.id',
+    'run.lock',
+    'samples.jsonl',
+    'source_files.json',
+  }
+)
 _MARK = '"the value to replace"'
 
 Seal = Callable[[bytes], bytes]
@@ -102,9 +116,9 @@ BINARY = Packed(unpack=lambda content: b'')
 def fuzz(target: Target, *, count: int, seed: int) -> collections.Counter:
   """Returns how often `use` raised which error ('' for none)."""
   outcomes: collections.Counter = collections.Counter()
-  original = _contents(target.folder)
+  original = contents(target.folder)
   target.use()  # undamaged, it reads all
-  _restore(target.folder, original)
+  restore(target.folder, original)
   for number in range(count):
     rng = random.Random(f'{seed} {number}')
     name = rng.choice(list(target.files))
@@ -119,11 +133,12 @@ def fuzz(target: Target, *, count: int, seed: int) -> collections.Counter:
       raise AssertionError(
         f'mutation {number} of seed {seed}, {name}, {what}: {type(e).__name__}: {str(e)[:500]}'
       ) from e
-    _restore(target.folder, original)
+    restore(target.folder, original)
   return outcomes
 
 
-def _contents(folder: pathlib.Path) -> dict[str, bytes]:
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+  """Returns each file below `folder` with its bytes."""
   return {
     path.relative_to(folder).as_posix(): path.read_bytes()
     for path in folder.rglob('*')
@@ -131,7 +146,7 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
   }
 
 
-def _restore(folder: pathlib.Path, contents: Mapping[str, bytes]) -> None:
+def restore(folder: pathlib.Path, contents: Mapping[str, bytes]) -> None:
   """Makes `folder` what it was; only what differs is written."""
   parents = {str(parent) for name in contents for parent in pathlib.PurePath(name).parents}
   for base, folders, files in os.walk(folder, topdown=False):

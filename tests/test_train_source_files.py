@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 
 from t5x_gpu.data.sources.source_files import NAME
+from tests.helpers_fuzz import START_FILES
 from tests.helpers_train import Project, listing, without_ledger
 
 pytestmark = pytest.mark.tf
@@ -102,3 +104,44 @@ def test_a_run_that_goes_on_from_another_compares_with_the_record_of_that_one(pr
   result = run(project, **other)
   assert result.code == 0, result.err
   assert (project.folder / 'other' / NAME).exists()
+
+
+_opened: list[str] | None = None
+
+
+def _hook(event, args):
+  if event == 'open' and _opened is not None and isinstance(args[0], (str, os.PathLike)):
+    mode, flags = args[1], args[2] or 0
+    if mode is None or not set('wx') & set(mode) and not flags & os.O_TRUNC:
+      _opened.append(os.fspath(args[0]))
+
+
+@pytest.fixture
+def opened(monkeypatch):
+  """Files that this process opens, unless it makes them new. An audit hook stays for ever."""
+  monkeypatch.setitem(globals(), '_opened', [])
+  sys.addaudithook(_hook)
+  return _opened
+
+
+def test_the_fuzz_tests_damage_every_file_that_a_start_opens(project, opened):
+  """A file that a later version reads at the start belongs into `START_FILES`."""
+  with open(project.gin_file, 'a') as f:
+    f.write(
+      'from t5x_gpu.models import decoding\n'
+      'train_script.train.sample_cfg = @decoding.SampleConfig()\n'
+      "decoding.SampleConfig.prompt = 'line'\n"
+      'decoding.SampleConfig.num_tokens = 2\n'
+    )
+  local = {
+    'CheckpointConfig.local_checkpoint_dir': project.folder / 'local',
+    'CheckpointConfig.local_period': 1,
+  }
+  result = run(project, TRAIN_STEPS=3, **local)
+  assert result.code == 0 and 'Continuing from' in result.out, result.err
+  folder = os.path.realpath(project.model_dir)
+  names = {os.path.relpath(os.path.realpath(path), folder) for path in opened}
+  names = {name for name in names if not name.startswith(('..', 'checkpoint_', 'tensorboard'))}
+  temporary = {name for name in names if '.tmp' in name or name.startswith('.write_test')}
+  # Written at the end, and opened by a client of W&B or MLflow.
+  assert names - temporary - {'.', 'loss.png'} == START_FILES - {'loggers.json'}

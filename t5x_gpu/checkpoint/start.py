@@ -183,16 +183,23 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
   if not hasattr(data, 'source_files') or not is_main_process():
     return SourceFiles({})
   files = data.source_files()
-  if resumed and files.files:
-    path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
-    try:
-      files.check(read_bytes(path), where=str(path))
-    except FileNotFoundError:
-      _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
-    except (OSError, ValueError) as e:
-      reason = e.strerror if isinstance(e, OSError) else e
-      _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
+  if resumed:
+    check_sources(files, folder)
   return files
+
+
+def check_sources(files: SourceFiles, folder: AnyPath) -> None:
+  """Raises DataError if `files` have changed since the record in `folder`, if it has a good one."""
+  if not files.files:
+    return
+  path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
+  try:
+    files.check(read_bytes(path), where=str(path))
+  except FileNotFoundError:
+    _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
+  except (OSError, ValueError) as e:
+    reason = e.strerror if isinstance(e, OSError) else e
+    _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
 
 
 def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:

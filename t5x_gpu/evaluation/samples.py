@@ -6,6 +6,7 @@ import os
 import pathlib
 
 from t5x_gpu.config.json_schema import Fields, Whole
+from t5x_gpu.config.set_aside import set_aside_unless_file
 from t5x_gpu.models.decoding import SampleConfig
 
 SAMPLES = 'samples.jsonl'
@@ -25,6 +26,7 @@ def append_sample(folder: str | os.PathLike, step: int, config: SampleConfig, te
   record = {'step': step, 'prompt': config.prompt, 'temperature': config.temperature, 'text': text}
   path = pathlib.Path(folder) / SAMPLES
   try:
+    set_aside_unless_file(path)  # to open a pipe would wait for a reader
     with open(path, 'ab') as f:
       f.write(json.dumps(record).encode() + b'\n')
   except OSError as e:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Optional, Self
 
+from t5x_gpu.config.set_aside import set_aside_unless_file
 from t5x_gpu.metrics import goodput_accounts
 from t5x_gpu.runtime import process_exit
 
@@ -158,6 +159,8 @@ class Goodput(contextlib.AbstractContextManager):
       return
     first = self._path is None
     self._path = pathlib.Path(folder) / GOODPUT
+    with contextlib.suppress(OSError):  # of the renaming; the write below will warn
+      set_aside_unless_file(self._path)
     self.write(facts=facts)
     if first:
       process_exit.before_exit(self._left_at_once)

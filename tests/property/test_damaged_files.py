@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import pathlib
+import re
 import struct
 import tarfile
 import zlib
@@ -23,6 +24,7 @@ from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.start import check_sources
 from t5x_gpu.checkpoint.tools.verify import verify
 from t5x_gpu.config import report
 from t5x_gpu.config.provenance import Provenance
@@ -31,7 +33,14 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared import batches as prepared
 from t5x_gpu.data.prepared.index import Index, Member
 from t5x_gpu.data.prepared.shard_writer import write_shard
+from t5x_gpu.data.sources.source_files import SourceFiles
+from t5x_gpu.errors import DataError
+from t5x_gpu.evaluation.samples import append_sample
+from t5x_gpu.metrics.goodput import Goodput
+from t5x_gpu.metrics.goodput_accounts import read_ledger
+from t5x_gpu.metrics.loggers.run_ids import RunIds
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
+from t5x_gpu.models.decoding import SampleConfig
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.checkpoint.test_checkpointer import (
   abstract,
@@ -40,7 +49,17 @@ from tests.checkpoint.test_checkpointer import (
   new_state,
   opened,
 )
-from tests.helpers_fuzz import BINARY, Packed, Target, fuzz
+from tests.helpers_fuzz import (
+  BINARY,
+  REPLACEMENTS,
+  START_FILES,
+  Packed,
+  Target,
+  contents,
+  fuzz,
+  replace,
+  restore,
+)
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'parity' / 'fixtures'
 TINY = {'lengths': {'targets': 16}, 'batch': 2, 'vocab': 32}
@@ -268,9 +287,19 @@ def small_files(folder: pathlib.Path) -> Target:
   held = (folder / run_lock.LOCK).read_bytes()
   lock.release()
   (folder / run_lock.LOCK).write_bytes(held)
+  RunIds(folder).keep('wandb', 'ab12')
+  append_sample(folder, 4, SampleConfig('a'), 'ab')
+  with Goodput(enabled=True) as goodput:
+    goodput.open(folder, first_step=0, facts={'total_steps': 4})
+    goodput.step_done(4)
+  text = folder.with_name('text.txt')
+  text.write_bytes(b'text ' * 20_000)  # too large to be hashed at the start
+  sources = {'task': [str(text)]}
+  with SourceFiles(sources).kept_in(folder):
+    pass
 
   def use():
-    assert read_run_id(folder) in (name, None)
+    assert re.fullmatch('[0-9a-f]{16}', read_run_id(folder) or name)
     try:
       run_lock.check_lock(folder)
       lock = run_lock.RunLock(folder)
@@ -286,24 +315,42 @@ def small_files(folder: pathlib.Path) -> Target:
     writer.write(3, {'train/loss': 1.25})
     writer.close()
     assert read_json_lines(folder / 'metrics.jsonl')[-1] == {'step': 3, 'train/loss': 1.25}
+    ids = RunIds(folder)
+    ids.keep('wandb', ids.get('wandb') or 'cd34')
+    assert RunIds(folder).get('wandb')
+    append_sample(folder, 4, SampleConfig('a'), 'the last')
+    assert (folder / 'samples.jsonl').read_bytes().splitlines()[-1].endswith(b'"the last"}')
+    with Goodput(enabled=True) as goodput:
+      goodput.open(folder, first_step=4, facts={'total_steps': 8})
+      goodput.interruption(), goodput.summary()
+    assert read_ledger(folder / 'goodput.jsonl').runs[-1].first_step == 4
+    files = SourceFiles(sources)
+    try:
+      check_sources(files, folder)
+    except DataError as e:  # it reads as the record of other files
+      assert 'text.txt' in str(e)
+    with files.kept_in(folder):
+      pass
+    SourceFiles(sources).check((folder / 'source_files.json').read_bytes(), where='')
 
   lines = Packed(
     lambda content: content.splitlines()[1],
     lambda content, text: content.replace(content.splitlines()[1], text, 1),
   )
-  return Target(
-    folder,
-    {
-      'config.gin': BINARY,
-      'config_origins.txt': BINARY,
-      'config_1.gin': BINARY,
-      'run.id': Packed(),
-      'run.lock': Packed(),
-      'metrics.jsonl': lines,
-    },
-    use,
-    errors=(),
-  )
+  files = {
+    'config.gin': BINARY,
+    'config_origins.txt': BINARY,
+    'config_1.gin': BINARY,
+    'goodput.jsonl': lines,
+    'loggers.json': Packed(),
+    'run.id': Packed(),
+    'run.lock': Packed(),
+    'metrics.jsonl': lines,
+    'samples.jsonl': BINARY,
+    'source_files.json': Packed(),
+  }
+  assert files.keys() >= START_FILES
+  return Target(folder, files, use, errors=())
 
 
 def t5x(folder: pathlib.Path) -> Target:
@@ -356,3 +403,18 @@ def test_a_damaged_file_raises_nothing_but_errors_of_ours(make, tmp_path):
 )
 def test_ten_thousand_damaged_files_raise_nothing_but_errors_of_ours(make, count, tmp_path):
   assert tried(make, tmp_path, count=count, seed=1).total() == count
+
+
+def test_nothing_in_the_place_of_a_small_file_stops_a_start(tmp_path):
+  """Each file and each replacement, where the mutations above are a sample."""
+  target = small_files(tmp_path / 'model')
+  before = contents(target.folder)
+  logging.disable(logging.WARNING)
+  try:
+    for name in sorted(START_FILES):
+      for kind in REPLACEMENTS:
+        replace(target.folder / name, kind)
+        target.use()
+        restore(target.folder, before)
+  finally:
+    logging.disable(logging.NOTSET)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.json_schema import read_bytes
+from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
 from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.errors import listed, task_error
@@ -42,6 +44,7 @@ NOT_COMPARED = (
   'files, and the next batch.'
 )
 _LISTED = 5
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 log = logging.getLogger(__name__)
 
 
@@ -140,7 +143,7 @@ class SourceFiles:
     """
     try:
       before = _parse(record)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+    except _DAMAGED as e:
       log.warning('%s is damaged (%s). %s', where, e, NOT_COMPARED)
       return
     changed: list[str] = []
@@ -205,10 +208,14 @@ class SourceFiles:
 
   @contextlib.contextmanager
   def kept_in(self, folder: pathlib.Path) -> Iterator[None]:
-    """Keeps the record in `folder` up to date, and hashes the files in the background."""
+    """Keeps the record in `folder` up to date, and hashes the files in the background.
+
+    A damaged record there is renamed, with a warning.
+    """
     if not self.files:
       yield
       return
+    _set_aside_if_damaged(folder / NAME)
     self._write(folder)
     thread = threading.Thread(target=self._hash_all, args=(folder,), daemon=True, name='hash_files')
     thread.start()
@@ -264,6 +271,16 @@ class SourceFiles:
     except OSError as e:
       log.warning('%s can no longer be read: %s', path, e.strerror)
     return ''
+
+
+def _set_aside_if_damaged(path: pathlib.Path) -> None:
+  if not os.path.lexists(path):
+    return
+  with contextlib.suppress(OSError):  # of the renaming; the first write will warn
+    try:
+      _parse(read_bytes(path))
+    except (OSError, *_DAMAGED) as e:
+      set_aside(path, str(e))
 
 
 def _lines(texts: Sequence[str]) -> str:
