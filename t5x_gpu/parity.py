@@ -119,7 +119,7 @@ def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) 
         e.what,
         fix='Compare a smaller model of the same architecture, such as '
         '--gin.TransformerConfig.num_layers=2, and fewer rows: one device takes the whole batch.',
-        docs=e.docs,
+        docs='parallelism.md#memory',
       ) from None
 
 

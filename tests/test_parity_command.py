@@ -32,6 +32,7 @@ from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.summary import bytes_per_device
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
 
+ROWS = DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8)
 # A user's own model file: four residual layers of two modules, and mistakes to switch on that only
 # a mesh of several devices makes. `shift` cancels in the softmax: its gradient is rounding alone.
 USER_MODEL = """
@@ -171,8 +172,7 @@ def report_of(
     optimizer=optimizer or AdamW(weight_decay=0.1),
     partitioner=partitioner,
     max_grad_norm=0.1,
-    train_dataset_cfg=DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
-    **{'learning_rate': constant(1e-2), **options},
+    **{'learning_rate': constant(1e-2), 'train_dataset_cfg': ROWS, **options},
   )
   programs = parity.build(
     config, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
@@ -314,7 +314,7 @@ class Mistaken(TransformerLayer):
 OF_BOTH = TransformerConfig(
   vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32
 )
-PAIRS = DatasetConfig('no_such_task', {'inputs': 8, 'targets': 6}, 'train', batch_size=8)
+PAIRS = DatasetConfig('no_such_task', {'inputs': 8, 'targets': 6}, 'train', batch_size=16)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,7 @@ def test_the_one_device_that_a_mesh_is_compared_with_needs_memory_too(monkeypatc
     model=DecoderOnlyModel(TransformerConfig(64, 1, 16, 2, 8, 2**16)),
     optimizer=AdamW(),
     partitioner=Partitioner(data=1, fsdp=8),
-    train_dataset_cfg=DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
+    train_dataset_cfg=ROWS,
     learning_rate=constant(1e-2),
   )
   programs = parity.build(config, topology=Topology(1, 8, 'CPU device'), devices=jax.devices())

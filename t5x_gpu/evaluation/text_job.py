@@ -148,7 +148,7 @@ def _layout(
 
 
 def _abstract_params(model: Model, layout: Layout) -> Any:
-  lengths = {'inputs': 8} if classifies(model) else {'inputs': 8, 'targets': 8}
+  lengths = {'inputs': 1} if classifies(model) else {'inputs': 1, 'targets': 1}
   spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
   return jax.tree.map(
