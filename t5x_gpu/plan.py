@@ -54,6 +54,7 @@ EXAMPLES = """examples:
 SHOWN = ('prediction', 'sharding', 'remat')
 DEFAULT_GPU = 'h100'
 ASSUMPTIONS = 'gin_configs/plan/assumptions.gin'
+UNREAD = {'MIXTURE_OR_TASK_NAME': 'unread'}  # required by runs, but a plan reads no data
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -249,7 +250,7 @@ def _what_if(
 def _configured(args: cli.Args) -> tuple[PlanConfig, Assumptions]:
   """Returns the run, and what the plan assumes, as gin configured them."""
   loaded = dataclasses.replace(args, gin_files=(ASSUMPTIONS, *args.gin_files)).load(
-    entry=(gin_loader.ENTRY, Assumptions)
+    entry=(gin_loader.ENTRY, Assumptions), placeholders=UNREAD
   )
   config = gin_loader.configured(loaded, PlanConfig)
   return config, gin_loader.configured(loaded, Assumptions, entry=Assumptions)

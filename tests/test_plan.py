@@ -43,6 +43,17 @@ def planned(gin_file, tmp_path, *more, **sizes):
   return json.loads(out.read_text())
 
 
+def test_a_plan_needs_no_name_of_data(capsys):
+  parts = ('models/decoder_demo', 'parallel/fsdp', 'runs/finetune')
+  files = [f'--gin_file=gin_configs/{part}.gin' for part in parts]
+  shapes = ['--gin.TRAIN_STEPS=10', '--gin.BATCH_SIZE=8']
+  lengths = "--gin.TASK_FEATURE_LENGTHS={'targets': 64}"
+  assert plan.main([*files, *shapes, lengths, '--dry_run']) == 0
+  assert 's per step' in capsys.readouterr().out
+  with pytest.raises(ConfigError, match='^TASK_FEATURE_LENGTHS is required'):
+    plan.main([*files, *shapes, '--dry_run'])
+
+
 def test_the_plan_tells_layout_traffic_and_findings(gin_file, tmp_path, capsys):
   got = planned(gin_file, tmp_path, '--hosts=2', f'--out={tmp_path / "layout.png"}')
   printed = capsys.readouterr().out

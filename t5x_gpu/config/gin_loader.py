@@ -12,7 +12,7 @@ import gin
 from gin import config as gin_config
 
 from t5x_gpu.config import gin_checks, provenance, resolve
-from t5x_gpu.config.bindings import Bindings, Call
+from t5x_gpu.config.bindings import Bindings, Call, is_required
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.reader import Reader
 from t5x_gpu.errors import ConfigError, all_problems
@@ -92,6 +92,7 @@ def load(
   search_paths: Sequence[str] = (),
   entry: Union[Entry, Sequence[Entry]] = ENTRY,
   read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+  placeholders: Mapping[str, str] = types.MappingProxyType({}),
 ) -> LoadedConfig:
   """Returns the configuration of `gin_files`, then `bindings`, after every check of `gin_checks`.
 
@@ -105,6 +106,7 @@ def load(
       they do not reach are unused, which is an error.
     read_as_data: those of `gin_files` that must not run any code -> the macros and arguments of
       `train` to take from each; see `data_only.kept`.
+    placeholders: macro -> value in gin, for required macros that are not set and do not matter.
   Raises:
     ConfigError: all problems at once, each with file:line and suggestions.
   """
@@ -118,6 +120,8 @@ def load(
   for name in gin_files:
     reader.read_file(os.fspath(name), asked_at='')
   reader.read_command_line(bindings)
+  unset = {b.key for b in Bindings(reader.bindings).final() if b.is_macro and is_required(b.value)}
+  reader.read_command_line([f'{k}={v}' for k, v in placeholders.items() if k in unset])
   bound = Bindings(reader.bindings)
   problems = list(reader.problems)
   roots = [_entry_call(e) for e in entries] if not reader.unreadable else []
