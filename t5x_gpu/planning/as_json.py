@@ -18,6 +18,8 @@ def prediction_json(p: Prediction) -> dict[str, Any]:
     'num_hosts': p.num_hosts,
     'mesh': dict(p.mesh),
     'num_params': p.num_params,
+    'params_by_part': dict(p.params_by_part),
+    'recomputes_for': p.recomputes_for,
     'dtype': p.dtype,
     'source': p.source,
     'fits': memory.fits,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from t5x_gpu.planning.formulas.work import ATTENTION, OPTIMIZER, WEIGHTS
-from t5x_gpu.planning.prediction import Prediction
+from t5x_gpu.planning.prediction import MICROBATCHES, PIPELINE, REMAT, Prediction
 
 # Below this share of the step, nothing is worth removing but the matrix products' own time.
 _WORTH = 0.05
@@ -32,6 +32,12 @@ _REMEDIES = {
   'context': 'fewer Partitioner.context, if the rows fit',
   'expert': 'fewer Partitioner.expert, with Partitioner.fsdp in its place',
   'stage': 'fewer stages, or several blocks per stage (circular)',
+}
+_RECOMPUTATION = {
+  REMAT: "a remat_policy that stores more ('minimal', 'dots', 'none'), where memory is left",
+  PIPELINE: 'a layout without pipeline stages, which compute theirs again with every remat_policy',
+  MICROBATCHES: 'fewer NUM_MICROBATCHES, or '
+  "Partitioner.accumulate_by = 'microbatch', which gathers parameters for each of them",
 }
 
 
@@ -80,7 +86,7 @@ def _costs(prediction: Prediction) -> Iterator[Cost]:
     yield Cost(
       'Computing layers again in the backward pass',
       again,
-      "a remat_policy that stores more ('minimal', 'dots', 'none'), where memory is left",
+      _RECOMPUTATION[prediction.recomputes_for],
     )
   attention = [p for p in time.parts if p.part == ATTENTION and p.bound == 'memory']
   if attention:

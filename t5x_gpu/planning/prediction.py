@@ -7,11 +7,13 @@ By formula alone it takes milliseconds; a compiled step replaces the memory, and
 are sent and how many of them are hidden.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
+import flax.traverse_util
 import jax
 
 from t5x_gpu.analysis.collectives import inventory
@@ -21,7 +23,7 @@ from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas.memory import MemoryUse, memory_use
-from t5x_gpu.planning.formulas.step_shape import step_shape
+from t5x_gpu.planning.formulas.step_shape import StepShape, step_shape
 from t5x_gpu.planning.formulas.step_time import StepTime, step_time
 from t5x_gpu.planning.formulas.traffic import Sent, busy_share, compiled_traffic, formula_traffic
 from t5x_gpu.planning.formulas.work import step_work
@@ -32,6 +34,8 @@ from t5x_gpu.training.step_config import StepConfig
 SECONDS_PER_DAY = 86400
 # What memory and traffic come from, from the least to the most exact.
 FORMULA, PARTITIONED, COMPILED = 'formula', 'partitioned', 'compiled'
+# What makes the backward pass compute layers again. The last two do so with every remat_policy.
+REMAT, PIPELINE, MICROBATCHES = 'remat_policy', 'pipeline', 'microbatches by layer'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,9 @@ class Prediction:
     num_gpus, num_hosts: how many.
     mesh: mesh axis -> size, of axes larger than 1.
     num_params: of the model.
+    params_by_part: part of the model, 'layers/mlp' -> its parameters.
+    recomputes_for: why the backward pass computes layers again: REMAT, PIPELINE or MICROBATCHES;
+      '' if it does not.
     dtype: of the matrix products.
     tokens_per_step: of the global batch, padding included.
     model_flops_per_step: of the model on the global batch, without recomputation.
@@ -85,6 +92,8 @@ class Prediction:
   num_hosts: int
   mesh: Mapping[str, int]
   num_params: int
+  params_by_part: Mapping[str, int]
+  recomputes_for: str
   dtype: str
   tokens_per_step: int
   model_flops_per_step: float
@@ -170,6 +179,8 @@ def predict(
     num_hosts=topology.num_hosts,
     mesh={axis: size for axis, size in layout.sizes.total.items() if size > 1},
     num_params=program.num_params,
+    params_by_part=_params_by_part(program),
+    recomputes_for=_recomputes_for(shape, layout.pipeline),
     dtype=dtype,
     tokens_per_step=tokens,
     model_flops_per_step=model.flops_per_token(length) * tokens,
@@ -205,6 +216,23 @@ def _sent(program: Program, hlo: str, compiled: Optional[CompiledStep] = None) -
     compiled.overlaps if compiled else (),
     busy=busy_share(program),
   )
+
+
+def _params_by_part(program: Program) -> dict[str, int]:
+  """Returns part of the model -> its parameters, the largest first."""
+  found: collections.Counter[str] = collections.Counter()
+  for path, array in flax.traverse_util.flatten_dict(program.abstract_saved.params).items():
+    within = path.index('layers') + 2 if 'layers' in path else 1
+    found['/'.join(path[:within])] += math.prod(array.shape)
+  return dict(found.most_common())
+
+
+def _recomputes_for(shape: StepShape, pipeline: Any) -> str:
+  if not shape.recomputes:
+    return ''
+  if pipeline:
+    return PIPELINE
+  return MICROBATCHES if shape.by_layer else REMAT
 
 
 def _bubble_fraction(pipeline: Any) -> float:

@@ -52,9 +52,10 @@ def fits_line(memory: MemoryUse) -> str:
 
 
 def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
-  """Returns memory, time and traffic by part, the checkpoint, and the assumptions."""
+  """Returns parameters, memory, time and traffic by part, the checkpoint, the assumptions."""
   return '\n\n'.join(
     [
+      'Parameters\n' + table(parameter_rows(p), right=(1, 2)),
       'Memory per GPU\n' + table(memory_rows(p.memory), right=(1,)),
       'Time per step on a GPU\n' + table(time_rows(p.time), right=(2, 3, 4, 5)),
       'What a GPU sends per step\n'
@@ -65,6 +66,12 @@ def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
       'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + table(assumption_rows(p, calibration)),
     ]
   )
+
+
+def parameter_rows(p: Prediction) -> list[tuple[str, ...]]:
+  """Returns a head, and the parts of the model, the largest first."""
+  rows = [('part', 'parameters', 'share')]
+  return rows + [(n, f'{v:,}', f'{v / p.num_params:.0%}') for n, v in p.params_by_part.items()]
 
 
 def memory_rows(memory: MemoryUse) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
+from t5x_gpu.planning import bottleneck, screen
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas import links, memory
 from t5x_gpu.planning.formulas.step_shape import step_shape
@@ -26,6 +28,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
 from t5x_gpu.training.program import program_of_run
 from tests.aot.cases import CASES as AOT_CASES
+from tests.aot.cases import Case
 from tests.helpers_layouts import CASES, QUICK_CASES, by_case, collectives, config_of, hlo, program
 from tests.helpers_train import REPOSITORY
 from tests.helpers_xla import xla_flags
@@ -248,6 +251,30 @@ def test_memory_and_traffic_on_64_gpus_are_those_of_compiled_steps():
   assert len(found) == len(cases) > 1
   for case, numbers in zip(cases, found):
     check_formulas(case, *numbers)
+
+
+@pytest.mark.parametrize(
+  'layout, bindings, advice',
+  [
+    ('fsdp', (), 'a remat_policy that stores more'),
+    ('pp', (), 'a layout without pipeline stages'),
+    ('fsdp', ('NUM_MICROBATCHES = 4',), "Partitioner.accumulate_by = 'microbatch'"),
+  ],
+)
+def test_the_remedy_for_recomputation_is_what_causes_it(layout, bindings, advice):
+  remat = "REMAT_POLICY = 'full'"
+  case = Case(model='decoder_base', layout=layout, batch=(64, 512), bindings=(remat, *bindings))
+  config, topology = case.config(), Topology(1, 8)
+  p = program_of_run(config, topology=topology, devices=jax.devices())
+  prediction = predict(p, config, gpu=H100, assumed=Assumptions())
+  again = [c for c in bottleneck.costs(prediction) if c.what.startswith('Computing layers again')]
+  assert again and advice in again[0].remedy
+  parts = prediction.params_by_part
+  assert sum(parts.values()) == prediction.num_params
+  # 12 layers; keys, values, queries and outputs are 768 x 768.
+  assert parts['layers/self_attention'] == 12 * 4 * 768 * 768
+  shown = screen.tables(prediction)
+  assert re.search(r'layers/self_attention +28,311,552 +21%', shown)
 
 
 def test_what_is_left_is_counted_against_the_pool_of_xla():

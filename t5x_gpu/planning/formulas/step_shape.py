@@ -50,6 +50,7 @@ class StepShape:
     model, context, stage: sizes of these mesh axes.
     recomputes: what the backward pass computes again: '', 'attention', or 'layers'.
     keeps: `remat_policy` that decides what is stored.
+    by_layer: whether a layer takes all microbatches before the next one, and is computed again.
     sequence_parallel: whether norms and residuals are split over `model`.
     head_rows: rows whose logits the busiest device computes.
     loss_chunks: parts of the length in which it does; 0 for all logits at once.
@@ -66,6 +67,7 @@ class StepShape:
   stage: int
   recomputes: str
   keeps: str
+  by_layer: bool
   sequence_parallel: bool
   head_rows: int
   loss_chunks: int
@@ -129,6 +131,7 @@ def step_shape(
     stage=mesh['stage'],
     recomputes=recomputes,
     keeps='full' if by_layer or pipeline else policy,
+    by_layer=by_layer,
     sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
     head_rows=head_rows,
     loss_chunks=chunks,
