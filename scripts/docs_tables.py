@@ -133,7 +133,6 @@ def keys_table() -> str:
           for key, values in sorted(family.fixed.items())
         ),
       ),
-      ('of training, reported', ', '.join(f'`{key}`' for key in sorted(family.training))),
       ('without effect', ', '.join(f'`{key}`' for key in sorted(family.no_effect))),
     )
     lines = [f'- {kind}: {text}.' for kind, text in kinds if text]

@@ -22,6 +22,15 @@ RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 NORM_POSITIONS = ('pre', 'post', 'sandwich')
 REMAT_POLICIES = tuple(POLICIES)
 
+DROPOUT_PLACES = (
+  'embedding_dropout',
+  'attention_dropout',
+  'mlp_dropout',
+  'residual_dropout',
+  'output_dropout',
+  'classifier_dropout',
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
@@ -37,7 +46,10 @@ class TransformerConfig:
     mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP.
       'gelu' is the tanh approximation; 'gelu_exact' is BERT's.
     mlp_bias: whether the linear maps of the MLP have a bias.
-    dropout_rate: of embeddings, attention weights, MLP features and block outputs.
+    dropout_rate: of embeddings, attention, MLP features, block outputs, the last output and the
+      classifier's input, except where a rate of that place is given.
+    embedding_dropout, attention_dropout, mlp_dropout, residual_dropout, output_dropout,
+      classifier_dropout: rates of one place; None for dropout_rate.
     dtype: precision of the computation, 'float32', 'bfloat16' or 'fp8' (docs/precision.md);
       parameters and softmax are float32.
     logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
@@ -135,6 +147,12 @@ class TransformerConfig:
   fp8_history: int = 1024
   fp8_margin: int = 0
   fp8_logits: bool = False
+  embedding_dropout: Optional[float] = None
+  attention_dropout: Optional[float] = None
+  mlp_dropout: Optional[float] = None
+  residual_dropout: Optional[float] = None
+  output_dropout: Optional[float] = None
+  classifier_dropout: Optional[float] = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -181,7 +199,11 @@ class TransformerConfig:
       (lambda value: value < 0, none, ('num_positions', 'num_token_types', 'max_length')),
       (lambda value: value < 0, 'must be at least 1, or 0 for a dense MLP.', ('num_experts',)),
       (lambda value: value < 0, at_least_0, ('router_balance_loss', 'router_z_loss', 'fp8_margin')),
-      (lambda value: not 0.0 <= value < 1.0, 'must be at least 0 and below 1.', ('dropout_rate',)),
+      (
+        lambda value: value is not None and not 0.0 <= value < 1.0,
+        'must be at least 0 and below 1.',
+        ('dropout_rate', *DROPOUT_PLACES),
+      ),
       (
         lambda value: value is not None and value <= 0.0,
         'must be above 0; 1 to 2 is usual, None drops no token.',
@@ -241,6 +263,11 @@ class TransformerConfig:
       yield 'mlp_bias', 'is not supported with experts.'
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
       yield 'num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.'
+
+  def dropout(self, place: str) -> float:
+    """Returns the rate of one of `DROPOUT_PLACES`: 'embedding', 'attention', ..."""
+    rate = getattr(self, f'{place}_dropout')
+    return self.dropout_rate if rate is None else rate
 
   @property
   def compute_dtype(self) -> Any:

@@ -80,7 +80,9 @@ class DecoderOnlyModel(OneStackModel):
   ) -> jax.Array:
     """Returns [batch, length, embed] after the last norm and dropout."""
     return dropout(
-      self._stack.finish(params, x), self.config.dropout_rate, self._rng(dropout_key, batch, 'head')
+      self._stack.finish(params, x),
+      self.config.dropout('output'),
+      self._rng(dropout_key, batch, 'head'),
     )
 
   def head(

@@ -192,7 +192,7 @@ class EncoderDecoderModel(TransformerModel):
     stack = self._encoder if side == 'encoder' else self._decoder
     return dropout(
       stack.finish(params[side], x),
-      self.config.dropout_rate,
+      self.config.dropout('output'),
       _dropout_rng(dropout_key, batch, side, 'head'),
     )
 

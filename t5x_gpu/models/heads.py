@@ -193,7 +193,7 @@ class Classifier(nn.Module):
     options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=True)
     if self.tanh_layer:
       row = jnp.tanh(DenseGeneral((row.shape[-1],), ('embed', None), name='pooler', **options)(row))
-    row = dropout(row[:, None], c.dropout_rate, dropout_rng)[:, 0]
+    row = dropout(row[:, None], c.dropout('classifier'), dropout_rng)[:, 0]
     if self.mlp_dim:
       row = Mlp(
         self.mlp_dim,

@@ -125,7 +125,7 @@ class Embeddings:
       x = x + self._table(c.num_token_types).apply(whole('token_type_embedder'), types)
     if c.embedding_norm:
       x = shard(make_norm(c).apply(whole('embedding_norm'), x), 'batch', 'residual_length', 'embed')
-    x = dropout(x, c.dropout_rate, rng)
+    x = dropout(x, c.dropout('embedding'), rng)
     if not c.charges_routers:
       return x
     # Zeros that vary over the mesh as `x` does.

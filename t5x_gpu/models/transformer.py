@@ -195,7 +195,7 @@ class TransformerLayer(nn.Module):
       c.attention_bias,
       c.qk_norm,
       c.norm_epsilon,
-      c.dropout_rate,
+      c.dropout('attention'),
       c.compute_dtype,
       c.kernel_init,
       name=name,
@@ -206,7 +206,7 @@ class TransformerLayer(nn.Module):
     return Mlp(
       c.mlp_dim,
       c.mlp_activations,
-      c.dropout_rate,
+      c.dropout('mlp'),
       c.compute_dtype,
       c.mlp_bias,
       c.kernel_init,
@@ -221,7 +221,7 @@ class TransformerLayer(nn.Module):
       c.num_experts_per_token,
       c.expert_capacity_factor,
       c.mlp_activations,
-      c.dropout_rate,
+      c.dropout('mlp'),
       c.compute_dtype,
       name='moe',
     )
@@ -250,7 +250,7 @@ def _add_block(
   """Returns the residual `x` [batch, length, embed] after a block with output `h`."""
   if config.norm_position == 'sandwich':
     h = make_norm(config, name=f'post_{block}_layer_norm')(h)
-  x = x + dropout(h, config.dropout_rate, rng and rng.at(site))
+  x = x + dropout(h, config.dropout('residual'), rng and rng.at(site))
   if config.norm_position != 'post':
     return x
   x = make_norm(config, name=f'post_{block}_layer_norm')(x)

@@ -11,7 +11,7 @@ import flax.traverse_util
 import jax
 
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.config import DROPOUT_PLACES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
@@ -32,6 +32,7 @@ RUN_FIELDS = (
   'scan_unroll',
   'init_stddev',
   'max_length',
+  *DROPOUT_PLACES,
 )
 LOSS_OPTIONS = ('z_loss', 'label_smoothing')
 # Defaults of the other model arguments, which parameters or logits depend on.

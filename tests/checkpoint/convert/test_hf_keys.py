@@ -123,15 +123,39 @@ def test_biases_that_the_family_lacks_are_not_exported(name):
     to_hf(biased, family=name)
 
 
-def test_dropout_that_a_run_would_not_have_is_named():
-  llama = {**CONFIGS['llama'], 'attention_dropout': 0.25}
-  model = model_of(llama)
-  assert model.config.dropout_rate == 0.0
-  [note] = training_differences(llama, model)
-  assert 'attention_dropout = 0.25 is not kept' in note
-  gpt2 = {**CONFIGS['gpt2'], 'resid_pdrop': 0.1, 'attn_pdrop': 0.0, 'embd_pdrop': 0.1}
-  [note] = training_differences(gpt2, model_of(gpt2))
-  assert note.startswith('attn_pdrop = 0 is not kept: dropout_rate = 0.1 also drops')
+PLACES = ('embedding', 'attention', 'mlp', 'residual', 'output', 'classifier')
+
+
+@pytest.mark.parametrize(
+  'family, rates, want',
+  [
+    ('llama', {'attention_dropout': 0.25}, (0, 0.25, 0, 0, 0, 0)),
+    ('gemma2', {'attention_dropout': 0.25}, (0, 0.25, 0, 0, 0, 0)),
+    ('qwen3', {}, (0, 0, 0, 0, 0, 0)),
+    ('gpt2', {'resid_pdrop': 0.1, 'attn_pdrop': 0.0, 'embd_pdrop': 0.2}, (0.2, 0, 0, 0.1, 0, 0.1)),
+    (
+      'bert_classification',
+      {'hidden_dropout_prob': 0.1, 'attention_probs_dropout_prob': 0.2, 'classifier_dropout': 0.3},
+      (0.1, 0.2, 0, 0.1, 0.1, 0.3),
+    ),
+    (
+      'bert_classification',
+      {'hidden_dropout_prob': 0.3, 'classifier_dropout': None},
+      (0.3, 0.1, 0, 0.3, 0.3, 0.3),
+    ),
+    ('t5', {'dropout_rate': 0.2}, (0.2,) * 6),
+  ],
+)
+def test_each_family_drops_at_its_own_places(family, rates, want):
+  others = {k: v for k, v in CONFIGS[family].items() if not k.endswith(('dropout_prob', 'pdrop'))}
+  model = model_of({**others, **rates})
+  assert tuple(model.config.dropout(place) for place in PLACES) == want
+  written = to_hf(model, family=CONFIGS[family]['model_type'])
+  assert {key: written[key] for key, rate in rates.items() if rate is not None} == {
+    key: rate for key, rate in rates.items() if rate is not None
+  }
+  notes = training_differences(model)
+  assert bool(notes) == any(want) and all('masks of T5' in note for note in notes)
 
 
 def test_the_page_lists_the_keys_of_every_family():

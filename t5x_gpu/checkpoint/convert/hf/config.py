@@ -12,6 +12,7 @@ from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
 from t5x_gpu.checkpoint.convert.hf.llama import GEMMA2, LLAMA, QWEN3
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
+from t5x_gpu.models.config import DROPOUT_PLACES
 
 CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   't5': T5,
@@ -109,18 +110,14 @@ def with_defaults(config: Json) -> dict[str, Any]:
   return {**defaults, **mt5, **config}
 
 
-def training_differences(config: Json, model: ModelFields) -> list[str]:
-  """Returns a sentence for each dropout of `config` that a run of `model` would not have.
-
-  Args:
-    config: config.json of a family that we support.
-    model: what `from_hf` made of it.
-  """
-  rate = model.config.dropout_rate
+def training_differences(model: ModelFields) -> list[str]:
+  """Returns how a run of `model` would differ from one of transformers, in sentences."""
+  c = model.config
+  if not (c.dropout_rate or any(getattr(c, place) for place in DROPOUT_PLACES)):
+    return []
   return [
-    f'{key} = {config[key]:g} is not kept: {instead.format(rate=rate)}'
-    for key, instead in CONFIG_FAMILIES[family_of(config)].training.items()
-    if config.get(key) is not None and config[key] != rate
+    'dropout has the rates and places of config.json, but the masks of T5: all positions of a row '
+    'share one, and attention drops value vectors. transformers draws a mask for each number'
   ]
 
 

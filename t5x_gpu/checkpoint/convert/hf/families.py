@@ -17,9 +17,11 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
   divided,
   dtype,
   head_dim,
+  read_dropout,
   read_keys,
   their_activation,
   used,
+  write_dropout,
   write_keys,
 )
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
@@ -114,7 +116,11 @@ _BERT: Keys = {
   'num_positions': 'max_position_embeddings',
   'num_token_types': 'type_vocab_size',
   'norm_epsilon': 'layer_norm_eps',
+}
+_BERT_DROPOUT: Keys = {
   'dropout_rate': 'hidden_dropout_prob',
+  'attention_dropout': 'attention_probs_dropout_prob',
+  'classifier_dropout': 'classifier_dropout',
 }
 
 
@@ -122,6 +128,7 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
   del has_tensor
   c = TransformerConfig(
     **read_keys(config, _BERT),
+    **read_dropout(config, _BERT_DROPOUT, mlp_dropout=0.0),
     head_dim=head_dim(config),
     query_pre_attn_scalar=head_dim(config),
     mlp_activations=(activation(config['hidden_act']),),
@@ -156,7 +163,7 @@ def _write_bert(model: ModelFields) -> dict[str, Any]:
     'model_type': 'bert',
     **write_keys(c, _BERT),
     'hidden_act': their_activation(c),
-    'attention_probs_dropout_prob': c.dropout_rate,
+    **write_dropout(c, _BERT_DROPOUT),
     'initializer_range': c.init_stddev or INIT_STDDEV,
     'pad_token_id': 0,
   }
@@ -177,7 +184,11 @@ _GPT2: Keys = {
   'num_layers': 'n_layer',
   'num_heads': 'n_head',
   'norm_epsilon': 'layer_norm_epsilon',
+}
+_GPT2_DROPOUT: Keys = {
   'dropout_rate': 'resid_pdrop',
+  'embedding_dropout': 'embd_pdrop',
+  'attention_dropout': 'attn_pdrop',
 }
 
 
@@ -186,6 +197,7 @@ def _read_gpt2(config: Json, has_tensor: HasTensor) -> ModelFields:
   features = divided(config, 'n_embd', 'n_head')
   c = TransformerConfig(
     **read_keys(config, _GPT2),
+    **read_dropout(config, _GPT2_DROPOUT, mlp_dropout=0.0, output_dropout=0.0),
     head_dim=features,
     query_pre_attn_scalar=features,
     mlp_dim=config['n_inner'] or 4 * config['n_embd'],
@@ -213,8 +225,7 @@ def _write_gpt2(model: ModelFields) -> dict[str, Any]:
     'activation_function': their_activation(c),
     'n_positions': c.num_positions,
     'initializer_range': c.init_stddev or INIT_STDDEV,
-    'embd_pdrop': c.dropout_rate,
-    'attn_pdrop': c.dropout_rate,
+    **write_dropout(c, _GPT2_DROPOUT),
   }
 
 
@@ -245,6 +256,8 @@ BERT = ConfigFamily(
     'hidden_act': 'gelu',
     'layer_norm_eps': 1e-12,
     'hidden_dropout_prob': 0.1,
+    'attention_probs_dropout_prob': 0.1,
+    'classifier_dropout': None,  # hidden_dropout_prob
     'initializer_range': INIT_STDDEV,
   },
   {
@@ -254,10 +267,6 @@ BERT = ConfigFamily(
     'problem_type': (None, 'single_label_classification'),
     'tie_word_embeddings': (True, None),
     'pruned_heads': ({}, None),
-  },
-  {
-    'attention_probs_dropout_prob': 'dropout_rate = {rate:g} also drops attention',
-    'classifier_dropout': 'dropout_rate = {rate:g} also drops the input of the classifier',
   },
   frozenset(
     'directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers '
@@ -275,6 +284,8 @@ GPT2 = ConfigFamily(
     'activation_function': 'gelu_new',
     'layer_norm_epsilon': 1e-5,
     'resid_pdrop': 0.1,
+    'embd_pdrop': 0.1,
+    'attn_pdrop': 0.1,
     'initializer_range': INIT_STDDEV,
   },
   {
@@ -284,10 +295,6 @@ GPT2 = ConfigFamily(
     'tie_word_embeddings': (True, None),
     'is_decoder': (False, True),
     'pruned_heads': ({}, None),
-  },
-  {
-    'attn_pdrop': 'dropout_rate = {rate:g} also drops attention',
-    'embd_pdrop': 'dropout_rate = {rate:g} also drops embeddings',
   },
   frozenset(
     'reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels '

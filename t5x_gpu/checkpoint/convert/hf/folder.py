@@ -151,7 +151,7 @@ def open_hf(
     "by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
   check_tokenizer(folder, model.config.vocab_size)
-  notes = training_differences(config, model)
+  notes = training_differences(model)
   return HfModel(folder, found, model, weights, tensors.headers, notes)
 
 

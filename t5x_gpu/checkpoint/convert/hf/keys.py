@@ -38,8 +38,6 @@ class ConfigFamily:
     used: keys that `read` reads, in addition to those of `fixed` and `defaults`.
     defaults: key -> value if it is missing, as in transformers. A null is not missing.
     fixed: key -> the only values that our models support, if the key is present.
-    training: keys of dropout rates -> what our models do instead, a format with `rate`, our
-      dropout_rate. They have no effect on logits.
     no_effect: further keys without effect on the numbers of this family.
   """
 
@@ -49,13 +47,12 @@ class ConfigFamily:
   used: frozenset[str]
   defaults: Mapping[str, Any]
   fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-  training: Mapping[str, str] = dataclasses.field(default_factory=dict)
   no_effect: frozenset[str] = frozenset()
 
   @property
   def known(self) -> frozenset[str]:
     """Keys of config.json that have a meaning here; all others are refused."""
-    return self.used | self.no_effect | {*self.defaults, *self.fixed, *self.training, *NO_EFFECT}
+    return self.used | self.no_effect | {*self.defaults, *self.fixed, *NO_EFFECT}
 
 
 # Keys of every family without effect on the numbers: names and versions, what transformers returns,
@@ -93,6 +90,32 @@ def read_keys(config: Json, keys: Keys) -> dict[str, Any]:
 def write_keys(c: TransformerConfig, keys: Keys) -> dict[str, Any]:
   """Returns the keys of config.json for the same fields."""
   return {key: getattr(c, field) for field, key in keys.items()}
+
+
+def read_dropout(config: Json, keys: Keys, **others: float) -> dict[str, float]:
+  """Returns our rates of dropout.
+
+  Args:
+    config: config.json.
+    keys: 'dropout_rate', if the family has it, and places that have rates of their own.
+    others: rates of the places for which the family has no key.
+  """
+  rates = {field: config[key] for field, key in keys.items()}
+  rate = rates.pop('dropout_rate', 0.0)
+  own = {field: r for field, r in rates.items() if r not in (None, rate)}
+  return {'dropout_rate': rate, **own, **others}
+
+
+def write_dropout(c: TransformerConfig, keys: Keys) -> dict[str, float]:
+  """Returns the keys of config.json for the rates of dropout.
+
+  A key of the same name as our field is left out where we have no rate of our own for it.
+  """
+  return {
+    key: c.dropout_rate if field == 'dropout_rate' else c.dropout(field.removesuffix('_dropout'))
+    for field, key in keys.items()
+    if field != key or getattr(c, field) is not None
+  }
 
 
 def activation(name: str) -> str:

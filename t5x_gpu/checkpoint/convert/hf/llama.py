@@ -12,9 +12,11 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
   activation,
   dtype,
   head_dim,
+  read_dropout,
   read_keys,
   their_activation,
   used,
+  write_dropout,
   write_keys,
 )
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
@@ -30,6 +32,7 @@ _LLAMA: Keys = {
   'mlp_dim': 'intermediate_size',
   'norm_epsilon': 'rms_norm_eps',
 }
+_DROPOUT: Keys = {'attention_dropout': 'attention_dropout'}
 # RotaryEmbedding -> rope_parameters, for scaling = 'llama3'.
 _LLAMA3 = {
   'factor': 'factor',
@@ -49,6 +52,7 @@ def _read(config: Json, has_tensor: HasTensor) -> ModelFields:
   act = config['hidden_activation' if gemma else 'hidden_act']
   c = TransformerConfig(
     **read_keys(config, _LLAMA),
+    **read_dropout(config, _DROPOUT),
     num_kv_heads=config['num_key_value_heads'] or config['num_attention_heads'],
     head_dim=head_dim(config),
     query_pre_attn_scalar=config['query_pre_attn_scalar'] if gemma else head_dim(config),
@@ -86,6 +90,7 @@ def _write(model: ModelFields, *, family: str, architecture: str) -> dict[str, A
     'tie_word_embeddings': c.logits_via_embedding,
     'initializer_range': c.init_stddev or INIT_STDDEV,
     **_write_rope(c.rope),
+    **write_dropout(c, _DROPOUT),
   }
   if c.max_length:
     out['max_position_embeddings'] = c.max_length
@@ -215,12 +220,12 @@ def _family(
     {**_DEFAULTS, **defaults},
     {'partial_rotary_factor': (1.0,), 'is_decoder': (False, True), 'pruned_heads': ({}, None)}
     | fixed,
-    {'attention_dropout': 'dropout_rate = {rate:g} drops nothing'},
     no_effect | {'id2label', 'problem_type', 'add_cross_attention'},
   )
 
 
 _DEFAULTS: Json = {
+  'attention_dropout': 0.0,
   'rms_norm_eps': 1e-6,
   'attention_bias': False,
   'rope_theta': 10000.0,
