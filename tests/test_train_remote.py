@@ -7,6 +7,7 @@ import pytest
 
 from t5x_gpu import eval as eval_lib
 from t5x_gpu import infer, report, top
+from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
@@ -88,6 +89,16 @@ def test_report_and_top_read_a_run_in_object_storage(server, tmp_path, capsys):
   with pytest.raises(ConfigError, match='is in object storage') as error:
     report.main([address])
   assert '--out=report.html' in str(error.value)
+
+
+def test_other_processes_copy_only_files_that_carry_their_number(server):
+  address = as_path('s3://runs/ranks')
+  own = ['profiles/7_process_1/plugins/x.pb', 'spikes/step_00000001/process_1.txt']
+  with RunFiles(address, is_main=False) as files:
+    for name in (*own, 'metrics.jsonl', 'profiles/7/x.pb', 'spikes/step_00000001/x.txt'):
+      (files.folder / name).parent.mkdir(parents=True, exist_ok=True)
+      (files.folder / name).write_text(name)
+  assert address.files() == own
 
 
 @pytest.mark.slow
