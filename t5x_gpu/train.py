@@ -239,7 +239,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
     if distributed.is_main_process():
       report.print_changes(
-        loaded.provenance, files=GinFiles(args.gin_search_paths), model_dir=run.model_dir
+        loaded.provenance,
+        files=GinFiles(args.gin_search_paths),
+        gin_files=args.gin_files,
+        model_dir=run.model_dir,
       )
     program_cache.start(jax.default_backend(), environ=os.environ)
     log(_first_screen(cluster, xla, loaded))

@@ -18,11 +18,12 @@ from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
 from t5x_gpu.config.set_aside import set_aside
-from t5x_gpu.errors import ConfigError, did_you_mean
+from t5x_gpu.errors import ConfigError, did_you_mean, listed
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
 _VALUE_WIDTH = 60  # Longer values are cut in the printed table, never in files.
 _MOST_CHANGES = 15  # on the first screen of a run
+_MOST_NAMES = 20  # of further changes there
 
 
 def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None) -> None:
@@ -53,14 +54,19 @@ def print_changes(
   provenance: Provenance,
   *,
   files: GinFiles,
+  gin_files: Sequence[str] = (),
   model_dir: str,
   console: Optional[rich.console.Console] = None,
 ) -> None:
   """Prints the values that the user's gin files and flags change: old, new, and where.
 
+  Flags come first, then the last gin file of the command line and those before it, then what they
+  include; settings of a file are in its order. Of many changes the last are names only.
+
   Args:
     provenance: of the configuration.
     files: finds gin files; those that come with the package are not the user's.
+    gin_files: of the command line.
     model_dir: where the run writes all values.
     console: stdout if None.
   """
@@ -78,25 +84,39 @@ def print_changes(
       setting.value,
     )
     if old != setting.value and is_users(_file(setting.origin)):
-      changes.append(
-        (
-          f'{setting.key}: {_cut("not set" if old == REQUIRED else old)} -> {_cut(setting.value)}',
-          setting.origin,
-        )
-      )
-  changes.sort(key=lambda change: not change[1].startswith('--'))  # flags first: they win
-  shown, more = changes[:_MOST_CHANGES], len(changes) - _MOST_CHANGES
-  width = max((len(change) for change, _ in shown), default=0)
-  total = len(provenance.settings) + len(provenance.defaults)
+      changes.append((setting, _cut('not set' if old == REQUIRED else old)))
+  changes.sort(key=lambda change: _rank(change[0].origin, gin_files))
+  rows = [
+    (f'{setting.key}: {old} -> {_cut(setting.value)}', setting.origin)
+    for setting, old in changes[:_MOST_CHANGES]
+  ]
+  width = max((len(row[0]) for row in rows), default=0)
+  total, origins = (
+    len(provenance.settings) + len(provenance.defaults),
+    os.path.join(model_dir, ORIGINS),
+  )
   text = [
     f'configuration: {len(changes) or "nothing"} changed; all {total} values, and who set '
-    f'them, in {os.path.join(model_dir, ORIGINS)}',
-    *(f'  {change.ljust(width)}   {origin}' for change, origin in shown),
+    f'them, in {origins}',
+    *(f'  {change.ljust(width)}   {origin}' for change, origin in rows),
   ]
-  if more > 0:
-    text.append(f'  and {more} more')
+  if rest := [setting for setting, _ in changes[_MOST_CHANGES:]]:
+    where = ', '.join(dict.fromkeys(_file(setting.origin) for setting in rest))
+    names = listed([setting.key for setting in rest], _MOST_NAMES)
+    text.append(f'  and {len(rest)} more, set in {where}: {", ".join(names)}')
   for line in text:
     console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _rank(origin: str, gin_files: Sequence[str]) -> tuple[int, str, int]:
+  """Returns the place of a change: flags, the last gin file, ..., the first, files they include."""
+  if origin.startswith('--'):
+    return 0, '', 0
+  file, line = _file(origin), origin.rsplit(':', 1)[-1]
+  given = [os.path.abspath(name) for name in reversed(gin_files)]
+  path = os.path.abspath(file)
+  rank = given.index(path) if path in given else len(given)
+  return rank + 1, file, int(line) if line.isdecimal() else 0
 
 
 def _file(origin: str) -> str:

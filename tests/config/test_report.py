@@ -23,9 +23,11 @@ TRICKY = [
 ]
 
 
-def changed(config, model_dir='out') -> list[str]:
+def changed(config, model_dir='out', gin_files=()) -> list[str]:
   console = rich.console.Console(file=io.StringIO(), width=80)
-  report.print_changes(config.provenance, files=GinFiles(), model_dir=model_dir, console=console)
+  report.print_changes(
+    config.provenance, files=GinFiles(), gin_files=gin_files, model_dir=model_dir, console=console
+  )
   return console.file.getvalue().splitlines()
 
 
@@ -61,6 +63,31 @@ def test_a_run_prints_only_what_the_user_changed_with_old_and_new_value_and_plac
     r'train.total_steps: 100 -> 50 +gin_configs/runs/run.gin:16$', '\n'.join(changes), re.M
   )
   assert not any('LENGTH' in change or 'train.model_dir' in change for change in changes)
+
+
+def test_a_users_own_settings_come_first_in_their_order_and_names_of_the_rest_follow(project):
+  """Sizes are late in the alphabet, and early in what a user writes."""
+  sizes = ('vocab_size = 512', 'num_layers = 3', 'mlp_dim = 96', 'head_dim = 12', 'num_heads = 6')
+  (project / 'sizes.gin').write_text(
+    'from t5x_gpu.models import config\nconfig.TransformerConfig:\n'
+    + ''.join(f'  {size}\n' for size in sizes)
+  )
+  (project / 'base.gin').write_text(
+    "include 'gin_configs/examples/demo.gin'\n"
+    'BATCH_SIZE = 24\nDROPOUT_RATE = 0.2\nEVAL_PERIOD = 7\nEVAL_STEPS = 3\nLEARNING_RATE = 0.5\n'
+    'LOG_PERIOD = 3\nSAVE_PERIOD = 7\nRANDOM_SEED = 5\nWARMUP_STEPS = 3\nNUM_MICROBATCHES = 2\n'
+    "LOGGERS = ('jsonl',)\n"
+  )
+  files = ['base.gin', 'sizes.gin']
+  config = gin_loader.load(files, bindings=['TRAIN_STEPS=2'])
+  first, *lines = changed(config, gin_files=files)
+  assert first.startswith('configuration: 17 changed; all ')
+  assert lines[0].startswith('  TRAIN_STEPS: 400 -> 2 ')
+  names = [line.split(':')[0].strip() for line in lines[1:6]]
+  assert names == [f'TransformerConfig.{size.split()[0]}' for size in sizes]
+  assert lines[6].split() == ['BATCH_SIZE:', '8', '->', '24', 'base.gin:2']
+  assert len(lines) == 16
+  assert lines[15] == '  and 2 more, set in base.gin: NUM_MICROBATCHES, LOGGERS'
 
 
 def test_files_of_the_package_change_nothing_and_a_copy_of_one_is_the_users(project):
