@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import pytest
 
@@ -14,7 +15,7 @@ from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.samples import SampleConfig, append_sample
-from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate
+from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
 from tests.helpers_train import Project, run_here
 from tests.parity.tolerances import MESH_LOSS
 
@@ -162,6 +163,46 @@ def test_a_run_whose_storage_stays_away_leaves_with_1_and_its_error_each_time(
         gate.shut()
         run.let_go()
         assert (run.finish(), run.err) == (1, 'CheckpointError: The storage is gone.\n')
+
+
+# A run of the train command that does not wait a minute for storage that is gone.
+IMPATIENT_RUN = """
+from t5x_gpu import cli, train
+from t5x_gpu.checkpoint import run_lock
+from t5x_gpu.checkpoint.storage import paths
+paths.RETRIES = {'max_retries': 6, 'initial_delay': '20ms', 'max_delay': '100ms'}
+run_lock.REFRESH_SECONDS = 0.01
+cli.run_main(train.main)
+"""
+
+
+@pytest.mark.parametrize(
+  'steps_done', [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5) * 2)]
+)
+def test_a_training_run_whose_server_is_killed_leaves_with_1_and_its_error(
+  steps_done, tmp_path, warm
+):
+  """Before the first save, while one is written, between two, and before the last."""
+  project = Project(tmp_path, warm=warm)
+  with StorageServer(tmp_path) as server, server.used():
+    address = f'{server.bucket("runs")}/killed'
+    with project.start(
+      MODEL_DIR=address,
+      script=IMPATIENT_RUN,
+      hold_before=steps_done,
+      DATA_MODULE='"held_data"',
+      **{**FAST, 'train.train_eval_dataset_cfg': None},
+    ) as run:
+      run.wait_for(run.held)
+      server.kill()
+      run.let_go()
+      code, err = run.finish(), run.err
+  assert code == 1, err
+  # Whichever thread notices first: that of the lock, or a save.
+  assert len(re.findall('^(?:Checkpoint|Storage)Error: ', err, re.MULTILINE)) == 1, err
+  assert 'AWS_ENDPOINT_URL' in err
+  assert 'terminate called' not in err and 'Traceback' not in err
+  assert not [secret for secret in SECRETS if secret in run.out + err]
 
 
 @pytest.mark.slow
