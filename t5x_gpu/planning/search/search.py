@@ -33,7 +33,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
 # Compiles of the run's own precision, and of each other one.
-LIMIT, LIMIT_OF_OTHERS = 12, 4
+LIMIT, LIMIT_OF_OTHERS = 8, 3
 # Compiled before the next ones are chosen; a constant, so that all machines choose the same.
 _ROUND = 4
 # No prediction is this exact: of steps that differ by less, the one that needs less memory is best.
