@@ -24,7 +24,11 @@ from tests.parity.test_layouts import BATCH, CASES, FAMILIES, LENGTH, LENGTHS, M
 
 FP8_GRADIENT = 0.03
 FAST = ('fsdp_model_remat',)  # with accumulation by layer, the loop, and rematerialisation
-SHARED_HEADS = ('modern_tp_shared_kv_heads', 'modern_gather_shared_kv_heads')
+SHARED_HEADS = (
+  'modern_tp_shared_kv_heads',
+  'modern_gather_shared_kv_heads',
+  'tokamax_modern_shared_kv_heads',
+)
 
 
 def build(case: Case, num_devices: int, **change):
