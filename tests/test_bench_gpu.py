@@ -152,7 +152,7 @@ def test_models_are_those_of_the_gin_files(name, path, differs):
   ours = step.model_of(SHAPES[name], 'bfloat16').config
   fields = TransformerConfig.__dataclass_fields__
   different = {f for f in fields if getattr(ours, f) != getattr(theirs, f)}
-  assert different - {'dropout_rate'} == differs
+  assert {f for f in different if 'dropout' not in f} == differs
 
 
 @pytest.mark.slow
