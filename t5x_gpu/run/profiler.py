@@ -2,7 +2,7 @@
 
 A trace starts before a step and ends after the last of its steps, or before an evaluation. All
 processes trace the steps of `PROFILE_STEPS`; process 0 keeps its trace, and compares the others.
-Each process writes to a folder of its own, so none is in the way of another.
+Each process writes to its own folder.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from t5x_gpu.partitioning.axis_rules import AXES, AxisNames
 ROLES = {
   'row': 'kept in the row moment, averaged in the column moment',
   'column': 'kept in the column moment, averaged in the row moment',
-  'batch': 'each index is a parameter of its own',
+  'batch': 'each index is a separate parameter',
   'none': 'not factored',
 }
 # How T5X holds the layers of a model: that decides which kernels are plain matrices.

@@ -13,20 +13,11 @@ import pytest
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.analysis.gpu_tables import gpu_json
-from t5x_gpu.runtime.xla import probe
 from t5x_gpu.runtime.xla.deviceless import kernels_for
 from tests.aot.cases import CASES
+from tests.aot.marks import MARKS
 
-PLUGIN, JAXLIB = probe.installed().plugin, probe.installed().jaxlib
-pytestmark = [
-  pytest.mark.aot,
-  pytest.mark.slow,
-  pytest.mark.filterwarnings('ignore::DeprecationWarning'),  # Tokamax's Mosaic kernels, with jax
-  pytest.mark.skipif(
-    PLUGIN is None or PLUGIN != JAXLIB,
-    reason=f'compiling for GPUs needs the CUDA plugin of jax {JAXLIB}: make test-aot installs it',
-  ),
-]
+pytestmark = MARKS
 
 RECORDED = pathlib.Path(__file__).parent / 'recorded.json'
 BYTES = 0.02  # relative

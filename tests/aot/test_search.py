@@ -14,8 +14,9 @@ from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import SearchTask
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.aot.cases import Case
-from tests.aot.test_compiled_steps import pytestmark  # noqa: F401
+from tests.aot.marks import MARKS
 
+pytestmark = MARKS
 SAMPLED = 4
 
 

@@ -65,7 +65,7 @@ class T5xMoments:
     factored = sum(name.endswith('/row') for name in shapes)
     count = factored + sum(name.endswith('/full') for name in shapes)
     needs = (
-      'Adafactor.min_dim_size_to_factor as it was there'
+      'Adafactor.min_dim_size_to_factor of the T5X run'
       if self.settings is None
       else ', '.join(f'Adafactor.{name} = {value!r}' for name, value in self.settings.items())
     )

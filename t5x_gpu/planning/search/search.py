@@ -105,8 +105,8 @@ class Found:
   def next(self, dtype: Optional[str], number: int) -> list[Score]:
     """Returns variants that may be faster than the best, at most `number`, the fastest first.
 
-    Of a family of which nothing was compiled, one, if it would be faster with all collectives
-    hidden; of others, those whose estimate is faster.
+    From a family with compiled variants: all whose estimate is faster. From any other family: one,
+    if it would be faster with every collective hidden.
     """
     best = self.best(dtype)
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf

@@ -97,7 +97,7 @@ def read_dropout(config: Json, keys: Keys, **others: float) -> dict[str, float]:
 
   Args:
     config: config.json.
-    keys: 'dropout_rate', if the family has it, and places that have rates of their own.
+    keys: our field -> key, for 'dropout_rate' and for places where the family sets another rate.
     others: rates of the places for which the family has no key.
   """
   rates = {field: config[key] for field, key in keys.items()}
@@ -109,7 +109,7 @@ def read_dropout(config: Json, keys: Keys, **others: float) -> dict[str, float]:
 def write_dropout(c: TransformerConfig, keys: Keys) -> dict[str, float]:
   """Returns the keys of config.json for the rates of dropout.
 
-  A key of the same name as our field is left out where we have no rate of our own for it.
+  A key named like our field is left out unless the field is set.
   """
   return {
     key: c.dropout_rate if field == 'dropout_rate' else c.dropout(field.removesuffix('_dropout'))
