@@ -1,4 +1,8 @@
-"""Atomic file writes: readers see the old file or the complete new one."""
+"""File writes that an interruption cannot spoil.
+
+`atomic_write` replaces a file: readers see the old one or the complete new one. `append_line` adds
+to a file of lines.
+"""
 
 import contextlib
 import os
@@ -32,3 +36,23 @@ def atomic_write(
     with contextlib.suppress(OSError):
       temporary.unlink(missing_ok=True)
     raise
+
+
+def append_line(path: str | os.PathLike, line: str) -> None:
+  """Appends a line in one system call; begins a new line if the last one was cut short.
+
+  Args:
+    path: of the file; its folder exists.
+    line: text without its newline.
+  Raises:
+    OSError: the file cannot be written, or only a part of the line was.
+  """
+  with open(path, 'ab+', buffering=0) as f:
+    size = f.seek(0, os.SEEK_END)
+    if size:
+      f.seek(size - 1)
+      if f.read(1) != b'\n':
+        line = '\n' + line
+    data = line.encode() + b'\n'
+    if f.write(data) != len(data):
+      raise OSError('only a part of a line was written')

@@ -5,6 +5,7 @@ import logging
 import os
 import pathlib
 
+from t5x_gpu.config.atomic_write import append_line
 from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.config.set_aside import set_aside_unless_file
 from t5x_gpu.models.decoding import SampleConfig
@@ -27,7 +28,6 @@ def append_sample(folder: str | os.PathLike, step: int, config: SampleConfig, te
   path = pathlib.Path(folder) / SAMPLES
   try:
     set_aside_unless_file(path)  # to open a pipe would wait for a reader
-    with open(path, 'ab') as f:
-      f.write(json.dumps(record).encode() + b'\n')
+    append_line(path, json.dumps(record))
   except OSError as e:
     _log.warning('%s cannot be written: %s.', path, e.strerror or e)

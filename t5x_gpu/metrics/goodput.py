@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Optional, Self
 
+from t5x_gpu.config.atomic_write import append_line
 from t5x_gpu.config.set_aside import set_aside_unless_file
 from t5x_gpu.metrics import goodput_accounts
 from t5x_gpu.runtime import process_exit
@@ -196,7 +197,7 @@ class Goodput(contextlib.AbstractContextManager):
       line |= {'end': self._end} if self._end else {}
       line |= {'facts': dict(facts)} if facts else {}
       try:
-        _append(self._path, json.dumps(line) + '\n')
+        append_line(self._path, json.dumps(line))
       except OSError as e:
         if not self._has_failed:
           _log.warning('%s cannot be written: %s. The run goes on.', self._path, e.strerror or e)
@@ -222,16 +223,3 @@ class Goodput(contextlib.AbstractContextManager):
       _log.warning('No goodput: %s cannot be read: %s.', self._path, e)
       return None
     return goodput_accounts.accounts_of(ledger) if ledger.runs else None
-
-
-def _append(path: pathlib.Path, line: str) -> None:
-  """Appends a line in one system call; begins a new line if the last one was cut short."""
-  with open(path, 'ab+', buffering=0) as f:
-    size = f.seek(0, os.SEEK_END)
-    if size:
-      f.seek(size - 1)
-      if f.read(1) != b'\n':
-        line = '\n' + line
-    data = line.encode()
-    if f.write(data) != len(data):
-      raise OSError('only a part of a line was written')

@@ -319,7 +319,9 @@ def small_files(folder: pathlib.Path) -> Target:
     ids.keep('wandb', ids.get('wandb') or 'cd34')
     assert RunIds(folder).get('wandb')
     append_sample(folder, 4, SampleConfig('a'), 'the last')
-    assert (folder / 'samples.jsonl').read_bytes().splitlines()[-1].endswith(b'"the last"}')
+    assert (
+      json.loads((folder / 'samples.jsonl').read_bytes().splitlines()[-1])['text'] == 'the last'
+    )
     with Goodput(enabled=True) as goodput:
       goodput.open(folder, first_step=4, facts={'total_steps': 8})
       goodput.interruption(), goodput.summary()
