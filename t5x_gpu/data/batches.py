@@ -103,7 +103,8 @@ class DatasetConfig:
     vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json),
       'words:8192' (words hashed into that many ids), or None for the task's own.
     mixture_rates: for `prepared:DIR`: task -> rate, replaces the rates of the mixture.
-    loss_on_targets_only: with feature converter 'prefix_lm', give the inputs weight 0 in the loss.
+    loss_on_targets_only: give the inputs weight 0 in the loss: those of feature converter
+      'prefix_lm', and in conversations all but the assistant's messages.
     max_corrupt_fraction: share of damaged records to tolerate: they are skipped, counted and
       reported. 0.0: the first damaged record is an error that names file and place.
     module: the data module that opens this: see `data_module.DataModule`.

@@ -19,6 +19,8 @@ DTYPE = 'int32'
 LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
 # Task feature [length] of text pairs: 0 for the first text, 1 for the second.
 TOKEN_TYPES = 'token_types'
+# Task features: 1 where the loss counts, 0 elsewhere; and of conversations, the decoder inputs.
+LOSS_MASK, DECODER_INPUTS = 'loss_mask', 'decoder_inputs'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ _PARTS = {
   'feature_converter': ('the objective', ''),
   'rates': ('the rates of the mixture', ''),
   'vocabulary': ('the tokenizer', ''),
+  'chat_template': ('the chat template', ''),
   'source': ('the data version', ''),
   'rows': ('the data version', ''),
 }
@@ -40,10 +41,16 @@ _REST = {
   'rates': 'Register the mixture with its earlier rates; for prepared:DIR set '
   'DatasetConfig.mixture_rates to them.',
   'vocabulary': 'Restore the earlier vocabulary: the same file, or VOCABULARY.',
+  'chat_template': 'Restore the earlier chat template in the folder of the tokenizer: '
+  'chat_template.jinja, or chat_template in tokenizer_config.json.',
   'source': 'Restore the earlier files.',
   'rows': 'Restore the earlier prepared folder.',
 }
-_PARAMETERS = {'rates': 'DatasetConfig.mixture_rates', 'vocabulary': 'DatasetConfig.vocabulary'}
+_PARAMETERS = {
+  'rates': 'DatasetConfig.mixture_rates',
+  'vocabulary': 'DatasetConfig.vocabulary',
+  'chat_template': 'DatasetConfig.vocabulary',
+}
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
 

@@ -17,6 +17,7 @@ from t5x_gpu.data.streaming import preparation as preparation_lib
 from t5x_gpu.data.streaming.batch_iterator import SeqioBatches
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.tasks import chat
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
   TextVocabulary,
@@ -46,6 +47,7 @@ def _fingerprint(
     facts[f'vocabulary of {name}'] = vocabulary_fingerprint(
       feature.vocabulary, feature_converter=feature_converter
     )
+  facts |= chat.template_facts(task)
   if isinstance(task, seqio.Mixture):
     facts['rates'] = {subtask.name: float(task.get_rate(subtask)) for subtask in subtasks}
   for subtask in subtasks:

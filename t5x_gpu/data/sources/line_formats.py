@@ -8,9 +8,11 @@ import functools
 import io
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional, Union
 
+from t5x_gpu.data.sources.conversations import conversation
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.data.sources.rows import (
   FileForm,
@@ -131,6 +133,18 @@ def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
     yield texts if texts[0] else None
 
 
+def _conversation_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+  """Yields (conversation as JSON, file:line); the first of `columns` has the messages."""
+  for number, line in _numbered(path, skip):
+    row, where = None, f'{path}:{number}'
+    if line.strip():
+      try:
+        row = conversation(line, key=columns[0], where=where), os.fsencode(where)
+      except DataError as e:
+        row = e
+    yield row
+
+
 def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
   """Yields (inputs, targets) of lines with one tab, without a header."""
   for number, line in _numbered(path, skip):
@@ -245,6 +259,7 @@ REPAIRED_LINES, REPAIRED_SPANS = (
 )
 PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
 JSON_LINES = FileForm('jsonl', _json_keys, _json_rows)
+CONVERSATIONS = FileForm('jsonl', _json_keys, _conversation_rows)
 CSV, TSV = (
   FileForm(form, functools.partial(_csv_header, form=form), functools.partial(_csv_rows, form=form))
   for form in ('csv', 'tsv')

@@ -137,13 +137,13 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
   """Returns the pattern, and feature -> column for columns chosen after `#`; None without any.
 
   Raises:
-    DataError: the chosen columns are neither `text` nor `inputs` and `targets`.
+    DataError: the chosen columns are not `text`, `inputs` and `targets`, or `messages`.
   """
   pattern, pairs = split_columns(spelled)
   if pairs is None:
     return spelled, None
   parts = dict(pairs)
-  for ours in ({'text'}, {'targets'}, {'inputs', 'targets'}):
+  for ours in ({'text'}, {'targets'}, {'inputs', 'targets'}, {'messages'}):
     if set(parts) == ours and all(parts.values()):
       return pattern, {
         'targets' if name == 'text' else name: column for name, column in parts.items()
@@ -151,8 +151,8 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
   chosen = ','.join(map('='.join, pairs))
   raise task_error(
     f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
-    + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
-    fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.',
+    + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets', 'messages')),
+    fix='Write #text=COLUMN, #inputs=COLUMN,targets=COLUMN, or for conversations #messages=COLUMN.',
   )
 
 

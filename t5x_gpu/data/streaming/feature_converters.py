@@ -4,17 +4,55 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 from t5x_gpu.data import features
+from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import moved_zero_id, vocabulary_name
 from t5x_gpu.errors import DataError
 
 _TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
 _NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
-# Task feature of masked language models: 1 where the loss counts, 0 elsewhere.
-LOSS_MASK = 'loss_mask'
+
+
+class LmConverter(seqio.LMFeatureConverter):
+  """SeqIO's; a task with 'decoder_inputs' and 'loss_mask' (a conversation) has its own of both.
+
+  Args:
+    loss_on_targets_only: take the loss where the mask is 1; otherwise on all tokens.
+    **options: SeqIO's.
+  """
+
+  def __init__(self, *, loss_on_targets_only: bool = True, **options: Any):
+    super().__init__(**options)
+    self._masked = loss_on_targets_only
+
+  def _convert_features(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
+    if DECODER_INPUTS not in ds.element_spec:
+      if not self._masked:
+        raise _no_mask('lm')
+      return super()._convert_features(ds, task_feature_lengths)
+
+    def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      weights = tf.maximum(x[LOSS_MASK] - 1, 0) if self._masked else tf.minimum(x[LOSS_MASK], 1)
+      row = {
+        'decoder_target_tokens': x['targets'],
+        'decoder_input_tokens': x[DECODER_INPUTS],
+        'decoder_loss_weights': weights,
+      }
+      if self.pack:
+        row['decoder_segment_ids'] = x['targets_segment_ids']
+        row['decoder_positions'] = x['targets_positions']
+      return row
+
+    names = ('targets', DECODER_INPUTS, LOSS_MASK)
+    # The weight plus one: packing treats zeros as padding and would cut them off.
+    marked = ds.map(lambda x: {**x, LOSS_MASK: x[LOSS_MASK] + 1})
+    rows = self._pack_or_pad(marked, dict.fromkeys(names, task_feature_lengths['targets']))
+    return rows.map(model_features)
 
 
 class _EncoderConverter(seqio.FeatureConverter):
@@ -128,7 +166,7 @@ class EncoderMlmConverter(_EncoderConverter):
 
 
 CONVERTERS = {
-  'lm': seqio.LMFeatureConverter,
+  'lm': LmConverter,
   'prefix_lm': seqio.PrefixLMFeatureConverter,
   'encoder_decoder': seqio.EncDecFeatureConverter,
   'encoder_classification': EncoderClassificationConverter,
@@ -146,22 +184,28 @@ def feature_converter(
   Args:
     name: a key of `CONVERTERS`.
     pack: put several examples into one row.
-    loss_on_targets_only: 'prefix_lm' only: weight 0 on the inputs.
+    loss_on_targets_only: 'prefix_lm': weight 0 on the inputs. 'lm': on what a conversation has
+      besides the assistant's messages.
   Raises:
     ConfigError: no such converter.
-    DataError: `loss_on_targets_only=False` without inputs in the sequence of the targets; `pack`
-      with one label per row.
+    DataError: `loss_on_targets_only=False` without inputs in the sequence of the targets (with
+      'lm': in the conversion); `pack` with one label per row.
   """
   features.check_pack(name, pack=pack)
-  if name == 'prefix_lm':
+  if name in ('lm', 'prefix_lm'):
     return CONVERTERS[name](pack=pack, loss_on_targets_only=loss_on_targets_only)
   if not loss_on_targets_only:
-    raise DataError(
-      f'loss_on_targets_only = False does not apply to feature converter {name!r}: its inputs '
-      'are not in the sequence of its targets.',
-      fix="Leave DatasetConfig.loss_on_targets_only at True, or use feature converter 'prefix_lm'.",
-    )
+    raise _no_mask(name)
   return CONVERTERS[name](pack=pack)
+
+
+def _no_mask(name: str) -> DataError:
+  return DataError(
+    f'loss_on_targets_only = False does not apply to feature converter {name!r}: its inputs '
+    'are not in the sequence of its targets.',
+    fix="Leave DatasetConfig.loss_on_targets_only at True, or use feature converter 'prefix_lm', "
+    'or train on conversations (jsonl with messages).',
+  )
 
 
 def model_rows(
@@ -181,7 +225,8 @@ def model_rows(
     task_feature_lengths: task feature -> tokens.
     output_features: of the task.
   Raises:
-    DataError: two vocabularies use the same id for different words of one sequence.
+    DataError: two vocabularies use the same id for different words of one sequence; or padding
+      and a word of id 0 look the same.
   """
   rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
   moved = {
@@ -190,6 +235,13 @@ def model_rows(
   }
   if not any(moved.values()):
     return rows
+  if DECODER_INPUTS in output_features and not converter.pack:
+    raise DataError(
+      'Id 0 is a word of the tokenizer, and conversations have tokens without a loss. So without '
+      'packing, this word and the padding look the same.',
+      fix='Set PACK = True.',
+      parameters=('DatasetConfig.pack', 'DatasetConfig.vocabulary'),
+    )
   return rows.map(
     lambda row: {
       feature: tf.where(x == moved[feature], 0, x) if moved.get(feature) else x

@@ -20,6 +20,7 @@ from t5x_gpu.data.sources.corrupt_records import Records
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.tasks import chat
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line, task_error
@@ -67,6 +68,7 @@ class Preparation:
     config, members = self.config, {}
     for name, task in self._members().items():
       source = seqio_sources.source_fingerprint(task.source, split=config.split)
+      source |= chat.template_facts(task)
       rate = float(self._task.get_rate(task)) if isinstance(self._task, seqio.Mixture) else 1.0
       parts = num_parts or _num_parts(task, config.split, source)
       members[name] = Member(rate=rate, source=source, num_shards=parts)

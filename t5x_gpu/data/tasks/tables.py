@@ -1,6 +1,6 @@
 """Tasks from files with columns, without any Python.
 
-  jsonl:PATTERN              a JSON object per line: 'text', or 'inputs' and 'targets'
+  jsonl:PATTERN              a JSON object per line: 'text', 'inputs' and 'targets', or 'messages'
   csv:PATTERN, tsv:PATTERN   a header, then a row per example; tsv has no quoting
   parquet:PATTERN            a row per example
   tfrecord:PATTERN           tf.train.Examples with one text per feature
@@ -19,10 +19,11 @@ from typing import Optional
 from t5x_gpu.data.sources import discovery, labelled_tables, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
 from t5x_gpu.data.sources.column_formats import ARROW, PARQUET
+from t5x_gpu.data.sources.conversations import MESSAGES, conversation_key
 from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
 from t5x_gpu.data.sources.seqio_sources import file_source
-from t5x_gpu.data.tasks import builtin
+from t5x_gpu.data.tasks import builtin, chat
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, task_error
 
@@ -53,14 +54,45 @@ def _task(
   by_split: Optional[Mapping[str, Sequence[str]]],
   chosen: Optional[Mapping[str, str]],
 ) -> seqio.Task:
+  by_split = None if by_split is None or set(by_split) == {'train'} else by_split
+  key = _messages(name, form, files, chosen)
+  if key is not None:
+    return chat.chat_task(name, files, key=key, by_split=by_split, chosen=chosen is not None)
   if chosen and form is line_formats.JSON_LINES:  # a record may be damaged, also the first one
     columns = dict(chosen)
   else:
     names, judged = _first_columns(name, form, files)
     columns = feature_columns(names, chosen=chosen, where=judged)
   reader = BlockReader(form, columns=columns, num_files=len(files), chosen=chosen is not None)
-  by_split = None if by_split is None or set(by_split) == {'train'} else by_split
   return builtin.task_for(columns)(name, file_source(files, by_split, reader=reader))
+
+
+def _messages(
+  name: str, form: FileForm, files: Sequence[str], chosen: Optional[Mapping[str, str]]
+) -> Optional[str]:
+  """Returns the key of the messages if the files hold conversations, else None.
+
+  Raises:
+    DataError: they hold texts as well, or conversations in a form that has only texts.
+  """
+  is_json = form is line_formats.JSON_LINES
+  if chosen is not None:
+    key = chosen.get(MESSAGES)
+    if key is not None and not is_json:
+      raise task_error(
+        f'#messages={key}: {form.name} files hold texts, and conversations are read from jsonl.',
+        fix='Write them as JSON lines, with the list of messages in each: jsonl:PATTERN.',
+      )
+    return key
+  names, path = _first_columns(name, form, files) if is_json else ([], '')
+  key = conversation_key(names)
+  texts = [column for column in ('text', 'targets') if column in names]
+  if key is not None and texts:
+    raise task_error(
+      f'The first object of {path} has {texts[0]!r} and {key!r}: a text and a conversation.',
+      fix=f'Choose after the pattern: #messages={key}, or #text={texts[0]}.',
+    )
+  return key
 
 
 def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[list[str], str]:

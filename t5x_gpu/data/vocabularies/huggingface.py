@@ -97,6 +97,17 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
       found.append(number)
     return tuple(found)
 
+  @property
+  def special_tokens(self) -> dict[str, str]:
+    """'eos_token' -> its text, for the special tokens that the files of the tokenizer name."""
+    return dict(self._named)
+
+  @functools.cached_property
+  def added_tokens(self) -> dict[int, str]:
+    """Id -> text of the tokens that no text is split into: <bos>, <|im_end|>, ..."""
+    added = self._tokenizer.get_added_tokens_decoder()
+    return {self._moved(number): token.content for number, token in added.items()}
+
   @functools.cached_property
   def ordinary_ids(self) -> np.ndarray:
     """Ids [n], int32, of text pieces: all but padding, special and added tokens."""
@@ -121,6 +132,16 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   def _encode(self, s: str) -> list[int]:
     return [self._moved(i) for i in self._tokenizer.encode(s, add_special_tokens=False).ids]
+
+  def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the ids of `text`, and for each the range of its characters."""
+    encoding = self._tokenizer.encode(text, add_special_tokens=False)
+    return [self._moved(i) for i in encoding.ids], encoding.offsets
+
+  def spelled(self, ids: Iterable[int]) -> str:
+    """Returns the text of all `ids`, with the special tokens."""
+    kept = [0 if i == self.moved_zero_id else int(i) for i in ids]
+    return self._tokenizer.decode(kept, skip_special_tokens=False)
 
   def _decode(self, ids: Iterable[int]) -> str:
     # `seqio.Vocabulary.decode` keeps the EOS; sentinels that we added are unknown to the tokenizer.

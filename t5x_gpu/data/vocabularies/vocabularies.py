@@ -74,6 +74,12 @@ class TextVocabulary:
       ids = ids[: ids.index(self.eos_id)]
     return self._seqio.decode(self.of_seqio(ids))
 
+  def spelled(self, ids: Sequence[int]) -> str:
+    """Returns the text of all `ids`, with special tokens if the vocabulary can spell them."""
+    if isinstance(self._seqio, HuggingFaceVocabulary):
+      return self._seqio.spelled(self.of_seqio(ids))
+    return self.decode(list(ids))
+
 
 def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
   """Returns SeqIO's vocabulary called `name`.

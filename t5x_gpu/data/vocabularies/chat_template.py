@@ -1,0 +1,332 @@
+"""The chat template of a Hugging Face tokenizer: messages -> text and ids, and whose they are.
+
+A template is a Jinja program that comes with the tokenizer. As in transformers, it runs in Jinja's
+sandbox: it sees the messages and the special tokens, and can neither import nor open anything. The
+functions and filters that it may use are those of transformers, with one difference: the date is
+always the same, so that the data of a run do not depend on the day.
+"""
+
+import datetime
+import functools
+import hashlib
+import importlib
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.data.tf_runtime import seqio
+from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.errors import DataError, first_line
+
+TEMPLATE_FILE, CONFIG_FILE = 'chat_template.jinja', 'tokenizer_config.json'
+# Of `strftime_now`: the date that the template of Llama 3.1 has without a clock.
+DATE = datetime.datetime(2024, 7, 26)
+# What `{% generation %}` writes around its content: two noncharacters, which no text has.
+_BEGIN, _END = '\ufdd0', '\ufdd1'
+_OLDEST_JINJA = (3, 1, 6)  # in earlier versions there are ways out of the sandbox
+_SHOWN = 40
+_PARAMETERS = ('DatasetConfig.vocabulary',)
+_DOCS = 'finetune.md#chat'
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+class ChatTemplate:
+  """The chat template of a tokenizer.
+
+  Args:
+    vocabulary: the tokenizer.
+  Raises:
+    DataError: not a Hugging Face tokenizer, no template or a broken one, or no Jinja.
+
+  Attributes:
+    file: of the template.
+  """
+
+  def __init__(self, vocabulary: seqio.Vocabulary):
+    if not isinstance(vocabulary, HuggingFaceVocabulary):
+      raise DataError(
+        'Messages need a tokenizer with a chat template; the vocabulary is a '
+        f'{type(vocabulary).__name__}, which has none.',
+        fix="Set VOCABULARY = 'huggingface:FOLDER', the tokenizer of a chat model.",
+        parameters=_PARAMETERS,
+        docs=_DOCS,
+      )
+    self._vocabulary = vocabulary
+    self.file, self._sources = _sources(vocabulary.path.parent)
+    self._templates = {name: _compiled(text) for name, text in self._sources.items()}
+
+  @property
+  def fingerprint(self) -> str:
+    """16 hex digits of the template; those of the tokenizer are its own."""
+    return hashlib.sha256(json.dumps(self._sources, sort_keys=True).encode()).hexdigest()[:16]
+
+  def prompt(
+    self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str
+  ) -> list[int]:
+    """Returns SeqIO's ids of `messages` and of what begins the assistant's answer."""
+    text = self._render(messages, tools, where=where, add_generation_prompt=True)
+    return self._vocabulary.encode(_unmarked(text)[0])
+
+  def tokens(
+    self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns SeqIO's ids [n] of a conversation, int32, and 1 where the assistant writes, else 0.
+
+    What the assistant writes is inside the template's `{% generation %}`. In a template without, it
+    is what a message of the assistant adds to the text of the messages before it with the
+    generation prompt, up to the special token that ends it. A token that is partly the assistant's
+    counts as the assistant's, as in transformers.
+
+    Args:
+      messages: with 'role' and 'content'.
+      tools: that the assistant may call, as JSON schemas.
+      where: file and line, for errors.
+    Raises:
+      DataError: the template refuses the messages, or does not show what the assistant writes.
+    """
+    text, spans = self._text_and_spans(messages, tools, where=where)
+    ids, offsets = self._vocabulary.encode_with_offsets(text)
+    starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(ids), np.int32)
+    for begin, end in spans:
+      inside = np.flatnonzero((starts < end) & (ends > begin) & (ends > starts))
+      if inside.size:
+        mask[inside[0] : inside[-1] + 1] = 1
+    return np.asarray(ids, np.int32), mask
+
+  def turn_end(self) -> Optional[int]:
+    """Returns SeqIO's id of the special token that ends what the assistant writes, or None."""
+    messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    ids, mask = self.tokens(messages, where=f'The chat template {str(self.file)!r}')
+    last = int(ids[np.flatnonzero(mask)[-1]]) if mask.any() else None
+    return last if last in self._vocabulary.added_tokens else None
+
+  def _render(
+    self,
+    messages: Sequence[Message],
+    tools: Optional[list],
+    *,
+    where: str,
+    add_generation_prompt: bool = False,
+  ) -> str:
+    kind = 'tool_use' if tools and 'tool_use' in self._templates else 'default'
+    try:
+      return self._templates[kind].render(
+        messages=messages,
+        tools=tools,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **self._vocabulary.special_tokens,
+      )
+    except Exception as e:  # a template may raise anything
+      roles = ', '.join(message['role'] for message in messages) or 'none'
+      raise DataError(
+        f'{where}: the chat template {str(self.file)!r} refuses these messages: {first_line(e)}. '
+        f'Their roles: {roles}.',
+        fix='Correct or remove that conversation, or use another template.',
+        parameters=_PARAMETERS,
+        docs=_DOCS,
+      ) from e
+
+  def _text_and_spans(
+    self, messages: Sequence[Message], tools: Optional[list], *, where: str
+  ) -> tuple[str, list[Span]]:
+    """Returns a conversation as text, and the ranges of characters that the assistant writes."""
+    if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
+      raise DataError(
+        f'{where} has U+FDD0 or U+FDD1, which are not characters.', fix='Remove them.'
+      )
+    text, spans = _unmarked(self._render(messages, tools, where=where))
+    return text, spans or [
+      self._written(text, messages, i, tools, where=where)
+      for i, message in enumerate(messages)
+      if message['role'] == 'assistant'
+    ]
+
+  def _written(
+    self, text: str, messages: Sequence[Message], i: int, tools: Optional[list], *, where: str
+  ) -> Span:
+    """Returns the range of `text`, all messages, that the assistant writes in message `i`."""
+    before = self._render(messages[:i], tools, where=where, add_generation_prompt=True)
+    through = self._render(messages[: i + 1], tools, where=where)
+    begin = len(before)
+    if not (text.startswith(before) and through.startswith(before)):
+      other = before if not text.startswith(before) else through
+      raise self._unclear(text, other, i, where=where)
+    end = len(through) if text.startswith(through) else self._end(text, through, begin, messages[i])
+    if end is None:
+      raise self._unclear(text, through, i, where=where)
+    written = text[begin:end].rstrip()
+    ends_itself = any(written.endswith(token) for token in self._vocabulary.added_tokens.values())
+    return begin, begin + len(written) if ends_itself else end
+
+  def _end(self, text: str, through: str, begin: int, message: Message) -> Optional[int]:
+    """Returns where `message` ends in `text`, if it is shorter there than as the last message.
+
+    Templates of Qwen 3 write empty thoughts into the last answer alone. There the answer follows
+    the generation prompt, and what ends it is the same in both.
+    """
+    content = message.get('content', '').strip()
+    if not content or not text.startswith(content, begin):
+      return None
+    ending = through[through.rindex(content) + len(content) :] if content in through else ''
+    end = begin + len(content) + len(ending)
+    return end if ending.strip() and text[:end].endswith(content + ending) else None
+
+  def _unclear(self, text: str, other: str, i: int, *, where: str) -> DataError:
+    at = next(
+      (k for k, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other))
+    )
+    return DataError(
+      f'{where}: the chat template {str(self.file)!r} does not show what the assistant writes in '
+      f'message {i + 1}: the text of the messages up to there is not the beginning of the whole '
+      f'text. From character {at} on it has {other[at : at + _SHOWN]!r}, the whole has '
+      f'{text[at : at + _SHOWN]!r}.',
+      fix=f'Put {{% generation %}} and {{% endgeneration %}} in {self.file.name} around what the '
+      'assistant writes.',
+      parameters=_PARAMETERS,
+      docs=_DOCS,
+    )
+
+
+def _unmarked(text: str) -> tuple[str, list[Span]]:
+  """Returns `text` without the marks of `{% generation %}`, and the ranges between them."""
+  pieces, spans = text.split(_BEGIN), []
+  plain, at = [pieces[0]], len(pieces[0])
+  for piece in pieces[1:]:
+    inside, _, after = piece.partition(_END)
+    spans.append((at, at + len(inside)))
+    plain += [inside, after]
+    at += len(inside) + len(after)
+  return ''.join(plain), spans
+
+
+def _sources(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
+  """Returns the file with the chat template, and name -> template; one is called 'default'."""
+  file, found = folder / TEMPLATE_FILE, None
+  try:
+    if file.is_file():
+      return file, {'default': file.read_text('utf-8')}
+    file = folder / CONFIG_FILE
+    found = read_json(file, dict).get('chat_template') if file.is_file() else None
+    if isinstance(found, list):
+      found = {part['name']: part['template'] for part in found}
+    elif isinstance(found, str):
+      found = {'default': found}
+  except (ValueError, KeyError, TypeError, OSError) as e:
+    raise DataError(
+      f'The chat template in {str(file)!r} cannot be read: {e!r}.',
+      fix='Correct it, or copy it from the model again.',
+      parameters=_PARAMETERS,
+    ) from e
+  if not isinstance(found, dict) or 'default' not in found:
+    names = f'only {", ".join(map(repr, found))}, and no default' if found else 'none'
+    raise DataError(
+      f'The tokenizer in {str(folder)!r} has no chat template: {TEMPLATE_FILE} does not exist, and '
+      f"'chat_template' in {CONFIG_FILE} has {names}.",
+      fix='Use the tokenizer of a chat model (often called Instruct), or write '
+      f'{TEMPLATE_FILE} into the folder.',
+      parameters=_PARAMETERS,
+      docs=_DOCS,
+    )
+  return file, found
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> Any:
+  """Returns a Jinja template in its sandbox. Raises DataError if it cannot be read."""
+  jinja2 = _jinja2()
+  environment = _environment(jinja2)
+  try:
+    return environment.from_string(source)
+  except jinja2.TemplateSyntaxError as e:
+    raise DataError(
+      f'Line {e.lineno} of the chat template cannot be read: {e.message}.',
+      fix='Correct it, or copy it from the model again.',
+      parameters=_PARAMETERS,
+    ) from e
+
+
+def _jinja2() -> Any:
+  try:
+    jinja2 = importlib.import_module('jinja2')
+    for part in ('ext', 'sandbox'):
+      importlib.import_module(f'jinja2.{part}')
+  except ModuleNotFoundError as e:
+    raise DataError(
+      'Chat templates need the package jinja2, which is not installed.',
+      fix="Run: pip install 't5x_gpu[hf]', or: pip install 'jinja2>=3.1.6'",
+    ) from e
+  if tuple(map(int, re.findall(r'\d+', jinja2.__version__)[:3])) < _OLDEST_JINJA:
+    raise DataError(
+      f'jinja2 {jinja2.__version__} has known ways out of its sandbox; chat templates need 3.1.6.',
+      fix="Run: pip install 'jinja2>=3.1.6'",
+    )
+  return jinja2
+
+
+def _environment(jinja2: Any) -> Any:
+  """Returns the environment of transformers' templates: options, filters and functions."""
+
+  class Generation(jinja2.ext.Extension):
+    """`{% generation %}`: marks what the assistant writes."""
+
+    tags = {'generation'}
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+      return jinja2.nodes.CallBlock(self.call_method('marked'), [], [], body).set_lineno(line)
+
+    def marked(self, caller: Any) -> str:
+      return f'{_BEGIN}{caller()}{_END}'
+
+  class Namespace(jinja2.utils.Namespace):
+    """Jinja's, without names that begin with an underscore: those are Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any):
+      for name in dict(*args[1:], **kwargs):
+        _check_name(name)
+      jinja2.utils.Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+      _check_name(name)
+      super().__setitem__(name, value)
+
+  def _check_name(name: Any) -> None:
+    if str(name).startswith('_'):
+      raise jinja2.exceptions.SecurityError(f'a namespace cannot have the name {name!r}')
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+  )
+  environment.filters['tojson'] = _to_json
+  environment.globals |= {
+    'raise_exception': raise_exception,
+    'strftime_now': DATE.strftime,
+    'namespace': Namespace,
+  }
+  return environment
+
+
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: Any = None,
+  separators: Any = None,
+  sort_keys: bool = False,
+) -> str:
+  """Jinja's own filter escapes HTML."""
+  return json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+  )

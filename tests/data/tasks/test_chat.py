@@ -1,0 +1,244 @@
+"""Conversations become rows whose loss falls on the assistant's tokens alone."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from t5x_gpu.data import data_module
+from t5x_gpu.data.prepared.index import read_index
+from t5x_gpu.data.tasks import tables
+from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
+from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.errors import DataError
+from tests.helpers_chat import CHATML, GENERATION, TALKS, talk, write_talks, write_tokenizer
+from tests.helpers_prepared import prepare_here
+
+pytest.importorskip('tokenizers')
+pytestmark = pytest.mark.tf
+LENGTH = 128
+MANY = [talk(f'What is {i}?', f'It is {i}!', 'And?', f'{i + 1}') for i in range(60)]
+
+
+@pytest.fixture(name='chat')
+def _chat(tmp_path):
+  """A tokenizer whose id 0 is a word, and 60 conversations."""
+  folder = write_tokenizer(tmp_path / 'tokenizer', CHATML, zero_is_a_word=True)
+  path = write_talks(tmp_path / 'a.jsonl', MANY)
+  return f'jsonl:{path}', f'huggingface:{folder}'
+
+
+def expected_rows(vocabulary, talks):
+  """Returns (inputs, targets, loss) of each conversation, from the whole text of a template."""
+  vocabulary = HuggingFaceVocabulary(vocabulary.removeprefix('huggingface:'))
+  rows = []
+  for messages in talks:
+    ids, loss = [], []
+    for message in messages:  # ChatML by hand
+      is_answer = message['role'] == 'assistant'
+      for text, counts in (
+        (f'<|im_start|>{message["role"]}\n', False),
+        (f'{message["content"]}<|im_end|>', is_answer),
+        ('\n', False),
+      ):
+        piece = vocabulary.encode(text)
+        ids += [0 if i == vocabulary.moved_zero_id else i for i in piece]
+        loss += [int(counts)] * len(piece)
+    rows.append((ids[:-1], ids[1:], loss[1:]))
+  return rows
+
+
+def rows_of(iterator, number=10**9):
+  """Returns (inputs, targets, loss) of each example in the batches."""
+  found = []
+  for batch in iterator:
+    for i in range(len(batch['decoder_target_tokens'])):
+      segments = batch['decoder_segment_ids'][i]
+      for s in range(1, segments.max() + 1):
+        names = ('decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights')
+        found.append(tuple(batch[name][i][segments == s].tolist() for name in names))
+        positions = batch['decoder_positions'][i][segments == s]
+        assert positions.tolist() == list(range(len(positions)))
+    if len(found) >= number:
+      break
+  return found
+
+
+def split_talks(talks, name, open_data, vocabulary, **options):
+  """Returns what streaming gives for both splits."""
+  found = []
+  for split in ('train', 'validation'):
+    opened = open_data(
+      name, vocabulary=vocabulary, lengths={'targets': LENGTH}, split=split, repeat=False, **options
+    )
+    found += rows_of(opened.iterator)
+  return found
+
+
+def test_the_loss_is_on_the_answers_and_everything_is_read_once(open_data, chat):
+  expected = expected_rows(chat[1], MANY)
+  assert any(0 in inputs for inputs, _, _ in expected)  # the word of id 0
+  found = split_talks(MANY, chat[0], open_data, chat[1])
+  assert sorted(found) == sorted(expected)
+
+
+def test_all_tokens_can_have_a_loss(open_data, chat):
+  found = split_talks(MANY, chat[0], open_data, chat[1], loss_on_targets_only=False)
+  expected = [(a, b, [1] * len(c)) for a, b, c in expected_rows(chat[1], MANY)]
+  assert sorted(found) == sorted(expected)
+
+
+def test_prepared_rows_are_the_same_and_a_changed_template_is_other_data(open_data, chat, tmp_path):
+  name, vocabulary = chat
+  options = dict(lengths={'targets': LENGTH}, vocab_size=384, vocabulary=vocabulary)
+  prepare_here(name, tmp_path / 'rows', **options)
+  before = read_index(tmp_path / 'rows', split='train').plan()
+  opened = open_data(f'prepared:{tmp_path}/rows', lengths={'targets': LENGTH}, repeat=False)
+  found = rows_of(opened.iterator)
+  expected = sorted(expected_rows(vocabulary, MANY))
+  assert len(found) > 40 and all(row in expected for row in found)
+  (tmp_path / 'tokenizer/chat_template.jinja').write_text(GENERATION)
+  with pytest.raises(DataError, match='chat_template'):
+    prepare_here(name, tmp_path / 'rows', **options)
+  assert before == read_index(tmp_path / 'rows', split='train').plan()
+
+
+def test_a_resumed_run_refuses_a_changed_template(open_data, chat, tmp_path):
+  name, vocabulary = chat
+  options = dict(vocabulary=vocabulary, lengths={'targets': LENGTH})
+  first = open_data(name, **options).iterator
+  next(first)
+  state, expected = first.get_state(), next(first)
+  second = open_data(name, **options).iterator
+  second.set_state(state)
+  np.testing.assert_equal(next(second), expected)
+  (tmp_path / 'tokenizer/chat_template.jinja').write_text(GENERATION)
+  with pytest.raises(DataError, match='What differs: the chat template') as e:
+    open_data(name, **options).iterator.set_state(state)
+  assert 'Restore the earlier chat template' in e.value.fix
+
+
+def test_long_conversations_are_cut_or_left_out_and_counted(open_data, tmp_path, caplog):
+  folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
+  talks = [talk('a' * 90, 'b'), *[talk('Hi', 'b' * (60 + i)) for i in range(12)], talk('Hi', 'yes')]
+  write_talks(tmp_path / 'a.jsonl', talks)
+  with caplog.at_level(logging.WARNING):
+    found = split_talks(
+      talks, f'jsonl:{tmp_path}/a.jsonl', open_data, f'huggingface:{folder}', pack=True
+    )
+  text = caplog.text
+  assert len(found) == 14
+  caplog.clear()
+  with caplog.at_level(logging.WARNING):
+    opened = open_data(
+      f'jsonl:{tmp_path}/a.jsonl',
+      vocabulary=f'huggingface:{folder}',
+      lengths={'targets': 48},
+      repeat=True,
+    )
+    found = rows_of(opened.iterator, number=60)
+  text = caplog.text
+  assert all(len(targets) <= 48 and any(loss) for _, targets, loss in found)
+  assert 'a.jsonl:1 has ' in text and 'tokens, a row 48 (TASK_FEATURE_LENGTHS): left out' in text
+  assert text.count(': cut') == 4  # three by name, and once at 10
+  assert '10 conversations so far are longer than the 48 tokens of a row' in text
+
+
+def test_sharegpt_and_parts_of_text_are_the_same_conversations(tmp_path):
+  folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
+  template = ChatTemplate(HuggingFaceVocabulary(folder))
+  names = {'user': 'human', 'assistant': 'gpt', 'system': 'system'}
+  shared = [{'from': names[m['role']], 'value': m['content']} for m in TALKS[2]]
+  parts = [
+    {**m, 'content': [{'type': 'text', 'text': c} for c in m['content']], 'name': None}
+    for m in TALKS[2]
+  ]
+  for key, messages in (('conversations', shared), ('messages', parts)):
+    path = write_talks(tmp_path / f'{key}.jsonl', [messages], key=key)
+    task = tables.PATTERN_TASKS['jsonl'](str(path))
+    [row] = [
+      x
+      for split in ('train', 'validation')
+      for x in task.source.get_dataset(split, shuffle=False).as_numpy_iterator()
+    ]
+    content = json.loads(row['targets'])
+    assert content == {'messages': TALKS[2], 'tools': None}
+    assert template.tokens(**content, where='a')[0].size > 20
+    assert row['where'].decode() == f'{path}:1'
+
+
+USER = {'role': 'user', 'content': 'a'}
+ANSWER = {'role': 'assistant', 'content': 'b'}
+
+
+@pytest.mark.parametrize(
+  'record, says',
+  [
+    ({'messages': 'text'}, 'a.jsonl:1 should have a list of messages under key .messages.; it has'),
+    ({'messages': []}, 'it has \\[\\]'),
+    ({'messages': [USER, 'b']}, 'a.jsonl:1, message 2 of 2, is "b", not an object'),
+    (
+      {'messages': [{'role': 'asistant', 'content': 'b'}]},
+      "message 1 of 1, has the role 'asistant'.*Did you mean 'assistant'",
+    ),
+    ({'messages': [USER]}, 'no message of the assistant among its 1'),
+    ({'messages': [USER, {'role': 'assistant'}]}, 'message 2 of 2, has no content'),
+    (
+      {'messages': [{**USER, 'content': [{'type': 'text', 'text': 'a'}, {'type': 'image'}]}]},
+      "message 1 of 1, has a part of type 'image' .part 2 of 2.; only text",
+    ),
+    ({'messages': [USER, ANSWER], 'tools': 'f()'}, "under key 'tools'"),
+    ({'messages': [USER, {**ANSWER, 'content': '\ud800'}]}, 'half of a surrogate pair'),
+    ({'messages': [USER, {**ANSWER, 'content': 'a<|pad|>'}]}, 'a.jsonl:1 has token id 0'),
+    ({'messages': [USER, ANSWER], 'text': 'a'}, "has 'text' and 'messages'"),
+  ],
+)
+def test_bad_conversations_are_named_with_file_and_line(open_data, tmp_path, record, says):
+  folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
+  (tmp_path / 'a.jsonl').write_text(json.dumps(record))
+  with pytest.raises(DataError, match=says) as e:
+    for split in ('train', 'validation'):
+      try:
+        open_data(f'jsonl:{tmp_path}/a.jsonl', vocabulary=f'huggingface:{folder}', split=split)
+      except DataError as found:
+        if 'has no example in split' not in str(found):
+          raise
+  assert e.value.fix
+
+
+def test_wrong_settings_are_refused_before_anything_is_read(open_data, chat, tmp_path):
+  name, vocabulary = chat
+  with pytest.raises(DataError, match='Messages need a tokenizer with a chat template'):
+    open_data(name)
+  with pytest.raises(DataError, match='this word and the padding look the same'):
+    open_data(name, vocabulary=vocabulary, pack=False)
+  with pytest.raises(DataError, match='masks parts of texts'):
+    open_data(f'span_corruption:{name}', vocabulary=vocabulary)
+  (tmp_path / 'a.csv').write_text('messages\n[]\n')
+  with pytest.raises(DataError, match='conversations are read from jsonl'):
+    open_data(f'csv:{tmp_path}/a.csv#messages=messages', vocabulary=vocabulary)
+
+
+def test_the_key_of_messages_can_be_chosen(open_data, chat, tmp_path):
+  path = write_talks(tmp_path / 'b.jsonl', MANY, key='chat', text='x')
+  found = split_talks(MANY, f'jsonl:{path}#messages=chat', open_data, chat[1])
+  assert sorted(found) == sorted(expected_rows(chat[1], MANY))
+
+
+def test_prompts_are_made_by_the_template(chat):
+  name, vocabulary = chat
+  from t5x_gpu.data.batches import DatasetConfig
+
+  text = data_module.open_text(
+    DatasetConfig('', {}, '', 1, vocabulary=vocabulary),
+    'prompt_text',
+    feature_converter='lm',
+    model_vocab_size=300,
+    has_inputs=False,
+  )
+  own = HuggingFaceVocabulary(vocabulary.removeprefix('huggingface:'))
+  ids = own.encode('<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n')
+  expected = [0 if i == own.moved_zero_id else i for i in ids]
+  assert text.encode_chat(talk('Hi!')[:1], where='a') == expected and 0 in expected
+  assert text.chat_ends() == [own.id_of('<|im_end|>')]
