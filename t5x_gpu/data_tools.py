@@ -176,13 +176,16 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
     one.add(row)
     facts.add(row)
     label = f', label {int(row["label"])}' if 'label' in row else ''
+    with_loss = row_stats.num_with_loss(row)
+    loss = '' if with_loss in (None, one.tokens) else f', loss on {with_loss}'
     console.print(
       f'row {number}: {sum(one.lengths.values())} examples, {one.tokens} of '
-      f'{one.positions} positions, padding {one.padding:.1%}{label}',
+      f'{one.positions} positions, padding {one.padding:.1%}{label}{loss}',
       style='bold',
     )
     feature = None
-    for piece in row_stats.pieces(row, decode=vocabulary.decode):
+    decode = getattr(vocabulary, 'spelled', vocabulary.decode)
+    for piece in row_stats.pieces(row, decode=decode):
       if piece.feature != feature:
         feature = piece.feature
         console.print(f'  {feature}', style='dim')

@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   {prog} --checkpoint=runs/llama --prompts=- --gin.DecodingConfig.num_beams=4
   {prog} --gin_file=my.gin --split=test --output=answers.jsonl
   {prog} --checkpoint=runs/demo --prompts=pairs.jsonl --score
+  {prog} --checkpoint=runs/chat --interactive --chat
   {prog} --checkpoint=runs/demo --interactive --gin.DecodingConfig.temperature=0.8
 
 --checkpoint takes a MODEL_DIR or a model that t5x_gpu.convert wrote. Its own gin file describes the
@@ -47,9 +48,10 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
   if distributed.is_main_process():
     try:
       if args.prompts == '-':
-        found = parse_prompts(sys.stdin.buffer.readlines(), name='standard input', is_json=None)
+        lines = sys.stdin.buffer.readlines()
+        found = parse_prompts(lines, name='standard input', is_json=None, chat=args.chat)
       else:
-        found = read_prompts(args.prompts)
+        found = read_prompts(args.prompts, chat=args.chat)
       records = [dataclasses.asdict(prompt) for prompt in found]
     except DataError as e:
       if distributed.process_count() == 1:
@@ -71,8 +73,8 @@ def _with_inputs(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
     yield prompt
 
 
-def talk(job: InferJob) -> None:
-  """Continues each line of standard input until it ends."""
+def talk(job: InferJob, *, chat: bool = False) -> None:
+  """Continues each line of standard input until it ends; with `chat`, it is one conversation."""
   if distributed.process_count() > 1:
     raise ConfigError(
       '--interactive reads from one terminal; this run has '
@@ -80,6 +82,7 @@ def talk(job: InferJob) -> None:
       fix='Start one process, or give --prompts=FILE.',
     )
   say('Type a prompt and press Enter; Ctrl-D ends.')
+  said: list[dict[str, str]] = []  # the conversation so far
   for number in itertools.count():
     try:
       line = input('> ' if sys.stdin.isatty() else '')
@@ -87,7 +90,9 @@ def talk(job: InferJob) -> None:
       return
     if line.strip():
       try:
-        tokens = job.tokens(Prompt('This prompt', line))
+        asked = [*said, {'role': 'user', 'content': line}]
+        prompt = Prompt('This prompt', line, messages=asked if chat else None)
+        tokens = job.tokens(prompt)
         job.generator.check_prompt(len(tokens), where='This prompt')
         [found] = job.generator.generate([tokens], numbers=[number])
         found = found if job.class_names is None else [found]
@@ -96,6 +101,8 @@ def talk(job: InferJob) -> None:
         continue
       for generated in found:
         print(job.decoded(generated), flush=True)
+      if chat:
+        said = [*asked, {'role': 'assistant', 'content': job.decoded(found[0])}]
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +139,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     action='store_true',
     help="compute log-probabilities of the prompts' targets instead of text",
   )
+  group.add_argument(
+    '--chat',
+    action='store_true',
+    help=(
+      'prompts are messages of a user, or {"messages": [...]}, written by the tokenizer\'s chat '
+      'template'
+    ),
+  )
   group.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
   cli.add_trust_flag(group)
   cluster_lib.add_flags(parser)
@@ -149,6 +164,11 @@ def _check_flags(flags: argparse.Namespace) -> None:
     raise ConfigError(
       f'{other} cannot be combined with ' + ', '.join(f'--{n}' for n in without) + '.',
       fix='Remove one of them.',
+    )
+  if flags.chat and (flags.score or flags.prompts is None and not flags.interactive):
+    raise ConfigError(
+      '--chat continues conversations: it cannot be combined with --score, and needs prompts.',
+      fix='Give --prompts=FILE or --interactive, without --score.',
     )
   if flags.overwrite and not flags.output:
     raise ConfigError('--overwrite without --output.', fix='Give --output=FILE.')
@@ -182,7 +202,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   job = open_job(request, score=flags.score, one_at_a_time=flags.interactive, dry_run=args.dry_run)
   if flags.interactive:
     if not args.dry_run:
-      talk(job)
+      talk(job, chat=flags.chat)
     return 0
   prompts = prompts_of(flags, job.text)
   new = write_results(

@@ -110,3 +110,18 @@ def write_talks(path, talks, *, key='messages', **fields):
   """Writes conversations as JSON lines; returns the path."""
   path.write_text(''.join(json.dumps({key: talk, **fields}) + '\n' for talk in talks))
   return path
+
+
+def chatml_by_hand(vocabulary, messages):
+  """Returns the model's ids of messages in CHATML, and 1 where the assistant writes, else 0."""
+  ids, loss = [], []
+  for message in messages:
+    for text, has_loss in (
+      (f'<|im_start|>{message["role"]}\n', False),
+      (f'{message["content"]}<|im_end|>', message['role'] == 'assistant'),
+      ('\n', False),
+    ):
+      piece = [0 if i == vocabulary.moved_zero_id else i for i in vocabulary.encode(text)]
+      ids += piece
+      loss += [int(has_loss)] * len(piece)
+  return ids, loss

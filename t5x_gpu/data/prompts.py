@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
+from t5x_gpu.data.sources.conversations import checked_messages, checked_tools, conversation_key
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.errors import DataError
 
@@ -21,6 +22,8 @@ class Prompt:
     extra: other fields of a JSON line; they are copied to the result.
     number: line number in the file, from 0, blank lines counted; None for examples of a task, which
       are numbered in order.
+    messages: a conversation to continue, checked; None if `inputs` is the prompt.
+    tools: of the conversation, for the chat template.
   """
 
   where: str
@@ -30,6 +33,8 @@ class Prompt:
   target_tokens: Optional[tuple[int, ...]] = None
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   number: Optional[int] = None
+  messages: Optional[Sequence[Mapping[str, Any]]] = None
+  tools: Optional[Sequence[Any]] = None
 
 
 class PromptText(Protocol):
@@ -55,6 +60,14 @@ class PromptText(Protocol):
   def encode_targets(self, text: str) -> list[int]:
     """Returns the ids of a text to score, ended as the task ends its targets."""
 
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
+  ) -> list[int]:
+    """Returns the ids of a conversation and of what begins the answer. Raises DataError."""
+
+  def chat_ends(self) -> list[int]:
+    """Returns the id that ends an answer in the chat template, if it is one token."""
+
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text that a model wrote, without its end mark."""
 
@@ -62,11 +75,12 @@ class PromptText(Protocol):
     """Yields the task's split in order. Raises DataError if there is no task or no example."""
 
 
-def read_prompts(path: str) -> list[Prompt]:
+def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
   """Returns the prompts of a file: one JSON object per line in .jsonl, else one text per line.
 
-  A JSON object has text under 'inputs', and under 'targets' a continuation to score. Blank lines
-  are skipped, but they count in the numbers of the prompts.
+  A JSON object has text under 'inputs', and under 'targets' a continuation to score; with `chat`
+  it may have 'messages' instead, and a text is a message of the user. Blank lines are skipped, but
+  they count in the numbers of the prompts.
 
   Raises:
     DataError: no such file, no prompt in it, or a bad line (named file:line).
@@ -80,16 +94,19 @@ def read_prompts(path: str) -> list[Prompt]:
       f'--prompts={path} cannot be read: {e.strerror} (looked from {os.getcwd()}).',
       fix='Give a .jsonl or .txt file, or - for standard input.',
     ) from e
-  return parse_prompts(lines, name=path, is_json=shown.endswith(('.jsonl', '.json')))
+  return parse_prompts(lines, name=path, is_json=shown.endswith(('.jsonl', '.json')), chat=chat)
 
 
-def parse_prompts(lines: Sequence[bytes], *, name: str, is_json: Optional[bool]) -> list[Prompt]:
+def parse_prompts(
+  lines: Sequence[bytes], *, name: str, is_json: Optional[bool], chat: bool = False
+) -> list[Prompt]:
   """Returns the prompts of `lines`; see `read_prompts`.
 
   Args:
     lines: with their line ends.
     name: of the file, for messages.
     is_json: None to decide by the first line that is not blank: JSON objects begin with {.
+    chat: prompts are conversations.
   """
   numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
   if not numbered:
@@ -100,10 +117,24 @@ def parse_prompts(lines: Sequence[bytes], *, name: str, is_json: Optional[bool])
   if is_json is None:
     is_json = numbered[0][1].lstrip().startswith(b'{')
   parse = _from_json if is_json else _from_text
-  return [
+  prompts = [
     dataclasses.replace(parse(line, f'{name}:{number}'), number=number - 1)
     for number, line in numbered
   ]
+  return [_with_messages(prompt, chat=chat) for prompt in prompts]
+
+
+def _with_messages(prompt: Prompt, *, chat: bool) -> Prompt:
+  """Returns `prompt` with messages if `chat`: its own, or one of the user with its text."""
+  if chat and prompt.messages is None:
+    return dataclasses.replace(prompt, messages=[{'role': 'user', 'content': prompt.inputs}])
+  if not chat and prompt.messages is not None:
+    raise DataError(
+      f'{prompt.where} has messages, which need the chat template of the tokenizer.',
+      fix='Add --chat, or give every line {"inputs": "a text"}.',
+      docs='infer.md#chat',
+    )
+  return prompt
 
 
 def _from_text(line: bytes, where: str) -> Prompt:
@@ -117,6 +148,17 @@ def _from_text(line: bytes, where: str) -> Prompt:
 
 def _from_json(line: bytes, where: str) -> Prompt:
   extra = json_object(line, where=where, keys=['inputs'])
+  key = conversation_key(list(extra))
+  if key is not None and 'inputs' not in extra:
+    messages = checked_messages(extra[key], key=key, where=where)
+    if messages[-1]['role'] == 'assistant':
+      raise DataError(
+        f'{where} ends with message {len(messages)} of the assistant, so there is nothing to '
+        'answer.',
+        fix='Let it end with a message of the user or a tool.',
+      )
+    tools, last = checked_tools(extra, where=where), messages[-1].get('content', '')
+    return Prompt(where, last, extra=extra, messages=messages, tools=tools)
   keys = ['inputs', *(['targets'] if extra.get('targets') is not None else [])]
   texts = [text.decode() for text in json_fields(line, keys=keys, where=where)]
   return Prompt(

@@ -152,6 +152,8 @@ class InferJob:
   def tokens(self, prompt: Prompt) -> list[int]:
     if self.class_names is not None and prompt.tokens is None:
       return self.text.encode(prompt)
+    if prompt.messages is not None:
+      return self.text.encode_chat(prompt.messages, tools=prompt.tools, where=prompt.where)
     return list(self.text.encode_inputs(prompt.inputs) if prompt.tokens is None else prompt.tokens)
 
   def target_tokens(self, prompt: Prompt) -> list[int]:

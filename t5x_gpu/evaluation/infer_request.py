@@ -88,6 +88,7 @@ class InferRequest:
     is_run: whether the gin file is that of a run, not of a model alone.
     may_import: modules that the task may import besides ours; None for any.
     distributed_cfg, xla_preset: how the processes start.
+    chat: prompts are conversations.
   """
 
   model: Model
@@ -102,6 +103,7 @@ class InferRequest:
   may_import: Optional[tuple[str, ...]]
   distributed_cfg: DistributedConfig
   xla_preset: str
+  chat: bool = False
 
 
 def read_request(
@@ -157,6 +159,7 @@ def read_request(
     else None,
     distributed_cfg=run.distributed_cfg if run else DistributedConfig(),
     xla_preset=run.xla_preset if run else 'default',
+    chat=flags.chat,
   )
 
 

@@ -9,6 +9,7 @@ import jax
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.data.data_module import open_text
 from t5x_gpu.data.prompts import PromptText
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.class_job import open_class_job
 from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.evaluation.infer_request import InferRequest
@@ -40,6 +41,8 @@ def open_job(
   if one_at_a_time:
     decoding = dataclasses.replace(request.decoding, batch_size=1)
     request = dataclasses.replace(request, decoding=decoding)
+  if request.chat:
+    _check_chats(request)
   if classifies(request.model):
     return _open_class_job(request, score=score, dry_run=dry_run)
   return _open_text_job(request, score=score, dry_run=dry_run)
@@ -94,6 +97,19 @@ def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> Infe
   return InferJob(generator, text, str(reader.path), train_length or None)
 
 
+def _check_chats(request: InferRequest) -> None:
+  """Raises ConfigError unless the model continues texts, without inputs of their own."""
+  kind = 'a classifier' if classifies(request.model) else ''
+  if not kind and reads_inputs(request.model):
+    kind = 'an encoder-decoder'
+  elif not kind and 'inputs' in request.dataset.task_feature_lengths:
+    kind = "a model that was trained on 'inputs' and 'targets'"
+  if kind:
+    raise ConfigError(
+      f'--chat needs a decoder-only model of conversations; this is {kind}.', fix='Remove --chat.'
+    )
+
+
 def _decoding_changes(
   request: InferRequest, text: PromptText, reader: ParamsReader, *, has_inputs: bool
 ) -> tuple[dict[str, Any], list[str]]:
@@ -106,6 +122,13 @@ def _decoding_changes(
     'stop_tokens': tuple(dict.fromkeys([*decoding.stop_tokens, *ends])),
     'zero_is_padding': decoding.zero_is_padding and not text.zero_is_a_word,
   }
+  if request.chat:
+    changes['stop_tokens'] = tuple(dict.fromkeys([*changes['stop_tokens'], *text.chat_ends()]))
+    if not request.sets_start_token:  # the template writes the first token
+      changes['start_token'] = None
+    answers = ', '.join(map(str, text.chat_ends())) or 'the same'
+    notes.append(f'--chat: the chat template writes the prompts; ids that end an answer: {answers}')
+    return changes, notes
   is_from_hf = reader.manifest.get('converted_from', {}).get('format') == 'hf'
   if is_from_hf and not (request.sets_start_token or has_inputs or request.is_run):
     changes['start_token'] = text.start_id

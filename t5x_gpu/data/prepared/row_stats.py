@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Optional
 
 import numpy as np
 
@@ -49,14 +50,25 @@ def pieces(
     segments = is_token(row, feature).astype(np.int32) if segments is None else segments
     weights = row.get(f'{stack}_loss_weights')
     has_loss = np.ones(len(tokens), bool) if weights is None else weights > 0
+    # Of a conversation, the first token is an input alone; other texts begin with input 0.
+    inputs = row.get('decoder_input_tokens') if feature == 'decoder_target_tokens' else None
     changes = np.flatnonzero((np.diff(segments) != 0) | np.diff(has_loss)) + 1
     last = 0
     for start, end in zip([0, *changes], [*changes, len(tokens)]):
       example = int(segments[start])
       if example:
-        text = decode([int(i) for i in tokens[start:end]])
-        yield Piece(feature, example, bool(has_loss[start]), text, is_first=example != last)
+        is_first = example != last
+        before = inputs[start : start + 1] if is_first and inputs is not None else []
+        ids = [int(i) for i in (*before, *tokens[start:end])]
+        text = decode(ids[1:] if len(before) and not before[0] else ids)
+        yield Piece(feature, example, bool(has_loss[start]), text, is_first=is_first)
         last = example
+
+
+def num_with_loss(row: Mapping[str, np.ndarray]) -> Optional[int]:
+  """Returns the tokens of a decoder-only model's row that have a loss; None for other rows."""
+  weights = None if 'encoder_input_tokens' in row else row.get('decoder_loss_weights')
+  return None if weights is None else int((weights > 0).sum())
 
 
 def example_lengths(row: Mapping[str, np.ndarray]) -> list[int]:

@@ -1,7 +1,7 @@
 """Prompts of SeqIO tasks, and text <-> ids the way a task does it: see `prompts.PromptText`."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -10,6 +10,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tf_runtime import seqio
+from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.data.vocabularies.vocabularies import (
   TextVocabulary,
@@ -70,6 +71,16 @@ class TaskText:
     if self.inputs is None:
       return self._text(self.targets).encode(text)
     return self._ids(self.inputs, text)
+
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
+  ) -> list[int]:
+    template = ChatTemplate(self.targets.vocabulary)
+    return self._text(self.targets).of_model(template.prompt(messages, tools=tools, where=where))
+
+  def chat_ends(self) -> list[int]:
+    end = ChatTemplate(self.targets.vocabulary).turn_end()
+    return [] if end is None else self._text(self.targets).of_model([end])
 
   def encode_targets(self, text: str) -> list[int]:
     return self._ids(self.targets, text)

@@ -66,7 +66,9 @@ def test_loss_on_inputs_too_is_a_parameter_of_prefix_lm():
   assert alone['decoder_loss_weights'][0].tolist() == [0] * 4 + [1] * 3 + [0] * 5 + [1, 1, 0]
   assert both['decoder_loss_weights'][0].tolist() == [1] * 14 + [0]
   with pytest.raises(DataError, match='loss_on_targets_only = False'):
-    feature_converters.feature_converter('lm', pack=True, loss_on_targets_only=False)
+    convert('lm', pack=True, loss_on_targets_only=False)
+  with pytest.raises(DataError, match='loss_on_targets_only = False'):
+    feature_converters.feature_converter('encoder_mlm', pack=True, loss_on_targets_only=False)
 
 
 def test_unpacked_batches_have_neither_positions_nor_segments():

@@ -7,12 +7,21 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import data_module
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.tasks import tables
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError
-from tests.helpers_chat import CHATML, GENERATION, TALKS, talk, write_talks, write_tokenizer
+from tests.helpers_chat import (
+  CHATML,
+  GENERATION,
+  TALKS,
+  chatml_by_hand,
+  talk,
+  write_talks,
+  write_tokenizer,
+)
 from tests.helpers_prepared import prepare_here
 
 pytest.importorskip('tokenizers')
@@ -32,21 +41,8 @@ def _chat(tmp_path):
 def expected_rows(vocabulary, talks):
   """Returns (inputs, targets, loss) of each conversation, from the whole text of a template."""
   vocabulary = HuggingFaceVocabulary(vocabulary.removeprefix('huggingface:'))
-  rows = []
-  for messages in talks:
-    ids, loss = [], []
-    for message in messages:  # ChatML by hand
-      is_answer = message['role'] == 'assistant'
-      for text, counts in (
-        (f'<|im_start|>{message["role"]}\n', False),
-        (f'{message["content"]}<|im_end|>', is_answer),
-        ('\n', False),
-      ):
-        piece = vocabulary.encode(text)
-        ids += [0 if i == vocabulary.moved_zero_id else i for i in piece]
-        loss += [int(counts)] * len(piece)
-    rows.append((ids[:-1], ids[1:], loss[1:]))
-  return rows
+  found = [chatml_by_hand(vocabulary, messages) for messages in talks]
+  return [(ids[:-1], ids[1:], loss[1:]) for ids, loss in found]
 
 
 def rows_of(iterator, number=10**9):
@@ -227,9 +223,7 @@ def test_the_key_of_messages_can_be_chosen(open_data, chat, tmp_path):
 
 
 def test_prompts_are_made_by_the_template(chat):
-  name, vocabulary = chat
-  from t5x_gpu.data.batches import DatasetConfig
-
+  _, vocabulary = chat
   text = data_module.open_text(
     DatasetConfig('', {}, '', 1, vocabulary=vocabulary),
     'prompt_text',
