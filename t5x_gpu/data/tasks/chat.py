@@ -78,7 +78,7 @@ class Conversations:
     inputs, targets, mask = ids[:-1], ids[1:], mask[1:]
     if length is not None and targets.size > length:
       left_out = not mask[:length].any()
-      self._say(where, targets.size, length, left_out=left_out)
+      self._log_long(where, targets.size, length, left_out=left_out)
       inputs, targets, mask = (x[: 0 if left_out else length] for x in (inputs, targets, mask))
     return targets, inputs, mask
 
@@ -100,7 +100,7 @@ class Conversations:
       )
     return ids, mask
 
-  def _say(self, where: bytes, size: int, length: int, *, left_out: bool) -> None:
+  def _log_long(self, where: bytes, size: int, length: int, *, left_out: bool) -> None:
     """Logs a conversation that is longer than a row: the first ones, then their number."""
     if where in self._seen:  # in another epoch
       return

@@ -9,6 +9,7 @@ import pytest
 from t5x_gpu.data import data_module
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared.index import read_index
+from t5x_gpu.data.sources.conversations import conversation
 from t5x_gpu.data.tasks import tables
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
@@ -186,20 +187,32 @@ ANSWER = {'role': 'assistant', 'content': 'b'}
     ),
     ({'messages': [USER, ANSWER], 'tools': 'f()'}, "under key 'tools'"),
     ({'messages': [USER, {**ANSWER, 'content': '\ud800'}]}, 'half of a surrogate pair'),
-    ({'messages': [USER, {**ANSWER, 'content': 'a<|pad|>'}]}, 'a.jsonl:1 has token id 0'),
-    ({'messages': [USER, ANSWER], 'text': 'a'}, "has 'text' and 'messages'"),
   ],
 )
-def test_bad_conversations_are_named_with_file_and_line(open_data, tmp_path, record, says):
+def test_bad_conversations_are_named_with_file_and_line(record, says):
+  with pytest.raises(DataError, match=says) as e:
+    conversation(json.dumps(record).encode(), key='messages', where='a.jsonl:1')
+  assert e.value.fix
+
+
+@pytest.mark.parametrize(
+  'record, says',
+  [
+    ({'messages': [USER]}, 'a.jsonl:1 has no message of the assistant'),
+    ({'messages': [USER, {**ANSWER, 'content': 'a<|pad|>'}]}, 'a.jsonl:1 has token id 0'),
+    ({'messages': [USER, ANSWER], 'text': 'a'}, "a.jsonl has 'text' and 'messages'"),
+  ],
+)
+def test_errors_come_out_of_the_batches(open_data, tmp_path, record, says):
   folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
-  (tmp_path / 'a.jsonl').write_text(json.dumps(record))
+  lines = [{'messages': TALKS[0]}, {'messages': TALKS[1]}] * 20
+  (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, [record, *lines])))
   with pytest.raises(DataError, match=says) as e:
     for split in ('train', 'validation'):
-      try:
-        open_data(f'jsonl:{tmp_path}/a.jsonl', vocabulary=f'huggingface:{folder}', split=split)
-      except DataError as found:
-        if 'has no example in split' not in str(found):
-          raise
+      opened = open_data(
+        f'jsonl:{tmp_path}/a.jsonl', vocabulary=f'huggingface:{folder}', split=split, repeat=False
+      )
+      list(opened.iterator)
   assert e.value.fix
 
 
