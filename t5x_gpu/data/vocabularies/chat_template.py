@@ -31,7 +31,6 @@ _BEGIN, _END = '\ufdd0', '\ufdd1'
 _OLDEST_JINJA = (3, 1, 6)  # in earlier versions there are ways out of the sandbox
 _SHOWN = 40
 _PARAMETERS = ('DatasetConfig.vocabulary',)
-_DOCS = 'finetune.md#chat'
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -56,7 +55,7 @@ class ChatTemplate:
         f'{type(vocabulary).__name__}, which has none.',
         fix="Set VOCABULARY = 'huggingface:FOLDER', the tokenizer of a chat model.",
         parameters=_PARAMETERS,
-        docs=_DOCS,
+        docs='finetune.md#chat',
       )
     self._vocabulary = vocabulary
     self.file, self._sources = _sources(vocabulary.path.parent)
@@ -132,7 +131,7 @@ class ChatTemplate:
         f'Their roles: {roles}.',
         fix='Correct or remove that conversation, or use another template.',
         parameters=_PARAMETERS,
-        docs=_DOCS,
+        docs='finetune.md#chat',
       ) from e
 
   def _text_and_spans(
@@ -192,7 +191,7 @@ class ChatTemplate:
       fix=f'Put {{% generation %}} and {{% endgeneration %}} in {self.file.name} around what the '
       'assistant writes.',
       parameters=_PARAMETERS,
-      docs=_DOCS,
+      docs='finetune.md#chat',
     )
 
 
@@ -234,7 +233,7 @@ def _sources(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
       fix='Use the tokenizer of a chat model (often called Instruct), or write '
       f'{TEMPLATE_FILE} into the folder.',
       parameters=_PARAMETERS,
-      docs=_DOCS,
+      docs='finetune.md#chat',
     )
   return file, found
 
