@@ -81,6 +81,8 @@ def refuses(tmp_path):
     ('llama', 'bfloat16'),
     ('gemma2', 'bfloat16'),
     ('qwen3', 'float32'),
+    ('mistral', 'float16'),
+    ('qwen2', 'bfloat16'),
   ],
 )
 def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype, tmp_path):

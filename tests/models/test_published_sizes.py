@@ -2,8 +2,8 @@
 
 T5 and T5.1.1: Raffel et al. 2020, table 2, and the T5 repository: released_checkpoints.md; mT5: Xue
 et al. 2021, table 1; ByT5: Xue et al. 2022, table 1 (rounded there). GPT-2: OpenAI's released
-checkpoints. Llama-3, Gemma-2, Qwen-3, and BERT: the tensors of the published checkpoints, as their
-model cards on the Hugging Face hub count them.
+checkpoints. Llama-3, Mistral, Gemma-2, Qwen-2.5, Qwen-3, and BERT: the tensors of the published
+checkpoints, as their model cards on the Hugging Face hub count them.
 """
 
 import math
@@ -50,6 +50,10 @@ PUBLISHED = {
   'gemma2_2b': 2_614_341_888,
   'gemma2_9b': 9_241_705_984,
   'gemma2_27b': 27_227_128_320,
+  'mistral_7b': 7_241_732_096,
+  'mistral_7b_v0_3': 7_248_023_552,
+  'qwen2_5_0_5b': 494_032_768,
+  'qwen2_5_7b': 7_615_616_512,
   'qwen3_0_6b': 596_049_920,
   'qwen3_1_7b': 1_720_574_976,
   'qwen3_4b': 4_022_468_096,

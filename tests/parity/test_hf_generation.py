@@ -30,7 +30,7 @@ LENGTHS = (9, 3, 14, 1, 6)
 PROMPTS = [np.random.default_rng(i).integers(2, VOCAB, n).tolist() for i, n in enumerate(LENGTHS)]
 FAMILIES = [
   pytest.param(name, marks=[] if name in ('t5_1_1', 'gpt2', 'llama') else pytest.mark.slow)
-  for name in ('t5', 't5_1_1', 'gpt2', 'llama', 'gemma2', 'qwen3')
+  for name in ('t5', 't5_1_1', 'gpt2', 'llama', 'gemma2', 'qwen3', 'mistral', 'qwen2')
 ]
 
 

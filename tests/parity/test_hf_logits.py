@@ -53,6 +53,21 @@ VARIANTS = {
     'max_window_layers': 1,
     'attention_bias': True,
   },
+  'mistral_without_windows': {
+    **CONFIGS['mistral'],
+    'vocab_size': 97,
+    'head_dim': 10,
+    'sliding_window': None,
+    'tie_word_embeddings': True,
+  },
+  'qwen2_windows': {
+    **CONFIGS['qwen2'],
+    'vocab_size': 97,
+    'head_dim': 10,
+    'num_hidden_layers': 3,
+    'use_sliding_window': True,
+    'tie_word_embeddings': True,
+  },
   'bert_relu': {**CONFIGS['bert_classification'], 'hidden_act': 'relu'},
   't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
 }
@@ -67,18 +82,7 @@ def each(names, *, quick):
 def make_theirs(config, folder):
   """Returns a random model of Hugging Face, saved in `folder` by its own library."""
   torch.manual_seed(0)
-  kind = getattr(
-    transformers,
-    {
-      't5': 'T5Config',
-      'mt5': 'MT5Config',
-      'bert': 'BertConfig',
-      'gpt2': 'GPT2Config',
-      'llama': 'LlamaConfig',
-      'gemma2': 'Gemma2Config',
-      'qwen3': 'Qwen3Config',
-    }[config['model_type']],
-  )
+  kind = type(transformers.AutoConfig.for_model(config['model_type']))
   model = (
     getattr(transformers, config['architectures'][0])
     ._from_config(kind.from_dict(copy.deepcopy(dict(config))), attn_implementation='eager')

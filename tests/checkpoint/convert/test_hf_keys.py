@@ -21,8 +21,10 @@ CLASSES = {
   'bert': 'BertConfig',
   'gpt2': 'GPT2Config',
   'llama': 'LlamaConfig',
-  'gemma2': 'Gemma2Config',
+  'mistral': 'MistralConfig',
+  'qwen2': 'Qwen2Config',
   'qwen3': 'Qwen3Config',
+  'gemma2': 'Gemma2Config',
 }
 # Our defaults whose keys are older names of an attribute.
 OTHER_NAMES = {'n_ctx': 'n_positions'}
@@ -35,15 +37,18 @@ def model_of(config):
 @pytest.mark.parametrize('family', CLASSES)
 def test_keys_and_defaults_are_those_of_the_installed_transformers(family):
   transformers = pytest.importorskip('transformers')
-  with_windows = {'use_sliding_window': True} if family == 'qwen3' else {}  # else it is reset
+  with_windows = (
+    {'use_sliding_window': True} if family in ('qwen2', 'qwen3') else {}
+  )  # else it is reset
   theirs = getattr(transformers, CLASSES[family])(**with_windows)
   known = CONFIG_FAMILIES[family]
   assert set(theirs.to_dict()) <= known.known, 'transformers has new keys: read or refuse them'
   for key, value in known.defaults.items():
     if key == 'rope_theta':
       assert theirs.rope_parameters[key] == value
-    elif (family, key) == ('llama', 'head_dim'):
-      assert theirs.head_dim == theirs.hidden_size // theirs.num_attention_heads
+    elif (key, value) == ('head_dim', None):
+      default = theirs.hidden_size // theirs.num_attention_heads
+      assert getattr(theirs, 'head_dim', default) == default
     elif value is not None and key not in with_windows:  # a null stands for another key
       assert getattr(theirs, OTHER_NAMES.get(key, key)) == value, key
 
@@ -81,6 +86,15 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('bert_classification', {'problem_type': 'regression'}, 'problem_type = '),
     ('bert_classification', {'num_labels': 1}, 'num_labels = 1: a regression'),
     ('llama', {'pruned_heads': {'0': [1]}}, 'pruned_heads = '),
+    ('mistral', {'attention_bias': True}, 'attention_bias = True'),
+    ('mistral', {'mlp_bias': True}, 'mlp_bias = True'),
+    ('mistral', {'layer_types': ['full_attention'] * 2}, 'sliding_window = 8, .* for all layers'),
+    ('qwen2', {'use_mrope': True}, 'use_mrope = True'),
+    ('qwen2', {'mlp_bias': True}, 'mlp_bias = True'),
+    ('qwen2', {'layer_types': ['sliding_attention'] * 2}, 'use_sliding_window = False'),
+    ('qwen2', {'layer_types': ['full_attention'] * 3}, '3 layers, but num_hidden_layers = 2'),
+    ('qwen3', {'layer_types': ['chunked_attention'] * 2}, 'of chunked_attention'),
+    ('gemma2', {'sliding_window': None}, 'but no window'),
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
     ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
   ],
@@ -113,9 +127,15 @@ def test_a_number_outside_of_the_rotary_parameters_comes_first_as_in_transformer
 def test_windows_that_transformers_ignores_are_ignored():
   change = {'sliding_window': 8, 'use_sliding_window': True, 'max_window_layers': 0}
   assert model_of({**CONFIGS['llama'], **change}).config.windows == (0,)
+  assert model_of({**CONFIGS['mistral'], **change, 'use_sliding_window': False}).config.windows == (
+    8,
+  )
+  assert model_of({**CONFIGS['mistral'], 'sliding_window': None}).config.windows == (0,)
+  without = {k: v for k, v in CONFIGS['mistral'].items() if k != 'sliding_window'}
+  assert model_of(without).config.windows == (4096,)
 
 
-@pytest.mark.parametrize('name', ['gemma2', 'qwen3'])
+@pytest.mark.parametrize('name', ['gemma2', 'mistral', 'qwen2', 'qwen3'])
 def test_biases_that_the_family_lacks_are_not_exported(name):
   model = model_of(CONFIGS[name])
   biased = dataclasses.replace(model, config=dataclasses.replace(model.config, mlp_bias=True))

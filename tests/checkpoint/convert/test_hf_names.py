@@ -131,7 +131,7 @@ def test_old_and_new_keys_of_rotary_positions_mean_the_same():
   assert model_of(old).config.rope.scaling == 'llama3'
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen3'])
+@pytest.mark.parametrize('name', ['llama', 'mistral', 'qwen2', 'gemma2', 'qwen3'])
 def test_the_length_that_a_model_was_made_for_goes_there_and_back(name):
   model = model_of({**CONFIGS[name], 'max_position_embeddings': 128})
   assert model.config.length_limit == 128
@@ -159,7 +159,7 @@ def test_windows_are_the_shortest_period_of_the_layers():
 @pytest.mark.parametrize(
   'name, change, text',
   [
-    ('llama', {'model_type': 'mistral'}, "model_type = 'mistral'"),
+    ('llama', {'model_type': 'mixtral'}, "model_type = 'mixtral'"),
     ('llama', {'model_type': 'lama'}, "Did you mean 'llama'"),
     ('bert_mlm', {'architectures': ['BertModel']}, 'BertForSequenceClassification'),
     ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx = True'),

@@ -7,9 +7,10 @@ an error, never left out silently.
 import functools
 from typing import Any, Optional
 
+from t5x_gpu.checkpoint.convert.hf import rotary
 from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
 from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
-from t5x_gpu.checkpoint.convert.hf.llama import GEMMA2, LLAMA, QWEN3
+from t5x_gpu.checkpoint.convert.hf.llama import GEMMA2, LLAMA, MISTRAL, QWEN2, QWEN3
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 from t5x_gpu.models.config import DROPOUT_PLACES
@@ -19,8 +20,10 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   'bert': BERT,
   'gpt2': GPT2,
   'llama': LLAMA,
-  'gemma2': GEMMA2,
+  'mistral': MISTRAL,
+  'qwen2': QWEN2,
   'qwen3': QWEN3,
+  'gemma2': GEMMA2,
 }
 LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
 _MAX_INT = 2**31
@@ -158,7 +161,7 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     raise _mismatch(f'config.json of this {family} model has no {e}.') from e
   except ModelError as e:
     raise _mismatch(f'config.json describes an impossible {family} model: {e.what}') from e
-  except (TypeError, ValueError, ArithmeticError) as e:  # null, or 0, where not allowed
+  except (TypeError, ValueError, ArithmeticError, IndexError) as e:  # null, or 0, where not allowed
     raise _mismatch(f'config.json of this {family} model has an invalid value: {e}.') from e
 
 
@@ -173,7 +176,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
     CheckpointError: lists all fields of the model that the family does not have.
   """
   config = dict(like or {})
-  for key in ('rope_theta', 'rope_scaling', 'rope_parameters', 'layer_types', 'sliding_window'):
+  for key in (*rotary.READ, 'layer_types', 'sliding_window'):
     config.pop(key, None)
   written = CONFIG_FAMILIES[family].write(model)
   if config.get('model_type') == 'mt5' and family == 't5':
@@ -203,4 +206,8 @@ def guess_family(model: ModelFields) -> str:
     return 'gpt2'
   if c.norm_position == 'sandwich':
     return 'gemma2'
-  return 'qwen3' if c.qk_norm else 'llama'
+  if c.qk_norm:
+    return 'qwen3'
+  if c.attention_bias == 'qkv':
+    return 'qwen2'
+  return 'mistral' if any(c.windows) else 'llama'

@@ -206,7 +206,7 @@ def _gpt2(model: ModelFields) -> list[Rule]:
 
 
 def _llama(model: ModelFields) -> list[Rule]:
-  """Returns the table of Llama, Qwen-3 and Gemma-2, which differ in norms, biases and tying."""
+  """Returns the table of Llama's relatives, which differ in norms, biases and tying."""
   c = model.config
   layer = 'model.layers.{}.'
   norms = [
@@ -285,7 +285,5 @@ FAMILIES: dict[str, Family] = {
     nothing=(r'transformer\.h\.\d+\.attn\.(masked_)?bias',),
     renamed=((r'^(?=(h\.\d+|wte|wpe|ln_f)\.)', 'transformer.'),),
   ),
-  'llama': _LLAMA,
-  'gemma2': _LLAMA,
-  'qwen3': _LLAMA,
+  **dict.fromkeys(('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2'), _LLAMA),
 }

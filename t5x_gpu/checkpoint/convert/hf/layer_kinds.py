@@ -1,0 +1,128 @@
+"""Which layers of a Hugging Face model have a window: by family, read and written.
+
+A Mistral has one window for all layers. Qwen and Gemma name a kind for each layer in `layer_types`,
+or follow the pattern of their family.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, TypeVar
+
+from t5x_gpu.checkpoint.convert.hf.keys import Json
+from t5x_gpu.errors import CheckpointError
+
+FULL, SLIDING = 'full_attention', 'sliding_attention'
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKinds:
+  """How a family names the windows of its layers.
+
+  Attributes:
+    read: (config.json) -> the window of each layer, 0 for none.
+    write: (window of each layer) -> the keys of config.json.
+  """
+
+  read: Callable[[Json], Sequence[int]]
+  write: Callable[[Sequence[int]], dict[str, Any]]
+
+
+def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
+  """Returns the shortest tuple that, repeated, gives every layer its value."""
+  n = next(
+    n
+    for n in range(1, len(values) + 1)
+    if all(value == values[i % n] for i, value in enumerate(values))
+  )
+  return tuple(values[:n])
+
+
+def kind_of_each(
+  config: Json, *, default: Callable[[Json], Sequence[str]], window: Optional[int]
+) -> Sequence[str]:
+  """Returns `layer_types`, or the kinds that `default` gives if config.json has none.
+
+  Raises:
+    CheckpointError: a kind that our models do not have, not one for each layer, or layers with a
+      window where config.json has none.
+  """
+  given, layers = config.get('layer_types'), config['num_hidden_layers']
+  kinds = default(config) if given is None else given
+  unknown = sorted(set(kinds) - {FULL, SLIDING})
+  problem = None
+  if unknown:
+    problem = f'of {", ".join(unknown)}, which our models do not have'
+  elif len(kinds) != layers:
+    problem = f'of {len(kinds)} layers, but num_hidden_layers = {layers}'
+  elif SLIDING in kinds and not window:
+    problem = (
+      f'of {SLIDING}, but no window (sliding_window = {config.get("sliding_window")}, '
+      f'use_sliding_window = {config.get("use_sliding_window")})'
+    )
+  if problem:
+    raise CheckpointError(
+      f'config.json has layer_types {problem}.',
+      fix=f'It must name {FULL} or {SLIDING} for each layer.',
+      docs='convert.md#families',
+    )
+  return kinds
+
+
+def by_type(*, default: Callable[[Json], Sequence[str]], switched: bool = False) -> LayerKinds:
+  """Returns windows for the layers of kind 'sliding_attention'.
+
+  Args:
+    default: (config.json) -> the kind of each layer if `layer_types` is missing.
+    switched: whether windows count only if `use_sliding_window` is true.
+  """
+
+  def read(config: Json) -> Sequence[int]:
+    window = config['sliding_window'] if config.get('use_sliding_window') or not switched else None
+    kinds = kind_of_each(config, default=default, window=window)
+    return [window if kind == SLIDING else 0 for kind in kinds]
+
+  def write(windows: Sequence[int]) -> dict[str, Any]:
+    return {
+      **({'sliding_window': max(windows)} if any(windows) else {}),
+      **({'use_sliding_window': any(windows)} if switched else {}),
+      'layer_types': [SLIDING if window else FULL for window in windows],
+    }
+
+  return LayerKinds(read, write)
+
+
+def every(n: int) -> Callable[[Json], Sequence[str]]:
+  """Returns the kinds of layers of which each n-th, and only those, sees all positions."""
+  return lambda config: [
+    SLIDING if (i + 1) % n else FULL for i in range(config['num_hidden_layers'])
+  ]
+
+
+def from_max_window_layers(config: Json) -> Sequence[str]:
+  """Returns the kinds of Qwen's layers: the first `max_window_layers` see all positions."""
+  uses = config['use_sliding_window'] and config['sliding_window']
+  return [
+    SLIDING if uses and i >= config['max_window_layers'] else FULL
+    for i in range(config['num_hidden_layers'])
+  ]
+
+
+def _of_every_layer(config: Json) -> Sequence[int]:
+  """Returns the same window for all layers; transformers ignores `layer_types`."""
+  window, layers = config['sliding_window'] or 0, config['num_hidden_layers']
+  types = config.get('layer_types')
+  if types is not None and list(types) != [SLIDING if window else FULL] * layers:
+    raise CheckpointError(
+      f'config.json has sliding_window = {config["sliding_window"]}, which is for all layers of '
+      f'this family, but layer_types names others: {types}.',
+      fix='Take the config.json that belongs to the weights.',
+      docs='convert.md#families',
+    )
+  return [window] * layers
+
+
+ALL_SEE_ALL = LayerKinds(lambda config: [0] * config['num_hidden_layers'], lambda windows: {})
+ONE_WINDOW = LayerKinds(
+  _of_every_layer, lambda windows: {'sliding_window': max(windows) if any(windows) else None}
+)
