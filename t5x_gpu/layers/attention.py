@@ -1,6 +1,6 @@
 """Multi-head attention over named axes."""
 
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import flax.linen as nn
 import jax
@@ -11,12 +11,13 @@ from t5x_gpu.layers.dense import DenseGeneral, Initializer, Linear, LinearParams
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.layers.fp8 import contract, operand
 from t5x_gpu.layers.kv_cache import KVCache
-from t5x_gpu.layers.norm import RMSNorm
+from t5x_gpu.layers.norm import HeadsNorm, RMSNorm
 from t5x_gpu.layers.positions import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, split_ways
 from t5x_gpu.partitioning.quantized import on_kernels
 
 BIASES = ('none', 'qkv', 'all')
+FEATURE_NORMS = ('head', 'head_plus_one', 'all_heads')
 
 
 class MultiHeadAttention(nn.Module):
@@ -28,7 +29,7 @@ class MultiHeadAttention(nn.Module):
     query_pre_attn_scalar: logits are divided by its square root; None for T5, whose query
       initializer includes the factor.
     bias_in: which projections have a bias: 'none', 'qkv' or 'all'.
-    qk_norm: normalise the features of queries and keys.
+    qk_norm: one of FEATURE_NORMS, the norm of queries and keys; '' or False for none.
     norm_epsilon: epsilon of that norm.
     dropout_rate: of attention weights.
     dtype: of the projections; logits and softmax are float32.
@@ -40,7 +41,7 @@ class MultiHeadAttention(nn.Module):
   num_kv_heads: Optional[int] = None
   query_pre_attn_scalar: Optional[float] = None
   bias_in: str = 'none'
-  qk_norm: bool = False
+  qk_norm: Union[bool, str] = False
   norm_epsilon: float = 1e-6
   dropout_rate: float = 0.0
   dtype: Any = jnp.float32
@@ -109,8 +110,12 @@ class MultiHeadAttention(nn.Module):
     )(out)
     return shard(out, 'batch', 'residual_length', 'embed'), cache
 
-  def _feature_norm(self, name: str, heads: str) -> RMSNorm:
-    return RMSNorm(self.norm_epsilon, self.dtype, axis='kv', along=heads, name=name)
+  def _feature_norm(self, name: str, heads: str) -> nn.Module:
+    if self.qk_norm == 'all_heads':
+      count = self.num_heads if heads == 'heads' else self.num_kv_heads or self.num_heads
+      return HeadsNorm(count, self.norm_epsilon, self.dtype, heads=heads, name=name)
+    plus_one = self.qk_norm == 'head_plus_one'
+    return RMSNorm(self.norm_epsilon, self.dtype, plus_one, axis='kv', along=heads, name=name)
 
   def _project(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns name -> [batch, length, heads, kv] from name -> input [batch, length, embed].

@@ -45,6 +45,38 @@ class RMSNorm(nn.Module):
     return combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
 
 
+class HeadsNorm(nn.Module):
+  """Root-mean-square norm over the features of all heads together, with a scale for each.
+
+  Attributes:
+    num_heads: heads of the scale; the input may repeat each of them.
+    epsilon, dtype: as in RMSNorm.
+    heads: name of the dimension of heads.
+  Source: OLMo Team 2024 (OLMo 2), section 3.2.
+  """
+
+  num_heads: int
+  epsilon: float = 1e-6
+  dtype: Any = jnp.float32
+  heads: str = 'heads'
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns the normalised [batch, length, heads, kv] in `dtype`."""
+    scale = param_along(
+      self,
+      'scale',
+      nn.initializers.ones,
+      axes=(self.heads, 'kv'),
+      shape=(self.num_heads, x.shape[-1]),
+    ).astype(self.dtype)
+    if scale.shape[-2] < x.shape[-2]:  # fewer heads than devices: each is repeated
+      scale = jnp.repeat(scale, x.shape[-2] // scale.shape[-2], axis=-2)
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jax.lax.square(x), axis=(-2, -1), keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype) * scale
+
+
 class LayerNorm(nn.Module):
   """Norm over the last dimension to mean 0 and variance 1, with a scale and a bias.
 

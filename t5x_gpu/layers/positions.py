@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
 import flax.linen as nn
 import flax.struct
@@ -109,18 +110,49 @@ class RelativePositionTable(nn.Module):
 
 @flax.struct.dataclass
 class Rotation:
-  """Cosines and sines of each position's angles, [batch or 1, length, 1, kv / 2]."""
+  """Cosines and sines of each position's angles, [batch or 1, length, 1, rotated / 2]."""
 
   cos: jax.Array
   sin: jax.Array
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns rotated queries or keys [batch, length, heads, kv]; pairs are kv / 2 apart."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate(
-      [first * self.cos - second * self.sin, second * self.cos + first * self.sin], axis=-1
-    )
-    return rotated.astype(x.dtype)
+    """Returns rotated queries or keys [batch, length, heads, kv].
+
+    The first `rotated` features are turned, in pairs that are rotated / 2 apart.
+    """
+    half = self.cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    rotated = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
+    rotated += [rest] if rest.shape[-1] else []
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+  def of_layer(self, number: Any) -> 'Rotation':
+    """Returns the rotation of one layer: the same for all."""
+    del number
+    return self
+
+
+@flax.struct.dataclass
+class LayerRotations:
+  """Rotations that differ by layer.
+
+  Attributes:
+    cos, sin: [kinds, batch or 1, length, 1, rotated / 2].
+    kinds: layer i has the rotation kinds[i % len(kinds)].
+  """
+
+  cos: jax.Array
+  sin: jax.Array
+  kinds: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+  def of_layer(self, number: Any) -> Rotation:
+    """Returns the rotation of layer `number`, which may be traced."""
+    kind = jnp.asarray(self.kinds)[number % len(self.kinds)]
+    return Rotation(*(jax.lax.dynamic_index_in_dim(x, kind, keepdims=False) for x in self._both))
+
+  @property
+  def _both(self) -> tuple[jax.Array, jax.Array]:
+    return self.cos, self.sin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +167,7 @@ class RotaryEmbedding:
     low_freq_factor, high_freq_factor: for 'llama3', frequencies with fewer or more turns than these
       over `original_length` are slow or fast.
     original_length: positions in the original training.
+    fraction: share of a head's features that is rotated, the first ones (Phi-4-mini: 0.75).
   Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code.
   """
 
@@ -144,6 +177,7 @@ class RotaryEmbedding:
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
   original_length: int = 8192
+  fraction: float = 1.0
 
   def __post_init__(self) -> None:
     problems, parameters = [], []
@@ -158,10 +192,19 @@ class RotaryEmbedding:
         f'is not one of {", ".join(ROPE_SCALINGS)}.'
         + did_you_mean(str(self.scaling), ROPE_SCALINGS),
       )
-    for parameter in ('theta', 'factor', 'low_freq_factor', 'high_freq_factor', 'original_length'):
+    for parameter in (
+      'theta',
+      'factor',
+      'low_freq_factor',
+      'high_freq_factor',
+      'original_length',
+      'fraction',
+    ):
       value = getattr(self, parameter)
       if not (isinstance(value, (int, float)) and 0.0 < value < math.inf):
         refuse(parameter, 'must be a number above 0.')
+    if not problems and self.fraction > 1.0:
+      refuse('fraction', 'must be at most 1.')
     if not problems and self.low_freq_factor >= self.high_freq_factor:
       refuse('low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.')
     if problems:
@@ -171,9 +214,14 @@ class RotaryEmbedding:
         parameters=parameters,
       )
 
+  def rotated(self, head_dim: int) -> int:
+    """Returns the number of features that are rotated."""
+    return int(head_dim * self.fraction)
+
   def frequencies(self, head_dim: int) -> np.ndarray:
-    """Returns float32 [head_dim / 2], radians per position."""
-    plain = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    """Returns float32 [rotated / 2], radians per position."""
+    rotated = self.rotated(head_dim)
+    plain = 1.0 / self.theta ** (np.arange(0, rotated, 2, dtype=np.float32) / rotated)
     if self.scaling == 'none':
       return plain.astype(np.float32)
     if self.scaling == 'linear':
@@ -188,6 +236,33 @@ class RotaryEmbedding:
     angles = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
     angles = angles.reshape(-1, *angles.shape[-2:])[:, :, None]
     return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotations(
+  ropes: Sequence[Optional[RotaryEmbedding]], positions: jax.Array, head_dim: int
+) -> Optional[Union[Rotation, LayerRotations]]:
+  """Returns the rotation of `positions` in layers with these embeddings; None without any.
+
+  Args:
+    ropes: layer i has ropes[i % len(ropes)], None for no rotation; all of one `fraction`.
+    positions: [length] or [batch, length].
+    head_dim: features of a head.
+  """
+  different = list(dict.fromkeys(ropes))
+  some = [rope for rope in different if rope is not None]
+  if not some:
+    return None
+  if len(different) == 1:
+    return some[0].rotation(positions, head_dim)
+  # A layer without rotation turns by an angle of 0, which changes no digit.
+  turns = [
+    (rope or some[0]).rotation(positions * (rope is not None), head_dim) for rope in different
+  ]
+  return LayerRotations(
+    jnp.stack([turn.cos for turn in turns]),
+    jnp.stack([turn.sin for turn in turns]),
+    tuple(different.index(rope) for rope in ropes),
+  )
 
 
 class PositionTable(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import flax.linen as nn
 
 from t5x_gpu.errors import ModelError, all_problems, did_you_mean
-from t5x_gpu.layers.attention import BIASES
+from t5x_gpu.layers.attention import BIASES, FEATURE_NORMS
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
@@ -19,7 +19,7 @@ from t5x_gpu.models.remat import POLICIES
 
 _log = logging.getLogger(__name__)
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
-NORM_POSITIONS = ('pre', 'post', 'sandwich')
+NORM_POSITIONS = ('pre', 'post', 'sandwich', 'output')
 REMAT_POLICIES = tuple(POLICIES)
 
 DROPOUT_PLACES = (
@@ -56,6 +56,8 @@ class TransformerConfig:
     relative_bias: 'shared' (one for all layers: today's T5X), 'per_layer', or 'none'.
     num_relpos_buckets, max_relpos_distance: buckets and largest distance of the relative bias.
     rope: rotary positions, or None.
+    ropes: rotary positions that differ by layer, in place of `rope`: layer i has
+      ropes[i % len(ropes)], where None is no rotation (Gemma-3, SmolLM-3); () for `rope`.
     num_positions: rows of a learned position table (GPT-2, BERT), which limits the length; 0 for no
       table.
     max_length: longest row that a model without a position table was trained on; 0 for any length.
@@ -67,6 +69,8 @@ class TransformerConfig:
     attention_softcap, logits_softcap: cap on attention logits and vocabulary logits,
       cap * tanh(logits / cap) (Gemma-2); None for no cap.
     qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
+    qk_norm_kind: 'head', over the features of each head; 'head_plus_one', which multiplies by
+      1 + scale (Gemma-3); 'all_heads', over those of all heads together (OLMo-2).
     attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
     attention: how attention is computed: 'auto' chooses by what the devices and the sizes allow;
       'dense', 'chunked' or 'tokamax' by name (docs/attention.md). The result is the same.
@@ -74,7 +78,7 @@ class TransformerConfig:
     norm: 'rms'; 'rms_plus_one', which multiplies by 1 + scale (Gemma); 'layer', with a bias.
     norm_epsilon: epsilon of all norms.
     norm_position: 'pre'; 'post', after each residual sum (BERT); 'sandwich', before and after
-      each block (Gemma-2).
+      each block (Gemma-2); 'output', only after each block, before the sum (OLMo-2).
     embedding_norm: whether a norm follows the embeddings (BERT).
     scale_embedding: multiply embeddings by sqrt(embed_dim) (Gemma).
     scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
@@ -153,16 +157,19 @@ class TransformerConfig:
   residual_dropout: Optional[float] = None
   output_dropout: Optional[float] = None
   classifier_dropout: Optional[float] = None
+  ropes: tuple[Optional[RotaryEmbedding], ...] = ()
+  qk_norm_kind: str = 'head'
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
     object.__setattr__(self, 'windows', tuple(self.windows))
+    object.__setattr__(self, 'ropes', tuple(self.ropes))
     for name in self.mlp_activations:
       activation(name)
-    if self.relative_bias == 'none' and self.rope is None and self.num_positions == 0:
+    if self.relative_bias == 'none' and not any(self.rope_of_layers) and self.num_positions == 0:
       _log.warning(
-        "relative_bias = 'none', and neither rope nor num_positions is set: this model does not "
-        'see the order of its tokens.'
+        "relative_bias = 'none', and neither rope, ropes nor num_positions is set: this model does "
+        'not see the order of its tokens.'
       )
     problems = [*self._bad_numbers(), *self._bad_choices(), *self._contradictions()]
     if problems:
@@ -231,6 +238,7 @@ class TransformerConfig:
       ('norm', NORMS),
       ('norm_position', NORM_POSITIONS),
       ('attention_bias', BIASES),
+      ('qk_norm_kind', FEATURE_NORMS),
       ('attention', choose.REQUESTS),
     ):
       value = getattr(self, parameter)
@@ -257,8 +265,13 @@ class TransformerConfig:
         'fp8_logits',
         'needs a loss that does not store logits: set loss_chunks = None, or 1 or more.',
       )
-    if self.rope is not None and self.head_dim % 2:
+    ropes = [rope for rope in self.rope_of_layers if rope is not None]
+    if self.rope is not None and self.ropes:
+      yield 'ropes', 'replaces rope, which is set too: leave one of them out.'
+    if any(rope.rotated(self.head_dim) % 2 or rope.rotated(self.head_dim) < 2 for rope in ropes):
       yield 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
+    if len({rope.fraction for rope in ropes}) > 1:
+      yield 'ropes', 'must rotate the same fraction of the features in all layers.'
     if self.num_experts > 0 and self.mlp_bias:
       yield 'mlp_bias', 'is not supported with experts.'
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
@@ -291,6 +304,11 @@ class TransformerConfig:
   def kv_heads(self) -> int:
     """Heads of keys and values."""
     return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+  @property
+  def rope_of_layers(self) -> tuple[Optional[RotaryEmbedding], ...]:
+    """Rotary positions: layer i has rope_of_layers[i % len(rope_of_layers)]."""
+    return self.ropes or (self.rope,)
 
   @property
   def matmul_width(self) -> int:

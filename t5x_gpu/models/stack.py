@@ -17,7 +17,7 @@ from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import TokenInfo
-from t5x_gpu.layers.positions import PositionTable
+from t5x_gpu.layers.positions import PositionTable, rotations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.losses import Sums, with_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
@@ -189,7 +189,7 @@ class Stack:
     }
     if c.relative_bias == 'shared':
       params['relpos_bias'] = relative_table(c).init(keys['relpos_bias'])['params']
-    if c.norm_position != 'post':
+    if c.norm_position != 'post':  # else the last layer has one
       params[self.final_norm] = make_norm(c).init(keys[self.final_norm], x)['params']
     return params
 
@@ -303,7 +303,7 @@ class Stack:
         need=dataclasses.replace(need, relative_bias=False),
         request=request,
       )
-    rotation = None if c.rope is None else c.rope.rotation(positions, c.head_dim)
+    rotation = rotations(c.rope_of_layers, positions, c.head_dim)
     return StackInputs(
       attention,
       bias,

@@ -22,7 +22,7 @@ from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp
 from t5x_gpu.layers.norm import norm
-from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable, Rotation
+from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
@@ -37,7 +37,7 @@ class StackInputs:
   Attributes:
     attention: self-attention of the batch.
     bias: relative bias of all layers, from `attention.bias`, or None.
-    rotation: rotary rotation of the positions, or None.
+    rotation: rotary rotation of the positions (`positions.rotations`), or None.
     cross_attention: attention to the encoder's tokens, in the decoder of an encoder-decoder.
     encoded: [batch, kv_length, embed], output of the encoder; None once a cache holds it.
     encoder_places: [kv_length], positions of the encoder's tokens in their rows.
@@ -46,7 +46,7 @@ class StackInputs:
 
   attention: Attention
   bias: Any = None
-  rotation: Optional[Rotation] = None
+  rotation: Any = None
   cross_attention: Optional[Attention] = None
   encoded: Optional[jax.Array] = None
   encoder_places: Optional[jax.Array] = None
@@ -159,7 +159,7 @@ class TransformerLayer(nn.Module):
       kv_input=h,
       bias=bias,
       window=self._window(number),
-      rotation=shared.rotation,
+      rotation=shared.rotation and shared.rotation.of_layer(number),
       cache=own,
       layer=number,
       dropout_rng=rng('attention'),
@@ -193,7 +193,7 @@ class TransformerLayer(nn.Module):
       c.num_kv_heads,
       c.query_pre_attn_scalar,
       c.attention_bias,
-      c.qk_norm,
+      c.qk_norm and c.qk_norm_kind,
       c.norm_epsilon,
       c.dropout('attention'),
       c.compute_dtype,
@@ -234,7 +234,7 @@ class TransformerLayer(nn.Module):
 # Functions, not methods: Flax would put a method's name into the names of the compiled operations.
 def _before_block(config: TransformerConfig, x: jax.Array, block: str) -> jax.Array:
   """Returns the input of a block, [batch, length, embed], from the residual."""
-  if config.norm_position != 'post':
+  if config.norm_position in ('pre', 'sandwich'):
     x = make_norm(config, name=f'pre_{block}_layer_norm')(x)
   return shard(x, 'batch', 'length', 'embed')
 
@@ -248,7 +248,7 @@ def _add_block(
   site: str,
 ) -> jax.Array:
   """Returns the residual `x` [batch, length, embed] after a block with output `h`."""
-  if config.norm_position == 'sandwich':
+  if config.norm_position in ('sandwich', 'output'):
     h = make_norm(config, name=f'post_{block}_layer_norm')(h)
   x = x + dropout(h, config.dropout('residual'), rng and rng.at(site))
   if config.norm_position != 'post':

@@ -142,6 +142,12 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
   values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in RUN_FIELDS}
   values['num_kv_heads'] = c.kv_heads
   values['windows'] = tuple(c.windows[i % len(c.windows)] for i in range(c.num_layers))
+  ropes = c.rope_of_layers
+  ropes = tuple(ropes[i % len(ropes)] for i in range(c.num_layers))
+  values['rope'] = ropes[0] if len(set(ropes)) == 1 else ropes
+  del values['ropes']
+  if not c.qk_norm:
+    del values['qk_norm_kind']
   if c.relative_bias == 'none':
     del values['num_relpos_buckets'], values['max_relpos_distance']
   if model.kind == 'encoder':  # its heads use neither
@@ -175,7 +181,7 @@ def gin_text(model: ModelFields, *, title: str) -> str:
   lines = [f'# {line}' for line in title.splitlines()]
   lines += [
     'from __gin__ import dynamic_registration',
-    *(['from t5x_gpu.layers import positions'] if c.rope else []),
+    *(['from t5x_gpu.layers import positions'] if any(c.rope_of_layers) else []),
     'from t5x_gpu.models import config',
     f'from t5x_gpu.models import {model.kind}',
     '',
@@ -188,19 +194,24 @@ def gin_text(model: ModelFields, *, title: str) -> str:
     '',
     'config.TransformerConfig:',
   ]
+  kinds = [rope for rope in dict.fromkeys(c.rope_of_layers) if rope]
   for field in dataclasses.fields(c):
     value = getattr(c, field.name)
     if field.name in macros:
       lines.append(f'  {field.name} = %{macros[field.name]}')
     elif field.name == 'rope':
       lines += ['  rope = @positions.RotaryEmbedding()'] if value else []
+    elif field.name == 'ropes':
+      names = [rope and f'@rope{kinds.index(rope)}/positions.RotaryEmbedding()' for rope in value]
+      lines += [f'  ropes = ({", ".join(map(str, names))},)'] if value else []
     elif value != field.default:
       lines.append(f'  {field.name} = {value!r}')
-  if c.rope:
+  for i, rope in enumerate(kinds):
+    scope = f'rope{i}/' if c.ropes else ''
     changed = [
-      (f.name, getattr(c.rope, f.name))
-      for f in dataclasses.fields(c.rope)
-      if getattr(c.rope, f.name) != f.default or f.name == 'theta'
+      (f.name, getattr(rope, f.name))
+      for f in dataclasses.fields(rope)
+      if getattr(rope, f.name) != f.default or f.name == 'theta'
     ]
-    lines += ['', 'positions.RotaryEmbedding:', *(f'  {k} = {v!r}' for k, v in changed)]
+    lines += ['', f'{scope}positions.RotaryEmbedding:', *(f'  {k} = {v!r}' for k, v in changed)]
   return '\n'.join(lines) + '\n'

@@ -210,7 +210,7 @@ def _all_of_a_layer(
   c: TransformerConfig, residual: float, heads: float, queries: float, hidden: float, blocks: int
 ) -> float:
   """Returns the features per token that a layer without remat keeps, float32 ones twice."""
-  attention = heads + queries + (2 / 3 * heads if c.rope else 0)
+  attention = heads + queries + (2 / 3 * heads if any(c.rope_of_layers) else 0)
   kept = sum(_KEPT_BY_ACTIVATION.get(name, 4) for name in c.mlp_activations)
   mlp = hidden * (kept + (len(c.mlp_activations) > 1))
   return blocks * 6.5 * residual + (blocks - 1) * attention + mlp

@@ -13,6 +13,7 @@ from t5x_gpu.checkpoint.convert.hf.config import (
   training_differences,
 )
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.layers.positions import RotaryEmbedding
 from tests.checkpoint.hf_files import CONFIGS, untied
 
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'convert.md'
@@ -25,9 +26,12 @@ CLASSES = {
   'qwen2': 'Qwen2Config',
   'qwen3': 'Qwen3Config',
   'gemma2': 'Gemma2Config',
+  'gemma3_text': 'Gemma3TextConfig',
+  'smollm3': 'SmolLM3Config',
+  'olmo2': 'Olmo2Config',
 }
 # Our defaults whose keys are older names of an attribute.
-OTHER_NAMES = {'n_ctx': 'n_positions'}
+OTHER_NAMES = {'n_ctx': 'n_positions', 'sliding_window_pattern': '_sliding_window_pattern'}
 
 
 def model_of(config):
@@ -44,8 +48,10 @@ def test_keys_and_defaults_are_those_of_the_installed_transformers(family):
   known = CONFIG_FAMILIES[family]
   assert set(theirs.to_dict()) <= known.known, 'transformers has new keys: read or refuse them'
   for key, value in known.defaults.items():
-    if key == 'rope_theta':
-      assert theirs.rope_parameters[key] == value
+    if key in ('rope_theta', 'rope_local_base_freq'):
+      kind = {'rope_theta': 'full_attention'}.get(key, 'sliding_attention')
+      rope = theirs.rope_parameters
+      assert rope.get(kind, rope)['rope_theta'] == value
     elif (key, value) == ('head_dim', None):
       default = theirs.hidden_size // theirs.num_attention_heads
       assert getattr(theirs, 'head_dim', default) == default
@@ -95,6 +101,16 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('qwen2', {'layer_types': ['full_attention'] * 3}, '3 layers, but num_hidden_layers = 2'),
     ('qwen3', {'layer_types': ['chunked_attention'] * 2}, 'of chunked_attention'),
     ('gemma2', {'sliding_window': None}, 'but no window'),
+    ('gemma3_text', {'attn_logit_softcapping': 5.0}, 'attn_logit_softcapping = 5.0'),
+    ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention = True'),
+    ('gemma3_text', {'rope_parameters': {'rope_theta': 1e4}}, 'has rope_theta in rope_parameters'),
+    ('gemma3_text', {'rope_scaling': {'type': 'linear', 'factor': 8.0}}, 'has type in'),
+    ('gemma3_text', {'rope_scaling': {'rope_type': 'yarn', 'factor': 8.0}}, "rope_type = 'yarn'"),
+    ('gemma3_text', {'original_max_position_embeddings': 64}, 'original_max_position_embeddings'),
+    ('gemma3_text', {'model_type': 'gemma3'}, 'a Gemma-3 that also reads images'),
+    ('smollm3', {'no_rope_layers': [1, 0]}, 'no_rope_layers for 2 layers'),
+    ('smollm3', {'layer_types': ['sliding_attention'] * 3}, 'use_sliding_window = None'),
+    ('olmo2', {'mlp_bias': True}, 'mlp_bias = True'),
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
     ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
   ],
@@ -133,6 +149,30 @@ def test_windows_that_transformers_ignores_are_ignored():
   assert model_of({**CONFIGS['mistral'], 'sliding_window': None}).config.windows == (0,)
   without = {k: v for k, v in CONFIGS['mistral'].items() if k != 'sliding_window'}
   assert model_of(without).config.windows == (4096,)
+
+
+def test_layers_have_the_windows_and_positions_of_their_kind():
+  c = model_of(CONFIGS['gemma3_text']).config
+  local, full = RotaryEmbedding(20.0), RotaryEmbedding(500.0, scaling='linear', factor=8.0)
+  assert c.windows == (8, 8, 0) and c.ropes == (local, local, full) and c.rope is None
+  new = {k: v for k, v in CONFIGS['gemma3_text'].items() if not k.startswith('rope')}
+  new['rope_parameters'] = {
+    'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 500.0},
+    'sliding_attention': {'rope_type': 'default', 'rope_theta': 20.0},
+  }
+  assert model_of(new).config == c
+  old = {k: v for k, v in CONFIGS['gemma3_text'].items() if 'rope' not in k and 'pattern' not in k}
+  assert model_of({**old, 'num_hidden_layers': 6}).config.ropes[4:] == (
+    RotaryEmbedding(1e4),
+    RotaryEmbedding(1e6),
+  )
+  c = model_of(CONFIGS['smollm3']).config
+  assert c.ropes == (RotaryEmbedding(5000.0), None) and c.windows == (0,)
+  regular = {**CONFIGS['smollm3'], 'no_rope_layers': None, 'num_hidden_layers': 8}
+  assert model_of(regular).config.ropes == (RotaryEmbedding(5000.0),) * 3 + (None,)
+  windows = {'use_sliding_window': True, 'sliding_window': 4, 'no_rope_layer_interval': 2}
+  c = model_of({**regular, **windows}).config
+  assert (c.ropes, c.windows) == ((RotaryEmbedding(5000.0), None), (0, 4))
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'mistral', 'qwen2', 'qwen3'])

@@ -10,7 +10,16 @@ from typing import Any, Optional
 from t5x_gpu.checkpoint.convert.hf import rotary
 from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
 from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
-from t5x_gpu.checkpoint.convert.hf.llama import GEMMA2, LLAMA, MISTRAL, QWEN2, QWEN3
+from t5x_gpu.checkpoint.convert.hf.llama import (
+  GEMMA2,
+  GEMMA3,
+  LLAMA,
+  MISTRAL,
+  OLMO2,
+  QWEN2,
+  QWEN3,
+  SMOLLM3,
+)
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 from t5x_gpu.models.config import DROPOUT_PLACES
@@ -24,7 +33,14 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   'qwen2': QWEN2,
   'qwen3': QWEN3,
   'gemma2': GEMMA2,
+  'gemma3_text': GEMMA3,
+  'smollm3': SMOLLM3,
+  'olmo2': OLMO2,
 }
+# Models that people bring as often as those, and why they are refused.
+_REFUSED = {'gemma3': 'a Gemma-3 that also reads images'}
+# Keys on what differs by layer: written as a whole, none is kept from another config.json.
+_LAYER_KEYS = (*rotary.READ, 'rope_local_base_freq', 'layer_types', 'sliding_window')
 LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
 _MAX_INT = 2**31
 # Types of the keys that are read, unless absent or null.
@@ -36,7 +52,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
       'relative_attention_num_buckets relative_attention_max_distance hidden_size '
       'num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size '
       'max_position_embeddings type_vocab_size num_labels n_embd n_layer n_head n_inner '
-      'n_positions n_ctx sliding_window max_window_layers'
+      'n_positions n_ctx sliding_window max_window_layers sliding_window_pattern '
+      'no_rope_layer_interval'
     ),
   ),
   'a number': (
@@ -45,7 +62,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
       'layer_norm_epsilon layer_norm_eps rms_norm_eps dropout_rate hidden_dropout_prob '
       'resid_pdrop attention_dropout attn_pdrop embd_pdrop attention_probs_dropout_prob '
       'classifier_dropout initializer_range query_pre_attn_scalar '
-      'attn_logit_softcapping final_logit_softcapping rope_theta'
+      'attn_logit_softcapping final_logit_softcapping rope_theta rope_local_base_freq'
     ),
   ),
   'true or false': (
@@ -53,6 +70,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     ('tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window'),
   ),
   'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
+  'a list': ((list,), 'no_rope_layers'),
   'a list of text': ((list,), 'architectures layer_types'),
   'an object': ((dict,), 'rope_scaling rope_parameters id2label'),
 }
@@ -77,7 +95,7 @@ def family_of(config: Json) -> str:
       isinstance(config[key], types)
       and (bool in types or not isinstance(config[key], bool))
       and (types != (int,) or 0 <= config[key] <= _MAX_INT)
-      and (types != (list,) or all(isinstance(x, str) for x in config[key]))
+      and (kind != 'a list of text' or all(isinstance(x, str) for x in config[key]))
     )
   ]
   if wrong:
@@ -88,6 +106,11 @@ def family_of(config: Json) -> str:
     )
   model_type = config.get('model_type')
   family = 't5' if model_type == 'mt5' else str(model_type)
+  if family in _REFUSED:
+    raise _error(
+      f'config.json says model_type = {model_type!r}: {_REFUSED[family]}, which is not supported.',
+      fix='Take a checkpoint of the text model alone: gemma3_text (Gemma-3 270M and 1B are).',
+    )
   if family not in CONFIG_FAMILIES:
     raise _error(
       f'config.json says model_type = {model_type!r}, which is not supported.'
@@ -176,7 +199,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
     CheckpointError: lists all fields of the model that the family does not have.
   """
   config = dict(like or {})
-  for key in (*rotary.READ, 'layer_types', 'sliding_window'):
+  for key in (*_LAYER_KEYS, 'original_max_position_embeddings'):
     config.pop(key, None)
   written = CONFIG_FAMILIES[family].write(model)
   if config.get('model_type') == 'mt5' and family == 't5':
@@ -205,7 +228,11 @@ def guess_family(model: ModelFields) -> str:
   if c.norm == 'layer':
     return 'gpt2'
   if c.norm_position == 'sandwich':
-    return 'gemma2'
+    return 'gemma3_text' if c.qk_norm else 'gemma2'
+  if c.norm_position == 'output':
+    return 'olmo2'
+  if None in c.rope_of_layers:
+    return 'smollm3'
   if c.qk_norm:
     return 'qwen3'
   if c.attention_bias == 'qkv':

@@ -1,4 +1,4 @@
-"""Which layers of a Hugging Face model have a window: by family, read and written.
+"""Which layers of a Hugging Face model have a window, by family: read and written.
 
 A Mistral has one window for all layers. Qwen and Gemma name a kind for each layer in `layer_types`,
 or follow the pattern of their family.
@@ -92,16 +92,41 @@ def by_type(*, default: Callable[[Json], Sequence[str]], switched: bool = False)
   return LayerKinds(read, write)
 
 
-def every(n: int) -> Callable[[Json], Sequence[str]]:
-  """Returns the kinds of layers of which each n-th, and only those, sees all positions."""
-  return lambda config: [
-    SLIDING if (i + 1) % n else FULL for i in range(config['num_hidden_layers'])
-  ]
+def every_second(config: Json) -> Sequence[str]:
+  """Returns the kinds of Gemma-2's layers: each second one sees all positions."""
+  return by_sliding_window_pattern({**config, 'sliding_window_pattern': 2})
+
+
+def by_sliding_window_pattern(config: Json) -> Sequence[str]:
+  """Returns the kinds of Gemma-3's layers: each n-th one sees all positions."""
+  n, layers = config['sliding_window_pattern'], config['num_hidden_layers']
+  return [SLIDING if (i + 1) % n else FULL for i in range(layers)]
+
+
+def windows_without_rope(config: Json) -> Sequence[str]:
+  """Returns the kinds of SmolLM-3's layers: those without rotary positions have the window."""
+  uses = config['use_sliding_window'] and config['sliding_window'] is not None
+  return [SLIDING if uses and not has_rope else FULL for has_rope in layers_with_rope(config)]
+
+
+def layers_with_rope(config: Json) -> Sequence[bool]:
+  """Returns whether each layer of a SmolLM-3 has rotary positions."""
+  layers, given = config['num_hidden_layers'], config.get('no_rope_layers')
+  if given is None:
+    interval = config['no_rope_layer_interval']
+    return [(i + 1) % interval != 0 for i in range(layers)]
+  if len(given) != layers:
+    raise CheckpointError(
+      f'config.json has no_rope_layers for {len(given)} layers, but num_hidden_layers = {layers}.',
+      fix='Take the config.json that belongs to the weights.',
+      docs='convert.md#families',
+    )
+  return [bool(value) for value in given]
 
 
 def from_max_window_layers(config: Json) -> Sequence[str]:
   """Returns the kinds of Qwen's layers: the first `max_window_layers` see all positions."""
-  uses = config['use_sliding_window'] and config['sliding_window']
+  uses = config['use_sliding_window'] and config['sliding_window'] is not None
   return [
     SLIDING if uses and i >= config['max_window_layers'] else FULL
     for i in range(config['num_hidden_layers'])
@@ -111,6 +136,12 @@ def from_max_window_layers(config: Json) -> Sequence[str]:
 def _of_every_layer(config: Json) -> Sequence[int]:
   """Returns the same window for all layers; transformers ignores `layer_types`."""
   window, layers = config['sliding_window'] or 0, config['num_hidden_layers']
+  if config['sliding_window'] == 0:
+    raise CheckpointError(
+      'config.json says sliding_window = 0: no layer would see anything.',
+      fix='Without windows it is null.',
+      docs='convert.md#families',
+    )
   types = config.get('layer_types')
   if types is not None and list(types) != [SLIDING if window else FULL] * layers:
     raise CheckpointError(

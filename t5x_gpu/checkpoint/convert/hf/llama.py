@@ -25,6 +25,7 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
   write_keys,
 )
 from t5x_gpu.checkpoint.convert.hf.layer_kinds import LayerKinds
+from t5x_gpu.checkpoint.convert.hf.rotary import Rotary
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.models.config import TransformerConfig
 
@@ -41,7 +42,6 @@ _WINDOW_KEYS = frozenset({'sliding_window', 'use_sliding_window', 'max_window_la
 _DEFAULTS: Json = {
   'attention_dropout': 0.0,
   'rms_norm_eps': 1e-6,
-  'rope_theta': 10000.0,
   'initializer_range': INIT_STDDEV,
   'tie_word_embeddings': False,
 }
@@ -58,6 +58,7 @@ class _Traits:
     fields: fields of TransformerConfig that every model of the family has. Without
       'attention_bias', the key of this name is read.
     layers: which layers have a window.
+    rotary: their rotary positions.
     activation: the key of the MLP's activation.
   """
 
@@ -66,10 +67,13 @@ class _Traits:
   keys: Keys = dataclasses.field(default_factory=dict)
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   layers: LayerKinds = layer_kinds.ALL_SEE_ALL
+  rotary: Rotary = rotary.ONE
   activation: str = 'hidden_act'
 
   def read(self, config: Json, has_tensor: HasTensor) -> ModelFields:
     del has_tensor
+    windows = self.layers.read(config)
+    ropes = layer_kinds.shortest_period(self.rotary.read(config, windows))
     fields = {
       'norm': 'rms',
       'query_pre_attn_scalar': head_dim(config),
@@ -83,8 +87,8 @@ class _Traits:
       head_dim=head_dim(config),
       mlp_activations=(activation(config[self.activation]), 'linear'),
       relative_bias='none',
-      rope=rotary.read_rope(config),
-      windows=layer_kinds.shortest_period(self.layers.read(config)),
+      **({'rope': ropes[0]} if len(ropes) == 1 else {'ropes': ropes}),
+      windows=layer_kinds.shortest_period(windows),
       scale_tied_logits=False,
       logits_via_embedding=config['tie_word_embeddings'],
       init_stddev=config['initializer_range'],
@@ -97,6 +101,10 @@ class _Traits:
   def write(self, model: ModelFields) -> dict[str, Any]:
     c = model.config
     act = their_activation(c)
+    windows, ropes = (
+      [values[i % len(values)] for i in range(c.num_layers)]
+      for values in (c.windows, c.rope_of_layers)
+    )
     return {
       'architectures': [self.architecture],
       'model_type': self.name,
@@ -107,8 +115,8 @@ class _Traits:
       'tie_word_embeddings': c.logits_via_embedding,
       'initializer_range': c.init_stddev or INIT_STDDEV,
       self.activation: 'gelu_pytorch_tanh' if act == 'gelu_new' else act,
-      **rotary.write_rope(c.rope),
-      **self.layers.write([c.windows[i % len(c.windows)] for i in range(c.num_layers)]),
+      **self.rotary.write(ropes, windows),
+      **self.layers.write(windows),
       **write_dropout(c, _DROPOUT),
       **({'max_position_embeddings': c.max_length} if c.max_length else {}),
     }
@@ -132,8 +140,8 @@ def _family(
     (traits.architecture,),
     traits.read,
     traits.write,
-    used({**_LLAMA, **traits.keys}, *rotary.READ, *uses),
-    {**_DEFAULTS, **own_bias, traits.activation: 'silu', **defaults},
+    used({**_LLAMA, **traits.keys}, *traits.rotary.keys, *uses),
+    {**_DEFAULTS, **traits.rotary.defaults, **own_bias, traits.activation: 'silu', **defaults},
     {'partial_rotary_factor': (1.0,), 'is_decoder': (False, True), 'pruned_heads': ({}, None)}
     | fixed,
     no_effect | {'id2label', 'problem_type', 'add_cross_attention'},
@@ -210,7 +218,7 @@ GEMMA2 = _family(
     'Gemma2ForCausalLM',
     keys=_GEMMA_KEYS,
     fields=_GEMMA_FIELDS,
-    layers=layer_kinds.by_type(default=layer_kinds.every(2)),
+    layers=layer_kinds.by_type(default=layer_kinds.every_second),
     activation='hidden_activation',
   ),
   {
@@ -222,4 +230,59 @@ GEMMA2 = _family(
   uses=frozenset({'layer_types'}),
   no_effect=frozenset({'hidden_act', 'use_sliding_window'}),
   use_bidirectional_attention=(None, False),
+)
+GEMMA3 = _family(
+  _Traits(
+    'gemma3_text',
+    'Gemma3ForCausalLM',
+    keys={k: v for k, v in _GEMMA_KEYS.items() if k != 'attention_softcap'},
+    fields={**_GEMMA_FIELDS, 'qk_norm': True, 'qk_norm_kind': 'head_plus_one'},
+    layers=layer_kinds.by_type(default=layer_kinds.by_sliding_window_pattern),
+    rotary=rotary.LOCAL_AND_GLOBAL,
+    activation='hidden_activation',
+  ),
+  {
+    **_GEMMA,
+    'final_logit_softcapping': None,
+    'max_position_embeddings': 131072,
+    'sliding_window_pattern': 6,
+  },
+  uses=frozenset({'layer_types'}),
+  no_effect=frozenset({'hidden_act', 'use_sliding_window', '_sliding_window_pattern'}),
+  use_bidirectional_attention=(None, False),
+  attn_logit_softcapping=(None,),  # transformers ignores it
+)
+SMOLLM3 = _family(
+  _Traits(
+    'smollm3',
+    'SmolLM3ForCausalLM',
+    keys={'mlp_bias': 'mlp_bias'},
+    layers=layer_kinds.by_type(default=layer_kinds.windows_without_rope, switched=True),
+    rotary=rotary.IN_SOME_LAYERS,
+  ),
+  {
+    'mlp_bias': False,
+    'head_dim': None,  # hidden_size / num_attention_heads
+    'num_key_value_heads': 4,
+    'max_position_embeddings': 32768,
+    'use_sliding_window': False,
+    'sliding_window': None,
+    'tie_word_embeddings': True,
+  },
+  uses=frozenset({'layer_types'}),
+  no_effect=frozenset({'max_window_layers', 'pretraining_tp'}),
+)
+OLMO2 = _family(
+  _Traits(
+    'olmo2',
+    'Olmo2ForCausalLM',
+    fields={'norm_position': 'output', 'qk_norm': True, 'qk_norm_kind': 'all_heads'},
+  ),
+  {
+    'head_dim': None,  # hidden_size / num_attention_heads
+    'num_key_value_heads': None,  # num_attention_heads
+    'max_position_embeddings': 2048,
+    'rms_norm_eps': 1e-5,
+  },
+  no_effect=_WINDOW_KEYS | {'layer_types'},  # transformers ignores windows of an OLMo-2
 )

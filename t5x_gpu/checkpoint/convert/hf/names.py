@@ -209,17 +209,20 @@ def _llama(model: ModelFields) -> list[Rule]:
   """Returns the table of Llama's relatives, which differ in norms, biases and tying."""
   c = model.config
   layer = 'model.layers.{}.'
-  norms = [
-    ('pre_self_attention_layer_norm', 'input_layernorm'),
-    ('pre_mlp_layer_norm', 'post_attention_layernorm'),
+  attention, mlp = 'self_attention_layer_norm', 'mlp_layer_norm'
+  after = [
+    (f'post_{attention}', 'post_attention_layernorm'),
+    (f'post_{mlp}', 'post_feedforward_layernorm'),
   ]
-  if c.norm_position == 'sandwich':
-    norms = [
-      ('pre_self_attention_layer_norm', 'input_layernorm'),
-      ('post_self_attention_layer_norm', 'post_attention_layernorm'),
-      ('pre_mlp_layer_norm', 'pre_feedforward_layernorm'),
-      ('post_mlp_layer_norm', 'post_feedforward_layernorm'),
-    ]
+  norms = {
+    'pre': [(f'pre_{attention}', 'input_layernorm'), (f'pre_{mlp}', 'post_attention_layernorm')],
+    'output': after,
+    'sandwich': [
+      (f'pre_{attention}', 'input_layernorm'),
+      (f'pre_{mlp}', 'pre_feedforward_layernorm'),
+      *after,
+    ],
+  }[c.norm_position]
   rules = [
     Rule('token_embedder/embedding', 'model.embed_tokens.weight', 'vocab embed'),
     *(Rule(f'layers/{ours}/scale', f'{layer}{theirs}.weight', 'embed') for ours, theirs in norms),
@@ -235,9 +238,17 @@ def _llama(model: ModelFields) -> list[Rule]:
     Rule('decoder_norm/scale', 'model.norm.weight', 'embed'),
   ]
   if c.qk_norm:
+    whole = c.qk_norm_kind == 'all_heads'
     rules += [
-      Rule(f'layers/self_attention/{ours}/scale', f'{layer}self_attn.{theirs}.weight', 'kv')
-      for ours, theirs in (('query_norm', 'q_norm'), ('key_norm', 'k_norm'))
+      Rule(
+        f'layers/self_attention/{ours}/scale',
+        f'{layer}self_attn.{theirs}.weight',
+        f'{heads}.kv -> {heads} kv' if whole else 'kv',
+      )
+      for ours, theirs, heads in (
+        ('query_norm', 'q_norm', 'heads'),
+        ('key_norm', 'k_norm', 'kv_heads'),
+      )
     ]
   if not c.logits_via_embedding:
     rules.append(
@@ -252,6 +263,8 @@ _LLAMA = Family(
   same=(('lm_head.weight', 'model.embed_tokens.weight'),),
   nothing=(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq',),
 )
+
+_LLAMAS = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'smollm3', 'olmo2')
 
 FAMILIES: dict[str, Family] = {
   't5': Family(
@@ -285,5 +298,5 @@ FAMILIES: dict[str, Family] = {
     nothing=(r'transformer\.h\.\d+\.attn\.(masked_)?bias',),
     renamed=((r'^(?=(h\.\d+|wte|wpe|ln_f)\.)', 'transformer.'),),
   ),
-  **dict.fromkeys(('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2'), _LLAMA),
+  **dict.fromkeys(_LLAMAS, _LLAMA),
 }

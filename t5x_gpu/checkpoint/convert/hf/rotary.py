@@ -1,10 +1,19 @@
-"""Rotary positions in config.json, read and written."""
+"""Rotary positions in config.json, read and written.
 
+Most families have the same for all layers. Gemma-3 has other positions for layers with a window,
+and some layers of SmolLM-3 have none.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf.keys import Json
+from t5x_gpu.checkpoint.convert.hf.layer_kinds import FULL, SLIDING, layers_with_rope
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding
+
+Ropes = Sequence[Optional[RotaryEmbedding]]  # of each layer
 
 # RotaryEmbedding -> rope_parameters, for scaling = 'llama3'.
 _LLAMA3 = {
@@ -15,11 +24,28 @@ _LLAMA3 = {
 }
 _SCALINGS = {'linear': {'factor': 'factor'}, 'llama3': _LLAMA3}
 _KEYS = ('rope_type', 'type', 'rope_theta', 'partial_rotary_factor', *_LLAMA3.values())
-# Keys of config.json that `read_rope` reads.
-READ = ('rope_theta', 'rope_scaling', 'rope_parameters', 'original_max_position_embeddings')
+# Keys of config.json that most families have.
+READ = ('rope_theta', 'rope_scaling', 'rope_parameters')
 
 
-def read_rope(config: Json) -> RotaryEmbedding:
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+  """How a family names the rotary positions of its layers.
+
+  Attributes:
+    read: (config.json, window of each layer) -> the positions of each layer.
+    write: (positions of each layer, window of each layer) -> the keys of config.json.
+    keys: the keys that `read` reads.
+    defaults: those of transformers.
+  """
+
+  read: Callable[[Json, Sequence[int]], Ropes]
+  write: Callable[[Ropes, Sequence[int]], dict[str, Any]]
+  keys: tuple[str, ...] = (*READ, 'original_max_position_embeddings')
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {'rope_theta': 10000.0})
+
+
+def _read(config: Json) -> RotaryEmbedding:
   """Returns the rotary positions of `rope_parameters` (transformers 5) or `rope_scaling`.
 
   Raises:
@@ -65,20 +91,97 @@ def _one(config: Json, rope: Optional[Json]) -> RotaryEmbedding:
   )
 
 
-def write_rope(rope: Optional[RotaryEmbedding]) -> dict[str, Any]:
-  """Returns the keys of config.json for rotary positions, as transformers 4 and 5 read them."""
+def _scaling(rope: RotaryEmbedding) -> Optional[dict[str, Any]]:
+  if rope.scaling not in _SCALINGS:
+    return None
+  names = _SCALINGS[rope.scaling]
+  return {
+    'rope_type': rope.scaling,
+    **{theirs: getattr(rope, ours) for ours, theirs in names.items()},
+  }
+
+
+def _parameters(rope: RotaryEmbedding) -> dict[str, Any]:
+  return {'rope_theta': rope.theta, **(_scaling(rope) or {'rope_type': 'default'})}
+
+
+def _write(rope: Optional[RotaryEmbedding]) -> dict[str, Any]:
+  """Returns the keys for the same positions in all layers."""
   if rope is None:
     return {}
-  scaling: Optional[dict[str, Any]] = None
-  if rope.scaling in _SCALINGS:
-    names = _SCALINGS[rope.scaling]
-    scaling = {
-      'rope_type': rope.scaling,
-      **{theirs: getattr(rope, ours) for ours, theirs in names.items()},
-    }
   # transformers 4 reads the first two, transformers 5 the last.
   return {
     'rope_theta': rope.theta,
-    'rope_scaling': scaling,
-    'rope_parameters': {'rope_theta': rope.theta, **(scaling or {'rope_type': 'default'})},
+    'rope_scaling': _scaling(rope),
+    'rope_parameters': _parameters(rope),
   }
+
+
+ONE = Rotary(
+  lambda config, windows: [_read(config)] * len(windows), lambda ropes, windows: _write(ropes[0])
+)
+
+
+def _read_local_and_global(config: Json, windows: Sequence[int]) -> Ropes:
+  """Returns Gemma-3's positions; transformers adds `rope_scaling` to those of full attention."""
+  given = config.get('rope_parameters') or {}
+  scaling = config.get('rope_scaling') or {}
+  unknown = sorted(given.keys() - {FULL, SLIDING}) + (['type'] if 'type' in scaling else [])
+  if unknown:
+    raise CheckpointError(
+      f'config.json has {", ".join(unknown)} in rope_parameters or rope_scaling of a Gemma-3.',
+      fix=f'rope_parameters must have {FULL} and {SLIDING}; rope_scaling has rope_type.',
+      docs='convert.md#families',
+    )
+  full = {**(given.get(FULL) or {}), **scaling}
+  ours = {
+    FULL: _one(config, full),
+    SLIDING: _one({**config, 'rope_theta': config['rope_local_base_freq']}, given.get(SLIDING)),
+  }
+  return [ours[SLIDING if window else FULL] for window in windows]
+
+
+def _write_local_and_global(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
+  """Returns Gemma-3's keys; a kind of layer that the model lacks has transformers' positions."""
+
+  def of(kind: bool, theta: float) -> RotaryEmbedding:
+    found = [rope for rope, window in zip(ropes, windows) if bool(window) == kind and rope]
+    return found[0] if found else RotaryEmbedding(theta=theta)
+
+  full, local = of(False, 1e6), of(True, 1e4)
+  return {
+    'rope_theta': full.theta,
+    'rope_local_base_freq': local.theta,
+    'rope_scaling': _scaling(full),
+    'rope_parameters': {FULL: _parameters(full), SLIDING: _parameters(local)},
+  }
+
+
+LOCAL_AND_GLOBAL = Rotary(
+  _read_local_and_global,
+  _write_local_and_global,
+  keys=(*READ, 'rope_local_base_freq'),
+  defaults={'rope_theta': 1e6, 'rope_local_base_freq': 10000.0},
+)
+
+
+def _read_some(config: Json, windows: Sequence[int]) -> Ropes:
+  del windows
+  rope = _read(config)
+  return [rope if has else None for has in layers_with_rope(config)]
+
+
+def _write_some(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
+  del windows
+  return {
+    **_write(next((rope for rope in ropes if rope), None)),
+    'no_rope_layers': [int(rope is not None) for rope in ropes],
+  }
+
+
+IN_SOME_LAYERS = Rotary(
+  _read_some,
+  _write_some,
+  keys=(*ONE.keys, 'no_rope_layers'),
+  defaults={'rope_theta': 2000000.0, 'no_rope_layer_interval': 4},
+)
