@@ -83,6 +83,10 @@ def refuses(tmp_path):
     ('qwen3', 'float32'),
     ('mistral', 'float16'),
     ('qwen2', 'bfloat16'),
+    ('gemma3_text', 'bfloat16'),
+    ('smollm3', 'float32'),
+    ('olmo2', 'float32'),
+    ('phi3', 'bfloat16'),
   ],
 )
 def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype, tmp_path):

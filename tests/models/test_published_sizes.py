@@ -2,8 +2,9 @@
 
 T5 and T5.1.1: Raffel et al. 2020, table 2, and the T5 repository: released_checkpoints.md; mT5: Xue
 et al. 2021, table 1; ByT5: Xue et al. 2022, table 1 (rounded there). GPT-2: OpenAI's released
-checkpoints. Llama-3, Mistral, Gemma-2, Qwen-2.5, Qwen-3, and BERT: the tensors of the published
-checkpoints, as their model cards on the Hugging Face hub count them.
+checkpoints. Llama-3, Mistral, Gemma-2 and 3, Qwen-2.5 and 3, SmolLM-3, OLMo-2, Phi-3 and 4, and
+BERT: the tensors of the published checkpoints, as their model cards on the Hugging Face hub count
+them.
 """
 
 import math
@@ -54,6 +55,13 @@ PUBLISHED = {
   'mistral_7b_v0_3': 7_248_023_552,
   'qwen2_5_0_5b': 494_032_768,
   'qwen2_5_7b': 7_615_616_512,
+  'gemma3_270m': 268_098_176,
+  'gemma3_1b': 999_885_952,
+  'smollm3_3b': 3_075_098_624,
+  'olmo2_1b': 1_484_916_736,
+  'olmo2_7b': 7_298_617_344,
+  'phi3_mini': 3_821_079_552,
+  'phi4': 14_659_507_200,
   'qwen3_0_6b': 596_049_920,
   'qwen3_1_7b': 1_720_574_976,
   'qwen3_4b': 4_022_468_096,

@@ -35,7 +35,7 @@ AUTO = {
   'classification': 'AutoModelForSequenceClassification',
   'mlm': 'AutoModelForMaskedLM',
 }
-LLAMAS = ('llama', 'mistral', 'qwen2_windows', 'gemma3_text', 'smollm3_windows', 'olmo2')
+LLAMAS = ('llama', 'mistral', 'qwen2_windows', 'gemma3_text', 'smollm3_windows', 'olmo2', 'phi3')
 LENGTH = 21  # longer than all windows
 
 
@@ -120,6 +120,7 @@ SLOW = {
   'gemma3_without_kinds',
   'smollm3',
   'olmo2_biased',
+  'phi3_windows',
 }
 
 
@@ -286,15 +287,17 @@ def write_again(fields, params, folder):
   table = Table(FAMILIES[family].rules(fields), fields.sizes())
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   tensors = {
-    name: table.to_theirs(
-      name,
-      {
-        use.rule.ours: flat[use.rule.ours] if use.layer is None else flat[use.rule.ours][use.layer]
-        for use in uses
-      },
-      num_rows=table.their_shapes[name][0],
+    name: np.concatenate(
+      [
+        table.to_theirs(
+          name,
+          {path: flat[path][place] for path, place in piece.slices.items()},
+          num_rows=piece.stop - piece.start,
+        )
+        for piece in table.pieces(name)
+      ]
     )
-    for name, uses in table.uses.items()
+    for name in table.uses
   }
   write_model(folder, to_hf(fields, family=family), tensors)
   return hf_folder.open_hf(folder).model

@@ -65,6 +65,18 @@ MODELS = {
     attention_bias='qkv',
     mlp_activations=('silu', 'linear'),
   ),
+  'by_layer': dataclasses.replace(
+    DENSE,
+    relative_bias='none',
+    ropes=(RotaryEmbedding(10.0, fraction=0.5), None, RotaryEmbedding(fraction=0.5)),
+    num_kv_heads=2,
+    qk_norm=True,
+    qk_norm_kind='all_heads',
+    query_pre_attn_scalar=4.0,
+    windows=(6, 0, 3),
+    norm_position='output',
+    mlp_activations=('silu', 'linear'),
+  ),
   'gpt2': dataclasses.replace(
     DENSE,
     relative_bias='none',
@@ -161,6 +173,11 @@ CASES = {
     dict(context=2, num_partitions=4, fsdp=1, context_attention='gather'), model='modern'
   ),
   'modern_pp_fsdp': Case(dict(stage=2, fsdp=2), model='modern'),
+  'by_layer_tp_shared_kv_heads': Case(dict(num_partitions=4), model='by_layer'),
+  'by_layer_pp_fsdp': Case(dict(stage=2, fsdp=2), model='by_layer'),
+  'by_layer_ring_model': Case(
+    dict(context=2, num_partitions=2, sequence_parallel=True, **_OVERLAP), model='by_layer'
+  ),
   'gpt2_fsdp_model': Case(
     dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='gpt2', num_microbatches=2
   ),

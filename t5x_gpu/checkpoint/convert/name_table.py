@@ -45,6 +45,8 @@ class Rule:
     stack: name of our stacked axis.
     part: (axis, index), if their tensor has an axis that ours lacks: where query, key and value
       are one tensor, each of ours is one index of it.
+    block: place among the parameters whose rows follow each other in their tensor, where queries,
+      keys and values are one tensor but not of one size; `axes` are those of the block.
   """
 
   ours: str
@@ -52,6 +54,7 @@ class Rule:
   axes: str
   stack: str = 'layers'
   part: Optional[tuple[str, int]] = None
+  block: Optional[int] = None
 
   @functools.cached_property
   def their_axes(self) -> tuple[tuple[str, ...], ...]:
@@ -115,25 +118,37 @@ class Table:
       for layer in layers:
         name = rule.theirs.format(layer) if rule.is_stacked else rule.theirs
         self.uses.setdefault(name, []).append(Use(rule, layer))
-        self.their_shapes[name] = tuple(
-          math.prod(sizes[axis] for axis in d) for d in rule.their_axes
-        )
+    for name, uses in self.uses.items():
+      uses.sort(key=lambda use: use.rule.block or 0)
+      rows, *others = map(self._product, uses[0].rule.their_axes)
+      if uses[0].rule.block is not None:
+        rows = sum(self._product(use.rule.their_axes[0]) for use in uses)
+      self.their_shapes[name] = (rows, *others)
+
+  def _product(self, axes: Sequence[str]) -> int:
+    return math.prod(self._sizes[axis] for axis in axes)
 
   def pieces(self, name: str) -> Iterator[Piece]:
     """Yields the pieces of their tensor, at most PIECE_BYTES each, in the order of its rows."""
-    uses, shape = self.uses[name], self.their_shapes[name]
-    first = uses[0].rule.their_axes[0][0]  # parts of one tensor have the same axes
-    count = 1 if uses[0].rule.is_part_of(first) else self._sizes[first]
-    rows = shape[0] // count
-    most = rows_per_piece((rows * math.prod(shape[1:]),))
-    step = math.ceil(count / math.ceil(count / most))  # pieces of about equal size
-    for start in range(0, count, step):
-      stop = min(start + step, count)
-      yield Piece(
-        start * rows,
-        stop * rows,
-        {use.rule.ours: self._place(use, first, slice(start, stop)) for use in uses},
-      )
+    uses, offset = self.uses[name], 0
+    blocks = [uses] if uses[0].rule.block is None else [[use] for use in uses]
+    for of_block in blocks:
+      first = of_block[0].rule.their_axes[0][0]  # parts of one tensor have the same axes
+      size = self.their_shapes[name][0]
+      if of_block[0].rule.block is not None:
+        size = self._product(of_block[0].rule.their_axes[0])
+      count = 1 if of_block[0].rule.is_part_of(first) else self._sizes[first]
+      rows = size // count
+      most = rows_per_piece((rows * math.prod(self.their_shapes[name][1:]),))
+      step = math.ceil(count / math.ceil(count / most))  # pieces of about equal size
+      for start in range(0, count, step):
+        stop = min(start + step, count)
+        yield Piece(
+          offset + start * rows,
+          offset + stop * rows,
+          {use.rule.ours: self._place(use, first, slice(start, stop)) for use in of_block},
+        )
+      offset += size
 
   def _place(self, use: Use, first: str, chosen: slice) -> tuple[slice | int, ...]:
     inner = tuple(
@@ -145,14 +160,17 @@ class Table:
     """Returns path -> chunk shape on disk, so that each piece fills whole chunks."""
     out: dict[str, Shape] = {}
     for name in self.uses:
-      for path, place in next(self.pieces(name)).slices.items():
-        out.setdefault(path, tuple(1 if isinstance(s, int) else s.stop - s.start for s in place))
+      for piece in self.pieces(name):
+        for path, place in piece.slices.items():
+          out.setdefault(path, tuple(1 if isinstance(s, int) else s.stop - s.start for s in place))
     return out
 
-  def to_ours(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns path -> the values, in float32, that `rows` of their tensor hold."""
+  def to_ours(self, name: str, rows: np.ndarray, piece: Piece) -> dict[str, np.ndarray]:
+    """Returns path -> the values, in float32, that `rows`, a piece of their tensor, hold."""
     out = {}
     for use in self.uses[name]:
+      if use.rule.ours not in piece.slices:
+        continue
       rule, flat = use.rule, _flat(use.rule)
       x = rows.reshape(self._split(rule, rows.shape))
       if rule.part is not None:
@@ -167,6 +185,8 @@ class Table:
     out = np.empty((num_rows, *self.their_shapes[name][1:]), np.float32)
     for use in self.uses[name]:
       rule, flat = use.rule, _flat(use.rule)
+      if rule.ours not in ours:
+        continue
       target = out.reshape(self._split(rule, out.shape))  # a view
       if rule.part is not None:
         axis, index = rule.part

@@ -73,7 +73,7 @@ class ForeignWeights:
     for name in self.table.uses:
       for piece in self.table.pieces(name):
         rows = self.tensors.read(self.names.of_table[name], piece.start, piece.stop)
-        for path, value in self.table.to_ours(name, rows).items():
+        for path, value in self.table.to_ours(name, rows, piece).items():
           yield path, piece.slices[path], value, rows.nbytes // len(piece.slices)
 
   def check(self, *, what: str, fix: str) -> None:

@@ -29,6 +29,7 @@ CLASSES = {
   'gemma3_text': 'Gemma3TextConfig',
   'smollm3': 'SmolLM3Config',
   'olmo2': 'Olmo2Config',
+  'phi3': 'Phi3Config',
 }
 # Our defaults whose keys are older names of an attribute.
 OTHER_NAMES = {'n_ctx': 'n_positions', 'sliding_window_pattern': '_sliding_window_pattern'}
@@ -48,10 +49,10 @@ def test_keys_and_defaults_are_those_of_the_installed_transformers(family):
   known = CONFIG_FAMILIES[family]
   assert set(theirs.to_dict()) <= known.known, 'transformers has new keys: read or refuse them'
   for key, value in known.defaults.items():
-    if key in ('rope_theta', 'rope_local_base_freq'):
-      kind = {'rope_theta': 'full_attention'}.get(key, 'sliding_attention')
-      rope = theirs.rope_parameters
-      assert rope.get(kind, rope)['rope_theta'] == value
+    if key in ('rope_theta', 'rope_local_base_freq', 'partial_rotary_factor'):
+      kind = 'sliding_attention' if 'local' in key else 'full_attention'
+      rope, name = theirs.rope_parameters, 'rope_theta' if 'local' in key else key
+      assert rope.get(kind, rope)[name] == value
     elif (key, value) == ('head_dim', None):
       default = theirs.hidden_size // theirs.num_attention_heads
       assert getattr(theirs, 'head_dim', default) == default
@@ -109,8 +110,14 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('gemma3_text', {'original_max_position_embeddings': 64}, 'original_max_position_embeddings'),
     ('gemma3_text', {'model_type': 'gemma3'}, 'a Gemma-3 that also reads images'),
     ('smollm3', {'no_rope_layers': [1, 0]}, 'no_rope_layers for 2 layers'),
-    ('smollm3', {'layer_types': ['sliding_attention'] * 3}, 'use_sliding_window = None'),
+    ('smollm3', {'layer_types': ['sliding_attention'] * 3}, 'use_sliding_window = False'),
     ('olmo2', {'mlp_bias': True}, 'mlp_bias = True'),
+    (
+      'phi3',
+      {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0], 'long_factor': [2.0]}},
+      "rope_type = 'longrope'",
+    ),
+    ('phi3', {'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}, "rope_type = 'linear'"),
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
     ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
   ],

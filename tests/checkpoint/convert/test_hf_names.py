@@ -47,7 +47,7 @@ def test_tensors_through_the_table_and_back_are_the_same(name, piece_bytes, monk
       assert piece.start == end
       end = piece.stop
       num_pieces += 1
-      for path, value in table.to_ours(n, theirs[n][piece.start : piece.stop]).items():
+      for path, value in table.to_ours(n, theirs[n][piece.start : piece.stop], piece).items():
         assert np.isnan(ours[path][piece.slices[path]]).all()  # nothing is written twice
         ours[path][piece.slices[path]] = value
         assert all(a <= b for a, b in zip(_as_shape(piece.slices[path]), table.chunks()[path]))
@@ -75,8 +75,9 @@ def test_a_rule_splits_heads_transposes_and_stacks_layers():
   )
   assert table.our_shapes == {'q': (2, 5, 3, 4)}
   theirs = np.arange(60.0).reshape(12, 5)
+  [piece] = table.pieces('layer.1.q')
   np.testing.assert_array_equal(
-    table.to_ours('layer.1.q', theirs)['q'], theirs.reshape(3, 4, 5).transpose(2, 0, 1)
+    table.to_ours('layer.1.q', theirs, piece)['q'], theirs.reshape(3, 4, 5).transpose(2, 0, 1)
   )
 
 
@@ -247,6 +248,9 @@ def test_a_model_with_custom_layers_is_refused(name):
 
 MODEL_FILES = sorted((ROOT / 'gin_configs' / 'models').glob('*.gin'))
 OURS_ALONE = ('decoder', 'encoder')  # and in no other library
+FAMILY_OF = {'byt5': 't5', 'mt5': 't5', 'llama3': 'llama', 'gemma3': 'gemma3_text', 'phi4': 'phi3'}
+# Of these families, but the same numbers as a model of another.
+GUESSED = {'mistral_7b_v0_3': 'llama', 'phi3_mini': 'mistral', 'phi4': 'llama'}
 
 
 @pytest.mark.parametrize(
@@ -254,11 +258,11 @@ OURS_ALONE = ('decoder', 'encoder')  # and in no other library
 )
 def test_shipped_models_are_models_of_their_family(path):
   model = model_of_gin([path])
-  config = to_hf(model, family=guess_family(model))
-  name = {'byt5': 't5', 'mt5': 't5', 'llama3': 'llama'}.get(
-    path.stem.split('_')[0], path.stem.split('_')[0]
-  )
+  stem = path.stem.split('_')[0]
+  name = FAMILY_OF.get(stem, stem)
+  config = to_hf(model, family=name)
   assert config['model_type'] == name
+  assert guess_family(model) == GUESSED.get(path.stem, name)
   table = Table(FAMILIES[family_of(config)].rules(model), model.sizes())
   flat, _ = jax.tree_util.tree_flatten_with_path(model.abstract_params())
   assert table.our_shapes == {

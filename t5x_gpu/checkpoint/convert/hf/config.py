@@ -16,6 +16,7 @@ from t5x_gpu.checkpoint.convert.hf.llama import (
   LLAMA,
   MISTRAL,
   OLMO2,
+  PHI3,
   QWEN2,
   QWEN3,
   SMOLLM3,
@@ -36,6 +37,7 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   'gemma3_text': GEMMA3,
   'smollm3': SMOLLM3,
   'olmo2': OLMO2,
+  'phi3': PHI3,
 }
 # Models that people bring as often as those, and why they are refused.
 _REFUSED = {'gemma3': 'a Gemma-3 that also reads images'}
@@ -62,7 +64,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
       'layer_norm_epsilon layer_norm_eps rms_norm_eps dropout_rate hidden_dropout_prob '
       'resid_pdrop attention_dropout attn_pdrop embd_pdrop attention_probs_dropout_prob '
       'classifier_dropout initializer_range query_pre_attn_scalar '
-      'attn_logit_softcapping final_logit_softcapping rope_theta rope_local_base_freq'
+      'attn_logit_softcapping final_logit_softcapping rope_theta rope_local_base_freq '
+      'partial_rotary_factor'
     ),
   ),
   'true or false': (
@@ -198,7 +201,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   Raises:
     CheckpointError: lists all fields of the model that the family does not have.
   """
-  config = dict(like or {})
+  config = dict(like or {'pad_token_id': None})  # defaults of transformers may be beyond a table
   for key in (*_LAYER_KEYS, 'original_max_position_embeddings'):
     config.pop(key, None)
   written = CONFIG_FAMILIES[family].write(model)
@@ -233,6 +236,8 @@ def guess_family(model: ModelFields) -> str:
     return 'olmo2'
   if None in c.rope_of_layers:
     return 'smollm3'
+  if any(rope.fraction != 1.0 for rope in c.rope_of_layers if rope):
+    return 'phi3'
   if c.qk_norm:
     return 'qwen3'
   if c.attention_bias == 'qkv':

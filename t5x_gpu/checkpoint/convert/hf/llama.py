@@ -60,6 +60,7 @@ class _Traits:
     layers: which layers have a window.
     rotary: their rotary positions.
     activation: the key of the MLP's activation.
+    dropout: rates of dropout -> their keys.
   """
 
   name: str
@@ -69,6 +70,7 @@ class _Traits:
   layers: LayerKinds = layer_kinds.ALL_SEE_ALL
   rotary: Rotary = rotary.ONE
   activation: str = 'hidden_act'
+  dropout: Keys = dataclasses.field(default_factory=lambda: _DROPOUT)
 
   def read(self, config: Json, has_tensor: HasTensor) -> ModelFields:
     del has_tensor
@@ -80,7 +82,7 @@ class _Traits:
       **({} if 'attention_bias' in self.fields else _read_bias(config)),
       **self.fields,
       **read_keys(config, {**_LLAMA, **self.keys}),
-      **read_dropout(config, _DROPOUT),
+      **read_dropout(config, self.dropout),
     }
     c = TransformerConfig(
       num_kv_heads=config['num_key_value_heads'] or config['num_attention_heads'],
@@ -117,7 +119,7 @@ class _Traits:
       self.activation: 'gelu_pytorch_tanh' if act == 'gelu_new' else act,
       **self.rotary.write(ropes, windows),
       **self.layers.write(windows),
-      **write_dropout(c, _DROPOUT),
+      **write_dropout(c, self.dropout),
       **({'max_position_embeddings': c.max_length} if c.max_length else {}),
     }
 
@@ -136,14 +138,16 @@ def _family(
 ) -> ConfigFamily:
   """Returns the family of `traits`; the other arguments are as in ConfigFamily."""
   own_bias = {} if 'attention_bias' in traits.fields else {'attention_bias': False}
+  partial = {'partial_rotary_factor': (1.0,)}
+  if 'partial_rotary_factor' in traits.rotary.defaults:
+    partial = {}
   return ConfigFamily(
     (traits.architecture,),
     traits.read,
     traits.write,
     used({**_LLAMA, **traits.keys}, *traits.rotary.keys, *uses),
     {**_DEFAULTS, **traits.rotary.defaults, **own_bias, traits.activation: 'silu', **defaults},
-    {'partial_rotary_factor': (1.0,), 'is_decoder': (False, True), 'pruned_heads': ({}, None)}
-    | fixed,
+    {'is_decoder': (False, True), 'pruned_heads': ({}, None)} | partial | fixed,
     no_effect | {'id2label', 'problem_type', 'add_cross_attention'},
   )
 
@@ -285,4 +289,27 @@ OLMO2 = _family(
     'rms_norm_eps': 1e-5,
   },
   no_effect=_WINDOW_KEYS | {'layer_types'},  # transformers ignores windows of an OLMo-2
+)
+PHI3 = _family(
+  _Traits(
+    'phi3',
+    'Phi3ForCausalLM',
+    fields={'attention_bias': 'none'},
+    layers=layer_kinds.ONE_WINDOW,
+    rotary=rotary.PARTIAL,
+    dropout={**_DROPOUT, 'residual_dropout': 'resid_pdrop'},
+  ),
+  {
+    'head_dim': None,  # hidden_size / num_attention_heads
+    'num_key_value_heads': None,  # num_attention_heads
+    'max_position_embeddings': 4096,
+    'rms_norm_eps': 1e-5,
+    'sliding_window': None,
+    'resid_pdrop': 0.0,
+  },
+  uses=frozenset({'layer_types'}),
+  # transformers drops no embeddings, and reads the length only with 'longrope'
+  no_effect=frozenset({'embd_pdrop', 'original_max_position_embeddings', 'use_sliding_window'}),
+  attention_bias=(False,),
+  mlp_bias=(False,),
 )

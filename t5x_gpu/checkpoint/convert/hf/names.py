@@ -6,7 +6,8 @@ the token table), which are not weights (masks), and how to rename tensors of ol
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Rule
@@ -57,6 +58,24 @@ def _attention(
   if bias == 'all':
     rules.append(Rule(f'{ours}/out/bias', f'{out}.bias', 'embed', stack=stack))
   return rules
+
+
+def _fused(ours: Sequence[tuple[str, str]], theirs: str) -> list[Rule]:
+  """Returns the rules for kernels whose outputs follow each other in one tensor.
+
+  Args:
+    ours: path of each kernel, without `/kernel`, and the axes of its outputs joined by '.'.
+    theirs: name of the tensor, without `.weight`.
+  """
+  return [
+    Rule(
+      f'{path}/kernel',
+      f'{theirs}.weight',
+      f'{outputs} embed -> embed {outputs.replace(".", " ")}',
+      block=block,
+    )
+    for block, (path, outputs) in enumerate(ours)
+  ]
 
 
 def _linear(ours: str, theirs: str, axes: str, *, bias: bool, stack: str = 'layers') -> list[Rule]:
@@ -205,7 +224,7 @@ def _gpt2(model: ModelFields) -> list[Rule]:
   ]
 
 
-def _llama(model: ModelFields) -> list[Rule]:
+def _llama(model: ModelFields, *, fused: bool = False) -> list[Rule]:
   """Returns the table of Llama's relatives, which differ in norms, biases and tying."""
   c = model.config
   layer = 'model.layers.{}.'
@@ -223,9 +242,7 @@ def _llama(model: ModelFields) -> list[Rule]:
       *after,
     ],
   }[c.norm_position]
-  rules = [
-    Rule('token_embedder/embedding', 'model.embed_tokens.weight', 'vocab embed'),
-    *(Rule(f'layers/{ours}/scale', f'{layer}{theirs}.weight', 'embed') for ours, theirs in norms),
+  inputs = [
     *_attention(
       'layers/self_attention',
       f'{layer}self_attn.',
@@ -234,6 +251,21 @@ def _llama(model: ModelFields) -> list[Rule]:
     ),
     *_linear('layers/mlp/wi_0', f'{layer}mlp.gate_proj', 'mlp embed -> embed mlp', bias=c.mlp_bias),
     *_linear('layers/mlp/wi_1', f'{layer}mlp.up_proj', 'mlp embed -> embed mlp', bias=c.mlp_bias),
+  ]
+  if fused:
+    ours = 'layers/self_attention'
+    heads = (('query', 'heads.kv'), ('key', 'kv_heads.kv'), ('value', 'kv_heads.kv'))
+    inputs = [
+      *_fused([(f'{ours}/{name}', axes) for name, axes in heads], f'{layer}self_attn.qkv_proj'),
+      Rule(
+        f'{ours}/out/kernel', f'{layer}self_attn.o_proj.weight', 'embed heads.kv -> heads kv embed'
+      ),
+      *_fused([('layers/mlp/wi_0', 'mlp'), ('layers/mlp/wi_1', 'mlp')], f'{layer}mlp.gate_up_proj'),
+    ]
+  rules = [
+    Rule('token_embedder/embedding', 'model.embed_tokens.weight', 'vocab embed'),
+    *(Rule(f'layers/{ours}/scale', f'{layer}{theirs}.weight', 'embed') for ours, theirs in norms),
+    *inputs,
     *_linear('layers/mlp/wo', f'{layer}mlp.down_proj', 'embed mlp -> mlp embed', bias=c.mlp_bias),
     Rule('decoder_norm/scale', 'model.norm.weight', 'embed'),
   ]
@@ -265,7 +297,6 @@ _LLAMA = Family(
 )
 
 _LLAMAS = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'smollm3', 'olmo2')
-
 FAMILIES: dict[str, Family] = {
   't5': Family(
     _t5,
@@ -299,4 +330,5 @@ FAMILIES: dict[str, Family] = {
     renamed=((r'^(?=(h\.\d+|wte|wpe|ln_f)\.)', 'transformer.'),),
   ),
   **dict.fromkeys(_LLAMAS, _LLAMA),
+  'phi3': dataclasses.replace(_LLAMA, rules=functools.partial(_llama, fused=True)),
 }

@@ -45,13 +45,15 @@ class Rotary:
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {'rope_theta': 10000.0})
 
 
-def _read(config: Json) -> RotaryEmbedding:
+def _read(config: Json, **options: Any) -> RotaryEmbedding:
   """Returns the rotary positions of `rope_parameters` (transformers 5) or `rope_scaling`.
 
   Raises:
     CheckpointError: they contradict each other, or are of a kind that our models do not have.
   """
-  old, new = (_one(config, config.get(key)) for key in ('rope_scaling', 'rope_parameters'))
+  old, new = (
+    _one(config, config.get(key), **options) for key in ('rope_scaling', 'rope_parameters')
+  )
   if config.get('rope_scaling') and config.get('rope_parameters') and old != new:
     raise CheckpointError(
       f'config.json says rope_scaling = {config["rope_scaling"]} and rope_parameters = '
@@ -62,24 +64,39 @@ def _read(config: Json) -> RotaryEmbedding:
   return old if config.get('rope_scaling') else new
 
 
-def _one(config: Json, rope: Optional[Json]) -> RotaryEmbedding:
+def _one(
+  config: Json,
+  rope: Optional[Json],
+  *,
+  kinds: Sequence[str] = ('default', *_SCALINGS),
+  partial: bool = False,
+) -> RotaryEmbedding:
+  """Returns the positions of one object of `config`.
+
+  Args:
+    config: config.json, with 'rope_theta'.
+    rope: the object; None or {} for unscaled positions.
+    kinds: the `rope_type`s that the family supports.
+    partial: whether the family rotates only `partial_rotary_factor` of the features.
+  """
   rope = rope or {}
+  fraction = rope.get('partial_rotary_factor', config.get('partial_rotary_factor', 1.0))
   kind = rope.get('rope_type', rope.get('type', 'default'))
   theta = float(rope.get('rope_theta', config['rope_theta']))
   unknown = [f'{k} = {v!r}' for k, v in rope.items() if k not in _KEYS]
-  if rope.get('partial_rotary_factor', 1.0) != 1.0:
-    unknown.append(f'partial_rotary_factor = {rope["partial_rotary_factor"]!r}')
-  if kind not in ('default', *_SCALINGS) or unknown:
+  if fraction != 1.0 and not partial:
+    unknown.append(f'partial_rotary_factor = {fraction!r}')
+  if kind not in kinds or unknown:
     raise CheckpointError(
-      f'config.json says {" and ".join(unknown)} of rotary positions.'
-      if unknown
-      else f'config.json says rope_type = {kind!r}.',
-      fix="Supported: rope_type 'default', 'linear' and 'llama3', the same for all layers and all "
-      'features of a head.',
+      f'config.json says rope_type = {kind!r}.'
+      if kind not in kinds
+      else f'config.json says {" and ".join(unknown)} of rotary positions.',
+      fix=f'Supported in this family: rope_type {", ".join(map(repr, kinds))}, with the keys that '
+      'belong to it' + ('.' if partial else ', for all features of a head.'),
       docs='convert.md#families',
     )
   if kind == 'default':
-    return RotaryEmbedding(theta=theta)
+    return RotaryEmbedding(theta=theta, fraction=fraction)
   if kind == 'llama3':  # transformers prefers the number outside, and has this default
     rope = {
       'original_max_position_embeddings': config['max_position_embeddings'],
@@ -184,4 +201,21 @@ IN_SOME_LAYERS = Rotary(
   _write_some,
   keys=(*ONE.keys, 'no_rope_layers'),
   defaults={'rope_theta': 2000000.0, 'no_rope_layer_interval': 4},
+)
+
+
+def _write_partial(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
+  del windows
+  keys, fraction = (
+    _write(ropes[0]),
+    {'partial_rotary_factor': ropes[0].fraction if ropes[0] else 1.0},
+  )
+  return {**keys, **fraction, 'rope_parameters': {**keys.get('rope_parameters', {}), **fraction}}
+
+
+PARTIAL = Rotary(
+  lambda config, windows: [_read(config, kinds=('default',), partial=True)] * len(windows),
+  _write_partial,
+  keys=READ,
+  defaults={'rope_theta': 10000.0, 'partial_rotary_factor': 1.0},
 )

@@ -1,0 +1,158 @@
+"""Random configurations of the families derived from Llama: logits are transformers', or refused.
+
+Each draw sets sizes and every option of the configuration class at random, impossible combinations
+included.
+"""
+
+import collections
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip('torch')
+transformers = pytest.importorskip('transformers')
+
+from t5x_gpu.checkpoint.convert import logits_check
+from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES, from_hf
+from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
+from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights, Names
+from t5x_gpu.errors import CheckpointError
+from tests.checkpoint.hf_files import CONFIGS
+from tests.parity.tolerances import HUGGING_FACE_LOGITS
+
+NAMES = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'smollm3', 'olmo2', 'phi3')
+DRAWS = 25  # of each family
+
+
+class _Memory:
+  """The tensors of a torch model, read as those of files."""
+
+  def __init__(self, tensors):
+    self._tensors = tensors
+    self.shapes = {name: value.shape for name, value in tensors.items()}
+    self.dtypes = {name: value.dtype for name, value in tensors.items()}
+
+  def read(self, name, start=0, stop=None):
+    return self._tensors[name][start:stop]
+
+
+def draw(name: str, rng: np.random.Generator) -> dict:
+  """Returns a config.json of the family, which may be impossible."""
+
+  def one_of(*values):
+    return values[rng.integers(len(values))]
+
+  heads, layers = one_of(3, 4, 6), one_of(1, 2, 3, 4)
+  gemma = name.startswith('gemma')
+  config = {
+    'model_type': name,
+    'architectures': CONFIGS[name]['architectures'],
+    'pad_token_id': 0,
+    'vocab_size': one_of(61, 97),
+    'hidden_size': one_of(24, 36),
+    'intermediate_size': one_of(20, 33),
+    'num_hidden_layers': layers,
+    'num_attention_heads': heads,
+    'num_key_value_heads': one_of(1, heads, one_of(1, 3, heads // 2)),
+    'head_dim': one_of(6, 10, 16),
+    'tie_word_embeddings': one_of(True, False),
+    'rms_norm_eps': one_of(1e-6, 1e-3),
+    'rope_theta': one_of(10.0, 10000.0),
+    'hidden_activation' if gemma else 'hidden_act': one_of('silu', 'gelu', 'gelu_pytorch_tanh'),
+  }
+  scaling = one_of(
+    None,
+    {'rope_type': 'linear', 'factor': 4.0},
+    {
+      'rope_type': 'llama3',
+      'factor': 8.0,
+      'low_freq_factor': 1.0,
+      'high_freq_factor': 4.0,
+      'original_max_position_embeddings': 16,
+    },
+    {'rope_type': 'yarn', 'factor': 4.0},
+  )
+  types = [one_of('full_attention', 'sliding_attention') for _ in range(layers)]
+  options = {
+    'max_position_embeddings': 64,
+    'rope_scaling': scaling,
+    'attention_bias': one_of(True, False),
+    'mlp_bias': one_of(True, False),
+    'sliding_window': one_of(None, 3, 7),
+    'use_sliding_window': one_of(True, False),
+    'max_window_layers': one_of(0, 1, 9),
+    'layer_types': types,
+    'partial_rotary_factor': one_of(0.5, 0.7, 1.0),
+    'sliding_window_pattern': one_of(2, 3),
+    'rope_local_base_freq': one_of(20.0, 10000.0),
+    'no_rope_layers': [one_of(0, 1) for _ in range(layers)],
+    'no_rope_layer_interval': one_of(1, 2, 3),
+    'query_pre_attn_scalar': one_of(24, 10),
+    'final_logit_softcapping': one_of(None, 3.0),
+    'attn_logit_softcapping': one_of(None, 5.0),
+    'attention_dropout': 0.1,
+    'resid_pdrop': 0.1,
+  }
+  rarely = {'layer_types': 0.3, 'partial_rotary_factor': 0.2, 'mlp_bias': 0.3}
+  likely = 0.8 if name in ('phi3', 'smollm3') else 0.5
+  known = CONFIG_FAMILIES[name].known
+  chosen = {
+    key: value
+    for key, value in options.items()
+    if rng.random() < (rarely.get(key, likely) if key in known else 0.02)
+  }
+  return config | chosen
+
+
+def their_model(config: dict, seed: int):
+  """Returns transformers' model with random weights, norms and biases among them."""
+  torch.manual_seed(seed)
+  kind = type(transformers.AutoConfig.for_model(config['model_type']))
+  made = kind.from_dict(copy.deepcopy(config))
+  model = getattr(transformers, config['architectures'][0])._from_config(
+    made, attn_implementation='eager'
+  )
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+  return model.eval()
+
+
+def compare(config: dict, seed: int) -> str:
+  """Returns 'equal', or the reason for which the configuration is refused."""
+  try:
+    fields = from_hf(config, has_tensor=lambda name: not config['tie_word_embeddings'])
+  except CheckpointError as e:
+    assert e.fix
+    return e.what
+  theirs = their_model(config, seed)
+  tensors = {name: value.numpy() for name, value in theirs.state_dict().items()}
+  if config['tie_word_embeddings']:
+    del tensors['lm_head.weight']
+  table = Table(FAMILIES[config['model_type']].rules(fields), fields.sizes())
+  weights = ForeignWeights(table, _Memory(tensors), Names({name: name for name in table.uses}))
+  assert table.their_shapes == {name: tuple(value.shape) for name, value in tensors.items()}
+  params = logits_check.params_of_files(weights)
+  batch = logits_check.random_batch(fields, seed=seed)
+  index = logits_check.counted(fields, batch)
+  got = logits_check.our_logits(fields, params, batch)[index]
+  with torch.no_grad():
+    given = torch.from_numpy(batch['decoder_input_tokens'].astype(np.int64))
+    want = theirs(input_ids=given).logits.numpy()[index]
+  np.testing.assert_allclose(got, want, rtol=HUGGING_FACE_LOGITS, atol=HUGGING_FACE_LOGITS)
+  return 'equal'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_random_configurations_are_equal_or_refused(name):
+  results = collections.Counter()
+  for seed in range(DRAWS):
+    config = draw(name, np.random.default_rng((NAMES.index(name), seed)))
+    try:
+      results[compare(config, seed)] += 1
+    except Exception as e:
+      raise AssertionError(f'draw {seed}: {config}') from e
+  assert results['equal'] >= DRAWS // 10, results
