@@ -134,9 +134,7 @@ class Table:
     blocks = [uses] if uses[0].rule.block is None else [[use] for use in uses]
     for of_block in blocks:
       first = of_block[0].rule.their_axes[0][0]  # parts of one tensor have the same axes
-      size = self.their_shapes[name][0]
-      if of_block[0].rule.block is not None:
-        size = self._product(of_block[0].rule.their_axes[0])
+      size = self._product(of_block[0].rule.their_axes[0])
       count = 1 if of_block[0].rule.is_part_of(first) else self._sizes[first]
       rows = size // count
       most = rows_per_piece((rows * math.prod(self.their_shapes[name][1:]),))

@@ -308,8 +308,10 @@ PHI3 = _family(
     'resid_pdrop': 0.0,
   },
   uses=frozenset({'layer_types'}),
-  # transformers drops no embeddings, and reads the length only with 'longrope'
-  no_effect=frozenset({'embd_pdrop', 'original_max_position_embeddings', 'use_sliding_window'}),
+  # transformers drops no embeddings, reads the length only with 'longrope', and has its own code
+  no_effect=frozenset(
+    {'auto_map', 'embd_pdrop', 'original_max_position_embeddings', 'use_sliding_window'}
+  ),
   attention_bias=(False,),
   mlp_bias=(False,),
 )

@@ -1,0 +1,185 @@
+"""The config.json files as published are read, and describe the models of gin_configs/models.
+
+Only the keys: token ids and versions are left out where they are those of every family.
+"""
+
+import pathlib
+
+import pytest
+
+from t5x_gpu.checkpoint.convert.hf.config import from_hf
+from t5x_gpu.checkpoint.convert.model_spec import differences
+from t5x_gpu.convert import model_of_gin
+
+MODELS = pathlib.Path(__file__).parents[3] / 'gin_configs' / 'models'
+
+
+def config(model_type, architecture, sizes, **others):
+  """Returns a config.json.
+
+  Args:
+    model_type, architecture: keys of these names.
+    sizes: hidden, MLP, layers, heads, key and value heads, vocabulary.
+    **others: the other keys.
+  """
+  names = (
+    'hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads '
+    'vocab_size'
+  )
+  return {
+    'architectures': [architecture],
+    'model_type': model_type,
+    'attention_dropout': 0.0,
+    'initializer_range': 0.02,
+    'torch_dtype': 'bfloat16',
+    'use_cache': True,
+    **dict(zip(names.split(), sizes, strict=True)),
+    **others,
+  }
+
+
+_MISTRAL = dict(hidden_act='silu', rms_norm_eps=1e-5, tie_word_embeddings=False)
+_QWEN = dict(
+  hidden_act='silu',
+  max_window_layers=28,
+  rms_norm_eps=1e-6,
+  rope_theta=1000000.0,
+  use_mrope=False,
+  use_sliding_window=False,
+)
+_GEMMA = dict(
+  attention_bias=False,
+  attn_logit_softcapping=None,
+  cache_implementation='hybrid',
+  final_logit_softcapping=None,
+  head_dim=256,
+  hidden_activation='gelu_pytorch_tanh',
+  max_position_embeddings=32768,
+  query_pre_attn_scalar=256,
+  rms_norm_eps=1e-6,
+  rope_local_base_freq=10000,
+  rope_scaling=None,
+  rope_theta=1000000,
+  sliding_window=512,
+)
+_OLMO = dict(
+  attention_bias=False,
+  hidden_act='silu',
+  max_position_embeddings=4096,
+  rms_norm_eps=1e-6,
+  rope_scaling=None,
+  rope_theta=500000,
+  tie_word_embeddings=False,
+)
+_PHI = dict(
+  attention_bias=False,
+  embd_pdrop=0.0,
+  hidden_act='silu',
+  resid_pdrop=0.0,
+  rms_norm_eps=1e-5,
+  rope_scaling=None,
+  tie_word_embeddings=False,
+)
+_KINDS = ['sliding_attention'] * 5 + ['full_attention']
+CONFIGS = {
+  'mistral_7b': config(
+    'mistral',
+    'MistralForCausalLM',
+    (4096, 14336, 32, 32, 8, 32000),
+    max_position_embeddings=32768,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    **_MISTRAL,
+  ),
+  'mistral_7b_v0_3': config(
+    'mistral',
+    'MistralForCausalLM',
+    (4096, 14336, 32, 32, 8, 32768),
+    max_position_embeddings=32768,
+    rope_theta=1000000.0,
+    sliding_window=None,
+    **_MISTRAL,
+  ),
+  'qwen2_5_0_5b': config(
+    'qwen2',
+    'Qwen2ForCausalLM',
+    (896, 4864, 24, 14, 2, 151936),
+    max_position_embeddings=32768,
+    sliding_window=32768,
+    tie_word_embeddings=True,
+    **_QWEN,
+  ),
+  'qwen2_5_7b': config(
+    'qwen2',
+    'Qwen2ForCausalLM',
+    (3584, 18944, 28, 28, 4, 152064),
+    max_position_embeddings=131072,
+    sliding_window=131072,
+    tie_word_embeddings=False,
+    **_QWEN,
+  ),
+  'gemma3_270m': config(
+    'gemma3_text',
+    'Gemma3ForCausalLM',
+    (640, 2048, 18, 4, 1, 262144),
+    _sliding_window_pattern=6,
+    layer_types=_KINDS * 3,
+    use_bidirectional_attention=False,
+    **_GEMMA,
+  ),
+  'gemma3_1b': config(
+    'gemma3_text',
+    'Gemma3ForCausalLM',
+    (1152, 6912, 26, 4, 1, 262144),
+    sliding_window_pattern=6,
+    **_GEMMA,
+  ),
+  'smollm3_3b': config(
+    'smollm3',
+    'SmolLM3ForCausalLM',
+    (2048, 11008, 36, 16, 4, 128256),
+    attention_bias=False,
+    hidden_act='silu',
+    layer_types=['full_attention'] * 36,
+    max_position_embeddings=65536,
+    max_window_layers=28,
+    mlp_bias=False,
+    no_rope_layer_interval=4,
+    no_rope_layers=[1, 1, 1, 0] * 9,
+    pretraining_tp=2,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=5000000.0,
+    sliding_window=None,
+    use_sliding_window=False,
+  ),
+  'olmo2_1b': config('olmo2', 'Olmo2ForCausalLM', (2048, 8192, 16, 16, 16, 100352), **_OLMO),
+  'olmo2_7b': config('olmo2', 'Olmo2ForCausalLM', (4096, 11008, 32, 32, 32, 100352), **_OLMO),
+  'phi3_mini': config(
+    'phi3',
+    'Phi3ForCausalLM',
+    (3072, 8192, 32, 32, 32, 32064),
+    auto_map={'AutoConfig': 'configuration_phi3.Phi3Config'},
+    max_position_embeddings=4096,
+    original_max_position_embeddings=4096,
+    rope_theta=10000.0,
+    sliding_window=2047,
+    **_PHI,
+  ),
+  'phi4': config(
+    'phi3',
+    'Phi3ForCausalLM',
+    (5120, 17920, 40, 40, 10, 100352),
+    max_position_embeddings=16384,
+    original_max_position_embeddings=16384,
+    rope_theta=250000,
+    sliding_window=None,
+    **_PHI,
+  ),
+}
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_a_published_config_describes_the_model_of_its_gin_file(name):
+  model = from_hf(CONFIGS[name], has_tensor=lambda tensor: False)
+  assert differences(model, model_of_gin([MODELS / f'{name}.gin'])) == []
