@@ -57,7 +57,7 @@ class TransformerConfig:
     num_relpos_buckets, max_relpos_distance: buckets and largest distance of the relative bias.
     rope: rotary positions, or None.
     ropes: rotary positions that differ by layer, in place of `rope`: layer i has
-      ropes[i % len(ropes)], where None is no rotation (Gemma-3, SmolLM-3); () for `rope`.
+      ropes[i % len(ropes)], None without rotation (Gemma-3, SmolLM-3); () for `rope`.
     num_positions: rows of a learned position table (GPT-2, BERT), which limits the length; 0 for no
       table.
     max_length: longest row that a model without a position table was trained on; 0 for any length.
