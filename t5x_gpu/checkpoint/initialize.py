@@ -202,7 +202,7 @@ def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> S
       fix=fix,
       parameters=('RestoreConfig.path', 'RestoreConfig.mode'),
     )
-  return reader.state.saved
+  return reader.saved
 
 
 def _assigned(config: RestoreConfig, want: Mapping[str, Sequence[int]]) -> dict[str, str]:

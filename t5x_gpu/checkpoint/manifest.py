@@ -6,7 +6,6 @@ model that differs from the checkpoint's is an error that lists the differences.
 
 import datetime
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -14,6 +13,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.errors import did_you_mean, listed
+from t5x_gpu.runtime import host
 from t5x_gpu.training.train_state import TrainState
 
 FORMAT = 1
@@ -64,7 +64,7 @@ def make_manifest(
     'num_processes': jax.process_count(),
     'data': dict(data),
     'next_batch_hash': next_batch_hash,
-    'versions': _versions(),
+    'versions': dict.fromkeys(PACKAGES, 'not installed') | host.versions(PACKAGES),
     STARTED_FROM: None if started_from is None else dict(started_from),
     'metrics': None if metrics is None else dict(metrics),
     **({GRAD_NORMS: list(grad_norms)} if grad_norms else {}),
@@ -90,16 +90,6 @@ def _digest(manifest: Mapping[str, Any], data: Mapping[str, Any]) -> str:
   content = {'manifest': {k: v for k, v in manifest.items() if k != SEAL}, 'data': data}
   as_read = json.loads(json.dumps(content))  # names that are numbers become text
   return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-  versions = {}
-  for package in PACKAGES:
-    try:
-      versions[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      versions[package] = 'not installed'  # run from a source tree
-  return versions
 
 
 def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:

@@ -111,7 +111,7 @@ class Start:
 
   def _read(self, source: str, like: jax.Array) -> jax.Array:
     try:
-      return read_array(self.reader.state, source, like)
+      return read_array(self.reader, source, like)
     except (ValueError, OSError) as e:
       raise CheckpointError(
         f'{source} of {self.reader.path} cannot be read: {str(e).splitlines()[0][:300]}',

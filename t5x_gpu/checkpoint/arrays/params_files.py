@@ -25,31 +25,18 @@ from t5x_gpu.errors import CheckpointError, did_you_mean, listed
 PARAMS_ONLY = 'params_only'
 
 
-class ParamsReader:
+class ParamsReader(StateReader):
   """The parameters of a checkpoint; see `name_table.Tensors` for the attributes.
 
   Args:
     model_dir: MODEL_DIR, or the folder of one checkpoint.
     step: which checkpoint; None for the latest.
-  Attributes:
-    path: folder of the checkpoint.
-    step: of the checkpoint.
-    manifest: see checkpoint/manifest.py.
-    shapes: '/'-joined path -> shape.
-    state: reads the files.
   Raises:
     CheckpointError: there is none, or it cannot be read.
   """
 
   def __init__(self, model_dir: str | os.PathLike | AnyPath, *, step: Optional[int] = None):
-    self.state = StateReader(model_dir, step=step, prefix='params/')
-    self.path, self.step = self.state.path, self.state.step
-    self.manifest: Mapping[str, Any] = self.state.manifest
-    self.shapes, self.dtypes = self.state.shapes, self.state.dtypes
-
-  def read_at(self, path: str, place: Place) -> np.ndarray:
-    """Returns a part of a parameter."""
-    return self.state.read_at(path, place)
+    super().__init__(model_dir, step=step, prefix='params/')
 
   def read(self, path: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
     """Returns rows `start` to `stop` of a parameter."""
@@ -87,7 +74,7 @@ def read_params(
       parameters=('MODEL_DIR',),
     )
 
-  params = {name: read_array(reader.state, name, a) for name, a in want.items()}
+  params = {name: read_array(reader, name, a) for name, a in want.items()}
   check_params(reader, params)
   return flax.traverse_util.unflatten_dict(params, sep='/')
 

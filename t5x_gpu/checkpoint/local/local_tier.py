@@ -205,22 +205,15 @@ class LocalTier:
       # The last process of the host finds only the file about the run.
       if not any(self._run_folder.glob('step_*')):
         (self._run_folder / ABOUT).unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # another process was faster
           self._run_folder.rmdir()
-        except OSError:  # another process was faster
-          pass
 
 
-class NoLocalTier(contextlib.AbstractContextManager):
+class NoLocalTier(contextlib.nullcontext):
   """In place of a LocalTier, for a run without local checkpoints."""
-
-  folder = None
 
   def due(self, step: int) -> None:
     del step
-
-  def __exit__(self, *error: Any) -> None:
-    pass
 
 
 def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier | NoLocalTier:

@@ -1,7 +1,6 @@
 """MODEL_DIR/run.id names the run, so that its files in other places can be recognized."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -14,21 +13,9 @@ from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
 
 RUN_ID = 'run.id'
-# The name becomes that of a folder on local disks: it must not be '../..'.
+# `name` becomes that of a folder on local disks: it must not be '../..'. `folder` is MODEL_DIR when
+# the file was written.
 _SCHEMA = Fields({'name': Text('[0-9a-f]{16}'), 'folder': str}, others=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunId:
-  """The name of a run.
-
-  Attributes:
-    name: sixteen random hexadecimal digits.
-    folder: MODEL_DIR when the file was written.
-  """
-
-  name: str
-  folder: str
 
 
 def read_run_id(folder: pathlib.Path) -> Optional[str]:
@@ -42,11 +29,11 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
     kept = _read(folder)
   if kept is None:
     return None
-  here, there = str(folder.resolve()), pathlib.Path(kept.folder)
+  here, there = str(folder.resolve()), pathlib.Path(kept['folder'])
   with contextlib.suppress(OSError, ValueError):
-    if str(there) != here and _read(there).name == kept.name:
+    if str(there) != here and _read(there)['name'] == kept['name']:
       return None
-  return kept.name
+  return kept['name']
 
 
 def ensure_run_id(folder: pathlib.Path) -> str:
@@ -55,7 +42,7 @@ def ensure_run_id(folder: pathlib.Path) -> str:
   A damaged file is renamed, with a warning.
   """
   name = read_run_id(folder) or secrets.token_hex(8)
-  now, kept = RunId(name, str(folder.resolve())), None
+  now, kept = {'name': name, 'folder': str(folder.resolve())}, None
   try:
     kept = _read(folder)
   except FileNotFoundError:
@@ -65,7 +52,7 @@ def ensure_run_id(folder: pathlib.Path) -> str:
   if kept != now:
     try:
       with atomic_write(folder / RUN_ID, suffix=f'.{os.getpid()}.tmp') as new:
-        new.write_text(json.dumps(dataclasses.asdict(now), indent=1) + '\n', 'utf-8')
+        new.write_text(json.dumps(now, indent=1) + '\n', 'utf-8')
     except OSError as e:
       raise CheckpointError(
         f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',
@@ -74,6 +61,6 @@ def ensure_run_id(folder: pathlib.Path) -> str:
   return name
 
 
-def _read(folder: pathlib.Path) -> RunId:
+def _read(folder: pathlib.Path) -> dict[str, str]:
   """Raises OSError or ValueError if the file is missing or damaged."""
-  return RunId(**read_json(folder / RUN_ID, _SCHEMA))
+  return read_json(folder / RUN_ID, _SCHEMA)

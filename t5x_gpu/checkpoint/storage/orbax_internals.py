@@ -15,7 +15,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -31,16 +31,8 @@ _ORBAX = f'{os.sep}orbax{os.sep}'
 _LOOP_IS_CLOSED = 'Event loop is closed'
 
 
-class Deleter(Protocol):
-  """What a CheckpointManager deletes old checkpoints with."""
-
-  def delete(self, step: int) -> None: ...
-  def delete_steps(self, steps: list[int]) -> None: ...
-  def close(self) -> None: ...
-
-
-def set_deleter(manager: ocp.CheckpointManager, deleter: Deleter) -> None:
-  """Makes `manager` delete old checkpoints with `deleter`.
+def set_deleter(manager: ocp.CheckpointManager, deleter: Any) -> None:
+  """Makes `manager` delete old checkpoints with `deleter`, a `removal.RenamingDeleter`.
 
   Missing: an option for it. Orbax's own deleter either deletes in place, so a kill can leave half
   of a checkpoint, or renames without deleting (`todelete_subdir`).

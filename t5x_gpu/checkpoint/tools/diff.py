@@ -6,8 +6,7 @@ from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.state_reader import PIECE_BYTES, StateReader
-from t5x_gpu.checkpoint.storage.chunks import boxes, piece_shape
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.errors import did_you_mean
 
 
@@ -73,11 +72,8 @@ def _difference(
   a: StateReader, b: StateReader, name: str, advance: Callable[[int], None]
 ) -> Optional[Difference]:
   different, most, largest = 0, 0.0, 0.0
-  piece = piece_shape(
-    a.shapes[name], a.chunk_shape(name), itemsize=a.dtypes[name].itemsize, most_bytes=PIECE_BYTES
-  )
-  for place in boxes(a.shapes[name], piece):
-    x, y = a.read_at(name, place), b.read_at(name, place)
+  for place, x in a.pieces(name):
+    y = b.read_at(name, place)
     advance(x.nbytes)
     if x.size and x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)):
       largest = max(largest, _largest(x))
