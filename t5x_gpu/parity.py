@@ -29,7 +29,7 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import logging_setup, text_table
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.parity.gradient_recorder import Recording
 from t5x_gpu.training.parity.paired_run import RecordedRun, TwoRuns
@@ -214,8 +214,7 @@ def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None
       table.add_row(*row)
     console.print(table)
     return
-  for row in rows:
-    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+  print(text_table.table(rows))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 from t5x_gpu.analysis.gpu_compile import CompiledStep
 from t5x_gpu.analysis.kernels import KINDS, KernelCount
-from t5x_gpu.analysis.sharding_tables import mib, table
+from t5x_gpu.analysis.sharding_tables import mib
+from t5x_gpu.terminal.text_table import table
 
 
 def gpu_text(step: CompiledStep) -> str:

@@ -9,6 +9,7 @@ from t5x_gpu.analysis.array_layout import ArrayLayout, optimizer_bytes, part_hel
 from t5x_gpu.analysis.collectives import Collective
 from t5x_gpu.analysis.sharding_lint import PURPOSES, ParameterShapes, purpose
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
+from t5x_gpu.terminal.text_table import table
 
 MAX_DEVICES_DRAWN = 32
 _LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789'
@@ -17,18 +18,6 @@ _LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789'
 def mib(num_bytes: float) -> str:
   """Returns `num_bytes` in MiB, with two decimals."""
   return f'{num_bytes / 2**20:,.2f}'
-
-
-def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-  """Returns rows as aligned columns; the columns numbered in `right` are right-aligned."""
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return '\n'.join(
-    '  '.join(
-      cell.rjust(width) if i in right else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(row, widths))
-    ).rstrip()
-    for row in rows
-  )
 
 
 def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:

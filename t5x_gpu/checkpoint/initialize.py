@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import re
+import textwrap
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Optional
 
@@ -20,6 +21,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean, listed
+from t5x_gpu.terminal.text_table import table
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
 
@@ -306,7 +308,6 @@ def _table(
     )
     for name in [*taken, *(n for n in want if n not in taken)]
   ]
-  widths = [max(len(row[i]) for row in rows) for i in range(2)]
   count = sum(math.prod(want[name]) for name in taken)
   total = sum(map(math.prod, want.values()))
   unused = [name for name in reader.shapes if name not in set(taken.values())]
@@ -314,10 +315,7 @@ def _table(
     [
       f'Starting from {reader.path} ({config.mode}): {len(taken)} of {len(want)} parameters, '
       f'{count:,} of {total:,} numbers; step 0, a new optimizer.',
-      *(
-        f'  {name.ljust(widths[0])}  {shape.ljust(widths[1])}  {source}'
-        for name, shape, source in rows
-      ),
+      textwrap.indent(table(rows), '  '),
       *([f'  left in the checkpoint: {", ".join(listed(unused, _NAMED))}'] if unused else []),
     ]
   )

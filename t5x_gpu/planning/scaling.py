@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Union
 
-from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.planning.devices import topology_of
 from t5x_gpu.planning.planner import Planner
@@ -12,6 +11,7 @@ from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.planning.screen import duration, seconds
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.memory import show
+from t5x_gpu.terminal.text_table import table
 
 # A prediction, or why there is none.
 Outcome = Union[Prediction, UserError]

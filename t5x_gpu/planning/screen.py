@@ -2,7 +2,6 @@
 
 from typing import Optional
 
-from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.planning import bottleneck
 from t5x_gpu.planning.assumptions import SOURCES
 from t5x_gpu.planning.calibration import Calibration
@@ -10,6 +9,7 @@ from t5x_gpu.planning.formulas.memory import FRAGMENTATION, GRADIENTS, PARAMETER
 from t5x_gpu.planning.formulas.step_time import StepTime
 from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
 from t5x_gpu.runtime.memory import show
+from t5x_gpu.terminal.text_table import table
 
 NO_TRAFFIC = 'nothing: one GPU, or all compute the same'
 CAVEATS = {

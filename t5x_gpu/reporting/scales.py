@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Optional
 
 Points = list[tuple[float, float]]
@@ -113,10 +113,3 @@ def short_number(value: float) -> str:
 
 
 Format = Callable[[float], str]
-
-
-def same_length(xs: Sequence[float], ys: Sequence[float]) -> Points:
-  """Returns the points of a curve."""
-  if len(xs) != len(ys):
-    raise ValueError(f'{len(xs)} x and {len(ys)} y')
-  return list(zip(xs, ys))

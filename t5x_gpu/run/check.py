@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Optional
 
+from t5x_gpu.analysis.array_layout import state_layouts
+from t5x_gpu.analysis.sharding_tables import parameter_table
 from t5x_gpu.checkpoint.initialize import plan_start
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
@@ -19,7 +21,7 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.training.checks import check_periods
 from t5x_gpu.training.memory import Memory, check_memory
 from t5x_gpu.training.program import Program, program_of_run
-from t5x_gpu.training.summary import parameter_table, size_line
+from t5x_gpu.training.summary import size_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,6 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
     )
   lines.append(program.layout.table())
   if with_parameters:
-    lines.append(parameter_table(program))
+    lines.append(parameter_table(*state_layouts(program.abstract_state, program.names)))
   lines.append(f'model: {type(run.model).__name__}, {size_line(program)}')
   return '\n'.join(lines)

@@ -1,4 +1,4 @@
-"""A program as text: its parameters and their sharding."""
+"""The size of a program: parameters and bytes per device."""
 
 import math
 from typing import Any
@@ -6,35 +6,6 @@ from typing import Any
 import jax
 
 from t5x_gpu.training.program import Program
-
-
-def parameter_table(program: Program) -> str:
-  """Returns one line per parameter: name, shape, axis names, how it is split, MiB per device."""
-  names = jax.tree.leaves(program.names.params)
-  flat, _ = jax.tree_util.tree_flatten_with_path(program.abstract_state.params)
-  rows = [('parameter', 'shape', 'axes', 'split over', 'MiB/device')]
-  shapes = [array.shape for array in jax.tree.leaves(program.abstract_saved.params)]
-  for (path, array), axis_names, shape in zip(flat, names, shapes, strict=True):
-    local = array.sharding.shard_shape(array.shape)
-    rows.append(
-      (
-        jax.tree_util.keystr(path, simple=True, separator='/'),
-        ' x '.join(map(str, shape)),
-        ' '.join(str(n or '-') for n in axis_names.names),
-        ' '.join(_entry(e) for e in array.sharding.spec) or '-',
-        f'{math.prod(local) * array.dtype.itemsize / 2**20:.2f}',
-      )
-    )
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return '\n'.join(
-    '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-  )
-
-
-def _entry(entry: Any) -> str:
-  if entry is None:
-    return '-'
-  return '+'.join(entry) if isinstance(entry, tuple) else entry
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -6,7 +6,6 @@ each of whose arrays is read and written once, as XLA fuses them.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -280,8 +279,3 @@ def _update(program: Program, shape: StepShape) -> Iterator[Work]:
     runs=2 * len(jax.tree.leaves(state.params)),
     in_layers=False,
   )
-
-
-def total_flops(work: list[Work]) -> float:
-  """Returns the FLOPs of matrix products and attention."""
-  return math.fsum(w.flops for w in work)

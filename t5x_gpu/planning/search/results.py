@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning import screen
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
@@ -12,6 +11,7 @@ from t5x_gpu.planning.search.search import Found
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import Score
 from t5x_gpu.runtime.memory import show
+from t5x_gpu.terminal.text_table import table
 
 _ROWS, _OTHER_LAYOUTS = 8, 4
 # Parameters of Partitioner in which layouts with the same mesh may differ.
