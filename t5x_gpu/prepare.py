@@ -11,10 +11,9 @@ import os
 import pathlib
 import time
 from collections.abc import Iterable
-from typing import Any, Optional
+from typing import Optional
 
 import rich.console
-import rich.progress
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
@@ -22,11 +21,12 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
-from t5x_gpu.data.prepared.workers import RowsWritten, ShardJob, write_shards
+from t5x_gpu.data.prepared.workers import ShardJob, write_shards
 from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.bars import bar
 from t5x_gpu.terminal.flag_types import positive_int
 
 EXAMPLES = """examples:
@@ -37,7 +37,6 @@ EXAMPLES = """examples:
 Take the gin file of the run: it sets the text, the lengths, packing and the model. After an
 interruption the same command continues.
 """
-_LINE_SECONDS = 10.0  # between two lines without a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,68 +96,7 @@ def _splits(run: RunDataConfig, names: list[str], num_parts: Optional[int]) -> l
   return found
 
 
-class _Bar:
-  """Shows progress: a bar on a terminal, elsewhere a line every 10 seconds.
-
-  Args:
-    console: to print to.
-    index: of the split, for its name and the size of its rows.
-    num_shards, done: shards in all, and those of an earlier run.
-  """
-
-  def __init__(self, console: rich.console.Console, index: Index, *, num_shards: int, done: int):
-    self._console, self._index = console, index
-    self._num_shards, self._done = num_shards, done
-    self._rows = self._tokens = 0
-    self._start = self._last_line = time.monotonic()
-    self._bar = rich.progress.Progress(
-      rich.progress.TextColumn('{task.description}'),
-      rich.progress.BarColumn(),
-      rich.progress.MofNCompleteColumn(),
-      rich.progress.TextColumn('shards {task.fields[rate]}'),
-      rich.progress.TimeRemainingColumn(),
-      console=console,
-      transient=True,
-      disable=not console.is_terminal,
-    )
-    self._task = self._bar.add_task(index.split, total=num_shards, completed=done, rate='')
-
-  def __enter__(self) -> '_Bar':
-    self._bar.start()
-    return self
-
-  def __exit__(self, *exc_info: Any) -> None:
-    self._bar.stop()
-
-  def add(self, event: RowsWritten | Shard) -> None:
-    """Counts what a worker reported."""
-    if isinstance(event, Shard):
-      self._done += 1
-      self._bar.update(self._task, completed=self._done)
-    else:
-      self._rows, self._tokens = self._rows + event.rows, self._tokens + event.tokens
-      self._bar.update(self._task, rate=self._rate())
-    now = time.monotonic()
-    if not self._console.is_terminal and now - self._last_line > _LINE_SECONDS:
-      self._last_line = now
-      self._console.print(
-        f'{self._index.split}: {self._done} of {self._num_shards} shards{self._rate()}'
-      )
-
-  def _rate(self) -> str:
-    if not self._rows:
-      return ''
-    seconds = max(time.monotonic() - self._start, 1e-9)
-    padding = 1 - self._tokens / (self._rows * self._index.tokens_per_row)
-    return (
-      f', {self._rows:,} rows, {self._rows / seconds:,.0f} rows/s, '
-      f'{self._tokens / seconds:,.0f} tokens/s, padding {padding:.1%}'
-    )
-
-
-def _prepare(
-  folder: SplitFolder, split: _Split, *, num_workers: int, console: rich.console.Console
-) -> Optional[Index]:
+def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int) -> Optional[Index]:
   """Writes the missing shards; returns the index, None if the split was complete before."""
   if not folder.todo and (folder.path / INDEX).exists():
     return None
@@ -175,16 +113,30 @@ def _prepare(
     for name, part in folder.todo
   ]
   written: Parts = {}
+  rows = tokens = 0
+  begin, done = time.monotonic(), len(folder.finished)
+
+  def rate() -> str:
+    if not rows:
+      return ''
+    seconds = max(time.monotonic() - begin, 1e-9)
+    padding = 1 - tokens / (rows * split.index.tokens_per_row)
+    return (
+      f', {rows:,} rows, {rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s, '
+      f'padding {padding:.1%}'
+    )
+
   with (
-    _Bar(
-      console, split.index, num_shards=len(jobs) + len(folder.finished), done=len(folder.finished)
-    ) as bar,
+    bar(f'{split.index.split}: shards', done + len(jobs), done=done, note=rate) as advance,
     contextlib.closing(write_shards(jobs, num_workers=num_workers)) as events,
   ):
     for job, event in events:
-      bar.add(event)
       if isinstance(event, Shard):
         written[job.task, job.part] = event
+        advance(1)
+      else:
+        rows, tokens = rows + event.rows, tokens + event.tokens
+        advance(0)
   return folder.finish(written, max_corrupt_fraction=split.config.max_corrupt_fraction)
 
 
@@ -234,7 +186,7 @@ def main(argv: Optional[list[str]] = None) -> int:
           f'{split.config.split}: {len(folder.finished)} shards are finished and unchanged, '
           f'{len(folder.todo)} remain.'
         )
-      index = _prepare(folder, split, num_workers=num_workers, console=console)
+      index = _prepare(folder, split, num_workers=num_workers)
     if index is None:
       console.print(f'{split.config.split}: already complete, every byte unchanged.')
     else:

@@ -95,12 +95,14 @@ def bar(
   *,
   done: int = 0,
   bytes: bool = False,
+  note: Callable[[], str] = str,
   stream: Optional[TextIO] = None,
   enabled: bool = True,
 ) -> Iterator[Advance]:
   """Shows the progress of the work inside the context; other arguments as in `Count`.
 
   Args:
+    note: returns text to show behind it.
     stream: where to print; None for the current `sys.stdout`.
     enabled: True on the one process that shows anything.
   """
@@ -117,17 +119,18 @@ def bar(
     rich.progress.BarColumn(),
     *numbers,
     rich.progress.TimeRemainingColumn(),
+    rich.progress.TextColumn('{task.fields[note]}'),
     console=console,
     transient=True,
     disable=not (enabled and stream.isatty()),
   ) as shown:
-    task = shown.add_task(title, total=count.total, completed=done)
+    task = shown.add_task(title, total=count.total, completed=done, note='')
 
     def advance(number: int) -> None:
       count.advance(number)
-      shown.update(task, completed=count.done, total=count.total)
+      shown.update(task, completed=count.done, total=count.total, note=note())
       if enabled and shown.disable and count.line_is_due():
-        print(f'{stamp(stream)}{count}', file=stream, flush=True)
+        print(f'{stamp(stream)}{count}{note()}', file=stream, flush=True)
 
     yield advance
 
