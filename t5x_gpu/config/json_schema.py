@@ -80,18 +80,17 @@ class Also:
   problem: Callable[[Any], str]
 
 
-def read_json(path: Any, schema: Any = object, *, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: Any, schema: Any = object) -> Any:
   """Returns the content of a JSON file.
 
   Args:
     path: a file, or an object in storage.
     schema: see above.
-    most_bytes: a larger file is refused without being read.
   Raises:
     ValueError: it is too large, not JSON, or does not match `schema`.
     OSError: it cannot be read, or is not a regular file.
   """
-  return parse_json(read_bytes(path, most_bytes=most_bytes), schema)
+  return parse_json(read_bytes(path), schema)
 
 
 def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:

@@ -86,13 +86,14 @@ class EncoderClassificationConverter(_EncoderConverter):
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
     padded = self._pack_or_pad(ds, {'inputs': task_feature_lengths['inputs']})
-    return padded.map(
-      lambda x: {
-        'encoder_input_tokens': x['inputs'],
-        features.LABEL: x['label'],
-        features.LABEL_WEIGHTS: tf.ones_like(x['label']),
-      }
-    )
+    return padded.map(self._row)
+
+  def _row(self, x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {
+      'encoder_input_tokens': x['inputs'],
+      features.LABEL: x['label'],
+      features.LABEL_WEIGHTS: tf.ones_like(x['label']),
+    }
 
 
 class EncoderTypedClassificationConverter(EncoderClassificationConverter):
@@ -110,9 +111,7 @@ class EncoderTypedClassificationConverter(EncoderClassificationConverter):
     padded = self._pack_or_pad(typed, {'inputs': length, features.TOKEN_TYPES: length})
     return padded.map(
       lambda x: {
-        'encoder_input_tokens': x['inputs'],
-        features.LABEL: x['label'],
-        features.LABEL_WEIGHTS: tf.ones_like(x['label']),
+        **self._row(x),
         'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32),
       }
     )

@@ -108,21 +108,19 @@ def _check_ranks(env: Environment) -> None:
   """Raises ClusterError if variables number this process, but do not say how to find the others."""
   count = number(env, 'WORLD_SIZE') or 1
   if count > 1:
-    raise ClusterError(
+    raise _error(
       f'WORLD_SIZE={count}, but RANK and MASTER_ADDR are not both set: each process would train '
       'alone.',
       fix=f'Give each process its own RANK, from 0 to {count - 1}, and all of them MASTER_ADDR. '
       'For a single process unset WORLD_SIZE.',
-      docs='slurm.md#launchers-that-disagree',
     )
   for name in _LONE_RANKS:
     if env.get(name):
-      raise ClusterError(
+      raise _error(
         f'{name}={env[name]} numbers this process, but no variable says how many there are: each '
         'would train alone.',
         fix='Pass --process_index, --process_count and --coordinator_address. For a single process '
         f'unset {name}.',
-        docs='slurm.md#launchers-that-disagree',
       )
 
 

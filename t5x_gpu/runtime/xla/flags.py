@@ -1,6 +1,6 @@
 """Sets XLA flags, NCCL and memory variables before jax starts a backend; never ends the process.
 
-    applied = xla_flags.prepare_environment('default', num_hosts=2, mesh_axes=('fsdp', 'model'))
+    applied = xla_flags.prepare_environment('default', num_hosts=2)
     print(applied.report())
     ...
     step.lower(...).compile(compiler_options=applied.compile_options)
@@ -36,8 +36,6 @@ def prepare_environment(
   gpu: Optional[str] = AUTO,
   num_hosts: int = 1,
   num_gpus: Optional[int] = None,
-  mesh_axes: Collection[str] = (),
-  layer_bytes: Optional[int] = None,
   environ: Optional[MutableMapping[str, str]] = None,
 ) -> Applied:
   """Sets up the environment and returns what it set; call once, before jax starts a backend.
@@ -50,8 +48,6 @@ def prepare_environment(
     gpu: device kind ('NVIDIA H200') or generation ('h200'); None for no GPU; 'auto' to detect.
     num_hosts: hosts of the run.
     num_gpus: GPUs of the run, all hosts together; None if unknown.
-    mesh_axes: mesh axes larger than 1, as far as known.
-    layer_bytes: size of one layer's gathered parameters, if known.
     environ: `os.environ` by default.
   Raises:
     ConfigError: no such preset.
@@ -61,14 +57,7 @@ def prepare_environment(
   found = _find_gpus(gpu, num_gpus, environ)
   if num_gpus is None and gpu == AUTO and num_hosts == 1:
     num_gpus = found.count
-  wanted = select(
-    preset,
-    gpu=found.kind,
-    num_hosts=num_hosts,
-    num_gpus=num_gpus,
-    mesh_axes=mesh_axes,
-    layer_bytes=layer_bytes,
-  )
+  wanted = select(preset, gpu=found.kind, num_hosts=num_hosts, num_gpus=num_gpus)
   system = xla_probe.installed()
   merged = _merge_flags(wanted, environ.get('XLA_FLAGS', ''), system)
   options, refused = _usable_options(wanted, merged.user_flags, system)

@@ -47,8 +47,8 @@ def every_machine():
 START = """
 import json, sys
 from t5x_gpu.runtime.xla import flags as xla_flags
-applied = xla_flags.prepare_environment(sys.argv[1], gpu='NVIDIA H200', num_hosts=2,
-                                        mesh_axes=('stage', 'fsdp', 'model'))
+applied = xla_flags.prepare_environment(sys.argv[1], gpu='NVIDIA H200', num_hosts=2)
+applied = xla_flags.refine(applied, mesh_axes=('stage', 'fsdp', 'model'))
 assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules
 import jax
 add = jax.jit(lambda x: x + 1).lower(1.).compile(compiler_options=applied.compile_options)
