@@ -1,6 +1,5 @@
 """Where local checkpoints are kept, and how often; errors come before anything compiles."""
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -85,15 +84,6 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
   return folder
 
 
-@dataclasses.dataclass(frozen=True)
-class _FolderState:
-  """The folder of one process: whether it can be written, and how many bytes are free."""
-
-  folder: str
-  problem: str
-  free: int
-
-
 def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Optional[str]) -> None:
   """Raises CheckpointError, on all processes, unless every host has room for local checkpoints.
 
@@ -103,23 +93,19 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
     hosts: of the processes.
     run: name of the run, whose files there will be replaced; None for a new run.
   """
-  found = [
-    _FolderState(**facts)
-    for facts in distributed.gather_json(dataclasses.asdict(_look_at(folder, run)))
-  ]
+  found = distributed.gather_json([str(folder), *_look_at(folder, run)])
   # In a test, one process simulates several: they share its folder.
   for index in range(len(hosts.keys)):
-    host, each = hosts.names[index], found[index % len(found)]
-    if each.problem:
+    host, (its_folder, problem, free) = hosts.names[index], found[index % len(found)]
+    if problem:
       raise _error(
-        f'{DIR} = {each.folder!r} cannot be written to by process {index} on {host}: '
-        f'{each.problem}.',
+        f'{DIR} = {its_folder!r} cannot be written to by process {index} on {host}: {problem}.',
         fix=f"Set {DIR} to a folder of yours on every host, such as '/dev/shm/$USER'.",
       )
     needed = SLOTS * copies.bytes_on_host(hosts, index)
-    if each.free < needed:
+    if free < needed:
       raise _error(
-        f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local '
+        f'{DIR} = {its_folder!r} has {gigabytes(free)} free on {host}, and local '
         f'checkpoints take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, '
         'two that stay and one that is being written.',
         fix=f'Free space, set {DIR} to a larger disk of the host, or train on more hosts; or set '
@@ -128,8 +114,8 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
       )
 
 
-def _look_at(folder: pathlib.Path, run: Optional[str]) -> _FolderState:
-  """Returns whether files can be written where the folder is or will be, and how much fits."""
+def _look_at(folder: pathlib.Path, run: Optional[str]) -> tuple[str, int]:
+  """Returns why no file can be written where the folder is or will be, and how many bytes fit."""
   there = next(f for f in (folder, *folder.parents) if f.exists())
   probe = there / f'.write_test_{os.getpid()}'
   try:
@@ -138,12 +124,12 @@ def _look_at(folder: pathlib.Path, run: Optional[str]) -> _FolderState:
     stats = os.statvfs(there)
     own = sum(path.stat().st_size for path in (folder / run).glob('step_*')) if run else 0
   except OSError as e:
-    return _FolderState(str(folder), e.strerror or str(e), 0)
+    return e.strerror or str(e), 0
   free = stats.f_bavail * stats.f_frsize
   available = available_memory() if _is_memory(there) else None
   if available is not None:  # a tmpfs may be larger than what the host has left
     free = min(free, available)
-  return _FolderState(str(folder), '', free + own)
+  return '', free + own
 
 
 def _is_memory(folder: pathlib.Path) -> bool:

@@ -72,12 +72,6 @@ class RemotePath:
   def parent(self) -> 'RemotePath':
     return dataclasses.replace(self, key=self.key.rpartition('/')[0])
 
-  def expanduser(self) -> 'RemotePath':
-    return self
-
-  def absolute(self) -> 'RemotePath':
-    return self
-
   def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
     """Does nothing: there are no folders."""
 
