@@ -15,7 +15,7 @@ from typing import Optional
 
 # Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
 _ETA_STEPS = 200
-_DISPATCH, _DEVICE_WAIT = 'dispatch', 'device_wait'
+_INPUT_WAIT, _DISPATCH, _DEVICE_WAIT = 'input_wait', 'dispatch', 'device_wait'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,61 +112,44 @@ class StepTimer:
     self._paused = self._waited = 0.0
 
   @contextlib.contextmanager
-  def _measure(self, name: str) -> Iterator[list[float]]:
+  def _measure(self, name: str) -> Iterator[None]:
     if self._inside is not None:
       raise ValueError(
         f'StepTimer: {name!r} began inside {self._inside!r}. They cannot nest: the same seconds '
         'would count twice.'
       )
     self._inside = name
-    seconds: list[float] = []
     begin = self._clock()
     try:
       with self._phase(name):
-        yield seconds
+        yield
     finally:
       self._inside = None
-      seconds.append(self._clock() - begin)
-      self.totals[name] += seconds[-1]
+      seconds = self._clock() - begin
+      self.totals[name] += seconds
+      if name == _INPUT_WAIT:
+        self._waited += seconds
+      elif name in self._parts:
+        self._parts[name] += seconds
+      else:
+        self._paused += seconds
+        self._pauses[name] = self._pauses.get(name, 0.0) + seconds
 
-  @contextlib.contextmanager
-  def input_wait(self) -> Iterator[None]:
+  def input_wait(self) -> AbstractContextManager[None]:
     """Context that counts as waiting for input, which is part of the step."""
-    seconds: list[float] = []
-    try:
-      with self._measure('input_wait') as seconds:
-        yield
-    finally:
-      self._waited += sum(seconds)
+    return self._measure(_INPUT_WAIT)
 
-  def dispatch(self) -> contextlib.AbstractContextManager[None]:
+  def dispatch(self) -> AbstractContextManager[None]:
     """Context that counts as handing work to the devices, which is part of the step."""
-    return self._part(_DISPATCH)
+    return self._measure(_DISPATCH)
 
-  def device_wait(self) -> contextlib.AbstractContextManager[None]:
+  def device_wait(self) -> AbstractContextManager[None]:
     """Context that counts as waiting for the devices, which is part of the step."""
-    return self._part(_DEVICE_WAIT)
+    return self._measure(_DEVICE_WAIT)
 
-  @contextlib.contextmanager
-  def _part(self, name: str) -> Iterator[None]:
-    seconds: list[float] = []
-    try:
-      with self._measure(name) as seconds:
-        yield
-    finally:
-      self._parts[name] += sum(seconds)
-
-  @contextlib.contextmanager
-  def pause(self, name: str) -> Iterator[None]:
+  def pause(self, name: str) -> AbstractContextManager[None]:
     """Context that is not part of the step, and is reported as `name`."""
-    seconds: list[float] = []
-    try:
-      with self._measure(name) as seconds:
-        yield
-    finally:
-      self._paused += sum(seconds)
-      if seconds:
-        self._pauses[name] = self._pauses.get(name, 0.0) + sum(seconds)
+    return self._measure(name)
 
   def step_done(self) -> float:
     """Ends one step and begins the next; returns its seconds without pauses."""

@@ -12,7 +12,7 @@ from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.health.gpu_sensors import GpuSensors, own_uuids
-from t5x_gpu.runtime.health.rank_reports import open_rank_reports
+from t5x_gpu.runtime.health.rank_reports import RankReports
 from t5x_gpu.runtime.watchdog import Watchdog
 
 
@@ -42,7 +42,7 @@ def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
       model_speed(run.model, program.spec.shapes, devices),
       local_devices=[d for d in devices if d.process_index == jax.process_index()],
       sensors=GpuSensors(own_uuids() if on_gpus else ()),
-      ranks=open_rank_reports(coordination_store()),
+      ranks=RankReports(coordination_store(), rank=distributed.process_index()),
     ),
   )
   return recorder

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Optional
 
-from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.coordination import Store, within
 
 _KEY = 't5x_gpu_monitor/ranks'
@@ -93,8 +92,3 @@ class RankReports:
       with contextlib.suppress(ValueError, TypeError):  # of another version of this code
         reports.append(RankReport(**json.loads(text)))
     return sorted(reports, key=lambda r: r.rank)
-
-
-def open_rank_reports(store: Optional[Store]) -> RankReports:
-  """Returns the reports of this run."""
-  return RankReports(store, rank=distributed.process_index())
