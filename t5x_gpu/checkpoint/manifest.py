@@ -12,7 +12,6 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.checkpoint.storage.chunks import by_name
 from t5x_gpu.errors import did_you_mean, listed
 from t5x_gpu.runtime import host
 from t5x_gpu.training.train_state import TrainState
@@ -29,7 +28,11 @@ _OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'
 
 def describe_arrays(tree: Any) -> dict[str, list[Any]]:
   """Returns 'params/decoder_norm/scale' -> [shape, dtype] of every array in `tree`."""
-  return {name: [list(x.shape), str(x.dtype)] for name, x in by_name(tree).items()}
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): [list(x.shape), str(x.dtype)]
+    for path, x in flat
+  }
 
 
 def make_manifest(

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
+import jax
+
 from t5x_gpu.analysis.array_layout import ArrayLayout, array_layouts
 from t5x_gpu.analysis.collectives import Collective
 from t5x_gpu.analysis.overlap import Overlap
-from t5x_gpu.checkpoint.storage.chunks import by_name
 from t5x_gpu.layers.routing import capacity
 from t5x_gpu.partitioning import (
   context_parallel,
@@ -105,7 +106,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   layout, mesh = program.layout, program.layout.mesh.shape
   saved, names = program.abstract_saved.params, program.names.params
   stage = 1 if layout.pipeline else layout.zero_stage
-  trained = set(by_name(program.trained.split(saved)[0]))
+  trained = set(_names(program.trained.split(saved)[0]))
   sizes = _LayerSizes()
   # The table of the optimizer state has what fsdp splits, whatever the stage.
   for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
@@ -165,6 +166,11 @@ def _in_8_bits(p: ArrayLayout, shape: StepShape) -> int:
   if in_8_bits and parts[-1] == 'kernel' and parts[-2] in _KERNELS_IN_8_BITS:
     return 1
   return shape.item_bytes
+
+
+def _names(tree: object) -> list[str]:
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
 
 
 def _of_activations(program: Program, shape: StepShape) -> _Traffic:
