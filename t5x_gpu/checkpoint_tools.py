@@ -156,8 +156,7 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
 
 
 def _average(args: argparse.Namespace, console: Console) -> int:
-  if not args.to:
-    raise ConfigError('--to must be given.', fix=f'{PROG} average FOLDER ... --to=NEW_FOLDER')
+  cli.check_given(f'{PROG} average FOLDER ... --to=NEW_FOLDER', to=args.to)
   readers = []
   for name in args.folders:
     folder, step = find_checkpoint(name)

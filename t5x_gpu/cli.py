@@ -250,6 +250,13 @@ def trusted(gin_file: str) -> str:
   return f'--trust_gin: running {gin_file}, which may import and call anything.'
 
 
+def check_given(usage: str, **flags: Optional[str]) -> None:
+  """Raises ConfigError, with the `usage`, unless each of `flags` has a value."""
+  missing = [f'--{name}' for name, value in flags.items() if not value]
+  if missing:
+    raise ConfigError(f'{" and ".join(missing)} must be given.', fix=usage)
+
+
 def check_folders_of(*paths: Optional[str]) -> None:
   """Raises ConfigError if the folder of an output file does not exist."""
   for path in filter(None, paths):

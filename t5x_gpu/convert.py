@@ -215,12 +215,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     examples=EXAMPLES,
   )
   extra = args.extra
-  missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
-  if missing:
-    raise ConfigError(
-      f'{" and ".join(missing)} must be given.',
-      fix='python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER',
-    )
+  usage = 'python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER'
+  cli.check_given(usage, **{'from': extra.source, 'to': extra.to})
   source = local_path(extra.source, what='convert --from')
   kind = kind_of(source)
   _check_flags(extra, kind)

@@ -23,7 +23,6 @@ from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import ShardJob, write_shards
 from t5x_gpu.data.run_data import RunDataConfig
-from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.bars import bar
@@ -163,8 +162,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     'python -m t5x_gpu.prepare', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
   extra = args.extra
-  if not extra.output:
-    raise ConfigError('--output must be given.', fix='Add --output=DIR, a folder for the rows.')
+  cli.check_given('Add --output=DIR, a folder for the rows.', output=extra.output)
   logging_setup.quiet_environment()
   loaded = args.load()
   logging_setup.setup()

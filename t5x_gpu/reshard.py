@@ -114,13 +114,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     examples=EXAMPLES,
   )
   extra = args.extra
-  missing = [
-    flag for flag, value in (('--from', extra.source), ('--to', extra.target)) if not value
-  ]
-  if missing:
-    raise ConfigError(
-      f'{" and ".join(missing)} must be given.', fix=f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER'
-    )
+  usage = f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER'
+  cli.check_given(usage, **{'from': extra.source, 'to': extra.target})
   if extra.drop_optimizer and extra.optimizer_dtype:
     raise ConfigError(
       '--optimizer_dtype has no effect with --drop_optimizer.', fix='Leave one of the two out.'

@@ -108,12 +108,7 @@ class Assembly:
         f'Continuing from {fallback}.'
       )
       return None
-    lacking = self._lacking(self._candidate.holders)
-    if lacking:
-      self._warn(
-        f'Local checkpoint {step} cannot be promoted: {lacking}. Continuing from {fallback} or '
-        'an older local checkpoint.'
-      )
+    if not self._is_complete(self._candidate.holders, fallback):
       return None
     started = time.monotonic()
     try:
@@ -152,20 +147,22 @@ class Assembly:
       mine = self._found.files[number].facts
     return next(facts for facts in distributed.gather_json(mine) if facts is not None)
 
-  def _lacking(self, holders: Mapping[Box, Any]) -> str:
-    """Describes the parts that no host has; '' if none are missing."""
+  def _is_complete(self, holders: Mapping[Box, Any], fallback: str) -> bool:
+    """Returns whether some host has each part; else warns of those that no host has."""
     there: collections.Counter = collections.Counter()
     for (array, _, shape), who in holders.items():
       there[array] += math.prod(shape) if who else 0
     lacking = [
       name for i, name in enumerate(self._names) if there[i] != math.prod(self._arrays[name][0])
     ]
-    if not lacking:
-      return ''
-    return (
-      f'{missing_words(self._candidate, self._facts["hosts"])} ({len(lacking)} of '
-      f'{len(self._names)} arrays are incomplete, {lacking[0]} among them)'
-    )
+    if lacking:
+      self._warn(
+        f'Local checkpoint {self._candidate.step} cannot be promoted: '
+        f'{missing_words(self._candidate, self._facts["hosts"])} ({len(lacking)} of '
+        f'{len(self._names)} arrays are incomplete, {lacking[0]} among them). Continuing from '
+        f'{fallback} or an older local checkpoint.'
+      )
+    return not lacking
 
   def _copy_all(self, fallback: str) -> Optional[dict[str, str]]:
     """Returns array -> checksum once all boxes are copied; None if one cannot be read anywhere."""
@@ -191,12 +188,7 @@ class Assembly:
         for array, start, file, reason in outcome.bad:
           self._candidate.damaged.append(f'{reason} (read by process {process})')
           holders[array, tuple(start), shapes[array]].remove((process, file))
-      lacking = self._lacking(holders)
-      if lacking:
-        self._warn(
-          f'Local checkpoint {self._candidate.step} cannot be promoted: {lacking}. Continuing '
-          f'from {fallback} or an older local checkpoint.'
-        )
+      if not self._is_complete(holders, fallback):
         return None
     for reason in self._candidate.damaged:
       self._warn(f'Local checkpoint {self._candidate.step}: {reason}. Using its other copy.')

@@ -95,7 +95,8 @@ def _promote(
 ) -> Optional[Saved]:
   folder = model_dir.path
   if distributed.is_main_process() and not dry_run:
-    _remove_staging(folder / STAGING)
+    if is_real_folder(folder / STAGING):  # left by a killed process; anything else stays
+      shutil.rmtree(folder / STAGING, ignore_errors=True)
   run, durable = distributed.broadcast_json(
     (read_run_id(folder), _newest_readable(model_dir)) if distributed.is_main_process() else None
   )
@@ -108,12 +109,6 @@ def _promote(
   if saved is not None and not dry_run:
     model_dir.refresh()
   return saved
-
-
-def _remove_staging(staging: pathlib.Path) -> None:
-  """Removes what a killed process left of a promotion; leaves anything but a folder alone."""
-  if is_real_folder(staging):
-    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _newest_readable(model_dir: ModelDir) -> Optional[int]:

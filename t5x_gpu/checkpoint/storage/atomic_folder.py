@@ -221,15 +221,12 @@ class RemoteJournal(contextlib.AbstractContextManager):
       if self.entry is None:  # arrays may exist: a kill between writing and noting them
         target.remove_tree(last=[_REMOTE_JOURNAL])
     if self.entry is None:
-      self._note()
+      self.note(None)
 
-  def note(self, entry: dict[str, Any]) -> None:
+  def note(self, entry: Optional[dict[str, Any]]) -> None:
     """Records that everything up to `entry` is stored."""
     self.entry = entry
-    self._note()
-
-  def _note(self) -> None:
-    self._path.write_text(json.dumps({'work': self._work, 'entry': self.entry}))
+    self._path.write_text(json.dumps({'work': self._work, 'entry': entry}))
 
   def finish(self) -> None:
     """Commits the checkpoints that were written."""

@@ -48,7 +48,7 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
     'step': reader.step,
     'written': manifest.get('written'),
     'parts': parts,
-    'bytes_on_disk': _disk_bytes(reader.path),
+    'bytes_on_disk': disk_bytes(reader.path),
     'arrays': arrays,
     'params_only': bool(manifest.get(PARAMS_ONLY)),
     'without_data': bool(manifest.get(WITHOUT_DATA)),
@@ -65,7 +65,8 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
   }
 
 
-def _disk_bytes(path: AnyPath) -> Optional[int]:
+def disk_bytes(path: AnyPath) -> Optional[int]:
+  """Returns the size of all files of a checkpoint; None in object storage."""
   if isinstance(path, RemotePath):
     return None  # TensorStore does not list sizes
   return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())

@@ -20,6 +20,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import (
 )
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.checkpoint.storage.removal import finish_removals, remove_checkpoint
+from t5x_gpu.checkpoint.tools.inspect import disk_bytes
 from t5x_gpu.errors import CheckpointError
 
 
@@ -71,9 +72,7 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> PrunePlan:
   kept |= reasons
   for step in steps:
     if step not in reasons:
-      removed[step] = sum(
-        p.stat().st_size for p in checkpoint_path(folder, step).rglob('*') if p.is_file()
-      )
+      removed[step] = disk_bytes(checkpoint_path(folder, step))
   if len(removed) == len(steps):
     raise CheckpointError(
       f'None of the {len(steps)} checkpoints in {folder} would stay.',

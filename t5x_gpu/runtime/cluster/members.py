@@ -117,19 +117,15 @@ def check(members: Sequence[Member]) -> None:
     )
   other = [member for member in members if member.versions != members[0].versions]
   if other:
-    raise ClusterError(
+    raise same_code.error(
       f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
-      f'process 0 on {members[0].hostname} {members[0].versions}.',
-      fix=same_code.FIX,
-      docs='slurm.md#hosts-that-disagree',
+      f'process 0 on {members[0].hostname} {members[0].versions}.'
     )
   old = [member for member in members if not member.code]
   if 0 < len(old) < len(members):
-    raise ClusterError(
+    raise same_code.error(
       f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
-      'others: it sends no digest of its code.',
-      fix=same_code.FIX,
-      docs='slurm.md#hosts-that-disagree',
+      'others: it sends no digest of its code.'
     )
 
 

@@ -11,6 +11,7 @@ Each process sends what it is, and process 0 answers once all have come (`signed
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import socket
 import threading
@@ -31,6 +32,7 @@ POLL_SECONDS = 0.2
 # A name that does not resolve at first seldom does later, except in Kubernetes while pods start.
 DNS_SECONDS = 20
 REPORT_SECONDS = 30
+_error = functools.partial(ClusterError, docs='slurm.md#they-do-not-find-each-other')
 
 
 @contextlib.contextmanager
@@ -105,12 +107,11 @@ class _Host(contextlib.AbstractContextManager):
         self._drop_ended()
       if time.monotonic() > self._deadline:
         self._refuse_all(self._missing_text(self._timeout_seconds))
-        raise ClusterError(
+        raise _error(
           self._missing_text(self._timeout_seconds),
           fix='Look at the first lines of the missing processes: they could not start, or could '
           f'not reach {self._listening.address} (wrong name, firewall). Start all {count} '
           'processes with the same --coordinator_address.',
-          docs='slurm.md#they-do-not-find-each-other',
         )
       if time.monotonic() > report_at:
         _log.warning(self._missing_text(None))
@@ -285,11 +286,10 @@ class _Guest:
         own_host=own_host if service else None,
       )
     if run == self._cluster.run_id and 'refused' in answer:
-      raise ClusterError(
+      raise _error(
         f'Process {self._me.process_index} of {self._cluster.process_count} could not join: '
         f'{answer["refused"]}.',
         fix='Start each process once, all with the same count, address, versions and secret.',
-        docs='slurm.md#they-do-not-find-each-other',
       )
     self._failures[address] = str(
       answer.get(
@@ -324,11 +324,10 @@ class _Guest:
         'processes need the same --coordinator_address, on the host of process 0. If that '
         f'host has several networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.'
       )
-    return ClusterError(
+    return _error(
       f'Process {self._me.process_index} of {self._cluster.process_count} (on '
       f'{self._me.hostname}) could not reach process 0 for {waited:.0f} s. {reasons}.',
       fix=fix,
-      docs='slurm.md#they-do-not-find-each-other',
     )
 
 

@@ -4,6 +4,7 @@ A host with an old checkout or another release trains without an error, but to a
 are as in `agreement`: a file's identity is the sha256 of its bytes, whatever its path.
 """
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -52,9 +53,11 @@ PACKAGES = (
   'array-record',
   'pyarrow',
 )
-FIX = (
-  'Give all hosts the same checkout and the same environment: a shared folder, one container '
-  'image, or the same lock file.'
+error = functools.partial(
+  ClusterError,
+  fix='Give all hosts the same checkout and the same environment: a shared folder, one container '
+  'image, or the same lock file.',
+  docs='slurm.md#hosts-that-disagree',
 )
 _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
 # Modules of launchers, which differ on purpose, and modules that TensorFlow generates.
@@ -115,8 +118,4 @@ def _of_file(path: pathlib.Path) -> tuple[str, str]:
 def raise_if_any(lines: Sequence[str]) -> None:
   """Raises ClusterError if `lines`, the differences between processes, is not empty."""
   if lines:
-    raise ClusterError(
-      'The processes do not run the same code:\n  ' + '\n  '.join(lines),
-      fix=FIX,
-      docs='slurm.md#hosts-that-disagree',
-    )
+    raise error('The processes do not run the same code:\n  ' + '\n  '.join(lines))
