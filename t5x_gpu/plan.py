@@ -21,7 +21,7 @@ from t5x_gpu.analysis.gpu_compile import compile_step
 from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.planning import remedies, scaling, screen
@@ -259,10 +259,8 @@ def _configured(args: cli.Args) -> tuple[PlanConfig, Assumptions]:
 def _write(path: Optional[str], content: dict[str, Any] | str) -> None:
   """Writes text, or data as JSON, if there is a `path`."""
   if path:
-    with atomic_write(path) as new:
-      new.write_text(
-        content if isinstance(content, str) else json.dumps(content, indent=1), 'utf-8'
-      )
+    text = content if isinstance(content, str) else json.dumps(content, indent=1)
+    write_atomically(path, text)
 
 
 def _check_search(extra: argparse.Namespace) -> None:

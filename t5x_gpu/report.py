@@ -7,7 +7,7 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.reporting.report_page import report_page
 from t5x_gpu.reporting.run_record import read_runs
@@ -45,8 +45,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   runs = read_runs(args.folders)
   text = report_page(runs)
   try:
-    with atomic_write(out) as new:
-      new.write_text(text, 'utf-8')
+    write_atomically(out, text)
   except OSError as e:
     raise ConfigError(
       f'{out} cannot be written: {e.strerror or e}.', fix='Name another file with --out=FILE.'

@@ -21,7 +21,7 @@ import time
 from typing import Optional
 
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, Number, Whole, parse_json, read_bytes
 from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
@@ -260,8 +260,7 @@ class RunLock:
     try:
       if os.path.lexists(self._path) and self._owner() is None:
         set_aside(self._path, 'it is damaged')
-      with atomic_write(self._path, suffix=f'.{self._me.pid}.tmp') as new:
-        new.write_text(self._text(), 'utf-8')
+      write_atomically(self._path, self._text(), suffix=f'.{self._me.pid}.tmp')
     except OSError as e:
       raise CheckpointError(
         f'{self._path} cannot be written: {e.strerror or e}.',

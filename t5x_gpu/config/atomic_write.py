@@ -56,3 +56,11 @@ def append_line(path: str | os.PathLike, line: str) -> None:
     data = line.encode() + b'\n'
     if f.write(data) != len(data):
       raise OSError('only a part of a line was written')
+
+
+def write_atomically(
+  path: str | os.PathLike, text: str, *, sync: bool = False, suffix: str = '.tmp'
+) -> None:
+  """Writes `text` as UTF-8; arguments as for `atomic_write`."""
+  with atomic_write(path, sync=sync, suffix=suffix) as new:
+    new.write_text(text, 'utf-8')

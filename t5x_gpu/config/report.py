@@ -13,7 +13,7 @@ import rich.console
 import rich.text
 
 from t5x_gpu.config import statements
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import atomic_write, write_atomically
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
@@ -165,8 +165,8 @@ def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[st
   try:
     folder.mkdir(parents=True, exist_ok=True)
     changes = _keep_previous(folder, provenance.config)
-    _replace(folder / CONFIG, provenance.config)
-    _replace(folder / ORIGINS, '\n'.join(origins))
+    write_atomically(folder / CONFIG, provenance.config, sync=True)
+    write_atomically(folder / ORIGINS, '\n'.join(origins), sync=True)
   except OSError as e:
     raise ConfigError(
       f'{folder} cannot be written: {e}.',
@@ -207,11 +207,6 @@ def _text_of(path: pathlib.Path) -> Optional[str]:
   except (OSError, ValueError) as e:
     set_aside(path, str(e))
     return None
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
-  with atomic_write(path, sync=True) as new:
-    new.write_text(text, 'utf-8')
 
 
 def changes(old: str, new: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError
@@ -55,8 +55,8 @@ class EvalResults(contextlib.AbstractContextManager):
 
   def _open(self) -> MultiWriter:
     writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
-    with atomic_write(self.folder / f'{self.name}.json') as new:
-      new.write_text(json.dumps(self._facts, indent=1) + '\n')
+    facts = json.dumps(self._facts, indent=1) + '\n'
+    write_atomically(self.folder / f'{self.name}.json', facts)
     try:
       writers.append(TensorBoardWriter(self._tensorboard))
     except ConfigError as e:  # tensorboardX is not installed

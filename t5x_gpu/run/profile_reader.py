@@ -18,7 +18,7 @@ from t5x_gpu.analysis.profile.anatomy import anatomy
 from t5x_gpu.analysis.profile.anatomy_text import anatomy_text
 from t5x_gpu.analysis.profile.program_ops import ProgramOps
 from t5x_gpu.analysis.profile.trace import read_trace
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.errors import first_line
 from t5x_gpu.metrics.speed import ModelSpeed
 from t5x_gpu.run.profile_ranks import ProfileRanks
@@ -144,8 +144,7 @@ class ProfileReader:
     if not request.kept:
       return
     content = found.to_json(parts=request.parts, facts=self._facts(request), ranks=ranks)
-    with atomic_write(request.folder / FILE) as new:
-      new.write_text(json.dumps(content, indent=1) + '\n')
+    write_atomically(request.folder / FILE, json.dumps(content, indent=1) + '\n')
     log(anatomy_text(content, where=f'{self._shown}/{request.folder.name}'))
     step = request.seconds_per_step
     if step:

@@ -7,7 +7,7 @@ import pathlib
 import secrets
 from typing import Optional
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, Text, read_json
 from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
@@ -51,8 +51,8 @@ def ensure_run_id(folder: pathlib.Path) -> str:
     set_aside(folder / RUN_ID, str(e))
   if kept != now:
     try:
-      with atomic_write(folder / RUN_ID, suffix=f'.{os.getpid()}.tmp') as new:
-        new.write_text(json.dumps(now, indent=1) + '\n', 'utf-8')
+      text = json.dumps(now, indent=1) + '\n'
+      write_atomically(folder / RUN_ID, text, suffix=f'.{os.getpid()}.tmp')
     except OSError as e:
       raise CheckpointError(
         f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',

@@ -13,7 +13,7 @@ from typing import IO, Any, Optional
 
 from t5x_gpu.checkpoint.storage.object_store_steps import commit
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, Nullable, read_json
 from t5x_gpu.errors import CheckpointError
 
@@ -151,8 +151,7 @@ class Journal(contextlib.AbstractContextManager):
 
   def note(self, entry: dict[str, Any]) -> None:
     """Records that everything up to `entry` is on disk."""
-    with atomic_write(self._path, sync=True) as new:
-      new.write_text(json.dumps({'work': self._work, 'entry': entry}), 'utf-8')
+    write_atomically(self._path, json.dumps({'work': self._work, 'entry': entry}), sync=True)
     self.entry = entry
 
   def finish(self) -> None:

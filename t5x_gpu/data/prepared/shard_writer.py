@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.data.prepared.index import UNFINISHED, Shard
 from t5x_gpu.data.prepared.row_stats import RowStats
 from t5x_gpu.data.sources.corrupt_records import Records
@@ -108,8 +108,7 @@ def facts_path(split: pathlib.Path, task: str, part: int) -> pathlib.Path:
 
 def write_whole(path: pathlib.Path, text: str) -> None:
   """Writes a file that appears only when it is complete and on the disk."""
-  with atomic_write(path, sync=True, suffix=PARTIAL) as new:
-    new.write_text(text, 'utf-8')
+  write_atomically(path, text, sync=True, suffix=PARTIAL)
 
 
 def write_shard(

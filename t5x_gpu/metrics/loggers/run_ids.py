@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import MapOf, Text, read_json
 from t5x_gpu.config.set_aside import set_aside
 
@@ -35,5 +35,4 @@ class RunIds:
   def keep(self, logger: str, run_id: str) -> None:
     """Writes the id of this run at `logger`."""
     self._ids[logger] = run_id
-    with atomic_write(self._path) as new:
-      new.write_text(json.dumps(self._ids, indent=1) + '\n')
+    write_atomically(self._path, json.dumps(self._ids, indent=1) + '\n')

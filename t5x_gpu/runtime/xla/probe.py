@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, MapOf, read_json
 from t5x_gpu.runtime import run_with_deadline
 from t5x_gpu.runtime.host import versions
@@ -196,8 +196,8 @@ def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dic
   if refused is not None:
     try:  # Whole or not at all: the other processes of this host write the same file.
       path.parent.mkdir(parents=True, exist_ok=True)
-      with atomic_write(path, suffix=f'.{os.getpid()}.tmp') as new:
-        new.write_text(json.dumps({'question': key, 'refused': refused}))
+      text = json.dumps({'question': key, 'refused': refused})
+      write_atomically(path, text, suffix=f'.{os.getpid()}.tmp')
     except OSError:
       pass  # A home that cannot be written to costs the child's half second at each start.
   return refused
