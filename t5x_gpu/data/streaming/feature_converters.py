@@ -110,10 +110,7 @@ class EncoderTypedClassificationConverter(EncoderClassificationConverter):
     )
     padded = self._pack_or_pad(typed, {'inputs': length, features.TOKEN_TYPES: length})
     return padded.map(
-      lambda x: {
-        **self._row(x),
-        'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32),
-      }
+      lambda x: {**self._row(x), 'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32)}
     )
 
 
