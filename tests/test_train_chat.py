@@ -123,4 +123,4 @@ def test_preview_shows_in_colour_where_the_loss_is(folder):
   args = command.cli.parse_args('data', '', ['preview', *ARGV], extra=command._flags)
   command.preview(command._opened(args), num_rows=1, console=console)
   assert '\x1b[36m  It is five!<|im_end|>' in out.getvalue()  # cyan; the rest is dim
-  assert '\x1b[2;36m  [1] <|im_start|>user\n' in out.getvalue()
+  assert '\x1b[2;36m  [1] <|im_start|>user' in out.getvalue()

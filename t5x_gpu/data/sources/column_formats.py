@@ -1,12 +1,15 @@
 """Rows of Parquet and Arrow files, which can be read from any row on. No TF."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
 
+from t5x_gpu.data.sources.conversations import TOOLS, conversation_row
 from t5x_gpu.data.sources.rows import FileForm, Row, checked_row, require_columns
 from t5x_gpu.errors import DataError
 
@@ -20,6 +23,14 @@ def _batch_rows(
   texts = [_bytes(batch.column(name), name=name, path=path) for name in columns]
   for number, values in enumerate(zip(*texts, strict=True), first + 1):
     yield checked_row(values, columns=columns, where=f'{path}, row {number}')
+
+
+def _conversation_rows(
+  batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int
+) -> Iterator[Row]:
+  """Yields (conversation as JSON, file and row); the first of `columns` has the messages."""
+  for number, record in enumerate(batch.to_pylist(), first + 1):
+    yield conversation_row(record, key=columns[0], where=f'{path}, row {number}')
 
 
 def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
@@ -38,23 +49,38 @@ def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
   return column.cast(pa.large_binary()).to_pylist()
 
 
+_Read = Callable[..., Iterator[Row]]
+
+
+def _in_file(columns: Sequence[str], names: Sequence[str], path: str, *, read: _Read) -> list[str]:
+  """Returns the columns of the file `path` to read; `names` are all of them."""
+  optional = []
+  if read is _conversation_rows:
+    columns, optional = columns[:1], [TOOLS] if TOOLS in names else []
+  require_columns(names, columns, path)
+  return list(dict.fromkeys([*columns, *optional]))
+
+
 def _parquet_columns(path: str) -> list[str]:
   return list(parquet.read_schema(path).names)
 
 
-def _parquet_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+def _parquet_rows(
+  path: str, columns: Sequence[str], skip: int, read: _Read = _batch_rows
+) -> Iterator[Row]:
   with parquet.ParquetFile(path) as f:
-    require_columns(f.schema_arrow.names, columns, path)
+    names = f.schema_arrow.names
+    wanted_columns = _in_file(columns, names, path, read=read)
     first, groups = 0, list(range(f.num_row_groups))
     while groups and first + f.metadata.row_group(groups[0]).num_rows <= skip:
       first += f.metadata.row_group(groups.pop(0)).num_rows
     if not groups:
       return
     for batch in f.iter_batches(
-      _ROWS_AT_ONCE, row_groups=groups, columns=list(set(columns)), use_threads=False
+      _ROWS_AT_ONCE, row_groups=groups, columns=wanted_columns, use_threads=False
     ):
       wanted = batch.slice(max(0, skip - first))
-      yield from _batch_rows(wanted, columns, path=path, first=first + len(batch) - len(wanted))
+      yield from read(wanted, columns, path=path, first=first + len(batch) - len(wanted))
       first += len(batch)
 
 
@@ -79,16 +105,20 @@ def _arrow_columns(path: str) -> list[str]:
     return list(reader.schema.names)
 
 
-def _arrow_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+def _arrow_rows(
+  path: str, columns: Sequence[str], skip: int, read: _Read = _batch_rows
+) -> Iterator[Row]:
   first = 0
   for batch in _arrow_batches(path):
-    require_columns(batch.schema.names, columns, path)
+    batch = batch.select(_in_file(columns, batch.schema.names, path, read=read))
     for begin in range(min(max(0, skip - first), len(batch)), len(batch), _ROWS_AT_ONCE):
-      yield from _batch_rows(
-        batch.slice(begin, _ROWS_AT_ONCE), columns, path=path, first=first + begin
-      )
+      yield from read(batch.slice(begin, _ROWS_AT_ONCE), columns, path=path, first=first + begin)
     first += len(batch)
 
 
 PARQUET = FileForm('parquet', _parquet_columns, _parquet_rows)
 ARROW = FileForm('arrow', _arrow_columns, _arrow_rows)
+PARQUET_CONVERSATIONS, ARROW_CONVERSATIONS = (
+  dataclasses.replace(form, rows=functools.partial(form.rows, read=_conversation_rows))
+  for form in (PARQUET, ARROW)
+)

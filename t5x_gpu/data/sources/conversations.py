@@ -4,14 +4,16 @@ Two forms are read: `messages`, a list of {"role": ..., "content": ...} (OpenAI,
 ShareGPT's `conversations`, a list of {"from": ..., "value": ...}.
 """
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.data.sources.json_lines import json_object
+from t5x_gpu.data.sources.rows import Row
 from t5x_gpu.errors import DataError, did_you_mean
 
-MESSAGES, SHAREGPT = 'messages', 'conversations'
+MESSAGES, SHAREGPT, TOOLS = 'messages', 'conversations', 'tools'
 ROLES = ('system', 'user', 'assistant', 'tool')
 # ShareGPT's names of roles; its newer files also have those above.
 _SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'observation': 'tool'}
@@ -26,17 +28,21 @@ def conversation_key(names: Sequence[str]) -> Optional[str]:
   return next((name for name in (MESSAGES, SHAREGPT) if name in names), None)
 
 
-def conversation(line: bytes, *, key: str, where: str) -> bytes:
-  """Returns the conversation in a line of JSON lines, as UTF-8 JSON: {'messages', 'tools'}.
+def conversation_row(record: Mapping[str, Any], *, key: str, where: str) -> Row:
+  """Returns (conversation as UTF-8 JSON: {'messages', 'tools'}, `where`), or what is wrong.
 
   Args:
-    line: of the file.
+    record: a JSON object, or a row of a table.
     key: of the messages.
     where: file and line, for errors.
-  Raises:
-    DataError: not a conversation, or the assistant does not speak in it.
   """
-  record = json_object(line, where=where, keys=[key])
+  try:
+    return _conversation(record, key=key, where=where), os.fsencode(where)
+  except DataError as e:
+    return e
+
+
+def _conversation(record: Mapping[str, Any], *, key: str, where: str) -> bytes:
   messages = checked_messages(record.get(key), key=key, where=where)
   if all(message['role'] != 'assistant' for message in messages):
     raise DataError(
@@ -45,8 +51,9 @@ def conversation(line: bytes, *, key: str, where: str) -> bytes:
       fix=_FIX,
     )
   try:
+    tools = checked_tools(record, where=where)
     return json.dumps(
-      {'messages': messages, 'tools': checked_tools(record, where=where)}, ensure_ascii=False
+      {'messages': messages, 'tools': tools}, ensure_ascii=False, default=str
     ).encode()
   except UnicodeEncodeError as e:
     raise DataError(
@@ -61,7 +68,7 @@ def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, A
     DataError: not a list of messages, an unknown role, or content that is not text.
   """
   if not isinstance(messages, list) or not messages:
-    found = 'nothing' if messages is None else f'{json.dumps(messages)[:60]}'
+    found = 'nothing' if messages is None else _shown(messages)
     raise DataError(
       f'{where} should have a list of messages under key {key!r}; it has {found}.', fix=_FIX
     )
@@ -73,18 +80,21 @@ def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, A
 
 def checked_tools(record: Mapping[str, Any], *, where: str) -> Optional[list[Any]]:
   """Returns the tools that the assistant may call, for the template, or None."""
-  tools = record.get('tools')
+  tools = record.get(TOOLS)
+  if isinstance(tools, str):  # tables often hold their JSON
+    with contextlib.suppress(ValueError):
+      tools = json.loads(tools)
   if tools is not None and not isinstance(tools, list):
     raise DataError(
-      f"{where} has {json.dumps(tools)[:60]} under key 'tools'; that must be a list of schemas.",
-      fix='Write the list itself, not its text, or leave it out.',
+      f"{where} has {_shown(tools)} under key 'tools'; that must be a list of schemas.",
+      fix='Write the list itself, or its JSON, or leave it out.',
     )
   return tools or None
 
 
 def _message(message: Any, *, where: str) -> dict[str, Any]:
   if not isinstance(message, dict):
-    raise DataError(f'{where} is {json.dumps(message)[:60]}, not an object.', fix=_FIX)
+    raise DataError(f'{where} is {_shown(message)}, not an object.', fix=_FIX)
   fields = {name: value for name, value in message.items() if value is not None}
   role = fields.pop('role', None) or fields.pop('from', None)
   role = _SPEAKERS.get(role, role) if isinstance(role, str) else role
@@ -105,7 +115,7 @@ def _text(content: Any, *, where: str) -> str:
   """Returns the text of a message; a list of parts of text is joined."""
   if isinstance(content, str):
     return content
-  found = 'no content' if content is None else f'the content {json.dumps(content)[:60]}'
+  found = 'no content' if content is None else f'the content {_shown(content)}'
   if isinstance(content, list) and content:
     kinds = [part.get('type') if isinstance(part, dict) else None for part in content]
     texts = [part.get('text') for part in content if isinstance(part, dict)]
@@ -119,3 +129,7 @@ def _text(content: Any, *, where: str) -> str:
     fix='Correct or remove that line; content is a text, or a list of {"type": "text", "text": '
     '"..."}.',
   )
+
+
+def _shown(value: Any) -> str:
+  return json.dumps(value, default=str)[:60]

@@ -8,11 +8,10 @@ import functools
 import io
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional, Union
 
-from t5x_gpu.data.sources.conversations import conversation
+from t5x_gpu.data.sources.conversations import conversation_row
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.data.sources.rows import (
   FileForm,
@@ -139,7 +138,8 @@ def _conversation_rows(path: str, columns: Sequence[str], skip: int) -> Iterator
     row, where = None, f'{path}:{number}'
     if line.strip():
       try:
-        row = conversation(line, key=columns[0], where=where), os.fsencode(where)
+        record = json_object(line, where=where, keys=columns[:1])
+        row = conversation_row(record, key=columns[0], where=where)
       except DataError as e:
         row = e
     yield row

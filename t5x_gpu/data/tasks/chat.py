@@ -15,7 +15,7 @@ import numpy as np
 
 from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK
 from t5x_gpu.data.sources.block_reader import BlockReader
-from t5x_gpu.data.sources.line_formats import CONVERSATIONS
+from t5x_gpu.data.sources.rows import FileForm
 from t5x_gpu.data.sources.seqio_sources import file_source
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -126,21 +126,23 @@ def chat_task(
   name: str,
   files: Sequence[str],
   *,
+  form: FileForm,
   key: str,
   by_split: Optional[Mapping[str, Sequence[str]]] = None,
   chosen: bool = False,
 ) -> seqio.Task:
-  """Returns a language-model task over JSON lines with messages.
+  """Returns a language-model task over files with messages.
 
   Args:
     name: of the task.
     files: all of them.
-    key: of the messages in a JSON object.
+    form: of the files, whose rows are conversations.
+    key: of the messages.
     by_split: split -> files; without it a hash assigns conversations to splits.
     chosen: the user chose the key.
   """
   reader = BlockReader(
-    CONVERSATIONS, columns={'targets': key, _WHERE: _WHERE}, num_files=len(files), chosen=chosen
+    form, columns={'targets': key, _WHERE: _WHERE}, num_files=len(files), chosen=chosen
   )
   text = seqio.Feature(named_vocabulary('byte'), add_eos=False)  # the template writes the end
   mask = seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False)

@@ -18,7 +18,12 @@ from typing import Optional
 
 from t5x_gpu.data.sources import discovery, labelled_tables, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
-from t5x_gpu.data.sources.column_formats import ARROW, PARQUET
+from t5x_gpu.data.sources.column_formats import (
+  ARROW,
+  ARROW_CONVERSATIONS,
+  PARQUET,
+  PARQUET_CONVERSATIONS,
+)
 from t5x_gpu.data.sources.conversations import MESSAGES, conversation_key
 from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
@@ -34,6 +39,12 @@ FORMS = {
   'parquet': PARQUET,
   'tfrecord': TFRECORD,
   'arrayrecord': ARRAYRECORD,
+}
+# Form -> the same with conversations.
+_CONVERSATIONS = {
+  'jsonl': line_formats.CONVERSATIONS,
+  'parquet': PARQUET_CONVERSATIONS,
+  'arrow': ARROW_CONVERSATIONS,
 }
 # Endings of the data files of Hugging Face's datasets -> their form.
 _HUGGINGFACE_FORMS = {
@@ -57,7 +68,14 @@ def _task(
   by_split = None if by_split is None or set(by_split) == {'train'} else by_split
   key = _messages(name, form, files, chosen)
   if key is not None:
-    return chat.chat_task(name, files, key=key, by_split=by_split, chosen=chosen is not None)
+    return chat.chat_task(
+      name,
+      files,
+      form=_CONVERSATIONS[form.name],
+      key=key,
+      by_split=by_split,
+      chosen=chosen is not None,
+    )
   if chosen and form is line_formats.JSON_LINES:  # a record may be damaged, also the first one
     columns = dict(chosen)
   else:
@@ -75,19 +93,23 @@ def _messages(
   Raises:
     DataError: they hold texts as well, or conversations in a form that has only texts.
   """
-  is_json = form is line_formats.JSON_LINES
   if chosen is not None:
     key = chosen.get(MESSAGES)
-    if key is not None and not is_json:
+    if key is not None and form.name not in _CONVERSATIONS:
       raise task_error(
-        f'#messages={key}: {form.name} files hold texts, and conversations are read from jsonl.',
+        f'#messages={key}: {form.name} files hold texts; conversations are read from '
+        f'{", ".join(_CONVERSATIONS)}.',
         fix='Write them as JSON lines, with the list of messages in each: jsonl:PATTERN.',
       )
     return key
-  names, path = _first_columns(name, form, files) if is_json else ([], '')
+  if form.name not in _CONVERSATIONS:
+    return None
+  names, path = _first_columns(name, form, files)
   key = conversation_key(names)
   texts = [column for column in ('text', 'targets') if column in names]
   if key is not None and texts:
+    if form is not line_formats.JSON_LINES:  # a table may have further columns
+      return None
     raise task_error(
       f'The first object of {path} has {texts[0]!r} and {key!r}: a text and a conversation.',
       fix=f'Choose after the pattern: #messages={key}, or #text={texts[0]}.',

@@ -2,14 +2,17 @@
 
 import json
 import logging
+import re
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 
 from t5x_gpu.data import data_module
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared.index import read_index
-from t5x_gpu.data.sources.conversations import conversation
+from t5x_gpu.data.sources.conversations import conversation_row
 from t5x_gpu.data.tasks import tables
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
@@ -118,14 +121,14 @@ def test_a_resumed_run_refuses_a_changed_template(open_data, chat, tmp_path):
 
 def test_long_conversations_are_cut_or_left_out_and_counted(open_data, tmp_path, caplog):
   folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
-  talks = [talk('a' * 90, 'b'), *[talk('Hi', 'b' * (60 + i)) for i in range(12)], talk('Hi', 'yes')]
+  longest = [talk(letter * 90, 'b') for letter in 'acd']
+  talks = [*longest, *[talk('Hi', 'b' * (60 + i)) for i in range(12)], talk('Hi', 'yes')]
   write_talks(tmp_path / 'a.jsonl', talks)
   with caplog.at_level(logging.WARNING):
     found = split_talks(
       talks, f'jsonl:{tmp_path}/a.jsonl', open_data, f'huggingface:{folder}', pack=True
     )
-  text = caplog.text
-  assert len(found) == 14
+  assert len(found) == 16
   caplog.clear()
   with caplog.at_level(logging.WARNING):
     opened = open_data(
@@ -137,7 +140,9 @@ def test_long_conversations_are_cut_or_left_out_and_counted(open_data, tmp_path,
     found = rows_of(opened.iterator, number=60)
   text = caplog.text
   assert all(len(targets) <= 48 and any(loss) for _, targets, loss in found)
-  assert 'a.jsonl:1 has ' in text and 'tokens, a row 48 (TASK_FEATURE_LENGTHS): left out' in text
+  assert re.search(
+    r'a\.jsonl:[123] has \d+ tokens, a row 48 \(TASK_FEATURE_LENGTHS\): left out', text
+  )
   assert text.count(': cut') == 4  # three by name, and once at 10
   assert '10 conversations so far are longer than the 48 tokens of a row' in text
 
@@ -163,6 +168,25 @@ def test_sharegpt_and_parts_of_text_are_the_same_conversations(tmp_path):
     assert content == {'messages': TALKS[2], 'tools': None}
     assert template.tokens(**content, where='a')[0].size > 20
     assert row['where'].decode() == f'{path}:1'
+
+
+@pytest.mark.parametrize('form', ['parquet', 'arrow'])
+def test_tables_hold_conversations_too(tmp_path, form):
+  rows = {'messages': [*TALKS, TALKS[0]], 'tools': [None] * 4, 'id': list(range(4))}
+  table = pa.table(rows)
+  if form == 'parquet':
+    pq.write_table(table, tmp_path / 'a.parquet', row_group_size=2)
+  else:
+    with pa.ipc.new_stream(str(tmp_path / 'a.arrow'), table.schema) as writer:
+      writer.write_table(table, max_chunksize=3)
+  name, spelled = ('parquet', '/a.parquet') if form == 'parquet' else ('hf_dataset', '')
+  task = tables.PATTERN_TASKS[name](f'{tmp_path}{spelled}')
+  found = []
+  for split in task.splits:
+    found += task.source.get_dataset(split, shuffle=False).as_numpy_iterator()
+  found = sorted((x['where'].decode(), json.loads(x['targets'])['messages']) for x in found)
+  assert [row for _, row in found] == rows['messages']
+  assert [where for where, _ in found] == [f'{tmp_path}/a.{form}, row {i}' for i in range(1, 5)]
 
 
 USER = {'role': 'user', 'content': 'a'}
@@ -191,7 +215,7 @@ ANSWER = {'role': 'assistant', 'content': 'b'}
 )
 def test_bad_conversations_are_named_with_file_and_line(record, says):
   with pytest.raises(DataError, match=says) as e:
-    conversation(json.dumps(record).encode(), key='messages', where='a.jsonl:1')
+    raise conversation_row(record, key='messages', where='a.jsonl:1')
   assert e.value.fix
 
 
@@ -225,7 +249,7 @@ def test_wrong_settings_are_refused_before_anything_is_read(open_data, chat, tmp
   with pytest.raises(DataError, match='masks parts of texts'):
     open_data(f'span_corruption:{name}', vocabulary=vocabulary)
   (tmp_path / 'a.csv').write_text('messages\n[]\n')
-  with pytest.raises(DataError, match='conversations are read from jsonl'):
+  with pytest.raises(DataError, match='conversations are read from jsonl, parquet, arrow'):
     open_data(f'csv:{tmp_path}/a.csv#messages=messages', vocabulary=vocabulary)
 
 
