@@ -24,7 +24,7 @@ from tests.helpers_pages import blocks
 from tests.helpers_train import compiled_kept_in, run_here
 
 pytest.importorskip('tokenizers')
-pytestmark = pytest.mark.tf
+pytestmark = [pytest.mark.tf, pytest.mark.slow]
 STEPS = 30
 TALKS = [talk(f'What is {i}?', 'It is five!') for i in range(60)]
 BINDINGS = {
