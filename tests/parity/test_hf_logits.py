@@ -55,9 +55,12 @@ def make_theirs(config, folder):
   )
   if config['model_type'] in ('t5', 'mt5') and config.get('tie_word_embeddings') is False:
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
+  # Gemma-3 multiplies by 1 + scale. Queries and keys of twice the size make the softmax so steep
+  # that their own float32 is 1e-4 from their float64.
+  middle = 0.0 if config['model_type'] == 'gemma3_text' else 1.0
   with torch.no_grad():
     for parameter in model.parameters():
-      parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+      parameter.copy_(torch.randn_like(parameter) * 0.2 + middle * (parameter.dim() == 1))
   model.save_pretrained(folder)
   (folder / 'config.json').write_text(json.dumps(dict(config)))  # as transformers 4 wrote it
   return model

@@ -157,8 +157,10 @@ class Table:
   def chunks(self) -> dict[str, Shape]:
     """Returns path -> chunk shape on disk, so that each piece fills whole chunks."""
     out: dict[str, Shape] = {}
-    for name in self.uses:
+    for name, uses in self.uses.items():
       for piece in self.pieces(name):
+        if all(use.rule.ours in out for use in uses):
+          break
         for path, place in piece.slices.items():
           out.setdefault(path, tuple(1 if isinstance(s, int) else s.stop - s.start for s in place))
     return out
