@@ -50,6 +50,8 @@ equal.
 """
 TOLERANCE = 1e-5
 FP8_TOLERANCE = 0.0625  # the largest rounding error of E4M3, see docs/precision.md
+# Four roundings of 2^-9, of terms twice as large as their sum.
+BFLOAT16_GRADIENT_TOLERANCE = 2.0**-6
 FAKE = 'xla_force_host_platform_device_count'
 
 
@@ -121,6 +123,14 @@ def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) 
         '--gin.TransformerConfig.num_layers=2, and fewer rows: one device takes the whole batch.',
         docs='parallelism.md#memory',
       ) from None
+
+
+def default_tolerance(config: StepConfig) -> float:
+  """Returns the largest relative difference that the rounding of a run explains."""
+  if uses_fp8(config.model):
+    return FP8_TOLERANCE
+  in_bfloat16 = config.partitioner.gradient_dtype == 'bfloat16'
+  return BFLOAT16_GRADIENT_TOLERANCE if in_bfloat16 else TOLERANCE
 
 
 def _scaled(schedule: Schedule, factor: float) -> Schedule:
@@ -235,7 +245,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--tolerance',
     type=float,
     metavar='X',
-    help=f'largest relative difference (default {TOLERANCE}, in FP8 {FP8_TOLERANCE})',
+    help=f'largest relative difference (default {TOLERANCE}; {BFLOAT16_GRADIENT_TOLERANCE} with '
+    f"Partitioner.gradient_dtype = 'bfloat16'; {FP8_TOLERANCE} in FP8)",
   )
   parser.add_argument(
     '--real', action='store_true', help="use this machine's GPUs instead of simulated CPU devices"
@@ -264,7 +275,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   loaded = args.load()
   config = gin_loader.configured(loaded, StepConfig)
   fp8 = uses_fp8(config.model)
-  tolerance = args.extra.tolerance or (FP8_TOLERANCE if fp8 else TOLERANCE)
+  tolerance = args.extra.tolerance or default_tolerance(config)
   xla = xla_flags.prepare_environment(config.xla_preset) if args.extra.real else None
   programs = build(config, topology=topology, devices=devices)
   batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels are [batch]

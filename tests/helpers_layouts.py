@@ -57,6 +57,7 @@ class Case:
 
 _1F1B = dict(stage=2, pipeline_schedule='1f1b')
 _HSDP = dict(ici_mesh_shape={'fsdp': -1}, dcn_mesh_shape={'data': -1})
+_IN_BFLOAT16 = dict(gradient_dtype='bfloat16')
 BFLOAT16 = dict(dtype='bfloat16')
 # Just enough room in experts for tokens that are evenly spread.
 EXPERTS = dict(num_experts=4, expert_capacity_factor=1.0)
@@ -65,6 +66,10 @@ CASES = {
   'one_device_experts': Case(config=EXPERTS, num_devices=1),
   'dp': Case(),
   'dp_4_microbatches': Case(num_microbatches=4),
+  'dp_gradients_in_bfloat16': Case(_IN_BFLOAT16),
+  'fsdp_gradients_in_bfloat16': Case(dict(fsdp=4, overlap_layers=True, **_IN_BFLOAT16)),
+  'zero1_gradients_in_bfloat16': Case(dict(fsdp=8, zero_stage=1, **_IN_BFLOAT16), num_hosts=2),
+  '3d_gradients_in_bfloat16': Case(dict(_1F1B, num_partitions=2, **_IN_BFLOAT16)),
   'zero1': Case(dict(fsdp=8, zero_stage=1)),
   'zero2': Case(dict(fsdp=8, zero_stage=2)),
   'zero2_4_microbatches': Case(dict(fsdp=8, zero_stage=2), num_microbatches=4),

@@ -14,7 +14,9 @@ def rules() -> AxisRules:
   return AxisRules(activations={'batch': ('data',)})
 
 
-def traffic_per_step(*, gradient_bytes: int, replicas: int) -> dict[str, float]:
+def traffic_per_step(
+  *, gradient_bytes: int, replicas: int, in_bfloat16: bool = False
+) -> dict[str, float]:
   """Returns the bytes that a device sends per training step to sum gradients, in a ring.
 
   Once per step, whatever the number of microbatches, in one collective over all axes.
@@ -23,5 +25,9 @@ def traffic_per_step(*, gradient_bytes: int, replicas: int) -> dict[str, float]:
     gradient_bytes: bytes of the gradients of one device, in float32.
     replicas: devices with the same parameters: the product of `data`, `context` and every other
       axis that does not split them.
+    in_bfloat16: whether they are sent so: half the bytes, in two collectives.
   """
-  return {'all-reduce': 2.0 * (replicas - 1) / replicas * gradient_bytes}
+  once = (replicas - 1) / replicas * gradient_bytes
+  if in_bfloat16:
+    return {'all-to-all': once / 2, 'all-gather': once / 2}
+  return {'all-reduce': 2.0 * once}

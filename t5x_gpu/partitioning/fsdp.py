@@ -15,7 +15,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import flax.struct
@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning import manual_collectives
+from t5x_gpu.partitioning.arrays import fsdp_dims
 from t5x_gpu.partitioning.arrays.fsdp_dims import Padding
-from t5x_gpu.partitioning.axis_rules import AxisRules, varying
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, own_table, varying
+from t5x_gpu.partitioning.manual_collectives import InBfloat16
 
 SPLIT = {'embed': ('fsdp',)}
 
@@ -46,6 +48,7 @@ def traffic_per_step(
   zero_stage: int = 3,
   dtype_bytes: int = 4,
   in_pipeline: bool = False,
+  in_bfloat16: bool = False,
 ) -> dict[str, float]:
   """Returns collective -> bytes that a device sends over `fsdp` per training step.
 
@@ -58,11 +61,14 @@ def traffic_per_step(
     zero_stage: see above.
     dtype_bytes: bytes per value when stage 3 gathers, in the compute dtype. The rest is float32.
     in_pipeline: whether parameters are gathered once per step.
+    in_bfloat16: whether gradients are sent so, in an all-to-all.
   """
   share, size = (fsdp - 1) / fsdp, layers_size + other_size
   gathered = 4 * size
   if zero_stage == 3:
     gathered = dtype_bytes * (size if in_pipeline else size + layers_size)
+  if in_bfloat16:
+    return {'all-gather': share * gathered, 'all-to-all': share * 2 * size}
   return {'all-gather': share * gathered, 'reduce-scatter': share * 4 * size}
 
 
@@ -78,6 +84,7 @@ class Dims:
     padding: zeros that make the parts equal, or None.
     sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
     ahead: whether the loop over layers communicates one layer ahead (layer_loop.py).
+    sent: to send the gradient in bfloat16; None for float32.
   """
 
   fsdp: Optional[int] = None
@@ -85,6 +92,44 @@ class Dims:
   padding: Optional[Padding] = None
   sums: tuple[str, ...] = ()
   ahead: bool = False
+  sent: Optional[InBfloat16] = None
+
+
+def dims_of(
+  names: AxisNames,
+  *,
+  table: Table,
+  mesh_shape: Mapping[str, int],
+  sent: Optional[InBfloat16] = None,
+) -> Dims:
+  """Returns how a parameter is split between steps, without the sums of its gradient.
+
+  Args:
+    names: of the parameter.
+    table: array axis -> mesh axes, of the optimizer state.
+    mesh_shape: mesh axis -> size.
+    sent: for gradients that `in_bfloat16` allows; None for float32.
+  """
+  own = own_table(names, table)
+
+  def dim_of(axis: str) -> Optional[int]:
+    if mesh_shape.get(axis, 1) == 1:
+      return None
+    places = [i for i, name in enumerate(names.names) if axis in own.get(name, ())]
+    return places[0] - len(names.names) if places else None
+
+  padding = fsdp_dims.padding_of(names, table=own, mesh_shape=mesh_shape)
+  sent = sent if in_bfloat16(names.names) else None
+  return Dims(dim_of('fsdp'), dim_of('model'), padding, sent=sent)
+
+
+def in_bfloat16(names: Sequence[Optional[str]]) -> bool:
+  """Returns whether the gradient of a parameter can be sent in bfloat16.
+
+  Those of vectors (scales of norms, biases) stay in float32. They are small, and one all-reduce
+  carries several.
+  """
+  return sum(name != 'layers' for name in names) > 1
 
 
 @flax.struct.dataclass
@@ -148,7 +193,9 @@ def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns this device's part of the sum of `gradient` over `fsdp`."""
   if dims.padding is not None:
     gradient = dims.padding.added(gradient)
-  return manual_collectives.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+  return manual_collectives.psum_scatter(
+    gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model, sent=dims.sent
+  )
 
 
 def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
@@ -164,19 +211,22 @@ def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None
     gradient = scatter(gradient, dims)
   if earlier is not None:
     gradient = gradient + earlier
-  return jax.lax.psum(gradient, dims.sums) if dims.sums else gradient
+  return total(gradient, dims)
 
 
-def summed(
-  parameter: jax.Array, axes: tuple[str, ...], earlier: Optional[jax.Array] = None
-) -> jax.Array:
-  """Returns `parameter`; the backward pass sums its gradient over mesh `axes`.
+def total(gradient: jax.Array, dims: Dims) -> jax.Array:
+  """Returns the sum of `gradient` over `dims.sums`."""
+  return manual_collectives.psum(gradient, dims.sums, model_dim=dims.model, sent=dims.sent)
+
+
+def summed(parameter: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
+  """Returns `parameter`; the backward pass sums its gradient over `dims.sums`.
 
   For a parameter that is used in several places: the sum is of the whole gradient, once.
   """
-  if not axes and earlier is None:
+  if not dims.sums and earlier is None:
     return parameter
-  return _use(None, Dims(sums=axes), parameter, None, earlier)
+  return _use(None, dataclasses.replace(dims, fsdp=None), parameter, None, earlier)
 
 
 def make_whole(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:

@@ -26,6 +26,7 @@ from t5x_gpu.partitioning.axis_rules import (
   partition_spec,
   use_rules,
 )
+from t5x_gpu.partitioning.manual_collectives import InBfloat16
 from t5x_gpu.partitioning.manual_region import Pipeline, Region
 from t5x_gpu.partitioning.mesh.mesh import mesh_table
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
@@ -45,6 +46,7 @@ class Layout:
     zero_stage: see partitioning/fsdp.py.
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by, overlap_layers: see partitioning/manual_region.py.
+    gradient_dtype: in which gradients are sent, 'float32' or 'bfloat16'.
     notes: notes for the user, one line each.
   """
 
@@ -56,11 +58,13 @@ class Layout:
   pipeline: Optional[Pipeline] = None
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
+  gradient_dtype: str = 'float32'
   notes: tuple[str, ...] = ()
 
   @property
   def region(self) -> Region:
     """The region of a step with explicit collectives."""
+    inside = tuple((a, self.sizes.ici[a]) for a, hosts in self.sizes.dcn.items() if hosts > 1)
     return Region(
       self.rules,
       self.mesh.shape,
@@ -68,6 +72,7 @@ class Layout:
       self.pipeline,
       self.accumulate_by,
       self.overlap_layers,
+      InBfloat16(inside) if self.gradient_dtype == 'bfloat16' else None,
     )
 
   @property

@@ -3,13 +3,52 @@
 `model` is automatic in the region (partitioning/manual_region.py). For an array that is split over
 an automatic axis, XLA would first gather all parts on every device; here each part is sent alone.
 Call these only where they are not differentiated: in the two functions of a `jax.custom_vjp`.
+
+Terms of a sum can be sent in bfloat16. A sum of bfloat16 by NCCL has the type of its data, and is
+rounded at each hop of a ring (ncclAllReduce takes one datatype,
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html). Here an all-to-all brings
+the terms of a device's part together, and the device adds them in float32. An all-reduce then
+gathers the sums, rounded. That is as many values as in a ring. Each term is rounded once, by at
+most 2^-9 of its value; so is the sum of an all-reduce, which is the same on all devices. Over
+several hosts, the devices of a host add theirs first, so that no more crosses the network than in a
+ring; the sums of hosts are rounded once more.
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Optional
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class InBfloat16:
+  """That gradients are sent in bfloat16, and which devices share a host.
+
+  Attributes:
+    inside: (mesh axis, its part inside a host) of every axis that crosses hosts.
+  """
+
+  inside: tuple[tuple[str, int], ...] = ()
+
+  def hosts(self, axes: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
+    """Returns for each host the places along `axes`, flattened, of its devices; all if it is one.
+
+    Args:
+      axes: mesh axes.
+      sizes: of the axes.
+    """
+    inside = dict(self.inside)
+    by_host: dict[tuple[int, ...], list[int]] = {}
+    for place, of_axes in enumerate(itertools.product(*map(range, sizes))):
+      host = tuple(i // inside.get(axis, n) for i, axis, n in zip(of_axes, axes, sizes))
+      by_host.setdefault(host, []).append(place)
+    return list(by_host.values())
 
 
 def all_gather(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = None) -> jax.Array:
@@ -27,14 +66,78 @@ def all_gather(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = 
 
 
 def psum_scatter(
-  x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = None
+  x: jax.Array,
+  axis: str,
+  *,
+  dim: int,
+  model_dim: Optional[int] = None,
+  sent: Optional[InBfloat16] = None,
 ) -> jax.Array:
-  """Returns this device's part of the sum of `x` over `axis`; arguments as in `all_gather`."""
-  return _on_each_part(
-    lambda part: jax.lax.psum_scatter(part, axis, scatter_dimension=part.ndim + dim, tiled=True),
-    x,
-    model_dim,
+  """Returns this device's part of the sum of `x` over `axis`.
+
+  Args:
+    x: a term of the sum.
+    axis, dim, model_dim: as in `all_gather`.
+    sent: to send in bfloat16; the result is float32. None to send and add in the dtype of `x`.
+  """
+
+  def scatter(part: jax.Array) -> jax.Array:
+    at = part.ndim + dim
+    if sent is None:
+      return jax.lax.psum_scatter(part, axis, scatter_dimension=at, tiled=True)
+    size = jax.lax.axis_size(axis)
+    shape = (*part.shape[:at], size, part.shape[at] // size, *part.shape[at + 1 :])
+    return _own_sum(jnp.moveaxis(part.reshape(shape), at, 0), (axis,), sent)
+
+  return _on_each_part(scatter, x, model_dim)
+
+
+def psum(
+  x: jax.Array,
+  axes: tuple[str, ...],
+  *,
+  model_dim: Optional[int] = None,
+  sent: Optional[InBfloat16] = None,
+) -> jax.Array:
+  """Returns the sum of `x` over manual mesh `axes`, the same on all devices.
+
+  Args:
+    x: a term of the sum.
+    axes: manual mesh axes.
+    model_dim: as in `all_gather`.
+    sent: as in `psum_scatter`.
+  """
+  if sent is None or not axes:
+    return jax.lax.psum(x, axes) if axes else x
+
+  def total(part: jax.Array) -> jax.Array:
+    size = math.prod(map(jax.lax.axis_size, axes))
+    flat = jnp.pad(part.reshape(-1), (0, -part.size % size))
+    own = _own_sum(flat.reshape(size, -1), axes, sent)
+    whole = jax.lax.all_gather(_rounded(own), axes, tiled=True, to='invarying')
+    return whole[: part.size].reshape(part.shape).astype(jnp.float32)
+
+  return _on_each_part(total, x, model_dim)
+
+
+def _own_sum(parts: jax.Array, axes: tuple[str, ...], sent: InBfloat16) -> jax.Array:
+  """Returns the sum over `axes` of this device's part [...] of `parts` [devices, ...]."""
+  hosts = sent.hosts(axes, tuple(map(jax.lax.axis_size, axes)))
+  exchange = functools.partial(
+    jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
   )
+  if len(hosts) == 1 or len(hosts[0]) == 1:
+    return exchange(_rounded(parts)).astype(jnp.float32).sum(0)
+  order = [host[i] for i in range(len(hosts[0])) for host in hosts]
+  parts = _rounded(parts[jnp.asarray(order)]).reshape(len(hosts[0]), len(hosts), *parts.shape[1:])
+  of_host = exchange(parts, axis_index_groups=hosts).astype(jnp.float32).sum(0)
+  across = [list(places) for places in zip(*hosts)]
+  return exchange(_rounded(of_host), axis_index_groups=across).astype(jnp.float32).sum(0)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+  """Returns `x` in bfloat16. XLA may drop a conversion to it and back, but not the rounding."""
+  return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
 def _on_each_part(

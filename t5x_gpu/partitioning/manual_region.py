@@ -26,6 +26,7 @@ from t5x_gpu.partitioning.axis_rules import (
   use_rules,
   varying,
 )
+from t5x_gpu.partitioning.manual_collectives import InBfloat16
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
 
@@ -81,6 +82,7 @@ class Region:
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one; 'microbatch' takes a microbatch through all layers first.
     overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py).
+    sent: to send gradients in bfloat16; None for float32.
   """
 
   rules: AxisRules
@@ -89,6 +91,7 @@ class Region:
   pipeline: Optional[Pipeline] = None
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
+  sent: Optional[InBfloat16] = None
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -208,18 +211,11 @@ class Region:
     """
 
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:
-      split = self._fsdp_dims(axis_names) if self.reduces_in_backward else None
-      dims = split or fsdp.Dims()
-      axes = self.sum_axes(axis_names) if sums else ()
-      if in_layers and 'layers' in axis_names.names:
-        dims = dataclasses.replace(dims, sums=axes, ahead=self.overlap_layers)
-      else:
-        part, before = fsdp.summed(part, axes, before), None
-        if split is None:
-          return part
-      if split is None:
-        return fsdp.Split(part, None, dims, before) if sums else part
-      full = param if self.zero_stage == 2 else None
+      dims = dataclasses.replace(
+        self._dims(axis_names), sums=self.sum_axes(axis_names) if sums else ()
+      )
+      split = self.reduces_in_backward and dims.fsdp is not None
+      full = param if split and self.zero_stage == 2 else None
       copies = self._copies.dim(axis_names)
       if copies is not None and (part.ndim, part.shape[copies:]) != (
         param.ndim,
@@ -227,7 +223,13 @@ class Region:
       ):
         dims = dataclasses.replace(dims, model=copies)
         full = None if full is None else self._copies.make(axis_names, full)
-      return fsdp.Split(part, full, dims, before)
+      if not split:
+        dims = dataclasses.replace(dims, fsdp=None, padding=None)
+      if in_layers and 'layers' in axis_names.names:
+        dims = dataclasses.replace(dims, ahead=self.overlap_layers)
+        return fsdp.Split(part, full, dims, before) if split or sums else part
+      part = fsdp.summed(part, dims, before)
+      return fsdp.Split(part, full, dataclasses.replace(dims, sums=())) if split else part
 
     if earlier is None:
       earlier = jax.tree.map(lambda _: None, names)
@@ -249,29 +251,16 @@ class Region:
     """
 
     def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
-      dims = self._fsdp_dims(axis_names) if self.zero_stage == 3 else None
-      return param if dims is None else fsdp.gather(param.astype(dtype), dims).astype(param.dtype)
+      dims = self._dims(axis_names)
+      if self.zero_stage < 3 or dims.fsdp is None:
+        return param
+      return fsdp.gather(param.astype(dtype), dims).astype(param.dtype)
 
     return jax.tree.map(parameter, names, params)
 
-  def _fsdp_dims(self, axis_names: AxisNames) -> Optional[fsdp.Dims]:
-    """Returns the dimension at which `fsdp` splits the optimizer state; None if it does not."""
-
-    table = own_table(axis_names, self.rules.state)
-
-    def dim_of(axis: str) -> Optional[int]:
-      names = axis_names.names
-      return next(
-        (i - len(names) for i, name in enumerate(names) if axis in table.get(name, ())), None
-      )
-
-    dim = dim_of('fsdp') if 'fsdp' in self.axes else None
-    if dim is None:
-      return None
-    return fsdp.Dims(
-      dim,
-      dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None,
-      fsdp_dims.padding_of(axis_names, table=table, mesh_shape=self.mesh_shape),
+  def _dims(self, axis_names: AxisNames) -> fsdp.Dims:
+    return fsdp.dims_of(
+      axis_names, table=self.rules.state, mesh_shape=self.mesh_shape, sent=self.sent
     )
 
   def copies(self, parts: Any, names: Any) -> Any:
@@ -290,22 +279,25 @@ class Region:
     """Returns the axes over which a gradient is summed, and which do not split its parameter."""
     table = own_table(axis_names, self.rules.parameters)
     own = {a for name in axis_names.names for a in table.get(name, ())}
-    if self._fsdp_dims(axis_names) is not None:
+    if self._dims(axis_names).fsdp is not None:
       own.add('fsdp')
     return tuple(a for a in self.axes if a not in own)
 
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns local gradients summed over all devices, split by `gradient_specs`.
 
-    Gradients that are reduced over the same axes share one collective.
+    Gradients that are reduced over the same axes in float32 share one collective.
     """
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
-      dims = self._fsdp_dims(axis_names)
-      if dims is not None and not self.reduces_in_backward:
+      dims, axes = self._dims(axis_names), self.sum_axes(axis_names)
+      if dims.fsdp is not None and not self.reduces_in_backward:
         leaves[i] = fsdp.scatter(leaves[i], dims)
-      groups[self.sum_axes(axis_names)].append(i)
+      if dims.sent is None:
+        groups[axes].append(i)
+      else:
+        leaves[i] = fsdp.total(leaves[i], dataclasses.replace(dims, sums=axes))
     for axes, members in groups.items():
       if axes:
         for i, reduced in zip(members, jax.lax.psum([leaves[i] for i in members], axes)):

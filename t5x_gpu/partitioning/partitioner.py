@@ -63,6 +63,7 @@ class Partitioner:
       next one: parameters are gathered and gradients reduced once per step; layers are recomputed.
       'microbatch' gathers and reduces for each microbatch, and keeps the activations of one.
     overlap_layers: communicate for a layer while another one computes (layer_loop.py).
+    gradient_dtype: 'bfloat16' sends gradients with half the bytes and still adds in float32.
     sequence_parallel: split norms, dropout and residuals over `model` by position.
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
@@ -83,6 +84,7 @@ class Partitioner:
   zero_stage: int = 3
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
+  gradient_dtype: str = 'float32'
   sequence_parallel: bool = False
   context: int = 1
   context_attention: str = 'ring'
@@ -98,6 +100,7 @@ class Partitioner:
     for name, legal in (
       ('zero_stage', (1, 2, 3)),
       ('accumulate_by', ('layer', 'microbatch')),
+      ('gradient_dtype', ('float32', 'bfloat16')),
       ('context_attention', context_parallel.METHODS),
       ('pipeline_schedule', pipeline_parallel.SCHEDULES),
     ):
@@ -178,6 +181,7 @@ class Partitioner:
       zero_stage=self.zero_stage,
       accumulate_by=self.accumulate_by,
       overlap_layers=self.overlap_layers and not by_layer,
+      gradient_dtype=self.gradient_dtype,
       pipeline=self._pipeline(sizes, logical_sizes, num_microbatches),
     )
 
@@ -218,8 +222,7 @@ class Partitioner:
 
     Args:
       sizes: of the mesh.
-      logical_sizes: array axis -> size.
-      num_microbatches: of gradient accumulation.
+      logical_sizes, num_microbatches: as in `lay_out`.
       legal_sizes: mesh axis -> sizes to suggest.
       with_data: mesh axis -> sizes to suggest together with data = -1, if only widths are wrong.
     """

@@ -50,7 +50,7 @@ def expected_bytes(name):
   """Returns mesh axes -> bytes that a device sends over them, from the formulas of each file."""
   case, c = CASES[name], config_of(CASES[name])
   partitioner, n = program(name).layout, program(name).layout.mesh.shape
-  stage = partitioner.zero_stage
+  stage, in_bfloat16 = partitioner.zero_stage, partitioner.gradient_dtype == 'bfloat16'
   dtype_bytes = np.dtype(PRECISIONS[c.dtype].dtype).itemsize
   num_layers = c.num_layers // n['stage']
   # Elements that one device holds, whole over fsdp.
@@ -74,7 +74,7 @@ def expected_bytes(name):
     add(
       axes,
       data_parallel.traffic_per_step(
-        gradient_bytes=4 * size, replicas=math.prod(n[a] for a in axes)
+        gradient_bytes=4 * size, replicas=math.prod(n[a] for a in axes), in_bfloat16=in_bfloat16
       ),
     )
 
@@ -94,6 +94,7 @@ def expected_bytes(name):
         zero_stage=stage,
         dtype_bytes=dtype_bytes,
         in_pipeline=pipeline is not None,
+        in_bfloat16=in_bfloat16,
       ),
     )
   if n['model'] > 1:

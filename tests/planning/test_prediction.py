@@ -105,14 +105,22 @@ def test_no_more_is_hidden_than_matrix_kernels_take():
     # One adapter of 50 GB/s for each of the eight groups of two; all eight for one group of 16.
     ('all-reduce', ('data',), 50e9),
     ('all-reduce', ('data', 'fsdp'), 400e9),
-    # Of 15 parts, 8 leave the host.
-    ('all-to-all', ('data', 'fsdp'), 50e9 * 15 / 8),
+    # Of gradients, which the GPUs of a host add first.
+    ('all-to-all', ('data', 'fsdp'), 400e9),
     ('collective-permute', ('data',), 50e9),
   ],
 )
 def test_a_group_has_the_adapters_of_its_gpus(kind, axes, bandwidth):
   link = links.link_of(kind, axes, hybrid_sizes(), H100, EXACT)
   assert link.bandwidth == pytest.approx(bandwidth)
+
+
+def test_tokens_leave_the_host_over_the_adapter_of_their_gpu():
+  sizes = resolve_mesh_sizes(
+    Topology(2, 8), ici_mesh_shape={'expert': 8}, dcn_mesh_shape={'expert': 2}
+  )
+  link = links.link_of('all-to-all', ('expert',), sizes, H100, EXACT)
+  assert link.bandwidth == pytest.approx(50e9 * 15 / 8)  # of 15 parts, 8 leave
 
 
 def test_a_half_empty_wave_of_tiles_costs_a_whole_one():

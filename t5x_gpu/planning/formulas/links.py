@@ -38,8 +38,9 @@ def link_of(
   """Returns the link of collectives of one kind over `axes`.
 
   In a ring over several hosts, each GPU of a host carries a part of the ring's bytes over its
-  network adapters: a group with k GPUs on each host has k adapters. A permute or all-to-all sends
-  what leaves the host over the GPU's own.
+  network adapters: a group with k GPUs on each host has k adapters. So does an all-to-all
+  of gradients, which the devices of a host add first (manual_collectives.py). A permute or an
+  all-to-all of tokens sends what leaves the host over the GPU's own.
   """
   inside = math.prod(sizes.ici[axis] for axis in axes)
   hosts = math.prod(sizes.dcn[axis] for axis in axes)
@@ -48,7 +49,7 @@ def link_of(
     return Link(NVLINK, nvlink, inside, 1)
   network = 1e9 / 8 * (assumed.network_gigabits or gpu.network_gigabits)
   network *= assumed.network_efficiency
-  if kind == 'all-to-all':
+  if kind == 'all-to-all' and 'expert' in axes and len(axes) == 1:
     network *= (inside * hosts - 1) / (inside * (hosts - 1))
   elif kind != 'collective-permute':
     network *= inside

@@ -107,23 +107,27 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   saved, names = program.abstract_saved.params, program.names.params
   stage = 1 if layout.pipeline else layout.zero_stage
   trained = set(_names(program.trained.split(saved)[0]))
-  sizes = _LayerSizes()
+  sizes, in_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
   # The table of the optimizer state has what fsdp splits, whatever the stage.
   for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes
     own = math.prod(p.shape) / math.prod(p.parts) * (mesh['fsdp'] if split else 1)
+    half = in_bfloat16 and fsdp.in_bfloat16(p.names)
     if split:
       gathers = 1.0
       if in_layers:  # forward and backward; a loop that is a layer ahead keeps the last one
         gathers = 2 - (1 / p.shape[p.names.index('layers')] if layout.region.layers_ahead else 0)
       of_element = gathers * _in_8_bits(p, shape)
-      sizes.add(own, is_trained=p.name in trained, gathered_bytes=of_element, stage=stage)
+      gathered = of_element if stage == 3 else 4 if p.name in trained else 0
+      sizes.gathered_bytes += own * gathered
+      sizes.scattered[half] += own if p.name in trained else 0
     if p.name in trained:
       axes = [a for a in ('stage', 'data', 'context', 'expert') if a not in p.mesh_axes]
       axes = [a for a in axes if a != 'stage' or not in_layers]
       axes += [] if split else ['fsdp']
-      sizes.reduced[tuple(a for a in axes if mesh[a] > 1)] += own / (mesh['fsdp'] if split else 1)
+      axes = tuple(a for a in axes if mesh[a] > 1)
+      sizes.reduced[axes, half] += own / (mesh['fsdp'] if split else 1)
   layers = sum(stack.num_layers for stack in shape.stacks) or 1
   passes = shape.passes if layout.accumulate_by == 'microbatch' and not layout.pipeline else 1
   if mesh['fsdp'] > 1:
@@ -135,28 +139,32 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
     runs = (2 * layers + 2) * repeats if stage == 3 else 1
     yield ['fsdp'], {'all-gather': per_byte * sizes.gathered_bytes * repeats}, runs
     runs = (layers + 2) * repeats if stage > 1 else 1
-    yield ['fsdp'], {'reduce-scatter': per_byte * 4 * sizes.scattered * repeats}, runs
-  for axes, size in sizes.reduced.items():
+    for half, size in sizes.scattered.items():
+      kind, num_bytes = ('all-to-all', 2) if half else ('reduce-scatter', 4)
+      yield ['fsdp'], {kind: per_byte * num_bytes * size * repeats}, runs
+  for (axes, half), size in sizes.reduced.items():
     ways = math.prod(mesh[a] for a in axes)
     if ways > 1:
       runs = layers if shape.passes == 1 else 1
-      yield axes, data_parallel.traffic_per_step(gradient_bytes=4 * size, replicas=ways), runs
+      of_step = data_parallel.traffic_per_step(
+        gradient_bytes=4 * size, replicas=ways, in_bfloat16=half
+      )
+      yield axes, of_step, runs
 
 
 class _LayerSizes:
-  """Sums over parameters, in elements or bytes of one device, whole over fsdp."""
+  """Sums over parameters, in elements or bytes of one device.
+
+  Attributes:
+    gathered_bytes: whole over fsdp.
+    scattered: whether gradients are sent in bfloat16 -> elements, whole over fsdp.
+    reduced: (mesh axes, whether in bfloat16) -> elements.
+  """
 
   def __init__(self) -> None:
     self.gathered_bytes = 0.0
-    self.scattered = 0.0
-    self.reduced: collections.Counter[tuple[str, ...]] = collections.Counter()
-
-  def add(self, own: float, *, is_trained: bool, gathered_bytes: float, stage: int) -> None:
-    if stage == 3:
-      self.gathered_bytes += own * gathered_bytes
-    elif is_trained:
-      self.gathered_bytes += 4 * own
-    self.scattered += own if is_trained else 0
+    self.scattered: collections.Counter[bool] = collections.Counter()
+    self.reduced: collections.Counter[tuple[tuple[str, ...], bool]] = collections.Counter()
 
 
 def _in_8_bits(p: ArrayLayout, shape: StepShape) -> int:
