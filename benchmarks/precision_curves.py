@@ -1,13 +1,15 @@
-"""Loss curves of 200 steps in float32, bfloat16 and emulated FP8; writes precision_curves.json.
+"""Loss curves of 200 steps in each precision, emulated where it must be; see precision_curves.json.
 
     python benchmarks/precision_curves.py [--steps 200]
 
 A byte-level decoder with 1.0 million parameters learns the source text of Python's standard
 library, from the same seed and on the same batches in every precision. Needs no GPU: the CPU rounds
-as a GPU would, and adds up the products in float32.
+as a GPU would, and adds up the products in float32. Gradients are sent between eight devices, which
+the CPU simulates.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sysconfig
@@ -26,7 +28,22 @@ from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 
-PRECISIONS = ('float32', 'bfloat16', 'fp8')
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A precision, and how gradients are sent between devices, if there are several."""
+
+  precision: str
+  gradient_dtype: str = 'float32'
+  num_devices: int = 1
+
+
+RUNS = {
+  'float32': Run('float32'),
+  'bfloat16': Run('bfloat16'),
+  'fp8': Run('fp8'),
+  'float32, gradients sent in bfloat16': Run('float32', 'bfloat16', 8),
+}
 BATCH, LENGTH = 16, 64
 # Steps over which losses are averaged before they are compared.
 WINDOW = 20
@@ -49,7 +66,7 @@ def text_batches(num_steps: int) -> Iterator[dict[str, np.ndarray]]:
     }
 
 
-def curve(precision: str, num_steps: int, **options: Any) -> list[float]:
+def curve(run: Run, num_steps: int, **options: Any) -> list[float]:
   """Returns the loss of each step, in nats per byte; `options` are of the TransformerConfig."""
   config = TransformerConfig(
     vocab_size=256,
@@ -63,16 +80,16 @@ def curve(precision: str, num_steps: int, **options: Any) -> list[float]:
     rope=RotaryEmbedding(),
     query_pre_attn_scalar=32.0,
     init_stddev=0.02,
-    dtype=precision,
+    dtype=run.precision,
     **options,
   )
   program = build_program(
     model=DecoderOnlyModel(config),
     optimizer=AdamW(),
     schedule=constant(2e-3),
-    partitioner=Partitioner(),
-    topology=Topology(1, 1),
-    devices=jax.devices()[:1],
+    partitioner=Partitioner(gradient_dtype=run.gradient_dtype),
+    topology=Topology(1, run.num_devices),
+    devices=jax.devices()[: run.num_devices],
     task_feature_lengths={'targets': LENGTH},
     batch_size=BATCH,
     pack=False,
@@ -94,14 +111,17 @@ def averages(losses: list[float]) -> list[float]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--steps', type=int, default=200)
-  steps = parser.parse_args().steps
-  found = {}
-  for precision in PRECISIONS:
-    found[precision] = averages(curve(precision, steps))
-    print(precision, ' '.join(f'{loss:.4f}' for loss in found[precision]), flush=True)
+  parser.add_argument('--only', choices=RUNS, help='run this one; keep the recorded others')
+  args = parser.parse_args()
+  jax.config.update('jax_num_cpu_devices', max(run.num_devices for run in RUNS.values()))
+  found = json.loads(OUT.read_text())['losses'] if args.only else {}
+  for name in [args.only] if args.only else RUNS:
+    found[name] = averages(curve(RUNS[name], args.steps))
+    print(name, ' '.join(f'{loss:.4f}' for loss in found[name]), flush=True)
   worst = {
-    precision: max(abs(a / b - 1) for a, b in zip(found[precision], found['float32']))
-    for precision in PRECISIONS[1:]
+    name: max(abs(a / b - 1) for a, b in zip(losses, found['float32']))
+    for name, losses in found.items()
+    if name != 'float32'
   }
   print('largest relative difference from float32:', worst)
   OUT.write_text(json.dumps({'window': WINDOW, 'losses': found, 'off_by': worst}, indent=1) + '\n')

@@ -459,6 +459,15 @@ def test_a_dry_run_compiles_nothing(tmp_path, capsys):
   assert parity.main([f'--gin_file={gin_file}', '--dry_run', '--devices=4', '--hosts=2']) == 0
   printed = capsys.readouterr().out
   assert 'mesh: 2 hosts x 2 CPU devices' in printed and 'parity:' not in printed
+  assert 'relative tolerance 1e-05' in printed
+
+
+def test_gradients_sent_in_bfloat16_have_their_own_tolerance(tmp_path, capsys):
+  gin_file = tmp_path / 'tiny.gin'
+  gin_file.write_text(TINY_GIN)
+  binding = "--gin.Partitioner.gradient_dtype='bfloat16'"
+  assert parity.main([f'--gin_file={gin_file}', binding, '--dry_run']) == 0
+  assert 'relative tolerance 0.03125' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.precision_curves import averages, curve
+from benchmarks.precision_curves import Run, averages, curve
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.start import Start
@@ -172,6 +172,8 @@ def test_pipelines_refuse_delayed_scaling():
 
 @pytest.mark.slow
 def test_loss_curve_is_that_of_current_scaling():
-  current, delayed = (averages(curve('fp8', 60, fp8_scaling=s)) for s in ('current', 'delayed'))
+  current, delayed = (
+    averages(curve(Run('fp8'), 60, fp8_scaling=s)) for s in ('current', 'delayed')
+  )
   assert current[-1] < 0.85 * current[0]
   np.testing.assert_allclose(delayed, current, rtol=0.02)

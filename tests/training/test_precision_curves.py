@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.precision_curves import averages, curve
+from benchmarks.precision_curves import Run, averages, curve
 
 # Averages of 20 steps, relative to float32: about twice what was measured
 # (benchmarks/results/precision_curves.json: 0.9% and 2.3%).
@@ -12,7 +12,7 @@ BANDS = {'bfloat16': 0.02, 'fp8': 0.045}
 
 @pytest.mark.slow
 def test_loss_curves_are_within_a_band_of_float32():
-  want = averages(curve('float32', 200))
+  want = averages(curve(Run('float32'), 200))
   assert want[-1] < 0.7 * want[0]
   for precision, band in BANDS.items():
-    np.testing.assert_allclose(averages(curve(precision, 200)), want, rtol=band)
+    np.testing.assert_allclose(averages(curve(Run(precision), 200)), want, rtol=band)
