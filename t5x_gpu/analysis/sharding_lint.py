@@ -15,6 +15,7 @@ from typing import Any, Optional
 from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.partitioning.axis_rules import Table
+from t5x_gpu.partitioning.manual_collectives import SCOPE
 
 PARAMETER, GRADIENT, ACTIVATION = 'parameter gather', 'gradient reduction', 'activation'
 OPTIMIZER, OTHER = 'optimizer', 'other'
@@ -94,6 +95,8 @@ def purpose(collective: Collective, shapes: ParameterShapes) -> str:
   in_step = in_loss or 'shard_map' in name  # else it is the update
   if math.prod(collective.shape) == 1:
     return OTHER if in_step else OPTIMIZER
+  if SCOPE in name:
+    return GRADIENT
   if collective.kind == 'all-gather' and shapes.find(collective.shape):
     return PARAMETER
   if (
@@ -221,16 +224,15 @@ def gathered(
   shapes = ParameterShapes(parameters, mesh_shape)
   vocab = {size for p in parameters for name, size in zip(p.names, p.shape) if name == 'vocab'}
   split_axes = {axis for array in (*parameters, *optimizer) for axis in array.mesh_axes}
-  enough = TRAFFIC_SHARE * sum(c.bytes_per_call for c in collectives)
   groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
   for c in collectives:
     reason = _unexplained(c.axes, c.shape, shapes.find(c.shape), vocab, split_axes)
-    if c.kind == 'all-gather' and reason:
+    if c.kind == 'all-gather' and reason and SCOPE not in c.op_name:
       groups[reason].append(c)
   found = []
   for (what, fix), members in groups.items():
     num_bytes = sum(c.bytes_per_call for c in members)
-    if num_bytes >= enough:
+    if num_bytes >= TRAFFIC_SHARE * sum(c.bytes_per_call for c in collectives):
       largest = max(members, key=lambda c: c.bytes_per_call)
       found.append(
         Finding(
@@ -273,8 +275,7 @@ def _unexplained(
     return (
       f'Parts of {matches[0].parameter.name} are gathered, although tensor parallelism should use '
       'them in place',
-      # The partitioner replicates the operand of a manual all_gather or psum_scatter over every
-      # automatic axis (jaxlib 0.10.2 and 0.11.2).
+      # The partitioner replicates its operand over every automatic axis (jaxlib 0.10.2, 0.11.2).
       'Constrain the activations around it with shard(x, *names). An explicit all_gather or '
       "psum_scatter also causes this, unless it is in a jax.shard_map over {'model'}.",
     )

@@ -14,6 +14,7 @@ several hosts, the devices of a host add theirs first, so that no more crosses t
 ring; the sums of hosts are rounded once more.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,6 +25,9 @@ from typing import Optional
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+
+# In the names of the operations that send gradients in bfloat16.
+SCOPE = 'gradients_in_bfloat16'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,8 @@ def psum_scatter(
     shape = (*part.shape[:at], size, part.shape[at] // size, *part.shape[at + 1 :])
     return _own_sum(jnp.moveaxis(part.reshape(shape), at, 0), (axis,), sent)
 
-  return _on_each_part(scatter, x, model_dim)
+  with jax.named_scope(SCOPE) if sent else contextlib.nullcontext():
+    return _on_each_part(scatter, x, model_dim)
 
 
 def psum(
@@ -117,7 +122,8 @@ def psum(
     whole = jax.lax.all_gather(_rounded(own), axes, tiled=True, to='invarying')
     return whole[: part.size].reshape(part.shape).astype(jnp.float32)
 
-  return _on_each_part(total, x, model_dim)
+  with jax.named_scope(SCOPE):
+    return _on_each_part(total, x, model_dim)
 
 
 def _own_sum(parts: jax.Array, axes: tuple[str, ...], sent: InBfloat16) -> jax.Array:

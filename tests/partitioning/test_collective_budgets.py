@@ -10,7 +10,9 @@ import math
 import numpy as np
 import pytest
 
+from t5x_gpu.analysis.array_layout import state_layouts
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.analysis.sharding_lint import GRADIENT, ParameterShapes, gathered, purpose
 from t5x_gpu.models.precision import PRECISIONS
 from t5x_gpu.partitioning import (
   context_parallel,
@@ -180,6 +182,17 @@ def sent_bytes(name):
 def test_bytes_are_what_the_formulas_say(name):
   sent, expected = sent_bytes(name), expected_bytes(name)
   assert sent == pytest.approx(expected, rel=0.05)
+
+
+@by_case(name for name in CASES if name.endswith('gradients_in_bfloat16'))
+def test_gradients_in_bfloat16_are_named_so_and_explained(name):
+  p = program(name)
+  parameters, optimizer = state_layouts(p)
+  shapes = ParameterShapes(parameters, p.layout.mesh.shape)
+  exchanges = chosen(collectives(name), kind='all-to-all')
+  assert exchanges and {c.dtype for c in exchanges} == {'bf16'}
+  assert {purpose(c, shapes) for c in exchanges} == {GRADIENT}
+  assert gathered(collectives(name), parameters, optimizer, p.layout.mesh.shape) == []
 
 
 # One layer's parameters, those outside of layers, and the one that fsdp does not split.
