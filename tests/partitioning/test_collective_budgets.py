@@ -187,7 +187,7 @@ def test_bytes_are_what_the_formulas_say(name):
 @by_case(name for name in CASES if name.endswith('gradients_in_bfloat16'))
 def test_gradients_in_bfloat16_are_named_so_and_explained(name):
   p = program(name)
-  parameters, optimizer = state_layouts(p)
+  parameters, optimizer = state_layouts(p.abstract_state, p.names)
   shapes = ParameterShapes(parameters, p.layout.mesh.shape)
   exchanges = chosen(collectives(name), kind='all-to-all')
   assert exchanges and {c.dtype for c in exchanges} == {'bf16'}

@@ -50,7 +50,9 @@ class Variant:
     }
     return dataclasses.replace(
       config,
-      partitioner=Partitioner(**dict(self.layout)),
+      partitioner=Partitioner(
+        **dict(self.layout), gradient_dtype=config.partitioner.gradient_dtype
+      ),
       num_microbatches=self.num_microbatches,
       model=with_config(config.model, **of_model) if of_model else config.model,
     )
