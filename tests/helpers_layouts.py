@@ -67,7 +67,7 @@ CASES = {
   'dp': Case(),
   'dp_4_microbatches': Case(num_microbatches=4),
   'dp_gradients_in_bfloat16': Case(_IN_BFLOAT16),
-  'fsdp_gradients_in_bfloat16': Case(dict(fsdp=4, overlap_layers=True, **_IN_BFLOAT16)),
+  'fsdp_gradients_in_bfloat16': Case(dict(fsdp=4, **_IN_BFLOAT16)),
   'zero1_gradients_in_bfloat16': Case(dict(fsdp=8, zero_stage=1, **_IN_BFLOAT16), num_hosts=2),
   '3d_gradients_in_bfloat16': Case(dict(_1F1B, num_partitions=2, **_IN_BFLOAT16)),
   'zero1': Case(dict(fsdp=8, zero_stage=1)),

@@ -97,6 +97,11 @@ CASES = (
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
+  _small(
+    'dp',
+    bindings=("Partitioner.gradient_dtype = 'bfloat16'", 'Partitioner.overlap_layers = True'),
+    label='gradients in bfloat16',
+  ),
   # GPUs.
   _llama('fsdp', gpu='h200'),
   _llama('fsdp', gpu='a100-80'),

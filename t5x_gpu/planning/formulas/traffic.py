@@ -121,7 +121,8 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
       of_element = gathers * _in_8_bits(p, shape)
       gathered = of_element if stage == 3 else 4 if p.name in trained else 0
       sizes.gathered_bytes += own * gathered
-      sizes.scattered[half] += own if p.name in trained else 0
+      uses = _uses(p, shape) if half and stage > 1 else 1
+      sizes.scattered[half] += uses * own if p.name in trained else 0
     if p.name in trained:
       axes = [a for a in ('stage', 'data', 'context', 'expert') if a not in p.mesh_axes]
       axes = [a for a in axes if a != 'stage' or not in_layers]
@@ -165,6 +166,16 @@ class _LayerSizes:
     self.gathered_bytes = 0.0
     self.scattered: collections.Counter[bool] = collections.Counter()
     self.reduced: collections.Counter[tuple[tuple[str, ...], bool]] = collections.Counter()
+
+
+def _uses(p: ArrayLayout, shape: StepShape) -> int:
+  """Returns how often a model uses a parameter in places that sum its gradient on their own.
+
+  XLA joins the reduce-scatters of a table of embeddings, but not all-to-alls.
+  """
+  if shape.config is None or not p.name.startswith('token_embedder/'):
+    return 1
+  return len(shape.stacks) + shape.config.logits_via_embedding
 
 
 def _in_8_bits(p: ArrayLayout, shape: StepShape) -> int:
