@@ -10,8 +10,8 @@ https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html). Here 
 the terms of a device's part together, and the device adds them in float32. An all-reduce then
 gathers the sums, rounded. That is as many values as in a ring. Each term is rounded once, by at
 most 2^-8 of its value; so is the sum of an all-reduce, which is the same on all devices. Over
-several hosts, the devices of a host add theirs first, so that no more crosses the network than in a
-ring; the sums of hosts are rounded once more.
+several hosts, the devices of a host add theirs first, so that as many values cross the network as
+in a ring; the sums of hosts are rounded once more.
 """
 
 import contextlib
