@@ -361,10 +361,14 @@ def test_a_reshard_killed_before_its_first_entry_starts_again(address, tmp_path,
   run_with(address, 3)
   new = as_path(address + '_new')
 
-  def interrupt(*args):
-    raise KeyboardInterrupt
+  note = RemoteJournal.note
 
-  monkeypatch.setattr(RemoteJournal, 'note', interrupt)
+  def interrupted(journal, entry):
+    if entry is not None:
+      raise KeyboardInterrupt
+    note(journal, entry)
+
+  monkeypatch.setattr(RemoteJournal, 'note', interrupted)
   assert reshard_from(address, new).code == 130
   assert any('/state/' in name for name in new.files())  # the arrays exist
   monkeypatch.undo()
