@@ -138,10 +138,10 @@ class Split:
 
   Attributes:
     part: this device's part, which is differentiated.
-    full: the whole parameter if every device has it (stage 2), else None.
+    full: the whole parameter if every device has it (stage 2, pipelines), else None.
     dims: the dimensions that are split.
-    earlier: gradient of earlier microbatches, scattered over `fsdp` but not yet summed over
-      `dims.sums`; None for none.
+    earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
+      over `dims.sums`; None for none.
   """
 
   part: jax.Array
@@ -204,9 +204,11 @@ def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None
   Args:
     gradient: of the whole parameter, from this device's rows.
     dims: how the parameter is split.
-    earlier: as in `Split`; added before the sum over `dims.sums`.
+    earlier: as in `Split`; added before the sums that it lacks.
   """
   gradient = gradient.astype(jnp.float32)
+  if earlier is not None and earlier.shape == gradient.shape:
+    gradient, earlier = gradient + earlier, None
   if dims.fsdp is not None:
     gradient = scatter(gradient, dims)
   if earlier is not None:
@@ -233,7 +235,7 @@ def make_whole(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array
   """Returns the whole parameter, in `dtype` if it is split; cannot be differentiated through."""
   part = varying(part, dims.sums)
   if dims.fsdp is None:
-    return part
+    return part if full is None else full
   return gather(part.astype(dtype), dims) if full is None else full.astype(dtype)
 
 

@@ -27,10 +27,11 @@ from t5x_gpu.partitioning.axis_rules import (
   use_rules,
 )
 from t5x_gpu.partitioning.manual_collectives import InBfloat16
-from t5x_gpu.partitioning.manual_region import Pipeline, Region
+from t5x_gpu.partitioning.manual_region import Region
 from t5x_gpu.partitioning.mesh.mesh import mesh_table
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
 from t5x_gpu.runtime.cluster.topology import Topology
 
 

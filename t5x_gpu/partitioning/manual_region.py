@@ -27,8 +27,9 @@ from t5x_gpu.partitioning.axis_rules import (
   varying,
 )
 from t5x_gpu.partitioning.manual_collectives import InBfloat16
-from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
+from t5x_gpu.partitioning.pipeline.layer_sums import LayerSums
+from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
 
 # Suffix of features that hold token positions.
 PLACES = '_places'
@@ -37,37 +38,6 @@ PLACES = '_places'
 def is_places(name: str) -> bool:
   """Returns whether a feature holds token positions [length], the same for all rows."""
   return name.endswith(PLACES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pipeline:
-  """The schedule of a pipeline; see pipeline_parallel.value_and_grad for the fields."""
-
-  schedule: str
-  num_stages: int
-  num_microbatches: int
-  repeats: int
-  skip_idle: bool
-  num_stacks: int = 1
-
-  @property
-  def options(self) -> dict[str, Any]:
-    return dataclasses.asdict(self)
-
-  @property
-  def least_rows(self) -> int:
-    """Fewest rows of a device: with several blocks per stage, microbatches go around the stages."""
-    return self.num_stages if self.repeats * self.num_stacks > 1 else 1
-
-  def for_rows(self, rows: int) -> 'Pipeline':
-    """Returns the schedule for another number of rows; if possible, with as few microbatches.
-
-    Args:
-      rows: rows of one device, at least `least_rows`.
-    """
-    legal = [n for n in divisors(rows) if n >= self.least_rows]
-    count = max((n for n in legal if n <= self.num_microbatches), default=legal[0])
-    return dataclasses.replace(self, num_microbatches=count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +51,8 @@ class Region:
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one; 'microbatch' takes a microbatch through all layers first.
-    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py).
+    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py), in a
+      pipeline that of the last backward tick (layer_sums.py).
     sent: to send gradients in bfloat16; None for float32.
   """
 
@@ -116,6 +87,19 @@ class Region:
   def layers_ahead(self) -> bool:
     """Whether loops over layers communicate one layer ahead."""
     return self.overlap_layers and self.sums_in_backward
+
+  @property
+  def sums_in_last_tick(self) -> bool:
+    """Whether the last backward tick of a pipeline sums the gradients of its layers.
+
+    Not if a stage has several blocks of layers: that tick computes only one of them.
+    """
+    return (
+      self.overlap_layers
+      and self.pipeline is not None
+      and self.pipeline.num_blocks == 1
+      and self.axes != ('stage',)
+    )
 
   @property
   def _part_table(self) -> Table:
@@ -283,14 +267,29 @@ class Region:
       own.add('fsdp')
     return tuple(a for a in self.axes if a not in own)
 
+  def layer_sums(self, names: Any) -> LayerSums:
+    """Returns how the last backward tick of a pipeline sums gradients, from a tree of AxisNames."""
+
+    def dims(axis_names: AxisNames) -> Optional[fsdp.Dims]:
+      if 'layers' not in axis_names.names:
+        return None
+      split, copies = self._dims(axis_names), self._copies.dim(axis_names)
+      model = split.model if copies is None else copies
+      return dataclasses.replace(split, model=model, sums=self.sum_axes(axis_names), ahead=True)
+
+    return LayerSums(tuple(map(dims, jax.tree.leaves(names))), self.axes)
+
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns local gradients summed over all devices, split by `gradient_specs`.
 
-    Gradients that are reduced over the same axes in float32 share one collective.
+    Gradients that are reduced over the same axes in float32 share one collective. Those that the
+    last tick of a pipeline has summed stay as they are.
     """
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
+      if self.sums_in_last_tick and 'layers' in axis_names.names:
+        continue
       dims, axes = self._dims(axis_names), self.sum_axes(axis_names)
       if dims.fsdp is not None and not self.reduces_in_backward:
         leaves[i] = fsdp.scatter(leaves[i], dims)

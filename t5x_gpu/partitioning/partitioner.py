@@ -21,7 +21,6 @@ from t5x_gpu.partitioning import (
 )
 from t5x_gpu.partitioning.axis_rules import AxisRules, Table
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.manual_region import Pipeline
 from t5x_gpu.partitioning.mesh.mesh import SizeHint, build_mesh, check_model_sizes
 from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
 from t5x_gpu.partitioning.mesh.mesh_sizes import (
@@ -31,6 +30,7 @@ from t5x_gpu.partitioning.mesh.mesh_sizes import (
   resolve_mesh_sizes,
 )
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 
 # Array axis -> the parameter that sets its size, for errors.

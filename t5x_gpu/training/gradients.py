@@ -4,7 +4,7 @@ Losses are sums over target tokens, so accumulation, parallelism and padding can
 Gradients are accumulated on each device and summed over devices once per step: a layer's in the
 backward pass of the last microbatch, as soon as they are known, so that the network works while
 other layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a layer
-before the next one. A pipeline and ZeRO-1 sum at the end.
+before the next one. ZeRO-1 sums at the end, and so does a pipeline, but see its layer_sums.py.
 """
 
 import dataclasses
@@ -21,8 +21,9 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.models.model import LayeredModel, Model, compute_dtype, missing_members
 from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers, stacks_of
-from t5x_gpu.partitioning.manual_region import Pipeline, Region, is_places
+from t5x_gpu.partitioning.manual_region import Region, is_places
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
 from t5x_gpu.training import breadth_first
 from t5x_gpu.training.fp8_history import with_amaxes
 from t5x_gpu.training.trainable import Trained
@@ -80,6 +81,8 @@ def make_gradients(
   )
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
+  if region.sums_in_last_tick and not getattr(model, 'gathers_layers', False):
+    region = dataclasses.replace(region, overlap_layers=False)
   trained_names, frozen_names = trained.split(names)
   sent = compute_dtype(model)
 
@@ -99,7 +102,16 @@ def make_gradients(
         (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
         return _Found(grads, sums, largest)
       complete = functools.partial(trained.join, frozen=frozen)
-      return _find_in_pipeline(model, parts, batch, region, dropout_key, complete=complete)
+      return _find_in_pipeline(
+        model,
+        parts,
+        batch,
+        region,
+        dropout_key,
+        complete=complete,
+        names=trained_names,
+        **reduction,
+      )
 
     parts = parts if in_parts else region.whole(kept, trained_names, sent)
     count = 1 if by_layer else num_microbatches
@@ -224,18 +236,26 @@ def _find_in_pipeline(
   dropout_key: jax.Array,
   *,
   complete: Callable[[Any], Any],
+  names: Any,
+  sums: bool = False,
+  earlier: Any = None,
 ) -> _Found:
-  """Returns what the local rows find; `complete` adds parameters without gradients."""
+  """Returns what the local rows find; `complete` adds parameters without gradients.
+
+  With `sums`, gradients of layers are summed over devices, with those of `earlier` microbatches.
+  """
   pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
-  grads, sums = pipeline_parallel.value_and_grad(
+  grads, of_rows = pipeline_parallel.value_and_grad(
     pieces,
     parts,
     microbatches,
     varying_axes=region.axes,
     complete=complete,
+    layer_sums=region.layer_sums(names) if sums else None,
+    earlier=earlier,
     **region.pipeline.options,
   )
-  return _Found(grads, sums, {})
+  return _Found(grads, of_rows, {})
 
 
 def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
@@ -263,7 +283,8 @@ def _summed(
     grads = region.sum_copies(found.grads, parts, names)
   else:
     copies = jax.tree.map(region.varying, copies)
-    found = _accumulate(find, copies, batch, num_microbatches, region)
+    accumulate = _accumulate_then_sum if region.sums_in_last_tick else _accumulate
+    found = accumulate(find, copies, batch, num_microbatches, region)
     grads = region.reduce_gradients(region.sum_copies(found.grads, parts, names), names)
   return found.replace(grads=grads, sums=region.total(found.sums))
 

@@ -165,14 +165,17 @@ CASES = {
   'cp_ring': Case(dict(context=4), config=CHUNKS),
   'cp_gather': Case(dict(context=2, context_attention='gather'), num_microbatches=2),
   'pp_1f1b': Case(dict(stage=4), config=CHUNKS),
-  'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe'), num_microbatches=2),
+  'pp_gpipe_overlap': Case(dict(stage=2, **_GPIPE, **_OVERLAP), num_microbatches=2),
+  'pp_zero1_overlap': Case(dict(stage=2, fsdp=2, zero_stage=1, **_OVERLAP), config=CHUNKS),
   'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
   'modern_tp_shared_kv_heads': Case(dict(num_partitions=4), model='modern'),
   'modern_ring_model': Case(dict(context=2, num_partitions=2), model='modern', config=CHUNKS),
   'modern_gather_shared_kv_heads': Case(
     dict(context=2, num_partitions=4, fsdp=1, context_attention='gather'), model='modern'
   ),
-  'modern_pp_fsdp': Case(dict(stage=2, fsdp=2), model='modern'),
+  'modern_pp_fsdp_model': Case(
+    dict(stage=2, fsdp=2, num_partitions=2, **_GPIPE, **_OVERLAP), model='modern'
+  ),
   'by_layer_tp_shared_kv_heads': Case(dict(num_partitions=4), model='by_layer'),
   'by_layer_pp_fsdp': Case(dict(stage=2, fsdp=2), model='by_layer'),
   'by_layer_ring_model': Case(
@@ -227,7 +230,7 @@ CASES = {
   ),
   'fsdp_stage': Case(dict(stage=2, fsdp=4), config=dict(remat_policy='offload')),
   'data_stage_model': Case(
-    dict(stage=2, num_partitions=2, sequence_parallel=True),
+    dict(stage=2, num_partitions=2, sequence_parallel=True, **_OVERLAP),
     model='tied',
     config=dict(remat_policy='dots', **CHUNKS),
   ),
@@ -240,7 +243,7 @@ CASES = {
     config=dict(remat_policy='offload', **CHUNKS),
   ),
   'fsdp_circular': Case(dict(stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2)),
-  'context_stage': Case(dict(context=2, stage=2)),
+  'context_stage': Case(dict(context=2, stage=2, **_OVERLAP)),
   'expert_fsdp': Case(
     dict(data=1, expert=2, fsdp=4, **_OVERLAP), model='moe', config=dict(remat_policy='dots')
   ),

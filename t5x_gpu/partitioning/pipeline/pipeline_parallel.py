@@ -22,12 +22,13 @@ and interleaved stages), arXiv:2104.04473.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.pipeline.layer_sums import LayerSums, first_tick, last_tick
 from t5x_gpu.partitioning.pipeline.pipeline_checks import check
 from t5x_gpu.partitioning.pipeline.pipeline_run import (
   AXIS,
@@ -78,8 +79,12 @@ def value_and_grad(
   num_stacks: int = 1,
   skip_idle: bool = True,
   complete: Callable[[Tree], Tree] = lambda params: params,
+  layer_sums: Optional[LayerSums] = None,
+  earlier: Optional[Tree] = None,
 ) -> tuple[Tree, Tree]:
   """Returns (gradients of the summed loss, sums), both local and not yet reduced.
+
+  With `layer_sums`, the gradients of layers are reduced.
 
   Args:
     pieces: the model.
@@ -95,18 +100,26 @@ def value_and_grad(
     num_stacks: stacks of the model; 1 for '1f1b' and without skip_idle.
     skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
     complete: `params` -> all parameters, including those without gradients.
+    layer_sums: reduces the gradients of layers in the last backward tick; None for another time.
+      For one block per stage.
+    earlier: gradients to be added, as of earlier microbatches.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
   if schedule == '1f1b':
-    return _one_forward_one_backward(run, params)
+    return _one_forward_one_backward(run, params, earlier, layer_sums)
 
-  def loss(params: Tree) -> tuple[jax.Array, Tree]:
-    sums = _forward(run, params)
+  def loss(params: Tree, first: Optional[Tree] = None) -> tuple[jax.Array, Tree]:
+    sums = _forward(run, params, first)
     return sums['loss'][0], sums
 
   # The transpose of a scan whose ticks end in a permute is the backward pipeline.
-  return jax.grad(loss, has_aux=True)(params)
+  if layer_sums is None:
+    grads, sums = jax.grad(loss, has_aux=True)(params)
+    return _plus(grads, earlier), sums
+  first = run.shift(first_tick(run, params))
+  (grads, dx), sums = jax.grad(loss, (0, 1), has_aux=True)(params, first)
+  return last_tick(run, params, dx, 0, _plus(grads, earlier), layer_sums), sums
 
 
 def forward(
@@ -128,8 +141,14 @@ def forward(
   return _forward(run, params)
 
 
-def _forward(run: PipelineRun, params: Tree) -> Tree:
-  """Returns sums: runs layers tick by tick, then an equal share of the heads on every stage."""
+def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tree:
+  """Returns sums: runs layers tick by tick, then an equal share of the heads on every stage.
+
+  Args:
+    run: the pipeline.
+    params: parameters of the model.
+    first: activation that stages hold after the first tick; None to compute it.
+  """
   table, stage = run.table, jax.lax.axis_index(AXIS)
   first_output = (table.num_blocks - 1) * table.num_microbatches
   # Activations that return to stage 0 wait there until all microbatches have started.
@@ -167,11 +186,12 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
     )
     return (run.shift(y), waiting, outputs), None
 
-  x = run.first_activation(params)
+  x = run.first_activation(params) if first is None else first
   waiting = run.zeros(x, stack=delay + 1) if delay else ()
   # Padded so that the shares of the head are equal.
   outputs = run.zeros(run.output(x), stack=table.head_share * table.num_stages)
-  (_, _, outputs), _ = jax.lax.scan(tick, (x, waiting, outputs), jnp.arange(table.forward_ticks))
+  ticks = jnp.arange(0 if first is None else 1, table.forward_ticks)
+  (_, _, outputs), _ = jax.lax.scan(tick, (x, waiting, outputs), ticks)
   return _shared_head(run, params, outputs)
 
 
@@ -215,7 +235,9 @@ def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
   return jax.lax.scan(one, run.zeros(shapes), jnp.arange(share))[0]
 
 
-def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tree]:
+def _one_forward_one_backward(
+  run: PipelineRun, params: Tree, earlier: Optional[Tree], layer_sums: Optional[LayerSums]
+) -> tuple[Tree, Tree]:
   """Returns (gradients, sums). Each tick runs one unit forward and another backward."""
   table, stage = run.table, jax.lax.axis_index(AXIS)
   is_first, is_last = stage == 0, stage == table.num_stages - 1
@@ -257,10 +279,13 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
     x,
     jax.tree.map(jnp.zeros_like, x),
     run.zeros(x, stack=table.kept_inputs),
-    run.zeros(params),
+    run.zeros(params) if earlier is None else earlier,
     run.zeros(shapes),
   )
-  (_, _, _, grads, sums), _ = jax.lax.scan(tick, carry, jnp.arange(table.interleaved_ticks))
+  ticks = table.interleaved_ticks - (layer_sums is not None)
+  (_, dx, _, grads, sums), _ = jax.lax.scan(tick, carry, jnp.arange(ticks))
+  if layer_sums is not None:
+    grads = last_tick(run, params, dx, table.num_microbatches - 1, grads, layer_sums)
   return grads, sums
 
 
@@ -304,3 +329,7 @@ def _backward(
     return add(grads, jax.vjp(lambda p: run.embed(p, microbatch), params)[1](dx)[0])
 
   return dx, jax.lax.cond((stage == 0) & works, embed, lambda grads: grads, grads), sums
+
+
+def _plus(grads: Tree, earlier: Optional[Tree]) -> Tree:
+  return grads if earlier is None else add(grads, earlier)

@@ -10,6 +10,8 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.partitioning.mesh.mesh_problems import divisors
+
 # gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as possible.
 # circular: gpipe with several blocks of layers per stage, which microbatches visit in turn.
 SCHEDULES = ('gpipe', '1f1b', 'circular')
@@ -79,6 +81,42 @@ class Timetable:
   def backward_unit(self, tick: Any, stage: Any) -> Any:
     """Returns the unit that `stage` runs backward in 1f1b; on the last stage, its forward unit."""
     return tick - (2 * (self.num_stages - 1) - stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+  """The schedule of a pipeline; see `pipeline_parallel.value_and_grad` for the fields."""
+
+  schedule: str
+  num_stages: int
+  num_microbatches: int
+  repeats: int
+  skip_idle: bool
+  num_stacks: int = 1
+
+  @property
+  def num_blocks(self) -> int:
+    """Blocks of layers of every stage."""
+    return self.repeats * self.num_stacks
+
+  @property
+  def options(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+  @property
+  def least_rows(self) -> int:
+    """Fewest rows of a device: with several blocks per stage, microbatches go around the stages."""
+    return self.num_stages if self.num_blocks > 1 else 1
+
+  def for_rows(self, rows: int) -> 'Pipeline':
+    """Returns the schedule for another number of rows; if possible, with as few microbatches.
+
+    Args:
+      rows: rows of one device, at least `least_rows`.
+    """
+    legal = [n for n in divisors(rows) if n >= self.least_rows]
+    count = max((n for n in legal if n <= self.num_microbatches), default=legal[0])
+    return dataclasses.replace(self, num_microbatches=count)
 
 
 def bubble_fraction(

@@ -1,0 +1,122 @@
+"""Gradients of a stage's layers, summed over devices while its last backward tick computes.
+
+Layers have gradients from every tick. After the last one, which stage 0 computes alone, the network
+would sum them all while nothing is left to compute. So that tick adds the gradients of the ticks
+before and sums a layer's as soon as they are known (layer_loop.py). Other stages sum theirs at
+once: they are done, and wait for stage 0 only with gradients that all stages share.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning.axis_rules import varying
+from t5x_gpu.partitioning.pipeline.pipeline_run import AXIS, PipelineRun, Tree, where
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSums:
+  """How the last tick reduces gradients.
+
+  Attributes:
+    dims: of each leaf of the parameters: how a layer's gradient is split and summed; None for
+      parameters outside of layers, whose gradients are left to the caller.
+    axes: all manual mesh axes.
+  """
+
+  dims: Sequence[Optional[fsdp.Dims]]
+  axes: Sequence[str]
+
+  def inputs(self, params: Tree) -> Tree:
+    """Returns what is differentiated: ports for layers, and the other parameters themselves.
+
+    A port has the shape of a reduced gradient and takes it; its value is never read.
+    """
+
+    def port(dims: fsdp.Dims, param: jax.Array) -> jax.Array:
+      shape = jax.eval_shape(lambda x: fsdp.reduced(x, dims), param)
+      axes = tuple(a for a in self.axes if a not in dims.sums)
+      return varying(jnp.zeros(shape.shape, shape.dtype), axes)
+
+    return self._on_layers(port, lambda param: param, params)
+
+  def parameters(self, inputs: Tree, params: Tree, earlier: Tree) -> Tree:
+    """Returns parameters whose gradients reach `inputs`.
+
+    Args:
+      inputs: from `inputs`.
+      params: whole parameters.
+      earlier: gradients of the ticks before, which those of layers include.
+    """
+    return self._on_layers(
+      lambda dims, port, param, before: fsdp.Split(port, param, dims, before),
+      lambda param, *_: param,
+      inputs,
+      params,
+      earlier,
+    )
+
+  def total(self, grads: Tree, earlier: Tree) -> Tree:
+    """Returns the gradients of `inputs` with those of earlier ticks outside of layers added."""
+    return self._on_layers(lambda dims, own, before: own, jnp.add, grads, earlier)
+
+  def of_idle_stage(self, earlier: Tree) -> Tree:
+    """Returns `total` of a stage that computes nothing in the last tick."""
+    return self._on_layers(
+      lambda dims, before: fsdp.reduced(before, dims), lambda before: before, earlier
+    )
+
+  def _on_layers(
+    self, of_layer: Callable[..., Any], of_other: Callable[..., Any], *trees: Tree
+  ) -> Tree:
+    leaves, treedefs = zip(*map(jax.tree.flatten, trees))
+    return jax.tree.unflatten(
+      treedefs[0],
+      [
+        of_other(*of_leaf) if dims is None else of_layer(dims, *of_leaf)
+        for dims, *of_leaf in zip(self.dims, *leaves, strict=True)
+      ],
+    )
+
+
+def first_tick(run: PipelineRun, params: Tree) -> Tree:
+  """Returns the output of the first tick, in which stage 0 works alone."""
+  stage = jax.lax.axis_index(AXIS)
+
+  def block(_: Tree) -> Tree:
+    return run.run_block(params, run.embed(params, run.microbatch(0)), 0, stage)
+
+  x = run.first_activation(params)
+  return jax.lax.cond(stage == 0, block, lambda x: x, x) if run.skip_idle else block(x)
+
+
+def last_tick(
+  run: PipelineRun, params: Tree, dx: Tree, unit: int, grads: Tree, layer_sums: LayerSums
+) -> Tree:
+  """Returns the gradients after the last backward tick, in which stage 0 works alone.
+
+  Args:
+    run: the pipeline.
+    params: parameters of the model.
+    dx: gradients of the stages' inputs in the tick before.
+    unit: the microbatch of stage 0.
+    grads: gradients of the ticks before.
+    layer_sums: reduces the gradients of layers.
+  """
+  stage, dy = jax.lax.axis_index(AXIS), run.shift(dx, back=True)
+
+  def output(inputs: Tree) -> Tree:
+    summing = layer_sums.parameters(inputs, params, grads)
+    return run.run_block(summing, run.embed(summing, run.microbatch(unit)), unit, stage)
+
+  def backward(dy: Tree) -> Tree:
+    _, transpose = jax.vjp(output, layer_sums.inputs(params))
+    return layer_sums.total(transpose(dy)[0], grads)
+
+  if not run.skip_idle:
+    return backward(where(stage == 0, dy, jax.tree.map(jnp.zeros_like, dy)))
+  return jax.lax.cond(stage == 0, backward, lambda _: layer_sums.of_idle_stage(grads), dy)
