@@ -1,9 +1,11 @@
 """Gradients of a stage's layers, summed over devices while its last backward tick computes.
 
-Layers have gradients from every tick. After the last one, which stage 0 computes alone, the network
+Layers have gradients from every tick. After the last one, in which stage 0 works alone, the network
 would sum them all while nothing is left to compute. So that tick adds the gradients of the ticks
-before and sums a layer's as soon as they are known (layer_loop.py). Other stages sum theirs at
-once: they are done, and wait for stage 0 only with gradients that all stages share.
+before, and sums those of a layer while it computes the next (layer_loop.py).
+
+All stages compute it, so that they send the same at the same time. The others discard their work;
+they would wait for stage 0 anyway.
 """
 
 import dataclasses
@@ -64,12 +66,6 @@ class LayerSums:
     """Returns the gradients of `inputs` with those of earlier ticks outside of layers added."""
     return self._on_layers(lambda dims, own, before: own, jnp.add, grads, earlier)
 
-  def of_idle_stage(self, earlier: Tree) -> Tree:
-    """Returns `total` of a stage that computes nothing in the last tick."""
-    return self._on_layers(
-      lambda dims, before: fsdp.reduced(before, dims), lambda before: before, earlier
-    )
-
   def _on_layers(
     self, of_layer: Callable[..., Any], of_other: Callable[..., Any], *trees: Tree
   ) -> Tree:
@@ -108,15 +104,13 @@ def last_tick(
     layer_sums: reduces the gradients of layers.
   """
   stage, dy = jax.lax.axis_index(AXIS), run.shift(dx, back=True)
+  # Otherwise XLA computes these activations before the other ticks, and keeps them.
+  microbatch, _ = jax.lax.optimization_barrier((run.microbatch(unit), dx))
 
   def output(inputs: Tree) -> Tree:
     summing = layer_sums.parameters(inputs, params, grads)
-    return run.run_block(summing, run.embed(summing, run.microbatch(unit)), unit, stage)
+    return run.run_block(summing, run.embed(summing, microbatch), unit, stage)
 
-  def backward(dy: Tree) -> Tree:
-    _, transpose = jax.vjp(output, layer_sums.inputs(params))
-    return layer_sums.total(transpose(dy)[0], grads)
-
-  if not run.skip_idle:
-    return backward(where(stage == 0, dy, jax.tree.map(jnp.zeros_like, dy)))
-  return jax.lax.cond(stage == 0, backward, lambda _: layer_sums.of_idle_stage(grads), dy)
+  _, transpose = jax.vjp(output, layer_sums.inputs(params))
+  found = transpose(where(stage == 0, dy, jax.tree.map(jnp.zeros_like, dy)))[0]
+  return layer_sums.total(found, grads)
