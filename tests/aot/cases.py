@@ -90,6 +90,7 @@ CASES = (
   _llama('cp'),
   _llama('fsdp', model='llama3_8b', rows=8),
   _small('3d'),
+  _small('3d', bindings=('Partitioner.overlap_layers = True',), label='overlap_layers'),
   _small('pp'),
   _small('ep', model='decoder_moe_demo'),
   _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
