@@ -81,8 +81,7 @@ def make_gradients(
   )
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
-  if region.sums_in_last_tick and not getattr(model, 'gathers_layers', False):
-    region = dataclasses.replace(region, overlap_layers=False)
+  region = _for_model(region, model)
   trained_names, frozen_names = trained.split(names)
   sent = compute_dtype(model)
 
@@ -102,20 +101,11 @@ def make_gradients(
         (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
         return _Found(grads, sums, largest)
       complete = functools.partial(trained.join, frozen=frozen)
-      return _find_in_pipeline(
-        model,
-        parts,
-        batch,
-        region,
-        dropout_key,
-        complete=complete,
-        names=trained_names,
-        **reduction,
-      )
+      options = {'names': trained_names, 'complete': complete, **reduction}
+      return _find_in_pipeline(model, parts, batch, region, dropout_key, **options)
 
     parts = parts if in_parts else region.whole(kept, trained_names, sent)
-    count = 1 if by_layer else num_microbatches
-    found = _summed(find, parts, batch, count, region, trained_names)
+    found = _summed(find, parts, batch, 1 if by_layer else num_microbatches, region, trained_names)
     return found.grads, found.sums, region.largest(found.amaxes)
 
   def gradients(params: Any, amaxes: Any, batch: Batch, dropout_key: Any) -> tuple[Any, Sums, Any]:
@@ -161,6 +151,13 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
     )(params, batch)
 
   return eval_step
+
+
+def _for_model(region: Region, model: Model) -> Region:
+  """Returns the region; without sums in the last tick if the model does not call `fsdp.whole`."""
+  if region.sums_in_last_tick and not getattr(model, 'gathers_layers', False):
+    return dataclasses.replace(region, overlap_layers=False)
+  return region
 
 
 def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
