@@ -139,6 +139,21 @@ def test_ranges_of_keys_equal_masks(name):
   assert_same(results(case, tokamax(case)), results(case, dense(case)))
 
 
+@pytest.mark.parametrize('make', [chunked, tokamax])
+def test_gradients_have_the_dtype_of_what_they_belong_to(make):
+  case = CASES['grouped heads']
+  got = results(case, make(case), jnp.bfloat16)
+  assert got.pop('dtable') is None
+  for name in ('output', 'dquery', 'dkey', 'dvalue'):
+    assert got[name].dtype == jnp.bfloat16, name
+  got, want = jax.tree.map(np.float32, (got, results(case, dense(case), jnp.bfloat16)))
+  for (
+    name,
+    array,
+  ) in got.items():  # a value rounds to 2^-9 of it, and each path rounds several times
+    assert np.linalg.norm(array - want[name]) < 2**-6 * np.linalg.norm(want[name]), name
+
+
 def test_an_odd_length_is_padded_to_what_a_kernel_takes():
   case = CASES['odd length']
   assert_same(results(case, tokamax(case, multiple=32)), results(case, dense(case)))

@@ -241,10 +241,12 @@ def _reference_gradients(statistics, out, dout, query, key, value, *, bias, mask
   dlogits = weights * (dweights - jnp.einsum('bqhd,bqhd->bhq', dout, out)[..., None])
   if cap is not None:
     dlogits = dlogits * (1 - (capped / cap) ** 2)
+  of_key = by_kv_head(jnp.einsum('bhqk,bqhd->bkhd', dlogits, query))
+  of_value = by_kv_head(jnp.einsum('bhqk,bqhd->bkhd', weights, dout))
   return {
-    'q': jnp.einsum('bhqk,bkhd->bqhd', dlogits, by_head(key)),
-    'k': by_kv_head(jnp.einsum('bhqk,bqhd->bkhd', dlogits, query)),
-    'v': by_kv_head(jnp.einsum('bhqk,bqhd->bkhd', weights, dout)),
+    'q': jnp.einsum('bhqk,bkhd->bqhd', dlogits, by_head(key)).astype(query.dtype),
+    'k': of_key.astype(key.dtype),
+    'v': of_value.astype(value.dtype),
     'bias': dlogits.sum(0, keepdims=True),
   }
 
