@@ -1,6 +1,6 @@
 """Multi-head attention over named axes."""
 
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,7 @@ class MultiHeadAttention(nn.Module):
     query_pre_attn_scalar: logits are divided by its square root; None for T5, whose query
       initializer includes the factor.
     bias_in: which projections have a bias: 'none', 'qkv' or 'all'.
-    qk_norm: one of FEATURE_NORMS, the norm of queries and keys; '' or False for none.
+    qk_norm: norm of queries and keys, one of FEATURE_NORMS; None for no norm.
     norm_epsilon: epsilon of that norm.
     dropout_rate: of attention weights.
     dtype: of the projections; logits and softmax are float32.
@@ -41,7 +41,7 @@ class MultiHeadAttention(nn.Module):
   num_kv_heads: Optional[int] = None
   query_pre_attn_scalar: Optional[float] = None
   bias_in: str = 'none'
-  qk_norm: Union[bool, str] = False
+  qk_norm: Optional[str] = None
   norm_epsilon: float = 1e-6
   dropout_rate: float = 0.0
   dtype: Any = jnp.float32
@@ -80,7 +80,7 @@ class MultiHeadAttention(nn.Module):
       inputs |= {'key': kv_input, 'value': kv_input}
     heads = self._project(inputs)
     query, key, value = (heads.get(name) for name in ('query', 'key', 'value'))
-    if self.qk_norm:
+    if self.qk_norm is not None:
       query = self._feature_norm('query_norm', 'heads')(query)
       key = None if key is None else self._feature_norm('key_norm', 'kv_heads')(key)
     if rotation is not None:

@@ -193,7 +193,7 @@ class TransformerLayer(nn.Module):
       c.num_kv_heads,
       c.query_pre_attn_scalar,
       c.attention_bias,
-      c.qk_norm and c.qk_norm_kind,
+      c.qk_norm_kind if c.qk_norm else None,
       c.norm_epsilon,
       c.dropout('attention'),
       c.compute_dtype,

@@ -93,6 +93,7 @@ LAYOUTS = {
   'hsdp_overlap_fp8': (dict(fsdp=4, overlap_layers=True), FP8, 1, 1, 3),
   'pipeline': (dict(stage=2), {}, 1, 1, 2),
   'pipeline_fsdp': (dict(stage=2, fsdp=2), {}, 1, 1, 3),
+  'pipeline_overlap': (dict(stage=2, fsdp=2, overlap_layers=True), {}, 1, 2, 3),
   'model': (dict(num_partitions=2, sequence_parallel=True), {}, 1, 1, 2),
   'model_shared_heads': (dict(fsdp=2, num_partitions=4), dict(num_kv_heads=2), 1, 1, 2),
 }
@@ -162,9 +163,8 @@ def test_gradients_are_exact_but_for_their_roundings(name):
   assert got.keys() == terms.keys()
   exact = {path: parts.sum(0) for path, parts in terms.items()}
   more = 1.0
-  if (
-    LAYOUTS[name][1] is FP8
-  ):  # a mesh scales the kernels of a group alike, so terms differ a little
+  # A mesh scales the FP8 kernels of a group alike, so terms differ a little.
+  if LAYOUTS[name][1] is FP8:
     of_float32 = build(name, KeepGradients())
     exact = dict(leaves(of_float32.in_model_order(one_step(of_float32, batch)[1]).opt_state))
     more = 1.2

@@ -148,7 +148,7 @@ class Assembly:
     return next(facts for facts in distributed.gather_json(mine) if facts is not None)
 
   def _is_complete(self, holders: Mapping[Box, Any], fallback: str) -> bool:
-    """Returns whether some host has each part; else warns of those that no host has."""
+    """Returns whether every part is on some host; warns about missing parts."""
     there: collections.Counter = collections.Counter()
     for (array, _, shape), who in holders.items():
       there[array] += math.prod(shape) if who else 0
