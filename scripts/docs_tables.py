@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from t5x_gpu.checkpoint.convert.hf import rotary
 from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
 from t5x_gpu.runtime.xla import listing
 from t5x_gpu.runtime.xla.legacy import LEGACY
@@ -57,9 +58,9 @@ without GPU it sets nothing. Each run prints one line:
 
 """
 _NOTES = """\
-`one layer` is the size of the gathered parameters of one layer, at least 128 MiB, at most 1 GiB
-(2 GiB on a B200). From jax 0.11 on `xla_gpu_enable_pipelined_*` is spelled `xla_gpu_pipeline_*`;
-the trainer uses the right name.
+`one layer` is the size of the gathered parameters of one layer: at least 128 MiB (on one host
+30 MiB, XLA's own threshold), at most 1 GiB (2 GiB on a B200). From jax 0.11 on
+`xla_gpu_enable_pipelined_*` is spelled `xla_gpu_pipeline_*`; the trainer uses the right name.
 
 The shares of hidden bytes are from the schedules of a training step (FSDP, 12 layers of width 2048,
 872 million parameters), compiled by jax 0.10.2 without a GPU. They count the bytes of collectives
@@ -123,7 +124,9 @@ def keys_table() -> str:
   """Returns the section of docs/convert.md that lists the keys of every family."""
   out = []
   for name, family in CONFIG_FAMILIES.items():
-    read = sorted({*family.used, *family.defaults} - {'architectures', 'model_type'})
+    read = sorted(
+      {*family.used, *family.defaults, *family.other_names} - {'architectures', 'model_type'}
+    )
     kinds = (
       ('read', ', '.join(f'`{key}`' for key in read)),
       (
@@ -137,6 +140,16 @@ def keys_table() -> str:
     )
     lines = [f'- {kind}: {text}.' for kind, text in kinds if text]
     out.append('\n'.join([f'**{name}**', '', *(_wrapped(line) for line in lines)]))
+  lines = [
+    f'- {title}: {", ".join(f"`{key}`" for key in keys)}.'
+    for title, keys in (
+      ('of all kinds', rotary.KEYS_OF_ALL),
+      *((f'of `{kind}`', keys) for kind, keys in rotary.KEYS_OF_KIND.items()),
+    )
+  ]
+  lines.append('- without effect: those of another kind. Others are refused.')
+  title = '**inside of `rope_scaling` and `rope_parameters`**'
+  out.append('\n'.join([title, '', *(_wrapped(line) for line in lines)]))
   return '\n\n'.join(out) + '\n'
 
 

@@ -33,6 +33,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.evaluation.infer_request import configures_run
 from t5x_gpu.models.lora import LoraModel, without_adapters
+from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
@@ -81,7 +82,7 @@ def kind_of(folder: pathlib.Path) -> str:
 
 def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFields:
   """Returns the fields of the model of gin files; arguments as in `object_of_gin`."""
-  return describe(without_adapters(object_of_gin(files, **options)))
+  return describe(without_adapters(policy_of(object_of_gin(files, **options))))
 
 
 def object_of_gin(
@@ -233,6 +234,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       if extra.trust_gin:
         print(cli.trusted(str(own[0])), flush=True)
       built = object_of_gin(own[:1], bindings=args.bindings, as_data=not extra.trust_gin)
+  built = policy_of(built)
   lora = built if isinstance(built, LoraModel) else None
   merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
   if merges and lora is None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import jax
+import numpy as np
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import check_writable
@@ -23,12 +24,14 @@ from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.data_module import open_class_names
+from t5x_gpu.data.entities import entity_kinds
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.evaluation.checkpoint_evaluator import CheckpointEvaluator
 from t5x_gpu.evaluation.checkpoint_queue import Wanted, read_if_there, steps_to_evaluate
 from t5x_gpu.evaluation.eval_results import EvalResults, short, table
+from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.metrics import classification
+from t5x_gpu.models.model import Model, tags_words
 from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
@@ -93,7 +96,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
     for step in queue(done=done):
       values = _evaluate_one(model_dir, step, evaluator, show=bar)
       if values is not None:
-        _report(step, values, evaluator, results, dataset)
+        _report(step, values, evaluator, results, dataset, config.model)
         files.push()
     known = results.records
   where = results.path.parent.relative_to(files.folder)
@@ -124,14 +127,26 @@ def _report(
   evaluator: CheckpointEvaluator,
   results: EvalResults,
   dataset: DatasetConfig,
+  model: Model,
 ) -> None:
   """Adds the metrics of a checkpoint to the results and prints them."""
   results.add(step, values)
   log(f'step {step} | ' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
-  if evaluator.confusion is not None:
-    names = open_class_names(dataset) or tuple(map(str, range(len(evaluator.confusion))))
-    log(classification.table(evaluator.confusion, names))
-    results.add_confusion(step, evaluator.confusion, names)
+  hits, confusion = evaluator.hits, evaluator.confusion
+  if hits is None and confusion is None:
+    return
+  names = class_names_of(model, dataset)
+  if hits is not None:
+    names = (entity_kinds(names) if tags_words(model) else names) or _numbers(hits)
+    log(classification.hits_table(hits, names))
+  if confusion is not None:
+    names = names or _numbers(confusion)
+    log(classification.table(confusion, names))
+    results.add_confusion(step, confusion, names)
+
+
+def _numbers(counts: np.ndarray) -> tuple[str, ...]:
+  return tuple(map(str, range(len(counts))))
 
 
 def _dataset(config: EvalConfig, split: Optional[str]) -> DatasetConfig:

@@ -95,7 +95,7 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
         tokens = job.tokens(prompt)
         job.generator.check_prompt(len(tokens), where='This prompt')
         [found] = job.generator.generate([tokens], numbers=[number])
-        found = found if job.class_names is None else [found]
+        found = found if job.outcome is None else [found]
       except DataError as e:  # the next prompt may fit
         say(str(e))
         continue

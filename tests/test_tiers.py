@@ -55,13 +55,21 @@ def test_a_test_over_its_cpu_budget_fails_unless_it_is_slow(tmp_path):
     @pytest.mark.slow
     def test_marked(): exec(BURN)
     """,
-    budget=0.2,
+    budget=0.05,
   )
   for name in ('here', 'in_a_fixture', 'in_a_child'):
     assert f'test_{name} FAILED' in out, out
   for name in ('that_waits', 'marked'):
     assert f'test_{name} PASSED' in out, out
-  assert 'A test that is not marked slow may take 0.2 (0.8 on a loaded machine)' in out
+  assert 'A test that is not marked slow may take 0.05 (0.6 on a slow machine)' in out
+
+
+@pytest.mark.slow
+def test_the_summary_names_tests_over_their_cpu_budget(tmp_path):
+  out = outcomes(tmp_path, 'def test_here(): exec(BURN)\ndef test_nothing(): pass', budget=0.5)
+  assert '2 passed' in out, out
+  summary = out[out.index('over 0.5 CPU seconds: mark slow, or make faster') :]
+  assert 'test_here' in summary and 'test_nothing' not in summary, out
 
 
 def test_the_quick_tier_starts_no_process_and_imports_no_tensorflow(tmp_path):

@@ -18,6 +18,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import REMAT_POLICIES
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of
+from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus
 from t5x_gpu.terminal.text_table import table
 from t5x_gpu.training.program import Program
@@ -82,7 +83,7 @@ def with_config(model: Model, **changes: Any) -> Model:
   Raises:
     ModelError: it has no TransformerConfig.
   """
-  if isinstance(model, LoraModel):
+  if isinstance(model, (LoraModel, DpoModel)):
     return dataclasses.replace(model, model=with_config(model.model, **changes))
   config = config_of(model)
   if config is None or not dataclasses.is_dataclass(model):

@@ -103,6 +103,7 @@ def plan_start(
     config: None to start from the seed.
     program: of the run.
     model: if it has `is_adapter(path)`, a checkpoint may lack the parameters for which it is true.
+      If it has `source_of(path)`, that is the path of a parameter in a checkpoint.
     saved: the run's own checkpoint, which takes precedence.
   Raises:
     CheckpointError: there is no such checkpoint, or it lacks what the run needs.
@@ -131,7 +132,8 @@ def plan_start(
     for name, a in flax.traverse_util.flatten_dict(program.abstract_saved.params, sep='/').items()
   }
   may_lack = getattr(model, 'is_adapter', lambda path: False)
-  taken = _assigned(config, want)
+  source_of = getattr(model, 'source_of', lambda path: path)
+  taken = _assigned(config, want, source_of)
   taken = {
     name: source for name, source in taken.items() if source in reader.shapes or not may_lack(name)
   }
@@ -207,16 +209,18 @@ def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> S
   return reader.saved
 
 
-def _assigned(config: RestoreConfig, want: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def _assigned(
+  config: RestoreConfig, want: Mapping[str, Sequence[int]], source_of: Callable[[str], str]
+) -> dict[str, str]:
   """Returns the parameters to take from the checkpoint -> their paths there."""
-  names = [n for n in want if config.pattern is None or re.fullmatch(config.pattern, n)]
+  names = [n for n in want if config.pattern is None or re.fullmatch(config.pattern, source_of(n))]
   if not names:
     raise _matches_nothing('pattern', config.pattern, want)
   used, taken = set(), {}
   for name in names:
-    taken[name] = name
+    taken[name] = source_of(name)
     for pattern, replacement in config.assignment_map:
-      match = re.fullmatch(pattern, name)
+      match = re.fullmatch(pattern, source_of(name))
       if match:
         used.add(pattern)
         taken[name] = match.expand(replacement)

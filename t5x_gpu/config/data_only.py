@@ -25,6 +25,7 @@ ALLOWED = frozenset(
     't5x_gpu.models.encoder.EncoderModel',
     't5x_gpu.models.encoder_decoder.EncoderDecoderModel',
     't5x_gpu.models.lora.LoraModel',
+    't5x_gpu.models.preference.dpo.DpoModel',
     't5x_gpu.models.transformer.TransformerLayer',
     't5x_gpu.partitioning.partitioner.Partitioner',
     't5x_gpu.runtime.distributed.DistributedConfig',

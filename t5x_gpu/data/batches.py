@@ -5,12 +5,13 @@ Nothing here imports TensorFlow. `data_module.py` opens a `DatasetConfig`.
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Protocol
 
 import numpy as np
 
-from t5x_gpu.errors import ShapeError
+from t5x_gpu.errors import DataError, ShapeError
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
 # for labels and their weights. Prepared batches read their rows on access (lazy_batch.py).
@@ -20,6 +21,8 @@ Batch = dict[str, np.ndarray]
 PREPARED = 'prepared:'
 # Key of `describe()`: the class names, in the order of their numbers.
 CLASS_NAMES = 'class_names'
+# Variables that a chat template has anyway.
+_OF_TEMPLATES = ('messages', 'tools', 'documents', 'add_generation_prompt')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +33,13 @@ class BatchSpec:
     shapes: feature name -> (batch, length), or (batch,).
     dtypes: feature name -> numpy dtype name.
     vocab_sizes: feature name -> exclusive upper bound of its token ids or class numbers.
+    class_names: of the model, in the order of its class numbers; empty to number those of the data.
   """
 
   shapes: Mapping[str, tuple[int, ...]]
   dtypes: Mapping[str, str]
   vocab_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  class_names: tuple[str, ...] = ()
 
   @property
   def batch_size(self) -> int:
@@ -107,6 +112,7 @@ class DatasetConfig:
       'prefix_lm', and in conversations all but the assistant's messages.
     max_corrupt_fraction: share of damaged records to tolerate: they are skipped, counted and
       reported. 0.0: the first damaged record is an error that names file and place.
+    chat_template_variables: name -> value, for the tokenizer's chat template (`enable_thinking`).
     module: the data module that opens this: see `data_module.DataModule`.
   """
 
@@ -123,7 +129,24 @@ class DatasetConfig:
   loss_on_targets_only: bool = True
   mixture_rates: Optional[Mapping[str, float]] = None
   max_corrupt_fraction: float = 0.0
+  chat_template_variables: Optional[Mapping[str, Any]] = None
   module: str = 't5x_gpu.data.seqio_batches'
+
+  def __post_init__(self) -> None:
+    variables = self.chat_template_variables or {}
+    taken = [name for name in variables if name in _OF_TEMPLATES or not str(name).isidentifier()]
+    try:
+      json.dumps(dict(variables))
+      problem = f'{", ".join(map(repr, taken))} cannot be set' if taken else ''
+    except (TypeError, ValueError) as e:
+      problem = str(e)
+    if problem:
+      raise DataError(
+        f'DatasetConfig.chat_template_variables = {dict(variables)!r}: {problem}.',
+        fix='Set names that the template reads to texts, numbers or booleans, as in '
+        "{'enable_thinking': False}.",
+        docs='finetune.md#chat',
+      )
 
   def facts(self, *, feature_converter: str, repeat: bool) -> dict[str, Any]:
     """Returns what identifies the batches besides the task, for `same_data`."""

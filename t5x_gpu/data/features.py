@@ -5,7 +5,7 @@ The trainer builds abstract batches from this without importing SeqIO.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -17,10 +17,18 @@ from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 DTYPE = 'int32'
 # Model features of classification, both [batch]: the class, and 0 for a padding row.
 LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
+# Several labels per row: their class numbers plus one, [batch, length], 0 where there is none. A
+# text's labels come one after the other; a word's tag is at its first token.
+LABELS = 'encoder_labels'
+# [batch]: how alike a scored pair of texts is, in ten-thousandths; 0 without a score.
+SCORES = 'scores'
 # Task feature [length] of text pairs: 0 for the first text, 1 for the second.
 TOKEN_TYPES = 'token_types'
 # Task features: 1 where the loss counts, 0 elsewhere; and of conversations, the decoder inputs.
 LOSS_MASK, DECODER_INPUTS = 'loss_mask', 'decoder_inputs'
+# Task feature of pairs: the places in the chosen text, 1, 2, ..., then those in the rejected one.
+# (SeqIO's packing takes '_positions' off the end of a name.)
+PAIR_PLACES = 'pair_places'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +41,11 @@ class Layout:
     aligned: model feature -> the token feature whose length it shares.
     packed: the same, for features that exist only when examples are packed; None if a row is
       always one example.
-    label: task feature with the class number of an example, or None. It becomes the model features
-      `label` and `label_weights` [batch]; `task_feature_lengths` leaves it out.
+    label: task feature with the class number of an example, or its class numbers, or None.
+      `task_feature_lengths` leaves it out.
+    classes: model feature that the label becomes: `label` [batch], or `encoder_labels`.
+    weighted_rows: whether rows have `label_weights` [batch].
+    scored: whether rows have `scores` [batch].
     equal_lengths: the task features are the same positions, so their lengths must be equal.
     zero_may_be_a_word: loss weights and prefix mark the padding, so a word may have id 0. Rows of
       an encoder have neither: there id 0 is padding.
@@ -45,6 +56,9 @@ class Layout:
   aligned: Mapping[str, str]
   packed: Optional[Mapping[str, str]]
   label: Optional[str] = None
+  classes: str = LABEL
+  weighted_rows: bool = False
+  scored: bool = False
   equal_lengths: bool = False
   zero_may_be_a_word: bool = False
 
@@ -55,12 +69,27 @@ _DECODER_PACKED = {
   'decoder_positions': 'decoder_target_tokens',
 }
 
+_ENCODER_TOKENS = {'encoder_input_tokens': ('inputs',)}
+_TYPES = {'encoder_token_types': 'encoder_input_tokens'}
+_LABELS = {LABELS: 'encoder_input_tokens'}
+_ENCODER_PACKED = {
+  'encoder_segment_ids': 'encoder_input_tokens',
+  'encoder_positions': 'encoder_input_tokens',
+}
+
 LAYOUTS: dict[str, Layout] = {
   'lm': Layout(
     task_features=('targets',),
     tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
     aligned=_DECODER_ALIGNED,
     packed=_DECODER_PACKED,
+    zero_may_be_a_word=True,
+  ),
+  'preference': Layout(
+    task_features=('targets',),
+    tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
+    aligned={**_DECODER_ALIGNED, **_DECODER_PACKED},
+    packed={},
     zero_may_be_a_word=True,
   ),
   'prefix_lm': Layout(
@@ -87,29 +116,47 @@ LAYOUTS: dict[str, Layout] = {
       **_DECODER_PACKED,
     },
   ),
-  'encoder_classification': Layout(
-    task_features=('inputs',),
-    tokens={'encoder_input_tokens': ('inputs',)},
-    aligned={},
-    packed=None,
-    label='label',
-  ),
-  'encoder_classification_with_types': Layout(
-    task_features=('inputs',),
-    tokens={'encoder_input_tokens': ('inputs',)},
-    aligned={'encoder_token_types': 'encoder_input_tokens'},
-    packed=None,
-    label='label',
-  ),
   'encoder_mlm': Layout(
     task_features=('inputs', 'targets'),
     tokens={'encoder_input_tokens': ('inputs',), 'encoder_target_tokens': ('targets',)},
     aligned={'encoder_loss_weights': 'encoder_target_tokens'},
-    packed={
-      'encoder_segment_ids': 'encoder_input_tokens',
-      'encoder_positions': 'encoder_input_tokens',
-    },
+    packed=_ENCODER_PACKED,
     equal_lengths=True,
+  ),
+}
+
+_CLASSIFIED = Layout(
+  task_features=('inputs',),
+  tokens=_ENCODER_TOKENS,
+  aligned={},
+  packed=None,
+  label='label',
+  weighted_rows=True,
+)
+_MULTI_LABEL = dataclasses.replace(_CLASSIFIED, aligned=_LABELS, label='labels', classes=LABELS)
+LAYOUTS |= {
+  'encoder_classification': _CLASSIFIED,
+  'encoder_classification_with_types': dataclasses.replace(_CLASSIFIED, aligned=_TYPES),
+  'encoder_multi_label': _MULTI_LABEL,
+  'encoder_multi_label_with_types': dataclasses.replace(
+    _MULTI_LABEL, aligned={**_LABELS, **_TYPES}
+  ),
+  'encoder_tags': Layout(
+    task_features=('inputs',),
+    tokens=_ENCODER_TOKENS,
+    aligned=_LABELS,
+    packed=_ENCODER_PACKED,
+    label='tags',
+    classes=LABELS,
+  ),
+  # A row holds the texts of one example: segment 1 is the first text, and so on.
+  'encoder_text_sets': Layout(
+    task_features=('inputs',),
+    tokens=_ENCODER_TOKENS,
+    aligned=_ENCODER_PACKED,
+    packed=None,
+    weighted_rows=True,
+    scored=True,
   ),
 }
 
@@ -184,8 +231,8 @@ def check_pack(feature_converter: str, *, pack: bool) -> None:
   """Raises DataError for packing with a converter whose rows have one label each."""
   if pack and layout(feature_converter).packed is None:
     raise DataError(
-      f'Feature converter {feature_converter!r} has one label per row, so it cannot pack several '
-      'examples into one row (pack = True).',
+      f'Feature converter {feature_converter!r} has one label per row, or one set of texts, so it '
+      'cannot pack several examples into one row (pack = True).',
       fix='Set PACK = False.',
       parameters=('DatasetConfig.pack',),
     )
@@ -213,6 +260,7 @@ def batch_spec(
   pack: bool,
   vocab_size: int,
   num_classes: Optional[int] = None,
+  class_names: Sequence[str] = (),
 ) -> BatchSpec:
   """Returns shapes, dtypes and vocabulary bounds of the global batch; imports no TF.
 
@@ -223,7 +271,8 @@ def batch_spec(
     pack: add segment ids and positions. Without them each row is one example at positions
       0, 1, 2, ...; `is_token` then finds the padding.
     vocab_size: exclusive upper bound of the model's token ids.
-    num_classes: of the model, for 'encoder_classification'.
+    num_classes: of the model, if rows have labels.
+    class_names: of the model, in the order of its class numbers; empty for the data's.
   Raises:
     ConfigError, DataError: no such converter; missing, extra or zero lengths; batch_size < 1;
       packing with one label per row; a label without `num_classes`.
@@ -248,6 +297,12 @@ def batch_spec(
         fix="Set the model's num_classes to the task's number of classes.",
         parameters=('EncoderModel.num_classes',),
       )
-    shapes |= {LABEL: (batch_size,), LABEL_WEIGHTS: (batch_size,)}
-    vocab_sizes[LABEL] = num_classes
-  return BatchSpec(shapes=shapes, dtypes=dict.fromkeys(shapes, DTYPE), vocab_sizes=vocab_sizes)
+    vocab_sizes[kind.classes] = num_classes + (kind.classes == LABELS)
+  for name, has in (
+    (LABEL, kind.label and kind.classes == LABEL),
+    (LABEL_WEIGHTS, kind.weighted_rows),
+    (SCORES, kind.scored),
+  ):
+    if has:
+      shapes[name] = (batch_size,)
+  return BatchSpec(shapes, dict.fromkeys(shapes, DTYPE), vocab_sizes, tuple(class_names))

@@ -2,12 +2,34 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.data.sources.conversations import checked_messages, checked_tools, conversation_key
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedRow:
+  """A row of an encoder.
+
+  Attributes:
+    tokens: their ids, special ones included.
+    num_second: how many at the end are of the second text of a pair.
+    words: place of the first token of each word that gets a tag; -1 for a word without a token, or
+      beyond the end of the row.
+  """
+
+  tokens: tuple[int, ...]
+  num_second: int = 0
+  words: tuple[int, ...] = ()
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+  def __iter__(self) -> Iterator[int]:
+    return iter(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +46,7 @@ class Prompt:
       are numbered in order.
     messages: a conversation to continue, checked; None if `inputs` is the prompt.
     tools: of the conversation, for the chat template.
+    num_second: how many of `tokens`, at the end, are of the second text of a pair.
   """
 
   where: str
@@ -35,6 +58,7 @@ class Prompt:
   number: Optional[int] = None
   messages: Optional[Sequence[Mapping[str, Any]]] = None
   tools: Optional[Sequence[Any]] = None
+  num_second: int = 0
 
 
 class PromptText(Protocol):

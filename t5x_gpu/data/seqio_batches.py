@@ -6,18 +6,19 @@ hosts; but every host reads all of the text.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.sources import seqio_sources
-from t5x_gpu.data.streaming import class_prompts, task_lookup, task_prompts
+from t5x_gpu.data.streaming import class_prompts, task_classes, task_lookup, task_prompts
 from t5x_gpu.data.streaming import evaluated_tasks as evaluated_tasks_lib
 from t5x_gpu.data.streaming import preparation as preparation_lib
 from t5x_gpu.data.streaming.batch_iterator import SeqioBatches
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
-from t5x_gpu.data.tasks import chat
+from t5x_gpu.data.tasks import chat, preference
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
   TextVocabulary,
@@ -47,7 +48,7 @@ def _fingerprint(
     facts[f'vocabulary of {name}'] = vocabulary_fingerprint(
       feature.vocabulary, feature_converter=feature_converter
     )
-  facts |= chat.template_facts(task)
+  facts |= chat.template_facts(task) | preference.template_facts(task)
   if isinstance(task, seqio.Mixture):
     facts['rates'] = {subtask.name: float(task.get_rate(subtask)) for subtask in subtasks}
   for subtask in subtasks:
@@ -86,6 +87,7 @@ def _dataset(
   converter: seqio.FeatureConverter,
   feature_converter: str,
   repeat: bool,
+  class_names: Sequence[str],
 ) -> tf.data.Dataset:
   # Preprocessors of user tasks may use random operations without a seed.
   tf.random.set_seed(config.seed)
@@ -98,6 +100,7 @@ def _dataset(
     name=feature_converter,
     task_feature_lengths=config.task_feature_lengths,
     output_features=task.output_features,
+    class_numbers=task_classes.class_numbers(task, class_names),
   )
   batches = rows.batch(config.batch_size, drop_remainder=repeat)
   return batches.prefetch(_PREFETCH_BATCHES).with_options(deterministic_options(_THREADS))
@@ -136,7 +139,12 @@ def open_batches(
   task_lookup.check_not_empty(task, config)
   batches = SeqioBatches(
     lambda: _dataset(
-      task, config, converter=converter, feature_converter=feature_converter, repeat=repeat
+      task,
+      config,
+      converter=converter,
+      feature_converter=feature_converter,
+      repeat=repeat,
+      class_names=spec.class_names,
     ),
     name=config.mixture_or_task_name,
     spec=spec,
@@ -145,7 +153,7 @@ def open_batches(
     pad_last=not repeat,
     file_facts=functools.partial(_file_facts, task, config.split),
     paths=functools.partial(_paths, task, config),
-    class_names=task_lookup.class_names(task),
+    class_names=task_classes.class_names(task, spec.class_names),
   )
   try:
     batches.peek()
@@ -171,7 +179,7 @@ def vocabulary(config: DatasetConfig, *, feature_converter: str) -> TextVocabula
 
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   """Returns the names of the classes of the task's labels in order, or None without labels."""
-  return task_lookup.class_names(task_lookup.lookup(config))
+  return task_classes.class_names(task_lookup.lookup(config))
 
 
 # See t5x_gpu.data.data_module.DataModule.

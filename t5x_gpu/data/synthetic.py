@@ -16,11 +16,20 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
-from t5x_gpu.data.features import LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack
+from t5x_gpu.data.features import (
+  LABEL,
+  LABEL_WEIGHTS,
+  LABELS,
+  SCORES,
+  check_batch_size,
+  check_lengths,
+  check_pack,
+)
 from t5x_gpu.data.same_data import resumed_step
 from t5x_gpu.errors import DataError
 
 SEGMENTS_PER_ROW = 4
+MAX_SCORE = 10_000
 MASKED_SHARE = 0.15  # of the tokens, for masked language models
 EVAL_BATCHES = 8
 _STATE = Fields({'batches_taken': Whole(), 'data': dict})
@@ -130,6 +139,11 @@ class SyntheticBatches:
       )
     if LABEL in spec.shapes:
       batch[LABEL] = random.integers(0, spec.vocab_sizes[LABEL], size=spec.shapes[LABEL])
+    if LABELS in spec.shapes:
+      batch[LABELS] = random.integers(0, spec.vocab_sizes[LABELS], size=spec.shapes[LABELS])
+    if SCORES in spec.shapes:
+      batch[SCORES] = random.integers(0, MAX_SCORE, size=spec.shapes[SCORES])
+    if LABEL_WEIGHTS in spec.shapes:
       batch[LABEL_WEIGHTS] = np.ones(spec.shapes[LABEL_WEIGHTS])
     for name, shape in spec.shapes.items():
       if name not in batch:

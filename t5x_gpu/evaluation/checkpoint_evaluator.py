@@ -15,6 +15,7 @@ from t5x_gpu.evaluation.evaluator import (
   Evaluator,
   batches_for,
   confusion_of,
+  hits_of,
   open_task_evaluator,
   values_of,
 )
@@ -41,6 +42,7 @@ class CheckpointEvaluator:
   Attributes:
     program: the model on its mesh.
     confusion: [true class, predicted class] of the last checkpoint, if the model classifies.
+    hits: [class, (right, predicted, true)], if rows have several labels or words form entities.
   Raises:
     UserError: the model, the mesh or the data do not fit; on all processes if their data differs.
   """
@@ -66,6 +68,7 @@ class CheckpointEvaluator:
     )
     check_evaluation_memory(self.program)
     self.confusion: Optional[np.ndarray] = None
+    self.hits: Optional[np.ndarray] = None
     self._losses: dict[str, Evaluator] = {}
     self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}
     self._totals: dict[str, Total] = {}
@@ -120,7 +123,7 @@ class CheckpointEvaluator:
         total = reduce.add(total, sums)
         if len(self._losses) > 1:
           values |= values_of(sums, prefix=f'{LOSS}{name}/')
-      self.confusion = confusion_of(total)
+      self.confusion, self.hits = confusion_of(total), hits_of(total)
       values = values_of(total, prefix=LOSS) | values
     if self._tasks is not None:
       values |= self._tasks.run(params, show=show)

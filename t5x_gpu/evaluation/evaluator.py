@@ -3,16 +3,17 @@
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from t5x_gpu.data.batches import BatchIterator, DatasetConfig
-from t5x_gpu.data.data_module import open_batches, open_evaluated_tasks
+from t5x_gpu.data.data_module import open_batches, open_class_names, open_evaluated_tasks
 from t5x_gpu.data.task_metrics import EvaluatedTask, ModelOutputs
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.metrics import classification, correlation, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, writes_text
@@ -74,23 +75,42 @@ def confusion_of(sums: reduce.Sums) -> Optional[np.ndarray]:
   return sums[reduce.COUNTS][0] if reduce.COUNTS in sums else None
 
 
+def hits_of(sums: reduce.Sums) -> Optional[np.ndarray]:
+  """Returns [class, (right, predicted, true)] of several labels or entities; None without them."""
+  return sums[reduce.HITS][0] if reduce.HITS in sums else None
+
+
+def class_names_of(model: Model, dataset: DatasetConfig) -> tuple[str, ...]:
+  """Returns the names of the classes, those of the model first; empty if neither has names."""
+  return tuple(getattr(model, 'class_names', ())) or open_class_names(dataset) or ()
+
+
 def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
   """Returns the metrics by name; those without target tokens are left out, with a warning."""
   means = reduce.means(sums, prefix=prefix)
   if means.empty:
     _log.warning('The evaluation has no target tokens for %s.', ', '.join(means.empty))
-  confusion = confusion_of(sums)
-  if confusion is None:
-    return dict(means.values)
-  return means.values | classification.scores(confusion, prefix=prefix)
+  values, confusion = dict(means.values), confusion_of(sums)
+  if confusion is not None:
+    values |= classification.scores(confusion, prefix=prefix)
+  if (hits := hits_of(sums)) is not None:
+    values |= classification.hit_scores(hits, prefix=prefix)
+  if reduce.PAIRS in sums:
+    values |= correlation.pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
+  return values
 
 
 def loss_metrics(program: Program) -> dict[str, float]:
   """Returns the metrics of `Evaluator.run` with dummy values, without running the model."""
   sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
   return values_of(
-    {name: (np.ones(total.shape), 1.0) for name, (total, _) in sums.items()}, prefix=LOSS
+    {name: (_distinct(total.shape), 1.0) for name, (total, _) in sums.items()}, prefix=LOSS
   )
+
+
+def _distinct(shape: tuple[int, ...]) -> np.ndarray:
+  """Returns 1, 2, 3, ...: correlations of equal numbers do not exist."""
+  return np.arange(1.0, 1.0 + math.prod(shape)).reshape(shape)
 
 
 class TaskEvaluator:

@@ -1,134 +1,40 @@
-"""Runs a model on prompts and writes one JSON line per prompt, in their order.
-
-A run that was killed continues after its last complete line.
-"""
+"""Runs a model on prompts and writes one JSON line per prompt, in their order."""
 
 import dataclasses
 import hashlib
 import json
-import os
-import pathlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Union
+from collections.abc import Sequence
+from typing import Any, Optional, Protocol, Union
 
-from t5x_gpu.config.json_schema import parse_json, read_json
-from t5x_gpu.data.prompts import Prompt
-from t5x_gpu.data.same_data import differences
+from t5x_gpu.data.prompts import EncodedRow, Prompt
 from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.evaluation.result_lines import NUMBER, ResultLines, VectorFile, to_line
 from t5x_gpu.models.inference.classify import Classifier
-from t5x_gpu.models.inference.generation import Generated, Generator
+from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal.bars import bar
 
-NUMBER = 'number'  # of the prompt, in every line
-FACTS = '.facts.json'
-
-
-class ResultLines:
-  """Appends one line per prompt to a file; `FILE.facts.json` lists what the lines depend on.
-
-  Lines reach the disk before the next batch is computed. If a kill leaves an incomplete last line,
-  opening the file removes it.
-
-  Args:
-    path: of the file; its folder is created.
-    facts: JSON-ready, what the results depend on.
-    numbers: of the prompts, in order.
-    overwrite: replace the file.
-  Attributes:
-    num_done: prompts that the file already had.
-  Raises:
-    ConfigError: the file holds other results, or cannot be written.
-    DataError: a line in the middle is not a result.
-  """
-
-  def __init__(
-    self, path: str, *, facts: Mapping[str, Any], numbers: Sequence[int], overwrite: bool = False
-  ):
-    self.path = pathlib.Path(path).expanduser()
-    self._facts_path = self.path.with_name(self.path.name + FACTS)
-    try:
-      self.path.parent.mkdir(parents=True, exist_ok=True)
-      if overwrite:
-        self.path.unlink(missing_ok=True)
-        self._facts_path.unlink(missing_ok=True)
-      self.num_done = self._num_done(facts, numbers)
-      self._facts_path.write_text(json.dumps(facts, indent=1) + '\n', 'utf-8')
-      self._file = open(self.path, 'ab')
-    except OSError as e:
-      raise ConfigError(
-        f'--output={path} cannot be written: {e.strerror}.',
-        fix='Give a file in a folder that you may write to.',
-      ) from e
-
-  def _num_done(self, facts: Mapping[str, Any], numbers: Sequence[int]) -> int:
-    """Returns the number of results in the file, after removing an incomplete last line."""
-    if not self.path.exists() or not self.path.stat().st_size:
-      return 0
-    self._check_facts(facts)
-    num_done, whole_bytes = 0, 0
-    with open(self.path, 'rb+') as f:
-      for line in f:
-        if not line.endswith(b'\n'):
-          break
-        expected = numbers[num_done] if num_done < len(numbers) else 'none'
-        if _number(line) != expected:
-          raise DataError(
-            f'{self.path}:{num_done + 1} is not the result of prompt {expected}: the line begins '
-            f'{line[:60]!r}.',
-            fix='Repair or remove the file, or start over with --overwrite.',
-          )
-        num_done, whole_bytes = num_done + 1, whole_bytes + len(line)
-      f.truncate(whole_bytes)
-    return num_done
-
-  def _check_facts(self, facts: Mapping[str, Any]) -> None:
-    try:
-      before = read_json(self._facts_path)
-    except (OSError, ValueError):
-      before = None
-    fix = 'Give another --output, or start over with --overwrite.'
-    if not isinstance(before, dict):
-      raise ConfigError(
-        f'{self.path} exists without {self._facts_path.name}, which lists what its results depend '
-        'on.',
-        fix=fix,
-      )
-    if different := differences(before, json.loads(json.dumps(facts)), before='then'):
-      raise ConfigError(
-        f'{self.path} has results of another job:\n  ' + '\n  '.join(different), fix=fix
-      )
-
-  def write(self, records: list[dict[str, Any]]) -> None:
-    """Appends results in the order of their numbers."""
-    self._file.write(''.join(to_line(record) for record in records).encode('utf-8'))
-    self._file.flush()
-    os.fsync(self._file.fileno())
-
-  def close(self) -> None:
-    self._file.close()
-
-
-def to_line(record: Mapping[str, Any]) -> str:
-  """Returns a line of JSON; text is not escaped to ASCII."""
-  return json.dumps(record, ensure_ascii=False) + '\n'
-
-
-def _number(line: bytes) -> Optional[int]:
-  try:
-    record = parse_json(line)
-  except ValueError:
-    return None
-  number = record.get(NUMBER) if isinstance(record, dict) else None
-  return number if isinstance(number, int) else None
-
-
 # Fields of a result in addition to those of its prompt.
 _SCORED = (NUMBER, 'score', 'num_tokens')
 _WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
-_CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
+
+
+class Outcome(Protocol):
+  """What an encoder finds in a text.
+
+  Attributes:
+    fields: of a result, in addition to those of its prompt.
+  """
+
+  fields: Sequence[str]
+
+  def shown(self, found: Any) -> str:
+    """Returns a line for the terminal."""
+
+  def result(self, prompt: Prompt, found: Any) -> dict[str, Any]:
+    """Returns the fields of a result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,17 +46,17 @@ class InferJob:
     text: text <-> ids.
     checkpoint: folder of the parameters.
     train_length: tokens of a row in training; None if unknown.
-    class_names: of a Classifier; None for a Generator.
+    outcome: of an encoder; None for a Generator.
   """
 
   generator: Union[Generator, Classifier]
   text: Any  # a PromptText, or a ClassText of a Classifier
   checkpoint: str
   train_length: Optional[int] = None
-  class_names: Optional[Sequence[str]] = None
+  outcome: Optional[Outcome] = None
 
-  def tokens(self, prompt: Prompt) -> list[int]:
-    if self.class_names is not None and prompt.tokens is None:
+  def tokens(self, prompt: Prompt) -> Union[list[int], EncodedRow]:
+    if self.outcome is not None:
       return self.text.encode(prompt)
     if prompt.messages is not None:
       return self.text.encode_chat(prompt.messages, tools=prompt.tools, where=prompt.where)
@@ -166,10 +72,9 @@ class InferJob:
       )
     return self.text.encode_targets(prompt.targets)
 
-  def decoded(self, generated: Union[Generated, Sequence[float]]) -> str:
-    if self.class_names is not None:
-      best = max(range(len(generated)), key=generated.__getitem__)
-      return f'{self.class_names[best]} ({generated[best]:.4f})'
+  def decoded(self, generated: Any) -> str:
+    if self.outcome is not None:
+      return self.outcome.shown(generated)
     ids = generated.tokens[:-1] if generated.is_complete else generated.tokens
     return self.text.decode(ids)
 
@@ -188,7 +93,7 @@ class _EncodedPrompts:
   job: InferJob
   prompts: Sequence[Prompt]
   numbers: Sequence[int]
-  tokens: Sequence[Sequence[int]]
+  tokens: Sequence[Union[Sequence[int], EncodedRow]]
   targets: Optional[Sequence[Sequence[int]]]
 
   @classmethod
@@ -233,7 +138,9 @@ class _EncodedPrompts:
   def facts(self) -> dict[str, Any]:
     """Returns what results depend on; the prompts as a hash."""
     content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in self.prompts])
-    digest = hashlib.sha256((content + json.dumps([self.tokens, self.targets])).encode())
+    digest = hashlib.sha256(
+      (content + json.dumps([[list(t) for t in self.tokens], self.targets])).encode()
+    )
     facts = {
       'prompts': f'{len(self.prompts)}, {digest.hexdigest()[:16]}',
       'checkpoint': self.job.checkpoint,
@@ -268,14 +175,22 @@ def write_results(
   Raises:
     DataError: a prompt does not fit, or has a field that results have.
   """
-  taken = _CLASSIFIED if job.class_names is not None else _SCORED if score else _WRITTEN
+  taken = job.outcome.fields if job.outcome is not None else _SCORED if score else _WRITTEN
   _check_fields(prompts, taken)
   encoded = _EncodedPrompts.of(job, prompts, score=score)
   if dry_run:
     say(f'Dry run: {len(prompts)} prompts would be run.')
     return 0
   is_main, lines = distributed.is_main_process(), None
-  if output is not None and is_main:
+  as_array = output is not None and output.endswith('.npy')
+  if as_array and (job.outcome is None or 'vector' not in job.outcome.fields):
+    raise ConfigError(
+      f'--output={output}: only embeddings can be written as an array.',
+      fix='Give a file that ends in .jsonl.',
+    )
+  if as_array and is_main:
+    lines = VectorFile(output, overwrite=overwrite)
+  elif output is not None and is_main:
     lines = ResultLines(output, facts=encoded.facts(), numbers=encoded.numbers, overwrite=overwrite)
   done = distributed.broadcast_json(lines.num_done if lines else 0)
   if done:
@@ -291,11 +206,11 @@ def write_results(
           print(*map(to_line, records), sep='', end='', flush=True)
         advance(len(records))
   except KeyboardInterrupt:
-    if lines is not None:
+    if lines is not None and not as_array:
       say(f'All results so far are in {output}; the same command continues.')
     raise
   finally:
-    if lines is not None:
+    if lines is not None and (not as_array or sys.exc_info()[0] is None):
       lines.close()
   return len(prompts) - done
 
@@ -318,15 +233,8 @@ def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
 
 def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
   """Returns the fields of a result: continuations or classes, best first."""
-  if job.class_names is not None:
-    result = dict(sorted(zip(job.class_names, found), key=lambda pair: -pair[1]))
-    label, probability = next(iter(result.items()))
-    return {
-      **({} if prompt.targets is None else {'targets': prompt.targets}),
-      'label': label,
-      'probability': probability,
-      'probabilities': result,
-    }
+  if job.outcome is not None:
+    return job.outcome.result(prompt, found)
   best = found[0]
   result = {
     'prediction': job.decoded(best),

@@ -19,6 +19,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.model import Model
+from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
 
@@ -142,7 +143,7 @@ def read_request(
     ends = carried_ends(run_folder)
   source = run or setup
   return InferRequest(
-    model=source.model,
+    model=policy_of(source.model),
     partitioner=source.partitioner,
     dataset=_with_vocabulary(dataset, flags, run_folder, is_run=is_run, as_data=as_data),
     decoding=source.decoding_cfg or setup.decoding_cfg,

@@ -17,7 +17,7 @@ from t5x_gpu.evaluation.params_memory import check_inference_memory
 from t5x_gpu.models.decoding import check_writes_text, reads_inputs
 from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
-from t5x_gpu.models.model import Model, classifies
+from t5x_gpu.models.model import Model, encodes_texts
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -43,7 +43,7 @@ def open_job(
     request = dataclasses.replace(request, decoding=decoding)
   if request.chat:
     _check_chats(request)
-  if classifies(request.model):
+  if encodes_texts(request.model):
     return _open_class_job(request, score=score, dry_run=dry_run)
   return _open_text_job(request, score=score, dry_run=dry_run)
 
@@ -99,7 +99,7 @@ def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> Infe
 
 def _check_chats(request: InferRequest) -> None:
   """Raises ConfigError unless the model continues texts, without inputs of their own."""
-  kind = 'a classifier' if classifies(request.model) else ''
+  kind = 'an encoder' if encodes_texts(request.model) else ''
   if not kind and reads_inputs(request.model):
     kind = 'an encoder-decoder'
   elif not kind and 'inputs' in request.dataset.task_feature_lengths:
@@ -171,7 +171,7 @@ def _layout(
 
 
 def _abstract_params(model: Model, layout: Layout) -> Any:
-  lengths = {'inputs': 1} if classifies(model) else {'inputs': 1, 'targets': 1}
+  lengths = {'inputs': 2} if encodes_texts(model) else {'inputs': 1, 'targets': 1}
   spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
   return jax.tree.map(

@@ -12,7 +12,7 @@ from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.layers.fp8 import contract, operand
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.norm import HeadsNorm, RMSNorm
-from t5x_gpu.layers.positions import Rotation
+from t5x_gpu.layers.rotary import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, split_ways
 from t5x_gpu.partitioning.quantized import on_kernels
 

@@ -90,15 +90,18 @@ class DroplessRouting:
     return hidden * masks[row, 0]
 
 
-def route_all(logits: jax.Array, *, experts_per_token: int) -> DroplessRouting:
+def route_all(
+  logits: jax.Array, *, experts_per_token: int, normalize: Optional[bool] = None
+) -> DroplessRouting:
   """Returns the routing of every token to the experts with its largest logits.
 
   Args:
     logits: [batch, length, experts] in float32.
     experts_per_token: experts chosen per token, k.
+    normalize: of the gates, as in `choose`.
   """
   num_experts = logits.shape[-1]
-  ids, gates = choose(logits, experts_per_token=experts_per_token)
+  ids, gates = choose(logits, experts_per_token=experts_per_token, normalize=normalize)
   ids = ids.reshape(-1)
   if not is_manual('expert'):
     own, groups = _in_blocks(ids, num_experts)

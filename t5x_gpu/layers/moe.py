@@ -30,10 +30,11 @@ class MoeMlp(nn.Module):
 
   Attributes:
     num_experts: experts of the layer, over all devices.
-    experts_per_token: experts of each token; their gates add up to 1, a single gate is its
-      probability.
+    experts_per_token: experts of each token.
     capacity_factor: room of the experts, as in `capacity`; None never drops a token.
     mlp_dim, activations, dropout_rate, dtype: of each expert, as in `Mlp`.
+    normalize_gates: whether the gates of a token are divided by their sum, as in `choose`.
+    kernel_init: of the kernels of all experts and of the router; None for T5's.
   """
 
   num_experts: int
@@ -43,6 +44,8 @@ class MoeMlp(nn.Module):
   activations: tuple[str, ...] = ('gelu', 'linear')
   dropout_rate: float = 0.0
   dtype: Any = jnp.float32
+  normalize_gates: Optional[bool] = None
+  kernel_init: Optional[Initializer] = None
 
   @nn.compact
   def __call__(
@@ -61,7 +64,8 @@ class MoeMlp(nn.Module):
     """
     # Whole rows from here to the result: if they were split by position, as the residual may be,
     # sorting would exchange them over `model` again and again.
-    logits = shard(_Router(self.num_experts, name='router')(x), 'batch', 'length', None)
+    router = _Router(self.num_experts, self.kernel_init, name='router')
+    logits = shard(router(x), 'batch', 'length', None)
     x = x.astype(self.dtype)
     kernels = self._kernels(x.shape[-1])
     if self.capacity_factor is None:
@@ -83,10 +87,11 @@ class MoeMlp(nn.Module):
     local, number = expert_parallel.num_local(self.num_experts), len(self.activations)
     shape = (local, embed_dim, self.mlp_dim)
     branches = [
-      _ExpertKernel(shape, ('embed', 'mlp'), name=name)().astype(self.dtype)
+      _ExpertKernel(shape, ('embed', 'mlp'), self.kernel_init, name=name)().astype(self.dtype)
       for name in (['wi'] if number == 1 else [f'wi_{i}' for i in range(number)])
     ]
-    out = _ExpertKernel((local, self.mlp_dim, embed_dim), ('mlp', 'embed'), name='wo')()
+    shape = (local, self.mlp_dim, embed_dim)
+    out = _ExpertKernel(shape, ('mlp', 'embed'), self.kernel_init, name='wo')()
     return jnp.stack(branches, axis=2), out.astype(self.dtype)
 
   def _activated(self, branches: jax.Array) -> jax.Array:
@@ -100,7 +105,9 @@ class MoeMlp(nn.Module):
     self, x: jax.Array, logits: jax.Array, wi: jax.Array, wo: jax.Array, rng: Optional[DropoutRng]
   ) -> jax.Array:
     """Returns [batch, length, embed], with room for all tokens in every expert."""
-    routing = route_all(logits, experts_per_token=self.experts_per_token)
+    routing = route_all(
+      logits, experts_per_token=self.experts_per_token, normalize=self.normalize_gates
+    )
     rows = routing.dispatch(x)
     branches = shard(grouped_matmul(rows, wi, routing.groups), None, None, 'mlp')
     hidden = routing.dropout(self._activated(branches), self.dropout_rate, rng)
@@ -113,7 +120,10 @@ class MoeMlp(nn.Module):
   ) -> jax.Array:
     """Returns [batch, length, embed], with a fixed room for the tokens of a row in every expert."""
     routing = route(
-      logits, experts_per_token=self.experts_per_token, capacity=self._capacity(x.shape[1])
+      logits,
+      experts_per_token=self.experts_per_token,
+      capacity=self._capacity(x.shape[1]),
+      normalize=self.normalize_gates,
     )
     tokens = shard(routing.dispatch(x), 'batch', 'experts', None, 'embed')
     tokens = expert_parallel.to_experts(tokens)
@@ -153,10 +163,11 @@ class _Router(nn.Module):
   """
 
   num_experts: int
+  kernel_init: Optional[Initializer]
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init = fan_in_init(num_in=1, distribution='truncated_normal')
+    init = self.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
     kernel = self.param(
       'kernel', with_axes(init, (None, None)), (x.shape[-1], self.num_experts), jnp.float32
     )
@@ -170,15 +181,18 @@ class _ExpertKernel(nn.Module):
 
   shape: tuple[int, int, int]
   axes: tuple[str, str]
+  kernel_init: Optional[Initializer]
 
   @nn.compact
   def __call__(self) -> jax.Array:
-    return self.param(
-      'kernel', with_axes(_of_each_expert, ('experts', *self.axes)), self.shape, jnp.float32
+    init = functools.partial(
+      _of_each_expert, self.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
     )
+    return self.param('kernel', with_axes(init, ('experts', *self.axes)), self.shape, jnp.float32)
 
 
-def _of_each_expert(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def _of_each_expert(
+  init: Initializer, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> jax.Array:
   """Returns kernels [experts, inputs, features], each drawn like the kernel of an MLP."""
-  init: Initializer = fan_in_init(num_in=1, distribution='truncated_normal')
   return jax.vmap(lambda k: init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))

@@ -2,19 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.errors import ModelError, all_problems, did_you_mean
+from t5x_gpu.layers import rotary
+from t5x_gpu.layers.rotary import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, with_axes
 
-ROPE_SCALINGS = ('none', 'linear', 'llama3')
+ROPE_SCALINGS = ('none', 'linear', 'llama3', 'yarn', 'longrope', 'dynamic')
 
 
 def relative_position_buckets(
@@ -108,67 +109,30 @@ class RelativePositionTable(nn.Module):
     return table.astype(self.dtype)
 
 
-@flax.struct.dataclass
-class Rotation:
-  """Cosines and sines of each position's angles, [batch or 1, length, 1, rotated / 2]."""
-
-  cos: jax.Array
-  sin: jax.Array
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns rotated queries or keys [batch, length, heads, kv].
-
-    The first `rotated` features are turned, in pairs that are rotated / 2 apart.
-    """
-    half = self.cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    rotated = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
-    rotated += [rest] if rest.shape[-1] else []
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-  def of_layer(self, number: Any) -> 'Rotation':
-    """Returns the rotation of one layer: the same for all."""
-    del number
-    return self
-
-
-@flax.struct.dataclass
-class LayerRotations:
-  """Rotations that differ by layer.
-
-  Attributes:
-    cos, sin: [kinds, batch or 1, length, 1, rotated / 2].
-    kinds: layer i has the rotation kinds[i % len(kinds)].
-  """
-
-  cos: jax.Array
-  sin: jax.Array
-  kinds: tuple[int, ...] = flax.struct.field(pytree_node=False)
-
-  def of_layer(self, number: Any) -> Rotation:
-    """Returns the rotation of layer `number`, which may be traced."""
-    kind = jnp.asarray(self.kinds)[number % len(self.kinds)]
-    return Rotation(*(jax.lax.dynamic_index_in_dim(x, kind, keepdims=False) for x in self._both))
-
-  @property
-  def _both(self) -> tuple[jax.Array, jax.Array]:
-    return self.cos, self.sin
-
-
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
   """Positions as rotations of queries and keys, so that logits depend on distances only.
 
   Attributes:
     theta: base of the frequencies; larger for longer sequences.
-    scaling: 'none'; 'linear' divides positions by `factor`; 'llama3' divides only slow frequencies,
-      with a smooth transition to fast ones.
+    scaling: how frequencies change for longer sequences than those of the original training.
+      'none'; 'linear' divides all by `factor`; 'llama3' and 'yarn' divide only slow ones, with a
+      smooth transition to fast ones; 'longrope' divides each by its own factor, which depends on
+      the length of the example; 'dynamic' has no effect up to `original_length`, the longest row
+      that is then allowed (docs/models.md#longer-contexts).
     factor: how many times longer sequences are than in the original training.
     low_freq_factor, high_freq_factor: for 'llama3', frequencies with fewer or more turns than these
       over `original_length` are slow or fast.
     original_length: positions in the original training.
     fraction: share of a head's features that is rotated, the first ones (Phi-4-mini: 0.75).
-  Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code.
+    beta_slow, beta_fast: the same for 'yarn'.
+    truncate: for 'yarn', whether the transition begins and ends at whole indices of frequencies.
+    attention_factor: for 'yarn' and 'longrope', a multiplier of the rotated features of queries and
+      keys; None for the one that follows from `factor`.
+    short_factors, long_factors: for 'longrope', the divisor of each frequency in examples of up to
+      `original_length` tokens, and in longer ones.
+  Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code; Peng et
+    al. 2023 (YaRN); Ding et al. 2024 (LongRoPE).
   """
 
   theta: float = 10000.0
@@ -178,91 +142,179 @@ class RotaryEmbedding:
   high_freq_factor: float = 4.0
   original_length: int = 8192
   fraction: float = 1.0
+  beta_slow: float = 1.0
+  beta_fast: float = 32.0
+  truncate: bool = True
+  attention_factor: Optional[float] = None
+  short_factors: tuple[float, ...] = ()
+  long_factors: tuple[float, ...] = ()
 
   def __post_init__(self) -> None:
-    problems, parameters = [], []
+    for name in ('short_factors', 'long_factors'):
+      object.__setattr__(self, name, tuple(getattr(self, name)))
+    problems = list(self._problems())
+    if problems:
+      raise ModelError(
+        all_problems(
+          [f'{name} = {getattr(self, name)!r} {text}' for name, text in problems],
+          title='The rotary positions are impossible',
+        ),
+        fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
+        parameters=[f'RotaryEmbedding.{name}' for name, _ in problems],
+      )
 
-    def refuse(parameter: str, text: str) -> None:
-      problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
-      parameters.append(f'RotaryEmbedding.{parameter}')
-
+  def _problems(self) -> Iterator[tuple[str, str]]:
+    """Yields (parameter, what is wrong)."""
     if self.scaling not in ROPE_SCALINGS:
-      refuse(
+      yield (
         'scaling',
         f'is not one of {", ".join(ROPE_SCALINGS)}.'
         + did_you_mean(str(self.scaling), ROPE_SCALINGS),
       )
-    for parameter in (
-      'theta',
-      'factor',
-      'low_freq_factor',
-      'high_freq_factor',
-      'original_length',
-      'fraction',
+    numbers = ('theta', 'factor', 'low_freq_factor', 'high_freq_factor', 'original_length')
+    numbers += ('fraction', 'beta_slow', 'beta_fast')
+    numbers += () if self.attention_factor is None else ('attention_factor',)
+    bad = [name for name in numbers if not _is_positive(getattr(self, name))]
+    yield from ((name, 'must be a number above 0.') for name in bad)
+    for name in ('short_factors', 'long_factors'):
+      if not all(map(_is_positive, getattr(self, name))):
+        yield name, 'must be numbers above 0.'
+    if bad:
+      return
+    if self.fraction > 1.0:
+      yield 'fraction', 'must be at most 1.'
+    if self.low_freq_factor >= self.high_freq_factor:
+      yield 'low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.'
+    if self.beta_slow >= self.beta_fast:
+      yield 'beta_slow', f'must be below beta_fast = {self.beta_fast!r}.'
+    if self.scaling == 'yarn' and self.theta <= 1.0:
+      yield 'theta', 'must be above 1 for yarn.'
+    if self.scaling == 'longrope' and self.original_length < 2:
+      yield 'original_length', 'must be at least 2 for longrope.'
+    if self.scaling not in ('yarn', 'longrope') and self.attention_factor is not None:
+      yield 'attention_factor', "has no effect: only 'yarn' and 'longrope' have one."
+    if (self.scaling == 'longrope') != bool(self.short_factors) or (
+      len(self.short_factors) != len(self.long_factors)
     ):
-      value = getattr(self, parameter)
-      if not (isinstance(value, (int, float)) and 0.0 < value < math.inf):
-        refuse(parameter, 'must be a number above 0.')
-    if not problems and self.fraction > 1.0:
-      refuse('fraction', 'must be at most 1.')
-    if not problems and self.low_freq_factor >= self.high_freq_factor:
-      refuse('low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.')
-    if problems:
-      raise ModelError(
-        all_problems(problems, title='The rotary positions are impossible'),
-        fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
-        parameters=parameters,
+      yield (
+        'short_factors',
+        f'must have as many numbers as long_factors, which has {len(self.long_factors)}: one for '
+        "each frequency with scaling = 'longrope', else none.",
       )
+
+  @property
+  def depends_on_length(self) -> bool:
+    """Whether frequencies depend on the length of the example."""
+    return self.scaling == 'longrope'
+
+  @property
+  def amplitude(self) -> float:
+    """What rotated features are multiplied with."""
+    if self.attention_factor is not None:
+      return self.attention_factor
+    if self.scaling == 'yarn':
+      return rotary.yarn_attention_factor(self.factor)
+    if self.scaling == 'longrope':
+      return rotary.longrope_attention_factor(self.factor, self.original_length)
+    return 1.0
 
   def rotated(self, head_dim: int) -> int:
     """Returns the number of features that are rotated."""
     return int(head_dim * self.fraction)
 
-  def frequencies(self, head_dim: int) -> np.ndarray:
-    """Returns float32 [rotated / 2], radians per position."""
-    rotated = self.rotated(head_dim)
-    plain = 1.0 / self.theta ** (np.arange(0, rotated, 2, dtype=np.float32) / rotated)
-    if self.scaling == 'none':
-      return plain.astype(np.float32)
+  def frequencies(self, head_dim: int, *, is_long: bool = False) -> np.ndarray:
+    """Returns float32 [rotated / 2], radians per position.
+
+    Args:
+      head_dim: features of a head.
+      is_long: whether the example has more than `original_length` tokens; only for 'longrope'.
+    """
+    plain = rotary.plain(self.theta, self.rotated(head_dim))
     if self.scaling == 'linear':
       return (plain / self.factor).astype(np.float32)
-    turns = self.original_length * plain / (2 * math.pi)
-    fast = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-    fast = np.clip(fast, 0.0, 1.0)
-    return ((1.0 - fast) * plain / self.factor + fast * plain).astype(np.float32)
+    if self.scaling == 'llama3':
+      return rotary.llama3(
+        plain,
+        factor=self.factor,
+        low=self.low_freq_factor,
+        high=self.high_freq_factor,
+        original_length=self.original_length,
+      )
+    if self.scaling == 'yarn':
+      return rotary.yarn(
+        plain,
+        theta=self.theta,
+        factor=self.factor,
+        original_length=self.original_length,
+        beta_fast=self.beta_fast,
+        beta_slow=self.beta_slow,
+        truncate=self.truncate,
+      )
+    if self.scaling == 'longrope':
+      return rotary.longrope(self.theta, self.long_factors if is_long else self.short_factors)
+    return plain
 
-  def rotation(self, positions: jax.Array, head_dim: int) -> Rotation:
-    """Returns the rotation of `positions` [length] or [batch, length]."""
-    angles = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
+  def rotation(
+    self, positions: jax.Array, head_dim: int, *, lengths: Optional[jax.Array] = None
+  ) -> Rotation:
+    """Returns the rotation of `positions` [length] or [batch, length].
+
+    Args:
+      positions: of the tokens in their examples.
+      head_dim: features of a head.
+      lengths: [batch, length] or [batch, 1], tokens of each token's example; None if all have at
+        most `original_length`.
+    """
+    frequencies = self.frequencies(head_dim)
+    if self.depends_on_length and lengths is not None:
+      is_long = lengths[..., None] > self.original_length
+      frequencies = jnp.where(is_long, self.frequencies(head_dim, is_long=True), frequencies)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     angles = angles.reshape(-1, *angles.shape[-2:])[:, :, None]
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (
+      Rotation(cos, sin)
+      if self.amplitude == 1.0
+      else Rotation(cos * self.amplitude, sin * self.amplitude)
+    )
 
 
-def rotations(
-  ropes: Sequence[Optional[RotaryEmbedding]], positions: jax.Array, head_dim: int
-) -> Optional[Union[Rotation, LayerRotations]]:
-  """Returns the rotation of `positions` in layers with these embeddings; None without any.
+def _is_positive(value: Any) -> bool:
+  return isinstance(value, (int, float)) and 0.0 < value < math.inf
+
+
+def rope_problems(
+  ropes: Sequence[Optional[RotaryEmbedding]], *, head_dim: int, limit: Optional[int]
+) -> Iterator[tuple[str, str]]:
+  """Yields (parameter of TransformerConfig, what is wrong) of the rotary positions of its layers.
 
   Args:
-    ropes: layer i has ropes[i % len(ropes)], None for no rotation; all of one `fraction`.
-    positions: [length] or [batch, length].
+    ropes: of each layer, None for no rotation.
     head_dim: features of a head.
+    limit: tokens of the longest row; None for any length.
   """
-  different = list(dict.fromkeys(ropes))
-  some = [rope for rope in different if rope is not None]
-  if not some:
-    return None
-  if len(different) == 1:
-    return some[0].rotation(positions, head_dim)
-  # A layer without rotation turns by an angle of 0, which changes no digit.
-  turns = [
-    (rope or some[0]).rotation(positions * (rope is not None), head_dim) for rope in different
-  ]
-  return LayerRotations(
-    jnp.stack([turn.cos for turn in turns]),
-    jnp.stack([turn.sin for turn in turns]),
-    tuple(different.index(rope) for rope in ropes),
-  )
+  some = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+  if any(rope.rotated(head_dim) % 2 or rope.rotated(head_dim) < 2 for rope in some):
+    yield 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
+  if len({rope.fraction for rope in some}) > 1:
+    yield 'ropes', 'must rotate the same fraction of the features in all layers.'
+  if len({rope.original_length for rope in some if rope.depends_on_length}) > 1:
+    yield 'ropes', "must have the same original_length in all layers with scaling = 'longrope'."
+  for rope in some:
+    pairs, divisors = rope.rotated(head_dim) // 2, len(rope.short_factors)
+    if rope.scaling == 'longrope' and divisors != pairs:
+      yield (
+        'head_dim',
+        f'has {pairs} rotated pairs of features, but short_factors and long_factors have '
+        f'{divisors} numbers.',
+      )
+    if rope.scaling == 'dynamic' and not 1 <= (limit or 0) <= rope.original_length:
+      yield (
+        'max_length',
+        f'must be from 1 to original_length = {rope.original_length} of rotary positions with '
+        "scaling = 'dynamic': in longer rows, keys in a cache would have other frequencies than "
+        'those of the same row without a cache (docs/models.md#longer-contexts).',
+      )
 
 
 class PositionTable(nn.Module):

@@ -89,22 +89,28 @@ class Routing:
     return (taken * self.gates[..., None]).sum(2).astype(y.dtype)
 
 
-def choose(logits: jax.Array, *, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
+def choose(
+  logits: jax.Array, *, experts_per_token: int, normalize: Optional[bool] = None
+) -> tuple[jax.Array, jax.Array]:
   """Returns the experts of each token and their weights, [batch, length, k].
 
   Args:
     logits: [batch, length, experts] in float32.
-    experts_per_token: experts chosen per token, k; their gates add up to 1.
+    experts_per_token: experts chosen per token, k.
+    normalize: whether the gates of a token add up to 1, or are probabilities among all experts.
+      None for k > 1: a single gate would always be 1, with nothing to learn.
   """
   probabilities = jax.nn.softmax(logits)
   ids = shard(jax.lax.top_k(logits, experts_per_token)[1], 'batch', 'length', None)
   gates = jnp.sum(jax.nn.one_hot(ids, logits.shape[-1]) * probabilities[:, :, None], axis=-1)
-  if experts_per_token > 1:  # a single gate would always be 1, with nothing to learn
+  if experts_per_token > 1 if normalize is None else normalize:
     gates = gates / gates.sum(-1, keepdims=True)
   return ids, gates
 
 
-def route(logits: jax.Array, *, experts_per_token: int, capacity: int) -> Routing:
+def route(
+  logits: jax.Array, *, experts_per_token: int, capacity: int, normalize: Optional[bool] = None
+) -> Routing:
   """Returns the routing of every token to the experts with its largest logits.
 
   Slots are found by sorting: one-hot matrices [batch, length, experts, capacity] would be larger
@@ -114,9 +120,10 @@ def route(logits: jax.Array, *, experts_per_token: int, capacity: int) -> Routin
     logits: [batch, length, experts] in float32.
     experts_per_token: experts chosen per token, k.
     capacity: tokens of a row that each expert has room for; earlier tokens come first.
+    normalize: of the gates, as in `choose`.
   """
   batch, length, experts = logits.shape
-  ids, gates = choose(logits, experts_per_token=experts_per_token)
+  ids, gates = choose(logits, experts_per_token=experts_per_token, normalize=normalize)
   if is_manual('context'):
     ids = jnp.where(_ranks_in_split_row(ids, experts) < capacity, ids, experts)
     capacity = min(capacity, length)

@@ -1,7 +1,8 @@
 """Scores of a classifier from its confusion matrix [true class, predicted class].
 
-The counts of the matrix can be added over batches, steps and processes. A mean of per-batch F1
-scores or correlations would be a different number.
+If rows have several labels, or words form entities, hits [class, (right, predicted, true)] take
+the place of the matrix. The counts of both can be added over batches, steps and processes. A mean
+of per-batch F1 scores or correlations would be a different number.
 """
 
 import os
@@ -68,6 +69,46 @@ def scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
       ('majority', majority),
     )
   }
+
+
+def hit_scores(hits: np.ndarray, *, prefix: str = '') -> dict[str, float]:
+  """Returns micro_precision, micro_recall, micro_f1 and macro_f1, named `prefix + name`.
+
+  The micro scores are those of all classes together, 0 without a prediction or a label. macro_f1 is
+  the mean F1 of the classes that occur as label or prediction; it is left out if none does.
+
+  Args:
+    hits: counts [class, (right, predicted, true)].
+    prefix: of the names.
+  """
+  right, predicted, true = hits.sum(0)
+  known = hits[:, 1] + hits[:, 2] > 0
+  values = {
+    'micro_precision': right / max(predicted, 1),
+    'micro_recall': right / max(true, 1),
+    'micro_f1': 2 * right / max(predicted + true, 1),
+  }
+  if known.any():
+    values['macro_f1'] = f1_of_hits(hits)[known].mean()
+  return {prefix + name: float(value) for name, value in values.items()}
+
+
+def f1_of_hits(hits: np.ndarray) -> np.ndarray:
+  """Returns 2 * right / (predicted + true) of each class; NaN for one that never occurs."""
+  with np.errstate(invalid='ignore'):
+    return 2 * hits[:, 0] / (hits[:, 1] + hits[:, 2])
+
+
+def hits_table(hits: np.ndarray, class_names: Sequence[str]) -> str:
+  """Returns a line per class: examples, precision, recall and F1."""
+  width = max(map(len, (*class_names, 'class')))
+  lines = [f'{"class":{width}}  examples  precision  recall     F1']
+  for name, (right, predicted, true), f1 in zip(class_names, hits, f1_of_hits(hits), strict=True):
+    lines.append(
+      f'{name:{width}}  {true:8g}  {_share(right, predicted):>9}  '
+      f'{_share(right, true):>6}  {_share(f1, 1.0):>5}'
+    )
+  return '\n'.join(lines)
 
 
 def table(matrix: np.ndarray, class_names: Sequence[str]) -> str:

@@ -12,11 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-# Metric name -> (sum, weight) as Python floats. The sum of COUNTS is an array, without a mean.
+# Metric name -> (sum, weight) as Python floats. The sums of ARRAYS are arrays, without a mean.
 Sums = dict[str, tuple[Any, float]]
 
 # The confusion matrix [true class, predicted class].
 COUNTS = 'confusion'
+# Counts [class, (right, predicted, true)].
+HITS = 'hits'
+# A row per example: [examples, (cosine, score, weight)]. Batches are joined, not added.
+PAIRS = 'pairs'
+ARRAYS = (COUNTS, HITS, PAIRS)
 
 # With more pending steps, the older half is fetched. This bounds the memory on the device, and does
 # not drain the dispatch queue, because the older half was computed long ago.
@@ -42,14 +47,14 @@ def to_host(sums: Mapping[str, Any]) -> Sums:
 
   Args:
     sums: name -> (sum, weight); scalars of jax (replicated, with several hosts), numpy or Python.
-      The sum of 'confusion' is a matrix of counts.
+      Sums of `ARRAYS` are matrices.
   Raises:
     ValueError: a value is not such a pair.
   """
   host = {}
   for name, pair in jax.device_get(dict(sums)).items():
     pair = tuple(pair)
-    if len(pair) != 2 or np.size(pair[1]) != 1 or (np.size(pair[0]) != 1 and name != COUNTS):
+    if len(pair) != 2 or np.size(pair[1]) != 1 or (np.size(pair[0]) != 1 and name not in ARRAYS):
       raise ValueError(f'{name}: a metric is a pair of scalars (sum, weight), got {pair!r}.')
     host[name] = _on_host(pair[0]), float(np.asarray(pair[1]).item())
   return host
@@ -60,11 +65,19 @@ def _on_host(x: Any) -> Any:
 
 
 def add(left: Mapping[str, tuple[float, float]], right: Mapping[str, tuple[float, float]]) -> Sums:
-  """Returns the pairwise total of two host-side `Sums`; a name in only one of them is kept."""
+  """Returns the pairwise total of two host-side `Sums`; a name in only one of them is kept.
+
+  The rows of `PAIRS` follow each other.
+  """
   total = {name: (_on_host(s), float(w)) for name, (s, w) in left.items()}
   for name, (s, w) in right.items():
     old_sum, old_weight = total.get(name, (0.0, 0.0))
-    total[name] = (old_sum + _on_host(s), old_weight + float(w))
+    new = _on_host(s)
+    if name == PAIRS and name in left:
+      new = np.concatenate([old_sum, new])
+    else:
+      new = old_sum + new
+    total[name] = (new, old_weight + float(w))
   return total
 
 
@@ -76,7 +89,7 @@ def means(sums: Mapping[str, tuple[float, float]], *, prefix: str = '') -> Means
   """
   values, empty = {}, []
   for name, (s, w) in sums.items():
-    if name == COUNTS:
+    if name in ARRAYS:
       continue
     if w == 0:
       if math.isfinite(s):

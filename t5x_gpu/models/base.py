@@ -40,6 +40,21 @@ class TransformerModel(abc.ABC):
     """Classes of the labels in a batch; None without labels."""
     return None
 
+  @property
+  def _predicts_tokens(self) -> bool:
+    """Whether logits are over the vocabulary."""
+    return True
+
+  @property
+  def _texts_in_row(self) -> int:
+    """Least number of texts that share the length of a row, each with positions of its own."""
+    return 1
+
+  @property
+  def _label_names(self) -> tuple[str, ...]:
+    """Names of these classes; empty for those of the data."""
+    return ()
+
   @abc.abstractmethod
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name."""
@@ -59,8 +74,9 @@ class TransformerModel(abc.ABC):
       pack=pack,
       vocab_size=self.config.vocab_size,
       num_classes=self._num_label_classes,
+      class_names=self._label_names,
     )
-    _check_length(self.config, spec)
+    _check_length(self.config, spec, self._texts_in_row)
     return spec
 
   def logical_sizes(self) -> dict[str, int]:
@@ -105,9 +121,7 @@ class OneStackModel(TransformerModel):
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per position of a row of `length`."""
-    return transformer_flops_per_token(
-      self.config, length, token_logits=self._num_label_classes is None
-    )
+    return transformer_flops_per_token(self.config, length, token_logits=self._predicts_tokens)
 
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
@@ -171,21 +185,21 @@ class OneStackModel(TransformerModel):
     return dropout_rng(key, batch, part, side=self.side)
 
 
-def _check_length(config: TransformerConfig, spec: BatchSpec) -> None:
+def _check_length(config: TransformerConfig, spec: BatchSpec, texts_in_row: int) -> None:
   limit = config.length_limit
   too_long = {
-    name: shape[1]
+    name: -(-shape[1] // texts_in_row)
     for name, shape in spec.shapes.items()
-    if limit is not None and len(shape) > 1 and shape[1] > limit
+    if limit is not None and len(shape) > 1 and shape[1] > limit * texts_in_row
   }
   if too_long:
     name, length = max(too_long.items(), key=lambda item: item[1])
     learned = config.num_positions > 0
     parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
     raise ModelError(
-      f'{name} has {length} positions, but the model '
+      f'{name} has {length} positions{" per text" * (texts_in_row > 1)}, but the model '
       + (f'has learned vectors for {limit}.' if learned else f'was made for {limit}.'),
-      fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit} tokens, or, '
+      fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit * texts_in_row} tokens, or, '
       + ('for a model that starts from scratch, ' if learned else 'to train it for longer ones, ')
       + f'{parameter} = {length}.',
       parameters=('TASK_FEATURE_LENGTHS', parameter),

@@ -13,7 +13,7 @@ from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
-from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.layers.positions import RotaryEmbedding, rope_problems
 from t5x_gpu.models.precision import PRECISIONS, SCALINGS
 from t5x_gpu.models.remat import POLICIES
 
@@ -94,6 +94,8 @@ class TransformerConfig:
     expert_capacity_factor: room in each expert for the tokens of a row; 1 is exactly enough if
       they are spread evenly. Tokens without room skip the experts. None is dropless: every expert
       takes all tokens that choose it, sorted by expert (layers/dropless.py).
+    normalize_gates: whether the gates of a token's experts are divided by their sum (Mixtral), or
+      are probabilities among all experts. None for more than one expert per token.
     loss_chunks: parts of the length in which logits and loss are computed, one at a time, so that
       all logits are never in memory together. None chooses parts whose logits fit 256 MiB, and does
       not split small logits; 0 stores all logits.
@@ -159,6 +161,7 @@ class TransformerConfig:
   classifier_dropout: Optional[float] = None
   ropes: tuple[Optional[RotaryEmbedding], ...] = ()
   qk_norm_kind: str = 'head'
+  normalize_gates: Optional[bool] = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -265,13 +268,9 @@ class TransformerConfig:
         'fp8_logits',
         'needs a loss that does not store logits: set loss_chunks = None, or 1 or more.',
       )
-    ropes = [rope for rope in self.rope_of_layers if rope is not None]
     if self.rope is not None and self.ropes:
       yield 'ropes', 'replaces rope, which is set too: leave one of them out.'
-    if any(rope.rotated(self.head_dim) % 2 or rope.rotated(self.head_dim) < 2 for rope in ropes):
-      yield 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
-    if len({rope.fraction for rope in ropes}) > 1:
-      yield 'ropes', 'must rotate the same fraction of the features in all layers.'
+    yield from rope_problems(self.rope_of_layers, head_dim=self.head_dim, limit=self.length_limit)
     if self.num_experts > 0 and self.mlp_bias:
       yield 'mlp_bias', 'is not supported with experts.'
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
@@ -301,6 +300,12 @@ class TransformerConfig:
     return self.num_experts > 0 and (self.router_balance_loss > 0.0 or self.router_z_loss > 0.0)
 
   @property
+  def gates_add_up(self) -> bool:
+    """Whether the gates of a token's experts are divided by their sum."""
+    several = self.num_experts_per_token > 1
+    return several if self.normalize_gates is None else self.normalize_gates
+
+  @property
   def kv_heads(self) -> int:
     """Heads of keys and values."""
     return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -309,6 +314,12 @@ class TransformerConfig:
   def rope_of_layers(self) -> tuple[Optional[RotaryEmbedding], ...]:
     """Rotary positions: layer i has rope_of_layers[i % len(rope_of_layers)]."""
     return self.ropes or (self.rope,)
+
+  @property
+  def rope_switch(self) -> Optional[int]:
+    """Tokens of the longest example with short rotary factors; None without long ones."""
+    lengths = [r.original_length for r in self.rope_of_layers if r and r.depends_on_length]
+    return lengths[0] if lengths else None
 
   @property
   def matmul_width(self) -> int:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Optional
 
 import jax
+import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.layers.dropout import dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.base import OneStackModel
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
+from t5x_gpu.models.heads import init_token_logits, token_log_probs, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options
 from t5x_gpu.models.model import DeviceBatch, Params
@@ -115,6 +116,15 @@ class DecoderOnlyModel(OneStackModel):
     x = self._finish(params, x, batch, dropout_key)
     return token_logits(self.config, params, x, params['token_embedder'])
 
+  def token_log_probs(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns log-probabilities of the target tokens, float32 [batch, length]."""
+    x = self._after_layers(params, batch, dropout_key)
+    x = self._finish(params, x, batch, dropout_key)
+    targets = batch['decoder_target_tokens']
+    return token_log_probs(self.config, params, x, params['token_embedder'], targets)
+
   def uses_prefix(self, batch: DeviceBatch) -> bool:
     return self.inputs_bidirectional_attention and 'decoder_causal_attention' in batch
 
@@ -136,6 +146,7 @@ class DecoderOnlyModel(OneStackModel):
       prompt_length=prompts.shape[1],
       slots=slots,
       bidirectional_prompt=self.inputs_bidirectional_attention,
+      keeps_tokens=True,
     )
     return self._extend(params, prompts, state)
 
@@ -143,7 +154,19 @@ class DecoderOnlyModel(OneStackModel):
     self, params: Params, tokens: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState]:
     """Returns logits [batch, vocab] of the token after `tokens` [batch], and the next state."""
+    if state.tokens is not None:
+      grown = state.slot - state.first == self.config.rope_switch
+      state = jax.lax.cond(
+        grown.any(), lambda state: self._again(params, state, grown), lambda state: state, state
+      )
     return self._extend(params, tokens[:, None], state)
+
+  def _again(self, params: Params, state: DecodingState, rows: jax.Array) -> DecodingState:
+    """Returns `state` with new keys and values in `rows` [batch], which get long rotary factors."""
+    own = state.caches.own
+    start = state.replace(caches=state.caches.replace(own=own.replace(slot=jnp.int32(0))))
+    # Slots of tokens to come are filled too; they are written again before they are read.
+    return state.of_rows(rows, self._extend(params, state.tokens, start)[1])
 
   def _extend(
     self, params: Params, tokens: jax.Array, state: DecodingState
@@ -153,4 +176,4 @@ class DecoderOnlyModel(OneStackModel):
     x, caches = self._stack.extend(params, x, info, positions, state.caches, cached)
     x = self._stack.finish(params, x[:, -1:])
     logits = token_logits(self.config, params, x, params['token_embedder'])
-    return logits[:, 0], advance(state, caches, tokens.shape[1])
+    return logits[:, 0], advance(state, caches, tokens)

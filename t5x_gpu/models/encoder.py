@@ -1,4 +1,4 @@
-"""Encoder model: classification of sequences, or masked language modelling."""
+"""Encoder model: classification of texts or words, embeddings, or masked language modelling."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,25 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
-from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.data.entities import entity_kinds
+from t5x_gpu.data.features import LABEL, LABEL_WEIGHTS, LABELS, SCORES
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.base import OneStackModel
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.heads import (
-  POOLINGS,
-  Classifier,
-  MaskedTokenHead,
-  masked_token_logits,
-  masked_token_loss,
-  pool,
-)
-from t5x_gpu.models.losses import Sums, check_loss_options, of_examples, refuse_router_losses
+from t5x_gpu.models.encoding.checks import MULTI_LABEL, SINGLE_LABEL, check_encoder
+from t5x_gpu.models.encoding.pooling import pool, pool_texts
+from t5x_gpu.models.encoding.sums import entity_hits, of_label_sets, of_text_sets
+from t5x_gpu.models.heads import Classifier, MaskedTokenHead, masked_token_logits, masked_token_loss
+from t5x_gpu.models.losses import Sums, cross_entropy, of_examples
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
-
-HEADS = ('classification', 'mlm')
+from t5x_gpu.partitioning.axis_rules import shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +32,9 @@ class EncoderModel(OneStackModel):
 
   Attributes:
     config: sizes of the encoder.
-    head_type: 'classification' of whole rows, or 'mlm', which predicts masked tokens.
-    num_classes: classes of 'classification'.
+    head_type: 'classification' of whole rows, 'token_classification', which gives each word a tag,
+      'embedding' of texts as vectors, or 'mlm', which predicts masked tokens.
+    num_classes: classes, or tags.
     pooling: vector of a row: 'first_token_tanh' (BERT: the first token, a linear map and tanh),
       'first_token', or the 'mean' of all tokens.
     head_mlp_dim: hidden features of an MLP between pooling and classes; 0 for no MLP.
@@ -45,6 +42,12 @@ class EncoderModel(OneStackModel):
     z_loss: coefficient of log(Z)^2 in the loss.
     token_types: whether rows with labels carry token types, which distinguish the two texts of a
       pair; None if the config has several types. False continues runs that were started without.
+    problem_type: of 'classification': 'single_label_classification', or
+      'multi_label_classification', in which a row has any number of classes.
+    class_names: of the classes or tags, in the order of their numbers; the labels of the data get
+      these numbers. Empty: the data numbers its classes. Tags need names.
+    normalize: divide embeddings by their length, so that their products are cosines.
+    temperature: divides the products of embeddings in the loss.
     layer: module class of a layer; docs/add_a_model.md writes a custom one.
   """
 
@@ -56,32 +59,31 @@ class EncoderModel(OneStackModel):
   label_smoothing: float = 0.0
   z_loss: float = 0.0
   token_types: Optional[bool] = None
+  problem_type: str = SINGLE_LABEL
+  class_names: tuple[str, ...] = ()
+  normalize: bool = True
+  temperature: float = 0.05
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
   side: ClassVar[str] = 'encoder'
 
   def __post_init__(self) -> None:
-    check_loss_options('EncoderModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)
-    if self.head_type != 'mlm':
-      refuse_router_losses('EncoderModel', self.config)
-    for name, allowed in (('head_type', HEADS), ('pooling', POOLINGS)):
-      value = getattr(self, name)
-      if value not in allowed:
-        raise ModelError(
-          f'EncoderModel.{name} = {value!r} is not one of {", ".join(allowed)}.'
-          f'{did_you_mean(value, allowed)}',
-          fix=f'Set EncoderModel.{name} to one of them.',
-        )
-    if self.head_type == 'classification' and self.num_classes < 2:
-      raise ModelError(
-        f'EncoderModel.num_classes = {self.num_classes}: classification needs two classes or more.',
-        fix='Set EncoderModel.num_classes to 2 or more.',
-      )
-    if self.token_types and self.config.num_token_types < 2:
-      raise ModelError(
-        'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
-        f'{self.config.num_token_types}: the model has no embeddings of token types.',
-        fix='Set TransformerConfig.num_token_types = 2, or leave EncoderModel.token_types out.',
-      )
+    object.__setattr__(self, 'class_names', tuple(map(str, self.class_names)))
+    check_encoder(self)
+
+  @property
+  def embeds(self) -> bool:
+    """Whether each text becomes a vector."""
+    return self.head_type == 'embedding'
+
+  @property
+  def couples_rows(self) -> bool:
+    """Whether the loss of a row depends on other rows of the batch."""
+    return self.embeds
+
+  @property
+  def has_classes(self) -> bool:
+    """Whether texts or words have classes."""
+    return self.classifies or self.tags
 
   @property
   def classifies(self) -> bool:
@@ -89,21 +91,49 @@ class EncoderModel(OneStackModel):
     return self.head_type == 'classification'
 
   @property
+  def tags(self) -> bool:
+    """Whether each word has a tag."""
+    return self.head_type == 'token_classification'
+
+  @property
+  def multi_label(self) -> bool:
+    """Whether a row has any number of classes, each a choice of its own."""
+    return self.classifies and self.problem_type == MULTI_LABEL
+
+  @property
   def num_outcomes(self) -> int:
     """Classes or tokens that the model chooses from."""
-    return self.num_classes if self.classifies else self.config.vocab_size
+    if self.embeds:
+      return 1
+    if self.multi_label:
+      return 2
+    return self._num_label_classes or self.config.vocab_size
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name."""
     del task_feature_lengths
     if not self.classifies:
-      return 'encoder_mlm'
+      other = {'token_classification': 'encoder_tags', 'embedding': 'encoder_text_sets'}
+      return other.get(self.head_type, 'encoder_mlm')
     typed = self.config.num_token_types > 1 if self.token_types is None else self.token_types
-    return 'encoder_classification_with_types' if typed else 'encoder_classification'
+    name = 'encoder_multi_label' if self.multi_label else 'encoder_classification'
+    return f'{name}_with_types' if typed else name
 
   @property
   def _num_label_classes(self) -> Optional[int]:
-    return self.num_classes if self.classifies else None
+    return self.num_classes if self.has_classes else None
+
+  @property
+  def _label_names(self) -> tuple[str, ...]:
+    return self.class_names if self.has_classes else ()
+
+  @property
+  def _predicts_tokens(self) -> bool:
+    return self.head_type == 'mlm'
+
+  @property
+  def _texts_in_row(self) -> int:
+    return 2 if self.embeds else 1
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns new parameters as `NamedParam`, with their axis names."""
@@ -121,6 +151,8 @@ class EncoderModel(OneStackModel):
     keys = dict(zip(names, jax.random.split(rng, len(names))))
     params = {**self._embeddings.init(keys), **self._stack.init(keys)}
     x = jnp.zeros((1, 1, self.config.embed_dim), self.config.compute_dtype)
+    if self.embeds:
+      return params
     if self.classifies:
       head = self._head_module.init(keys['head'], x[:, 0])
     else:
@@ -129,11 +161,11 @@ class EncoderModel(OneStackModel):
 
   @property
   def _head_module(self) -> nn.Module:
-    if self.classifies:
+    if self.has_classes:
       return Classifier(
         self.config,
         self.num_classes,
-        tanh_layer=self.pooling.endswith('tanh'),
+        tanh_layer=self.classifies and self.pooling.endswith('tanh'),
         mlp_dim=self.head_mlp_dim,
       )
     return MaskedTokenHead(self.config)
@@ -148,12 +180,29 @@ class EncoderModel(OneStackModel):
   def _logits(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
-    """Returns [batch, classes], or [batch, length, vocab], in float32."""
-    if not self.classifies:
+    """Returns [batch, classes], or [batch, length, tags or vocab], in float32."""
+    if self.embeds:
+      return self._vectors(params, x, batch)[0]
+    if self.head_type == 'mlm':
       return masked_token_logits(*self._masked_tokens(params, x))
-    row = pool(self._stack.finish(params, x), self._info(batch), kind=self.pooling)
+    x = self._stack.finish(params, x)
+    if self.tags:
+      row = shard(x, 'batch', 'length', 'embed')
+    else:
+      row = pool(x, self._info(batch), kind=self.pooling)
     rng = self._rng(dropout_key, batch, 'head')
     return self._head_module.apply({'params': self._head_params(params)}, row, rng)
+
+  def _vectors(
+    self, params: Params, x: Activation, batch: DeviceBatch
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns [batch, 3, embed] of the texts of each row, in float32, and which exist."""
+    x, segments = self._stack.finish(params, x), self._info(batch).segments
+    vectors, exist = pool_texts(x, segments, self._positions(batch), kind=self.pooling)
+    if self.normalize:
+      squares = jnp.sum(jax.lax.square(vectors), axis=-1, keepdims=True)
+      vectors = vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
+    return vectors, exist
 
   def _masked_tokens(self, params: Params, x: Activation) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns ([batch, length, embed], bias [vocab], table [vocab, embed]) of the token logits."""
@@ -177,17 +226,35 @@ class EncoderModel(OneStackModel):
   ) -> Sums:
     """Returns sums over examples or masked tokens from `x`, the output of the last layer.
 
-    In classification without dropout they include 'confusion', see losses.of_examples.
+    Without dropout they include matrices: 'confusion' (losses.of_examples), 'hits' or 'pairs'
+    (encoding/sums.py).
     """
+    if self.multi_label:
+      logits, labels = self._logits(params, x, batch, dropout_key), batch[LABELS]
+      return of_label_sets(logits, labels, batch[LABEL_WEIGHTS], with_hits=dropout_key is None)
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     if self.classifies:
       return of_examples(
         self._logits(params, x, batch, dropout_key),
-        batch['label'],
-        batch['label_weights'],
+        batch[LABEL],
+        batch[LABEL_WEIGHTS],
         **options,
         with_confusion=dropout_key is None,  # in evaluation
       )
+    if self.embeds:
+      vectors, exist = self._vectors(params, x, batch)
+      return of_text_sets(
+        vectors,
+        exist,
+        batch['rows'],
+        batch[LABEL_WEIGHTS],
+        batch[SCORES],
+        temperature=self.temperature,
+        with_pairs=dropout_key is None,
+      )
+    if self.tags:
+      logits = self._logits(params, x, batch, dropout_key)
+      return self._tag_sums(logits, batch, with_hits=dropout_key is None)
     weights = batch['encoder_loss_weights']
     sums = masked_token_loss(
       self.config,
@@ -198,9 +265,23 @@ class EncoderModel(OneStackModel):
     )
     return self._stack.charge_routers(sums, x, weights)
 
+  def _tag_sums(self, logits: jax.Array, batch: DeviceBatch, *, with_hits: bool) -> Sums:
+    labels, info = batch[LABELS], self._info(batch)
+    options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    sums = cross_entropy(logits, jnp.maximum(labels - 1, 0), labels > 0, **options)
+    if with_hits and entity_kinds(self.class_names):
+      hits = entity_hits(
+        logits.argmax(-1), labels, info.segments, info.positions, names=self.class_names
+      )
+      sums['hits'] = hits, sums['loss'][1]
+    return sums
+
   def logits(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
-    """Returns float32 logits [batch, classes], or [batch, length, vocab] with the 'mlm' head."""
+    """Returns float32 logits [batch, classes], or [batch, length, tags or vocab].
+
+    With the head 'embedding': vectors [batch, 3, embed] of the texts of each row.
+    """
     x = self._after_layers(params, batch, dropout_key)
     return self._logits(params, x, batch, dropout_key)

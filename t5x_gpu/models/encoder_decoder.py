@@ -300,7 +300,7 @@ class EncoderDecoderModel(TransformerModel):
     )
     x = self._decoder.finish(params['decoder'], x[:, -1:])
     logits = token_logits(self.config, params['decoder'], x, params['token_embedder'])
-    return logits[:, 0], advance(state, caches, tokens.shape[1])
+    return logits[:, 0], advance(state, caches, tokens)
 
 
 def _info(batch: DeviceBatch, side: str) -> TokenInfo:

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import FACTORS, DenseGeneral
 from t5x_gpu.layers.dropout import DropoutRng, dropout
-from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.mlp import Mlp, activation
 from t5x_gpu.layers.norm import norm
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.linear_cross_entropy import TokenLoss, choose_num_chunks, linear_cross_entropy
+from t5x_gpu.models.linear_cross_entropy import (
+  TokenLoss,
+  choose_num_chunks,
+  linear_cross_entropy,
+  linear_log_probs,
+)
 from t5x_gpu.models.losses import Sums, cross_entropy, weighted_sums
 from t5x_gpu.partitioning import fsdp
-from t5x_gpu.partitioning.axis_rules import is_manual, shard, split_ways, with_axes
-
-POOLINGS = ('first_token_tanh', 'first_token', 'mean')
+from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
 
 
 class TokenLogits(nn.Module):
@@ -106,18 +108,8 @@ def token_loss(
   if not chunks:
     logits = token_logits(config, params, x, token_embedder)
     return cross_entropy(logits, targets, weights, **options)
-  x, terms = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype), []
-  if config.logits_via_embedding:
-    x = _scaled(config, x)
-    kernel = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
-  else:
-    own = fsdp.whole(params['logits_dense'], config.compute_dtype)['projection']
-    kernel = own['kernel']
-    if FACTORS[0] in own:  # x (W + AB) = x W + (x A) B
-      down, up = (own[name].astype(x.dtype) for name in FACTORS)
-      terms.append((x @ down, up))
   sums = linear_cross_entropy(
-    [(x, kernel), *terms],
+    _logit_terms(config, params, x, token_embedder),
     None,
     targets,
     weights,
@@ -127,6 +119,45 @@ def token_loss(
     fp8=config.multiplies_logits_in_fp8,
   )
   return weighted_sums(sums, weights)
+
+
+def token_log_probs(
+  config: TransformerConfig, params: Any, x: jax.Array, token_embedder: Any, targets: jax.Array
+) -> jax.Array:
+  """Returns the log-probability of each target token, float32 [batch, length].
+
+  The logits are not stored where they are large (TransformerConfig.loss_chunks).
+
+  Args:
+    config, params, x, token_embedder: see `token_logits`.
+    targets: [batch, length] token ids.
+  """
+  chunks = num_loss_chunks(config, *x.shape[:2], vocab_parts=split_ways('vocab'))
+  if not chunks:
+    logits = token_logits(config, params, x, token_embedder)
+    return -TokenLoss()(logits, targets)[0]['cross_entropy']
+  return linear_log_probs(
+    _logit_terms(config, params, x, token_embedder),
+    targets,
+    softcap=config.logits_softcap,
+    num_chunks=chunks,
+    vocab_first=config.logits_via_embedding,
+  )
+
+
+def _logit_terms(
+  config: TransformerConfig, params: Any, x: jax.Array, token_embedder: Any
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Returns the `terms` of `linear_cross_entropy`; arguments as in `token_logits`."""
+  x = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype)
+  if config.logits_via_embedding:
+    table = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
+    return [(_scaled(config, x), table)]
+  own = fsdp.whole(params['logits_dense'], config.compute_dtype)['projection']
+  if FACTORS[0] not in own:
+    return [(x, own['kernel'])]
+  down, up = (own[name].astype(x.dtype) for name in FACTORS)
+  return [(x, own['kernel']), (x @ down, up)]  # x (W + AB) = x W + (x A) B
 
 
 def _table_logits(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -157,7 +188,7 @@ def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
 
 
 class Classifier(nn.Module):
-  """Class logits from one vector per row.
+  """Class logits from one vector per row, or per token.
 
   Attributes:
     config: sizes of the encoder.
@@ -183,28 +214,30 @@ class Classifier(nn.Module):
 
   @nn.compact
   def __call__(self, row: jax.Array, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
-    """Returns [batch, classes] in float32 from [batch, embed].
+    """Returns [batch, classes] in float32 from [batch, embed]; or of tokens, with the length.
 
     Args:
-      row: pooled output of the last norm.
+      row: pooled output of the last norm, or [batch, length, embed] of all tokens.
       dropout_rng: drops the output of the pooler, as in BERT; None for no dropout.
     """
     c = self.config
     options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=True)
     if self.tanh_layer:
       row = jnp.tanh(DenseGeneral((row.shape[-1],), ('embed', None), name='pooler', **options)(row))
-    row = dropout(row[:, None], c.dropout('classifier'), dropout_rng)[:, 0]
+    tokens = row if row.ndim == 3 else row[:, None]
+    tokens = dropout(tokens, c.dropout('classifier'), dropout_rng)
     if self.mlp_dim:
-      row = Mlp(
+      tokens = Mlp(
         self.mlp_dim,
         c.mlp_activations[:1],
         dtype=c.compute_dtype,
         use_bias=True,
         kernel_init=c.kernel_init,
         name='classifier_mlp',
-      )(row[:, None])[:, 0]
+      )(tokens)
+    tokens = tokens if row.ndim == 3 else tokens[:, 0]
     return DenseGeneral((self.num_classes,), ('embed', None), name='classifier', **options)(
-      row
+      tokens
     ).astype(jnp.float32)
 
 
@@ -272,22 +305,3 @@ def masked_token_loss(
     fp8=config.multiplies_logits_in_fp8,
   )
   return weighted_sums(sums, weights)
-
-
-def pool(x: jax.Array, info: TokenInfo, *, kind: str) -> jax.Array:
-  """Returns [batch, embed], one vector per row.
-
-  Args:
-    x: [batch, length, embed] after the last norm.
-    info: positions and segments of the tokens.
-    kind: one of POOLINGS.
-  """
-  x = shard(x, 'batch', 'length', 'embed').astype(jnp.float32)
-  if kind == 'mean':
-    weights = (info.segments > 0).astype(jnp.float32)
-  else:
-    weights = jnp.broadcast_to(info.positions == 0, info.segments.shape).astype(jnp.float32)
-  total, weight = jnp.einsum('ble,bl->be', x, weights), weights.sum(-1, keepdims=True)
-  if is_manual('context'):
-    total, weight = jax.lax.psum((total, weight), 'context')
-  return shard(total / jnp.maximum(weight, 1.0), 'batch', 'embed')

@@ -149,6 +149,50 @@ def linear_cross_entropy(
   return _sums(sweep, tuple(inputs), tuple(kernels), bias, targets, weights)
 
 
+def linear_log_probs(
+  terms: Sequence[tuple[jax.Array, jax.Array]],
+  targets: jax.Array,
+  *,
+  softcap: Optional[float],
+  num_chunks: int,
+  vocab_first: bool = False,
+) -> jax.Array:
+  """Returns the log-probability of each target token, float32 [batch, length].
+
+  For losses that are not sums over tokens: the gradients of the logits are known only after all
+  tokens. So the backward pass computes the logits of each chunk again; there are four matmuls.
+
+  Args:
+    terms, targets, num_chunks, vocab_first: as in `linear_cross_entropy`.
+    softcap: as in `TokenLoss`.
+  """
+  batch, length = targets.shape
+  chunk = math.ceil(length / num_chunks)
+  count = math.ceil(length / chunk)
+  equation = 'ble,ve->blv' if vocab_first else 'ble,ev->blv'
+
+  def parts(a: jax.Array) -> jax.Array:
+    """Returns [chunks, batch, chunk, ...] of [batch, length, ...]."""
+    a = jnp.pad(a, ((0, 0), (0, count * chunk - length), *((0, 0),) * (a.ndim - 2)))
+    return jnp.moveaxis(a.reshape(batch, count, chunk, *a.shape[2:]), 1, 0)
+
+  # In float32 outside of the loop, so that it adds up the gradients of kernels in float32.
+  kernels = [kernel.astype(jnp.float32) for _, kernel in terms]
+
+  @jax.checkpoint
+  def of_chunk(chunk_of: tuple[list[jax.Array], jax.Array]) -> jax.Array:
+    inputs, chunk_targets = chunk_of
+    logits = sum(
+      jnp.einsum(equation, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+      for x, kernel in zip(inputs, kernels)
+    )
+    logits = shard(logits, 'batch', 'length', 'vocab')
+    return -TokenLoss(softcap=softcap)(logits, chunk_targets)[0]['cross_entropy']
+
+  found = jax.lax.map(of_chunk, ([parts(x) for x, _ in terms], parts(targets)))
+  return jnp.moveaxis(found, 0, 1).reshape(batch, count * chunk)[:, :length]
+
+
 # An operand of a matmul, and its scale: None for one that is not in 8 bits.
 _Operand = tuple[jax.Array, Optional[jax.Array]]
 

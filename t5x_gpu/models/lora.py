@@ -35,6 +35,7 @@ _OF_PARAMS = (
   'encode',
   'logits',
   'loss',
+  'token_log_probs',
   'start_decoding',
   'decode_step',
 )
@@ -199,6 +200,17 @@ class LoraModel:
       },
       sep='/',
     )
+
+
+def without_factors(params: Params) -> Params:
+  """Returns the parameters of the wrapped model, without the factors that are added to them."""
+  if isinstance(params, tuple):  # one entry per layer
+    return tuple(map(without_factors, params))
+  return {
+    name: without_factors(value) if isinstance(value, (Mapping, tuple)) else value
+    for name, value in params.items()
+    if name not in FACTORS
+  }
 
 
 def without_adapters(model: Model) -> Model:

@@ -11,7 +11,7 @@ from t5x_gpu.models.linear_cross_entropy import TokenLoss
 from t5x_gpu.partitioning.axis_rules import is_manual
 
 # Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
-# The sum of 'confusion' is a matrix of counts.
+# The sums of 'confusion' and 'hits' are matrices of counts; 'pairs' has a row per example.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -112,8 +112,7 @@ def of_examples(
     with_confusion: add 'confusion', the sum of weights by [true class, predicted class].
     **options: as in `cross_entropy`.
   """
-  if is_manual('context'):
-    weights = jnp.where(jax.lax.axis_index('context') == 0, weights, 0)
+  weights = counted_once(weights)
   sums = cross_entropy(logits[:, None], labels[:, None], weights[:, None], **options)
   if with_confusion:
     true, predicted = (jax.nn.one_hot(x, logits.shape[-1]) for x in (labels, logits.argmax(-1)))
@@ -126,3 +125,10 @@ def of_examples(
     )
     sums['confusion'] = counts, counts.sum()
   return sums
+
+
+def counted_once(weights: jax.Array) -> jax.Array:
+  """Returns `weights`, zero except on one of the devices along `context`."""
+  if is_manual('context'):
+    return jnp.where(jax.lax.axis_index('context') == 0, weights, 0)
+  return weights

@@ -167,6 +167,8 @@ class PartlyTrainedModel(Model, Protocol):
   def is_adapter(self, path: str) -> bool:
     """Returns whether a checkpoint to start from may lack this parameter."""
 
+  # Optional: source_of(path) returns where a checkpoint to start from has this parameter.
+
 
 def missing_members(model: Any, protocol: type) -> list[str]:
   """Returns the members of `protocol`, those it inherits included, that `model` does not have."""
@@ -190,6 +192,16 @@ def writes_text(model: Model) -> TypeGuard[TextModel]:
 def classifies(model: Model) -> TypeGuard[ClassifierModel]:
   """Returns whether each row has one label, rather than a target per token."""
   return getattr(model, 'classifies', False)
+
+
+def tags_words(model: Model) -> bool:
+  """Whether each word has a label: `logits` are [batch, length, classes]."""
+  return getattr(model, 'tags', False)
+
+
+def encodes_texts(model: Model) -> bool:
+  """Whether `infer` returns classes, tags or vectors instead of text."""
+  return any(getattr(model, name, False) for name in ('classifies', 'tags', 'embeds'))
 
 
 def config_of(model: Model) -> Optional[TransformerConfig]:

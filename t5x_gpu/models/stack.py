@@ -17,7 +17,8 @@ from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import TokenInfo
-from t5x_gpu.layers.positions import PositionTable, rotations
+from t5x_gpu.layers.positions import PositionTable
+from t5x_gpu.layers.rotary import example_lengths, rotations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.losses import Sums, with_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
@@ -303,7 +304,12 @@ class Stack:
         need=dataclasses.replace(need, relative_bias=False),
         request=request,
       )
-    rotation = rotations(c.rope_of_layers, positions, c.head_dim)
+    lengths = None
+    if c.rope_switch is not None and cached is None:
+      lengths = example_lengths(info, positions)
+    elif c.rope_switch is not None:  # while decoding, an example ends with its newest token
+      lengths = positions[:, -1:] + 1
+    rotation = rotations(c.rope_of_layers, positions, c.head_dim, lengths=lengths)
     return StackInputs(
       attention,
       bias,

@@ -223,6 +223,8 @@ class TransformerLayer(nn.Module):
       c.mlp_activations,
       c.dropout('mlp'),
       c.compute_dtype,
+      c.normalize_gates,
+      c.kernel_init,
       name='moe',
     )
 

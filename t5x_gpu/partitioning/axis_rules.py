@@ -213,6 +213,13 @@ def is_manual(axis: str) -> bool:
   return active is not None and axis in active.manual_axes
 
 
+def manual_axes(name: str) -> tuple[str, ...]:
+  """Returns the mesh axes that split activations along `name` and along which arrays are local."""
+  active = _active.get()
+  axes = active.rules.activations.get(name, ()) if active is not None else ()
+  return tuple(axis for axis in axes if axis in active.manual_axes)
+
+
 def context_method() -> Optional[str]:
   """Returns the attention method if the length is split here, 'ring' or 'gather'; else None."""
   return _active.get().rules.context_method if is_manual('context') else None

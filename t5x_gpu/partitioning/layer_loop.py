@@ -226,11 +226,14 @@ class _Loop:
     def body(state: Any, i: Any) -> Any:
       ahead, (pending, gradient, of_shared), total = state
       following = self._gathered(leaves, i - 1)
-      total = self._with_layer(total, _chosen(step.trained, leaves), pending, i + 1)
+      total = self._with_layer(total, trained, at_end, pending, i + 1)
       pending, gradient, more = one(ahead, _at(kept.stored, i), gradient, i)
-      return (following, (pending, gradient, _add(of_shared, more)), total), None
+      of_shared = jax.tree.map(jnp.add, of_shared, more)
+      return (following, (pending, gradient, of_shared), total), None
 
-    total = [_zeros_like(quantized.part(leaf)) for leaf in _chosen(step.trained, leaves)]
+    trained = _chosen(step.trained, leaves)
+    at_end = _summed_at_end(trained)
+    total = [_no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
     stored_last = _after(kept.stored_last, gradient)
@@ -241,7 +244,8 @@ class _Loop:
     _, (pending, gradient, of_shared), total = state
     # Otherwise XLA joins these collectives with those of the layer before, and hides neither.
     pending, _ = jax.lax.optimization_barrier((pending, total))
-    total = self._with_layer(total, _chosen(step.trained, leaves), pending, 0)
+    total = self._with_layer(total, trained, at_end, pending, 0)
+    total = [self._summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
     gradients = _merged(step.trained, total, [None] * len(leaves))
     return (
       [g if g is None else quantized.as_gradient(leaf, g) for leaf, g in zip(leaves, gradients)],
@@ -252,17 +256,17 @@ class _Loop:
       None,
     )
 
-  def _with_layer(self, total: Any, leaves: Any, pending: Any, i: Any) -> Any:
-    """Returns stacked gradients with those of layer `i`, summed over devices."""
-
-    def summed(leaf: Any, gradient: Any) -> jax.Array:
-      _, pull = jax.vjp(lambda p: quantized.whole(p, self.dtype), _at(leaf, i))
-      return quantized.part(pull(gradient)[0])
-
+  def _with_layer(self, total: Any, leaves: Any, at_end: Any, pending: Any, i: Any) -> Any:
+    """Returns stacked gradients with those of layer `i`, summed over devices unless `at_end`."""
     return [
-      jax.lax.dynamic_update_index_in_dim(to, summed(leaf, gradient), i, 0)
-      for to, leaf, gradient in zip(total, leaves, pending, strict=True)
+      jax.lax.dynamic_update_index_in_dim(to, x if late else self._summed(_at(leaf, i), x), i, 0)
+      for to, leaf, late, x in zip(total, leaves, at_end, pending, strict=True)
     ]
+
+  def _summed(self, leaf: Any, gradient: jax.Array) -> jax.Array:
+    """Returns the gradient of a parameter, of one layer or of all, summed over devices."""
+    _, pull = jax.vjp(lambda p: quantized.whole(p, self.dtype), leaf)
+    return quantized.part(pull(gradient)[0])
 
   def _gathered(self, leaves: Any, i: Any) -> list[Any]:
     """Returns those weights of layer `i` that are gathered."""
@@ -298,12 +302,21 @@ def _at(tree: Any, i: Any) -> Any:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def _add(a: Any, b: Any) -> Any:
-  return jax.tree.map(jnp.add, a, b)
+def _summed_at_end(leaves: Sequence[Any]) -> list[bool]:
+  """Returns which gradients are summed after the loop, for all layers at once.
+
+  Beside parameters that fsdp splits, those that it does not are a few kilobytes. Their all-reduce
+  would keep the gathers and reductions of the rest from running next to a layer's matmuls.
+  """
+  if not any(map(quantized.is_gathered, leaves)):
+    return [False] * len(leaves)
+  return [fsdp.is_split(leaf) and leaf.dims.fsdp is None for leaf in leaves]
 
 
-def _zeros_like(x: jax.Array) -> jax.Array:
-  return varying(jnp.zeros(x.shape, x.dtype), tuple(jax.typeof(x).manual_axis_type.varying))
+def _no_gradients(leaf: Any, at_end: bool) -> jax.Array:
+  x = quantized.part(leaf)
+  axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.dims.sums if at_end else ()))
+  return varying(jnp.zeros(x.shape, x.dtype), axes)
 
 
 def _instantiated(x: Any) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from t5x_gpu.data.data_module import open_class_names
+from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.evaluation.samples import append_sample
 from t5x_gpu.metrics.end_of_run import closing_text
 from t5x_gpu.models.inference.generation import sample
@@ -45,6 +45,7 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
 def _closing_text(live: LiveRun) -> str:
   run, files = live.plan.run, live.checkpointer.files
   confusion = live.data.evaluations.confusion
+  names = () if confusion is None else class_names_of(run.model, run.train_dataset_cfg)
   text = closing_text(
     files.folder,
     shown=str(files.model_dir),
@@ -52,7 +53,7 @@ def _closing_text(live: LiveRun) -> str:
     num_outcomes=run.model.num_outcomes,
     confusion=confusion,
     logged=run.logging_cfg.files,
-    class_names=None if confusion is None else open_class_names(run.train_dataset_cfg),
+    class_names=names or None,
   )
   files.push()
   return text

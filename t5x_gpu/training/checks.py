@@ -21,6 +21,19 @@ def check_periods(**periods: Optional[int]) -> None:
     )
 
 
+def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool) -> None:
+  """Raises ConfigError for microbatches if the loss of a row depends on the other rows."""
+  if getattr(model, 'couples_rows', False) and (num_microbatches > 1 or is_pipeline):
+    raise ConfigError(
+      'The loss of embeddings takes its negatives from the whole batch, which '
+      + ('a pipeline' if is_pipeline else f'num_microbatches = {num_microbatches}')
+      + ' would cut into parts.',
+      fix='Set train.num_microbatches = 1 and use no pipeline stages; split the batch over more '
+      'devices, or set TransformerConfig.remat_policy to save memory.',
+      parameters=('train.num_microbatches', 'Partitioner.stage'),
+    )
+
+
 def check_first_loss(loss: Optional[float], model: Model) -> None:
   """Warns if the loss of an untrained model is far from that of guessing.
 
@@ -29,6 +42,8 @@ def check_first_loss(loss: Optional[float], model: Model) -> None:
     model: tells the number of outcomes.
   """
   if loss is None:
+    return
+  if model.num_outcomes < 2:  # the loss depends on the batch
     return
   expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:

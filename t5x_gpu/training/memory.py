@@ -15,7 +15,7 @@ import jax
 
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.heads import num_loss_chunks
-from t5x_gpu.models.model import Model, classifies, config_of
+from t5x_gpu.models.model import Model, classifies, config_of, encodes_texts
 from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.runtime.memory import Limit, run_limits, show
 from t5x_gpu.training.program import Program
@@ -71,7 +71,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
   tokens = program.spec.batch_size * length // parts
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
   predictions, config = tokens // length if classifies(model) else tokens, config_of(model)
-  if config is not None and not classifies(model):
+  if config is not None and not encodes_texts(model):
     length //= mesh['context']
     rows = max(tokens // length, 1)
     chunks = num_loss_chunks(config, rows, length, vocab_parts=mesh['model'])

@@ -20,6 +20,7 @@ from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.training.checks import check_whole_batch
 from t5x_gpu.training.fp8_history import history_of
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.guards.spikes import SpikeConfig
@@ -279,6 +280,8 @@ def _lay_out(
     )
     for length in lengths
   ]
+  is_pipeline = layouts[0].pipeline is not None
+  check_whole_batch(model, num_microbatches=num_microbatches, is_pipeline=is_pipeline)
   return layouts[0]
 
 

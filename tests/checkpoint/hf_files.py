@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Optional
 
 import numpy as np
@@ -181,6 +181,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'tie_word_embeddings': True,
     'rope_theta': 1e6,
   },
+  'mixtral': {
+    **{k: v for k, v in _LLAMA.items() if k != 'head_dim'},
+    'model_type': 'mixtral',
+    'architectures': ['MixtralForCausalLM'],
+    'num_local_experts': 4,
+    'num_experts_per_tok': 2,
+    'sliding_window': None,
+    'output_router_logits': False,
+    'router_aux_loss_coef': 0.02,
+  },
+  'qwen3_moe': {
+    **_LLAMA,
+    'model_type': 'qwen3_moe',
+    'architectures': ['Qwen3MoeForCausalLM'],
+    'num_key_value_heads': 1,
+    'intermediate_size': 40,
+    'moe_intermediate_size': 24,
+    'num_experts': 5,
+    'num_experts_per_tok': 3,
+    'norm_topk_prob': True,
+    'decoder_sparse_step': 1,
+    'mlp_only_layers': [],
+    'use_sliding_window': False,
+    'sliding_window': None,
+    'rope_theta': 1e6,
+  },
 }
 
 
@@ -264,7 +290,84 @@ VARIANTS = {
     'sliding_window': 6,
     'tie_word_embeddings': True,
   },
+  'llama_yarn': {
+    **CONFIGS['llama'],
+    'rope_theta': 500.0,
+    'rope_scaling': {
+      'rope_type': 'yarn',
+      'factor': 4.0,
+      'original_max_position_embeddings': 16,
+      'beta_fast': 4.0,
+      'mscale': 1.0,
+      'mscale_all_dim': 0.5,
+      'truncate': False,
+    },
+  },
+  'llama_dynamic': {**CONFIGS['llama'], 'rope_scaling': {'type': 'dynamic', 'factor': 2.0}},
+  'gemma3_yarn': {
+    **CONFIGS['gemma3_text'],
+    'rope_scaling': {
+      'rope_type': 'yarn',
+      'factor': 8.0,
+      'original_max_position_embeddings': 16,
+      'beta_slow': 0.25,
+      'beta_fast': 2.0,
+    },
+  },
+  'smollm3_yarn': {
+    **CONFIGS['smollm3'],
+    'rope_theta': 500.0,
+    'rope_scaling': {
+      'rope_type': 'yarn',
+      'factor': 4.0,
+      'original_max_position_embeddings': 16,
+      'beta_fast': 4.0,
+      'attention_factor': 1.25,
+    },
+  },
+  'phi3_longrope': {
+    **CONFIGS['phi3'],
+    'head_dim': 8,
+    'max_position_embeddings': 48,
+    'original_max_position_embeddings': 12,
+    'rope_scaling': {'type': 'longrope', 'short_factor': [1.0, 1.25], 'long_factor': [2.0, 6.5]},
+  },
+  'mixtral_windows': {
+    **CONFIGS['mixtral'],
+    'vocab_size': 97,
+    'num_attention_heads': 6,
+    'num_key_value_heads': 3,
+    'head_dim': 10,
+    'num_local_experts': 3,
+    'num_experts_per_tok': 1,
+    'sliding_window': 6,
+    'tie_word_embeddings': True,
+  },
+  'qwen3_moe_windows': {
+    **{k: v for k, v in CONFIGS['qwen3_moe'].items() if k not in ('head_dim', 'num_experts')},
+    'vocab_size': 97,
+    'hidden_size': 36,
+    'num_attention_heads': 6,
+    'num_key_value_heads': 3,
+    'num_local_experts': 6,
+    'norm_topk_prob': False,
+    'use_sliding_window': True,
+    'sliding_window': 6,
+    'attention_bias': True,
+    'tie_word_embeddings': True,
+  },
   'bert_relu': {**CONFIGS['bert_classification'], 'hidden_act': 'relu'},
+  'bert_tags': {
+    **CONFIGS['bert_classification'],
+    'architectures': ['BertForTokenClassification'],
+    'id2label': {'0': 'O', '1': 'B-PER', '2': 'I-PER'},
+    'label2id': {'O': 0, 'B-PER': 1, 'I-PER': 2},
+  },
+  'bert_embedding': {**CONFIGS['bert_mlm'], 'architectures': ['BertModel']},
+  'bert_multi_label': {
+    **CONFIGS['bert_classification'],
+    'problem_type': 'multi_label_classification',
+  },
   't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
 }
 
@@ -274,19 +377,20 @@ def untied(config: Mapping[str, Any]) -> bool:
   return config.get('tie_word_embeddings') is False
 
 
-def table_of(config: Mapping[str, Any]) -> Table:
+def table_of(config: Mapping[str, Any], *, names: Container[str] = ()) -> Table:
+  """Returns the table of a model in files with tensors of these names."""
   model = from_hf(config, has_tensor=lambda name: untied(config))
-  return Table(FAMILIES[family_of(config)].rules(model), model.sizes())
+  return Table(FAMILIES[family_of(config)].rules_of(model, names), model.sizes())
 
 
 def random_tensors(
-  config: Mapping[str, Any], *, dtype: str = 'float32', seed: int = 0
+  config: Mapping[str, Any], *, dtype: str = 'float32', seed: int = 0, names: Container[str] = ()
 ) -> dict[str, np.ndarray]:
   """Returns every tensor of the model, none of them zero or one throughout."""
   rng = np.random.default_rng(seed)
   return {
     name: rng.normal(1.0 if len(shape) == 1 else 0.0, 0.2, shape).astype(FLOATS[dtype])
-    for name, shape in table_of(config).their_shapes.items()
+    for name, shape in table_of(config, names=names).their_shapes.items()
   }
 
 

@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.hf.config import to_hf
+from t5x_gpu.checkpoint.convert.hf.names import JOINED
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.storage import atomic_folder
@@ -87,6 +88,8 @@ def refuses(tmp_path):
     ('smollm3', 'float32'),
     ('olmo2', 'float32'),
     ('phi3', 'bfloat16'),
+    ('mixtral', 'bfloat16'),
+    ('qwen3_moe', 'float32'),
   ],
 )
 def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype, tmp_path):
@@ -98,6 +101,14 @@ def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype,
   run(tmp_path / 'a', tmp_path / 'ours')
   run(tmp_path / 'ours', tmp_path / 'b')
   assert files_of(tmp_path / 'b') == before
+
+
+def test_files_with_joined_experts_come_back_joined(tmp_path):
+  config = {**CONFIGS['qwen3_moe'], 'num_local_experts': 5}
+  write_model(tmp_path / 'a', config, names={JOINED})
+  run(tmp_path / 'a', tmp_path / 'ours')
+  run(tmp_path / 'ours', tmp_path / 'b')
+  assert files_of(tmp_path / 'b') == files_of(tmp_path / 'a')
 
 
 def test_names_of_older_files_copies_and_one_file_come_back_too(tmp_path):

@@ -94,6 +94,15 @@ def test_bidirectional_position_buckets_tell_the_sides_apart():
     ({'scaling': 'llama3', 'low_freq_factor': 4.0}, 'must be below high_freq_factor = 4.0'),
     ({'scaling': 'llama3', 'original_length': 0}, 'original_length = 0 must be'),
     ({'scaling': 'lama3'}, "Did you mean 'llama3'"),
+    ({'scaling': 'yarn', 'beta_slow': 32}, 'must be below beta_fast = 32.0'),
+    ({'scaling': 'yarn', 'theta': 1.0}, 'must be above 1 for yarn'),
+    ({'attention_factor': 1.5}, 'has no effect'),
+    ({'short_factors': (1.0,), 'long_factors': (1.0,)}, 'else none'),
+    ({'scaling': 'longrope', 'short_factors': (1.0,)}, 'as many numbers as long_factors'),
+    (
+      {'scaling': 'longrope', 'short_factors': (1.0, 0.0), 'long_factors': (1.0, 2.0)},
+      'short_factors = (1.0, 0.0) must be numbers above 0',
+    ),
   ],
 )
 def test_rotary_positions_that_cannot_be_are_refused(changes, text):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +156,17 @@ def test_gates_add_up_to_one_and_a_single_gate_is_its_probability():
   np.testing.assert_allclose(single[..., 0], jax.nn.softmax(logits).max(-1), rtol=1e-6)
 
 
+@pytest.mark.parametrize('factor', [None, 4.0])
+def test_gates_are_divided_by_their_sum_or_not_as_asked(x, factor):
+  params = init(MoeMlp(4, MLP))
+  logits = x @ np.asarray(params['router']['kernel'])
+  chosen = np.sort(jax.nn.softmax(logits), axis=-1)[..., -2:].sum(-1, keepdims=True)
+  both = [apply(MoeMlp(4, MLP, 2, factor, normalize_gates=on), params, x) for on in (True, False)]
+  np.testing.assert_allclose(both[0] * chosen, both[1], rtol=1e-4, atol=1e-6)
+  one = route(logits, experts_per_token=1, capacity=LENGTH, normalize=True).gates
+  np.testing.assert_array_equal(one, 1.0)
+
+
 def test_gradients_need_no_scatter_add(x):
   module = MoeMlp(4, MLP)
   gradient = jax.grad(lambda p, x: output(module, p, x).sum(), (0, 1))
@@ -178,6 +190,9 @@ def test_experts_are_drawn_as_so_many_mlps():
   kernel = init(MoeMlp(64, MLP))['wo']['kernel']
   np.testing.assert_allclose(np.std(kernel), MLP**-0.5, rtol=0.05)
   assert len({float(k[0, 0]) for k in kernel}) == 64
+  params = init(MoeMlp(64, MLP, kernel_init=nn.initializers.normal(0.02)))
+  for kernel in jax.tree.leaves(params):  # of the experts and of the router
+    np.testing.assert_allclose(np.std(kernel), 0.02, rtol=0.1)
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,23 @@ def test_picture_shows_what_the_matrix_holds(tmp_path):
 def test_picture_of_other_names_is_refused(tmp_path):
   with pytest.raises(ShapeError, match='does not match 2 class names'):
     confusion_picture.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
+
+
+def test_f1_of_several_labels_by_hand():
+  # Class 0: 2 of 3 predictions right, 4 labels. Class 1: none right. Class 2 never occurs.
+  hits = np.array([[2.0, 3.0, 4.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+  found = classification.hit_scores(hits, prefix='eval/')
+  assert found == pytest.approx(
+    {
+      'eval/micro_precision': 2 / 4,
+      'eval/micro_recall': 2 / 4,
+      'eval/micro_f1': 2 * 2 / (4 + 4),
+      'eval/macro_f1': (4 / 7 + 0.0) / 2,
+    }
+  )
+  assert classification.hit_scores(hits[2:]) == dict.fromkeys(
+    ('micro_precision', 'micro_recall', 'micro_f1'), 0.0
+  )
+  assert classification.hits_table(hits, ('a', 'b', 'c')).splitlines()[1].split() == [
+    *('a', '4', '0.667', '0.500', '0.571')
+  ]

@@ -10,6 +10,7 @@ import pytest
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoding.sums import of_label_sets
 from t5x_gpu.partitioning.axis_rules import split_names
 
 CONFIG = TransformerConfig(
@@ -75,3 +76,26 @@ def test_rows_of_a_classifier_carry_token_types_if_the_model_has_several_or_is_s
   assert features(typed, token_types=False) == set()  # a run from before rows carried them
   with pytest.raises(ModelError, match='num_token_types = 0'):
     EncoderModel(CONFIG, token_types=True)
+
+
+def test_several_labels_are_choices_of_their_own():
+  logits = jnp.array([[2.0, -1.0, 0.5], [-1.0, -1.0, 3.0], [9.0, 9.0, 9.0]])
+  labels = jnp.array([[3, 0, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0]])  # {0, 2}, {1}, padding
+  sums = of_label_sets(logits, labels, jnp.array([1, 2, 0]), with_hits=True)
+  true = np.array([[1, 0, 1], [0, 1, 0]])
+  p = 1 / (1 + np.exp(-np.asarray(logits[:2])))
+  rows = -(true * np.log(p) + (1 - true) * np.log(1 - p)).mean(-1)
+  np.testing.assert_allclose(sums['loss'], (rows[0] + 2 * rows[1], 3), rtol=1e-6)
+  np.testing.assert_array_equal(sums['subset_accuracy'], (1, 3))
+  np.testing.assert_array_equal(sums['hits'][0], [[1, 1, 1], [0, 0, 2], [1, 3, 1]])
+
+
+def test_a_model_of_several_labels_names_what_does_not_fit():
+  several = dict(problem_type='multi_label_classification', num_classes=3)
+  assert EncoderModel(CONFIG, **several).num_outcomes == 2
+  with pytest.raises(ModelError, match='binary cross entropy'):
+    EncoderModel(CONFIG, **several, label_smoothing=0.1)
+  with pytest.raises(ModelError, match="Did you mean 'multi_label_classification'"):
+    EncoderModel(CONFIG, problem_type='multilabel_classification')
+  with pytest.raises(ModelError, match='2 different names, and num_classes = 3'):
+    EncoderModel(CONFIG, num_classes=3, class_names=('a', 'b', 'a'))

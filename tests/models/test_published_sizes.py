@@ -2,9 +2,9 @@
 
 T5 and T5.1.1: Raffel et al. 2020, table 2, and the T5 repository: released_checkpoints.md; mT5: Xue
 et al. 2021, table 1; ByT5: Xue et al. 2022, table 1 (rounded there). GPT-2: OpenAI's released
-checkpoints. Llama-3, Mistral, Gemma-2 and 3, Qwen-2.5 and 3, SmolLM-3, OLMo-2, Phi-3 and 4, and
-BERT: the tensors of the published checkpoints, as their model cards on the Hugging Face hub count
-them.
+checkpoints. Llama-3, Mistral, Mixtral, Gemma-2 and 3, Qwen-2.5 and 3, SmolLM-3, OLMo-2, Phi-3 and
+4, and BERT: the tensors of the published checkpoints, as their model cards on the Hugging Face hub
+count them.
 """
 
 import math
@@ -68,6 +68,8 @@ PUBLISHED = {
   'qwen3_8b': 8_190_735_360,
   'qwen3_14b': 14_768_307_200,
   'qwen3_32b': 32_762_123_264,
+  'mixtral_8x7b': 46_702_792_704,
+  'qwen3_moe_30b_a3b': 30_532_122_624,
   'bert_base': 109_482_240,
   'bert_large': 335_141_888,
 }

@@ -24,11 +24,12 @@ from tests.parity.test_layouts import BATCH, CASES, FAMILIES, LENGTH, LENGTHS, M
 
 FP8_GRADIENT = 0.03
 FAST = ('fsdp_model_remat',)  # with accumulation by layer, the loop, and rematerialisation
-SHARED_HEADS = (
-  'modern_tp_shared_kv_heads',
-  'modern_gather_shared_kv_heads',
-  'tokamax_modern_shared_kv_heads',
-)
+
+
+def shares_heads(case: Case) -> bool:
+  """Returns whether devices share a key and value head."""
+  heads = MODELS[case.model].num_kv_heads if case.model in MODELS else None
+  return heads is not None and heads < case.partitioner.get('num_partitions', 1)
 
 
 def build(case: Case, num_devices: int, **change):
@@ -78,21 +79,22 @@ def one_device_with_copies(model: str, **change):
 
   With fewer of these heads than devices, each device rounds the gradient of the copy it holds.
   """
-  case, few = Case({}, model), MODELS[model].num_kv_heads
-  count = MODELS[model].num_heads // few
-  narrow, wide = (build(case, 1, num_kv_heads=n, **change) for n in (few, MODELS[model].num_heads))
+  case, config = Case({}, model), MODELS[model]
+  few, count = config.num_kv_heads, config.num_heads // config.num_kv_heads
+  narrow, wide = (build(case, 1, num_kv_heads=n, **change) for n in (few, config.num_heads))
+  per_head = ('key', 'value', *(('key_norm',) if config.qk_norm_kind == 'all_heads' else ()))
 
   def with_copies(_):
     params = narrow.init.lower().compile(compiler_options=QUICK)().params
     block = dict(params['layers']['self_attention'])
-    for name in ('key', 'value'):
+    for name in per_head:
       block[name] = {n: jax.numpy.repeat(x, count, axis=-2) for n, x in block[name].items()}
     return {**params, 'layers': {**params['layers'], 'self_attention': block}}
 
   loss, grads = first_step(wide, with_copies)
 
   def of_heads(path, x):
-    if not path.startswith(('layers/self_attention/key/', 'layers/self_attention/value/')):
+    if not path.startswith(tuple(f'layers/self_attention/{name}/' for name in per_head)):
       return x
     return x.reshape(*x.shape[:-2], few, count, x.shape[-1]).sum(-2)
 
@@ -107,7 +109,7 @@ def test_first_step_in_fp8_equals_one_device(name):
   change = dict(num_layers=2 if name in FAST else 4)
   # Of a segment without keys, backends see the padding differently (masks.key_ranges).
   change |= {key: value for key, value in case.config.items() if key == 'attention'}
-  if name in SHARED_HEADS:
+  if shares_heads(case):
     change['dropout_rate'] = 0.0  # dropout masks of values belong to heads
     want_loss, want = one_device_with_copies(case.model, **change)
   else:

@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
 from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.models.encoding.checks import MULTI_LABEL
 from tests.checkpoint.hf_files import CONFIGS, VARIANTS, files_of, write_model  # noqa: E402
 from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS  # noqa: E402
 
@@ -35,7 +36,18 @@ AUTO = {
   'classification': 'AutoModelForSequenceClassification',
   'mlm': 'AutoModelForMaskedLM',
 }
-LLAMAS = ('llama', 'mistral', 'qwen2_windows', 'gemma3_text', 'smollm3_windows', 'olmo2', 'phi3')
+LLAMAS = (
+  'llama',
+  'mistral',
+  'qwen2_windows',
+  'gemma3_text',
+  'smollm3_windows',
+  'olmo2',
+  'phi3',
+  'mixtral',
+  'qwen3_moe_windows',
+)
+SCALED = ('llama_yarn', 'smollm3_yarn', 'gemma3_yarn', 'phi3_longrope')
 LENGTH = 21  # longer than all windows
 
 
@@ -85,9 +97,14 @@ def converted(tmp_path_factory):
 
 
 def theirs_of(model, **given):
-  return model(
+  found = model(
     **{name: torch.from_numpy(np.asarray(value, np.int64)) for name, value in given.items()}
-  ).logits
+  )
+  if 'logits' in found:
+    return found.logits
+  mask = torch.from_numpy(np.asarray(given['attention_mask']))[..., None]  # an embedding
+  vectors = (found.last_hidden_state * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+  return torch.nn.functional.normalize(vectors, dim=-1)
 
 
 def near(got, want):
@@ -124,6 +141,11 @@ SLOW = {
   'smollm3',
   'olmo2_biased',
   'phi3_windows',
+  'llama_yarn',
+  'gemma3_yarn',
+  'llama_dynamic',
+  'mixtral_windows',
+  'qwen3_moe',
 }
 
 
@@ -150,8 +172,8 @@ def packed(parts, length):
 @pytest.mark.parametrize(
   'name',
   each(
-    [n for n in VARIANTS if n not in ('bert_classification', 'bert_relu')],
-    quick={'t5_1_1', 'bert_mlm', 'gpt2', 'llama', 'gemma2', 'qwen3'},
+    [n for n in VARIANTS if not n.startswith('bert_') or n in ('bert_mlm', 'bert_tags')],
+    quick={'t5_1_1', 'bert_mlm', 'gpt2', 'llama', 'gemma2', 'qwen3', 'phi3_longrope'},
   ),
 )
 def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, converted):
@@ -191,8 +213,27 @@ def test_token_types_of_bert_are_used(converted):
 @pytest.mark.parametrize(
   'name',
   each(
-    ['bert_classification', 'bert_mlm', 't5', 't5_1_1', *LLAMAS],
-    quick={'bert_mlm', 't5_1_1', 'qwen2_windows', 'gemma3_text', 'olmo2'},
+    [
+      'bert_classification',
+      'bert_multi_label',
+      'bert_tags',
+      'bert_mlm',
+      't5',
+      't5_1_1',
+      *LLAMAS,
+      *SCALED,
+    ],
+    quick={
+      'bert_multi_label',
+      'bert_tags',
+      'bert_mlm',
+      't5_1_1',
+      'qwen2_windows',
+      'gemma3_text',
+      'olmo2',
+      'phi3_longrope',
+      'qwen3_moe_windows',
+    },
   ),
 )
 def test_gradients_equal_hugging_face(name, converted, tmp_path):
@@ -201,7 +242,16 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
   model = fields.build()
   rng = np.random.default_rng(3)
   labels = batch.get('decoder_target_tokens', batch.get('encoder_input_tokens'))
-  if fields.options.get('head_type') == 'classification':
+  if fields.options.get('problem_type') == MULTI_LABEL:
+    labels = np.float32([[1, 0, 1], [0, 0, 0]])
+    numbers = np.zeros_like(batch['encoder_input_tokens'])
+    numbers[0, :2] = 3, 1  # in any order
+    batch.update(encoder_labels=numbers, label_weights=np.ones(2, np.int32))
+  elif fields.options.get('head_type') == 'token_classification':
+    labels = rng.integers(0, 4, labels.shape) * (labels > 0)  # 0: not the first token of a word
+    batch.update(encoder_labels=labels.astype(np.int32))
+    labels = labels - 1
+  elif fields.options.get('head_type') == 'classification':
     labels = rng.integers(0, 3, 2)
     batch.update(label=labels.astype(np.int32), label_weights=np.ones(2, np.int32))
   else:
@@ -227,12 +277,18 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
   )
   if fields.kind == 'encoder_decoder':
     given['decoder_input_ids'] = batch['decoder_input_tokens']
+  if fields.kind == 'encoder':
+    given['token_type_ids'] = batch['encoder_token_types']
   theirs = copy.deepcopy(theirs)  # other tests want its weights
   logits = theirs_of(theirs, **given)
-  wanted = torch.from_numpy(
-    np.where(labels > 0, labels, -100) if logits.dim() == 3 else labels
-  ).long()
-  want_loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
+  if fields.options.get('problem_type') == MULTI_LABEL:
+    want_loss = torch.nn.BCEWithLogitsLoss()(logits, torch.from_numpy(labels))
+  else:
+    none = -1 if 'encoder_labels' in batch else 0
+    wanted = torch.from_numpy(
+      np.where(labels > none, labels, -100) if logits.dim() == 3 else labels
+    ).long()
+    want_loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
   want_loss.backward()
   np.testing.assert_allclose(got_loss, want_loss.item(), rtol=HUGGING_FACE_LOGITS)
 
@@ -269,6 +325,19 @@ def test_the_command_compares_with_transformers_and_writes_what_it_loads(tmp_pat
   assert out.count(f'ours against transformers {transformers.__version__}') == 2
   convert.main([f'--from={tmp_path / "ours"}', f'--to={tmp_path / "c"}', '--check=transformers'])
   assert files_of(tmp_path / 'c') == files_of(tmp_path / 'a')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('extra', [{}, {'factor': 3.0}, {'attention_factor': 1.5}], ids=str)
+def test_the_command_compares_short_and_long_factors(extra, tmp_path, capsys):
+  config = VARIANTS['phi3_longrope']
+  scaling = {**config['rope_scaling'], **extra}
+  longer = {'original_max_position_embeddings': 20, 'max_position_embeddings': 80}
+  make_theirs({**config, **longer, 'rope_scaling': scaling}, tmp_path / 'a')
+  convert.main([f'--from={tmp_path / "a"}', f'--to={tmp_path / "ours"}', '--check=transformers'])
+  assert capsys.readouterr().out.count('ours against transformers') == 2
+  convert.main([f'--from={tmp_path / "ours"}', f'--to={tmp_path / "b"}', '--check=tensors'])
+  assert files_of(tmp_path / 'b') == files_of(tmp_path / 'a')
 
 
 def test_weights_of_another_model_are_found_by_the_logits(tmp_path):

@@ -22,7 +22,19 @@ from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.hf_files import CONFIGS
 from tests.parity.tolerances import HUGGING_FACE_LOGITS
 
-NAMES = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'smollm3', 'olmo2', 'phi3')
+NAMES = (
+  'llama',
+  'mistral',
+  'qwen2',
+  'qwen3',
+  'gemma2',
+  'gemma3_text',
+  'smollm3',
+  'olmo2',
+  'phi3',
+  'mixtral',
+  'qwen3_moe',
+)
 DRAWS = 25  # of each family
 
 
@@ -36,6 +48,27 @@ class _Memory:
 
   def read(self, name, start=0, stop=None):
     return self._tensors[name][start:stop]
+
+
+def _yarn(rng: np.random.Generator) -> dict:
+  options = {
+    'original_max_position_embeddings': 16,
+    'beta_fast': rng.choice([2.0, 4.0, 32.0]),
+    'beta_slow': rng.choice([0.5, 1.0]),
+    'truncate': bool(rng.integers(2)),
+    'attention_factor': 1.25,
+    'mscale': 1.0,
+    'mscale_all_dim': 0.5,
+  }
+  chosen = {key: value for key, value in options.items() if rng.random() < 0.5}
+  return {'rope_type': 'yarn', 'factor': rng.choice([1.0, 4.0]), **chosen}
+
+
+def _longrope(rng: np.random.Generator, config: dict) -> dict:
+  head_dim = config['hidden_size'] // config['num_attention_heads']  # the one that they take
+  config.update(head_dim=head_dim, original_max_position_embeddings=16)
+  factors = [rng.uniform(1, 8, head_dim // 2).tolist() for _ in range(2)]
+  return {'type': 'longrope', 'short_factor': factors[0], 'long_factor': factors[1]}
 
 
 def draw(name: str, rng: np.random.Generator) -> dict:
@@ -72,8 +105,12 @@ def draw(name: str, rng: np.random.Generator) -> dict:
       'high_freq_factor': 4.0,
       'original_max_position_embeddings': 16,
     },
-    {'rope_type': 'yarn', 'factor': 4.0},
+    _yarn(rng),
+    _yarn(rng),
+    {'rope_type': 'dynamic', 'factor': 2.0},
   )
+  if name == 'phi3':
+    scaling = one_of(scaling, _longrope(rng, config))
   types = [one_of('full_attention', 'sliding_attention') for _ in range(layers)]
   options = {
     'max_position_embeddings': 64,
@@ -95,8 +132,25 @@ def draw(name: str, rng: np.random.Generator) -> dict:
     'attention_dropout': 0.1,
     'resid_pdrop': 0.1,
   }
+  count = 'num_local_experts' if name == 'mixtral' else 'num_experts'
+  other_count = 'num_experts' if name == 'mixtral' else 'num_local_experts'
+  if name in ('mixtral', 'qwen3_moe'):
+    options |= {
+      count: one_of(1, 3, 5),
+      other_count: one_of(3, 5),
+      'num_experts_per_tok': one_of(1, 1, 2, 3),
+      'moe_intermediate_size': one_of(7, 20),
+      'norm_topk_prob': one_of(True, False),
+      'decoder_sparse_step': one_of(1, 2),
+      'mlp_only_layers': one_of(None, [], [0]),
+      'router_aux_loss_coef': 0.1,
+      'router_jitter_noise': 0.1,
+    }
   rarely = {
     'layer_types': 0.2,
+    count: 0.9,
+    'num_experts_per_tok': 0.9,
+    other_count: 0.1,
     'rope_scaling': 0.4,
     'partial_rotary_factor': 0.2,
     'mlp_bias': 0.3,
@@ -120,6 +174,8 @@ def their_model(config: dict, seed: int):
   torch.manual_seed(seed)
   kind = type(transformers.AutoConfig.for_model(config['model_type']))
   made = kind.from_dict(copy.deepcopy(config))
+  if 'num_experts_per_tok' in CONFIGS[config['model_type']]:  # grouped ones need multiples of 16
+    made._experts_implementation = 'eager'
   model = getattr(transformers, config['architectures'][0])._from_config(
     made, attn_implementation='eager'
   )
@@ -140,18 +196,18 @@ def compare(config: dict, seed: int) -> str:
   tensors = {name: value.numpy() for name, value in theirs.state_dict().items()}
   if config['tie_word_embeddings']:
     del tensors['lm_head.weight']
-  table = Table(FAMILIES[config['model_type']].rules(fields), fields.sizes())
+  table = Table(FAMILIES[config['model_type']].rules_of(fields, tensors), fields.sizes())
   weights = ForeignWeights(table, _Memory(tensors), Names({name: name for name in table.uses}))
   assert table.their_shapes == {name: tuple(value.shape) for name, value in tensors.items()}
   params = logits_check.params_of_files(weights)
-  batch = logits_check.random_batch(fields, seed=seed)
-  index = logits_check.counted(fields, batch)
-  got = logits_check.logits_of(fields.build(), params, batch)[index]
-  with torch.no_grad():
-    given = torch.from_numpy(batch['decoder_input_tokens'].astype(np.int64))
-    # Without a cache: transformers makes one by `layer_types`, even where the model ignores them.
-    want = theirs(input_ids=given, use_cache=False).logits.numpy()[index]
-  np.testing.assert_allclose(got, want, rtol=HUGGING_FACE_LOGITS, atol=HUGGING_FACE_LOGITS)
+  for batch in logits_check.random_batches(fields):
+    index = logits_check.counted(fields, batch)
+    got = logits_check.logits_of(fields.build(), params, batch)[index]
+    with torch.no_grad():
+      given = torch.from_numpy(batch['decoder_input_tokens'].astype(np.int64))
+      # Without a cache: transformers makes one by `layer_types`, even where the model ignores them.
+      want = theirs(input_ids=given, use_cache=False).logits.numpy()[index]
+    np.testing.assert_allclose(got, want, rtol=HUGGING_FACE_LOGITS, atol=HUGGING_FACE_LOGITS)
   return 'equal'
 
 

@@ -50,6 +50,19 @@ MODELS = {
   'charged_moe': dataclasses.replace(
     DENSE, num_experts=4, expert_capacity_factor=None, router_balance_loss=0.1, router_z_loss=0.01
   ),
+  'dropless': dataclasses.replace(
+    DENSE,
+    relative_bias='none',
+    rope=RotaryEmbedding(),
+    num_kv_heads=2,
+    qk_norm=True,
+    query_pre_attn_scalar=4.0,
+    mlp_activations=('silu', 'linear'),
+    num_experts=8,
+    num_experts_per_token=3,
+    expert_capacity_factor=None,
+    normalize_gates=False,
+  ),
   'modern': dataclasses.replace(
     DENSE,
     relative_bias='none',
@@ -68,7 +81,19 @@ MODELS = {
   'by_layer': dataclasses.replace(
     DENSE,
     relative_bias='none',
-    ropes=(RotaryEmbedding(10.0, fraction=0.5), None, RotaryEmbedding(fraction=0.5)),
+    ropes=(
+      RotaryEmbedding(
+        10.0,
+        fraction=0.5,
+        scaling='longrope',
+        short_factors=(1.0,),
+        long_factors=(3.0,),
+        original_length=5,
+        factor=4.0,
+      ),
+      None,
+      RotaryEmbedding(100.0, fraction=0.5, scaling='yarn', factor=4.0, original_length=8),
+    ),
     num_kv_heads=2,
     qk_norm=True,
     qk_norm_kind='all_heads',
@@ -193,6 +218,7 @@ CASES = {
     dict(expert=2, num_partitions=2, sequence_parallel=True), model='charged_moe'
   ),
   'ep': Case(dict(expert=4), model='moe', num_microbatches=2),
+  'dropless_fsdp_model': Case(dict(expert=2, fsdp=2, num_partitions=2), model='dropless'),
   'classifier_fsdp_model': Case(
     dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='classifier', num_microbatches=2
   ),

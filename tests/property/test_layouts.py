@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import pathlib
+from typing import Optional
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,8 +17,9 @@ import pytest
 
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
+from t5x_gpu.layers.attention import FEATURE_NORMS
 from t5x_gpu.layers.positions import RotaryEmbedding
-from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
+from t5x_gpu.models.config import NORM_POSITIONS, REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -71,33 +73,57 @@ class Layout:
 
 
 @st.composite
+def ropes(draw, head_dim: int) -> tuple[Optional[RotaryEmbedding], ...]:
+  """Draws rotary positions of up to three layers; some examples have long factors, some short."""
+  fraction = draw(st.sampled_from([1.0, 0.5])) if head_dim % 4 == 0 else 1.0
+  pairs = int(head_dim * fraction) // 2
+  kinds = (
+    None,
+    RotaryEmbedding(10.0, fraction=fraction),
+    RotaryEmbedding(100.0, fraction=fraction, scaling='yarn', factor=4.0, original_length=8),
+    RotaryEmbedding(
+      10.0,
+      fraction=fraction,
+      scaling='longrope',
+      factor=4.0,
+      original_length=5,
+      short_factors=(1.0,) * pairs,
+      long_factors=(3.0,) * pairs,
+    ),
+  )
+  return tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)))
+
+
+@st.composite
 def models(draw) -> TransformerConfig:
   """Draws models whose sizes eight devices divide in any way, but for key and value heads."""
 
   def multiple(of: int) -> int:
     return of * draw(st.sampled_from([1, 2, 3]))
 
-  num_heads, gated = multiple(8), draw(st.booleans())
-  positions = draw(st.sampled_from(['shared', 'per_layer', 'rope', 'table']))
+  num_heads, head_dim, gated = multiple(8), multiple(2), draw(st.booleans())
+  positions = draw(st.sampled_from(['shared', 'per_layer', 'rope', 'ropes', 'table']))
   num_experts = draw(st.sampled_from([0, 0, 8]))
   return TransformerConfig(
     vocab_size=multiple(16),
     num_layers=4,
     embed_dim=multiple(8),
     num_heads=num_heads,
-    head_dim=multiple(2),
+    head_dim=head_dim,
     mlp_dim=multiple(8),
     dropout_rate=draw(st.sampled_from([0.0, 0.1])),
     mlp_activations=('silu', 'linear') if gated else ('gelu',),
     num_kv_heads=draw(st.sampled_from([None, 1, 2, 4])),
     relative_bias=positions if positions in ('shared', 'per_layer') else 'none',
     rope=RotaryEmbedding() if positions == 'rope' else None,
+    ropes=draw(ropes(head_dim)) if positions == 'ropes' else (),
     num_positions=LENGTH if positions == 'table' else 0,
     logits_via_embedding=draw(st.booleans()),
     norm=draw(st.sampled_from(['rms', 'layer'])),
-    norm_position=draw(st.sampled_from(['pre', 'post', 'sandwich'])),
+    norm_position=draw(st.sampled_from(NORM_POSITIONS)),
     windows=draw(st.sampled_from([(0,), (5, 0)])),
     qk_norm=draw(st.booleans()),
+    qk_norm_kind=draw(st.sampled_from(FEATURE_NORMS)),
     mlp_bias=num_experts == 0 and draw(st.booleans()),
     remat_policy=draw(st.sampled_from(REMAT_POLICIES)),
     num_experts=num_experts,

@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_mani
 from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
+from t5x_gpu.models.preference.dpo import is_reference
 
 PARAMS_ONLY = 'params_only'
 
@@ -108,8 +109,10 @@ def tree_problems(
 ) -> list[str]:
   """Returns a line per tensor that is missing (with the closest names), left over or of another
   shape, at most `limit` of each kind; [] if there is no difference.
+
+  A reference model (models/preference/dpo.py) may be left over.
   """
-  over = sorted(have.keys() - want.keys())
+  over = sorted(n for n in have.keys() - want.keys() if not is_reference(n))
   missing = [
     f'missing: {n} {list(want[n])}.{did_you_mean(n, over, limit=2)}'
     for n in sorted(want.keys() - have.keys())

@@ -77,13 +77,13 @@ def check_logits(
     console.say('check: logits were NOT compared (--check=tensors)')
     return
   logits_check.check_memory(shapes)
-  batch = logits_check.random_batch(model)
-  expected, against = reference(batch)
-  got = logits_check.our_logits(model, ours(), batch)
-  agreement = logits_check.compare(
-    model, got, expected, batch, against=against, tolerance=request.tolerance
-  )
-  console.say(f'check: {agreement}')
+  for batch in logits_check.random_batches(model):
+    expected, against = reference(batch)
+    got = logits_check.our_logits(model, ours(), batch)
+    agreement = logits_check.compare(
+      model, got, expected, batch, against=against, tolerance=request.tolerance
+    )
+    console.say(f'check: {agreement}')
 
 
 def own_reference(model: ModelFields, weights: ForeignWeights) -> Reference:

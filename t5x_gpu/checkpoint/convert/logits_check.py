@@ -11,7 +11,7 @@ import importlib.util
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 import flax.traverse_util
 import jax
@@ -21,18 +21,23 @@ from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, num_bytes
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.models.preference.dpo import is_reference
 from t5x_gpu.runtime.host import available_memory
 
 TOLERANCE = 1e-4  # relative to the largest logit; absolute if that is below 1
 ROWS, LENGTH = 2, 48
 LONGEST_TABLE = 2048  # positions; a row fills a learned table up to this size
-# Windows are cut to this size in both models, so that short rows are longer than every window.
+# Windows, and the examples with short rotary factors, are cut to this size in both models, so that
+# short rows are longer than all of them.
 WINDOW = 16
 _COPIES_IN_MEMORY = 3.0  # of the parameters; measured: 2.1 to 2.8
 _AUTO_CLASSES = {
   'decoder_only': 'AutoModelForCausalLM',
   'encoder_decoder': 'AutoModelForSeq2SeqLM',
   'classification': 'AutoModelForSequenceClassification',
+  'token_classification': 'AutoModelForTokenClassification',
+  'embedding': 'AutoModel',
   'mlm': 'AutoModelForMaskedLM',
 }
 
@@ -64,13 +69,24 @@ class Agreement:
     )
 
 
-def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
+def random_batches(model: ModelFields) -> list[dict[str, np.ndarray]]:
+  """Returns batches whose logits depend on all that config.json names."""
+  switch = model.config.rope_switch
+  short = [] if switch is None else [random_batch(model, length=min(switch, WINDOW))]
+  return [random_batch(model), *short]
+
+
+def random_batch(
+  model: ModelFields, *, seed: int = 0, length: Optional[int] = None
+) -> dict[str, np.ndarray]:
   """Returns a batch of random tokens for `model`; the second row ends in padding.
 
-  Rows are longer than `WINDOW`, and as long as a learned table of positions.
+  Rows have `length` tokens; by default they are longer than `WINDOW`, and as long as a learned
+  table of positions.
   """
   c = model.config
-  length = min(max(LENGTH, min(c.num_positions, LONGEST_TABLE)), c.length_limit or LENGTH)
+  longest = max(LENGTH, min(c.num_positions, LONGEST_TABLE))
+  length = length or min(longest, c.length_limit or LENGTH)
   rng = np.random.default_rng(seed)
 
   def tokens(length: int, kept: int) -> np.ndarray:
@@ -80,7 +96,10 @@ def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
 
   targets = tokens(length, length - length // 3)
   if model.kind == 'encoder':
-    return {'encoder_input_tokens': targets}
+    batch = {'encoder_input_tokens': targets}
+    if c.num_token_types > 1:
+      batch['encoder_token_types'] = rng.integers(0, c.num_token_types, targets.shape, np.int32)
+    return batch
   batch = {'decoder_target_tokens': targets, 'decoder_input_tokens': tokens(length, length)}
   if model.kind == 'encoder_decoder':
     batch['encoder_input_tokens'] = tokens(length + 5, length // 2)
@@ -93,10 +112,22 @@ def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray])
 
 
 def checked(model: ModelFields) -> ModelFields:
-  """Returns the model whose logits are compared: in float32, with windows cut short."""
-  short = tuple(min(window, WINDOW) for window in model.config.windows)
-  config = dataclasses.replace(model.config, dtype='float32', windows=short)
+  """Returns the model whose logits are compared: float32, windows and `rope_switch` cut short."""
+  c = model.config
+  config = dataclasses.replace(
+    c,
+    dtype='float32',
+    windows=tuple(min(window, WINDOW) for window in c.windows),
+    rope=_cut(c.rope),
+    ropes=tuple(map(_cut, c.ropes)),
+  )
   return dataclasses.replace(model, config=config)
+
+
+def _cut(rope: Optional[RotaryEmbedding]) -> Optional[RotaryEmbedding]:
+  if rope is None or not rope.depends_on_length:
+    return rope
+  return dataclasses.replace(rope, original_length=min(rope.original_length, WINDOW))
 
 
 def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -110,6 +141,8 @@ def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray |
   if model.kind == 'encoder':
     if model.options['head_type'] == 'classification':
       return slice(None)
+    if model.options['head_type'] == 'embedding':
+      return np.s_[:, :1]  # the vector of the first text
     return batch['encoder_input_tokens'] > 0
   return batch['decoder_target_tokens'] > 0
 
@@ -152,7 +185,12 @@ def params_of_files(weights: ForeignWeights) -> Any:
 def params_of_checkpoint(reader: ParamsReader) -> Any:
   """Returns the parameter tree of our checkpoint, on the CPU."""
   return flax.traverse_util.unflatten_dict(
-    {path: jax.device_put(reader.read_at(path, ()), _cpu()) for path in reader.shapes}, sep='/'
+    {
+      path: jax.device_put(reader.read_at(path, ()), _cpu())
+      for path in reader.shapes
+      if not is_reference(path)
+    },
+    sep='/',
   )
 
 
@@ -170,7 +208,7 @@ def transformers_logits(
 ) -> tuple[np.ndarray, str]:
   """Returns the logits that transformers computes with the model in `folder`, and its version.
 
-  Windows are cut short, as in `our_logits`.
+  Windows and the switch of rotary factors are cut short, as in `our_logits`.
   """
   torch, transformers = map(importlib.import_module, ('torch', 'transformers'))
   transformers.logging.set_verbosity_error()
@@ -182,6 +220,13 @@ def transformers_logits(
   )
   if getattr(config, 'sliding_window', None):
     config.sliding_window = min(config.sliding_window, WINDOW)
+  if model.config.rope_switch is not None:
+    rope, switch = config.rope_parameters, model.config.rope_switch
+    rope['factor'] = rope.get('factor') or config.max_position_embeddings / switch  # before the cut
+    rope['original_max_position_embeddings'] = min(switch, WINDOW)
+    config.original_max_position_embeddings = min(switch, WINDOW)
+  if model.config.num_experts:  # its grouped matmuls need sizes in multiples of 16 bytes
+    config._experts_implementation = 'eager'
   theirs = auto.from_pretrained(
     pathlib.Path(folder),
     config=config,
@@ -202,10 +247,26 @@ def transformers_logits(
       'input_ids': tensor('encoder_input_tokens'),
       'attention_mask': (tensor('encoder_input_tokens') > 0).long(),
     }
+    if 'encoder_token_types' in batch:
+      given['token_type_ids'] = tensor('encoder_token_types')
     if model.kind == 'encoder_decoder':
       given['decoder_input_ids'] = tensor('decoder_input_tokens')
   with torch.no_grad():
-    return theirs(**given).logits.numpy(), f'transformers {transformers.__version__}'
+    found, against = theirs(**given), f'transformers {transformers.__version__}'
+  if kind == 'embedding':
+    return _embeddings(model, found.last_hidden_state.numpy(), batch), against
+  return found.logits.numpy(), against
+
+
+def _embeddings(
+  model: ModelFields, states: np.ndarray, batch: Mapping[str, np.ndarray]
+) -> np.ndarray:
+  """Returns vectors [rows, 1, embed] of the output [rows, length, embed] of the last layer."""
+  built, kept = model.build(), (batch['encoder_input_tokens'] > 0)[..., None]
+  vectors = (states * kept).sum(1, keepdims=True) / kept.sum(1, keepdims=True)
+  if built.pooling == 'first_token':
+    vectors = states[:, :1]
+  return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True) if built.normalize else vectors
 
 
 def check_memory(shapes: Mapping[str, Any]) -> None:

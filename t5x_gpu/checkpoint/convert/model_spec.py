@@ -32,9 +32,16 @@ RUN_FIELDS = (
   'scan_unroll',
   'init_stddev',
   'max_length',
+  'loss_chunks',
+  'router_balance_loss',
+  'router_z_loss',
+  'fp8_scaling',
+  'fp8_history',
+  'fp8_margin',
+  'fp8_logits',
   *DROPOUT_PLACES,
 )
-LOSS_OPTIONS = ('z_loss', 'label_smoothing')
+LOSS_OPTIONS = ('z_loss', 'label_smoothing', 'temperature')
 # Defaults of the other model arguments, which parameters or logits depend on.
 OPTIONS = {
   kind: {
@@ -101,6 +108,8 @@ class ModelFields:
       'types': c.num_token_types,
       'classes': options.get('num_classes', 0),
       'qkv': 3,
+      'experts': c.num_experts,
+      'branches': len(c.mlp_activations),
     }
 
 
@@ -154,13 +163,22 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
     del values['logits_via_embedding'], values['scale_tied_logits']
   elif not c.logits_via_embedding:
     del values['scale_tied_logits']
+  values['normalize_gates'] = c.gates_add_up
   if not c.num_experts:
-    del values['num_experts_per_token'], values['expert_capacity_factor']
+    for name in ('num_experts_per_token', 'expert_capacity_factor', 'normalize_gates'):
+      del values[name]
   options = {**OPTIONS[model.kind], **model.options}
   if model.kind == 'encoder_decoder' and options.get('num_encoder_layers') is None:
     options['num_encoder_layers'] = c.num_layers
   if options.get('head_type') == 'mlm':
     options = {'head_type': 'mlm'}
+  if options.get('head_type') == 'token_classification':
+    options = {name: options[name] for name in ('head_type', 'num_classes', 'head_mlp_dim')}
+  if options.get('head_type') == 'embedding':  # the rest is not in config.json
+    options = {'head_type': 'embedding'}
+  options.pop('class_names', None)
+  if options.get('head_type') != 'embedding':
+    options.pop('normalize', None)
   return {**values, **options, 'kind': model.kind}
 
 

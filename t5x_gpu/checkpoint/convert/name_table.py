@@ -39,10 +39,11 @@ class Rule:
 
   Attributes:
     ours: '/'-joined path of the parameter.
-    theirs: name of the tensor; '{}' stands for the number of a layer, which ours stacks.
+    theirs: name of the tensor; '{}' stands for the number of a layer or of an expert, which ours
+      stacks.
     axes: 'heads.kv embed -> embed heads kv': their dimensions, each a product of axes joined by
-      '.', then ours without the stacked layers. Without an arrow, both are the same.
-    stack: name of our stacked axis.
+      '.', then ours without the stacked axes. Without an arrow, both are the same.
+    stack: names of our stacked axes, one for each '{}': 'layers', or 'layers experts'.
     part: (axis, index), if their tensor has an axis that ours lacks: where query, key and value
       are one tensor, each of ours is one index of it.
     block: place among the parameters whose rows follow each other in their tensor, where queries,
@@ -68,16 +69,26 @@ class Rule:
   def is_stacked(self) -> bool:
     return '{}' in self.theirs
 
+  @property
+  def stacks(self) -> tuple[str, ...]:
+    """Our stacked axes; () without any."""
+    return tuple(self.stack.split()) if self.is_stacked else ()
+
   def is_part_of(self, axis: str) -> bool:
     return self.part is not None and self.part[0] == axis
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-  """A rule applied to one layer (None: not part of a layer)."""
+  """A rule applied to one layer, or to one expert of a layer.
+
+  Attributes:
+    rule: the rule.
+    numbers: places on `rule.stacks`.
+  """
 
   rule: Rule
-  layer: Optional[int]
+  numbers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +123,11 @@ class Table:
     self.uses: dict[str, list[Use]] = {}
     for rule in rules:
       shape = tuple(sizes[axis] for axis in rule.our_axes)
-      layers = range(sizes[rule.stack]) if rule.is_stacked else (None,)
+      stacked = tuple(sizes[axis] for axis in rule.stacks)
       assert rule.ours not in self.our_shapes, f'two rules for {rule.ours}'
-      self.our_shapes[rule.ours] = (sizes[rule.stack], *shape) if rule.is_stacked else shape
-      for layer in layers:
-        name = rule.theirs.format(layer) if rule.is_stacked else rule.theirs
-        self.uses.setdefault(name, []).append(Use(rule, layer))
+      self.our_shapes[rule.ours] = (*stacked, *shape)
+      for numbers in np.ndindex(stacked):
+        self.uses.setdefault(rule.theirs.format(*numbers), []).append(Use(rule, numbers))
     for name, uses in self.uses.items():
       uses.sort(key=lambda use: use.rule.block or 0)
       rows, *others = map(self._product, uses[0].rule.their_axes)
@@ -152,7 +162,7 @@ class Table:
     inner = tuple(
       chosen if axis == first else slice(0, self._sizes[axis]) for axis in use.rule.our_axes
     )
-    return inner if use.layer is None else (use.layer, *inner)
+    return (*use.numbers, *inner)
 
   def chunks(self) -> dict[str, Shape]:
     """Returns path -> chunk shape on disk, so that each piece fills whole chunks."""

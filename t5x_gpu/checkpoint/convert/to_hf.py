@@ -50,7 +50,8 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
   family = request.family or (record.family if record else guess_family(model))
   like = record if record and record.family == family else None
   config = _hf_config(model, family, like)
-  table = Table(FAMILIES[family].rules(model), model.sizes())
+  rules = FAMILIES[family].rules_of(model, like.names.of_table if like else ())
+  table = Table(rules, model.sizes())
   check_params(reader, table.our_shapes)
   headers, index, names = _hf_layout(request, table, like)
   console.say(f'from: {reader.path}: t5x_gpu, {counted(table.our_shapes)}')

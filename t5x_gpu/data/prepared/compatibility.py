@@ -32,6 +32,11 @@ def check_model(
     for name, value in asked.items()
     if getattr(index, name) != value
   ]
+  if spec.class_names and tuple(index.class_names or ()) != spec.class_names:
+    problems.append(
+      f'EncoderModel.class_names: prepared with {index.class_names}, the model has '
+      f'{list(spec.class_names)}.'
+    )
   names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
   if config.vocabulary is not None and config.vocabulary not in names:
     problems.append(
@@ -86,5 +91,6 @@ def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
   for name, parts in kind.tokens.items():
     bounds[name] = max(bounds[name], *(index.vocabularies[part]['size'] for part in parts))
   if index.class_names:
-    bounds[features.LABEL] = max(bounds[features.LABEL], len(index.class_names))
+    count = len(index.class_names) + (kind.classes == features.LABELS)
+    bounds[kind.classes] = max(bounds[kind.classes], count)
   return dict(bounds)

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import pyarrow as pa
 from pyarrow import parquet
 
-from t5x_gpu.data.sources.conversations import TOOLS, conversation_row
+from t5x_gpu.data.sources.conversations import Records
 from t5x_gpu.data.sources.rows import FileForm, Row, checked_row, require_columns
 from t5x_gpu.errors import DataError
 
@@ -25,12 +25,12 @@ def _batch_rows(
     yield checked_row(values, columns=columns, where=f'{path}, row {number}')
 
 
-def _conversation_rows(
-  batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int
+def _record_rows(
+  batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int, records: Records
 ) -> Iterator[Row]:
-  """Yields (conversation as JSON, file and row); the first of `columns` has the messages."""
+  """Yields (record as JSON, file and row); the first of `columns` is the key."""
   for number, record in enumerate(batch.to_pylist(), first + 1):
-    yield conversation_row(record, key=columns[0], where=f'{path}, row {number}')
+    yield records.row(record, key=columns[0], where=f'{path}, row {number}')
 
 
 def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
@@ -49,16 +49,16 @@ def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
   return column.cast(pa.large_binary()).to_pylist()
 
 
-_Read = Callable[..., Iterator[Row]]
-
-
-def _in_file(columns: Sequence[str], names: Sequence[str], path: str, *, read: _Read) -> list[str]:
-  """Returns the columns of the file `path` to read; `names` are all of them."""
-  optional = []
-  if read is _conversation_rows:
-    columns, optional = columns[:1], [TOOLS] if TOOLS in names else []
+def _reading(
+  columns: Sequence[str], names: Sequence[str], path: str, records: Optional[Records]
+) -> tuple[list[str], Callable[..., Iterator[Row]]]:
+  """Returns the columns of the file `path` to read, of all its `names`, and how to read them."""
+  optional, read = [], _batch_rows
+  if records is not None:
+    columns, optional = columns[:1], [name for name in records.optional if name in names]
+    read = functools.partial(_record_rows, records=records)
   require_columns(names, columns, path)
-  return list(dict.fromkeys([*columns, *optional]))
+  return list(dict.fromkeys([*columns, *optional])), read
 
 
 def _parquet_columns(path: str) -> list[str]:
@@ -66,11 +66,10 @@ def _parquet_columns(path: str) -> list[str]:
 
 
 def _parquet_rows(
-  path: str, columns: Sequence[str], skip: int, read: _Read = _batch_rows
+  path: str, columns: Sequence[str], skip: int, records: Optional[Records] = None
 ) -> Iterator[Row]:
   with parquet.ParquetFile(path) as f:
-    names = f.schema_arrow.names
-    wanted_columns = _in_file(columns, names, path, read=read)
+    wanted_columns, read = _reading(columns, f.schema_arrow.names, path, records)
     first, groups = 0, list(range(f.num_row_groups))
     while groups and first + f.metadata.row_group(groups[0]).num_rows <= skip:
       first += f.metadata.row_group(groups.pop(0)).num_rows
@@ -106,11 +105,12 @@ def _arrow_columns(path: str) -> list[str]:
 
 
 def _arrow_rows(
-  path: str, columns: Sequence[str], skip: int, read: _Read = _batch_rows
+  path: str, columns: Sequence[str], skip: int, records: Optional[Records] = None
 ) -> Iterator[Row]:
   first = 0
   for batch in _arrow_batches(path):
-    batch = batch.select(_in_file(columns, batch.schema.names, path, read=read))
+    names, read = _reading(columns, batch.schema.names, path, records)
+    batch = batch.select(names)
     for begin in range(min(max(0, skip - first), len(batch)), len(batch), _ROWS_AT_ONCE):
       yield from read(batch.slice(begin, _ROWS_AT_ONCE), columns, path=path, first=first + begin)
     first += len(batch)
@@ -118,7 +118,8 @@ def _arrow_rows(
 
 PARQUET = FileForm('parquet', _parquet_columns, _parquet_rows)
 ARROW = FileForm('arrow', _arrow_columns, _arrow_rows)
-PARQUET_CONVERSATIONS, ARROW_CONVERSATIONS = (
-  dataclasses.replace(form, rows=functools.partial(form.rows, read=_conversation_rows))
-  for form in (PARQUET, ARROW)
-)
+
+
+def of_records(form: FileForm, records: Records) -> FileForm:
+  """Returns PARQUET or ARROW for tables of conversations or preferences."""
+  return dataclasses.replace(form, rows=functools.partial(form.rows, records=records))

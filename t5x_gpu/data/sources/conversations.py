@@ -1,19 +1,24 @@
-"""A conversation in a JSON object: its messages, checked. Errors name file and line. No TF.
+"""A conversation, or a preference, in a JSON object: checked. Errors name file and line. No TF.
 
-Two forms are read: `messages`, a list of {"role": ..., "content": ...} (OpenAI, TRL), and
-ShareGPT's `conversations`, a list of {"from": ..., "value": ...}.
+Two forms of conversations are read: `messages`, a list of {"role": ..., "content": ...} (OpenAI,
+TRL), and ShareGPT's `conversations`, a list of {"from": ..., "value": ...}. A preference is two
+answers, `chosen` and `rejected`, to a `prompt`: texts, or lists of messages (TRL). Without a
+prompt, it is what both answers begin with.
 """
 
 import contextlib
+import dataclasses
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data.sources.rows import Row
 from t5x_gpu.errors import DataError, did_you_mean
 
 MESSAGES, SHAREGPT, TOOLS = 'messages', 'conversations', 'tools'
+CHOSEN, REJECTED, PROMPT = 'chosen', 'rejected', 'prompt'
 ROLES = ('system', 'user', 'assistant', 'tool')
 # ShareGPT's names of roles; its newer files also have those above.
 _SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'observation': 'tool'}
@@ -21,6 +26,23 @@ _FORM = (
   '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 )
 _FIX = f'Correct or remove that line; a conversation is {_FORM}.'
+_PAIR_FIX = (
+  'Correct or remove that line; a preference is {"prompt": "...", "chosen": "...", "rejected": '
+  '"..."}, or the same with lists of messages.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+  """How a JSON object, or a row of a table, becomes a row.
+
+  Attributes:
+    row: (record, key=, where=) -> the row, or what is wrong with the record.
+    optional: columns of a table that are read, besides the key, if they exist.
+  """
+
+  row: Callable[..., Row]
+  optional: tuple[str, ...]
 
 
 def conversation_key(names: Sequence[str]) -> Optional[str]:
@@ -36,13 +58,24 @@ def conversation_row(record: Mapping[str, Any], *, key: str, where: str) -> Row:
     key: of the messages.
     where: file and line, for errors.
   """
+  return _row(_conversation, record, key=key, where=where)
+
+
+def _row(make: Callable[..., dict[str, Any]], record: Mapping[str, Any], **options: str) -> Row:
+  where = options['where']
   try:
-    return _conversation(record, key=key, where=where), os.fsencode(where)
+    content = json.dumps(make(record, **options), ensure_ascii=False, default=str).encode()
+  except UnicodeEncodeError as e:
+    return DataError(
+      f'{where} holds half of a surrogate pair, which is not a character: {e}.',
+      fix='Correct or remove that line.',
+    )
   except DataError as e:
     return e
+  return content, os.fsencode(where)
 
 
-def _conversation(record: Mapping[str, Any], *, key: str, where: str) -> bytes:
+def _conversation(record: Mapping[str, Any], *, key: str, where: str) -> dict[str, Any]:
   messages = checked_messages(record.get(key), key=key, where=where)
   if all(message['role'] != 'assistant' for message in messages):
     raise DataError(
@@ -50,15 +83,111 @@ def _conversation(record: Mapping[str, Any], *, key: str, where: str) -> bytes:
       'train on.',
       fix=_FIX,
     )
-  try:
-    tools = checked_tools(record, where=where)
-    return json.dumps(
-      {'messages': messages, 'tools': tools}, ensure_ascii=False, default=str
-    ).encode()
-  except UnicodeEncodeError as e:
+  return {'messages': messages, 'tools': checked_tools(record, where=where)}
+
+
+def preference_row(
+  record: Mapping[str, Any], *, key: str, where: str, rejected: str = REJECTED, prompt: str = PROMPT
+) -> Row:
+  """Returns (preference as UTF-8 JSON: {'prompt', 'chosen', 'rejected', 'tools'}, `where`).
+
+  The first three are texts, or lists of messages. If the record is wrong, returns a DataError.
+
+  Args:
+    record: a JSON object, or a row of a table.
+    key: of the chosen answer.
+    where: file and line, for errors.
+    rejected, prompt: keys of the rejected answer and of the prompt.
+  """
+  return _row(_preference, record, key=key, where=where, rejected=rejected, prompt=prompt)
+
+
+CONVERSATIONS = Records(conversation_row, (TOOLS,))
+
+
+def preferences(*, rejected: str = REJECTED, prompt: str = PROMPT) -> Records:
+  """Returns how records become preferences; arguments as in `preference_row`."""
+  row = functools.partial(preference_row, rejected=rejected, prompt=prompt)
+  return Records(row, (rejected, prompt, TOOLS))
+
+
+def _preference(
+  record: Mapping[str, Any], *, key: str, where: str, rejected: str, prompt: str
+) -> dict[str, Any]:
+  answers = {name: record.get(name) for name in (key, rejected)}
+  asked = record.get(prompt)
+  for name, answer in answers.items():
+    if not answer:
+      there = ', '.join(sorted(map(str, record))) or 'nothing'
+      found = f'it has {there}' if name not in record else f'it is {_shown(answer)}'
+      raise DataError(f'{where} has no answer under key {name!r}: {found}.', fix=_PAIR_FIX)
+  if record[key] == record[rejected]:
     raise DataError(
-      f'{where} holds half of a surrogate pair, which is not a character: {e}.', fix=_FIX
-    ) from e
+      f'{where} has the same answer as {key!r} and as {rejected!r}: there is nothing to prefer.',
+      fix='Remove that line.',
+    )
+  if all(isinstance(answer, str) for answer in answers.values()):
+    asked, *both = _of_texts(asked, answers, where=where)
+  elif all(isinstance(answer, list) for answer in answers.values()):
+    asked, *both = _of_messages(asked, answers, prompt=prompt, where=where)
+  else:
+    kinds = ' and '.join(f'{_shown(a)} under key {name!r}' for name, a in answers.items())
+    raise DataError(f'{where} has {kinds}: both must be texts, or lists.', fix=_PAIR_FIX)
+  return {
+    PROMPT: asked,
+    CHOSEN: both[0],
+    REJECTED: both[1],
+    TOOLS: checked_tools(record, where=where),
+  }
+
+
+def _of_texts(asked: Any, answers: Mapping[str, str], *, where: str) -> list[str]:
+  """Returns prompt and answers; without a prompt, the first text that the answers share."""
+  if asked is None:
+    asked = os.path.commonprefix(list(answers.values()))
+    asked = asked.removesuffix(' ')  # tokens begin, rather than end, with a space
+    answers = {name: answer.removeprefix(asked) for name, answer in answers.items()}
+  if not isinstance(asked, str) or not asked:
+    found = _shown(asked) if asked else 'nothing'
+    raise DataError(
+      f'{where} has answers that are texts, and {found} as their prompt.', fix=_PAIR_FIX
+    )
+  for name, answer in answers.items():
+    if not answer:
+      raise DataError(
+        f'{where}: the other answer begins with all of {name!r}, so that without a prompt nothing '
+        'of it is an answer.',
+        fix="Add the key 'prompt', and leave the prompt out of the answers.",
+      )
+  return [asked, *answers.values()]
+
+
+def _of_messages(
+  asked: Any, answers: Mapping[str, list], *, prompt: str, where: str
+) -> list[list[dict[str, Any]]]:
+  """Returns prompt and answers; without a list of messages, the first ones that answers share."""
+  both = [checked_messages(answer, key=name, where=where) for name, answer in answers.items()]
+  if isinstance(asked, list):
+    asked = checked_messages(asked, key=prompt, where=where)
+  else:
+    shared = 0
+    while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
+      shared += 1
+    question = [{'role': 'user', 'content': asked}] if isinstance(asked, str) else []
+    asked = both[0][:shared] or question
+    both = [messages[shared:] for messages in both]
+  if not asked:
+    raise DataError(
+      f'{where} has no prompt: no key {prompt!r}, and the first messages differ.', fix=_PAIR_FIX
+    )
+  for name, messages in zip(answers, both):
+    if all(message['role'] != 'assistant' for message in messages):
+      raise DataError(
+        f'{where} has no message of the assistant in {name!r} after the prompt of {len(asked)} '
+        'messages.',
+        fix=_PAIR_FIX,
+      )
+  return [asked, *both]
 
 
 def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, Any]]:

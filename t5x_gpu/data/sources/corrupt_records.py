@@ -71,6 +71,7 @@ class Damage:
     self._counted: dict[str, int] = {}  # path -> number of records that are counted
     self._in_file: dict[str, int] = {}
     self._finished: set[str] = set()
+    self._refused: set[str] = set()
     self._empty = 0
     self._over: Optional[DataError] = None
 
@@ -80,6 +81,7 @@ class Damage:
     self.records = Records()
     self._counted.clear()
     self._in_file.clear()
+    self._refused.clear()
 
   def count(self, path: str, *, first: int, num_records: int, damaged: Sequence[DataError]) -> None:
     """Counts records `first` to `first + num_records` of a file, unless that is done.
@@ -96,15 +98,40 @@ class Damage:
       self._in_file[path] = self._in_file.get(path, 0) + 1
       if self.max_fraction and self._in_file[path] <= _REASONS_SHOWN and path not in self._finished:
         log.warning('record skipped: %s', problem.what)
+    self._judge_new(damaged)
+
+  def refuse(self, where: str, problem: DataError) -> None:
+    """Counts a record that is counted as read, but that a later step refuses; each once.
+
+    Args:
+      where: place of the record.
+      problem: why.
+    Raises:
+      DataError: as `count` does.
+    """
+    self._raise_again()
+    if where in self._refused:
+      return
+    self._refused.add(where)
+    self.records = Records(self.records.read, self.records.damaged + 1)
+    if self.max_fraction and len(self._refused) <= _REASONS_SHOWN:
+      log.warning('record skipped: %s', problem.what)
+    elif self.max_fraction and len(str(len(self._refused))) > len(str(len(self._refused) - 1)):
+      log.warning('%d records skipped so far that cannot be used', len(self._refused))  # 10, 100
+    self._judge_new([problem])
+
+  def _judge_new(self, damaged: Sequence[DataError]) -> None:
     if damaged and not self.max_fraction:
       self._over = DataError(
         damaged[0].what,
         fix=f'{damaged[0].fix}\nOr skip such records: '
         'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
       )
+      self._over.docs = damaged[0].docs
       raise self._over
     if damaged:
-      self._judge(damaged[-1], fewest=_FEWEST_JUDGED)
+      all_read = len(self._finished) == self._num_files
+      self._judge(damaged[-1], fewest=0 if all_read else _FEWEST_JUDGED)
 
   def end_of_file(self, path: str, *, num_records: int) -> None:
     """Notes that a file is read to its end. Raises DataError as `count` does.

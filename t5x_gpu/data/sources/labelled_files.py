@@ -3,6 +3,9 @@
 classification:csv:reviews/*.csv                                  columns text, label
 classification:jsonl:reviews.jsonl#text=body,label=stars
 classification:parquet:nli/*.parquet#text=premise,text2=hypothesis,label=gold_label
+multi_label:jsonl:topics.jsonl                                    columns text, labels (a list)
+token_classification:jsonl:conll/*.jsonl                          columns tokens, tags (lists)
+sentence_pairs:csv:pairs.csv                        columns anchor, positive, negative or score
 """
 
 import dataclasses
@@ -21,12 +24,44 @@ from t5x_gpu.data.sources.line_formats import csv_records
 from t5x_gpu.data.sources.rows import NAME, open_text, split_columns
 from t5x_gpu.errors import DataError, did_you_mean, first_line, listed
 
-# Columns that are found by their usual names, in upper or lower case.
-_USUAL = (('text', 'label'), ('review', 'sentiment'))
-_CHOOSE = (
-  'Name the columns after the pattern: #text=COLUMN,label=COLUMN, and for text pairs '
-  '#text=COLUMN,text2=COLUMN,label=COLUMN.'
-)
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """The columns of one kind of rows.
+
+  Attributes:
+    usual: names that are found in upper or lower case; the first ones follow `#` in a spelling.
+    more: further names after `#` -> field of `LabelColumns`.
+    finds_more: whether these are found by their names as well.
+  """
+
+  usual: tuple[tuple[str, str], ...]
+  more: Mapping[str, str]
+  finds_more: bool = False
+
+  @property
+  def how(self) -> str:
+    """Returns how to choose columns."""
+    first = ','.join(f'{name}=COLUMN' for name in self.usual[0])
+    more = ''.join(f', and if there is one {name}=COLUMN' for name in self.more)
+    return f'Name the columns after the pattern: #{first}{more}.'
+
+
+_PAIRS = {'text2': 'text2'}
+_KINDS = {
+  'classification': _Kind((('text', 'label'), ('review', 'sentiment')), _PAIRS),
+  'multi_label': _Kind((('text', 'labels'),), _PAIRS),
+  'token_classification': _Kind(
+    (('tokens', 'tags'), ('tokens', 'ner_tags'), ('words', 'tags')), {}
+  ),
+  'sentence_pairs': _Kind(
+    (('anchor', 'positive'), ('sentence1', 'sentence2')),
+    {'negative': 'text2', 'score': 'score'},
+    finds_more=True,
+  ),
+}
+_SCORE_UNIT = 10_000  # scores are counted in ten-thousandths
+_SEPARATOR = ','  # of the labels in one field of .csv and .tsv
 
 # Values of a row by column, and the place of the row.
 _Record = tuple[Mapping[str, Any], str]
@@ -34,15 +69,24 @@ _Record = tuple[Mapping[str, Any], str]
 
 @dataclasses.dataclass(frozen=True)
 class LabelColumns:
-  """Names of columns; `text2` is for the second text of a pair, or None."""
+  """Names of columns.
+
+  Attributes:
+    text: of the text, of words, or of the first text of a sentence pair.
+    label: of the label, labels or tags, or of the second text of a sentence pair.
+    text2: of the second text of a pair with a label, or of the hard negative; or None.
+    score: of the score of a sentence pair, or None.
+  """
 
   text: str
   label: str
   text2: Optional[str] = None
+  score: Optional[str] = None
 
   @property
   def names(self) -> tuple[str, ...]:
-    return tuple(name for name in (self.text, self.text2, self.label) if name is not None)
+    names = (self.text, self.text2, self.label, self.score)
+    return tuple(name for name in names if name is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +96,21 @@ class LabelledReader:
   Attributes:
     form: a key of `FORMS`.
     columns: None for those with the usual names.
+    kind: 'classification', one label per row; 'multi_label', any number of them; or
+      'token_classification', a list of words and a list of their tags; or 'sentence_pairs', two
+      texts, maybe with a third, a hard negative, or with a score.
   """
 
   form: str
   columns: Optional[LabelColumns]
+  kind: str = 'classification'
 
   def __call__(self, path: str) -> list[LabelledRow]:
     """Returns all rows. Raises DataError, naming the place, if any is bad."""
     try:
       rows = [
-        _labelled_row(values, columns, where) for values, columns, where in self._records(path)
+        _labelled_row(values, columns, where, kind=self.kind)
+        for values, columns, where in self._records(path)
       ]
     except UnicodeDecodeError as e:
       _refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
@@ -76,57 +125,67 @@ class LabelledReader:
 
   def _records(self, path: str) -> Iterator[tuple[Mapping[str, Any], LabelColumns, str]]:
     columns = None
-    for values, where in FORMS[self.form](path, self.columns):
+    for values, where in FORMS[self.form](path, self.columns, self.kind):
       # JSON objects may differ from line to line; tables have one header.
       if columns is None or self.form == 'jsonl':
-        columns = _columns(list(values), self.columns, where)
+        columns = _columns(list(values), self.columns, self.kind, where)
       yield values, columns, where
 
 
-def parse(spelled: str) -> tuple[LabelledReader, str]:
+def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader, str]:
   """Returns reader and pattern of 'FORM:PATTERN' or 'FORM:PATTERN#text=COLUMN,label=COLUMN'.
 
+  Args:
+    spelled: what follows the name of the task.
+    kind: see `LabelledReader`.
   Raises:
     DataError: no such form, or the columns are not a text and a label.
   """
+  (text, label), more = _KINDS[kind].usual[0], _KINDS[kind].more
   form, _, rest = spelled.partition(':')
   if form not in FORMS or not rest:
     _refuse(
-      f'classification:{spelled[:80]} does not name the form of the files.'
-      + did_you_mean(form, FORMS),
-      fix=f'Write classification:FORM:PATTERN, where FORM is {", ".join(FORMS)}.',
+      f'{kind}:{spelled[:80]} does not name the form of the files.' + did_you_mean(form, FORMS),
+      fix=f'Write {kind}:FORM:PATTERN, where FORM is {", ".join(FORMS)}.',
     )
   pattern, chosen = split_columns(rest)
   if chosen is None:
-    return LabelledReader(form, None), pattern
-  named = dict(chosen)
+    return LabelledReader(form, None, kind), pattern
+  named, names = dict(chosen), (text, *more, label)
   if (
     len(named) != len(chosen)
-    or not {'text', 'label'} <= set(named) <= {'text', 'text2', 'label'}
+    or not {text, label} <= set(named) <= set(names)
     or not all(named.values())
     or len(set(named.values())) != len(named)
   ):
-    wrong = next((name for name in named if name not in ('text', 'text2', 'label')), '')
+    wrong = next((name for name in named if name not in names), '')
     _refuse(
-      f'#{",".join(map("=".join, chosen))} does not choose a text and a label.'
-      + (did_you_mean(wrong, ('text', 'text2', 'label')) if wrong else ''),
-      fix=_CHOOSE,
+      f'#{",".join(map("=".join, chosen))}'
+      + f' does not choose a {text} and a {label}.'.replace(' a a', ' an a')
+      + (did_you_mean(wrong, names) if wrong else ''),
+      fix=_KINDS[kind].how,
     )
-  return LabelledReader(form, LabelColumns(**named)), pattern
+  others = {field: named[name] for name, field in more.items() if name in named}
+  return LabelledReader(form, LabelColumns(named[text], named[label], **others), kind), pattern
 
 
 def _refuse(what: str, *, fix: str) -> NoReturn:
   raise DataError(what, fix=fix, parameters=NAME, docs='tasks.md#your-own-classification-data')
 
 
-def _columns(names: Sequence[str], chosen: Optional[LabelColumns], where: str) -> LabelColumns:
+def _columns(
+  names: Sequence[str], chosen: Optional[LabelColumns], kind: str, where: str
+) -> LabelColumns:
   """Returns the columns to read, out of `names`."""
   if chosen is None:
     lower = [name.lower() for name in names]
-    for usual in _USUAL:
-      if all(lower.count(name) == 1 for name in usual):
-        return LabelColumns(*(names[lower.index(name)] for name in usual))
-    chosen = LabelColumns(*_USUAL[0])
+    found = {name: names[i] for i, name in enumerate(lower) if lower.count(name) == 1}
+    for usual in _KINDS[kind].usual:
+      if set(usual) <= found.keys():
+        more = _KINDS[kind].more if _KINDS[kind].finds_more else {}
+        others = {field: found[name] for name, field in more.items() if name in found}
+        return LabelColumns(*(found[name] for name in usual), **others)
+    chosen = LabelColumns(*_KINDS[kind].usual[0])
   for name in chosen.names:
     if (count := list(names).count(name)) != 1:
       have = ', '.join(listed(list(map(repr, names)), 20))
@@ -135,15 +194,78 @@ def _columns(names: Sequence[str], chosen: Optional[LabelColumns], where: str) -
         + (f'no column {name!r}' if not count else f'{count} columns {name!r}')
         + f': it has {have or "none"}.'
         + ('' if count else did_you_mean(name, names)),
-        fix=_CHOOSE,
+        fix=_KINDS[kind].how,
       )
   return chosen
 
 
-def _labelled_row(values: Mapping[str, Any], columns: LabelColumns, where: str) -> LabelledRow:
+def _labelled_row(
+  values: Mapping[str, Any], columns: LabelColumns, where: str, *, kind: str
+) -> LabelledRow:
+  if kind == 'token_classification':
+    return _tagged_words(values, columns, where)
+  if kind == 'sentence_pairs':
+    return _scored_texts(values, columns, where)
   text = _text(values[columns.text], columns.text, where)
   text2 = None if columns.text2 is None else _text(values[columns.text2], columns.text2, where)
-  return LabelledRow(text, _label(values[columns.label], columns.label, where), where, text2)
+  found, column = values[columns.label], columns.label
+  if kind == 'classification':
+    labels = (_label(found, column, where),)
+  else:
+    labels = tuple(dict.fromkeys(_label(x, column, where) for x in _listed(found, column, where)))
+  return LabelledRow(text, labels, where, text2)
+
+
+def _tagged_words(values: Mapping[str, Any], columns: LabelColumns, where: str) -> LabelledRow:
+  words, tags = values[columns.text], values[columns.label]
+  for found, column in ((words, columns.text), (tags, columns.label)):
+    if not isinstance(found, list) or not found:
+      _refuse(
+        f'{where} has {str(found)[:40]!r} in {column!r}, not a list with an item per word.',
+        fix='Write {"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}, as jsonl or Parquet.',
+      )
+  if len(words) != len(tags):
+    _refuse(
+      f'{where} has {len(words)} words in {columns.text!r} and {len(tags)} tags in '
+      f'{columns.label!r}.',
+      fix='Give each word one tag.',
+    )
+  return LabelledRow(
+    tuple(_text(word, columns.text, where) for word in words),
+    tuple(_label(tag, columns.label, where) for tag in tags),
+    where,
+  )
+
+
+def _scored_texts(values: Mapping[str, Any], columns: LabelColumns, where: str) -> LabelledRow:
+  """Returns two or three texts; their one label is the score in ten-thousandths."""
+  names = (columns.text, columns.label, *([columns.text2] if columns.text2 else []))
+  texts = tuple(_text(values[name], name, where) for name in names)
+  value = values[columns.score] if columns.score else 0
+  try:
+    number = round(float(value) * _SCORE_UNIT)
+  except (TypeError, ValueError, OverflowError):
+    number = -1
+  if not 0 <= number < 2**31:
+    _refuse(
+      f'{where} has {str(value)[:40]!r} in {columns.score!r}, not a score from 0 to 200,000.',
+      fix='Give a number that is higher the more alike the texts are.',
+    )
+  return LabelledRow(texts, (str(number),), where)
+
+
+def _listed(value: Any, column: str, where: str) -> list[Any]:
+  """Returns a list of labels: a list, or names separated by commas, as in .csv."""
+  value = value.decode() if isinstance(value, bytes) else value
+  if isinstance(value, str):
+    return [name for name in value.split(_SEPARATOR) if name.strip()]
+  if isinstance(value, list):
+    return value
+  _refuse(
+    f'{where} has {str(value)[:40]} in {column!r}, which is not a list of labels.',
+    fix='Write a list of names; in .csv and .tsv, names separated by commas. An empty list is a '
+    'row without a label.',
+  )
 
 
 def _text(value: Any, column: str, where: str) -> str:
@@ -153,7 +275,7 @@ def _text(value: Any, column: str, where: str) -> str:
   if not isinstance(value, str):
     _refuse(
       f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
-      fix=_CHOOSE,
+      fix=_KINDS['classification'].how,
     )
   try:
     value.encode()
@@ -185,7 +307,7 @@ def _label(value: Any, column: str, where: str) -> str:
   )
 
 
-def _csv(path: str, columns: Optional[LabelColumns], *, form: str) -> Iterator[_Record]:
+def _csv(path: str, columns: Optional[LabelColumns], kind: str, *, form: str) -> Iterator[_Record]:
   names: list[str] = []
   for fields, where, _ in csv_records(path, form):
     if isinstance(fields, DataError):
@@ -194,11 +316,11 @@ def _csv(path: str, columns: Optional[LabelColumns], *, form: str) -> Iterator[_
       yield dict(zip(names, fields)), where
     elif fields:
       names = fields
-      _columns(names, columns, where)
+      _columns(names, columns, kind, where)
 
 
-def _jsonl(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
-  del columns
+def _jsonl(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_Record]:
+  del columns, kind
   with io.TextIOWrapper(open_text(path), encoding='utf-8', newline='') as f:
     for number, line in enumerate(f, 1):
       if line.strip():
@@ -210,8 +332,8 @@ def _jsonl(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
         yield record, where
 
 
-def _parquet(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
-  chosen = _columns(list(parquet.read_schema(path).names), columns, path)
+def _parquet(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_Record]:
+  chosen = _columns(list(parquet.read_schema(path).names), columns, kind, path)
   with parquet.ParquetFile(path) as f:
     batches = f.iter_batches(columns=list(chosen.names), use_threads=False)
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -219,7 +341,7 @@ def _parquet(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
       yield values, f'{path}, row {number}'
 
 
-FORMS: Mapping[str, Callable[[str, Optional[LabelColumns]], Iterator[_Record]]] = {
+FORMS: Mapping[str, Callable[[str, Optional[LabelColumns], str], Iterator[_Record]]] = {
   'csv': functools.partial(_csv, form='csv'),
   'tsv': functools.partial(_csv, form='tsv'),
   'jsonl': _jsonl,

@@ -9,8 +9,8 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Optional
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Optional, Union
 
 from t5x_gpu.data.sources.discovery import VALIDATION_ONE_IN
 from t5x_gpu.errors import DataError, did_you_mean
@@ -31,10 +31,17 @@ COLA_CLASSES = ('unacceptable', 'acceptable')
 
 @dataclasses.dataclass(frozen=True)
 class LabelledRow:
-  """A text and its label as spelled in the file; `where` is file:line; pairs have `text2`."""
+  """A text and its labels as spelled in the file; `where` is file:line.
 
-  text: str
-  label: str
+  Attributes:
+    text: the text, or its words.
+    labels: the class, all classes, or a tag for each word.
+    where: file:line.
+    text2: the second text of a pair.
+  """
+
+  text: Union[str, tuple[str, ...]]
+  labels: tuple[str, ...]
   where: str
   text2: Optional[str] = None
 
@@ -45,14 +52,14 @@ class LabelledTexts:
 
   Attributes:
     class_names: names in the order of their numbers.
-    texts: split -> texts.
-    labels: split -> class numbers of these texts.
+    texts: split -> texts, each maybe a tuple of words.
+    labels: split -> class numbers of these texts: one, or a list for each.
     texts2: split -> the second texts of pairs; None without pairs.
   """
 
   class_names: tuple[str, ...]
-  texts: Mapping[str, Sequence[str]]
-  labels: Mapping[str, Sequence[int]]
+  texts: Mapping[str, Sequence[Any]]
+  labels: Mapping[str, Sequence[Any]]
   texts2: Optional[Mapping[str, Sequence[str]]] = None
 
 
@@ -120,7 +127,7 @@ def read_cola(path: str) -> list[LabelledRow]:
       )
     if not fields[3].strip():
       _refuse(f'{where} has no text.', fix='Fill it in, or remove the row.')
-    rows.append(LabelledRow(fields[3], COLA_CLASSES[int(fields[1])], where))
+    rows.append(LabelledRow(fields[3], (COLA_CLASSES[int(fields[1])],), where))
   if not rows:
     _refuse(
       f'{path} has no rows: it is empty.', fix="Give CoLA's training file, or one of the same form."
@@ -138,8 +145,50 @@ def _read(read: Reader, path: str, size: int, modified_ns: int) -> tuple[Labelle
   return tuple(read(path))
 
 
+def _rows_by_split(files: Sequence[str], read: Reader) -> dict[str, list[LabelledRow]]:
+  """Returns split -> rows; 'train' has none of 'validation' yet if no file is for validation."""
+  by_split = files_by_split(files) or {'train': list(files)}
+  if 'train' not in by_split:
+    _refuse(
+      f'There is no file for training: {", ".join(os.path.basename(f) for f in files[:6])}.',
+      fix='Widen the pattern so that it matches a file with train in its name.',
+    )
+  return {
+    split: [
+      row
+      for path in paths
+      for row in _read(read, path, os.path.getsize(path), os.stat(path).st_mtime_ns)
+    ]
+    for split, paths in by_split.items()
+  }
+
+
+def _with_validation(rows: dict[str, list[LabelledRow]]) -> dict[str, list[LabelledRow]]:
+  if 'validation' in rows:
+    return rows
+  train = rows['train']
+  return rows | {
+    'train': [r for r in train if not _is_validation(r.text)],
+    'validation': [r for r in train if _is_validation(r.text)],
+  }
+
+
+def text_sets(files: Sequence[str], *, read: Reader) -> LabelledTexts:
+  """Returns tuples of texts by split, as `labelled_texts`; their labels are scores."""
+  rows = _with_validation(_rows_by_split(files, read))
+  return LabelledTexts(
+    class_names=(),
+    texts={split: [r.text for r in some] for split, some in rows.items()},
+    labels={split: [int(r.labels[0]) for r in some] for split, some in rows.items()},
+  )
+
+
 def labelled_texts(
-  files: Sequence[str], *, read: Reader, class_names: Optional[Sequence[str]] = None
+  files: Sequence[str],
+  *,
+  read: Reader,
+  class_names: Optional[Sequence[str]] = None,
+  several: bool = False,
 ) -> LabelledTexts:
   """Returns all rows of `files` by split.
 
@@ -151,62 +200,53 @@ def labelled_texts(
     read: reads a file; equal readers share a cache.
     class_names: in order. None: the labels of the training rows; whole numbers in numerical order,
       words in alphabetical order.
+    several: rows have any number of labels.
   Raises:
     DataError: a bad row; fewer than two classes; a label that training does not have.
   """
-  by_split = files_by_split(files) or {'train': list(files)}
-  if 'train' not in by_split:
+  rows = _rows_by_split(files, read)
+  used = {label: row for row in reversed(rows['train']) for label in row.labels}
+  names = tuple(class_names or _sorted(used))
+  if len(used) < 2:
+    only = next((f'the label {label!r} (first in {row.where})' for label, row in used.items()), '')
     _refuse(
-      f'There is no file for training: {", ".join(os.path.basename(f) for f in files[:6])}.',
-      fix='Widen the pattern so that it matches a file with train in its name.',
-    )
-  rows = {}
-  for split, paths in by_split.items():
-    rows[split] = [
-      row
-      for path in paths
-      for row in _read(read, path, os.path.getsize(path), os.stat(path).st_mtime_ns)
-    ]
-  names = tuple(class_names or _classes(rows['train']))
-  if len({row.label for row in rows['train']}) < 2:
-    only = rows['train'][0]
-    _refuse(
-      f'All {len(rows["train"])} training rows have the label {only.label!r} '
-      f'(first in {only.where}); a classifier needs at least two classes.',
+      f'All {len(rows["train"])} training rows have {only or "no label"}; a classifier needs at '
+      'least two classes.',
       fix='Give files with rows of at least two classes.',
     )
-  if 'validation' not in rows:
-    rows |= {
-      'train': [r for r in rows['train'] if not _is_validation(r.text)],
-      'validation': [r for r in rows['train'] if _is_validation(r.text)],
-    }
+  rows = _with_validation(rows)
   numbers = {name: i for i, name in enumerate(names)}
   for row in (row for split in rows.values() for row in split):
-    if row.label not in numbers:
+    if unknown := [label for label in row.labels if label not in numbers]:
       _refuse(
-        f'{row.where} has the label {row.label!r}, which no training row has; they have '
+        f'{row.where} has the label {unknown[0]!r}, which no training row has; they have '
         + ', '.join(map(repr, names[:12]))
         + ('' if len(names) <= 12 else ', ...')
         + '.'
-        + did_you_mean(row.label, names),
+        + did_you_mean(unknown[0], names),
         fix='Correct the label, or add training rows of that class.',
       )
   is_pair = rows['train'][0].text2 is not None
+
+  def numbered(row: LabelledRow) -> Any:
+    found = [numbers[label] for label in row.labels]
+    return found if several else found[0]
+
   return LabelledTexts(
     class_names=names,
     texts2={split: [r.text2 for r in some] for split, some in rows.items()} if is_pair else None,
     texts={split: [r.text for r in some] for split, some in rows.items()},
-    labels={split: [numbers[r.label] for r in some] for split, some in rows.items()},
+    labels={split: [numbered(r) for r in some] for split, some in rows.items()},
   )
 
 
-def _classes(rows: Sequence[LabelledRow]) -> list[str]:
-  labels = {row.label for row in rows}
+def _sorted(labels: Iterable[str]) -> list[str]:
   if all(re.fullmatch(r'-?\d+', label) for label in labels):
     return sorted(labels, key=lambda label: (int(label), label))
   return sorted(labels)
 
 
-def _is_validation(text: str) -> bool:
+def _is_validation(text: Union[str, tuple[str, ...]]) -> bool:
+  text = text if isinstance(text, str) else ' '.join(text)
   number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], 'big')
   return number % VALIDATION_ONE_IN == 0

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional, Union
 
-from t5x_gpu.data.sources.conversations import conversation_row
+from t5x_gpu.data.sources.conversations import Records
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.data.sources.rows import (
   FileForm,
@@ -132,14 +132,16 @@ def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
     yield texts if texts[0] else None
 
 
-def _conversation_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
-  """Yields (conversation as JSON, file:line); the first of `columns` has the messages."""
+def _record_rows(
+  path: str, columns: Sequence[str], skip: int, *, records: Records
+) -> Iterator[Row]:
+  """Yields (record as JSON, file:line); the first of `columns` is the key."""
   for number, line in _numbered(path, skip):
     row, where = None, f'{path}:{number}'
     if line.strip():
       try:
         record = json_object(line, where=where, keys=columns[:1])
-        row = conversation_row(record, key=columns[0], where=where)
+        row = records.row(record, key=columns[0], where=where)
       except DataError as e:
         row = e
     yield row
@@ -259,7 +261,13 @@ REPAIRED_LINES, REPAIRED_SPANS = (
 )
 PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
 JSON_LINES = FileForm('jsonl', _json_keys, _json_rows)
-CONVERSATIONS = FileForm('jsonl', _json_keys, _conversation_rows)
+
+
+def record_lines(records: Records) -> FileForm:
+  """Returns the form of JSON lines with conversations or preferences."""
+  return FileForm('jsonl', _json_keys, functools.partial(_record_rows, records=records))
+
+
 CSV, TSV = (
   FileForm(form, functools.partial(_csv_header, form=form), functools.partial(_csv_rows, form=form))
   for form in ('csv', 'tsv')

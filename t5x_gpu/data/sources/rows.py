@@ -23,6 +23,15 @@ from t5x_gpu.errors import DataError, did_you_mean, task_error
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
 _READ_AHEAD_BYTES = 1 << 20
+# What the user may choose columns for.
+_CHOICES = (
+  {'text'},
+  {'targets'},
+  {'inputs', 'targets'},
+  {'messages'},
+  {'chosen', 'rejected'},
+  {'chosen', 'rejected', 'prompt'},
+)
 # The longer marks come first: the mark of UTF-32 begins like that of UTF-16.
 _OTHER_ENCODINGS = {
   codecs.BOM_UTF32_LE: 'UTF-32',
@@ -137,13 +146,13 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
   """Returns the pattern, and feature -> column for columns chosen after `#`; None without any.
 
   Raises:
-    DataError: the chosen columns are not `text`, `inputs` and `targets`, or `messages`.
+    DataError: the chosen columns are none of `_CHOICES`.
   """
   pattern, pairs = split_columns(spelled)
   if pairs is None:
     return spelled, None
   parts = dict(pairs)
-  for ours in ({'text'}, {'targets'}, {'inputs', 'targets'}, {'messages'}):
+  for ours in _CHOICES:
     if set(parts) == ours and all(parts.values()):
       return pattern, {
         'targets' if name == 'text' else name: column for name, column in parts.items()
@@ -151,8 +160,9 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
   chosen = ','.join(map('='.join, pairs))
   raise task_error(
     f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
-    + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets', 'messages')),
-    fix='Write #text=COLUMN, #inputs=COLUMN,targets=COLUMN, or for conversations #messages=COLUMN.',
+    + did_you_mean(next(iter(parts)), sorted(set().union(*_CHOICES))),
+    fix='Write #text=COLUMN, #inputs=COLUMN,targets=COLUMN, for conversations #messages=COLUMN, or '
+    'for preferences #chosen=COLUMN,rejected=COLUMN (with prompt=COLUMN if there is one).',
   )
 
 

@@ -128,11 +128,18 @@ class LabelledSource(seqio.DataSource):
     texts: returns them; called once, when the data is opened.
     splits: of the texts.
     files: source of the texts.
+    label: name of the feature with the class number, or with a list of them.
   """
 
   def __init__(
-    self, texts: Callable[[], LabelledTexts], *, splits: Sequence[str], files: Sequence[str] = ()
+    self,
+    texts: Callable[[], LabelledTexts],
+    *,
+    splits: Sequence[str],
+    files: Sequence[str] = (),
+    label: str = 'label',
   ):
+    self._label = label
     self._texts = functools.cache(texts)
     self.files = tuple(files)
     super().__init__(splits=tuple(splits))
@@ -159,8 +166,8 @@ class LabelledSource(seqio.DataSource):
     table = self._texts()
     # The function below captures them, so they are not part of the saved state.
     columns = {
-      'inputs': tf.constant(table.texts[split], dtype=tf.string),
-      'label': tf.constant(table.labels[split], dtype=tf.int32),
+      'inputs': _column(table.texts[split], tf.string),
+      self._label: _column(table.labels[split], tf.int32),
     }
     if table.texts2 is not None:
       columns['text2'] = tf.constant(table.texts2[split], dtype=tf.string)
@@ -179,6 +186,13 @@ class LabelledSource(seqio.DataSource):
     for text in table.texts2[split] if table.texts2 is not None else ():
       digest.update(f'{text}\0'.encode(errors='replace'))
     return {'examples': len(table.labels[split]), 'hash': digest.hexdigest()[:16]}
+
+
+def _column(values: Sequence[Any], dtype: tf.DType) -> Any:
+  """Returns a tensor of values, or of lists of values."""
+  if values and isinstance(values[0], (list, tuple)):
+    return tf.ragged.constant(values, dtype=dtype, ragged_rank=1)
+  return tf.constant(values, dtype=dtype)
 
 
 _FILE_SOURCES = (DocumentSource, seqio.FileDataSource, seqio.TfdsDataSource)

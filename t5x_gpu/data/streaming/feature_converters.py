@@ -3,17 +3,22 @@
 `t5x_gpu.data.features` describes, without TF, what each of them returns.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import features
-from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK
+from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK, PAIR_PLACES
+from t5x_gpu.data.streaming.encoder_converters import (
+  TOKENS,
+  EncoderClassificationConverter,
+  EncoderMlmConverter,
+  EncoderTagsConverter,
+  EncoderTextSetsConverter,
+)
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import moved_zero_id, vocabulary_name
 from t5x_gpu.errors import DataError
-
-_TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
-_NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
 
 
 class LmConverter(seqio.LMFeatureConverter):
@@ -55,118 +60,60 @@ class LmConverter(seqio.LMFeatureConverter):
     return rows.map(model_features)
 
 
-class _EncoderConverter(seqio.FeatureConverter):
-  """A converter whose sequences are all as long as the inputs."""
+class PreferenceConverter(seqio.LMFeatureConverter):
+  """Pairs of texts -> rows in which the two texts of each pair are consecutive segments.
 
-  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns model feature -> length, 1 for numbers."""
-    length = task_feature_lengths['inputs']
-    lengths = {name: length if spec.rank else 1 for name, spec in self.MODEL_FEATURES.items()}
-    return lengths | dict.fromkeys(self.PACKING_FEATURE_DTYPES if self.pack else (), length)
-
-
-class EncoderClassificationConverter(_EncoderConverter):
-  """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1."""
-
-  TASK_FEATURES = {'inputs': _TOKENS, 'label': _NUMBER}
-  MODEL_FEATURES = {
-    'encoder_input_tokens': _TOKENS,
-    features.LABEL: _NUMBER,
-    features.LABEL_WEIGHTS: _NUMBER,
-  }
-  PACKING_FEATURE_DTYPES = None
-
-  def __call__(
-    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
-  ) -> tf.data.Dataset:
-    """Returns the converted dataset; users give only the length of the inputs."""
-    return super().__call__(ds, {**task_feature_lengths, 'label': 1})
-
-  def _convert_features(
-    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
-  ) -> tf.data.Dataset:
-    padded = self._pack_or_pad(ds, {'inputs': task_feature_lengths['inputs']})
-    return padded.map(self._row)
-
-  def _row(self, x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    return {
-      'encoder_input_tokens': x['inputs'],
-      features.LABEL: x['label'],
-      features.LABEL_WEIGHTS: tf.ones_like(x['label']),
-    }
-
-
-class EncoderTypedClassificationConverter(EncoderClassificationConverter):
-  """The same with 'encoder_token_types', which are 0 if the task does not have 'token_types'."""
-
-  MODEL_FEATURES = {**EncoderClassificationConverter.MODEL_FEATURES, 'encoder_token_types': _TOKENS}
-
-  def _convert_features(
-    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
-  ) -> tf.data.Dataset:
-    length = task_feature_lengths['inputs']
-    typed = ds.map(
-      lambda x: {**x, features.TOKEN_TYPES: x.get(features.TOKEN_TYPES, tf.zeros_like(x['inputs']))}
-    )
-    padded = self._pack_or_pad(typed, {'inputs': length, features.TOKEN_TYPES: length})
-    return padded.map(
-      lambda x: {**self._row(x), 'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32)}
-    )
-
-
-class EncoderMlmConverter(_EncoderConverter):
-  """{'inputs': tokens, some masked, 'targets': all tokens} -> rows of a masked language model.
-
-  SeqIO's EncoderFeatureConverter takes the loss where the input is the mask token. BERT also takes
-  it where a token was replaced by another or left unchanged, so the task marks these places by a
-  feature 'loss_mask' of zeros and ones. Without it, the loss is taken where inputs and targets
-  differ, which is the same as SeqIO's if the task only masks tokens.
+  Segments 1 and 2 are the chosen and the rejected text of the first pair, 3 and 4 of the second.
+  Without packing, a row has one pair.
   """
 
-  TASK_FEATURES = {'inputs': _TOKENS, 'targets': _TOKENS}
   MODEL_FEATURES = {
-    'encoder_input_tokens': _TOKENS,
-    'encoder_target_tokens': _TOKENS,
-    'encoder_loss_weights': _TOKENS,
+    **seqio.LMFeatureConverter.MODEL_FEATURES,
+    'decoder_segment_ids': TOKENS,
+    'decoder_positions': TOKENS,
   }
-  PACKING_FEATURE_DTYPES = {'encoder_segment_ids': tf.int32, 'encoder_positions': tf.int32}
+  PACKING_FEATURE_DTYPES = {}
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length."""
+    return dict.fromkeys(self.MODEL_FEATURES, task_feature_lengths['targets'])
 
   def _convert_features(
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
-    length = task_feature_lengths['inputs']
-
-    def with_mask(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-      tf.debugging.assert_equal(
-        tf.size(x['inputs']),
-        tf.size(x['targets']),
-        message=("'inputs' and 'targets' of a masked language model have different lengths"),
-      )
-      taken = x.get(LOSS_MASK, tf.not_equal(x['inputs'], x['targets']))
-      # The weight plus one: packing treats zeros as padding and would cut them off.
-      return {**x, LOSS_MASK: 1 + tf.cast(taken, tf.int32)}
-
     def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-      row = {
-        'encoder_input_tokens': x['inputs'],
-        'encoder_target_tokens': x['targets'],
-        'encoder_loss_weights': tf.maximum(x[LOSS_MASK] - 1, 0),
+      is_token = tf.cast(x[PAIR_PLACES] > 0, tf.int32)
+      starts = tf.cast(tf.equal(x[PAIR_PLACES], 1), tf.int32)
+      return {
+        'decoder_target_tokens': x['targets'],
+        'decoder_input_tokens': x[DECODER_INPUTS],
+        'decoder_loss_weights': tf.maximum(x[LOSS_MASK] - 1, 0),
+        'decoder_segment_ids': tf.cumsum(starts) * is_token,
+        'decoder_positions': tf.maximum(x[PAIR_PLACES] - 1, 0),
       }
-      if self.pack:
-        row['encoder_segment_ids'] = x['inputs_segment_ids']
-        row['encoder_positions'] = x['inputs_positions']
-      return row
 
-    rows = self._pack_or_pad(ds.map(with_mask), {**task_feature_lengths, LOSS_MASK: length})
+    names = ('targets', DECODER_INPUTS, LOSS_MASK, PAIR_PLACES)
+    # The weight plus one: packing treats zeros as padding and would cut them off.
+    marked = ds.map(lambda x: {**x, LOSS_MASK: x[LOSS_MASK] + 1})
+    rows = self._pack_or_pad(marked, dict.fromkeys(names, task_feature_lengths['targets']))
     return rows.map(model_features)
 
 
 CONVERTERS = {
   'lm': LmConverter,
+  'preference': PreferenceConverter,
   'prefix_lm': seqio.PrefixLMFeatureConverter,
   'encoder_decoder': seqio.EncDecFeatureConverter,
   'encoder_classification': EncoderClassificationConverter,
-  'encoder_classification_with_types': EncoderTypedClassificationConverter,
+  'encoder_classification_with_types': functools.partial(
+    EncoderClassificationConverter, types=True
+  ),
+  'encoder_multi_label': functools.partial(EncoderClassificationConverter, labels=True),
+  'encoder_multi_label_with_types': functools.partial(
+    EncoderClassificationConverter, labels=True, types=True
+  ),
+  'encoder_tags': EncoderTagsConverter,
+  'encoder_text_sets': EncoderTextSetsConverter,
   'encoder_mlm': EncoderMlmConverter,
 }
 assert CONVERTERS.keys() == features.LAYOUTS.keys()
@@ -211,6 +158,7 @@ def model_rows(
   name: str,
   task_feature_lengths: Mapping[str, int],
   output_features: Mapping[str, seqio.Feature],
+  class_numbers: Optional[Sequence[int]] = None,
 ) -> tf.data.Dataset:
   """Returns rows of model features, with the ids of the model.
 
@@ -220,18 +168,21 @@ def model_rows(
     name: of the converter.
     task_feature_lengths: task feature -> tokens.
     output_features: of the task.
+    class_numbers: class number of the task -> that of the model; None for the same.
   Raises:
     DataError: two vocabularies use the same id for different words of one sequence; or padding
       and a word of id 0 look the same.
   """
   rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
+  if class_numbers is not None:
+    rows = rows.map(_renumber(features.layout(name).classes, class_numbers))
   moved = {
     feature: _moved_zero_id([output_features[part] for part in parts], name)
     for feature, parts in features.layout(name).tokens.items()
   }
   if not any(moved.values()):
     return rows
-  if DECODER_INPUTS in output_features and not converter.pack:
+  if name == 'lm' and DECODER_INPUTS in output_features and not converter.pack:
     raise DataError(
       'Id 0 is a word of the tokenizer, and conversations have tokens without a loss. So without '
       'packing, this word and the padding look the same.',
@@ -244,6 +195,15 @@ def model_rows(
       for feature, x in row.items()
     }
   )
+
+
+def _renumber(
+  feature: str, numbers: Sequence[int]
+) -> Callable[[Mapping[str, tf.Tensor]], dict[str, tf.Tensor]]:
+  """Returns what gives the classes of a row the numbers of the model; see `model_rows`."""
+  # In `encoder_labels`, class numbers are one higher, and 0 stands for none.
+  table = [0, *(n + 1 for n in numbers)] if feature == features.LABELS else list(numbers)
+  return lambda row: {**row, feature: tf.gather(tf.constant(table, tf.int32), row[feature])}
 
 
 def _moved_zero_id(parts: Sequence[seqio.Feature], name: str) -> Optional[int]:

@@ -17,10 +17,10 @@ from t5x_gpu.data.data_module import module_of
 from t5x_gpu.data.prepared.index import Index, Member
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.corrupt_records import Records
-from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.streaming import task_classes, task_lookup
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
-from t5x_gpu.data.tasks import chat
+from t5x_gpu.data.tasks import chat, preference
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line, task_error
@@ -43,12 +43,14 @@ class Preparation:
     converter_name: a key of `features.LAYOUTS`.
     lengths: model feature -> length, 0 for a number per row; in the order of the records.
     vocab_sizes: model feature -> exclusive bound of the model's ids.
+    class_names: of the model, or empty.
   """
 
   config: DatasetConfig
   converter_name: str
   lengths: dict[str, int]
   vocab_sizes: dict[str, int]
+  class_names: tuple[str, ...]
   _task: task_lookup.TaskOrMixture
 
   def _members(self) -> dict[str, seqio.Task]:
@@ -68,7 +70,7 @@ class Preparation:
     config, members = self.config, {}
     for name, task in self._members().items():
       source = seqio_sources.source_fingerprint(task.source, split=config.split)
-      source |= chat.template_facts(task)
+      source |= chat.template_facts(task) | preference.template_facts(task)
       rate = float(self._task.get_rate(task)) if isinstance(self._task, seqio.Mixture) else 1.0
       parts = num_parts or _num_parts(task, config.split, source)
       members[name] = Member(rate=rate, source=source, num_shards=parts)
@@ -89,7 +91,7 @@ class Preparation:
       loss_on_targets_only=config.loss_on_targets_only,
       features=self.lengths,
       vocabularies={name: _about(own[name], self.converter_name) for name in kind.task_features},
-      class_names=task_lookup.class_names(self._task),
+      class_names=task_classes.class_names(self._task, self.class_names),
       packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
       members=members,
       versions=versions(_PACKAGES),
@@ -122,6 +124,7 @@ class Preparation:
         name=self.converter_name,
         task_feature_lengths=config.task_feature_lengths,
         output_features=task.output_features,
+        class_numbers=task_classes.class_numbers(task, self.class_names),
       )
       for row in rows.with_options(options).as_numpy_iterator():
         self._check(row, member)
@@ -163,7 +166,8 @@ def preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: st
   task = task_lookup.lookup(config)
   task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
   lengths = {name: shape[1] if len(shape) > 1 else 0 for name, shape in sorted(spec.shapes.items())}
-  return Preparation(config, feature_converter, lengths, dict(spec.vocab_sizes), task)
+  sizes = dict(spec.vocab_sizes)
+  return Preparation(config, feature_converter, lengths, sizes, spec.class_names, task)
 
 
 def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:

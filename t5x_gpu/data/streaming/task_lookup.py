@@ -3,16 +3,24 @@
 import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
-from t5x_gpu.data.features import LABEL, layout
+from t5x_gpu.data.features import layout
 from t5x_gpu.data.sources import seqio_sources
-from t5x_gpu.data.tasks import builtin, classification, pretraining, tables, tfds_tasks
+from t5x_gpu.data.streaming.task_classes import TaskOrMixture, check_classes
+from t5x_gpu.data.tasks import (
+  builtin,
+  chat,
+  classification,
+  preference,
+  pretraining,
+  tables,
+  tfds_tasks,
+)
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
-  ClassVocabulary,
   check_loads,
   end_id,
   named_vocabulary,
@@ -29,7 +37,6 @@ from t5x_gpu.errors import (
   task_error,
 )
 
-TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
 # A copy with another vocabulary is called TASK.MARK; SeqIO then calls the tasks of a mixture
 # MIXTURE.MARK.TASK.
@@ -66,6 +73,7 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
   else:
     found = _registered(name)
   _allow_damage(found, config.max_corrupt_fraction)
+  chat.set_variables(found, config.chat_template_variables)
   if config.vocabulary is None:
     for feature in found.output_features.values():
       check_loads(feature.vocabulary, task=name)
@@ -119,13 +127,6 @@ def kind(config: DatasetConfig) -> str:
   """Returns the task's name, or 'text_files', 'jsonl', ... without the path."""
   before, colon, _ = config.mixture_or_task_name.partition(':')
   return before if colon and before in _PATTERN_TASKS else config.mixture_or_task_name
-
-
-def class_names(task: TaskOrMixture) -> Optional[tuple[str, ...]]:
-  """Returns the names of the classes of the task's labels; None without labels or without names."""
-  feature = task.output_features.get(LABEL)
-  vocabulary = feature.vocabulary if feature is not None else None
-  return vocabulary.names if isinstance(vocabulary, ClassVocabulary) else None
 
 
 def _import(module: str) -> None:
@@ -200,6 +201,9 @@ def check(
 ) -> None:
   """Raises DataError unless `task` has the split, features and ids that the model takes."""
   check_split(task, config)
+  preference.check_pairs(
+    task, name=config.mixture_or_task_name, feature_converter=feature_converter
+  )
   kind_of_batch = layout(feature_converter)
   wanted = (*kind_of_batch.task_features, *([kind_of_batch.label] if kind_of_batch.label else []))
   missing = [name for name in wanted if name not in task.output_features]
@@ -209,6 +213,8 @@ def check(
       ('targets',): " For a language-model task (only 'targets') use 'lm'.",
       ('inputs', 'label'): " For a task with labels use 'encoder_classification', an "
       "encoder with the head 'classification'.",
+      ('inputs', 'labels'): ' For a task with several labels per row set EncoderModel.problem_type '
+      "= 'multi_label_classification'.",
     }.get(tuple(have), '')
     before = config.mixture_or_task_name.partition(':')[0]
     if have == ['targets'] and before in pretraining.TEXTS:
@@ -232,14 +238,7 @@ def _check_vocabulary(
   task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
 ) -> None:
   kind_of_batch = layout(feature_converter)
-  names, num_classes = class_names(task), spec.vocab_sizes.get(LABEL)
-  if kind_of_batch.label and names and num_classes is not None and len(names) > num_classes:
-    raise DataError(
-      f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(listed(names, 6))}); '
-      f'the model has num_classes = {num_classes}.',
-      fix=f"Set the model's num_classes to {len(names)}.",
-      parameters=('EncoderModel.num_classes', _NAME),
-    )
+  check_classes(task, config, spec=spec, feature_converter=feature_converter)
   for model_feature, parts in kind_of_batch.tokens.items():
     bound = spec.vocab_sizes.get(model_feature)
     for part in parts:

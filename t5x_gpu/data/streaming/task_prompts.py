@@ -75,12 +75,15 @@ class TaskText:
   def encode_chat(
     self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
-    template = ChatTemplate(self.targets.vocabulary)
+    template = self._chat_template()
     return self._text(self.targets).of_model(template.prompt(messages, tools=tools, where=where))
 
   def chat_ends(self) -> list[int]:
-    end = ChatTemplate(self.targets.vocabulary).turn_end()
+    end = self._chat_template().turn_end()
     return [] if end is None else self._text(self.targets).of_model([end])
+
+  def _chat_template(self) -> ChatTemplate:
+    return ChatTemplate(self.targets.vocabulary, self.config.chat_template_variables)
 
   def encode_targets(self, text: str) -> list[int]:
     return self._ids(self.targets, text)

@@ -8,7 +8,7 @@ transformers.
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -28,7 +28,81 @@ _NAMED = 3  # conversations of a kind that the log names; then it counts them
 log = logging.getLogger(__name__)
 
 
-class Conversations:
+class LongExamples:
+  """Logs examples that are longer than a row: the first ones of each kind, then their number.
+
+  Args:
+    kind: what they are, in the plural.
+    reason: why some are left out: what does not come before the end of the row.
+  """
+
+  def __init__(self, kind: str, reason: str):
+    self._kind, self._reason = kind, reason
+    self._seen: set[bytes] = set()
+    self._cut: list[int] = []
+    self._left_out: list[int] = []
+
+  def log(self, where: bytes, size: int, length: int, *, left_out: bool) -> None:
+    """Logs one of `size` tokens, in a row of `length`, that is cut or left out."""
+    if where in self._seen:  # in another epoch
+      return
+    self._seen.add(where)
+    found = self._left_out if left_out else self._cut
+    found.append(size)
+    what = f'left out: {self._reason} before the end of the row' if left_out else 'cut'
+    if len(found) <= _NAMED:
+      log.warning(
+        '%s has %d tokens, a row %d (TASK_FEATURE_LENGTHS): %s', where.decode(), size, length, what
+      )
+    elif len(str(len(found))) > len(str(len(found) - 1)):  # 10, 100, ...
+      log.warning(
+        '%d %s so far are longer than the %d tokens of a row (the longest has %d): %s',
+        len(found),
+        self._kind,
+        length,
+        max(found),
+        what,
+      )
+
+
+class Templated:
+  """A preprocessor of examples that a chat template may write.
+
+  Attributes:
+    MARKS: features in addition to 'targets' and 'decoder_inputs', an integer for each token.
+    variables: of the template, DatasetConfig.chat_template_variables.
+  """
+
+  MARKS: tuple[str, ...] = (LOSS_MASK,)
+
+  def __init__(self, reader: BlockReader):
+    self.variables: Optional[Mapping[str, Any]] = None
+    self._reader = reader
+
+  def _map(
+    self, dataset: tf.data.Dataset, tokens: Callable[[bytes, bytes], Sequence[np.ndarray]]
+  ) -> tf.data.Dataset:
+    """Maps `tokens` of content and place, which has no target for what is left out."""
+    names = ('targets', DECODER_INPUTS, *self.MARKS)
+
+    def features(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      found = tf.numpy_function(
+        tokens, [example['targets'], example[_WHERE]], [tf.int32] * len(names), stateful=False
+      )
+      return {name: tf.ensure_shape(x, [None]) for name, x in zip(names, found)}
+
+    return dataset.map(features).filter(lambda x: tf.size(x['targets']) > 0)
+
+  def _refuse(self, where: str, error: DataError) -> None:
+    """Counts an example as damage as far as that is allowed; else raises, for the reader too."""
+    try:
+      self._reader.damage.refuse(where, error)
+    except DataError as too_many:
+      self._reader.problem = self._reader.problem or too_many
+      raise
+
+
+class Conversations(Templated):
   """A preprocessor: {'targets': messages as JSON, 'where'} -> tokens and loss mask.
 
   It gives 'decoder_inputs' and 'targets', the tokens without the last and without the first, and
@@ -37,14 +111,13 @@ class Conversations:
   first of both and counts them.
 
   Args:
-    reader: of the files; the error of a conversation becomes its `problem`.
+    reader: of the files; the error of a conversation becomes its `problem`, or is counted as damage
+      as far as that is allowed.
   """
 
   def __init__(self, reader: BlockReader):
-    self._reader = reader
-    self._seen: set[bytes] = set()
-    self._cut: list[int] = []
-    self._left_out: list[int] = []
+    super().__init__(reader)
+    self._long = LongExamples('conversations', 'the assistant has no token')
 
   def __call__(
     self,
@@ -52,33 +125,23 @@ class Conversations:
     sequence_length: Optional[Mapping[str, int]],
     output_features: Mapping[str, seqio.Feature],
   ) -> tf.data.Dataset:
-    template = ChatTemplate(output_features['targets'].vocabulary)
+    template = ChatTemplate(output_features['targets'].vocabulary, self.variables)
     length = (sequence_length or {}).get('targets')
-    names = ('targets', DECODER_INPUTS, LOSS_MASK)
-
-    def tokens(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-      found = tf.numpy_function(
-        functools.partial(self._tokens, template, length),
-        [example['targets'], example[_WHERE]],
-        [tf.int32] * len(names),
-        stateful=False,
-      )
-      return {name: tf.ensure_shape(x, [None]) for name, x in zip(names, found)}
-
-    return dataset.map(tokens).filter(lambda x: tf.size(x['targets']) > 0)
+    return self._map(dataset, functools.partial(self._tokens, template, length))
 
   def _tokens(
     self, template: ChatTemplate, length: Optional[int], content: bytes, where: bytes
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    shown = where.decode('utf-8', 'surrogateescape')
     try:
-      ids, mask = self._checked(template, content, where.decode('utf-8', 'surrogateescape'))
+      ids, mask = self._checked(template, content, shown)
     except DataError as e:
-      self._reader.problem = self._reader.problem or e
-      raise
+      self._refuse(shown, e)
+      return (np.zeros(0, np.int32),) * 3
     inputs, targets, mask = ids[:-1], ids[1:], mask[1:]
     if length is not None and targets.size > length:
       left_out = not mask[:length].any()
-      self._log_long(where, targets.size, length, left_out=left_out)
+      self._long.log(where, targets.size, length, left_out=left_out)
       inputs, targets, mask = (x[: 0 if left_out else length] for x in (inputs, targets, mask))
     return targets, inputs, mask
 
@@ -100,71 +163,79 @@ class Conversations:
       )
     return ids, mask
 
-  def _log_long(self, where: bytes, size: int, length: int, *, left_out: bool) -> None:
-    """Logs a conversation that is longer than a row: the first ones, then their number."""
-    if where in self._seen:  # in another epoch
-      return
-    self._seen.add(where)
-    found = self._left_out if left_out else self._cut
-    found.append(size)
-    what = 'left out: the assistant has no token before the end of the row' if left_out else 'cut'
-    if len(found) <= _NAMED:
-      log.warning(
-        '%s has %d tokens, a row %d (TASK_FEATURE_LENGTHS): %s', where.decode(), size, length, what
-      )
-    elif len(str(len(found))) > len(str(len(found) - 1)):  # 10, 100, ...
-      log.warning(
-        '%d conversations so far are longer than the %d tokens of a row (the longest has %d): %s',
-        len(found),
-        length,
-        max(found),
-        what,
-      )
 
-
-def chat_task(
+def templated_task(
   name: str,
   files: Sequence[str],
   *,
+  preprocessor: type[Templated],
   form: FileForm,
   key: str,
   by_split: Optional[Mapping[str, Sequence[str]]] = None,
   chosen: bool = False,
 ) -> seqio.Task:
-  """Returns a language-model task over files with messages.
+  """Returns a task over files whose rows `preprocessor` tokenizes.
 
   Args:
     name: of the task.
     files: all of them.
-    form: of the files, whose rows are conversations.
-    key: of the messages.
-    by_split: split -> files; without it a hash assigns conversations to splits.
+    preprocessor: `Conversations`, or `Preferences` of t5x_gpu/data/tasks/preference.py.
+    form: of the files, whose rows are what `preprocessor` reads.
+    key: of the messages, or of the chosen answer.
+    by_split: split -> files; without it a hash assigns rows to splits.
     chosen: the user chose the key.
   """
   reader = BlockReader(
     form, columns={'targets': key, _WHERE: _WHERE}, num_files=len(files), chosen=chosen
   )
   text = seqio.Feature(named_vocabulary('byte'), add_eos=False)  # the template writes the end
-  mask = seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False)
+  mark = seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False)
   return builtin.make_task(
     name,
     source=file_source(files, by_split, reader=reader),
-    preprocessors=(Conversations(reader),),
-    output_features={'targets': text, DECODER_INPUTS: text, LOSS_MASK: mask},
+    preprocessors=(preprocessor(reader),),
+    output_features={
+      'targets': text,
+      DECODER_INPUTS: text,
+      **dict.fromkeys(preprocessor.MARKS, mark),
+    },
   )
+
+
+def templated(task: seqio.Task | seqio.Mixture) -> list[Templated]:
+  """Returns the preprocessors of `task` that a chat template serves."""
+  return [
+    preprocessor
+    for part in seqio.get_subtasks(task)
+    for preprocessor in part.preprocessors
+    if isinstance(preprocessor, Templated)
+  ]
 
 
 def is_chat(task: seqio.Task | seqio.Mixture) -> bool:
   """Returns whether the examples of `task` are conversations."""
-  return any(
-    isinstance(preprocessor, Conversations)
-    for part in seqio.get_subtasks(task)
-    for preprocessor in part.preprocessors
-  )
+  return any(isinstance(preprocessor, Conversations) for preprocessor in templated(task))
+
+
+def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Mapping[str, Any]]) -> None:
+  """Sets the variables of the chat template; raises DataError if `task` has none."""
+  found = templated(task)
+  for preprocessor in found:
+    preprocessor.variables = variables
+  if variables and not found:
+    raise DataError(
+      f'{task.name!r} has no conversations, so chat_template_variables = {dict(variables)} would '
+      'do nothing.',
+      fix='Remove it, or take a task with messages.',
+      parameters=('DatasetConfig.chat_template_variables',),
+      docs='finetune.md#chat',
+    )
 
 
 def template_facts(task: seqio.Task | seqio.Mixture) -> dict[str, Any]:
   """Returns what identifies the chat template of `task`; nothing for other tasks."""
   if not is_chat(task):
     return {}
-  return {'chat_template': ChatTemplate(task.output_features['targets'].vocabulary).fingerprint}
+  found = templated(task)
+  template = ChatTemplate(task.output_features['targets'].vocabulary, found[0].variables)
+  return {'chat_template': template.fingerprint}

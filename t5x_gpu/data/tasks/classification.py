@@ -5,29 +5,34 @@
   cola_tsv:PATTERN               the same from CoLA's own .tsv files for train and dev
   classification:FORM:PATTERN    .csv, .tsv, .jsonl or Parquet files with any columns, pairs too
   imdb_csv:PATTERN               classification:csv:PATTERN
+  multi_label:FORM:PATTERN       the same files with any number of labels per row
+  token_classification:FORM:...  words, and a tag for each: .jsonl or Parquet
+  sentence_pairs:FORM:PATTERN    two texts that belong together, for sentence embeddings
 
-Their features are 'inputs' [length] and 'label' [], whose vocabulary has the class names. Pairs of
-texts also have 'token_types' [length]: 0 for the first text, 1 for the second.
+Their features are 'inputs' [length] and 'label' [], whose vocabulary has the class names, or
+'labels' [number of labels]. Pairs of texts also have 'token_types' [length]: 0 for the first text,
+1 for the second.
 
 python_source_classification is real text that is on every machine: names, idioms and comments
 reveal the package, and training never sees the files of validation.
 """
 
+import dataclasses
 import functools
 import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
-from t5x_gpu.data import features as features_lib
 from t5x_gpu.data.sources import discovery, labelled_files, labelled_tables, seqio_sources
 from t5x_gpu.data.sources.discovery import standard_library_files
 from t5x_gpu.data.sources.labelled_tables import LabelledTexts
-from t5x_gpu.data.tasks import builtin, objectives
+from t5x_gpu.data.tasks import builtin
+from t5x_gpu.data.tasks.framing import TAGS, frame_inputs, frame_pairs, frame_text_sets, frame_words
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id
-from t5x_gpu.errors import DataError, task_error
+from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary
+from t5x_gpu.errors import task_error
 
 # The 16 largest packages with several files, in Python 3.11 and later, on every distribution
 # (Debian has separate packages for tkinter, lib2to3 and distutils). Sorted by class number.
@@ -138,76 +143,19 @@ def _texts(path: str) -> Sequence[str]:
     return [piece.decode(errors='replace') for piece in snippets_of(f.read())]
 
 
-def frame_inputs(
-  dataset: tf.data.Dataset,
-  sequence_length: Optional[Mapping[str, int]],
-  output_features: Mapping[str, seqio.Feature],
-) -> tf.data.Dataset:
-  """Yields {'inputs': [CLS] if there is one, the first tokens that fit, the end id, 'label'}."""
-  feature = output_features['inputs']
-  room = _room(sequence_length, taken=objectives.frame_size(feature))
-  return dataset.map(
-    lambda x: {'inputs': objectives.framed(x['inputs'][:room], feature), 'label': x['label']},
-    num_parallel_calls=tf.data.AUTOTUNE,
-  )
+def features(class_names: Sequence[str], *, label: str = 'label') -> dict[str, seqio.Feature]:
+  """Returns the output features of a task with these classes; byte vocabulary.
 
-
-def frame_pairs(
-  dataset: tf.data.Dataset,
-  sequence_length: Optional[Mapping[str, int]],
-  output_features: Mapping[str, seqio.Feature],
-) -> tf.data.Dataset:
-  """Yields {'inputs': [CLS] if there is one, text, end id, second text, end id, 'token_types'}.
-
-  A pair that is too long loses tokens from the end of its longer text (Devlin et al. 2019, A.2).
+  Args:
+    class_names: in the order of their numbers.
+    label: 'label', a number; 'labels', a list; or 'tags', one per word.
   """
-  feature = output_features['inputs']
-  end = end_id(feature.vocabulary)
-  room = _room(sequence_length, taken=objectives.frame_size(feature) + 1)
-
-  def framed(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    first, second = x['inputs'], feature.vocabulary.encode_tf(x['text2'])
-    if room is not None:
-      num_first, num_second = pair_lengths(tf.size(first), tf.size(second), room)
-      first, second = first[:num_first], second[:num_second]
-    inputs = objectives.framed(tf.concat([first, [end], second], axis=0), feature)
-    num_second = tf.size(second) + 1
-    return {
-      'inputs': inputs,
-      'label': x['label'],
-      features_lib.TOKEN_TYPES: tf.concat(
-        [tf.zeros([tf.size(inputs) - num_second], tf.int32), tf.ones([num_second], tf.int32)], 0
-      ),
-    }
-
-  return dataset.map(framed, num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
-  """Returns how many of `first` and `second` tokens (ints or scalar tensors) to keep in `room`."""
-  at_most = tf.maximum if tf.is_tensor(first) else max
-  at_least = tf.minimum if tf.is_tensor(first) else min
-  first = at_least(first, at_most(room - second, (room + 1) // 2))
-  return first, at_least(second, room - first)
-
-
-def _room(sequence_length: Optional[Mapping[str, int]], *, taken: int) -> Optional[int]:
-  """Returns how many tokens of text fit, given `taken` special ids; None for any number."""
-  length = (sequence_length or {}).get('inputs')
-  room = None if length is None else length - taken
-  if room is not None and room < 1:
-    raise DataError(
-      f"'inputs' has length {length}; each text also needs {taken} special ids.",
-      fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128}.",
-      parameters=('DatasetConfig.task_feature_lengths',),
-    )
-  return room
-
-
-def features(class_names: Sequence[str]) -> dict[str, seqio.Feature]:
-  """Returns the output features of a task with these classes; byte vocabulary."""
-  label = seqio.Feature(vocabulary=ClassVocabulary(class_names), add_eos=False, rank=0)
-  return {**builtin.features('inputs'), 'label': label}
+  vocabulary = ClassVocabulary(class_names)
+  rank = 0 if label == 'label' else 1
+  return {
+    **builtin.features('inputs'),
+    label: seqio.Feature(vocabulary=vocabulary, add_eos=False, rank=rank),
+  }
 
 
 PREPROCESSORS = (builtin.TOKENIZE, frame_inputs)
@@ -219,16 +167,21 @@ def _from_files(
   *,
   read: labelled_tables.Reader,
   class_names: Optional[Sequence[str]] = None,
+  label: str = 'label',
 ) -> seqio.Task:
   files = discovery.matching_files(pattern)
-  found = labelled_tables.labelled_texts(files, read=read, class_names=class_names)
-  source = seqio_sources.LabelledSource(lambda: found, splits=tuple(found.texts), files=files)
+  found = labelled_tables.labelled_texts(
+    files, read=read, class_names=class_names, several=label != 'label'
+  )
+  source = seqio_sources.LabelledSource(
+    lambda: found, splits=tuple(found.texts), files=files, label=label
+  )
   frame = frame_inputs if found.texts2 is None else frame_pairs
   return builtin.make_task(
     name,
     source=source,
-    preprocessors=(builtin.TOKENIZE, frame),
-    output_features=features(found.class_names),
+    preprocessors=(frame_words,) if label == TAGS else (builtin.TOKENIZE, frame),
+    output_features=features(found.class_names, label=label),
   )
 
 
@@ -251,6 +204,57 @@ def classification(spelled: str, *, name: str = 'classification') -> seqio.Task:
   """
   reader, pattern = labelled_files.parse(spelled)
   return _from_files(name, pattern, read=reader)
+
+
+def multi_label(spelled: str) -> seqio.Task:
+  """Returns a task of texts, or pairs of texts, with any number of labels; see `classification`.
+
+  Args:
+    spelled: 'FORM:PATTERN', maybe followed by '#text=COLUMN,labels=COLUMN'.
+  Raises:
+    DataError: as for `classification`.
+  """
+  reader, pattern = labelled_files.parse(spelled, kind='multi_label')
+  return _from_files('multi_label', pattern, read=reader, label='labels')
+
+
+def token_classification(spelled: str) -> seqio.Task:
+  """Returns a task of words with tags.
+
+  Args:
+    spelled: 'FORM:PATTERN', maybe followed by '#tokens=COLUMN,tags=COLUMN'.
+  Raises:
+    DataError: as for `classification`.
+  """
+  reader, pattern = labelled_files.parse(spelled, kind='token_classification')
+  return _from_files('token_classification', pattern, read=reader, label=TAGS)
+
+
+def sentence_pairs(spelled: str) -> seqio.Task:
+  """Returns a task of texts that belong together, maybe with a hard negative or a score.
+
+  Args:
+    spelled: 'FORM:PATTERN', maybe followed by '#anchor=COLUMN,positive=COLUMN,negative=COLUMN'.
+  Raises:
+    DataError: as for `classification`.
+  """
+  reader, pattern = labelled_files.parse(spelled, kind='sentence_pairs')
+  files = discovery.matching_files(pattern)
+  found = labelled_tables.text_sets(files, read=reader)
+  numbers = seqio.Feature(seqio.PassThroughVocabulary(2**31 - 1), add_eos=False)
+  return builtin.make_task(
+    'sentence_pairs',
+    source=seqio_sources.LabelledSource(
+      lambda: found, splits=tuple(found.texts), files=files, label='score'
+    ),
+    preprocessors=(frame_text_sets,),
+    output_features={
+      **builtin.features('inputs'),
+      'segments': numbers,
+      'places': numbers,
+      'score': dataclasses.replace(numbers, rank=0),
+    },
+  )
 
 
 def imdb_csv(pattern: str) -> seqio.Task:
@@ -292,4 +296,7 @@ PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
   'cola_tsv': cola_tsv,
   'classification': classification,
   'imdb_csv': imdb_csv,
+  'multi_label': multi_label,
+  'token_classification': token_classification,
+  'sentence_pairs': sentence_pairs,
 }

@@ -10,7 +10,7 @@ The byte vocabulary gets extra ids for masked parts: 359 ids for span corruption
 
 from collections.abc import Callable, Mapping
 
-from t5x_gpu.data.tasks import builtin, chat, objectives, tables
+from t5x_gpu.data.tasks import builtin, chat, objectives, preference, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import did_you_mean, task_error
 
@@ -32,10 +32,10 @@ def _source(text: str, *, objective: str) -> seqio.DataSource:
       + ' with a column of text.',
     )
   task = _FILE_TASKS[kind](pattern) if colon else seqio.TaskRegistry.get(kind)
-  if chat.is_chat(task):
+  if chat.is_chat(task) or preference.has_pairs(task):
     raise task_error(
-      f'{text!r} has conversations, and {objective} masks parts of texts.',
-      fix="Give files with the key 'text', or remove the objective to train on the conversations.",
+      f'{text!r} has conversations or pairs, and {objective} masks parts of texts.',
+      fix="Give files with the key 'text', or remove the objective to train on them.",
     )
   if 'inputs' in task.output_features:
     raise task_error(

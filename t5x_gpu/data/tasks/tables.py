@@ -1,6 +1,7 @@
 """Tasks from files with columns, without any Python.
 
-  jsonl:PATTERN              a JSON object per line: 'text', 'inputs' and 'targets', or 'messages'
+  jsonl:PATTERN              a JSON object per line: 'text', 'inputs' and 'targets', 'messages', or
+                             'chosen' and 'rejected'
   csv:PATTERN, tsv:PATTERN   a header, then a row per example; tsv has no quoting
   parquet:PATTERN            a row per example
   tfrecord:PATTERN           tf.train.Examples with one text per feature
@@ -18,17 +19,20 @@ from typing import Optional
 
 from t5x_gpu.data.sources import discovery, labelled_tables, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
-from t5x_gpu.data.sources.column_formats import (
-  ARROW,
-  ARROW_CONVERSATIONS,
-  PARQUET,
-  PARQUET_CONVERSATIONS,
+from t5x_gpu.data.sources.column_formats import ARROW, PARQUET, of_records
+from t5x_gpu.data.sources.conversations import (
+  CHOSEN,
+  CONVERSATIONS,
+  MESSAGES,
+  REJECTED,
+  Records,
+  conversation_key,
+  preferences,
 )
-from t5x_gpu.data.sources.conversations import MESSAGES, conversation_key
 from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
 from t5x_gpu.data.sources.seqio_sources import file_source
-from t5x_gpu.data.tasks import builtin, chat
+from t5x_gpu.data.tasks import builtin, chat, preference
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, task_error
 
@@ -40,11 +44,11 @@ FORMS = {
   'tfrecord': TFRECORD,
   'arrayrecord': ARRAYRECORD,
 }
-# Form -> the same with conversations.
-_CONVERSATIONS = {
-  'jsonl': line_formats.CONVERSATIONS,
-  'parquet': PARQUET_CONVERSATIONS,
-  'arrow': ARROW_CONVERSATIONS,
+# Form -> what makes the same with conversations or preferences.
+_RECORDS: Mapping[str, Callable[[Records], FileForm]] = {
+  'jsonl': line_formats.record_lines,
+  'parquet': functools.partial(of_records, PARQUET),
+  'arrow': functools.partial(of_records, ARROW),
 }
 # Endings of the data files of Hugging Face's datasets -> their form.
 _HUGGINGFACE_FORMS = {
@@ -66,16 +70,18 @@ def _task(
   chosen: Optional[Mapping[str, str]],
 ) -> seqio.Task:
   by_split = None if by_split is None or set(by_split) == {'train'} else by_split
+  options = dict(by_split=by_split, chosen=chosen is not None)
+  keys = _pairs(name, form, files, chosen)
+  if keys is not None:
+    key, others = keys[CHOSEN], {k: column for k, column in keys.items() if k != CHOSEN}
+    records = _RECORDS[form.name](preferences(**others))
+    options.update(preprocessor=preference.Preferences, form=records, key=key)
+    return chat.templated_task(name, files, **options)
   key = _messages(name, form, files, chosen)
   if key is not None:
-    return chat.chat_task(
-      name,
-      files,
-      form=_CONVERSATIONS[form.name],
-      key=key,
-      by_split=by_split,
-      chosen=chosen is not None,
-    )
+    records = _RECORDS[form.name](CONVERSATIONS)
+    options.update(preprocessor=chat.Conversations, form=records, key=key)
+    return chat.templated_task(name, files, **options)
   if chosen and form is line_formats.JSON_LINES:  # a record may be damaged, also the first one
     columns = dict(chosen)
   else:
@@ -83,6 +89,32 @@ def _task(
     columns = feature_columns(names, chosen=chosen, where=judged)
   reader = BlockReader(form, columns=columns, num_files=len(files), chosen=chosen is not None)
   return builtin.task_for(columns)(name, file_source(files, by_split, reader=reader))
+
+
+def _pairs(
+  name: str, form: FileForm, files: Sequence[str], chosen: Optional[Mapping[str, str]]
+) -> Optional[Mapping[str, str]]:
+  """Returns the keys of chosen and rejected answers if the files hold preferences, else None."""
+  if chosen is not None:
+    if CHOSEN not in chosen:
+      return None
+    _check_records(form, f'#chosen={chosen[CHOSEN]}', 'preferences')
+    return chosen
+  if form.name not in _RECORDS:
+    return None
+  names, _ = _first_columns(name, form, files)
+  others = conversation_key(names) or {'text', 'targets'}.intersection(names)
+  return (
+    {CHOSEN: CHOSEN, REJECTED: REJECTED} if {CHOSEN, REJECTED} <= {*names} and not others else None
+  )
+
+
+def _check_records(form: FileForm, chosen: str, kind: str) -> None:
+  if form.name not in _RECORDS:
+    raise task_error(
+      f'{chosen}: {form.name} files hold texts; {kind} are read from {", ".join(_RECORDS)}.',
+      fix='Write them as JSON lines: jsonl:PATTERN.',
+    )
 
 
 def _messages(
@@ -95,14 +127,10 @@ def _messages(
   """
   if chosen is not None:
     key = chosen.get(MESSAGES)
-    if key is not None and form.name not in _CONVERSATIONS:
-      raise task_error(
-        f'#messages={key}: {form.name} files hold texts; conversations are read from '
-        f'{", ".join(_CONVERSATIONS)}.',
-        fix='Write them as JSON lines, with the list of messages in each: jsonl:PATTERN.',
-      )
+    if key is not None:
+      _check_records(form, f'#messages={key}', 'conversations')
     return key
-  if form.name not in _CONVERSATIONS:
+  if form.name not in _RECORDS:
     return None
   names, path = _first_columns(name, form, files)
   key = conversation_key(names)

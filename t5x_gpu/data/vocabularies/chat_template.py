@@ -41,6 +41,7 @@ class ChatTemplate:
 
   Args:
     vocabulary: the tokenizer.
+    variables: name -> value, for the template; they replace special tokens of the same name.
   Raises:
     DataError: not a Hugging Face tokenizer, no template or a broken one, or no Jinja.
 
@@ -48,7 +49,7 @@ class ChatTemplate:
     file: of the template.
   """
 
-  def __init__(self, vocabulary: seqio.Vocabulary):
+  def __init__(self, vocabulary: seqio.Vocabulary, variables: Optional[Mapping[str, Any]] = None):
     if not isinstance(vocabulary, HuggingFaceVocabulary):
       raise DataError(
         'Messages need a tokenizer with a chat template; the vocabulary is a '
@@ -60,11 +61,13 @@ class ChatTemplate:
     self._vocabulary = vocabulary
     self.file, self._sources = _sources(vocabulary.path.parent)
     self._templates = {name: _compiled(text) for name, text in self._sources.items()}
+    self._variables = dict(variables or {})
 
   @property
   def fingerprint(self) -> str:
-    """16 hex digits of the template; those of the tokenizer are its own."""
-    return hashlib.sha256(json.dumps(self._sources, sort_keys=True).encode()).hexdigest()[:16]
+    """16 hex digits of the template and its variables; those of the tokenizer are its own."""
+    facts = [self._sources, self._variables] if self._variables else self._sources
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
   def prompt(
     self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str
@@ -74,7 +77,7 @@ class ChatTemplate:
     return self._vocabulary.encode(_unmarked(text)[0])
 
   def tokens(
-    self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str
+    self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str, first: int = 0
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns SeqIO's ids [n] of a conversation, int32, and 1 where the assistant writes, else 0.
 
@@ -87,10 +90,11 @@ class ChatTemplate:
       messages: with 'role' and 'content'.
       tools: that the assistant may call, as JSON schemas.
       where: file and line, for errors.
+      first: the first message to mark; what the assistant wrote before it counts as a prompt.
     Raises:
       DataError: the template refuses the messages, or does not show what the assistant writes.
     """
-    text, spans = self._text_and_spans(messages, tools, where=where)
+    text, spans = self._text_and_spans(messages, tools, where=where, first=first)
     ids, offsets = self._vocabulary.encode_with_offsets(text)
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(ids), np.int32)
@@ -122,7 +126,7 @@ class ChatTemplate:
         tools=tools,
         documents=None,
         add_generation_prompt=add_generation_prompt,
-        **self._vocabulary.special_tokens,
+        **{**self._vocabulary.special_tokens, **self._variables},
       )
     except Exception as e:  # a template may raise anything
       roles = ', '.join(message['role'] for message in messages) or 'none'
@@ -135,18 +139,21 @@ class ChatTemplate:
       ) from e
 
   def _text_and_spans(
-    self, messages: Sequence[Message], tools: Optional[list], *, where: str
+    self, messages: Sequence[Message], tools: Optional[list], *, where: str, first: int
   ) -> tuple[str, list[Span]]:
-    """Returns a conversation as text, and the ranges of characters that the assistant writes."""
+    """Returns a conversation as text, and the characters that the assistant writes from `first`."""
     if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
       raise DataError(
         f'{where} has U+FDD0 or U+FDD1, which are not characters.', fix='Remove them.'
       )
     text, spans = _unmarked(self._render(messages, tools, where=where))
-    return text, spans or [
+    if spans:
+      before = _unmarked(self._render(messages[:first], tools, where=where))[1] if first else ()
+      return text, spans[len(before) :]
+    return text, [
       self._written(text, messages, i, tools, where=where)
       for i, message in enumerate(messages)
-      if message['role'] == 'assistant'
+      if message['role'] == 'assistant' and i >= first
     ]
 
   def _written(

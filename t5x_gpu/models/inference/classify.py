@@ -1,13 +1,14 @@
-"""Class probabilities of texts of any length, on any mesh."""
+"""Class probabilities of texts or of their words, or vectors of texts, on any mesh."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import jax
 import numpy as np
 
+from t5x_gpu.data.prompts import EncodedRow
 from t5x_gpu.errors import DataError
 from t5x_gpu.models.inference.prompt_batches import padded_length
 from t5x_gpu.models.model import ClassifierModel, DeviceBatch, Params, config_of
@@ -20,13 +21,14 @@ class ClassifierConfig:
 
   Attributes:
     max_length: most tokens of a row, as in training.
-    end_id: last id of each text; if a row has two texts, the second has token type 1.
     batch_size: texts at a time.
+    outcome: 'classes' of which a text has one, 'labels' of which it has any number, 'tags' of
+      words, or 'vectors'.
   """
 
   max_length: int
-  end_id: int
   batch_size: int
+  outcome: str = 'classes'
 
 
 class Classifier:
@@ -49,7 +51,8 @@ class Classifier:
     parts = self._layout.batch_parts
     self.batch_size = -(-config.batch_size // parts) * parts
     self._classify = self._layout.jit(
-      functools.partial(_probabilities, model), out_shardings=self._layout.replicated
+      functools.partial(_outputs, model, outcome=config.outcome),
+      out_shardings=self._layout.replicated,
     )
 
   def check_prompt(self, length: int, *, where: str, targets: int = 0) -> None:
@@ -63,26 +66,28 @@ class Classifier:
       )
 
   def generate(
-    self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None
-  ) -> list[list[float]]:
-    """Returns the probabilities of all classes for each of `prompts`, ids as in training."""
+    self, prompts: Sequence[EncodedRow], *, numbers: Optional[Sequence[int]] = None
+  ) -> list[Any]:
+    """Returns the probabilities of all classes, or the vector, of each of `prompts`.
+
+    Of words: a list of them, with None for a word that has no token in the row.
+    """
     del numbers
-    found: list[list[float]] = []
+    found: list[Any] = []
     for start in range(0, len(prompts), self.batch_size):
       part = prompts[start : start + self.batch_size]
       batch = self._layout.put(self._batch(part))
-      found += np.asarray(self._classify(self._params, batch))[: len(part)].tolist()
+      rows = np.asarray(self._classify(self._params, batch))[: len(part)]
+      found += map(_of_words, rows, part) if rows.ndim == 3 else rows.tolist()
     return found
 
-  def _batch(self, prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+  def _batch(self, prompts: Sequence[EncodedRow]) -> dict[str, np.ndarray]:
     length = min(padded_length(max(map(len, prompts))), self.config.max_length)
     tokens, types = np.zeros((2, self.batch_size, length), np.int32)
     tokens[:, 0] = 1  # rows without a text need something to attend to
     for row, prompt in enumerate(prompts):
-      tokens[row, : len(prompt)] = prompt
-      ends = np.flatnonzero(tokens[row] == self.config.end_id)
-      if len(ends) > 1:
-        types[row, ends[0] + 1 : len(prompt)] = 1
+      tokens[row, : len(prompt)] = prompt.tokens
+      types[row, len(prompt) - prompt.num_second : len(prompt)] = 1
     batch = {'encoder_input_tokens': tokens}
     config = config_of(self._model)
     if config is not None and config.num_token_types > 1:
@@ -90,6 +95,16 @@ class Classifier:
     return batch
 
 
-def _probabilities(model: ClassifierModel, params: Params, batch: DeviceBatch) -> jax.Array:
-  """Returns float32 [batch, classes]."""
-  return jax.nn.softmax(model.logits(params, batch))
+def _of_words(tokens: np.ndarray, row: EncodedRow) -> list[Optional[list[float]]]:
+  """Returns the probabilities [classes] of each word, from those of all tokens."""
+  return [tokens[place].tolist() if place >= 0 else None for place in row.words]
+
+
+def _outputs(
+  model: ClassifierModel, params: Params, batch: DeviceBatch, *, outcome: str
+) -> jax.Array:
+  """Returns float32 [batch, classes], [batch, length, classes] of tokens, or [batch, embed]."""
+  logits = model.logits(params, batch)
+  if outcome == 'vectors':
+    return logits[:, 0]
+  return jax.nn.sigmoid(logits) if outcome == 'labels' else jax.nn.softmax(logits)

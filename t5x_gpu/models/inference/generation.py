@@ -21,6 +21,7 @@ from t5x_gpu.models.inference.prompt_batches import PromptBatches
 from t5x_gpu.models.inference.search import Continuations, Sampling, Search, run
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import DeviceBatch, Model, Params, TextModel, config_of
+from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.partitioning.layout import Layout
 
 
@@ -244,7 +245,8 @@ def _without_dropping(model: Model) -> Model:
 
   Tokens written one at a time never compete for room, so those of the prompt must not either.
   """
-  inner = without_adapters(model)
+  inner = policy_of(model)
+  inner = without_adapters(model) if inner is model else inner
   if inner is not model:
     return dataclasses.replace(model, model=_without_dropping(inner))
   config = config_of(model)

@@ -6,11 +6,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.kv_cache import KVCache, empty_cache
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.transformer import LayerCaches
-from t5x_gpu.partitioning.axis_rules import split_ways
+from t5x_gpu.partitioning.axis_rules import shard, split_ways
 
 
 @flax.struct.dataclass
@@ -24,12 +25,14 @@ class DecodingState:
     first: [batch], slot of each row's first token.
     prefix: [batch, slots], 1 on prompt tokens that see each other both ways, or None.
     encoder_segments: [batch, kv_length], 1 on the encoder's tokens, 0 on padding; or None.
+    tokens: [batch, slots] ids so far, if keys and values may have to be computed again; or None.
   """
 
   caches: LayerCaches
   first: jax.Array
   prefix: Optional[jax.Array] = None
   encoder_segments: Optional[jax.Array] = None
+  tokens: Optional[jax.Array] = None
 
   @property
   def slot(self) -> jax.Array:
@@ -70,7 +73,7 @@ class DecodingState:
 
     return DecodingState(
       LayerCaches(of_cache(self.caches.own), of_cache(self.caches.encoder)),
-      *map(rows, (self.first, self.prefix, self.encoder_segments)),
+      *map(rows, (self.first, self.prefix, self.encoder_segments, self.tokens)),
     )
 
   def beams(self, index: jax.Array) -> 'DecodingState':
@@ -89,7 +92,19 @@ class DecodingState:
       )
       return taken.reshape(x.shape)
 
-    return self.replace(caches=self.caches.replace(own=self.caches.own.of_rows(chosen)))
+    return self.replace(
+      caches=self.caches.replace(own=self.caches.own.of_rows(chosen)),
+      tokens=None if self.tokens is None else chosen(self.tokens[None])[0],
+    )
+
+  def of_rows(self, are_new: jax.Array, new: 'DecodingState') -> 'DecodingState':
+    """Returns the state with the decoder's keys and values of `new` where `are_new` [batch]."""
+    own, other = self.caches.own, new.caches.own
+    mask = are_new[None, :, None, None, None]
+    own = own.replace(
+      key=jnp.where(mask, other.key, own.key), value=jnp.where(mask, other.value, own.value)
+    )
+    return self.replace(caches=self.caches.replace(own=own))
 
 
 def begin(
@@ -101,6 +116,7 @@ def begin(
   slots: int,
   bidirectional_prompt: bool = False,
   encoder_segments: Optional[jax.Array] = None,
+  keeps_tokens: bool = False,
 ) -> DecodingState:
   """Returns the state before the first token.
 
@@ -112,6 +128,10 @@ def begin(
     slots: tokens that the caches can hold, prompt included.
     bidirectional_prompt: whether tokens of a prompt see each other both ways.
     encoder_segments: [batch, kv_length], 1 on the encoder's tokens.
+    keeps_tokens: whether the model computes keys and values of earlier tokens again when an example
+      becomes longer than `config.rope_switch`.
+  Raises:
+    ModelError: it does not, but an example may become so long.
   """
   batch, ways = lengths.shape[0], split_ways('kv_heads')
   # As many as `MultiHeadAttention` computes: at least one per device.
@@ -127,15 +147,29 @@ def begin(
       dtype=config.compute_dtype,
     )
 
+  tokens = None
+  if config.rope_switch is not None and slots > config.rope_switch:
+    if not keeps_tokens:
+      raise ModelError(
+        f'This model cannot decode more than original_length = {config.rope_switch} tokens of '
+        f"rotary positions with scaling = 'longrope'; {slots} were asked for.",
+        fix='Set DecodingConfig.max_decode_length lower, or take a DecoderOnlyModel.',
+        parameters=('DecodingConfig.max_decode_length', 'RotaryEmbedding.scaling'),
+      )
+    tokens = shard(jnp.zeros((batch, slots), jnp.int32), 'batch', None)
   first, prefix = prompt_length - lengths, None
   if bidirectional_prompt:
     all_slots = jnp.arange(slots)
     prefix = ((all_slots >= first[:, None]) & (all_slots < prompt_length)).astype(jnp.int32)
   of_encoder = None if encoder_segments is None else cache(encoder_segments.shape[1])
-  return DecodingState(LayerCaches(cache(slots), of_encoder), first, prefix, encoder_segments)
+  caches = LayerCaches(cache(slots), of_encoder)
+  return DecodingState(caches, first, prefix, encoder_segments, tokens)
 
 
-def advance(state: DecodingState, caches: LayerCaches, count: int) -> DecodingState:
-  """Returns the state after `count` more tokens, whose keys and values are in `caches`."""
-  own = caches.own.replace(slot=caches.own.slot + count)
-  return state.replace(caches=caches.replace(own=own))
+def advance(state: DecodingState, caches: LayerCaches, tokens: jax.Array) -> DecodingState:
+  """Returns the state after more `tokens` [batch, new], whose keys and values are in `caches`."""
+  slot, kept = caches.own.slot, state.tokens
+  if kept is not None:
+    kept = shard(jax.lax.dynamic_update_slice(kept, tokens, (0, slot)), 'batch', None)
+  own = caches.own.replace(slot=slot + tokens.shape[1])
+  return state.replace(caches=caches.replace(own=own), tokens=kept)

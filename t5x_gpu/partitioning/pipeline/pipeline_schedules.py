@@ -165,6 +165,7 @@ def traffic_per_step(
   num_stacks: int = 1,
   output_bytes: Optional[int] = None,
   shared_gradient_bytes: int = 0,
+  sums_in_last_tick: bool = False,
 ) -> dict[str, float]:
   """Returns collective -> bytes that a device sends over `stage` per training step.
 
@@ -177,10 +178,12 @@ def traffic_per_step(
     activation_bytes: bytes of a microbatch between two layers on one device, over all stacks.
     output_bytes: the part of it that the head reads, of the last stack; None for all.
     shared_gradient_bytes: gradients of all parameters except layers, on one device.
+    sums_in_last_tick: whether the last tick is on its own (layer_sums.py). In 1f1b it has no
+      forward pass.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   if schedule == '1f1b':
-    sent = table.interleaved_ticks * activation_bytes
+    sent = (table.interleaved_ticks - 0.5 * sums_in_last_tick) * activation_bytes
   else:
     output_bytes = activation_bytes if output_bytes is None else output_bytes
     sent = (

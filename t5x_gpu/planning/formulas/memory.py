@@ -144,7 +144,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   while_layers = gradients + layer + weights + stack + (kernel if split else 0)
   if layout.pipeline:  # a tick computes layers and loss, and adds its gradients to the sum
     return found | {
-      GRADIENTS: 2 * gradients,
+      GRADIENTS: 2 * gradients + _summed_in_last_tick(program),
       LAYER: layer,
       WEIGHTS: weights + stack,
       LOSS: logits + kernel,
@@ -154,6 +154,14 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   if while_layers >= while_loss:
     return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: kernel if split else 0}
   return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
+
+
+def _summed_in_last_tick(program: Program) -> int:
+  """Returns the bytes of the layers' gradients where the last tick of a pipeline sums them."""
+  if not program.layout.region.sums_in_last_tick:
+    return 0
+  pairs = zip(jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params))
+  return bytes_per_device([array for array, names in pairs if 'layers' in names.names])
 
 
 def _width(shape: StepShape, c: TransformerConfig) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.lora import LoraModel
-from t5x_gpu.models.model import Model, classifies, config_of
+from t5x_gpu.models.model import Model, config_of, encodes_texts
 from t5x_gpu.models.transformer import attention_need
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
@@ -112,7 +112,7 @@ def step_shape(
   head_rows = rows
   if pipeline and pipeline.schedule != '1f1b':
     head_rows = math.ceil(rows / mesh['stage'])
-  token_logits = config is not None and not classifies(model)
+  token_logits = config is not None and not encodes_texts(model)
   chunks = 0
   if token_logits:
     chunks = num_loss_chunks(

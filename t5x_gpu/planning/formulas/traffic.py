@@ -256,6 +256,7 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
       num_stacks=pipeline.num_stacks,
       activation_bytes=sum(activations),
       output_bytes=activations[-1],
+      sums_in_last_tick=layout.region.sums_in_last_tick,
     )
     yield ['stage'], sent, 2 * (shape.passes + pipeline.num_stages)
 

@@ -22,7 +22,8 @@ PRESETS = {
 MIB = 2**20
 # A combined collective is as large as one layer, within these bounds: below, latency dominates;
 # above, no computation is left to hide it behind.
-LEAST_COMBINED_BYTES = 128 * MIB
+LEAST_COMBINED_BYTES = 128 * MIB  # across hosts
+XLA_COMBINED_BYTES = 30 * MIB  # XLA's own, enough inside a host
 MOST_COMBINED_BYTES = {
   'a100': 1024 * MIB,
   'h100': 1024 * MIB,
@@ -119,7 +120,8 @@ def select(
     and _applies(row, kind=kind, num_hosts=num_hosts, num_gpus=num_gpus, mesh_axes=mesh_axes)
   ]
   most = MOST_COMBINED_BYTES.get(kind or '', LEAST_COMBINED_BYTES)
-  combined = min(max(layer_bytes or 0, LEAST_COMBINED_BYTES), most)
+  least = LEAST_COMBINED_BYTES if num_hosts > 1 else XLA_COMBINED_BYTES
+  combined = min(max(layer_bytes or 0, least), most)
   rows = [
     dataclasses.replace(row, value=combined) if row.value == ONE_LAYER else row for row in rows
   ]

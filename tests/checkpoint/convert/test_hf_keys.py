@@ -1,20 +1,22 @@
 """Keys of config.json: each is used, known to have no effect, or refused; defaults are theirs."""
 
 import dataclasses
+import math
 import pathlib
 
 import pytest
 
 from scripts.docs_tables import keys_table
+from t5x_gpu.checkpoint.convert.hf import rotary
 from t5x_gpu.checkpoint.convert.hf.config import (
   CONFIG_FAMILIES,
   from_hf,
   to_hf,
   training_differences,
 )
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import CheckpointError, ModelError
 from t5x_gpu.layers.positions import RotaryEmbedding
-from tests.checkpoint.hf_files import CONFIGS, untied
+from tests.checkpoint.hf_files import CONFIGS, VARIANTS, untied
 
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'convert.md'
 CLASSES = {
@@ -30,6 +32,8 @@ CLASSES = {
   'smollm3': 'SmolLM3Config',
   'olmo2': 'Olmo2Config',
   'phi3': 'Phi3Config',
+  'mixtral': 'MixtralConfig',
+  'qwen3_moe': 'Qwen3MoeConfig',
 }
 # Our defaults whose keys are older names of an attribute.
 OTHER_NAMES = {'n_ctx': 'n_positions', 'sliding_window_pattern': '_sliding_window_pattern'}
@@ -43,7 +47,7 @@ def model_of(config):
 def test_keys_and_defaults_are_those_of_the_installed_transformers(family):
   transformers = pytest.importorskip('transformers')
   with_windows = (
-    {'use_sliding_window': True} if family in ('qwen2', 'qwen3') else {}
+    {'use_sliding_window': True} if family in ('qwen2', 'qwen3', 'qwen3_moe') else {}
   )  # else it is reset
   theirs = getattr(transformers, CLASSES[family])(**with_windows)
   known = CONFIG_FAMILIES[family]
@@ -55,9 +59,17 @@ def test_keys_and_defaults_are_those_of_the_installed_transformers(family):
       assert rope.get(kind, rope)[name] == value
     elif (key, value) == ('head_dim', None):
       default = theirs.hidden_size // theirs.num_attention_heads
-      assert getattr(theirs, 'head_dim', default) == default
+      assert getattr(theirs, 'head_dim', None) in (None, default)
     elif value is not None and key not in with_windows:  # a null stands for another key
       assert getattr(theirs, OTHER_NAMES.get(key, key)) == value, key
+
+
+def test_keys_of_rotary_positions_are_those_of_the_installed_transformers():
+  utils = pytest.importorskip('transformers.modeling_rope_utils')
+  known = {*rotary.KEYS_OF_ALL, *(key for keys in rotary.KEYS_OF_KIND.values() for key in keys)}
+  only_of_images = {'mrope_section'}
+  assert utils.RopeParameters.__annotations__.keys() | {'type'} == known | only_of_images
+  assert utils.ROPE_INIT_FUNCTIONS.keys() - rotary.KEYS_OF_KIND.keys() == {'proportional'}
 
 
 def test_every_family_is_compared():
@@ -89,7 +101,6 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('t5', {'dense_act_fn': 'gelu_new'}, "feed_forward_proj = 'relu'.* dense_act_fn"),
     ('t5_1_1', {'is_gated_act': False}, 'is_gated_act = False'),
     ('t5', {'decoder_start_token_id': 3}, 'decoder_start_token_id = 3'),
-    ('bert_classification', {'problem_type': 'multi_label_classification'}, 'problem_type = '),
     ('bert_classification', {'problem_type': 'regression'}, 'problem_type = '),
     ('bert_classification', {'num_labels': 1}, 'num_labels = 1: a regression'),
     ('llama', {'pruned_heads': {'0': [1]}}, 'pruned_heads = '),
@@ -106,7 +117,12 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention = True'),
     ('gemma3_text', {'rope_parameters': {'rope_theta': 1e4}}, 'has rope_theta in rope_parameters'),
     ('gemma3_text', {'rope_scaling': {'type': 'linear', 'factor': 8.0}}, 'has type in'),
-    ('gemma3_text', {'rope_scaling': {'rope_type': 'yarn', 'factor': 8.0}}, "rope_type = 'yarn'"),
+    (
+      'gemma3_text',
+      {'rope_scaling': {'rope_type': 'yarn', 'factor': 8.0, 'truncate': False}},
+      'truncate = false',
+    ),
+    ('gemma3_text', {'rope_scaling': {'rope_type': 'proportional'}}, "rope_type = 'proportional'"),
     ('gemma3_text', {'original_max_position_embeddings': 64}, 'original_max_position_embeddings'),
     ('gemma3_text', {'model_type': 'gemma3'}, 'a Gemma-3 that also reads images'),
     ('smollm3', {'no_rope_layers': [1, 0]}, 'no_rope_layers for 2 layers'),
@@ -115,9 +131,20 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     (
       'phi3',
       {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0], 'long_factor': [2.0]}},
-      "rope_type = 'longrope'",
+      '4 rotated pairs .* have 1 numbers',
     ),
+    ('phi3', {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "rope_type = 'yarn'"),
     ('phi3', {'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}, "rope_type = 'linear'"),
+    ('mixtral', {'num_local_experts': 0}, 'num_local_experts = 0, but the layers'),
+    ('mixtral', {'num_experts': 5}, 'num_local_experts = 4 and num_experts = 5'),
+    ('mixtral', {'num_experts_per_tok': 5}, 'must be from 1 to num_experts = 4'),
+    ('mixtral', {'n_shared_experts': 1}, 'n_shared_experts = 1'),
+    ('qwen3_moe', {'num_local_experts': 4}, 'num_experts = 5 and num_local_experts = 4'),
+    ('qwen3_moe', {'decoder_sparse_step': 2}, 'decoder_sparse_step = 2'),
+    ('qwen3_moe', {'mlp_only_layers': [1]}, r'mlp_only_layers = \[1\]'),
+    ('qwen3_moe', {'shared_expert_intermediate_size': 8}, 'shared_expert_intermediate_size = 8'),
+    ('qwen3_moe', {'layer_types': ['sliding_attention'] * 2}, 'layer_types names others'),
+    ('qwen3_moe', {'model_type': 'qwen2_moe'}, 'a model with shared experts'),
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
     ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
   ],
@@ -145,6 +172,32 @@ def test_a_number_outside_of_the_rotary_parameters_comes_first_as_in_transformer
   inner = {k: v for k, v in LLAMA3.items() if k != 'original_max_position_embeddings'}
   config = {**CONFIGS['llama'], 'rope_scaling': inner}
   assert model_of(config).config.rope.original_length == 128  # max_position_embeddings
+
+
+def test_keys_of_scalings_that_are_missing_or_null_are_those_of_transformers():
+  yarn = {'rope_type': 'yarn', 'factor': None, 'original_max_position_embeddings': 32}
+  config = {**CONFIGS['llama'], 'rope_scaling': {**yarn, 'beta_fast': None, 'mscale': 1.0}}
+  rope = model_of(config).config.rope  # max_position_embeddings = 128
+  assert (rope.factor, rope.beta_fast, rope.beta_slow, rope.truncate) == (4.0, 32.0, 1.0, True)
+  assert rope.attention_factor is None
+  both = {**config['rope_scaling'], 'mscale_all_dim': 0.5}
+  deepseek = model_of({**config, 'rope_scaling': both}).config.rope
+  assert deepseek.amplitude == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+  written = to_hf(model_of({**config, 'rope_scaling': both}), family='llama')
+  assert model_of(written).config.rope == deepseek
+  long = {'type': 'longrope', 'short_factor': [1.0] * 4, 'long_factor': [2.0] * 4}
+  phi = {**CONFIGS['phi3'], 'max_position_embeddings': 131072, 'rope_scaling': long}
+  rope = model_of(phi).config.rope
+  assert (rope.original_length, rope.factor, rope.fraction) == (4096, 32.0, 0.5)
+  assert rope.amplitude == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+
+
+def test_dynamic_positions_limit_the_rows():
+  scaling = {'type': 'dynamic', 'factor': 2.0}
+  model = model_of({**CONFIGS['llama'], 'rope_scaling': scaling})
+  assert model.config.rope.original_length == model.config.length_limit == 128
+  with pytest.raises(ModelError, match='max_length = 129 must be from 1 to original_length = 128'):
+    dataclasses.replace(model.config, max_length=129)
 
 
 def test_windows_that_transformers_ignores_are_ignored():
@@ -190,6 +243,29 @@ def test_biases_that_the_family_lacks_are_not_exported(name):
     to_hf(biased, family=name)
 
 
+def test_experts_have_one_count_under_both_names_and_keep_training_apart():
+  config = CONFIGS['qwen3_moe']
+  new = {k: v for k, v in config.items() if k != 'num_experts'} | {'num_local_experts': 5}
+  assert model_of(new) == model_of(config)
+  assert 'num_local_experts' not in to_hf(model_of(new), family='qwen3_moe', like=new)
+  without = {k: v for k, v in config.items() if k != 'norm_topk_prob'}
+  assert not model_of(without).config.gates_add_up
+  assert model_of({**CONFIGS['mixtral'], 'num_experts_per_tok': 1}).config.gates_add_up
+  [note] = training_differences(CONFIGS['mixtral'], model_of(CONFIGS['mixtral']))
+  # 0.02 x 2 experts per token / 2 layers
+  assert 'router_aux_loss_coef = 0.02' in note and 'router_balance_loss = 0.02 ' in note
+  noisy = {**CONFIGS['mixtral'], 'router_jitter_noise': 0.1, 'router_aux_loss_coef': 0.0}
+  assert 'router_jitter_noise = 0.1' in ''.join(training_differences(noisy, model_of(noisy)))
+  trained = dataclasses.replace(
+    model_of(CONFIGS['mixtral']).config, router_balance_loss=0.1, loss_chunks=2
+  )
+  model = dataclasses.replace(model_of(CONFIGS['mixtral']), config=trained)
+  assert to_hf(model, family='mixtral')['num_local_experts'] == 4
+  full = dataclasses.replace(trained, expert_capacity_factor=2.0)
+  with pytest.raises(CheckpointError, match='expert_capacity_factor = 2.0'):
+    to_hf(dataclasses.replace(model, config=full), family='mixtral')
+
+
 PLACES = ('embedding', 'attention', 'mlp', 'residual', 'output', 'classifier')
 
 
@@ -221,8 +297,23 @@ def test_each_family_drops_at_its_own_places(family, rates, want):
   assert {key: written[key] for key, rate in rates.items() if rate is not None} == {
     key: rate for key, rate in rates.items() if rate is not None
   }
-  notes = training_differences(model)
+  notes = training_differences({**others, **rates}, model)
   assert bool(notes) == any(want) and all('masks of T5' in note for note in notes)
+
+
+def test_class_names_of_bert_are_kept():
+  names = ('bad', 'so', 'good')
+  model = model_of(VARIANTS['bert_multi_label'])
+  assert model.build().multi_label and model.options['class_names'] == names
+  written = to_hf(model, family='bert')
+  assert written['problem_type'] == 'multi_label_classification'
+  assert written['id2label'] == {'0': 'bad', '1': 'so', '2': 'good'}
+  unnamed = {**CONFIGS['bert_classification'], 'id2label': {'0': 'LABEL_0', '1': 'LABEL_1'}}
+  assert 'class_names' not in model_of(unnamed).options
+  # A model without names keeps those of the config.json that it is like.
+  plain = dataclasses.replace(model, options={**model.options, 'class_names': ()})
+  like = to_hf(plain, family='bert', like=VARIANTS['bert_multi_label'])
+  assert like['id2label'] == written['id2label']
 
 
 def test_the_page_lists_the_keys_of_every_family():

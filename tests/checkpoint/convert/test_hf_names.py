@@ -10,11 +10,12 @@ import pytest
 
 from t5x_gpu.checkpoint.convert import name_table
 from t5x_gpu.checkpoint.convert.hf.config import family_of, from_hf, guess_family, to_hf
-from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
+from t5x_gpu.checkpoint.convert.hf.names import FAMILIES, JOINED
 from t5x_gpu.checkpoint.convert.model_spec import describe, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Rule, Table
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.transformer import TransformerLayer
 from tests.checkpoint.hf_files import CONFIGS, table_of, untied
 
@@ -33,10 +34,11 @@ def test_table_has_exactly_the_parameters_of_the_model(name):
 
 
 @pytest.mark.parametrize('piece_bytes', [1, 1000, 10**9])
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize('name', [*CONFIGS, 'joined mixtral'])
 def test_tensors_through_the_table_and_back_are_the_same(name, piece_bytes, monkeypatch):
   monkeypatch.setattr(name_table, 'PIECE_BYTES', piece_bytes)
-  table = table_of(CONFIGS[name])
+  config = CONFIGS[name.removeprefix('joined ')]
+  table = table_of(config, names={JOINED} if name.startswith('joined') else ())
   rng = np.random.default_rng(0)
   theirs = {n: rng.normal(size=s).astype(np.float32) for n, s in table.their_shapes.items()}
   ours = {n: np.full(s, np.nan, np.float32) for n, s in table.our_shapes.items()}
@@ -82,6 +84,29 @@ def test_a_rule_splits_heads_transposes_and_stacks_layers():
   )
 
 
+def test_experts_of_their_own_and_joined_are_the_same_parameters():
+  rng = np.random.default_rng(0)
+  table, joined = (table_of(CONFIGS['mixtral'], names=names) for names in ((), {JOINED}))
+  layer = 'model.layers.1.'
+  gate_up, down = (
+    rng.normal(size=joined.their_shapes[f'{layer}mlp.experts.{name}']).astype(np.float32)
+    for name in ('gate_up_proj', 'down_proj')
+  )
+  whole = {}
+  for name, value in (('gate_up_proj', gate_up), ('down_proj', down)):
+    [piece] = joined.pieces(f'{layer}mlp.experts.{name}')
+    whole |= joined.to_ours(f'{layer}mlp.experts.{name}', value, piece)
+  for branch, name, theirs in (
+    ('wi_0', 'w1', gate_up[2, :48]),
+    ('wi_1', 'w3', gate_up[2, 48:]),
+    ('wo', 'w2', down[2]),
+  ):
+    name, path = f'{layer}block_sparse_moe.experts.2.{name}.weight', f'layers/moe/{branch}/kernel'
+    [piece] = table.pieces(name)
+    assert piece.slices[path][:2] == (1, 2)
+    np.testing.assert_array_equal(table.to_ours(name, theirs, piece)[path], whole[path][2])
+
+
 def test_a_piece_of_a_large_tensor_is_of_the_size_asked_for():
   table = Table([Rule('table', 'table', 'vocab embed')], {'vocab': 100_003, 'embed': 1024})
   pieces = list(table.pieces('table'))
@@ -125,6 +150,29 @@ def test_gin_model_file_from_our_fields_gives_the_same_fields(name, tmp_path):
   assert describe(again.build()) == again
 
 
+def test_a_converted_model_gets_a_longer_context_with_the_lines_of_the_page(tmp_path):
+  page = (ROOT / 'docs' / 'models.md').read_text('utf-8')
+  section = page[page.index('## Longer contexts') :]
+  lines = section[section.index('```text\n') + 8 :].partition('```')[0]
+  config = {**CONFIGS['qwen3'], 'max_position_embeddings': 8192}
+  (tmp_path / 'model.gin').write_text(gin_text(model_of(config), title='Any.'))
+  (tmp_path / 'longer.gin').write_text(lines)
+  longer = model_of_gin([tmp_path / 'model.gin', tmp_path / 'longer.gin'])
+  assert longer.config.rope == RotaryEmbedding(
+    1e6, scaling='yarn', factor=4.0, original_length=8192
+  )
+  made = to_hf(longer, family='qwen3', like=config)
+  assert made['max_position_embeddings'] == 32768
+  assert made['rope_scaling'] == {
+    'rope_type': 'yarn',
+    'factor': 4.0,
+    'beta_fast': 32.0,
+    'beta_slow': 1.0,
+    'truncate': True,
+    'original_max_position_embeddings': 8192,
+  }
+
+
 def test_old_and_new_keys_of_rotary_positions_mean_the_same():
   old = CONFIGS['llama']
   new = {k: v for k, v in old.items() if not k.startswith('rope')}
@@ -161,11 +209,11 @@ def test_windows_are_the_shortest_period_of_the_layers():
 @pytest.mark.parametrize(
   'name, change, text',
   [
-    ('llama', {'model_type': 'mixtral'}, "model_type = 'mixtral'"),
+    ('llama', {'model_type': 'falcon'}, "model_type = 'falcon'"),
     ('llama', {'model_type': 'lama'}, "Did you mean 'llama'"),
-    ('bert_mlm', {'architectures': ['BertModel']}, 'BertForSequenceClassification'),
+    ('bert_mlm', {'architectures': ['BertForQuestionAnswering']}, 'BertForSequenceClassification'),
     ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx = True'),
-    ('llama', {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "rope_type = 'yarn'"),
+    ('llama', {'rope_scaling': {'rope_type': 'longrope', 'factor': 2.0}}, 'mix keys of short and'),
     ('llama', {'hidden_act': 'quick_gelu'}, "activation 'quick_gelu'"),
     ('llama', {'head_dim': None, 'num_attention_heads': 3}, 'does not divide'),
   ],
@@ -188,6 +236,9 @@ def test_models_that_ours_cannot_be_are_refused(name, change, text):
     ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': 0.0}}, 'factor = 0.0 must be'),
     ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': '2'}}, "factor = '2' must be"),
     ('qwen3', {'rope_theta': -1e4}, 'theta = -10000.0 must be'),
+    ('qwen3', {'rope_scaling': {'rope_type': 'yarn', 'factor': -2.0}}, 'factor = -2.0 must be'),
+    ('qwen3', {'rope_scaling': {'rope_type': 'yarn'}}, "has no 'factor'"),
+    ('phi3', {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0]}}, "has no 'long_factor'"),
   ],
 )
 def test_values_that_cannot_be_are_refused(name, change, text):
@@ -249,7 +300,14 @@ def test_a_model_with_custom_layers_is_refused(name):
 
 MODEL_FILES = sorted((ROOT / 'gin_configs' / 'models').glob('*.gin'))
 OURS_ALONE = ('decoder', 'encoder')  # and in no other library
-FAMILY_OF = {'byt5': 't5', 'mt5': 't5', 'llama3': 'llama', 'gemma3': 'gemma3_text', 'phi4': 'phi3'}
+FAMILY_OF = {
+  'byt5': 't5',
+  'mt5': 't5',
+  'llama3': 'llama',
+  'gemma3': 'gemma3_text',
+  'phi4': 'phi3',
+  'qwen3_moe_30b_a3b': 'qwen3_moe',
+}
 # Of these families, but the same numbers as a model of another.
 GUESSED = {'mistral_7b_v0_3': 'llama', 'phi3_mini': 'mistral', 'phi4': 'llama'}
 
@@ -260,7 +318,7 @@ GUESSED = {'mistral_7b_v0_3': 'llama', 'phi3_mini': 'mistral', 'phi4': 'llama'}
 def test_shipped_models_are_models_of_their_family(path):
   model = model_of_gin([path])
   stem = path.stem.split('_')[0]
-  name = FAMILY_OF.get(stem, stem)
+  name = FAMILY_OF.get(path.stem, FAMILY_OF.get(stem, stem))
   config = to_hf(model, family=name)
   assert config['model_type'] == name
   assert guess_family(model) == GUESSED.get(path.stem, name)

@@ -80,6 +80,7 @@ _PHI = dict(
   rope_scaling=None,
   tie_word_embeddings=False,
 )
+_EXPERTS = dict(hidden_act='silu', output_router_logits=False, tie_word_embeddings=False)
 _KINDS = ['sliding_attention'] * 5 + ['full_attention']
 CONFIGS = {
   'mistral_7b': config(
@@ -175,6 +176,41 @@ CONFIGS = {
     rope_theta=250000,
     sliding_window=None,
     **_PHI,
+  ),
+  'mixtral_8x7b': config(
+    'mixtral',
+    'MixtralForCausalLM',
+    (4096, 14336, 32, 32, 8, 32000),
+    max_position_embeddings=32768,
+    num_experts_per_tok=2,
+    num_local_experts=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.02,
+    sliding_window=None,
+    **_EXPERTS,
+  ),
+  'qwen3_moe_30b_a3b': config(
+    'qwen3_moe',
+    'Qwen3MoeForCausalLM',
+    (2048, 6144, 48, 32, 4, 151936),
+    attention_bias=False,
+    decoder_sparse_step=1,
+    head_dim=128,
+    max_position_embeddings=40960,
+    max_window_layers=48,
+    mlp_only_layers=[],
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    num_experts=128,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.001,
+    sliding_window=None,
+    use_sliding_window=False,
+    **_EXPERTS,
   ),
 }
 

@@ -11,13 +11,42 @@ from t5x_gpu.errors import DataError
 pytestmark = pytest.mark.tf
 LENGTHS = {'inputs': 7, 'targets': 8}
 EXAMPLES = [
-  {'inputs': [7, 8, 5, 1], 'targets': [3, 9, 1], 'label': 2},
-  {'inputs': [8, 4, 9, 3, 1], 'targets': [4, 1], 'label': 0},
+  {
+    'inputs': [7, 8, 5, 1],
+    'targets': [3, 9, 1],
+    'label': 2,
+    'labels': [2, 0],
+    'tags': [3, 0, 1, 0],
+    'segments': [1, 1, 2, 2],
+    'places': [0, 1, 0, 1],
+    'score': 25,
+  },
+  {
+    'inputs': [8, 4, 9, 3, 1],
+    'targets': [4, 1],
+    'label': 0,
+    'labels': [],
+    'tags': [1, 1, 0, 2, 0],
+    'segments': [1, 1, 2, 2, 2],
+    'places': [0, 1, 0, 1, 2],
+    'score': 0,
+  },
 ]
+SHORT = {'inputs': [8, 4, 1], 'tags': [0, 2, 0]}
 # Masked: hidden (9), replaced, unchanged but a target, untouched.
 MASKED = [
   {'inputs': [8, 9, 5, 3, 4, 1], 'targets': [8, 7, 4, 3, 4, 1], 'loss_mask': [0, 1, 1, 1, 0, 0]},
   {'inputs': [8, 3, 9, 1], 'targets': [8, 3, 6, 1], 'loss_mask': [0, 0, 1, 0]},
+]
+# Prompt of one token, and answers of two and of one; then of one each, without a prompt.
+PAIRS = [
+  {
+    'targets': [3, 4, 5, 3, 6],
+    'decoder_inputs': [2, 3, 4, 2, 3],
+    'loss_mask': [0, 1, 1, 0, 1],
+    'pair_places': [1, 2, 3, 1, 2],
+  },
+  {'targets': [7, 8], 'decoder_inputs': [2, 2], 'loss_mask': [1, 1], 'pair_places': [1, 1]},
 ]
 
 
@@ -26,7 +55,7 @@ def convert(name, *, pack, examples=None, **kwargs):
   lengths = {part: LENGTHS[part] for part in kind.task_features}
   if kind.equal_lengths:
     examples, lengths = examples or MASKED, dict.fromkeys(lengths, 11)
-  examples = examples or EXAMPLES
+  examples = examples or (PAIRS if name == 'preference' else EXAMPLES)
   spec = features.batch_spec(
     name,
     task_feature_lengths=lengths,
@@ -77,10 +106,41 @@ def test_unpacked_batches_have_neither_positions_nor_segments():
   np.testing.assert_array_equal(batch['decoder_loss_weights'], batch['decoder_target_tokens'] > 0)
 
 
+def test_texts_of_pairs_are_segments_in_turn():
+  _, batch = convert('preference', pack=True)
+  packed = {name: row[0].tolist() for name, row in batch.items()}
+  assert packed == {
+    'decoder_target_tokens': [3, 4, 5, 3, 6, 7, 8, 0],
+    'decoder_input_tokens': [2, 3, 4, 2, 3, 2, 2, 0],
+    'decoder_loss_weights': [0, 1, 1, 0, 1, 1, 1, 0],
+    'decoder_segment_ids': [1, 1, 1, 2, 2, 3, 4, 0],
+    'decoder_positions': [0, 1, 2, 0, 1, 0, 0, 0],
+  }
+  _, batch = convert('preference', pack=False)
+  for name, row in batch.items():
+    assert row[0].tolist() == packed[name][:5] + [0] * 3
+
+
 def test_classification_has_a_row_per_example_with_its_class_and_weight_1():
   _, batch = convert('encoder_classification', pack=False)
   assert batch['encoder_input_tokens'].tolist() == [[7, 8, 5, 1, 0, 0, 0]]
   assert batch['label'].tolist() == [2] and batch['label_weights'].tolist() == [1]
+
+
+def test_several_labels_of_a_row_are_class_numbers_plus_one():
+  _, batch = convert('encoder_multi_label_with_types', pack=False)
+  assert batch['encoder_labels'].tolist() == [[3, 1, 0, 0, 0, 0, 0]]
+  assert batch['label_weights'].tolist() == [1] and not batch['encoder_token_types'].any()
+  with pytest.raises(tf.errors.InvalidArgumentError, match='more labels than it may have tokens'):
+    convert('encoder_multi_label', pack=False, examples=[{'inputs': [1], 'labels': [0, 1] * 4}])
+
+
+def test_tags_stay_at_their_tokens_when_packed():
+  _, batch = convert('encoder_tags', pack=False)
+  assert batch['encoder_labels'].tolist() == [[3, 0, 1, 0, 0, 0, 0]]
+  _, batch = convert('encoder_tags', pack=True, examples=[EXAMPLES[0], {**EXAMPLES[1], **SHORT}])
+  assert batch['encoder_labels'].tolist() == [[3, 0, 1, 0, 0, 2, 0]]
+  assert batch['encoder_segment_ids'].tolist() == [[1, 1, 1, 1, 2, 2, 2]]
 
 
 def test_masked_loss_is_where_the_task_says_replaced_and_kept_tokens_included():

@@ -147,6 +147,32 @@ def test_long_conversations_are_cut_or_left_out_and_counted(open_data, tmp_path,
   assert '10 conversations so far are longer than the 48 tokens of a row' in text
 
 
+REFUSING = (
+  '{% for m in messages %}{% if refused in m.content %}{{ raise_exception("not that") }}{% endif %}'
+  '{% endfor %}' + CHATML
+)
+
+
+def test_conversations_that_the_template_refuses_are_skipped_and_counted(
+  open_data, tmp_path, caplog
+):
+  vocabulary = f'huggingface:{write_tokenizer(tmp_path / "tokenizer", REFUSING)}'
+  talks = [talk(f'Hi {i}', 'bad' if i in (3, 20) else 'good') for i in range(40)]
+  name = f'jsonl:{write_talks(tmp_path / "a.jsonl", talks)}'
+  options = dict(chat_template_variables={'refused': 'bad'})
+  with caplog.at_level(logging.WARNING):
+    found = split_talks(talks, name, open_data, vocabulary, max_corrupt_fraction=0.1, **options)
+  good = [messages for i, messages in enumerate(talks) if i not in (3, 20)]
+  assert sorted(found) == sorted(expected_rows(vocabulary, good))
+  for number in (4, 21):
+    assert f'a.jsonl:{number}: the chat template' in caplog.text
+  with pytest.raises(DataError, match=r'[12] of the 40 records read are damaged'):
+    split_talks(talks, name, open_data, vocabulary, max_corrupt_fraction=0.02, **options)
+  with pytest.raises(DataError, match='refuses these messages: not that') as e:
+    split_talks(talks, name, open_data, vocabulary, **options)
+  assert 'max_corrupt_fraction = 0.001' in e.value.fix
+
+
 def test_sharegpt_and_parts_of_text_are_the_same_conversations(tmp_path):
   folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
   template = ChatTemplate(HuggingFaceVocabulary(folder))

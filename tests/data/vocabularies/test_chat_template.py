@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
@@ -145,6 +146,17 @@ def test_where_the_template_is_and_what_identifies_it(tmp_path):
   template = ChatTemplate(vocabulary)
   assert template.file.name == 'chat_template.jinja' and template.fingerprint != before
   assert HuggingFaceVocabulary(folder).fingerprint == vocabulary.fingerprint
+
+
+def test_variables_reach_the_template_and_identify_it(tmp_path):
+  vocabulary, plain = opened(write_tokenizer(tmp_path, '{{ mood }}'))
+  template = ChatTemplate(vocabulary, {'mood': 'calm'})
+  assert vocabulary.spelled(template.prompt([], where='a')) == 'calm'
+  assert template.fingerprint != plain.fingerprint == ChatTemplate(vocabulary, {}).fingerprint
+  for variables in ({'messages': []}, {'a b': 1}, {'mood': object()}):
+    with pytest.raises(DataError, match='chat_template_variables = .*: ') as e:
+      DatasetConfig('', {}, 'train', 1, chat_template_variables=variables)
+    assert 'enable_thinking' in e.value.fix
 
 
 def _tool_use():

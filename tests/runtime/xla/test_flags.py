@@ -27,6 +27,7 @@ T5X_SCRIPT_FLAGS = (
   '--xla_gpu_simplify_all_fp_conversions --xla_gpu_all_reduce_combine_threshold_bytes=136314880'
 )
 OPTION = 'xla_gpu_all_reduce_combine_threshold_bytes'
+GATHER = 'xla_gpu_all_gather_combine_threshold_bytes'
 
 
 @pytest.fixture(autouse=True)
@@ -293,6 +294,15 @@ def test_too_late_is_said():
     assert 'too late' in prepare_environment('none').report()
   finally:
     assert dict(os.environ) == before
+
+
+def test_a_gather_inside_a_host_is_that_of_a_layer_where_it_is_one_layer_ahead():
+  one_host = dict(gpu='h100', num_hosts=1)
+  ahead = dict(one_host, layers_ahead=True)
+  assert GATHER not in xla_presets.select(**one_host).compile_options
+  for layer, threshold in ((10, 30), (200, 200), (5000, 1024)):
+    selected = xla_presets.select(**ahead, layer_bytes=layer * 2**20)
+    assert selected.compile_options[GATHER] == threshold * 2**20
 
 
 def test_mesh_and_model_refine_the_options_later():

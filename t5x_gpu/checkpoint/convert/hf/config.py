@@ -8,6 +8,7 @@ import functools
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf import rotary
+from t5x_gpu.checkpoint.convert.hf.experts import MIXTRAL, QWEN3_MOE
 from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
 from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
 from t5x_gpu.checkpoint.convert.hf.llama import (
@@ -38,9 +39,19 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   'smollm3': SMOLLM3,
   'olmo2': OLMO2,
   'phi3': PHI3,
+  'mixtral': MIXTRAL,
+  'qwen3_moe': QWEN3_MOE,
 }
-# Models that people bring as often as those, and why they are refused.
-_REFUSED = {'gemma3': 'a Gemma-3 that also reads images'}
+# Models that people bring as often as those: why they are refused, and what to do.
+_SHARED = 'a model with shared experts'
+_OTHER_EXPERTS = 'Supported families with experts: mixtral and qwen3_moe.'
+_REFUSED = {
+  'gemma3': (
+    'a Gemma-3 that also reads images',
+    'Take a checkpoint of the text model alone: gemma3_text (Gemma-3 270M and 1B are).',
+  ),
+  **dict.fromkeys(('qwen2_moe', 'qwen3_next', 'deepseek_v3'), (_SHARED, _OTHER_EXPERTS)),
+}
 # Keys on what differs by layer: written as a whole, none is kept from another config.json.
 _LAYER_KEYS = (*rotary.READ, 'rope_local_base_freq', 'layer_types', 'sliding_window')
 LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
@@ -55,7 +66,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
       'num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size '
       'max_position_embeddings type_vocab_size num_labels n_embd n_layer n_head n_inner '
       'n_positions n_ctx sliding_window max_window_layers sliding_window_pattern '
-      'no_rope_layer_interval'
+      'no_rope_layer_interval num_local_experts num_experts num_experts_per_tok '
+      'moe_intermediate_size decoder_sparse_step'
     ),
   ),
   'a number': (
@@ -65,15 +77,18 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
       'resid_pdrop attention_dropout attn_pdrop embd_pdrop attention_probs_dropout_prob '
       'classifier_dropout initializer_range query_pre_attn_scalar '
       'attn_logit_softcapping final_logit_softcapping rope_theta rope_local_base_freq '
-      'partial_rotary_factor'
+      'partial_rotary_factor router_aux_loss_coef router_jitter_noise'
     ),
   ),
   'true or false': (
     (bool,),
-    ('tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window'),
+    (
+      'tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window '
+      'norm_topk_prob output_router_logits'
+    ),
   ),
   'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
-  'a list': ((list,), 'no_rope_layers'),
+  'a list': ((list,), 'no_rope_layers mlp_only_layers'),
   'a list of text': ((list,), 'architectures layer_types'),
   'an object': ((dict,), 'rope_scaling rope_parameters id2label'),
 }
@@ -111,8 +126,9 @@ def family_of(config: Json) -> str:
   family = 't5' if model_type == 'mt5' else str(model_type)
   if family in _REFUSED:
     raise _error(
-      f'config.json says model_type = {model_type!r}: {_REFUSED[family]}, which is not supported.',
-      fix='Take a checkpoint of the text model alone: gemma3_text (Gemma-3 270M and 1B are).',
+      f'config.json says model_type = {model_type!r}: {_REFUSED[family][0]}, which is not '
+      'supported.',
+      fix=_REFUSED[family][1],
     )
   if family not in CONFIG_FAMILIES:
     raise _error(
@@ -133,21 +149,53 @@ def family_of(config: Json) -> str:
 
 
 def with_defaults(config: Json) -> dict[str, Any]:
-  """Returns `config` with the family's values, those of transformers, for keys that are missing."""
-  defaults = CONFIG_FAMILIES[family_of(config)].defaults
+  """Returns `config` with the family's values, those of transformers, for keys that are missing.
+
+  Raises:
+    CheckpointError: two keys that mean the same have different values.
+  """
+  reader = CONFIG_FAMILIES[family_of(config)]
   mt5 = {'feed_forward_proj': 'gated-gelu'} if config['model_type'] == 'mt5' else {}
-  return {**defaults, **mt5, **config}
+  same = {reader.other_names[key]: key for key in reader.other_names.keys() & config.keys()}
+  for key, other in same.items():
+    if config.get(key, config[other]) != config[other]:
+      raise _mismatch(
+        f'config.json says {key} = {config[key]!r} and {other} = {config[other]!r}, two names of '
+        'the same setting.'
+      )
+  return {**reader.defaults, **mt5, **config, **{key: config[k] for key, k in same.items()}}
 
 
-def training_differences(model: ModelFields) -> list[str]:
-  """Returns how a run of `model` would differ from one of transformers, in sentences."""
-  c = model.config
-  if not (c.dropout_rate or any(getattr(c, place) for place in DROPOUT_PLACES)):
-    return []
-  return [
-    'dropout has the rates and places of config.json, but the masks of T5: all positions of a row '
-    'share one, and attention drops value vectors. transformers draws a mask for each number'
-  ]
+def training_differences(config: Json, model: ModelFields) -> list[str]:
+  """Returns how a run of `model` would differ from one of transformers, in sentences.
+
+  Args:
+    config: its config.json.
+    model: the model.
+  """
+  c, notes = model.config, []
+  if c.dropout_rate or any(getattr(c, place) for place in DROPOUT_PLACES):
+    notes.append(
+      'dropout has the rates and places of config.json, but the masks of T5: all positions of a '
+      'row share one, and attention drops value vectors. transformers draws a mask for each number'
+    )
+  if c.num_experts:
+    config = with_defaults(config)
+    coefficient, used = config['router_aux_loss_coef'], config['output_router_logits']
+    if coefficient:
+      notes.append(
+        f'router_aux_loss_coef = {coefficient:g} of config.json is not taken over. transformers '
+        f'adds that loss only with output_router_logits = true (here {str(used).lower()}), and '
+        'counts the choices of all layers and rows together. Ours counts each layer and row alone: '
+        'TransformerConfig.router_balance_loss = '
+        f'{coefficient * c.num_experts_per_token / c.num_layers:.2g} has about the same weight'
+      )
+    if config.get('router_jitter_noise'):
+      notes.append(
+        f'router_jitter_noise = {config["router_jitter_noise"]:g} is not applied: routers here '
+        'have no noise'
+      )
+  return notes
 
 
 def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
@@ -202,11 +250,15 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
     CheckpointError: lists all fields of the model that the family does not have.
   """
   config = dict(like or {'pad_token_id': None})  # defaults of transformers may be beyond a table
-  for key in (*_LAYER_KEYS, 'original_max_position_embeddings'):
+  others = CONFIG_FAMILIES[family].other_names
+  for key in (*_LAYER_KEYS, 'original_max_position_embeddings', *others):
     config.pop(key, None)
   written = CONFIG_FAMILIES[family].write(model)
   if config.get('model_type') == 'mt5' and family == 't5':
     written.update(model_type='mt5', architectures=['MT5ForConditionalGeneration'])
+  same_count = len(written.get('id2label', ())) == len(config.get('id2label') or ())
+  if same_count and not model.options.get('class_names'):
+    written = {key: value for key, value in written.items() if key not in ('id2label', 'label2id')}
   config.update(written)
   has_own_logits = not model.config.logits_via_embedding
   problems = differences(from_hf(config, has_tensor=lambda name: has_own_logits), model)
@@ -230,6 +282,8 @@ def guess_family(model: ModelFields) -> str:
     return 'bert' if model.kind == 'encoder' else 't5'
   if c.norm == 'layer':
     return 'gpt2'
+  if c.num_experts:
+    return 'qwen3_moe' if c.qk_norm else 'mixtral'
   if c.norm_position == 'sandwich':
     return 'gemma3_text' if c.qk_norm else 'gemma2'
   if c.norm_position == 'output':

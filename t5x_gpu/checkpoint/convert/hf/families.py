@@ -27,6 +27,7 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.encoding.checks import MULTI_LABEL, PROBLEMS
 
 _T5: Keys = {
   'vocab_size': 'vocab_size',
@@ -143,6 +144,9 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
   )
   if 'BertForMaskedLM' in config['architectures']:
     return ModelFields('encoder', c, {'head_type': 'mlm'})
+  if 'BertModel' in config['architectures']:
+    return ModelFields('encoder', c, {'head_type': 'embedding', 'pooling': 'mean'})
+  tags = 'BertForTokenClassification' in config['architectures']
   classes = config.get('num_labels', len(config.get('id2label') or {}) or 2)
   if classes < 2:
     raise CheckpointError(
@@ -150,11 +154,37 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
       fix='Only classification with two or more labels can be converted.',
       docs='convert.md#families',
     )
-  return ModelFields(
-    'encoder',
-    c,
-    {'head_type': 'classification', 'num_classes': classes, 'pooling': 'first_token_tanh'},
-  )
+  if tags:
+    names = _class_names(config, classes) or _unnamed(classes)
+    options = {'head_type': 'token_classification', 'class_names': names}
+    return ModelFields('encoder', c, {**options, 'num_classes': classes})
+  options = {'head_type': 'classification', 'num_classes': classes}
+  if config.get('problem_type') == MULTI_LABEL:
+    options['problem_type'] = MULTI_LABEL
+  if names := _class_names(config, classes):
+    options['class_names'] = names
+  return ModelFields('encoder', c, {**options, 'pooling': 'first_token_tanh'})
+
+
+def _class_names(config: Json, classes: int) -> tuple[str, ...]:
+  """Returns the names of the classes; empty without names of their own."""
+  names = {str(i): str(name) for i, name in (config.get('id2label') or {}).items()}
+  found = tuple(names.get(str(i), '') for i in range(classes))
+  own = all(found) and found != _unnamed(classes)
+  return found if own and len({*found}) == classes == len(names) else ()
+
+
+_BERT_HEADS = {
+  'classification': 'BertForSequenceClassification',
+  'token_classification': 'BertForTokenClassification',
+  'mlm': 'BertForMaskedLM',
+  'embedding': 'BertModel',
+}
+
+
+def _unnamed(classes: int) -> tuple[str, ...]:
+  """Returns the names that transformers gives to classes without a name."""
+  return tuple(f'LABEL_{i}' for i in range(classes))
 
 
 def _write_bert(model: ModelFields) -> dict[str, Any]:
@@ -167,14 +197,17 @@ def _write_bert(model: ModelFields) -> dict[str, Any]:
     'initializer_range': c.init_stddev or INIT_STDDEV,
     'pad_token_id': 0,
   }
-  if model.options.get('head_type') == 'mlm':
-    return {**out, 'architectures': ['BertForMaskedLM']}
-  classes = range(model.options.get('num_classes', 2))
+  head = _BERT_HEADS[model.options.get('head_type', 'classification')]
+  out['architectures'] = [head]
+  if head in ('BertForMaskedLM', 'BertModel'):
+    return out
+  names = model.options.get('class_names') or _unnamed(model.options.get('num_classes', 2))
+  if model.options.get('problem_type') == MULTI_LABEL:
+    out['problem_type'] = MULTI_LABEL
   return {
     **out,
-    'architectures': ['BertForSequenceClassification'],
-    'id2label': {str(i): f'LABEL_{i}' for i in classes},
-    'label2id': {f'LABEL_{i}': i for i in classes},
+    'id2label': {str(i): name for i, name in enumerate(names)},
+    'label2id': {name: i for i, name in enumerate(names)},
   }
 
 
@@ -248,7 +281,7 @@ T5 = ConfigFamily(
   no_effect=frozenset({'n_positions', 'classifier_dropout', 'id2label', 'problem_type'}),
 )
 BERT = ConfigFamily(
-  ('BertForSequenceClassification', 'BertForMaskedLM'),
+  tuple(_BERT_HEADS.values()),
   _read_bert,
   _write_bert,
   used(_BERT, 'num_labels', 'id2label'),
@@ -264,7 +297,7 @@ BERT = ConfigFamily(
     'is_decoder': (False,),
     'add_cross_attention': (False,),
     'position_embedding_type': ('absolute', None),
-    'problem_type': (None, 'single_label_classification'),
+    'problem_type': (None, *PROBLEMS),
     'tie_word_embeddings': (True, None),
     'pruned_heads': ({}, None),
   },

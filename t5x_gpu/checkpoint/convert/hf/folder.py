@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -143,7 +144,16 @@ def open_hf(
     config,
     has_tensor=lambda name: name in names.of_table and names.of_table[name] not in names.copies,
   )
-  table = Table(FAMILIES[found].rules(model), model.sizes())
+  rules = FAMILIES[found].rules_of(model, names.of_table)
+  sizes = model.sizes()
+  most = max(math.prod(sizes[axis] for axis in rule.stacks) for rule in rules)
+  if most > len(tensors.shapes):
+    raise _error(
+      f'{folder / CONFIG} describes {num_layers:,} layers of {model.config.num_experts:,} experts, '
+      f'but the files have only {len(tensors.shapes):,} tensors.',
+      fix=f'Take the {CONFIG} that belongs to the weights.',
+    )
+  table = Table(rules, sizes)
   weights = ForeignWeights(table, tensors, without_copies(names, table))
   weights.check(
     what=f'The tensors of {folder} are not those of the {found} model that its {CONFIG} describes',
@@ -151,7 +161,7 @@ def open_hf(
     "by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
   check_tokenizer(folder, model.config.vocab_size)
-  notes = training_differences(model)
+  notes = training_differences(config, model)
   return HfModel(folder, found, model, weights, tensors.headers, notes)
 
 

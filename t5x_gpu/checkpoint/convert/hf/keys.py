@@ -39,6 +39,7 @@ class ConfigFamily:
     defaults: key -> value if it is missing, as in transformers. A null is not missing.
     fixed: key -> the only values that our models support, if the key is present.
     no_effect: further keys without effect on the numbers of this family.
+    other_names: key -> the key of `used` or `defaults` that means the same.
   """
 
   architectures: tuple[str, ...]
@@ -48,11 +49,13 @@ class ConfigFamily:
   defaults: Mapping[str, Any]
   fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   no_effect: frozenset[str] = frozenset()
+  other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def known(self) -> frozenset[str]:
     """Keys of config.json that have a meaning here; all others are refused."""
-    return self.used | self.no_effect | {*self.defaults, *self.fixed, *NO_EFFECT}
+    others = (self.defaults, self.fixed, self.other_names, NO_EFFECT)
+    return self.used | self.no_effect | {key for keys in others for key in keys}
 
 
 # Keys of every family without effect on the numbers: names and versions, what transformers returns,

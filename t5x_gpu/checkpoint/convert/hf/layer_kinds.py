@@ -157,3 +157,10 @@ ALL_SEE_ALL = LayerKinds(lambda config: [0] * config['num_hidden_layers'], lambd
 ONE_WINDOW = LayerKinds(
   _of_every_layer, lambda windows: {'sliding_window': max(windows) if any(windows) else None}
 )
+# The same if `use_sliding_window` is true; else none.
+ONE_SWITCHED_WINDOW = LayerKinds(
+  lambda config: _of_every_layer(
+    config if config['use_sliding_window'] else {**config, 'sliding_window': None}
+  ),
+  lambda windows: {**ONE_WINDOW.write(windows), 'use_sliding_window': any(windows)},
+)

@@ -1,11 +1,11 @@
 """config.json of Llama and of the families derived from it as the fields of our models, and back.
 
-A family is a `_Traits`: what it adds to Llama. One reader and one writer serve all of them.
+A family is a `Traits`: what it adds to Llama. One reader and one writer serve all of them.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf import layer_kinds, rotary
 from t5x_gpu.checkpoint.convert.hf.keys import (
@@ -27,6 +27,7 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
 from t5x_gpu.checkpoint.convert.hf.layer_kinds import LayerKinds
 from t5x_gpu.checkpoint.convert.hf.rotary import Rotary
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
+from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import TransformerConfig
 
 _LLAMA: Keys = {
@@ -48,7 +49,7 @@ _DEFAULTS: Json = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traits:
+class Traits:
   """What distinguishes a family from Llama.
 
   Attributes:
@@ -76,6 +77,12 @@ class _Traits:
     del has_tensor
     windows = self.layers.read(config)
     ropes = layer_kinds.shortest_period(self.rotary.read(config, windows))
+    if (key := self.keys.get('num_experts')) and not config[key]:
+      raise CheckpointError(
+        f'config.json says {key} = {config[key]}, but the layers of this family have experts.',
+        fix='Take the config.json that belongs to the weights.',
+        docs='convert.md#families',
+      )
     fields = {
       'norm': 'rms',
       'query_pre_attn_scalar': head_dim(config),
@@ -101,7 +108,7 @@ class _Traits:
     return ModelFields('decoder_only', c)
 
   def write(self, model: ModelFields) -> dict[str, Any]:
-    c = model.config
+    c = dataclasses.replace(model.config, normalize_gates=model.config.gates_add_up)
     act = their_activation(c)
     windows, ropes = (
       [values[i % len(values)] for i in range(c.num_layers)]
@@ -128,12 +135,13 @@ def _read_bias(config: Json) -> dict[str, str]:
   return {'attention_bias': 'all' if config['attention_bias'] else 'none'}
 
 
-def _family(
-  traits: _Traits,
+def family(
+  traits: Traits,
   defaults: Json,
   *,
   uses: frozenset[str] = frozenset(),
   no_effect: frozenset[str] = frozenset(),
+  other_names: Optional[Keys] = None,
   **fixed: tuple[Any, ...],
 ) -> ConfigFamily:
   """Returns the family of `traits`; the other arguments are as in ConfigFamily."""
@@ -149,11 +157,12 @@ def _family(
     {**_DEFAULTS, **traits.rotary.defaults, **own_bias, traits.activation: 'silu', **defaults},
     {'is_decoder': (False, True), 'pruned_heads': ({}, None)} | partial | fixed,
     no_effect | {'id2label', 'problem_type', 'add_cross_attention'},
+    other_names or {},
   )
 
 
-LLAMA = _family(
-  _Traits('llama', 'LlamaForCausalLM', keys={'mlp_bias': 'mlp_bias'}),
+LLAMA = family(
+  Traits('llama', 'LlamaForCausalLM', keys={'mlp_bias': 'mlp_bias'}),
   {
     'mlp_bias': False,
     'head_dim': None,  # hidden_size / num_attention_heads
@@ -163,8 +172,8 @@ LLAMA = _family(
   # transformers ignores windows of a Llama
   no_effect=_WINDOW_KEYS | {'layer_types', 'pretraining_tp'},
 )
-MISTRAL = _family(
-  _Traits(
+MISTRAL = family(
+  Traits(
     'mistral',
     'MistralForCausalLM',
     fields={'attention_bias': 'none'},
@@ -189,16 +198,16 @@ _QWEN: Json = {
   'max_window_layers': 28,
 }
 _QWEN_LAYERS = layer_kinds.by_type(default=layer_kinds.from_max_window_layers, switched=True)
-QWEN2 = _family(
-  _Traits('qwen2', 'Qwen2ForCausalLM', fields={'attention_bias': 'qkv'}, layers=_QWEN_LAYERS),
+QWEN2 = family(
+  Traits('qwen2', 'Qwen2ForCausalLM', fields={'attention_bias': 'qkv'}, layers=_QWEN_LAYERS),
   {'head_dim': None, **_QWEN},  # hidden_size / num_attention_heads
   uses=frozenset({'layer_types'}),
   no_effect=frozenset({'attention_bias'}),  # queries, keys and values always have one
   use_mrope=(False,),
   mlp_bias=(False,),
 )
-QWEN3 = _family(
-  _Traits('qwen3', 'Qwen3ForCausalLM', fields={'qk_norm': True}, layers=_QWEN_LAYERS),
+QWEN3 = family(
+  Traits('qwen3', 'Qwen3ForCausalLM', fields={'qk_norm': True}, layers=_QWEN_LAYERS),
   {'head_dim': 128, **_QWEN},
   uses=frozenset({'layer_types'}),
 )
@@ -216,8 +225,8 @@ _GEMMA: Json = {
   'sliding_window': 4096,
   'tie_word_embeddings': True,
 }
-GEMMA2 = _family(
-  _Traits(
+GEMMA2 = family(
+  Traits(
     'gemma2',
     'Gemma2ForCausalLM',
     keys=_GEMMA_KEYS,
@@ -235,8 +244,8 @@ GEMMA2 = _family(
   no_effect=frozenset({'hidden_act', 'use_sliding_window'}),
   use_bidirectional_attention=(None, False),
 )
-GEMMA3 = _family(
-  _Traits(
+GEMMA3 = family(
+  Traits(
     'gemma3_text',
     'Gemma3ForCausalLM',
     keys={k: v for k, v in _GEMMA_KEYS.items() if k != 'attention_softcap'},
@@ -256,8 +265,8 @@ GEMMA3 = _family(
   use_bidirectional_attention=(None, False),
   attn_logit_softcapping=(None,),  # transformers ignores it
 )
-SMOLLM3 = _family(
-  _Traits(
+SMOLLM3 = family(
+  Traits(
     'smollm3',
     'SmolLM3ForCausalLM',
     keys={'mlp_bias': 'mlp_bias'},
@@ -276,8 +285,8 @@ SMOLLM3 = _family(
   uses=frozenset({'layer_types'}),
   no_effect=frozenset({'max_window_layers', 'pretraining_tp'}),
 )
-OLMO2 = _family(
-  _Traits(
+OLMO2 = family(
+  Traits(
     'olmo2',
     'Olmo2ForCausalLM',
     fields={'norm_position': 'output', 'qk_norm': True, 'qk_norm_kind': 'all_heads'},
@@ -290,8 +299,8 @@ OLMO2 = _family(
   },
   no_effect=_WINDOW_KEYS | {'layer_types'},  # transformers ignores windows of an OLMo-2
 )
-PHI3 = _family(
-  _Traits(
+PHI3 = family(
+  Traits(
     'phi3',
     'Phi3ForCausalLM',
     fields={'attention_bias': 'none'},
@@ -308,10 +317,8 @@ PHI3 = _family(
     'resid_pdrop': 0.0,
   },
   uses=frozenset({'layer_types'}),
-  # transformers drops no embeddings, reads the length only with 'longrope', and has its own code
-  no_effect=frozenset(
-    {'auto_map', 'embd_pdrop', 'original_max_position_embeddings', 'use_sliding_window'}
-  ),
+  # transformers drops no embeddings, and has its own code
+  no_effect=frozenset({'auto_map', 'embd_pdrop', 'use_sliding_window'}),
   attention_bias=(False,),
   mlp_bias=(False,),
 )

@@ -7,10 +7,23 @@ the token table), which are not weights (masks), and how to rename tensors of ol
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Optional
 
+from t5x_gpu.checkpoint.convert.hf.rules import (
+  attention_rules,
+  expert_rules,
+  fused_rules,
+  joined_expert_rules,
+  layer_norm_rules,
+  linear_rules,
+)
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Rule
+from t5x_gpu.models.config import TransformerConfig
+
+# A tensor of files in which the kernels of a layer's experts are joined.
+JOINED = 'model.layers.0.mlp.experts.gate_up_proj'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +36,7 @@ class Family:
     same: (name, name of the tensor that it duplicates), for duplicates that files may contain.
     nothing: patterns of tensors without weights.
     renamed: (pattern, replacement) for the names in older files.
+    joined: (model) -> the table for files with the `JOINED` tensors; None if the family has none.
   """
 
   rules: Callable[[ModelFields], list[Rule]]
@@ -30,67 +44,12 @@ class Family:
   same: tuple[tuple[str, str], ...] = ()
   nothing: tuple[str, ...] = ()
   renamed: tuple[tuple[str, str], ...] = ()
+  joined: Optional[Callable[[ModelFields], list[Rule]]] = None
 
-
-def _attention(
-  ours: str, theirs: str, names: tuple[str, str, str, str], *, bias: str, stack: str = 'layers'
-) -> list[Rule]:
-  """Returns the rules for queries, keys, values and output; `bias` as in TransformerConfig."""
-  query, key, value, out = (theirs + name for name in names)
-  inputs = (('query', query, 'heads'), ('key', key, 'kv_heads'), ('value', value, 'kv_heads'))
-  rules = [
-    Rule(
-      f'{ours}/{name}/kernel',
-      f'{tensor}.weight',
-      f'{heads}.kv embed -> embed {heads} kv',
-      stack=stack,
-    )
-    for name, tensor, heads in inputs
-  ]
-  rules.append(
-    Rule(f'{ours}/out/kernel', f'{out}.weight', 'embed heads.kv -> heads kv embed', stack=stack)
-  )
-  if bias != 'none':
-    rules += [
-      Rule(f'{ours}/{name}/bias', f'{tensor}.bias', f'{heads}.kv -> {heads} kv', stack=stack)
-      for name, tensor, heads in inputs
-    ]
-  if bias == 'all':
-    rules.append(Rule(f'{ours}/out/bias', f'{out}.bias', 'embed', stack=stack))
-  return rules
-
-
-def _fused(ours: Sequence[tuple[str, str]], theirs: str) -> list[Rule]:
-  """Returns the rules for kernels whose outputs follow each other in one tensor.
-
-  Args:
-    ours: path of each kernel, without `/kernel`, and the axes of its outputs joined by '.'.
-    theirs: name of the tensor, without `.weight`.
-  """
-  return [
-    Rule(
-      f'{path}/kernel',
-      f'{theirs}.weight',
-      f'{outputs} embed -> embed {outputs.replace(".", " ")}',
-      block=block,
-    )
-    for block, (path, outputs) in enumerate(ours)
-  ]
-
-
-def _linear(ours: str, theirs: str, axes: str, *, bias: bool, stack: str = 'layers') -> list[Rule]:
-  """Returns the rules for a kernel 'out in -> in out' and its bias."""
-  rules = [Rule(f'{ours}/kernel', f'{theirs}.weight', axes, stack=stack)]
-  if bias:
-    rules.append(Rule(f'{ours}/bias', f'{theirs}.bias', axes.split()[-1], stack=stack))
-  return rules
-
-
-def _layer_norm(ours: str, theirs: str) -> list[Rule]:
-  return [
-    Rule(f'{ours}/scale', f'{theirs}.weight', 'embed'),
-    Rule(f'{ours}/bias', f'{theirs}.bias', 'embed'),
-  ]
+  def rules_of(self, model: ModelFields, names: Container[str]) -> list[Rule]:
+    """Returns the name table of `model` in files with tensors of these names."""
+    rules = self.joined if self.joined is not None and JOINED in names else self.rules
+    return rules(model)
 
 
 def _t5_stack(stack: str, *, gated: bool, is_decoder: bool) -> list[Rule]:
@@ -106,7 +65,7 @@ def _t5_stack(stack: str, *, gated: bool, is_decoder: bool) -> list[Rule]:
       'buckets heads -> heads buckets',
     ),
     rule('pre_self_attention_layer_norm/scale', '0.layer_norm.weight', 'embed'),
-    *_attention(
+    *attention_rules(
       f'{ours}/self_attention',
       f'{theirs}0.SelfAttention.',
       ('q', 'k', 'v', 'o'),
@@ -117,7 +76,7 @@ def _t5_stack(stack: str, *, gated: bool, is_decoder: bool) -> list[Rule]:
   if is_decoder:
     rules += [
       rule('pre_cross_attention_layer_norm/scale', '1.layer_norm.weight', 'embed'),
-      *_attention(
+      *attention_rules(
         f'{ours}/cross_attention',
         f'{theirs}1.EncDecAttention.',
         ('q', 'k', 'v', 'o'),
@@ -162,31 +121,39 @@ def _bert(model: ModelFields) -> list[Rule]:
     Rule(
       'token_type_embedder/embedding', 'bert.embeddings.token_type_embeddings.weight', 'types embed'
     ),
-    *_layer_norm('embedding_norm', 'bert.embeddings.LayerNorm'),
-    *_attention(
+    *layer_norm_rules('embedding_norm', 'bert.embeddings.LayerNorm'),
+    *attention_rules(
       'layers/self_attention',
       f'{layer}attention.',
       ('self.query', 'self.key', 'self.value', 'output.dense'),
       bias='all',
     ),
-    *_layer_norm('layers/post_self_attention_layer_norm', f'{layer}attention.output.LayerNorm'),
-    *_linear('layers/mlp/wi', f'{layer}intermediate.dense', 'mlp embed -> embed mlp', bias=True),
-    *_linear('layers/mlp/wo', f'{layer}output.dense', 'embed mlp -> mlp embed', bias=True),
-    *_layer_norm('layers/post_mlp_layer_norm', f'{layer}output.LayerNorm'),
+    *layer_norm_rules(
+      'layers/post_self_attention_layer_norm', f'{layer}attention.output.LayerNorm'
+    ),
+    *linear_rules(
+      'layers/mlp/wi', f'{layer}intermediate.dense', 'mlp embed -> embed mlp', bias=True
+    ),
+    *linear_rules('layers/mlp/wo', f'{layer}output.dense', 'embed mlp -> mlp embed', bias=True),
+    *layer_norm_rules('layers/post_mlp_layer_norm', f'{layer}output.LayerNorm'),
   ]
-  if model.options['head_type'] == 'classification':
-    return rules + [
-      *_linear('pooler', 'bert.pooler.dense', 'embed_out embed -> embed embed_out', bias=True),
-      *_linear('classifier', 'classifier', 'classes embed -> embed classes', bias=True),
-    ]
+  if model.options['head_type'] == 'embedding':
+    return rules
+  if model.options['head_type'] != 'mlm':
+    classes = linear_rules('classifier', 'classifier', 'classes embed -> embed classes', bias=True)
+    pooler = linear_rules(
+      'pooler', 'bert.pooler.dense', 'embed_out embed -> embed embed_out', bias=True
+    )
+    of_words = model.options['head_type'] == 'token_classification'
+    return [*rules, *([] if of_words else pooler), *classes]
   return rules + [
-    *_linear(
+    *linear_rules(
       'mlm_transform',
       'cls.predictions.transform.dense',
       'embed_out embed -> embed embed_out',
       bias=True,
     ),
-    *_layer_norm('mlm_norm', 'cls.predictions.transform.LayerNorm'),
+    *layer_norm_rules('mlm_norm', 'cls.predictions.transform.LayerNorm'),
     Rule('mlm_bias', 'cls.predictions.bias', 'vocab'),
   ]
 
@@ -197,7 +164,7 @@ def _gpt2(model: ModelFields) -> list[Rule]:
   rules = [
     Rule('token_embedder/embedding', 'transformer.wte.weight', 'vocab embed'),
     Rule('position_embedder/embedding', 'transformer.wpe.weight', 'positions embed'),
-    *_layer_norm('layers/pre_self_attention_layer_norm', f'{layer}ln_1'),
+    *layer_norm_rules('layers/pre_self_attention_layer_norm', f'{layer}ln_1'),
   ]
   for index, name in enumerate(('query', 'key', 'value')):
     ours, part = f'layers/self_attention/{name}', ('qkv', index)
@@ -217,17 +184,63 @@ def _gpt2(model: ModelFields) -> list[Rule]:
       'heads.kv embed -> heads kv embed',
     ),
     Rule('layers/self_attention/out/bias', f'{attention}c_proj.bias', 'embed'),
-    *_layer_norm('layers/pre_mlp_layer_norm', f'{layer}ln_2'),
-    *_linear('layers/mlp/wi', f'{layer}mlp.c_fc', 'embed mlp', bias=True),
-    *_linear('layers/mlp/wo', f'{layer}mlp.c_proj', 'mlp embed', bias=True),
-    *_layer_norm('decoder_norm', 'transformer.ln_f'),
+    *layer_norm_rules('layers/pre_mlp_layer_norm', f'{layer}ln_2'),
+    *linear_rules('layers/mlp/wi', f'{layer}mlp.c_fc', 'embed mlp', bias=True),
+    *linear_rules('layers/mlp/wo', f'{layer}mlp.c_proj', 'mlp embed', bias=True),
+    *layer_norm_rules('decoder_norm', 'transformer.ln_f'),
   ]
 
 
-def _llama(model: ModelFields, *, fused: bool = False) -> list[Rule]:
-  """Returns the table of Llama's relatives, which differ in norms, biases and tying."""
+_LAYER = 'model.layers.{}.'
+
+
+def _llama_attention(c: TransformerConfig) -> list[Rule]:
+  names = ('q_proj', 'k_proj', 'v_proj', 'o_proj')
+  return attention_rules(
+    'layers/self_attention', f'{_LAYER}self_attn.', names, bias=c.attention_bias
+  )
+
+
+def _llama_blocks(c: TransformerConfig) -> list[Rule]:
+  """Returns the rules of attention and MLP."""
+  ours, theirs, wi = 'layers/mlp', f'{_LAYER}mlp.', 'mlp embed -> embed mlp'
+  return [
+    *_llama_attention(c),
+    *linear_rules(f'{ours}/wi_0', f'{theirs}gate_proj', wi, bias=c.mlp_bias),
+    *linear_rules(f'{ours}/wi_1', f'{theirs}up_proj', wi, bias=c.mlp_bias),
+    *linear_rules(f'{ours}/wo', f'{theirs}down_proj', 'embed mlp -> mlp embed', bias=c.mlp_bias),
+  ]
+
+
+def _fused_blocks(c: TransformerConfig) -> list[Rule]:
+  """Returns the rules where queries, keys and values are one tensor, and the MLP's inputs too."""
+  del c  # no biases
+  ours, theirs = 'layers/self_attention', f'{_LAYER}self_attn.'
+  heads = (('query', 'heads.kv'), ('key', 'kv_heads.kv'), ('value', 'kv_heads.kv'))
+  gates = [('layers/mlp/wi_0', 'mlp'), ('layers/mlp/wi_1', 'mlp')]
+  down = f'{_LAYER}mlp.down_proj'
+  return [
+    *fused_rules([(f'{ours}/{name}', axes) for name, axes in heads], f'{theirs}qkv_proj'),
+    Rule(f'{ours}/out/kernel', f'{theirs}o_proj.weight', 'embed heads.kv -> heads kv embed'),
+    *fused_rules(gates, f'{_LAYER}mlp.gate_up_proj'),
+    *linear_rules('layers/mlp/wo', down, 'embed mlp -> mlp embed', bias=False),
+  ]
+
+
+def _expert_blocks(c: TransformerConfig, *, experts: Sequence[Rule]) -> list[Rule]:
+  return [*_llama_attention(c), *experts]
+
+
+def _llama(
+  model: ModelFields, *, blocks: Callable[[TransformerConfig], list[Rule]] = _llama_blocks
+) -> list[Rule]:
+  """Returns the table of Llama's relatives, which differ in norms, biases and tying.
+
+  Args:
+    model: the model.
+    blocks: (its configuration) -> the rules of attention and MLP.
+  """
   c = model.config
-  layer = 'model.layers.{}.'
   attention, mlp = 'self_attention_layer_norm', 'mlp_layer_norm'
   after = [
     (f'post_{attention}', 'post_attention_layernorm'),
@@ -242,31 +255,10 @@ def _llama(model: ModelFields, *, fused: bool = False) -> list[Rule]:
       *after,
     ],
   }[c.norm_position]
-  inputs = [
-    *_attention(
-      'layers/self_attention',
-      f'{layer}self_attn.',
-      ('q_proj', 'k_proj', 'v_proj', 'o_proj'),
-      bias=c.attention_bias,
-    ),
-    *_linear('layers/mlp/wi_0', f'{layer}mlp.gate_proj', 'mlp embed -> embed mlp', bias=c.mlp_bias),
-    *_linear('layers/mlp/wi_1', f'{layer}mlp.up_proj', 'mlp embed -> embed mlp', bias=c.mlp_bias),
-  ]
-  if fused:
-    ours = 'layers/self_attention'
-    heads = (('query', 'heads.kv'), ('key', 'kv_heads.kv'), ('value', 'kv_heads.kv'))
-    inputs = [
-      *_fused([(f'{ours}/{name}', axes) for name, axes in heads], f'{layer}self_attn.qkv_proj'),
-      Rule(
-        f'{ours}/out/kernel', f'{layer}self_attn.o_proj.weight', 'embed heads.kv -> heads kv embed'
-      ),
-      *_fused([('layers/mlp/wi_0', 'mlp'), ('layers/mlp/wi_1', 'mlp')], f'{layer}mlp.gate_up_proj'),
-    ]
   rules = [
     Rule('token_embedder/embedding', 'model.embed_tokens.weight', 'vocab embed'),
-    *(Rule(f'layers/{ours}/scale', f'{layer}{theirs}.weight', 'embed') for ours, theirs in norms),
-    *inputs,
-    *_linear('layers/mlp/wo', f'{layer}mlp.down_proj', 'embed mlp -> mlp embed', bias=c.mlp_bias),
+    *(Rule(f'layers/{ours}/scale', f'{_LAYER}{theirs}.weight', 'embed') for ours, theirs in norms),
+    *blocks(c),
     Rule('decoder_norm/scale', 'model.norm.weight', 'embed'),
   ]
   if c.qk_norm:
@@ -274,7 +266,7 @@ def _llama(model: ModelFields, *, fused: bool = False) -> list[Rule]:
     rules += [
       Rule(
         f'layers/self_attention/{ours}/scale',
-        f'{layer}self_attn.{theirs}.weight',
+        f'{_LAYER}self_attn.{theirs}.weight',
         f'{heads}.kv -> {heads} kv' if whole else 'kv',
       )
       for ours, theirs, heads in (
@@ -295,6 +287,19 @@ _LLAMA = Family(
   same=(('lm_head.weight', 'model.embed_tokens.weight'),),
   nothing=(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq',),
 )
+
+
+def _mixture(layer: str, names: tuple[str, str, str]) -> Family:
+  """Returns the family whose layers have experts at `layer`; `names` as in `expert_rules`."""
+  own, joined = (
+    functools.partial(_llama, blocks=functools.partial(_expert_blocks, experts=experts))
+    for experts in (
+      expert_rules('layers/moe', layer, names),
+      joined_expert_rules('layers/moe', f'{_LAYER}mlp.'),
+    )
+  )
+  return dataclasses.replace(_LLAMA, rules=own, joined=joined)
+
 
 _LLAMAS = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'smollm3', 'olmo2')
 FAMILIES: dict[str, Family] = {
@@ -319,8 +324,13 @@ FAMILIES: dict[str, Family] = {
       ('cls.predictions.decoder.weight', 'bert.embeddings.word_embeddings.weight'),
       ('cls.predictions.decoder.bias', 'cls.predictions.bias'),
     ),
-    nothing=(r'bert\.embeddings\.position_ids',),
-    renamed=((r'(?<=LayerNorm\.)gamma$', 'weight'), (r'(?<=LayerNorm\.)beta$', 'bias')),
+    # A BertModel has names without 'bert.'; embeddings do not use its pooler.
+    nothing=(r'bert\.embeddings\.position_ids', r'pooler\.dense\.(weight|bias)'),
+    renamed=(
+      (r'^(?=(embeddings|encoder)\.)', 'bert.'),
+      (r'(?<=LayerNorm\.)gamma$', 'weight'),
+      (r'(?<=LayerNorm\.)beta$', 'bias'),
+    ),
   ),
   'gpt2': Family(
     _gpt2,
@@ -330,5 +340,7 @@ FAMILIES: dict[str, Family] = {
     renamed=((r'^(?=(h\.\d+|wte|wpe|ln_f)\.)', 'transformer.'),),
   ),
   **dict.fromkeys(_LLAMAS, _LLAMA),
-  'phi3': dataclasses.replace(_LLAMA, rules=functools.partial(_llama, fused=True)),
+  'phi3': dataclasses.replace(_LLAMA, rules=functools.partial(_llama, blocks=_fused_blocks)),
+  'mixtral': _mixture(f'{_LAYER}block_sparse_moe.', ('w1', 'w3', 'w2')),
+  'qwen3_moe': _mixture(f'{_LAYER}mlp.', ('gate_proj', 'up_proj', 'down_proj')),
 }

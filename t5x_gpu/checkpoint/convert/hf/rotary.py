@@ -12,18 +12,47 @@ from t5x_gpu.checkpoint.convert.hf.keys import Json
 from t5x_gpu.checkpoint.convert.hf.layer_kinds import FULL, SLIDING, layers_with_rope
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.layers.rotary import yarn_attention_factor
 
 Ropes = Sequence[Optional[RotaryEmbedding]]  # of each layer
 
-# RotaryEmbedding -> rope_parameters, for scaling = 'llama3'.
-_LLAMA3 = {
-  'factor': 'factor',
-  'low_freq_factor': 'low_freq_factor',
-  'high_freq_factor': 'high_freq_factor',
-  'original_length': 'original_max_position_embeddings',
+# RotaryEmbedding -> rope_parameters. transformers moves the length of these kinds there, or takes
+# max_position_embeddings.
+_LENGTH = {'original_length': 'original_max_position_embeddings'}
+_SCALINGS: Mapping[str, Mapping[str, str]] = {
+  'linear': {'factor': 'factor'},
+  'llama3': {
+    'factor': 'factor',
+    'low_freq_factor': 'low_freq_factor',
+    'high_freq_factor': 'high_freq_factor',
+    **_LENGTH,
+  },
+  'yarn': {
+    'factor': 'factor',
+    'beta_fast': 'beta_fast',
+    'beta_slow': 'beta_slow',
+    'truncate': 'truncate',
+    'attention_factor': 'attention_factor',
+    **_LENGTH,
+  },
+  'longrope': {
+    'factor': 'factor',
+    'short_factors': 'short_factor',
+    'long_factors': 'long_factor',
+    'attention_factor': 'attention_factor',
+    **_LENGTH,
+  },
+  'dynamic': {'factor': 'factor'},
 }
-_SCALINGS = {'linear': {'factor': 'factor'}, 'llama3': _LLAMA3}
-_KEYS = ('rope_type', 'type', 'rope_theta', 'partial_rotary_factor', *_LLAMA3.values())
+# Of all families but Phi-3, whose code is the only one that decodes with 'longrope' as it scores.
+_KINDS = ('default', 'linear', 'llama3', 'yarn', 'dynamic')
+# Keys of rope_parameters: of all kinds, and of one. Those of another kind have no effect.
+KEYS_OF_ALL = ('rope_type', 'type', 'rope_theta', 'partial_rotary_factor')
+KEYS_OF_KIND: Mapping[str, Sequence[str]] = {
+  kind: sorted((*names.values(), *(('mscale', 'mscale_all_dim') if kind == 'yarn' else ())))
+  for kind, names in _SCALINGS.items()
+}
+_KEYS = {*KEYS_OF_ALL, *(key for keys in KEYS_OF_KIND.values() for key in keys)}
 # Keys of config.json that most families have.
 READ = ('rope_theta', 'rope_scaling', 'rope_parameters')
 
@@ -65,11 +94,7 @@ def _read(config: Json, **options: Any) -> RotaryEmbedding:
 
 
 def _one(
-  config: Json,
-  rope: Optional[Json],
-  *,
-  kinds: Sequence[str] = ('default', *_SCALINGS),
-  partial: bool = False,
+  config: Json, rope: Optional[Json], *, kinds: Sequence[str] = _KINDS, partial: bool = False
 ) -> RotaryEmbedding:
   """Returns the positions of one object of `config`.
 
@@ -87,34 +112,66 @@ def _one(
   if fraction != 1.0 and not partial:
     unknown.append(f'partial_rotary_factor = {fraction!r}')
   if kind not in kinds or unknown:
+    what = f'config.json says {" and ".join(unknown)} of rotary positions.'
+    if kind not in kinds:
+      what = f'config.json says rope_type = {kind!r}.'
+    if kind == 'longrope':
+      what += ' With a cache, transformers would mix keys of short and of long factors.'
     raise CheckpointError(
-      f'config.json says rope_type = {kind!r}.'
-      if kind not in kinds
-      else f'config.json says {" and ".join(unknown)} of rotary positions.',
+      what,
       fix=f'Supported in this family: rope_type {", ".join(map(repr, kinds))}, with the keys that '
       'belong to it' + ('.' if partial else ', for all features of a head.'),
       docs='convert.md#families',
     )
   if kind == 'default':
     return RotaryEmbedding(theta=theta, fraction=fraction)
-  if kind == 'llama3':  # transformers prefers the number outside, and has this default
-    rope = {
-      'original_max_position_embeddings': config['max_position_embeddings'],
-      **rope,
-      **{k: config[k] for k in ('original_max_position_embeddings',) if k in config},
-    }
-  return RotaryEmbedding(
-    theta=theta, scaling=kind, **{ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items()}
-  )
+  rope = _with_defaults(kind, rope, config)
+  values = {ours: rope[theirs] for ours, theirs in _SCALINGS[kind].items()}
+  if kind == 'dynamic':
+    values['original_length'] = config['max_position_embeddings']
+  return RotaryEmbedding(theta=theta, scaling=kind, fraction=fraction, **values)
+
+
+def _with_defaults(kind: str, rope: Json, config: Json) -> dict[str, Any]:
+  """Returns `rope` with transformers' values for keys of this kind that are missing."""
+  rope, longest = dict(rope), config['max_position_embeddings']
+  key = _LENGTH['original_length']
+  if key in _SCALINGS[kind].values():
+    rope[key] = config.get(key, rope.get(key, longest))  # the number outside comes first
+  if kind == 'longrope':
+    rope.setdefault('factor', None)
+  if kind in ('yarn', 'longrope'):
+    if rope['factor'] is None:
+      rope['factor'] = longest / rope[key]
+    rope.setdefault('attention_factor', None)
+  if kind == 'yarn':
+    rope.update(
+      beta_fast=rope.get('beta_fast') or 32.0,
+      beta_slow=rope.get('beta_slow') or 1.0,
+      truncate=rope.get('truncate', True),
+    )
+    ours, theirs = (rope.get(key) or 0.0 for key in ('mscale', 'mscale_all_dim'))
+    if rope['attention_factor'] is None and ours and theirs:
+      rope['attention_factor'] = _mscale(rope['factor'], ours) / _mscale(rope['factor'], theirs)
+  return rope
+
+
+def _mscale(factor: float, weight: float) -> float:
+  """Returns YaRN's multiplier of queries and keys, as DeepSeek weights it."""
+  return 1.0 + weight * (yarn_attention_factor(factor) - 1.0)
 
 
 def _scaling(rope: RotaryEmbedding) -> Optional[dict[str, Any]]:
   if rope.scaling not in _SCALINGS:
     return None
-  names = _SCALINGS[rope.scaling]
+  values = {theirs: getattr(rope, ours) for ours, theirs in _SCALINGS[rope.scaling].items()}
   return {
     'rope_type': rope.scaling,
-    **{theirs: getattr(rope, ours) for ours, theirs in names.items()},
+    **{
+      key: list(value) if isinstance(value, tuple) else value
+      for key, value in values.items()
+      if value is not None
+    },
   }
 
 
@@ -151,6 +208,13 @@ def _read_local_and_global(config: Json, windows: Sequence[int]) -> Ropes:
       docs='convert.md#families',
     )
   full = {**(given.get(FULL) or {}), **scaling}
+  if not all(rope.get('truncate', True) for rope in (full, given.get(SLIDING) or {})):
+    raise CheckpointError(
+      'config.json says truncate = false of the rotary positions of a Gemma-3: transformers '
+      'ignores it there.',
+      fix='Remove truncate if the weights were trained with transformers.',
+      docs='convert.md#families',
+    )
   ours = {
     FULL: _one(config, full),
     SLIDING: _one({**config, 'rope_theta': config['rope_local_base_freq']}, given.get(SLIDING)),
@@ -210,12 +274,20 @@ def _write_partial(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
     _write(ropes[0]),
     {'partial_rotary_factor': ropes[0].fraction if ropes[0] else 1.0},
   )
+  length = _LENGTH['original_length']
+  if ropes[0] and ropes[0].scaling == 'longrope':
+    fraction[length] = ropes[0].original_length
   return {**keys, **fraction, 'rope_parameters': {**keys.get('rope_parameters', {}), **fraction}}
 
 
 PARTIAL = Rotary(
-  lambda config, windows: [_read(config, kinds=('default',), partial=True)] * len(windows),
+  lambda config, windows: (
+    [_read(config, kinds=('default', 'longrope'), partial=True)] * len(windows)
+  ),
   _write_partial,
-  keys=READ,
-  defaults={'rope_theta': 10000.0, 'partial_rotary_factor': 1.0},
+  defaults={
+    'rope_theta': 10000.0,
+    'partial_rotary_factor': 1.0,
+    'original_max_position_embeddings': 4096,
+  },
 )

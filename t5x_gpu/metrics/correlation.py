@@ -1,0 +1,37 @@
+"""How well the products of embeddings follow scores given by people."""
+
+import numpy as np
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+  """Returns the ranks of numbers [n] from 1; equal numbers share the mean of their ranks."""
+  _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
+  return (np.cumsum(counts) - (counts - 1) / 2)[places]
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns the correlation of two arrays [n]; NaN if all numbers of one are equal."""
+  x, y = x - x.mean(), y - y.mean()
+  scale = np.sqrt((x @ x) * (y @ y))
+  return float(x @ y / scale) if scale else float('nan')
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns the rank correlation of two arrays [n]; NaN if all numbers of one are equal."""
+  return pearson(ranks(x), ranks(y))
+
+
+def pair_scores(pairs: np.ndarray, *, prefix: str = '') -> dict[str, float]:
+  """Returns spearman and pearson, named `prefix + name`; {} if all scores are equal.
+
+  Args:
+    pairs: [examples, (product, score, weight)]; examples of weight 0 do not count.
+    prefix: of the names.
+  """
+  products, scores, _ = pairs[pairs[:, 2] > 0].T
+  if len(np.unique(scores)) < 2:
+    return {}
+  return {
+    f'{prefix}spearman': spearman(products, scores),
+    f'{prefix}pearson': pearson(products, scores),
+  }

@@ -1,0 +1,254 @@
+"""Direct preference optimization: a model learns which of two answers people prefer.
+
+A row of a batch holds pairs of texts: chosen and rejected answers to the same prompt, in turn. The
+log-probability of an answer is the sum over its tokens. The loss compares how much more likely each
+answer has become than it was under a reference model, which is the model before the training. So
+the reference is a frozen copy of the first parameters. With adapters (lora.py) no copy is needed:
+the reference is the model without them.
+Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.data import features
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.models.lora import LoraModel, without_factors
+from t5x_gpu.models.losses import Sums, refuse_router_losses
+from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
+from t5x_gpu.models.preference.pairs import sums_of_pairs
+from t5x_gpu.partitioning.axis_rules import is_manual
+
+# The reference's parameters: the same paths below this name.
+REFERENCE = 'reference_model'
+_OF_PARAMS = ('logits', 'start_decoding', 'decode_step')
+# Of a model in parts, which this one is not: its loss needs two passes.
+_PARTS = ('embed', 'run_layers', 'head', 'stacks', 'gathers_layers')
+_error = functools.partial(ModelError, docs='finetune.md#preferences')
+
+
+def _sigmoid(difference: jax.Array, beta: float, label_smoothing: float) -> jax.Array:
+  """Rafailov et al. 2023, equation 7; with smoothing, equation 3 of Mitchell's note on cDPO."""
+  x = beta * difference
+  return -(
+    (1.0 - label_smoothing) * jax.nn.log_sigmoid(x) + label_smoothing * jax.nn.log_sigmoid(-x)
+  )
+
+
+def _hinge(difference: jax.Array, beta: float, label_smoothing: float) -> jax.Array:
+  """Zhao et al. 2023 (SLiC, arXiv:2305.10425), with the rewards of DPO."""
+  del label_smoothing
+  return jax.nn.relu(1.0 - beta * difference)
+
+
+def _ipo(difference: jax.Array, beta: float, label_smoothing: float) -> jax.Array:
+  """Azar et al. 2023 (arXiv:2310.12036), equation 17; beta is its tau."""
+  del label_smoothing
+  return jnp.square(difference - 1.0 / (2.0 * beta))
+
+
+# (log-ratio of the chosen minus that of the rejected answer, beta, label_smoothing) -> loss.
+LOSSES: Mapping[str, Callable[[jax.Array, float, float], jax.Array]] = {
+  'sigmoid': _sigmoid,
+  'hinge': _hinge,
+  'ipo': _ipo,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoModel:
+  """A decoder-only model, or a LoraModel of one, that is trained on preferences.
+
+  Its metrics are those of TRL's DPOTrainer, averaged over pairs. The parameters of the model keep
+  their paths. Without adapters there is a second, frozen tree of them, 'reference_model'; it has no
+  optimizer state, and checkpoints hold it.
+
+  Attributes:
+    model: the model to train.
+    beta: how strongly the model is held to the reference; more is closer.
+    loss_type: a key of `LOSSES`. With 'ipo', log-ratios are divided by the tokens of the answer, as
+      in TRL.
+    label_smoothing: probability that a pair is labelled the wrong way round (cDPO); for 'sigmoid'.
+  """
+
+  model: Model
+  beta: float = 0.1
+  loss_type: str = 'sigmoid'
+  label_smoothing: float = 0.0
+
+  def __post_init__(self) -> None:
+    self._check_options()
+    self._check_model()
+
+  def _check_options(self) -> None:
+    if not self.beta > 0:
+      raise _error(f'DpoModel.beta = {self.beta} must be above 0.', fix='Set DpoModel.beta = 0.1.')
+    if self.loss_type not in LOSSES:
+      raise _error(
+        f'DpoModel.loss_type = {self.loss_type!r}.' + did_you_mean(str(self.loss_type), LOSSES),
+        fix=f'Set it to one of {", ".join(map(repr, LOSSES))}.',
+      )
+    if not 0 <= self.label_smoothing < 0.5:
+      raise _error(
+        f'DpoModel.label_smoothing = {self.label_smoothing} is not between 0 and 0.5: half of the '
+        'labels would be wrong.',
+        fix='Set DpoModel.label_smoothing = 0.0, or the share of wrong labels.',
+      )
+    if self.label_smoothing and self.loss_type != 'sigmoid':
+      raise _error(
+        f'DpoModel.label_smoothing = {self.label_smoothing} does nothing with loss_type = '
+        f'{self.loss_type!r}.',
+        fix="Set DpoModel.label_smoothing = 0.0, or DpoModel.loss_type = 'sigmoid'.",
+      )
+
+  def _check_model(self) -> None:
+    plain, config = self._plain, config_of(self.model)
+    if not hasattr(plain, 'token_log_probs'):
+      raise _error(
+        f'DpoModel cannot train a {type(plain).__name__}: it has no method token_log_probs.',
+        fix='Set DpoModel.model to a DecoderOnlyModel, or a LoraModel of one.',
+      )
+    if self._has_adapters and self.model.also_train is not None:
+      raise _error(
+        f'LoraModel.also_train = {self.model.also_train!r}: these parameters would change, and '
+        'with them the reference, which is the model without its adapters.',
+        fix='Remove LoraModel.also_train, or train all parameters: DpoModel.model = %MODEL.',
+      )
+    for name in ('z_loss', 'label_smoothing'):
+      if getattr(plain, name, 0.0):
+        raise _error(
+          f'{type(plain).__name__}.{name} = {getattr(plain, name)} is of the loss per token, which '
+          'DpoModel does not compute.',
+          fix=f'Set {type(plain).__name__}.{name} = 0.0.',
+        )
+    if config is not None:
+      refuse_router_losses('DpoModel', config)
+    if config is not None and config.fp8:
+      raise _error(
+        f'DpoModel does not support dtype = {config.dtype!r}.',
+        fix="Set PRECISION (TransformerConfig.dtype) = 'bfloat16'.",
+      )
+
+  def __getattr__(self, name: str) -> Any:
+    # Copies and pickles ask before `model` is set.
+    if name.startswith('__') or name == 'model' or name in _PARTS:
+      raise AttributeError(name)
+    value = getattr(self.model, name)
+    if name in _OF_PARAMS:
+      return lambda params, *args, **kwargs: value(_policy(params), *args, **kwargs)
+    return value
+
+  @property
+  def _has_adapters(self) -> bool:
+    return isinstance(self.model, LoraModel)
+
+  @property
+  def _plain(self) -> Any:
+    """The model without adapters, which computes the reference."""
+    return self.model.model if self._has_adapters else self.model
+
+  def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
+    """Returns 'preference'."""
+    del task_feature_lengths
+    return 'preference'
+
+  def batch_spec(
+    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
+  ) -> BatchSpec:
+    """Returns the features of packed rows: even a single pair is two texts."""
+    del pack
+    features.check_lengths('preference', task_feature_lengths=task_feature_lengths)
+    return self.model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=True)
+
+  def init(self, rng: jax.Array, spec: Optional[BatchSpec]) -> Params:
+    """Returns new parameters; without adapters, also the reference, which is equal to them."""
+    params = self.model.init(rng, spec)
+    return params if self._has_adapters else {**params, REFERENCE: params}
+
+  def is_trained(self, path: str) -> bool:
+    """Returns whether a parameter is trained."""
+    if is_reference(path):
+      return False
+    return getattr(self.model, 'is_trained', lambda path: True)(path)
+
+  def is_adapter(self, path: str) -> bool:
+    """Returns whether a checkpoint to start from may lack a parameter."""
+    return getattr(self.model, 'is_adapter', lambda path: False)(path)
+
+  def source_of(self, path: str) -> str:
+    """Returns where a parameter is in a checkpoint to start from: the reference begins equal."""
+    return path.removeprefix(f'{REFERENCE}/')
+
+  def flops_per_token(self, length: int) -> float:
+    """Returns FLOPs of a training step per position, with the forward pass of the reference."""
+    return self.model.flops_per_token(length) + self._plain.flops_per_token(length) / 3
+
+  def loss(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Sums:
+    """Returns sums over pairs: 'loss' and the metrics of TRL.
+
+    Args:
+      params: of `init`.
+      batch: 'decoder_segment_ids' are 1 and 2 for the chosen and the rejected answer of the first
+        pair in a row, 3 and 4 for the next one.
+      dropout_key: of the model that is trained; the reference has no dropout.
+    """
+    policy = _policy(params)
+    frozen = without_factors(policy) if self._has_adapters else params[REFERENCE]
+    reference = jax.lax.stop_gradient(self._plain.token_log_probs(frozen, batch))
+    log_probs = self.model.token_log_probs(policy, batch, dropout_key=dropout_key)
+    return self.sums(log_probs, reference, batch)
+
+  def sums(self, log_probs: jax.Array, reference: jax.Array, batch: DeviceBatch) -> Sums:
+    """Returns the sums of `loss` from log-probabilities of the target tokens, [batch, length].
+
+    Args:
+      log_probs: of the model that is trained.
+      reference: of the reference model.
+      batch: as for `loss`.
+    """
+    weights, segments = batch['decoder_loss_weights'], batch['decoder_segment_ids']
+    logps, reference, counts = (
+      sums_of_pairs(x, segments) for x in (log_probs * weights, reference * weights, weights)
+    )
+    is_pair = (counts > 0).all(-1).astype(jnp.float32)
+    if is_manual('context'):  # every device along `context` has the sums of whole rows; one counts
+      is_pair = jnp.where(jax.lax.axis_index('context') == 0, is_pair, 0.0)
+    ratios = logps - reference
+    scores = ratios / jnp.maximum(counts, 1.0) if self.loss_type == 'ipo' else ratios
+    losses = LOSSES[self.loss_type](
+      scores[..., 0] - scores[..., 1], self.beta, self.label_smoothing
+    )
+    chosen, rejected = jnp.moveaxis(self.beta * ratios, -1, 0)
+    found = {
+      'loss': losses,
+      'rewards/chosen': chosen,
+      'rewards/rejected': rejected,
+      'rewards/accuracies': (chosen > rejected).astype(jnp.float32),
+      'rewards/margins': chosen - rejected,
+      'logps/chosen': logps[..., 0],
+      'logps/rejected': logps[..., 1],
+    }
+    return {name: (jnp.sum(x * is_pair), jnp.sum(is_pair)) for name, x in found.items()}
+
+
+def _policy(params: Params) -> Params:
+  """Returns the parameters of the model that is trained."""
+  return {name: value for name, value in params.items() if name != REFERENCE}
+
+
+def is_reference(path: str) -> bool:
+  """Returns whether a parameter is of the reference's copy, which only its own run needs."""
+  return path.startswith(f'{REFERENCE}/')
+
+
+def policy_of(model: Model) -> Model:
+  """Returns the model that a DpoModel trains; any other model unchanged."""
+  return model.model if isinstance(model, DpoModel) else model

@@ -1,0 +1,26 @@
+"""Sums over the texts of pairs, which alternate in a row."""
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.partitioning.axis_rules import is_manual
+
+
+def sums_of_pairs(values: jax.Array, segments: jax.Array) -> jax.Array:
+  """Returns the sums of `values` over the two texts of each pair, float32 [batch, pairs, 2].
+
+  A row has room for as many pairs as two tokens each would fill; the sums of absent ones are 0. If
+  the length is split, the sums are of whole rows.
+
+  Args:
+    values: [batch, length].
+    segments: [batch, length]: 1 and 2 in the first pair, 3 and 4 in the second; 0 for padding.
+  """
+  in_manual = is_manual('context')
+  ways = jax.lax.axis_size('context') if in_manual else 1
+  pairs = max(segments.shape[1] * ways // 2, 1)
+  # A comparison and a sum, which XLA fuses: no scatter, whose order of additions may vary.
+  is_in = segments[:, :, None] == jnp.arange(1, 2 * pairs + 1)
+  sums = jnp.sum(jnp.where(is_in, values.astype(jnp.float32)[:, :, None], 0.0), axis=1)
+  sums = jax.lax.psum(sums, 'context') if in_manual else sums
+  return sums.reshape(*sums.shape[:-1], pairs, 2)

@@ -1,0 +1,31 @@
+"""Correlations are SciPy's, ties included; pairs of weight 0 and unscored pairs do not count."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from t5x_gpu.metrics import correlation, reduce
+
+
+def test_correlations_are_scipys():
+  rng = np.random.default_rng(0)
+  x, y = rng.integers(0, 9, 50) / 4.0, rng.normal(size=50)
+  pairs = np.stack([x, y, np.ones(50)], 1)
+  pairs = np.concatenate([pairs[:20], [[9.0, 9.0, 0.0]], pairs[20:]])
+  found = correlation.pair_scores(pairs, prefix='eval/')
+  assert found == pytest.approx(
+    {
+      'eval/spearman': stats.spearmanr(x, y).statistic,
+      'eval/pearson': stats.pearsonr(x, y).statistic,
+    }
+  )
+  assert correlation.pair_scores(pairs * [1.0, 0.0, 1.0]) == {}
+
+
+def test_pairs_of_batches_follow_each_other():
+  sums = reduce.Accumulator()
+  for start in (0.0, 6.0):
+    rows = np.arange(start, start + 6).reshape(2, 3)
+    sums.add({'pairs': (rows, 2.0), 'loss': (1.0, 2.0)})
+  np.testing.assert_array_equal(sums.sums()['pairs'][0], np.arange(12.0).reshape(4, 3))
+  assert sums.means().values == {'loss': 0.5}

@@ -1,0 +1,133 @@
+"""Embeddings: a text's vector does not depend on its row, the loss is that of the global batch."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.errors import ConfigError, ModelError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoding.sums import of_text_sets
+from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+from tests.parity.tolerances import MESH_GRADIENT
+
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=1, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.0
+)
+MODEL = EncoderModel(CONFIG, head_type='embedding', pooling='mean')
+
+
+def test_the_loss_is_infonce_with_hard_negatives():
+  rng = np.random.default_rng(0)
+  vectors = rng.normal(size=(4, 3, 5)).astype(np.float32)
+  exists = np.ones((4, 3), bool)
+  exists[1, 2] = False  # no hard negative
+  weights, scores = np.array([1, 1, 2, 0]), np.array([7, 8, 9, 3])
+  sums = of_text_sets(
+    *map(jnp.asarray, (vectors, exists, np.arange(4), weights, scores)),
+    temperature=0.5,
+    with_pairs=True,
+  )
+  candidates = [vectors[i, k] for i in range(3) for k in (1, 2) if exists[i, k]]
+  losses, right = [], []
+  for i in range(3):
+    own = vectors[i, 0] @ vectors[i, 1] / 0.5
+    logits = np.array([vectors[i, 0] @ c / 0.5 for c in candidates])
+    losses.append(np.log(np.exp(logits).sum()) - own)
+    right.append(own >= logits.max())
+  np.testing.assert_allclose(sums['loss'], (losses[0] + losses[1] + 2 * losses[2], 4), rtol=1e-5)
+  np.testing.assert_array_equal(sums['accuracy'], (right[0] + right[1] + 2 * right[2], 4))
+  pairs = np.asarray(sums['pairs'][0])
+  np.testing.assert_array_equal(pairs[:, 2], weights)
+  np.testing.assert_array_equal(pairs[:2, 1], scores[:2])
+  np.testing.assert_allclose(pairs[0, 0], vectors[0, 0] @ vectors[0, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize('pooling', ['mean', 'first_token'])
+def test_a_text_has_the_same_vector_in_a_row_of_its_own(pooling):
+  model = dataclasses.replace(MODEL, pooling=pooling)
+  params = split_names(model.init(jax.random.key(0), None))[0]
+  rng = np.random.default_rng(1)
+  texts = [rng.integers(1, 32, n) for n in (5, 3, 4)]
+  row, segments, places = np.zeros((3, 1, 14), np.int32)
+  start = 0
+  for number, text in enumerate(texts, 1):
+    part = slice(start, start + len(text))
+    row[0, part], segments[0, part], places[0, part] = text, number, np.arange(len(text))
+    start += len(text)
+  alone = np.zeros((3, 14), np.int32)
+  for number, text in enumerate(texts):
+    alone[number, : len(text)] = text
+  vectors = jax.jit(model.logits)
+  together = vectors(
+    params,
+    {'encoder_input_tokens': row, 'encoder_segment_ids': segments, 'encoder_positions': places},
+  )
+  np.testing.assert_allclose(np.linalg.norm(together, axis=-1), np.ones((1, 3)), rtol=1e-5)
+  want = vectors(params, {'encoder_input_tokens': alone})[:, 0]
+  np.testing.assert_allclose(together[0], want, atol=1e-5)
+
+
+def program_of(partitioner, devices, **options):
+  return build_program(
+    model=MODEL,
+    optimizer=AdamW(),
+    schedule=constant(1e-2),
+    seed=0,
+    pack=False,
+    partitioner=partitioner,
+    topology=Topology(1, devices),
+    devices=jax.devices()[:devices],
+    task_feature_lengths={'inputs': 8},
+    batch_size=8,
+    **options,
+  )
+
+
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    dict(data=2, fsdp=2),
+    pytest.param(dict(data=2, context=2), marks=pytest.mark.slow),
+    pytest.param(dict(fsdp=4, num_partitions=2), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_negatives_come_from_all_devices(mesh):
+  alone, spread = (
+    program_of(Partitioner(), 1),
+    program_of(Partitioner(**mesh), math.prod(mesh.values())),
+  )
+  [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
+  found = []
+  for program in (alone, spread):
+    state, given = program.init(), program.layout.put_batch(batch)
+    evaluated = program.eval_step(state.params, given)
+    found.append(jax.device_get((evaluated, program.train_step(state, given)[1])))
+  for want, got in zip(*found):
+    for name, pair in want.items():
+      for ours, theirs in zip(got[name], pair, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=MESH_GRADIENT, atol=1e-6, err_msg=name)
+  assert found[0][0]['pairs'][0].shape == (8, 3)
+
+
+def test_what_would_cut_the_batch_into_parts_is_refused():
+  with pytest.raises(ConfigError, match='num_microbatches = 2'):
+    program_of(Partitioner(), 1, num_microbatches=2)
+  with pytest.raises(ModelError, match="does not work with pooling = 'first_token_tanh'"):
+    EncoderModel(CONFIG, head_type='embedding')
+  limited = dataclasses.replace(CONFIG, num_positions=8, relative_bias='none')
+  model = dataclasses.replace(MODEL, config=limited)
+  model.batch_spec({'inputs': 16}, batch_size=2, pack=False)  # two texts of 8
+  with pytest.raises(ModelError, match='learned vectors'):
+    model.batch_spec({'inputs': 17}, batch_size=2, pack=False)

@@ -1,0 +1,103 @@
+"""Token classification: entities are counted inside the step as outside, on any mesh."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.data.entities import entities_of, entity_kinds
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoding.sums import entity_hits
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+from tests.parity.tolerances import MESH_GRADIENT
+
+NAMES = ('O', 'B-PER', 'I-PER', 'I-LOC', 'B-LOC', 'S-LOC', 'E-PER')
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=1, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.0
+)
+TAGS = dict(head_type='token_classification', num_classes=len(NAMES), class_names=NAMES)
+SEVERAL = dict(problem_type='multi_label_classification', num_classes=5, pooling='mean')
+
+
+def by_hand(predicted, labels, segments):
+  """Returns the hits of each type, from the lists of entities."""
+  kinds, hits = entity_kinds(NAMES), np.zeros((2, 3))
+  for row in range(len(labels)):
+    for segment in set(segments[row]) - {0}:
+      places = [i for i in range(labels.shape[1]) if labels[row, i] and segments[row, i] == segment]
+      ours = set(map(str, entities_of([NAMES[predicted[row, i]] for i in places])))
+      theirs = set(map(str, entities_of([NAMES[labels[row, i] - 1] for i in places])))
+      for number, kind in enumerate(kinds):
+        sets = (ours & theirs, ours, theirs)
+        hits[number] += [sum(f"kind='{kind}'" in e for e in found) for found in sets]
+  return hits
+
+
+def test_entities_in_the_step_are_those_of_the_sentences():
+  rng = np.random.default_rng(0)
+  shape = (16, 40)
+  labels = rng.integers(1, len(NAMES) + 1, shape) * (rng.random(shape) < 0.6)
+  wrong = rng.random(shape) < 0.2
+  predicted = np.where(wrong | (labels == 0), rng.integers(0, len(NAMES), shape), labels - 1)
+  segments = np.cumsum(rng.random(shape) < 0.1, axis=1)
+  labels *= segments > 0
+  got = entity_hits(
+    *map(jnp.asarray, (predicted, labels, segments)), jnp.arange(shape[1]), names=NAMES
+  )
+  want = by_hand(predicted, labels, segments)
+  assert (want > 10).all()
+  np.testing.assert_array_equal(got, want)
+
+
+def test_tags_need_names():
+  with pytest.raises(ModelError, match='needs the names of the tags'):
+    EncoderModel(CONFIG, head_type='token_classification', num_classes=3)
+
+
+def program_of(model, partitioner, devices):
+  return build_program(
+    model=model,
+    optimizer=AdamW(),
+    schedule=constant(1e-2),
+    seed=0,
+    pack=False,
+    partitioner=partitioner,
+    topology=Topology(1, devices),
+    devices=jax.devices()[:devices],
+    task_feature_lengths={'inputs': 8},
+    batch_size=8,
+  )
+
+
+@pytest.mark.parametrize('options', [TAGS, SEVERAL], ids=['tags', 'several labels'])
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    dict(context=2, fsdp=2),
+    pytest.param(dict(context=4, num_partitions=2), marks=pytest.mark.slow),
+    pytest.param(dict(data=4), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_counts_and_losses_on_a_mesh_are_those_of_one_device(options, mesh):
+  model = EncoderModel(CONFIG, **options)
+  alone = program_of(model, Partitioner(), 1)
+  spread = program_of(model, Partitioner(**mesh), math.prod(mesh.values()))
+  [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
+  want, got = (
+    jax.device_get(program.eval_step(program.init().params, program.layout.put_batch(batch)))
+    for program in (alone, spread)
+  )
+  assert want['hits'][0][:, 1:].sum() > 4
+  for name, pair in want.items():
+    for ours, theirs in zip(got[name], pair, strict=True):
+      np.testing.assert_allclose(ours, theirs, rtol=MESH_GRADIENT, err_msg=name)
