@@ -96,12 +96,13 @@ class Tiers:
 
   @pytest.hookimpl(wrapper=True)
   def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:
+    if call.when == 'call':
+      used = round(cpu_seconds() - self._cpu_before, 1)
+      item.user_properties.append((_CPU, used))  # which every report of this test has
     report = yield
-    if call.when == 'call' and not item.get_closest_marker('slow'):
-      used = cpu_seconds() - self._cpu_before
-      report.user_properties.append((_CPU, round(used, 1)))
+    if call.when == 'call' and report.passed and not item.get_closest_marker('slow'):
       problems = list(self._problems(used))
-      if problems and report.passed:
+      if problems:
         report.outcome, report.longrepr = 'failed', '\n'.join(problems)
     return report
 
