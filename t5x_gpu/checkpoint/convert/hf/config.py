@@ -43,14 +43,27 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   'qwen3_moe': QWEN3_MOE,
 }
 # Models that people bring as often as those: why they are refused, and what to do.
-_SHARED = 'a model with shared experts'
-_OTHER_EXPERTS = 'Supported families with experts: mixtral and qwen3_moe.'
+_EXPERTS = 'Supported families with experts: mixtral and qwen3_moe.'
+_ENCODERS = 'Supported encoders: bert, which includes many models for embeddings and retrieval.'
+_TEXT_TO_TEXT = 'Supported encoder-decoders: t5 (T5, T5.1.1, Flan-T5, UL2, ByT5) and mt5.'
 _REFUSED = {
   'gemma3': (
     'a Gemma-3 that also reads images',
     'Take a checkpoint of the text model alone: gemma3_text (Gemma-3 270M and 1B are).',
   ),
-  **dict.fromkeys(('qwen2_moe', 'qwen3_next', 'deepseek_v3'), (_SHARED, _OTHER_EXPERTS)),
+  **dict.fromkeys(
+    ('qwen2_moe', 'qwen3_next', 'deepseek_v3'), ('a model with shared experts', _EXPERTS)
+  ),
+  'gpt_oss': ('a model with attention sinks and MXFP4 experts', _EXPERTS),
+  **dict.fromkeys(
+    ('roberta', 'xlm-roberta', 'camembert'),
+    ('a model that begins each text with token id 0, which is padding here', _ENCODERS),
+  ),
+  'modernbert': ('an encoder whose first layer has no norm before attention', _ENCODERS),
+  **dict.fromkeys(('deberta', 'deberta-v2'), ('an encoder with disentangled attention', _ENCODERS)),
+  'longt5': ('a T5 with local or transient-global attention', _TEXT_TO_TEXT),
+  'umt5': ('a T5 with a table of relative positions in each layer', _TEXT_TO_TEXT),
+  't5gemma': ('an encoder-decoder made of Gemma layers', _TEXT_TO_TEXT),
 }
 # Keys on what differs by layer: written as a whole, none is kept from another config.json.
 _LAYER_KEYS = (*rotary.READ, 'rope_local_base_freq', 'layer_types', 'sliding_window')
