@@ -9,6 +9,7 @@
 answered by its exit code, or null while it runs. No device is touched before the fork.
 """
 
+import importlib
 import json
 import os
 import pathlib
@@ -20,7 +21,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
 from t5x_gpu import cli, train
+from t5x_gpu.metrics.writers import TensorBoardWriter
 from tests.helpers_train import REPOSITORY
+
+# What a run imports only when it needs it.
+LATER = ('matplotlib.backends.backend_agg', 't5x_gpu.data.synthetic', 't5x_gpu.training.optimizers')
 
 
 class Forked:
@@ -140,6 +145,9 @@ def _run(request: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
+  for name in LATER:
+    importlib.import_module(name)
+  TensorBoardWriter('unused')  # imports what writes event files
   for line in sys.stdin:
     request = json.loads(line)
     if 'poll' in request:

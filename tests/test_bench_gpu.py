@@ -40,6 +40,7 @@ def environ(folder: pathlib.Path) -> dict[str, str]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_with_the_parts_that_are_left(tmp_path):
   command = ['bash', SCRIPT, '--small', '--out', tmp_path, '--parts=ceilings,loss,ceilings_torch']
   options = dict(env=environ(tmp_path), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

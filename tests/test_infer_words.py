@@ -72,6 +72,7 @@ def answers(project, tmp_path, *prompts):
   return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_tagger_finds_the_words_that_it_learned(tmp_path):
   def row_of(i):
     numbers = ['one', 'two', 'six'][: 1 + i % 3]

@@ -269,6 +269,7 @@ def test_a_doctor_that_finds_something_does_not_end_the_others(capfd):
   assert 'looked on 0' in captured.out and 'looked on 2' in captured.out and not captured.err
 
 
+@pytest.mark.slow
 def test_launch_starts_the_doctor_once_per_process_and_gives_its_exit_code(tmp_path):
   env = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(

@@ -317,6 +317,7 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='POSIX only')
+@pytest.mark.slow
 def test_bench_runs_without_tensorflow_seqio_matplotlib_and_tensorboardx(tmp_path):
   done = subprocess.run(
     [sys.executable, '-c', BARE],

@@ -24,7 +24,9 @@ def old(tmp_path, monkeypatch) -> pathlib.Path:
   return folder
 
 
-@pytest.mark.parametrize('data', ['prepared', pytest.param('streaming', marks=pytest.mark.tf)])
+@pytest.mark.parametrize(
+  'data', ['prepared', pytest.param('streaming', marks=[pytest.mark.tf, pytest.mark.slow])]
+)
 def test_config_of_an_old_run_continues_it_with_the_same_losses(old, data):
   shutil.copy(f'{data}_run/config.gin', 'again.gin')
   result = run_here(lambda: train.main(['--gin_file=again.gin']))

@@ -226,7 +226,9 @@ def test_a_shipped_model_trains_on_a_mesh_as_on_one_device(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'partitioner', [Partitioner(), Partitioner(num_partitions=2)], ids=['data8', 'data4-model2']
+  'partitioner',
+  [pytest.param(Partitioner(), marks=pytest.mark.slow), Partitioner(num_partitions=2)],
+  ids=['data8', 'data4-model2'],
 )
 def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
   report = report_of(user_model(), partitioner=partitioner)

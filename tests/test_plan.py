@@ -105,6 +105,7 @@ def test_flops_split_over_the_devices(gin_file, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_remat_policies_are_compared_in_bytes_and_matrix_products(gin_file, tmp_path, capsys):
   more = {'TransformerConfig.num_layers': 2, 'TransformerConfig.remat_policy': "'minimal'"}
   got = planned(gin_file, tmp_path, '--show=remat', '--devices=2', model=1, **more)

@@ -1,4 +1,4 @@
-"""What a run on prepared rows imports: no TensorFlow, which takes seconds and memory."""
+"""What a run on prepared rows imports: no TensorFlow or PyTorch, which take seconds and memory."""
 
 import pathlib
 import shutil
@@ -13,13 +13,13 @@ RUN = """
 import sys
 from t5x_gpu import train
 code = train.main(['--gin_file=prepared.gin', '--gin.TRAIN_STEPS=1', '--gin.EVAL_PERIOD=None'])
-names = ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5')
+names = ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5', 'torch', 'boto3')
 print('imported:', *(name for name in names if name in sys.modules))
 sys.exit(code)
 """
 
 
-def test_a_run_on_prepared_rows_does_not_import_tensorflow(tmp_path):
+def test_a_run_on_prepared_rows_does_not_import_tensorflow_or_torch(tmp_path):
   folder = tmp_path / 'old'
   shutil.copytree(ROWS, folder, ignore=shutil.ignore_patterns('*_run', 'text'))
   environment = {

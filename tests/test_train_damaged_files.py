@@ -49,7 +49,7 @@ def put(project: Project, kind: str) -> None:
 @pytest.mark.parametrize(
   'kinds',
   [
-    ('garbage',),
+    pytest.param(('garbage',), marks=pytest.mark.slow),
     pytest.param(('full folder', 'looping link'), marks=pytest.mark.slow),
     pytest.param(('nothing', 'folder', 'dangling link', 'pipe', 'zeros'), marks=pytest.mark.slow),
   ],

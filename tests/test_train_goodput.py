@@ -12,6 +12,7 @@ from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import Project
 
 
+@pytest.mark.slow
 def test_the_ledger_sums_to_the_wall_time_through_a_kill_and_a_requeue(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   macros = {'DATA_MODULE': "'held_data'", 'TRAIN_STEPS': 12, 'SAVE_PERIOD': 4, 'EVAL_PERIOD': 6}

@@ -72,6 +72,7 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
     assert secret not in first.out + first.err + second.out + second.err
 
 
+@pytest.mark.slow
 def test_report_and_top_read_a_run_in_object_storage(server, tmp_path, capsys):
   address, project = 's3://runs/reported', Project(tmp_path)
   flags = ('--gin.PROFILE_STEPS=(3, 4)',)

@@ -124,6 +124,7 @@ def opened(monkeypatch):
   return _opened
 
 
+@pytest.mark.slow
 def test_the_fuzz_tests_damage_every_file_that_a_start_opens(project, opened):
   """A file that a later version reads at the start belongs into `START_FILES`."""
   with open(project.gin_file, 'a') as f:

@@ -5,6 +5,7 @@ Keys: `train/loss`, `train/accuracy`, `train/grad_norm`, `train/learning_rate`,
 `train/step_seconds`, `train/tokens_per_second`, `train/input_wait_fraction`, `eval/loss`, ...
 """
 
+import contextlib
 import importlib
 import json
 import logging
@@ -14,8 +15,9 @@ import os
 import pathlib
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.config.atomic_write import atomic_write
@@ -177,6 +179,18 @@ class JsonLinesWriter:
     self._file.close()
 
 
+@contextlib.contextmanager
+def _hidden(*names: str) -> Iterator[None]:
+  """Makes modules look as if they were not installed, unless they are imported already."""
+  hidden = [name for name in names if name not in sys.modules]
+  sys.modules.update(dict.fromkeys(hidden))
+  try:
+    yield
+  finally:
+    for name in hidden:
+      del sys.modules[name]
+
+
 class TensorBoardWriter:
   """Writes scalars as TensorBoard event files, without TensorFlow.
 
@@ -192,11 +206,11 @@ class TensorBoardWriter:
   def __init__(self, log_dir: str | os.PathLike):
     self.log_dir = pathlib.Path(log_dir)
     try:
-      importlib.import_module('tensorboardX')
-      self._records, self._protos, self._scalars = (
-        importlib.import_module(f'tensorboardX.{name}')
-        for name in ('record_writer', 'proto.event_pb2', 'summary')
-      )
+      with _hidden('torch', 'boto3'):  # seconds of each start, for parts that are not used here
+        self._records, self._protos, self._scalars = (
+          importlib.import_module(f'tensorboardX.{name}')
+          for name in ('record_writer', 'proto.event_pb2', 'summary')
+        )
     except ModuleNotFoundError as e:
       raise ConfigError(
         f'TensorBoard files need {e.name}, which is not installed.',

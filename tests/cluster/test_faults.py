@@ -272,6 +272,7 @@ def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(ranks,
   print(f'\nexception on rank 1 of 3: {max(ended.seconds):.1f} s')
 
 
+@pytest.mark.slow
 def test_a_model_dir_lost_while_the_data_opens_ends_all_ranks_before_they_write(ranks, project):
   ended = ranks.run(project, '0:0:lock', ranks=2, TRAIN_STEPS=4)
   assert ended.codes == [1, 1], ended.texts

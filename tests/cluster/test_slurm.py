@@ -99,6 +99,7 @@ def test_the_doctor_looks_at_all_tasks_and_measures_the_links_between_the_nodes(
   assert ended['ExitCode'] == f'{int("FAIL" in text)}:0', text
 
 
+@pytest.mark.slow
 def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
   """The trap of --gpus-per-task, with the variables of a real Slurm and fake devices."""
   if not all((slurm.folder / 'dev' / f'nvidia{i}').is_char_device() for i in range(2)):

@@ -112,7 +112,7 @@ def test_rematerialisation_saves_memory():
   assert sizes[-1] < 0.75 * sizes[0]
 
 
-@pytest.mark.parametrize('attention', ['chunked', 'tokamax'])
+@pytest.mark.parametrize('attention', ['chunked', pytest.param('tokamax', marks=pytest.mark.slow)])
 def test_dots_computes_no_matrix_product_of_attention_again(attention):
   def flops(remat_policy):
     model, params, batch = make(num_layers=2, attention=attention, remat_policy=remat_policy)

@@ -51,7 +51,11 @@ def losses(name, *rates):
 
 
 @pytest.mark.parametrize(
-  'name, absent', [('decoder', {'classifier_dropout'}), ('classifier', {'output_dropout'})]
+  'name, absent',
+  [
+    pytest.param('decoder', {'classifier_dropout'}, marks=pytest.mark.slow),
+    ('classifier', {'output_dropout'}),
+  ],
 )
 def test_each_place_has_its_own_rate(name, absent):
   everywhere = dict.fromkeys(DROPOUT_PLACES, 0.5)

@@ -193,7 +193,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-  'name', [pytest.param(n, marks=pytest.mark.slow) if n == 'mlm' else n for n in MODELS]
+  'name',
+  [
+    pytest.param(n, marks=pytest.mark.slow) if n in ('mlm', 'encoder_decoder') else n
+    for n in MODELS
+  ],
 )
 def test_models_train_the_same_without_stored_logits(name):
   def run(loss_chunks):

@@ -108,7 +108,7 @@ FAMILIES = {
   'family',
   [
     pytest.param(name, marks=pytest.mark.slow)
-    if name in ('grouped_decoder', 'encoder_decoder', 'mlm')
+    if name in ('grouped_decoder', 'encoder_decoder', 'mlm', 'classifier')
     else name
     for name in FAMILIES
   ],

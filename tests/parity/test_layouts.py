@@ -407,17 +407,18 @@ def one_device(model: str, batch_size: int, attention: str = 'auto') -> dict[str
   return run(build(Case({}, model, config=config, batch_size=batch_size), 1))
 
 
-# In `make test`: combinations with every axis, and ZeRO, rematerialisation and a pipeline; the
-# others are parts of these, or more of them.
-FAST = ('zero2_remat', 't5_fsdp_model', 'data_stage_model', 'fsdp_context_model', 'expert_fsdp')
+# In `make test`: every axis but `context`, which has quick cases in tests/models/test_tags.py and
+# tests/layers/test_context_attention.py.
+FAST = ('t5_fsdp_model', 'data_stage_model', 'expert_fsdp')
+# Compiled in `make test-all` as users compile: every axis, ZeRO and rematerialisation.
+OPTIMISED = (*FAST, 'zero2_remat', 'fsdp_context_model')
 
 
 @pytest.mark.parametrize(
   'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_layout_trains_as_one_device(name):
-  # `make test-all` compiles those of `make test` as users do.
-  assert_trains_as_one_device(CASES[name], options={} if name in FAST else QUICK)
+  assert_trains_as_one_device(CASES[name], options={} if name in OPTIMISED else QUICK)
 
 
 def assert_trains_as_one_device(case: Case, options: Mapping[str, Any] = QUICK) -> None:

@@ -94,9 +94,13 @@ def compare_moments(state: TrainState) -> None:
     (1, Partitioner()),
     *(
       pytest.param(8, partitioner, marks=pytest.mark.slow)
-      for partitioner in (Partitioner(), Partitioner(data=1, fsdp=8), Partitioner(num_partitions=8))
+      for partitioner in (
+        Partitioner(),
+        Partitioner(data=1, fsdp=8),
+        Partitioner(num_partitions=8),
+        Partitioner(data=2, fsdp=2, num_partitions=2),
+      )
     ),
-    (8, Partitioner(data=2, fsdp=2, num_partitions=2)),
   ],
   ids=['one_device', 'data8', 'fsdp8', 'model8', 'data2_fsdp2_model2'],
 )

@@ -345,7 +345,11 @@ _POSITIONED = dict(
   'case, count',
   [
     # Scale and bias of two norms, and the biases of two projections out of a layer; the last norm.
-    (Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2), 6 + 2),
+    pytest.param(
+      Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2),
+      6 + 2,
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       Case(
         dict(fsdp=2, num_partitions=4, sequence_parallel=True),

@@ -115,9 +115,8 @@ def test_a_device_keeps_its_own_experts_and_the_whole_router(name):
   }
 
 
-@pytest.mark.parametrize(
-  'name', ['sequence', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data', 'fsdp'))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['sequence', 'data', 'fsdp'])
 def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   found, mesh = collectives(name), program(name).layout.mesh.shape
   assert {c.axes for c in found if c.kind == 'all-to-all'} == {('expert',)}
@@ -141,7 +140,8 @@ def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   assert {c.count for c in others if c.kind == 'all-reduce'} <= {1, CONFIG.num_layers}
 
 
-@pytest.mark.parametrize('name', ['data', pytest.param('fsdp', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['data', 'fsdp'])
 def test_gradients_of_experts_are_not_reduced_over_expert(name):
   p = program(name)
   parts = [

@@ -85,6 +85,7 @@ def test_gradients_are_those_of_a_plain_loop(name, mesh):
     assert error <= MESH_GRADIENT * np.abs(array).max(), f'{path}: {error:.1e}'
 
 
+@pytest.mark.slow
 def test_the_loop_sends_the_same_gradients_and_gathers_the_last_layer_once():
   sent = {}
   for ahead in (False, True):

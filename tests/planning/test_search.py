@@ -129,6 +129,7 @@ def test_fp8_is_shown_and_not_chosen(config):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_file, tmp_path):
   best, out, again = (tmp_path / name for name in ('best.gin', 'search.json', 'plan.json'))
   where = ['--gpus=4', '--gpus_per_host=2', '--gpu=h200', '--dry_run']

@@ -1,6 +1,8 @@
 """Do prepared rows fit the model and the config of a run?"""
 
 import collections
+import json
+from collections.abc import Iterator
 
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import PREPARED, BatchSpec, DatasetConfig
@@ -37,17 +39,7 @@ def check_model(
       f'EncoderModel.class_names: prepared with {index.class_names}, the model has '
       f'{list(spec.class_names)}.'
     )
-  names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
-  if config.vocabulary is not None and config.vocabulary not in names:
-    problems.append(
-      f'vocabulary: prepared with {", ".join(sorted(names))}, the run has {config.vocabulary!r}.'
-    )
-  problems += [
-    f'vocabulary: prepared without a vocabulary for {part!r}.'
-    for parts in features.layout(feature_converter).tokens.values()
-    for part in parts
-    if part not in index.vocabularies
-  ]
+  problems += _text_problems(index, config, feature_converter=feature_converter)
   if not problems and dict(index.features) != {
     name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()
   }:
@@ -78,6 +70,22 @@ def check_model(
       ),
       docs='data.md',
     )
+
+
+def _text_problems(index: Index, config: DatasetConfig, *, feature_converter: str) -> Iterator[str]:
+  """Yields how the text became other tokens than the run's config says."""
+  variables = json.loads(json.dumps(config.chat_template_variables))
+  prepared_with = index.source_config.get('chat_template_variables')
+  if variables and variables != prepared_with:
+    yield f'chat_template_variables: prepared with {prepared_with}, the run has {variables}.'
+  names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
+  if config.vocabulary is not None and config.vocabulary not in names:
+    known = ', '.join(sorted(names))
+    yield f'vocabulary: prepared with {known}, the run has {config.vocabulary!r}.'
+  for parts in features.layout(feature_converter).tokens.values():
+    for part in parts:
+      if part not in index.vocabularies:
+        yield f'vocabulary: prepared without a vocabulary for {part!r}.'
 
 
 def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:

@@ -75,7 +75,11 @@ _SCHEMA = Fields(
     'format': Whole(FORMAT, FORMAT),
     'made_from': Fields(
       {'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
-      optional={'mixture_or_task_module': Nullable(str), 'use_cached': bool},
+      optional={
+        'mixture_or_task_module': Nullable(str),
+        'use_cached': bool,
+        'chat_template_variables': dict,
+      },
       others=False,
     ),
     'split': str,

@@ -76,6 +76,7 @@ class Preparation:
       members[name] = Member(rate=rate, source=source, num_shards=parts)
     own = {name: feature.vocabulary for name, feature in self._task.output_features.items()}
     kind = features.layout(self.converter_name)
+    variables = config.chat_template_variables
     return Index(
       source_config={
         'mixture_or_task_name': config.mixture_or_task_name,
@@ -83,6 +84,7 @@ class Preparation:
         'vocabulary': config.vocabulary,
         'use_cached': config.use_cached,
         'module': module_of(config),
+        **({'chat_template_variables': dict(variables)} if variables else {}),
       },
       split=config.split,
       feature_converter=self.converter_name,

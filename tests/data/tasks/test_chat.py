@@ -104,6 +104,24 @@ def test_prepared_rows_are_the_same_and_a_changed_template_is_other_data(open_da
   assert before == read_index(tmp_path / 'rows', split='train').plan()
 
 
+def test_prepared_rows_are_refused_for_other_variables_of_the_template(open_data, chat, tmp_path):
+  name, vocabulary = chat
+  lengths, variables = {'targets': LENGTH}, {'system': 'Be brief.', 'tools_first': True}
+  prepare_here(
+    name,
+    tmp_path / 'rows',
+    lengths=lengths,
+    vocabulary=vocabulary,
+    chat_template_variables=variables,
+  )
+  rows = f'prepared:{tmp_path}/rows'
+  for same in (variables, None):  # None: as they were prepared
+    open_data(rows, lengths=lengths, chat_template_variables=same)
+  with pytest.raises(DataError, match="prepared with {'system': 'Be brief.', .* the run has"):
+    open_data(rows, lengths=lengths, chat_template_variables={'system': 'Be long.'})
+
+
+@pytest.mark.slow
 def test_a_resumed_run_refuses_a_changed_template(open_data, chat, tmp_path):
   name, vocabulary = chat
   options = dict(vocabulary=vocabulary, lengths={'targets': LENGTH})

@@ -132,7 +132,9 @@ def test_losses_metrics_and_gradients_are_those_of_the_papers(loss_type, beta, l
   assert 0.2 < means['rewards/accuracies'] < 0.8
 
 
-@pytest.mark.parametrize('adapted', (False, True), ids=('copy', 'adapters'))
+@pytest.mark.parametrize(
+  'adapted', (pytest.param(False, marks=pytest.mark.slow), True), ids=('copy', 'adapters')
+)
 def test_the_gradient_reaches_what_is_trained_and_the_reference_is_the_first_model(adapted):
   torch = pytest.importorskip('torch')
   model = DpoModel(ADAPTED if adapted else PLAIN, 0.3)
