@@ -13,6 +13,7 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.partitioning.axis_rules import NamedParam
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.program import build_program
@@ -23,11 +24,22 @@ from tests.parity.tolerances import MESH_GRADIENT
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=4, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.1
 )
+
+
+class StartedLora(LoraModel):
+  """With second factors that are not 0, as after some steps: then all factors have gradients."""
+
+  def _new_factors(self, key, kernel):
+    first, second = super()._new_factors(key, kernel)
+    value = jax.random.normal(jax.random.fold_in(key, 1), second.value.shape) * 0.1
+    return first, NamedParam(value, second.names)
+
+
 T5 = EncoderDecoderModel(CONFIG, num_encoder_layers=2)
 MODELS = {
   't5': T5,
   'deep': EncoderDecoderModel(CONFIG, num_encoder_layers=8),
-  'adapted': LoraModel(
+  'adapted': StartedLora(
     T5, rank=2, pattern=r'decoder/.*/(query|wo)/kernel', also_train='encoder/encoder_norm/scale'
   ),
 }
