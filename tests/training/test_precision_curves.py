@@ -5,9 +5,10 @@ import pytest
 
 from benchmarks.precision_curves import RUNS, averages, curve
 
-# Averages of 20 steps, relative to float32: about twice what was measured
-# (benchmarks/results/precision_curves.json: 0.9%, 2.3% and 0.8%).
-BANDS = {'bfloat16': 0.02, 'fp8': 0.045, 'float32, gradients sent in bfloat16': 0.02}
+# Averages of 20 steps, relative to float32: about twice the most of two processors, 2.3%, 2.3% and
+# 1.0% (benchmarks/results/precision_curves.json is of one: 0.9%, 2.3% and 0.8%). Which is closer
+# differs by processor: after some steps, rounding of any kind has led to other parameters.
+BANDS = {'bfloat16': 0.045, 'fp8': 0.045, 'float32, gradients sent in bfloat16': 0.02}
 
 
 @pytest.mark.slow
