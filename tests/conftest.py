@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 
@@ -9,6 +10,7 @@ from t5x_gpu.runtime import process_exit
 from tests.helpers_tiers import BUDGET, NOT_QUICK, Tiers, only_for_other_tiers
 from tests.helpers_xla import QUICK_COMPILES, set_default_flags
 
+_MOST_MAPS = '/proc/sys/vm/max_map_count'
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
 PLATFORM = os.environ.get('T5X_GPU_TEST_PLATFORM', 'cpu')
 # T5X_GPU_TESTS_ON=cpu runs the same tests with small sizes on the CPU.
@@ -74,6 +76,18 @@ def no_threads_left_behind():
   """A failed save of one test must not let the next failing run end this process."""
   yield
   process_exit._left_behind.clear()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def few_compiled_programs():
+  """Each keeps three mappings of memory; XLA crashes at the most that Linux allows a process."""
+  yield
+  with (
+    open('/proc/self/maps', encoding='utf-8') as maps,
+    open(_MOST_MAPS, encoding='utf-8') as most,
+  ):
+    if sum(1 for _ in maps) > int(most.read()) / 4:
+      sys.modules['jax'].clear_caches()
 
 
 @pytest.fixture(scope='module')
