@@ -7,9 +7,9 @@ JAX312 := 0.11.2
 MINUTES ?= 60
 DEMO := gin_configs/examples/demo.gin
 # A worker per core, at least two; the tests of a file stay together, as they share compiled
-# functions. PARALLEL= runs one test after the other.
+# functions, and tests/conftest.py orders the files. PARALLEL= runs one test after the other.
 WORKERS = $(if $(filter 1 2,$(shell getconf _NPROCESSORS_ONLN)),2,auto)
-PARALLEL ?= -n $(WORKERS) --dist loadfile
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # tests/conftest.py sets the flags of quick compiles, unless there are some. For other processors:
 # make test-all XLA_FLAGS=--xla_cpu_max_isa=AVX2

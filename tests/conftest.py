@@ -47,7 +47,28 @@ def pytest_ignore_collect(collection_path, config):
   return None
 
 
+# First, so that no worker is left alone with one of them at the end (Makefile: PARALLEL).
+LONGEST = (
+  'property/test_damaged_files.py',
+  'property/test_layouts.py',
+  'parity/test_layouts.py',
+  'cluster/test_parallel_processes.py',
+  'cluster/test_faults.py',
+  'training/test_precision_curves.py',
+  'models/test_decoder_only.py',
+  'data/test_seqio_batches.py',
+  'test_eval.py',
+  'test_train_resume.py',
+  'test_train_crashes.py',
+  'training/test_train_step.py',
+  'parity/test_hf_logits.py',
+  'test_plan.py',
+)
+
+
 def pytest_collection_modifyitems(config, items):
+  first = {os.path.join(os.path.dirname(__file__), name): i for i, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: first.get(str(item.path), len(first)))
   if config.option.quick:
     quick = [i for i in items if not any(map(i.get_closest_marker, NOT_QUICK))]
     config.hook.pytest_deselected(items=[i for i in items if i not in set(quick)])
