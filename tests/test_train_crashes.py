@@ -67,7 +67,6 @@ def test_kill_9_while_a_save_writes_its_files_loses_nothing_that_was_committed(p
   assert project.steps() == [4, 8, 12, 16, 20] and not files_of_saves(project.model_dir)
 
 
-@pytest.mark.slow
 def test_kill_9_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(project, untouched):
   macros = {'SAVE_PERIOD': 4, 'CheckpointConfig.keep': 1}
   with project.start(**MACROS, **macros, script=HELD_DELETION) as run:

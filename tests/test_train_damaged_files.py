@@ -49,7 +49,7 @@ def put(project: Project, kind: str) -> None:
 @pytest.mark.parametrize(
   'kinds',
   [
-    pytest.param(('garbage',), marks=pytest.mark.slow),
+    ('garbage',),
     pytest.param(('full folder', 'looping link'), marks=pytest.mark.slow),
     pytest.param(('nothing', 'folder', 'dangling link', 'pipe', 'zeros'), marks=pytest.mark.slow),
   ],

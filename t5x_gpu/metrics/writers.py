@@ -207,6 +207,7 @@ class TensorBoardWriter:
     self.log_dir = pathlib.Path(log_dir)
     try:
       with _hidden('torch', 'boto3'):  # seconds of each start, for parts that are not used here
+        importlib.import_module('tensorboardX')
         self._records, self._protos, self._scalars = (
           importlib.import_module(f'tensorboardX.{name}')
           for name in ('record_writer', 'proto.event_pb2', 'summary')

@@ -76,7 +76,6 @@ def check_pairs(written, pairs) -> None:
       raise AssertionError(f'written under {writer}, read under {reader}: {e}') from e
 
 
-@pytest.mark.slow
 def test_every_layout_reads_bit_for_bit_what_another_wrote(written):
   assert {w for w, _ in QUICK_PAIRS} == {r for _, r in QUICK_PAIRS} == set(NAMES)
   check_pairs(written, QUICK_PAIRS)

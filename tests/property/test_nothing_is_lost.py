@@ -325,7 +325,6 @@ def try_examples(
     lab.close()
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_damaged_and_moved_is_the_run_that_nothing_happened_to(tmp_path, warm):
   # Fixed examples: two random ones of hypothesis may lack kills and damage.
   with contextlib.closing(Lab(tmp_path, layouts=('alone', 'fsdp_2'), warm=warm)) as lab:
