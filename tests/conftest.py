@@ -47,7 +47,7 @@ def pytest_ignore_collect(collection_path, config):
   return None
 
 
-# First, so that no worker is left alone with one of them at the end (Makefile: PARALLEL).
+# These files run first. Started last, one of them would keep a single worker busy for minutes.
 LONGEST = (
   'property/test_damaged_files.py',
   'property/test_layouts.py',

@@ -47,7 +47,7 @@ class TransformerModel(abc.ABC):
 
   @property
   def _texts_in_row(self) -> int:
-    """Least number of texts that share the length of a row, each with positions of its own."""
+    """Least number of texts in a row; the positions of each start at 0."""
     return 1
 
   @property

@@ -97,7 +97,7 @@ class EncoderModel(OneStackModel):
 
   @property
   def multi_label(self) -> bool:
-    """Whether a row has any number of classes, each a choice of its own."""
+    """Whether a row can have several classes, or none, each predicted independently."""
     return self.classifies and self.problem_type == MULTI_LABEL
 
   @property

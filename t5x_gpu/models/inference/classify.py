@@ -22,8 +22,8 @@ class ClassifierConfig:
   Attributes:
     max_length: most tokens of a row, as in training.
     batch_size: texts at a time.
-    outcome: 'classes' of which a text has one, 'labels' of which it has any number, 'tags' of
-      words, or 'vectors'.
+    outcome: 'classes' (one per text), 'labels' (any number per text), 'tags' (one per word) or
+      'vectors'.
   """
 
   max_length: int

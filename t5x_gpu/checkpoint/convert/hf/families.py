@@ -167,7 +167,7 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
 
 
 def _class_names(config: Json, classes: int) -> tuple[str, ...]:
-  """Returns the names of the classes; empty without names of their own."""
+  """Returns the names of the classes; empty unless each has a different name."""
   names = {str(i): str(name) for i, name in (config.get('id2label') or {}).items()}
   found = tuple(names.get(str(i), '') for i in range(classes))
   own = all(found) and found != _unnamed(classes)
