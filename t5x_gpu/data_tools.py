@@ -17,9 +17,8 @@ import rich.text
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data import features
+from t5x_gpu.data import data_module, features
 from t5x_gpu.data.batches import PREPARED, Batch, BatchIterator, BatchSpec, DatasetConfig
-from t5x_gpu.data.data_module import open_batches, open_task_names, open_vocabulary
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import Index, read_index
 from t5x_gpu.data.prepared.shard_checks import check_shards
@@ -66,7 +65,7 @@ class _Data:
     return read_index(name.removeprefix(PREPARED), split=self.config.split)
 
   def batches(self, *, repeat: bool) -> contextlib.AbstractContextManager[BatchIterator]:
-    batches = open_batches(
+    batches = data_module.open_batches(
       self.config, spec=self.spec, feature_converter=self.feature_converter, repeat=repeat
     )
     has_close = callable(getattr(batches, 'close', None))
@@ -158,7 +157,7 @@ def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str,
   A mixture is read as in training, because one pass over it would end with its smallest task.
   """
   facts = row_stats.RowStats()
-  is_mixture = len(open_task_names(data.config)) > 1
+  is_mixture = len(data_module.open_task_names(data.config)) > 1
   with data.batches(repeat=is_mixture) as batches:
     for row in _rows(batches, num_rows):
       facts.add(row)
@@ -167,7 +166,8 @@ def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str,
 
 def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> None:
   """Prints rows, each example in another colour; dim where the loss does not count."""
-  vocabulary = open_vocabulary(data.config, feature_converter=data.feature_converter)
+  vocabulary = data_module.open_vocabulary(data.config, feature_converter=data.feature_converter)
+  names = data.spec.class_names or data_module.open_class_names(data.config) or ()
   facts = row_stats.RowStats()
   with data.batches(repeat=True) as batches:
     rows = list(_rows(batches, num_rows))
@@ -175,14 +175,15 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
     one = row_stats.RowStats()
     one.add(row)
     facts.add(row)
-    label = f', label {int(row["label"])}' if 'label' in row else ''
     with_loss = row_stats.num_with_loss(row)
     loss = '' if with_loss in (None, one.tokens) else f', loss on {with_loss}'
     console.print(
       f'row {number}: {sum(one.lengths.values())} examples, {one.tokens} of '
-      f'{one.positions} positions, padding {one.padding:.1%}{label}{loss}',
+      f'{one.positions} positions, padding {one.padding:.1%}{loss}',
       style='bold',
     )
+    if target := row_stats.target_of(row, names):
+      console.print(rich.text.Text(f'  {target}'))
     feature = None
     decode = getattr(vocabulary, 'spelled', vocabulary.decode)
     for piece in row_stats.pieces(row, decode=decode):

@@ -44,6 +44,9 @@ encoder.EncoderModel.head_type = 'token_classification'
 encoder.EncoderModel.class_names = ('O', 'B-NUM', 'I-NUM')
 MIXTURE_OR_TASK_NAME = 'token_classification:jsonl:%s/*.jsonl'
 """
+NUMBERS = """encoder.EncoderModel.head_type = 'regression'
+MIXTURE_OR_TASK_NAME = 'regression:jsonl:%s/*.jsonl'
+"""
 SEVERAL = """NUM_CLASSES = 2
 encoder.EncoderModel.problem_type = 'multi_label_classification'
 MIXTURE_OR_TASK_NAME = 'multi_label:jsonl:%s/*.jsonl'
@@ -109,3 +112,16 @@ def test_a_text_has_all_labels_that_it_learned(tmp_path):
   both, none = answers(project, tmp_path, 'the red cat', 'the')
   assert sorted(both['labels']) == ['animal', 'colour'] and none['labels'] == []
   assert set(none['probabilities']) == {'animal', 'colour'}
+
+
+@pytest.mark.slow
+def test_a_text_has_the_number_that_it_learned(tmp_path):
+  words = ('low', 'mid', 'high')
+  project = run_of(
+    tmp_path, NUMBERS, lambda i: {'text': f'the {words[i % 3]}', 'label': (i % 3) / 2 - 0.5}
+  )
+  assert project.metrics('eval/pearson')[60] > 0.95
+  assert project.metrics('eval/spearman')[60] > 0.9
+  assert project.metrics('eval/loss')[60] < 0.05
+  low, high = answers(project, tmp_path, 'the low', 'the high')
+  assert low['value'] == pytest.approx(-0.5, abs=0.3) and low['value'] < high['value'] - 0.5

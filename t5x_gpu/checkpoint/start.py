@@ -105,7 +105,11 @@ class Start:
     for name, source in self.taken.items():
       flat[name].delete()  # so that at most one parameter is in memory twice
       flat[name] = self._read(source, flat[name])
-    check_params(self.reader, {source: flat[name] for name, source in self.taken.items()})
+    left = dict(self.taken)
+    while left:  # several parameters can have one source: a DPO run's reference begins as a copy
+      name_of = {source: name for name, source in left.items()}
+      check_params(self.reader, {source: flat[name] for source, name in name_of.items()})
+      left = {name: source for name, source in left.items() if name_of[source] != name}
     params = flax.traverse_util.unflatten_dict(flat, sep='/')
     return program.in_run_order(state.replace(params=params))
 

@@ -20,8 +20,9 @@ LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
 # Several labels per row: their class numbers plus one, [batch, length], 0 where there is none. A
 # text's labels come one after the other; a word's tag is at its first token.
 LABELS = 'encoder_labels'
-# [batch]: how alike a scored pair of texts is, in ten-thousandths; 0 without a score.
+# [batch], in ten-thousandths: the number to predict, or how alike two texts are; 0 without one.
 SCORES = 'scores'
+SCORE_UNIT = 10_000
 # Task feature [length] of text pairs: 0 for the first text, 1 for the second.
 TOKEN_TYPES = 'token_types'
 # Task features: 1 where the loss counts, 0 elsewhere; and of conversations, the decoder inputs.
@@ -134,6 +135,7 @@ _CLASSIFIED = Layout(
   weighted_rows=True,
 )
 _MULTI_LABEL = dataclasses.replace(_CLASSIFIED, aligned=_LABELS, label='labels', classes=LABELS)
+_REGRESSED = dataclasses.replace(_CLASSIFIED, label=None, scored=True)
 LAYOUTS |= {
   'encoder_classification': _CLASSIFIED,
   'encoder_classification_with_types': dataclasses.replace(_CLASSIFIED, aligned=_TYPES),
@@ -141,6 +143,8 @@ LAYOUTS |= {
   'encoder_multi_label_with_types': dataclasses.replace(
     _MULTI_LABEL, aligned={**_LABELS, **_TYPES}
   ),
+  'encoder_regression': _REGRESSED,
+  'encoder_regression_with_types': dataclasses.replace(_REGRESSED, aligned=_TYPES),
   'encoder_tags': Layout(
     task_features=('inputs',),
     tokens=_ENCODER_TOKENS,

@@ -96,6 +96,20 @@ class TagOutcome:
 
 
 @dataclasses.dataclass(frozen=True)
+class NumberOutcome:
+  """The number that a regression gives a text."""
+
+  fields = (NUMBER, 'value')
+
+  def shown(self, found: Sequence[float]) -> str:
+    return f'{found[0]:.4f}'
+
+  def result(self, prompt: Prompt, found: Sequence[float]) -> dict[str, Any]:
+    result = {} if prompt.targets is None else {'targets': prompt.targets}
+    return {**result, 'value': found[0]}
+
+
+@dataclasses.dataclass(frozen=True)
 class VectorOutcome:
   """The embedding of a text."""
 
@@ -120,7 +134,7 @@ def open_class_job(
   score: bool,
   may_import: Optional[Collection[str]],
 ) -> InferJob:
-  """Returns the job of a model that classifies texts or their words, or makes vectors of them.
+  """Returns the job of a model of classes, tags, numbers or vectors.
 
   Args:
     model: an EncoderModel that classifies, or its adapters.
@@ -169,7 +183,7 @@ def open_class_job(
         layout.table(),
         f'parameters: {reader.path}',
         f'vocabulary: {text.name}, {text.size:,} ids',
-        *([] if plain.embeds else [f'classes: {", ".join(names)}']),
+        *([f'classes: {", ".join(names)}'] if plain.has_classes else []),
       ]
     )
   )
@@ -184,6 +198,8 @@ def _outcome(model: Any, names: Sequence[str]) -> tuple[str, Outcome]:
   """Returns the name and the form of what an EncoderModel finds."""
   if model.embeds:
     return 'vectors', VectorOutcome()
+  if model.regresses:
+    return 'numbers', NumberOutcome()
   if model.tags:
     return 'tags', TagOutcome(names)
   return 'labels' if model.multi_label else 'classes', ClassOutcome(names, model.multi_label)

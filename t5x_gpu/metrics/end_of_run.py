@@ -19,7 +19,7 @@ def closing_text(
   *,
   shown: str,
   step: int,
-  num_outcomes: int,
+  guess_loss: Optional[float],
   confusion: Optional[np.ndarray],
   class_names: Optional[tuple[str, ...]],
   logged: Sequence[str] = ('metrics.jsonl', 'tensorboard/'),
@@ -30,7 +30,7 @@ def closing_text(
     folder: of the run; the pictures go there.
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
-    num_outcomes: number of classes of one prediction; its logarithm is the loss of guessing.
+    guess_loss: loss of guessing, a line in the picture; None for no line.
     confusion: matrix [true class, predicted class]; None if there is none.
     class_names: names for `confusion`; None numbers the classes.
     logged: what the loggers wrote in `folder`.
@@ -39,9 +39,7 @@ def closing_text(
   table = ''
   try:
     if 'metrics.jsonl' in logged and plots.plot_losses(
-      os.path.join(folder, 'metrics.jsonl'),
-      os.path.join(folder, 'loss.png'),
-      vocab_size=num_outcomes,
+      os.path.join(folder, 'metrics.jsonl'), os.path.join(folder, 'loss.png'), guess_loss=guess_loss
     ):
       files.insert(0, 'loss.png')
     if confusion is not None:

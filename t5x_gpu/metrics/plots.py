@@ -107,7 +107,7 @@ def _draw_losses(
   axes: Any,
   train: tuple[list[int], list[float]],
   evals: tuple[list[int], list[float]],
-  vocab_size: Optional[int],
+  guess_loss: Optional[float],
 ) -> None:
   steps, values = _finite(*train)
   dense = len(steps) > 30  # few points: the raw line is the curve
@@ -150,14 +150,13 @@ def _draw_losses(
       color='#CC0000',
       label=f'not finite, first at step {lost[0]:,}',
     )
-  if vocab_size:
-    chance = math.log(vocab_size)
+  if guess_loss is not None:
     axes.axhline(
-      chance,
+      guess_loss,
       color=_GREY,
       linewidth=1,
       linestyle=(0, (4, 3)),
-      label=f'guessing: ln {vocab_size:,} = {chance:.2f}',
+      label=f'guessing ({guess_loss:.2f})',
     )
   axes.set_ylabel('loss per target token [nats]', fontsize=9)
   if axes.get_legend_handles_labels()[0]:
@@ -169,7 +168,7 @@ def plot_losses(
   metrics_jsonl_path: str | os.PathLike,
   png_path: str | os.PathLike,
   *,
-  vocab_size: Optional[int] = None,
+  guess_loss: Optional[float] = None,
   title: str = '',
 ) -> Optional[pathlib.Path]:
   """Draws train and evaluation loss with the learning rate below; returns the path of the picture.
@@ -180,7 +179,7 @@ def plot_losses(
   Args:
     metrics_jsonl_path: file written by `JsonLinesWriter`.
     png_path: picture to write; its folder must exist.
-    vocab_size: also draws ln(vocab_size), the loss of guessing.
+    guess_loss: loss of guessing, drawn as a line; None for no line.
     title: text above the picture.
   Raises:
     ConfigError: matplotlib is not installed.
@@ -204,7 +203,7 @@ def plot_losses(
     bottom = rates
   else:
     losses = bottom = figure.subplots()
-  _draw_losses(losses, train, evals, vocab_size)
+  _draw_losses(losses, train, evals, guess_loss)
   bottom.set_xlabel('step', fontsize=9)
   # Steps are whole numbers: no tick at 2.5.
   bottom.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)

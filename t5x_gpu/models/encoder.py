@@ -1,4 +1,4 @@
-"""Encoder model: classification of texts or words, embeddings, or masked language modelling."""
+"""Encoder model: classes or numbers of texts, tags of words, embeddings, or masked tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,14 +16,22 @@ from t5x_gpu.models.base import OneStackModel
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoding.checks import MULTI_LABEL, SINGLE_LABEL, check_encoder
 from t5x_gpu.models.encoding.pooling import pool, pool_texts
-from t5x_gpu.models.encoding.sums import entity_hits, of_label_sets, of_text_sets
+from t5x_gpu.models.encoding.sums import entity_hits, of_label_sets, of_numbers, of_text_sets
 from t5x_gpu.models.heads import Classifier, MaskedTokenHead, masked_token_logits, masked_token_loss
 from t5x_gpu.models.losses import Sums, cross_entropy, of_examples
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
-from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.partitioning.axis_rules import is_manual, shard
+
+_CONVERTERS = {
+  'classification': 'encoder_classification',
+  'token_classification': 'encoder_tags',
+  'regression': 'encoder_regression',
+  'embedding': 'encoder_text_sets',
+  'mlm': 'encoder_mlm',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,8 @@ class EncoderModel(OneStackModel):
   Attributes:
     config: sizes of the encoder.
     head_type: 'classification' of whole rows, 'token_classification', which gives each word a tag,
-      'embedding' of texts as vectors, or 'mlm', which predicts masked tokens.
+      'regression', a number for each row, 'embedding' of texts as vectors, or 'mlm', which
+      predicts masked tokens.
     num_classes: classes, or tags.
     pooling: vector of a row: 'first_token_tanh' (BERT: the first token, a linear map and tanh),
       'first_token', or the 'mean' of all tokens.
@@ -91,6 +100,11 @@ class EncoderModel(OneStackModel):
     return self.head_type == 'classification'
 
   @property
+  def regresses(self) -> bool:
+    """Whether each row has a number; the loss is the squared error."""
+    return self.head_type == 'regression'
+
+  @property
   def tags(self) -> bool:
     """Whether each word has a tag."""
     return self.head_type == 'token_classification'
@@ -103,7 +117,7 @@ class EncoderModel(OneStackModel):
   @property
   def num_outcomes(self) -> int:
     """Classes or tokens that the model chooses from."""
-    if self.embeds:
+    if self.embeds or self.regresses:
       return 1
     if self.multi_label:
       return 2
@@ -112,12 +126,14 @@ class EncoderModel(OneStackModel):
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name."""
     del task_feature_lengths
-    if not self.classifies:
-      other = {'token_classification': 'encoder_tags', 'embedding': 'encoder_text_sets'}
-      return other.get(self.head_type, 'encoder_mlm')
+    name = 'encoder_multi_label' if self.multi_label else _CONVERTERS[self.head_type]
     typed = self.config.num_token_types > 1 if self.token_types is None else self.token_types
-    name = 'encoder_multi_label' if self.multi_label else 'encoder_classification'
-    return f'{name}_with_types' if typed else name
+    return f'{name}_with_types' if typed and self._has_row_targets else name
+
+  @property
+  def _has_row_targets(self) -> bool:
+    """Whether the target belongs to the whole row."""
+    return self.classifies or self.regresses
 
   @property
   def _num_label_classes(self) -> Optional[int]:
@@ -153,19 +169,16 @@ class EncoderModel(OneStackModel):
     x = jnp.zeros((1, 1, self.config.embed_dim), self.config.compute_dtype)
     if self.embeds:
       return params
-    if self.classifies:
-      head = self._head_module.init(keys['head'], x[:, 0])
-    else:
-      head = self._head_module.init(keys['head'], x)
+    head = self._head_module.init(keys['head'], x[:, 0] if self._has_row_targets else x)
     return {**params, **head['params']}
 
   @property
   def _head_module(self) -> nn.Module:
-    if self.has_classes:
+    if self.has_classes or self.regresses:
       return Classifier(
         self.config,
-        self.num_classes,
-        tanh_layer=self.classifies and self.pooling.endswith('tanh'),
+        1 if self.regresses else self.num_classes,
+        tanh_layer=self._has_row_targets and self.pooling.endswith('tanh'),
         mlp_dim=self.head_mlp_dim,
       )
     return MaskedTokenHead(self.config)
@@ -180,7 +193,7 @@ class EncoderModel(OneStackModel):
   def _logits(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
-    """Returns [batch, classes], or [batch, length, tags or vocab], in float32."""
+    """Returns float32 [batch, classes], [batch, 1] or [batch, length, tags or vocab]."""
     if self.embeds:
       return self._vectors(params, x, batch)[0]
     if self.head_type == 'mlm':
@@ -232,6 +245,15 @@ class EncoderModel(OneStackModel):
     if self.multi_label:
       logits, labels = self._logits(params, x, batch, dropout_key), batch[LABELS]
       return of_label_sets(logits, labels, batch[LABEL_WEIGHTS], with_hits=dropout_key is None)
+    if self.regresses:
+      return of_numbers(
+        self._logits(params, x, batch, dropout_key)[:, 0],
+        batch[SCORES],
+        batch['rows'],
+        batch[LABEL_WEIGHTS],
+        # A pipeline knows only the rows of a microbatch.
+        with_pairs=dropout_key is None and not is_manual('stage'),
+      )
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     if self.classifies:
       return of_examples(
@@ -281,7 +303,8 @@ class EncoderModel(OneStackModel):
   ) -> jax.Array:
     """Returns float32 logits [batch, classes], or [batch, length, tags or vocab].
 
-    With the head 'embedding': vectors [batch, 3, embed] of the texts of each row.
+    With the head 'regression': [batch, 1]. With 'embedding': vectors [batch, 3, embed] of the
+    texts of each row.
     """
     x = self._after_layers(params, batch, dropout_key)
     return self._logits(params, x, batch, dropout_key)

@@ -31,7 +31,10 @@ DeviceBatch = Mapping[str, jax.Array]
 
 
 class Model(Protocol):
-  """What every model has."""
+  """What every model has.
+
+  Optional: `guess_loss`, the loss of a model that guesses, unless it is log(num_outcomes).
+  """
 
   @property
   def num_outcomes(self) -> int:

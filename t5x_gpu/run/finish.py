@@ -11,6 +11,7 @@ from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog
+from t5x_gpu.training.checks import guess_loss
 from t5x_gpu.training.train_state import TrainState
 
 
@@ -50,7 +51,7 @@ def _closing_text(live: LiveRun) -> str:
     files.folder,
     shown=str(files.model_dir),
     step=run.total_steps,
-    num_outcomes=run.model.num_outcomes,
+    guess_loss=guess_loss(run.model),
     confusion=confusion,
     logged=run.logging_cfg.files,
     class_names=names or None,

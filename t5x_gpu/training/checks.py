@@ -34,6 +34,13 @@ def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool)
     )
 
 
+def guess_loss(model: Model) -> Optional[float]:
+  """Returns the loss of a model that guesses; None if it depends on the data."""
+  if hasattr(model, 'guess_loss'):
+    return model.guess_loss
+  return math.log(model.num_outcomes) if model.num_outcomes > 1 else None
+
+
 def check_first_loss(loss: Optional[float], model: Model) -> None:
   """Warns if the loss of an untrained model is far from that of guessing.
 
@@ -43,9 +50,9 @@ def check_first_loss(loss: Optional[float], model: Model) -> None:
   """
   if loss is None:
     return
-  if model.num_outcomes < 2:  # the loss depends on the batch
+  expected = guess_loss(model)
+  if expected is None:
     return
-  expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:
     _log.warning(
       'The first loss is %.2f; an untrained model should be near %.2f, the loss of '

@@ -73,6 +73,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'feed_forward_proj': 'gated-gelu',
     'tie_word_embeddings': False,
   },
+  'umt5': {
+    **_T5,
+    'model_type': 'umt5',
+    'architectures': ['UMT5ForConditionalGeneration'],
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+  },
   'bert_classification': {
     **_BERT,
     'architectures': ['BertForSequenceClassification'],
@@ -367,6 +374,12 @@ VARIANTS = {
   'bert_multi_label': {
     **CONFIGS['bert_classification'],
     'problem_type': 'multi_label_classification',
+  },
+  'bert_regression': {
+    **CONFIGS['bert_classification'],
+    'problem_type': 'regression',
+    'id2label': {'0': 'LABEL_0'},
+    'label2id': {'LABEL_0': 0},
   },
   't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
 }

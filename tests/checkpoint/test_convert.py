@@ -76,6 +76,7 @@ def refuses(tmp_path):
     ('t5', 'float32'),
     ('t5_1_1', 'bfloat16'),
     ('mt5', 'float32'),
+    ('umt5', 'bfloat16'),
     ('bert_mlm', 'float16'),
     ('bert_classification', 'float32'),
     ('gpt2', 'float16'),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data.prepared.index import read_index
-from t5x_gpu.data.prepared.row_stats import RowStats, pieces
+from t5x_gpu.data.prepared.row_stats import RowStats, pieces, target_of
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics.lengths_picture import bins, lengths_table
 from tests.helpers_train import TINY_GIN, run_here
@@ -35,6 +35,23 @@ def run(*argv):
 def test_a_row_falls_into_its_examples_and_what_is_taught_of_them():
   found = [(p.example, p.has_loss, p.text, p.is_first) for p in pieces(ROW, decode=str)]
   assert found == [(1, True, '[5, 6]', True), (2, False, '[7, 8]', True), (2, True, '[9]', False)]
+
+
+@pytest.mark.parametrize(
+  'row, says',
+  [
+    ({'label': 1}, 'label: good'),
+    ({'label': 7}, 'label: 7'),  # the data have no name for it
+    ({'encoder_labels': [2, 1, 0], 'label_weights': 1}, 'labels: good, bad'),
+    ({'encoder_labels': [0, 0, 0], 'label_weights': 1}, 'labels: none'),
+    ({'encoder_labels': [0, 2, 0, 1]}, 'tags: good bad'),
+    ({'scores': -25_000}, 'score: -2.5'),
+    (ROW, ''),
+  ],
+)
+def test_the_target_of_a_row_is_shown_in_words(row, says):
+  row = {name: np.asarray(x) for name, x in row.items()}
+  assert target_of(row, ('bad', 'good')) == says
 
 
 def test_facts_of_rows_leave_out_rows_that_only_fill_a_batch():

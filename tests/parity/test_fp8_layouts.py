@@ -3,7 +3,8 @@
 A scale is a power of two, so a device that knows only its own rows rounds as one device that has
 all of them; gradients then agree to MESH_GRADIENT. On another CPU, a sum in another order may move
 a value to the next 8-bit number, which later matmuls amplify for that token. The band is half of
-what the rounding of one product does to its gradient (tests/layers/test_fp8.py).
+what the rounding of one product does to its gradient (tests/layers/test_fp8.py), or twice what a
+change of the parameters by one unit in the last place does on one device.
 """
 
 import dataclasses
@@ -56,16 +57,26 @@ def build(case: Case, num_devices: int, **change):
 
 
 def first_step(program, with_params=lambda params: params):
-  """Returns (loss, path -> gradient)."""
+  """Returns (change of the parameters) -> (loss, path -> gradient) of the first step.
+
+  Args:
+    program: is compiled once.
+    with_params: gives the parameters to start from those of `program`.
+  """
   [batch] = uneven_batches(program.spec, seed=1, num_batches=1)
   batch = program.layout.put_batch(batch)
-  state = program.init.lower().compile(compiler_options=QUICK)()
+  init = program.init.lower().compile(compiler_options=QUICK)
   step = program.train_step.lower(program.abstract_state, batch).compile(compiler_options=QUICK)
-  state, sums = step(state.replace(params=with_params(state.params)), batch)
-  grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
-  return float(sums['loss'][0] / sums['loss'][1]), {
-    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in grads
-  }
+
+  def run(changed=lambda params: params):
+    state = init()
+    state, sums = step(state.replace(params=changed(with_params(state.params))), batch)
+    grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
+    return float(sums['loss'][0] / sums['loss'][1]), {
+      jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in grads
+    }
+
+  return run
 
 
 @functools.cache
@@ -75,7 +86,7 @@ def one_device(model: str, **change):
 
 @functools.cache
 def one_device_with_copies(model: str, **change):
-  """Returns the first step of a model that has a key and value head per device, copied.
+  """Returns `first_step` of a model that has a key and value head per device, copied.
 
   With fewer of these heads than devices, each device rounds the gradient of the copy it holds.
   """
@@ -91,14 +102,43 @@ def one_device_with_copies(model: str, **change):
       block[name] = {n: jax.numpy.repeat(x, count, axis=-2) for n, x in block[name].items()}
     return {**params, 'layers': {**params['layers'], 'self_attention': block}}
 
-  loss, grads = first_step(wide, with_copies)
-
   def of_heads(path, x):
     if not path.startswith(tuple(f'layers/self_attention/{name}/' for name in per_head)):
       return x
     return x.reshape(*x.shape[:-2], few, count, x.shape[-1]).sum(-2)
 
-  return loss, {path: of_heads(path, x) for path, x in grads.items()}
+  run = first_step(wide, with_copies)
+
+  def joined(*changed):
+    loss, grads = run(*changed)
+    return loss, {path: of_heads(path, x) for path, x in grads.items()}
+
+  return joined
+
+
+def by_an_ulp(seed: int):
+  """Returns the change of parameters by about one unit in the last place, up or down."""
+
+  def changed(params):
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    signs = [jax.random.rademacher(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
+    return tree.unflatten([x * (1 + 2.0**-23 * sign) for x, sign in zip(leaves, signs)])
+
+  return changed
+
+
+def differences(got, want):
+  """Returns path -> norm of the difference of gradients, relative to that of `want`.
+
+  Without the biases of keys: they shift all logits of a query alike, so their gradient is nothing
+  but rounding.
+  """
+  return {
+    path: np.linalg.norm(got[path] - x) / np.linalg.norm(x)
+    for path, x in want.items()
+    if not path.endswith('key/bias')
+  }
 
 
 @pytest.mark.parametrize(
@@ -111,13 +151,15 @@ def test_first_step_in_fp8_equals_one_device(name):
   change |= {key: value for key, value in case.config.items() if key == 'attention'}
   if shares_heads(case):
     change['dropout_rate'] = 0.0  # dropout masks of values belong to heads
-    want_loss, want = one_device_with_copies(case.model, **change)
+    reference = one_device_with_copies(case.model, **change)
   else:
-    want_loss, want = one_device(case.model, **change)
-  loss, grads = first_step(build(case, 8, **change))
+    reference = one_device(case.model, **change)
+  want_loss, want = reference()
+  loss, grads = first_step(build(case, 8, **change))()
   np.testing.assert_allclose(loss, want_loss, rtol=FP8_GRADIENT)
-  for path, array in want.items():
-    if path.endswith('key/bias'):
-      continue  # shifts all logits of a query alike: its gradient is nothing but rounding
-    error = np.linalg.norm(grads[path] - array) / np.linalg.norm(array)
-    assert error < FP8_GRADIENT, f'{path}: {error:.1e}'
+  errors = differences(grads, want)
+  if max(errors.values()) >= FP8_GRADIENT:  # is one value on the edge between two 8-bit numbers?
+    moved = [differences(reference(by_an_ulp(seed))[1], want) for seed in range(8)]
+    rounding = {path: max(found[path] for found in moved) for path in errors}
+    errors = {path: error for path, error in errors.items() if error > 2 * rounding[path]}
+  assert max(errors.values(), default=0.0) < FP8_GRADIENT, errors

@@ -34,6 +34,7 @@ FAMILIES = [
   for name in (
     't5',
     't5_1_1',
+    'umt5',
     'gpt2',
     'llama',
     'gemma2',
@@ -59,7 +60,7 @@ def both(tmp_path_factory):
   def get(name):
     folder = tmp_path_factory.mktemp(name)
     config = dict(VARIANTS[name])
-    if name.startswith('t5'):  # their cache has as many layers as the encoder
+    if 't5' in name:  # their cache has as many layers as the encoder
       config['num_decoder_layers'] = config['num_layers']
     tensors = random_tensors(config, seed=3)
     if name == 't5':  # tied and scaled, its logits are small: all texts would be one token
@@ -67,15 +68,13 @@ def both(tmp_path_factory):
     for bias in (tensor for key, tensor in tensors.items() if name == 'qwen2' and 'bias' in key):
       bias -= 1  # else values are much alike, and so are all texts
     write_model(folder / 'theirs', config, tensors)
-    auto = (
-      transformers.AutoModelForSeq2SeqLM
-      if name.startswith('t5')
-      else transformers.AutoModelForCausalLM
-    )
+    auto = transformers.AutoModelForSeq2SeqLM if 't5' in name else transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(folder / 'theirs', attn_implementation='eager').eval()
     theirs.generation_config = transformers.GenerationConfig(
-      decoder_start_token_id=0 if name.startswith('t5') else None
+      decoder_start_token_id=0 if 't5' in name else None
     )
+    if name == 'umt5':  # checkpoint/convert/hf/families.py says why
+      theirs.config.tie_word_embeddings = False
     convert.main([f'--from={folder / "theirs"}', f'--to={folder / "ours"}', '--check=tensors'])
     ours = convert.model_of_gin([folder / 'ours' / 'model.gin']).build()
     return theirs, ours, params_of_checkpoint(ParamsReader(folder / 'ours'))
@@ -128,7 +127,7 @@ def our_texts(model, params, *, name, stops, **options):
     max_decode_length=NEW,
     stop_tokens=stops,
     batch_size=BATCH,
-    start_token=0 if name.startswith('t5') else None,
+    start_token=0 if 't5' in name else None,
     **options,
   )
   return Generator(model, params, layout=layout, config=config, compiler_options=QUICK).generate(
@@ -139,7 +138,7 @@ def our_texts(model, params, *, name, stops, **options):
 def check(both, name, *, num, theirs, ours):
   their_model, model, params = both(name)
   search = functools.partial(
-    their_texts, their_model, is_encoder_decoder=name.startswith('t5'), num=num, **theirs
+    their_texts, their_model, is_encoder_decoder='t5' in name, num=num, **theirs
   )
   whole = [texts[0][0] for texts in search(stops=())]
   stops = (whole[0][3], whole[1][6])

@@ -26,7 +26,10 @@ from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
 from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.data.features import SCORE_UNIT
 from t5x_gpu.models.encoding.checks import MULTI_LABEL
+from t5x_gpu.partitioning.axis_rules import AxisNames
+from t5x_gpu.training.optimizers import AdamW
 from tests.checkpoint.hf_files import CONFIGS, VARIANTS, files_of, write_model  # noqa: E402
 from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS  # noqa: E402
 
@@ -65,8 +68,9 @@ def make_theirs(config, folder):
     ._from_config(kind.from_dict(copy.deepcopy(dict(config))), attn_implementation='eager')
     .eval()
   )
-  if config['model_type'] in ('t5', 'mt5') and config.get('tie_word_embeddings') is False:
+  if 't5' in config['model_type'] and config.get('tie_word_embeddings') is False:
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
+    model.config.tie_word_embeddings = False
   # Gemma-3 multiplies by 1 + scale. Queries and keys of twice the size make the softmax so steep
   # that their own float32 is 1e-4 from their float64.
   middle = 0.0 if config['model_type'] == 'gemma3_text' else 1.0
@@ -216,18 +220,22 @@ def test_token_types_of_bert_are_used(converted):
     [
       'bert_classification',
       'bert_multi_label',
+      'bert_regression',
       'bert_tags',
       'bert_mlm',
       't5',
       't5_1_1',
+      'umt5',
       *LLAMAS,
       *SCALED,
     ],
     quick={
       'bert_multi_label',
+      'bert_regression',
       'bert_tags',
       'bert_mlm',
       't5_1_1',
+      'umt5',
       'qwen2_windows',
       'gemma3_text',
       'olmo2',
@@ -236,7 +244,7 @@ def test_token_types_of_bert_are_used(converted):
     },
   ),
 )
-def test_gradients_equal_hugging_face(name, converted, tmp_path):
+def test_gradients_and_a_step_of_adamw_equal_hugging_face(name, converted, tmp_path):
   theirs, fields, params = converted(name)
   batch = logits_check.random_batch(fields, seed=3)
   model = fields.build()
@@ -251,6 +259,10 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
     labels = rng.integers(0, 4, labels.shape) * (labels > 0)  # 0: not the first token of a word
     batch.update(encoder_labels=labels.astype(np.int32))
     labels = labels - 1
+  elif fields.options.get('head_type') == 'regression':
+    labels = np.float32([1.25, -3.5])
+    scores = (labels * SCORE_UNIT).astype(np.int32)
+    batch.update(scores=scores, rows=np.arange(2), label_weights=np.ones(2, np.int32))
   elif fields.options.get('head_type') == 'classification':
     labels = rng.integers(0, 3, 2)
     batch.update(label=labels.astype(np.int32), label_weights=np.ones(2, np.int32))
@@ -283,26 +295,35 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
   logits = theirs_of(theirs, **given)
   if fields.options.get('problem_type') == MULTI_LABEL:
     want_loss = torch.nn.BCEWithLogitsLoss()(logits, torch.from_numpy(labels))
+  elif fields.options.get('head_type') == 'regression':
+    want_loss = torch.nn.MSELoss()(logits.squeeze(), torch.from_numpy(labels))
   else:
     none = -1 if 'encoder_labels' in batch else 0
     wanted = torch.from_numpy(
       np.where(labels > none, labels, -100) if logits.dim() == 3 else labels
     ).long()
     want_loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
+  optimizer = torch.optim.AdamW(
+    theirs.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+  )
   want_loss.backward()
   np.testing.assert_allclose(got_loss, want_loss.item(), rtol=HUGGING_FACE_LOGITS)
 
-  # Their gradients, laid out as ours by the table that lays out the weights.
+  # Theirs, laid out as ours by the table that lays out the weights.
+  def laid_out(title):
+    theirs.save_pretrained(tmp_path / title)
+    (tmp_path / title / 'config.json').write_text(json.dumps(dict(VARIANTS[name])))
+    return params_of_files(hf_folder.open_hf(tmp_path / title).weights)
+
+  optimizer.step()
+  stepped = laid_out('stepped')
   with torch.no_grad():
     for parameter in theirs.parameters():
       if parameter.grad is not None:
         parameter.copy_(parameter.grad)
       else:
         parameter.zero_()
-  theirs.save_pretrained(tmp_path / 'gradients')
-  (tmp_path / 'gradients' / 'config.json').write_text(json.dumps(dict(VARIANTS[name])))
-  hf = hf_folder.open_hf(tmp_path / 'gradients')
-  want = params_of_files(hf.weights)
+  want = laid_out('gradients')
 
   def compare(path, a, b):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -315,6 +336,10 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
       assert np.abs(b).max() > 0, name
 
   jax.tree_util.tree_map_with_path(compare, got, want)
+  names = jax.tree.map(lambda x: AxisNames((None,) * x.ndim), want)
+  ours, step = AdamW(), dict(names=names, learning_rate=0.01, step=0)
+  moved, _ = ours.update(want, ours.init(params, names), params, **step)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6), moved, stepped)
 
 
 def test_the_command_compares_with_transformers_and_writes_what_it_loads(tmp_path, capsys):

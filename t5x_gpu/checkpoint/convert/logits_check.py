@@ -36,6 +36,7 @@ _AUTO_CLASSES = {
   'decoder_only': 'AutoModelForCausalLM',
   'encoder_decoder': 'AutoModelForSeq2SeqLM',
   'classification': 'AutoModelForSequenceClassification',
+  'regression': 'AutoModelForSequenceClassification',
   'token_classification': 'AutoModelForTokenClassification',
   'embedding': 'AutoModel',
   'mlm': 'AutoModelForMaskedLM',
@@ -139,7 +140,7 @@ def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.nd
 def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray | slice:
   """Returns an index that selects the logits to compare, without those at padding."""
   if model.kind == 'encoder':
-    if model.options['head_type'] == 'classification':
+    if model.options['head_type'] in ('classification', 'regression'):
       return slice(None)
     if model.options['head_type'] == 'embedding':
       return np.s_[:, :1]  # the vector of the first text
@@ -236,6 +237,9 @@ def transformers_logits(
     attn_implementation='eager',
     dtype=torch.float32,
   ).eval()
+
+  if config.model_type == 'umt5':  # hf/families.py says why
+    theirs.config.tie_word_embeddings = model.config.logits_via_embedding
 
   def tensor(name: str) -> Any:
     return torch.from_numpy(np.asarray(batch[name], np.int64))

@@ -92,6 +92,7 @@ class ModelFields:
     """Returns the sizes of all axes that name tables use."""
     c, options = self.config, self.options
     encoder_layers = options.get('num_encoder_layers')
+    regresses = options.get('head_type') == 'regression'
     return {
       'vocab': c.vocab_size,
       'embed': c.embed_dim,
@@ -106,7 +107,7 @@ class ModelFields:
       'buckets': c.num_relpos_buckets,
       'positions': c.num_positions,
       'types': c.num_token_types,
-      'classes': options.get('num_classes', 0),
+      'classes': 1 if regresses else options.get('num_classes', 0),
       'qkv': 3,
       'experts': c.num_experts,
       'branches': len(c.mlp_activations),
@@ -176,6 +177,8 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
     options = {name: options[name] for name in ('head_type', 'num_classes', 'head_mlp_dim')}
   if options.get('head_type') == 'embedding':  # the rest is not in config.json
     options = {'head_type': 'embedding'}
+  if options.get('head_type') == 'regression':
+    options = {name: options[name] for name in ('head_type', 'pooling', 'head_mlp_dim')}
   options.pop('class_names', None)
   if options.get('head_type') != 'embedding':
     options.pop('normalize', None)

@@ -1,4 +1,4 @@
-"""Statistics of packed rows: examples, padding, lengths; and rows as text."""
+"""Statistics of packed rows: examples, padding, lengths; rows and their targets as text."""
 
 import collections
 import dataclasses
@@ -7,6 +7,7 @@ from typing import Optional
 
 import numpy as np
 
+from t5x_gpu.data import features
 from t5x_gpu.data.features import is_token
 from t5x_gpu.data.prepared.index import counted_features
 
@@ -112,3 +113,20 @@ class RowStats:
       self.rows, self.tokens = self.rows + 1, self.tokens + tokens
       self.positions += sum(len(row[name]) for name in counted_features(row))
       self.lengths.update((length - 1).bit_length() for length in example_lengths(row))
+
+
+def target_of(row: Mapping[str, np.ndarray], names: Sequence[str]) -> str:
+  """Returns the class, classes, tags or number of a row, in words; '' if it has none."""
+
+  def named(number: int) -> str:
+    return names[number] if 0 <= number < len(names) else str(number)
+
+  if features.LABEL in row:
+    return f'label: {named(int(row[features.LABEL]))}'
+  if features.LABELS in row:
+    found = [named(int(i) - 1) for i in row[features.LABELS] if i > 0]
+    one_per_word = features.LABEL_WEIGHTS not in row
+    return f'tags: {" ".join(found)}' if one_per_word else f'labels: {", ".join(found) or "none"}'
+  if features.SCORES in row:
+    return f'score: {row[features.SCORES] / features.SCORE_UNIT:g}'
+  return ''

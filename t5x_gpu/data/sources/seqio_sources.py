@@ -18,7 +18,7 @@ from t5x_gpu.data import same_on_hosts
 from t5x_gpu.data.sources import discovery
 from t5x_gpu.data.sources.block_reader import BlockReader
 from t5x_gpu.data.sources.corrupt_records import Damage
-from t5x_gpu.data.sources.labelled_tables import LabelledTexts
+from t5x_gpu.data.sources.labelled.tables import LabelledTexts
 from t5x_gpu.data.sources.source_files import SourceFile
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.features import LABEL, TOKEN_TYPES
+from t5x_gpu.data.features import LABEL, SCORE_UNIT, TOKEN_TYPES
 from t5x_gpu.data.prompts import EncodedRow, Prompt
 from t5x_gpu.data.streaming import task_classes, task_lookup
 from t5x_gpu.data.tasks import objectives
@@ -123,7 +123,9 @@ class ClassText:
 
 
 def _spelled(example: Mapping[str, Any], names: Optional[Sequence[str]]) -> Optional[str]:
-  """Returns the true classes of an example, separated by commas; None if they are not known."""
+  """Returns the true classes, separated by commas, or number; None if they are not known."""
+  if 'score' in example:
+    return f'{example["score"] / SCORE_UNIT:g}'
   numbers = np.atleast_1d(example[LABEL if LABEL in example else 'labels'])
   if (numbers < 0).any():  # as in the test splits of GLUE
     return None

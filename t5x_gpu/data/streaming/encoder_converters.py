@@ -9,6 +9,8 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 
 TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
 _NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
+# Task feature -> model feature.
+_MODEL_LABELS = {'label': features.LABEL, 'labels': features.LABELS, 'score': features.SCORES}
 
 
 class _EncoderConverter(seqio.FeatureConverter):
@@ -25,9 +27,10 @@ class EncoderClassificationConverter(_EncoderConverter):
   """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1.
 
   With 'labels', a list of classes, instead: the row has 'encoder_labels', class numbers plus one.
+  With 'score', a number in ten-thousandths: the row has 'scores'.
 
   Args:
-    labels: whether the task has 'labels'.
+    label: the task feature: 'label', 'labels' or 'score'.
     types: whether rows have 'encoder_token_types', which are 0 if the task does not have
       'token_types'.
     **options: SeqIO's.
@@ -35,12 +38,13 @@ class EncoderClassificationConverter(_EncoderConverter):
 
   PACKING_FEATURE_DTYPES = None
 
-  def __init__(self, *, labels: bool = False, types: bool = False, **options: Any):
-    self._label, self._types = ('labels', types) if labels else ('label', types)
-    self.TASK_FEATURES = {'inputs': TOKENS, self._label: TOKENS if labels else _NUMBER}
+  def __init__(self, *, label: str = 'label', types: bool = False, **options: Any):
+    self._label, self._types = label, types
+    kind = TOKENS if label == 'labels' else _NUMBER
+    self.TASK_FEATURES = {'inputs': TOKENS, label: kind}
     self.MODEL_FEATURES = {
       'encoder_input_tokens': TOKENS,
-      **({features.LABELS: TOKENS} if labels else {features.LABEL: _NUMBER}),
+      _MODEL_LABELS[label]: kind,
       features.LABEL_WEIGHTS: _NUMBER,
       **({'encoder_token_types': TOKENS} if types else {}),
     }
@@ -81,8 +85,7 @@ class EncoderClassificationConverter(_EncoderConverter):
     row = {'encoder_input_tokens': x['inputs'], features.LABEL_WEIGHTS: tf.constant(1)}
     if self._types:
       row['encoder_token_types'] = tf.cast(x[features.TOKEN_TYPES], tf.int32)
-    name = features.LABELS if self._label == 'labels' else features.LABEL
-    return {**row, name: x[self._label]}
+    return {**row, _MODEL_LABELS[self._label]: x[self._label]}
 
 
 class EncoderTagsConverter(_EncoderConverter):

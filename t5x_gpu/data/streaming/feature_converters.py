@@ -104,14 +104,17 @@ CONVERTERS = {
   'preference': PreferenceConverter,
   'prefix_lm': seqio.PrefixLMFeatureConverter,
   'encoder_decoder': seqio.EncDecFeatureConverter,
-  'encoder_classification': EncoderClassificationConverter,
-  'encoder_classification_with_types': functools.partial(
-    EncoderClassificationConverter, types=True
-  ),
-  'encoder_multi_label': functools.partial(EncoderClassificationConverter, labels=True),
-  'encoder_multi_label_with_types': functools.partial(
-    EncoderClassificationConverter, labels=True, types=True
-  ),
+  **{
+    f'encoder_{kind}{"_with_types" * types}': functools.partial(
+      EncoderClassificationConverter, label=label, types=types
+    )
+    for kind, label in (
+      ('classification', 'label'),
+      ('multi_label', 'labels'),
+      ('regression', 'score'),
+    )
+    for types in (False, True)
+  },
   'encoder_tags': EncoderTagsConverter,
   'encoder_text_sets': EncoderTextSetsConverter,
   'encoder_mlm': EncoderMlmConverter,

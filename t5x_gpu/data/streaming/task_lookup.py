@@ -215,6 +215,7 @@ def check(
       "encoder with the head 'classification'.",
       ('inputs', 'labels'): ' For a task with several labels per row set EncoderModel.problem_type '
       "= 'multi_label_classification'.",
+      ('inputs', 'score'): " For a task with numbers set EncoderModel.head_type = 'regression'.",
     }.get(tuple(have), '')
     before = config.mixture_or_task_name.partition(':')[0]
     if have == ['targets'] and before in pretraining.TEXTS:

@@ -131,7 +131,7 @@ def frame_text_sets(
 
 
 def _labels(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-  return {name: x[name] for name in ('label', 'labels') if name in x}
+  return {name: x[name] for name in ('label', 'labels', 'score') if name in x}
 
 
 def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:

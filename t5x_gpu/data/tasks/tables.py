@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.data.sources import discovery, labelled_tables, line_formats
+from t5x_gpu.data.sources import discovery, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
 from t5x_gpu.data.sources.column_formats import ARROW, PARQUET, of_records
 from t5x_gpu.data.sources.conversations import (
@@ -29,6 +29,7 @@ from t5x_gpu.data.sources.conversations import (
   conversation_key,
   preferences,
 )
+from t5x_gpu.data.sources.labelled import tables as labelled_tables
 from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
 from t5x_gpu.data.sources.seqio_sources import file_source

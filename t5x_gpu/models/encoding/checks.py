@@ -6,7 +6,7 @@ from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.encoding.pooling import POOLINGS
 from t5x_gpu.models.losses import check_loss_options, refuse_router_losses
 
-HEADS = ('classification', 'token_classification', 'embedding', 'mlm')
+HEADS = ('classification', 'token_classification', 'regression', 'embedding', 'mlm')
 SINGLE_LABEL, MULTI_LABEL = 'single_label_classification', 'multi_label_classification'
 PROBLEMS = (SINGLE_LABEL, MULTI_LABEL)
 
@@ -28,6 +28,8 @@ def check_encoder(model: Any) -> None:
     _check_classes(model)
   if model.embeds:
     _check_embedding(model)
+  if model.regresses and (model.label_smoothing or model.z_loss):
+    raise _not_cross_entropy(model, 'of a regression it is the squared error')
   if model.token_types and model.config.num_token_types < 2:
     raise ModelError(
       'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
@@ -57,12 +59,16 @@ def _check_classes(model: Any) -> None:
       parameters=('EncoderModel.class_names',),
     )
   if model.multi_label and (model.label_smoothing or model.z_loss):
-    raise ModelError(
-      f'label_smoothing = {model.label_smoothing} and z_loss = {model.z_loss} need one class per '
-      'row; with several labels the loss is binary cross entropy.',
-      fix='Set EncoderModel.label_smoothing = 0.0 and EncoderModel.z_loss = 0.0.',
-      parameters=('EncoderModel.label_smoothing', 'EncoderModel.z_loss'),
-    )
+    raise _not_cross_entropy(model, 'with several labels it is binary cross entropy')
+
+
+def _not_cross_entropy(model: Any, instead: str) -> ModelError:
+  return ModelError(
+    f'label_smoothing = {model.label_smoothing} and z_loss = {model.z_loss} need a loss over one '
+    f'class per row; {instead}.',
+    fix='Set EncoderModel.label_smoothing = 0.0 and EncoderModel.z_loss = 0.0.',
+    parameters=('EncoderModel.label_smoothing', 'EncoderModel.z_loss'),
+  )
 
 
 def _check_embedding(model: Any) -> None:

@@ -1,12 +1,14 @@
-"""Losses and counts of encoders whose rows have several labels, tags or several texts."""
+"""Losses and counts of encoders whose rows have several labels, tags, a number or several texts."""
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.data import entities
+from t5x_gpu.data.features import SCORE_UNIT
 from t5x_gpu.models.losses import Sums, counted_once
 from t5x_gpu.partitioning.axis_rules import is_manual, manual_axes
 
@@ -39,6 +41,35 @@ def of_label_sets(
     weights = jnp.broadcast_to(weights[:, None], true.shape)
     found['hits'] = hits_of(true & predicted, predicted, true, weights), weight
   return found
+
+
+def of_numbers(
+  predicted: jax.Array, scores: jax.Array, rows: jax.Array, weights: jax.Array, *, with_pairs: bool
+) -> Sums:
+  """Returns sums over examples with a number: 'loss', the squared error, and 'absolute_error'.
+
+  Args:
+    predicted: [batch], float32; whole rows, as in `of_examples`.
+    scores: [batch], the true numbers in ten-thousandths.
+    rows: [batch] numbers of the rows in the global batch.
+    weights: [batch]; 0 leaves an example out.
+    with_pairs: add 'pairs' [global batch, 3]: prediction, true number, weight.
+  """
+  weight = counted_once(weights).astype(jnp.float32)
+  true = scores.astype(jnp.float32) / SCORE_UNIT
+  error = predicted - true
+  found = {'loss': jnp.square(error), 'absolute_error': jnp.abs(error)}
+  sums = {name: (jnp.sum(x * weight), weight.sum()) for name, x in found.items()}
+  if with_pairs:
+    sums['pairs'] = _pairs(predicted, true, rows, weight), weight.sum()
+  return sums
+
+
+def _pairs(x: jax.Array, y: jax.Array, rows: jax.Array, weight: jax.Array) -> jax.Array:
+  """Returns [global batch, 3] of x, y and weight [batch]; rows of other devices are 0."""
+  pairs = jnp.stack([x, y.astype(jnp.float32), jnp.ones_like(x)], -1) * weight[:, None]
+  size = rows.shape[0] * math.prod(map(jax.lax.axis_size, manual_axes('batch')))
+  return jnp.zeros((size, 3)).at[rows].add(pairs)
 
 
 def of_text_sets(
@@ -90,9 +121,7 @@ def of_text_sets(
   sums = {name: (jnp.sum(x * weight), weight.sum()) for name, x in found.items()}
   if with_pairs:
     product = products('be,be->b', vectors[:, 0], vectors[:, 1])
-    pairs = jnp.stack([product, scores.astype(jnp.float32), jnp.ones_like(product)], -1)
-    whole = jnp.zeros((others.shape[0], 3)).at[rows].add(pairs * weight[:, None])
-    sums['pairs'] = whole, weight.sum()
+    sums['pairs'] = _pairs(product, scores, rows, weight), weight.sum()
   return sums
 
 

@@ -1,4 +1,4 @@
-"""Class probabilities of texts or of their words, or vectors of texts, on any mesh."""
+"""Class probabilities of texts or words, and numbers or vectors of texts, on any mesh."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ class ClassifierConfig:
   Attributes:
     max_length: most tokens of a row, as in training.
     batch_size: texts at a time.
-    outcome: 'classes' (one per text), 'labels' (any number per text), 'tags' (one per word) or
-      'vectors'.
+    outcome: 'classes' (one per text), 'labels' (any number per text), 'tags' (one per word),
+      'numbers' (one per text) or 'vectors'.
   """
 
   max_length: int
@@ -68,7 +68,7 @@ class Classifier:
   def generate(
     self, prompts: Sequence[EncodedRow], *, numbers: Optional[Sequence[int]] = None
   ) -> list[Any]:
-    """Returns the probabilities of all classes, or the vector, of each of `prompts`.
+    """Returns the probabilities of all classes, [number] or the vector, of each of `prompts`.
 
     Of words: a list of them, with None for a word that has no token in the row.
     """
@@ -103,8 +103,10 @@ def _of_words(tokens: np.ndarray, row: EncodedRow) -> list[Optional[list[float]]
 def _outputs(
   model: ClassifierModel, params: Params, batch: DeviceBatch, *, outcome: str
 ) -> jax.Array:
-  """Returns float32 [batch, classes], [batch, length, classes] of tokens, or [batch, embed]."""
+  """Returns float32 [batch, classes], [batch, length, classes], [batch, 1] or [batch, embed]."""
   logits = model.logits(params, batch)
+  if outcome == 'numbers':
+    return logits
   if outcome == 'vectors':
     return logits[:, 0]
   return jax.nn.sigmoid(logits) if outcome == 'labels' else jax.nn.softmax(logits)

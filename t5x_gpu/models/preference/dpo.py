@@ -153,6 +153,11 @@ class DpoModel:
     """The model without adapters, which computes the reference."""
     return self.model.model if self._has_adapters else self.model
 
+  @property
+  def guess_loss(self) -> float:
+    """The loss of a model that is equal to the reference, as at the start."""
+    return float(LOSSES[self.loss_type](jnp.zeros(()), self.beta, self.label_smoothing))
+
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns 'preference'."""
     del task_feature_lengths

@@ -21,6 +21,7 @@ from tests.checkpoint.hf_files import CONFIGS, VARIANTS, untied
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'convert.md'
 CLASSES = {
   't5': 'T5Config',
+  'umt5': 'UMT5Config',
   'bert': 'BertConfig',
   'gpt2': 'GPT2Config',
   'llama': 'LlamaConfig',
@@ -101,8 +102,16 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('t5', {'dense_act_fn': 'gelu_new'}, "feed_forward_proj = 'relu'.* dense_act_fn"),
     ('t5_1_1', {'is_gated_act': False}, 'is_gated_act = False'),
     ('t5', {'decoder_start_token_id': 3}, 'decoder_start_token_id = 3'),
-    ('bert_classification', {'problem_type': 'regression'}, 'problem_type = '),
-    ('bert_classification', {'num_labels': 1}, 'num_labels = 1: a regression'),
+    (
+      'bert_classification',
+      {'problem_type': 'regression'},
+      "num_labels = 3 and problem_type = 'regression'",
+    ),
+    (
+      'bert_classification',
+      {'num_labels': 1, 'problem_type': 'multi_label_classification'},
+      "num_labels = 1 and problem_type = 'multi",
+    ),
     ('llama', {'pruned_heads': {'0': [1]}}, 'pruned_heads = '),
     ('mistral', {'attention_bias': True}, 'attention_bias = True'),
     ('mistral', {'mlp_bias': True}, 'mlp_bias = True'),
@@ -150,7 +159,6 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('bert_mlm', {'model_type': 'modernbert'}, 'no norm before attention'),
     ('bert_mlm', {'model_type': 'deberta-v2'}, 'disentangled attention'),
     ('t5', {'model_type': 'longt5'}, 'transient-global attention'),
-    ('t5', {'model_type': 'umt5'}, 'relative positions in each layer'),
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
     ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
   ],
@@ -305,6 +313,14 @@ def test_each_family_drops_at_its_own_places(family, rates, want):
   }
   notes = training_differences({**others, **rates}, model)
   assert bool(notes) == any(want) and all('masks of T5' in note for note in notes)
+
+
+def test_one_label_of_bert_is_a_regression():
+  config = {k: v for k, v in VARIANTS['bert_regression'].items() if k != 'problem_type'}
+  model = model_of(config)  # as transformers reads it
+  assert model == model_of(VARIANTS['bert_regression'])
+  assert model.build().regresses
+  assert to_hf(model, family='bert')['problem_type'] == 'regression'
 
 
 def test_class_names_of_bert_are_kept():

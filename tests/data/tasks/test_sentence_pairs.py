@@ -53,7 +53,7 @@ def test_columns_are_chosen_and_flaws_are_named(tmp_path):
   batch = batch_of(f'{name}#anchor=q,positive=good,negative=bad')
   assert batch['encoder_segment_ids'][0].tolist() == [1, 1, 2, 2, 3, 3, *[0] * 6]
   for chosen, says in (
-    ('#anchor=q,positive=good,score=x', "tsv:2 has 'high' in 'x', not a score"),
+    ('#anchor=q,positive=good,score=x', "tsv:2 has 'high' in 'x', not a number from 0"),
     ('#anchor=q', 'does not choose an anchor and a positive'),
     ('', "no column 'anchor'"),
   ):

@@ -8,8 +8,9 @@ import functools
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf import rotary
+from t5x_gpu.checkpoint.convert.hf.bert import BERT
 from t5x_gpu.checkpoint.convert.hf.experts import MIXTRAL, QWEN3_MOE
-from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
+from t5x_gpu.checkpoint.convert.hf.families import GPT2, T5, UMT5
 from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
 from t5x_gpu.checkpoint.convert.hf.llama import (
   GEMMA2,
@@ -28,6 +29,7 @@ from t5x_gpu.models.config import DROPOUT_PLACES
 
 CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   't5': T5,
+  'umt5': UMT5,
   'bert': BERT,
   'gpt2': GPT2,
   'llama': LLAMA,
@@ -45,7 +47,7 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
 # Models that people bring as often as those: why they are refused, and what to do.
 _EXPERTS = 'Supported families with experts: mixtral and qwen3_moe.'
 _ENCODERS = 'Supported encoders: bert, which includes many models for embeddings and retrieval.'
-_TEXT_TO_TEXT = 'Supported encoder-decoders: t5 (T5, T5.1.1, Flan-T5, UL2, ByT5) and mt5.'
+_TEXT_TO_TEXT = 'Supported encoder-decoders: t5 (T5, T5.1.1, Flan-T5, UL2, ByT5), mt5 and umt5.'
 _REFUSED = {
   'gemma3': (
     'a Gemma-3 that also reads images',
@@ -62,7 +64,6 @@ _REFUSED = {
   'modernbert': ('an encoder whose first layer has no norm before attention', _ENCODERS),
   **dict.fromkeys(('deberta', 'deberta-v2'), ('an encoder with disentangled attention', _ENCODERS)),
   'longt5': ('a T5 with local or transient-global attention', _TEXT_TO_TEXT),
-  'umt5': ('a T5 with a table of relative positions in each layer', _TEXT_TO_TEXT),
   't5gemma': ('an encoder-decoder made of Gemma layers', _TEXT_TO_TEXT),
 }
 # Keys on what differs by layer: written as a whole, none is kept from another config.json.
@@ -292,7 +293,8 @@ def guess_family(model: ModelFields) -> str:
   """Returns the family whose models are most like this one."""
   c = model.config
   if model.kind != 'decoder_only':
-    return 'bert' if model.kind == 'encoder' else 't5'
+    text_to_text = 'umt5' if c.relative_bias == 'per_layer' else 't5'
+    return 'bert' if model.kind == 'encoder' else text_to_text
   if c.norm == 'layer':
     return 'gpt2'
   if c.num_experts:

@@ -1,10 +1,11 @@
-"""config.json of T5, BERT and GPT-2 as the fields of our models, and back.
+"""config.json of T5, UMT5 and GPT-2 as the fields of our models, and back.
 
 A family has a table for the keys that hold one of our fields unchanged, a function that reads the
-rest, one that writes it, and lists of the keys that it knows. `hf.llama` has the families derived
-from Llama.
+rest, one that writes it, and lists of the keys that it knows. `hf.bert` has BERT, `hf.llama` the
+families derived from Llama.
 """
 
+import dataclasses
 from typing import Any
 
 from t5x_gpu.checkpoint.convert.hf.keys import (
@@ -16,7 +17,6 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
   activation,
   divided,
   dtype,
-  head_dim,
   read_dropout,
   read_keys,
   their_activation,
@@ -27,7 +27,6 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.encoding.checks import MULTI_LABEL, PROBLEMS
 
 _T5: Keys = {
   'vocab_size': 'vocab_size',
@@ -43,9 +42,11 @@ _T5: Keys = {
 
 
 def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
-  """T5 1.0 ties its logits and scales them; T5.1.1, mT5 and ByT5 have an output layer.
+  """T5 1.0 ties its logits and scales them; T5.1.1, mT5, ByT5 and UMT5 have an output layer.
 
   transformers 5 writes tie_word_embeddings = True for all of them, so only the tensors show which.
+  It also scales the logits of every UMT5, also of those with an output layer, which were trained
+  without; those are not scaled here.
   """
   gated, _, act = config['feed_forward_proj'].rpartition('-')
   if gated not in ('', 'gated'):
@@ -63,9 +64,11 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
       fix='Take the config.json that belongs to the weights.',
       docs='convert.md#families',
     )
-  tied = not has_tensor('lm_head.weight')
-  scaled = config['model_type'] == 't5' and config.get(
-    'scale_decoder_outputs', config['tie_word_embeddings']
+  tied, per_layer = not has_tensor('lm_head.weight'), config['model_type'] == 'umt5'
+  scaled = (
+    (tied and per_layer)
+    or config['model_type'] == 't5'
+    and config.get('scale_decoder_outputs', config['tie_word_embeddings'])
   )
   if scaled and not tied:
     raise CheckpointError(
@@ -79,7 +82,7 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
     **read_keys(config, _T5),
     num_layers=config['num_layers'] if decoder is None else decoder,
     mlp_activations=(activation(act), *(('linear',) if gated else ())),
-    relative_bias='shared',
+    relative_bias='per_layer' if per_layer else 'shared',
     logits_via_embedding=tied,
     scale_tied_logits=bool(scaled) if tied else True,
     dtype=dtype(config),
@@ -93,121 +96,19 @@ def _write_t5(model: ModelFields) -> dict[str, Any]:
   theirs = 'gelu' if gated and c.mlp_activations[0] == 'gelu' else their_activation(c)
   encoder = model.options.get('num_encoder_layers')
   scaled = c.logits_via_embedding and c.scale_tied_logits
+  per_layer = c.relative_bias == 'per_layer'
   return {
-    'architectures': ['T5ForConditionalGeneration'],
-    'model_type': 't5',
+    'architectures': [f'{"UM" if per_layer else ""}T5ForConditionalGeneration'],
+    'model_type': 'umt5' if per_layer else 't5',
     'is_encoder_decoder': True,
     **write_keys(c, _T5),
     'num_layers': c.num_layers if encoder is None else encoder,
     'num_decoder_layers': c.num_layers,
     'feed_forward_proj': f'gated-{theirs}' if gated else theirs,
     'tie_word_embeddings': scaled,
-    'scale_decoder_outputs': scaled,
+    **({} if per_layer else {'scale_decoder_outputs': scaled}),
     'pad_token_id': 0,
     'decoder_start_token_id': 0,
-  }
-
-
-_BERT: Keys = {
-  'vocab_size': 'vocab_size',
-  'embed_dim': 'hidden_size',
-  'num_layers': 'num_hidden_layers',
-  'num_heads': 'num_attention_heads',
-  'mlp_dim': 'intermediate_size',
-  'num_positions': 'max_position_embeddings',
-  'num_token_types': 'type_vocab_size',
-  'norm_epsilon': 'layer_norm_eps',
-}
-_BERT_DROPOUT: Keys = {
-  'dropout_rate': 'hidden_dropout_prob',
-  'attention_dropout': 'attention_probs_dropout_prob',
-  'classifier_dropout': 'classifier_dropout',
-}
-
-
-def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
-  del has_tensor
-  c = TransformerConfig(
-    **read_keys(config, _BERT),
-    **read_dropout(config, _BERT_DROPOUT, mlp_dropout=0.0),
-    head_dim=head_dim(config),
-    query_pre_attn_scalar=head_dim(config),
-    mlp_activations=(activation(config['hidden_act']),),
-    mlp_bias=True,
-    attention_bias='all',
-    relative_bias='none',
-    norm='layer',
-    norm_position='post',
-    embedding_norm=True,
-    init_stddev=config['initializer_range'],
-    dtype=dtype(config),
-  )
-  if 'BertForMaskedLM' in config['architectures']:
-    return ModelFields('encoder', c, {'head_type': 'mlm'})
-  if 'BertModel' in config['architectures']:
-    return ModelFields('encoder', c, {'head_type': 'embedding', 'pooling': 'mean'})
-  tags = 'BertForTokenClassification' in config['architectures']
-  classes = config.get('num_labels', len(config.get('id2label') or {}) or 2)
-  if classes < 2:
-    raise CheckpointError(
-      f'config.json says num_labels = {classes}: a regression, without classes.',
-      fix='Only classification with two or more labels can be converted.',
-      docs='convert.md#families',
-    )
-  if tags:
-    names = _class_names(config, classes) or _unnamed(classes)
-    options = {'head_type': 'token_classification', 'class_names': names}
-    return ModelFields('encoder', c, {**options, 'num_classes': classes})
-  options = {'head_type': 'classification', 'num_classes': classes}
-  if config.get('problem_type') == MULTI_LABEL:
-    options['problem_type'] = MULTI_LABEL
-  if names := _class_names(config, classes):
-    options['class_names'] = names
-  return ModelFields('encoder', c, {**options, 'pooling': 'first_token_tanh'})
-
-
-def _class_names(config: Json, classes: int) -> tuple[str, ...]:
-  """Returns the names of the classes; empty unless each has a different name."""
-  names = {str(i): str(name) for i, name in (config.get('id2label') or {}).items()}
-  found = tuple(names.get(str(i), '') for i in range(classes))
-  own = all(found) and found != _unnamed(classes)
-  return found if own and len({*found}) == classes == len(names) else ()
-
-
-_BERT_HEADS = {
-  'classification': 'BertForSequenceClassification',
-  'token_classification': 'BertForTokenClassification',
-  'mlm': 'BertForMaskedLM',
-  'embedding': 'BertModel',
-}
-
-
-def _unnamed(classes: int) -> tuple[str, ...]:
-  """Returns the names that transformers gives to classes without a name."""
-  return tuple(f'LABEL_{i}' for i in range(classes))
-
-
-def _write_bert(model: ModelFields) -> dict[str, Any]:
-  c = model.config
-  out = {
-    'model_type': 'bert',
-    **write_keys(c, _BERT),
-    'hidden_act': their_activation(c),
-    **write_dropout(c, _BERT_DROPOUT),
-    'initializer_range': c.init_stddev or INIT_STDDEV,
-    'pad_token_id': 0,
-  }
-  head = _BERT_HEADS[model.options.get('head_type', 'classification')]
-  out['architectures'] = [head]
-  if head in ('BertForMaskedLM', 'BertModel'):
-    return out
-  names = model.options.get('class_names') or _unnamed(model.options.get('num_classes', 2))
-  if model.options.get('problem_type') == MULTI_LABEL:
-    out['problem_type'] = MULTI_LABEL
-  return {
-    **out,
-    'id2label': {str(i): name for i, name in enumerate(names)},
-    'label2id': {name: i for i, name in enumerate(names)},
   }
 
 
@@ -280,31 +181,11 @@ T5 = ConfigFamily(
   {'is_decoder': (False,), 'decoder_start_token_id': (0, None), 'pruned_heads': ({}, None)},
   no_effect=frozenset({'n_positions', 'classifier_dropout', 'id2label', 'problem_type'}),
 )
-BERT = ConfigFamily(
-  tuple(_BERT_HEADS.values()),
-  _read_bert,
-  _write_bert,
-  used(_BERT, 'num_labels', 'id2label'),
-  {
-    'hidden_act': 'gelu',
-    'layer_norm_eps': 1e-12,
-    'hidden_dropout_prob': 0.1,
-    'attention_probs_dropout_prob': 0.1,
-    'classifier_dropout': None,  # hidden_dropout_prob
-    'initializer_range': INIT_STDDEV,
-  },
-  {
-    'is_decoder': (False,),
-    'add_cross_attention': (False,),
-    'position_embedding_type': ('absolute', None),
-    'problem_type': (None, *PROBLEMS),
-    'tie_word_embeddings': (True, None),
-    'pruned_heads': ({}, None),
-  },
-  frozenset(
-    'directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers '
-    'pooler_size_per_head pooler_type'.split()
-  ),
+UMT5 = dataclasses.replace(
+  T5,
+  architectures=('UMT5ForConditionalGeneration',),
+  used=T5.used - {'scale_decoder_outputs'},
+  defaults={**T5.defaults, 'feed_forward_proj': 'gated-gelu'},
 )
 GPT2 = ConfigFamily(
   ('GPT2LMHeadModel',),

@@ -52,18 +52,17 @@ class Family:
     return rules(model)
 
 
-def _t5_stack(stack: str, *, gated: bool, is_decoder: bool) -> list[Rule]:
+def _t5_stack(stack: str, c: TransformerConfig, *, is_decoder: bool) -> list[Rule]:
   ours, theirs, layers = f'{stack}/layers', f'{stack}.block.{{}}.layer.', f'{stack}_layers'
 
   def rule(path: str, name: str, axes: str) -> Rule:
     return Rule(f'{ours}/{path}', theirs + name, axes, stack=layers)
 
+  bias = 'SelfAttention.relative_attention_bias.weight', 'buckets heads -> heads buckets'
   rules = [
-    Rule(
-      f'{stack}/relpos_bias/rel_embedding',
-      f'{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight',
-      'buckets heads -> heads buckets',
-    ),
+    rule('relpos_bias/rel_embedding', f'0.{bias[0]}', bias[1])
+    if c.relative_bias == 'per_layer'
+    else Rule(f'{stack}/relpos_bias/rel_embedding', f'{stack}.block.0.layer.0.{bias[0]}', bias[1]),
     rule('pre_self_attention_layer_norm/scale', '0.layer_norm.weight', 'embed'),
     *attention_rules(
       f'{ours}/self_attention',
@@ -88,7 +87,7 @@ def _t5_stack(stack: str, *, gated: bool, is_decoder: bool) -> list[Rule]:
   rules += [rule('pre_mlp_layer_norm/scale', f'{mlp}.layer_norm.weight', 'embed')]
   rules += [
     rule(f'mlp/{wi}/kernel', f'{mlp}.DenseReluDense.{wi}.weight', 'mlp embed -> embed mlp')
-    for wi in (('wi_0', 'wi_1') if gated else ('wi',))
+    for wi in (('wi_0', 'wi_1') if len(c.mlp_activations) > 1 else ('wi',))
   ]
   return rules + [
     rule('mlp/wo/kernel', f'{mlp}.DenseReluDense.wo.weight', 'embed mlp -> mlp embed'),
@@ -98,11 +97,10 @@ def _t5_stack(stack: str, *, gated: bool, is_decoder: bool) -> list[Rule]:
 
 def _t5(model: ModelFields) -> list[Rule]:
   c = model.config
-  gated = len(c.mlp_activations) > 1
   rules = [
     Rule('token_embedder/embedding', 'shared.weight', 'vocab embed'),
-    *_t5_stack('encoder', gated=gated, is_decoder=False),
-    *_t5_stack('decoder', gated=gated, is_decoder=True),
+    *_t5_stack('encoder', c, is_decoder=False),
+    *_t5_stack('decoder', c, is_decoder=True),
   ]
   if not c.logits_via_embedding:
     rules.append(
@@ -302,21 +300,20 @@ def _mixture(layer: str, names: tuple[str, str, str]) -> Family:
 
 
 _LLAMAS = ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'smollm3', 'olmo2')
-FAMILIES: dict[str, Family] = {
-  't5': Family(
-    _t5,
-    'shared.weight',
-    same=(
-      ('encoder.embed_tokens.weight', 'shared.weight'),
-      ('decoder.embed_tokens.weight', 'shared.weight'),
-      ('lm_head.weight', 'shared.weight'),
-    ),
-    # The T5 1.0 files on the Hub contain it, but no model ever read it.
-    nothing=(
-      r'decoder\.block\.0\.layer\.1\.EncDecAttention'
-      r'\.relative_attention_bias\.weight',
-    ),
+_T5 = Family(
+  _t5,
+  'shared.weight',
+  same=(
+    ('encoder.embed_tokens.weight', 'shared.weight'),
+    ('decoder.embed_tokens.weight', 'shared.weight'),
+    ('lm_head.weight', 'shared.weight'),
   ),
+  # The T5 1.0 files on the Hub contain it, but no model ever read it.
+  nothing=(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight',),
+)
+FAMILIES: dict[str, Family] = {
+  't5': _T5,
+  'umt5': _T5,
   'bert': Family(
     _bert,
     'bert.embeddings.word_embeddings.weight',

@@ -5,6 +5,7 @@ classification:jsonl:reviews.jsonl#text=body,label=stars
 classification:parquet:nli/*.parquet#text=premise,text2=hypothesis,label=gold_label
 multi_label:jsonl:topics.jsonl                                    columns text, labels (a list)
 token_classification:jsonl:conll/*.jsonl                          columns tokens, tags (lists)
+regression:csv:essays.csv#text=essay,label=grade                  columns text, label (a number)
 sentence_pairs:csv:pairs.csv                        columns anchor, positive, negative or score
 """
 
@@ -13,15 +14,23 @@ import functools
 import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from t5x_gpu.data.sources.json_lines import json_object
-from t5x_gpu.data.sources.labelled_tables import LabelledRow
+from t5x_gpu.data.sources.labelled.cells import (
+  LARGEST_SCORE,
+  cell_label,
+  cell_listed,
+  cell_score,
+  cell_text,
+  refuse,
+)
+from t5x_gpu.data.sources.labelled.tables import LabelledRow
 from t5x_gpu.data.sources.line_formats import csv_records
-from t5x_gpu.data.sources.rows import NAME, open_text, split_columns
+from t5x_gpu.data.sources.rows import open_text, split_columns
 from t5x_gpu.errors import DataError, did_you_mean, first_line, listed
 
 
@@ -54,14 +63,13 @@ _KINDS = {
   'token_classification': _Kind(
     (('tokens', 'tags'), ('tokens', 'ner_tags'), ('words', 'tags')), {}
   ),
+  'regression': _Kind((('text', 'label'), ('text', 'score')), _PAIRS),
   'sentence_pairs': _Kind(
     (('anchor', 'positive'), ('sentence1', 'sentence2')),
     {'negative': 'text2', 'score': 'score'},
     finds_more=True,
   ),
 }
-_SCORE_UNIT = 10_000  # scores are counted in ten-thousandths
-_SEPARATOR = ','  # of the labels in one field of .csv and .tsv
 
 # Values of a row by column, and the place of the row.
 _Record = tuple[Mapping[str, Any], str]
@@ -96,9 +104,9 @@ class LabelledReader:
   Attributes:
     form: a key of `FORMS`.
     columns: None for those with the usual names.
-    kind: 'classification', one label per row; 'multi_label', any number of them; or
-      'token_classification', a list of words and a list of their tags; or 'sentence_pairs', two
-      texts, maybe with a third, a hard negative, or with a score.
+    kind: 'classification', one label per row; 'multi_label', any number of them;
+      'token_classification', a list of words and a list of their tags; 'regression', a number per
+      row; or 'sentence_pairs', two texts, maybe with a third, a hard negative, or with a score.
   """
 
   form: str
@@ -113,14 +121,14 @@ class LabelledReader:
         for values, columns, where in self._records(path)
       ]
     except UnicodeDecodeError as e:
-      _refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
+      refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
     except (OSError, EOFError, pa.ArrowException) as e:
-      _refuse(
+      refuse(
         f'{path} cannot be read as {self.form}: {first_line(e)[:200]}.',
         fix='Get the file again, or leave it out of the pattern.',
       )
     if not rows:
-      _refuse(f'{path} has no rows.', fix='Give files with one row per example.')
+      refuse(f'{path} has no rows.', fix='Give files with one row per example.')
     return rows
 
   def _records(self, path: str) -> Iterator[tuple[Mapping[str, Any], LabelColumns, str]]:
@@ -144,7 +152,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
   (text, label), more = _KINDS[kind].usual[0], _KINDS[kind].more
   form, _, rest = spelled.partition(':')
   if form not in FORMS or not rest:
-    _refuse(
+    refuse(
       f'{kind}:{spelled[:80]} does not name the form of the files.' + did_you_mean(form, FORMS),
       fix=f'Write {kind}:FORM:PATTERN, where FORM is {", ".join(FORMS)}.',
     )
@@ -159,7 +167,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
     or len(set(named.values())) != len(named)
   ):
     wrong = next((name for name in named if name not in names), '')
-    _refuse(
+    refuse(
       f'#{",".join(map("=".join, chosen))}'
       + f' does not choose a {text} and a {label}.'.replace(' a a', ' an a')
       + (did_you_mean(wrong, names) if wrong else ''),
@@ -167,10 +175,6 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
     )
   others = {field: named[name] for name, field in more.items() if name in named}
   return LabelledReader(form, LabelColumns(named[text], named[label], **others), kind), pattern
-
-
-def _refuse(what: str, *, fix: str) -> NoReturn:
-  raise DataError(what, fix=fix, parameters=NAME, docs='tasks.md#your-own-classification-data')
 
 
 def _columns(
@@ -189,7 +193,7 @@ def _columns(
   for name in chosen.names:
     if (count := list(names).count(name)) != 1:
       have = ', '.join(listed(list(map(repr, names)), 20))
-      _refuse(
+      refuse(
         f'{where} has '
         + (f'no column {name!r}' if not count else f'{count} columns {name!r}')
         + f': it has {have or "none"}.'
@@ -206,13 +210,17 @@ def _labelled_row(
     return _tagged_words(values, columns, where)
   if kind == 'sentence_pairs':
     return _scored_texts(values, columns, where)
-  text = _text(values[columns.text], columns.text, where)
-  text2 = None if columns.text2 is None else _text(values[columns.text2], columns.text2, where)
+  text = cell_text(values[columns.text], columns.text, where)
+  text2 = None if columns.text2 is None else cell_text(values[columns.text2], columns.text2, where)
   found, column = values[columns.label], columns.label
   if kind == 'classification':
-    labels = (_label(found, column, where),)
+    labels = (cell_label(found, column, where),)
+  elif kind == 'regression':
+    labels = (cell_score(found, column, where, least=-LARGEST_SCORE),)
   else:
-    labels = tuple(dict.fromkeys(_label(x, column, where) for x in _listed(found, column, where)))
+    labels = tuple(
+      dict.fromkeys(cell_label(x, column, where) for x in cell_listed(found, column, where))
+    )
   return LabelledRow(text, labels, where, text2)
 
 
@@ -220,19 +228,19 @@ def _tagged_words(values: Mapping[str, Any], columns: LabelColumns, where: str) 
   words, tags = values[columns.text], values[columns.label]
   for found, column in ((words, columns.text), (tags, columns.label)):
     if not isinstance(found, list) or not found:
-      _refuse(
+      refuse(
         f'{where} has {str(found)[:40]!r} in {column!r}, not a list with an item per word.',
         fix='Write {"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}, as jsonl or Parquet.',
       )
   if len(words) != len(tags):
-    _refuse(
+    refuse(
       f'{where} has {len(words)} words in {columns.text!r} and {len(tags)} tags in '
       f'{columns.label!r}.',
       fix='Give each word one tag.',
     )
   return LabelledRow(
-    tuple(_text(word, columns.text, where) for word in words),
-    tuple(_label(tag, columns.label, where) for tag in tags),
+    tuple(cell_text(word, columns.text, where) for word in words),
+    tuple(cell_label(tag, columns.label, where) for tag in tags),
     where,
   )
 
@@ -240,78 +248,16 @@ def _tagged_words(values: Mapping[str, Any], columns: LabelColumns, where: str) 
 def _scored_texts(values: Mapping[str, Any], columns: LabelColumns, where: str) -> LabelledRow:
   """Returns two or three texts; their one label is the score in ten-thousandths."""
   names = (columns.text, columns.label, *([columns.text2] if columns.text2 else []))
-  texts = tuple(_text(values[name], name, where) for name in names)
-  value = values[columns.score] if columns.score else 0
-  try:
-    number = round(float(value) * _SCORE_UNIT)
-  except (TypeError, ValueError, OverflowError):
-    number = -1
-  if not 0 <= number < 2**31:
-    _refuse(
-      f'{where} has {str(value)[:40]!r} in {columns.score!r}, not a score from 0 to 200,000.',
-      fix='Give a number that is higher the more alike the texts are.',
-    )
-  return LabelledRow(texts, (str(number),), where)
-
-
-def _listed(value: Any, column: str, where: str) -> list[Any]:
-  """Returns a list of labels: a list, or names separated by commas, as in .csv."""
-  value = value.decode() if isinstance(value, bytes) else value
-  if isinstance(value, str):
-    return [name for name in value.split(_SEPARATOR) if name.strip()]
-  if isinstance(value, list):
-    return value
-  _refuse(
-    f'{where} has {str(value)[:40]} in {column!r}, which is not a list of labels.',
-    fix='Write a list of names; in .csv and .tsv, names separated by commas. An empty list is a '
-    'row without a label.',
-  )
-
-
-def _text(value: Any, column: str, where: str) -> str:
-  value = value.decode() if isinstance(value, bytes) else value
-  if value is None or isinstance(value, str) and not value.strip():
-    _refuse(f'{where} has no text in {column!r}.', fix='Fill it in, or remove the row.')
-  if not isinstance(value, str):
-    _refuse(
-      f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
-      fix=_KINDS['classification'].how,
-    )
-  try:
-    value.encode()
-  except UnicodeEncodeError as e:
-    _refuse(
-      f'{where} has half of a surrogate pair in {column!r}, which is not a character: {e}.',
-      fix='Correct or remove that row.',
-    )
-  return value
-
-
-def _label(value: Any, column: str, where: str) -> str:
-  """Returns the name of a class: words unchanged, whole numbers as digits, true or false."""
-  value = value.decode() if isinstance(value, bytes) else value
-  if value is None or value != value or isinstance(value, str) and not value.strip():  # NaN
-    _refuse(
-      f'{where} has no label in {column!r}.',
-      fix='Fill it in, or remove the row. Leave files without labels out of the pattern.',
-    )
-  if isinstance(value, str):
-    return value.strip()
-  if isinstance(value, bool):
-    return str(value).lower()
-  if isinstance(value, int) or isinstance(value, float) and value.is_integer():
-    return str(int(value))
-  _refuse(
-    f'{where} has {str(value)[:40]} in {column!r}; a class is a word or a whole number.',
-    fix='Choose the column with the classes, or turn its values into classes.',
-  )
+  texts = tuple(cell_text(values[name], name, where) for name in names)
+  score = cell_score(values[columns.score], columns.score, where) if columns.score else '0'
+  return LabelledRow(texts, (score,), where)
 
 
 def _csv(path: str, columns: Optional[LabelColumns], kind: str, *, form: str) -> Iterator[_Record]:
   names: list[str] = []
   for fields, where, _ in csv_records(path, form):
     if isinstance(fields, DataError):
-      _refuse(fields.what, fix=fields.fix)
+      refuse(fields.what, fix=fields.fix)
     if names and fields:
       yield dict(zip(names, fields)), where
     elif fields:
@@ -328,7 +274,7 @@ def _jsonl(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_R
         try:
           record = json_object(line, where=where)
         except DataError as e:
-          _refuse(e.what, fix=e.fix)
+          refuse(e.what, fix=e.fix)
         yield record, where
 
 

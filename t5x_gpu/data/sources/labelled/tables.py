@@ -173,13 +173,25 @@ def _with_validation(rows: dict[str, list[LabelledRow]]) -> dict[str, list[Label
   }
 
 
-def text_sets(files: Sequence[str], *, read: Reader) -> LabelledTexts:
-  """Returns tuples of texts by split, as `labelled_texts`; their labels are scores."""
-  rows = _with_validation(_rows_by_split(files, read))
+def scored_texts(files: Sequence[str], *, read: Reader) -> LabelledTexts:
+  """Returns texts, or tuples of texts, by split, as `labelled_texts`; their labels are scores."""
+  return _by_split(
+    _with_validation(_rows_by_split(files, read)), label=lambda row: int(row.labels[0])
+  )
+
+
+def _by_split(
+  rows: Mapping[str, Sequence[LabelledRow]],
+  *,
+  label: Callable[[LabelledRow], Any],
+  class_names: tuple[str, ...] = (),
+) -> LabelledTexts:
+  is_pair = rows['train'][0].text2 is not None
   return LabelledTexts(
-    class_names=(),
+    class_names=class_names,
     texts={split: [r.text for r in some] for split, some in rows.items()},
-    labels={split: [int(r.labels[0]) for r in some] for split, some in rows.items()},
+    labels={split: [label(r) for r in some] for split, some in rows.items()},
+    texts2={split: [r.text2 for r in some] for split, some in rows.items()} if is_pair else None,
   )
 
 
@@ -226,18 +238,12 @@ def labelled_texts(
         + did_you_mean(unknown[0], names),
         fix='Correct the label, or add training rows of that class.',
       )
-  is_pair = rows['train'][0].text2 is not None
 
   def numbered(row: LabelledRow) -> Any:
     found = [numbers[label] for label in row.labels]
     return found if several else found[0]
 
-  return LabelledTexts(
-    class_names=names,
-    texts2={split: [r.text2 for r in some] for split, some in rows.items()} if is_pair else None,
-    texts={split: [r.text for r in some] for split, some in rows.items()},
-    labels={split: [numbered(r) for r in some] for split, some in rows.items()},
-  )
+  return _by_split(rows, label=numbered, class_names=names)
 
 
 def _sorted(labels: Iterable[str]) -> list[str]:

@@ -1,0 +1,75 @@
+"""Texts with numbers, from files and from STS-B: kept to four decimals, flaws named by place."""
+
+import json
+
+import numpy as np
+import pytest
+
+from t5x_gpu.data import batches, data_module, features
+from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.streaming.class_prompts import class_text
+from t5x_gpu.errors import DataError
+from tests.helpers_tfds import tfds_data_dir, write_glue
+
+pytestmark = pytest.mark.tf
+
+
+def batch_of(name, *, split='train', converter='encoder_regression', length=16):
+  config = batches.DatasetConfig(name, {'inputs': length}, split, 2, pack=False, shuffle=False)
+  spec = features.batch_spec(
+    converter, task_feature_lengths={'inputs': length}, batch_size=2, pack=False, vocab_size=384
+  )
+  iterator = data_module.open_batches(config, spec=spec, feature_converter=converter, repeat=False)
+  batch = next(iterator)
+  iterator.close()
+  return batch
+
+
+def write(folder, *rows, name='train.jsonl'):
+  (folder / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  return f'regression:jsonl:{folder}/*.jsonl'
+
+
+def test_a_row_has_its_number_in_ten_thousandths(tmp_path):
+  name = write(tmp_path, {'text': 'ab', 'label': -1.5}, {'text': 'c', 'label': '3.66666'})
+  batch = batch_of(name)
+  assert batch['scores'].tolist() == [-15_000, 36_667]
+  assert batch['label_weights'].tolist() == [1, 1] and 'label' not in batch
+  np.testing.assert_array_equal(batch['encoder_input_tokens'][1, :3], [ord('c') + 3, 1, 0])
+  config = batches.DatasetConfig(name, {'inputs': 16}, 'train', 2, pack=False)
+  prompts = list(class_text(config, model_vocab_size=384).examples())
+  assert [prompt.targets for prompt in prompts] == ['-1.5', '3.6667']
+
+
+def test_pairs_have_token_types(tmp_path):
+  write(tmp_path, *({'q': 'a', 'r': 'bc', 'grade': i} for i in range(2)))
+  name = f'regression:jsonl:{tmp_path}/*.jsonl#text=q,text2=r,label=grade'
+  batch = batch_of(name, converter='encoder_regression_with_types')
+  assert batch['encoder_token_types'][0, :6].tolist() == [0, 0, 1, 1, 1, 0]
+  assert batch['scores'].tolist() == [0, 10_000]
+
+
+def test_stsb_of_tfds(tmp_path):
+  write_glue(tmp_path, ['stsb'], version='2.0.0')
+  with tfds_data_dir(tmp_path):
+    batch = batch_of('stsb', converter='encoder_regression_with_types', split='validation')
+  assert set(batch['scores'].tolist()) <= {i * 10_000 for i in range(6)}
+  assert batch['encoder_token_types'].max() == 1
+
+
+@pytest.mark.parametrize(
+  'rows, says',
+  [
+    ([{'text': 'a', 'label': 'high'}], "jsonl:1 has 'high' in 'label', not a number from -200,000"),
+    ([{'text': 'a', 'label': None}], "has 'None' in 'label'"),
+    ([{'text': 'a', 'label': True}], "has 'True' in 'label'"),
+    ([{'text': 'a', 'label': 1e9}], 'not a number from -200,000 to 200,000'),
+    ([{'text': 'a', 'label': 1e-3}, {'text': 'b', 'label': 2e-3}], 'from 0.001 to 0.002, and'),
+    ([{'text': 'a', 'lable': 1.0}], "no column 'label'"),
+  ],
+)
+def test_flaws_are_named(tmp_path, rows, says):
+  name = write(tmp_path, *rows)
+  with pytest.raises(DataError, match=says) as e:
+    task_lookup.lookup(batches.DatasetConfig(name, {'inputs': 8}, 'train', 2))
+  assert e.value.fix
