@@ -24,6 +24,7 @@ def traffic_per_step(
   model: int,
   dtype_bytes: int,
   recomputed: int = 0,
+  references: int = 0,
   chunked_loss: bool = False,
 ) -> dict[str, float]:
   """Returns collective -> bytes that a device sends over `model` per training step.
@@ -35,7 +36,7 @@ def traffic_per_step(
   (layers/sharded_bias_params.py).
 
   Args:
-    batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed: as in
+    batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed, references: as in
       `tensor_parallel.traffic_per_step`. With `recomputed`, both inputs of a layer are gathered
       again.
     chunked_loss: whether the loss takes the length in chunks, which all devices have: the gradient
@@ -43,12 +44,14 @@ def traffic_per_step(
   """
   share, tokens = (model - 1) / model, batch * length
   activation, in_float32 = tokens * embed_dim * dtype_bytes, tokens * embed_dim * 4
-  gathered = (4 + (2 if recomputed else 0)) * num_layers * activation + 2 * activation
-  scattered = (4 + recomputed) * num_layers * activation + (1 if chunked_loss else 2) * in_float32
+  gathered = (4 + (2 if recomputed else 0) + 2 * references) * num_layers * activation
+  gathered += (2 + references) * activation
+  scattered = (4 + recomputed + 2 * references) * num_layers * activation
+  scattered += (references + (1 if chunked_loss else 2)) * in_float32
   summed = in_float32 if chunked_loss else 0
   scales = (2 * num_layers + 1) * embed_dim * 4
   return {
     'all-gather': share * gathered,
     'reduce-scatter': share * scattered,
-    'all-reduce': 2 * share * (summed + 3 * tokens * 4 + scales),
+    'all-reduce': 2 * share * (summed + 3 * (1 + references) * tokens * 4 + scales),
   }

@@ -119,6 +119,7 @@ def traffic_per_step(
   model: int,
   dtype_bytes: int,
   recomputed: int = 0,
+  references: int = 0,
   shared_kv_size: int = 0,
 ) -> dict[str, float]:
   """Returns the bytes that a device sends over `model` per training step, by all-reduce.
@@ -136,15 +137,16 @@ def traffic_per_step(
     dtype_bytes: bytes per value of activations.
     recomputed: outputs of a layer that the backward pass sums again: 1 under remat_policy 'full',
       where the second is not needed; 2 in a pipeline, which recomputes whole stages.
+    references: further forward passes, without a backward pass (DPO).
     shared_kv_size: elements of key and value kernels that all devices hold, whose gradients are
       summed.
   """
   tokens = batch * length
-  of_layers = (4 + recomputed) * num_layers * tokens * embed_dim * dtype_bytes
-  of_ends = 2 * tokens * embed_dim * 4
+  of_layers = (4 + recomputed + 2 * references) * num_layers * tokens * embed_dim * dtype_bytes
+  of_ends = (2 + references) * tokens * embed_dim * 4
   return {
     'all-reduce': 2
     * (model - 1)
     / model
-    * (of_layers + of_ends + 3 * tokens * 4 + 4 * shared_kv_size)
+    * (of_layers + of_ends + 3 * (1 + references) * tokens * 4 + 4 * shared_kv_size)
   }

@@ -12,6 +12,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of, encodes_texts
+from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.models.transformer import attention_need
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
@@ -56,6 +57,7 @@ class StepShape:
     loss_chunks: parts of the length in which it does; 0 for all logits at once.
     num_outcomes: of the head; 0 if it has no logits per token.
     trains_kernels: whether the backward pass computes gradients of the layers' kernels.
+    references: forward passes of a frozen reference model: 1 for DPO, else 0.
   """
 
   config: Optional[TransformerConfig]
@@ -73,6 +75,7 @@ class StepShape:
   loss_chunks: int
   num_outcomes: int
   trains_kernels: bool
+  references: int = 0
 
   @property
   def head_length(self) -> int:
@@ -94,7 +97,8 @@ def step_shape(
 ) -> StepShape:
   """Returns the sizes of a step of `program`, whose model is `model`, on `gpu`."""
   layout, mesh = program.layout, program.layout.mesh.shape
-  inner = model.model if isinstance(model, LoraModel) else model
+  policy = policy_of(model)
+  inner = policy.model if isinstance(policy, LoraModel) else policy
   config, pipeline = config_of(model), layout.pipeline
   rows = program.spec.batch_size // layout.batch_parts
   passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
@@ -105,8 +109,8 @@ def step_shape(
     and layout.zero_stage > 1
     and mesh['fsdp'] > 1
   )
-  policy = config.remat_policy if config else 'none'
-  recomputes = {'none': '', 'dots': '', 'full': 'layers'}.get(policy, 'attention')
+  remat = config.remat_policy if config else 'none'
+  recomputes = {'none': '', 'dots': '', 'full': 'layers'}.get(remat, 'attention')
   if pipeline or by_layer:
     recomputes = 'layers'
   head_rows = rows
@@ -130,13 +134,14 @@ def step_shape(
     context=mesh['context'],
     stage=mesh['stage'],
     recomputes=recomputes,
-    keeps='full' if by_layer or pipeline else policy,
+    keeps='full' if by_layer or pipeline else remat,
     by_layer=by_layer,
     sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
     head_rows=head_rows,
     loss_chunks=chunks,
     num_outcomes=config.vocab_size if token_logits else 0,
-    trains_kernels=2 * program.num_trained > program.num_params,
+    trains_kernels=not isinstance(policy, LoraModel),
+    references=int(policy is not model),
   )
 
 

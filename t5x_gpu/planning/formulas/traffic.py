@@ -15,6 +15,7 @@ from t5x_gpu.analysis.array_layout import ArrayLayout, array_layouts
 from t5x_gpu.analysis.collectives import Collective
 from t5x_gpu.analysis.overlap import Overlap
 from t5x_gpu.layers.routing import capacity
+from t5x_gpu.models.preference.dpo import is_reference
 from t5x_gpu.partitioning import (
   context_parallel,
   data_parallel,
@@ -116,7 +117,8 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
     half = in_bfloat16 and fsdp.in_bfloat16(p.names)
     if split:
       gathers = 1.0
-      if in_layers:  # forward and backward; a loop that is a layer ahead keeps the last one
+      if in_layers and not is_reference(p.name):
+        # Forward and backward; a loop that is a layer ahead keeps the last one.
         gathers = 2 - (1 / p.shape[p.names.index('layers')] if layout.region.layers_ahead else 0)
       of_element = gathers * _in_8_bits(p, shape)
       gathered = of_element if stage == 3 else 4 if p.name in trained else 0
@@ -198,7 +200,7 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
   if c is None:
     return
   again = {'layers': 1, 'attention': 0, '': 0}[shape.recomputes]
-  forwards = 2 if shape.recomputes else 1
+  forwards = (2 if shape.recomputes else 1) + shape.references
   for stack in shape.stacks:
     of_stack = dict(batch=shape.rows, num_layers=stack.num_layers, dtype_bytes=shape.item_bytes)
     length = stack.length // mesh['context']
@@ -206,7 +208,8 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
       recomputed = 2 if layout.pipeline else again
       sizes = dict(of_stack, length=length, embed_dim=c.embed_dim, model=mesh['model'])
       function = sequence_parallel if shape.sequence_parallel else tensor_parallel
-      runs = (4 + recomputed) * stack.num_layers * shape.passes
+      runs = (4 + recomputed + 2 * shape.references) * stack.num_layers * shape.passes
+      sizes['references'] = shape.references
       more = {'shared_kv_size': _shared_kv(shape, stack.num_layers)}
       if shape.sequence_parallel:
         more = {'chunked_loss': shape.loss_chunks > 0 and stack is shape.stacks[-1]}

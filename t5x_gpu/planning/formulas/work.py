@@ -105,9 +105,9 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: Stack) -> Iterator[Wo
   yield Work(
     part=ELEMENTWISE,
     kind='memory',
-    num_bytes=forward + backward + again,
+    num_bytes=(1 + shape.references) * forward + backward + again,
     recomputed_bytes=again,
-    runs=stack.num_layers * shape.passes * (12 + 18 + (12 if again else 0)),
+    runs=stack.num_layers * shape.passes * (12 * (1 + shape.references + bool(again)) + 18),
   )
 
 
@@ -130,7 +130,7 @@ def _gemms(
 ) -> Iterator[Work]:
   """Yields products of `tokens` rows with kernels of `sizes`, (inner, columns, how many)."""
   config = shape.config
-  times = 1 + 1 + shape.trains_kernels + (shape.recomputes == 'layers')
+  times = 1 + 1 + shape.trains_kernels + (shape.recomputes == 'layers') + shape.references
   for inner, columns, number in sizes:
     forward = 2.0 * tokens * inner * columns * number * stack.num_layers
     rows = max(int(tokens // shape.passes), 1)
@@ -183,14 +183,14 @@ def _attention(shape: StepShape, c: TransformerConfig, stack: Stack) -> Iterator
     num_bytes = 0.0
     if not kernel:  # logits and weights in float32 go through memory
       logits = 4.0 * shape.rows * pairs * heads * layers / shape.context
-      num_bytes = _LOGIT_PASSES * logits * (1.5 if again else 1.0)
+      num_bytes = _LOGIT_PASSES * logits * (1.0 + 0.5 * (bool(again) + shape.references))
     yield Work(
       part=ATTENTION,
       kind='attention',
-      flops=forward + backward + again,
+      flops=(1 + shape.references) * forward + backward + again,
       recomputed_flops=again,
       num_bytes=num_bytes,
-      runs=layers * shape.passes * ((2 if kernel else 8) + bool(again)),
+      runs=layers * shape.passes * ((2 if kernel else 8) + bool(again) + shape.references),
       backend=backend,
     )
 
@@ -226,13 +226,13 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
   tokens = shape.head_rows * shape.head_length
   columns = shape.num_outcomes // shape.model
   forward = 2.0 * tokens * c.embed_dim * columns
-  chunks = max(shape.loss_chunks, 1) * shape.passes
+  chunks, times = max(shape.loss_chunks, 1) * shape.passes, 3 + shape.references
   yield Work(
     part=LOGITS,
     kind='gemm',
-    flops=3 * forward,
-    runs=3 * chunks,
-    num_bytes=3 * 2.0 * (tokens * (c.embed_dim + columns) + chunks * c.embed_dim * columns),
+    flops=times * forward,
+    runs=times * chunks,
+    num_bytes=times * 2.0 * (tokens * (c.embed_dim + columns) + chunks * c.embed_dim * columns),
     size=(max(tokens // chunks, 1), c.embed_dim, columns),
     in_layers=False,
   )
