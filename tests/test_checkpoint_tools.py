@@ -182,6 +182,8 @@ def test_average_is_the_mean_and_reads_as_any_checkpoint(tmp_path):
   write_params(folder, 2, 3.0)
   write_params(folder, 5, 8.0)
   (folder / 'config.gin').write_text('# of the run')
+  (folder / 'hf').mkdir()
+  (folder / 'hf' / 'tokenizer.json').write_text('{}')
   assert run('average', folder, '--last=2', f'--to={tmp_path / "two"}').code == 0
   result = run(
     'average',
@@ -197,6 +199,7 @@ def test_average_is_the_mean_and_reads_as_any_checkpoint(tmp_path):
     np.testing.assert_array_equal(got, np.full((64, 32), mean, np.float32))
     assert committed_steps(tmp_path / name) == [5]
     assert (tmp_path / name / 'config.gin').read_text() == '# of the run'
+    assert (tmp_path / name / 'hf' / 'tokenizer.json').read_text() == '{}'
     assert run('verify', tmp_path / name).code == 0
 
 

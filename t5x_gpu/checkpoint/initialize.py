@@ -259,6 +259,9 @@ def _check(
     if config.mode == 'warm_start' or name in sources
   }
   asked = {source: want[name] for name, source in taken.items()}
+  for name, source in taken.items():  # several can have one source: keep one that differs
+    if tuple(want[name]) != tuple(reader.shapes.get(source, ())):
+      asked[source] = want[name]
   problems = tree_problems(asked, have, wanted_by='this model', had_by='the checkpoint')
   if config.mode == 'partial':  # the closest names may be of parameters that are not asked for
     problems = [

@@ -47,6 +47,8 @@ class Layout:
     classes: model feature that the label becomes: `label` [batch], or `encoder_labels`.
     weighted_rows: whether rows have `label_weights` [batch].
     scored: whether rows have `scores` [batch].
+    other_features: further features that the task must have; `task_feature_lengths` leaves them
+      out.
     equal_lengths: the task features are the same positions, so their lengths must be equal.
     zero_may_be_a_word: loss weights and prefix mark the padding, so a word may have id 0. Rows of
       an encoder have neither: there id 0 is padding.
@@ -60,6 +62,7 @@ class Layout:
   classes: str = LABEL
   weighted_rows: bool = False
   scored: bool = False
+  other_features: tuple[str, ...] = ()
   equal_lengths: bool = False
   zero_may_be_a_word: bool = False
 
@@ -135,7 +138,7 @@ _CLASSIFIED = Layout(
   weighted_rows=True,
 )
 _MULTI_LABEL = dataclasses.replace(_CLASSIFIED, aligned=_LABELS, label='labels', classes=LABELS)
-_REGRESSED = dataclasses.replace(_CLASSIFIED, label=None, scored=True)
+_REGRESSED = dataclasses.replace(_CLASSIFIED, label=None, scored=True, other_features=('score',))
 LAYOUTS |= {
   'encoder_classification': _CLASSIFIED,
   'encoder_classification_with_types': dataclasses.replace(_CLASSIFIED, aligned=_TYPES),
@@ -161,6 +164,7 @@ LAYOUTS |= {
     packed=None,
     weighted_rows=True,
     scored=True,
+    other_features=('segments', 'places', 'score'),
   ),
 }
 

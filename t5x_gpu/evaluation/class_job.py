@@ -152,8 +152,8 @@ def open_class_job(
   """
   if score:
     raise ConfigError(
-      '--score is for a model that writes text; this one classifies.',
-      fix='Remove --score: each result has the probabilities of all classes.',
+      '--score is for a model that writes text; this one is an encoder.',
+      fix='Remove --score: each result has all that the model computes for a text.',
     )
   if 'inputs' not in dataset.task_feature_lengths:
     raise ConfigError(

@@ -158,7 +158,7 @@ def _draw_losses(
       linestyle=(0, (4, 3)),
       label=f'guessing ({guess_loss:.2f})',
     )
-  axes.set_ylabel('loss per target token [nats]', fontsize=9)
+  axes.set_ylabel('loss', fontsize=9)
   if axes.get_legend_handles_labels()[0]:
     axes.legend(fontsize=8, loc='best', framealpha=0.9, edgecolor='none')
   _tidy(axes)

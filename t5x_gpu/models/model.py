@@ -203,8 +203,9 @@ def tags_words(model: Model) -> bool:
 
 
 def encodes_texts(model: Model) -> bool:
-  """Whether `infer` returns classes, tags or vectors instead of text."""
-  return any(getattr(model, name, False) for name in ('classifies', 'tags', 'embeds'))
+  """Whether `infer` returns classes, tags, numbers or vectors instead of text."""
+  kinds = ('classifies', 'tags', 'regresses', 'embeds')
+  return any(getattr(model, name, False) for name in kinds)
 
 
 def config_of(model: Model) -> Optional[TransformerConfig]:

@@ -75,9 +75,9 @@ def loss_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   marks = restart_marks(runs[0]) if len(runs) == 1 else []
 
   def chart(x: Axis, y: Axis) -> ET.Element:
-    return line_chart(curves, title='Loss per target token', x=x, y=y, marks=marks)
+    return line_chart(curves, title='Loss', x=x, y=y, marks=marks)
 
-  label = 'loss [nats]'
+  label = 'loss'
   content = views(
     'loss-axes',
     {

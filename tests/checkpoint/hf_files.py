@@ -381,6 +381,11 @@ VARIANTS = {
     'id2label': {'0': 'LABEL_0'},
     'label2id': {'LABEL_0': 0},
   },
+  'umt5_tied': {
+    **{k: v for k, v in CONFIGS['umt5'].items() if k != 'tie_word_embeddings'},
+    'feed_forward_proj': 'relu',
+    'd_kv': 6,
+  },
   't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
 }
 

@@ -30,6 +30,7 @@ from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.train_state import TrainState
 from tests.checkpoint.hf_files import (
   CONFIGS,
+  VARIANTS,
   VOCAB,
   files_of,
   random_tensors,
@@ -79,6 +80,9 @@ def refuses(tmp_path):
     ('umt5', 'bfloat16'),
     ('bert_mlm', 'float16'),
     ('bert_classification', 'float32'),
+    ('bert_multi_label', 'float32'),
+    ('bert_regression', 'float32'),
+    ('bert_tags', 'bfloat16'),
     ('gpt2', 'float16'),
     ('llama', 'bfloat16'),
     ('gemma2', 'bfloat16'),
@@ -94,7 +98,7 @@ def refuses(tmp_path):
   ],
 )
 def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype, tmp_path):
-  write_model(tmp_path / 'a', CONFIGS[name], dtype=dtype, max_file_bytes=20_000)
+  write_model(tmp_path / 'a', VARIANTS[name], dtype=dtype, max_file_bytes=20_000)
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER)
   (tmp_path / 'a' / 'chat_template.jinja').write_bytes(b'\x01\x02')
   before = files_of(tmp_path / 'a')

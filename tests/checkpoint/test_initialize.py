@@ -1,5 +1,6 @@
 """A run that cannot start from a source names arrays, shapes and the fix before it compiles."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -120,6 +121,25 @@ def test_assignment_map_reads_under_other_names(tmp_path, values):
   for name, value in values.items():
     np.testing.assert_array_equal(got[name], value, err_msg=name)
   assert start.origin['assignment_map'] == [[r'layers/(.*)', r'encoder/layers/\1']]
+
+
+def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
+  path, p = write(tmp_path / 'base', values), program()
+  start = plan_start(RestoreConfig(path), p, MODEL, saved=None)
+  query, key = (f'layers/self_attention/{name}/kernel' for name in ('query', 'key'))
+  start = dataclasses.replace(start, taken={**start.taken, key: query})
+  start._filled(p.init(), p)
+  for copy in (0, 1):
+    asked, read = [], Start._read
+
+    def damaged(self, source, like):
+      asked.append(source)
+      is_copy = source == query and asked.count(query) == copy + 1
+      return read(self, source, like) + is_copy
+
+    with monkeypatch.context() as context, pytest.raises(CheckpointError, match='is damaged'):
+      context.setattr(Start, '_read', damaged)
+      start._filled(p.init(), p)
 
 
 def test_a_checkpoint_of_its_own_wins_even_where_the_other_is_gone(tmp_path):

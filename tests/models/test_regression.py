@@ -12,10 +12,16 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.evaluation.evaluator import values_of
 from t5x_gpu.metrics import reduce
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoding.checks import HEADS
 from t5x_gpu.models.encoding.sums import of_numbers
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.model import encodes_texts
+from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.checks import guess_loss
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
@@ -81,6 +87,22 @@ def test_a_mesh_finds_what_one_device_finds(mesh):
     for name, pair in want.items():
       for ours, theirs in zip(got[name], pair, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=MESH_GRADIENT, atol=1e-6, err_msg=name)
+
+
+def test_infer_takes_every_encoder_but_that_of_masked_tokens():
+  names = ('O', 'B-PER')
+  for head in HEADS:
+    options = dict(class_names=names) if head == 'token_classification' else {}
+    model = EncoderModel(CONFIG, head_type=head, pooling='mean', **options)
+    assert encodes_texts(model) == (head != 'mlm'), head
+
+
+def test_the_loss_of_guessing():
+  plain = DecoderOnlyModel(CONFIG)
+  assert guess_loss(plain) == guess_loss(LoraModel(plain)) == pytest.approx(math.log(32))
+  assert guess_loss(MODEL) is None
+  assert guess_loss(DpoModel(plain)) == pytest.approx(math.log(2))
+  assert guess_loss(DpoModel(plain, loss_type='ipo', beta=0.1)) == pytest.approx(25.0)
 
 
 def test_options_of_cross_entropy_are_refused():

@@ -1,4 +1,4 @@
-"""Random configurations of the families derived from Llama: logits are transformers', or refused.
+"""Random configurations of every family: logits are transformers', or the model is refused.
 
 Each draw sets sizes and every option of the configuration class at random, impossible combinations
 included.
@@ -6,6 +6,7 @@ included.
 
 import collections
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -23,6 +24,10 @@ from tests.checkpoint.hf_files import CONFIGS
 from tests.parity.tolerances import HUGGING_FACE_LOGITS
 
 NAMES = (
+  't5',
+  'umt5',
+  'bert',
+  'gpt2',
   'llama',
   'mistral',
   'qwen2',
@@ -36,6 +41,79 @@ NAMES = (
   'qwen3_moe',
 )
 DRAWS = 25  # of each family
+_T5 = {
+  'vocab_size': (61, 97),
+  'd_model': (24, 36),
+  'd_kv': (6, 10),
+  'd_ff': (20, 33),
+  'num_layers': (1, 2, 3),
+  'num_decoder_layers': (None, 1, 2, 4),
+  'num_heads': (3, 4),
+  'relative_attention_num_buckets': (8, 16, 32),
+  'relative_attention_max_distance': (20, 128),
+  'layer_norm_epsilon': (1e-6, 1e-3),
+  'feed_forward_proj': ('relu', 'gated-gelu', 'gated-silu', 'gelu', 'gated-relu'),
+  'dropout_rate': (0.0, 0.1),
+  'tie_word_embeddings': (True, False),
+}
+# Keys of the families that are not derived from Llama -> values.
+OTHERS = {
+  't5': {'architectures': (['T5ForConditionalGeneration'],), **_T5},
+  'umt5': {'architectures': (['UMT5ForConditionalGeneration'],), **_T5},
+  'bert': {
+    'architectures': (
+      ['BertForSequenceClassification'],
+      ['BertForTokenClassification'],
+      ['BertForMaskedLM'],
+      ['BertModel'],
+    ),
+    'vocab_size': (61, 97),
+    'hidden_size': (24, 36),
+    'num_attention_heads': (3, 4),
+    'num_hidden_layers': (1, 2, 3),
+    'intermediate_size': (20, 33),
+    'hidden_act': ('gelu', 'relu', 'gelu_new', 'silu'),
+    'max_position_embeddings': (64, 150),
+    'type_vocab_size': (1, 2, 3),
+    'layer_norm_eps': (1e-12, 1e-3),
+    'id2label': tuple({str(i): f'class {i}' for i in range(n)} for n in (1, 2, 5)),
+    'problem_type': (
+      None,
+      None,
+      'single_label_classification',
+      'multi_label_classification',
+      'regression',
+    ),
+  },
+  'gpt2': {
+    'architectures': (['GPT2LMHeadModel'],),
+    'vocab_size': (61, 97),
+    'n_embd': (24, 36),
+    'n_head': (3, 4),
+    'n_layer': (1, 2, 3),
+    'n_inner': (None, 33),
+    'n_positions': (64, 150),
+    'activation_function': ('gelu_new', 'gelu', 'relu', 'silu'),
+    'layer_norm_epsilon': (1e-5, 1e-3),
+  },
+}
+_RARE_T5 = {'is_decoder': (True,), 'decoder_start_token_id': (0, 3), 'is_gated_act': (True, False)}
+RARE = {
+  't5': {**_RARE_T5, 'scale_decoder_outputs': (True, False)},
+  'umt5': {**_RARE_T5, 'scalable_attention': (True,)},
+  'bert': {
+    'num_labels': (1, 3),
+    'is_decoder': (True,),
+    'position_embedding_type': ('absolute', 'relative_key'),
+    'tie_word_embeddings': (True, False),
+  },
+  'gpt2': {
+    'scale_attn_by_inverse_layer_idx': (True, False),
+    'scale_attn_weights': (True, False),
+    'reorder_and_upcast_attn': (True,),
+    'tie_word_embeddings': (True, False),
+  },
+}
 
 
 class _Memory:
@@ -77,6 +155,10 @@ def draw(name: str, rng: np.random.Generator) -> dict:
   def one_of(*values):
     return values[rng.integers(len(values))]
 
+  if name in OTHERS:
+    found = {key: one_of(*values) for key, values in OTHERS[name].items()}
+    rare = {key: one_of(*values) for key, values in RARE[name].items() if rng.random() < 0.1}
+    return {'model_type': name, 'pad_token_id': 0, **found, **rare}
   heads, layers = one_of(3, 4, 6), one_of(1, 2, 3, 4)
   gemma = name.startswith('gemma')
   config = {
@@ -174,39 +256,60 @@ def their_model(config: dict, seed: int):
   torch.manual_seed(seed)
   kind = type(transformers.AutoConfig.for_model(config['model_type']))
   made = kind.from_dict(copy.deepcopy(config))
-  if 'num_experts_per_tok' in CONFIGS[config['model_type']]:  # grouped ones need multiples of 16
+  if 'num_experts_per_tok' in config:  # grouped ones need multiples of 16
     made._experts_implementation = 'eager'
   model = getattr(transformers, config['architectures'][0])._from_config(
     made, attn_implementation='eager'
   )
+  if 't5' in config['model_type'] and not config['tie_word_embeddings']:
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
+    model.config.tie_word_embeddings = False  # for UMT5, see hf/families.py
   with torch.no_grad():
     for parameter in model.parameters():
       parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
   return model.eval()
 
 
+def tensors_of(config: dict, model) -> dict[str, np.ndarray]:
+  """Returns the weights by the names of files, without copies and what no model of ours has."""
+  family = FAMILIES[config['model_type']]
+  tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+  for pattern, new in family.renamed:
+    tensors = {re.sub(pattern, new, name): value for name, value in tensors.items()}
+  untied = config.get('tie_word_embeddings') is False
+  copies = [name for name, _ in family.same if name != 'lm_head.weight' or not untied]
+  return {
+    name: value
+    for name, value in tensors.items()
+    if name not in copies and not any(re.fullmatch(p, name) for p in family.nothing)
+  }
+
+
 def compare(config: dict, seed: int) -> str:
   """Returns 'equal', or the reason for which the configuration is refused."""
   try:
-    fields = from_hf(config, has_tensor=lambda name: not config['tie_word_embeddings'])
+    untied = config.get('tie_word_embeddings') is False
+    fields = from_hf(config, has_tensor=lambda name: untied)
   except CheckpointError as e:
     assert e.fix
     return e.what
-  theirs = their_model(config, seed)
-  tensors = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  if config['tie_word_embeddings']:
-    del tensors['lm_head.weight']
+  try:
+    theirs = their_model(config, seed)
+  except ValueError as e:  # of a head that the architecture does not have
+    assert 'problem_type' in str(e), e
+    return 'refused by transformers'
+  tensors = tensors_of(config, theirs)
   table = Table(FAMILIES[config['model_type']].rules_of(fields, tensors), fields.sizes())
   weights = ForeignWeights(table, _Memory(tensors), Names({name: name for name in table.uses}))
-  assert table.their_shapes == {name: tuple(value.shape) for name, value in tensors.items()}
+  if config['architectures'] != ['BertModel']:  # its pooler is not used
+    assert table.their_shapes == {name: tuple(value.shape) for name, value in tensors.items()}
   params = logits_check.params_of_files(weights)
+  # Without a cache: transformers makes one by `layer_types`, even where the model ignores them.
+  options = {'use_cache': False} if fields.kind == 'decoder_only' else {}
   for batch in logits_check.random_batches(fields):
     index = logits_check.counted(fields, batch)
     got = logits_check.logits_of(fields.build(), params, batch)[index]
-    with torch.no_grad():
-      given = torch.from_numpy(batch['decoder_input_tokens'].astype(np.int64))
-      # Without a cache: transformers makes one by `layer_types`, even where the model ignores them.
-      want = theirs(input_ids=given, use_cache=False).logits.numpy()[index]
+    want = logits_check.torch_logits(theirs, fields, batch, **options)[index]
     np.testing.assert_allclose(got, want, rtol=HUGGING_FACE_LOGITS, atol=HUGGING_FACE_LOGITS)
   return 'equal'
 

@@ -82,11 +82,12 @@ def random_batch(
 ) -> dict[str, np.ndarray]:
   """Returns a batch of random tokens for `model`; the second row ends in padding.
 
-  Rows have `length` tokens; by default they are longer than `WINDOW`, and as long as a learned
-  table of positions.
+  Rows have `length` tokens; by default they are longer than `WINDOW`, as long as a learned table of
+  positions, and longer than the largest distance of a relative bias.
   """
   c = model.config
-  longest = max(LENGTH, min(c.num_positions, LONGEST_TABLE))
+  distance = c.max_relpos_distance + WINDOW if c.relative_bias != 'none' else 0
+  longest = max(LENGTH, min(max(c.num_positions, distance), LONGEST_TABLE))
   length = length or min(longest, c.length_limit or LENGTH)
   rng = np.random.default_rng(seed)
 
@@ -240,6 +241,21 @@ def transformers_logits(
 
   if config.model_type == 'umt5':  # hf/families.py says why
     theirs.config.tie_word_embeddings = model.config.logits_via_embedding
+  return torch_logits(theirs, model, batch), f'transformers {transformers.__version__}'
+
+
+def torch_logits(
+  theirs: Any, model: ModelFields, batch: Mapping[str, np.ndarray], **options: Any
+) -> np.ndarray:
+  """Returns the logits of a model of transformers, or vectors [rows, 1, embed] of an embedding.
+
+  Args:
+    theirs: the model, in evaluation mode.
+    model: the same model as ours.
+    batch: of `random_batch`.
+    **options: of its call.
+  """
+  torch = importlib.import_module('torch')
 
   def tensor(name: str) -> Any:
     return torch.from_numpy(np.asarray(batch[name], np.int64))
@@ -256,10 +272,10 @@ def transformers_logits(
     if model.kind == 'encoder_decoder':
       given['decoder_input_ids'] = tensor('decoder_input_tokens')
   with torch.no_grad():
-    found, against = theirs(**given), f'transformers {transformers.__version__}'
-  if kind == 'embedding':
-    return _embeddings(model, found.last_hidden_state.numpy(), batch), against
-  return found.logits.numpy(), against
+    found = theirs(**given, **options)
+  if model.options.get('head_type') == 'embedding':
+    return _embeddings(model, found.last_hidden_state.numpy(), batch)
+  return found.logits.numpy()
 
 
 def _embeddings(

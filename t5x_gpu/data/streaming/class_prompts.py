@@ -125,7 +125,7 @@ class ClassText:
 def _spelled(example: Mapping[str, Any], names: Optional[Sequence[str]]) -> Optional[str]:
   """Returns the true classes, separated by commas, or number; None if they are not known."""
   if 'score' in example:
-    return f'{example["score"] / SCORE_UNIT:g}'
+    return f'{example["score"] / SCORE_UNIT:.10g}'
   numbers = np.atleast_1d(example[LABEL if LABEL in example else 'labels'])
   if (numbers < 0).any():  # as in the test splits of GLUE
     return None

@@ -9,6 +9,7 @@ from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import layout
 from t5x_gpu.data.sources import seqio_sources
+from t5x_gpu.data.sources.labelled import files as labelled_files
 from t5x_gpu.data.streaming.task_classes import TaskOrMixture, check_classes
 from t5x_gpu.data.tasks import (
   builtin,
@@ -165,7 +166,8 @@ def _registered(name: str) -> TaskOrMixture:
     )
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = [*_OWN_TASKS, *listed(others, _LISTED)]
-  after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'), 'classification': 'FORM:PATTERN'}
+  after = dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT')
+  after |= dict.fromkeys(labelled_files.KINDS, 'FORM:PATTERN')
   patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise task_error(
     f'There is no SeqIO Task or Mixture {name!r}.'
@@ -196,6 +198,9 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
     )
 
 
+_OF_TEXT_SETS = ('segments', 'places')
+
+
 def check(
   task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
 ) -> None:
@@ -206,8 +211,10 @@ def check(
   )
   kind_of_batch = layout(feature_converter)
   wanted = (*kind_of_batch.task_features, *([kind_of_batch.label] if kind_of_batch.label else []))
+  wanted += kind_of_batch.other_features
   missing = [name for name in wanted if name not in task.output_features]
-  if missing:
+  sets = {*_OF_TEXT_SETS} & task.output_features.keys() - {*wanted}
+  if missing or (kind_of_batch.scored and sets):
     have = sorted(task.output_features)
     hint = {
       ('targets',): " For a language-model task (only 'targets') use 'lm'.",
@@ -216,6 +223,8 @@ def check(
       ('inputs', 'labels'): ' For a task with several labels per row set EncoderModel.problem_type '
       "= 'multi_label_classification'.",
       ('inputs', 'score'): " For a task with numbers set EncoderModel.head_type = 'regression'.",
+      ('inputs', 'places', 'score', 'segments'): ' For texts that belong together set '
+      "EncoderModel.head_type = 'embedding'.",
     }.get(tuple(have), '')
     before = config.mixture_or_task_name.partition(':')[0]
     if have == ['targets'] and before in pretraining.TEXTS:

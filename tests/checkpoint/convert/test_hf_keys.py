@@ -159,7 +159,9 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('bert_mlm', {'model_type': 'modernbert'}, 'no norm before attention'),
     ('bert_mlm', {'model_type': 'deberta-v2'}, 'disentangled attention'),
     ('t5', {'model_type': 'longt5'}, 'transient-global attention'),
-    ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
+    ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = .* is never executed'),
+    ('llama', {'model_type': 'new', 'auto_map': {}}, "'new', .* is never executed"),
+    ('umt5', {'model_type': None}, 'has no model_type'),
     ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
   ],
 )
@@ -321,6 +323,25 @@ def test_one_label_of_bert_is_a_regression():
   assert model == model_of(VARIANTS['bert_regression'])
   assert model.build().regresses
   assert to_hf(model, family='bert')['problem_type'] == 'regression'
+
+
+def test_a_tagger_has_no_problem_type():
+  model = model_of({**VARIANTS['bert_tags'], 'problem_type': 'regression'})
+  assert model.build().tags
+
+
+@pytest.mark.parametrize('like', ['bert_regression', 'bert_multi_label', 'bert_classification'])
+@pytest.mark.parametrize('name', ['bert_regression', 'bert_multi_label', 'bert_classification'])
+def test_a_config_json_of_another_head_leaves_no_trace(name, like):
+  written = to_hf(model_of(VARIANTS[name]), family='bert', like=VARIANTS[like])
+  assert written.get('problem_type') == VARIANTS[name].get('problem_type')
+  assert len(written['id2label']) == len(VARIANTS[name]['id2label'])
+
+
+def test_a_family_is_not_written_as_its_relative():
+  with pytest.raises(CheckpointError, match='This is a umt5 model, and --family=t5') as e:
+    to_hf(model_of(CONFIGS['umt5']), family='t5')
+  assert '--family=umt5' in e.value.fix
 
 
 def test_class_names_of_bert_are_kept():

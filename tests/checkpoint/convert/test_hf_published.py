@@ -215,6 +215,64 @@ CONFIGS = {
 }
 
 
+# Of UMT5 and its relatives: nothing but the tensors shows whether logits are tied.
+_T5 = dict(
+  d_kv=64,
+  decoder_start_token_id=0,
+  dropout_rate=0.1,
+  eos_token_id=1,
+  initializer_factor=1.0,
+  is_encoder_decoder=True,
+  layer_norm_epsilon=1e-6,
+  output_past=True,
+  pad_token_id=0,
+  relative_attention_max_distance=128,
+  relative_attention_num_buckets=32,
+  tie_word_embeddings=False,
+  tokenizer_class='T5Tokenizer',
+  use_cache=True,
+)
+
+
+@pytest.mark.parametrize(
+  'name, others',
+  [
+    (
+      'umt5_small',
+      dict(
+        architectures=['UMT5ForConditionalGeneration'],
+        model_type='umt5',
+        vocab_size=256384,
+        num_heads=6,
+        d_ff=1024,
+        feed_forward_proj='gated-gelu',
+        dense_act_fn='gelu_new',
+        is_gated_act=True,
+        scalable_attention=True,
+        classifier_dropout=0.0,
+      ),
+    ),
+    (
+      't5_1_1_small',  # Flan-T5
+      dict(
+        architectures=['T5ForConditionalGeneration'],
+        model_type='t5',
+        vocab_size=32128,
+        num_heads=6,
+        d_ff=1024,
+        feed_forward_proj='gated-gelu',
+        n_positions=512,
+        task_specific_params={'summarization': {'num_beams': 4}},
+      ),
+    ),
+  ],
+)
+def test_published_configs_of_text_to_text_models_are_read(name, others):
+  config = {**_T5, 'd_model': 512, 'num_layers': 8, 'num_decoder_layers': 8, **others}
+  model = from_hf(config, has_tensor=lambda tensor: True)
+  assert differences(model, model_of_gin([MODELS / f'{name}.gin'])) == []
+
+
 @pytest.mark.parametrize('name', CONFIGS)
 def test_a_published_config_describes_the_model_of_its_gin_file(name):
   model = from_hf(CONFIGS[name], has_tensor=lambda tensor: False)

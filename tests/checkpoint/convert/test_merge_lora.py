@@ -83,6 +83,8 @@ def test_every_part_that_is_read_has_the_factors_in_it(tuned):
 def test_merged_checkpoint_is_one_of_the_plain_model(tuned, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(name_table, 'PIECE_BYTES', 2048)  # several pieces of most kernels
   folder, lora, values = tuned
+  (folder / 'lora' / 'hf').mkdir()  # as a run has that started from a converted model
+  (folder / 'lora' / 'hf' / 'tokenizer.json').write_text('{}')
   assert (
     convert.main(
       [
@@ -97,6 +99,7 @@ def test_merged_checkpoint_is_one_of_the_plain_model(tuned, tmp_path, capsys, mo
   out = capsys.readouterr().out
   assert '7 kernels with adapters of rank 3' in out
   assert 'ours against the model with its adapters' in out
+  assert (tmp_path / 'merged' / 'hf' / 'tokenizer.json').read_text() == '{}'
   reader = ParamsReader(tmp_path / 'merged')
   assert reader.step == 5 and reader.manifest['converted_from']['merged']['alpha'] == 12.0
   for name, value in merged(lora, values).items():

@@ -9,6 +9,7 @@ from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.class_prompts import class_text
 from t5x_gpu.errors import DataError
+from tests.helpers_prepared import prepare_here
 from tests.helpers_tfds import tfds_data_dir, write_glue
 
 pytestmark = pytest.mark.tf
@@ -53,8 +54,32 @@ def test_stsb_of_tfds(tmp_path):
   write_glue(tmp_path, ['stsb'], version='2.0.0')
   with tfds_data_dir(tmp_path):
     batch = batch_of('stsb', converter='encoder_regression_with_types', split='validation')
-  assert set(batch['scores'].tolist()) <= {i * 10_000 for i in range(6)}
+  assert batch['scores'].tolist() == [40_000, 50_000]
   assert batch['encoder_token_types'].max() == 1
+
+
+def test_tasks_of_other_heads_are_refused(tmp_path):
+  (tmp_path / 'train.csv').write_text('anchor,positive,label\nab,c,x\nd,ef,y\n')
+  with pytest.raises(DataError, match="needs 'inputs' and 'score'.*gives only 'inputs', 'label'"):
+    batch_of(f'classification:csv:{tmp_path}/*.csv#text=anchor,label=label')
+  sets = f'sentence_pairs:csv:{tmp_path}/*.csv'
+  with pytest.raises(DataError, match="gives only .*'segments'") as e:
+    batch_of(sets)
+  assert "head_type = 'embedding'" in e.value.fix
+  name = f'regression:jsonl:{tmp_path}/*.jsonl'
+  (tmp_path / 'train.jsonl').write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n')
+  for converter in ('encoder_text_sets', 'encoder_classification'):
+    with pytest.raises(DataError, match="gives only 'inputs', 'score'") as e:
+      batch_of(name, converter=converter)
+    assert "head_type = 'regression'" in e.value.fix
+
+
+def test_prepared_rows_keep_numbers_below_zero(tmp_path):
+  name = write(tmp_path, *({'text': f't{i}', 'label': i - 2.5} for i in range(4)))
+  options = dict(converter='encoder_regression', lengths={'inputs': 16}, pack=False)
+  prepare_here(name, tmp_path / 'out', **options)
+  batch = batch_of(f'prepared:{tmp_path / "out"}')
+  assert set(batch['scores'].tolist()) < {-25_000, -15_000, -5_000, 5_000}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
   tags = 'BertForTokenClassification' in config['architectures']
   classes = config.get('num_labels', len(config.get('id2label') or {}) or 2)
   # transformers takes one label without a problem_type for a regression.
-  problem = config.get('problem_type') or (REGRESSION if classes == 1 and not tags else None)
+  problem = config.get('problem_type') or (REGRESSION if classes == 1 else None)
+  problem = None if tags else problem
   if (classes == 1) != (problem == REGRESSION) or not classes:
     raise CheckpointError(
       f'config.json says num_labels = {classes} and problem_type = {problem!r}.',

@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.convert.hf.llama import (
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 from t5x_gpu.models.config import DROPOUT_PLACES
+from t5x_gpu.models.encoding.checks import SINGLE_LABEL
 
 CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   't5': T5,
@@ -106,6 +107,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
   'a list of text': ((list,), 'architectures layer_types'),
   'an object': ((dict,), 'rope_scaling rope_parameters id2label'),
 }
+_NOT_EXECUTED = 'Its auto_map names Python code in the folder, which is never executed here.'
 _error = functools.partial(CheckpointError, docs='convert.md#families')
 _mismatch = functools.partial(
   CheckpointError, fix='Take the config.json that belongs to the weights.'
@@ -137,6 +139,12 @@ def family_of(config: Json) -> str:
       docs='convert.md#refused',
     )
   model_type = config.get('model_type')
+  if model_type is None:
+    names = {*(config.get('architectures') or [])}
+    likely = [f for f, c in CONFIG_FAMILIES.items() if names & {*c.architectures}] or ['...']
+    raise _mismatch(
+      'config.json has no model_type.', fix=f'Add it to config.json: "model_type": "{likely[0]}".'
+    )
   family = 't5' if model_type == 'mt5' else str(model_type)
   if family in _REFUSED:
     raise _error(
@@ -147,7 +155,8 @@ def family_of(config: Json) -> str:
   if family not in CONFIG_FAMILIES:
     raise _error(
       f'config.json says model_type = {model_type!r}, which is not supported.'
-      + did_you_mean(family, CONFIG_FAMILIES),
+      + did_you_mean(family, CONFIG_FAMILIES)
+      + (f' {_NOT_EXECUTED}' if 'auto_map' in config else ''),
       fix=f'Families: {", ".join(CONFIG_FAMILIES)} (t5 is T5, T5.1.1, mT5 and ByT5).',
     )
   known = CONFIG_FAMILIES[family].architectures
@@ -188,6 +197,8 @@ def training_differences(config: Json, model: ModelFields) -> list[str]:
     model: the model.
   """
   c, notes = model.config, []
+  if 'auto_map' in config:
+    notes.append('auto_map names Python code in the folder. It is not executed: the model is ours')
   if c.dropout_rate or any(getattr(c, place) for place in DROPOUT_PLACES):
     notes.append(
       'dropout has the rates and places of config.json, but the masks of T5: all positions of a '
@@ -227,7 +238,8 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   unknown = [f'{key} = {value!r}' for key, value in config.items() if key not in reader.known]
   if unknown:
     raise CheckpointError(
-      f'config.json of this {family} model has keys that are not known here: {", ".join(unknown)}.',
+      f'config.json of this {family} model has keys that are not known here: {", ".join(unknown)}.'
+      + (f' {_NOT_EXECUTED}' if 'auto_map' in config else ''),
       fix='Remove those that have no effect on the logits; the comparison of logits shows whether '
       'you are right. With the others the model cannot be converted.',
       docs='convert.md#keys',
@@ -268,6 +280,15 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   for key in (*_LAYER_KEYS, 'original_max_position_embeddings', *others):
     config.pop(key, None)
   written = CONFIG_FAMILIES[family].write(model)
+  if written['model_type'] != family:
+    raise _error(
+      f'This is a {written["model_type"]} model, and --family={family}.',
+      fix=f'Set --family={written["model_type"]}, or leave it out.',
+    )
+  if 'id2label' in written:
+    config.pop('num_labels', None)
+    if config.get('problem_type') != SINGLE_LABEL or 'problem_type' in written:
+      config.pop('problem_type', None)
   if config.get('model_type') == 'mt5' and family == 't5':
     written.update(model_type='mt5', architectures=['MT5ForConditionalGeneration'])
   same_count = len(written.get('id2label', ())) == len(config.get('id2label') or ())

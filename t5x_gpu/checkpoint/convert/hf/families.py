@@ -186,6 +186,8 @@ UMT5 = dataclasses.replace(
   architectures=('UMT5ForConditionalGeneration',),
   used=T5.used - {'scale_decoder_outputs'},
   defaults={**T5.defaults, 'feed_forward_proj': 'gated-gelu'},
+  # Of the conversion from T5X: how its layers were stored.
+  no_effect=T5.no_effect | {'scalable_attention'},
 )
 GPT2 = ConfigFamily(
   ('GPT2LMHeadModel',),

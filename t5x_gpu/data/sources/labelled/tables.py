@@ -186,6 +186,11 @@ def _by_split(
   label: Callable[[LabelledRow], Any],
   class_names: tuple[str, ...] = (),
 ) -> LabelledTexts:
+  if not rows['train']:
+    _refuse(
+      'All rows were held out for validation: there are too few.',
+      fix='Give more rows, or put train and dev into the names of the files.',
+    )
   is_pair = rows['train'][0].text2 is not None
   return LabelledTexts(
     class_names=class_names,
