@@ -18,7 +18,12 @@ pytestmark = pytest.mark.tf
 def batch_of(name, *, split='train', converter='encoder_regression', length=16):
   config = batches.DatasetConfig(name, {'inputs': length}, split, 2, pack=False, shuffle=False)
   spec = features.batch_spec(
-    converter, task_feature_lengths={'inputs': length}, batch_size=2, pack=False, vocab_size=384
+    converter,
+    task_feature_lengths={'inputs': length},
+    batch_size=2,
+    pack=False,
+    vocab_size=384,
+    num_classes=3,
   )
   iterator = data_module.open_batches(config, spec=spec, feature_converter=converter, repeat=False)
   batch = next(iterator)
