@@ -188,6 +188,8 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # XLA pipelines the reduce-scatters of the backward pass. With full remat it then computes and
 # scatters the output of attention twice: 8% more bytes than the traced program asks for.
 # With overlap_layers, the last tick of 1f1b has no forward pass: `by_formula` counts one.
+# XLA's schedule of the same program takes 0.7 GiB less on an H200 than on an H100.
+MEMORY_OF = {'llama3_2_1b fsdp h200 1x8': 0.12}
 TRAFFIC_OF = {'llama3_2_1b tp_sp h100 1x8': 0.085, 'decoder_base 3d h100 1x8 overlap_layers': 0.025}
 # Of one step, compiled for GPUs, and by formula (tests/aot/cases.py and recorded.json).
 PREDICT = """
@@ -222,7 +224,7 @@ def check_formulas(case, argument_bytes, batch_bytes, formula_bytes, sent):
   # Compiled, a step drops the features of the batch that it does not read.
   assert argument_bytes == pytest.approx(recorded['argument_bytes'], abs=batch_bytes)
   compiled = sum(recorded[f'{part}_bytes'] for part in ('argument', 'temporary', 'output'))
-  assert formula_bytes == pytest.approx(compiled, rel=MEMORY)
+  assert formula_bytes == pytest.approx(compiled, rel=MEMORY_OF.get(case.name, MEMORY))
   compiled_sent = collections.Counter()
   for row, counts in recorded['sent'].items():
     compiled_sent[row.split()[1]] += counts['bytes']
