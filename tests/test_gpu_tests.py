@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 @pytest.mark.process
 def test_they_pass_on_the_cpu_with_small_sizes():
   done = subprocess.run(
-    [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/gpu'],
+    [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', 'tests/gpu'],
     cwd=ROOT,
     env={**os.environ, 'T5X_GPU_TESTS_ON': 'cpu'},
     text=True,

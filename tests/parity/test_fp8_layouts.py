@@ -131,8 +131,8 @@ def by_an_ulp(seed: int):
 def differences(got, want):
   """Returns path -> norm of the difference of gradients, relative to that of `want`.
 
-  Without the biases of keys: they shift all logits of a query alike, so their gradient is nothing
-  but rounding.
+  Without the biases of keys: they shift all logits of a query alike, so their gradient is rounding
+  alone.
   """
   return {
     path: np.linalg.norm(got[path] - x) / np.linalg.norm(x)

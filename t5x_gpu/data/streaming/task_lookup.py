@@ -198,9 +198,6 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
     )
 
 
-_OF_TEXT_SETS = ('segments', 'places')
-
-
 def check(
   task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
 ) -> None:
@@ -213,8 +210,8 @@ def check(
   wanted = (*kind_of_batch.task_features, *([kind_of_batch.label] if kind_of_batch.label else []))
   wanted += kind_of_batch.other_features
   missing = [name for name in wanted if name not in task.output_features]
-  sets = {*_OF_TEXT_SETS} & task.output_features.keys() - {*wanted}
-  if missing or (kind_of_batch.scored and sets):
+  is_set = 'segments' in task.output_features and 'segments' not in wanted
+  if missing or (kind_of_batch.scored and is_set):
     have = sorted(task.output_features)
     hint = {
       ('targets',): " For a language-model task (only 'targets') use 'lm'.",
