@@ -57,7 +57,7 @@ class _Kind:
 
 
 _PAIRS = {'text2': 'text2'}
-_KINDS = {
+KINDS = {
   'classification': _Kind((('text', 'label'), ('review', 'sentiment')), _PAIRS),
   'multi_label': _Kind((('text', 'labels'),), _PAIRS),
   'token_classification': _Kind(
@@ -149,7 +149,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
   Raises:
     DataError: no such form, or the columns are not a text and a label.
   """
-  (text, label), more = _KINDS[kind].usual[0], _KINDS[kind].more
+  (text, label), more = KINDS[kind].usual[0], KINDS[kind].more
   form, _, rest = spelled.partition(':')
   if form not in FORMS or not rest:
     refuse(
@@ -171,7 +171,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
       f'#{",".join(map("=".join, chosen))}'
       + f' does not choose a {text} and a {label}.'.replace(' a a', ' an a')
       + (did_you_mean(wrong, names) if wrong else ''),
-      fix=_KINDS[kind].how,
+      fix=KINDS[kind].how,
     )
   others = {field: named[name] for name, field in more.items() if name in named}
   return LabelledReader(form, LabelColumns(named[text], named[label], **others), kind), pattern
@@ -184,12 +184,12 @@ def _columns(
   if chosen is None:
     lower = [name.lower() for name in names]
     found = {name: names[i] for i, name in enumerate(lower) if lower.count(name) == 1}
-    for usual in _KINDS[kind].usual:
+    for usual in KINDS[kind].usual:
       if set(usual) <= found.keys():
-        more = _KINDS[kind].more if _KINDS[kind].finds_more else {}
+        more = KINDS[kind].more if KINDS[kind].finds_more else {}
         others = {field: found[name] for name, field in more.items() if name in found}
         return LabelColumns(*(found[name] for name in usual), **others)
-    chosen = LabelColumns(*_KINDS[kind].usual[0])
+    chosen = LabelColumns(*KINDS[kind].usual[0])
   for name in chosen.names:
     if (count := list(names).count(name)) != 1:
       have = ', '.join(listed(list(map(repr, names)), 20))
@@ -198,7 +198,7 @@ def _columns(
         + (f'no column {name!r}' if not count else f'{count} columns {name!r}')
         + f': it has {have or "none"}.'
         + ('' if count else did_you_mean(name, names)),
-        fix=_KINDS[kind].how,
+        fix=KINDS[kind].how,
       )
   return chosen
 
