@@ -30,8 +30,9 @@ from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.evaluation.infer_request import configures_run
+from t5x_gpu.evaluation.infer_request import RUN_SETTINGS, configures_run
 from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.runtime.process_exit import sigterm_raises
@@ -60,6 +61,13 @@ class _ModelConfig:
   model: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class _DataConfig:
+  """The one setting of a run that merging needs besides."""
+
+  train_dataset_cfg: DatasetConfig
+
+
 def kind_of(folder: pathlib.Path) -> str:
   """Returns the format of the files in `folder`, a key of `FORMATS`.
 
@@ -85,6 +93,21 @@ def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFi
   return describe(without_adapters(policy_of(object_of_gin(files, **options))))
 
 
+def vocabulary_of_gin(files: Sequence[str], **options: Any) -> Optional[str]:
+  """Returns the vocabulary of the run that gin files configure; None if they do not name one."""
+  if not configures_run(files):
+    return None
+  loaded = _load_run(files, RUN_SETTINGS, **options)
+  return gin_loader.configured(loaded, _DataConfig).train_dataset_cfg.vocabulary
+
+
+def _load_run(
+  names: Sequence[str], settings: Sequence[str], *, as_data: bool = False, **options: Any
+) -> gin_loader.LoadedConfig:
+  read_as_data = dict.fromkeys(names if as_data else (), settings)
+  return gin_loader.load(names, read_as_data=read_as_data, **options)
+
+
 def object_of_gin(
   files: Sequence[pathlib.Path | str],
   *,
@@ -102,11 +125,8 @@ def object_of_gin(
   """
   names = [str(f) for f in files]
   if configures_run(names):
-    loaded = gin_loader.load(
-      names,
-      bindings=bindings,
-      search_paths=search_paths,
-      read_as_data=dict.fromkeys(names if as_data else (), ('model',)),
+    loaded = _load_run(
+      names, ('model',), as_data=as_data, bindings=bindings, search_paths=search_paths
     )
     return gin_loader.configured(loaded, _ModelConfig).model
   with tempfile.TemporaryDirectory() as folder:
@@ -222,19 +242,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   kind = kind_of(source)
   _check_flags(extra, kind)
   cli.check_trust_flag(args)
-  built = None
-  if args.gin_files:
-    built = object_of_gin(
-      args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-    )
-  elif kind == 't5x_gpu':
+  gin_files = list(map(str, args.gin_files))
+  options: dict[str, Any] = {'bindings': args.bindings, 'search_paths': args.gin_search_paths}
+  if not gin_files and kind == 't5x_gpu':
     folder = source.parent if (source / 'manifest').is_dir() else source
-    own = [folder / name for name in GIN_FILES if (folder / name).is_file()]
-    if own:
-      if extra.trust_gin:
-        print(cli.trusted(str(own[0])), flush=True)
-      built = object_of_gin(own[:1], bindings=args.bindings, as_data=not extra.trust_gin)
-  built = policy_of(built)
+    gin_files = [str(folder / name) for name in GIN_FILES if (folder / name).is_file()][:1]
+    options['as_data'] = not extra.trust_gin
+    if gin_files and extra.trust_gin:
+      print(cli.trusted(gin_files[0]), flush=True)
+  built = policy_of(object_of_gin(gin_files, **options)) if gin_files else None
   lora = built if isinstance(built, LoraModel) else None
   merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
   if merges and lora is None:
@@ -249,6 +265,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     target=local_path(extra.to, what='convert --to'),
     family=extra.family,
     lora=lora,
+    vocabulary=vocabulary_of_gin(gin_files, **options) if merges else None,
     model=None if built is None else describe(without_adapters(built)),
     read_gin=lambda path: model_of_gin([path], as_data=True),
     drop=tuple(extra.drop),

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from t5x_gpu import convert
+from t5x_gpu import convert, infer
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.convert.model_spec import describe
@@ -166,7 +166,8 @@ lora.LoraModel:
 @pytest.mark.slow
 def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tmp_path, base):
   project = started(tmp_path, base.model_dir)
-  project.gin_file.write_text(project.gin_file.read_text() + LORA)
+  with project.gin_file.open('a') as gin:
+    gin.write(LORA + "VOCABULARY = 'byte'\n")
   result = project.run(TRAIN_STEPS=2)
   assert result.code == 0, result.err
   assert 'of them trained' in result.out and 'new' in result.out
@@ -191,6 +192,9 @@ def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tm
     convert.main([f'--from={project.model_dir}', f'--to={tmp_path / "merged"}', '--format=t5x_gpu'])
     == 0
   )
+  (tmp_path / 'p.txt').write_text('import\n')
+  # The merged folder carries the run's vocabulary.
+  assert infer.main([f'--checkpoint={tmp_path / "merged"}', f'--prompts={tmp_path / "p.txt"}']) == 0
   plain = started(tmp_path / 'plain', tmp_path / 'merged')
   result = plain.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
   assert result.code == 0, result.err

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
 GIN_FILES = (CONFIG_GIN, MODEL_GIN)
 HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
+VOCABULARY = 'vocabulary.txt'  # of a merged model: the name of a vocabulary that has no file
 # SentencePiece models: T5's, and that of Llama 2 and Gemma.
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
 # The files of earlier runs that a report reads, and those that a run needs besides: it appends to
@@ -126,7 +127,7 @@ class RunFiles(contextlib.AbstractContextManager):
 
 def carry(source: AnyPath, target: AnyPath) -> None:
   """Copies the files that describe the model from one MODEL_DIR to another."""
-  for name in (*GIN_FILES, SOURCE_FILES):
+  for name in (*GIN_FILES, VOCABULARY, SOURCE_FILES):
     if (source / name).is_file():
       (target / name).write_bytes((source / name).read_bytes())
   carry_hf_folder(source, target)
@@ -150,7 +151,9 @@ def carry_hf_folder(source: AnyPath, target: AnyPath) -> None:
 
 
 def carried_vocabulary(model_dir: AnyPath) -> Optional[str]:
-  """Returns the tokenizer of a converted model as DatasetConfig.vocabulary names it, or None."""
+  """Returns the vocabulary of a model's folder as DatasetConfig.vocabulary names it, or None."""
+  if (model_dir / VOCABULARY).is_file():
+    return (model_dir / VOCABULARY).read_text('utf-8').strip()
   folder = model_dir / HF_FOLDER
   if (folder / 'tokenizer.json').is_file():
     return f'huggingface:{on_this_machine(folder)}'

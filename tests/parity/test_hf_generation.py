@@ -1,4 +1,6 @@
-"""What Hugging Face's `generate` writes, greedily and by beam search: ours is the same, to a token.
+"""What Hugging Face's `generate` writes: ours is the same, to a token.
+
+Greedily, by beam search, and sampled with the same random numbers.
 
 Random models, converted; prompts of different lengths in one batch; texts that stop and texts that
 do not.
@@ -24,7 +26,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from tests.checkpoint.hf_files import VARIANTS, VOCAB, random_tensors, write_model
 from tests.helpers_layouts import QUICK
 
-NEW, BATCH = 12, 5
+NEW, BATCH, SEED = 12, 5, 4
 LENGTHS = (9, 3, 14, 1, 6)
 PROMPTS = [np.random.default_rng(i).integers(2, VOCAB, n).tolist() for i, n in enumerate(LENGTHS)]
 FAMILIES = [
@@ -82,13 +84,37 @@ def both(tmp_path_factory):
   return get
 
 
-def their_texts(model, *, is_encoder_decoder, stops, num, prompts=PROMPTS, **options):
+class Gumbel(transformers.LogitsProcessor):
+  """Adds the noise whose largest sum `jax.random.categorical` takes: greedy search then samples."""
+
+  def __init__(self, numbers, first):
+    self._numbers, self._first = numbers, first
+
+  def __call__(self, input_ids, scores):
+    step = input_ids.shape[1] - self._first
+    for row, number in enumerate(self._numbers):
+      key = jax.random.key(SEED)
+      for part in (number, 0, step):  # prompt, decode, token
+        key = jax.random.fold_in(key, part)
+      scores[row] += torch.from_numpy(np.array(jax.random.gumbel(key, scores.shape[1:])))
+    return scores
+
+
+def their_texts(
+  model, *, is_encoder_decoder, stops, num, prompts=PROMPTS, numbers=range(BATCH), **options
+):
   """Returns [prompt][decode] -> (tokens up to a stop, score or None)."""
   if getattr(model.config, 'rope_parameters', {}).get('rope_type') == 'longrope' and prompts[1:]:
     # Their factors depend on the longest text of a batch, ours on each text.
     alone = dict(is_encoder_decoder=False, stops=stops, num=num, **options)
-    return [their_texts(model, prompts=[prompt], **alone)[0] for prompt in prompts]
+    return [
+      their_texts(model, prompts=[prompt], numbers=[number], **alone)[0]
+      for number, prompt in zip(numbers, prompts)
+    ]
   width = max(map(len, prompts))
+  if 'sampling' in options:
+    processors = [*options.pop('sampling'), Gumbel(numbers, 1 if is_encoder_decoder else width)]
+    options['logits_processor'] = transformers.LogitsProcessorList(processors)
   tokens, mask = np.zeros((2, len(prompts), width), np.int64)
   for row, prompt in enumerate(prompts):
     place = slice(0, len(prompt)) if is_encoder_decoder else slice(width - len(prompt), width)
@@ -167,3 +193,14 @@ def test_texts_and_scores_of_a_beam_search_equal_hugging_face(name, penalty, bot
     theirs=dict(num_beams=3, length_penalty=penalty),
     ours=dict(num_beams=3, num_decodes=3, length_penalty=penalty, beam_rule='huggingface'),
   )
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_sampled_text_equals_hugging_face_for_the_same_random_numbers(name, both):
+  filters = [
+    transformers.TemperatureLogitsWarper(1.5),
+    transformers.TopKLogitsWarper(40),
+    transformers.TopPLogitsWarper(0.9),
+  ]
+  ours = dict(temperature=1.5, top_k=40, top_p=0.9, seed=SEED)
+  check(both, name, num=1, theirs=dict(sampling=filters), ours=ours)

@@ -38,6 +38,7 @@ class ConversionRequest:
     check: one of `CHECKS`; 'transformers' only where it is installed.
     tolerance: largest difference of logits, relative to the largest logit.
     lora: the model with adapters, if `source` has adapters; `model` is then the model it wraps.
+    vocabulary: of the run that trained the adapters, as DatasetConfig.vocabulary; None if unknown.
   """
 
   source: pathlib.Path
@@ -53,6 +54,7 @@ class ConversionRequest:
   check: str = 'auto'
   tolerance: float = logits_check.TOLERANCE
   lora: Optional[LoraModel] = None
+  vocabulary: Optional[str] = None
 
 
 def check_logits(

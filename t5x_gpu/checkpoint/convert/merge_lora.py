@@ -1,6 +1,8 @@
 """A checkpoint with adapters as a checkpoint of the plain model: read that way, or written."""
 
 import dataclasses
+import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -9,9 +11,16 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, Place, num_bytes, tree_problems
 from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.conversion import ConversionRequest
+from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, carry_files
 from t5x_gpu.checkpoint.convert.tensor_copy import OurPiece
 from t5x_gpu.checkpoint.convert.to_ours import counted, write_ours
-from t5x_gpu.checkpoint.run_files import carry_hf_folder
+from t5x_gpu.checkpoint.run_files import (
+  HF_FOLDER,
+  SENTENCEPIECE,
+  VOCABULARY,
+  carried_vocabulary,
+  carry_hf_folder,
+)
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, smaller_chunk
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.lora import LoraModel, factors_of
@@ -94,6 +103,10 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
         value = merged.read_at(name, place)
         yield name, place, value, value.nbytes
 
+  def carry(folder: pathlib.Path) -> None:
+    carry_hf_folder(reader.path.parent, folder)
+    console.say(f'vocabulary: {carry_vocabulary(request.vocabulary, folder)}')
+
   def adapted_logits(batch: Mapping[str, Any]) -> tuple[Any, str]:
     adapted = dataclasses.replace(lora, model=logits_check.checked(model).build())
     params = logits_check.params_of_checkpoint(reader)
@@ -114,9 +127,35 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
       'merged': {'rank': lora.rank, 'alpha': lora.alpha, 'pattern': lora.pattern},
     },
     reference=adapted_logits,
-    write_extra=lambda folder: carry_hf_folder(reader.path.parent, folder),
+    write_extra=carry,
     origin='its adapters merged',
   )
+
+
+def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
+  """Puts the vocabulary of a run into the folder of the model that is made from it.
+
+  Args:
+    name: as DatasetConfig.vocabulary names it; None if the run does not say.
+    target: the folder; a tokenizer that it already has stays.
+  Returns:
+    What was done, for the console.
+  """
+  kind, _, path = (name or '').partition(':')
+  if name and kind not in ('huggingface', 'sentencepiece'):
+    (target / VOCABULARY).write_text(name + '\n', 'utf-8')
+  elif carried_vocabulary(target) is None:
+    source = pathlib.Path(path).expanduser()
+    if not name or not source.exists():
+      why = f'{source} does not exist' if name else 'the gin file does not name it'
+      return f'left out: {why}. python -m t5x_gpu.infer will need --vocabulary=NAME.'
+    if kind == 'sentencepiece':
+      (target / HF_FOLDER).mkdir(exist_ok=True)
+      shutil.copyfile(source, target / HF_FOLDER / SENTENCEPIECE[0])
+    else:
+      folder = source if source.is_dir() else source.parent
+      carry_files(folder, target / HF_FOLDER, without=(CONFIG,))
+  return name or 'as converted'
 
 
 def check_params(reader: ParamsReader | MergedParams, want: Mapping[str, Shape]) -> None:

@@ -3,6 +3,7 @@
 Only the keys: token ids and versions are left out where they are those of every family.
 """
 
+import math
 import pathlib
 
 import pytest
@@ -277,3 +278,23 @@ def test_published_configs_of_text_to_text_models_are_read(name, others):
 def test_a_published_config_describes_the_model_of_its_gin_file(name):
   model = from_hf(CONFIGS[name], has_tensor=lambda tensor: False)
   assert differences(model, model_of_gin([MODELS / f'{name}.gin'])) == []
+
+
+def test_the_published_config_of_ul2_is_read():
+  config = {
+    **_T5,
+    'architectures': ['T5ForConditionalGeneration'],
+    'model_type': 't5',
+    'vocab_size': 32128,
+    'd_model': 4096,
+    'd_ff': 16384,
+    'd_kv': 256,
+    'num_heads': 16,
+    'num_layers': 32,
+    'num_decoder_layers': 32,
+    'feed_forward_proj': 'gated-silu',
+  }
+  read = from_hf(config, has_tensor=lambda tensor: True)
+  assert read.config.mlp_activations == ('silu', 'linear')
+  sizes = map(math.prod, read.abstract_shapes().values())
+  assert sum(sizes) == 19_459_613_696 + 32128 * 4096  # 19.5B (Tay et al. 2022) and the logits
