@@ -18,7 +18,10 @@ from t5x_gpu.data.synthetic import MAX_WEIGHT, uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -145,6 +148,9 @@ BATCH_SIZE = 8
 MIXTURE_OR_TASK_NAME = 'no_such_task'
 TASK_FEATURE_LENGTHS = {'targets': 8}
 """
+TINY = TransformerConfig(
+  vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, dropout_rate=0.0
+)
 TINY_FLAGS = ('--gin.TransformerConfig.num_layers=2', "--gin.TASK_FEATURE_LENGTHS={'targets': 16}")
 
 
@@ -223,6 +229,24 @@ def test_a_shipped_model_trains_on_a_mesh_as_on_one_device(flags, tmp_path):
     for kind in ('gradient', 'update', 'optimizer_state'):
       assert 0 <= max(max(by_layer) for by_layer in step[kind].values()) < 1e-5
   assert len(found['steps'][0]['gradient']['layers/mlp/wo/kernel']) == 2, 'one number per layer'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'model, lengths',
+  [
+    (EncoderModel(TINY, head_type='regression', pooling='mean'), {'inputs': 8}),
+    (DpoModel(DecoderOnlyModel(TINY)), {'targets': 16}),
+    (DpoModel(LoraModel(DecoderOnlyModel(TINY), rank=2, pattern=r'.*/kernel')), {'targets': 16}),
+  ],
+  ids=['regression', 'dpo', 'dpo_lora'],
+)
+def test_a_model_without_the_loss_of_tokens_trains_on_a_mesh_as_on_one_device(model, lengths):
+  rows = dataclasses.replace(ROWS, task_feature_lengths=lengths, pack='targets' in lengths)
+  mesh = Partitioner(num_partitions=2, fsdp=2)
+  report = report_of(model, partitioner=mesh, train_dataset_cfg=rows)
+  assert report.failure is None, report.failure
+  assert report.worst[0] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.hf.config import to_hf
+from t5x_gpu.checkpoint.convert.hf.folder import open_hf
 from t5x_gpu.checkpoint.convert.hf.names import JOINED
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.manifest import make_manifest
@@ -358,6 +359,21 @@ def test_another_family_is_named(tmp_path, refuses):
   refuses(
     'is a gpt2 model, but --family=llama', tmp_path / 'c', tmp_path / 'ours', '--family=llama'
   )
+
+
+@pytest.mark.parametrize(
+  'text, says',
+  [('{"decoder_start_token_id": 3}', 'decoder_start_token_id = 3'), ('{', 'cannot be read')],
+)
+def test_another_start_of_the_decoder_is_refused(tmp_path, text, says):
+  write_model(tmp_path / 'a', CONFIGS['t5'])
+  path = tmp_path / 'a' / 'generation_config.json'
+  path.write_text(text)
+  with pytest.raises(CheckpointError, match=says) as e:
+    open_hf(tmp_path / 'a')
+  assert e.value.fix and str(path) in e.value.what
+  path.write_text('{"decoder_start_token_id": 0, "eos_token_id": 1}')
+  assert open_hf(tmp_path / 'a').family == 't5'
 
 
 def test_vocabularies_that_disagree_are_refused(tmp_path, refuses):

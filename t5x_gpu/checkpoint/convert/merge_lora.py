@@ -147,8 +147,8 @@ def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
   elif carried_vocabulary(target) is None:
     source = pathlib.Path(path).expanduser()
     if not name or not source.exists():
-      why = f'{source} does not exist' if name else 'the gin file does not name it'
-      return f'left out: {why}. python -m t5x_gpu.infer will need --vocabulary=NAME.'
+      reason = f'{source} does not exist' if name else 'the gin file does not name it'
+      return f'left out: {reason}. python -m t5x_gpu.infer will need --vocabulary=NAME.'
     if kind == 'sentencepiece':
       (target / HF_FOLDER).mkdir(exist_ok=True)
       shutil.copyfile(source, target / HF_FOLDER / SENTENCEPIECE[0])

@@ -1,10 +1,12 @@
 """Texts with numbers, from files and from STS-B: kept to four decimals, flaws named by place."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from t5x_gpu import data_tools
 from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.class_prompts import class_text
@@ -103,3 +105,25 @@ def test_flaws_are_named(tmp_path, rows, says):
   with pytest.raises(DataError, match=says) as e:
     task_lookup.lookup(batches.DatasetConfig(name, {'inputs': 8}, 'train', 2))
   assert e.value.fix
+
+
+def test_prepared_rows_of_numbers_are_refused_for_a_head_of_classes(tmp_path):
+  name = write(tmp_path, *({'text': 'ab', 'label': i} for i in range(4)))
+  options = dict(lengths={'inputs': 16}, pack=False)
+  prepare_here(name, tmp_path / 'rows', converter='encoder_regression', **options)
+  with pytest.raises(
+    DataError, match="prepared with 'encoder_regression', .*'encoder_classif"
+  ) as e:
+    batch_of(f'prepared:{tmp_path}/rows', converter='encoder_classification')
+  assert 'python -m t5x_gpu.prepare' in e.value.fix
+
+
+def test_preview_shows_the_number_of_each_text(tmp_path, capsys):
+  name = write(tmp_path, *({'text': 'ab', 'label': label} for label in (-1.5, 3.25)))
+  options = dict(lengths={'inputs': 16}, pack=False, shuffle=False)
+  prepare_here(name, tmp_path / 'rows', num_parts=1, converter='encoder_regression', **options)
+  assert data_tools.main(['preview', f'prepared:{tmp_path}/rows', '--rows=2']) == 0
+  assert re.findall(r'^  (score: .*)$', capsys.readouterr().out, re.MULTILINE) == [
+    'score: -1.5',
+    'score: 3.25',
+  ]

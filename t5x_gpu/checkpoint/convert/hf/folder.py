@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf.config import LAYERS, family_of, from_hf, training_differences
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
+from t5x_gpu.checkpoint.convert.hf.token_files import check_start, check_tokenizer
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.safetensors_io import (
@@ -28,17 +28,7 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
   match_names,
   without_copies,
 )
-from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
-from t5x_gpu.config.json_schema import (
-  Also,
-  Fields,
-  ListOf,
-  MapOf,
-  Nullable,
-  Whole,
-  check,
-  read_json,
-)
+from t5x_gpu.config.json_schema import Also, Fields, ListOf, MapOf, Nullable, read_json
 from t5x_gpu.errors import CheckpointError
 
 CONFIG = 'config.json'
@@ -56,10 +46,6 @@ CARRIED = (
   'LICENSE*',
 )
 RECORD = 'safetensors_headers.json'
-_TOKENIZER = Fields(
-  {'model': dict}, optional={'added_tokens': Nullable(ListOf(Fields({'id': Whole()})))}
-)
-_IDS = MapOf(Whole())
 _error = functools.partial(CheckpointError, docs='convert.md#refused')
 
 
@@ -161,6 +147,8 @@ def open_hf(
     "by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
   check_tokenizer(folder, model.config.vocab_size)
+  if model.kind == 'encoder_decoder':
+    check_start(folder)
   notes = training_differences(config, model)
   return HfModel(folder, found, model, weights, tensors.headers, notes)
 
@@ -204,60 +192,6 @@ def _check_token_table(
       fix=f'Take the {CONFIG} that belongs to the weights. If only the number is wrong, set '
       f'"vocab_size": {rows} in it.',
     )
-
-
-def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
-  """Raises CheckpointError if a tokenizer file has ids beyond the vocabulary of the model."""
-  readers = {
-    'tokenizer.json': _ids_of_tokenizer,
-    'vocab.json': _ids_of_dictionary,
-    'added_tokens.json': _ids_of_dictionary,
-    'vocab.txt': _ids_of_lines,
-    **dict.fromkeys(SENTENCEPIECE, _ids_of_sentencepiece),
-  }
-  if (folder / 'tokenizer.json').is_file():
-    readers.pop('tokenizer.model')  # unused then; it may be in tiktoken's format
-  for file, ids in readers.items():
-    path = folder / file
-    if not path.is_file():
-      continue
-    try:
-      largest = ids(path)
-    except (ValueError, RuntimeError, OSError) as e:  # SentencePiece raises RuntimeError
-      raise CheckpointError(
-        f'{path} cannot be read ({type(e).__name__}: {e}).', fix='Copy the file again.'
-      ) from e
-    if largest >= vocab_size:
-      raise _error(
-        f'{path} has token ids up to {largest}, but the model has vocab_size = {vocab_size}: ids '
-        f'from 0 to {vocab_size - 1}.',
-        fix='Take the tokenizer files that belong to the weights.',
-      )
-
-
-def _ids_of_tokenizer(path: pathlib.Path) -> int:
-  parsed = read_json(path, _TOKENIZER)
-  vocab = parsed['model'].get('vocab', {})
-  check(vocab, _IDS if isinstance(vocab, dict) else list, 'the vocabulary')
-  ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-  return max(ids + [token['id'] for token in parsed.get('added_tokens') or []], default=-1)
-
-
-def _ids_of_dictionary(path: pathlib.Path) -> int:
-  return max(read_json(path, _IDS).values(), default=-1)
-
-
-def _ids_of_lines(path: pathlib.Path) -> int:
-  with path.open(encoding='utf-8') as lines:  # str.splitlines would also split inside tokens
-    return sum(1 for _ in lines) - 1
-
-
-def _ids_of_sentencepiece(path: pathlib.Path) -> int:
-  try:
-    library = importlib.import_module('sentencepiece')
-  except ModuleNotFoundError:  # installed with SeqIO; conversion does not need it
-    return -1
-  return library.SentencePieceProcessor(model_file=str(path)).get_piece_size() - 1
 
 
 def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence[str] = ()) -> None:

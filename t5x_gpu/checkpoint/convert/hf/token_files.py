@@ -1,0 +1,88 @@
+"""Token ids in the files next to the weights: of the tokenizer, and of what starts a text."""
+
+import functools
+import importlib
+import pathlib
+
+from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
+from t5x_gpu.config.json_schema import Fields, ListOf, MapOf, Nullable, Whole, check, read_json
+from t5x_gpu.errors import CheckpointError
+
+_TOKENIZER = Fields(
+  {'model': dict}, optional={'added_tokens': Nullable(ListOf(Fields({'id': Whole()})))}
+)
+_IDS = MapOf(Whole())
+_error = functools.partial(CheckpointError, docs='convert.md#refused')
+
+
+def check_start(folder: pathlib.Path) -> None:
+  """Raises CheckpointError if generation_config.json starts a decoder with an id other than 0.
+
+  Our decoders start with 0; config.json is checked with its other keys.
+  """
+  path = folder / 'generation_config.json'
+  if not path.is_file():
+    return
+  try:
+    start = read_json(path, dict).get('decoder_start_token_id')
+  except (ValueError, OSError) as e:
+    raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
+  if start not in (0, None):
+    raise _error(
+      f'{path} has decoder_start_token_id = {start}; our decoders start with id 0.',
+      fix='Take the generation_config.json that belongs to the weights, or set it to 0 there.',
+    )
+
+
+def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
+  """Raises CheckpointError if a tokenizer file has ids beyond the vocabulary of the model."""
+  readers = {
+    'tokenizer.json': _ids_of_tokenizer,
+    'vocab.json': _ids_of_dictionary,
+    'added_tokens.json': _ids_of_dictionary,
+    'vocab.txt': _ids_of_lines,
+    **dict.fromkeys(SENTENCEPIECE, _ids_of_sentencepiece),
+  }
+  if (folder / 'tokenizer.json').is_file():
+    readers.pop('tokenizer.model')  # unused then; it may be in tiktoken's format
+  for file, ids in readers.items():
+    path = folder / file
+    if not path.is_file():
+      continue
+    try:
+      largest = ids(path)
+    except (ValueError, RuntimeError, OSError) as e:  # SentencePiece raises RuntimeError
+      raise CheckpointError(
+        f'{path} cannot be read ({type(e).__name__}: {e}).', fix='Copy the file again.'
+      ) from e
+    if largest >= vocab_size:
+      raise _error(
+        f'{path} has token ids up to {largest}, but the model has vocab_size = {vocab_size}: ids '
+        f'from 0 to {vocab_size - 1}.',
+        fix='Take the tokenizer files that belong to the weights.',
+      )
+
+
+def _ids_of_tokenizer(path: pathlib.Path) -> int:
+  parsed = read_json(path, _TOKENIZER)
+  vocab = parsed['model'].get('vocab', {})
+  check(vocab, _IDS if isinstance(vocab, dict) else list, 'the vocabulary')
+  ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+  return max(ids + [token['id'] for token in parsed.get('added_tokens') or []], default=-1)
+
+
+def _ids_of_dictionary(path: pathlib.Path) -> int:
+  return max(read_json(path, _IDS).values(), default=-1)
+
+
+def _ids_of_lines(path: pathlib.Path) -> int:
+  with path.open(encoding='utf-8') as lines:  # str.splitlines would also split inside tokens
+    return sum(1 for _ in lines) - 1
+
+
+def _ids_of_sentencepiece(path: pathlib.Path) -> int:
+  try:
+    library = importlib.import_module('sentencepiece')
+  except ModuleNotFoundError:  # installed with SeqIO; conversion does not need it
+    return -1
+  return library.SentencePieceProcessor(model_file=str(path)).get_piece_size() - 1
