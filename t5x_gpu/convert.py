@@ -95,7 +95,7 @@ def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFi
 
 def vocabulary_of_gin(files: Sequence[str], **options: Any) -> Optional[str]:
   """Returns the vocabulary of the run that gin files configure; None if they do not name one."""
-  if not configures_run(files):
+  if not files or not configures_run(files):
     return None
   loaded = _load_run(files, RUN_SETTINGS, **options)
   return gin_loader.configured(loaded, _DataConfig).train_dataset_cfg.vocabulary
@@ -265,7 +265,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     target=local_path(extra.to, what='convert --to'),
     family=extra.family,
     lora=lora,
-    vocabulary=vocabulary_of_gin(gin_files, **options) if merges else None,
+    vocabulary=vocabulary_of_gin(gin_files, **options) if kind == 't5x_gpu' else None,
     model=None if built is None else describe(without_adapters(built)),
     read_gin=lambda path: model_of_gin([path], as_data=True),
     drop=tuple(extra.drop),

@@ -405,6 +405,28 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   assert facts['DecodingConfig.stop_tokens'] == [2, 7]
 
 
+@pytest.mark.parametrize(
+  'name, field', [('bert_classification', 'label'), ('bert_embedding', 'vector')]
+)
+def test_a_converted_encoder_takes_texts_as_long_as_its_table_of_positions(tmp_path, name, field):
+  tokenizers = pytest.importorskip('tokenizers')
+  files = pytest.importorskip('tests.checkpoint.hf_files')
+  config = files.VARIANTS[name]
+  files.write_model(tmp_path / 'theirs', config)
+  words = {'[PAD]': 0, '[UNK]': 1, '[CLS]': 2, '[SEP]': 3, 'good': 4, 'bad': 5}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='[UNK]'))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  tokenizer.save(str(tmp_path / 'theirs' / 'tokenizer.json'))
+  (tmp_path / 'theirs' / 'tokenizer_config.json').write_text(
+    json.dumps({'cls_token': '[CLS]', 'sep_token': '[SEP]', 'pad_token': '[PAD]'})
+  )
+  convert.main([f'--from={tmp_path}/theirs', f'--to={tmp_path}/ours', '--check=tensors'])
+  long = 'good ' * (config['max_position_embeddings'] + 9)
+  (tmp_path / 'p.txt').write_text(f'good bad\n{long}\n')
+  found = answers(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}')
+  assert len(found) == 2 and all(field in record for record in found)
+
+
 def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_path):
   files = pytest.importorskip('tests.checkpoint.hf_files')
   import sentencepiece

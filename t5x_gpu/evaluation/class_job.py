@@ -146,8 +146,8 @@ def open_class_job(
     score: whether --score was given; an error, as it needs a model that writes text.
     may_import: modules that the task may import besides ours; None for any.
   Raises:
-    ConfigError: `score`, a model file that lacks the length of the texts, or a task that imports
-      another module.
+    ConfigError: `score`, neither a run nor a table of positions that says how long texts may be, or
+      a task that imports another module.
     DataError: the vocabulary does not exist, or has more ids than the model.
   """
   if score:
@@ -155,16 +155,9 @@ def open_class_job(
       '--score is for a model that writes text; this one is an encoder.',
       fix='Remove --score: each result has all that the model computes for a text.',
     )
-  if 'inputs' not in dataset.task_feature_lengths:
-    raise ConfigError(
-      'A model file lacks the length of the texts of a classifier.',
-      fix='Give the gin file of the run that trained it, with --gin_file.',
-    )
   plain = without_adapters(model)
-  if plain.embeds:  # in training, two texts share a row
-    dataset = dataclasses.replace(
-      dataset, task_feature_lengths={'inputs': max(dataset.task_feature_lengths['inputs'] // 2, 3)}
-    )
+  length = _length(plain, dataset)
+  dataset = dataclasses.replace(dataset, task_feature_lengths={'inputs': length})
   text = open_text(
     dataset,
     'class_text',
@@ -192,6 +185,19 @@ def open_class_job(
   return InferJob(
     Classifier(model, read(), layout=layout, config=config), text, str(reader.path), outcome=outcome
   )
+
+
+def _length(model: Any, dataset: DatasetConfig) -> int:
+  """Returns how many tokens a text may have."""
+  length = dataset.task_feature_lengths.get('inputs')
+  if length is not None:  # in training, two texts to embed share a row
+    return max(length // 2, 3) if model.embeds else length
+  if not model.config.num_positions:
+    raise ConfigError(
+      'A model file lacks the length of the texts of an encoder without a table of positions.',
+      fix='Give the gin file of the run that trained it, with --gin_file.',
+    )
+  return model.config.num_positions
 
 
 def _outcome(model: Any, names: Sequence[str]) -> tuple[str, Outcome]:

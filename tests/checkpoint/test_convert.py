@@ -362,6 +362,29 @@ def test_another_family_is_named(tmp_path, refuses):
 
 
 @pytest.mark.parametrize(
+  'config_ends, own, says',
+  [
+    (2, '</s>', None),
+    ([3, 2], '</s>', None),
+    (None, '</s>', None),
+    (2, '</q>', 'the tokenizer ends a text with id 5, and eos_token_id is 2'),
+    (96, '</s>', 'eos_token_id of config.json is 96, but the model has ids from 0 to 95'),
+  ],
+)
+def test_files_that_disagree_on_the_end_of_a_text_are_named(
+  tmp_path, capsys, config_ends, own, says
+):
+  write_model(tmp_path / 'a', {**CONFIGS['llama'], 'eos_token_id': config_ends})
+  tokenizer = {'model': {'vocab': {'a': 0}}, 'added_tokens': []}
+  tokenizer['added_tokens'] = [{'id': 2, 'content': '</s>'}, {'id': 5, 'content': '</q>'}]
+  (tmp_path / 'a' / 'tokenizer.json').write_text(json.dumps(tokenizer))
+  (tmp_path / 'a' / 'tokenizer_config.json').write_text(json.dumps({'eos_token': own}))
+  convert.main([f'--from={tmp_path / "a"}', f'--to={tmp_path / "b"}', '--check=tensors'])
+  out = capsys.readouterr().out
+  assert (f'end of text: {says}' in out) if says else ('end of text' not in out)
+
+
+@pytest.mark.parametrize(
   'text, says',
   [('{"decoder_start_token_id": 3}', 'decoder_start_token_id = 3'), ('{', 'cannot be read')],
 )

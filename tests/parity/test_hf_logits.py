@@ -382,6 +382,22 @@ def test_weights_of_another_model_are_found_by_the_logits(tmp_path):
     logits_check.compare(fields, ours, theirs, batch, against=against)
 
 
+def test_the_check_sees_a_window_that_is_longer_than_its_rows(tmp_path):
+  config = {'sliding_window': 4096, 'max_position_embeddings': 8192}
+  make_theirs({**CONFIGS['mistral'], **config}, tmp_path / 'a')
+  hf = hf_folder.open_hf(tmp_path / 'a')
+  assert set(hf.model.config.windows) == {4096}
+  batch = logits_check.random_batch(hf.model)
+  theirs, against = logits_check.transformers_logits(tmp_path / 'a', hf.model, batch)
+  params = params_of_files(hf.weights)
+  ours = logits_check.our_logits(hf.model, params, batch)
+  logits_check.compare(hf.model, ours, theirs, batch, against=against)
+  without = dataclasses.replace(hf.model, config=dataclasses.replace(hf.model.config, windows=(0,)))
+  ours = logits_check.our_logits(without, params, batch)
+  with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
+    logits_check.compare(without, ours, theirs, batch, against=against)
+
+
 def write_again(fields, params, folder):
   """Writes `params` with a config.json that nothing but `fields` has made; returns the model."""
   family = guess_family(fields)

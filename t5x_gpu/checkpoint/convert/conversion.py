@@ -38,7 +38,7 @@ class ConversionRequest:
     check: one of `CHECKS`; 'transformers' only where it is installed.
     tolerance: largest difference of logits, relative to the largest logit.
     lora: the model with adapters, if `source` has adapters; `model` is then the model it wraps.
-    vocabulary: of the run that trained the adapters, as DatasetConfig.vocabulary; None if unknown.
+    vocabulary: of the run, as DatasetConfig.vocabulary; None if its gin file does not say.
   """
 
   source: pathlib.Path

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -11,16 +10,10 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, Place, num_bytes, tree_problems
 from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.conversion import ConversionRequest
-from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, carry_files
 from t5x_gpu.checkpoint.convert.tensor_copy import OurPiece
 from t5x_gpu.checkpoint.convert.to_ours import counted, write_ours
-from t5x_gpu.checkpoint.run_files import (
-  HF_FOLDER,
-  SENTENCEPIECE,
-  VOCABULARY,
-  carried_vocabulary,
-  carry_hf_folder,
-)
+from t5x_gpu.checkpoint.convert.vocabulary import carry_vocabulary
+from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, smaller_chunk
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.lora import LoraModel, factors_of
@@ -130,32 +123,6 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
     write_extra=carry,
     origin='its adapters merged',
   )
-
-
-def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
-  """Puts the vocabulary of a run into the folder of the model that is made from it.
-
-  Args:
-    name: as DatasetConfig.vocabulary names it; None if the run does not say.
-    target: the folder; a tokenizer that it already has stays.
-  Returns:
-    What was done, for the console.
-  """
-  kind, _, path = (name or '').partition(':')
-  if name and kind not in ('huggingface', 'sentencepiece'):
-    (target / VOCABULARY).write_text(name + '\n', 'utf-8')
-  elif carried_vocabulary(target) is None:
-    source = pathlib.Path(path).expanduser()
-    if not name or not source.exists():
-      reason = f'{source} does not exist' if name else 'the gin file does not name it'
-      return f'left out: {reason}. python -m t5x_gpu.infer will need --vocabulary=NAME.'
-    if kind == 'sentencepiece':
-      (target / HF_FOLDER).mkdir(exist_ok=True)
-      shutil.copyfile(source, target / HF_FOLDER / SENTENCEPIECE[0])
-    else:
-      folder = source if source.is_dir() else source.parent
-      carry_files(folder, target / HF_FOLDER, without=(CONFIG,))
-  return name or 'as converted'
 
 
 def check_params(reader: ParamsReader | MergedParams, want: Mapping[str, Shape]) -> None:

@@ -14,6 +14,7 @@ from t5x_gpu.checkpoint.convert.conversion import ConversionRequest, check_logit
 from t5x_gpu.checkpoint.convert.hf.config import from_hf, guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, HfRecord, carry_files, open_hf, read_record
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
+from t5x_gpu.checkpoint.convert.hf.sentence_modules import write_modules
 from t5x_gpu.checkpoint.convert.merge_lora import MergedParams, check_params
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.checkpoint.convert.name_table import Table
@@ -25,6 +26,7 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
   copy_to_theirs,
 )
 from t5x_gpu.checkpoint.convert.to_ours import counted
+from t5x_gpu.checkpoint.convert.vocabulary import export_vocabulary
 from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.terminal.console import Console
@@ -63,7 +65,12 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
   with new_folder(request.target, num_bytes=size) as folder:
     if like:
       carry_files(like.folder, folder, without=(CONFIG,))
+    else:
+      is_t5 = model.kind == 'encoder_decoder'
+      console.say(f'vocabulary: {export_vocabulary(request.vocabulary, folder, is_t5=is_t5)}')
     (folder / CONFIG).write_text(config, 'utf-8')
+    if model.options.get('head_type') == 'embedding':
+      write_modules(model, folder, is_new=like is None)
     with console.progress('written', size) as advance:
       writer = SafetensorsWriter(folder, headers, index=index)
       rounded = copy_to_theirs(reader, table, names, writer, advance=advance)

@@ -18,6 +18,7 @@ from t5x_gpu.checkpoint.convert.conversion import (
   own_reference,
 )
 from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, carry_files, open_hf, write_record
+from t5x_gpu.checkpoint.convert.hf.sentence_modules import MODULES
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
@@ -54,6 +55,12 @@ def convert_hf(request: ConversionRequest, console: Console) -> None:
     console.say(f'left out: {name} {list(tensors.shapes[name])}')
   for note in hf.training:
     console.say(f'training: {note}')
+  for note in hf.ends:
+    console.say(f'end of text: {note}')
+
+  if hf.model.options.get('head_type') == 'embedding':
+    said = MODULES if (request.source / MODULES).is_file() else f'there is no {MODULES}'
+    console.say(f'vectors: pooling = {hf.model.options["pooling"]!r} ({said})')
 
   def write_hf_files(folder: pathlib.Path) -> None:
     carry_files(request.source, folder / HF_FOLDER)
@@ -89,6 +96,9 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
       "assumed: mlp_activations = ('gelu', 'linear'), as in T5.1.1; the files do not "
       'say (set another with --gin_file=model.gin)'
     )
+  console.say(
+    'vocabulary: not in a T5X checkpoint; python -m t5x_gpu.infer needs --vocabulary=NAME'
+  )
   _write_weights(
     request,
     console,

@@ -159,6 +159,7 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('bert_mlm', {'model_type': 'modernbert'}, 'no norm before attention'),
     ('bert_mlm', {'model_type': 'deberta-v2'}, 'disentangled attention'),
     ('t5', {'model_type': 'longt5'}, 'transient-global attention'),
+    ('t5', {'model_type': 't5gemma'}, 'in windows to both sides'),
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = .* is never executed'),
     ('llama', {'model_type': 'new', 'auto_map': {}}, "'new', .* is never executed"),
     ('umt5', {'model_type': None}, 'has no model_type'),

@@ -1,7 +1,5 @@
 """A checkpoint with adapters becomes one without, or a Hugging Face model, with the same logits."""
 
-import pathlib
-
 import flax.traverse_util
 import jax
 import numpy as np
@@ -9,10 +7,9 @@ import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
-from t5x_gpu.checkpoint.convert import logits_check, merge_lora, name_table
+from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.merge_lora import MergedParams
 from t5x_gpu.checkpoint.convert.model_spec import differences
-from t5x_gpu.checkpoint.run_files import carried_vocabulary
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
@@ -121,46 +118,6 @@ def test_merged_checkpoint_is_one_of_the_plain_model(tuned, tmp_path, capsys, mo
     )
     == 0
   )
-
-
-@pytest.mark.parametrize(
-  'name, files, found',
-  [
-    ('byte', [], 'byte'),
-    ('words:8192', [], 'words:8192'),
-    ('sentencepiece:{}/my.model', ['my.model'], 'sentencepiece:{}/merged/hf/spiece.model'),
-    (
-      'huggingface:{}/own',
-      ['own/tokenizer.json', 'own/chat_template.jinja', 'own/generation_config.json'],
-      'huggingface:{}/merged/hf',
-    ),
-    ('huggingface:{}/own/tokenizer.json', ['own/tokenizer.json'], 'huggingface:{}/merged/hf'),
-    ('sentencepiece:{}/gone.model', [], None),
-    (None, [], None),
-  ],
-)
-def test_a_merged_model_carries_the_vocabulary_of_its_run(tmp_path, name, files, found):
-  (tmp_path / 'own').mkdir()
-  for file in files:
-    (tmp_path / file).write_text('{}')
-  target = tmp_path / 'merged'
-  target.mkdir()
-  said = merge_lora.carry_vocabulary(name and name.format(tmp_path), target)
-  assert carried_vocabulary(target) == (found and found.format(tmp_path))
-  if found is None:
-    assert 'left out' in said and '--vocabulary=NAME' in said
-  else:
-    assert said == name.format(tmp_path)
-  carried = [path for path in files if path.startswith('own/')]
-  assert all((target / 'hf' / pathlib.Path(path).name).is_file() for path in carried)
-
-
-def test_a_tokenizer_that_came_with_the_weights_stays(tmp_path):
-  (tmp_path / 'hf').mkdir()
-  (tmp_path / 'hf' / 'tokenizer.json').write_text('{"first": 1}')
-  (tmp_path / 'tokenizer.json').write_text('{}')
-  merge_lora.carry_vocabulary(f'huggingface:{tmp_path}', tmp_path)
-  assert (tmp_path / 'hf' / 'tokenizer.json').read_text() == '{"first": 1}'
 
 
 def test_a_run_with_adapters_becomes_a_hugging_face_model_at_once(tuned, tmp_path):

@@ -65,7 +65,7 @@ _REFUSED = {
   'modernbert': ('an encoder whose first layer has no norm before attention', _ENCODERS),
   **dict.fromkeys(('deberta', 'deberta-v2'), ('an encoder with disentangled attention', _ENCODERS)),
   'longt5': ('a T5 with local or transient-global attention', _TEXT_TO_TEXT),
-  't5gemma': ('an encoder-decoder made of Gemma layers', _TEXT_TO_TEXT),
+  't5gemma': ('an encoder-decoder whose encoder attends in windows to both sides', _TEXT_TO_TEXT),
 }
 # Keys on what differs by layer: written as a whole, none is kept from another config.json.
 _LAYER_KEYS = (*rotary.READ, 'rope_local_base_freq', 'layer_types', 'sliding_window')

@@ -13,7 +13,14 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf.config import LAYERS, family_of, from_hf, training_differences
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
-from t5x_gpu.checkpoint.convert.hf.token_files import check_start, check_tokenizer
+from t5x_gpu.checkpoint.convert.hf.sentence_modules import FILES as SENTENCE_FILES
+from t5x_gpu.checkpoint.convert.hf.sentence_modules import read_modules
+from t5x_gpu.checkpoint.convert.hf.token_files import (
+  GENERATION,
+  check_start,
+  check_tokenizer,
+  end_differences,
+)
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.safetensors_io import (
@@ -35,7 +42,7 @@ CONFIG = 'config.json'
 # Copied along with the weights. Only the ids of the tokenizer files are read.
 CARRIED = (
   CONFIG,
-  'generation_config.json',
+  GENERATION,
   'tokenizer*',
   '*token*.json',
   'vocab*',
@@ -44,6 +51,8 @@ CARRIED = (
   'chat_template*',
   'README.md',
   'LICENSE*',
+  *SENTENCE_FILES,
+  '[0-9]_*/config.json',
 )
 RECORD = 'safetensors_headers.json'
 _error = functools.partial(CheckpointError, docs='convert.md#refused')
@@ -85,6 +94,7 @@ class HfModel:
     weights: its tensors, with the table for our parameters.
     headers: file name -> header of the safetensors file.
     training: sentences on what a run of `model` would not do as the original's training did.
+    ends: sentences on files that disagree on the tokens that end a text.
   """
 
   folder: pathlib.Path
@@ -93,6 +103,7 @@ class HfModel:
   weights: ForeignWeights
   headers: Mapping[str, str]
   training: Sequence[str] = ()
+  ends: Sequence[str] = ()
 
 
 def open_hf(
@@ -146,11 +157,22 @@ def open_hf(
     fix=f'Take weights and {CONFIG} of one model. To ignore tensors that are left over, drop them '
     "by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
-  check_tokenizer(folder, model.config.vocab_size)
+  vocab_size = model.config.vocab_size
+  check_tokenizer(folder, vocab_size)
   if model.kind == 'encoder_decoder':
     check_start(folder)
-  notes = training_differences(config, model)
-  return HfModel(folder, found, model, weights, tensors.headers, notes)
+  if model.options.get('head_type') == 'embedding':
+    options = {**model.options, **(read_modules(folder) or {})}
+    model = dataclasses.replace(model, options=options)
+  return HfModel(
+    folder,
+    found,
+    model,
+    weights,
+    tensors.headers,
+    training_differences(config, model),
+    end_differences(folder, config, vocab_size=vocab_size),
+  )
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -196,17 +218,16 @@ def _check_token_table(
 
 def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence[str] = ()) -> None:
   """Copies configuration and tokenizer from one folder to another."""
-  found = sorted(
-    {
-      path
-      for pattern in CARRIED
-      for path in source.glob(pattern)
-      if path.is_file() and path.name not in (*without, INDEX, RECORD)
-    }
-  )
+  found = {
+    path.relative_to(source)
+    for pattern in CARRIED
+    for path in source.glob(pattern)
+    if path.is_file() and path.name not in (INDEX, RECORD)
+  }
   target.mkdir(exist_ok=True)
-  for path in found:
-    shutil.copyfile(path, target / path.name)
+  for name in sorted(found - set(map(pathlib.Path, without))):
+    (target / name).parent.mkdir(exist_ok=True)
+    shutil.copyfile(source / name, target / name)
 
 
 def write_record(hf: HfModel, target: pathlib.Path) -> None:

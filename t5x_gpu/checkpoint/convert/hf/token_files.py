@@ -3,11 +3,14 @@
 import functools
 import importlib
 import pathlib
+from collections.abc import Mapping
+from typing import Any, Optional
 
 from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
 from t5x_gpu.config.json_schema import Fields, ListOf, MapOf, Nullable, Whole, check, read_json
 from t5x_gpu.errors import CheckpointError
 
+GENERATION = 'generation_config.json'
 _TOKENIZER = Fields(
   {'model': dict}, optional={'added_tokens': Nullable(ListOf(Fields({'id': Whole()})))}
 )
@@ -20,18 +23,63 @@ def check_start(folder: pathlib.Path) -> None:
 
   Our decoders start with 0; config.json is checked with its other keys.
   """
-  path = folder / 'generation_config.json'
-  if not path.is_file():
-    return
-  try:
-    start = read_json(path, dict).get('decoder_start_token_id')
-  except (ValueError, OSError) as e:
-    raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
+  path = folder / GENERATION
+  start = _read(path).get('decoder_start_token_id')
   if start not in (0, None):
     raise _error(
       f'{path} has decoder_start_token_id = {start}; our decoders start with id 0.',
       fix='Take the generation_config.json that belongs to the weights, or set it to 0 there.',
     )
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  """Returns a JSON object, empty without the file."""
+  try:
+    return read_json(path, dict) if path.is_file() else {}
+  except (ValueError, OSError) as e:
+    raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
+
+
+def end_differences(
+  folder: pathlib.Path, config: Mapping[str, Any], *, vocab_size: int
+) -> list[str]:
+  """Returns where the files disagree on the tokens that end a text, in sentences.
+
+  Args:
+    folder: of the files.
+    config: its config.json.
+    vocab_size: of the model.
+  """
+  ends: dict[str, list[Any]] = {}
+  for file, content in (('config.json', config), (GENERATION, _read(folder / GENERATION))):
+    found = content.get('eos_token_id')
+    if found is not None:
+      ends[file] = found if isinstance(found, list) else [found]
+  notes = [
+    f'eos_token_id of {file} is {end}, but the model has ids from 0 to {vocab_size - 1}'
+    for file, found in ends.items()
+    for end in found
+    if not (isinstance(end, int) and 0 <= end < vocab_size)
+  ]
+  own, used = _end_of_tokenizer(folder), ends.get(GENERATION, ends.get('config.json'))
+  if own is not None and used and own not in used:
+    notes.append(
+      f'the tokenizer ends a text with id {own}, and eos_token_id is {", ".join(map(str, used))}. '
+      'infer stops at all of them'
+    )
+  return notes
+
+
+def _end_of_tokenizer(folder: pathlib.Path) -> Optional[int]:
+  """Returns the id of the `eos_token` of tokenizer_config.json, or None."""
+  token = _read(folder / 'tokenizer_config.json').get('eos_token')
+  token = token.get('content') if isinstance(token, dict) else token
+  parsed = _read(folder / 'tokenizer.json')
+  for added in parsed.get('added_tokens') or []:
+    if added.get('content') == token:
+      return added['id']
+  vocab = parsed.get('model', {}).get('vocab')
+  return vocab.get(token) if isinstance(vocab, dict) and isinstance(token, str) else None
 
 
 def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
