@@ -71,7 +71,7 @@ demo: $(VENV)/.installed ## train a small model on Python's own source text, abo
 test-quick: $(VENV)/.installed ## run the tests that take two minutes: no process, no TensorFlow
 	$(VENV)/bin/python -m pytest --quick $(PARALLEL) $(ARGS)
 
-test: $(VENV)/.installed ## run the tests, without the slow ones: 20 minutes on two cores
+test: $(VENV)/.installed ## run the tests, without the slow ones: 10 minutes on two cores
 	$(VENV)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.installed ## run all tests, compiled with all optimisations

@@ -81,6 +81,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
   gc.freeze()  # every later collection skips the modules and tests: millions of objects
+  gc.set_threshold(100_000, 50, 1000)  # traces and TensorFlow's graphs are garbage by the million
 
 
 @pytest.fixture(scope='session', autouse=True)

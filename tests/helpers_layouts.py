@@ -102,7 +102,7 @@ CASES = {
 
 
 # Compiled in `make test`; the tests of the others are slow.
-QUICK_CASES = ('one_device', 'dp', 'fsdp', 'tp', 'tp_sp', 'cp', 'pp', 'ep')
+QUICK_CASES = ('one_device', 'dp', 'fsdp', 'tp', 'pp')
 
 
 def by_case(names: Iterable[str]) -> pytest.MarkDecorator:

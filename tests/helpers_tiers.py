@@ -1,5 +1,6 @@
 """The limits of the test tiers, checked while they run.
 
+- `@pytest.mark.quick_cases('one', 'two*')` above a test with parameters: the other cases are slow.
 - `make test`: a test that is not marked `slow` should take at most BUDGET seconds of CPU. The
   summary names those that took more, and ALLOWANCE times as much fails.
 - `make test-quick`: no test imports TensorFlow or starts a process; files that train or compile
@@ -13,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import pytest
@@ -87,6 +89,24 @@ class Tiers:
   def _audit(self, event: str, args: Any) -> None:
     if event in _STARTS:
       self._starts.append(f'{event}{args[:2]}'[:200])
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: Any) -> Iterator[Any]:
+    """Marks as slow what `@pytest.mark.quick_cases(PATTERN, ...)` of a test leaves out."""
+    found = yield
+    items = [item for item in found or () if isinstance(item, pytest.Function)]
+    marker = (
+      items[0].get_closest_marker('quick_cases') if isinstance(found, list) and items else None
+    )
+    if marker is not None:
+      cases = {item: item.callspec.id for item in items}
+      useless = [p for p in marker.args if not any(fnmatchcase(id, p) for id in cases.values())]
+      if useless:
+        raise collector.CollectError(f'quick_cases of {name}: no case is {" or ".join(useless)}')
+      for item, case in cases.items():
+        if not any(fnmatchcase(case, pattern) for pattern in marker.args):
+          item.add_marker('slow')
+    return found
 
   @pytest.hookimpl(wrapper=True, tryfirst=True)
   def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

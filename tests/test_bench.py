@@ -15,6 +15,7 @@ DEMO = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.process  # platform.processor() may call uname
 def test_bench_writes_what_it_measured(tmp_path, capsys):
   out = tmp_path / 'result.json'

@@ -83,6 +83,7 @@ def test_report_on_this_machine(tmp_path):
   assert list(tmp_path.glob('new')) == []  # A look leaves nothing behind.
 
 
+@pytest.mark.slow
 def test_missing_gpus_fail_in_words(tmp_path):
   if gpu_detect.find_gpus({}).count:
     pytest.skip('this machine has GPUs')

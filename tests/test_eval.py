@@ -67,6 +67,7 @@ def evaluated(project):
   return project
 
 
+@pytest.mark.slow
 def test_all_checkpoints_have_the_loss_that_training_found_for_them(evaluated):
   trained = evaluated.metrics('eval/loss')
   found = records(evaluated)
@@ -75,6 +76,7 @@ def test_all_checkpoints_have_the_loss_that_training_found_for_them(evaluated):
     assert record['eval/loss'] == pytest.approx(trained[step], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_metrics_of_tasks_during_training_come_in_their_period_and_are_those_of_eval(evaluated):
   name = 'infer_eval/turned/mean_score'
   trained = evaluated.metrics(name)
@@ -151,6 +153,7 @@ def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
   assert record['eval/turned/loss'] == pytest.approx(records(evaluated)[4]['eval/loss'], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_number_of_batches_and_of_examples_can_be_given(evaluated):
   result = evaluate(evaluated, '--name=few', '--steps=6', '--examples=2', '--batches=1')
   assert result.code == 0, result.err
@@ -226,6 +229,7 @@ def test_a_task_without_metrics_has_its_loss(evaluated):
   assert math.isfinite(records(evaluated, 'bare')[6]['eval/loss'])
 
 
+@pytest.mark.slow
 def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(project, tmp_path):
   result = project.run(
     num_devices=1, MODEL_DIR=tmp_path / 'm', MIXTURE_OR_TASK_NAME='turned_without_metrics'
@@ -319,6 +323,7 @@ TRAIN_STEPS = 2
 """).replace('decoder_demo', 'encoder_demo')
 
 
+@pytest.mark.slow
 def test_classes_have_scores_and_a_confusion_matrix_over_every_row_once(tmp_path):
   for split, count in (('train', 24), ('dev', 13)):
     rows = [f'text {i},{"abc"[i % 3]}' for i in range(count)]

@@ -205,6 +205,9 @@ def test_examples_begin_with_their_command_and_hardware(path):
   assert hardware(path).num_devices <= 8
 
 
+@pytest.mark.quick_cases(
+  'base_wmt_from_scratch', 'd*', 'encoder_demo', 'span_corruption_demo', 'tiny_gpu_single'
+)
 @by_name('path', EXAMPLES)
 def test_examples_build_on_the_hardware_of_their_header(path):
   program = example(path)

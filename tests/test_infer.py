@@ -170,6 +170,7 @@ def test_texts_of_a_task_are_scored(model_dir):
   assert len(got) == 3 and all(r['num_tokens'] == 32 and r['score'] < -32 for r in got)
 
 
+@pytest.mark.slow
 def test_inputs_of_a_task_are_continued_by_an_encoder_decoder(tmp_path):
   gin = (
     TINY_GIN.replace('models/decoder_demo.gin', 'models/encoder_decoder_demo.gin')
@@ -204,6 +205,7 @@ def test_several_decodes_are_all_written(model_dir, prompts):
     assert record['scores'] == sorted(record['scores'], reverse=True)
 
 
+@pytest.mark.quick_cases('mid_line')
 @pytest.mark.parametrize('cut', ['mid_line', 'after_line', 'no_newline'])
 def test_a_killed_run_goes_on_where_it_stopped(
   model_dir, prompts, expected, tmp_path, cut, monkeypatch

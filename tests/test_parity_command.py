@@ -249,6 +249,7 @@ def test_a_model_without_the_loss_of_tokens_trains_on_a_mesh_as_on_one_device(mo
   assert report.worst[0] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'partitioner',
   [pytest.param(Partitioner(), marks=pytest.mark.slow), Partitioner(num_partitions=2)],
@@ -264,6 +265,7 @@ def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
   assert report.sentence().endswith('; 1 more within rounding')
 
 
+@pytest.mark.quick_cases('weight-*')
 @pytest.mark.parametrize(
   'mistake, what, error, how',
   [
@@ -414,6 +416,7 @@ def test_of_a_model_that_is_one_function_the_worst_gradient_is_named(user_model)
   assert 'cannot be run layer by layer (embed, run_layers, head)' in report.failure.how
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_updates_otherwise_on_a_mesh_is_named(user_model):
   class Mistaken(AdamW):
     """Makes the update of one parameter 0.1% too large on a mesh."""
@@ -432,6 +435,7 @@ def test_an_optimizer_that_updates_otherwise_on_a_mesh_is_named(user_model):
   assert report.failure.error == pytest.approx(1e-3, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_depends_on_the_mesh_is_named(user_model):
   def schedule(step):
     return 1e-2 * (8 if jax.sharding.get_abstract_mesh().size > 1 else 1) + 0 * step
@@ -582,6 +586,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_compiles(flags):
   assert 'Compare a smaller model' in result.err and 'num_microbatches' not in result.err
 
 
+@pytest.mark.slow
 def test_the_one_device_that_a_mesh_is_compared_with_needs_memory_too(monkeypatch):
   """Split over the mesh the state fits; whole it does not."""
   config = StepConfig(

@@ -94,6 +94,7 @@ def test_plain_data_parallelism_reduces_each_gradient_once_and_gathers_nothing(g
   assert gradients == pytest.approx(2 * 7 / 8 * 4 * got['num_params'], rel=0.03)
 
 
+@pytest.mark.slow
 def test_flops_split_over_the_devices(gin_file, tmp_path):
   whole = planned(gin_file, tmp_path, '--devices=1', fsdp=1, model=1)
   assert whole['collectives'] == []

@@ -267,6 +267,7 @@ def big_params(folder: pathlib.Path, *, rows: int, cols: int = 256) -> pathlib.P
   return folder
 
 
+@pytest.mark.slow
 def test_reshard_killed_in_the_middle_goes_on_and_equals_the_one_that_nobody_touched(tmp_path):
   big = big_params(tmp_path / 'run', rows=16 * 1024)  # 32 MiB, 32 pieces
   flags = [f'--from={big}', '--layout=8', '--memory=16MiB', '--dtype=bfloat16', '--unscan']
@@ -364,6 +365,7 @@ def peak_bytes(*flags: str) -> int:
   return 1024 * int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('rows', [32 * 1024, pytest.param(512 * 1024, marks=pytest.mark.slow)])
 def test_arrays_larger_than_the_budget_keep_it(tmp_path, rows):
   """64 MiB (1 GiB in the slow form) in 32 MiB, into other chunks, and read back."""

@@ -87,3 +87,17 @@ def test_the_quick_tier_starts_no_process_and_imports_no_tensorflow(tmp_path):
   assert 'test_nothing PASSED' in out, out
   assert 'test_a_process FAILED' in out and 'mark it process' in out, out
   assert 'test_tensorflow FAILED' in out and 'mark it tf' in out, out
+
+
+def test_quick_cases_make_the_other_cases_slow_and_name_one_that_is_not_there(tmp_path):
+  cases = """
+    import pytest
+
+    @pytest.mark.quick_cases('one', 'tw*')
+    @pytest.mark.parametrize('x', ['one', 'two', 'three'])
+    def test_it(x, request):
+      assert (request.node.get_closest_marker('slow') is None) == (x != 'three')
+    """
+  assert '3 passed' in outcomes(tmp_path, cases)
+  out = outcomes(tmp_path, cases.replace("'tw*'", "'four'"))
+  assert 'quick_cases of test_it: no case is four' in out

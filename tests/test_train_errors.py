@@ -349,6 +349,7 @@ def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
   )
 
 
+@pytest.mark.slow
 def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):
   before = listing(trained.folder)
   for flags in ((), ('--dry_run',)):

@@ -49,6 +49,7 @@ def origin(project: Project, step: int) -> dict:
   return read_saved(project.model_dir, step).manifest['started_from']
 
 
+@pytest.mark.slow
 def test_resume_goes_on_as_the_other_run_did_and_leaves_it_alone(tmp_path, base):
   before = listing(base.model_dir)
   project = started(tmp_path, base.model_dir, mode='resume', step=2)
@@ -67,6 +68,7 @@ def test_resume_goes_on_as_the_other_run_did_and_leaves_it_alone(tmp_path, base)
   }
 
 
+@pytest.mark.slow
 def test_new_data_keeps_optimizer_and_step_and_starts_the_data_again(tmp_path, base):
   project = started(tmp_path, base.model_dir, mode='new_data', step=2)
   result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=10)

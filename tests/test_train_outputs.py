@@ -95,6 +95,7 @@ def test_tensorboard_events_hold_the_numbers_of_the_metrics_file(finished):
   assert found == {key: pytest.approx(value, rel=1e-6) for key, value in wanted.items()}
 
 
+@pytest.mark.slow
 def test_the_saved_config_gives_the_same_run(finished, tmp_path):
   model_dir = tmp_path / 'again'
   with compiled_kept_in(tmp_path.parent / 'compiled'):
@@ -126,6 +127,7 @@ def test_the_end_names_the_next_commands(finished):
     assert part in finished.result.out
 
 
+@pytest.mark.slow
 def test_training_on_continues_and_says_what_changed(finished, tmp_path):
   result = finished.run(TRAIN_STEPS=10, SAVE_PERIOD=2, EVAL_PERIOD=3, LOG_PERIOD=2)
   assert result.code == 0, result.err
@@ -135,6 +137,7 @@ def test_training_on_continues_and_says_what_changed(finished, tmp_path):
   assert '9' in (finished.model_dir / 'config_1.gin').read_text()
 
 
+@pytest.mark.slow
 def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
   project = Project(tmp_path)
   assert project.run(TRAIN_STEPS=6, SAVE_PERIOD=3).code == 0
@@ -161,6 +164,7 @@ def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
   assert project.metrics() == want
 
 
+@pytest.mark.slow
 def test_only_corrupt_checkpoints_end_the_run_and_stay_as_they_are(tmp_path):
   project = Project(tmp_path)
   assert project.run(TRAIN_STEPS=6, SAVE_PERIOD=3).code == 0
@@ -233,6 +237,7 @@ class Own:
 """
 
 
+@pytest.mark.quick_cases('True')
 @pytest.mark.parametrize('loss_alone', [False, True])
 def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
   tmp_path, monkeypatch, loss_alone

@@ -80,6 +80,7 @@ def parameters(path: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   return {name: reader.read_at(name, ()) for name in reader.shapes}
 
 
+@pytest.mark.slow
 def test_margins_rise_from_zero(tmp_path):
   project, result = preference_run(tmp_path, None, TRAIN_STEPS=10)
   assert result.code == 0, result.err
@@ -137,6 +138,7 @@ def test_adapters_need_no_copy_and_both_kinds_write_text_and_start_further_runs(
     assert json.loads(result.out)['inputs'] == '7, is it?'
 
 
+@pytest.mark.slow
 def test_preview_shows_which_text_is_which_and_what_has_a_loss(tmp_path):
   project = Project(tmp_path, gin=TINY_GIN + DPO)
   settings = {**SETTINGS, 'MIXTURE_OR_TASK_NAME': f"'jsonl:{write_pairs(tmp_path / 'a.jsonl', 4)}'"}

@@ -183,6 +183,7 @@ cli.run_main(train.main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'steps_done', [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5) * 2)]
 )

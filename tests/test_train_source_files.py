@@ -59,6 +59,7 @@ def run(project, *flags, **macros):
     os.chdir(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('flags', [(), pytest.param(['--dry_run'], marks=pytest.mark.slow)])
 def test_bytes_that_changed_far_behind_the_next_batch_are_refused_before_a_step(project, flags):
   overwrite(project)

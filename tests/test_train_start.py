@@ -9,6 +9,7 @@ from t5x_gpu.runtime.xla import program_cache
 from tests.helpers_train import Project
 
 
+@pytest.mark.slow
 def test_precompile_trains_nothing_and_the_run_then_reads_every_program(tmp_path):
   (tmp_path / 'own').mkdir()
   project = Project(tmp_path / 'own')  # a separate compilation cache

@@ -60,6 +60,7 @@ def test_a_huge_learning_rate_stops_the_run_at_its_step(project):
   assert not project.steps() and not project.metrics()
 
 
+@pytest.mark.slow
 def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad_step(project):
   """The step before the bad one has just been saved, in the background: it must get there."""
   (project.folder / 'my_module.py').write_text(MY_MODULE)

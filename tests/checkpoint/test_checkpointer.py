@@ -289,6 +289,7 @@ every_corruption = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick_cases('manifest_bit_flipped*', 'data_file_cut', 'state_gone')
 @every_corruption
 def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
   tmp_path, caplog, corrupt
@@ -313,6 +314,7 @@ def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(20, seed=5))
 
 
+@pytest.mark.quick_cases('manifest_bit_flipped*', 'data_file_cut')
 @every_corruption
 def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
   tmp_path, caplog, corrupt
@@ -327,6 +329,7 @@ def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
     assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == found
 
 
+@pytest.mark.quick_cases('manifest_gone', 'data_file_cut')
 @every_corruption
 def test_the_check_fails_in_the_words_of_the_restore_when_none_can_be_read(tmp_path, corrupt):
   folder = folder_with(tmp_path, 10)

@@ -85,6 +85,7 @@ def test_a_sparse_terabyte_is_refused_by_its_size_alone(tmp_path):
   assert time.process_time() - started < 1
 
 
+@pytest.mark.quick_cases('huge*', 'deep')
 @pytest.mark.parametrize(
   'change, text',
   [

@@ -168,6 +168,7 @@ def test_every_part_is_kept_on_two_hosts_and_sent_only_where_it_must_be(layout, 
   assert max(copies.bytes_of) <= 1.3 * sum(copies.bytes_of) / len(copies.bytes_of)
 
 
+@pytest.mark.quick_cases('pp-gpu-004', 'fsdp-gpu-002')
 @pytest.mark.parametrize(
   'layout, lost',
   [
@@ -262,6 +263,7 @@ def test_an_unreadable_checkpoint_of_the_step_makes_room(tmp_path):
   assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=6), step=6)
 
 
+@pytest.mark.quick_cases('3-4')
 @pytest.mark.parametrize('kept, used', [(6, 6), (8, 8), (3, 4)])
 def test_a_checkpoint_whose_arrays_are_damaged_gives_way_to_the_local_step_before_it(
   tmp_path, kept, used

@@ -57,6 +57,7 @@ def calls(monkeypatch):
   return start
 
 
+@pytest.mark.slow
 def test_a_resume_lists_the_steps_once_and_reads_each_manifest_once(tmp_path, calls):
   project = Project(tmp_path)
   options = dict(SAVE_PERIOD=2, EVAL_PERIOD=2)

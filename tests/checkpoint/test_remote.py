@@ -163,6 +163,7 @@ def test_what_was_not_committed_is_not_there_and_goes_at_the_next_start(address)
   assert committed_steps(folder) == [1, 2]
 
 
+@pytest.mark.quick_cases('unlink')
 @pytest.mark.parametrize('cut_at', ['unlink', 'remove_tree'])
 def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
   address, cut_at, monkeypatch, caplog

@@ -14,6 +14,7 @@ from tests.helpers_xla import xla_flags
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_hosts_whose_names_mean_loopback_join_and_compute_on_cpus(tmp_path):
   env = {
     **os.environ,

@@ -124,6 +124,7 @@ def test_equal_hosts_train(hosts):
   assert not list(hosts.model_dir.glob('.shared*'))
 
 
+@pytest.mark.slow
 def test_another_module_of_the_user_on_one_host_is_named_before_anything_compiles(hosts):
   other = hosts.folders[1] / 'my_schedules.py'
   other.write_text(SCHEDULES.replace('1e-2', '2e-2'))
@@ -158,6 +159,7 @@ def test_an_environment_variable_that_changes_the_step_is_found(hosts, monkeypat
   )
 
 
+@pytest.mark.slow
 def test_a_changed_byte_in_a_file_of_one_host_is_named(hosts):
   path = hosts.folders[1] / 'corpus.txt'
   path.write_bytes(path.read_bytes()[:-2] + b'!\n')

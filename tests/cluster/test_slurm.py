@@ -134,6 +134,7 @@ def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
   assert [line.rsplit(' ', 1)[0] for line in whole] == ['0 0,1 None', '1 0,1 None']
 
 
+@pytest.mark.slow
 def test_two_steps_of_one_job_do_not_meet_each_other(slurm, tmp_path):
   program = (
     'import os; from t5x_gpu.runtime.cluster.cluster import detect; c = detect(os.environ); '
@@ -233,6 +234,7 @@ while [ ! -e go ]; do sleep 0.05; done
 """
 
 
+@pytest.mark.slow
 def test_a_signalled_task_of_an_array_is_requeued_and_the_others_are_left_alone(slurm, tmp_path):
   python = tmp_path / 'python'
   python.write_text(ARRAY_TASK)

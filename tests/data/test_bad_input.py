@@ -48,6 +48,7 @@ def test_empty_files(open_data, tmp_path):
   assert 'All 1 files that match' in refused(open_data, f'text_files:{tmp_path}/a.txt')
 
 
+@pytest.mark.quick_cases('False')
 @pytest.mark.parametrize('repeat', [True, False])
 def test_split_without_an_example_does_not_hang(open_data, tmp_path, repeat):
   (tmp_path / 'a.txt').write_text('\n'.join(['the same'] * 50))

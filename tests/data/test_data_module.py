@@ -137,6 +137,7 @@ def test_our_modules_have_the_functions_of_the_protocol():
     data_module.import_modules(config)
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_at_the_start_and_a_complete_module_trains(write, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   project = Project(tmp_path)

@@ -93,6 +93,7 @@ def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
   assert matplotlib.image.imread(picture).std() > 0.05  # something is drawn
 
 
+@pytest.mark.slow
 def test_stats_and_bench_of_text_and_what_the_model_takes(tmp_path):
   (tmp_path / 'tiny.gin').write_text(TINY_GIN)
   (tmp_path / 'model').mkdir()

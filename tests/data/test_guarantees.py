@@ -1,5 +1,7 @@
 """What a run prints about the order of its data."""
 
+import pytest
+
 from t5x_gpu.data.same_data import STREAMING, data_line
 from tests.helpers_train import Project
 
@@ -20,6 +22,7 @@ def test_processes_that_all_read_everything_are_warned_with_the_remedy():
   assert 'in 3 file(s) for 4 processes' in few
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_run_say_it(tmp_path):
   project = Project(tmp_path)
   for flags in (('--dry_run',), ()):

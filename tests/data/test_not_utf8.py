@@ -29,6 +29,7 @@ def read_all(opened):
   return sum(1 for _ in opened.iterator)
 
 
+@pytest.mark.quick_cases('lines')
 @pytest.mark.parametrize(
   'name, write',
   [
@@ -65,6 +66,7 @@ def test_pairs_that_are_not_utf8_are_refused(open_data, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['text_files', 'text_lines'])
 def test_replacing_is_asked_for_counted_and_part_of_what_the_data_is(
   open_data, tmp_path, kind, caplog
@@ -97,6 +99,7 @@ def test_what_can_be_asked_for(open_data, text_folder):
     open_data(f'text_files:{text_folder}#errors=replce')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('before', [b'', b'one line\n' * 150_000])
 def test_carriage_returns_that_are_left_out_are_reported(open_data, tmp_path, caplog, before):
   (tmp_path / 'a.txt').write_bytes(before + b'one line\r\n' * 200)

@@ -67,6 +67,7 @@ def _copied(mixed_rows, tmp_path):
   return shutil.copytree(mixed_rows, tmp_path / 'copied')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pack', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_unshuffled_shard_has_the_rows_of_the_streaming_path(tmp_path, open_data, lines, pack):
   prepare_here(lines, tmp_path, num_parts=1, shuffle=False, pack=pack)
@@ -76,6 +77,7 @@ def test_one_unshuffled_shard_has_the_rows_of_the_streaming_path(tmp_path, open_
   assert as_multiset(rows) == as_multiset(streamed) and len(streamed) == 5 if pack else 3
 
 
+@pytest.mark.slow
 def test_any_number_of_shards_holds_every_example_once(tmp_path, lines):
   counted = []
   for number in (1, 6):  # more than there are files
@@ -145,6 +147,7 @@ def test_a_mixture_has_a_folder_per_task_with_its_rate(mixed_rows):
   assert sum(lengths.values()) == 400  # every example once
 
 
+@pytest.mark.slow
 def test_a_member_without_the_split_is_left_out_and_one_without_examples_refused(tmp_path):
   assert list(prepare_here('mixed_one_split', tmp_path / 'a', split='validation').members) == [
     'mixed_a'
@@ -173,6 +176,7 @@ def test_a_stopped_preparation_keeps_what_is_finished_and_ends_as_if_it_had_not_
   assert not list(stopped.rglob('*.partial')) and not (stopped / 'train' / '.unfinished').exists()
 
 
+@pytest.mark.slow
 def test_preparing_again_does_nothing_or_mends_what_is_damaged(copied):
   before = files_of(copied)
   assert prepare_here('mixed', copied) == 'nothing to do'
@@ -248,6 +252,7 @@ def test_the_index_is_readable_without_us(mixed_rows):
   assert {'seqio', 'tensorflow', 'array-record'} <= index['versions'].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'num_files, num_parts', [(8, 4), pytest.param(2, 4, marks=pytest.mark.slow)]
 )

@@ -86,6 +86,7 @@ def test_copies_agree_and_a_byte_at_the_end_of_one_is_named(hosts, source, chang
   assert str(path) in two[named][1]
 
 
+@pytest.mark.slow
 def test_prepared_rows_are_compared_by_the_digests_in_their_index(tmp_path):
   index = prepare_here('mixed', tmp_path, num_parts=1)
   config = DatasetConfig(f'prepared:{tmp_path}', {'targets': 32}, 'train', 2)

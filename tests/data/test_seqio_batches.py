@@ -18,15 +18,18 @@ def _lines(text_folder):
   return f'text_lines:{text_folder}/*.txt'
 
 
+@pytest.mark.slow
 def test_two_openings_give_the_same_batches(open_data, lines):
   assert hashes(open_data(lines).iterator, 5) == hashes(open_data(lines).iterator, 5)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_order(open_data, lines):
   assert hashes(open_data(lines, seed=1).iterator, 3) != hashes(open_data(lines).iterator, 3)
 
 
 # About 235 packed rows = 58 batches make an epoch, so 150 batches are in the third.
+@pytest.mark.quick_cases('options0-150-True')
 @pytest.mark.parametrize(
   'options, taken, peeked',
   [
@@ -52,6 +55,7 @@ def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, 
     assert hashes(rest, 80) == want
 
 
+@pytest.mark.quick_cases('True')
 @pytest.mark.parametrize('shuffle', [True, False])
 def test_an_epoch_repeats_its_order_only_without_shuffling(open_data, lines, shuffle):
   options = dict(pack=False, lengths={'targets': 64}, batch_size=1)
@@ -60,6 +64,7 @@ def test_an_epoch_repeats_its_order_only_without_shuffling(open_data, lines, shu
   assert (got[:epoch] == got[epoch:]) == (not shuffle)
 
 
+@pytest.mark.slow
 def test_taking_a_state_does_not_disturb_the_stream(open_data, lines):
   iterator = open_data(lines).iterator
   got = []
@@ -75,6 +80,7 @@ def test_peek_takes_nothing(open_data, lines):
   assert hashes(iterator, 1) == [peeked] != [batches.batch_hash(iterator.peek())]
 
 
+@pytest.mark.slow
 def test_state_moves_with_the_files(open_data, text_folder, tmp_path):
   first = open_data(f'text_files:{text_folder}').iterator
   hashes(first, 3)
@@ -119,6 +125,7 @@ def test_foreign_bytes_are_refused(open_data, lines):
     open_data(lines).iterator.set_state(b'{"batches_taken": 3}')
 
 
+@pytest.mark.slow
 def test_state_of_another_tensorflow_is_replayed_and_exact(open_data, lines, caplog):
   iterator = open_data(lines).iterator
   hashes(iterator, 5)
@@ -158,6 +165,7 @@ def _validation_lines(open_data, lines):
   )
 
 
+@pytest.mark.slow
 def test_evaluation_starts_anew_from_its_first_state(open_data, lines):
   iterator = open_data(lines, repeat=False, batch_size=32).iterator
   start = iterator.get_state()
@@ -177,6 +185,7 @@ def test_description_says_what_is_guaranteed(open_data, lines):
   assert facts['mixture_or_task_name'] == lines and '(data, seed, t)' in facts['guarantee']
 
 
+@pytest.mark.slow
 def test_state_of_the_default_task_is_below_2_mb(open_data):
   iterator = open_data('python_source', lengths={'targets': 256}, batch_size=8).iterator
   hashes(iterator, 20)

@@ -111,6 +111,7 @@ def split_results(case, make, method, mesh_shape):
 QUICK_CASES = ('packed window, grouped heads', 'prefix, softcap', 'relative bias', 'packed cross')
 
 
+@pytest.mark.quick_cases('ring-packed cross*', 'ring-relative*')
 @pytest.mark.parametrize(
   ('method', 'name'),
   [

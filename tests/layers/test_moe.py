@@ -81,6 +81,7 @@ def reference(params, x, ids, kept):
   return jnp.einsum('belm,emd,ble->bld', hidden, wo, weights)
 
 
+@pytest.mark.quick_cases('4-2-0.5', '5-3-0.7')
 @pytest.mark.parametrize('experts, k, factor', [(4, 2, 4.0), (4, 2, 0.5), (6, 1, 1.0), (5, 3, 0.7)])
 def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, experts, k, factor):
   module = MoeMlp(experts, MLP, k, factor)
@@ -103,6 +104,7 @@ def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, exp
   )
 
 
+@pytest.mark.quick_cases('0.5-activations1')
 @pytest.mark.parametrize('activations', [('relu',), ('gelu', 'linear')])
 @pytest.mark.parametrize('rate', [0.0, 0.5])
 def test_one_expert_with_room_for_all_is_the_dense_mlp(x, activations, rate):
@@ -158,6 +160,7 @@ def test_gates_add_up_to_one_and_a_single_gate_is_its_probability():
   np.testing.assert_allclose(single[..., 0], jax.nn.softmax(logits).max(-1), rtol=1e-6)
 
 
+@pytest.mark.quick_cases('4.0')
 @pytest.mark.parametrize('factor', [None, 4.0])
 def test_gates_are_divided_by_their_sum_or_not_as_asked(x, factor):
   params = init(MoeMlp(4, MLP))
@@ -267,6 +270,7 @@ def test_a_router_that_spreads_tokens_evenly_is_charged_1():
   np.testing.assert_allclose(charges[..., 0], 1.0, rtol=1e-5)
 
 
+@pytest.mark.quick_cases('4-2-0.5')
 @pytest.mark.parametrize('experts, k, rate', [(4, 2, 0.0), (4, 2, 0.5), (6, 1, 0.0)])
 def test_dropless_experts_equal_experts_with_room_for_all_tokens(x, experts, k, rate):
   # 6 experts of one token each take some of the groups empty, and blocks partly filled.

@@ -98,6 +98,7 @@ def test_csv_reads_back(tmp_path):
   assert [[float(x) for x in row[1:]] for row in rows[1:]] == MATRIX.tolist()
 
 
+@pytest.mark.quick_cases('16')
 @pytest.mark.parametrize('count', [2, 16, 40])
 def test_any_matrix_gives_a_picture_without_warnings(tmp_path, count):
   matrix = np.random.default_rng(0).integers(0, 9, (count, count))

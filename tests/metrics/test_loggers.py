@@ -145,6 +145,7 @@ def project(tmp_path):
   return Project(tmp_path)
 
 
+@pytest.mark.slow
 def test_without_loggers_a_run_writes_no_metrics(project):
   result = project.run('--gin.LOGGERS=()', TRAIN_STEPS=2)
   assert result.code == 0, result.err

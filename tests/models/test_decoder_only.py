@@ -58,6 +58,7 @@ def batch_of(targets, **more):
   }
 
 
+@pytest.mark.quick_cases('decoder_causal_attention*')
 @pytest.mark.parametrize('marked_by', ['decoder_loss_weights', 'decoder_causal_attention'])
 def test_id_0_is_a_word_if_weights_or_prefix_mark_it(marked_by):
   model, params, _ = make()
@@ -71,6 +72,7 @@ def test_id_0_is_a_word_if_weights_or_prefix_mark_it(marked_by):
   assert np.abs(masked - want)[0, 2:10].max() > 1e-3
 
 
+@pytest.mark.quick_cases('full')
 @pytest.mark.parametrize(
   'changes',
   [
@@ -99,6 +101,7 @@ def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(chan
   )
 
 
+@pytest.mark.slow
 def test_rematerialisation_saves_memory():
   # In a loop: XLA's CPU compiler drops the barriers that keep unrolled layers from being merged.
   def temp_bytes(remat_policy):
@@ -112,6 +115,7 @@ def test_rematerialisation_saves_memory():
   assert sizes[-1] < 0.75 * sizes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('attention', ['chunked', pytest.param('tokamax', marks=pytest.mark.slow)])
 def test_dots_computes_no_matrix_product_of_attention_again(attention):
   def flops(remat_policy):
@@ -135,6 +139,7 @@ def test_offload_keeps_inputs_and_matmul_outputs_of_layers_in_host_memory():
   assert on_host('minimal') == []
 
 
+@pytest.mark.quick_cases('shared')
 @pytest.mark.parametrize('relative_bias', ['none', 'shared', 'per_layer'])
 def test_a_logit_does_not_depend_on_later_tokens(relative_bias):
   model, params, batch = make(relative_bias=relative_bias)
@@ -169,6 +174,7 @@ def test_inputs_see_each_other_only_when_asked():
   assert model.feature_converter({'targets': 4}) == 'lm'
 
 
+@pytest.mark.slow
 def test_dropout_needs_a_key_and_follows_it():
   model, params, batch = make(dropout_rate=0.5)
   keys = jax.random.split(jax.random.key(1))

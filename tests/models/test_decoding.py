@@ -130,6 +130,7 @@ def likeliest(logits):
   return (1 + np.argmax(logits[:, 1:], -1)).tolist()  # never padding
 
 
+@pytest.mark.quick_cases('llama', 'gpt2', 'encoder_decoder')
 @pytest.mark.parametrize('name', MODELS)
 def test_greedy_text_is_that_of_full_passes_without_a_cache(name):
   written = tokens_of(greedy_generator(name))
@@ -138,6 +139,7 @@ def test_greedy_text_is_that_of_full_passes_without_a_cache(name):
   assert len({token for [text] in written for token in text}) > 2
 
 
+@pytest.mark.quick_cases('llama', 'gpt2', 'encoder_decoder')
 @pytest.mark.parametrize('name', MODELS)
 def test_scores_of_targets_are_those_of_the_text_that_was_written(name):
   generator = greedy_generator(name)
@@ -163,6 +165,7 @@ def test_id_0_stops_a_text_where_it_is_a_word_alone():
   assert make_generator('llama', stop_tokens=(0,), zero_is_padding=False).config.stop_tokens == (0,)
 
 
+@pytest.mark.quick_cases('options1')
 @pytest.mark.parametrize(
   'options',
   [dict(temperature=1.0, num_decodes=2, top_k=20, top_p=0.95), dict(num_beams=3, num_decodes=3)],
@@ -259,6 +262,7 @@ def test_prompts_of_many_lengths_are_padded_to_a_few():
   assert sorted({padded_length(n) for n in range(1, 200)}) == [16, 32, 64, 128, 256]
 
 
+@pytest.mark.quick_cases('gpt2-*')
 @pytest.mark.parametrize('name, parameter', [('gpt2', 'num_positions'), ('llama_24', 'max_length')])
 def test_prompts_that_do_not_fit_the_positions_are_refused(name, parameter):
   generator = make_generator(name)

@@ -50,6 +50,7 @@ def losses(name, *rates):
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name, absent',
   [

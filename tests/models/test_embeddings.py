@@ -53,6 +53,7 @@ def test_the_loss_is_infonce_with_hard_negatives():
   np.testing.assert_allclose(pairs[0, 0], vectors[0, 0] @ vectors[0, 1], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pooling', ['mean', 'first_token'])
 def test_a_text_has_the_same_vector_in_a_row_of_its_own(pooling):
   model = dataclasses.replace(MODEL, pooling=pooling)

@@ -34,6 +34,7 @@ def head_logits(model, change, *, dropout_key):
   return np.asarray(model._logits(params, x, batch, dropout_key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pooling', ['first_token_tanh', 'mean'])
 def test_what_the_pooler_returns_is_dropped_before_the_classes(pooling):
   model = EncoderModel(CONFIG, num_classes=CONFIG.embed_dim, pooling=pooling)
@@ -54,6 +55,7 @@ def test_what_the_pooler_returns_is_dropped_before_the_classes(pooling):
   np.testing.assert_allclose(some[kept], 2.0 * whole[kept], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_between_the_layers_and_masked_tokens():
   model = EncoderModel(CONFIG, head_type='mlm')
   np.testing.assert_array_equal(

@@ -246,6 +246,7 @@ def test_adapters_of_one_stack_of_an_encoder_decoder_train_as_on_one_device(layo
     np.testing.assert_allclose(got[name], want[name], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_frozen_kernel_is_computed():
   """A step has fewer FLOPs: 4 of 6 per weight, and those of the factors."""
   base = DecoderOnlyModel(config(dropout_rate=0.0, scan_unroll=4))
@@ -260,6 +261,7 @@ def test_no_gradient_of_a_frozen_kernel_is_computed():
   assert model.flops_per_token(LENGTH) < 0.75 * base.flops_per_token(LENGTH)
 
 
+@pytest.mark.slow
 def test_over_fsdp_gradients_of_factors_alone_travel():
   """Reduced are factors and single numbers; whole kernels are gathered, as any layer's."""
   p = program(
@@ -273,6 +275,7 @@ def test_over_fsdp_gradients_of_factors_alone_travel():
   assert max(math.prod(c.shape) for c in found if c.kind == 'all-gather') >= 64 * 256
 
 
+@pytest.mark.slow
 def test_updates_that_bfloat16_kernels_cannot_hold_count():
   base = DecoderOnlyModel(
     config(dtype='bfloat16', dropout_rate=0.0, num_layers=1, logits_via_embedding=False)

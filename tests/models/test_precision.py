@@ -53,6 +53,7 @@ def test_every_matmul_of_a_layer_is_in_fp8_forward_and_backward():
   assert products(dataclasses.replace(CONFIG, dtype='bfloat16')) == (0, every)
 
 
+@pytest.mark.quick_cases('2.0')
 @pytest.mark.parametrize('factor', [None, 2.0])
 def test_with_experts_attention_alone_is_in_fp8(factor):
   config = dataclasses.replace(
@@ -61,6 +62,7 @@ def test_with_experts_attention_alone_is_in_fp8(factor):
   assert products(config)[0] == 4 * 3
 
 
+@pytest.mark.quick_cases('True')
 @pytest.mark.parametrize('tied', [False, True])
 def test_logits_are_in_fp8_if_asked_for(tied):
   config = dataclasses.replace(CONFIG, fp8_logits=True, logits_via_embedding=tied)
@@ -70,6 +72,7 @@ def test_logits_are_in_fp8_if_asked_for(tied):
     dataclasses.replace(config, loss_chunks=0)
 
 
+@pytest.mark.quick_cases('fp8-bf16')
 @pytest.mark.parametrize(('dtype', 'sent'), [('fp8', 'bf16'), ('float32', 'f32')])
 def test_a_pipeline_gathers_in_the_dtype_of_its_matmuls(dtype, sent):
   config = dataclasses.replace(CONFIG, dtype=dtype)

@@ -107,6 +107,25 @@ def test_every_model_file_is_either_published_or_ours():
   assert {path.stem for path in MODELS.glob('*.gin')} == PUBLISHED.keys() | OURS
 
 
+@pytest.mark.quick_cases(
+  't5_small',
+  't5_1_1_small',
+  'mt5_small',
+  'umt5_small',
+  'byt5_small',
+  'gpt2_small',
+  'llama3_2_1b',
+  'gemma2_2b',
+  'mistral_7b',
+  'qwen2_5_0_5b',
+  'gemma3_270m',
+  'qwen3_0_6b',
+  'smollm3_3b',
+  'olmo2_1b',
+  'phi3_mini',
+  'mixtral_8x7b',
+  'qwen3_moe_30b_a3b',
+)
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_a_model_file_has_the_published_number_of_parameters(name):
   published, count = PUBLISHED[name], counted(name)

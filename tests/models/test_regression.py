@@ -60,6 +60,7 @@ def program_of(partitioner, devices):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'mesh',
   [

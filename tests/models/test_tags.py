@@ -78,6 +78,7 @@ def program_of(model, partitioner, devices):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options', [TAGS, SEVERAL], ids=['tags', 'several labels'])
 @pytest.mark.parametrize(
   'mesh',

@@ -141,6 +141,7 @@ def differences(got, want):
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

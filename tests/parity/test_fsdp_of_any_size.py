@@ -5,7 +5,12 @@
 
 import pytest
 
-from tests.parity.test_layouts import CHUNKS, Case, assert_trains_as_one_device
+from tests.parity.test_layouts import (
+  CHUNKS,
+  Case,
+  assert_first_gradients_of_one_device,
+  assert_trains_as_one_device,
+)
 
 
 def case(fsdp: int, *others: str, batch_size: int = 0, **options) -> Case:
@@ -36,11 +41,13 @@ CASES = {
   'fsdp7_by_layer': case(7, num_microbatches=2),
   'fsdp3_stage2': case(3, 'stage'),
 }
-FAST = ('fsdp3_model2_by_layer',)
 
 
-@pytest.mark.parametrize(
-  'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+def test_the_first_gradients_of_padded_arrays_are_those_of_one_device():
+  assert_first_gradients_of_one_device(CASES['fsdp3_model2_by_layer'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CASES)
 def test_fsdp_of_any_size_trains_as_one_device(name):
   assert_trains_as_one_device(CASES[name])

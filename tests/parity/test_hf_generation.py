@@ -178,11 +178,13 @@ def check(both, name, *, num, theirs, ours):
   assert len(lengths) > 1 or theirs.get('length_penalty')  # some stop; with it, fewer
 
 
+@pytest.mark.quick_cases('gpt2', 'phi3_longrope')
 @pytest.mark.parametrize('name', FAMILIES)
 def test_greedy_text_equals_hugging_face(name, both):
   check(both, name, num=1, theirs={}, ours={})
 
 
+@pytest.mark.quick_cases('gpt2-1.0', 't5_1_1-1.0')
 @pytest.mark.parametrize('penalty', [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize('name', FAMILIES)
 def test_texts_and_scores_of_a_beam_search_equal_hugging_face(name, penalty, both):
@@ -195,6 +197,7 @@ def test_texts_and_scores_of_a_beam_search_equal_hugging_face(name, penalty, bot
   )
 
 
+@pytest.mark.quick_cases('gpt2')
 @pytest.mark.parametrize('name', FAMILIES)
 def test_sampled_text_equals_hugging_face_for_the_same_random_numbers(name, both):
   filters = [

@@ -214,6 +214,7 @@ def test_token_types_of_bert_are_used(converted):
   near(logits_check.our_logits(fields, params, batch), their_logits(theirs, fields, batch))
 
 
+@pytest.mark.quick_cases('phi3_longrope', 't5_1_1')
 @pytest.mark.parametrize(
   'name',
   each(

@@ -263,6 +263,7 @@ def test_zero3_never_gathers_a_stack_of_layers(name):
   )
 
 
+@pytest.mark.slow
 def test_zero3_does_not_have_all_layers_whole_at_once():
   sizes = dict(vocab_size=64, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=512)
   layer_bytes = 4 * (4 * 64 * 64 + 3 * 64 * 512)
@@ -341,6 +342,7 @@ _POSITIONED = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'case, count',
   [
@@ -430,6 +432,7 @@ def test_a_pipeline_sums_every_gradient_once_whatever_the_microbatches(name):
   assert found(name, 'all-reduce', 'stage') == sorted(ENDS + BIAS)
 
 
+@pytest.mark.slow
 def test_a_ring_sends_keys_and_values_context_minus_one_times_and_gradients_home():
   ways, visitor = 4, (BATCH // 2, LENGTH // 4, 8, 8)
   sent = found('cp', 'collective-permute')
@@ -477,6 +480,7 @@ def test_gradients_of_parts_are_summed_over_context_once():
   assert found('fsdp_cp', 'all-reduce', 'context') == sorted(parts + BIAS)
 
 
+@pytest.mark.slow
 def test_experts_exchange_tokens_twice_each_way_and_every_gradient_is_summed_once():
   exchanged = [c for c in collectives('ep') if c.kind == 'all-to-all']
   assert sum(c.count for c in exchanged) == 4 * LAYERS

@@ -208,6 +208,7 @@ def assert_close(results, expected, tolerance=1e-5):
     assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
 
 
+@pytest.mark.quick_cases("{'context':*")
 @pytest.mark.parametrize(
   'mesh_shape',
   [
@@ -238,6 +239,7 @@ def test_gathered_attention_and_all_gradients_equal_dense(mesh_shape):
   assert_close(split_results(mesh_shape, *example(), gathered_attention), results_of(*example()))
 
 
+@pytest.mark.quick_cases('all blocks')
 @pytest.mark.parametrize(
   'kwargs', [{}, {'block_length': 3, 'may_attend': may_attend}], ids=['all blocks', 'blocks of 3']
 )
@@ -259,6 +261,7 @@ def test_blocks_in_which_nothing_may_attend_are_never_computed():
   ).any()
 
 
+@pytest.mark.slow
 def test_ring_in_bfloat16_is_as_near_to_float32_as_dense_in_bfloat16():
   arrays, info = example()
   low = [x.astype(jnp.bfloat16) for x in arrays[:3]] + arrays[3:]
@@ -290,6 +293,7 @@ def dense_layers(query, key, value, *, table, info):
   return two_layers(lambda q, k, v, table: layer(q, k, v, table=table), query, key, value, table)
 
 
+@pytest.mark.slow
 def test_layers_of_ring_attention_with_remat_equal_dense_layers():
   assert_close(
     split_results({'context': 4}, *example(), ring_layers),
@@ -368,6 +372,7 @@ def test_traffic_is_what_the_compiled_ring_sends(context):
   }
 
 
+@pytest.mark.slow
 def test_traffic_of_layers_with_remat_counts_the_second_forward():
   sent = sent_bytes({'context': 4}, ring_layers)
   # XLA moves a hop of segment ids, the same for all layers, out of the loop over layers.
@@ -399,6 +404,7 @@ def test_traffic_of_one_device_is_none_and_recomputation_is_counted():
   assert traffic_per_step(context=8, method='gather', **sizes) == 3 * there
 
 
+@pytest.mark.slow
 def test_backward_of_a_ring_of_eight_needs_far_less_memory_than_dense():
   length = 1024
   ring_bytes, dense_bytes = (

@@ -154,6 +154,7 @@ def test_gradients_of_experts_are_not_reduced_over_expert(name):
   ]
 
 
+@pytest.mark.slow
 def test_devices_of_model_route_alike_without_talking_about_it():
   of_moe = [c for c in chosen(collectives('sequence'), axis='model') if '/moe/' in c.op_name]
   sums = [c for c in of_moe if c.kind == 'all-reduce']

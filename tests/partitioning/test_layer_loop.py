@@ -20,7 +20,7 @@ from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
-  vocab_size=64, num_layers=3, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, dropout_rate=0.1
+  vocab_size=64, num_layers=3, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
 )
 HSDP = dict(data=2, fsdp=4)
 MODELS = {

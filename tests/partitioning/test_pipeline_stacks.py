@@ -163,6 +163,7 @@ def pipeline(schedule, num_microbatches, *, repeats=1, train=True, **sizes):
 
 
 # As many microbatches as stages, more, and a multiple.
+@pytest.mark.quick_cases('circular-2-5-sizes1-*')
 @pytest.mark.parametrize(
   'schedule, repeats, num_microbatches, sizes, train',
   [
@@ -198,6 +199,7 @@ def test_a_pipeline_of_two_stacks_equals_the_sequential_model(
   jax.tree.map_with_path(compare, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'schedule, repeats, num_microbatches',
   [('gpipe', 1, 5), pytest.param('circular', 2, 4, marks=pytest.mark.slow)],

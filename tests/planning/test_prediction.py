@@ -165,6 +165,7 @@ def test_flops_are_those_of_the_partitioned_program(name):
   assert flops == pytest.approx(flops_per_device(hlo(name)), rel=0.05)
 
 
+@pytest.mark.quick_cases('fsdp')
 @pytest.mark.parametrize('name', ['fsdp', 'tp'])
 def test_the_state_takes_the_memory_that_was_predicted(name):
   assert name in QUICK_CASES

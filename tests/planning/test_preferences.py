@@ -35,6 +35,7 @@ CONFIG = TransformerConfig(
 PLAIN = DecoderOnlyModel(CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'mesh',
   [

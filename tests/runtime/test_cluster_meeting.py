@@ -171,6 +171,7 @@ def test_a_derived_port_in_use_is_passed_over_by_all():
   assert outcomes[1].value.address == f'127.0.0.1:{second}'
 
 
+@pytest.mark.slow
 def test_a_process_of_another_run_is_sent_away_and_told():
   port = free_port()
   infos = [
@@ -212,6 +213,7 @@ def test_other_versions_of_jax_end_all_processes_with_the_same_error():
   assert errors == ['Process 1 on node0 runs jax 1, process 0 on node0 jax 0.'] * 2
 
 
+@pytest.mark.slow
 def test_a_process_that_came_and_died_is_missing_again(caplog):
   port = free_port()
 

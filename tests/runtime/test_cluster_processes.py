@@ -63,6 +63,7 @@ def one_per_device():
   return run('layout', [{'domain': 'ab'[i % 2]} for i in range(4)])
 
 
+@pytest.mark.slow
 def test_one_process_per_device_finds_two_hosts(one_per_device):
   results, exits, output = one_per_device
   assert exits == [0] * 4, output
@@ -80,6 +81,7 @@ def test_one_process_per_host_gives_the_same_host_blocks(one_per_device):
   assert blocks == {(0, 0, 1, 1)}  # `model` of 2 stays inside a host
 
 
+@pytest.mark.slow
 def test_hybrid_mesh_of_jax_has_the_same_host_blocks():
   results, exits, output = run('hybrid', [{'devices': 4, 'domain': d} for d in 'ab'])
   assert exits == [0, 0], output
@@ -87,6 +89,7 @@ def test_hybrid_mesh_of_jax_has_the_same_host_blocks():
     assert r['ours'] == r['theirs'] == [[0, 0]] * 2 + [[1, 1]] * 2
 
 
+@pytest.mark.slow
 def test_processes_without_a_domain_are_one_host():
   results, exits, output = run('layout', [{}, {}])
   assert exits == [0, 0], output
@@ -94,6 +97,7 @@ def test_processes_without_a_domain_are_one_host():
   assert results[0]['reason'] == 'hosts identified by host name and boot id'
 
 
+@pytest.mark.slow
 def test_a_proxy_for_downloads_is_no_obstacle():
   # Without help JAX waits for its timeout and aborts.
   proxy = 'http://127.0.0.1:9'
@@ -108,6 +112,7 @@ def test_uneven_hosts_are_an_error_on_every_process():
   assert 'Traceback' not in output
 
 
+@pytest.mark.quick_cases('SIGTERM-85')
 @pytest.mark.parametrize(
   'name, code',
   [('SIGTERM', 85), ('SIGINT', 130), pytest.param('SIGUSR1', 85, marks=pytest.mark.slow)],
@@ -120,6 +125,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(name, code):
   assert {r['signal'] for r in results} == {name}
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_process_ends_all_without_waiting_for_jax():
   _, exits, output = run('stop', [{}, {'raise_at': 5}, {}])
   assert exits[1] == 1
@@ -133,6 +139,7 @@ def test_a_killed_process_ends_all_without_waiting_for_jax():
   assert 0 not in exits
 
 
+@pytest.mark.quick_cases('127*')
 @pytest.mark.parametrize('host, address', [('127.0.0.1', '127.0.0.1'), ('[::1]', '::1')])
 def test_everything_listens_on_the_coordinators_interface_only(host, address):
   # JAX's service in process 0, and gloo in both.

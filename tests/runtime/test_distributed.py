@@ -92,6 +92,7 @@ def test_two_processes_of_one_machine_are_one_host(results):
     assert r['sum'] == 28.0
 
 
+@pytest.mark.slow
 def test_machines_are_identified_by_boot_id_and_keep_model_inside(tmp_path):
   # A second "machine": the same one, with another boot id in its own mount namespace.
   (tmp_path / 'boot_id').write_text('11111111-2222-3333-4444-555555555555\n')

@@ -64,6 +64,7 @@ def read_until(stream, text: str) -> str:
   return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'before',
   [pytest.param('pass', id='set-up', marks=pytest.mark.slow), pytest.param(GRACEFUL, id='loop')],

@@ -265,6 +265,7 @@ def test_an_interrupted_process_is_no_silent_one(clock):
   assert store.verdicts()[0]['text'].endswith('KeyboardInterrupt')
 
 
+@pytest.mark.quick_cases('error0-*')
 @pytest.mark.parametrize(
   'error, waits',
   [

@@ -139,6 +139,7 @@ def compare(optimizer, model, sizes):
   return {name: state[name].full is None for name in params}
 
 
+@pytest.mark.quick_cases('joined_heads-large', 'scanned-narrow_mlp', 'separate-narrow_mlp')
 @pytest.mark.parametrize('sizes', SIZES)
 @pytest.mark.parametrize('model', MODELS)
 def test_updates_equal_t5x(model, sizes):

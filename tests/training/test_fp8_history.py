@@ -72,6 +72,7 @@ def one_device():
   return train(program())
 
 
+@pytest.mark.slow
 def test_a_history_has_the_largest_values_of_the_last_steps(one_device):
   state, _ = one_device
   first, second = program().init(), train(program(), num_steps=1)[0]

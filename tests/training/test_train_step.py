@@ -118,6 +118,7 @@ def test_accumulation_on_a_mesh_equals_the_full_batch_on_one_device(reference):
   assert_same(run(build(8, MESHES['data2_fsdp2_model2'], num_microbatches=4)), reference)
 
 
+@pytest.mark.slow
 def test_initial_parameters_are_bit_identical_on_every_mesh():
   want = jax.device_get(build().init().params)
   for mesh in MESHES.values():
@@ -158,6 +159,7 @@ def test_an_all_padding_batch_changes_nothing_and_stays_finite():
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_parameters_and_optimizer_state_in_float32():
   program = build(config={'dtype': 'bfloat16'})
   dtypes = {str(x.dtype) for x in jax.tree.leaves(program.abstract_state)}
@@ -190,6 +192,7 @@ def test_everything_that_does_not_fit_the_mesh_comes_in_one_error():
     assert part in str(e.value)
 
 
+@pytest.mark.slow
 def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged():
   program = build(8, Partitioner(data=2, fsdp=2, num_partitions=2), learning_rate_scaling='linear')
   assert program.learning_rate_factor == 4

@@ -33,6 +33,7 @@ def test_table_has_exactly_the_parameters_of_the_model(name):
   assert table_of(CONFIGS[name]).our_shapes == want
 
 
+@pytest.mark.quick_cases('*-1000', '*-1000000000')
 @pytest.mark.parametrize('piece_bytes', [1, 1000, 10**9])
 @pytest.mark.parametrize('name', [*CONFIGS, 'joined mixtral'])
 def test_tensors_through_the_table_and_back_are_the_same(name, piece_bytes, monkeypatch):
@@ -312,6 +313,25 @@ FAMILY_OF = {
 GUESSED = {'mistral_7b_v0_3': 'llama', 'phi3_mini': 'mistral', 'phi4': 'llama'}
 
 
+@pytest.mark.quick_cases(
+  't5_small',
+  't5_1_1_small',
+  'mt5_small',
+  'umt5_small',
+  'byt5_small',
+  'gpt2_small',
+  'llama3_2_1b',
+  'gemma2_2b',
+  'mistral_7b',
+  'qwen2_5_0_5b',
+  'gemma3_270m',
+  'qwen3_0_6b',
+  'smollm3_3b',
+  'olmo2_1b',
+  'phi3_mini',
+  'mixtral_8x7b',
+  'bert_base',
+)
 @pytest.mark.parametrize(
   'path', [p for p in MODEL_FILES if not p.name.startswith(OURS_ALONE)], ids=lambda p: p.stem
 )

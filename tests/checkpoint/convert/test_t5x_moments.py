@@ -109,6 +109,7 @@ def first_state(folder, model, program, model_dir):
     return start.first_state(checkpointer, program, None)[0]
 
 
+@pytest.mark.quick_cases('decoder_only-scanned-*')
 @pytest.mark.parametrize(
   'name, layers, joined, scan_axis, kind',
   [

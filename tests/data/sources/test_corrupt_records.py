@@ -58,6 +58,7 @@ def test_damage_up_to_the_bound_is_left_out_counted_and_reported(open_data, tmp_
   assert 'a.jsonl: skipped 4 damaged records of 400' in caplog.text
 
 
+@pytest.mark.quick_cases('jsonl:{}/a.jsonl-{"bod*', 'hf_dataset:{}-{"id"*')
 @pytest.mark.parametrize('first', ['{"body": "cut', '["a"]', '{"id": 1}'])
 @pytest.mark.parametrize('name', ['jsonl:{}/a.jsonl', 'hf_dataset:{}'])
 def test_with_chosen_columns_the_first_record_may_be_damaged(
@@ -124,6 +125,7 @@ def test_damaged_tables_are_named_by_line(open_data, tmp_path, form, text, says)
       list(open_data(f'{form}:{tmp_path}/a.{form}', split=split, repeat=False, **kind).iterator)
 
 
+@pytest.mark.slow
 def test_a_tfrecord_of_something_else_is_counted(open_data, tmp_path):
   name = write_form('tfrecord', tmp_path / 'd', [{'text': f'row {i}'} for i in range(60)])
   with tf.io.TFRecordWriter(str(tmp_path / 'd' / 'z.tfrecord')) as writer:
@@ -233,6 +235,7 @@ def _cut(path):
   path.write_bytes(path.read_bytes()[:-9])
 
 
+@pytest.mark.quick_cases('jsonl-.gz')
 @pytest.mark.parametrize('form, ending', [('tfrecord', ''), ('jsonl', '.gz'), ('jsonl', '.zst')])
 def test_a_file_that_breaks_off_is_an_error_under_any_bound(open_data, tmp_path, form, ending):
   name = write_form(

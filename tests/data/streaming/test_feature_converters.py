@@ -75,6 +75,14 @@ def convert(name, *, pack, examples=None, **kwargs):
   return spec, next(converter(dataset, task_feature_lengths=lengths).batch(1).as_numpy_iterator())
 
 
+@pytest.mark.quick_cases(
+  'lm-*',
+  'prefix_lm-True',
+  'encoder_decoder-False',
+  'encoder_classification-False',
+  'encoder_mlm-False',
+  'encoder_tags-False',
+)
 @pytest.mark.parametrize(
   'name, pack',
   [
@@ -89,6 +97,7 @@ def test_specs_written_without_tf_agree_with_seqio(name, pack):
   spec.check(batch)
 
 
+@pytest.mark.slow
 def test_loss_on_inputs_too_is_a_parameter_of_prefix_lm():
   _, alone = convert('prefix_lm', pack=True)
   _, both = convert('prefix_lm', pack=True, loss_on_targets_only=False)
@@ -164,6 +173,7 @@ def test_masked_loss_without_positions_is_where_inputs_and_targets_differ():
     assert batch['encoder_loss_weights'][0].tolist() == want
 
 
+@pytest.mark.slow
 def test_seqio_agrees_on_masked_rows_where_it_can():
   # With mask id 9 alone, the loss of SeqIO's own converter is where tokens were hidden.
   hidden = [

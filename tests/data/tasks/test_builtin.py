@@ -98,6 +98,7 @@ def test_jsonl_with_inputs_and_targets_is_supervised(tmp_path):
   assert examples(task)[0]['inputs'][-1] == examples(task)[0]['targets'][-1] == 1  # EOS
 
 
+@pytest.mark.slow
 def test_jsonl_gives_prefix_lm_batches_and_resumes(open_data, tmp_path):
   lines = [{'inputs': f'q{i}', 'targets': f'a{i}'} for i in range(300)]
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
@@ -112,6 +113,7 @@ def test_jsonl_gives_prefix_lm_batches_and_resumes(open_data, tmp_path):
   assert all((got[name] == want[name]).all() for name in want)
 
 
+@pytest.mark.slow
 def test_sentencepiece_replaces_the_byte_vocabulary(open_data, text_folder, tmp_path):
   import sentencepiece  # Comes with seqio; writes the model that people bring.
 
@@ -178,6 +180,7 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
     open_data('numbers_of_min')
 
 
+@pytest.mark.quick_cases('wmt_t2t*')
 @pytest.mark.parametrize('name', ['wmt_ende', 'wmt_t2t_ende_v003'])
 def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name, tmp_path):
   write_tfds(

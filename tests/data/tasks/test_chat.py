@@ -83,12 +83,14 @@ def test_the_loss_is_on_the_answers_and_everything_is_read_once(open_data, chat)
   assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_all_tokens_can_have_a_loss(open_data, chat):
   found = split_talks(MANY, chat[0], open_data, chat[1], loss_on_targets_only=False)
   expected = [(a, b, [1] * len(c)) for a, b, c in expected_rows(chat[1], MANY)]
   assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_prepared_rows_are_the_same_and_a_changed_template_is_other_data(open_data, chat, tmp_path):
   name, vocabulary = chat
   options = dict(lengths={'targets': LENGTH}, vocab_size=384, vocabulary=vocabulary)
@@ -104,6 +106,7 @@ def test_prepared_rows_are_the_same_and_a_changed_template_is_other_data(open_da
   assert before == read_index(tmp_path / 'rows', split='train').plan()
 
 
+@pytest.mark.slow
 def test_prepared_rows_are_refused_for_other_variables_of_the_template(open_data, chat, tmp_path):
   name, vocabulary = chat
   lengths, variables = {'targets': LENGTH}, {'system': 'Be brief.', 'tools_first': True}
@@ -137,6 +140,7 @@ def test_a_resumed_run_refuses_a_changed_template(open_data, chat, tmp_path):
   assert 'Restore the earlier chat template' in e.value.fix
 
 
+@pytest.mark.slow
 def test_long_conversations_are_cut_or_left_out_and_counted(open_data, tmp_path, caplog):
   folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
   longest = [talk(letter * 90, 'b') for letter in 'acd']
@@ -171,6 +175,7 @@ REFUSING = (
 )
 
 
+@pytest.mark.slow
 def test_conversations_that_the_template_refuses_are_skipped_and_counted(
   open_data, tmp_path, caplog
 ):
@@ -297,6 +302,7 @@ def test_wrong_settings_are_refused_before_anything_is_read(open_data, chat, tmp
     open_data(f'csv:{tmp_path}/a.csv#messages=messages', vocabulary=vocabulary)
 
 
+@pytest.mark.slow
 def test_the_key_of_messages_can_be_chosen(open_data, chat, tmp_path):
   path = write_talks(tmp_path / 'b.jsonl', MANY, key='chat', text='x')
   found = split_talks(MANY, f'jsonl:{path}#messages=chat', open_data, chat[1])

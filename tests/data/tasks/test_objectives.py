@@ -47,6 +47,7 @@ def corrupted(texts, lengths, *, seed=0, objective=objectives.span_corruption, v
     return list(objective(dataset, lengths, given).as_numpy_iterator())
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10, deadline=None)  # each traces a graph
 @hypothesis.given(
   sizes=st.lists(st.integers(2, 300), min_size=1, max_size=4),
@@ -97,6 +98,7 @@ def test_sentinels_descend_from_the_end_of_the_vocabulary():
   assert x['inputs'][0] == 7  # and inputs with text
 
 
+@pytest.mark.slow
 def test_spans_fall_everywhere_and_have_the_mean_length():
   masks = []
   for seed in range(400):
@@ -157,6 +159,7 @@ def test_fifteen_percent_are_told_of_which_80_10_10_are_hidden_replaced_and_left
   assert others.min() >= 3 and others.max() <= 258 and len(set(others)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('objective', [corrupted, masked])
 def test_what_is_hidden_depends_on_seed_and_number_alone(objective):
   texts = [[3 + i % 200 for i in range(60)]] * 3
@@ -175,6 +178,7 @@ def test_vocabulary_without_a_mask_is_refused():
 # --- the tasks ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name, converter, lengths, vocab_size',
   [
@@ -236,6 +240,7 @@ def test_packed_span_corruption_restores_each_segment(open_data, tmp_path):
   assert len(seen) > 300 and set(seen) <= set(lines)
 
 
+@pytest.mark.slow
 def test_second_epoch_hides_other_tokens(open_data, tmp_path):
   (tmp_path / 'a.txt').write_text('\n'.join(['the quick brown fox jumps'] * 4))
   for split in ('train', 'validation'):  # one text, one split

@@ -67,6 +67,7 @@ def both_splits(open_data, name, **options):
   return sorted(found)
 
 
+@pytest.mark.slow
 def test_pairs_of_texts_are_read_once_whether_packed_prepared_or_neither(open_data, tmp_path):
   name, expected = write(tmp_path / 'a.jsonl', TEXTS), sorted(of_texts(TEXTS))
   packed = open_data(
@@ -114,6 +115,7 @@ def test_a_prompt_is_what_both_answers_begin_with(tmp_path):
 ANSWER, OTHER = ({'role': 'assistant', 'content': text} for text in ('It is.', 'No!'))
 
 
+@pytest.mark.quick_cases('plain')
 @pytest.mark.parametrize('template', [CHATML, GENERATION], ids=['plain', 'generation'])
 def test_messages_are_written_by_the_template_and_only_answers_have_a_loss(
   open_data, tmp_path, template
@@ -141,6 +143,7 @@ def test_messages_are_written_by_the_template_and_only_answers_have_a_loss(
   assert pairs_of(opened.iterator, number=1)[0] in expected
 
 
+@pytest.mark.slow
 def test_pairs_take_the_variables_of_the_template_and_those_that_it_refuses_are_counted(
   open_data, tmp_path, caplog
 ):
@@ -230,6 +233,7 @@ def test_a_model_of_pairs_needs_pairs_and_others_need_texts(open_data, tmp_path)
     open_data(name, converter='preference', loss_on_targets_only=False)
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_damaged_file_names_the_line(open_data, tmp_path):
   records = [*TEXTS, {'chosen': 'a', 'rejected': 'a'}]
   name = write(tmp_path / 'a.jsonl', records)

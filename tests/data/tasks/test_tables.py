@@ -40,6 +40,7 @@ def texts(rows, name='text'):
   return sorted(row[name] for row in rows)
 
 
+@pytest.mark.quick_cases('csv', 'tfrecord')
 @pytest.mark.parametrize('form', FORMS)
 def test_every_form_gives_every_row_once_and_deals_them_by_a_hash(tmp_path, form):
   written = numbered(600)
@@ -50,6 +51,7 @@ def test_every_form_gives_every_row_once_and_deals_them_by_a_hash(tmp_path, form
   assert 0 < len(rows_of(task, split='validation')) < 100
 
 
+@pytest.mark.quick_cases('jsonl', 'parquet')
 @pytest.mark.parametrize('form', FORMS)
 def test_inputs_and_targets_are_supervised_and_columns_can_be_chosen(tmp_path, form):
   rows = [{'inputs': f'q{i}', 'targets': f'a{i}', 'body': f'b{i}'} for i in range(30)]
@@ -84,6 +86,7 @@ def test_folders_of_a_hugging_face_dataset_say_the_split(tmp_path):
   }
 
 
+@pytest.mark.quick_cases('.gz')
 @pytest.mark.parametrize('ending', ['.gz', '.zst'])
 def test_json_lines_and_texts_are_read_compressed(tmp_path, ending):
   written = numbered(300)
@@ -115,6 +118,7 @@ def test_text_files_are_the_same_compressed(tmp_path, text_folder):
 
 
 # One form of each kind in make test: read from the front, entered by row, entered by record.
+@pytest.mark.quick_cases('csv')
 @pytest.mark.parametrize(
   'form',
   [
@@ -161,6 +165,7 @@ def test_spans_are_hidden_in_any_table(tmp_path):
   assert set(task_of(f'span_corruption:{name}').output_features) == {'inputs', 'targets'}
 
 
+@pytest.mark.slow
 def test_a_choice_of_columns_is_part_of_what_the_data_is(open_data, tmp_path):
   rows = [{'text': f'a{i}', 'body': f'b{i}'} for i in range(50)]
   name = write_form('csv', tmp_path / 'd', rows)

@@ -187,6 +187,7 @@ def test_tensorflow_and_python_agree(kind, request):
 EXCLAIMED = [f'well ! number {i} !!' for i in range(200)]
 
 
+@pytest.mark.quick_cases('packed')
 @pytest.mark.parametrize('way', ['packed', 'one_a_row', 'prepared'])
 def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_path, way):
   (tmp_path / 'a.txt').write_text('\n'.join(EXCLAIMED))

@@ -230,6 +230,7 @@ def single(kind):
   return trained(DpoModel(PLAIN if kind == 'copy' else ADAPTED, 0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('mesh', 'kind'),
   [

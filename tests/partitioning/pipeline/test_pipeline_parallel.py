@@ -198,6 +198,7 @@ def assert_matches_sequential(
 
 
 # As many microbatches as stages, more, and a multiple; those without another code path are slow.
+@pytest.mark.quick_cases('1f1b-1-5', 'circular-2-5')
 @pytest.mark.parametrize(
   'schedule, repeats, num_microbatches',
   [
@@ -229,6 +230,7 @@ def test_three_axes_with_gathered_parameters_equal_the_sequential_model(schedule
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'schedule, repeats',
   [
@@ -257,6 +259,7 @@ def test_forward_gives_the_sums_alone(schedule, repeats):
   assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, train=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'schedule, repeats', [('1f1b', 1), pytest.param('circular', 2, marks=pytest.mark.slow)]
 )
@@ -280,6 +283,7 @@ def lowered(mesh, schedule, num_microbatches, **options):
   )
 
 
+@pytest.mark.quick_cases('1f1b-1-*')
 @pytest.mark.parametrize(
   'schedule, repeats, mesh',
   [
@@ -330,6 +334,7 @@ def temp_bytes(schedule, num_microbatches):
   )
 
 
+@pytest.mark.slow
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_that_of_gpipe_does():
   activation = 4 * ROWS * LENGTH * EMBED
   assert temp_bytes('1f1b', 32) == pytest.approx(temp_bytes('1f1b', 8), abs=activation / 4)

@@ -74,6 +74,7 @@ def start(code, *arguments, flags=None, **env):
   )
 
 
+@pytest.mark.quick_cases('default')
 @pytest.mark.parametrize('preset', PRESETS)
 def test_jax_starts_and_compiles_with_the_preset(preset):
   done = start(START, preset, flags=T5X_SCRIPT_FLAGS)
