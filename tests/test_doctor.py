@@ -46,6 +46,7 @@ def run_doctor(*flags, cwd, **env):
   return subprocess.CompletedProcess(doctor.args, doctor.returncode, output)
 
 
+@pytest.mark.slow
 def test_report_on_this_machine(tmp_path):
   done = run_doctor(
     '--json',
@@ -465,6 +466,7 @@ def measure_links(*flags, seconds, index=0):
   return gpu_checks.check_all_reduce(gpu_checks.json_lines(done.output), problem=done.problem)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_named():
   check = measure_links(
     f'--coordinator_address={launch.free_address()}', '--join_seconds=1', seconds=DEADLINE_SECONDS

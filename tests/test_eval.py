@@ -160,6 +160,7 @@ def test_a_number_of_batches_and_of_examples_can_be_given(evaluated):
   assert records(evaluated, 'few')[6]['infer_eval/turned/examples'] == 2.0
 
 
+@pytest.mark.slow
 def test_the_loss_alone_needs_no_metrics(evaluated):
   result = evaluate(evaluated, '--name=loss', '--steps=6', '--metrics=loss')
   assert result.code == 0, result.err
@@ -286,6 +287,7 @@ def test_watching_the_last_one_leaves_out_those_between(tmp_path, monkeypatch):
   assert found == [4, 6]
 
 
+@pytest.mark.slow
 def test_watching_a_run_that_is_done_ends(evaluated):
   result = evaluate(evaluated, '--watch', '--timeout=600')
   assert result.code == 0, result.err

@@ -252,6 +252,7 @@ def test_ctrl_c_keeps_what_is_written(model_dir, prompts, tmp_path, monkeypatch)
   assert '2 of them new' in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
 
 
+@pytest.mark.slow
 def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_path):
   output = tmp_path / 'answers.jsonl'
   assert call(model_dir, f'--prompts={prompts}', f'--output={output}').code == 0

@@ -402,6 +402,7 @@ def test_both_stacks_are_compared_in_the_order_of_the_model():
   assert all(d.output < 1e-5 and d.gradient < 1e-5 for d in report.steps[0].layers)
 
 
+@pytest.mark.slow
 def test_of_a_model_that_is_one_function_the_worst_gradient_is_named(user_model):
   class OneFunction(user_model):
     embed = run_layers = property()  # hasattr() says no

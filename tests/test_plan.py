@@ -70,6 +70,7 @@ def test_the_plan_tells_layout_traffic_and_findings(gin_file, tmp_path, capsys):
   assert sum(math.prod(p['shape']) for p in got['parameters']) == got['num_params']
 
 
+@pytest.mark.slow
 def test_bytes_per_device_are_those_of_the_parts(gin_file, tmp_path):
   got = planned(gin_file, tmp_path)
   for p in got['parameters']:

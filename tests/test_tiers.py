@@ -89,6 +89,7 @@ def test_the_quick_tier_starts_no_process_and_imports_no_tensorflow(tmp_path):
   assert 'test_tensorflow FAILED' in out and 'mark it tf' in out, out
 
 
+@pytest.mark.slow
 def test_quick_cases_make_the_other_cases_slow_and_name_one_that_is_not_there(tmp_path):
   cases = """
     import pytest

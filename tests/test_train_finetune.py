@@ -82,6 +82,7 @@ def test_new_data_keeps_optimizer_and_step_and_starts_the_data_again(tmp_path, b
   assert origin(project, 4)['mode'] == 'new_data'
 
 
+@pytest.mark.slow
 def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
   project = started(tmp_path, base.model_dir)
   result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)

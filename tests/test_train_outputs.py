@@ -237,7 +237,7 @@ class Own:
 """
 
 
-@pytest.mark.quick_cases('True')
+@pytest.mark.slow
 @pytest.mark.parametrize('loss_alone', [False, True])
 def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
   tmp_path, monkeypatch, loss_alone

@@ -56,6 +56,7 @@ def check(anatomy, *, num_devices):
   assert [rank['rank'] for rank in anatomy['ranks']] == [0]
 
 
+@pytest.mark.slow
 def test_profiles_at_chosen_steps_and_on_a_signal(project, monkeypatch):
   monkeypatch.setenv('SIGNAL_AT', '6')
   monkeypatch.setenv('WAIT_FOR', str(project.model_dir / 'profiles' / '3' / 'anatomy.json'))

@@ -41,6 +41,7 @@ def losses(address: str) -> dict[int, float]:
   return found
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
   server, uninterrupted, tmp_path
 ):

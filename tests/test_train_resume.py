@@ -108,6 +108,7 @@ def test_stop_signals_save_and_leave_and_the_next_run_continues_exactly(tmp_path
   assert project.metrics() == untouched
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(**HELD, hold_before=2) as run:

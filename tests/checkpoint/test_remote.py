@@ -182,6 +182,7 @@ def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
   assert not [name for name in folder.files() if name.startswith('checkpoint_1/')]
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_read_counts_no_more_until_its_step_is_saved_again(address, caplog):
   folder = run_with(address, 1, 2)
   [data] = [
@@ -400,6 +401,7 @@ def test_another_run_starts_from_a_checkpoint_in_storage(address):
   )
 
 
+@pytest.mark.slow
 def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
   folder = run_with(address, 2, 3)
   reported = json.loads(run_tool('inspect', address, '--json').out)

@@ -278,6 +278,7 @@ def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
   assert not project.model_dir.exists()
 
 
+@pytest.mark.slow
 def test_the_watchdog_releases_the_lock(tmp_path, warm):
   gin = TINY_GIN.replace(
     'from t5x_gpu.models', 'from t5x_gpu.runtime import watchdog\nfrom t5x_gpu.models', 1

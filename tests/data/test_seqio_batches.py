@@ -55,7 +55,7 @@ def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, 
     assert hashes(rest, 80) == want
 
 
-@pytest.mark.quick_cases('True')
+@pytest.mark.slow
 @pytest.mark.parametrize('shuffle', [True, False])
 def test_an_epoch_repeats_its_order_only_without_shuffling(open_data, lines, shuffle):
   options = dict(pack=False, lengths={'targets': 64}, batch_size=1)

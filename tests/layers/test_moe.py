@@ -160,7 +160,7 @@ def test_gates_add_up_to_one_and_a_single_gate_is_its_probability():
   np.testing.assert_allclose(single[..., 0], jax.nn.softmax(logits).max(-1), rtol=1e-6)
 
 
-@pytest.mark.quick_cases('4.0')
+@pytest.mark.slow
 @pytest.mark.parametrize('factor', [None, 4.0])
 def test_gates_are_divided_by_their_sum_or_not_as_asked(x, factor):
   params = init(MoeMlp(4, MLP))

@@ -113,6 +113,7 @@ def test_a_store_that_fails_or_has_strange_values_costs_only_the_numbers():
   assert slowest([RankReport(0, 'a', 1, 0.1, 0.0)]) is None
 
 
+@pytest.mark.slow
 def test_a_run_logs_its_speed_per_device_and_the_parts_of_its_steps(tmp_path):
   project = Project(tmp_path)
   result = project.run(TRAIN_STEPS=3)

@@ -163,6 +163,7 @@ def test_packed_examples_have_the_loss_of_separate_ones():
   np.testing.assert_allclose(loss_of(model, params, packed), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_inputs_see_each_other_only_when_asked():
   model, params, batch = make()
   batch['decoder_causal_attention'] = np.array([[1] * 6 + [0] * 6])
@@ -186,6 +187,7 @@ def test_dropout_needs_a_key_and_follows_it():
   assert loss() == loss() != loss(keys[0])
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters_and_logits():
   model, params, batch = make(dtype='bfloat16')
   assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype('float32')}

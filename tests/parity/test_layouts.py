@@ -408,9 +408,9 @@ def one_device(model: str, batch_size: int, attention: str = 'auto') -> dict[str
   return run(build(Case({}, model, config=config, batch_size=batch_size), 1))
 
 
-# Gradients of one step are in `make test`: of every axis but `context`, which has quick cases in
-# tests/models/test_tags.py and tests/layers/test_context_attention.py.
-FAST = ('t5_fsdp_model', 'data_stage_model', 'expert_fsdp')
+# Gradients of one step are in `make test`: of every axis but `model` (test_fsdp_of_any_size.py) and
+# `context` (tests/layers/test_context_attention.py).
+FAST = ('t5_fsdp_by_layer', 'data_stage_model', 'expert_fsdp')
 # Compiled in `make test-all` as users compile: every axis, ZeRO and rematerialisation.
 OPTIMISED = (*FAST, 'zero2_remat', 'fsdp_context_model')
 

@@ -47,6 +47,7 @@ def check(folder, model: str, **partitioner: int) -> str:
   return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_8b_decoder_is_padded_over_192_devices_and_the_mesh_table_says_what_it_costs(tmp_path):
   text = check(tmp_path, 'llama3_8b', fsdp=192)

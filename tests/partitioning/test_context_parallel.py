@@ -248,6 +248,7 @@ def test_ring_equals_dense_without_skipping_and_with_smaller_blocks(kwargs):
   assert_close(split_results({'context': 2}, *example(48), attend), results_of(*example(48)))
 
 
+@pytest.mark.slow
 def test_blocks_in_which_nothing_may_attend_are_never_computed():
   arrays, info = example()
   info = {**info, 'prefix': np.zeros_like(info['prefix'])}
@@ -362,6 +363,7 @@ def traffic(context, num_layers=1, **kwargs):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('context', [4, 8])
 def test_traffic_is_what_the_compiled_ring_sends(context):
   sent = sent_bytes({'context': context}, ring)
@@ -385,6 +387,7 @@ def test_traffic_is_what_the_compiled_gathering_sends():
   assert sent['all-gather'] + sent['reduce-scatter'] == traffic(4, method='gather')
 
 
+@pytest.mark.slow
 def test_heads_split_over_model_are_never_gathered():
   mesh_shape = {'context': 2, 'model': 2}
   found = inventory(compiled(mesh_shape, ring).as_text(), mesh_shape)

@@ -60,6 +60,7 @@ def gradients(p) -> dict[str, np.ndarray]:
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'mesh'),
   [

@@ -171,6 +171,7 @@ def test_the_secret_lets_the_processes_of_the_job_in():
   assert [o.error for o in outcomes] == [''] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'secrets, words',
   [

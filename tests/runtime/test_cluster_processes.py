@@ -105,6 +105,7 @@ def test_a_proxy_for_downloads_is_no_obstacle():
   assert exits == [0, 0], output
 
 
+@pytest.mark.slow
 def test_uneven_hosts_are_an_error_on_every_process():
   _, exits, output = run('layout', [{'domain': 'a'}, {'domain': 'a'}, {'domain': 'b'}])
   assert exits == [1] * 3

@@ -222,6 +222,7 @@ def test_a_request_that_never_returns_does_not_keep_the_watch_from_ending_the_pr
   assert codes[0] == EXIT_RANK_DEAD
 
 
+@pytest.mark.slow
 def test_the_block_ends_together_and_nobody_is_declared_dead_meanwhile():
   store, left, ends, saved = DictStore(), [], [], []
   config = WatchdogConfig(period_seconds=0.01, dead_seconds=1.5)

@@ -179,6 +179,7 @@ def test_a_skipped_step_changes_nothing_but_the_count(project, monkeypatch, layo
   assert text.startswith('step 4: ') and len(text.splitlines()) > 8
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_stop_the_run(project, monkeypatch):
   monkeypatch.setenv('SPIKES', '2,3')
   flags = (SKIP, '--gin.spikes.SpikeConfig.most_in_a_row=2')

@@ -88,6 +88,7 @@ def reference_with_dropout():
   return run(build(dropout_rate=0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'num_microbatches', [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16))]
 )

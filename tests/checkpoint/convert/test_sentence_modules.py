@@ -36,6 +36,7 @@ def files(folder):
   }
 
 
+@pytest.mark.quick_cases('kinds0*')
 @pytest.mark.parametrize(
   'kinds, modes, options',
   [

@@ -210,6 +210,7 @@ def test_an_arrow_file_without_rows_has_its_columns(tmp_path):
     assert not list(ARROW.rows(str(tmp_path / 'a.arrow'), ['text'], 0))
 
 
+@pytest.mark.slow
 def test_damage_leaves_no_iterator_and_calls_no_good_file_empty(open_data, tmp_path, caplog):
   for i in range(8):
     write_lines(tmp_path / f'{i}.jsonl', 90, bad=range(2, 12))

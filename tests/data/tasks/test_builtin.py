@@ -180,7 +180,7 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
     open_data('numbers_of_min')
 
 
-@pytest.mark.quick_cases('wmt_t2t*')
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['wmt_ende', 'wmt_t2t_ende_v003'])
 def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name, tmp_path):
   write_tfds(

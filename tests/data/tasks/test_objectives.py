@@ -291,6 +291,7 @@ def test_language_model_task_for_an_encoder_says_which_name_hides_parts(open_dat
 # --- pairs ---
 
 
+@pytest.mark.slow
 def test_text_pairs_of_tsv_by_hash_and_by_name(open_data, tmp_path):
   (tmp_path / 'pairs.tsv').write_text('\n'.join(f'q{i}\ta{i}' for i in range(300)) + '\n\n')
   lengths = {'inputs': 16, 'targets': 16}
@@ -311,6 +312,7 @@ def test_text_pairs_of_tsv_by_hash_and_by_name(open_data, tmp_path):
   assert batch['decoder_loss_weights'].sum() == 2
 
 
+@pytest.mark.slow
 def test_text_pairs_of_jsonl_and_of_both_forms(open_data, tmp_path):
   (tmp_path / 'train.jsonl').write_text(json.dumps({'inputs': 'q', 'targets': 'a'}))
   lengths = {'inputs': 16, 'targets': 16}

@@ -115,7 +115,7 @@ def test_a_prompt_is_what_both_answers_begin_with(tmp_path):
 ANSWER, OTHER = ({'role': 'assistant', 'content': text} for text in ('It is.', 'No!'))
 
 
-@pytest.mark.quick_cases('plain')
+@pytest.mark.slow
 @pytest.mark.parametrize('template', [CHATML, GENERATION], ids=['plain', 'generation'])
 def test_messages_are_written_by_the_template_and_only_answers_have_a_loss(
   open_data, tmp_path, template

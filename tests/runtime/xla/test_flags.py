@@ -167,6 +167,7 @@ def test_a_renamed_flag_of_the_user_wins_over_the_option_of_its_other_name():
   assert len(applied.xla_flags) == 2  # Kept or translated, never lost.
 
 
+@pytest.mark.quick_cases('*enable*', '*pipeline_all_reduce=1')
 @pytest.mark.parametrize('flag', [f'--{name}={value}' for name in LEGACY for value in (1, 0)])
 def test_what_replaces_a_legacy_flag_is_known(flag):
   legacy = LEGACY[xla_probe.flag_name(flag)]
