@@ -14,7 +14,7 @@ import json
 import pathlib
 import sysconfig
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 import jax
 import numpy as np
@@ -66,7 +66,9 @@ def text_batches(num_steps: int) -> Iterator[dict[str, np.ndarray]]:
     }
 
 
-def curve(run: Run, num_steps: int, **options: Any) -> list[float]:
+def curve(
+  run: Run, num_steps: int, compiler_options: Optional[dict[str, Any]] = None, **options: Any
+) -> list[float]:
   """Returns the loss of each step, in nats per byte; `options` are of the TransformerConfig."""
   config = TransformerConfig(
     vocab_size=256,
@@ -96,9 +98,11 @@ def curve(run: Run, num_steps: int, **options: Any) -> list[float]:
     seed=0,
     max_grad_norm=1.0,
   )
-  state, losses = program.init(), []
-  for batch in text_batches(num_steps):
-    state, sums = program.train_step(state, program.layout.put_batch(batch))
+  batches = map(program.layout.put_batch, text_batches(num_steps))
+  state, losses, step = program.init(), [], None
+  for batch in batches:
+    step = step or program.train_step.lower(state, batch).compile(compiler_options)
+    state, sums = step(state, batch)
     losses.append(float(sums['loss'][0] / sums['loss'][1]))
   return losses
 

@@ -21,7 +21,7 @@ import jax
 
 from t5x_gpu.analysis.collectives import Collective, inventory
 from t5x_gpu.analysis.fp8_use import check_fp8_gemms
-from t5x_gpu.analysis.kernels import KernelCount, count_kernels
+from t5x_gpu.analysis.kernels import KernelCount, count_kernels, workspace_bytes
 from t5x_gpu.analysis.overlap import Overlap, overlaps
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import check_devices
@@ -42,12 +42,14 @@ class Memory:
     output_bytes: results that do not reuse the memory of an argument.
     temporary_bytes: activations, gradients, logits and workspaces, at their peak.
     host_bytes: activations in the host's memory (remat_policy 'offload').
+    workspace_bytes: of the temporaries, the largest workspace of a call of cuBLAS or cuDNN.
   """
 
   argument_bytes: int
   output_bytes: int
   temporary_bytes: int
   host_bytes: int = 0
+  workspace_bytes: int = 0
 
   @property
   def total_bytes(self) -> int:
@@ -115,15 +117,15 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
     program=program,
     gpus=gpus,
     hlo=hlo,
-    memory=memory_of(compiled),
+    memory=memory_of(compiled, hlo),
     compile_options=options,
     trace_seconds=lowered_at - start,
     compile_seconds=compiled_at - lowered_at,
   )
 
 
-def memory_of(compiled: Any) -> Memory:
-  """Returns the memory of a compiled function on one device.
+def memory_of(compiled: Any, hlo: str) -> Memory:
+  """Returns the memory of a compiled function on one device; `hlo` is its text.
 
   Donated arguments share their memory with outputs. XLA's own peak counts the arguments alone
   (jaxlib 0.10 to 0.12, compiled without the GPU).
@@ -134,6 +136,7 @@ def memory_of(compiled: Any) -> Memory:
     output_bytes=m.output_size_in_bytes - m.alias_size_in_bytes,
     temporary_bytes=m.temp_size_in_bytes,
     host_bytes=m.host_temp_size_in_bytes,
+    workspace_bytes=workspace_bytes(hlo),
   )
 
 

@@ -52,6 +52,29 @@ def count_kernels(hlo: str) -> Mapping[str, KernelCount]:
   return Kernels(hlo_text.parse(hlo)).counts()
 
 
+def workspace_bytes(hlo: str) -> int:
+  """Returns the largest workspace that a program gives to a call of a library; 0 without any.
+
+  A call of cuBLAS or cuDNN returns its workspace as a further array of bytes.
+
+  Args:
+    hlo: `compiled.as_text()` of a program for a GPU.
+  """
+  instructions = (
+    instruction
+    for computation in hlo_text.parse(hlo).computations.values()
+    for instruction in computation.instructions.values()
+  )
+  sizes = (
+    array.num_bytes
+    for instruction in instructions
+    if instruction.opcode == 'custom-call'
+    for array in instruction.arrays[1:]
+    if array.dtype in ('s8', 'u8')
+  )
+  return max(sizes, default=0)
+
+
 class Kernels:
   """The matrix kernels of a module."""
 

@@ -86,6 +86,8 @@ def memory_rows(memory: MemoryUse) -> list[tuple[str, ...]]:
   order = [*(n for n in memory.components if n != FRAGMENTATION)]
   rows = [('component', 'MiB by formula', 'MiB as compiled')]
   rows += [(n, _mib(memory.components[n]), compiled_cells.get(n, '')) for n in order]
+  if compiled:
+    rows.append(("kernels' workspaces", '', f'{_mib(compiled.workspace_bytes)} of the temporaries'))
   total = _mib(compiled.total_bytes) if compiled else 'not compiled'
   rows.append(('total', _mib(memory.formula_bytes), total))
   rows.append(('reserve for fragmentation', _mib(memory.components[FRAGMENTATION]), ''))

@@ -1,7 +1,6 @@
 """Embeddings: a text's vector does not depend on its row, the loss is that of the global batch."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.sums import of_text_sets
 from t5x_gpu.partitioning.axis_rules import split_names
-from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
-from t5x_gpu.training.schedules import constant
+from tests.models.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
@@ -79,22 +74,6 @@ def test_a_text_has_the_same_vector_in_a_row_of_its_own(pooling):
   np.testing.assert_allclose(together[0], want, atol=1e-5)
 
 
-def program_of(partitioner, devices, **options):
-  return build_program(
-    model=MODEL,
-    optimizer=AdamW(),
-    schedule=constant(1e-2),
-    seed=0,
-    pack=False,
-    partitioner=partitioner,
-    topology=Topology(1, devices),
-    devices=jax.devices()[:devices],
-    task_feature_lengths={'inputs': 8},
-    batch_size=8,
-    **options,
-  )
-
-
 @pytest.mark.parametrize(
   'mesh',
   [
@@ -105,10 +84,7 @@ def program_of(partitioner, devices, **options):
   ids=str,
 )
 def test_negatives_come_from_all_devices(mesh):
-  alone, spread = (
-    program_of(Partitioner(), 1),
-    program_of(Partitioner(**mesh), math.prod(mesh.values())),
-  )
+  alone, spread = program_of(MODEL), program_of(MODEL, **mesh)
   [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
   found = []
   for program in (alone, spread):
@@ -124,7 +100,7 @@ def test_negatives_come_from_all_devices(mesh):
 
 def test_what_would_cut_the_batch_into_parts_is_refused():
   with pytest.raises(ConfigError, match='num_microbatches = 2'):
-    program_of(Partitioner(), 1, num_microbatches=2)
+    program_of(MODEL, num_microbatches=2)
   with pytest.raises(ModelError, match="does not work with pooling = 'first_token_tanh'"):
     EncoderModel(CONFIG, head_type='embedding')
   limited = dataclasses.replace(CONFIG, num_positions=8, relative_bias='none')

@@ -19,12 +19,8 @@ from t5x_gpu.models.encoding.sums import of_numbers
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import encodes_texts
 from t5x_gpu.models.preference.dpo import DpoModel
-from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.checks import guess_loss
-from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
-from t5x_gpu.training.schedules import constant
+from tests.models.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
@@ -45,21 +41,6 @@ def test_sums_are_squared_and_absolute_errors_of_counted_rows():
   assert metrics['eval/spearman'] == pytest.approx(0.5)
 
 
-def program_of(partitioner, devices):
-  return build_program(
-    model=MODEL,
-    optimizer=AdamW(),
-    schedule=constant(1e-2),
-    seed=0,
-    pack=False,
-    partitioner=partitioner,
-    topology=Topology(1, devices),
-    devices=jax.devices()[:devices],
-    task_feature_lengths={'inputs': 8},
-    batch_size=8,
-  )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'mesh',
@@ -71,10 +52,7 @@ def program_of(partitioner, devices):
   ids=str,
 )
 def test_a_mesh_finds_what_one_device_finds(mesh):
-  alone, spread = (
-    program_of(Partitioner(), 1),
-    program_of(Partitioner(**mesh), math.prod(mesh.values())),
-  )
+  alone, spread = program_of(MODEL), program_of(MODEL, **mesh)
   [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
   found = []
   for program in (alone, spread):

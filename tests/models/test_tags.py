@@ -1,7 +1,5 @@
 """Token classification: entities are counted inside the step as outside, on any mesh."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +11,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.sums import entity_hits
-from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
-from t5x_gpu.training.schedules import constant
+from tests.models.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 NAMES = ('O', 'B-PER', 'I-PER', 'I-LOC', 'B-LOC', 'S-LOC', 'E-PER')
@@ -63,21 +57,6 @@ def test_tags_need_names():
     EncoderModel(CONFIG, head_type='token_classification', num_classes=3)
 
 
-def program_of(model, partitioner, devices):
-  return build_program(
-    model=model,
-    optimizer=AdamW(),
-    schedule=constant(1e-2),
-    seed=0,
-    pack=False,
-    partitioner=partitioner,
-    topology=Topology(1, devices),
-    devices=jax.devices()[:devices],
-    task_feature_lengths={'inputs': 8},
-    batch_size=8,
-  )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('options', [TAGS, SEVERAL], ids=['tags', 'several labels'])
 @pytest.mark.parametrize(
@@ -91,8 +70,8 @@ def program_of(model, partitioner, devices):
 )
 def test_counts_and_losses_on_a_mesh_are_those_of_one_device(options, mesh):
   model = EncoderModel(CONFIG, **options)
-  alone = program_of(model, Partitioner(), 1)
-  spread = program_of(model, Partitioner(**mesh), math.prod(mesh.values()))
+  alone = program_of(model)
+  spread = program_of(model, **mesh)
   [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
   want, got = (
     jax.device_get(program.eval_step(program.init().params, program.layout.put_batch(batch)))

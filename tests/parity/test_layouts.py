@@ -28,7 +28,7 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
-from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_layouts import OPTIMISED, QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 STEPS, LEARNING_RATE = 3, 1e-2
@@ -411,8 +411,8 @@ def one_device(model: str, batch_size: int, attention: str = 'auto') -> dict[str
 # Gradients of one step are in `make test`: of every axis but `model` (test_fsdp_of_any_size.py) and
 # `context` (tests/layers/test_context_attention.py).
 FAST = ('t5_fsdp_by_layer', 'data_stage_model', 'expert_fsdp')
-# Compiled in `make test-all` as users compile: every axis, ZeRO and rematerialisation.
-OPTIMISED = (*FAST, 'zero2_remat', 'fsdp_context_model')
+# Compiled as users compile: every axis, ZeRO and rematerialisation.
+AS_USERS = (*FAST, 'zero2_remat', 'fsdp_context_model')
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -446,7 +446,7 @@ def first_gradients(case: Case, num_devices: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize('name', CASES)
 def test_layout_trains_as_one_device(name):
-  assert_trains_as_one_device(CASES[name], options={} if name in OPTIMISED else QUICK)
+  assert_trains_as_one_device(CASES[name], options=OPTIMISED if name in AS_USERS else QUICK)
 
 
 def assert_trains_as_one_device(case: Case, options: Mapping[str, Any] = QUICK) -> None:

@@ -22,7 +22,7 @@ from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
-  vocab_size=32, num_layers=4, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.1
+  vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, dropout_rate=0.1
 )
 
 
