@@ -57,8 +57,12 @@ def test_no_sampled_neighbour_of_the_best_is_faster(case):
     and score.variant not in found.compiled
     and score.needed_bytes <= score.pool_bytes
   ]
+  assert found.given in found.compiled.values(), 'the run as it is'
+  works = [p for p in found.compiled.values() if p.dtype == 'bfloat16' and p.memory.fits]
+  fastest = min(p.seconds_per_step for p in works)
+  assert found.estimate(best) <= EQUAL * fastest
   planner = Planner(find_target(case.gpu), Assumptions(), devices)
   for score in random.Random(0).sample(near, min(SAMPLED, len(near))):
     p = planner.silently(score.variant.applied(config), topology)
-    print(f'{score.variant}: {p.seconds_per_step:.5g} s, the best {found.estimate(best):.5g} s')
-    assert p.seconds_per_step * EQUAL >= found.estimate(best) or not p.memory.fits
+    print(f'{score.variant}: {p.seconds_per_step:.5g} s, the best {fastest:.5g} s')
+    assert p.seconds_per_step * EQUAL >= fastest or not p.memory.fits

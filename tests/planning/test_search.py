@@ -84,6 +84,23 @@ def test_a_variant_changes_what_it_names_and_nothing_else(config):
   assert back == config
 
 
+def test_the_run_as_it_is_is_one_of_its_variants(config):
+  topology = topology_of(gpus=4, gpus_per_host=2)
+  policy, dtype = config.model.config.remat_policy, config.model.config.dtype
+  found = [Variant(layout, 1, policy, dtype) for layout in variants.layouts(config, topology)]
+
+  def same(**changed):
+    partitioner = dataclasses.replace(config.partitioner, **changed)
+    run = dataclasses.replace(config, partitioner=partitioner)
+    return [v.layout for v in found if v.is_of(run, topology)]
+
+  assert same() == [(('data', 4), ('fsdp', 1))]
+  assert same(fsdp=2) == [(('data', 2), ('fsdp', 2))]
+  assert same(fsdp=2, zero_stage=1) == [(('data', 2), ('fsdp', 2), ('zero_stage', 1))]
+  assert same(fsdp=2, zero_stage=2) == same(fsdp=3) == []
+  assert not any(v.is_of(dataclasses.replace(config, num_microbatches=2), topology) for v in found)
+
+
 def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   fast, slow = score(1.0, family='a'), score(1.2, family='a', num_microbatches=2)
   other, far = score(1.1, family='bb'), score(1.5, family='bb', num_microbatches=2)

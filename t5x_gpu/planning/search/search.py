@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import rich.console
@@ -151,12 +151,16 @@ def search(
   with workers.processes(task, num_processes) as pool, _progress() as bar:
     given = pool.submit(workers.compiled, None) if compiles else None
     _score_all(found, config, task.topology, pool, bar)
+    as_it_is = next((s for s in found.scores if s.variant.is_of(config, task.topology)), None)
+    started = {given: as_it_is} if given and as_it_is else {}
     found.seconds = time.monotonic() - begin
     say(f'{len(found.scores):,} variants predicted by formula: {found.seconds:.0f} s')
     for dtype, left in limits.items():
       while left and (chosen := found.next(dtype, min(_ROUND, left))):
         left -= len(chosen)
-        _compile(found, chosen, pool, bar)
+        futures = {pool.submit(workers.compiled, s.variant): s for s in chosen if s != as_it_is}
+        _compile(found, futures | started, bar)
+        started = {}
         found.seconds = time.monotonic() - begin
         best = found.best(dtype)
         say(
@@ -188,13 +192,10 @@ def _score_all(
 
 
 def _compile(
-  found: Found,
-  chosen: Sequence[Score],
-  pool: concurrent.futures.Executor,
-  bar: rich.progress.Progress,
+  found: Found, futures: Mapping[concurrent.futures.Future, Score], bar: rich.progress.Progress
 ) -> None:
-  futures = {pool.submit(workers.compiled, s.variant): s for s in chosen}
-  what = f'compiling {chosen[0].variant.dtype or "the step"}: {len(found.compiled)} done'
+  dtype = next(iter(futures.values())).variant.dtype
+  what = f'compiling {dtype or "the step"}: {len(found.compiled)} done'
   line = bar.add_task(what, total=len(futures))
   for future in concurrent.futures.as_completed(futures):
     found.add(futures[future], future.result())

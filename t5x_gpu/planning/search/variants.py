@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from t5x_gpu.analysis.remat_costs import with_config
+from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.precision import FP8_CAPABILITY
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
+from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -22,6 +24,8 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 # Positions of a row that a device keeps at least under `context`.
 _LEAST_LENGTH = 2048
 
+# Parameters of Partitioner that give the sizes of the axes, some of them in several ways.
+_SIZES = (*SIZE_PARAMETERS.values(), 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')
 # (parameter of Partitioner, value) of all that differ from the default
 Layout = tuple[tuple[str, Any], ...]
 
@@ -56,6 +60,20 @@ class Variant:
       num_microbatches=self.num_microbatches,
       model=with_config(config.model, **of_model) if of_model else config.model,
     )
+
+  def is_of(self, config: PlanConfig, topology: Topology) -> bool:
+    """Returns whether the run `config` computes its step in this way already."""
+    if self.num_microbatches != config.num_microbatches:
+      return False
+    ours, theirs = self.applied(config), config.partitioner
+    try:
+      if ours.partitioner.mesh_sizes(topology) != theirs.mesh_sizes(topology):
+        return False
+    except MeshError:
+      return False
+    sizes = {name: getattr(theirs, name) for name in _SIZES}
+    same = dataclasses.replace(ours.partitioner, **sizes)
+    return dataclasses.replace(ours, partitioner=same) == config
 
 
 def precisions(config: PlanConfig, gpu: GpuTarget) -> tuple[Optional[str], ...]:
