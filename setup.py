@@ -32,7 +32,7 @@ DATA = [
 ]
 # Hugging Face's models and tokenizers. python -m t5x_gpu.convert compares logits with them if torch
 # is installed too; conversion itself needs neither.
-HF = ['transformers>=5.23,<6', 'safetensors>=0.8,<0.9', 'jinja2>=3.1.6,<4']
+HF = ['transformers>=5.24,<6', 'safetensors>=0.8,<0.9', 'jinja2>=3.1.6,<4']
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
 # The documentation site (`make docs`).
 DOCS = ['sphinx>=9.0,<10', 'myst-parser>=5.2,<6', 'furo>=2025.12']

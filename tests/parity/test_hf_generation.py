@@ -75,8 +75,6 @@ def both(tmp_path_factory):
     theirs.generation_config = transformers.GenerationConfig(
       decoder_start_token_id=0 if 't5' in name else None
     )
-    if name == 'umt5':  # checkpoint/convert/hf/families.py says why
-      theirs.config.tie_word_embeddings = False
     convert.main([f'--from={folder / "theirs"}', f'--to={folder / "ours"}', '--check=tensors'])
     ours = convert.model_of_gin([folder / 'ours' / 'model.gin']).build()
     return theirs, ours, params_of_checkpoint(ParamsReader(folder / 'ours'))

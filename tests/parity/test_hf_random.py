@@ -98,9 +98,14 @@ OTHERS = {
     'layer_norm_epsilon': (1e-5, 1e-3),
   },
 }
-_RARE_T5 = {'is_decoder': (True,), 'decoder_start_token_id': (0, 3), 'is_gated_act': (True, False)}
+_RARE_T5 = {
+  'is_decoder': (True,),
+  'decoder_start_token_id': (0, 3),
+  'is_gated_act': (True, False),
+  'scale_decoder_outputs': (True, False),
+}
 RARE = {
-  't5': {**_RARE_T5, 'scale_decoder_outputs': (True, False)},
+  't5': _RARE_T5,
   'umt5': {**_RARE_T5, 'scalable_attention': (True,)},
   'bert': {
     'num_labels': (1, 3),
@@ -312,7 +317,6 @@ def their_model(config: dict, seed: int):
   )
   if 't5' in config['model_type'] and not config['tie_word_embeddings']:
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
-    model.config.tie_word_embeddings = False  # for UMT5, see hf/families.py
   with torch.no_grad():
     for parameter in model.parameters():
       parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))

@@ -238,9 +238,6 @@ def transformers_logits(
     attn_implementation='eager',
     dtype=torch.float32,
   ).eval()
-
-  if config.model_type == 'umt5':  # hf/families.py says why
-    theirs.config.tie_word_embeddings = model.config.logits_via_embedding
   return torch_logits(theirs, model, batch), f'transformers {transformers.__version__}'
 
 

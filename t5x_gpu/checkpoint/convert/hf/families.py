@@ -45,8 +45,6 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
   """T5 1.0 ties its logits and scales them; T5.1.1, mT5, ByT5 and UMT5 have an output layer.
 
   transformers 5 writes tie_word_embeddings = True for all of them, so only the tensors show which.
-  It also scales the logits of every UMT5, also of those with an output layer, which were trained
-  without; those are not scaled here.
   """
   gated, _, act = config['feed_forward_proj'].rpartition('-')
   if gated not in ('', 'gated'):
@@ -65,17 +63,15 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
       docs='convert.md#families',
     )
   tied, per_layer = not has_tensor('lm_head.weight'), config['model_type'] == 'umt5'
-  scaled = (
-    (tied and per_layer)
-    or config['model_type'] == 't5'
-    and config.get('scale_decoder_outputs', config['tie_word_embeddings'])
+  scaled = config['model_type'] in ('t5', 'umt5') and config.get(
+    'scale_decoder_outputs', config['tie_word_embeddings']
   )
   if scaled and not tied:
     raise CheckpointError(
       'config.json says that logits are tied to the token table (tie_word_embeddings), but the '
       'files have a separate output layer, lm_head.weight.',
-      fix='Set "tie_word_embeddings": false in config.json (T5.1.1, mT5, ByT5), or take the '
-      'weights that belong to it.',
+      fix='Set "tie_word_embeddings": false in config.json (T5.1.1, mT5, UMT5, ByT5), or take '
+      'the weights that belong to it.',
     )
   decoder = config['num_decoder_layers']
   c = TransformerConfig(
@@ -106,7 +102,7 @@ def _write_t5(model: ModelFields) -> dict[str, Any]:
     'num_decoder_layers': c.num_layers,
     'feed_forward_proj': f'gated-{theirs}' if gated else theirs,
     'tie_word_embeddings': scaled,
-    **({} if per_layer else {'scale_decoder_outputs': scaled}),
+    'scale_decoder_outputs': scaled,
     'pad_token_id': 0,
     'decoder_start_token_id': 0,
   }
@@ -184,7 +180,6 @@ T5 = ConfigFamily(
 UMT5 = dataclasses.replace(
   T5,
   architectures=('UMT5ForConditionalGeneration',),
-  used=T5.used - {'scale_decoder_outputs'},
   defaults={**T5.defaults, 'feed_forward_proj': 'gated-gelu'},
   # Of the conversion from T5X: how its layers were stored.
   no_effect=T5.no_effect | {'scalable_attention'},
