@@ -1,4 +1,4 @@
-# Set-up and the commands of this project, for a machine that has Python 3.11 or 3.12, git and make.
+# Set-up and the commands of this project, for a machine that has Python 3.11 or newer, git and make.
 # `make help` lists them. Everything is installed into .venv, with uv if it is on the PATH.
 
 VENV := .venv

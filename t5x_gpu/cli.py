@@ -127,7 +127,7 @@ def parse_args(
     shipped = gin_files.GinFiles().shipped('examples')
     raise ConfigError(
       'No --gin_file is given.',
-      fix='Give a gin file of yours or one of the shipped examples:\n'
+      fix='Give your own gin file or one of the shipped examples:\n'
       + '\n'.join(f'  {prog} --gin_file={name}' for name in shipped),
     )
   return Args(

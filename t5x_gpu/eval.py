@@ -116,7 +116,10 @@ def _evaluate_one(
   """Returns the metrics of a checkpoint; None if the run has removed it. All processes call it."""
   params = read_if_there(model_dir, step, evaluator.program)
   if params is None:
-    log(f'step {step}: the run has removed this checkpoint; set CheckpointConfig.keep higher.')
+    log(
+      f'step {step}: the run deleted this checkpoint before it was evaluated; set '
+      'CheckpointConfig.keep higher.'
+    )
     return None
   return evaluator.run(params, show=show)
 

@@ -304,8 +304,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   print()
   if report.rounding:
     print(
-      'Beyond the tolerance, but within the change that one ulp of the parameters causes on one '
-      f'device: {", ".join(report.rounding)}.'
+      'Above the tolerance, but explained by rounding (one ulp of the parameters changes as much '
+      f'on one device): {", ".join(report.rounding)}.'
     )
   if report.failure and report.failure.how:
     print(report.failure.how)

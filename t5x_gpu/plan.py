@@ -270,7 +270,7 @@ def _check_search(extra: argparse.Namespace) -> None:
   others += [f'--show={extra.show}'] if extra.show != 'prediction' else []
   if extra.search is not None and others:
     raise ConfigError(
-      f'--search looks for another layout, and {" and ".join(others)} shows this one.',
+      f'--search cannot be combined with {" and ".join(others)}: it looks for another layout.',
       fix='Search with --search=best.gin; then plan with --gin_file=best.gin and these flags.',
       docs='plan.md#search',
     )
@@ -307,7 +307,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   _check_search(extra)
   if extra.html and extra.show != 'prediction':
     raise ConfigError(
-      f'--html is a page of the prediction, and --show={extra.show} shows something else.',
+      f'--html writes the prediction, so it does not work with --show={extra.show}.',
       fix='Leave out --show or --html.',
     )
   largest = scaling.numbers(extra.scale, '--scale')[-1] if extra.scale else 1

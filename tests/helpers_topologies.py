@@ -183,7 +183,7 @@ def read(folder: os.PathLike, name: str) -> Restored:
 
 
 def data_of(restored: Restored) -> SyntheticBatches:
-  """Returns the batches of a run that goes on; raises DataError if they are not its own."""
+  """Returns the batches of a run that continues; raises DataError if they are not its own."""
   batches = data()
   resume_data(batches, data_state=restored.data_state, manifest=restored.manifest)
   return batches

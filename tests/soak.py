@@ -2,7 +2,7 @@
 
 Draws sequences of runs on changing layouts, kills, damaged files and full disks
 (tests/property/test_nothing_is_lost.py) from one seed after the other. A failure is printed with
-what happened, its seed and the command that repeats it; the rest goes on.
+what happened, its seed and the command that repeats it; the rest continues.
 """
 
 import argparse

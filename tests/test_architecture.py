@@ -4,6 +4,7 @@ import re
 
 from scripts import draw_architecture
 from tests.helpers_pages import ROOT
+from tests.test_layering import ORDER
 
 PAGE = (ROOT / 'docs/architecture.md').read_text(encoding='utf-8')
 
@@ -15,9 +16,10 @@ def test_the_picture_is_current():
   )
 
 
-def test_the_page_describes_every_folder():
-  described = set(re.findall(r'^\| `(\w+)[./]', PAGE, re.MULTILINE)) | {'commands'}
-  assert described == set(draw_architecture.folder_imports())
+def test_the_page_describes_every_folder_from_the_bottom():
+  described = re.findall(r'^\| `(\w+)[./]', PAGE, re.MULTILINE)
+  assert described == list(ORDER)
+  assert {*described, 'commands'} == set(draw_architecture.folder_imports())
 
 
 def test_arrows_that_follow_from_others_are_left_out():

@@ -311,7 +311,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monk
   finally:
     shutil.move(kept, evaluated.model_dir / 'checkpoint_2')
   assert result.code == 0, result.err
-  assert 'step 2: the run has removed this checkpoint' in result.out
+  assert 'step 2: the run deleted this checkpoint before it was evaluated' in result.out
   assert sorted(records(evaluated, 'removed')) == [4, 6]
 
 

@@ -42,7 +42,7 @@ def project(tmp_path, warm) -> Project:
 
 
 def finishes(project: Project, untouched, **macros) -> None:
-  """The same command goes on, and its losses are those of the run that nobody interrupted."""
+  """The same command continues, and its losses are those of the run that nobody interrupted."""
   with project.start(**MACROS, **macros) as run:
     assert run.finish() == 0, run.err
   assert project.metrics() == untouched

@@ -323,7 +323,7 @@ def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch)
     TRAIN_STEPS=4,
     DATA_MODULE='other_data',
     says=[
-      'DataError: The next batch is not the one that this run would have taken (hash ',
+      'DataError: The next batch is not the one that this run should read next (hash ',
       'start a new MODEL_DIR',
     ],
   )

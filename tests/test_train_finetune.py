@@ -184,7 +184,7 @@ def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tm
     np.testing.assert_array_equal(first[name], value, err_msg=name)
   assert any(np.abs(first[name]).max() > 0 for name in factors if name.endswith('lora_b'))
 
-  result = project.run(TRAIN_STEPS=4)  # goes on from its own checkpoint
+  result = project.run(TRAIN_STEPS=4)  # continues from its own checkpoint
   assert result.code == 0 and f'Continuing from {project.model_dir}/checkpoint_2.' in result.out
   uninterrupted = started(tmp_path / 'at_once', base.model_dir)
   uninterrupted.gin_file.write_text(uninterrupted.gin_file.read_text() + LORA)

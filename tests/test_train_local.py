@@ -1,4 +1,4 @@
-"""A run that fails goes on from its newest local checkpoint, as if it had not failed."""
+"""A run that fails continues from its newest local checkpoint, as if it had not failed."""
 
 import re
 

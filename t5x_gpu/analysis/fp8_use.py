@@ -35,7 +35,7 @@ def check_fp8_gemms(hlo: str) -> str:
   fp8, others = kernels['fp8_gemm'].runs, kernels['gemm'].runs
   if not fp8:
     raise ModelError(
-      f"PRECISION = 'fp8', and none of the {others} matmuls of the compiled step is in FP8.",
+      f"PRECISION = 'fp8', but none of the {others} matmuls of the compiled step is in FP8.",
       fix="Set PRECISION = 'bfloat16'. The layers of a custom model need kernels with the names of "
       'KERNELS in t5x_gpu/models/precision.py.',
       parameters=('TransformerConfig.dtype',),

@@ -71,7 +71,7 @@ def check_array_files(folder: AnyPath) -> None:
   for file, end in ends.items():
     size = (folder / file).stat().st_size
     if size < end:
-      raise ValueError(f'{file} is cut off: it has {size:,} of at least {end:,} bytes')
+      raise ValueError(f'{file} is truncated: it has {size:,} of at least {end:,} bytes')
   for file, places in metadata.items():
     with open_regular(folder / file) as f:
       for key, offset, length in places:

@@ -286,7 +286,7 @@ def _check(
     for part in {name.split('/')[0] for name in want}
     if all(name in fits or may_lack(name) for name in want if name.split('/')[0] == part)
   )
-  fix = 'Take the model file that belongs to the checkpoint, or name another RestoreConfig.path.'
+  fix = 'Use the gin file that the checkpoint was trained with, or name another RestoreConfig.path.'
   if whole and config.mode == 'warm_start':
     fix += (
       "\nTo take what fits and start the rest from scratch: RestoreConfig.mode = 'partial' and\n"

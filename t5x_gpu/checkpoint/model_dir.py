@@ -161,7 +161,7 @@ class ModelDir(contextlib.AbstractContextManager):
       before, now = (f'checkpoint_{steps[0]}' if steps else 'none' for steps in (before, now))
       raise CheckpointError(
         f'{self.path} has changed since this run locked it: the latest checkpoint was {before} and '
-        f'is {now}. This run gave no sign of life, and another run used the folder.',
+        f'is {now}. This run stopped renewing its lock, and another run used the folder.',
         fix='Start the same command again.',
         parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
@@ -282,7 +282,7 @@ def check_same_model(
     holds = 'parameters only' if params_only else 'no position in the data'
     raise CheckpointError(
       f'{checkpoint_path(folder, step)} holds {holds}, as converted checkpoints do: '
-      'no run wrote it, so none can continue it.',
+      'it was not written by a training run and cannot be resumed.',
       fix='Set another MODEL_DIR, and start from this one: train.initialize_from =\n'
       f'@initialize.RestoreConfig() with RestoreConfig.path = {str(folder)!r}.',
       parameters=('MODEL_DIR',),
@@ -307,5 +307,6 @@ def check_writable(folder: AnyPath) -> None:
   except OSError as e:
     raise CheckpointError(
       f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
-      fix='Set MODEL_DIR to a folder of yours with free space (--gin.MODEL_DIR=runs/my_run).',
+      fix='Set MODEL_DIR to a folder you can write to, with free space '
+      '(--gin.MODEL_DIR=runs/my_run).',
     ) from e

@@ -94,7 +94,7 @@ class Owner:
       )
       return f'its folder is {self.folder}, this is a copy' if is_copy else ''
     if age_seconds > STALE_SECONDS:
-      return f'it has given no sign of life for {age_seconds:.0f} s'
+      return f'its last heartbeat was {age_seconds:.0f} s ago'
     return ''
 
 
@@ -126,13 +126,13 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
         f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of '
         f'life was {max(age, 0):.0f} s ago.',
         fix='Wait for that run or end it, or set another MODEL_DIR. The lock of a run on another '
-        f'host expires {STALE_SECONDS} s after its last sign of life; if you are sure that the '
+        f'host expires {STALE_SECONDS} s after its last heartbeat; if you are sure that the '
         f'run is gone, remove {path}.',
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
     if seen is None:
       _log.info(
-        'Waiting for %s of %s; its last sign of life was %.0f s ago. If the lock is not renewed, '
+        'Waiting for %s of %s; its last heartbeat was %.0f s ago. If the lock is not renewed, '
         'this run takes over in %.0f s.',
         path,
         owner.name,
@@ -211,9 +211,9 @@ class RunLock:
       self._write()
     elif not owner.is_same_process(self._me):
       raise CheckpointError(
-        f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over while this '
-        f'run (process {self._me.pid} on {self._me.host}) gave no sign of life. Nothing more is '
-        'written.',
+        f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over after this '
+        f'run (process {self._me.pid} on {self._me.host}) had stopped renewing its lock. Nothing '
+        'more is written.',
         fix="If that is this run's restart, ignore this. Otherwise give each run its own "
         'MODEL_DIR.',
         docs='watchdog.md#two-runs-on-one-model_dir',
@@ -264,7 +264,7 @@ class RunLock:
     except OSError as e:
       raise CheckpointError(
         f'{self._path} cannot be written: {e.strerror or e}.',
-        fix='Set MODEL_DIR to a folder of yours with free space.',
+        fix='Set MODEL_DIR to a folder you can write to, with free space.',
       ) from e
 
 

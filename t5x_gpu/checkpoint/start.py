@@ -128,10 +128,7 @@ def _with_history(state: TrainState, program: Program) -> TrainState:
   """Returns `state`; with a new FP8 history if the run needs one and the checkpoint has none."""
   if bool(state.fp8_history) == bool(program.abstract_saved.fp8_history):
     return state
-  _log.info(
-    'The checkpoint has no FP8 history of this length: the first step takes scales that suit '
-    'most models.'
-  )
+  _log.info('The checkpoint has no FP8 history of this length: the first step uses default scales.')
   zeros = jax.tree.map(
     lambda a: jax.jit(functools.partial(jnp.zeros, a.shape, a.dtype), out_shardings=a.sharding)(),
     program.abstract_saved.fp8_history,

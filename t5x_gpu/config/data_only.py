@@ -77,8 +77,8 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
     raise ConfigError(
       all_problems(problems, title=f'{shown} is more than data'),
       fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
-      'elsewhere.\nIf you trust it, add --trust_gin, which runs the file. Or name a gin file '
-      'of yours: --gin_file=FILE.',
+      'elsewhere.\nIf you trust it, add --trust_gin, which runs the file. Or give your own '
+      'gin file: --gin_file=FILE.',
       docs='infer.md#trust',
     )
   return [

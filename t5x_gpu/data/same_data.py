@@ -141,7 +141,7 @@ def check_next_batch(
       'source); or, if MODEL_DIR has no source_files.json, text beyond the first 64 KiB of a file.'
     )
   raise DataError(
-    f'The next batch is not the one that this run would have taken (hash {hash_now}, the '
+    f'The next batch is not the one that this run should read next (hash {hash_now}, the '
     f'checkpoint says {saved_hash}), although {", ".join(agree) or "all compared facts"} agree: '
     f'the data, its preprocessing or its libraries changed.\n  {text}',
     fix='Install the versions of that run, or restore its data and the code of its task; '

@@ -153,7 +153,7 @@ def open_class_job(
   if score:
     raise ConfigError(
       '--score is for a model that writes text; this one is an encoder.',
-      fix='Remove --score: each result has all that the model computes for a text.',
+      fix='Remove --score: each result has every score of its text already.',
     )
   plain = without_adapters(model)
   length = _length(plain, dataset)
@@ -194,7 +194,8 @@ def _length(model: Any, dataset: DatasetConfig) -> int:
     return max(length // 2, 3) if model.embeds else length
   if not model.config.num_positions:
     raise ConfigError(
-      'A model file lacks the length of the texts of an encoder without a table of positions.',
+      'The maximum length of texts is unknown: the encoder has no table of positions, and a '
+      'model file has no length.',
       fix='Give the gin file of the run that trained it, with --gin_file.',
     )
   return model.config.num_positions

@@ -177,7 +177,7 @@ def _outputs(generator: Generator, task: EvaluatedTask, show: Show) -> ModelOutp
 def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
   if (task.needs_predictions or has_encoder) and not all(task.inputs):
     raise DataError(
-      f"{task.name!r} has metrics of predictions, but examples without 'inputs'.",
+      f"{task.name!r} needs generated predictions, but its examples have no 'inputs'.",
       fix="Use a task with the features 'inputs' and 'targets', or metrics of scores.",
       parameters=('train.infer_eval_dataset_cfg',),
     )

@@ -200,7 +200,7 @@ class Goodput(contextlib.AbstractContextManager):
         append_line(self._path, json.dumps(line))
       except OSError as e:
         if not self._has_failed:
-          _log.warning('%s cannot be written: %s. The run goes on.', self._path, e.strerror or e)
+          _log.warning('%s cannot be written: %s. The run continues.', self._path, e.strerror or e)
         self._has_failed = True
 
   def summary(self) -> str:

@@ -75,8 +75,7 @@ def new_figure(size: tuple[float, float], *, layout: Optional[str] = None) -> An
     importlib.import_module('matplotlib.backends.backend_agg').FigureCanvasAgg(figure)
   except ModuleNotFoundError as e:
     raise ConfigError(
-      f'A plot was asked for, but {e.name} is not installed.',
-      fix="Run: pip install 'matplotlib>=3.9'",
+      f'Plotting needs {e.name}, which is not installed.', fix="Run: pip install 'matplotlib>=3.9'"
     ) from e
   return figure
 

@@ -112,7 +112,7 @@ class Recorder(contextlib.ExitStack):
         raise
 
   def dispatched(self, step: int, sums: Any) -> None:
-    """Takes the sums of a step that was just dispatched; finishes the previous one."""
+    """Keeps the sums of a step that was just dispatched; finishes the previous one."""
     self.finish()
     self._in_flight = step, sums
 
@@ -159,7 +159,7 @@ class Recorder(contextlib.ExitStack):
 
 
 def _counted(numbers: reduce.Sums) -> reduce.Sums:
-  """Returns what counts in means: of a skipped step, only what is finite."""
+  """Returns the sums that count in means: of a skipped step, the finite ones."""
   if not numbers.get('skipped', (0.0, 1.0))[0]:
     return numbers
   return {name: pair for name, pair in numbers.items() if np.all(np.isfinite(pair[0]))}

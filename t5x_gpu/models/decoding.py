@@ -125,8 +125,8 @@ def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
   if prompt_length >= 1 and 1 <= num_tokens <= room:
     return
   raise ConfigError(
-    f'The sample has {prompt_length} prompt tokens and {num_tokens} new ones; the model takes '
-    f'{length} in all, and at least one of each.',
+    f'The sample has {prompt_length} prompt tokens and {num_tokens} new ones; both '
+    f'must be at least 1, and together at most {length}.',
     fix=f'Set SampleConfig.prompt to a text of 1 to {length - 1} tokens.'
     if prompt_length < 1 or room < 1
     else f'Set SampleConfig.num_tokens to 1 to {room}.',

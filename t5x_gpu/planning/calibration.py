@@ -106,7 +106,7 @@ def read(path: pathlib.Path) -> Calibration:
   gpu = next((t for t in TARGETS.values() if any(t.device_kind in str(c) for c in cards)), None)
   if len(cards) != 1 or gpu is None:
     raise ConfigError(
-      f'{path} has no results of one GPU that a plan knows: '
+      f'{path} must have results of exactly one supported GPU, but has: '
       f'{", ".join(map(str, cards)) or "only tiny sizes on the CPU"}.',
       fix=f'Run scripts/bench_gpu.sh on one of {", ".join(TARGETS)}.',
     )

@@ -55,7 +55,7 @@ class Checkpoint:
 
   Attributes:
     num_bytes: of all its arrays.
-    seconds: to write it, while the run goes on.
+    seconds: to write it, while the run continues.
   """
 
   num_bytes: int

@@ -62,7 +62,7 @@ def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
       + (table(traffic_rows(p), right=(3, 4, 5, 7)) if p.time.collectives else NO_TRAFFIC),
       f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
       f'{p.checkpoint.seconds:,.0f} s at {p.assumed.save_gigabytes:g} GB/s per host, while the run '
-      'goes on.',
+      'continues.',
       'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + table(assumption_rows(p, calibration)),
     ]
   )

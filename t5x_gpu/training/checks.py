@@ -25,9 +25,9 @@ def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool)
   """Raises ConfigError for microbatches if the loss of a row depends on the other rows."""
   if getattr(model, 'couples_rows', False) and (num_microbatches > 1 or is_pipeline):
     raise ConfigError(
-      'The loss of embeddings takes its negatives from the whole batch, which '
+      'The loss of embeddings takes its negatives from the whole batch, so '
       + ('a pipeline' if is_pipeline else f'num_microbatches = {num_microbatches}')
-      + ' would cut into parts.',
+      + ' cannot split the batch.',
       fix='Set train.num_microbatches = 1 and use no pipeline stages; split the batch over more '
       'devices, or set TransformerConfig.remat_policy to save memory.',
       parameters=('train.num_microbatches', 'Partitioner.stage'),
@@ -46,7 +46,7 @@ def check_first_loss(loss: Optional[float], model: Model) -> None:
 
   Args:
     loss: None for a batch without target tokens or a model without this metric: no warning.
-    model: tells the number of outcomes.
+    model: provides the number of outcomes.
   """
   if loss is None:
     return

@@ -93,7 +93,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
   if region is not None and region.pipeline is not None:
     raise ModelError(
       "TransformerConfig.fp8_scaling = 'delayed' does not work in a pipeline: its backward pass "
-      'adds up what microbatches return, and delayed scaling needs the largest value of them.',
+      'sums over microbatches, but delayed scaling needs their maximum.',
       fix="Set TransformerConfig.fp8_scaling = 'current', or Partitioner.stage = 1.",
       parameters=('TransformerConfig.fp8_scaling', 'Partitioner.stage'),
       docs='precision.md#delayed-scaling',

@@ -1,4 +1,4 @@
-"""What any layout wrote, any other reads: every bit, as today's mesh wants it, and the run goes on.
+"""What any layout wrote, any other reads: every bit, as today's mesh wants it, and the run continues.
 
 A row of the table is a layout on 1, 2, 4, 6 or 8 devices (tests/helpers_topologies.py). What the
 next step makes of a state depends on its bits and on who computes it, not on who wrote it: so the
@@ -88,7 +88,7 @@ def test_every_pair_of_layouts_restores_bit_for_bit(written):
 
 
 def after_restore(written, writer: str, reader: str):
-  """Returns the state of a run that goes on under `reader`, and its batches."""
+  """Returns the state of a run that continues under `reader`, and its batches."""
   restored = topologies.read(written[writer], reader)
   return topologies.program(reader).in_run_order(restored.state), topologies.data_of(restored)
 

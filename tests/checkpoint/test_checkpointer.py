@@ -120,7 +120,7 @@ def addresses(state: TrainState) -> set[int]:
 
 
 def test_a_saved_state_is_that_of_its_step_though_donated_buffers_change_meanwhile(tmp_path):
-  """The write goes on in the background while the next updates reuse the memory of the state."""
+  """The write continues in the background while the next updates reuse the memory of the state."""
   update = jax.jit(
     lambda s: TrainState(
       s.step + 1,
@@ -376,7 +376,7 @@ def test_a_file_that_is_cut_off_is_named_with_what_is_missing(tmp_path):
   largest = largest_data_file(folder)
   size = largest.stat().st_size
   os.truncate(largest, size // 2)
-  with pytest.raises(ValueError, match=f'{largest.name} is cut off: it has {size // 2:,} of at'):
+  with pytest.raises(ValueError, match=f'{largest.name} is truncated: it has {size // 2:,} of at'):
     check_array_files(folder)
 
 

@@ -51,7 +51,7 @@ def test_another_host_is_believed_until_it_is_silent_for_long(tmp_path):
   with pytest.raises(CheckpointError, match='process .* on gpu-07, started .* 100 s ago'):
     check_lock(tmp_path)
   lock_of(tmp_path, host='gpu-07', kernel='another', age=STALE_SECONDS + 5)
-  assert 'no sign of life for 125 s' in check_lock(tmp_path)
+  assert 'last heartbeat was 125 s ago' in check_lock(tmp_path)
 
 
 def test_a_lock_that_another_user_keeps_to_himself_counts_while_it_is_renewed(
@@ -78,10 +78,10 @@ def test_a_restart_waits_for_the_lock_of_a_container_that_is_gone_and_logs_it(
   monkeypatch.setattr(run_lock, 'POLL_SECONDS', 0.01)
   lock_of(tmp_path, host='t5x-gpu-0', kernel='another', age=STALE_SECONDS - 1)
   with caplog.at_level('INFO', logger='t5x_gpu'):
-    assert 'no sign of life for 120 s' in check_lock(tmp_path, wait=True)
+    assert 'last heartbeat was 120 s ago' in check_lock(tmp_path, wait=True)
   [line] = [r.getMessage() for r in caplog.records]  # once, not with each look
   assert re.search(
-    r'Waiting for .*run.lock of process \d+ on t5x-gpu-0.* last sign of life was 119 '
+    r'Waiting for .*run.lock of process \d+ on t5x-gpu-0.* last heartbeat was 119 '
     r's ago.*takes over in 1 s',
     line,
   )

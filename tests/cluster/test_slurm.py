@@ -221,7 +221,7 @@ def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
 
 
 # In the place of python: the task that has the array's number waits for its signal and asks to be
-# requeued, another ends at once, and the third goes on until the file `go` is there.
+# requeued, another ends at once, and the third continues until the file `go` is there.
 ARRAY_TASK = """#!/bin/bash
 echo "$SLURM_ARRAY_TASK_ID" >> starts
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then exit 0; fi

@@ -108,7 +108,7 @@ def test_vocabulary_that_is_not_there(open_data, name, says):
 
 def test_a_removed_source_names_its_replacements(open_data):
   text = refused(open_data, 'hdf5:texts/*.h5')
-  assert 'was removed' in text and 'parquet:' in text and 'jsonl:' in text
+  assert 'no longer supported' in text and 'parquet:' in text and 'jsonl:' in text
 
 
 def test_broken_sentencepiece_file(open_data, tmp_path):

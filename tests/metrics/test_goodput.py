@@ -216,7 +216,7 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, clock, caplog):
     found = accounts(disk)
     assert found.processes[0].process.end == 'done'
     assert math.fsum(found.seconds.values()) == pytest.approx(clock() - 1_000_000)
-  assert caplog.text.count('The run goes on.') == 1
+  assert caplog.text.count('The run continues.') == 1
 
 
 def test_an_error_is_how_the_run_ends(tmp_path, clock):

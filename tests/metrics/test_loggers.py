@@ -84,8 +84,8 @@ def test_a_service_that_stays_down_costs_one_warning_without_its_password(caplog
       for step in range(10):
         writer.write(step, {'x': step})
   warnings = [record.getMessage() for record in caplog.records]
-  assert [w for w in warnings if 'does not take metrics' in w] == [
-    'test does not take metrics: http://[password]@host refused. The run continues, and keeps '
+  assert [w for w in warnings if 'does not accept metrics' in w] == [
+    'test does not accept metrics: http://[password]@host refused. The run continues, and keeps '
     'trying.'
   ]
   assert warnings[-1] == ('test did not get 10 of 10 records; metrics.jsonl has them all.')
@@ -262,7 +262,7 @@ def test_a_server_that_is_down_does_not_stop_the_run(project, monkeypatch):
   result = project.run("--gin.LOGGERS=('jsonl', 'mlflow')", TRAIN_STEPS=2, LOG_PERIOD=1)
   assert result.code == 0, result.err
   assert len(project.metrics()) == 2
-  assert result.err.count('MLflow does not take metrics') == 1
+  assert result.err.count('MLflow does not accept metrics') == 1
   assert 'MLflow did not get 2 of 2 records' in result.err
   assert 'hunter2' not in result.out + result.err
 

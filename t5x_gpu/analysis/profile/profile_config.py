@@ -40,15 +40,15 @@ class ProfileConfig:
     self._check_length('num_steps', self.num_steps)
     if self.num_steps < 1 or self.period is not None and self.period <= self.num_steps:
       raise ConfigError(
-        f'ProfileConfig.num_steps = {self.num_steps}, period = {self.period}: a trace needs a step '
-        'or more, and less than a period.',
+        f'ProfileConfig.num_steps = {self.num_steps}, period = {self.period}: num_steps must '
+        'be at least 1 and less than period.',
         fix='Set num_steps = 3 and a period of 100 or more.',
         parameters=('ProfileConfig.num_steps', 'ProfileConfig.period'),
       )
     if self.slow_factor is not None and self.slow_factor <= 1:
       raise ConfigError(
         f'ProfileConfig.slow_factor = {self.slow_factor} must be more than 1.',
-        fix='Set it to 1.5, or to None for no such profile.',
+        fix='Set it to 1.5, or to None to disable it.',
         parameters=('ProfileConfig.slow_factor',),
       )
 

@@ -70,8 +70,8 @@ def read_params(
   )
   if problems:
     raise CheckpointError(
-      f'{reader.path} holds other parameters than this model has:\n  ' + '\n  '.join(problems),
-      fix='Take the model file that belongs to the checkpoint.',
+      f'{reader.path} does not match the parameters of this model:\n  ' + '\n  '.join(problems),
+      fix='Use the gin file that the checkpoint was trained with.',
       parameters=('MODEL_DIR',),
     )
 

@@ -183,7 +183,7 @@ def compare_with_ours(
   for path, place, value, size in pieces:
     if not _same_bits(reader.read_at(path, place), value):
       raise CheckpointError(
-        f'{path} was read back from {reader.path} with other values than were written.',
+        f'{path} was read back from {reader.path} with values that differ from those written.',
         fix='Check the disk, then convert again.',
       )
     advance(size)
@@ -235,7 +235,7 @@ def compare_with_theirs(reader: ParamsReader, written: ForeignWeights, *, advanc
     rows = tensors.read(actual, start, start + len(exact))
     if not _same_bits(rows, exact.astype(rows.dtype)):
       raise CheckpointError(
-        f'{actual} was read back with other values than were written.',
+        f'{actual} was read back with values that differ from those written.',
         fix='Check the disk, then convert again.',
       )
     advance(rows.nbytes)

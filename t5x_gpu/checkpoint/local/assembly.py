@@ -104,7 +104,7 @@ class Assembly:
     self._names = sorted(self._arrays)
     if differences(manifest, self._target):
       self._warn(
-        f'Ignoring local checkpoint {step}: it is of another model or optimizer. '
+        f'Ignoring local checkpoint {step}: it belongs to another model or optimizer. '
         f'Continuing from {fallback}.'
       )
       return None

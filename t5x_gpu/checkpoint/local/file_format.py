@@ -94,12 +94,13 @@ class LocalFile:
       f.seek(self.data_start + part.offset)
       values = np.fromfile(f, np.uint8, part.num_bytes)
     if values.nbytes != part.num_bytes:
-      raise ValueError(f'{part.name} is cut off')
+      raise ValueError(f'{part.name} is truncated')
     values = values.view(dtype).reshape(part.shape)
     got = checksum(values, part.start, shape)
     if got != part.checksum:
       raise ValueError(
-        f'{part.name} has other values than were saved: its checksum is {got}, not {part.checksum}'
+        f'{part.name} does not have the values that were saved: its checksum is {got}, not '
+        f'{part.checksum}'
       )
     return values
 
@@ -151,13 +152,13 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
   """Returns a file by its header; its parts are not read.
 
   Raises:
-    ValueError: it is cut off, or its header is damaged.
+    ValueError: it is truncated, or its header is damaged.
     OSError: it cannot be read.
   """
   with open_regular(path) as f:
     start = f.read(_PRELUDE.size)
     if len(start) < _PRELUDE.size:
-      raise ValueError('it is cut off')
+      raise ValueError('it is truncated')
     magic, length, crc = _PRELUDE.unpack(start)
     most = min(os.fstat(f.fileno()).st_size, MOST_BYTES)
     header = f.read(length) if magic == MAGIC and length < most else b''
@@ -174,7 +175,7 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
   begin = _aligned(_PRELUDE.size + length)
   end = begin + max((part.offset + part.num_bytes for part in parts), default=0)
   if size < end:
-    raise ValueError(f'it is cut off: it has {size:,} of {end:,} bytes')
+    raise ValueError(f'it is truncated: it has {size:,} of {end:,} bytes')
   return LocalFile(path, content['facts'], parts, begin)
 
 

@@ -289,7 +289,10 @@ def _name_other_runs(local: pathlib.Path, model_dir: pathlib.Path) -> None:
       )
     else:
       _log.info(
-        '%s has %s of local checkpoints of another run, in %s; they stay.', folder, size, owner
+        '%s has %s of local checkpoints from another run, in %s; left in place.',
+        folder,
+        size,
+        owner,
       )
 
 

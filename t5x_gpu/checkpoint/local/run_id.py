@@ -56,7 +56,7 @@ def ensure_run_id(folder: pathlib.Path) -> str:
     except OSError as e:
       raise CheckpointError(
         f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',
-        fix='Set MODEL_DIR to a folder of yours with free space.',
+        fix='Set MODEL_DIR to a folder you can write to, with free space.',
       ) from e
   return name
 

@@ -100,7 +100,7 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
     if problem:
       raise _error(
         f'{DIR} = {its_folder!r} cannot be written to by process {index} on {host}: {problem}.',
-        fix=f"Set {DIR} to a folder of yours on every host, such as '/dev/shm/$USER'.",
+        fix=f"Set {DIR} to a folder you can write to on every host, such as '/dev/shm/$USER'.",
       )
     needed = SLOTS * copies.bytes_on_host(hosts, index)
     if free < needed:

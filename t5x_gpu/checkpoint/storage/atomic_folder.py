@@ -45,7 +45,7 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
         journal.discard()
   except OSError as e:
     raise CheckpointError(
-      f'{target} could not be written: {e.strerror or e}. Nothing of it is left.',
+      f'{target} could not be written: {e.strerror or e}. The partial output was removed.',
       fix='Name a folder with free space with --to.',
     ) from e
   finally:
@@ -104,7 +104,7 @@ class Journal(contextlib.AbstractContextManager):
         self._unfinished.rmdir()
       raise CheckpointError(
         f'{self._target} cannot be written: {e.strerror or e}.',
-        fix='Name a folder of yours with --to.',
+        fix='Name a folder you can write to with --to.',
       ) from e
 
   def _locked(self) -> IO[str]:

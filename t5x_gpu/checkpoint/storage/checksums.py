@@ -310,7 +310,7 @@ def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix:
   wrong = [name for name in known if got[name] != want[name]]
   if wrong:
     raise ValueError(
-      f'{wrong[0]} has other values than were saved (its checksum is '
+      f'{wrong[0]} does not have the values that were saved (its checksum is '
       f'{got[wrong[0]]}, not {want[wrong[0]]})'
       + (f'; so have {len(wrong) - 1} more arrays' if len(wrong) > 1 else '')
     )

@@ -75,7 +75,7 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> PrunePlan:
       removed[step] = disk_bytes(checkpoint_path(folder, step))
   if len(removed) == len(steps):
     raise CheckpointError(
-      f'None of the {len(steps)} checkpoints in {folder} would stay.',
+      f'This would delete all {len(steps)} checkpoints in {folder}.',
       fix=f'Keep at least one: --keep_last=1 keeps step {steps[-1]}.',
     )
   return PrunePlan(folder, dict(sorted(kept.items())), removed)

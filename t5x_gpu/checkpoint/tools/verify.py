@@ -59,7 +59,7 @@ def verify(
       check_no_outage(e, reader.path)
       return f'cannot be read: {error_line(e)}'
     if name in want and str(sums) != want[name]:
-      return f'has other values than were saved: its checksum is {sums}, not {want[name]}'
+      return f'does not have the values that were saved: its checksum is {sums}, not {want[name]}'
     return ''
 
   with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
@@ -90,7 +90,8 @@ def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where:
   want = recorded(manifest).get(name)
   if want is not None and str(sums) != want:
     raise CheckpointError(
-      f'{name} of {where} has other values than were saved: its checksum is {sums}, not {want}.',
+      f'{name} of {where} does not have the values that were saved: its checksum is {sums}, '
+      f'not {want}.',
       fix=_FIX.format(where),
       docs='checkpoints.md#checksums',
     )

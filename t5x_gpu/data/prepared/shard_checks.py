@@ -27,7 +27,7 @@ def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str])
   try:
     size = path.stat().st_size
     if size != shard.bytes:
-      cut = 'cut off' if size < shard.bytes else 'changed'
+      cut = 'truncated' if size < shard.bytes else 'changed'
       return f'{path} is {cut}: it has {size:,} bytes, the index says {shard.bytes:,}.'
     if content == 'sample' and sample_digest(path) != shard.sample:
       return f'{path} has changed: the sha256 of sampled blocks differs from the index.'

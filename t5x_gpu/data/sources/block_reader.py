@@ -140,7 +140,7 @@ class BlockReader:
         except _BROKEN as e:
           raise DataError(
             f'{path} cannot be read as {self.form.name} after record {at}: {e}.',
-            fix='Nobody knows how much is lost, so max_corrupt_fraction does not cover it: get the '
+            fix='The amount lost is unknown, so max_corrupt_fraction does not apply: get the '
             'file again, or leave it out of the pattern.',
           ) from e
         if row is rows:

@@ -162,7 +162,9 @@ def _registered(name: str) -> TaskOrMixture:
   removed = name.partition(':')[0]
   if removed in _REMOVED:
     raise DataError(
-      f'{name!r}: {removed}: was removed.', fix=_REMOVED[removed], parameters=(_NAME,)
+      f'{name!r}: {removed}: tasks are no longer supported.',
+      fix=_REMOVED[removed],
+      parameters=(_NAME,),
     )
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = [*_OWN_TASKS, *listed(others, _LISTED)]

@@ -135,7 +135,7 @@ class BackgroundWriter:
     if not self._warned:
       self._warned = True
       _log.warning(
-        '%s does not take metrics: %s. The run continues, and keeps trying.',
+        '%s does not accept metrics: %s. The run continues, and keeps trying.',
         self._name,
         redacted(first_line(e)).rstrip('.'),
       )

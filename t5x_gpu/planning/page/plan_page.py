@@ -141,7 +141,7 @@ def _tiles(p: Prediction) -> list[Tile]:
     Tile(
       'checkpoint',
       show(p.checkpoint.num_bytes),
-      f'{p.checkpoint.seconds:,.0f} s to write, while the run goes on',
+      f'{p.checkpoint.seconds:,.0f} s to write, while the run continues',
     ),
   ]
 

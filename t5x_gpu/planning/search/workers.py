@@ -157,7 +157,7 @@ def processes(task: SearchTask, number: int) -> Iterator[concurrent.futures.Exec
     yield pool
   except concurrent.futures.process.BrokenProcessPool as e:
     raise ConfigError(
-      f'One of the {number} processes of the search was killed, perhaps for want of memory.',
+      f'One of the {number} processes of the search was killed, probably because memory ran out.',
       fix=f'--search_processes={max(number // 2, 1)} needs less memory.',
       docs='plan.md#search',
     ) from e

@@ -168,7 +168,7 @@ class _Host(contextlib.AbstractContextManager):
     if refusal:
       question.answer({'run': self._cluster.run_id, 'refused': refusal})
       if run == self._cluster.run_id:
-        _log.warning('Not joined: %s.', refusal)
+        _log.warning('Rejected a connection: %s.', refusal)
       return
     self._members[member.process_index] = member
     self._questions[member.process_index] = question

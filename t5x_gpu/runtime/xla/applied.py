@@ -60,7 +60,7 @@ class Applied:
         f'{_count(len(self.env) + len(self.jax_config), "variable")}'
       )
     if self.kept:
-      text += f', {len(self.kept)} of yours kept'
+      text += f', {len(self.kept)} of your own kept'
     if self.dropped:
       reasons = list(dict.fromkeys(self.dropped.values()))
       text += f', {_count(len(self.dropped), "flag")} dropped: ' + (

@@ -209,7 +209,7 @@ def find_target(name: str) -> GpuTarget:
   key = _ALIASES.get(key, key)
   if key not in TARGETS:
     raise ConfigError(
-      f'{name!r} is not a GPU that can be compiled for without having one.'
+      f'{name!r} is not a GPU that a plan can compile for.'
       f'{did_you_mean(name, [*TARGETS, *_ALIASES])}',
       fix=f'Choose one of {", ".join(TARGETS)}.',
       docs='plan.md#a-gpu-that-you-do-not-have',

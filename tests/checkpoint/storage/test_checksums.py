@@ -88,7 +88,7 @@ def test_parts_in_any_order_and_shape_add_up():
   first, second = HostSums(x.shape), None
   for n, place in enumerate(parts):
     if n == 5:
-      second = HostSums(x.shape, start=str(first))  # as a reshard that was killed goes on
+      second = HostSums(x.shape, start=str(first))  # as a reshard that was killed continues
     (second or first).add_at(place, x[place])
   assert str(second) == on_host(x)
   layers = HostSums(x.shape)
@@ -170,7 +170,7 @@ def test_a_bit_that_changed_in_a_file_sets_the_checkpoint_aside_by_name(tmp_path
   with opened(tmp_path) as checkpointer:
     assert int(checkpointer.restore_latest(abstract(state)).state.step) == 10
     assert checkpointer.steps() == [10]
-  assert 'params/dense/kernel has other values than were saved' in caplog.text
+  assert 'params/dense/kernel does not have the values that were saved' in caplog.text
   assert (tmp_path / 'corrupt_checkpoint_20').is_dir()
 
 

@@ -178,7 +178,7 @@ def test_a_split_that_is_not_there_is_named_with_the_command(mixed_rows, open_da
   'damage, says',
   [
     (lambda p: p.unlink(), 'is missing'),
-    (lambda p: p.write_bytes(p.read_bytes()[:1000]), 'is cut off: it has 1,000 bytes'),
+    (lambda p: p.write_bytes(p.read_bytes()[:1000]), 'is truncated: it has 1,000 bytes'),
     (lambda p: p.write_bytes(b'?' + p.read_bytes()[1:]), 'has changed'),
   ],
 )

@@ -110,7 +110,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 _NOT_EXECUTED = 'Its auto_map names Python code in the folder, which is never executed here.'
 _error = functools.partial(CheckpointError, docs='convert.md#families')
 _mismatch = functools.partial(
-  CheckpointError, fix='Take the config.json that belongs to the weights.'
+  CheckpointError, fix='Use the config.json that came with the weights.'
 )
 
 
@@ -135,7 +135,7 @@ def family_of(config: Json) -> str:
   if wrong:
     raise CheckpointError(
       f'config.json says {"; ".join(wrong)}.',
-      fix='Take the config.json that belongs to the weights.',
+      fix='Use the config.json that came with the weights.',
       docs='convert.md#refused',
     )
   model_type = config.get('model_type')

@@ -59,7 +59,7 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
     raise CheckpointError(
       f'config.json says feed_forward_proj = {config["feed_forward_proj"]!r}, but '
       f'{" and ".join(wrong)}, which contradicts it.',
-      fix='Take the config.json that belongs to the weights.',
+      fix='Use the config.json that came with the weights.',
       docs='convert.md#families',
     )
   tied, per_layer = not has_tensor('lm_head.weight'), config['model_type'] == 'umt5'

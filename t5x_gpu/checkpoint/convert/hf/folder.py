@@ -135,7 +135,7 @@ def open_hf(
     raise _error(
       f'{folder / CONFIG} describes {num_layers:,} layers, but the files have only '
       f'{len(tensors.shapes):,} tensors.',
-      fix=f'Take the {CONFIG} that belongs to the weights.',
+      fix=f'Use the {CONFIG} that came with the weights.',
     )
   model = from_hf(
     config,
@@ -148,7 +148,7 @@ def open_hf(
     raise _error(
       f'{folder / CONFIG} describes {num_layers:,} layers of {model.config.num_experts:,} experts, '
       f'but the files have only {len(tensors.shapes):,} tensors.',
-      fix=f'Take the {CONFIG} that belongs to the weights.',
+      fix=f'Use the {CONFIG} that came with the weights.',
     )
   table = Table(rules, sizes)
   weights = ForeignWeights(table, tensors, without_copies(names, table))
@@ -183,7 +183,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   except FileNotFoundError as e:
     raise CheckpointError(
       f'{folder} has no {CONFIG}.',
-      fix='Copy it from where the weights come from; it describes the model.',
+      fix='Copy it from the source of the weights; it describes the model.',
     ) from e
   except (ValueError, OSError) as e:
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
@@ -204,14 +204,14 @@ def _check_token_table(
       raise _error(
         f'{folder / CONFIG} says that this is a {family} model, but the tensors are those of '
         f'{" or ".join(others)}: they include {FAMILIES[others[0]].token_table} but not {wanted}.',
-        fix=f'Take the {CONFIG} that belongs to the weights.',
+        fix=f'Use the {CONFIG} that came with the weights.',
       )
     return  # a later check lists all missing tensors
   rows, vocab_size = tensors.shapes[names.of_table[wanted]][0], config.get('vocab_size')
   if rows != vocab_size:
     raise _error(
       f'{folder / CONFIG} says vocab_size = {vocab_size}, but {wanted} has {rows} rows.',
-      fix=f'Take the {CONFIG} that belongs to the weights. If only the number is wrong, set '
+      fix=f'Use the {CONFIG} that came with the weights. If only the number is wrong, set '
       f'"vocab_size": {rows} in it.',
     )
 

@@ -150,6 +150,6 @@ def divided(config: Json, size: str, parts: str) -> int:
   if not config[parts] or config[size] % config[parts]:
     raise CheckpointError(
       f'config.json says {size} = {config[size]}, which {parts} = {config[parts]} does not divide.',
-      fix='Take the config.json that belongs to the weights.',
+      fix='Use the config.json that came with the weights.',
     )
   return config[size] // config[parts]

@@ -118,7 +118,7 @@ def layers_with_rope(config: Json) -> Sequence[bool]:
   if len(given) != layers:
     raise CheckpointError(
       f'config.json has no_rope_layers for {len(given)} layers, but num_hidden_layers = {layers}.',
-      fix='Take the config.json that belongs to the weights.',
+      fix='Use the config.json that came with the weights.',
       docs='convert.md#families',
     )
   return [bool(value) for value in given]
@@ -138,8 +138,8 @@ def _of_every_layer(config: Json) -> Sequence[int]:
   window, layers = config['sliding_window'] or 0, config['num_hidden_layers']
   if config['sliding_window'] == 0:
     raise CheckpointError(
-      'config.json says sliding_window = 0: no layer would see anything.',
-      fix='Without windows it is null.',
+      'config.json says sliding_window = 0: layers could attend to nothing.',
+      fix='Use null for no window.',
       docs='convert.md#families',
     )
   types = config.get('layer_types')
@@ -147,7 +147,7 @@ def _of_every_layer(config: Json) -> Sequence[int]:
     raise CheckpointError(
       f'config.json has sliding_window = {config["sliding_window"]}, which is for all layers of '
       f'this family, but layer_types names others: {types}.',
-      fix='Take the config.json that belongs to the weights.',
+      fix='Use the config.json that came with the weights.',
       docs='convert.md#families',
     )
   return [window] * layers

@@ -80,7 +80,7 @@ class Traits:
     if (key := self.keys.get('num_experts')) and not config[key]:
       raise CheckpointError(
         f'config.json says {key} = {config[key]}, but the layers of this family have experts.',
-        fix='Take the config.json that belongs to the weights.',
+        fix='Use the config.json that came with the weights.',
         docs='convert.md#families',
       )
     fields = {

@@ -28,7 +28,7 @@ def check_start(folder: pathlib.Path) -> None:
   if start not in (0, None):
     raise _error(
       f'{path} has decoder_start_token_id = {start}; our decoders start with id 0.',
-      fix='Take the generation_config.json that belongs to the weights, or set it to 0 there.',
+      fix='Use the generation_config.json that came with the weights, or set it to 0 there.',
     )
 
 
@@ -107,7 +107,7 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
       raise _error(
         f'{path} has token ids up to {largest}, but the model has vocab_size = {vocab_size}: ids '
         f'from 0 to {vocab_size - 1}.',
-        fix='Take the tokenizer files that belong to the weights.',
+        fix='Use the tokenizer files that came with the weights.',
       )
 
 
