@@ -19,7 +19,7 @@ CORE = [
   'nvidia-ml-py>=13.580,<14',  # pure Python; without a driver it reports no GPUs
 ]
 # Attention kernels for GPUs: an extra, because a run on a CPU does not import it, and it pins
-# typeguard. Without it, a run on GPUs goes on with attention in plain JAX.
+# typeguard. Without it, a run on GPUs continues with attention in plain JAX.
 KERNELS = ['tokamax>=0.0.12,<0.1']
 # Text to batches. Only t5x_gpu/data imports these.
 DATA = [

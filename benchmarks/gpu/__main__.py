@@ -80,7 +80,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   print(f'\n{report.table(results)}\nWritten to {args.out}/table.md and results.json.')
   unfinished = [n for n in args.parts if not finished(results.get(n), args)]
   if unfinished:
-    print(f'{len(unfinished)} parts are left; the same command goes on: {", ".join(unfinished)}.')
+    print(f'{len(unfinished)} parts are left; the same command continues: {", ".join(unfinished)}.')
   return 1 if unfinished else 0
 
 

@@ -1,4 +1,4 @@
-"""What any layout wrote, any other reads: every bit, as today's mesh wants it, and the run continues.
+"""What any layout wrote, any other reads: every bit, as today's mesh wants it; the run continues.
 
 A row of the table is a layout on 1, 2, 4, 6 or 8 devices (tests/helpers_topologies.py). What the
 next step makes of a state depends on its bits and on who computes it, not on who wrote it: so the

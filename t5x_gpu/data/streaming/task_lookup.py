@@ -162,9 +162,7 @@ def _registered(name: str) -> TaskOrMixture:
   removed = name.partition(':')[0]
   if removed in _REMOVED:
     raise DataError(
-      f'{name!r}: {removed}: tasks are no longer supported.',
-      fix=_REMOVED[removed],
-      parameters=(_NAME,),
+      f'{name!r}: {removed}: is no longer supported.', fix=_REMOVED[removed], parameters=(_NAME,)
     )
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = [*_OWN_TASKS, *listed(others, _LISTED)]

@@ -217,5 +217,5 @@ def test_parameters_that_are_read_alone_are_checked(tmp_path):
   }
   np.testing.assert_array_equal(read_params(tmp_path, want)['dense']['kernel'], kernel)
   flip_a_bit(tmp_path / 'checkpoint_3', value=kernel[20].tobytes())
-  with pytest.raises(CheckpointError, match='params/dense/kernel has other values'):
+  with pytest.raises(CheckpointError, match='params/dense/kernel does not have the values'):
     read_params(tmp_path, want)
