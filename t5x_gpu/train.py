@@ -1,12 +1,11 @@
 """Train a model: `python -m t5x_gpu.train --gin_file=gin_configs/examples/demo.gin`.
 
 Read this file first: `train_run` is a run from its first check to its last line, and `take_steps`
-its loop. Their parts are in run/, in the order of time: config, check, data, live, finish.
+its loop. Their parts are in run/, in the order of time: config, begin, check, data, live, finish.
 """
 
 import argparse
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -16,14 +15,14 @@ from t5x_gpu import cli
 from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
-from t5x_gpu.config import gin_loader, report
-from t5x_gpu.config.gin_files import GinFiles
+from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.run.begin import begin, write_config
 from t5x_gpu.run.check import CheckedRun, check
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
@@ -35,11 +34,9 @@ from t5x_gpu.run.record import open_recorder
 from t5x_gpu.runtime import distributed, host, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
-from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla import program_cache
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.schedules import Schedule
@@ -113,33 +110,20 @@ def train_run(
     log(precompile(plan, xla=xla))
     return 0
   with plan.model_dir:  # until the end of the run, no other run may write there
-    return _train_checked(
-      plan, watchdog=watchdog, xla=xla, write_config=write_config, dry_run=dry_run
-    )
+    if plan.is_done:
+      log(plan.already_done_text())
+      return 0
+    if dry_run:
+      open_data(plan).check_same_on_hosts()
+      log(plan.dry_run_text())
+      return 0
+    with Goodput(
+      enabled=distributed.is_main_process(), age_seconds=host.seconds_since_start()
+    ) as goodput:
+      return _train_checked(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
 
 
 def _train_checked(
-  plan: CheckedRun,
-  *,
-  watchdog: Watchdog,
-  xla: Optional[xla_flags.Applied],
-  write_config: Optional[Callable[[str], None]],
-  dry_run: bool,
-) -> int:
-  if plan.is_done:
-    log(plan.already_done_text())
-    return 0
-  if dry_run:
-    open_data(plan).check_same_on_hosts()
-    log(plan.dry_run_text())
-    return 0
-  with Goodput(
-    enabled=distributed.is_main_process(), age_seconds=host.seconds_since_start()
-  ) as goodput:
-    return _train_accounted(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
-
-
-def _train_accounted(
   plan: CheckedRun,
   goodput: Goodput,
   *,
@@ -236,25 +220,14 @@ def main(argv: Optional[list[str]] = None) -> int:
     process_count=cluster.process_count,
     store=coordination_store(),
   ) as watchdog:
-    logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-    if distributed.is_main_process():
-      report.print_changes(
-        loaded.provenance,
-        files=GinFiles(args.gin_search_paths),
-        gin_files=args.gin_files,
-        model_dir=run.model_dir,
-      )
-    program_cache.start(jax.default_backend(), environ=os.environ)
-    log(_first_screen(cluster, xla, loaded))
-    health.log_problems()
-    distributed.assert_equal_across_hosts(
-      {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration'
+    begin(
+      run, loaded, cluster, xla, gin_files=args.gin_files, gin_search_paths=args.gin_search_paths
     )
     return train_run(
       run,
       watchdog=watchdog,
       xla=xla,
-      write_config=functools.partial(_write_config, run, loaded),
+      write_config=functools.partial(write_config, run, loaded),
       dry_run=args.dry_run,
       only_compile=args.extra.precompile,
     )
@@ -267,28 +240,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help='compile the programs of the run into the cache, and exit without training',
   )
   cluster_lib.add_flags(parser)
-
-
-def _first_screen(
-  cluster: cluster_lib.ClusterInfo, xla: xla_flags.Applied, loaded: gin_loader.LoadedConfig
-) -> str:
-  """Returns what the run found out about its processes, XLA and its configuration."""
-  return '\n'.join(
-    [
-      str(cluster),
-      *(f'WARNING: {warning}' for warning in cluster.warnings),
-      xla.report(),
-      *([distributed.members_table()] if distributed.members() else []),
-      *(f'note: {note}' for note in loaded.notes),
-    ]
-  )
-
-
-def _write_config(run: Run, loaded: gin_loader.LoadedConfig, folder: str) -> None:
-  changes = report.write(loaded.provenance, folder)
-  log(f'where to look: {run.model_dir}: {", ".join([*run.logging_cfg.files, report.ORIGINS])}')
-  if changes:
-    log('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
 
 
 if __name__ == '__main__':

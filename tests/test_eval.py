@@ -202,7 +202,7 @@ def test_a_dry_run_writes_nothing(project, tmp_path):
       ['ZeroDivisionError: nobody guessed right', 'metric_fns'],
     ),
     (['--name=x', '--batches=0'], {}, ["'0' is not a whole number"]),
-    (['--name=x'], {'TransformerConfig.mlp_dim': 64}, ['holds other parameters', 'mlp']),
+    (['--name=x'], {'TransformerConfig.mlp_dim': 64}, ['does not match the parameters', 'mlp']),
   ],
 )
 def test_bad_input_is_an_error_with_a_remedy(evaluated, flags, macros, said):

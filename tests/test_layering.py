@@ -48,6 +48,7 @@ WITHOUT_TENSORFLOW = {
 JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
 
 MAX_FILE_LINES = 350
+SHORTER = {'t5x_gpu.train': 250}  # the first file that a reader opens
 MAX_MODULES = 16  # per folder, not counting __init__.py; the root has one per command
 MAX_FUNCTION_LINES = 70
 # Still to be split.
@@ -269,8 +270,9 @@ def test_files_and_functions_are_short():
   found = []
   for name, tree in modules().items():
     lines = len(path_of(name).read_text(encoding='utf-8').splitlines())
-    if lines > MAX_FILE_LINES and name not in TO_SPLIT:
-      found.append(f'{name}: {lines} lines of at most {MAX_FILE_LINES}')
+    most = SHORTER.get(name, MAX_FILE_LINES)
+    if lines > most and name not in TO_SPLIT:
+      found.append(f'{name}: {lines} lines of at most {most}')
     for node in ast.walk(tree):
       if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         lines, function = node.end_lineno - node.lineno + 1, f'{name}.{node.name}'

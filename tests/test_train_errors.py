@@ -204,7 +204,7 @@ def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, s
   assert_refused(
     sampling,
     DATA_MODULE='t5x_gpu.data.seqio_batches',
-    says=['the model takes 32 in all', fix, 'TASK_FEATURE_LENGTHS is set at'],
+    says=['together at most 32', fix, 'TASK_FEATURE_LENGTHS is set at'],
     **{f'SampleConfig.{name}': value for name, value in sample.items()},
   )
 

@@ -496,7 +496,7 @@ def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
     'read_at',
     lambda self, path, place: right(self, path, place) * np.float32(1 + 1e-7),
   )
-  refuses('was read back .* with other values', tmp_path / 'a', tmp_path / 'ours')
+  refuses('was read back .* with values that differ', tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_logits_that_do_not_fit_into_memory_are_refused(tmp_path, refuses, monkeypatch):

@@ -156,7 +156,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_to_do(made):
 
 def test_a_page_of_something_else_is_refused(tmp_path):
   (tmp_path / 'tiny.gin').write_text(TINY_GIN)
-  with pytest.raises(ConfigError, match='--html is a page of the prediction'):
+  with pytest.raises(ConfigError, match='--html writes the prediction'):
     plan.main(
       [f'--gin_file={tmp_path / "tiny.gin"}', '--show=sharding', f'--html={tmp_path}/a.html']
     )
