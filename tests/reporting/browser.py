@@ -4,13 +4,19 @@ import pathlib
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
 BROWSER = next(
   filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
 )
-needs_browser = pytest.mark.skipif(BROWSER is None, reason='no Chromium: apt-get install chromium')
+
+
+def needs_browser(test: Callable[..., None]) -> Callable[..., None]:
+  """Marks a test that starts a browser; it is skipped where there is none."""
+  skip = pytest.mark.skipif(BROWSER is None, reason='no Chromium: apt-get install chromium')
+  return pytest.mark.process(skip(test))
 
 
 def open_page(page: pathlib.Path, *, width: int, count: str) -> tuple[int, int]:
