@@ -113,8 +113,12 @@ $(AOT): $(VENV)/.installed
 	@touch $@
 
 test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorded figures
-	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot \
+	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
 	  $(SLOW) $(PARALLEL) $(ARGS)
+
+test-searches: $(AOT) ## check plan --search from 134M to 70B on 8, 64 and 192 GPUs: an hour
+	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
+	  -m all_searches -s $(SLOW) $(ARGS)
 
 docs: $(VENV)/.docs ## build the documentation site into build/site
 	$(VENV)/bin/python scripts/docs_site.py
@@ -139,4 +143,4 @@ $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-optimised test-py312 test-t5 test-aot docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-optimised test-py312 test-t5 test-aot test-searches docs soak clean

@@ -22,7 +22,7 @@ import pytest
 BUDGET = 10.0
 # The first test of a worker also pays for the warm server, the first of a model for its reference
 # on one device; and CPU seconds grow up to fourfold on a machine whose cores are shared.
-ALLOWANCE = 12.0
+ALLOWANCE = 4.0
 _CPU = 'cpu_seconds'  # property of a report
 
 # Marks of tests that `make test-quick` leaves out.

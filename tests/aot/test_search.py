@@ -9,6 +9,7 @@ from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
+from t5x_gpu.planning.search.results import search_text
 from t5x_gpu.planning.search.search import EQUAL, Found, search
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import SearchTask
@@ -36,10 +37,30 @@ def are_neighbours(a: Variant, b: Variant) -> bool:
   return 1 <= sum(a.get(name) != b.get(name) for name in {*a, *b}) <= 2
 
 
+def _case(model: str, gpus: int, rows_per_gpu: int, length: int, layout: str = 'hsdp') -> Case:
+  case = Case(
+    model=model, layout=layout, batch=(gpus * rows_per_gpu, length), gpu='h200', hosts=gpus // 8
+  )
+  marks = () if (model, gpus) == ('decoder_base', 8) else pytest.mark.all_searches
+  return pytest.param(case, id=f'{model}-{gpus}', marks=marks)
+
+
 @pytest.mark.parametrize(
   'case',
-  [Case(model='decoder_base', layout='dp', batch=(64, 1024), gpu='h200')],
-  ids=lambda case: case.name,
+  [
+    _case('decoder_base', 8, 8, 1024, layout='dp'),
+    *[
+      _case(model, gpus, rows, length)
+      for model, rows, length in (
+        ('decoder_base', 8, 1024),
+        ('llama3_2_1b', 4, 4096),
+        ('llama3_8b', 3, 4096),
+        ('llama3_70b', 1, 4096),
+        ('t5_11b', 8, 512),
+      )
+      for gpus in (8, 64, 192)
+    ][1:],
+  ],
 )
 def test_no_sampled_neighbour_of_the_best_is_faster(case):
   topology = topology_of(gpus=case.hosts * case.gpus_per_host, gpus_per_host=case.gpus_per_host)
@@ -47,6 +68,7 @@ def test_no_sampled_neighbour_of_the_best_is_faster(case):
   config, found = case.config(), Found()
   task = SearchTask(functools.partial(configured, case), case.gpu, topology, Assumptions())
   search(found, config, task, num_processes=2, compiles=True)
+  print(search_text(found, f'{topology.num_devices} x {case.gpu}'))
   best = found.best('bfloat16')
   assert best.variant in found.compiled and found.best('fp8').variant in found.compiled
   near = [
