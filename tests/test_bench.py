@@ -28,6 +28,7 @@ def test_bench_writes_what_it_measured(tmp_path, capsys):
   assert 'tokens/s' in printed and 'MFU          unknown' in printed
 
 
+@pytest.mark.process
 def test_a_model_larger_than_the_memory_is_refused_before_it_compiles():
   with pytest.raises(OutOfMemoryError, match='A step on .* needs'):
     bench.main([*DEMO, f'--gin.TransformerConfig.mlp_dim={2**36}'])
