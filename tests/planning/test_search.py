@@ -97,6 +97,8 @@ def test_the_run_as_it_is_is_one_of_its_variants(config):
   assert same() == [(('data', 4), ('fsdp', 1))]
   assert same(fsdp=2) == [(('data', 2), ('fsdp', 2))]
   assert same(fsdp=2, zero_stage=1) == [(('data', 2), ('fsdp', 2), ('zero_stage', 1))]
+  by_hand = dict(ici_mesh_shape={'fsdp': -1}, dcn_mesh_shape={'data': -1})  # as hsdp.gin says it
+  assert same(data=-1, **by_hand) == [(('data', 2), ('fsdp', 2))]
   assert same(fsdp=2, zero_stage=2) == same(fsdp=3) == []
   assert not any(v.is_of(dataclasses.replace(config, num_microbatches=2), topology) for v in found)
 

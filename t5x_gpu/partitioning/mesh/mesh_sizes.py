@@ -47,13 +47,15 @@ class MeshSizes:
     dcn: the part across hosts; the product is the number of hosts.
     notes: reasons for the sizes, for the log.
     warnings: choices that are legal but probably slow.
+
+  Equal sizes are equal whatever is noted of them.
   """
 
   total: Mapping[str, int]
   ici: Mapping[str, int]
   dcn: Mapping[str, int]
-  notes: tuple[str, ...] = ()
-  warnings: tuple[str, ...] = ()
+  notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+  warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
   @property
   def num_devices(self) -> int:
