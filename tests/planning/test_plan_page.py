@@ -26,7 +26,7 @@ from tests.helpers_train import TINY_GIN
 from tests.reporting.browser import needs_browser, open_page
 from tests.reporting.pages import Page
 
-SECTIONS = ['What bounds a step', 'Memory', 'Mesh', 'Traffic', 'Time', 'Assumptions']
+SECTIONS = ['What bounds a step', 'Memory', 'Parameters', 'Mesh', 'Traffic', 'Time', 'Assumptions']
 
 
 @pytest.fixture(scope='module')
@@ -70,6 +70,7 @@ def test_a_page_has_every_section_and_every_number(written):
     got['bottleneck'],
     'Nothing was compiled',
     'gradients',
+    *(f'{part}{number:,}' for part, number in got['params_by_part'].items()),
     'waiting for collectives',
     links.NETWORK,
     *(source['source'] for source in got['assumptions'].values()),

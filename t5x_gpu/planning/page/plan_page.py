@@ -91,6 +91,7 @@ def plan_page(
   sections = [
     _bottleneck(p),
     _memory(p.memory, advice),
+    _parameters(p),
     _mesh(layout, p),
     _traffic(p),
     _time(p.time),
@@ -186,6 +187,11 @@ def _memory(memory: MemoryUse, advice: str) -> Section:
   content = [chart, *how, table(head, rows, texts=(0, 2))]
   intro = screen.fits_line(memory) + '. A full bar is all of the GPU.'
   return Section('memory', 'Memory', content, intro)
+
+
+def _parameters(p: Prediction) -> Section:
+  head, *rows = screen.parameter_rows(p)
+  return Section('parameters', 'Parameters', [table(head, rows)])
 
 
 def _mesh(layout: Layout, p: Prediction) -> Section:
