@@ -82,6 +82,7 @@ CASES = (
   _small('zero1'),
   _small('fsdp'),
   _llama('dp', rows=64),
+  Case(model='gpt2_xl', layout='dp', batch=(64, 1024), bindings=("REMAT_POLICY = 'full'",)),
   _llama('fsdp'),
   _llama('hsdp', hosts=8, rows=256),
   _llama('fsdp', hosts=8, rows=256),
