@@ -10,11 +10,11 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader, find_checkpoint
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader, find_checkpoint
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.retention import BEST_IS, Keep
 from t5x_gpu.checkpoint.run_lock import check_lock
-from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path, committed_steps
-from t5x_gpu.checkpoint.storage.paths import as_path, local_path
+from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.checkpoint.tools.average import average
 from t5x_gpu.checkpoint.tools.diff import tree_differences, value_differences
 from t5x_gpu.checkpoint.tools.inspect import describe, description_text
@@ -129,13 +129,13 @@ def _diff(args: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(args: argparse.Namespace, console: Console) -> int:
-  folder, latest = find_checkpoint(args.folders[0], step=args.step)
-  is_one = args.step is not None or as_path(args.folders[0]).parent == folder
+  opened = ModelDir(args.folders[0])
+  found = find_checkpoint(opened, step=args.step)
+  is_one = args.step is not None or found.model_dir is not opened
   damaged = 0
-  for step in [latest] if is_one else committed_steps(folder):
-    where = checkpoint_path(folder, step)
+  for step in [found.step] if is_one else opened.steps:
     try:
-      reader = StateReader(where)
+      reader = StateReader(Checkpoint(found.model_dir, step))
     except CheckpointError as e:
       console.say(f'checkpoint_{step}: DAMAGED: {e.what}')
       damaged += 1
@@ -159,10 +159,11 @@ def _average(args: argparse.Namespace, console: Console) -> int:
   cli.check_given(f'{PROG} average FOLDER ... --to=NEW_FOLDER', to=args.to)
   readers = []
   for name in args.folders:
-    folder, step = find_checkpoint(name)
-    is_one = as_path(name) == checkpoint_path(folder, step)
-    steps = [step] if is_one or not args.last else committed_steps(folder)[-args.last :]
-    readers += [ParamsReader(folder, step=n) for n in steps]
+    opened = ModelDir(name)
+    found = find_checkpoint(opened)
+    is_one = found.model_dir is not opened or not args.last
+    steps = [found.step] if is_one else opened.steps[-args.last :]
+    readers += [ParamsReader(Checkpoint(found.model_dir, step)) for step in steps]
   if len(readers) < 2:
     raise ConfigError(
       'There is only one checkpoint to average.',
@@ -191,8 +192,9 @@ def _prune(args: argparse.Namespace, console: Console) -> int:
     args.best_is or Keep.best_is,
     named_by='--metric',
   )
-  plan = plan_prune(args.folders[0], keep)
-  check_lock(plan.folder)
+  model_dir = ModelDir(local_path(args.folders[0], what='prune'))
+  plan = plan_prune(model_dir, keep)
+  check_lock(model_dir.path)
   _show(plan, console)
   if not args.yes:
     console.say('Nothing was removed. To remove these checkpoints, add --yes.')

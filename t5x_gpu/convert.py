@@ -26,8 +26,8 @@ from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.checkpoint.convert.to_hf import convert_ours
 from t5x_gpu.checkpoint.convert.to_ours import convert_hf, convert_t5x
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import GIN_FILES
-from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
@@ -68,17 +68,18 @@ class _DataConfig:
   train_dataset_cfg: DatasetConfig
 
 
-def kind_of(folder: pathlib.Path) -> str:
-  """Returns the format of the files in `folder`, a key of `FORMATS`.
+def kind_of(model_dir: ModelDir) -> str:
+  """Returns the format of the files in a folder, a key of `FORMATS`.
 
   Raises:
     CheckpointError: there is no checkpoint in it.
   """
+  folder = model_dir.path
   if not folder.is_dir():
     raise CheckpointError(
       f'--from={folder} is not a folder.', fix='Name the folder of a checkpoint.'
     )
-  ours = [folder, *(folder / f'checkpoint_{step}' for step in committed_steps(folder))]
+  ours = [folder, *map(model_dir.checkpoint, model_dir.steps)]
   if any((path / 'manifest' / 'metadata').is_file() for path in ours):
     return 't5x_gpu'
   if is_t5x(folder):
@@ -239,7 +240,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   usage = 'python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER'
   cli.check_given(usage, **{'from': extra.source, 'to': extra.to})
   source = local_path(extra.source, what='convert --from')
-  kind = kind_of(source)
+  model_dir = ModelDir(source)
+  kind = kind_of(model_dir)
   _check_flags(extra, kind)
   cli.check_trust_flag(args)
   gin_files = list(map(str, args.gin_files))
@@ -262,6 +264,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   logging_setup.setup()
   request = ConversionRequest(
     source=source,
+    model_dir=model_dir,
     target=local_path(extra.to, what='convert --to'),
     family=extra.family,
     lora=lora,

@@ -17,10 +17,9 @@ import jax
 import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.model_dir import check_writable
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
+from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
-from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
@@ -74,7 +73,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
   )
   name = options.name or re.sub(r'\W+', '_', dataset.split)
   if dry_run:
-    log(f'Dry run: would evaluate {options.steps} of steps {committed_steps(model_dir)}.')
+    log(f'Dry run: would evaluate {options.steps} of steps {model_dir.steps}.')
     return 0
   last_step = config.total_steps if options.watch else None
   queue = functools.partial(
@@ -82,11 +81,11 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
   )
   if not distributed.is_main_process():
     for step in queue(done=distributed.broadcast_json(None)):
-      _evaluate_one(model_dir, step, evaluator)
+      _evaluate_one(Checkpoint(model_dir, step), evaluator)
     return 0
-  check_writable(model_dir)
+  check_writable(model_dir.path)
   with (
-    RunFiles(model_dir, is_main=True) as files,
+    RunFiles(model_dir.path, is_main=True) as files,
     EvalResults(files.folder, name, _facts(config, dataset, options)) as results,
     evaluator,
   ):
@@ -94,14 +93,14 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
     if done:
       log(f'Evaluated before: {", ".join(map(str, done))} ({results.path}).')
     for step in queue(done=done):
-      values = _evaluate_one(model_dir, step, evaluator, show=bar)
+      values = _evaluate_one(Checkpoint(model_dir, step), evaluator, show=bar)
       if values is not None:
         _report(step, values, evaluator, results, dataset, config.model)
         files.push()
     known = results.records
   where = results.path.parent.relative_to(files.folder)
   width = shutil.get_terminal_size((100, 24)).columns
-  print(f'\n{table(known, width=width)}\n\nIn {model_dir / where}: {results.path.name}')
+  print(f'\n{table(known, width=width)}\n\nIn {model_dir.path / where}: {results.path.name}')
   if options.watch and max(known, default=0) < config.total_steps:
     print(
       f'No further checkpoint within {options.timeout:g} s; the run is not at step '
@@ -111,13 +110,13 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
 
 
 def _evaluate_one(
-  model_dir: AnyPath, step: int, evaluator: CheckpointEvaluator, *, show: Show = silent
+  checkpoint: Checkpoint, evaluator: CheckpointEvaluator, *, show: Show = silent
 ) -> Optional[Mapping[str, float]]:
   """Returns the metrics of a checkpoint; None if the run has removed it. All processes call it."""
-  params = read_if_there(model_dir, step, evaluator.program)
+  params = read_if_there(checkpoint, evaluator.program)
   if params is None:
     log(
-      f'step {step}: the run deleted this checkpoint before it was evaluated; set '
+      f'step {checkpoint.step}: the run deleted this checkpoint before it was evaluated; set '
       'CheckpointConfig.keep higher.'
     )
     return None
@@ -174,15 +173,15 @@ def _wanted(text: str) -> Wanted:
   return tuple(map(int, text.split(',')))
 
 
-def _check_checkpoints(model_dir: AnyPath, wanted: Wanted, *, watch: bool) -> None:
+def _check_checkpoints(model_dir: ModelDir, wanted: Wanted, *, watch: bool) -> None:
   """Raises CheckpointError unless the wanted checkpoints exist, or may appear while watching."""
-  steps = committed_steps(model_dir)
+  steps = model_dir.steps
   missing = [] if isinstance(wanted, str) else [step for step in wanted if step not in steps]
   if watch or steps and not missing:
     return
   what = f'no checkpoint of step {", ".join(map(str, missing))}' if steps else 'no checkpoint'
   raise CheckpointError(
-    f'MODEL_DIR = {str(model_dir)!r} has {what}.',
+    f'MODEL_DIR = {str(model_dir.path)!r} has {what}.',
     fix=f'Its steps are {", ".join(map(str, steps))}.'
     if steps
     else 'Give the folder of the run, --gin.MODEL_DIR=..., or wait for its checkpoints: --watch.',

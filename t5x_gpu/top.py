@@ -10,8 +10,8 @@ import rich.console
 import rich.live
 
 from t5x_gpu import cli
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import temporary_folder
-from t5x_gpu.checkpoint.storage.paths import as_path, is_remote
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers.open_loggers import METRICS
@@ -40,25 +40,27 @@ class _Source:
   """Reads a run again when its files have changed."""
 
   def __init__(self, folder: str):
-    self._folder, self._path = folder, as_path(folder)
-    self._copies = temporary_folder() if is_remote(self._path) else None
+    self._name, self._dir = folder, ModelDir(folder)
+    self._copies = temporary_folder() if self._dir.is_remote else None
     self._seen: Any = None
     self._run: Optional[RunRecord] = None
     self.period = 0.0  # seconds until the next reading
 
   def run(self) -> RunRecord:
     begin = time.monotonic()
+    self._dir.refresh()
     state = time.monotonic() if self._copies else self._state()
     if self._run is None or state != self._seen:
-      self._run, self._seen = read_run(self._folder, copies=self._copies), state
+      self._run = read_run(self._dir, name=self._name, copies=self._copies)
+      self._seen = state
     least = _SECONDS_REMOTE if self._copies else _SECONDS
     self.period = max(least, (time.monotonic() - begin) / _SHARE_OF_TIME)
     return self._run
 
   def _state(self) -> Any:
-    files = [self._path / name for name in (METRICS, GOODPUT)]
+    files = [self._dir.path / name for name in (METRICS, GOODPUT)]
     known = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    return known, sorted(p.name for p in self._path.glob('checkpoint_*'))
+    return known, self._dir.steps
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

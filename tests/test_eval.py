@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu import eval as eval_lib
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.evaluation import checkpoint_queue
 from t5x_gpu.metrics.writers import read_json_lines
 from tests import eval_tasks
@@ -245,7 +246,7 @@ def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(projec
 def steps_of(folder, monkeypatch, *, timeout=60.0, last_step=6, wanted='all', done=()):
   monkeypatch.setattr(checkpoint_queue, 'POLL_SECONDS', 0.001)
   return checkpoint_queue.steps_to_evaluate(
-    folder, wanted=wanted, done=done, last_step=last_step, timeout=timeout
+    ModelDir(folder), wanted=wanted, done=done, last_step=last_step, timeout=timeout
   )
 
 
@@ -298,10 +299,10 @@ def test_watching_a_run_that_is_done_ends(evaluated):
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monkeypatch):
   read = checkpoint_queue.read_params
 
-  def removed_first(model_dir, *args, step, **kwargs):
-    if step == 2:
-      shutil.rmtree(model_dir / 'checkpoint_2')
-    return read(model_dir, *args, step=step, **kwargs)
+  def removed_first(checkpoint, *args):
+    if checkpoint.step == 2:
+      shutil.rmtree(checkpoint.path)
+    return read(checkpoint, *args)
 
   monkeypatch.setattr(checkpoint_queue, 'read_params', removed_first)
   kept = evaluated.folder / 'kept'

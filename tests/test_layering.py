@@ -256,6 +256,21 @@ def test_config_and_xla_flags_do_not_import_jax():
         assert [where(r, i) for i in imported_by(r) if top_level(i) in JAX] == [], m
 
 
+def test_only_model_dir_lists_steps_and_reads_manifests():
+  # Everything else asks a ModelDir, which remembers the answer.
+  askers = {'committed_steps', 'read_manifest', 'read_saved'}
+  found = [
+    f'{path_of(name).relative_to(ROOT)}:{node.lineno} imports {alias.name}'
+    for name, tree in modules().items()
+    if name != 't5x_gpu.checkpoint.model_dir'
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+    if alias.name in askers
+  ]
+  none(found)
+
+
 def test_only_config_and_entry_points_import_gin():
   found = [
     where(m, i)

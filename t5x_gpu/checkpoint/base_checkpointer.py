@@ -33,13 +33,14 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
-# newer_than -> the step of a newer local checkpoint that is now in MODEL_DIR, if there is one.
-Promote = Callable[[Optional[int]], Optional[int]]
+# (model_dir, newer_than) -> the step of a newer local checkpoint that is now in `model_dir`, if
+# there is one.
+Promote = Callable[[ModelDir, Optional[int]], Optional[int]]
 
 
-def nothing_local(newer_than: Optional[int]) -> Optional[int]:
+def nothing_local(model_dir: ModelDir, newer_than: Optional[int]) -> Optional[int]:
   """The `Promote` of a run without local checkpoints."""
-  del newer_than
+  del model_dir, newer_than
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,10 +235,9 @@ class BaseCheckpointer(abc.ABC):
           self._set_all_aside(reasons, used=step)
         return restored
       self._dir.lock()
-      promoted = promote(steps[-1] if steps else None)
+      promoted = promote(self._dir, steps[-1] if steps else None)
       if promoted is not None:
         steps.append(promoted)
-        self._dir.refresh()
         self._reload()
         if promoted in reasons:  # it was renamed to make room
           _log.warning('checkpoint_%d could not be read (%s).', promoted, reasons.pop(promoted))

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.arrays.state_reader import has_other_arrays, read_state
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, has_other_arrays, read_state
 from t5x_gpu.checkpoint.base_checkpointer import BaseCheckpointer
 from t5x_gpu.checkpoint.local.settings import check_local_settings
 from t5x_gpu.checkpoint.manifest import sealed
@@ -247,7 +247,7 @@ class Checkpointer(BaseCheckpointer):
 
   def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
     if has_other_arrays(saved.manifest, target):
-      return read_state(self.path(saved.step), target)
+      return read_state(Checkpoint(self._dir, saved.step), target)
     tree = target.saved()
     args = ocp.args.PyTreeRestore(
       tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)

@@ -42,7 +42,8 @@ class ModelDir(contextlib.AbstractContextManager):
 
   The steps are listed and the manifests read again, when asked for, after
   - `lock`, if it had to take the lock: another run may have saved until then;
-  - `refresh`, which the promotion of a local checkpoint calls, and whoever watches another run.
+  - `refresh`, which the promotion of a local checkpoint calls, and whoever watches another run;
+  - `relist`, for the steps alone.
   `committed` and `removed` record what this run does itself. What could not be read is not
   remembered: it is read again, so that a hiccup of a file server condemns no checkpoint. Arrays are
   always read and checked afresh.

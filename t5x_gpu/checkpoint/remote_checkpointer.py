@@ -15,7 +15,7 @@ from typing import Any, Optional, Union
 import jax
 
 from t5x_gpu.checkpoint.arrays.host_arrays import HostArray, copy_to_host
-from t5x_gpu.checkpoint.arrays.state_reader import read_state
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, read_state
 from t5x_gpu.checkpoint.arrays.state_writer import ZSTD, StateWriter, empty_leaves
 from t5x_gpu.checkpoint.base_checkpointer import BaseCheckpointer
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
@@ -208,7 +208,7 @@ class RemoteCheckpointer(BaseCheckpointer):
   # ---- Restoring ---------------------------------------------------------------------------------
 
   def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
-    return read_state(self.path(saved.step), target)
+    return read_state(Checkpoint(self._dir, saved.step), target)
 
   def _set_aside(self, step: int, reason: str) -> str:
     set_aside(self.path(step), reason)

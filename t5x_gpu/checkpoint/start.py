@@ -15,7 +15,12 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, check_params
-from t5x_gpu.checkpoint.arrays.state_reader import has_other_arrays, read_array, read_state
+from t5x_gpu.checkpoint.arrays.state_reader import (
+  Checkpoint,
+  has_other_arrays,
+  read_array,
+  read_state,
+)
 from t5x_gpu.checkpoint.base_checkpointer import Restored
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.promotion import promote_newer
@@ -91,7 +96,7 @@ class Start:
       promote=functools.partial(promote_newer, local, target=program.abstract_saved),
     )
     if restored is None and self.saved is not None:
-      restored = restore_from(self.reader.path, self.saved, program.abstract_saved)
+      restored = restore_from(self.reader.checkpoint, program.abstract_saved)
     if restored is not None:
       return program.in_run_order(_with_history(restored.state, program)), restored
     return self._filled(fresh or program.init(), program), None
@@ -136,22 +141,22 @@ def _with_history(state: TrainState, program: Program) -> TrainState:
   return state.replace(fp8_history=zeros)
 
 
-def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
+def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
   """Returns a checkpoint of another run, which is only read, on the mesh of `target`.
 
   Args:
-    path: folder of the checkpoint.
-    saved: its metadata, already compared with `target`.
+    checkpoint: whose manifest has been compared with `target`.
     target: shapes, dtypes and shardings of today.
   Raises:
     CheckpointError: it cannot be read.
   """
+  path, saved = checkpoint.path, checkpoint.saved
   state, problem = None, ''
   with silence_abandoned_work(), ocp.StandardCheckpointer() as checkpointer:
     try:
       target = known_part(saved.manifest, target)
       if has_other_arrays(saved.manifest, target) or is_remote(path):
-        state = read_state(path, target)
+        state = read_state(checkpoint, target)
       else:
         state = TrainState(**checkpointer.restore(path / 'state', target.saved()))
       check_restored(state, saved.manifest, step=saved.step)

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator
 from typing import Any, Optional, Union
 
 from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path, committed_steps
-from t5x_gpu.checkpoint.storage.paths import AnyPath
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.errors import CheckpointError, UserError, first_line
 from t5x_gpu.runtime import distributed
 from t5x_gpu.training.program import Program
@@ -16,7 +16,7 @@ Wanted = Union[str, tuple[int, ...]]  # 'all', 'last' or steps
 
 
 def steps_to_evaluate(
-  folder: AnyPath,
+  model_dir: ModelDir,
   *,
   wanted: Wanted,
   done: Collection[int],
@@ -25,8 +25,10 @@ def steps_to_evaluate(
 ) -> Iterator[int]:
   """Yields the steps to evaluate, oldest first and the same on all processes.
 
+  Lists the steps again after each, as a run may have written and removed checkpoints meanwhile.
+
   Args:
-    folder: MODEL_DIR.
+    model_dir: of the run.
     wanted: 'all', 'last', or steps.
     done: steps to skip.
     last_step: wait for new checkpoints until this step; None for no waiting.
@@ -35,25 +37,29 @@ def steps_to_evaluate(
   done = set(done)
   deadline = time.monotonic() + timeout
   while True:
-    step = distributed.broadcast_json(_next(folder, wanted, done, last_step, deadline))
+    step = distributed.broadcast_json(_next(model_dir, wanted, done, last_step, deadline))
     if step == _END:
       return
-    if step == _NOT_YET:
-      if distributed.is_main_process():
-        time.sleep(POLL_SECONDS)
-      continue
-    done.add(step)
-    yield step
-    deadline = time.monotonic() + timeout
+    if step != _NOT_YET:
+      done.add(step)
+      yield step
+      deadline = time.monotonic() + timeout
+    elif distributed.is_main_process():
+      time.sleep(POLL_SECONDS)
+    model_dir.refresh()
 
 
 _END, _NOT_YET = -1, -2
 
 
 def _next(
-  folder: AnyPath, wanted: Wanted, done: Collection[int], last_step: Optional[int], deadline: float
+  model_dir: ModelDir,
+  wanted: Wanted,
+  done: Collection[int],
+  last_step: Optional[int],
+  deadline: float,
 ) -> int:
-  steps = committed_steps(folder)
+  steps = model_dir.steps
   if wanted == 'last':
     steps = steps[-1:]
   elif wanted != 'all':
@@ -61,12 +67,12 @@ def _next(
   left = [step for step in steps if step not in done]
   if left:
     return left[0]
-  if last_step is None or any(step >= last_step for step in committed_steps(folder)):
+  if last_step is None or any(step >= last_step for step in model_dir.steps):
     return _END
   return _END if time.monotonic() >= deadline else _NOT_YET
 
 
-def read_if_there(model_dir: AnyPath, step: int, program: Program) -> Any:
+def read_if_there(checkpoint: Checkpoint, program: Program) -> Any:
   """Returns the parameters; None, on all processes, if the run has removed the checkpoint.
 
   Raises:
@@ -74,16 +80,15 @@ def read_if_there(model_dir: AnyPath, step: int, program: Program) -> Any:
   """
   params, problem = None, None
   try:
-    params = read_params(model_dir, program.abstract_saved.params, step=step)
+    params = read_params(checkpoint, program.abstract_saved.params)
   except Exception as e:  # Orbax and TensorStore raise many kinds when files vanish
     problem = e
-  exists = checkpoint_path(model_dir, step).exists()
+  exists = checkpoint.path.exists()
   if problem is not None and exists:
     if isinstance(problem, UserError):
       raise problem
     raise CheckpointError(
-      f'{checkpoint_path(model_dir, step)} cannot be read: '
-      f'{type(problem).__name__}: {first_line(problem)[:200]}',
+      f'{checkpoint.path} cannot be read: {type(problem).__name__}: {first_line(problem)[:200]}',
       fix='Skip it: list the steps to evaluate as --steps=1000,2000.',
       parameters=('MODEL_DIR',),
     ) from problem

@@ -56,7 +56,7 @@ def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> Inf
   def read() -> Any:
     shapes = _abstract_params(model, layout)
     check_inference_memory(shapes, layout)
-    return None if dry_run else read_params(request.checkpoint, shapes, step=reader.step)
+    return None if dry_run else read_params(reader.checkpoint, shapes)
 
   return open_class_job(
     model,
@@ -142,7 +142,7 @@ def _decoding_changes(
 def _params(request: InferRequest, reader: ParamsReader, layout: Layout, shapes: Any) -> Any:
   """Returns the parameters layer by layer, adapters merged; `shapes` are those of the model."""
   model = request.model
-  params = read_params(request.checkpoint, shapes, step=reader.step)
+  params = read_params(reader.checkpoint, shapes)
   plain = without_adapters(model)
   if plain is not model:
     shardings = jax.tree.map(lambda a: a.sharding, _abstract_params(plain, layout))

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
-from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir
 from t5x_gpu.checkpoint.run_files import copy_for_report, temporary_folder
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
@@ -94,20 +94,21 @@ class RunRecord:
 
 
 def read_run(
-  model_dir: str | os.PathLike, *, name: str = '', copies: Optional[pathlib.Path] = None
+  model_dir: ModelDir | str | os.PathLike, *, name: str = '', copies: Optional[pathlib.Path] = None
 ) -> RunRecord:
   """Returns the record of a run.
 
   Args:
     model_dir: a folder, or an address in object storage, from which the small files are copied.
-    name: for the record; '' for `model_dir`.
+    name: for the record; '' for the path as given.
     copies: folder for what is copied out of object storage; None for a temporary one.
   Raises:
     ConfigError: there is no such folder, or it is not the folder of a run.
   """
-  path = as_path(model_dir)
+  opened = as_model_dir(model_dir)
+  path, shown = opened.path, str(opened.path if opened is model_dir else model_dir)
   if isinstance(path, pathlib.Path):
-    check_folder(path, shown=os.fspath(model_dir))
+    check_folder(path, shown=shown)
     folder = path
   else:
     folder = copies or temporary_folder()
@@ -117,12 +118,12 @@ def read_run(
   if ledger and ledger.damaged:
     problems.append(_damaged_text(GOODPUT, ledger.damaged))
   metrics = _records(folder / METRICS, parse_line, problems)
-  checkpoints, manifest = _checkpoints(ModelDir(path), problems)
+  checkpoints, manifest = _checkpoints(opened, problems)
   has_begun = any((folder / name).exists() for name in (CONFIG, LOCK, GOODPUT, METRICS))
   if not has_begun and not checkpoints:
-    raise _not_a_run(folder, os.fspath(model_dir))
+    raise _not_a_run(folder, shown)
   return RunRecord(
-    name=name or os.fspath(model_dir),
+    name=name or shown,
     folder=folder,
     metrics=sorted(metrics, key=lambda record: record['step']),
     accounts=goodput_accounts.accounts_of(ledger) if ledger and ledger.runs else None,

@@ -85,7 +85,7 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or there is
       nothing to start from.
   """
-  model_dir = ModelDir(shared_model_dir(run.model_dir, dry_run=dry_run))
+  model_dir = shared_model_dir(run.model_dir, dry_run=dry_run)
   check_periods(
     total_steps=run.total_steps,
     log_period=run.log_period,

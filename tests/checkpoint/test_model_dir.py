@@ -1,23 +1,33 @@
 """ModelDir lists the steps once and reads each manifest once, and still sees what has changed."""
 
 import collections
+import functools
 import os
 import pathlib
 import re
 import sys
+import types
 
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu import checkpoint_tools
+from t5x_gpu import eval as eval_lib
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.local.local_tier import NoLocalTier
+from t5x_gpu.checkpoint.local.promotion import check_with_local
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.evaluation.checkpoint_queue import read_if_there, steps_to_evaluate
+from t5x_gpu.reporting.run_record import read_run
 from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
 from tests.checkpoint.test_run_lock import lock_of
-from tests.helpers_train import Project
+from tests.helpers_train import Project, run_here
 
 # Audit hooks stay for the rest of the process: this one counts only while `_folder` is set.
 _folder: pathlib.Path | None = None
@@ -44,10 +54,15 @@ def _count(event: str, args: tuple) -> None:
     _calls[f'{path.parts[-3]} read'] += 1
 
 
+@functools.cache  # every further hook would count again
+def _start_to_count() -> None:
+  sys.addaudithook(_count)
+
+
 @pytest.fixture
 def calls(monkeypatch):
   """Returns start(folder) -> Counter of listings and manifest reads from then on."""
-  sys.addaudithook(_count)
+  _start_to_count()
 
   def start(folder: pathlib.Path) -> collections.Counter:
     monkeypatch.setattr(sys.modules[__name__], '_folder', folder)
@@ -76,6 +91,70 @@ def folder_with(path: pathlib.Path, *steps: int) -> pathlib.Path:
     for step in steps:
       save(checkpointer, step, new_state(step))
   return path
+
+
+def counts(*, listed: int, read: tuple[int, ...]) -> dict[str, int]:
+  """Returns what the fixture `calls` counts if each manifest in `read` is read once."""
+  return {'steps listed': listed} | {f'checkpoint_{step} read': 1 for step in read}
+
+
+def test_the_check_and_the_restore_of_a_run_share_one_listing(tmp_path, calls):
+  folder = folder_with(tmp_path / 'model', 1, 2, 3)
+  target = abstract(new_state())
+  seen = calls(folder)
+  with ModelDir(folder) as model_dir:
+    assert check_with_local(model_dir, NoLocalTier(), target=target, dry_run=False).step == 3
+    with Checkpointer(model_dir, keep=Keep(last=3, best=1)) as checkpointer:
+      assert int(checkpointer.restore_latest(target).state.step) == 3
+  assert seen == counts(listed=1, read=(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+  'command, read',
+  [
+    ('inspect FOLDER', (3,)),
+    ('inspect FOLDER --step=1', (1,)),
+    ('verify FOLDER', (1, 2, 3)),
+    ('average FOLDER --last=2 --to=FOLDER_mean', (2, 3)),
+    ('prune FOLDER --keep_last=1', (1, 2, 3)),
+    ('prune FOLDER --keep_last=1 --yes', (1, 2, 3)),
+  ],
+)
+def test_a_command_lists_the_steps_once_and_reads_each_manifest_once(
+  tmp_path, calls, command, read
+):
+  folder = folder_with(tmp_path / 'model', 1, 2, 3)
+  seen = calls(folder)
+  result = run_here(lambda: checkpoint_tools.main(command.replace('FOLDER', str(folder)).split()))
+  assert result.code == 0, result.err
+  assert seen == counts(listed=1, read=read)
+
+
+def test_the_folder_of_a_checkpoint_is_read_without_listing_steps(tmp_path, calls):
+  folder = folder_with(tmp_path / 'model', 1, 2)
+  seen = calls(folder)
+  reader = ParamsReader(folder / 'checkpoint_1')
+  read_params(reader.checkpoint, abstract(new_state()).params)
+  assert seen == {'checkpoint_1 read': 1}
+
+
+def test_an_evaluation_lists_the_steps_once_before_and_once_after_each_checkpoint(tmp_path, calls):
+  folder = folder_with(tmp_path / 'model', 1, 2, 3)
+  model_dir, program = ModelDir(folder), types.SimpleNamespace(abstract_saved=abstract(new_state()))
+  seen = calls(folder)
+  eval_lib._check_checkpoints(model_dir, 'all', watch=False)
+  steps = steps_to_evaluate(model_dir, wanted='all', done=(1,), last_step=None, timeout=60.0)
+  for step in steps:
+    assert seen['steps listed'] == step - 1
+    assert read_if_there(Checkpoint(model_dir, step), program) is not None
+  assert seen == counts(listed=3, read=(2, 3))
+
+
+def test_a_report_lists_the_steps_once_and_reads_the_latest_manifest(tmp_path, calls):
+  folder = folder_with(tmp_path / 'model', 1, 2, 3)
+  seen = calls(folder)
+  assert read_run(folder).checkpoints == [1, 2, 3]
+  assert seen == counts(listed=1, read=(3,))
 
 
 def test_what_another_run_saved_before_the_lock_is_seen_under_it(tmp_path):

@@ -20,14 +20,14 @@ import tensorstore as ts
 
 from t5x_gpu import reshard
 from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader, find_checkpoint
 from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
-from t5x_gpu.checkpoint.saved_checkpoint import committed_steps, read_manifest, read_saved
+from t5x_gpu.checkpoint.saved_checkpoint import committed_steps, read_manifest
 from t5x_gpu.checkpoint.start import restore_from
 from t5x_gpu.checkpoint.storage.atomic_folder import RemoteJournal
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
@@ -393,7 +393,7 @@ def test_arrays_of_another_writer_are_not_called_an_outage(address):
 
 def test_another_run_starts_from_a_checkpoint_in_storage(address):
   folder = run_with(address, 3)
-  restored = restore_from(folder / 'checkpoint_3', read_saved(folder, 3), abstract(new_state()))
+  restored = restore_from(find_checkpoint(folder, step=3), abstract(new_state()))
   assert_equal(restored.state, new_state(3, seed=3))
   params = read_params(address, abstract(new_state()).params)
   np.testing.assert_array_equal(

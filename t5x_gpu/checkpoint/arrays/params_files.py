@@ -7,7 +7,6 @@ these, too.
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -15,7 +14,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.state_reader import Place, StateReader, read_array
+from t5x_gpu.checkpoint.arrays.state_reader import Place, Source, StateReader, read_array
 from t5x_gpu.checkpoint.arrays.state_writer import BLOSC, StateWriter, empty_leaves
 from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
@@ -30,37 +29,34 @@ class ParamsReader(StateReader):
   """The parameters of a checkpoint; see `name_table.Tensors` for the attributes.
 
   Args:
-    model_dir: MODEL_DIR, or the folder of one checkpoint.
-    step: which checkpoint; None for the latest.
+    source, step: see `StateReader`.
   Raises:
     CheckpointError: there is none, or it cannot be read.
   """
 
-  def __init__(self, model_dir: str | os.PathLike | AnyPath, *, step: Optional[int] = None):
-    super().__init__(model_dir, step=step, prefix='params/')
+  def __init__(self, source: Source, *, step: Optional[int] = None):
+    super().__init__(source, step=step, prefix='params/')
 
   def read(self, path: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
     """Returns rows `start` to `stop` of a parameter."""
     return self.read_at(path, (slice(start, self.shapes[path][0] if stop is None else stop),))
 
 
-def read_params(
-  model_dir: str | os.PathLike | AnyPath, abstract_params: Any, *, step: Optional[int] = None
-) -> Any:
+def read_params(source: Source, abstract_params: Any, *, step: Optional[int] = None) -> Any:
   """Returns the parameters of a checkpoint on the devices of `abstract_params`.
 
   Each process reads the parts that its devices hold. The checkpoint may be of a run, or a converted
   one, which has only parameters.
 
   Args:
-    model_dir: MODEL_DIR, or the folder of one checkpoint.
+    source: a checkpoint, MODEL_DIR, or the folder of one checkpoint.
     abstract_params: tree of ShapeDtypeStructs with shardings (`Program.abstract_saved.params`);
       layers in the order of the model (`Program.in_run_order` comes after).
-    step: which checkpoint; None for the latest.
+    step: which checkpoint of MODEL_DIR; None for the latest.
   Raises:
     CheckpointError: no such checkpoint, or its parameters differ; lists all differences.
   """
-  reader = ParamsReader(model_dir, step=step)
+  reader = ParamsReader(source, step=step)
   want = flax.traverse_util.flatten_dict(abstract_params, sep='/')
   problems = tree_problems(
     {name: a.shape for name, a in want.items()},

@@ -5,28 +5,23 @@ leading axis, even if the files have an array per layer (`layers_0`, `layers_1`)
 those under 'unstacked'.
 """
 
+import dataclasses
 import functools
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import jax
 import numpy as np
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.manifest import describe_arrays
-from t5x_gpu.checkpoint.saved_checkpoint import (
-  PREFIX,
-  UNREADABLE,
-  checkpoint_path,
-  committed_steps,
-  error_line,
-  read_saved,
-)
+from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir
+from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, UNREADABLE, Saved, error_line
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, piece_shape
-from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path, context, is_remote, kvstore_spec
+from t5x_gpu.checkpoint.storage.paths import AnyPath, context, is_remote, kvstore_spec
 from t5x_gpu.checkpoint.storage.storage_errors import StorageError
 from t5x_gpu.errors import CheckpointError
 
@@ -37,61 +32,92 @@ PIECE_BYTES = 32 << 20  # read at once; larger chunks are cached for the next pi
 Place = tuple[slice | int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """One checkpoint of an open MODEL_DIR, which lists the steps and reads the metadata once.
+
+  Attributes:
+    model_dir: of the checkpoint.
+    step: of the checkpoint.
+  """
+
+  model_dir: ModelDir
+  step: int
+
+  @property
+  def path(self) -> AnyPath:
+    """The folder of the checkpoint."""
+    return self.model_dir.checkpoint(self.step)
+
+  @property
+  def saved(self) -> Saved:
+    """Its metadata; see `ModelDir.saved`."""
+    return self.model_dir.saved(self.step)
+
+
+# A checkpoint, or where to look for one: MODEL_DIR or the folder of one checkpoint.
+Source = Union[Checkpoint, ModelDir, str, os.PathLike, AnyPath]
+
+
 def find_checkpoint(
-  path: str | os.PathLike | AnyPath, *, step: Optional[int] = None, is_committed: bool = True
-) -> tuple[AnyPath, int]:
-  """Returns (MODEL_DIR, step) of a checkpoint.
+  path: ModelDir | str | os.PathLike | AnyPath, *, step: Optional[int] = None
+) -> Checkpoint:
+  """Returns a checkpoint; its `model_dir` is `path` if that is an open MODEL_DIR.
 
   Args:
     path: MODEL_DIR, or the folder of one checkpoint.
     step: which checkpoint; None for the latest.
-    is_committed: False for the folder of one that is being written.
   Raises:
     CheckpointError: there is none, or `path` is the checkpoint of another step.
   """
-  folder = as_path(path)
-  number = re.fullmatch(rf'{PREFIX}_(\d+)', folder.name)
-  if number and _is_one(folder, int(number[1]), is_committed):
-    if step not in (None, int(number[1])):
+  model_dir = as_model_dir(path)
+  folder = model_dir.path
+  named = _checkpoint_in(model_dir)
+  if named is not None:
+    if step not in (None, named.step):
       raise CheckpointError(
-        f'{folder} is the checkpoint of step {number[1]}, not of step {step}.',
+        f'{folder} is the checkpoint of step {named.step}, not of step {step}.',
         fix=f'Give its MODEL_DIR, {folder.parent}, or leave the step out.',
       )
-    return folder.parent, int(number[1])
-  steps = committed_steps(folder)
+    return named
+  steps = model_dir.steps
   if not steps or step not in (None, *steps):
     raise CheckpointError(
       f'{folder} does not exist.'
-      if not is_remote(folder) and not folder.exists()
+      if not model_dir.is_remote and not folder.exists()
       else f'{folder} has no checkpoint' + ('.' if step is None else f' of step {step}.'),
       fix=f'Its steps are {", ".join(map(str, steps))}.'
       if steps
       else 'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.',
     )
-  return folder, steps[-1] if step is None else step
+  return Checkpoint(model_dir, steps[-1] if step is None else step)
 
 
-def _is_one(folder: AnyPath, step: int, is_committed: bool) -> bool:
-  """Returns whether a folder called checkpoint_<step> is that checkpoint, not a MODEL_DIR."""
-  if is_remote(folder):
-    return (folder / 'manifest').exists() and (
-      not is_committed or step in committed_steps(folder.parent)
-    )
-  return (folder / 'manifest').exists() or folder.is_dir() and not committed_steps(folder)
+def _checkpoint_in(opened: ModelDir) -> Optional[Checkpoint]:
+  """Returns the checkpoint whose folder is `opened`; None if that is a MODEL_DIR."""
+  number = re.fullmatch(rf'{PREFIX}_(\d+)', opened.path.name)
+  if not number:
+    return None
+  found = Checkpoint(ModelDir(opened.path.parent), int(number[1]))
+  has_manifest = (opened.path / 'manifest').exists()
+  if opened.is_remote:
+    is_one = has_manifest and found.step in found.model_dir.steps
+  else:
+    is_one = has_manifest or opened.path.is_dir() and not opened.steps
+  return found if is_one else None
 
 
 class StateReader:
   """The arrays of a checkpoint.
 
   Args:
-    path: MODEL_DIR, or the folder of one checkpoint.
-    step: which checkpoint; None for the latest.
+    source: the checkpoint, or where `find_checkpoint` finds it.
+    step: which checkpoint of MODEL_DIR; None for the latest.
     prefix: of the arrays to read, 'params/'; removed from their names.
     cache_bytes: for chunks that are read in parts; None for the size of the largest of them.
-    is_committed: see `find_checkpoint`.
   Attributes:
-    path: folder of the checkpoint.
-    step: of the checkpoint.
+    checkpoint: which one it is.
+    path, step: of the checkpoint.
     saved, manifest: its metadata.
     shapes, dtypes: '/'-joined path -> shape, dtype.
   Raises:
@@ -100,27 +126,27 @@ class StateReader:
 
   def __init__(
     self,
-    path: str | os.PathLike | AnyPath,
+    source: Source,
     *,
     step: Optional[int] = None,
     prefix: str = '',
     cache_bytes: Optional[int] = None,
-    is_committed: bool = True,
   ):
-    folder, self.step = find_checkpoint(path, step=step, is_committed=is_committed)
-    self.path = checkpoint_path(folder, self.step)
+    is_found = isinstance(source, Checkpoint)
+    self.checkpoint = source if is_found else find_checkpoint(source, step=step)
+    self.path, self.step = self.checkpoint.path, self.checkpoint.step
     self._prefix = prefix
     try:
-      self.saved = read_saved(folder, self.step)
+      self.saved = self.checkpoint.saved
       self.manifest: Mapping[str, Any] = self.saved.manifest
-      if not is_remote(folder):
+      if not is_remote(self.path):
         self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(
         f'{self.path} cannot be read ({error_line(e)}).',
         fix='Take an earlier checkpoint: --step names one.',
       ) from e
-    if is_remote(folder):  # an error may be an outage, which the caller checks for
+    if is_remote(self.path):  # an error may be an outage, which the caller checks for
       self._describe(cache_bytes)
 
   def _describe(self, cache_bytes: Optional[int]) -> None:
@@ -222,7 +248,7 @@ def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> ja
   return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
-def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
+def read_state(source: Source, target: Any) -> Any:
   """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
 
   Raises:
@@ -230,7 +256,7 @@ def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
     Exception: of many kinds; the checkpoint is damaged.
   """
   try:
-    reader = StateReader(path)
+    reader = StateReader(source)
   except StorageError:
     raise
   except CheckpointError as e:  # as any damage: the caller falls back to an older checkpoint

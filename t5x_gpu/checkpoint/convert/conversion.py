@@ -9,6 +9,7 @@ from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.hf.folder import HfModel
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.storage.chunks import Shape
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.terminal.console import Console
@@ -25,6 +26,7 @@ class ConversionRequest:
 
   Attributes:
     source: folder to convert.
+    model_dir: `source`, open; only checkpoints of ours are read through it.
     target: new folder; it must not exist, or be empty.
     read_gin: (a gin model file) -> its model.
     model: the model according to the user's gin file; None to derive it from the source.
@@ -42,6 +44,7 @@ class ConversionRequest:
   """
 
   source: pathlib.Path
+  model_dir: ModelDir
   target: pathlib.Path
   read_gin: Callable[[pathlib.Path], ModelFields]
   model: Optional[ModelFields] = None

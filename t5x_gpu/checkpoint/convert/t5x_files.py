@@ -133,6 +133,7 @@ def is_t5x(folder: pathlib.Path) -> bool:
 
 
 def _latest(folder: pathlib.Path) -> Optional[pathlib.Path]:
+  # A ModelDir lists only what is named as ours; T5X's may be links, or have leading zeros.
   steps = {
     int(m[1]): p
     for p in folder.glob('checkpoint_*')

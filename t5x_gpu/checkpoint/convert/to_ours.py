@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, num_bytes
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader
 from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.conversion import (
   ConversionRequest,
@@ -31,6 +31,7 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
   compare_with_ours,
   copy_to_ours,
 )
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN
 from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
 from t5x_gpu.checkpoint.storage.chunks import Shape
@@ -195,12 +196,12 @@ def write_ours(
     write_extra(folder)
     title = f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.'
     (folder / MODEL_GIN).write_text(gin_text(model, title=f'{title}\n{_INCLUDE}'), 'utf-8')
-    reader = ParamsReader(folder)
+    reader = ParamsReader(Checkpoint(ModelDir(folder), step))
     with console.progress('read back', num_source_bytes) as advance:
       compare_with_ours(pieces(), reader, advance=advance)
     console.say(f'check: {len(shapes)} parameters read back: bit-identical')
     if moments:
-      _compare_moments(moments, folder, console)
+      _compare_moments(moments, reader.checkpoint, console)
     read_back = request.read_gin(folder / MODEL_GIN)
     assert not differences(read_back, model), f'{MODEL_GIN}: {differences(read_back, model)}'
     check_logits(
@@ -214,8 +215,8 @@ def write_ours(
   console.say(f'done: {request.target}: checkpoint_{step}, {MODEL_GIN}')
 
 
-def _compare_moments(moments: T5xMoments, folder: pathlib.Path, console: Console) -> None:
-  reader = StateReader(folder, prefix='opt_state/')
+def _compare_moments(moments: T5xMoments, written: Checkpoint, console: Console) -> None:
+  reader = StateReader(written, prefix='opt_state/')
   compare_with_ours(moments.weights.our_pieces(), reader)
   console.say(f'check: {len(reader.shapes)} moments read back: bit-identical')
 

@@ -23,14 +23,8 @@ from t5x_gpu.checkpoint.local.inventory import Box, Candidate, LocalFiles, missi
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.settings import DIR
 from t5x_gpu.checkpoint.manifest import differences
-from t5x_gpu.checkpoint.saved_checkpoint import (
-  PREFIX,
-  Saved,
-  checkpoint_path,
-  committed_steps,
-  error_line,
-  is_real_folder,
-)
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, Saved, error_line, is_real_folder
 from t5x_gpu.checkpoint.storage.checksums import record, to_text
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, chunk_of_shard
 from t5x_gpu.config.set_aside import free_name, set_aside
@@ -63,7 +57,7 @@ class Assembly:
   """One local checkpoint, put together in MODEL_DIR. All processes make one and call `run`.
 
   Args:
-    folder: MODEL_DIR.
+    model_dir: of the run; afterwards it knows the new checkpoint.
     candidate: the local checkpoint, and who has which part.
     found: the files of this process.
     target: the TrainState of today.
@@ -72,16 +66,17 @@ class Assembly:
 
   def __init__(
     self,
-    folder: pathlib.Path,
+    model_dir: ModelDir,
     candidate: Candidate,
     found: LocalFiles,
     target: Any,
     *,
     dry_run: bool,
   ):
-    self._folder, self._candidate, self._found = folder, candidate, found
+    self._dir, self._candidate, self._found = model_dir, candidate, found
     self._target, self._dry_run = target, dry_run
-    self._staging = folder / STAGING
+    self._folder: pathlib.Path = model_dir.path
+    self._staging = self._folder / STAGING
     self._facts: Mapping[str, Any] = {}
     self._arrays: dict[str, tuple[Shape, Any]] = {}
     self._names: list[str] = []
@@ -269,7 +264,7 @@ class Assembly:
   def _commit(self, manifest: Mapping[str, Any]) -> None:
     """Renames the checkpoint into place; returns once every process sees it."""
     step, problem = self._candidate.step, ''
-    final = checkpoint_path(self._folder, step)
+    final = self._dir.checkpoint(step)
     if distributed.is_main_process():
       try:
         self._writer.merge(num_processes=distributed.process_count())
@@ -287,8 +282,10 @@ class Assembly:
     if problem:
       raise self._write_error(problem)
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while step not in committed_steps(self._folder) and time.monotonic() < deadline:
+    self._dir.refresh()
+    while step not in self._dir.steps and time.monotonic() < deadline:
       time.sleep(0.1)
+      self._dir.relist()
 
   def _write_error(self, problem: str) -> CheckpointError:
     step = self._candidate.step

@@ -44,7 +44,7 @@ def check_with_local(
 
 
 def promote_newer(
-  local: LocalTier | NoLocalTier, newer_than: Optional[int], *, target: Any
+  local: LocalTier | NoLocalTier, model_dir: ModelDir, newer_than: Optional[int], *, target: Any
 ) -> Optional[int]:
   """Returns the step of the newest complete local checkpoint, after promoting it; None without one.
 
@@ -52,6 +52,7 @@ def promote_newer(
 
   Args:
     local: of this run.
+    model_dir: of this run.
     newer_than: the step of the next older checkpoint; None without one.
     target: the TrainState (or its shapes) of today.
   Raises:
@@ -59,12 +60,13 @@ def promote_newer(
   """
   if not isinstance(local, LocalTier):
     return None
-  folder = local.model_dir
-  run = distributed.broadcast_json(read_run_id(folder) if distributed.is_main_process() else None)
+  run = distributed.broadcast_json(
+    read_run_id(model_dir.path) if distributed.is_main_process() else None
+  )
   if run is None:
     return None
   found = _find(local.folder, run, newer_than)
-  saved = _first_complete(folder, found, candidates(found), target, durable=newer_than)
+  saved = _first_complete(model_dir, found, candidates(found), target, durable=newer_than)
   return None if saved is None else saved.step
 
 
@@ -73,7 +75,7 @@ def _find(local: pathlib.Path, run: str, newer_than: Optional[int]) -> LocalFile
 
 
 def _first_complete(
-  folder: pathlib.Path,
+  model_dir: ModelDir,
   found: LocalFiles,
   waiting: Sequence[Candidate],
   target: Any,
@@ -84,7 +86,7 @@ def _first_complete(
   """Returns the first of `waiting` that can be promoted, after promoting it; None if none can."""
   fallback = 'the seed' if durable is None else f'checkpoint_{durable}'
   for candidate in waiting:
-    saved = Assembly(folder, candidate, found, target, dry_run=dry_run).run(fallback=fallback)
+    saved = Assembly(model_dir, candidate, found, target, dry_run=dry_run).run(fallback=fallback)
     if saved is not None:
       return saved
   return None
@@ -103,12 +105,9 @@ def _promote(
   if run is None:
     return None
   found = _find(local, run, durable)
-  saved = _first_complete(
-    folder, found, candidates(found), target, durable=durable, dry_run=dry_run
+  return _first_complete(
+    model_dir, found, candidates(found), target, durable=durable, dry_run=dry_run
   )
-  if saved is not None and not dry_run:
-    model_dir.refresh()
-  return saved
 
 
 def _newest_readable(model_dir: ModelDir) -> Optional[int]:

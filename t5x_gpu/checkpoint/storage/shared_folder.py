@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 
-from t5x_gpu.checkpoint.model_dir import check_writable
+from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path
 from t5x_gpu.errors import CheckpointError, listed
 from t5x_gpu.runtime import distributed
@@ -23,8 +23,8 @@ LOOK_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 
 
-def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> AnyPath:
-  """Returns MODEL_DIR as a path, after checking that all processes see the same folder.
+def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> ModelDir:
+  """Returns MODEL_DIR, open, after checking that all processes see the same folder.
 
   Object storage is checked, too: hosts may talk to different servers. A single process checks
   nothing.
@@ -44,7 +44,7 @@ def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = 
     blind = [i for i, (sees, _) in enumerate(seen) if not sees]
     if blind:
       raise _not_shared(blind, [path for _, path in seen])
-  return folder
+  return ModelDir(folder)
 
 
 @contextlib.contextmanager

@@ -1,31 +1,29 @@
 """The contents and manifest of a checkpoint, without reading any array."""
 
 import math
-import os
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
-from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader, find_checkpoint
+from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, Source, StateReader
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA
 from t5x_gpu.checkpoint.run_files import GIN_FILES
-from t5x_gpu.checkpoint.saved_checkpoint import read_saved
 from t5x_gpu.checkpoint.storage.checksums import recorded
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
 
 _ORIGINS = (STARTED_FROM, 'converted_from', 'resharded_from')
 
 
-def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -> dict[str, Any]:
+def describe(source: Source, *, step: Optional[int] = None) -> dict[str, Any]:
   """Returns all facts about a checkpoint, JSON-ready; sizes are in bytes.
 
   Args:
-    path: MODEL_DIR, or the folder of one checkpoint.
-    step: which checkpoint; None for the latest.
+    source: a checkpoint, MODEL_DIR, or the folder of one checkpoint.
+    step: which checkpoint of MODEL_DIR; None for the latest.
   Raises:
     CheckpointError: there is no checkpoint, or it cannot be read.
   """
-  reader, folder = StateReader(path, step=step), find_checkpoint(path, step=step)[0]
-  manifest = reader.manifest
+  reader = StateReader(source, step=step)
+  manifest, folder = reader.manifest, reader.checkpoint.model_dir.path
   checksums = recorded(manifest)
   arrays = {
     name: {
@@ -58,7 +56,7 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
     'gin': [str(folder / name) for name in GIN_FILES if (folder / name).is_file()],
     'versions': manifest.get('versions'),
     'data': manifest.get('data'),
-    'data_state_bytes': len(read_saved(folder, reader.step).data_state),
+    'data_state_bytes': len(reader.saved.data_state),
     'next_batch_hash': manifest.get('next_batch_hash'),
     'checksums': f'{len(checksums)} of {len(arrays)} arrays',
     **{key: manifest[key] for key in _ORIGINS if manifest.get(key)},

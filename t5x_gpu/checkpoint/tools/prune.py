@@ -5,20 +5,12 @@ what remains if the process is killed during a deletion.
 """
 
 import dataclasses
-import os
-import pathlib
 from collections.abc import Callable
 
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import RunLock
-from t5x_gpu.checkpoint.saved_checkpoint import (
-  UNREADABLE,
-  checkpoint_path,
-  committed_steps,
-  error_line,
-  read_saved,
-)
-from t5x_gpu.checkpoint.storage.paths import local_path
+from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
 from t5x_gpu.checkpoint.storage.removal import finish_removals, remove_checkpoint
 from t5x_gpu.checkpoint.tools.inspect import disk_bytes
 from t5x_gpu.errors import CheckpointError
@@ -29,29 +21,29 @@ class PrunePlan:
   """Which checkpoints of a MODEL_DIR to keep and which to remove.
 
   Attributes:
-    folder: MODEL_DIR.
+    model_dir: whose checkpoints they are.
     kept: step -> reason.
     removed: step -> bytes on disk.
   """
 
-  folder: pathlib.Path
+  model_dir: ModelDir
   kept: dict[int, str]
   removed: dict[int, int]
 
 
-def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> PrunePlan:
-  """Returns which checkpoints would be removed; changes nothing.
+def plan_prune(model_dir: ModelDir, keep: Keep) -> PrunePlan:
+  """Returns which checkpoints of a folder would be removed; changes nothing.
 
   A folder that cannot be read as a checkpoint stays and is not counted.
 
   Raises:
     CheckpointError: there is no checkpoint, a step to keep is missing, or none would stay.
   """
-  folder = local_path(model_dir, what='prune')
+  folder = model_dir.path
   steps, values, kept = [], {}, {}
-  for step in committed_steps(folder):
+  for step in model_dir.steps:
     try:
-      value = keep.value_of(read_saved(folder, step).manifest.get('metrics') or {})
+      value = keep.value_of(model_dir.saved(step).manifest.get('metrics') or {})
       steps.append(step)
       if value is not None:
         values[step] = value
@@ -72,13 +64,13 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> PrunePlan:
   kept |= reasons
   for step in steps:
     if step not in reasons:
-      removed[step] = disk_bytes(checkpoint_path(folder, step))
+      removed[step] = disk_bytes(model_dir.checkpoint(step))
   if len(removed) == len(steps):
     raise CheckpointError(
       f'This would delete all {len(steps)} checkpoints in {folder}.',
       fix=f'Keep at least one: --keep_last=1 keeps step {steps[-1]}.',
     )
-  return PrunePlan(folder, dict(sorted(kept.items())), removed)
+  return PrunePlan(model_dir, dict(sorted(kept.items())), removed)
 
 
 def prune(plan: PrunePlan, *, removed: Callable[[int], None]) -> None:
@@ -90,15 +82,17 @@ def prune(plan: PrunePlan, *, removed: Callable[[int], None]) -> None:
   Raises:
     CheckpointError: a run writes to the folder, or a file cannot be removed.
   """
-  lock = RunLock(plan.folder)
+  folder = plan.model_dir.path
+  lock = RunLock(folder)
   try:
-    finish_removals(plan.folder)
+    finish_removals(folder)
     for step in sorted(plan.removed):
-      remove_checkpoint(plan.folder, step)
+      remove_checkpoint(folder, step)
+      plan.model_dir.removed(step)
       removed(step)
   except OSError as e:
     raise CheckpointError(
-      f'{e.filename or plan.folder} cannot be removed: {e.strerror or e}.',
+      f'{e.filename or folder} cannot be removed: {e.strerror or e}.',
       fix='Check the permissions of the folder. Only the checkpoints listed as removed are gone.',
     ) from e
   finally:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
-from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader
+from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, Checkpoint, StateReader
 from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import carry
 from t5x_gpu.checkpoint.schemas import DATA, TREE
 from t5x_gpu.checkpoint.storage.atomic_folder import Journal, RemoteJournal, open_journal
@@ -63,7 +64,7 @@ def reshard(request: ReshardRequest, console: Console) -> AnyPath:
         empty=_empty(reader, request),
       )
       if request.verify:
-        _verify(writer.path, request, console)
+        _verify(Checkpoint(ModelDir(journal.folder), reader.step), request, console)
       carry(reader.path.parent, journal.folder)
       journal.finish()
     except StorageError:
@@ -219,9 +220,9 @@ def _empty(reader: StateReader, request: ReshardRequest) -> dict[str, Any]:
   }
 
 
-def _verify(folder: AnyPath, request: ReshardRequest, console: Console) -> None:
+def _verify(written: Checkpoint, request: ReshardRequest, console: Console) -> None:
   """Raises CheckpointError unless the new checkpoint reads back with the right checksums."""
-  reader = StateReader(folder, cache_bytes=0, is_committed=False)
+  reader = StateReader(written, cache_bytes=0)
   with console.progress('read back', reader.num_bytes) as advance:
     verdict = verify(reader, advance=advance, num_threads=1, most_bytes=piece_bytes(request))
   for name, problem in verdict.damaged.items():

@@ -10,7 +10,7 @@ from t5x_gpu.errors import CheckpointError
 
 
 def test_a_single_process_touches_nothing(tmp_path):
-  assert shared_folder.shared_model_dir(tmp_path / 'model') == tmp_path / 'model'
+  assert shared_folder.shared_model_dir(tmp_path / 'model').path == tmp_path / 'model'
   assert not list(tmp_path.iterdir())
 
 
