@@ -91,8 +91,8 @@ CASES = (
   _llama('cp'),
   _llama('fsdp', model='llama3_8b', rows=8),
   _small('3d'),
-  _small('3d', bindings=('Partitioner.overlap_layers = True',), label='overlap_layers'),
   _small('pp'),
+  _small('pp', bindings=('Partitioner.overlap_layers = True',), label='overlap_layers'),
   _small('ep', model='decoder_moe_demo'),
   _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
   # Remat: as many kernels as without it.

@@ -140,6 +140,17 @@ TABLE: tuple[Setting, ...] = (
     without_axes=('stage', 'context', 'expert', 'model'),
     several_gpus=True,
   ),
+  Setting(
+    'compile_option',
+    'xla_gpu_enable_while_loop_unrolling',
+    'WHILE_LOOP_UNROLLING_DOUBLE_BUFFER',
+    ('default',),
+    'Two ticks of a pipeline per iteration. O1 chooses by itself, and XLA then ends the process '
+    '(hlo_alias_analysis.cc:168, jax 0.10.2) in `pp` with overlap_layers.',
+    _XLA_PROTO,
+    axes=('stage',),
+    several_gpus=True,
+  ),
   *(
     _overlap(f'xla_gpu_enable_pipelined_{kind}', True, _PIPELINE, _TOOLBOX)
     for kind in ('all_gather', 'reduce_scatter', 'all_reduce')
