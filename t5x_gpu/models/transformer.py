@@ -83,16 +83,17 @@ def attention_need(config: TransformerConfig) -> Need:
   )
 
 
-def check_attention(model: Any, device: jax.Device, *, context: Optional[str] = None) -> None:
+def check_attention(
+  config: Optional[TransformerConfig], device: jax.Device, *, context: Optional[str] = None
+) -> None:
   """Raises ModelError if the attention that a model asks for by name cannot run.
 
   Args:
-    model: of any kind; one without a TransformerConfig asks for nothing.
+    config: of the model; a model without one asks for nothing.
     device: where it would run.
     context: as in `Need`.
   """
-  config = getattr(model, 'config', None)
-  if isinstance(config, TransformerConfig):
+  if config is not None:
     need = dataclasses.replace(attention_need(config), context=context)
     choose.check(config.attention, need, device)
 

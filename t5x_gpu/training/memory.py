@@ -76,7 +76,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
     rows = max(tokens // length, 1)
     chunks = num_loss_chunks(config, rows, length, vocab_parts=mesh['model'])
     predictions //= max(chunks, 1)
-  logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
+  logits = 4 * predictions * model.num_outcomes // mesh['model']
   need = Need(
     params=bytes_per_device(state.params),
     opt_state=bytes_per_device(state.opt_state),
@@ -208,7 +208,7 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Me
   Raises:
     OutOfMemoryError: the run does not fit; raised on all processes.
   """
-  layout = program.layout
+  layout, config = program.layout, config_of(model)
   limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
   memory = Memory(
     estimate(program, model, num_microbatches=num_microbatches),
@@ -216,7 +216,7 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Me
     limits.host,
     program,
     num_microbatches,
-    getattr(config_of(model), 'remat_policy', None),
+    None if config is None else config.remat_policy,
     limits.num_machines,
   )
   memory.check()
