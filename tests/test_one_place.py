@@ -1,6 +1,7 @@
-"""Optional members of models, and private parts of libraries, have one place each."""
+"""Optional members, private parts of libraries and names of classes have one place each."""
 
 import ast
+import collections
 import re
 from collections.abc import Iterator
 
@@ -147,3 +148,12 @@ print('a sentence with x._src.y in it')
 """
   assert len(list(private_uses(ast.parse(seen)))) == 5
   assert list(private_uses(ast.parse(legal))) == []
+
+
+def test_public_names_of_classes_are_unique():
+  found = collections.defaultdict(list)
+  for module, tree in modules().items():
+    for node in tree.body:
+      if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
+        found[node.name].append(module)
+  none([f'{name} is in {", ".join(found[name])}' for name in found if len(found[name]) > 1])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from t5x_gpu.layers.attention import MultiHeadAttention
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
-from t5x_gpu.layers.backends.serves import Need
+from t5x_gpu.layers.backends.serves import AttentionNeed
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.mlp import Mlp
@@ -72,9 +72,9 @@ def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
   )
 
 
-def attention_need(config: TransformerConfig) -> Need:
+def attention_need(config: TransformerConfig) -> AttentionNeed:
   """Returns what the self-attention of this configuration asks of a backend."""
-  return Need(
+  return AttentionNeed(
     dtype=jnp.dtype(config.compute_dtype).name,
     head_dim=config.head_dim,
     softcap=config.attention_softcap is not None,
@@ -91,7 +91,7 @@ def check_attention(
   Args:
     config: of the model; a model without one asks for nothing.
     device: where it would run.
-    context: as in `Need`.
+    context: as in `AttentionNeed`.
   """
   if config is not None:
     need = dataclasses.replace(attention_need(config), context=context)

@@ -9,7 +9,7 @@ from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
-from t5x_gpu.planning.search.search import EQUAL, Found, search
+from t5x_gpu.planning.search.search import EQUAL, SearchState, search
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import SearchTask
 from t5x_gpu.runtime.xla.gpu_targets import find_target
@@ -44,7 +44,7 @@ def are_neighbours(a: Variant, b: Variant) -> bool:
 def test_no_sampled_neighbour_of_the_best_is_faster(case):
   topology = topology_of(gpus=case.hosts * case.gpus_per_host, gpus_per_host=case.gpus_per_host)
   devices = simulated_devices(topology.num_devices)
-  config, found = case.config(), Found()
+  config, found = case.config(), SearchState()
   task = SearchTask(functools.partial(configured, case), case.gpu, topology, Assumptions())
   search(found, config, task, num_processes=2, compiles=True)
   best = found.best('bfloat16')
