@@ -4,6 +4,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -22,6 +23,7 @@ from t5x_gpu.data.batches import PREPARED, Batch, BatchIterator, BatchSpec, Data
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import Index, read_index
 from t5x_gpu.data.prepared.shard_checks import check_shards
+from t5x_gpu.data.prompts import decode_all
 from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.data.speed import measure
 from t5x_gpu.errors import ConfigError, DataError
@@ -65,11 +67,9 @@ class _Data:
     return read_index(name.removeprefix(PREPARED), split=self.config.split)
 
   def batches(self, *, repeat: bool) -> contextlib.AbstractContextManager[BatchIterator]:
-    batches = data_module.open_batches(
+    return data_module.batches_to_close(
       self.config, spec=self.spec, feature_converter=self.feature_converter, repeat=repeat
     )
-    has_close = callable(getattr(batches, 'close', None))
-    return contextlib.closing(batches) if has_close else contextlib.nullcontext(batches)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +185,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
     if target := row_stats.target_of(row, names):
       console.print(rich.text.Text(f'  {target}'))
     feature = None
-    decode = getattr(vocabulary, 'spelled', vocabulary.decode)
+    decode = functools.partial(decode_all, vocabulary)
     for piece in row_stats.pieces(row, decode=decode):
       if piece.feature != feature:
         feature = piece.feature

@@ -30,7 +30,7 @@ from t5x_gpu.evaluation.checkpoint_queue import Wanted, read_if_there, steps_to_
 from t5x_gpu.evaluation.eval_results import EvalResults, short, table
 from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.metrics import classification
-from t5x_gpu.models.model import Model, tags_words
+from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
@@ -139,7 +139,7 @@ def _report(
     return
   names = class_names_of(model, dataset)
   if hits is not None:
-    names = (entity_kinds(names) if tags_words(model) else names) or _numbers(hits)
+    names = (entity_kinds(names) if OptionalMembers(model).tags else names) or _numbers(hits)
     log(classification.hits_table(hits, names))
   if confusion is not None:
     names = names or _numbers(confusion)

@@ -46,7 +46,7 @@ class ProcessPlan:
   """How to start one process."""
 
   env: Mapping[str, str]
-  binding: numa.Binding
+  binding: numa.CoreBinding
   gpus: str
 
 
@@ -215,7 +215,7 @@ def plan(
       binding = numa.bind_to_gpus([g.pci_address for g in gpus if g.uuid in own], allowed=allowed)
     else:
       binding = (
-        numa.Binding(None, 'not bound: --numa=off') if numa_mode == 'off' else (bindings[index])
+        numa.CoreBinding(None, 'not bound: --numa=off') if numa_mode == 'off' else (bindings[index])
       )
     plans.append(ProcessPlan(child, binding, 'GPU ' + ','.join(map(str, ids)) if ids else 'CPU'))
   return plans

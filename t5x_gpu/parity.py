@@ -65,12 +65,12 @@ def in_float32(model: Any) -> tuple[Any, bool]:
   if not dataclasses.is_dataclass(model) or isinstance(model, type):
     return model, False
   changes, found = {}, False
-  for field in dataclasses.fields(model):
-    value = getattr(model, field.name, None)
-    if field.name == 'dtype' and field.init and value is not None:
+  for field in (f for f in dataclasses.fields(model) if f.init):
+    value = getattr(model, field.name)
+    if field.name == 'dtype' and value is not None:
       exact = IN_FLOAT32.get(value, 'float32') if isinstance(value, str) else jax.numpy.float32
       changes['dtype'], found = exact, True
-    elif field.init and dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
       inner, inner_found = in_float32(value)
       if inner_found:
         changes[field.name], found = inner, True

@@ -198,7 +198,7 @@ def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args:
     functools.partial(_configured, args), planner.gpu.name, topology, planner.assumed
   )
   number = args.extra.search_processes or workers.default_number()
-  found = search.Found()
+  found = search.SearchState()
   try:
     search.search(found, config, task, num_processes=number, compiles=not args.dry_run)
   finally:
@@ -209,7 +209,11 @@ def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args:
 
 
 def _print_found(
-  found: search.Found, config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args
+  found: search.SearchState,
+  config: PlanConfig,
+  topology: Topology,
+  planner: Planner,
+  args: cli.Args,
 ) -> None:
   gpus = f'{topology.num_devices} x {planner.gpu.device_kind}'
   print(results.search_text(found, gpus), flush=True)

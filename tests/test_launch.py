@@ -96,7 +96,7 @@ def two_sockets(tmp_path):
 ALL_CORES = frozenset(range(16))
 
 
-def bind(addresses: list[str], root: pathlib.Path, allowed=ALL_CORES) -> numa.Binding:
+def bind(addresses: list[str], root: pathlib.Path, allowed=ALL_CORES) -> numa.CoreBinding:
   return numa.bind_to_gpus(addresses, allowed=allowed, root=root)
 
 

@@ -12,7 +12,7 @@ from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.layers.backends.choose import attention_by
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
-from t5x_gpu.layers.backends.serves import Need, hardware, that_serve
+from t5x_gpu.layers.backends.serves import AttentionNeed, hardware, that_serve
 from t5x_gpu.layers.masks import TokenInfo
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
@@ -26,7 +26,7 @@ Make = Callable[[AttentionKind, TokenInfo], Attention]
 
 def backends() -> dict[str, Make]:
   """Returns name -> (kind, info) -> attention, of all backends that run on this device."""
-  need = Need(dtype='bfloat16', head_dim=HEAD_DIM)
+  need = AttentionNeed(dtype='bfloat16', head_dim=HEAD_DIM)
   return {name: functools.partial(attention_by, name) for name in that_serve(need, hardware())}
 
 

@@ -34,7 +34,7 @@ from t5x_gpu.training.step_config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class CompiledMemory:
   """Bytes on one GPU.
 
   Attributes:
@@ -73,7 +73,7 @@ class CompiledStep:
   program: Program
   gpus: DescribedGpus
   hlo: str
-  memory: Memory
+  memory: CompiledMemory
   compile_options: Mapping[str, Value]
   trace_seconds: float
   compile_seconds: float
@@ -124,14 +124,14 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
   )
 
 
-def memory_of(compiled: Any, hlo: str) -> Memory:
+def memory_of(compiled: Any, hlo: str) -> CompiledMemory:
   """Returns the memory of a compiled function on one device; `hlo` is its text.
 
   Donated arguments share their memory with outputs. XLA's own peak counts the arguments alone
   (jaxlib 0.10 to 0.12, compiled without the GPU).
   """
   m = compiled.memory_analysis()
-  return Memory(
+  return CompiledMemory(
     argument_bytes=m.argument_size_in_bytes,
     output_bytes=m.output_size_in_bytes - m.alias_size_in_bytes,
     temporary_bytes=m.temp_size_in_bytes,

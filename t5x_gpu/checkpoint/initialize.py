@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean, listed
+from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.terminal.text_table import table
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
@@ -95,15 +96,14 @@ class RestoreConfig:
 
 
 def plan_start(
-  config: Optional[RestoreConfig], program: Program, model: Any, *, saved: Optional[Saved]
+  config: Optional[RestoreConfig], program: Program, model: Model, *, saved: Optional[Saved]
 ) -> Start:
   """Returns what the run starts from, after comparing names and shapes; reads no array.
 
   Args:
     config: None to start from the seed.
     program: of the run.
-    model: if it has `is_adapter(path)`, a checkpoint may lack the parameters for which it is true.
-      If it has `source_of(path)`, that is the path of a parameter in a checkpoint.
+    model: a checkpoint may lack its adapters, and have parameters at the paths of `source_of`.
     saved: the run's own checkpoint, which takes precedence.
   Raises:
     CheckpointError: there is no such checkpoint, or it lacks what the run needs.
@@ -131,8 +131,7 @@ def plan_start(
     name: tuple(a.shape)
     for name, a in flax.traverse_util.flatten_dict(program.abstract_saved.params, sep='/').items()
   }
-  may_lack = getattr(model, 'is_adapter', lambda path: False)
-  source_of = getattr(model, 'source_of', lambda path: path)
+  may_lack, source_of = OptionalMembers(model).is_adapter, OptionalMembers(model).source_of
   taken = _assigned(config, want, source_of)
   taken = {
     name: source for name, source in taken.items() if source in reader.shapes or not may_lack(name)

@@ -34,7 +34,7 @@ from t5x_gpu.checkpoint.storage.orbax_internals import (
 )
 from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
 from t5x_gpu.config.json_schema import read_bytes
-from t5x_gpu.data.batches import BatchIterator, batch_hash
+from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
 from t5x_gpu.errors import CheckpointError
@@ -186,9 +186,10 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
   Raises:
     DataError: a file has changed since that record was written, or cannot be read.
   """
-  if not hasattr(data, 'source_files') or not is_main_process():
+  read_files = optional_method(data, 'source_files')
+  if read_files is None or not is_main_process():
     return SourceFiles({})
-  files = data.source_files()
+  files = read_files()
   if resumed:
     check_sources(files, folder)
   return files

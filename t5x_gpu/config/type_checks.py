@@ -24,7 +24,7 @@ _NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class ReferenceValue:
   """The value of a reference: an instance of `what` (`@x()`), or `what` itself (`@x`)."""
 
   what: Any
@@ -51,7 +51,7 @@ def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
 
 
 def literal(value: Any, bindings: Bindings) -> Any:
-  """Returns `value` with macros replaced by what they hold, references by `Made` or `Unknown`."""
+  """Returns `value` without macros; references become a `ReferenceValue` or `Unknown`."""
   if isinstance(value, gin_config.ConfigurableReference):
     if bindings_lib.is_constant(value):
       constant = gin_config._CONSTANTS.get('/'.join(value.scopes))
@@ -59,7 +59,7 @@ def literal(value: Any, bindings: Bindings) -> Any:
     if bindings_lib.is_macro(value):
       binding = bindings.macro(value)
       return Unknown() if binding is None else literal(binding.value, bindings)
-    return Made(value.configurable.wrapped, value.evaluate, repr(value))
+    return ReferenceValue(value.configurable.wrapped, value.evaluate, repr(value))
   if isinstance(value, Mapping):
     return {_hashable(literal(k, bindings)): literal(v, bindings) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
@@ -75,7 +75,7 @@ def mismatch(value: Any, annotation: Any) -> str:
   """Returns why `value` does not fit `annotation`, with the value that would, or ''."""
   if _fits(value, annotation):
     return ''
-  if isinstance(value, Made):
+  if isinstance(value, ReferenceValue):
     if not value.evaluated and _fits(dataclasses.replace(value, evaluated=True), annotation):
       return f'{value.text} is the class or function itself; write {value.text}() to call it.'
     name = getattr(value.what, '__name__', value.what)
@@ -132,8 +132,10 @@ def _fits(value: Any, annotation: Any) -> bool:
   if origin in (typing.Annotated, typing.Final, typing.ClassVar):
     return _fits(value, args[0]) if args else True
   if origin is typing.Literal:
-    return isinstance(value, Made) or any(value == a and type(value) is type(a) for a in args)
-  if isinstance(value, Made):
+    return isinstance(value, ReferenceValue) or any(
+      value == a and type(value) is type(a) for a in args
+    )
+  if isinstance(value, ReferenceValue):
     return _made_fits(value, origin or annotation)
   if annotation is None or annotation is type(None):
     return value is None
@@ -176,7 +178,7 @@ def _container_fits(value: Any, kind: type, args: tuple) -> bool:
   return all(_fits(item, args[0]) for item in value)
 
 
-def _made_fits(value: Made, kind: Any) -> bool:
+def _made_fits(value: ReferenceValue, kind: Any) -> bool:
   """Returns whether it fits; a function's result is unknown, so it does."""
   if not inspect.isclass(kind) or getattr(kind, '_is_protocol', False) or kind is object:
     return True

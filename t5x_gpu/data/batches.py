@@ -6,12 +6,13 @@ Nothing here imports TensorFlow. `data_module.py` opens a `DatasetConfig`.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Optional, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Optional, Protocol
 
 import numpy as np
 
 from t5x_gpu.errors import DataError, ShapeError
+from t5x_gpu.runtime.cluster.agreement import Facts
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
 # for labels and their weights. Prepared batches read their rows on access (lazy_batch.py).
@@ -67,11 +68,7 @@ class BatchIterator(Protocol):
 
   Every process sees the same global batch and puts only its own part on its devices.
 
-  Three methods are optional:
-    close() -> None: releases files and threads.
-    file_facts() -> Facts: facts about the source files, compared between hosts at the start
-      (same_on_hosts.py). Without it `describe()` and the next batch are compared.
-    source_files() -> SourceFiles: the source files, checked for changes when a run resumes.
+  It may also have the methods of `FileBatchIterator`.
   """
 
   def __next__(self) -> Batch: ...
@@ -87,6 +84,31 @@ class BatchIterator(Protocol):
 
   def describe(self) -> Mapping[str, Any]:
     """Returns JSON-ready facts for logs and manifests: task, split, seed, examples, guarantees."""
+
+
+class FileBatchIterator(BatchIterator, Protocol):
+  """What an iterator that reads files adds. Each of these methods is optional."""
+
+  def close(self) -> None:
+    """Releases files and threads."""
+
+  def file_facts(self) -> Facts:
+    """Returns facts about the source files, which hosts compare at the start (same_on_hosts.py).
+
+    Without this method they compare `describe()` and the next batch.
+    """
+
+  def source_files(self) -> Any:
+    """Returns the `SourceFiles`, which are checked for changes when a run resumes."""
+
+
+FileMethod = Literal['close', 'file_facts', 'source_files']
+
+
+def optional_method(batches: BatchIterator, name: FileMethod) -> Optional[Callable[[], Any]]:
+  """Returns a method of `FileBatchIterator`; None if `batches` does not have it."""
+  method = getattr(batches, name, None)
+  return method if callable(method) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,15 @@ docs/add_a_data_source.md shows how to write another. The module is imported onl
 so a synthetic run does not import TensorFlow.
 """
 
+import contextlib
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.data.batches import PREPARED, BatchIterator, BatchSpec, DatasetConfig
-from t5x_gpu.data.prompts import PromptText
+from t5x_gpu.data.batches import PREPARED, BatchIterator, BatchSpec, DatasetConfig, optional_method
+from t5x_gpu.data.prompts import PromptText, Vocabulary
 from t5x_gpu.data.task_metrics import EvaluatedTask
 from t5x_gpu.data.trust import check_trusted
 from t5x_gpu.errors import ConfigError, did_you_mean
@@ -45,11 +46,10 @@ class DataModule(Protocol):
 
   # ---- Optional -----------------------------------------------------------------------------
 
-  def vocabulary(self, config: DatasetConfig, *, feature_converter: str) -> Any:
-    """Returns an object with `encode` and `decode`; None without text.
+  def vocabulary(self, config: DatasetConfig, *, feature_converter: str) -> Optional[Vocabulary]:
+    """Returns the text <-> ids of the batches; None without text.
 
-    Needed by train.sample_cfg and `python -m t5x_gpu.data preview`. An attribute `moved_zero_id`
-    that is not None makes id 0 a word: samples may contain it.
+    Needed by train.sample_cfg and `python -m t5x_gpu.data preview`.
     """
 
   def class_names(self, config: DatasetConfig) -> Optional[Sequence[str]]:
@@ -215,7 +215,18 @@ def open_batches(
   return batches
 
 
-def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
+@contextlib.contextmanager
+def batches_to_close(config: DatasetConfig, **options: Any) -> Iterator[BatchIterator]:
+  """Opens batches, arguments as for `open_batches`, and closes them at the end of the block."""
+  batches = open_batches(config, **options)
+  try:
+    yield batches
+  finally:
+    if close := optional_method(batches, 'close'):
+      close()
+
+
+def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Vocabulary:
   """Returns the vocabulary of `config`; see `DataModule.vocabulary`. Raises ConfigError."""
   config = _text_of(config, 'text_config')
   make = _optional(config, 'vocabulary')

@@ -33,7 +33,7 @@ PAIR_PLACES = 'pair_places'
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ConverterFeatures:
   """The task features that one feature converter takes, and the model features that it gives.
 
   Attributes:
@@ -81,22 +81,22 @@ _ENCODER_PACKED = {
   'encoder_positions': 'encoder_input_tokens',
 }
 
-LAYOUTS: dict[str, Layout] = {
-  'lm': Layout(
+LAYOUTS: dict[str, ConverterFeatures] = {
+  'lm': ConverterFeatures(
     task_features=('targets',),
     tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
     aligned=_DECODER_ALIGNED,
     packed=_DECODER_PACKED,
     zero_may_be_a_word=True,
   ),
-  'preference': Layout(
+  'preference': ConverterFeatures(
     task_features=('targets',),
     tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
     aligned={**_DECODER_ALIGNED, **_DECODER_PACKED},
     packed={},
     zero_may_be_a_word=True,
   ),
-  'prefix_lm': Layout(
+  'prefix_lm': ConverterFeatures(
     task_features=('inputs', 'targets'),
     tokens={
       'decoder_target_tokens': ('inputs', 'targets'),
@@ -106,7 +106,7 @@ LAYOUTS: dict[str, Layout] = {
     packed=_DECODER_PACKED,
     zero_may_be_a_word=True,
   ),
-  'encoder_decoder': Layout(
+  'encoder_decoder': ConverterFeatures(
     task_features=('inputs', 'targets'),
     tokens={
       'encoder_input_tokens': ('inputs',),
@@ -120,7 +120,7 @@ LAYOUTS: dict[str, Layout] = {
       **_DECODER_PACKED,
     },
   ),
-  'encoder_mlm': Layout(
+  'encoder_mlm': ConverterFeatures(
     task_features=('inputs', 'targets'),
     tokens={'encoder_input_tokens': ('inputs',), 'encoder_target_tokens': ('targets',)},
     aligned={'encoder_loss_weights': 'encoder_target_tokens'},
@@ -129,7 +129,7 @@ LAYOUTS: dict[str, Layout] = {
   ),
 }
 
-_CLASSIFIED = Layout(
+_CLASSIFIED = ConverterFeatures(
   task_features=('inputs',),
   tokens=_ENCODER_TOKENS,
   aligned={},
@@ -148,7 +148,7 @@ LAYOUTS |= {
   ),
   'encoder_regression': _REGRESSED,
   'encoder_regression_with_types': dataclasses.replace(_REGRESSED, aligned=_TYPES),
-  'encoder_tags': Layout(
+  'encoder_tags': ConverterFeatures(
     task_features=('inputs',),
     tokens=_ENCODER_TOKENS,
     aligned=_LABELS,
@@ -157,7 +157,7 @@ LAYOUTS |= {
     classes=LABELS,
   ),
   # A row holds the texts of one example: segment 1 is the first text, and so on.
-  'encoder_text_sets': Layout(
+  'encoder_text_sets': ConverterFeatures(
     task_features=('inputs',),
     tokens=_ENCODER_TOKENS,
     aligned=_ENCODER_PACKED,
@@ -169,7 +169,7 @@ LAYOUTS |= {
 }
 
 
-def layout(feature_converter: str) -> Layout:
+def layout(feature_converter: str) -> ConverterFeatures:
   """Returns the layout called `feature_converter`. Raises ConfigError if there is none."""
   if feature_converter not in LAYOUTS:
     raise ConfigError(

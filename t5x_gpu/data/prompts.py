@@ -10,6 +10,28 @@ from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.errors import DataError
 
 
+class Vocabulary(Protocol):
+  """Text <-> token ids. `zero_is_padding` and `decode_all` have the defaults of what is optional.
+
+  Optional:
+    moved_zero_id: if it is not None, id 0 is a word, so samples may contain it.
+    spelled(ids) -> str: as `decode`, of all ids, with special tokens.
+  """
+
+  def encode(self, text: str) -> list[int]: ...
+  def decode(self, ids: list[int]) -> str: ...
+
+
+def zero_is_padding(vocabulary: Vocabulary) -> bool:
+  """Returns whether id 0 is padding, rather than a word."""
+  return getattr(vocabulary, 'moved_zero_id', None) is None
+
+
+def decode_all(vocabulary: Vocabulary, ids: list[int]) -> str:
+  """Returns the text of `ids`, with special tokens if the vocabulary can spell them."""
+  return getattr(vocabulary, 'spelled', vocabulary.decode)(ids)
+
+
 @dataclasses.dataclass(frozen=True)
 class EncodedRow:
   """A row of an encoder.

@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import Batch, BatchIterator, batch_hash
+from t5x_gpu.data.batches import Batch, BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest
 from t5x_gpu.data.task_metrics import EvaluatedTask
 from t5x_gpu.errors import task_error
@@ -64,7 +64,7 @@ def check_same_on_hosts(
 
 
 def _facts(batches: BatchIterator) -> Facts:
-  files = getattr(batches, 'file_facts', None)  # optional in custom data modules
+  files = optional_method(batches, 'file_facts')
   found = {} if files is None else dict(files())
   for name, value in batches.describe().items():
     if files is None or not name.startswith(_OF_FILES):

@@ -16,7 +16,7 @@ from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, correlation, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
-from t5x_gpu.models.model import Model, writes_text
+from t5x_gpu.models.model import Model, OptionalMembers, writes_text
 from t5x_gpu.terminal.bars import Show, Total, silent
 from t5x_gpu.training.program import Program
 
@@ -82,7 +82,7 @@ def hits_of(sums: reduce.Sums) -> Optional[np.ndarray]:
 
 def class_names_of(model: Model, dataset: DatasetConfig) -> tuple[str, ...]:
   """Returns the names of the classes, those of the model first; empty if neither has names."""
-  return tuple(getattr(model, 'class_names', ())) or open_class_names(dataset) or ()
+  return tuple(OptionalMembers(model).class_names) or open_class_names(dataset) or ()
 
 
 def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.layers.backends.serves import Hardware, hardware
-from t5x_gpu.layers.backends.tokamax import library
+from t5x_gpu.layers.backends.tokamax_internals import library
 from t5x_gpu.partitioning.axis_rules import split_axis, varying
 from t5x_gpu.runtime.main_log import log_once
 
@@ -325,11 +325,11 @@ def kernel_for(device: Hardware, dtype: Any, sizes: Sequence[int]) -> tuple[Opti
 
 
 def _ragged_dot(kernel: str, rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation=kernel)
+  return library().ragged_dot(rows, kernels, sizes, implementation=kernel)
 
 
 def _ragged_sums(kernel: str, rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
-  sums = library('tokamax').ragged_dot_general(
+  sums = library().ragged_dot_general(
     rows,
     gradient,
     sizes,

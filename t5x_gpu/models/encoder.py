@@ -17,7 +17,12 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoding.checks import MULTI_LABEL, SINGLE_LABEL, check_encoder
 from t5x_gpu.models.encoding.pooling import pool, pool_texts
 from t5x_gpu.models.encoding.sums import entity_hits, of_label_sets, of_numbers, of_text_sets
-from t5x_gpu.models.heads import Classifier, MaskedTokenHead, masked_token_logits, masked_token_loss
+from t5x_gpu.models.heads import (
+  ClassifierHead,
+  MaskedTokenHead,
+  masked_token_logits,
+  masked_token_loss,
+)
 from t5x_gpu.models.losses import Sums, cross_entropy, of_examples
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation
@@ -175,7 +180,7 @@ class EncoderModel(OneStackModel):
   @property
   def _head_module(self) -> nn.Module:
     if self.has_classes or self.regresses:
-      return Classifier(
+      return ClassifierHead(
         self.config,
         1 if self.regresses else self.num_classes,
         tanh_layer=self._has_row_targets and self.pooling.endswith('tanh'),

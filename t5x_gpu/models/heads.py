@@ -187,7 +187,7 @@ def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
   return x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
 
 
-class Classifier(nn.Module):
+class ClassifierHead(nn.Module):
   """Class logits from one vector per row, or per token.
 
   Attributes:

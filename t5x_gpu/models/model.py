@@ -2,15 +2,16 @@
 
 The other protocols add what some features need. A model has all or none of their members:
   LayeredModel: pipelines, accumulation by layer, and the table of layers of `parity`.
-  TextModel: `infer`, samples and task metrics.
+  TextModel: `infer`, samples and task metrics. ScoringModel: `infer --score`, too.
+  PreferenceModel: DpoModel.
   ClassifierModel: `infer` of classes.
-  PartlyTrainedModel: frozen parameters, adapters.
-A model may also have `config`, a TransformerConfig (see `config_of`). decoder_only.py and
+A model may have any of `OptionalMembers`, which also has their defaults. decoder_only.py and
 encoder_decoder.py are examples.
 """
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Optional, Protocol, TypeGuard
 
 import jax
@@ -21,20 +22,19 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.inference.incremental import DecodingState
 from t5x_gpu.models.losses import Sums
+from t5x_gpu.partitioning.layer_stacks import ONLY
 
 # Nested dictionaries of arrays. The layers of a stack are one subtree, `layers`, whose arrays have
 # a leading axis [layers, ...].
 Params = Any
+_ABSENT = object()
 # A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], which dropout
 # needs; and 'encoder_places', 'decoder_places' [length] of tokens in rows that are split.
 DeviceBatch = Mapping[str, jax.Array]
 
 
 class Model(Protocol):
-  """What every model has.
-
-  Optional: `guess_loss`, the loss of a model that guesses, unless it is log(num_outcomes).
-  """
+  """What every model has."""
 
   @property
   def num_outcomes(self) -> int:
@@ -88,11 +88,7 @@ class Model(Protocol):
 class LayeredModel(Model, Protocol):
   """A model whose `loss` is `head(run_layers(embed(...)))`.
 
-  If it has several stacks, it also has the attribute `stacks` with their names in the order in
-  which they run, as in ('encoder', 'decoder'). `run_layers` then takes `stack`, the name of one.
-
-  With the attribute `gathers_layers = True`, `run_layers` calls `fsdp.whole` on each layer, as
-  `scan_layers` does. Data parallelism then sums a layer's gradients as soon as they are known.
+  If it has several, `OptionalMembers.stacks`, `run_layers` also takes `stack`, the name of one.
   """
 
   def embed(
@@ -126,7 +122,7 @@ class LayeredModel(Model, Protocol):
 
 
 class TextModel(Model, Protocol):
-  """A model that continues prompts. To score given targets it also needs `logits`."""
+  """A model that continues prompts."""
 
   def start_decoding(
     self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int
@@ -148,6 +144,24 @@ class TextModel(Model, Protocol):
     """Returns float32 logits [batch, vocab] after `tokens` [batch], and the next state."""
 
 
+class ScoringModel(TextModel, Protocol):
+  """A model that also scores given targets."""
+
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns float32 logits [batch, length, vocab] of the targets in `batch`."""
+
+
+class PreferenceModel(Model, Protocol):
+  """A model that DpoModel can train."""
+
+  def token_log_probs(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns float32 log-probabilities [batch, length] of the targets in `batch`."""
+
+
 class ClassifierModel(Model, Protocol):
   """A model that may have one label per row."""
 
@@ -161,16 +175,65 @@ class ClassifierModel(Model, Protocol):
     """Returns float32 logits [batch, classes]."""
 
 
-class PartlyTrainedModel(Model, Protocol):
-  """A model with frozen parameters: they get no gradient and no optimizer state."""
+class OptionalMembers:
+  """Members that a model may have; the values here are those of a model without them.
 
-  def is_trained(self, path: str) -> bool:
-    """Returns whether the parameter at this '/'-joined path is trained."""
+  `OptionalMembers(model).tags` is the model's `tags`, or False. A base class with these values
+  would hide the members of a model that LoraModel or DpoModel wraps.
+
+  Attributes:
+    config: sizes; makes decoding, plans and hints more precise (see `config_of`).
+    stacks: names of several stacks of layers in the order in which they run, as in ('encoder',
+      'decoder').
+    gathers_layers: `run_layers` calls `fsdp.whole` on each layer, as `scan_layers` does. Data
+      parallelism then sums a layer's gradients as soon as they are known.
+    couples_rows: the loss of a row depends on other rows, so the batch cannot be split in time.
+    classifies: each row has one label, rather than a target per token.
+    tags: each word has a label: `logits` are [batch, length, classes].
+    regresses: each row has a number.
+    embeds: each text becomes a vector.
+    class_names: of the classes or tags, in the order of their numbers.
+    label_smoothing, z_loss: of the loss per token.
+    is_trained: whether the parameter at a '/'-joined path is trained. Frozen parameters get no
+      gradient and no optimizer state. None: all are trained.
+  """
+
+  config: Any = None
+  stacks: tuple[str, ...] = (ONLY,)
+  gathers_layers: bool = False
+  couples_rows: bool = False
+  classifies: bool = False
+  tags: bool = False
+  regresses: bool = False
+  embeds: bool = False
+  class_names: tuple[str, ...] = ()
+  label_smoothing: float = 0.0
+  z_loss: float = 0.0
+  is_trained: Optional[Callable[[str], bool]] = None
+
+  def __init__(self, model: Model) -> None:
+    self._model = model
+
+  def __getattribute__(self, name: str) -> Any:
+    if name.startswith('_'):
+      return super().__getattribute__(name)
+    getattr(type(self), name)  # an AttributeError for a name that is not declared
+    value = getattr(self._model, name, _ABSENT)
+    return super().__getattribute__(name) if value is _ABSENT else value
+
+  @property
+  def guess_loss(self) -> Optional[float]:
+    """The loss of a model that guesses; None if it depends on the data."""
+    return math.log(self._model.num_outcomes) if self._model.num_outcomes > 1 else None
 
   def is_adapter(self, path: str) -> bool:
-    """Returns whether a checkpoint to start from may lack this parameter."""
+    """Returns whether a checkpoint to start from may lack the parameter at `path`."""
+    del path
+    return False
 
-  # Optional: source_of(path) returns where a checkpoint to start from has this parameter.
+  def source_of(self, path: str) -> str:
+    """Returns the path in a checkpoint to start from of the parameter at `path`."""
+    return path
 
 
 def missing_members(model: Any, protocol: type) -> list[str]:
@@ -194,18 +257,13 @@ def writes_text(model: Model) -> TypeGuard[TextModel]:
 
 def classifies(model: Model) -> TypeGuard[ClassifierModel]:
   """Returns whether each row has one label, rather than a target per token."""
-  return getattr(model, 'classifies', False)
-
-
-def tags_words(model: Model) -> bool:
-  """Whether each word has a label: `logits` are [batch, length, classes]."""
-  return getattr(model, 'tags', False)
+  return OptionalMembers(model).classifies
 
 
 def encodes_texts(model: Model) -> bool:
   """Whether `infer` returns classes, tags, numbers or vectors instead of text."""
-  kinds = ('classifies', 'tags', 'regresses', 'embeds')
-  return any(getattr(model, name, False) for name in kinds)
+  has = OptionalMembers(model)
+  return has.classifies or has.tags or has.regresses or has.embeds
 
 
 def config_of(model: Model) -> Optional[TransformerConfig]:
@@ -213,7 +271,7 @@ def config_of(model: Model) -> Optional[TransformerConfig]:
 
   It limits the length of prompts, gives experts room in decoding and makes hints more precise.
   """
-  config = getattr(model, 'config', None)
+  config = OptionalMembers(model).config
   return config if isinstance(config, TransformerConfig) else None
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from t5x_gpu.layers.attention import MultiHeadAttention
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
-from t5x_gpu.layers.backends.serves import Need
+from t5x_gpu.layers.backends.serves import AttentionNeed
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.mlp import Mlp
@@ -72,9 +72,9 @@ def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
   )
 
 
-def attention_need(config: TransformerConfig) -> Need:
+def attention_need(config: TransformerConfig) -> AttentionNeed:
   """Returns what the self-attention of this configuration asks of a backend."""
-  return Need(
+  return AttentionNeed(
     dtype=jnp.dtype(config.compute_dtype).name,
     head_dim=config.head_dim,
     softcap=config.attention_softcap is not None,
@@ -83,16 +83,17 @@ def attention_need(config: TransformerConfig) -> Need:
   )
 
 
-def check_attention(model: Any, device: jax.Device, *, context: Optional[str] = None) -> None:
+def check_attention(
+  config: Optional[TransformerConfig], device: jax.Device, *, context: Optional[str] = None
+) -> None:
   """Raises ModelError if the attention that a model asks for by name cannot run.
 
   Args:
-    model: of any kind; one without a TransformerConfig asks for nothing.
+    config: of the model; a model without one asks for nothing.
     device: where it would run.
-    context: as in `Need`.
+    context: as in `AttentionNeed`.
   """
-  config = getattr(model, 'config', None)
-  if isinstance(config, TransformerConfig):
+  if config is not None:
     need = dataclasses.replace(attention_need(config), context=context)
     choose.check(config.attention, need, device)
 

@@ -18,15 +18,10 @@ ONLY = ''
 
 
 class RunsLayers(Protocol):
-  """The part of a model that runs layers; with several stacks, `stacks` has their names."""
+  """The part of a model that runs layers."""
 
   def run_layers(self, params: Params, x: Any, batch: Any, **options: Any) -> Any:
     """Returns `x` after the layers in `params`; with several stacks, after those of `stack`."""
-
-
-def stacks_of(model: object) -> tuple[str, ...]:
-  """Returns the names of a model's stacks in the order in which they run; (ONLY,) for one stack."""
-  return tuple(getattr(model, 'stacks', (ONLY,)))
 
 
 def layers_of(params: Params, stack: str) -> Any:

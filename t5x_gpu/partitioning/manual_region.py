@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.arrays import fsdp_dims
-from t5x_gpu.partitioning.arrays.per_device_copies import Copies
+from t5x_gpu.partitioning.arrays.per_device_copies import PerDeviceCopies
 from t5x_gpu.partitioning.axis_rules import (
   AxisNames,
   AxisRules,
@@ -256,8 +256,8 @@ class Region:
     return jax.tree.map(self._copies.total, names, grads, parts)
 
   @property
-  def _copies(self) -> Copies:
-    return Copies(self.rules, self.mesh_shape)
+  def _copies(self) -> PerDeviceCopies:
+    return PerDeviceCopies(self.rules, self.mesh_shape)
 
   def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
     """Returns the axes over which a gradient is summed, and which do not split its parameter."""

@@ -25,7 +25,12 @@ from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas.memory import MemoryUse, memory_use
 from t5x_gpu.planning.formulas.step_shape import StepShape, step_shape
 from t5x_gpu.planning.formulas.step_time import StepTime, step_time
-from t5x_gpu.planning.formulas.traffic import Sent, busy_share, compiled_traffic, formula_traffic
+from t5x_gpu.planning.formulas.traffic import (
+  CollectiveTraffic,
+  busy_share,
+  compiled_traffic,
+  formula_traffic,
+)
 from t5x_gpu.planning.formulas.work import step_work
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
@@ -100,7 +105,7 @@ class Prediction:
   peak_flops: float
   total_steps: int
   memory: MemoryUse
-  formula_sent: tuple[Sent, ...]
+  formula_sent: tuple[CollectiveTraffic, ...]
   time: StepTime
   checkpoint: Checkpoint
   source: str
@@ -210,7 +215,9 @@ def predict(
   )
 
 
-def _sent(program: Program, hlo: str, compiled: Optional[CompiledStep] = None) -> list[Sent]:
+def _sent(
+  program: Program, hlo: str, compiled: Optional[CompiledStep] = None
+) -> list[CollectiveTraffic]:
   return compiled_traffic(
     inventory(hlo, program.layout.mesh.shape),
     compiled.overlaps if compiled else (),

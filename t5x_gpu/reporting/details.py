@@ -8,7 +8,7 @@ from typing import Any, Optional
 from t5x_gpu.reporting.charts import stacked_bars
 from t5x_gpu.reporting.markup import Child, element
 from t5x_gpu.reporting.page import Section, folded, table
-from t5x_gpu.reporting.run_config import Setting, differences
+from t5x_gpu.reporting.run_config import ReportedSetting, differences
 from t5x_gpu.reporting.run_record import RunRecord
 
 _MOST_SAMPLES = 20
@@ -57,14 +57,14 @@ def _differences(runs: Sequence[RunRecord]) -> ET.Element:
   )
 
 
-def _with_origin(setting: Optional[Setting]) -> Child:
+def _with_origin(setting: Optional[ReportedSetting]) -> Child:
   if setting is None:
     return 'not used'
   origin = element('div', setting.origin, class_='note') if setting.origin else None
   return element('div', element('code', setting.value), origin)
 
 
-def _settings(settings: Mapping[str, Setting]) -> ET.Element:
+def _settings(settings: Mapping[str, ReportedSetting]) -> ET.Element:
   rows = [
     [key, element('code', s.value), ' '.join(filter(None, (s.origin, s.through))), s.overrides]
     for key, s in settings.items()

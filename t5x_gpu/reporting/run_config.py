@@ -18,7 +18,7 @@ IN_EVERY_RUN = ('MODEL_DIR', 'train.model_dir')  # differs always, and says noth
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class ReportedSetting:
   """A value of a run.
 
   Attributes:
@@ -38,7 +38,7 @@ class Setting:
     return self.through.removeprefix('%')
 
 
-def read_settings(folder: pathlib.Path, problems: list[str]) -> dict[str, Setting]:
+def read_settings(folder: pathlib.Path, problems: list[str]) -> dict[str, ReportedSetting]:
   """Returns key -> value and origin, from config_origins.txt; empty if there is none."""
   text = _text(folder / ORIGINS, problems)
   if text is None:
@@ -50,7 +50,7 @@ def read_settings(folder: pathlib.Path, problems: list[str]) -> dict[str, Settin
     if match := _LINE.fullmatch(line):
       values = {k: v or '' for k, v in match.groupdict().items()}
       key = values.pop('key')
-      found[key] = Setting(**values)
+      found[key] = ReportedSetting(**values)
   return found
 
 
@@ -76,7 +76,9 @@ def earlier_changes(folder: pathlib.Path, problems: list[str]) -> list[list[str]
   return [changes(old, new) for old, new in zip(known, known[1:])]
 
 
-def differences(runs: Sequence[Mapping[str, Setting]]) -> list[tuple[str, list[Optional[Setting]]]]:
+def differences(
+  runs: Sequence[Mapping[str, ReportedSetting]],
+) -> list[tuple[str, list[Optional[ReportedSetting]]]]:
   """Returns the keys whose values differ, with the setting of each run or None.
 
   A parameter that differs only because its macro does is left out.

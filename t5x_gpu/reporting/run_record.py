@@ -25,7 +25,7 @@ from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers.open_loggers import METRICS
 from t5x_gpu.metrics.writers import parse_line
 from t5x_gpu.reporting import run_config
-from t5x_gpu.reporting.run_config import Setting
+from t5x_gpu.reporting.run_config import ReportedSetting
 
 Records = list[dict[str, Any]]
 _T = TypeVar('_T')
@@ -55,7 +55,7 @@ class RunRecord:
   folder: pathlib.Path
   metrics: Records
   accounts: Optional[goodput_accounts.Accounts]
-  settings: Mapping[str, Setting]
+  settings: Mapping[str, ReportedSetting]
   earlier: Sequence[list[str]]
   checkpoints: Sequence[int]
   manifest: Mapping[str, Any]

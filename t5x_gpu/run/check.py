@@ -19,7 +19,7 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.training.checks import check_periods
-from t5x_gpu.training.memory import Memory, check_memory
+from t5x_gpu.training.memory import RunMemory, check_memory
 from t5x_gpu.training.program import Program, program_of_run
 from t5x_gpu.training.summary import size_line
 
@@ -41,7 +41,7 @@ class CheckedRun:
   run: Run
   model_dir: ModelDir
   program: Program
-  memory: Memory
+  memory: RunMemory
   local: LocalTier | NoLocalTier
   start: Start
   saved: Optional[Saved]

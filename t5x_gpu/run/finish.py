@@ -2,16 +2,17 @@
 
 import numpy as np
 
+from t5x_gpu.data.prompts import zero_is_padding
 from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.evaluation.samples import append_sample
 from t5x_gpu.metrics.end_of_run import closing_text
 from t5x_gpu.models.inference.generation import sample
+from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.data import row_length, vocabulary_of
 from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog
-from t5x_gpu.training.checks import guess_loss
 from t5x_gpu.training.train_state import TrainState
 
 
@@ -35,7 +36,7 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
     length=row_length(program),
     num_tokens=config.num_tokens,
     temperature=config.temperature,
-    zero_is_padding=getattr(vocabulary, 'moved_zero_id', None) is None,
+    zero_is_padding=zero_is_padding(vocabulary),
   )
   text = vocabulary.decode([int(i) for i in ids])
   if distributed.is_main_process():
@@ -51,7 +52,7 @@ def _closing_text(live: LiveRun) -> str:
     files.folder,
     shown=str(files.model_dir),
     step=run.total_steps,
-    guess_loss=guess_loss(run.model),
+    guess_loss=OptionalMembers(run.model).guess_loss,
     confusion=confusion,
     logged=run.logging_cfg.files,
     class_names=names or None,

@@ -34,7 +34,7 @@ MODULE = 'jit_train_step'
 
 
 @dataclasses.dataclass
-class Request:
+class TraceRequest:
   """A trace to read.
 
   Attributes:
@@ -89,12 +89,12 @@ class ProfileReader:
     self._finished: collections.deque[dict[str, float]] = collections.deque()
     self._thread: Optional[threading.Thread] = None
 
-  def begins(self, request: Request) -> None:
+  def begins(self, request: TraceRequest) -> None:
     """Lets the other processes know that a trace has begun."""
     first, last = request.first_step, request.last_step
     self._do(lambda: self._ranks.begins(first_step=first, last_step=last))
 
-  def read(self, request: Request) -> None:
+  def read(self, request: TraceRequest) -> None:
     """Starts to read a trace."""
     self._do(lambda: self._read_or_warn(request))
 
@@ -119,7 +119,7 @@ class ProfileReader:
     while (work := self._queue.get()) is not None:
       work()
 
-  def _read_or_warn(self, request: Request) -> None:
+  def _read_or_warn(self, request: TraceRequest) -> None:
     try:
       self._read(request)
     except Exception as e:  # the run is worth more than its profile
@@ -128,7 +128,7 @@ class ProfileReader:
       if not request.kept:
         shutil.rmtree(request.folder, ignore_errors=True)
 
-  def _read(self, request: Request) -> None:
+  def _read(self, request: TraceRequest) -> None:
     found = anatomy(
       read_trace(request.folder, module=MODULE),
       self._ops(),
@@ -156,7 +156,7 @@ class ProfileReader:
         }
       )
 
-  def _facts(self, request: Request) -> dict[str, Any]:
+  def _facts(self, request: TraceRequest) -> dict[str, Any]:
     step = request.seconds_per_step
     return {
       'first_step': request.first_step,

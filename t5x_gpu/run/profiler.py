@@ -24,7 +24,7 @@ from t5x_gpu.errors import first_line
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.speed import model_speed
 from t5x_gpu.run.live import LiveRun
-from t5x_gpu.run.profile_reader import ProfileReader, Request
+from t5x_gpu.run.profile_reader import ProfileReader, TraceRequest
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 
@@ -67,7 +67,7 @@ class Profiler:
   ):
     self._config, self._recorder, self._folder = config, recorder, folder
     self._reader, self._ends_before, self._first_step = reader, ends_before, first_step
-    self._request: Optional[Request] = None  # of the trace that is being taken
+    self._request: Optional[TraceRequest] = None  # of the trace that is being taken
     self._last = 0  # its last step
     self._signalled = bool(_early)
     self._slow_taken = self._broken = False
@@ -144,7 +144,7 @@ class Profiler:
       self._give_up(e)
       return
     self._last = self._config.steps[1] if reason == STEPS else step + self._config.num_steps - 1
-    self._request = Request(
+    self._request = TraceRequest(
       folder=folder,
       kept=kept,
       first_step=step,

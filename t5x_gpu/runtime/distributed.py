@@ -19,7 +19,7 @@ from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secr
 from t5x_gpu.runtime.cluster import members as members_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.coordination import exchange
-from t5x_gpu.runtime.cluster.members import Member
+from t5x_gpu.runtime.cluster.members import ClusterMember
 from t5x_gpu.runtime.cluster.rendezvous import meet
 from t5x_gpu.runtime.xla import flags as xla_flags
 
@@ -27,7 +27,7 @@ from t5x_gpu.runtime.xla import flags as xla_flags
 SHOWN_CHARACTERS = 300
 SAME_START = 'Start every process with the same files, flags and versions of the code.'
 
-_members: list[Member] = []
+_members: list[ClusterMember] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _bypass_proxies(address: str) -> None:
   jax.config.update('jax_check_proxy_envs', False)  # would warn and advise to unset them
 
 
-def members() -> tuple[Member, ...]:
+def members() -> tuple[ClusterMember, ...]:
   """Returns what each process sent about itself, by process index; () for a single process."""
   return tuple(_members)
 

@@ -17,7 +17,7 @@ _END = 't5x_gpu_watchdog/end'
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class EndReason:
   """Why all processes end.
 
   Attributes:
@@ -49,7 +49,7 @@ class Noticeboard:
     if self._rank == 0:
       self._store.key_value_set(f'{_MAIN}/beat', beat.to_json(), allow_overwrite=True)
 
-  def post_verdict(self, verdict: Verdict) -> None:
+  def post_verdict(self, verdict: EndReason) -> None:
     """Posts this process's verdict for all to read."""
     text = json.dumps(dataclasses.asdict(verdict))
     self._store.key_value_set(f'{_MAIN}/verdict_{self._rank}', text, allow_overwrite=True)
@@ -59,14 +59,14 @@ class Noticeboard:
     beats = [Beat.from_json(text) for _, text in self._store.key_value_dir_get(_BEATS)]
     return {beat.rank: beat for beat in beats}
 
-  def news(self) -> tuple[Optional[Beat], Optional[Verdict]]:
+  def news(self) -> tuple[Optional[Beat], Optional[EndReason]]:
     """Returns process 0's heartbeat and the verdict of the lowest key, None for what is missing."""
     beat, verdict = None, None
     for key, text in sorted(self._store.key_value_dir_get(_MAIN)):
       if key.endswith('/beat'):
         beat = Beat.from_json(text)
       elif verdict is None:
-        verdict = Verdict(**json.loads(text))
+        verdict = EndReason(**json.loads(text))
     return beat, verdict
 
   def wait_for_end(self, *, seconds: float) -> None:

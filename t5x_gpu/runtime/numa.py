@@ -17,7 +17,7 @@ ROOT = pathlib.Path('/')
 
 
 @dataclasses.dataclass(frozen=True)
-class Binding:
+class CoreBinding:
   """The cores of a process (None: not bound) and the reason, for the log."""
 
   cpus: frozenset[int] | None
@@ -26,7 +26,7 @@ class Binding:
 
 def bind_to_gpus(
   pci_addresses: Sequence[str], *, allowed: frozenset[int], root: pathlib.Path = ROOT
-) -> Binding:
+) -> CoreBinding:
   """Returns the cores near these GPUs.
 
   Args:
@@ -35,15 +35,15 @@ def bind_to_gpus(
     root: of the file system.
   """
   if not pci_addresses:
-    return Binding(None, 'not bound: no GPU')
+    return CoreBinding(None, 'not bound: no GPU')
   nodes = {numa_node(address, root=root) for address in pci_addresses}
   if min(nodes) < 0:
-    return Binding(None, f'not bound: sysfs has no NUMA node for GPU {pci_addresses[0]}')
+    return CoreBinding(None, f'not bound: sysfs has no NUMA node for GPU {pci_addresses[0]}')
   cpus = frozenset().union(*(node_cpus(node, root=root) for node in nodes)) & allowed
   where = f'NUMA node {", ".join(map(str, sorted(nodes)))}'
   if not cpus:
-    return Binding(None, f'not bound: none of the cores of {where} is allowed here')
-  return Binding(cpus, f'{where}, cores {number_ranges(sorted(cpus))}')
+    return CoreBinding(None, f'not bound: none of the cores of {where} is allowed here')
+  return CoreBinding(cpus, f'{where}, cores {number_ranges(sorted(cpus))}')
 
 
 def numa_node(pci_address: str, *, root: pathlib.Path = ROOT) -> int:
@@ -58,7 +58,7 @@ def node_cpus(node: int, *, root: pathlib.Path = ROOT) -> frozenset[int]:
   return parse_cpus(path.read_text()) if path.exists() else frozenset()
 
 
-def read_bindings(file: str, *, num_processes: int) -> list[Binding]:
+def read_bindings(file: str, *, num_processes: int) -> list[CoreBinding]:
   """Returns the cores of each local process from a file with lines like `0: 0-15,128-143`.
 
   Raises:
@@ -89,7 +89,7 @@ def read_bindings(file: str, *, num_processes: int) -> list[Binding]:
       fix=f'Add a line such as {missing[0]}: 0-15',
     )
   return [
-    Binding(cpus[i], f'cores {number_ranges(sorted(cpus[i]))} by {file}')
+    CoreBinding(cpus[i], f'cores {number_ranges(sorted(cpus[i]))} by {file}')
     for i in range(num_processes)
   ]
 

@@ -31,8 +31,8 @@ from t5x_gpu.runtime.noticeboard import (
   EXIT_STUCK,
   FAILED,
   STUCK,
+  EndReason,
   Noticeboard,
-  Verdict,
 )
 from t5x_gpu.runtime.phases import PhaseClock
 
@@ -117,7 +117,7 @@ class Watchdog:
     self._dead: set[int] = set()
     self._contact, self._trouble = clock(), 'no answer'  # last contact with process 0; its failure
     self._process_zero: Optional[Beat] = None
-    self._verdict: Optional[Verdict] = None
+    self._verdict: Optional[EndReason] = None
     self._main_thread = threading.main_thread().ident
     self._stop = threading.Event()
     self._leaving = threading.RLock()
@@ -202,7 +202,7 @@ class Watchdog:
     if dead:
       self._dead = {beat.rank for beat in dead}
       silent = min(now - self._last_beats[beat.rank][1] for beat in dead)
-      self._verdict = Verdict(
+      self._verdict = EndReason(
         DEAD,
         f'No sign of life for {silent:.0f} s from '
         f'{"; ".join(beat.last_seen for beat in dead[: heartbeats.SHOWN])}.',
@@ -215,7 +215,7 @@ class Watchdog:
     """Checks this process's deadline, verdicts, and how long process 0 has been silent."""
     state = self._phases.state()
     if state.seconds > state.deadline:
-      verdict = Verdict(
+      verdict = EndReason(
         STUCK,
         f'{self._me()} has been in phase {state.phase!r} for {state.seconds:.0f} s; its deadline '
         f'is {state.deadline:.0f} s (WatchdogConfig).',
@@ -240,9 +240,9 @@ class Watchdog:
       text = f'{self._me()} has not reached {zero} for {silent:.0f} s: {self._trouble}.'
     else:
       return
-    self._report(Verdict(DEAD, text, EXIT_RANK_DEAD))
+    self._report(EndReason(DEAD, text, EXIT_RANK_DEAD))
 
-  def _follow(self, verdict: Verdict) -> None:
+  def _follow(self, verdict: EndReason) -> None:
     """Leaves because of another process's verdict, unless this process is leaving with an error.
 
     All processes find a user's mistake, each a moment after the other.
@@ -297,7 +297,7 @@ class Watchdog:
       self._stop.set()
     step = self._phases.state().step
     text = heartbeats.error_text(error).splitlines()[0]
-    verdict = Verdict(FAILED, f'{self._me()} failed after step {step}: {text}', EXIT_ERROR)
+    verdict = EndReason(FAILED, f'{self._me()} failed after step {step}: {text}', EXIT_ERROR)
     within(_ASK_SECONDS, lambda: (self._board.post_verdict(verdict), self._post_beat(left=True)))
     self._let_others_read()
 
@@ -315,7 +315,7 @@ class Watchdog:
   def _me(self) -> str:
     return f'Process {self._index} on {socket.gethostname()} (pid {os.getpid()})'
 
-  def _report(self, verdict: Verdict) -> None:
+  def _report(self, verdict: EndReason) -> None:
     """Prints why the run ends, to stderr and without any lock, then leaves."""
     with self._leaving:
       if self._stop.is_set():  # this process is already leaving with an error

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel
+from t5x_gpu.models.model import LayeredModel, OptionalMembers, compute_dtype, uses_fp8
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import quantized
 from t5x_gpu.partitioning.layer_stacks import (
@@ -23,7 +23,6 @@ from t5x_gpu.partitioning.layer_stacks import (
   num_layers,
   part_of,
   run_layers,
-  stacks_of,
   with_layers,
   with_part,
   without_layers,
@@ -45,7 +44,7 @@ def loss(
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
-    model: its `config.compute_dtype` is the dtype in which parameters are gathered.
+    model: parameters are gathered in its `compute_dtype`.
     params: parameters in the region; leaves of 'layers' are stacked.
     batch: all local rows.
     microbatches: the same rows as arrays [num_microbatches, rows, ...].
@@ -55,10 +54,10 @@ def loss(
 
   def whole(tree: Any) -> Any:
     # In float32, so that the gradients of the microbatches add up in it.
-    weights = quantized.whole(tree, model.config.compute_dtype)
+    weights = quantized.whole(tree, compute_dtype(model))
     return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
 
-  stacks = stacks_of(model)
+  stacks = tuple(OptionalMembers(model).stacks)
   rest = whole(without_layers(params, stacks))
 
   # The scan carries, and so stores for each layer, only the stack's own part of the activation.
@@ -93,7 +92,7 @@ def loss(
   for stack in stacks:
     body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
     layers, count = layers_of(params, stack), num_layers(params, stack)
-    if getattr(model.config, 'fp8', False):
+    if uses_fp8(model):
       layers = in_8_bits(layers)
     part, _ = jax.lax.scan(body, part_of(x, stacks, stack), (layers, jnp.arange(count)))
     x = with_part(x, stacks, stack, part)

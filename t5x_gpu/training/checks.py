@@ -1,11 +1,10 @@
 """Checks of a run: its periods, and its first loss."""
 
 import logging
-import math
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.models.model import Model
+from t5x_gpu.models.model import Model, OptionalMembers
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ def check_periods(**periods: Optional[int]) -> None:
 
 def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool) -> None:
   """Raises ConfigError for microbatches if the loss of a row depends on the other rows."""
-  if getattr(model, 'couples_rows', False) and (num_microbatches > 1 or is_pipeline):
+  if OptionalMembers(model).couples_rows and (num_microbatches > 1 or is_pipeline):
     raise ConfigError(
       'The loss of embeddings takes its negatives from the whole batch, so '
       + ('a pipeline' if is_pipeline else f'num_microbatches = {num_microbatches}')
@@ -34,23 +33,16 @@ def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool)
     )
 
 
-def guess_loss(model: Model) -> Optional[float]:
-  """Returns the loss of a model that guesses; None if it depends on the data."""
-  if hasattr(model, 'guess_loss'):
-    return model.guess_loss
-  return math.log(model.num_outcomes) if model.num_outcomes > 1 else None
-
-
 def check_first_loss(loss: Optional[float], model: Model) -> None:
   """Warns if the loss of an untrained model is far from that of guessing.
 
   Args:
     loss: None for a batch without target tokens or a model without this metric: no warning.
-    model: provides the number of outcomes.
+    model: provides the loss of guessing.
   """
   if loss is None:
     return
-  expected = guess_loss(model)
+  expected = OptionalMembers(model).guess_loss
   if expected is None:
     return
   if not expected - 1.0 <= loss <= expected + 1.5:

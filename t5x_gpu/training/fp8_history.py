@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.models.model import Model, config_of
+from t5x_gpu.models.model import Model, OptionalMembers, config_of
 from t5x_gpu.models.precision import amaxes_like
 from t5x_gpu.partitioning.axis_rules import AxisNames
-from t5x_gpu.partitioning.layer_stacks import ONLY, layers_of, stacks_of
+from t5x_gpu.partitioning.layer_stacks import ONLY, layers_of
 from t5x_gpu.partitioning.manual_region import Region
 from t5x_gpu.partitioning.quantized import Operand
 
@@ -98,7 +98,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
       parameters=('TransformerConfig.fp8_scaling', 'Partitioner.stage'),
       docs='precision.md#delayed-scaling',
     )
-  return Fp8History(config.fp8_history, config.fp8_margin, stacks_of(model))
+  return Fp8History(config.fp8_history, config.fp8_margin, tuple(OptionalMembers(model).stacks))
 
 
 def with_amaxes(params: Any, amaxes: Any) -> Any:

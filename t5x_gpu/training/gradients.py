@@ -19,8 +19,14 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel, Model, compute_dtype, missing_members
-from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers, stacks_of
+from t5x_gpu.models.model import (
+  LayeredModel,
+  Model,
+  OptionalMembers,
+  compute_dtype,
+  missing_members,
+)
+from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers
 from t5x_gpu.partitioning.manual_region import Region, is_places
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
@@ -77,7 +83,7 @@ def make_gradients(
   """
   in_parts = region.reduces_in_backward or region.sums_in_backward
   in_layers = not missing_members(model, LayeredModel) and (
-    region.reduces_in_backward or getattr(model, 'gathers_layers', False)
+    region.reduces_in_backward or OptionalMembers(model).gathers_layers
   )
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
@@ -155,7 +161,7 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
 
 def _for_model(region: Region, model: Model) -> Region:
   """Returns the region; without sums in the last tick if the model does not call `fsdp.whole`."""
-  if region.sums_in_last_tick and not getattr(model, 'gathers_layers', False):
+  if region.sums_in_last_tick and not OptionalMembers(model).gathers_layers:
     return dataclasses.replace(region, overlap_layers=False)
   return region
 
@@ -163,8 +169,6 @@ def _for_model(region: Region, model: Model) -> Region:
 def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
   """Raises ModelError if the model lacks parts that a pipeline or accumulation by layer needs."""
   missing = missing_members(model, LayeredModel) if pipeline or by_layer else []
-  if by_layer and not hasattr(getattr(model, 'config', None), 'compute_dtype'):
-    missing.append('config.compute_dtype')
   if missing:
     instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
     raise ModelError(
@@ -195,7 +199,7 @@ class _Pieces:
 
   @property
   def stacks(self) -> tuple[str, ...]:
-    return stacks_of(self.model)
+    return tuple(OptionalMembers(self.model).stacks)
 
   def embed(self, params: Any, microbatch: Batch) -> Any:
     return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)

@@ -23,7 +23,7 @@ from t5x_gpu.training.summary import bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class StepMemory:
   """What a training step takes on one device, in bytes.
 
   Attributes:
@@ -53,7 +53,7 @@ class Need:
     )
 
 
-def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
+def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMemory:
   """Returns a lower bound of the memory of a step, from shapes."""
   layout, mesh = program.layout, program.layout.mesh.shape
   state, names = program.abstract_state, program.names
@@ -76,8 +76,8 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
     rows = max(tokens // length, 1)
     chunks = num_loss_chunks(config, rows, length, vocab_parts=mesh['model'])
     predictions //= max(chunks, 1)
-  logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
-  need = Need(
+  logits = 4 * predictions * model.num_outcomes // mesh['model']
+  need = StepMemory(
     params=bytes_per_device(state.params),
     opt_state=bytes_per_device(state.opt_state),
     gradients=bytes_per_device(gradients),
@@ -90,7 +90,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class RunMemory:
   """What a run needs and has.
 
   Attributes:
@@ -103,7 +103,7 @@ class Memory:
     num_machines: of the run; a host of the topology may be a rack of machines.
   """
 
-  need: Need
+  need: StepMemory
   limit: Optional[Limit]
   host: Optional[Limit]
   program: Program
@@ -143,7 +143,7 @@ class Memory:
     least = '' if self.need.is_compiled else 'at least '
     return f'memory: {least}{show(self.need.total)} on each device{of}: {self.need}'
 
-  def check(self, *, least: Optional[Need] = None) -> None:
+  def check(self, *, least: Optional[StepMemory] = None) -> None:
     """Raises OutOfMemoryError, with settings that would fit, unless the run fits.
 
     Args:
@@ -202,21 +202,21 @@ class Memory:
     )
 
 
-def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Memory:
+def check_memory(program: Program, model: Model, *, num_microbatches: int) -> RunMemory:
   """Returns the memory that the run needs and has; all processes must call it.
 
   Raises:
     OutOfMemoryError: the run does not fit; raised on all processes.
   """
-  layout = program.layout
+  layout, config = program.layout, config_of(model)
   limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
-  memory = Memory(
+  memory = RunMemory(
     estimate(program, model, num_microbatches=num_microbatches),
     limits.device,
     limits.host,
     program,
     num_microbatches,
-    getattr(config_of(model), 'remat_policy', None),
+    None if config is None else config.remat_policy,
     limits.num_machines,
   )
   memory.check()
@@ -227,7 +227,7 @@ def _bytes(tree: Any) -> int:
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def _remat_that_fits(memory: Memory, least: Need) -> Iterator[str]:
+def _remat_that_fits(memory: RunMemory, least: StepMemory) -> Iterator[str]:
   """Yields remat policies that keep less on the device than today's, by lower bounds."""
   if memory.remat_policy is None or not memory.need.is_compiled:
     return
@@ -238,7 +238,7 @@ def _remat_that_fits(memory: Memory, least: Need) -> Iterator[str]:
       yield f'TransformerConfig.remat_policy = {policy!r}: at least {show(size)}'
 
 
-def _what_fits(memory: Memory, least: Need) -> Iterator[str]:
+def _what_fits(memory: RunMemory, least: StepMemory) -> Iterator[str]:
   """Yields settings with which a step fits and its size then, the smallest change first."""
   need, limit = memory.need, memory.limit.bytes
   layout, num_microbatches = memory.program.layout, memory.num_microbatches

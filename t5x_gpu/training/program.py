@@ -11,11 +11,10 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
-from t5x_gpu.models.model import Model, check_model, uses_fp8
+from t5x_gpu.models.model import Model, OptionalMembers, check_model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import split_names
-from t5x_gpu.partitioning.layer_stacks import stacks_of
 from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Device, Topology
@@ -167,7 +166,7 @@ def build_program(
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
   region, trained = layout.region, trained_of(model)
   context = region.rules.context_method if 'context' in region.axes else None
-  check_attention(model, devices[0], context=context)
+  check_attention(config_of(model), devices[0], context=context)
   init, shapes, names, form = _first_state(model, spec, optimizer, layout, trained, seed, spikes)
   layout, abstract = form.with_costs(shapes), form.abstract(shapes)
   gradients = make_gradients(
@@ -270,7 +269,11 @@ def _lay_out(
 ) -> Layout:
   """Returns the layout; rows of an encoder and of a decoder may differ in length, both must fit."""
   lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
-  sizes = {**model.logical_sizes(), 'stacks': len(stacks_of(model)), 'batch': spec.batch_size}
+  sizes = {
+    **model.logical_sizes(),
+    'stacks': len(OptionalMembers(model).stacks),
+    'batch': spec.batch_size,
+  }
   layouts = [
     partitioner.lay_out(
       topology,

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import flax.traverse_util
 
-from t5x_gpu.models.model import Model
+from t5x_gpu.models.model import Model, OptionalMembers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,4 +43,4 @@ class Trained:
 
 def trained_of(model: Model) -> Trained:
   """Returns which parameters of a model are trained."""
-  return Trained(getattr(model, 'is_trained', None))
+  return Trained(OptionalMembers(model).is_trained)

@@ -10,7 +10,7 @@ from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.planning.search.results import search_text
-from t5x_gpu.planning.search.search import EQUAL, Found, search
+from t5x_gpu.planning.search.search import EQUAL, SearchState, search
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import SearchTask
 from t5x_gpu.runtime.xla.gpu_targets import find_target
@@ -65,7 +65,7 @@ def _case(model: str, gpus: int, rows_per_gpu: int, length: int, layout: str = '
 def test_no_sampled_neighbour_of_the_best_is_faster(case):
   topology = topology_of(gpus=case.hosts * case.gpus_per_host, gpus_per_host=case.gpus_per_host)
   devices = simulated_devices(topology.num_devices)
-  config, found = case.config(), Found()
+  config, found = case.config(), SearchState()
   task = SearchTask(functools.partial(configured, case), case.gpu, topology, Assumptions())
   search(found, config, task, num_processes=2, compiles=True)
   print(search_text(found, f'{topology.num_devices} x {case.gpu}'))

@@ -23,7 +23,7 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_json,
 )
-from t5x_gpu.data.prepared.index import Index, Member, Shard, read_index
+from t5x_gpu.data.prepared.index import Index, MixtureMember, Shard, read_index
 from t5x_gpu.data.prepared.shard_checks import check_shards
 from t5x_gpu.errors import CheckpointError, DataError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
@@ -134,7 +134,7 @@ def index_of(folder: pathlib.Path, *, file: str) -> Index:
     class_names=None,
     packing={'shuffle': False, 'seed': None},
     versions={},
-    members={'task': Member(rate=1.0, source={}, num_shards=1, shards=(shard,))},
+    members={'task': MixtureMember(rate=1.0, source={}, num_shards=1, shards=(shard,))},
   )
   (folder / 'train').mkdir(exist_ok=True)
   (folder / 'train' / 'index.json').write_text(index.to_json())

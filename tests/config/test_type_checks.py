@@ -58,11 +58,11 @@ NEW = typing.NewType('NEW', int)
     ('x', typing.Annotated[str, 'unit']),
     (type_checks.Unknown(), int),
     ({'a': type_checks.Unknown()}, dict[str, int]),
-    (type_checks.Made(Special, True, '@Special()'), Point),
-    (type_checks.Made(Special, False, '@Special'), collections.abc.Callable[..., Any]),
-    (type_checks.Made(Special, False, '@Special'), type[Point]),
-    (type_checks.Made(Point, True, '@Point()'), Model),
-    (type_checks.Made(len, True, '@len()'), Point),
+    (type_checks.ReferenceValue(Special, True, '@Special()'), Point),
+    (type_checks.ReferenceValue(Special, False, '@Special'), collections.abc.Callable[..., Any]),
+    (type_checks.ReferenceValue(Special, False, '@Special'), type[Point]),
+    (type_checks.ReferenceValue(Point, True, '@Point()'), Model),
+    (type_checks.ReferenceValue(len, True, '@len()'), Point),
   ],
 )
 def test_fitting_values(value, annotation):
@@ -89,13 +89,21 @@ def test_fitting_values(value, annotation):
     ('c', Literal['a', 'b'], "'c' is a str, it takes 'a' or 'b'."),
     ({'x': 1}, Point, "{'x': 1} is a dict, it takes Point."),
     ('f', collections.abc.Callable[..., Any], "'f' is a str, it takes Callable[..., Any]."),
-    (type_checks.Made(Point, True, '@Point()'), Special, '@Point() gives Point, it takes Special.'),
     (
-      type_checks.Made(Point, False, '@Point'),
+      type_checks.ReferenceValue(Point, True, '@Point()'),
+      Special,
+      '@Point() gives Point, it takes Special.',
+    ),
+    (
+      type_checks.ReferenceValue(Point, False, '@Point'),
       Point,
       '@Point is the class or function itself; write @Point() to call it.',
     ),
-    (type_checks.Made(Point, True, '@Point()'), int, '@Point() gives Point, it takes int.'),
+    (
+      type_checks.ReferenceValue(Point, True, '@Point()'),
+      int,
+      '@Point() gives Point, it takes int.',
+    ),
   ],
 )
 def test_mismatches_say_what_would_fit(value, annotation, expected):

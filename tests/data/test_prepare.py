@@ -11,7 +11,7 @@ import pytest
 from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.batches import task_rows
 from t5x_gpu.data.prepared.index import read_index
-from t5x_gpu.data.sources.corrupt_records import Records
+from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.errors import DataError
 from tests.helpers_disk import small_disk
 from tests.helpers_prepared import prepare_here
@@ -273,5 +273,5 @@ def test_the_bound_of_damage_is_judged_on_all_parts_together(tmp_path, num_files
   assert f'{num_files} of the {num_files * 50} records read for jsonl are damaged (2.00%)' in str(e)
   assert not (rows / 'train' / 'index.json').exists()
   index = prepare_here(name, rows, num_parts=num_parts, max_corrupt_fraction=0.02)
-  assert index.members['jsonl'].records == Records(50 * num_files, num_files)
+  assert index.members['jsonl'].records == RecordCounts(50 * num_files, num_files)
   assert read_index(rows, split='train') == index

@@ -12,7 +12,7 @@ import pytest
 from t5x_gpu.layers.backends.choose import attention_by
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
-from t5x_gpu.layers.backends.serves import BACKENDS, Need, hardware, lacks
+from t5x_gpu.layers.backends.serves import BACKENDS, AttentionNeed, hardware, lacks
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import RelativeBuckets
 from tests.gpu.helpers_numerics import ON_GPU, assert_close, error
@@ -122,7 +122,9 @@ def exact(case: Case):
 
 def served_by(backend: str, case: Case):
   """Returns (kind, info) -> attention; skips where the backend does not serve the case here."""
-  need = Need('bfloat16', HEAD_DIM, softcap=case.softcap is not None, relative_bias=case.has_bias)
+  need = AttentionNeed(
+    'bfloat16', HEAD_DIM, softcap=case.softcap is not None, relative_bias=case.has_bias
+  )
   if missing := lacks(BACKENDS[backend], need, hardware()):
     pytest.skip('; '.join(missing))
   return functools.partial(attention_by, backend)

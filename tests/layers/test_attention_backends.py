@@ -13,7 +13,7 @@ from t5x_gpu.layers.backends.choose import choose
 from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
-from t5x_gpu.layers.backends.serves import Hardware, Need, table
+from t5x_gpu.layers.backends.serves import AttentionNeed, Hardware, table
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets
@@ -192,7 +192,7 @@ A100 = Hardware('gpu', 'NVIDIA A100-SXM4-80GB', 8.0)
 B200 = Hardware('gpu', 'NVIDIA B200', 10.0)
 V100 = Hardware('gpu', 'Tesla V100-SXM2-16GB', 7.0)
 CPU = Hardware('cpu', 'cpu')
-BF16 = Need('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_heads=8)
+BF16 = AttentionNeed('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_heads=8)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
-from t5x_gpu.layers.backends.tokamax import library
+from t5x_gpu.layers.backends.tokamax_internals import kernel
 from t5x_gpu.runtime.xla.deviceless import kernels_for
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.gpu.helpers_numerics import assert_close
@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture
 def interpreted(monkeypatch):
   """Lets Tokamax choose its kernels for an A100, and Pallas interpret them."""
-  library('tokamax._src.ops.attention.api')
+  kernel('triton')
   call, number = pallas.pallas_call, pallas.program_id
 
   def pallas_call(kernel, *args, grid_spec, **options):

@@ -1,5 +1,7 @@
 """A custom model is checked against the `Model` protocol before anything compiles."""
 
+import math
+
 import jax
 import pytest
 
@@ -11,12 +13,14 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import (
   Model,
+  OptionalMembers,
   check_model,
   classifies,
   is_layered,
   missing_members,
   writes_text,
 )
+from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
@@ -104,3 +108,28 @@ def test_our_models_have_their_members_with_adapters_too(model, is_text):
     assert is_layered(each)
     assert writes_text(each) == is_text
     assert classifies(each) == (not is_text)
+
+
+def test_optional_members_are_those_of_the_model_or_the_declared_defaults():
+  custom = Custom(*REQUIRED)
+  defaults = OptionalMembers(custom)
+  assert defaults.stacks == ('',) and not defaults.gathers_layers and defaults.is_trained is None
+  assert not defaults.is_adapter('a/kernel') and defaults.source_of('a/kernel') == 'a/kernel'
+  assert defaults.guess_loss == pytest.approx(math.log(64))
+  custom.guess_loss, custom.couples_rows = None, True
+  assert OptionalMembers(custom).guess_loss is None and OptionalMembers(custom).couples_rows
+
+
+def test_a_wrapped_model_keeps_its_optional_members():
+  wrapped = OptionalMembers(LoraModel(EncoderDecoderModel(CONFIG)))
+  assert wrapped.stacks == ('encoder', 'decoder') and wrapped.gathers_layers
+  assert wrapped.is_adapter('a/lora_a') and wrapped.is_trained is not None
+  without_parts = OptionalMembers(DpoModel(DECODER))
+  assert not without_parts.gathers_layers and without_parts.config is CONFIG
+
+
+def test_a_member_that_is_not_declared_is_an_error():
+  custom = Custom(*REQUIRED)
+  custom.undeclared = True
+  with pytest.raises(AttributeError, match='undeclared'):
+    OptionalMembers(custom).undeclared  # noqa: B018

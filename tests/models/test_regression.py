@@ -17,9 +17,8 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.checks import HEADS
 from t5x_gpu.models.encoding.sums import of_numbers
 from t5x_gpu.models.lora import LoraModel
-from t5x_gpu.models.model import encodes_texts
+from t5x_gpu.models.model import OptionalMembers, encodes_texts
 from t5x_gpu.models.preference.dpo import DpoModel
-from t5x_gpu.training.checks import guess_loss
 from tests.models.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
@@ -78,10 +77,12 @@ def test_infer_takes_every_encoder_but_that_of_masked_tokens():
 
 def test_the_loss_of_guessing():
   plain = DecoderOnlyModel(CONFIG)
-  assert guess_loss(plain) == guess_loss(LoraModel(plain)) == pytest.approx(math.log(32))
-  assert guess_loss(MODEL) is None
-  assert guess_loss(DpoModel(plain)) == pytest.approx(math.log(2))
-  assert guess_loss(DpoModel(plain, loss_type='ipo', beta=0.1)) == pytest.approx(25.0)
+  for model in (plain, LoraModel(plain)):
+    assert OptionalMembers(model).guess_loss == pytest.approx(math.log(32))
+  assert OptionalMembers(MODEL).guess_loss is None
+  assert OptionalMembers(DpoModel(plain)).guess_loss == pytest.approx(math.log(2))
+  ipo = DpoModel(plain, loss_type='ipo', beta=0.1)
+  assert OptionalMembers(ipo).guess_loss == pytest.approx(25.0)
 
 
 def test_options_of_cross_entropy_are_refused():

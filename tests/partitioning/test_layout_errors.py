@@ -14,8 +14,8 @@ from t5x_gpu.errors import MeshError, ShapeError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.partitioning.axis_rules import AXES, split_names, with_axes
-from t5x_gpu.partitioning.layer_stacks import stacks_of
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -56,7 +56,7 @@ def lay_out(settings: dict[str, Any], topology: Topology = Topology(1, 8)) -> La
     jax.devices()[: topology.num_devices],
     logical_sizes={
       **model.logical_sizes(),
-      'stacks': len(stacks_of(model)),
+      'stacks': len(OptionalMembers(model).stacks),
       'batch': settings['BATCH_SIZE'],
       'length': settings[LENGTH],
     },

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu import plan
-from t5x_gpu.analysis.gpu_compile import Memory
+from t5x_gpu.analysis.gpu_compile import CompiledMemory
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
@@ -147,7 +147,7 @@ def test_one_gpu_has_a_page(made):
 
 def test_a_plan_that_does_not_fit_says_by_how_much_and_what_to_do(made):
   p, layout = made
-  compiled = Memory(argument_bytes=2**30, output_bytes=0, temporary_bytes=200 * 2**30)
+  compiled = CompiledMemory(argument_bytes=2**30, output_bytes=0, temporary_bytes=200 * 2**30)
   p = dataclasses.replace(p, memory=dataclasses.replace(p.memory, compiled=compiled))
   found = Page(plan_page(p, layout, title='x', advice='1. Take <less>'))
   found.check()

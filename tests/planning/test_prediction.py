@@ -22,7 +22,12 @@ from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas import links, memory
 from t5x_gpu.planning.formulas.step_shape import step_shape
 from t5x_gpu.planning.formulas.step_time import part_time, step_time
-from t5x_gpu.planning.formulas.traffic import Sent, busy_share, compiled_traffic, formula_traffic
+from t5x_gpu.planning.formulas.traffic import (
+  CollectiveTraffic,
+  busy_share,
+  compiled_traffic,
+  formula_traffic,
+)
 from t5x_gpu.planning.formulas.work import Work, step_work
 from t5x_gpu.planning.prediction import predict
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -68,8 +73,8 @@ def test_a_step_by_hand():
   # 0.1 s of FLOPs at half the peak; 10 ms of bytes at half the bandwidth; 45 GB over NVLink's
   # 450 GB/s, half of them hidden; 5 GB over a network of 50 GB/s, none of them hidden.
   sent = [
-    Sent('all-gather', ('fsdp',), 4.5e10, 1, hidden_share=0.5),
-    Sent('all-reduce', ('data',), 5e9, 1, hidden_share=0.0),
+    CollectiveTraffic('all-gather', ('fsdp',), 4.5e10, 1, hidden_share=0.5),
+    CollectiveTraffic('all-reduce', ('data',), 5e9, 1, hidden_share=0.0),
   ]
   time = step_time(
     [GEMM, COPY],
@@ -93,7 +98,7 @@ def test_a_step_by_hand():
 
 
 def test_no_more_is_hidden_than_matrix_kernels_take():
-  sent = [Sent('all-gather', ('fsdp',), 4.5e11, 1, hidden_share=0.9)]  # a second
+  sent = [CollectiveTraffic('all-gather', ('fsdp',), 4.5e11, 1, hidden_share=0.9)]  # a second
   time = step_time([GEMM], sent, sizes=hybrid_sizes(), gpu=H100, dtype='bfloat16', assumed=EXACT)
   assert time.exposed_seconds == pytest.approx(1.0 - 0.2, rel=1e-4)
 

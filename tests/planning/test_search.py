@@ -17,7 +17,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning.devices import topology_of
 from t5x_gpu.planning.search import variants
 from t5x_gpu.planning.search.results import gin_text, search_text
-from t5x_gpu.planning.search.search import Found
+from t5x_gpu.planning.search.search import SearchState
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import Score
 from tests.helpers_train import TINY_GIN
@@ -107,7 +107,7 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   fast, slow = score(1.0, family='a'), score(1.2, family='a', num_microbatches=2)
   other, far = score(1.1, family='bb'), score(1.5, family='bb', num_microbatches=2)
   too_large = score(0.5, 150, family='ccc')
-  found = Found(scores=[slow, far, fast, other, too_large])
+  found = SearchState(scores=[slow, far, fast, other, too_large])
   assert found.next('bfloat16', 4) == [fast, other], 'one of a family; what cannot fit is left out'
   assert found.best('bfloat16') is fast
   # `a` is slower than its formula, `bb` faster: its slower variant is worth a compile, not `slow`.
@@ -130,12 +130,12 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
 def test_of_equally_fast_variants_the_smaller_one_is_best():
   large, small = score(1.0, 90), score(1.004, 40, num_microbatches=2)
   smallest = score(1.02, 5, num_microbatches=4)
-  assert Found(scores=[large, small, smallest]).best('bfloat16') is small
+  assert SearchState(scores=[large, small, smallest]).best('bfloat16') is small
 
 
 def test_fp8_is_shown_and_not_chosen(config):
   own, fp8 = score(1.0), score(0.7, dtype='fp8')
-  found = Found(scores=[own, fp8])
+  found = SearchState(scores=[own, fp8])
   found.add(own, CompiledAs(1.0))
   assert found.best('bfloat16') is own
   found.add(fp8, CompiledAs(0.8))

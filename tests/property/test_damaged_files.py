@@ -31,7 +31,7 @@ from t5x_gpu.config.provenance import Provenance
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared import batches as prepared
-from t5x_gpu.data.prepared.index import Index, Member
+from t5x_gpu.data.prepared.index import Index, MixtureMember
 from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.errors import DataError
@@ -253,7 +253,7 @@ def prepared_rows(folder: pathlib.Path) -> Target:
     },
     class_names=None,
     packing={'shuffle': True, 'seed': 0},
-    members={'task': Member(rate=1.0, source={'files': 3}, num_shards=1, shards=(shard,))},
+    members={'task': MixtureMember(rate=1.0, source={'files': 3}, num_shards=1, shards=(shard,))},
     versions={'numpy': '2'},
   )
   (folder / 'train' / 'index.json').write_text(index.to_json())

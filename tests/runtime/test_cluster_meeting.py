@@ -11,7 +11,7 @@ import pytest
 from t5x_gpu.errors import ClusterError
 from t5x_gpu.runtime.cluster import addresses, rendezvous, signed_lines
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.cluster.members import Member
+from t5x_gpu.runtime.cluster.members import ClusterMember
 from t5x_gpu.runtime.cluster.members import check as check_members
 from t5x_gpu.runtime.cluster.rendezvous import meet
 
@@ -41,8 +41,8 @@ def info(
   )
 
 
-def member(index: int, **more) -> Member:
-  return Member(
+def member(index: int, **more) -> ClusterMember:
+  return ClusterMember(
     process_index=index,
     hostname=f'node{index // 2}',
     host_key=f'node{index // 2}',
@@ -60,7 +60,7 @@ class Outcome:
 
 def run_all(
   infos: list[ClusterInfo],
-  members: list[Member],
+  members: list[ClusterMember],
   *,
   seconds: float = 5,
   delays: tuple[float, ...] = (),
@@ -265,4 +265,4 @@ def test_a_process_without_a_digest_of_its_code_is_older_than_the_others():
 
 def test_fields_that_only_a_newer_version_sends_are_ignored():
   values = {**dataclasses.asdict(member(1, gpus=('GPU-1',))), 'of_the_future': [1]}
-  assert Member.from_json(values) == member(1, gpus=('GPU-1',))
+  assert ClusterMember.from_json(values) == member(1, gpus=('GPU-1',))

@@ -11,7 +11,7 @@ import pytest
 
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
-from t5x_gpu.runtime.cluster.members import Member
+from t5x_gpu.runtime.cluster.members import ClusterMember
 from tests.helpers_xla import xla_flags
 
 DEADLINE_SECONDS = 120
@@ -129,7 +129,7 @@ def table_of(monkeypatch, gpus_of_each):
     distributed,
     '_members',
     [
-      Member(
+      ClusterMember(
         process_index=i,
         hostname=f'gpu-00{1 + i // half}',
         host_key=str(i // half),

@@ -19,6 +19,14 @@ from tests.parity.tolerances import MESH_GRADIENT, MESH_LOSS
 CONFIG = dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32)
 
 
+class Partly:
+  """A custom model: the required members of a model, and those that are named."""
+
+  def __init__(self, inner, members):
+    for name in (*missing_members(object(), Model), *members):
+      setattr(self, name, getattr(inner, name))
+
+
 def build(
   num_devices=1,
   partitioner=Partitioner(),
@@ -26,11 +34,13 @@ def build(
   dropout_rate=0.0,
   optimizer=AdamW(),
   config=None,
+  members=None,
   **options,
 ):
   config = {**CONFIG, 'dropout_rate': dropout_rate, **(config or {})}
+  model = DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3)
   return build_program(
-    model=DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3),
+    model=model if members is None else Partly(model, members),
     optimizer=optimizer,
     schedule=constant(1e-2),
     partitioner=partitioner,
@@ -208,13 +218,13 @@ def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged(
     (
       Partitioner(fsdp=2),
       (),
-      'embed, run_layers, head, config.compute_dtype.',
+      'embed, run_layers, head.',
       "Partitioner.accumulate_by = 'microbatch'",
     ),
     (
       Partitioner(fsdp=2),
-      ('embed', 'run_layers', 'head'),
-      'config.compute_dtype.',
+      ('embed', 'run_layers'),
+      'head.',
       "Partitioner.accumulate_by = 'microbatch'",
     ),
   ],
@@ -222,25 +232,12 @@ def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged(
 def test_a_model_without_parts_is_refused_where_they_are_needed(
   partitioner, parts, missing, instead
 ):
-  inner = DecoderOnlyModel(TransformerConfig(**CONFIG))
-
-  class Partly:
-    def __init__(self):
-      for name in (*missing_members(object(), Model), *parts):
-        setattr(self, name, getattr(inner, name))
-
   with pytest.raises(ModelError, match=f'lacks {missing}') as error:
-    build_program(
-      model=Partly(),
-      optimizer=AdamW(),
-      schedule=constant(1e-2),
-      partitioner=partitioner,
-      topology=Topology(1, 8),
-      devices=jax.devices(),
-      task_feature_lengths={'targets': 16},
-      batch_size=16,
-      pack=True,
-      seed=0,
-      num_microbatches=2,
-    )
+    build(8, partitioner, members=parts, num_microbatches=2)
   assert instead in str(error.value)
+
+
+def test_accumulation_by_layer_needs_no_config_and_no_optional_member(reference):
+  parts = ('embed', 'run_layers', 'head')
+  by_layer = build(2, Partitioner(data=1, fsdp=2), members=parts, num_microbatches=2)
+  assert_same(run(by_layer), reference)

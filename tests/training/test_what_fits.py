@@ -10,7 +10,7 @@ import pytest
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.runtime.memory import Limit
-from t5x_gpu.training.memory import Memory, estimate
+from t5x_gpu.training.memory import RunMemory, estimate
 from t5x_gpu.training.summary import bytes_per_device
 from tests import helpers_layouts
 from tests.helpers_layouts import CASES, QUICK, Case
@@ -20,14 +20,14 @@ FULL_REMAT = Case(config=dict(remat_policy='full'), num_devices=1, num_microbatc
 SMALL_BATCH = dict(batch_size=8)
 
 
-def memory_of(case: Case, limit: int = 2**50, host: int = 2**50, **sizes) -> Memory:
+def memory_of(case: Case, limit: int = 2**50, host: int = 2**50, **sizes) -> RunMemory:
   program = helpers_layouts.build(case, **sizes)
   need = estimate(
     program,
     DecoderOnlyModel(helpers_layouts.config_of(case)),
     num_microbatches=case.num_microbatches,
   )
-  return Memory(
+  return RunMemory(
     need,
     Limit(limit, 'a test'),
     Limit(host, 'a test'),
@@ -37,7 +37,7 @@ def memory_of(case: Case, limit: int = 2**50, host: int = 2**50, **sizes) -> Mem
   )
 
 
-def compiled(memory: Memory):
+def compiled(memory: RunMemory):
   program = memory.program
   return program.train_step.lower(program.abstract_state, program.abstract_batch).compile(QUICK)
 
@@ -57,7 +57,7 @@ def test_the_estimate_is_a_lower_bound_of_what_xla_gives(case):
   assert 'at least' in memory.line() and 'at least' not in exact.line()
 
 
-def refusal(memory: Memory, **kwargs) -> str:
+def refusal(memory: RunMemory, **kwargs) -> str:
   with pytest.raises(OutOfMemoryError) as error:
     memory.check(**kwargs)
   return str(error.value)
@@ -129,7 +129,7 @@ def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
   """Devices with memory of their own: CPU devices hold the state in that of the host already."""
   memory = memory_of(CASES['fsdp'], host=1000)
   memory.check()
-  monkeypatch.setattr(Memory, 'on_cpu', False)
+  monkeypatch.setattr(RunMemory, 'on_cpu', False)
   text = refusal(memory)
   assert 'Each save copies' in text and 'Partitioner.fsdp = ' in text
   # A rack of machines is one host of the topology, but each machine has its own memory.

@@ -55,7 +55,7 @@ class TopOperation:
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectiveTime:
+class MeasuredCollectives:
   """All collectives of one kind over the same mesh axes.
 
   Attributes:
@@ -88,7 +88,7 @@ class Anatomy:
   seconds_per_step: float
   device_time: DeviceTime
   operations: tuple[TopOperation, ...]
-  collectives: tuple[CollectiveTime, ...]
+  collectives: tuple[MeasuredCollectives, ...]
 
   def to_json(
     self, *, parts: Mapping[str, float], facts: Mapping[str, Any], ranks: Sequence[Any]
@@ -153,7 +153,7 @@ def anatomy(
 
 def _collectives(
   seconds: Mapping[str, float], runs: Mapping[str, float], kinds: Mapping[str, ProgramOp]
-) -> tuple[CollectiveTime, ...]:
+) -> tuple[MeasuredCollectives, ...]:
   groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
   for name, op in kinds.items():
     if op.is_collective:
@@ -163,7 +163,7 @@ def _collectives(
     time = sum(seconds[name] for name in names)
     sent = sum(kinds[name].bytes_sent * runs[name] for name in names)
     found.append(
-      CollectiveTime(
+      MeasuredCollectives(
         kind=kind,
         axes=axes,
         seconds=time,

@@ -79,7 +79,7 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class RuleUse:
   """A rule applied to one layer, or to one expert of a layer.
 
   Attributes:
@@ -92,7 +92,7 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorSlice:
   """Rows of one of their tensors, and where they go in ours.
 
   Attributes:
@@ -120,14 +120,14 @@ class Table:
     self._sizes = dict(sizes)
     self.our_shapes: dict[str, Shape] = {}
     self.their_shapes: dict[str, Shape] = {}
-    self.uses: dict[str, list[Use]] = {}
+    self.uses: dict[str, list[RuleUse]] = {}
     for rule in rules:
       shape = tuple(sizes[axis] for axis in rule.our_axes)
       stacked = tuple(sizes[axis] for axis in rule.stacks)
       assert rule.ours not in self.our_shapes, f'two rules for {rule.ours}'
       self.our_shapes[rule.ours] = (*stacked, *shape)
       for numbers in np.ndindex(stacked):
-        self.uses.setdefault(rule.theirs.format(*numbers), []).append(Use(rule, numbers))
+        self.uses.setdefault(rule.theirs.format(*numbers), []).append(RuleUse(rule, numbers))
     for name, uses in self.uses.items():
       uses.sort(key=lambda use: use.rule.block or 0)
       rows, *others = map(self._product, uses[0].rule.their_axes)
@@ -138,7 +138,7 @@ class Table:
   def _product(self, axes: Sequence[str]) -> int:
     return math.prod(self._sizes[axis] for axis in axes)
 
-  def pieces(self, name: str) -> Iterator[Piece]:
+  def pieces(self, name: str) -> Iterator[TensorSlice]:
     """Yields the pieces of their tensor, at most PIECE_BYTES each, in the order of its rows."""
     uses, offset = self.uses[name], 0
     blocks = [uses] if uses[0].rule.block is None else [[use] for use in uses]
@@ -151,14 +151,14 @@ class Table:
       step = math.ceil(count / math.ceil(count / most))  # pieces of about equal size
       for start in range(0, count, step):
         stop = min(start + step, count)
-        yield Piece(
+        yield TensorSlice(
           offset + start * rows,
           offset + stop * rows,
           {use.rule.ours: self._place(use, first, slice(start, stop)) for use in of_block},
         )
       offset += size
 
-  def _place(self, use: Use, first: str, chosen: slice) -> tuple[slice | int, ...]:
+  def _place(self, use: RuleUse, first: str, chosen: slice) -> tuple[slice | int, ...]:
     inner = tuple(
       chosen if axis == first else slice(0, self._sizes[axis]) for axis in use.rule.our_axes
     )
@@ -175,7 +175,7 @@ class Table:
           out.setdefault(path, tuple(1 if isinstance(s, int) else s.stop - s.start for s in place))
     return out
 
-  def to_ours(self, name: str, rows: np.ndarray, piece: Piece) -> dict[str, np.ndarray]:
+  def to_ours(self, name: str, rows: np.ndarray, piece: TensorSlice) -> dict[str, np.ndarray]:
     """Returns path -> the values, in float32, that `rows`, a piece of their tensor, hold."""
     out = {}
     for use in self.uses[name]:

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.checkpoint.local.replication import Copies, Kept, send
+from t5x_gpu.checkpoint.local.replication import KeptBox, ReplicaPlan, send
 from t5x_gpu.checkpoint.storage.chunks import Shape, by_name
 
 HostPart = tuple[str, Shape, Shape, np.ndarray]  # name, shape of the array, start, values
 
 
-def copy_parts(state: Any, copies: Copies, *, process: int) -> Optional[list[HostPart]]:
+def copy_parts(state: Any, copies: ReplicaPlan, *, process: int) -> Optional[list[HostPart]]:
   """Returns the parts of `state` that `process` keeps.
 
   None if its host lacks the memory, after sending the other hosts their parts.
@@ -36,7 +36,7 @@ def copy_parts(state: Any, copies: Copies, *, process: int) -> Optional[list[Hos
     shards[part.array][part.device].copy_to_host_async()
   found: Optional[list[HostPart]] = []
 
-  def take(part: Kept, shard: jax.Array) -> None:
+  def take(part: KeptBox, shard: jax.Array) -> None:
     nonlocal found
     array = arrays[part.array]
     try:
@@ -64,7 +64,7 @@ def _shards(array: jax.Array, places: Mapping[Any, int]) -> dict[int, jax.Array]
   return {places[shard.device]: shard.data for shard in array.addressable_shards}
 
 
-def _on_host(shard: jax.Array, part: Kept, dtype: Any) -> np.ndarray:
+def _on_host(shard: jax.Array, part: KeptBox, dtype: Any) -> np.ndarray:
   """Returns the values of a part, in memory that no device uses."""
   values = np.asarray(shard)
   if next(iter(shard.devices())).platform == 'cpu':

@@ -24,7 +24,13 @@ from t5x_gpu.checkpoint.local.file_format import (
   write_local_file,
 )
 from t5x_gpu.checkpoint.local.host_parts import HostPart, copy_parts
-from t5x_gpu.checkpoint.local.replication import Copies, Hosts, gigabytes, hosts_of_run, plan_copies
+from t5x_gpu.checkpoint.local.replication import (
+  Hosts,
+  ReplicaPlan,
+  gigabytes,
+  hosts_of_run,
+  plan_copies,
+)
 from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.local.settings import DIR, PERIOD, SLOTS, check_space, local_folder
 from t5x_gpu.checkpoint.model_dir import ModelDir
@@ -59,7 +65,7 @@ class LocalTier:
     folder: pathlib.Path,
     *,
     model_dir: pathlib.Path,
-    copies: Copies,
+    copies: ReplicaPlan,
     hosts: Hosts,
     period: int,
     process: int,

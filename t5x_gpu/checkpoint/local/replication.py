@@ -61,7 +61,7 @@ def hosts_of_run() -> Hosts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptBox:
   """A box that a process keeps.
 
   Attributes:
@@ -80,7 +80,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies:
+class ReplicaPlan:
   """Which process keeps which parts.
 
   Attributes:
@@ -91,7 +91,7 @@ class Copies:
     num_copies: of each box, on as many hosts.
   """
 
-  by_process: tuple[tuple[Kept, ...], ...]
+  by_process: tuple[tuple[KeptBox, ...], ...]
   bytes_of: tuple[int, ...]
   sent: Mapping[int, Pairs]
   sent_bytes: int
@@ -126,7 +126,7 @@ def gigabytes(num_bytes: int) -> str:
   return f'{num_bytes / 1e9:.3g} GB' if num_bytes >= 1e8 else f'{num_bytes / 1e6:.3g} MB'
 
 
-def plan_copies(state: Any, hosts: Hosts) -> Copies:
+def plan_copies(state: Any, hosts: Hosts) -> ReplicaPlan:
   """Returns which process keeps which parts.
 
   Args:
@@ -138,12 +138,12 @@ def plan_copies(state: Any, hosts: Hosts) -> Copies:
   process_of = [hosts.process_of(device) for device in devices]
   host_of = [hosts.keys[process] for process in process_of]
   to_next = _to_next_host(host_of)
-  kept: list[list[Kept]] = [[] for _ in hosts.keys]
+  kept: list[list[KeptBox]] = [[] for _ in hosts.keys]
   loads = [0] * len(hosts.keys)
   sent: dict[int, Pairs] = {}
   sent_bytes, num_copies = 0, 2 if hosts.num_hosts > 1 else 1
 
-  def keep(process: int, part: Kept, num_bytes: int) -> None:
+  def keep(process: int, part: KeptBox, num_bytes: int) -> None:
     kept[process].append(part)
     loads[process] += num_bytes
 
@@ -154,20 +154,20 @@ def plan_copies(state: Any, hosts: Hosts) -> Copies:
       num_bytes = _bytes(arrays[i], shape)
       own = min(holders, key=lambda d: (loads[process_of[d]], d))
       others = [d for d in holders if host_of[d] != host_of[own]]
-      keep(process_of[own], Kept(i, start, shape, own, is_sent=False), num_bytes)
+      keep(process_of[own], KeptBox(i, start, shape, own, is_sent=False), num_bytes)
       if others:
         other = min(others, key=lambda d: (loads[process_of[d]], d))
-        keep(process_of[other], Kept(i, start, shape, other, is_sent=False), num_bytes)
+        keep(process_of[other], KeptBox(i, start, shape, other, is_sent=False), num_bytes)
       elif to_next is not None:
         other = to_next[own]
-        keep(process_of[other], Kept(i, start, shape, other, is_sent=True), num_bytes)
+        keep(process_of[other], KeptBox(i, start, shape, other, is_sent=True), num_bytes)
         pairs.append((own, other))
         sent_bytes += num_bytes
       elif hosts.num_hosts > 1:
         num_copies = 1
     if pairs:
       sent[i] = tuple(sorted(pairs))
-  return Copies(tuple(map(tuple, kept)), tuple(loads), sent, sent_bytes, num_copies)
+  return ReplicaPlan(tuple(map(tuple, kept)), tuple(loads), sent, sent_bytes, num_copies)
 
 
 def _bytes(array: Any, shape: Sequence[int]) -> int:

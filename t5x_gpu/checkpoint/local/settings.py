@@ -6,7 +6,7 @@ import pathlib
 import string
 from typing import Optional
 
-from t5x_gpu.checkpoint.local.replication import Copies, Hosts, gigabytes
+from t5x_gpu.checkpoint.local.replication import Hosts, ReplicaPlan, gigabytes
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.host import available_memory
@@ -84,7 +84,9 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
   return folder
 
 
-def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Optional[str]) -> None:
+def check_space(
+  folder: pathlib.Path, copies: ReplicaPlan, hosts: Hosts, *, run: Optional[str]
+) -> None:
   """Raises CheckpointError, on all processes, unless every host has room for local checkpoints.
 
   Args:

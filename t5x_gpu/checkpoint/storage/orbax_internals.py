@@ -1,5 +1,6 @@
-"""Everything that relies on private parts of Orbax (0.12.8). Each entry names the public
-API that would replace it.
+"""Everything that relies on private parts of Orbax (0.12.8), and the public API it waits for.
+
+Where no issue of google/orbax is named, we know of none.
 
 Orbax closes its event loop when one of the reads or writes of a checkpoint fails, without
 cancelling the others (asyncio_utils.run_sync). Those end when TensorStore is done with them, and
@@ -19,12 +20,12 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-# What `_CHECKPOINT_METADATA` names as the writers of our items. Missing: public names for them.
-_HANDLERS = 'orbax.checkpoint._src.handlers.'
+# What `_CHECKPOINT_METADATA` names as the writers of our items. The strings are paths of private
+# modules. Missing: names that do not change when Orbax moves a module.
 HANDLERS = {
-  'data': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
-  'manifest': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
-  'state': f'{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler',
+  'data': ocp.JsonCheckpointHandler.typestr(),
+  'manifest': ocp.JsonCheckpointHandler.typestr(),
+  'state': ocp.StandardCheckpointHandler.typestr(),
 }
 GIVEN_UP_SECONDS = 5
 _ORBAX = f'{os.sep}orbax{os.sep}'
@@ -34,8 +35,8 @@ _LOOP_IS_CLOSED = 'Event loop is closed'
 def set_deleter(manager: ocp.CheckpointManager, deleter: Any) -> None:
   """Makes `manager` delete old checkpoints with `deleter`, a `removal.RenamingDeleter`.
 
-  Missing: an option for it. Orbax's own deleter either deletes in place, so a kill can leave half
-  of a checkpoint, or renames without deleting (`todelete_subdir`).
+  Missing: a `CheckpointManagerOptions.checkpoint_deleter`. Orbax's own deleter either deletes in
+  place, so a kill can leave half of a checkpoint, or renames without deleting (`todelete_subdir`).
   """
   manager._checkpoint_deleter = deleter
 
@@ -43,8 +44,8 @@ def set_deleter(manager: ocp.CheckpointManager, deleter: Any) -> None:
 def save_has_failed(manager: ocp.CheckpointManager) -> bool:
   """Returns whether the save in the background has failed by now.
 
-  Missing: a `check_for_errors` that reports it. Today's stays silent until `wait_until_finished`,
-  as the thread that commits has taken the error.
+  Missing: a `check_for_errors` that reports it, google/orbax#605. That was closed, but the method
+  stays silent until `wait_until_finished`, as the thread that commits has taken the error.
   """
   return bool(
     manager._finalize_thread.map(

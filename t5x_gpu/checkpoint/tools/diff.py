@@ -11,7 +11,7 @@ from t5x_gpu.errors import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class ChangedArray:
   """An array whose values differ between two checkpoints.
 
   Attributes:
@@ -53,7 +53,7 @@ def _text(reader: StateReader, name: str) -> str:
 
 def value_differences(
   a: StateReader, b: StateReader, *, advance: Callable[[int], None]
-) -> Iterator[Difference]:
+) -> Iterator[ChangedArray]:
   """Yields the arrays with equal shapes and different values; dtypes may differ.
 
   Args:
@@ -70,7 +70,7 @@ def value_differences(
 
 def _difference(
   a: StateReader, b: StateReader, name: str, advance: Callable[[int], None]
-) -> Optional[Difference]:
+) -> Optional[ChangedArray]:
   different, most, largest = 0, 0.0, 0.0
   for place, x in a.pieces(name):
     y = b.read_at(name, place)
@@ -89,7 +89,7 @@ def _difference(
     largest = max(largest, _largest(x))
   if not different:
     return None
-  return Difference(name, different, most, most / largest if largest else float('inf'))
+  return ChangedArray(name, different, most, most / largest if largest else float('inf'))
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
   """The result of `verify`.
 
   Attributes:
@@ -38,7 +38,7 @@ def verify(
   advance: Callable[[int], None],
   num_threads: int = NUM_THREADS,
   most_bytes: int = PIECE_BYTES,
-) -> Verdict:
+) -> VerifyResult:
   """Compares each array with its checksum; memory holds a few pieces at a time.
 
   Args:
@@ -64,7 +64,7 @@ def verify(
 
   with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
     problems = dict(zip(reader.shapes, pool.map(problem, reader.shapes)))
-  return Verdict(
+  return VerifyResult(
     len(problems),
     sum(name not in want for name in problems),
     {name: text for name, text in problems.items() if text},

@@ -26,7 +26,7 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_bytes,
 )
-from t5x_gpu.data.sources.corrupt_records import Records
+from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.errors import NoExamplesError, task_error
 
 FORMAT = 1
@@ -135,7 +135,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class MixtureMember:
   """One task of the split.
 
   Attributes:
@@ -167,9 +167,9 @@ class Member:
     return found
 
   @property
-  def records(self) -> Records:
+  def records(self) -> RecordCounts:
     """Records of the source that were read, and those that are damaged."""
-    return Records(
+    return RecordCounts(
       sum(shard.records for shard in self.shards), sum(shard.damaged for shard in self.shards)
     )
 
@@ -201,7 +201,7 @@ class Index:
   vocabularies: Mapping[str, Mapping[str, Any]]
   class_names: Optional[Sequence[str]]
   packing: Mapping[str, Any]
-  members: Mapping[str, Member]
+  members: Mapping[str, MixtureMember]
   versions: Mapping[str, str]
   format: int = FORMAT
 
@@ -258,7 +258,7 @@ def from_json(text: str | bytes) -> Index:
   members = {}
   for name, member in values.pop('members').items():
     shards = tuple(Shard(**shard) for shard in member.pop('shards'))
-    members[name] = Member(**member, shards=shards)
+    members[name] = MixtureMember(**member, shards=shards)
   return Index(source_config=values.pop('made_from'), **values, members=members)
 
 

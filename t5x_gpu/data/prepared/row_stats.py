@@ -13,7 +13,7 @@ from t5x_gpu.data.prepared.index import counted_features
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TokenSpan:
   """Consecutive tokens of one example in a row, all with a loss or all without.
 
   Attributes:
@@ -38,7 +38,7 @@ def row_of(batch: Mapping[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
 
 def pieces(
   row: Mapping[str, np.ndarray], *, decode: Callable[[Sequence[int]], str]
-) -> Iterator[Piece]:
+) -> Iterator[TokenSpan]:
   """Yields the pieces of a row.
 
   Args:
@@ -62,7 +62,7 @@ def pieces(
         before = inputs[start : start + 1] if is_first and inputs is not None else []
         ids = [int(i) for i in (*before, *tokens[start:end])]
         text = decode(ids[1:] if len(before) and not before[0] else ids)
-        yield Piece(feature, example, bool(has_loss[start]), text, is_first=is_first)
+        yield TokenSpan(feature, example, bool(has_loss[start]), text, is_first=is_first)
         last = example
 
 

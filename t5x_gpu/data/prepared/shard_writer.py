@@ -25,7 +25,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.data.prepared.index import UNFINISHED, Shard
 from t5x_gpu.data.prepared.row_stats import RowStats
-from t5x_gpu.data.sources.corrupt_records import Records
+from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.file_digests import sample_digest, sha256_of
 from t5x_gpu.errors import DataError
 
@@ -120,7 +120,7 @@ def write_shard(
   num_parts: int,
   names: Sequence[str],
   report: Report,
-  records: Callable[[], Records] = Records,
+  records: Callable[[], RecordCounts] = RecordCounts,
 ) -> Shard:
   """Writes one shard, and returns its entry in the index.
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import pyarrow as pa
 from pyarrow import parquet
 
-from t5x_gpu.data.sources.conversations import Records
+from t5x_gpu.data.sources.conversations import RecordForm
 from t5x_gpu.data.sources.rows import FileForm, Row, checked_row, require_columns
 from t5x_gpu.errors import DataError
 
@@ -26,7 +26,7 @@ def _batch_rows(
 
 
 def _record_rows(
-  batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int, records: Records
+  batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int, records: RecordForm
 ) -> Iterator[Row]:
   """Yields (record as JSON, file and row); the first of `columns` is the key."""
   for number, record in enumerate(batch.to_pylist(), first + 1):
@@ -50,7 +50,7 @@ def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
 
 
 def _reading(
-  columns: Sequence[str], names: Sequence[str], path: str, records: Optional[Records]
+  columns: Sequence[str], names: Sequence[str], path: str, records: Optional[RecordForm]
 ) -> tuple[list[str], Callable[..., Iterator[Row]]]:
   """Returns the columns of the file `path` to read, of all its `names`, and how to read them."""
   optional, read = [], _batch_rows
@@ -66,7 +66,7 @@ def _parquet_columns(path: str) -> list[str]:
 
 
 def _parquet_rows(
-  path: str, columns: Sequence[str], skip: int, records: Optional[Records] = None
+  path: str, columns: Sequence[str], skip: int, records: Optional[RecordForm] = None
 ) -> Iterator[Row]:
   with parquet.ParquetFile(path) as f:
     wanted_columns, read = _reading(columns, f.schema_arrow.names, path, records)
@@ -105,7 +105,7 @@ def _arrow_columns(path: str) -> list[str]:
 
 
 def _arrow_rows(
-  path: str, columns: Sequence[str], skip: int, records: Optional[Records] = None
+  path: str, columns: Sequence[str], skip: int, records: Optional[RecordForm] = None
 ) -> Iterator[Row]:
   first = 0
   for batch in _arrow_batches(path):
@@ -120,6 +120,6 @@ PARQUET = FileForm('parquet', _parquet_columns, _parquet_rows)
 ARROW = FileForm('arrow', _arrow_columns, _arrow_rows)
 
 
-def of_records(form: FileForm, records: Records) -> FileForm:
+def of_records(form: FileForm, records: RecordForm) -> FileForm:
   """Returns PARQUET or ARROW for tables of conversations or preferences."""
   return dataclasses.replace(form, rows=functools.partial(form.rows, records=records))

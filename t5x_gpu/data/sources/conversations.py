@@ -33,7 +33,7 @@ _PAIR_FIX = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Records:
+class RecordForm:
   """How a JSON object, or a row of a table, becomes a row.
 
   Attributes:
@@ -102,13 +102,13 @@ def preference_row(
   return _row(_preference, record, key=key, where=where, rejected=rejected, prompt=prompt)
 
 
-CONVERSATIONS = Records(conversation_row, (TOOLS,))
+CONVERSATIONS = RecordForm(conversation_row, (TOOLS,))
 
 
-def preferences(*, rejected: str = REJECTED, prompt: str = PROMPT) -> Records:
+def preferences(*, rejected: str = REJECTED, prompt: str = PROMPT) -> RecordForm:
   """Returns how records become preferences; arguments as in `preference_row`."""
   row = functools.partial(preference_row, rejected=rejected, prompt=prompt)
-  return Records(row, (rejected, prompt, TOOLS))
+  return RecordForm(row, (rejected, prompt, TOOLS))
 
 
 def _preference(

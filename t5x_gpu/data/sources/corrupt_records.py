@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Records:
+class RecordCounts:
   """How many records were read, including blank ones, and how many of them are damaged."""
 
   read: int = 0
@@ -22,7 +22,7 @@ class Records:
 
 
 def check_share(
-  records: Records,
+  records: RecordCounts,
   *,
   max_fraction: float,
   fewest: int = 0,
@@ -66,7 +66,7 @@ class Damage:
   def __init__(self, num_files: int):
     self._num_files = num_files
     self.max_fraction = 0.0
-    self.records = Records()
+    self.records = RecordCounts()
     self._in_parts = False
     self._counted: dict[str, int] = {}  # path -> number of records that are counted
     self._in_file: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Damage:
   def begin_part(self) -> None:
     """Starts a new count, for one part of the files. `check_share` judges all parts together."""
     self._in_parts = True
-    self.records = Records()
+    self.records = RecordCounts()
     self._counted.clear()
     self._in_file.clear()
     self._refused.clear()
@@ -93,7 +93,9 @@ class Damage:
     if first < self._counted.get(path, 0):
       return
     self._counted[path] = first + num_records
-    self.records = Records(self.records.read + num_records, self.records.damaged + len(damaged))
+    self.records = RecordCounts(
+      self.records.read + num_records, self.records.damaged + len(damaged)
+    )
     for problem in damaged:
       self._in_file[path] = self._in_file.get(path, 0) + 1
       if self.max_fraction and self._in_file[path] <= _REASONS_SHOWN and path not in self._finished:
@@ -113,7 +115,7 @@ class Damage:
     if where in self._refused:
       return
     self._refused.add(where)
-    self.records = Records(self.records.read, self.records.damaged + 1)
+    self.records = RecordCounts(self.records.read, self.records.damaged + 1)
     if self.max_fraction and len(self._refused) <= _REASONS_SHOWN:
       log.warning('record skipped: %s', problem.what)
     elif self.max_fraction and len(str(len(self._refused))) > len(str(len(self._refused) - 1)):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional, Union
 
-from t5x_gpu.data.sources.conversations import Records
+from t5x_gpu.data.sources.conversations import RecordForm
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.data.sources.rows import (
   FileForm,
@@ -133,7 +133,7 @@ def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
 
 
 def _record_rows(
-  path: str, columns: Sequence[str], skip: int, *, records: Records
+  path: str, columns: Sequence[str], skip: int, *, records: RecordForm
 ) -> Iterator[Row]:
   """Yields (record as JSON, file:line); the first of `columns` is the key."""
   for number, line in _numbered(path, skip):
@@ -263,7 +263,7 @@ PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
 JSON_LINES = FileForm('jsonl', _json_keys, _json_rows)
 
 
-def record_lines(records: Records) -> FileForm:
+def record_lines(records: RecordForm) -> FileForm:
   """Returns the form of JSON lines with conversations or preferences."""
   return FileForm('jsonl', _json_keys, functools.partial(_record_rows, records=records))
 

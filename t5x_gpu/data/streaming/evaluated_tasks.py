@@ -27,7 +27,7 @@ _TARGETS, _INPUTS = 'targets', 'inputs'
 _Output = seqio.metrics.ModelOutputType
 
 
-class EvaluatedTask:
+class SeqioEvaluatedTask:
   """A SeqIO task with metrics; see `task_metrics.EvaluatedTask`.
 
   Args:
@@ -143,7 +143,7 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
 
 def open_tasks(
   config: DatasetConfig, *, feature_converter: str, num_examples: Optional[int], required: bool
-) -> list[EvaluatedTask]:
+) -> list[SeqioEvaluatedTask]:
   """Returns the tasks of `config` that have metrics, with the examples of their split in memory.
 
   Args:
@@ -161,7 +161,9 @@ def open_tasks(
     if task.metric_objs:
       _check(task, one)
       found.append(
-        EvaluatedTask(task, _examples(task, one, num_examples), feature_converter=feature_converter)
+        SeqioEvaluatedTask(
+          task, _examples(task, one, num_examples), feature_converter=feature_converter
+        )
       )
   if not found and required:
     raise task_error(

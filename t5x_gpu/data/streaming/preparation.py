@@ -14,9 +14,9 @@ import numpy as np
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import module_of
-from t5x_gpu.data.prepared.index import Index, Member
+from t5x_gpu.data.prepared.index import Index, MixtureMember
 from t5x_gpu.data.sources import seqio_sources
-from t5x_gpu.data.sources.corrupt_records import Records
+from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.streaming import task_classes, task_lookup
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
@@ -73,7 +73,7 @@ class Preparation:
       source |= chat.template_facts(task) | preference.template_facts(task)
       rate = float(self._task.get_rate(task)) if isinstance(self._task, seqio.Mixture) else 1.0
       parts = num_parts or _num_parts(task, config.split, source)
-      members[name] = Member(rate=rate, source=source, num_shards=parts)
+      members[name] = MixtureMember(rate=rate, source=source, num_shards=parts)
     own = {name: feature.vocabulary for name, feature in self._task.output_features.items()}
     kind = features.layout(self.converter_name)
     variables = config.chat_template_variables
@@ -137,16 +137,16 @@ class Preparation:
         fix='Check the files and the preprocessors of the task.',
       ) from e
 
-  def records(self, member: str, *, part: int, num_parts: int) -> Records:
+  def records(self, member: str, *, part: int, num_parts: int) -> RecordCounts:
     """Returns the records read for the part whose `rows` came last, so that all parts add up.
 
     If every part reads all files, only the first part counts them.
     """
     source = self._members()[member].source
     damage = seqio_sources.damage_of(source)
-    found = Records() if damage is None else damage.records
+    found = RecordCounts() if damage is None else damage.records
     if found.read and part > 0 and num_parts > len(source.list_shards(self.config.split)):
-      return Records()
+      return RecordCounts()
     return found
 
   def _check(self, row: dict[str, Any], member: str) -> None:

@@ -25,7 +25,7 @@ from t5x_gpu.data.sources.conversations import (
   CONVERSATIONS,
   MESSAGES,
   REJECTED,
-  Records,
+  RecordForm,
   conversation_key,
   preferences,
 )
@@ -46,7 +46,7 @@ FORMS = {
   'arrayrecord': ARRAYRECORD,
 }
 # Form -> what makes the same with conversations or preferences.
-_RECORDS: Mapping[str, Callable[[Records], FileForm]] = {
+_RECORDS: Mapping[str, Callable[[RecordForm], FileForm]] = {
   'jsonl': line_formats.record_lines,
   'parquet': functools.partial(of_records, PARQUET),
   'arrow': functools.partial(of_records, ARROW),

@@ -10,7 +10,14 @@ from t5x_gpu.layers.backends.chunked import ChunkedAttention, ContextAttention
 from t5x_gpu.layers.backends.context import kernel_context_attention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
-from t5x_gpu.layers.backends.serves import BACKENDS, Hardware, Need, hardware, lacks, that_serve
+from t5x_gpu.layers.backends.serves import (
+  BACKENDS,
+  AttentionNeed,
+  Hardware,
+  hardware,
+  lacks,
+  that_serve,
+)
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method
@@ -42,7 +49,7 @@ class Choice:
     return f'attention: {self.name} ({self.reason})'
 
 
-def choose(request: str, need: Need, device: Hardware) -> Choice:
+def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   """Returns the backend for `need` on `device`.
 
   Args:
@@ -71,7 +78,7 @@ def choose(request: str, need: Need, device: Hardware) -> Choice:
   )
 
 
-def _best(need: Need, device: Hardware, of: str) -> Choice:
+def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
   kernels = [name for name in BACKENDS if BACKENDS[name].platform == 'gpu']
   able = [name for name in kernels if not lacks(BACKENDS[name], need, device)]
   positions = (need.q_length or 0) * (need.kv_length or 0)
@@ -98,7 +105,7 @@ def make_attention(
   info: TokenInfo,
   kv_info: Optional[TokenInfo] = None,
   *,
-  need: Optional[Need] = None,
+  need: Optional[AttentionNeed] = None,
   request: Optional[str] = None,
 ) -> Attention:
   """Returns the attention of a batch: over `context` if the active rules split the length.
@@ -144,7 +151,7 @@ def attention_by(
   return make(kind, info, kv_info, kernel=kernel, multiple=BACKENDS[name].multiple)
 
 
-def check(request: str, need: Need, device: jax.Device) -> None:
+def check(request: str, need: AttentionNeed, device: jax.Device) -> None:
   """Raises ModelError if a backend asked for by name cannot serve `need` on `device`."""
   if request != 'auto':
     choose(request, need, Hardware.of(device))

@@ -131,7 +131,7 @@ def hardware() -> Hardware:
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class AttentionNeed:
   """What the attention of a stack asks of a backend.
 
   Attributes:
@@ -154,7 +154,7 @@ class Need:
   context: Optional[str] = None
 
 
-def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
+def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
   """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
   found = []
   package, kernel = serves.name.split()[0], ' ' in serves.name
@@ -185,7 +185,7 @@ def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
   return found
 
 
-def that_serve(need: Need, device: Hardware) -> Sequence[str]:
+def that_serve(need: AttentionNeed, device: Hardware) -> Sequence[str]:
   """Returns the names of all backends that serve `need` on `device`."""
   return [name for name, serves in BACKENDS.items() if not lacks(serves, need, device)]
 

@@ -7,8 +7,6 @@ token. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
 
 import dataclasses
 import functools
-import importlib
-import logging
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from t5x_gpu.layers.backends import tokamax_internals
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import KeyRanges, TokenInfo, key_ranges, longer, padded
 from t5x_gpu.partitioning.own_part import on_own_part
@@ -175,9 +174,7 @@ class KernelCall:
   def _options(
     self, bias: Optional[jax.Array], start: jax.Array, end: Optional[jax.Array]
   ) -> dict[str, Any]:
-    mask = _tokamax('base').Mask(
-      k_start=start[:, None], k_end=None if end is None else end[:, None], is_causal=self.causal
-    )
+    mask = tokamax_internals.range_mask(start, end, is_causal=self.causal)
     return dict(bias=bias, mask=mask, logits_scale=1.0, logits_soft_cap=self.softcap)
 
 
@@ -222,8 +219,8 @@ def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Any, ..
 
 def _kernel(name: str) -> Any:
   if name == 'reference':
-    return _tokamax('base').DotProductAttention(vjp=_reference_gradients)
-  return _tokamax('api').IMPLEMENTATIONS[name]
+    return tokamax_internals.plain_attention(_reference_gradients)
+  return tokamax_internals.kernel(name)
 
 
 def _reference_gradients(statistics, out, dout, query, key, value, *, bias, mask, **options):
@@ -249,22 +246,3 @@ def _reference_gradients(statistics, out, dout, query, key, value, *, bias, mask
     'v': of_value.astype(value.dtype),
     'bias': dlogits.sum(0, keepdims=True),
   }
-
-
-def _tokamax(module: str) -> Any:
-  return library(f'tokamax._src.ops.attention.{module}')
-
-
-@functools.cache
-def library(module: str) -> Any:
-  """Returns a module of Tokamax, imported when a run needs it: it takes seconds."""
-  from absl import flags
-
-  if not flags.FLAGS.is_parsed():  # else it would read the flags of our command line
-    flags.FLAGS.mark_as_parsed()
-  logging.getLogger('absl').addFilter(_is_news)
-  return importlib.import_module(module)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-  return not record.msg.startswith('Autotuning cache miss')

@@ -20,7 +20,15 @@ from t5x_gpu.models.inference.beam_search import BeamSearch
 from t5x_gpu.models.inference.prompt_batches import PromptBatches
 from t5x_gpu.models.inference.search import Continuations, Sampling, Search, run
 from t5x_gpu.models.lora import without_adapters
-from t5x_gpu.models.model import DeviceBatch, Model, Params, TextModel, config_of
+from t5x_gpu.models.model import (
+  DeviceBatch,
+  Model,
+  Params,
+  ScoringModel,
+  TextModel,
+  config_of,
+  missing_members,
+)
 from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.partitioning.layout import Layout
 
@@ -193,10 +201,10 @@ class Generator:
       DataError: a prompt does not fit, or a target is empty.
       ConfigError: the model has no `logits`.
     """
-    if not hasattr(self._prompts.model, 'logits'):
+    if 'logits' in missing_members(self._prompts.model, ScoringModel):
       raise ConfigError(
         f'{type(self._prompts.model).__name__} has no method `logits`, which scores targets.',
-        fix='Add it (TextModel in models/model.py), or score without this model.',
+        fix='Add it (ScoringModel in models/model.py), or score without this model.',
         parameters=('train.model',),
       )
     results: list[float] = []

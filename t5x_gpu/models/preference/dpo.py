@@ -21,7 +21,15 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
 from t5x_gpu.models.losses import Sums, refuse_router_losses
-from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
+from t5x_gpu.models.model import (
+  DeviceBatch,
+  Model,
+  OptionalMembers,
+  Params,
+  PreferenceModel,
+  config_of,
+  missing_members,
+)
 from t5x_gpu.models.preference.pairs import sums_of_pairs
 from t5x_gpu.partitioning.axis_rules import is_manual
 
@@ -109,7 +117,7 @@ class DpoModel:
 
   def _check_model(self) -> None:
     plain, config = self._plain, config_of(self.model)
-    if not hasattr(plain, 'token_log_probs'):
+    if 'token_log_probs' in missing_members(plain, PreferenceModel):
       raise _error(
         f'DpoModel cannot train a {type(plain).__name__}: it has no method token_log_probs.',
         fix='Set DpoModel.model to a DecoderOnlyModel, or a LoraModel of one.',
@@ -120,10 +128,11 @@ class DpoModel:
         'with them the reference, which is the model without its adapters.',
         fix='Remove LoraModel.also_train, or train all parameters: DpoModel.model = %MODEL.',
       )
-    for name in ('z_loss', 'label_smoothing'):
-      if getattr(plain, name, 0.0):
+    has = OptionalMembers(plain)
+    for name, value in (('z_loss', has.z_loss), ('label_smoothing', has.label_smoothing)):
+      if value:
         raise _error(
-          f'{type(plain).__name__}.{name} = {getattr(plain, name)} is of the loss per token, which '
+          f'{type(plain).__name__}.{name} = {value} is of the loss per token, which '
           'DpoModel does not compute.',
           fix=f'Set {type(plain).__name__}.{name} = 0.0.',
         )
@@ -180,11 +189,12 @@ class DpoModel:
     """Returns whether a parameter is trained."""
     if is_reference(path):
       return False
-    return getattr(self.model, 'is_trained', lambda path: True)(path)
+    is_trained = OptionalMembers(self.model).is_trained
+    return is_trained is None or is_trained(path)
 
   def is_adapter(self, path: str) -> bool:
     """Returns whether a checkpoint to start from may lack a parameter."""
-    return getattr(self.model, 'is_adapter', lambda path: False)(path)
+    return OptionalMembers(self.model).is_adapter(path)
 
   def source_of(self, path: str) -> str:
     """Returns where a parameter is in a checkpoint to start from: the reference begins equal."""

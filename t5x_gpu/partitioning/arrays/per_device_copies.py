@@ -23,7 +23,7 @@ _HEADS = 'kv_heads'
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies:
+class PerDeviceCopies:
   """Makes copies of parameters, and sums their gradients.
 
   Attributes:

@@ -14,7 +14,6 @@ from t5x_gpu.partitioning.layer_stacks import (
   num_layers,
   part_of,
   run_layers,
-  stacks_of,
   with_layers,
   with_part,
 )
@@ -27,11 +26,13 @@ AXIS = 'stage'
 class Pieces(Protocol):
   """A model in three parts; the caller has bound the arguments of dropout.
 
-  A model with several stacks of layers also has `stacks`, see layer_stacks.py.
-
   Its collectives stay inside one stage (`model`, `fsdp`, ...), never over `stage`. A
   collective-permute (ring attention) needs all devices at once: use `skip_idle=False`.
   """
+
+  @property
+  def stacks(self) -> tuple[str, ...]:
+    """Names of the stacks of layers in the order in which they run; (ONLY,) for one stack."""
 
   def embed(self, params: Tree, microbatch: Tree) -> Tree:
     """Returns the activation that enters the first layer."""
@@ -73,7 +74,7 @@ class PipelineRun:
 
   @property
   def stacks(self) -> tuple[str, ...]:
-    return stacks_of(self.pieces)
+    return self.pieces.stacks
 
   def microbatch(self, index: jax.Array) -> Tree:
     """Returns the microbatch [rows, ...]."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.formulas.traffic import Sent
+from t5x_gpu.planning.formulas.traffic import CollectiveTraffic
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 
 NVLINK, NETWORK = 'NVLink', 'network'
@@ -56,7 +56,7 @@ def link_of(
   return Link(NETWORK, min(nvlink, network), inside, hosts)
 
 
-def seconds(sent: Sent, link: Link, assumed: Assumptions) -> float:
+def seconds(sent: CollectiveTraffic, link: Link, assumed: Assumptions) -> float:
   """Returns how long the collectives of `sent` take, one after the other."""
   return sent.num_bytes / link.bandwidth + sent.calls * _latency(sent.kind, link, assumed)
 

@@ -12,11 +12,11 @@ from typing import Optional
 
 import jax
 
-from t5x_gpu.analysis.gpu_compile import Memory as CompiledMemory
+from t5x_gpu.analysis.gpu_compile import CompiledMemory
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.pipeline.pipeline_parallel import Timetable
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.formulas.step_shape import Stack, StepShape
+from t5x_gpu.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
@@ -176,7 +176,7 @@ def _width(shape: StepShape, c: TransformerConfig) -> tuple[float, float, float]
   return residual, heads, hidden
 
 
-def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Stack) -> float:
+def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
   """Returns the bytes that the layers of a stack keep for the backward pass."""
   residual, heads, hidden = _width(shape, c)
   inputs, blocks = len(c.mlp_activations), 3 if stack.cross_length else 2
@@ -224,7 +224,7 @@ def _all_of_a_layer(
   return blocks * 6.5 * residual + (blocks - 1) * attention + mlp
 
 
-def _attention_logits(shape: StepShape, c: TransformerConfig, stack: Stack) -> float:
+def _attention_logits(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
   """Returns the bytes of the attention logits of a layer in float32, of one pass.
 
   Without a kernel, a ring over `context` computes blocks of 1024 positions; XLA keeps twice all
@@ -239,7 +239,7 @@ def _attention_logits(shape: StepShape, c: TransformerConfig, stack: Stack) -> f
   return rows * heads * (10 * local**2 + 20 * min(local, 1024) ** 2)
 
 
-def _working_set(shape: StepShape, c: TransformerConfig, stack: Stack) -> float:
+def _working_set(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
   """Returns the bytes of activations and their gradients in the backward pass of one layer."""
   residual, heads, hidden = _width(shape, c)
   tokens = shape.tokens(stack) / shape.passes

@@ -19,7 +19,7 @@ from t5x_gpu.training.program import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stack:
+class StackShape:
   """The layers of one kind on one device.
 
   Attributes:
@@ -61,7 +61,7 @@ class StepShape:
   """
 
   config: Optional[TransformerConfig]
-  stacks: tuple[Stack, ...]
+  stacks: tuple[StackShape, ...]
   rows: int
   passes: int
   model: int
@@ -87,7 +87,7 @@ class StepShape:
     """Bytes of one activation."""
     return 2 if self.config is None or self.config.dtype in ('bfloat16', 'fp8') else 4
 
-  def tokens(self, stack: Stack) -> int:
+  def tokens(self, stack: StackShape) -> int:
     """Positions of a stack on this device, in a step."""
     return self.rows * stack.length // self.context
 
@@ -147,14 +147,16 @@ def step_shape(
 
 def _stacks(
   program: Program, model: Model, config: TransformerConfig, gpu: GpuTarget, rows: int
-) -> tuple[Stack, ...]:
+) -> tuple[StackShape, ...]:
   mesh = program.layout.mesh.shape
   lengths = {
     name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
   }
 
-  def stack(name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0) -> Stack:
-    return Stack(
+  def stack(
+    name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0
+  ) -> StackShape:
+    return StackShape(
       name=name,
       num_layers=num_layers // mesh['stage'],
       length=length,

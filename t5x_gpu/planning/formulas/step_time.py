@@ -14,7 +14,7 @@ from typing import Optional
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas import links
-from t5x_gpu.planning.formulas.traffic import Sent
+from t5x_gpu.planning.formulas.traffic import CollectiveTraffic
 from t5x_gpu.planning.formulas.work import Work
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 
@@ -51,7 +51,7 @@ class CollectiveTime:
   """The time of all collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind, axes: as in `Sent`.
+    kind, axes: as in `CollectiveTraffic`.
     link: links.NVLINK or links.NETWORK.
     num_bytes: sent by a GPU per step.
     calls: per step.
@@ -103,7 +103,7 @@ class StepTime:
 
 def step_time(
   work: Sequence[Work],
-  sent: Sequence[Sent],
+  sent: Sequence[CollectiveTraffic],
   *,
   sizes: MeshSizes,
   gpu: GpuTarget,
@@ -178,7 +178,11 @@ def _full_waves(size: Sequence[int], num_cores: int) -> float:
 
 
 def _exposed(
-  sent: Sequence[Sent], kernels: float, sizes: MeshSizes, gpu: GpuTarget, assumed: Assumptions
+  sent: Sequence[CollectiveTraffic],
+  kernels: float,
+  sizes: MeshSizes,
+  gpu: GpuTarget,
+  assumed: Assumptions,
 ) -> list[CollectiveTime]:
   """Returns the collectives with the part of their time that nothing hides.
 
@@ -186,7 +190,7 @@ def _exposed(
     sent: the collectives.
     kernels: seconds of matrix kernels, behind which at most `busy_share` of it can be hidden.
   """
-  rows: list[tuple[Sent, links.Link, float, float, Optional[float]]] = []
+  rows: list[tuple[CollectiveTraffic, links.Link, float, float, Optional[float]]] = []
   for s in sent:
     link = links.link_of(s.kind, s.axes, sizes, gpu, assumed)
     share = assumed.hidden_share(s.axes) if s.hidden_share is None else s.hidden_share

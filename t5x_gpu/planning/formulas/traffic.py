@@ -33,7 +33,7 @@ _KERNELS_IN_8_BITS = ('query', 'key', 'value', 'out', 'wi', 'wi_0', 'wi_1', 'wo'
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class CollectiveTraffic:
   """Collectives of one kind over the same mesh axes.
 
   Attributes:
@@ -53,7 +53,7 @@ class Sent:
 
 def compiled_traffic(
   collectives: Sequence[Collective], overlaps: Sequence[Overlap] = (), *, busy: float = 1.0
-) -> list[Sent]:
+) -> list[CollectiveTraffic]:
   """Returns what a compiled program sends.
 
   Args:
@@ -67,7 +67,10 @@ def compiled_traffic(
     runs = busy if c.in_branch else 1.0
     num_bytes[c.kind, c.axes] += runs * c.bytes_per_call
     calls[c.kind, c.axes] += runs * c.count
-  return [Sent(*key, sent, calls[key], share.get(key)) for key, sent in num_bytes.most_common()]
+  return [
+    CollectiveTraffic(*key, sent, calls[key], share.get(key))
+    for key, sent in num_bytes.most_common()
+  ]
 
 
 def busy_share(program: Program) -> float:
@@ -86,7 +89,7 @@ def busy_share(program: Program) -> float:
   return table.num_units / ticks
 
 
-def formula_traffic(program: Program, shape: StepShape) -> list[Sent]:
+def formula_traffic(program: Program, shape: StepShape) -> list[CollectiveTraffic]:
   """Returns what a step sends by the formulas; exact up to numbers like the loss."""
   totals, calls = collections.Counter(), collections.Counter()
   for axes, traffic, runs in (*_of_parameters(program, shape), *_of_activations(program, shape)):
@@ -95,7 +98,7 @@ def formula_traffic(program: Program, shape: StepShape) -> list[Sent]:
       if axes and num_bytes:
         totals[kind, axes] += num_bytes
         calls[kind, axes] += runs
-  return [Sent(*key, num_bytes, calls[key]) for key, num_bytes in totals.most_common()]
+  return [CollectiveTraffic(*key, num_bytes, calls[key]) for key, num_bytes in totals.most_common()]
 
 
 # (mesh axes, collective -> bytes, how many run)

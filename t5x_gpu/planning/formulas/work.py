@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.planning.formulas.step_shape import Stack, StepShape
+from t5x_gpu.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
 
@@ -73,7 +73,7 @@ def step_work(shape: StepShape, program: Program, model: Any) -> list[Work]:
   return [*found, *_update(program, shape)]
 
 
-def _layers(shape: StepShape, c: TransformerConfig, stack: Stack) -> Iterator[Work]:
+def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterator[Work]:
   """Yields the work of the layers of a stack."""
   queries, keys = c.num_heads * c.head_dim // shape.model, c.kv_heads * c.head_dim
   keys //= min(shape.model, c.kv_heads)  # fewer heads than devices: each computes one
@@ -121,7 +121,7 @@ _MLP_BACKWARD = 2.5
 
 def _gemms(
   shape: StepShape,
-  stack: Stack,
+  stack: StackShape,
   part: str,
   tokens: float,
   sizes: list[tuple[int, int, int]],
@@ -149,7 +149,7 @@ def _gemms(
     )
 
 
-def _mlp(shape: StepShape, c: TransformerConfig, stack: Stack, tokens: int) -> Iterator[Work]:
+def _mlp(shape: StepShape, c: TransformerConfig, stack: StackShape, tokens: int) -> Iterator[Work]:
   hidden, inputs = c.mlp_dim // shape.model, len(c.mlp_activations)
   sizes = [(c.embed_dim, hidden, inputs), (hidden, c.embed_dim, 1)]
   if not c.num_experts:
@@ -163,7 +163,7 @@ def _mlp(shape: StepShape, c: TransformerConfig, stack: Stack, tokens: int) -> I
   yield from _gemms(shape, stack, EXPERTS, chosen, sizes, fp8=False)
 
 
-def _attention(shape: StepShape, c: TransformerConfig, stack: Stack) -> Iterator[Work]:
+def _attention(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterator[Work]:
   """Yields the products of queries with keys and of weights with values."""
   heads = c.num_heads / shape.model
   layers = stack.num_layers

@@ -7,7 +7,7 @@ from typing import Any, Optional
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning import screen
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
-from t5x_gpu.planning.search.search import Found
+from t5x_gpu.planning.search.search import SearchState
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import Score
 from t5x_gpu.runtime.memory import show
@@ -18,7 +18,7 @@ _ROWS, _OTHER_LAYOUTS = 8, 4
 _MORE = ('zero_stage', 'overlap_layers', 'accumulate_by', 'pipeline_schedule')
 
 
-def search_text(found: Found, gpus: str) -> str:
+def search_text(found: SearchState, gpus: str) -> str:
   """Returns what was found, as a table and in sentences.
 
   Args:
@@ -51,7 +51,7 @@ def search_text(found: Found, gpus: str) -> str:
   return '\n'.join(lines)
 
 
-def ranked(found: Found, dtype: Optional[str], number: int = _ROWS) -> list[Score]:
+def ranked(found: SearchState, dtype: Optional[str], number: int = _ROWS) -> list[Score]:
   """Returns the best variant, then the fastest others that fit, compiled ones first."""
   fitting = [s for s in found.scores if s.variant.dtype == dtype and found.fits(s)]
   best = found.best(dtype)
@@ -70,7 +70,7 @@ _HEAD = ('layout', 'microbatches', 'remat_policy', 's/step', 'per GPU', 'predict
 _RIGHT = (1, 3, 4)
 
 
-def _row(found: Found, score: Score) -> tuple[str, ...]:
+def _row(found: SearchState, score: Score) -> tuple[str, ...]:
   v = score.variant
   return (
     _layout_words(score),
@@ -115,7 +115,7 @@ _SCALED_RATE = (
 
 
 def gin_text(
-  found: Found, best: Score, *, given: PlanConfig, gpus: str, files: Sequence[str]
+  found: SearchState, best: Score, *, given: PlanConfig, gpus: str, files: Sequence[str]
 ) -> str:
   """Returns the best variant as a gin file, with the reason for each choice.
 
@@ -169,7 +169,7 @@ def _layout_settings(variant: Variant, given: Partitioner) -> dict[str, Any]:
   }
 
 
-def _other_layouts(found: Found, best: Score) -> Iterable[str]:
+def _other_layouts(found: SearchState, best: Score) -> Iterable[str]:
   """Yields the fastest variant of other meshes, and of this mesh with other parameters."""
   seen = set()
   fastest = sorted(_of_dtype(found, best), key=lambda s: (found.estimate(s), found.needed_bytes(s)))
@@ -181,7 +181,7 @@ def _other_layouts(found: Found, best: Score) -> Iterable[str]:
       return
 
 
-def _others(found: Found, best: Score, name: str) -> Iterable[str]:
+def _others(found: SearchState, best: Score, name: str) -> Iterable[str]:
   """Yields variants that differ from the best in one setting alone."""
 
   def rest(variant: Variant) -> Variant:
@@ -193,11 +193,11 @@ def _others(found: Found, best: Score, name: str) -> Iterable[str]:
       yield _compared(found, best, score, repr(getattr(score.variant, name)))
 
 
-def _of_dtype(found: Found, best: Score) -> Sequence[Score]:
+def _of_dtype(found: SearchState, best: Score) -> Sequence[Score]:
   return [s for s in found.scores if s.variant.dtype == best.variant.dtype]
 
 
-def _compared(found: Found, best: Score, other: Score, words: str) -> str:
+def _compared(found: SearchState, best: Score, other: Score, words: str) -> str:
   needed = show(found.needed_bytes(other))
   if not found.fits(other):
     return f'{words}: {found.refused.get(other.variant) or f"does not fit, {needed}"}'
@@ -212,7 +212,7 @@ def _comment(what: str, reasons: Iterable[str]) -> list[str]:
   return [f'# {what}:', *lines] if lines else []
 
 
-def search_json(found: Found) -> dict[str, Any]:
+def search_json(found: SearchState) -> dict[str, Any]:
   """Returns every variant that fits, the fastest first; seconds and bytes."""
   fitting = sorted((s for s in found.scores if found.fits(s)), key=found.estimate)
   return {

@@ -43,7 +43,7 @@ _ALMOST = 1.1
 
 
 @dataclasses.dataclass
-class Found:
+class SearchState:
   """The variants of a run, and what is known of them.
 
   Attributes:
@@ -128,7 +128,7 @@ class Found:
 
 
 def search(
-  found: Found, config: PlanConfig, task: SearchTask, *, num_processes: int, compiles: bool
+  found: SearchState, config: PlanConfig, task: SearchTask, *, num_processes: int, compiles: bool
 ) -> None:
   """Fills `found`, which a Ctrl-C leaves with all that is known by then.
 
@@ -173,7 +173,7 @@ def search(
 
 
 def _score_all(
-  found: Found,
+  found: SearchState,
   config: PlanConfig,
   topology: Topology,
   pool: concurrent.futures.Executor,
@@ -192,7 +192,9 @@ def _score_all(
 
 
 def _compile(
-  found: Found, futures: Mapping[concurrent.futures.Future, Score], bar: rich.progress.Progress
+  found: SearchState,
+  futures: Mapping[concurrent.futures.Future, Score],
+  bar: rich.progress.Progress,
 ) -> None:
   dtype = next(iter(futures.values())).variant.dtype
   what = f'compiling {dtype or "the step"}: {len(found.compiled)} done'

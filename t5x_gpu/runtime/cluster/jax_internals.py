@@ -1,5 +1,6 @@
 """Everything that relies on private parts of JAX (0.10.2 to 0.12), and the public API it waits for.
 
+Where no issue of jax-ml/jax is named, we know of none.
 JAX is imported only when a function needs it: XLA's flags must be set before.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, Optional
 def backends_started() -> bool:
   """Returns whether JAX has initialized its devices, after which XLA's flags have no effect.
 
-  Missing: a public query that does not initialize them.
+  Missing: a public query that does not initialize them, jax-ml/jax#23320.
   """
   bridge = sys.modules.get('jax._src.xla_bridge')
   return bridge is not None and bridge.backends_are_initialized()
@@ -21,7 +22,8 @@ def backends_started() -> bool:
 def distributed_state() -> Any:
   """Returns the state of `jax.distributed`: client, coordinator address, process id and count.
 
-  Missing: public access to its key-value store and barriers.
+  Missing: a public client of its key-value store and barriers; `multihost_utils` exchanges arrays
+  only, by a collective of all devices.
   """
   return _private('distributed').global_state
 
@@ -29,13 +31,14 @@ def distributed_state() -> Any:
 def gloo_maker() -> Optional[Callable[..., Any]]:
   """Returns the function that makes the collectives of CPU devices; None if jaxlib has none.
 
-  Missing: an option for the address on which gloo listens.
+  Missing: an argument of `jax.distributed.initialize` for the address on which gloo listens, next
+  to `coordinator_bind_address`.
   """
   return getattr(getattr(_private('lib'), '_jax', None), 'make_gloo_tcp_collectives', None)
 
 
 def set_gloo_maker(make: Callable[..., Any]) -> None:
-  """Replaces `gloo_maker`; before JAX has devices."""
+  """Replaces `gloo_maker`; before JAX has devices. Missing: as for `gloo_maker`."""
   _private('lib')._jax.make_gloo_tcp_collectives = make
 
 

@@ -21,7 +21,7 @@ DOMAIN_VARIABLE = 'T5X_GPU_DOMAIN'
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class ClusterMember:
   """What a process sends to the others about itself.
 
   Attributes:
@@ -62,12 +62,12 @@ class Meeting:
   """
 
   address: str
-  members: tuple[Member, ...]
+  members: tuple[ClusterMember, ...]
   own_host: Optional[str] = None
   bind_address: Optional[str] = None
 
 
-def describe_this_process(cluster: ClusterInfo) -> Member:
+def describe_this_process(cluster: ClusterInfo) -> ClusterMember:
   """Returns what the others learn about this process.
 
   As in NCCL, processes share a host if kernel (boot id) and host name agree: two containers on one
@@ -76,7 +76,7 @@ def describe_this_process(cluster: ClusterInfo) -> Member:
   """
   hostname = socket.gethostname()
   host_key = '/'.join((hostname, cluster.node, host.boot_id()))
-  return Member(
+  return ClusterMember(
     process_index=cluster.process_index,
     hostname=hostname,
     host_key=host_key,
@@ -86,7 +86,7 @@ def describe_this_process(cluster: ClusterInfo) -> Member:
   )
 
 
-def check(members: Sequence[Member]) -> None:
+def check(members: Sequence[ClusterMember]) -> None:
   """Raises ClusterError if the members cannot be one run.
 
   That is: two processes use one GPU, only some have T5X_GPU_DOMAIN or send a digest of their code,
@@ -129,7 +129,7 @@ def check(members: Sequence[Member]) -> None:
     )
 
 
-def table(members: Sequence[Member]) -> str:
+def table(members: Sequence[ClusterMember]) -> str:
   """Returns a line per host, `gpu-001   0: 5f1c2a3b   1: 77aa01b2`: its processes, their GPUs.
 
   A GPU is shown by the first eight characters of its UUID (as `nvidia-smi -L` lists them), a MIG
@@ -152,7 +152,7 @@ def table(members: Sequence[Member]) -> str:
       ]
     )
 
-  def shown(member: Member) -> str:
+  def shown(member: ClusterMember) -> str:
     gpus = [gpu if gpu.startswith('MIG') else gpu.removeprefix('GPU-')[:8] for gpu in member.gpus]
     return f'{member.process_index}: {",".join(gpus) or "no GPU"}'
 

@@ -22,7 +22,7 @@ from typing import Any, Optional
 from t5x_gpu.errors import ClusterError, listed, number_ranges
 from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.cluster.members import Meeting, Member
+from t5x_gpu.runtime.cluster.members import ClusterMember, Meeting
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _error = functools.partial(ClusterError, docs='slurm.md#they-do-not-find-each-ot
 
 @contextlib.contextmanager
 def meet(
-  cluster: ClusterInfo, me: Member, *, timeout_seconds: float, secret: str = ''
+  cluster: ClusterInfo, me: ClusterMember, *, timeout_seconds: float, secret: str = ''
 ) -> Iterator[Meeting]:
   """Yields once all processes have come; the block must start JAX's service on process 0.
 
@@ -67,7 +67,7 @@ def meet(
 class _Host(contextlib.AbstractContextManager):
   """The side of process 0."""
 
-  def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
+  def __init__(self, cluster: ClusterInfo, me: ClusterMember, secret: str, timeout_seconds: float):
     self._cluster = cluster
     self._secret = secret
     self._deadline = time.monotonic() + timeout_seconds
@@ -141,7 +141,7 @@ class _Host(contextlib.AbstractContextManager):
   def _welcome(self, question: signed_lines.Question) -> None:
     try:
       hello = question.message
-      member = Member.from_json(hello['member'])
+      member = ClusterMember.from_json(hello['member'])
       run, count = hello['run'], hello['count']
       if member.process_index not in range(count):
         raise ValueError('process index out of range')
@@ -227,7 +227,7 @@ class _Host(contextlib.AbstractContextManager):
 class _Guest:
   """The side of every other process."""
 
-  def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
+  def __init__(self, cluster: ClusterInfo, me: ClusterMember, secret: str, timeout_seconds: float):
     self._cluster = cluster
     self._me = me
     self._secret = secret
@@ -282,7 +282,7 @@ class _Guest:
         own_host, reached = addresses.split(service)[0], service
       return Meeting(
         reached,
-        tuple(map(Member.from_json, answer['members'])),
+        tuple(map(ClusterMember.from_json, answer['members'])),
         own_host=own_host if service else None,
       )
     if run == self._cluster.run_id and 'refused' in answer:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Optional
 
-from t5x_gpu.runtime.xla.table import Setting, Value
+from t5x_gpu.runtime.xla.table import Value, XlaSetting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Applied:
   kept: tuple[str, ...]
   user_flags: tuple[str, ...]
   warnings: tuple[str, ...]
-  settings: tuple[Setting, ...]
+  settings: tuple[XlaSetting, ...]
   reason: str
   jaxlib: str
 

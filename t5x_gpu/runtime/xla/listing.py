@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from t5x_gpu.runtime.xla.presets import PRESETS
-from t5x_gpu.runtime.xla.table import ONE_LAYER, TABLE, Setting
+from t5x_gpu.runtime.xla.table import ONE_LAYER, TABLE, XlaSetting
 
 KINDS = {
   'compile_option': 'Compile options: passed to `.compile()` of each program',
@@ -30,7 +30,7 @@ def table() -> str:
   return '\n'.join(lines) + '\n'
 
 
-def alike(kind: str) -> Iterator[tuple[list[str], Setting]]:
+def alike(kind: str) -> Iterator[tuple[list[str], XlaSetting]]:
   """Yields the names of rows that are equal except for the name, and one of these rows."""
   rows = (row for row in TABLE if row.kind == kind)
   for _, group in itertools.groupby(rows, lambda row: dataclasses.replace(row, name='')):
@@ -38,11 +38,11 @@ def alike(kind: str) -> Iterator[tuple[list[str], Setting]]:
     yield [row.name for row in group], group[0]
 
 
-def shown(row: Setting) -> str:
+def shown(row: XlaSetting) -> str:
   return row.value if row.value == ONE_LAYER else f'{row.value}' or "''"
 
 
-def where(row: Setting) -> str:
+def where(row: XlaSetting) -> str:
   parts = [', '.join(row.generations).upper() or 'every GPU']
   if row.hosts != 'any':
     parts.append(f'{row.hosts} host{"s" if row.hosts == "several" else ""}')

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError, did_you_mean
-from t5x_gpu.runtime.xla.table import ONE_LAYER, TABLE, Setting, Value
+from t5x_gpu.runtime.xla.table import ONE_LAYER, TABLE, Value, XlaSetting
 
 PRESETS = {
   'safe': 'XLA with fewer custom kernels: to check whether a setting causes a bug',
@@ -53,7 +53,7 @@ class XlaPreset:
   xla_flags: Mapping[str, Value]
   env: Mapping[str, str]
   jax_config: Mapping[str, Value]
-  settings: tuple[Setting, ...]
+  settings: tuple[XlaSetting, ...]
 
 
 def check_preset(name: str) -> None:
@@ -141,7 +141,7 @@ def select(
 
 
 def _applies(
-  row: Setting, *, kind: str, num_hosts: int, num_gpus: Optional[int], mesh_axes: Collection[str]
+  row: XlaSetting, *, kind: str, num_hosts: int, num_gpus: Optional[int], mesh_axes: Collection[str]
 ) -> bool:
   several_gpus = num_hosts > 1 or num_gpus is None or num_gpus > 1
   return (

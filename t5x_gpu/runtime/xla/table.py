@@ -32,7 +32,7 @@ _HANG = 'https://github.com/jax-ml/jax/issues/19307'
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class XlaSetting:
   """One row.
 
   Attributes:
@@ -65,8 +65,8 @@ class Setting:
   several_gpus: bool = False
 
 
-def _overlap(name: str, value: Value, reason: str, source: str, **where) -> Setting:
-  return Setting(
+def _overlap(name: str, value: Value, reason: str, source: str, **where) -> XlaSetting:
+  return XlaSetting(
     'compile_option', name, value, ('max_overlap',), reason, source, several_gpus=True, **where
   )
 
@@ -78,8 +78,8 @@ _COMBINE = (
 )
 _PIPELINE = 'Starts this collective one iteration of the layer loop early.'
 
-TABLE: tuple[Setting, ...] = (
-  Setting(
+TABLE: tuple[XlaSetting, ...] = (
+  XlaSetting(
     'jax_config',
     'jax_optimization_level',
     'O1',
@@ -89,7 +89,7 @@ TABLE: tuple[Setting, ...] = (
     'reduce-scattered bytes, against none; on 8 A100 53% and 76%, against none.',
     _TOOLBOX,
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_enable_latency_hiding_scheduler',
     True,
@@ -100,7 +100,7 @@ TABLE: tuple[Setting, ...] = (
     several_gpus=True,
   ),
   *(
-    Setting(
+    XlaSetting(
       'compile_option',
       f'xla_gpu_{kind}_combine_threshold_bytes',
       ONE_LAYER,
@@ -115,7 +115,7 @@ TABLE: tuple[Setting, ...] = (
     )
     for kind in ('all_gather', 'all_reduce', 'reduce_scatter')
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_all_gather_combine_threshold_bytes',
     ONE_LAYER,
@@ -128,7 +128,7 @@ TABLE: tuple[Setting, ...] = (
     layers_ahead=True,
     several_gpus=True,
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_disable_hlo_passes',
     'collective-pipeliner-backward,collective-pipeliner-forward,loop-double-buffer-transformer',
@@ -190,7 +190,7 @@ TABLE: tuple[Setting, ...] = (
     _JAX_TIPS,
     axes=('stage',),
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_enable_command_buffer',
     'FUSION,CUSTOM_CALL',
@@ -200,7 +200,7 @@ TABLE: tuple[Setting, ...] = (
     _TOOLBOX,
     generations=('b200',),
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_enable_command_buffer',
     '',
@@ -208,7 +208,7 @@ TABLE: tuple[Setting, ...] = (
     'No CUDA graphs: errors name the failing kernel, and profiles show each kernel.',
     _TOOLBOX,
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_enable_triton_gemm',
     False,
@@ -216,7 +216,7 @@ TABLE: tuple[Setting, ...] = (
     'Matmuls by cuBLASLt only: compiles faster, and only a library to autotune.',
     _TOOLBOX,
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_deterministic_ops',
     True,
@@ -225,7 +225,7 @@ TABLE: tuple[Setting, ...] = (
     'differ from run to run. Slower.',
     _XLA_PROTO,
   ),
-  Setting(
+  XlaSetting(
     'xla_flag',
     'xla_gpu_first_collective_call_terminate_timeout_seconds',
     600,
@@ -235,7 +235,7 @@ TABLE: tuple[Setting, ...] = (
     _XLA,
     several_gpus=True,
   ),
-  Setting(
+  XlaSetting(
     'xla_flag',
     'xla_gpu_nccl_terminate_on_error',
     True,
@@ -245,7 +245,7 @@ TABLE: tuple[Setting, ...] = (
     _HANG,
     hosts='several',
   ),
-  Setting(
+  XlaSetting(
     'env',
     'XLA_CLIENT_MEM_FRACTION',
     0.9,
@@ -256,7 +256,7 @@ TABLE: tuple[Setting, ...] = (
     generations=GENERATIONS,
     hosts='one',
   ),
-  Setting(
+  XlaSetting(
     'env',
     'XLA_CLIENT_MEM_FRACTION',
     0.85,
@@ -267,7 +267,7 @@ TABLE: tuple[Setting, ...] = (
     generations=GENERATIONS,
     hosts='several',
   ),
-  Setting(
+  XlaSetting(
     'env',
     'CUDA_DEVICE_MAX_CONNECTIONS',
     '1',
@@ -278,7 +278,7 @@ TABLE: tuple[Setting, ...] = (
     generations=('h100', 'h200'),
     several_gpus=True,
   ),
-  Setting(
+  XlaSetting(
     'env',
     'CUDA_DEVICE_MAX_CONNECTIONS',
     '1',
@@ -289,7 +289,7 @@ TABLE: tuple[Setting, ...] = (
     axes=('fsdp', 'context', 'model'),
     several_gpus=True,
   ),
-  Setting(
+  XlaSetting(
     'env',
     'NCCL_DEBUG',
     'WARN',
@@ -298,7 +298,7 @@ TABLE: tuple[Setting, ...] = (
     _NCCL_LOGS,
     several_gpus=True,
   ),
-  Setting(
+  XlaSetting(
     'env',
     'NCCL_ALGO',
     '^NVLS',

@@ -52,7 +52,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class ArrayDifference:
   """How much one array differs from its reference.
 
   Attributes:
@@ -150,7 +150,7 @@ def leaves(names: Any, tree: Any) -> list[Leaf]:
   return found
 
 
-def differences(got: Any, want: Any, *, names: Any) -> list[Difference]:
+def differences(got: Any, want: Any, *, names: Any) -> list[ArrayDifference]:
   """Returns how much each array of `got` differs from `want`, in JAX's order.
 
   Args:
@@ -158,12 +158,12 @@ def differences(got: Any, want: Any, *, names: Any) -> list[Difference]:
     names: tree of AxisNames.
   """
   return [
-    Difference(leaf, tuple(_by_layer(leaf, abs(_wide(a) - _wide(b)), _largest(b))))
+    ArrayDifference(leaf, tuple(_by_layer(leaf, abs(_wide(a) - _wide(b)), _largest(b))))
     for leaf, a, b in _zipped(got, want, names=names)
   ]
 
 
-def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[Difference]:
+def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[ArrayDifference]:
   """Returns how much new parameters differ, relative to the update.
 
   Differences relative to the parameter would hide errors: the first step of a warm-up changes a
@@ -180,7 +180,7 @@ def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[
   for (leaf, a, b), old in zip(_zipped(got, want, names=names), olds, strict=True):
     rounding = UPDATE_ULPS * np.finfo(np.float32).eps * max(_largest(b), _largest(old))
     beyond = np.maximum(abs(_wide(a) - _wide(b)) - rounding, 0.0)
-    result.append(Difference(leaf, tuple(_by_layer(leaf, beyond, _largest(_wide(b) - old)))))
+    result.append(ArrayDifference(leaf, tuple(_by_layer(leaf, beyond, _largest(_wide(b) - old)))))
   return result
 
 

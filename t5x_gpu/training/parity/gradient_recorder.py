@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from t5x_gpu.training.optimizers import Optimizer
 
 
-class Recorded(flax.struct.PyTreeNode):
+class RecordedState(flax.struct.PyTreeNode):
   """State of `Recording`: the inner optimizer's state, and the gradient of the last update."""
 
   optimizer: Any
@@ -27,23 +27,23 @@ class Recording:
 
   optimizer: Optimizer
 
-  def init(self, params: Any, names: Any) -> Recorded:
-    return Recorded(self.optimizer.init(params, names), jax.tree.map(jnp.zeros_like, params))
+  def init(self, params: Any, names: Any) -> RecordedState:
+    return RecordedState(self.optimizer.init(params, names), jax.tree.map(jnp.zeros_like, params))
 
   def update(
     self,
     grads: Any,
-    state: Recorded,
+    state: RecordedState,
     params: Any,
     *,
     names: Any,
     learning_rate: jax.Array,
     step: jax.Array,
-  ) -> tuple[Any, Recorded]:
+  ) -> tuple[Any, RecordedState]:
     params, inner = self.optimizer.update(
       grads, state.optimizer, params, names=names, learning_rate=learning_rate, step=step
     )
-    return params, Recorded(inner, grads)
+    return params, RecordedState(inner, grads)
 
-  def state_names(self, params: Any, names: Any) -> Recorded:
-    return Recorded(self.optimizer.state_names(params, names), names)
+  def state_names(self, params: Any, names: Any) -> RecordedState:
+    return RecordedState(self.optimizer.state_names(params, names), names)

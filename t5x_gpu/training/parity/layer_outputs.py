@@ -18,14 +18,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel, Model, compute_dtype, is_layered
+from t5x_gpu.models.model import LayeredModel, Model, OptionalMembers, compute_dtype, is_layered
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
   layers_of,
   num_layers,
   prefix_of,
   run_layers,
-  stacks_of,
   with_layers,
 )
 from t5x_gpu.partitioning.manual_region import Region
@@ -55,7 +54,8 @@ class LayerOutputs(flax.struct.PyTreeNode):
 def has_layers(model: Model, params: Any) -> bool:
   """Returns whether `model` can be run layer by layer."""
   return is_layered(model) and all(
-    'layers' in (params if stack == ONLY else params.get(stack, {})) for stack in stacks_of(model)
+    'layers' in (params if stack == ONLY else params.get(stack, {}))
+    for stack in OptionalMembers(model).stacks
   )
 
 
@@ -70,7 +70,7 @@ def make_layer_outputs(
     names: tree of AxisNames of the parameters.
     seed: seed of dropout, as in `make_train_step`.
   """
-  stacks = stacks_of(model)
+  stacks = tuple(OptionalMembers(model).stacks)
 
   def local(
     kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
@@ -131,7 +131,7 @@ class _LayerByLayer:
     Args:
       places: a `place` with arrays [layers] for each stack.
     """
-    stacks = stacks_of(self.model)
+    stacks = tuple(OptionalMembers(self.model).stacks)
     embedded = self.model.embed(self.params, self.batch, dropout_key=self.dropout_key)
     x = self._from_stage(self._varying(embedded), 0)
     y, inputs, outputs = self._varying(x), [], [jax.tree.map(lambda x: x[None], x)]

@@ -19,7 +19,7 @@ from t5x_gpu.data.batches import Batch
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.context_parallel import length_order
 from t5x_gpu.training.parity.compare import (
-  Difference,
+  ArrayDifference,
   LayerDifference,
   Leaf,
   differences,
@@ -187,10 +187,10 @@ class StepDifferences:
   one: Mapping[str, float]
   layers: list[LayerDifference]
   metrics: Mapping[str, float]
-  gradient: list[Difference]
-  update: list[Difference]
-  optimizer_state: list[Difference]
-  drift: list[Difference]
+  gradient: list[ArrayDifference]
+  update: list[ArrayDifference]
+  optimizer_state: list[ArrayDifference]
+  drift: list[ArrayDifference]
 
 
 # Other metrics may jump: rounding can flip the prediction of a token, which changes the accuracy.
@@ -243,7 +243,7 @@ class TwoRuns:
 
     self._update = one.program.layout.jit(update)
 
-  def init(self) -> tuple[TrainState, list[Difference]]:
+  def init(self) -> tuple[TrainState, list[ArrayDifference]]:
     """Returns the mesh's state before the first step, and differences of the initial parameters."""
     state = self.mesh.init()
     return state, differences(state.params, self.one.init().params, names=self.names.params)

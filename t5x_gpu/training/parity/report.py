@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 from t5x_gpu.data.batches import Batch
-from t5x_gpu.training.parity.compare import Difference
+from t5x_gpu.training.parity.compare import ArrayDifference
 from t5x_gpu.training.parity.paired_run import Rounding, StepDifferences, TwoRuns
 
 # A difference counts as rounding up to this many times the effect of moving the parameters by one
@@ -49,7 +49,7 @@ class Report:
   """
 
   tolerance: float
-  initial: list[Difference]
+  initial: list[ArrayDifference]
   steps: list[StepDifferences]
   rounding: tuple[str, ...]
   failure: Optional[Failure]
@@ -162,7 +162,7 @@ def _by_layer(step: StepDifferences) -> list[_Check]:
   return checks
 
 
-def _gradient_of(d: Difference) -> str:
+def _gradient_of(d: ArrayDifference) -> str:
   return f'gradient of {d.leaf.name()}'
 
 
@@ -208,7 +208,7 @@ def _judge(
   return excused, Failure(step.step, f'gradient of {worst.name}', worst.worst, how)
 
 
-def _worst_parameter(layer: str, gradients: Sequence[Difference]) -> str:
+def _worst_parameter(layer: str, gradients: Sequence[ArrayDifference]) -> str:
   """Returns a sentence on the layer's parameter whose gradient differs most; '' if none does."""
   stack, is_layer, number = layer.rpartition('/')
   own = [
@@ -230,7 +230,7 @@ def _of_metrics(step: StepDifferences, tolerance: float) -> Optional[Failure]:
 
 
 def _of_arrays(
-  number: int, what: str, found: list[Difference], tolerance: float
+  number: int, what: str, found: list[ArrayDifference], tolerance: float
 ) -> Optional[Failure]:
   worst = max(found, key=lambda d: d.worst, default=None)
   if worst is None or worst.worst <= tolerance:

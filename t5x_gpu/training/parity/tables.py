@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, Optional
 
-from t5x_gpu.training.parity.compare import Difference
+from t5x_gpu.training.parity.compare import ArrayDifference
 from t5x_gpu.training.parity.report import Report
 
 
@@ -71,7 +71,7 @@ def parameter_rows(report: Report) -> list[list[str]]:
 def as_dict(report: Report) -> dict[str, Any]:
   """Returns the report for JSON; infinite differences are None."""
 
-  def arrays(found: list[Difference]) -> dict[str, Any]:
+  def arrays(found: list[ArrayDifference]) -> dict[str, Any]:
     return {d.leaf.name(): [_finite(x) for x in d.by_layer] for d in found}
 
   return {

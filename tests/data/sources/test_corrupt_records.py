@@ -102,7 +102,7 @@ def test_damage_early_in_the_data_is_judged_against_a_thousand_records():
   problems = [DataError(f'record {i}') for i in range(11)]
   counted.count('a', first=0, num_records=100, damaged=problems[:10])
   counted.count('a', first=0, num_records=100, damaged=problems[:10])  # another epoch
-  assert counted.records == corrupt_records.Records(100, 10)
+  assert counted.records == corrupt_records.RecordCounts(100, 10)
   with pytest.raises(DataError, match='11 of the 200'):
     counted.count('a', first=100, num_records=100, damaged=problems[10:])
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.partitioning.layer_stacks import ONLY
 from t5x_gpu.partitioning.pipeline import pipeline_parallel as pp
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
 from tests.parity.tolerances import MESH_GRADIENT
@@ -36,6 +37,7 @@ class Toy:
   gather_over: str = ''  # the layers' embed dimension is split over this axis, gathered per layer
   mix: str = ''  # halves of the sequence change places: by a permute over 'context', or 'locally'
   dtype: Any = jnp.float32  # of activations and layers
+  stacks = (ONLY,)
 
   def embed(self, params, microbatch):
     return (params['table'][microbatch['tokens']] + params['shared']).astype(self.dtype)

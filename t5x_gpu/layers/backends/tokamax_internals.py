@@ -1,0 +1,65 @@
+"""Everything that relies on private parts of Tokamax (0.0.12), and the public API it waits for.
+
+We know of no issue of openxla/tokamax. jax-ml/jax#32484 asked for the statistics of the softmax
+from `jax.nn.dot_product_attention`, and was closed.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any, Optional
+
+import jax
+
+_ATTENTION = 'tokamax._src.ops.attention'
+
+
+@functools.cache
+def library(module: str = 'tokamax') -> Any:
+  """Returns a module of Tokamax, imported when a run needs it: it takes seconds.
+
+  Missing: an import that defines no absl flags, and a level of its own for what is logged when a
+  kernel has not been tuned for a shape.
+  """
+  from absl import flags
+
+  if not flags.FLAGS.is_parsed():  # else it would read the flags of our command line
+    flags.FLAGS.mark_as_parsed()
+  logging.getLogger('absl').addFilter(_is_news)
+  return importlib.import_module(module)
+
+
+def kernel(name: str) -> Any:
+  """Returns the operation 'mosaic_gpu' or 'triton', which has `bind`, `vjp` and `replace`.
+
+  Missing: `tokamax.dot_product_attention` that returns maximum and sum of each softmax, and a
+  public function for its gradients.
+  """
+  return library(f'{_ATTENTION}.api').IMPLEMENTATIONS[name]
+
+
+def plain_attention(vjp: Callable[..., dict[str, Any]]) -> Any:
+  """Returns the operation that defines attention in plain JAX, with `vjp` as its gradients.
+
+  Missing: as for `kernel`.
+  """
+  return library(f'{_ATTENTION}.base').DotProductAttention(vjp=vjp)
+
+
+def range_mask(start: jax.Array, end: Optional[jax.Array], *, is_causal: bool) -> Any:
+  """Returns a mask that lets each query see the keys from `start` to before `end`.
+
+  Missing: ranges that differ by query in `tokamax.dot_product_attention`.
+
+  Args:
+    start, end: int32 [batch, q_length]; None for no end.
+    is_causal: no query sees a later key.
+  """
+  return library(f'{_ATTENTION}.base').Mask(
+    k_start=start[:, None], k_end=None if end is None else end[:, None], is_causal=is_causal
+  )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  return not record.msg.startswith('Autotuning cache miss')
