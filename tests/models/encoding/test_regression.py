@@ -20,7 +20,7 @@ from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import encodes_texts
 from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.training.checks import guess_loss
-from tests.models.helpers_encoders import program_of
+from tests.models.encoding.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
