@@ -3,6 +3,7 @@
 import pathlib
 
 import setuptools
+from setuptools.command import build_py
 
 ROOT = pathlib.Path(__file__).parent
 
@@ -52,6 +53,19 @@ DEV = [
   'torch==2.13.0; python_version < "3.12"',
 ]
 
+# What `python -m t5x_gpu.launch --write_scripts` writes.
+LAUNCH_SCRIPTS = ['train.slurm', 'train.pbs', 'train_mpi.sh', 'train_k8s.yaml']
+
+
+class BuildPy(build_py.build_py):
+  """Leaves out the Python files of scripts/, which are for the repository."""
+
+  def find_package_modules(self, package, package_dir):
+    return (
+      [] if package == 't5x_gpu.scripts' else super().find_package_modules(package, package_dir)
+    )
+
+
 gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]
 
 setuptools.setup(
@@ -64,9 +78,11 @@ setuptools.setup(
   license_files=['LICENSE'],
   python_requires='>=3.11',
   packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
+  + ['t5x_gpu.scripts']
   + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
-  package_dir={'t5x_gpu.gin_configs': 'gin_configs'},
-  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed']},
+  package_dir={'t5x_gpu.gin_configs': 'gin_configs', 't5x_gpu.scripts': 'scripts'},
+  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed'], 't5x_gpu.scripts': LAUNCH_SCRIPTS},
+  cmdclass={'build_py': BuildPy},
   install_requires=CORE + DATA + PLOTS,
   extras_require={
     'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],
