@@ -116,7 +116,7 @@ test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorde
 	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot \
 	  $(SLOW) $(PARALLEL) $(ARGS)
 
-docs: $(VENV)/.docs ## build the documentation site into build/site
+docs: $(VENV)/.installed ## build the documentation site into build/site
 	$(VENV)/bin/python scripts/docs_site.py
 
 soak: $(VENV)/.installed ## kill, damage and resume runs for MINUTES=60, to find work that is lost
@@ -129,11 +129,6 @@ clean: ## remove the virtual environments and what builds and tests left; runs/ 
 # The stamp is written last, so that an interrupted set-up is taken up again.
 $(VENV)/.installed: setup.py
 	$(call install,$(VENV),$(PYTHON),python3,PYTHON)
-
-$(VENV)/.docs: $(VENV)/.installed
-	@if command -v uv >/dev/null; then uv pip install --quiet --python $(VENV)/bin/python -e '.[docs]'; \
-	else $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'; fi
-	@touch $@
 
 $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))

@@ -46,6 +46,7 @@ DEV = [
   'ruff==0.17.6',
   *HF,
   *KERNELS,
+  *DOCS,
   'moto[s3]>=5.1,<6',
   'flask>=3.0,<4',
   'flask-cors>=5.0,<7',
