@@ -54,12 +54,9 @@ DEV = [
   'torch==2.13.0; python_version < "3.12"',
 ]
 
-# What `python -m t5x_gpu.launch --write_scripts` writes.
-LAUNCH_SCRIPTS = ['train.slurm', 'train.pbs', 'train_mpi.sh', 'train_k8s.yaml']
-
 
 class BuildPy(build_py.build_py):
-  """Leaves out the Python files of scripts/, which are for the repository."""
+  """Takes the launch scripts of scripts/, and not the Python files of the repository."""
 
   def find_package_modules(self, package, package_dir):
     return (
@@ -82,7 +79,7 @@ setuptools.setup(
   + ['t5x_gpu.scripts']
   + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
   package_dir={'t5x_gpu.gin_configs': 'gin_configs', 't5x_gpu.scripts': 'scripts'},
-  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed'], 't5x_gpu.scripts': LAUNCH_SCRIPTS},
+  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed'], 't5x_gpu.scripts': ['train*']},
   cmdclass={'build_py': BuildPy},
   install_requires=CORE + DATA + PLOTS,
   extras_require={

@@ -259,7 +259,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--write_scripts',
     metavar='FOLDER',
-    help='write train.slurm, train.pbs, train_mpi.sh and train_k8s.yaml there; start nothing',
+    help='write the scripts for Slurm, PBS, Open MPI and Kubernetes there; start nothing',
   )
 
 

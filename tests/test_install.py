@@ -12,10 +12,9 @@ import zipfile
 import pytest
 from packaging.requirements import Requirement
 
-from t5x_gpu.runtime.cluster import launch_scripts
-
 ROOT = pathlib.Path(__file__).parents[1]
 BUILD = 'import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])'
+LAUNCH_SCRIPTS = ('train.pbs', 'train.slurm', 'train_k8s.yaml', 'train_mpi.sh')
 # What the script that pip writes for a console entry point does.
 CONSOLE = (
   "import importlib.metadata as m; m.distribution('t5x_gpu').entry_points['t5x_gpu'].load()()"
@@ -70,7 +69,7 @@ def test_wheel_holds_all_modules_and_gin_files(wheel):
     *(ROOT / 't5x_gpu').rglob('*.py'),
     *(ROOT / 'gin_configs').rglob('*.gin'),
     ROOT / 't5x_gpu' / 'py.typed',
-    *(ROOT / 'scripts' / name for name in launch_scripts.NAMES),
+    *(ROOT / 'scripts' / name for name in LAUNCH_SCRIPTS),
   }
   relative = {path.relative_to(ROOT).as_posix() for path in files}
   assert names == {name if name.startswith('t5x_gpu/') else f't5x_gpu/{name}' for name in relative}
@@ -82,7 +81,7 @@ def test_sdist_holds_the_gin_files_and_launch_scripts(tmp_path):
   assert {name for name in names if name.endswith('.gin')} == {
     path.relative_to(ROOT).as_posix() for path in (ROOT / 'gin_configs').rglob('*.gin')
   }
-  assert {f'scripts/{name}' for name in launch_scripts.NAMES} <= names
+  assert {f'scripts/{name}' for name in LAUNCH_SCRIPTS} <= names
 
 
 def test_console_script_finds_shipped_gin_files_from_any_folder(installed, tmp_path):
@@ -107,8 +106,8 @@ def test_console_script_finds_shipped_gin_files_from_any_folder(installed, tmp_p
 def test_launch_writes_the_scripts_of_the_repository_in_any_folder(installed, tmp_path):
   command = ('-c', CONSOLE, 'launch', '--write_scripts=scripts')
   out = python(*command, cwd=tmp_path, PYTHONPATH=str(installed))
-  assert out.splitlines() == [f'scripts/{name}' for name in launch_scripts.NAMES]
-  for name in launch_scripts.NAMES:
+  assert out.splitlines() == [f'scripts/{name}' for name in LAUNCH_SCRIPTS]
+  for name in LAUNCH_SCRIPTS:
     assert (tmp_path / 'scripts' / name).read_text() == (ROOT / 'scripts' / name).read_text()
   assert os.access(tmp_path / 'scripts/train_mpi.sh', os.X_OK)
   assert sorted(p.name for p in tmp_path.iterdir()) == ['scripts']

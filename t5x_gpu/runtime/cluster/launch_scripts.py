@@ -5,13 +5,12 @@ import pathlib
 from t5x_gpu.errors import ConfigError
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
-NAMES = ('train.slurm', 'train.pbs', 'train_mpi.sh', 'train_k8s.yaml')
 
 
-def shipped() -> pathlib.Path:
-  """Returns the folder of the scripts: in an installed package, or of the repository around it."""
+def shipped() -> list[pathlib.Path]:
+  """Returns the scripts: of an installed package, or of the repository around it."""
   inside = _PACKAGE / 'scripts'
-  return inside if inside.is_dir() else _PACKAGE.parent / 'scripts'
+  return sorted((inside if inside.is_dir() else _PACKAGE.parent / 'scripts').glob('train*'))
 
 
 def write(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -20,7 +19,7 @@ def write(folder: pathlib.Path) -> list[pathlib.Path]:
   Raises:
     ConfigError: a file of that name has other contents. Nothing is written then.
   """
-  texts = {folder / name: (shipped() / name).read_bytes() for name in NAMES}
+  texts = {folder / path.name: path.read_bytes() for path in shipped()}
   changed = [p for p, text in texts.items() if p.exists() and p.read_bytes() != text]
   if changed:
     raise ConfigError(
