@@ -68,7 +68,7 @@ gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdi
 
 setuptools.setup(
   name='t5x_gpu',
-  version='0.2.0',
+  version='0.3.0.dev0',
   description='Gin-configured T5X-style training in JAX on NVIDIA GPUs.',
   long_description=(ROOT / 'README.md').read_text(),
   long_description_content_type='text/markdown',
