@@ -17,7 +17,7 @@ DOCS = sorted((ROOT / 'docs').glob('*.md'))
 PAGES = [ROOT / name for name in docs_site.ROOT_PAGES] + DOCS
 WIDTH = 100
 FIRST_COMMAND_WITHIN = 10  # lines of a page
-NO_COMMAND = {'decisions.md'}
+NO_COMMAND = {'comparison.md', 'decisions.md'}
 # What a block that is indented, not fenced, is if it starts a program.
 PROGRAMS = ('python', 'make', 'git', 'pip', 'sbatch', 'srun', 'export', 'kubectl', 'qsub', 'minio')
 
