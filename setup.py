@@ -75,6 +75,8 @@ setuptools.setup(
   license='Apache-2.0',
   license_files=['LICENSE'],
   python_requires='>=3.11',
+  # Those that make test, test-py312 and test-py313 run on.
+  classifiers=[f'Programming Language :: Python :: 3.{minor}' for minor in (11, 12, 13)],
   packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
   + ['t5x_gpu.scripts']
   + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,14 @@ def test_requirements_are_what_the_tests_run_on(installed):
     and not r.specifier.contains(importlib.metadata.version(r.name))
   ]
   assert wrong == []
+
+
+def test_every_python_of_the_metadata_has_a_make_target(installed):
+  (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+  named = [text.rpartition(' ')[2] for text in distribution.metadata.get_all('Classifier')]
+  lowest = distribution.metadata['Requires-Python'].removeprefix('>=')  # of make test
+  others = re.findall(r'^test-py3(\d+):', (ROOT / 'Makefile').read_text(), re.MULTILINE)
+  assert named == [lowest, *(f'3.{minor}' for minor in others)]
 
 
 @pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
