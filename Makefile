@@ -4,6 +4,8 @@
 VENV := .venv
 VENV312 := .venv312
 JAX312 := 0.11.2
+VENV313 := .venv313
+JAX313 := 0.12.0.1
 MINUTES ?= 60
 DEMO := gin_configs/examples/demo.gin
 # A worker per core, at least two; the tests of a file stay together, as they share compiled
@@ -20,9 +22,11 @@ OPTIMISED = XLA_FLAGS="--xla_force_host_platform_device_count=8 $(XLA_FLAGS)"
 # python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
 # The names are tried by running them: a pyenv shim is on the PATH whether or not it works.
 USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2])
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
   $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 PYTHON312 ?= $(shell for p in python3.12 'env PYENV_VERSION=3.12.1 python3.12'; do \
+  $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
+PYTHON313 ?= $(shell for p in python3.13 'env PYENV_VERSION=3.13.0 python3.13'; do \
   $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
 # uv does not read pip's settings. A folder of wheels beside the machine may have torch for the CPU
@@ -85,6 +89,9 @@ test-optimised: $(VENV)/.installed ## the same, compiled as users compile: two a
 test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
 	$(VENV312)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
+test-py313: $(VENV313)/.installed ## run all tests on Python 3.13 with the newest jax
+	$(VENV313)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
+
 # T5's package pins nightly builds of SeqIO and TFDS: it goes beside the virtual environment, with
 # what its tasks and metrics import and without what it asks for.
 T5 := build/t5
@@ -120,27 +127,25 @@ test-searches: $(AOT) ## check plan --search from 134M to 70B on 8, 64 and 192 G
 	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
 	  -m all_searches -s $(SLOW) $(ARGS)
 
-docs: $(VENV)/.docs ## build the documentation site into build/site
+docs: $(VENV)/.installed ## build the documentation site into build/site
 	$(VENV)/bin/python scripts/docs_site.py
 
 soak: $(VENV)/.installed ## kill, damage and resume runs for MINUTES=60, to find work that is lost
 	$(VENV)/bin/python -m tests.soak --minutes=$(MINUTES) $(ARGS)
 
 clean: ## remove the virtual environments and what builds and tests left; runs/ stays
-	rm -rf $(VENV) $(VENV312) build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV312) $(VENV313) build dist *.egg-info .pytest_cache .hypothesis
 	find t5x_gpu tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an interrupted set-up is taken up again.
 $(VENV)/.installed: setup.py
 	$(call install,$(VENV),$(PYTHON),python3,PYTHON)
 
-$(VENV)/.docs: $(VENV)/.installed
-	@if command -v uv >/dev/null; then uv pip install --quiet --python $(VENV)/bin/python -e '.[docs]'; \
-	else $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'; fi
-	@touch $@
-
 $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
+$(VENV313)/.installed: setup.py
+	$(call install,$(VENV313),$(PYTHON313),python3.13,PYTHON313,jax==$(JAX313))
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-optimised test-py312 test-t5 test-aot test-searches docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-optimised test-py312 test-py313 test-t5 test-aot test-searches docs soak clean

@@ -3,6 +3,7 @@
 import pathlib
 
 import setuptools
+from setuptools.command import build_py
 
 ROOT = pathlib.Path(__file__).parent
 
@@ -45,6 +46,7 @@ DEV = [
   'ruff==0.17.6',
   *HF,
   *KERNELS,
+  *DOCS,
   'moto[s3]>=5.1,<6',
   'flask>=3.0,<4',
   'flask-cors>=5.0,<7',
@@ -52,21 +54,35 @@ DEV = [
   'torch==2.13.0; python_version < "3.12"',
 ]
 
+
+class BuildPy(build_py.build_py):
+  """Takes the launch scripts of scripts/, and not the Python files of the repository."""
+
+  def find_package_modules(self, package, package_dir):
+    return (
+      [] if package == 't5x_gpu.scripts' else super().find_package_modules(package, package_dir)
+    )
+
+
 gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]
 
 setuptools.setup(
   name='t5x_gpu',
-  version='0.2.0',
+  version='0.3.0.dev0',
   description='Gin-configured T5X-style training in JAX on NVIDIA GPUs.',
   long_description=(ROOT / 'README.md').read_text(),
   long_description_content_type='text/markdown',
   license='Apache-2.0',
   license_files=['LICENSE'],
   python_requires='>=3.11',
+  # Those that make test, test-py312 and test-py313 run on.
+  classifiers=[f'Programming Language :: Python :: 3.{minor}' for minor in (11, 12, 13)],
   packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
+  + ['t5x_gpu.scripts']
   + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
-  package_dir={'t5x_gpu.gin_configs': 'gin_configs'},
-  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed']},
+  package_dir={'t5x_gpu.gin_configs': 'gin_configs', 't5x_gpu.scripts': 'scripts'},
+  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed'], 't5x_gpu.scripts': ['train*']},
+  cmdclass={'build_py': BuildPy},
   install_requires=CORE + DATA + PLOTS,
   extras_require={
     'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],

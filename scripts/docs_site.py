@@ -32,6 +32,7 @@ SECTIONS = {
     'add_a_parallelism',
     'add_a_data_source',
     'decisions',
+    'comparison',
     'contributing',
     'changelog',
   ),

@@ -8,6 +8,7 @@ import argparse
 import collections
 import dataclasses
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime import numa
-from t5x_gpu.runtime.cluster import cluster, job_secret, launcher_conflicts
+from t5x_gpu.runtime.cluster import cluster, job_secret, launch_scripts, launcher_conflicts
 from t5x_gpu.terminal.flag_types import positive_int
 
 DOCTOR = 't5x_gpu.doctor'
@@ -38,6 +39,7 @@ EXAMPLES = """examples:
   {prog} --nproc 2 --no_gpu -- --gin_file=gin_configs/examples/demo.gin
   {prog} --module t5x_gpu.doctor -- --model_dir=runs/a
   {prog} --nproc 8 --numa cores.txt -- --gin_file=my.gin      (lines like 0: 0-15,128-143)
+  {prog} --write_scripts scripts      (files for Slurm, PBS, Open MPI and Kubernetes)
 """
 
 
@@ -254,6 +256,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--no_gpu', action='store_true', help='use CPU devices even if there are GPUs'
   )
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='what to start')
+  parser.add_argument(
+    '--write_scripts',
+    metavar='FOLDER',
+    help='write the scripts for Slurm, PBS, Open MPI and Kubernetes there; start nothing',
+  )
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -270,6 +277,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     examples=EXAMPLES,
   )
   flags = args.extra
+  if flags.write_scripts is not None:
+    for path in launch_scripts.write(pathlib.Path(flags.write_scripts)):
+      print(path)
+    return 0
   launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()
   nproc = flags.nproc

@@ -7,6 +7,9 @@ import pytest
 from t5x_gpu import bench
 from t5x_gpu.errors import ConfigError, DataError, OutOfMemoryError
 
+# A process tries the XLA flags once per version of jaxlib; platform.processor() may call uname.
+pytestmark = pytest.mark.process
+
 DEMO = [
   '--gin_file=gin_configs/examples/demo.gin',
   '--gin.TransformerConfig.num_layers=1',
@@ -16,7 +19,6 @@ DEMO = [
 
 
 @pytest.mark.slow
-@pytest.mark.process  # platform.processor() may call uname
 def test_bench_writes_what_it_measured(tmp_path, capsys):
   out = tmp_path / 'result.json'
   assert bench.main([*DEMO, '--steps', '2', '--warmup', '1', '--json', str(out)]) == 0

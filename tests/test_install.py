@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).parents[1]
 BUILD = 'import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])'
+LAUNCH_SCRIPTS = ('train.pbs', 'train.slurm', 'train_k8s.yaml', 'train_mpi.sh')
 # What the script that pip writes for a console entry point does.
 CONSOLE = (
   "import importlib.metadata as m; m.distribution('t5x_gpu').entry_points['t5x_gpu'].load()()"
@@ -37,7 +39,7 @@ def python(*arguments: str, cwd: pathlib.Path, **environment: str) -> str:
 def build(kind: str, folder: pathlib.Path) -> pathlib.Path:
   """Returns the wheel or sdist, built without a network from what the repository tracks."""
   source = folder / 'source'
-  for name in ('t5x_gpu', 'gin_configs'):
+  for name in ('t5x_gpu', 'gin_configs', 'scripts'):
     shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns('__pycache__'))
   for name in ('setup.py', 'README.md', 'LICENSE'):
     shutil.copy(ROOT / name, source)
@@ -68,19 +70,19 @@ def test_wheel_holds_all_modules_and_gin_files(wheel):
     *(ROOT / 't5x_gpu').rglob('*.py'),
     *(ROOT / 'gin_configs').rglob('*.gin'),
     ROOT / 't5x_gpu' / 'py.typed',
+    *(ROOT / 'scripts' / name for name in LAUNCH_SCRIPTS),
   }
   relative = {path.relative_to(ROOT).as_posix() for path in files}
-  assert names == {
-    ('t5x_gpu/' if name.startswith('gin_configs') else '') + name for name in relative
-  }
+  assert names == {name if name.startswith('t5x_gpu/') else f't5x_gpu/{name}' for name in relative}
 
 
-def test_sdist_holds_the_gin_files(tmp_path):
+def test_sdist_holds_the_gin_files_and_launch_scripts(tmp_path):
   with tarfile.open(build('sdist', tmp_path)) as archive:
-    names = {name.split('/', 1)[1] for name in archive.getnames() if name.endswith('.gin')}
-  assert names == {
+    names = {name.partition('/')[2] for name in archive.getnames()}
+  assert {name for name in names if name.endswith('.gin')} == {
     path.relative_to(ROOT).as_posix() for path in (ROOT / 'gin_configs').rglob('*.gin')
   }
+  assert {f'scripts/{name}' for name in LAUNCH_SCRIPTS} <= names
 
 
 def test_console_script_finds_shipped_gin_files_from_any_folder(installed, tmp_path):
@@ -102,6 +104,16 @@ def test_console_script_finds_shipped_gin_files_from_any_folder(installed, tmp_p
   assert list(tmp_path.iterdir()) == []
 
 
+def test_launch_writes_the_scripts_of_the_repository_in_any_folder(installed, tmp_path):
+  command = ('-c', CONSOLE, 'launch', '--write_scripts=scripts')
+  out = python(*command, cwd=tmp_path, PYTHONPATH=str(installed))
+  assert out.splitlines() == [f'scripts/{name}' for name in LAUNCH_SCRIPTS]
+  for name in LAUNCH_SCRIPTS:
+    assert (tmp_path / 'scripts' / name).read_text() == (ROOT / 'scripts' / name).read_text()
+  assert os.access(tmp_path / 'scripts/train_mpi.sh', os.X_OK)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['scripts']
+
+
 def test_installed_package_is_the_one_that_ran(installed, tmp_path):
   out = python(
     '-c', 'import t5x_gpu.errors as e; print(e.__file__)', cwd=tmp_path, PYTHONPATH=str(installed)
@@ -120,6 +132,14 @@ def test_requirements_are_what_the_tests_run_on(installed):
     and not r.specifier.contains(importlib.metadata.version(r.name))
   ]
   assert wrong == []
+
+
+def test_every_python_of_the_metadata_has_a_make_target(installed):
+  (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+  named = [text.rpartition(' ')[2] for text in distribution.metadata.get_all('Classifier')]
+  lowest = distribution.metadata['Requires-Python'].removeprefix('>=')  # of make test
+  others = re.findall(r'^test-py3(\d+):', (ROOT / 'Makefile').read_text(), re.MULTILINE)
+  assert named == [lowest, *(f'3.{minor}' for minor in others)]
 
 
 @pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')

@@ -221,6 +221,12 @@ def test_folders_have_few_modules():
   )
 
 
+def test_every_folder_has_a_twin_in_tests():
+  folders = {path_of(m).parent.relative_to(PACKAGE) for m in modules()}
+  twins = {ROOT / 'tests' / folder for folder in folders}
+  none([f'{twin}: no test_*.py' for twin in sorted(twins) if not any(twin.glob('test_*.py'))])
+
+
 def test_init_files_are_empty():
   # That of the package is the first of its files to run: it sees to Ctrl-C during the imports.
   assert [p for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == [

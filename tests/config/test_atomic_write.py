@@ -1,10 +1,6 @@
 """Lines of files that an interrupted write must not spoil."""
 
-import json
-
 from t5x_gpu.config.atomic_write import append_line
-from t5x_gpu.evaluation.samples import append_sample
-from t5x_gpu.models.decoding import SampleConfig
 
 
 def test_a_line_that_was_cut_short_spoils_only_itself(tmp_path):
@@ -14,10 +10,3 @@ def test_a_line_that_was_cut_short_spoils_only_itself(tmp_path):
   append_line(path, 'third')
   append_line(path, 'fourth')
   assert path.read_text() == 'first\nsec\nthird\nfourth\n'
-
-
-def test_a_sample_after_one_that_was_cut_short_can_be_read(tmp_path):
-  (tmp_path / 'samples.jsonl').write_text('{"step": 4, "prom')
-  append_sample(tmp_path, 8, SampleConfig('a'), 'ab')
-  last = (tmp_path / 'samples.jsonl').read_text().splitlines()[-1]
-  assert json.loads(last)['text'] == 'ab'

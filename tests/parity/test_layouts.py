@@ -408,8 +408,9 @@ def one_device(model: str, batch_size: int, attention: str = 'auto') -> dict[str
   return run(build(Case({}, model, config=config, batch_size=batch_size), 1))
 
 
-# Gradients of one step are in `make test`: of every axis but `model` (test_fsdp_of_any_size.py) and
-# `context` (tests/layers/test_context_attention.py).
+# Gradients of one step are in `make test`: of every axis but `model`
+# (tests/partitioning/arrays/test_fsdp_of_any_size.py) and `context`
+# (tests/layers/backends/test_context_attention.py).
 FAST = ('t5_fsdp_by_layer', 'data_stage_model', 'expert_fsdp')
 # Compiled as users compile: every axis, ZeRO and rematerialisation.
 AS_USERS = (*FAST, 'zero2_remat', 'fsdp_context_model')

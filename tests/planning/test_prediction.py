@@ -195,7 +195,7 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # scatters the output of attention twice: 8% more bytes than the traced program asks for.
 # With overlap_layers, the last tick of 1f1b has no forward pass: `by_formula` counts one.
 # XLA's schedule of the same program takes 0.7 GiB less on an H200 than on an H100.
-# In a pipeline without `model`, it takes twice more memory than the gradients that the last tick sums.
+# In a pipeline without `model`, summing in the last tick takes more copies of the gradients.
 MEMORY_OF = {'llama3_2_1b fsdp h200 1x8': 0.12, 'decoder_base pp h100 1x8 overlap_layers': 0.15}
 TRAFFIC_OF = {'llama3_2_1b tp_sp h100 1x8': 0.085, 'decoder_base 3d h100 1x8': 0.025}
 # Of one step, compiled for GPUs, and by formula (tests/aot/cases.py and recorded.json).

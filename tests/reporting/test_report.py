@@ -168,6 +168,7 @@ def test_the_command_names_what_is_missing(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.process
 @needs_browser
 @pytest.mark.parametrize('width', [390, 1200])
 def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(tmp_path, width):

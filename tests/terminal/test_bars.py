@@ -1,4 +1,4 @@
-"""Bars with an estimate on a terminal, lines elsewhere; the table of eval; times in files."""
+"""Bars with an estimate on a terminal, lines elsewhere; times in files."""
 
 import io
 import itertools
@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from t5x_gpu.evaluation.eval_results import table
 from t5x_gpu.terminal import bars, logging_setup
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.progress_line import ProgressLine
@@ -80,20 +79,3 @@ def test_what_steps_wait_for_takes_the_place_of_the_live_line(monkeypatch):
 def test_lines_begin_with_the_time_in_a_file_and_not_on_a_terminal():
   assert re.fullmatch(STAMP, logging_setup.stamp(io.StringIO()))
   assert logging_setup.stamp(Terminal()) == ''
-
-
-def test_the_table_of_an_evaluation_has_every_metric_of_every_step():
-  records = {
-    step: {f'infer_eval/task_{i}/metric': i + step / 1000 for i in range(12)}
-    for step in range(1000, 21000, 1000)
-  }
-  text = table(records, width=80)
-  assert max(map(len, text.splitlines())) <= 80
-  for block in text.split('\n\n'):
-    assert [line.split()[0] for line in block.splitlines()] == [
-      'step',
-      *(f'task_{i}/metric' for i in range(12)),
-    ]
-  steps = [step for block in text.split('\n\n') for step in block.splitlines()[0].split()[1:]]
-  assert steps == [str(step) for step in records]
-  assert '31.0000' in text  # task 11 at step 20000

@@ -140,7 +140,7 @@ TABLE: tuple[XlaSetting, ...] = (
     without_axes=('stage', 'context', 'expert', 'model'),
     several_gpus=True,
   ),
-  Setting(
+  XlaSetting(
     'compile_option',
     'xla_gpu_enable_while_loop_unrolling',
     'WHILE_LOOP_UNROLLING_DOUBLE_BUFFER',

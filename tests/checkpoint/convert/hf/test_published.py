@@ -12,7 +12,7 @@ from t5x_gpu.checkpoint.convert.hf.config import from_hf
 from t5x_gpu.checkpoint.convert.model_spec import differences
 from t5x_gpu.convert import model_of_gin
 
-MODELS = pathlib.Path(__file__).parents[3] / 'gin_configs' / 'models'
+MODELS = pathlib.Path(__file__).parents[4] / 'gin_configs' / 'models'
 
 
 def config(model_type, architecture, sizes, **others):

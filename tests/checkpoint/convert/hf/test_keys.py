@@ -18,7 +18,7 @@ from t5x_gpu.errors import CheckpointError, ModelError
 from t5x_gpu.layers.positions import RotaryEmbedding
 from tests.checkpoint.hf_files import CONFIGS, VARIANTS, untied
 
-PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'convert.md'
+PAGE = pathlib.Path(__file__).parents[4] / 'docs' / 'convert.md'
 CLASSES = {
   't5': 'T5Config',
   'umt5': 'UMT5Config',

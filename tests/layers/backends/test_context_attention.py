@@ -22,7 +22,7 @@ from t5x_gpu.partitioning.context_parallel import (
   rules,
 )
 from tests.helpers_layouts import QUICK
-from tests.layers.test_attention_backends import (
+from tests.layers.backends.test_attention_backends import (
   PACKED,
   PADDED,
   PREFIX,

@@ -19,7 +19,7 @@ from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.transformer import TransformerLayer
 from tests.checkpoint.hf_files import CONFIGS, table_of, untied
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 
 
 def model_of(config):

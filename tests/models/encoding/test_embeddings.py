@@ -13,7 +13,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.sums import of_text_sets
 from t5x_gpu.partitioning.axis_rules import split_names
-from tests.models.helpers_encoders import program_of
+from tests.models.encoding.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(

@@ -19,7 +19,7 @@ from t5x_gpu.models.encoding.sums import of_numbers
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import OptionalMembers, encodes_texts
 from t5x_gpu.models.preference.dpo import DpoModel
-from tests.models.helpers_encoders import program_of
+from tests.models.encoding.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(

@@ -163,6 +163,7 @@ def test_a_page_of_something_else_is_refused(tmp_path):
     )
 
 
+@pytest.mark.process
 @needs_browser
 @pytest.mark.parametrize('width', [390, 1200])
 def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(written, width):

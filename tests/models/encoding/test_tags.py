@@ -11,7 +11,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.sums import entity_hits
-from tests.models.helpers_encoders import program_of
+from tests.models.encoding.helpers_encoders import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 NAMES = ('O', 'B-PER', 'I-PER', 'I-LOC', 'B-LOC', 'S-LOC', 'E-PER')

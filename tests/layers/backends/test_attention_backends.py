@@ -250,5 +250,5 @@ def test_dense_attention_of_rows_split_over_context_is_refused():
 
 
 def test_the_table_in_the_docs_is_current():
-  page = pathlib.Path(__file__).parents[2] / 'docs' / 'attention.md'
+  page = pathlib.Path(__file__).parents[3] / 'docs' / 'attention.md'
   assert table() in page.read_text(encoding='utf-8')

@@ -1,0 +1,13 @@
+"""samples.jsonl stays readable after an interrupted write."""
+
+import json
+
+from t5x_gpu.evaluation.samples import append_sample
+from t5x_gpu.models.decoding import SampleConfig
+
+
+def test_a_sample_after_one_that_was_cut_short_can_be_read(tmp_path):
+  (tmp_path / 'samples.jsonl').write_text('{"step": 4, "prom')
+  append_sample(tmp_path, 8, SampleConfig('a'), 'ab')
+  last = (tmp_path / 'samples.jsonl').read_text().splitlines()[-1]
+  assert json.loads(last)['text'] == 'ab'

@@ -1,0 +1,19 @@
+"""Launch scripts are written into a folder, and never over a file that somebody changed."""
+
+import pytest
+
+from t5x_gpu import launch
+from t5x_gpu.errors import ConfigError
+
+
+def test_changed_scripts_are_not_overwritten(tmp_path, capsys):
+  flag = f'--write_scripts={tmp_path / "a/b"}'
+  assert launch.main([flag]) == launch.main([flag]) == 0
+  assert capsys.readouterr().out.count('train.slurm') == 2
+  path = tmp_path / 'a/b/train.slurm'
+  path.write_text(path.read_text() + '# mine\n')
+  (tmp_path / 'a/b/train.pbs').unlink()
+  with pytest.raises(ConfigError, match=r'/a/b/train\.slurm would be overwritten'):
+    launch.main([flag])
+  assert path.read_text().endswith('# mine\n')
+  assert not (tmp_path / 'a/b/train.pbs').exists()
