@@ -61,7 +61,7 @@ def test_a_test_over_its_cpu_budget_fails_unless_it_is_slow(tmp_path):
     assert f'test_{name} FAILED' in out, out
   for name in ('that_waits', 'marked'):
     assert f'test_{name} PASSED' in out, out
-  assert 'A test that is not marked slow may take 0.05 (0.6 on a slow machine)' in out
+  assert 'A test that is not marked slow may take 0.05 (0.2 on a slow machine)' in out
 
 
 @pytest.mark.slow

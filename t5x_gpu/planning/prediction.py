@@ -55,7 +55,7 @@ class PlanConfig(StepConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class CheckpointCost:
   """One checkpoint of the run.
 
   Attributes:
@@ -107,7 +107,7 @@ class Prediction:
   memory: MemoryUse
   formula_sent: tuple[CollectiveTraffic, ...]
   time: StepTime
-  checkpoint: Checkpoint
+  checkpoint: CheckpointCost
   source: str
   assumed: Assumptions
 
@@ -209,7 +209,7 @@ def predict(
       assumed=assumed,
       bubble_fraction=_bubble_fraction(layout.pipeline),
     ),
-    checkpoint=Checkpoint(saved, saved / topology.num_hosts / 1e9 / assumed.save_gigabytes),
+    checkpoint=CheckpointCost(saved, saved / topology.num_hosts / 1e9 / assumed.save_gigabytes),
     source=source,
     assumed=assumed,
   )
