@@ -63,7 +63,7 @@ class _ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _DataConfig:
-  """The one setting of a run that merging needs besides."""
+  """The setting of a run that a merge needs in addition to the model."""
 
   train_dataset_cfg: DatasetConfig
 

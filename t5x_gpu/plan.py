@@ -66,19 +66,19 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help='prediction (default): fit, speed, bottleneck; sharding: where every array lives, what a '
     'step sends; remat: memory and matrix products of each remat_policy',
   )
-  group.add_argument('--gpus', type=int, metavar='N', help='GPUs in all (default: 8)')
+  group.add_argument('--gpus', type=int, metavar='N', help='total number of GPUs (default: 8)')
   group.add_argument(
-    '--gpus_per_host', type=int, metavar='N', help='GPUs of a host (default: 8, or all if fewer)'
+    '--gpus_per_host', type=int, metavar='N', help='GPUs per host (default: 8, or all if fewer)'
   )
   group.add_argument('--devices', type=int, metavar='N', help='the same as --gpus')
   group.add_argument(
-    '--hosts', type=int, metavar='N', help='hosts of --devices, in place of --gpus_per_host'
+    '--hosts', type=int, metavar='N', help='number of hosts, instead of --gpus_per_host'
   )
   group.add_argument(
     '--gpu',
     metavar='NAME',
-    help=f'which GPU: {", ".join(TARGETS)} (default: {DEFAULT_GPU}; the others --show only compile '
-    'for a GPU that is named)',
+    help=f'which GPU: {", ".join(TARGETS)} (default: {DEFAULT_GPU}; --show sharding and remat '
+    'compile for a GPU only if you name one)',
   )
   group.add_argument(
     '--search',
@@ -106,8 +106,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--calibrate',
     metavar='FILE',
-    help='results.json of scripts/bench_gpu.sh: measured efficiencies in place of the defaults; '
-    'none: not those of this GPU that are in benchmarks/results either',
+    help='results.json of scripts/bench_gpu.sh: use its measured efficiencies instead of the '
+    'defaults; none: use the defaults, even if benchmarks/results has measurements of this GPU',
   )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
@@ -280,8 +280,8 @@ def _check_search(extra: argparse.Namespace) -> None:
     )
   if extra.search_processes is not None and (extra.search is None or extra.search_processes < 1):
     raise ConfigError(
-      f'--search_processes={extra.search_processes}: it is how many variants --search predicts at '
-      'a time, at least 1.',
+      f'--search_processes={extra.search_processes} must be at least 1 and needs --search: it is '
+      'the number of variants predicted at the same time.',
       fix='Write --search=best.gin --search_processes=2, for example.',
       docs='plan.md#search',
     )

@@ -49,7 +49,7 @@ def try_seed(seed: int, lab: Lab, log: Log) -> bool:
   log.lines.clear()
   try:
     run_state_machine_as_test(
-      hypothesis.seed(seed)(machine(lab, tell=log)),
+      hypothesis.seed(seed)(machine(lab, report=log)),
       settings=settings(
         max_examples=EXAMPLES_PER_SEED,
         stateful_step_count=RULES_PER_EXAMPLE,

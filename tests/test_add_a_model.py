@@ -31,7 +31,7 @@ def test_the_model_trains_saves_and_decodes(folder):
   assert "Sample (temperature 0.7, prompt 'def ')" in output
 
 
-def test_it_goes_on_from_its_checkpoint_on_another_mesh(folder):
+def test_it_continues_from_its_checkpoint_on_another_mesh(folder):
   output = (folder / 'output_1').read_text()
   assert 'checkpoint_4' in output
   assert (folder / 'runs/my_model/checkpoint_6').is_dir()

@@ -41,7 +41,7 @@ def environ(folder: pathlib.Path) -> dict[str, str]:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_run_that_was_interrupted_goes_on_with_the_parts_that_are_left(tmp_path):
+def test_an_interrupted_run_continues_with_the_remaining_parts(tmp_path):
   command = ['bash', SCRIPT, '--small', '--out', tmp_path, '--parts=ceilings,loss,ceilings_torch']
   options = dict(env=environ(tmp_path), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   with subprocess.Popen(command, **options) as first:
@@ -101,7 +101,7 @@ def test_the_first_calls_are_not_timed():
   assert timing.fastest <= timing.seconds <= timing.slowest
 
 
-def test_a_product_that_converts_its_operands_is_no_fp8_ceiling():
+def test_a_product_that_converts_its_operands_is_not_an_fp8_ceiling():
   machine = {'card': 'NVIDIA H100', 'driver': '1', 'python': '3', 'versions': {}, 'commit': 'c'}
 
   def result(*rows):

@@ -51,7 +51,7 @@ def random_bits(step: int):
   return bits, new_state(step).replace(params={'dense': {'kernel': jnp.asarray(bits)}})
 
 
-def test_inspect_tells_what_was_saved(tmp_path):
+def test_inspect_prints_what_was_saved(tmp_path):
   folder = folder_with(tmp_path, 3)
   (folder / 'config.gin').write_text('')
   described = json.loads(run('inspect', folder, '--json').out)
@@ -151,7 +151,7 @@ def test_a_folder_of_one_checkpoint_is_judged_as_in_its_model_dir_and_has_one_st
     assert said.code == 1 and 'checkpoint_5: DAMAGED' in said.out
 
 
-def test_verify_tells_of_files_that_are_cut_or_do_not_decompress(tmp_path):
+def test_verify_reports_files_that_are_truncated_or_do_not_decompress(tmp_path):
   folder = folder_with(tmp_path, 10, 20)
   os.truncate(largest_data_file(folder / 'checkpoint_10'), 40)
   for path in (folder / 'checkpoint_20/state/ocdbt.process_0/d').iterdir():

@@ -96,7 +96,7 @@ def test_missing_gpus_fail_in_words(tmp_path):
   assert lines[-1].endswith('3 failed: packages, driver, devices')
 
 
-def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch, tmp_path):
+def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_continues(monkeypatch, tmp_path):
   run = run_with_deadline.run
 
   def hanging(command, *, seconds, environ=None):
@@ -410,7 +410,7 @@ def outputs(doctors):
 
 
 @pytest.mark.slow
-def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells(tmp_path):
+def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_prints(tmp_path):
   doctors = start_two(tmp_path)
   first, second = outputs(doctors)
   found = re.search(
@@ -426,7 +426,7 @@ def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells
 
 
 @pytest.mark.slow
-def test_each_process_tells_its_own_failures_with_its_host_and_number(tmp_path):
+def test_each_process_prints_its_own_failures_with_its_host_and_number(tmp_path):
   if gpu_detect.find_gpus({}).count:
     pytest.skip('this machine has GPUs')
   doctors = start_two(tmp_path, '--expect_gpus=1', '--timeout_seconds=20')

@@ -162,7 +162,7 @@ def test_a_number_of_batches_and_of_examples_can_be_given(evaluated):
 
 
 @pytest.mark.slow
-def test_the_loss_alone_needs_no_metrics(evaluated):
+def test_the_loss_alone_works_without_metrics(evaluated):
   result = evaluate(evaluated, '--name=loss', '--steps=6', '--metrics=loss')
   assert result.code == 0, result.err
   assert set(records(evaluated, 'loss')[6]) == {

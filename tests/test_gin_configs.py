@@ -183,7 +183,7 @@ def shardings(program: Program, *, with_state: bool = False) -> str:
 
 
 @by_name('path', [p for paths in PARTS.values() for p in paths])
-def test_model_parallel_and_run_files_include_nothing_and_say_what_they_are(path):
+def test_model_parallel_and_run_files_include_nothing_and_name_their_kind(path):
   assert not re.search(r'^\s*include\b', path.read_text(), re.MULTILINE)
   assert header(path)
 
@@ -239,7 +239,7 @@ def test_examples_honour_the_macros_that_people_type(path, macro):
   assert all(v == value for v in used(load(path, f'{macro}={value}').arguments()))
 
 
-def test_every_model_file_has_the_macro_of_attention_and_a_misspelt_one_suggests_the_right_one():
+def test_every_model_file_has_the_attention_macro_and_an_unknown_value_suggests_one():
   for path in PARTS['models']:
     text = path.read_text(encoding='utf-8')
     assert "\nATTENTION = 'auto'\n" in text and '  attention = %ATTENTION\n' in text, path

@@ -207,7 +207,7 @@ def test_several_decodes_are_all_written(model_dir, prompts):
 
 @pytest.mark.quick_cases('mid_line')
 @pytest.mark.parametrize('cut', ['mid_line', 'after_line', 'no_newline'])
-def test_a_killed_run_goes_on_where_it_stopped(
+def test_a_killed_run_continues_where_it_stopped(
   model_dir, prompts, expected, tmp_path, cut, monkeypatch
 ):
   output = tmp_path / 'answers.jsonl'

@@ -394,7 +394,7 @@ def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_with_different_flags_are_told_and_end(tmp_path):
+def test_processes_with_different_flags_end_with_an_error(tmp_path):
   """Else they would train, each by its own configuration, until a collective hangs."""
   address = launch.free_address()
 

@@ -253,7 +253,7 @@ def test_a_model_without_the_loss_of_tokens_trains_on_a_mesh_as_on_one_device(mo
   [pytest.param(Partitioner(), marks=pytest.mark.slow), Partitioner(num_partitions=2)],
   ids=['data8', 'data4-model2'],
 )
-def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
+def test_a_gradient_of_rounding_alone_is_not_a_failure(user_model, partitioner):
   report = report_of(user_model(), partitioner=partitioner)
   assert report.failure is None, report.failure
   assert report.worst[0] < 1e-5

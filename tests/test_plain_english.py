@@ -60,6 +60,11 @@ NAMES = {
   'made_from': 'source_config',
   'text_of': 'text_config',
 }
+# In names of tests only. In prose these words are often right.
+IDIOMS_IN_TEST_NAMES = {
+  r'\b(told|tells?)\b': 'reported, printed, distinguished',
+  r'\bof (its|their) own\b': 'separate, independent',
+}
 # (file, words): what someone else wrote.
 QUOTED: set[tuple[str, str]] = set()
 
@@ -94,13 +99,38 @@ def words_of(path: pathlib.Path) -> list[tuple[int, str, bool]]:
   return found
 
 
+def names_in_tests(path: pathlib.Path) -> list[tuple[int, str]]:
+  """Returns (line, name) of the file, of its test functions, and of strings that are one name.
+
+  The strings are mostly ids of parametrized cases.
+  """
+  found = [(1, path.stem)]
+  with path.open(encoding='utf-8') as file:
+    for token in tokenize.generate_tokens(file.readline):
+      is_test = token.type == tokenize.NAME and token.string.startswith('test_')
+      is_id = token.type == tokenize.STRING and re.fullmatch(r"'\w+'", token.string)
+      if is_test or is_id:
+        found.append((token.start[0], token.string.strip("'")))
+  return found
+
+
 @functools.cache
 def idioms() -> re.Pattern[str]:
   return re.compile('|'.join(f'(?:{idiom})' for idiom in IDIOMS))
 
 
+@functools.cache
+def idioms_in_test_names() -> re.Pattern[str]:
+  return re.compile('|'.join(f'(?:{idiom})' for idiom in {**IDIOMS, **IDIOMS_IN_TEST_NAMES}))
+
+
+def idiom_in_test_name(name: str) -> re.Match[str] | None:
+  return idioms_in_test_names().search(name.replace('_', ' '))
+
+
 def better(words: str) -> str:
-  return next(text for idiom, text in IDIOMS.items() if re.search(idiom, words))
+  rows = {**IDIOMS, **IDIOMS_IN_TEST_NAMES}.items()
+  return next(text for idiom, text in rows if re.search(idiom, words))
 
 
 def problems(path: pathlib.Path) -> list[str]:
@@ -114,6 +144,10 @@ def problems(path: pathlib.Path) -> list[str]:
     for match in idioms().finditer(text):
       if (name, match[0]) not in QUOTED:
         found.append(f'{name}:{line}: {match[0]!r}; better: {better(text)}')
+  if path.suffix == '.py' and path.is_relative_to(ROOT / 'tests'):
+    for line, words in names_in_tests(path):
+      if match := idiom_in_test_name(words):
+        found.append(f'{name}:{line}: {words!r}; better: {better(match[0])}')
   return found
 
 
@@ -127,3 +161,9 @@ def test_an_idiom_is_found(tmp_path):
     assert idioms().search(text), text
   for text in ('there is no GPU', 'as told in the docs', 'no longer', 'is no longer', 'beside'):
     assert bool(idioms().search(text)) == (text == 'beside'), text
+
+
+def test_an_idiom_in_the_name_of_a_test_is_found():
+  for name in ('test_x_is_no_y', 'test_resumes_to_the_bit', 'test_it_tells_all', 'test_x_told'):
+    assert idiom_in_test_name(name), name
+  assert not idiom_in_test_name('test_there_is_no_gpu_and_a_row_is_not_read')

@@ -43,7 +43,7 @@ def planned(gin_file, tmp_path, *more, **sizes):
   return json.loads(out.read_text())
 
 
-def test_a_plan_needs_no_name_of_data(capsys):
+def test_a_plan_works_without_a_data_name(capsys):
   parts = ('models/decoder_demo', 'parallel/fsdp', 'runs/finetune')
   files = [f'--gin_file=gin_configs/{part}.gin' for part in parts]
   shapes = ['--gin.TRAIN_STEPS=10', '--gin.BATCH_SIZE=8']
@@ -54,7 +54,7 @@ def test_a_plan_needs_no_name_of_data(capsys):
     plan.main([*files, *shapes, '--dry_run'])
 
 
-def test_the_plan_tells_layout_traffic_and_findings(gin_file, tmp_path, capsys):
+def test_the_plan_prints_layout_traffic_and_findings(gin_file, tmp_path, capsys):
   got = planned(gin_file, tmp_path, '--hosts=2', f'--out={tmp_path / "layout.png"}')
   printed = capsys.readouterr().out
   assert 'mesh: 2 hosts x 4 GPUs = 8 GPUs' in printed
@@ -165,7 +165,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
     ('--out=nowhere/x.png', "the folder 'nowhere' does not exist"),
   ],
 )
-def test_wrong_flags_say_what_is_allowed(gin_file, flag, expected):
+def test_errors_for_wrong_flags_list_the_allowed_values(gin_file, flag, expected):
   with pytest.raises(ConfigError) as e:
     plan.main(flags(gin_file, *(flag.split() if flag.count('--') > 1 else [flag])))
   assert expected in str(e.value)

@@ -194,7 +194,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_signal_and_no_process_sta
 
 
 @pytest.mark.slow
-def test_a_run_on_a_prepared_mixture_resumes_to_the_bit(project, tmp_path):
+def test_a_run_on_a_prepared_mixture_resumes_bit_exactly(project, tmp_path):
   rows = tmp_path / 'rows'
   prepare_here('mixed', rows, num_parts=1)
   macros = {

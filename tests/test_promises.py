@@ -19,10 +19,10 @@ CHECKPOINTS = {
   ),
   'checkpoint/test_foreign_files.py': 'test_what_somebody_put_there_stays_and_does_not_count',
   'checkpoint/test_local_steps.py': (
-    'test_any_host_may_be_lost_and_the_step_comes_back_to_the_bit'
+    'test_any_host_may_be_lost_and_the_step_comes_back_bit_exactly'
   ),
   'checkpoint/test_run_lock.py': (
-    'test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_nothing'
+    'test_a_second_run_and_a_dry_run_fail_before_compiling_and_change_nothing'
   ),
   'data/sources/test_source_files.py': 'test_bytes_overwritten_anywhere_are_refused',
   'property/test_damaged_files.py': 'test_a_damaged_file_raises_nothing_but_errors_of_ours',

@@ -79,7 +79,7 @@ def names_on_disk(folder) -> set[str]:
   [(), ('--layout=8x2',), ('--unscan',), ('--unscan', '--layout=4'), ('--chunk_size=256',)],
   ids=' '.join,
 )
-def test_every_form_restores_to_the_bit_with_data_state_and_manifest(source, tmp_path, flags):
+def test_every_form_restores_bit_exactly_with_data_state_and_manifest(source, tmp_path, flags):
   result = run(f'--from={source}', f'--to={tmp_path / "new"}', '--verify', *flags)
   assert result.code == 0, result.err
   want, got = restored(source, layered_state(0)), restored(tmp_path / 'new', layered_state(0))
@@ -269,7 +269,7 @@ def big_params(folder: pathlib.Path, *, rows: int, cols: int = 256) -> pathlib.P
 
 
 @pytest.mark.slow
-def test_reshard_killed_in_the_middle_goes_on_and_equals_the_one_that_nobody_touched(tmp_path):
+def test_reshard_killed_in_the_middle_continues_and_equals_an_uninterrupted_one(tmp_path):
   big = big_params(tmp_path / 'run', rows=16 * 1024)  # 32 MiB, 32 pieces
   flags = [f'--from={big}', '--layout=8', '--memory=16MiB', '--dtype=bfloat16', '--unscan']
   assert run(*flags, f'--to={tmp_path / "whole"}').code == 0
@@ -316,7 +316,7 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
   assert not list(tmp_path.glob('.*'))
 
 
-def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
+def test_a_full_disk_is_named_and_the_same_command_continues_when_there_is_room(
   tmp_path, monkeypatch
 ):
   big = big_params(tmp_path / 'run', rows=2048)  # 4 MiB
@@ -381,7 +381,7 @@ def test_arrays_larger_than_the_budget_keep_it(tmp_path, rows):
 
 
 @pytest.mark.slow  # its quick sibling: test_every_form_restores_to_the_bit
-def test_training_goes_on_from_a_resharded_checkpoint_as_if_nothing_had_happened(tmp_path):
+def test_training_continues_from_a_resharded_checkpoint_as_if_nothing_had_happened(tmp_path):
   whole = Project(folder(tmp_path, 'whole'))
   assert whole.run(num_devices=2, DROPOUT_RATE=0.1).code == 0
   for name, flags in (('chunks', ('--layout=4',)), ('layers', ('--unscan',))):

@@ -85,9 +85,7 @@ def test_kill_9_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(project,
 
 
 @pytest.mark.slow
-def test_a_disk_that_turns_read_only_ends_the_run_by_name_and_the_same_command_goes_on(
-  project, untouched
-):
+def test_a_read_only_disk_ends_the_run_by_name_and_the_same_command_continues(project, untouched):
   with helpers_disk.small_disk(project.folder / 'disk', size='8m') as disk:
     project.model_dir = disk / 'model'
     with project.start(**MACROS, SAVE_PERIOD=4, hold_before=6) as run:

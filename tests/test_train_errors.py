@@ -61,7 +61,7 @@ def test_a_missing_gin_file_is_named(project):
   assert_command_refuses(project, '--gin_file=no_such.gin', says=["'no_such.gin' does not exist"])
 
 
-def test_a_misspelt_macro_is_named_with_the_right_one(project):
+def test_an_unknown_macro_is_named_with_the_closest_one(project):
   assert_refused(project, BATCH_SZIE=8, says=['BATCH_SZIE', 'BATCH_SIZE'])
 
 

@@ -50,7 +50,7 @@ def origin(project: Project, step: int) -> dict:
 
 
 @pytest.mark.slow
-def test_resume_goes_on_as_the_other_run_did_and_leaves_it_alone(tmp_path, base):
+def test_resume_continues_as_the_other_run_did_and_leaves_it_alone(tmp_path, base):
   before = listing(base.model_dir)
   project = started(tmp_path, base.model_dir, mode='resume', step=2)
   result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=10)

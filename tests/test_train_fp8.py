@@ -16,7 +16,7 @@ FP8 = {
 
 
 @pytest.mark.slow
-def test_fp8_resumes_to_the_bit_and_its_checkpoint_continues_in_another_precision(tmp_path, warm):
+def test_fp8_resumes_bit_exactly_and_its_checkpoint_continues_in_another_precision(tmp_path, warm):
   (tmp_path / 'a').mkdir()
   (tmp_path / 'b').mkdir()
   whole, parts = (Project(tmp_path / name, warm=warm) for name in 'ab')

@@ -152,7 +152,7 @@ def test_a_dry_run_shows_parameters_the_bubble_and_the_scaled_learning_rate(tmp_
   assert re.search(r'^  stage +2 +layers \(pipeline\) +inside a host$', result.out, re.MULTILINE)
 
 
-def test_tensor_parallelism_on_one_device_says_what_it_needs_and_who_asked_for_it(tmp_path):
+def test_tensor_parallelism_on_one_device_names_its_needs_and_the_setting(tmp_path):
   result = Project(tmp_path).run('--gin_file=gin_configs/parallel/tp.gin', num_devices=1)
   assert result.code == 1
   assert result.err == (
@@ -165,7 +165,7 @@ def test_tensor_parallelism_on_one_device_says_what_it_needs_and_who_asked_for_i
   )
 
 
-def test_everything_that_does_not_fit_is_told_at_once_with_where_it_was_set(tmp_path):
+def test_every_misfit_is_reported_at_once_with_where_it_was_set(tmp_path):
   project = Project(tmp_path)
   result = project.run(
     '--gin_file=gin_configs/parallel/3d.gin',

@@ -50,7 +50,7 @@ def run(project: Project, *flags: str, **macros):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_local_step_and_a_dry_run_says_so(project, monkeypatch):
+def test_a_run_continues_from_a_local_step_and_a_dry_run_says_so(project, monkeypatch):
   monkeypatch.setenv('LOCAL_OF_TEST', 'local')
   monkeypatch.setenv('FAIL_AT', '14')
   failed = run(project)

@@ -91,6 +91,6 @@ def test_four_microbatches_give_the_losses_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_says_which_mesh_wrote_it(runs):
+def test_a_checkpoint_names_the_mesh_that_wrote_it(runs):
   manifest = json.loads((runs('fsdp8').model_dir / 'checkpoint_8/manifest/metadata').read_text())
   assert manifest['mesh']['fsdp'] == 8 and manifest['mesh']['data'] == 1

@@ -128,7 +128,7 @@ def test_the_end_names_the_next_commands(finished):
 
 
 @pytest.mark.slow
-def test_training_on_continues_and_says_what_changed(finished, tmp_path):
+def test_further_training_continues_and_lists_the_changes(finished, tmp_path):
   result = finished.run(TRAIN_STEPS=10, SAVE_PERIOD=2, EVAL_PERIOD=3, LOG_PERIOD=2)
   assert result.code == 0, result.err
   assert 'TRAIN_STEPS: 9 -> 10' in result.out
@@ -205,7 +205,7 @@ def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creat
   assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_tells_from_where_it_would_continue(finished):
+def test_a_dry_run_names_the_checkpoint_it_would_continue_from(finished):
   before = listing(finished.model_dir)
   result = finished.run('--dry_run', TRAIN_STEPS=30)
   assert result.code == 0, result.err
@@ -262,7 +262,7 @@ def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
 
 
 @pytest.mark.slow
-def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
+def test_evaluation_has_a_separate_batch_size_if_set(tmp_path):
   project = Project(tmp_path)
   result = project.run(TRAIN_STEPS=2, **{'train/DatasetConfig.batch_size': 24})
   assert result.code == 0, result.err

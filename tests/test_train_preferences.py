@@ -106,7 +106,9 @@ def test_the_reference_is_what_the_run_started_from_also_after_a_resume(tmp_path
 
 
 @pytest.mark.slow
-def test_adapters_need_no_copy_and_both_kinds_write_text_and_start_further_runs(tmp_path, base):
+def test_adapters_work_without_a_copy_and_both_kinds_write_text_and_start_further_runs(
+  tmp_path, base
+):
   (tmp_path / 'a').mkdir()
   (tmp_path / 'b').mkdir()
   adapted = DPO.replace('model = %MODEL', 'model = @lora.LoraModel()') + ADAPTERS

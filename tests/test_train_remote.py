@@ -105,7 +105,7 @@ def test_other_processes_copy_only_files_that_carry_their_number(server):
 
 
 @pytest.mark.slow
-def test_storage_out_of_reach_during_a_save_stops_the_run_and_the_same_command_goes_on(
+def test_unreachable_storage_during_a_save_stops_the_run_and_the_same_command_continues(
   server, uninterrupted, tmp_path
 ):
   address, project = 's3://runs/cut_off', Project(tmp_path)
@@ -215,7 +215,7 @@ def test_a_training_run_whose_server_is_killed_leaves_with_1_and_its_error(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_commit(server, uninterrupted, tmp_path):
+def test_a_killed_run_continues_from_its_last_commit(server, uninterrupted, tmp_path):
   address, project = 's3://runs/killed', Project(tmp_path)
   with project.start(MODEL_DIR=address, hold_before=5, DATA_MODULE='"held_data"', **FAST) as run:
     run.wait_for(run.held)
@@ -232,13 +232,13 @@ def test_a_dry_run_leaves_no_trace(server, tmp_path):
   assert result.code == 0 and as_path('s3://runs/dry').files() == []
 
 
-def test_an_address_that_is_none_stops_the_run_with_the_parameter(tmp_path):
+def test_an_invalid_address_stops_the_run_and_names_the_parameter(tmp_path):
   result = Project(tmp_path).run('--dry_run', MODEL_DIR='s3:/runs/a')
   assert result.code == 1 and 's3://BUCKET/FOLDER' in result.err and 'MODEL_DIR' in result.err
 
 
 @pytest.mark.slow
-def test_what_lies_in_storage_is_evaluated_as_during_training_and_continues_prompts(
+def test_checkpoints_in_storage_are_evaluated_as_during_training_and_continue_prompts(
   server, tmp_path
 ):
   address, project = 's3://runs/evaluated', Project(tmp_path)

@@ -67,7 +67,7 @@ def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(
 
 @pytest.mark.slow
 @pytest.mark.tf
-def test_packed_shuffled_source_text_with_dropout_resumes_to_the_bit(tmp_path, warm):
+def test_packed_shuffled_source_text_with_dropout_resumes_bit_exactly(tmp_path, warm):
   macros = {**HELD, 'TASK_FEATURE_LENGTHS': "{'targets': 48}"}
   seqio = 't5x_gpu.data.seqio_batches'
   whole, copy = (Project(_folder(tmp_path, name), warm=warm) for name in ('whole', 'copy'))

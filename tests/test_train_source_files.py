@@ -89,7 +89,7 @@ def test_a_checkpoint_from_before_there_was_a_record_continues_and_gets_one(proj
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_from_another_compares_with_the_record_of_that_one(project):
+def test_a_run_continued_from_another_compares_with_its_record(project):
   with open(project.gin_file, 'a') as f:
     f.write(
       'from t5x_gpu.checkpoint import initialize\n'

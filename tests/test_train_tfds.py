@@ -120,7 +120,7 @@ def test_t5s_own_tasks_train_with_t5s_own_metrics(tmp_path, name, metrics):
 
 @pytest.mark.slow
 @needs_t5
-def test_t5s_own_mixture_says_what_to_prepare(tmp_path):
+def test_t5s_own_mixture_names_the_data_to_prepare(tmp_path):
   _, run = run_t5(tmp_path, 'glue_v002_proportional')
   assert run.code == 1 and 'Traceback' not in run.err
   assert 'reads 10 TensorFlow datasets that are not prepared' in run.err

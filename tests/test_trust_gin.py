@@ -157,7 +157,7 @@ def test_brackets_without_end_are_an_error_of_ours(folder):
 
 
 @pytest.mark.parametrize('name', GinFiles().shipped('examples'))
-def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
+def test_the_shipped_examples_run_without_trust(folder, name):
   loaded = gin_loader.load([name], bindings=['MODEL_DIR=run'])
   wanted = infer_request.RUN_SETTINGS
   (folder / 'config.gin').write_text(loaded.provenance.config)
@@ -244,7 +244,7 @@ def hostile(run, folder):
 
 
 @pytest.mark.parametrize('flags', [['--dry_run'], ['--interactive'], []])
-def test_infer_runs_nothing_and_says_what_to_do(hostile, folder, flags):
+def test_infer_runs_nothing_and_names_the_fix(hostile, folder, flags):
   path = hostile('a called reference')
   result = run_here(lambda: infer.main([f'--checkpoint={path}', *flags]), num_devices=1)
   assert result.code == 1 and 'stranger/config.gin:' in result.err
@@ -265,7 +265,7 @@ def test_infer_runs_the_file_when_asked_and_says_so(hostile, folder):
   assert both.code == 1 and 'Leave one of them out' in both.err
 
 
-def test_infer_needs_no_task_where_a_vocabulary_and_prompts_are_given(hostile, folder):
+def test_infer_works_without_a_task_given_a_vocabulary_and_prompts(hostile, folder):
   path = hostile(MIXTURE_OR_TASK_MODULE="'evil'")
   result = run_here(
     lambda: infer.main([f'--checkpoint={path}', '--vocabulary=byte', '--prompts=p.txt', *DECODE]),

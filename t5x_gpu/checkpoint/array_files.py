@@ -35,9 +35,9 @@ def check_only_files(folder: str | os.PathLike) -> None:
 def check_array_files(folder: AnyPath) -> None:
   """Raises OSError or ValueError unless each piece of each array lies inside its file.
 
-  This finds files that are missing or cut off, a damaged index, and metadata that would make
+  This finds files that are missing or truncated, a damaged index, and metadata that would make
   TensorStore end the process; not bytes that changed inside a file. It takes milliseconds: about
-  3 for every 1000 pieces (one per array and shard). In object storage nothing can be cut off: there
+  3 for every 1000 pieces (one per array and shard). Objects in storage cannot be truncated: there
   the files need only exist, and metadata is not checked.
 
   Args:

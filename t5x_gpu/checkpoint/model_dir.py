@@ -40,13 +40,13 @@ class ModelDir(contextlib.AbstractContextManager):
   other run can save between the listing and the restore; and again before it writes after a long
   pause. As a context, it releases the lock.
 
-  The steps are listed and the manifests read again, when asked for, after
-  - `lock`, if it had to take the lock: another run may have saved until then;
-  - `refresh`, which the promotion of a local checkpoint calls, and whoever watches another run;
+  The next access lists the steps and reads the manifests again after
+  - `lock`, if it had to take the lock: another run may have saved before that;
+  - `refresh`, which the promotion of a local checkpoint and commands that watch another run call;
   - `relist`, for the steps alone.
-  `committed` and `removed` record what this run does itself. What could not be read is not
-  remembered: it is read again, so that a hiccup of a file server condemns no checkpoint. Arrays are
-  always read and checked afresh.
+  `committed` and `removed` record what this run does itself. Failed reads are not cached: a
+  transient error of a file server must not condemn a checkpoint. Arrays are always read and checked
+  from scratch.
 
   Args:
     path: a folder or an address in object storage; need not exist.

@@ -18,7 +18,7 @@ from t5x_gpu.config.json_schema import read_json
 
 PREFIX = 'checkpoint'
 CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
-# What `read_saved` raises for files that are missing, cut off or garbled.
+# What `read_saved` raises for files that are missing, truncated or garbled.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -74,7 +74,7 @@ def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
   """Returns the manifest of a checkpoint; the rest of it may be damaged.
 
   Raises:
-    OSError, ValueError: it is missing, cut off, garbled, or not as `schemas.MANIFEST` says.
+    OSError, ValueError: it is missing, truncated, garbled, or does not match `schemas.MANIFEST`.
   """
   return read_json(checkpoint_path(folder, step) / 'manifest' / 'metadata', MANIFEST)
 
@@ -84,14 +84,14 @@ def read_saved(
 ) -> Saved:
   """Returns the metadata of a checkpoint, if all of its files are complete.
 
-  Array files that are missing or cut off are found; their contents are not read.
+  Array files that are missing or truncated are found; their contents are not read.
 
   Args:
     folder: MODEL_DIR.
     step: of the checkpoint.
     manifest: its manifest, if that was read before.
   Raises:
-    OSError, ValueError, KeyError, TypeError: something is missing, cut off or garbled.
+    OSError, ValueError, KeyError, TypeError: something is missing, truncated or garbled.
   """
   checkpoint = checkpoint_path(folder, step)
   if not isinstance(checkpoint, RemotePath):

@@ -135,8 +135,8 @@ def read_request(
     ends = ()
   elif folder is None:
     raise ConfigError(
-      'A model file does not say where the parameters are.',
-      fix='Give --checkpoint=FOLDER, or the gin file of a run.',
+      'This gin file configures a model but no run, so it does not set MODEL_DIR.',
+      fix='Add --checkpoint=FOLDER, or pass the gin file of a run.',
     )
   else:
     run, dataset = None, DatasetConfig('', {}, '', 1)

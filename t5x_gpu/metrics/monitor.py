@@ -75,14 +75,14 @@ class Monitor(contextlib.ExitStack):
   def _warn_about(
     self, last: Slowest, reports: Sequence[RankReport], step_seconds: Optional[float]
   ) -> None:
-    """Warns once for each process that holds the others up."""
+    """Warns once for each process that slows down the others."""
     report = last.report
     late = step_seconds and last.seconds_behind > _MOST_BEHIND * step_seconds
     if late and report.rank not in self._warned:
       self._warned.add(report.rank)
       _log.warning(
-        'The host of %s works %.3f s per step, %.3f s more than the median of %d processes; '
-        '%.3f s of it waits for input. A step takes %.3f s.',
+        'Slow host: %s spends %.3f s per step there, %.3f s more than the median of %d processes; '
+        '%.3f s of it is waiting for input. A step takes %.3f s.',
         report.name,
         report.host_seconds,
         last.seconds_behind,

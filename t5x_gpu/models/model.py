@@ -167,7 +167,7 @@ class ClassifierModel(Model, Protocol):
 
   @property
   def classifies(self) -> bool:
-    """Whether it has: `logits` are then [batch, classes]."""
+    """True if rows have one label: `logits` are then [batch, classes]."""
 
   def logits(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None

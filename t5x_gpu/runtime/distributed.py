@@ -38,7 +38,7 @@ class DistributedConfig:
     initialization_timeout_seconds: until all processes must have started; queues and file systems
       can be slow.
     heartbeat_timeout_seconds: a process that is silent for longer counts as dead. Shorter than
-      Slurm's SlurmdTimeout (300 s), so that the processes of a host that was cut off have ended
+      Slurm's SlurmdTimeout (300 s), so that the processes of a disconnected host have ended
       before the job restarts elsewhere.
     shutdown_timeout_seconds: until all must have ended, after the first one has.
   """

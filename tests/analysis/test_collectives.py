@@ -61,7 +61,7 @@ def test_a_psum_is_one_all_reduce_over_its_axes(axes, parts):
   assert (c.count, c.trip_counts, c.in_branch, c.unknown_count) == (1, (), False, False)
 
 
-def test_it_says_which_line_asked_for_it():
+def test_the_line_of_code_that_caused_it_is_named():
   (c,) = found_in(on_devices(lambda x: jax.lax.psum(jnp.tanh(x), 'data')), rows())
   assert c.op_name == 'jit(<lambda>)/shard_map/psum'
   assert 'test_collectives.py:' in c.source
@@ -359,6 +359,6 @@ def test_the_text_of_a_compiled_gpu_program_is_read_too():
   ]
 
 
-def test_text_that_is_no_program_is_refused():
+def test_text_that_is_not_a_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
     hlo_text.parse('HloModule nothing\n')

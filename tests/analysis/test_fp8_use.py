@@ -38,7 +38,7 @@ def test_a_step_without_fp8_is_an_error():
     check_fp8_gemms(STEP.replace('OPERAND', 'bf16'))
 
 
-def test_the_line_says_what_is_emulated_and_what_is_not_in_fp8():
+def test_the_line_names_emulated_products_and_those_not_in_fp8():
   config = TransformerConfig(
     32, 1, 16, 2, 8, 24, dtype='fp8', num_experts=4, fp8_scaling='delayed', fp8_history=16
   )

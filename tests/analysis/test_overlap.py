@@ -119,7 +119,7 @@ FUSED = """
 """
 
 
-def test_kernels_are_told_apart_by_target_and_by_the_type_that_they_multiply():
+def test_kernels_are_distinguished_by_target_and_by_operand_type():
   def fusion(name: str, called: str) -> str:
     return (
       f'%{name} = f32[8,8]{{1,0}} fusion(%x), kind=kCustom, calls=%{called}, '

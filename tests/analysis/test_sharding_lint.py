@@ -98,7 +98,7 @@ def test_purposes_follow_from_shape_and_place(kind, axes, shape, op_name, expect
   assert purpose(c, shapes()) == expected
 
 
-def test_a_stack_and_one_layer_of_it_are_told_apart():
+def test_a_stack_and_one_of_its_layers_are_distinguished():
   (layer,) = shapes().find((MLP, EMBED))
   assert (layer.parameter.name, layer.is_layer, layer.copies) == ('layers/w', True, LAYERS)
   (stack,) = shapes().find((LAYERS, EMBED // 2, MLP))
@@ -126,7 +126,7 @@ FSDP = {'parameter': MEANT, 'optimizer state': MEANT}
 WHOLE = dict.fromkeys('ab', ((1024, 1024), (None, None), ()))
 
 
-def test_a_large_array_that_is_whole_beside_split_ones_is_found():
+def test_a_large_unsplit_array_among_split_ones_is_found():
   large = {**PARAMETERS, 'table': ((1024, 1024), (None, None), ())}
   (finding,) = replicated(layouts(large), [], SHAPE, rules=FSDP)
   assert finding.rule == 'replicated' and finding.num_bytes == 2**21
@@ -234,7 +234,7 @@ def test_gradients_that_a_loop_reduces_each_time_are_found():
   assert 'layers/w' in findings[0].what and 'NUM_MICROBATCHES' in findings[0].fix
 
 
-def test_layers_in_turns_of_two_are_no_repetition():
+def test_two_alternating_layers_do_not_count_as_repetition():
   c = Collective(
     'all-reduce',
     ('data',),

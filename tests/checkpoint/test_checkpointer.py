@@ -161,7 +161,7 @@ def test_the_last_three_stay(tmp_path):
 
 
 @pytest.mark.parametrize('best_is, best', [('min', 4), ('max', 5)])
-def test_multiples_and_the_best_stay_beside_the_last_also_after_a_restart(tmp_path, best_is, best):
+def test_multiples_the_best_and_the_last_are_kept_also_after_a_restart(tmp_path, best_is, best):
   keep = Keep(last=1, every=10, best=1, metric='eval/loss', best_is=best_is)
   losses = {2: 3.0, 3: float('nan'), 4: 1.0, 5: 7.0, 12: 2.0}  # 10 and 11 are not evaluated
   for steps in ((2, 3, 4, 5), (10, 11, 12)):
@@ -370,7 +370,7 @@ def test_pieces_of_arrays_are_found_through_many_nodes_of_the_index(tmp_path):
     check_array_files(tmp_path)
 
 
-def test_a_file_that_is_cut_off_is_named_with_what_is_missing(tmp_path):
+def test_a_truncated_file_is_named_with_what_is_missing(tmp_path):
   folder = folder_with(tmp_path, 10) / 'checkpoint_10/state'
   check_array_files(folder)
   largest = largest_data_file(folder)
@@ -457,7 +457,7 @@ def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
   assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10']
 
 
-def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
+def test_a_save_cut_short_by_a_kill_is_not_a_checkpoint(tmp_path):
   folder = folder_with(tmp_path, 10)
   shutil.copytree(
     folder / 'checkpoint_10', folder / 'checkpoint_20.orbax-checkpoint-tmp-1234567890123456'
@@ -511,7 +511,7 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(full_disk, capl
     assert_equal(restored.state, new_state(10, seed=10))
 
 
-def test_a_save_that_fails_later_is_told_at_the_next_look(full_disk):
+def test_a_save_that_fails_later_is_reported_at_the_next_check(full_disk):
   checkpointer = Checkpointer(str(full_disk / 'model'))
   try:
     save(checkpointer, 10, new_state(10))

@@ -606,7 +606,7 @@ def test_an_impossible_check_is_refused_first(tmp_path, refuses, monkeypatch):
   )
 
 
-def test_the_model_file_beside_a_checkpoint_says_what_model_it_is(tmp_path, refuses):
+def test_the_model_file_of_a_checkpoint_describes_its_model(tmp_path, refuses):
   tensors = write_model(tmp_path / 'a', CONFIGS['llama'])
   run(tmp_path / 'a', tmp_path / 'ours')
   model = tmp_path / 'ours' / 'model.gin'

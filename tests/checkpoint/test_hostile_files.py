@@ -169,7 +169,7 @@ def test_a_prepared_index_of_another_split_or_with_wrong_types_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize('name', ['../..', '/etc', 'a/b', '', 'ABCDEF0123456789', 7])
-def test_a_run_id_that_is_no_name_of_ours_is_moved_aside(tmp_path, name, caplog):
+def test_a_run_id_that_we_did_not_write_is_moved_aside(tmp_path, name, caplog):
   (tmp_path / RUN_ID).write_text(json.dumps({'name': name, 'folder': str(tmp_path)}))
   assert read_run_id(tmp_path) is None
   new = ensure_run_id(tmp_path)
@@ -178,7 +178,7 @@ def test_a_run_id_that_is_no_name_of_ours_is_moved_aside(tmp_path, name, caplog)
 
 
 @pytest.mark.parametrize('kind', ['folder', 'full folder', 'looping link', 'pipe', 'zeros'])
-def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path, kind):
+def test_special_files_are_neither_read_nor_waited_for(tmp_path, kind):
   replace(tmp_path / RUN_ID, kind)
   with pytest.raises(OSError):
     read_json(tmp_path / RUN_ID)

@@ -142,7 +142,7 @@ def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
       start._filled(p.init(), p)
 
 
-def test_a_checkpoint_of_its_own_wins_even_where_the_other_is_gone(tmp_path):
+def test_the_runs_own_checkpoint_wins_even_if_the_other_is_gone(tmp_path):
   saved = Saved(5, b'', {})
   start = plan_start(RestoreConfig(str(tmp_path / 'gone')), program(), MODEL, saved=saved)
   assert start.origin is None and 'checkpoint_5' in start.text

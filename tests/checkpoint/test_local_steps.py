@@ -179,7 +179,7 @@ def test_every_part_is_kept_on_two_hosts_and_sent_only_where_it_must_be(layout, 
     ('hsdp', 'gpu-001'),
   ],
 )
-def test_any_host_may_be_lost_and_the_step_comes_back_to_the_bit(tmp_path, layout, lost):
+def test_any_host_may_be_lost_and_the_step_comes_back_bit_exactly(tmp_path, layout, lost):
   save_all(tmp_path, layout, TOGETHER, 5, 6)
   saved = restart(tmp_path, layout, lost=(lost,))
   assert saved.step == 6 and saved.manifest['next_batch_hash'] == 'hash6'
@@ -281,7 +281,7 @@ def test_a_checkpoint_whose_arrays_are_damaged_gives_way_to_the_local_step_befor
   assert (tmp_path / 'model' / 'corrupt_checkpoint_8').is_dir()
 
 
-def test_a_dry_run_says_what_would_be_promoted_and_writes_nothing(tmp_path, caplog):
+def test_a_dry_run_lists_the_steps_it_would_promote_and_writes_nothing(tmp_path, caplog):
   save_all(tmp_path, 'fsdp', TOGETHER, 6)
   before = listing(tmp_path)
   with caplog.at_level(logging.INFO):
@@ -388,7 +388,7 @@ def test_a_save_that_fails_is_reported_once_and_tried_again(tmp_path, caplog):
   assert [p.name for p in folder.iterdir()] == ['step_3.process_1']
 
 
-def test_the_start_says_what_is_kept_where_and_names_an_earlier_run_of_the_path(tmp_path, caplog):
+def test_the_start_reports_kept_steps_and_an_earlier_run_of_the_path(tmp_path, caplog):
   save_all(tmp_path, 'fsdp', TOGETHER, 6)
   shutil.rmtree(tmp_path / 'model')
   config = CheckpointConfig(period=4, local_checkpoint_dir=str(tmp_path / NAMES[0]), local_period=2)
@@ -431,7 +431,7 @@ def test_a_promotion_waits_for_no_other_run(tmp_path):
   assert not list((tmp_path / 'model').glob('checkpoint_*'))
 
 
-def test_what_is_no_array_is_described_as_orbax_does(tmp_path):
+def test_values_that_are_not_arrays_are_described_as_orbax_does(tmp_path):
   state = TrainState(
     step=jnp.int32(1),
     params={'w': jnp.ones(3)},

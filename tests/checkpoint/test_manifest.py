@@ -21,7 +21,7 @@ def test_equal_trees_do_not_differ_whatever_their_values_and_mesh():
   assert differences(manifest(tree), abstract) == []
 
 
-def test_shape_dtype_missing_and_left_over_are_told_apart():
+def test_shape_dtype_missing_and_left_over_are_distinguished():
   old = {'params': arrays(a=(2, 3), old_name=(4,), c=(1,))}
   new = {'params': {**arrays(a=(2, 5), old_names=(4,)), 'c': np.zeros(1, np.int32)}}
   assert differences(manifest(old), new) == [

@@ -64,7 +64,7 @@ def test_state_data_and_manifest_come_back(address):
   assert restored.manifest['next_batch_hash'] == 'hash3'
 
 
-def test_what_lies_there_is_a_checkpoint_on_a_disk_too(address, tmp_path):
+def test_files_in_storage_are_a_checkpoint_on_a_disk_too(address, tmp_path):
   # Everything that Orbax's tree can hold: None, empty containers, tuples, bfloat16, int64 layers.
   state = new_state(3).replace(
     opt_state={
@@ -183,7 +183,7 @@ def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_one_that_cannot_be_read_counts_no_more_until_its_step_is_saved_again(address, caplog):
+def test_an_unreadable_one_does_not_count_until_its_step_is_saved_again(address, caplog):
   folder = run_with(address, 1, 2)
   [data] = [
     n
@@ -270,7 +270,7 @@ def test_a_first_save_that_the_storage_cuts_off_fails_although_nothing_can_be_li
     ('endpoint', {'AWS_ENDPOINT_URL': 'http://127.0.0.1:9'}, 'Check the network'),
   ],
 )
-def test_errors_say_what_is_wrong_and_which_variables_are_read(server, what, options, part):
+def test_errors_name_the_problem_and_the_variables_that_are_read(server, what, options, part):
   with server.used(**options), pytest.raises(CheckpointError) as failed:
     check_model_dir('s3://nobody-has-this/run', target=abstract(new_state()))
   text = str(failed.value)
@@ -343,7 +343,7 @@ def test_reshard_carries_a_checkpoint_to_a_disk_and_back_bit_for_bit(address, tm
   assert committed_steps(back) == [3]
 
 
-def test_a_reshard_that_was_cut_off_is_no_checkpoint_and_goes_on(server, address, tmp_path):
+def test_an_interrupted_reshard_is_not_a_checkpoint_and_can_continue(server, address, tmp_path):
   run_with(address, 3)
   assert reshard_from(address, tmp_path / 'disk').code == 0
   new = as_path(address + '_new')

@@ -145,7 +145,7 @@ def test_a_requeued_slurm_job_takes_over_from_its_earlier_attempt_at_once(tmp_pa
     check_lock(tmp_path)
 
 
-def test_whoever_lost_the_lock_is_told_and_does_not_remove_it(tmp_path):
+def test_a_run_that_lost_the_lock_gets_an_error_and_does_not_remove_it(tmp_path):
   lock = RunLock(tmp_path)
   lock_of(tmp_path, host='gpu-08', kernel='another')
   with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
@@ -197,7 +197,7 @@ def test_a_removed_lock_is_written_again_and_a_lock_is_touched_while_it_is_held(
   assert not list(tmp_path.iterdir())
 
 
-def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_nothing(tmp_path, warm):
+def test_a_second_run_and_a_dry_run_fail_before_compiling_and_change_nothing(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=2) as run:
     run.wait_for(run.held)
@@ -220,7 +220,7 @@ def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_noth
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp_path, warm):
+def test_a_run_that_was_disconnected_and_lost_its_model_dir_exits_without_saving(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=8) as run:
     run.wait_for(run.held)

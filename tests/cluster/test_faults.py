@@ -291,7 +291,7 @@ def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, pro
 
 
 @pytest.mark.slow
-def test_what_takes_long_but_goes_on_is_no_fault(ranks, project):
+def test_slow_progress_is_not_a_fault(ranks, project):
   """Opening the data, and each save on one rank, take longer than any silence or step may."""
   # A busy machine may well take three seconds for a step.
   ended = ranks.run(

@@ -180,7 +180,7 @@ def test_a_data_module_that_differs_is_named(hosts):
   refused(hosts.run(DATA_MODULE='my_data'), 'do not run the same code', 'module my_data: ')
 
 
-def test_a_model_dir_that_hosts_do_not_share_is_told_at_the_start(hosts):
+def test_a_model_dir_that_hosts_do_not_share_is_reported_at_the_start(hosts):
   ended = hosts.run(script=IMPATIENT, MODEL_DIR='model')  # each below its own working folder
   refused(
     ended,

@@ -170,7 +170,7 @@ def test_macros_in_a_circle(project, load):
   assert text.startswith('Macros refer to each other in a circle: %TRAIN_STEPS (a.gin:1) -> ')
 
 
-def test_overriding_a_user_of_macros_is_no_error_but_noted(load):
+def test_overriding_a_binding_that_uses_macros_gives_a_note_not_an_error(load):
   config = load(
     ['my.gin'],
     bindings=['train.total_steps=5', 'MODEL_DIR=a', 'train.optimizer=@train_script.Adafactor()'],
@@ -235,7 +235,7 @@ def test_one_failed_import_hides_its_consequences(project, load):
   assert text == "bad.gin:2: There is no module 'trian' in app. Did you mean 'train'?"
 
 
-def test_imports_without_dynamic_registration_are_told_of_the_line_that_is_missing(project, load):
+def test_imports_without_dynamic_registration_name_the_missing_line(project, load):
   write(project / 'bad.gin', 'from app import train as other\nother.train.total_steps = 5\n')
   text = problems_of(load, 'my.gin', 'bad.gin')
   assert text.startswith("bad.gin:2: No function or class 'other.train' is known to gin.")

@@ -74,7 +74,7 @@ def test_loads_do_not_see_each_other(project, load):
   assert load(['other.gin']).arguments() == {'x': 5}
 
 
-def test_a_decorated_module_may_be_imported_anew(project, load):
+def test_a_decorated_module_may_be_imported_again(project, load):
   write(project / 'decorated.py', 'import gin\n@gin.configurable\ndef train(x=1): return x\n')
   write(project / 'd.gin', 'import decorated\ntrain.x = 5\n')
   for _ in range(2):
@@ -155,7 +155,7 @@ def test_search_paths_and_other_working_directories(project, load, monkeypatch, 
   assert config.provenance.find('TRAIN_STEPS')[0].origin == 'runs/run.gin:8'
 
 
-def test_an_importable_folder_without_init_is_no_package(project, load):
+def test_an_importable_folder_without_init_is_not_a_package(project, load):
   """gin 0.5.0's own resource reader raises a TypeError here (resource_reader.py:89)."""
   (project / 'elsewhere').mkdir()
   write(project / 'runs2/a.gin', "include 'gin_configs/runs/run.gin'\nMODEL_DIR = 'm'\n")
@@ -190,7 +190,7 @@ def test_circular_includes_stop(project, load):
     load(['a.gin'])
 
 
-def test_a_file_beside_the_including_one_is_found_last(project, load):
+def test_a_file_in_the_folder_of_the_including_one_is_found_last(project, load):
   text = (project / 'my.gin').read_text()
   write(project / 'experiments/base.gin', text)
   write(project / 'experiments/mine.gin', "include 'base.gin'\n")

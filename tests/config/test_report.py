@@ -141,7 +141,7 @@ def test_origins_file_lists_settings_and_defaults(project, load):
   assert 'AdamW.betas = (0.9, 0.999)' in text.split('# Defaults')[1]
 
 
-def test_a_different_earlier_config_is_kept_and_the_changes_told(project, load):
+def test_a_different_earlier_config_is_kept_and_the_changes_reported(project, load):
   out = project / 'out'
   assert report.write(load(['my.gin']).provenance, out) == []
   first = (out / 'config.gin').read_text()
@@ -264,7 +264,7 @@ def test_command_shows_what_differs(project):
   assert config_command(project, 'diff', 'my.gin', 'my.gin').stdout == 'No value differs.\n'
 
 
-def test_a_closed_pipe_is_no_error(project):
+def test_a_closed_pipe_is_not_an_error(project):
   read, written = os.pipe()
   os.close(read)
   done = config_command(project, 'show', '--gin_file=my.gin', stdout=written)

@@ -106,5 +106,5 @@ def test_fitting_values(value, annotation):
     ),
   ],
 )
-def test_mismatches_say_what_would_fit(value, annotation, expected):
+def test_mismatches_name_the_types_that_fit(value, annotation, expected):
   assert type_checks.mismatch(value, annotation) == expected

@@ -38,7 +38,7 @@ def test_task_module_that_needs_something_missing(open_data, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize('kind', ['text_files', 'text_lines', 'jsonl'])
-def test_pattern_without_a_file_says_what_is_there(open_data, text_folder, kind):
+def test_pattern_that_matches_nothing_lists_the_files_found(open_data, text_folder, kind):
   text = refused(open_data, f'{kind}:{text_folder}/*.json')
   assert 'No file matches' in text and '0.txt, 1.txt' in text
 
@@ -142,7 +142,7 @@ def test_jsonl_with_a_later_broken_line_names_file_and_line(open_data, tmp_path)
 
 
 @pytest.mark.slow
-def test_data_opens_without_a_word_on_stderr_and_leaves_at_once(text_folder):
+def test_data_opens_silently_and_exits_at_once(text_folder):
   code = f"""
 import time
 from t5x_gpu.data import batches, data_module, features

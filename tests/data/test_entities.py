@@ -24,7 +24,7 @@ def test_entities_are_found_as_by_conlleval(tags, want):
   assert [(e.kind, e.start, e.stop) for e in found] == want
 
 
-def test_names_that_are_no_tags_have_no_entities():
+def test_names_that_are_not_tags_have_no_entities():
   assert entities.entity_kinds(('O', 'I-PER', 'B-PER', 'B-LOC')) == ('LOC', 'PER')
   assert entities.entity_kinds(('NOUN', 'VERB', 'O')) == ()
   numbers = entities.kind_numbers(('O', 'I-PER', 'B-PER', 'B-LOC'))

@@ -8,7 +8,7 @@ from tests.helpers_train import Project
 STREAM = {'guarantee': STREAMING, 'source of a': {'files': 3, 'bytes': 9}, 'seed': 0}
 
 
-def test_one_process_is_told_what_is_guaranteed_and_not_warned():
+def test_one_process_logs_the_guarantees_without_a_warning():
   assert data_line(STREAM, process_count=1) == f'data: {STREAMING}'
   assert data_line({'task': 'of a user'}, process_count=2) == ''
   assert 'WARNING' not in data_line({'guarantee': 'prepared: ...'}, process_count=8)

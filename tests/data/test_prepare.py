@@ -210,7 +210,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
   assert [p.name for p in (tmp_path / 'train').iterdir()] == ['thesis.txt']
 
 
-def test_two_at_once_are_told_apart(copied):
+def test_two_at_once_are_distinguished(copied):
   unfinished = copied / 'train' / '.unfinished'
   unfinished.mkdir()
   holder = subprocess.Popen(

@@ -83,5 +83,5 @@ def test_another_next_batch_of_the_same_facts_is_put_down_to_code_or_text():
   assert 'code of the task has changed' in what and '64 KiB' in what
 
 
-def test_the_same_next_batch_is_fine_wherever_the_data_lies():
+def test_the_same_next_batch_is_fine_wherever_the_data_is():
   check_next_batch(saved_hash='aa', hash_now='aa', saved=FACTS, now={**FACTS, 'task': 'moved'})

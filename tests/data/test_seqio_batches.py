@@ -166,7 +166,7 @@ def _validation_lines(open_data, lines):
 
 
 @pytest.mark.slow
-def test_evaluation_starts_anew_from_its_first_state(open_data, lines):
+def test_evaluation_starts_again_from_its_first_state(open_data, lines):
   iterator = open_data(lines, repeat=False, batch_size=32).iterator
   start = iterator.get_state()
   first = [batches.batch_hash(b) for b in iterator]
@@ -180,7 +180,7 @@ def test_small_data_still_fills_a_training_batch(open_data, tmp_path):
   assert batch['decoder_loss_weights'].any(axis=1).all()
 
 
-def test_description_says_what_is_guaranteed(open_data, lines):
+def test_description_lists_the_guarantees(open_data, lines):
   facts = open_data(lines).iterator.describe()
   assert facts['mixture_or_task_name'] == lines and '(data, seed, t)' in facts['guarantee']
 

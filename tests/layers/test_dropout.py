@@ -41,7 +41,7 @@ def test_masks_of_some_positions_are_those_of_the_whole_row():
   np.testing.assert_array_equal(got, whole[:, some])
 
 
-def test_layers_and_sites_have_masks_of_their_own():
+def test_layers_and_sites_have_separate_masks():
   base = rng(np.arange(6))
   masks = [
     np.asarray(dropout(X, RATE, r))

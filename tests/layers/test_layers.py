@@ -78,7 +78,7 @@ def test_causal_position_buckets_are_exact_then_logarithmic_then_constant():
   assert (by_distance[128:] == 31).all() and by_distance[100] < 31
 
 
-def test_bidirectional_position_buckets_tell_the_sides_apart():
+def test_bidirectional_position_buckets_distinguish_the_sides():
   buckets = relative_position_buckets(40, 40, bidirectional=True, num_buckets=32, max_distance=128)
   assert set(buckets[20, :20]).isdisjoint(buckets[20, 21:])
   np.testing.assert_array_equal(buckets[20, 21:] - 16, buckets[20, 19:0:-1][:19])

@@ -140,7 +140,7 @@ def test_overflow_drops_the_later_tokens_of_a_row_only(x):
   np.testing.assert_array_equal(passed[2], np.arange(LENGTH) < 3)
 
 
-def test_a_row_knows_nothing_of_other_rows_and_a_token_nothing_of_later_ones(x):
+def test_a_row_is_independent_of_other_rows_and_a_token_of_later_ones(x):
   module = MoeMlp(4, MLP, 2, 0.5)
   params = init(module)
   out = np.asarray(apply(module, params, x))
@@ -172,7 +172,7 @@ def test_gates_are_divided_by_their_sum_or_not_as_asked(x, factor):
   np.testing.assert_array_equal(one, 1.0)
 
 
-def test_gradients_need_no_scatter_add(x):
+def test_gradients_do_not_use_scatter_add(x):
   module = MoeMlp(4, MLP)
   gradient = jax.grad(lambda p, x: output(module, p, x).sum(), (0, 1))
   assert 'scatter' not in str(jax.make_jaxpr(gradient)(init(module), x))
@@ -226,7 +226,7 @@ def test_flops_count_the_experts_that_a_token_uses():
   assert more - many == 6 * CONFIG.num_layers * router
 
 
-def test_adafactor_treats_each_expert_as_a_parameter_of_its_own():
+def test_adafactor_treats_each_expert_as_a_separate_parameter():
   optimizer = Adafactor(min_dim_size_to_factor=4)
   rng = np.random.default_rng(0)
   param, grad = (rng.normal(size=(3, 8, 16)).astype(np.float32) for _ in range(2))

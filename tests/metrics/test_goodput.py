@@ -129,7 +129,7 @@ def test_a_restart_from_an_older_checkpoint_also_loses_steps_of_earlier_processe
   assert found.seconds['productive'] == pytest.approx(25 * 1.5)
 
 
-def test_time_after_a_finished_run_is_no_downtime(tmp_path, clock):
+def test_time_after_a_finished_run_is_not_downtime(tmp_path, clock):
   for first_step in (0, 10):
     with started(clock) as goodput:
       trains(goodput, clock, tmp_path, 10, first_step=first_step)

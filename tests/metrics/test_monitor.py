@@ -93,8 +93,10 @@ def test_the_slowest_process_is_named_with_how_far_it_is_behind(caplog):
   assert values[0]['train/slowest_rank_seconds'] == pytest.approx(0.3)
   assert values[0]['train/peak_memory_bytes'] == 5
   (warning,) = [record.getMessage() for record in caplog.records]
-  assert warning.startswith('The host of process 2 on ')
-  assert 'works 0.400 s per step, 0.300 s more than the median of 4 processes; 0.350 s' in warning
+  assert warning.startswith('Slow host: process 2 on ')
+  assert (
+    'spends 0.400 s per step there, 0.300 s more than the median of 4 processes; 0.350 s' in warning
+  )
 
 
 def test_a_store_that_fails_or_has_strange_values_costs_only_the_numbers():

@@ -57,7 +57,7 @@ def test_the_picture_shows_what_the_file_holds(tmp_path):
   assert pngs[0] != pngs[1]
 
 
-def test_a_file_without_losses_gives_no_picture(tmp_path):
+def test_a_file_without_losses_is_not_plotted(tmp_path):
   path = _metrics(tmp_path / 'metrics.jsonl', [{'step': 1, 'train/grad_norm': 1.0}])
   assert plots.plot_losses(path, tmp_path / 'loss.png') is None
   assert not (tmp_path / 'loss.png').exists()

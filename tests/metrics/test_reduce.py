@@ -41,7 +41,7 @@ def test_single_tokens_survive_beyond_the_precision_of_float32():
   assert acc.sums()['tokens'] == (2**24 + 3, 1.0)
 
 
-def test_weight_zero_gives_no_value_but_a_name():
+def test_weight_zero_reports_the_name_without_a_value():
   result = reduce.means({'loss': (0.0, 0.0), 'accuracy': (1.0, 2.0)}, prefix='eval/')
   assert result.values == {'eval/accuracy': 0.5}
   assert result.empty == ('eval/loss',)

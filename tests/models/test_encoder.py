@@ -80,7 +80,7 @@ def test_rows_of_a_classifier_carry_token_types_if_the_model_has_several_or_is_s
     EncoderModel(CONFIG, token_types=True)
 
 
-def test_several_labels_are_choices_of_their_own():
+def test_several_labels_are_independent_choices():
   logits = jnp.array([[2.0, -1.0, 0.5], [-1.0, -1.0, 3.0], [9.0, 9.0, 9.0]])
   labels = jnp.array([[3, 0, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0]])  # {0, 2}, {1}, padding
   sums = of_label_sets(logits, labels, jnp.array([1, 2, 0]), with_hits=True)

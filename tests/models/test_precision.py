@@ -100,7 +100,7 @@ def test_fp8_adds_nothing_to_the_state_so_checkpoints_are_those_of_bfloat16():
 @pytest.mark.parametrize(
   'wrong, meant', [('bf16', 'bfloat16'), ('FP8', 'fp8'), ('float23', 'float32')]
 )
-def test_misspelt_precision_suggests_the_right_one(wrong, meant):
+def test_unknown_precision_suggests_the_closest_one(wrong, meant):
   with pytest.raises(
     ModelError, match=f"dtype = '{wrong}' is not one of .* Did you mean '{meant}'"
   ):

@@ -49,7 +49,7 @@ def check(folder, model: str, **partitioner: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_an_8b_decoder_is_padded_over_192_devices_and_the_mesh_table_says_what_it_costs(tmp_path):
+def test_the_mesh_table_reports_the_padding_of_an_8b_decoder_on_192_devices(tmp_path):
   text = check(tmp_path, 'llama3_8b', fsdp=192)
   assert (
     'fsdp = 192 does not divide embed = 4096: 30 arrays in memory are padded to 4224, 13 MiB per '

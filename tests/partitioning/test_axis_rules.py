@@ -35,7 +35,7 @@ def test_mesh_axes_of_size_one_split_nothing():
   assert partition_spec(('heads',), (3,), table=TABLE, mesh_shape={'model': 1}) == P(None)
 
 
-def test_a_misspelt_name_is_an_error_with_a_suggestion():
+def test_an_unknown_name_is_an_error_with_a_suggestion():
   with pytest.raises(ShapeError, match="unknown axis name 'mpl'.*'mlp'"):
     spec(('batch', 'mpl'), (8, 4))
 

@@ -302,7 +302,7 @@ def test_sizes_that_do_not_divide_are_one_error_that_names_each_and_what_to_set(
 @hypothesis.given(
   layout=layouts(), axis=st.sampled_from(sorted(AXES)), size=st.sampled_from([3, 5, 7])
 )
-def test_sizes_that_do_not_make_the_devices_are_one_error_that_says_what_would(layout, axis, size):
+def test_sizes_that_do_not_multiply_to_the_devices_are_one_error_with_the_fix(layout, axis, size):
   with pytest.raises(MeshError) as e:
     build(layout, **{AXES[axis]: size})
   assert f'{AXES[axis]} = {size}' in str(e.value) or f'{axis}={size}' in str(e.value)

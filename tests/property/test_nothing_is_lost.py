@@ -101,7 +101,7 @@ class NothingIsLost(RuleBasedStateMachine):
   """
 
   lab: Lab
-  tell: Callable[[str], None] = staticmethod(lambda text: None)
+  report: Callable[[str], None] = staticmethod(lambda text: None)
 
   def __init__(self):
     super().__init__()
@@ -145,7 +145,7 @@ class NothingIsLost(RuleBasedStateMachine):
     path = files[file % len(files)]
     content = bytearray(path.read_bytes())
     at = int(place * len(content))
-    self.tell(f'{how} {path.relative_to(self.project.model_dir)} at {at} of {len(content)}')
+    self.report(f'{how} {path.relative_to(self.project.model_dir)} at {at} of {len(content)}')
     if how == 'flip':
       content[at] ^= 1 << at % 8
       path.write_bytes(content)
@@ -216,7 +216,7 @@ class NothingIsLost(RuleBasedStateMachine):
           until(run, lambda: 'SIGTERM: finishing this step' in run.err)
           run.let_go()
       code = run.finish()
-    self.tell(f'{layout}: {steps} -> {self.project.steps()}, exit code {code}')
+    self.report(f'{layout}: {steps} -> {self.project.steps()}, exit code {code}')
     steps = self._check_end(run, code, steps)
     self._check_checkpoints(run, code, steps, self._aside() - aside)
     self._losses()
@@ -299,9 +299,9 @@ def digests(folder: pathlib.Path) -> dict[str, str]:
   }
 
 
-def machine(lab: Lab, *, tell: Callable[[str], None] = print) -> type[NothingIsLost]:
-  """Returns the machine of this lab; it calls `tell` with what happens."""
-  return type('NothingIsLost', (NothingIsLost,), {'lab': lab, 'tell': staticmethod(tell)})
+def machine(lab: Lab, *, report: Callable[[str], None] = print) -> type[NothingIsLost]:
+  """Returns the machine of this lab; it calls `report` with what happens."""
+  return type('NothingIsLost', (NothingIsLost,), {'lab': lab, 'report': staticmethod(report)})
 
 
 def try_examples(

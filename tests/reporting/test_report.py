@@ -152,7 +152,7 @@ def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):
     ('runs/demo/metrics.jsonl', 'is a file', 'Name its folder: .*runs/demo'),
   ],
 )
-def test_what_is_no_run_is_an_error_that_names_what_is(tmp_path, name, what, fix):
+def test_a_folder_without_a_run_is_an_error_that_names_the_runs(tmp_path, name, what, fix):
   write_run(tmp_path / 'runs' / 'demo', with_config=False)
   (tmp_path / 'empty').mkdir()
   with pytest.raises(ConfigError, match=what) as e:

@@ -188,7 +188,7 @@ def test_the_secret_lets_the_processes_of_the_job_in():
     ),
   ],
 )
-def test_a_process_with_another_secret_is_sent_away_and_told(secrets, words, caplog):
+def test_a_process_with_another_secret_is_refused_with_the_reason(secrets, words, caplog):
   port = free_port()
   outcomes = run_all(
     [info(i, port=port) for i in range(3)],

@@ -121,19 +121,19 @@ def test_missing_processes_are_named_to_all_who_came():
     assert outcome.seconds < 20
 
 
-def test_a_name_that_does_not_resolve_is_told_as_dns():
+def test_a_name_that_does_not_resolve_is_reported_as_dns():
   (outcome,) = run_all([info(1, port=1, host='no-such-host.invalid')], [member(1)], seconds=0.3)
   assert "'no-such-host.invalid' does not resolve (DNS" in outcome.error
   assert 'Process 1 of 3 (on node0) could not reach process 0' in outcome.error
   assert 'getent hosts' in outcome.error
 
 
-def test_a_port_where_nobody_listens_is_told_as_refused():
+def test_a_port_where_nobody_listens_is_reported_as_refused():
   (outcome,) = run_all([info(2, port=free_port())], [member(2)], seconds=0.3)
   assert 'connection refused' in outcome.error and 'Process 2 of 3' in outcome.error
 
 
-def test_a_host_that_does_not_answer_is_told_as_timed_out(monkeypatch):
+def test_a_host_that_does_not_answer_is_reported_as_timed_out(monkeypatch):
   monkeypatch.setattr(rendezvous, 'TRY_SECONDS', 0.2)
   with socket.create_server(('127.0.0.1', 0), backlog=0) as full, contextlib.ExitStack() as stack:
     port = full.getsockname()[1]
@@ -172,7 +172,7 @@ def test_a_derived_port_in_use_is_passed_over_by_all():
 
 
 @pytest.mark.slow
-def test_a_process_of_another_run_is_sent_away_and_told():
+def test_a_process_of_another_run_is_refused_with_the_reason():
   port = free_port()
   infos = [
     info(0, count=2, port=port),
@@ -184,7 +184,7 @@ def test_a_process_of_another_run_is_sent_away_and_told():
   assert 'another run listens here' in outcomes[2].error or 'refused' in outcomes[2].error
 
 
-def test_two_processes_with_one_index_are_told():
+def test_two_processes_with_one_index_are_reported():
   port = free_port()
   infos = [info(i, port=port) for i in (0, 1, 1, 2)]
   outcomes = run_all(infos, [member(0), member(1), member(1), member(2)], delays=(0, 0, 0.2, 0.4))
@@ -245,7 +245,7 @@ def test_one_gpu_in_two_processes_is_an_error_that_names_both():
   assert 't5x_gpu.launch' in str(e.value) and '--ntasks-per-node' in str(e.value)
 
 
-def test_gpus_of_their_own_are_no_error():
+def test_separate_gpus_are_not_an_error():
   check_members([member(i, gpus=(f'GPU-{i}',)) for i in range(4)])
   check_members([member(i) for i in range(4)])
 

@@ -98,7 +98,7 @@ def test_processes_without_a_domain_are_one_host():
 
 
 @pytest.mark.slow
-def test_a_proxy_for_downloads_is_no_obstacle():
+def test_a_proxy_for_downloads_is_ignored():
   # Without help JAX waits for its timeout and aborts.
   proxy = 'http://127.0.0.1:9'
   _, exits, output = run('layout', [{}, {}], http_proxy=proxy, https_proxy=proxy, grpc_proxy=proxy)

@@ -146,7 +146,7 @@ def uuid(number):
   return f'GPU-{number:08x}-c9f5-4f3a-9a53-1de0e7ab0c1f'
 
 
-def test_the_table_tells_which_process_has_which_gpu_on_which_host(monkeypatch):
+def test_the_table_shows_which_process_has_which_gpu_on_which_host(monkeypatch):
   assert table_of(monkeypatch, [(uuid(0xA0 + i),) for i in range(4)]) == [
     'processes: 4 on 2 hosts',
     '  gpu-001   0: 000000a0   1: 000000a1',

@@ -184,7 +184,7 @@ def test_process_zero_out_of_reach_ends_the_others(clock, capfd):
   assert 'for 16 s: UNAVAILABLE' in err
 
 
-def test_the_end_of_process_zero_is_told_at_once_by_name(clock, capfd):
+def test_the_end_of_process_zero_is_reported_at_once_by_name(clock, capfd):
   store = DictStore()
   dogs = [make(clock, store, index=i, count=2, period_seconds=0.5) for i in range(2)]
   for dog in dogs:
@@ -245,7 +245,7 @@ def test_the_block_ends_together_and_nobody_is_declared_dead_meanwhile():
   assert not left and min(ends) >= max(saved)
 
 
-def test_a_failure_is_told_to_the_others_with_its_reason(clock, capfd):
+def test_a_failure_reaches_the_others_with_its_reason(clock, capfd):
   store = DictStore()
   dogs = [make(clock, store, index=i, count=2) for i in range(2)]
   dogs[1].step_done(5)
@@ -258,7 +258,7 @@ def test_a_failure_is_told_to_the_others_with_its_reason(clock, capfd):
   assert 'Process 1 on' in err and 'failed after step 5: ValueError: no such file' in err
 
 
-def test_an_interrupted_process_is_no_silent_one(clock):
+def test_an_interrupted_process_does_not_count_as_silent(clock):
   store = DictStore()
   with pytest.raises(KeyboardInterrupt):
     with make(clock, store, index=1, count=2):

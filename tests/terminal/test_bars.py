@@ -23,7 +23,7 @@ def test_a_count_estimates_the_time_left_from_what_this_process_has_done():
   assert str(count) == 'infer_eval/cola 143/1,043 | ETA 0:01:30'
 
 
-def test_a_total_that_is_not_known_yet_gives_no_estimate():
+def test_an_unknown_total_has_no_estimate():
   found = []
   count = bars.Count('eval', lambda: found[0] if found else None)
   count.advance(3)

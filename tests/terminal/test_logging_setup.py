@@ -81,7 +81,7 @@ def test_absl_adds_no_handler_and_no_preamble():
   assert re.fullmatch(f'{STAMP}WARNING a real one\n', err), err
 
 
-def test_several_processes_are_told_apart_and_info_comes_once():
+def test_several_processes_are_distinguished_and_info_appears_once():
   code = """
       logging_setup.setup({index}, process_count=8)
       logging.getLogger('t5x_gpu').info('mesh')

@@ -78,7 +78,10 @@ def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
     'then from the files and the machine that the command line of this storage uses.'
   )
   if 'NoSuchBucket' in text or ('NOT_FOUND' in text and 'bucket' in text):
-    fix = 'Create the bucket, or correct its name. The endpoint may be of another server.\n' + read
+    fix = (
+      'Create the bucket or correct its name. The endpoint may also point to another server.\n'
+      + read
+    )
   elif re.search(r'PERMISSION_DENIED|UNAUTHENTICATED|redential|AccessDenied|\'40[13]\'', text):
     fix = 'Set keys that may list, read, write and delete there.\n' + read
   else:

@@ -21,7 +21,7 @@ from t5x_gpu.errors import DataError
 ROWS_PER_BLOCK = 256
 # Several iterators may read a source at once (a check, training, evaluation), 32 files each.
 _MAX_OPEN = 128
-# What libraries raise for a file that is cut off or has another form.
+# What libraries raise for a file that is truncated or has another format.
 _BROKEN = (
   OSError,
   EOFError,

@@ -150,14 +150,14 @@ def _of_texts(asked: Any, answers: Mapping[str, str], *, where: str) -> list[str
   if not isinstance(asked, str) or not asked:
     found = _shown(asked) if asked else 'nothing'
     raise DataError(
-      f'{where} has answers that are texts, and {found} as their prompt.', fix=_PAIR_FIX
+      f'{where} has answers that are texts, but {found} as their prompt.', fix=_PAIR_FIX
     )
   for name, answer in answers.items():
     if not answer:
       raise DataError(
-        f'{where}: the other answer begins with all of {name!r}, so that without a prompt nothing '
-        'of it is an answer.',
-        fix="Add the key 'prompt', and leave the prompt out of the answers.",
+        f"{where} has no key 'prompt', and the other answer begins with all of {name!r}: the text "
+        f'that both share counts as the prompt, so {name!r} has no answer left.',
+        fix="Add the key 'prompt', and remove the prompt from the answers.",
       )
   return [asked, *answers.values()]
 

@@ -203,8 +203,8 @@ def model_rows(
 def _renumber(
   feature: str, numbers: Sequence[int]
 ) -> Callable[[Mapping[str, tf.Tensor]], dict[str, tf.Tensor]]:
-  """Returns what gives the classes of a row the numbers of the model; see `model_rows`."""
-  # In `encoder_labels`, class numbers are one higher, and 0 stands for none.
+  """Returns a function that maps the classes of a row to the model's numbers; see `model_rows`."""
+  # In `encoder_labels`, class numbers are one higher and 0 means no label.
   table = [0, *(n + 1 for n in numbers)] if feature == features.LABELS else list(numbers)
   return lambda row: {**row, feature: tf.gather(tf.constant(table, tf.int32), row[feature])}
 

@@ -150,7 +150,10 @@ def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str,
 
 
 def task_for(features: Collection[str]) -> Callable[[str, seqio.DataSource], seqio.Task]:
-  """Returns what makes a task over a source with these features: `text_task`, `supervised_task`."""
+  """Returns the function that makes a task of a source with these features.
+
+  `text_task` if targets are the only feature, else `supervised_task`.
+  """
   return text_task if set(features) == {'targets'} else supervised_task
 
 

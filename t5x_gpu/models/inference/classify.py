@@ -68,9 +68,10 @@ class Classifier:
   def generate(
     self, prompts: Sequence[EncodedRow], *, numbers: Optional[Sequence[int]] = None
   ) -> list[Any]:
-    """Returns the probabilities of all classes, [number] or the vector, of each of `prompts`.
+    """Returns one result per prompt: the class probabilities, [number] or the vector.
 
-    Of words: a list of them, with None for a word that has no token in the row.
+    A model that classifies words returns a list with one entry per word; None marks a word that has
+    no token in the row.
     """
     del numbers
     found: list[Any] = []

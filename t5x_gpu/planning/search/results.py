@@ -45,8 +45,8 @@ def search_text(found: SearchState, gpus: str) -> str:
       faster = found.estimate(best) / found.estimate(other)
       lines.append(
         f"With PRECISION = '{dtype}' ({_words(other)}) a step takes "
-        f'{screen.seconds(found.estimate(other))}, {faster:.2f}x as fast. It computes other '
-        'numbers, so it is yours to choose (docs/precision.md).'
+        f'{screen.seconds(found.estimate(other))}, {faster:.2f}x as fast. It changes the numerics, '
+        'so the search leaves this choice to you (docs/precision.md).'
       )
   return '\n'.join(lines)
 

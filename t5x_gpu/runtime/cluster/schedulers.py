@@ -90,7 +90,7 @@ def slurm(env: Environment) -> Optional[LauncherVariables]:
     local_count=per_node[node_index] if known else None,
     hosts=(first_host(env['SLURM_STEP_NODELIST']),),
     # A requeued job keeps its id. The attempt keeps leftovers of the old one, on a host that was
-    # cut off, from joining the new one.
+    # disconnected, from joining the new one.
     job=f'{env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}.{attempt}',
     node=env.get('SLURMD_NODENAME', ''),
     gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),

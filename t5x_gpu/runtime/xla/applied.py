@@ -21,7 +21,7 @@ class Applied:
     env: the other variables that were set.
     jax_config: values of jax.config that were set.
     dropped: flag or option -> why it is not used.
-    kept: settings of ours that the user's replaced.
+    kept: names of settings for which the user's value was kept instead of ours.
     user_flags: names that the user set in XLA_FLAGS.
     warnings: sentences for the log.
     settings: the rows of the table in force.
@@ -60,7 +60,7 @@ class Applied:
         f'{_count(len(self.env) + len(self.jax_config), "variable")}'
       )
     if self.kept:
-      text += f', {len(self.kept)} of your own kept'
+      text += f', {_count(len(self.kept), "setting")} of the user kept'
     if self.dropped:
       reasons = list(dict.fromkeys(self.dropped.values()))
       text += f', {_count(len(self.dropped), "flag")} dropped: ' + (

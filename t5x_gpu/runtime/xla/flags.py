@@ -114,7 +114,7 @@ def _kept(
   env: Mapping[str, str],
   config: Mapping[str, Value],
 ) -> tuple[str, ...]:
-  """Returns the names of our settings that the user's replace."""
+  """Returns the names of settings for which the user's value replaces ours."""
   flags = {n for n in (*wanted.xla_flags, *wanted.compile_options) if canonical(n) in user_flags}
   values = {n.upper() for n in wanted.jax_config if n not in config}
   return tuple(sorted(flags | values | (wanted.env.keys() - env.keys())))

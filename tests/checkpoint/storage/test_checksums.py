@@ -97,7 +97,7 @@ def test_parts_in_any_order_and_shape_add_up():
   assert str(layers) == on_host(x)
 
 
-def test_more_elements_than_a_word_counts_are_told_apart():
+def test_checksums_distinguish_elements_beyond_one_word_of_index():
   x = values((4, 6, 8), np.float32)  # with 2^6 in place of 2^32: two words of index
   few = {'most_columns': 64}
   assert checksums.split_dims(x.shape, **few) == 1

@@ -114,7 +114,7 @@ def test_evaluation_has_every_row_once_and_fills_the_last_batch_with_weight_0(
   assert np.count_nonzero(tokens) == want
 
 
-def test_evaluation_starts_anew_from_its_first_state(mixed_rows, open_data):
+def test_evaluation_starts_again_from_its_first_state(mixed_rows, open_data):
   iterator = open_data(f'prepared:{mixed_rows}', repeat=False, split='validation').iterator
   start = iterator.get_state()
   first = [batches.batch_hash(b) for b in iterator]
@@ -270,7 +270,7 @@ def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, op
   assert data_module.open_class_names(other) is None
 
 
-def test_the_description_says_what_is_guaranteed(mixed_rows, open_data):
+def test_the_description_lists_the_guarantees(mixed_rows, open_data):
   facts = open_data(f'prepared:{mixed_rows}').iterator.describe()
   assert '(data, rates, seed, t)' in facts['guarantee'] and 'grain' in facts['libraries']
   assert facts['rates'] == {'mixed_a': 0.6, 'mixed_b': 0.3, 'mixed_c': 0.1}

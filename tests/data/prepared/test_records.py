@@ -35,7 +35,7 @@ def test_numbers_that_32_bits_do_not_hold_are_refused():
 @pytest.mark.parametrize(
   'damage', [lambda r: r[:-1], lambda r: r + b'x', lambda r: b'?' + r[1:], lambda r: b'']
 )
-def test_bytes_that_are_no_record_are_refused(damage):
+def test_bytes_that_are_not_a_record_are_refused(damage):
   record = encode_row({'tokens': np.arange(8)}, names=('tokens',))
   with pytest.raises(ValueError):
     decode_into(damage(record), {'tokens': np.zeros((1, 8), np.int32)}, 0)

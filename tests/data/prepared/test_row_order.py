@@ -46,7 +46,7 @@ def test_the_first_row_of_each_task_is_its_number_0():
   assert firsts == {0: 0, 1: 0, 2: 0}
 
 
-def test_an_epoch_of_each_task_has_each_of_its_rows_once_in_an_order_of_its_own():
+def test_each_epoch_has_every_row_once_in_a_different_order():
   rows = mixed_rows(tasks(a=70, b=20, c=10), rates=RATES, seed=3, repeat=True)
   epochs = [taken(rows, 100, start=100 * e) for e in range(3)]
   for epoch in epochs:

@@ -181,7 +181,7 @@ def test_a_tfrecord_that_has_changed_is_counted_and_read_past(tmp_path):
 @pytest.mark.parametrize(
   'form', [line_formats.LINES, line_formats.SPANS, line_formats.CSV, line_formats.JSON_LINES]
 )
-def test_a_byte_order_mark_is_no_text(tmp_path, form):
+def test_a_byte_order_mark_is_not_text(tmp_path, form):
   text = b'text\nb\n' if form is line_formats.CSV else b'{"text": "a"}\n'
   with_mark = rows_of(form, tmp_path / 'a', codecs.BOM_UTF8 + text)
   assert with_mark == rows_of(form, tmp_path / 'b', text) != []

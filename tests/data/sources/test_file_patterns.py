@@ -147,7 +147,7 @@ def test_a_folder_above_that_may_be_entered_but_not_listed_is_fine(open_folder):
     ]
 
 
-def test_the_lost_and_found_of_a_volume_is_no_reason_to_refuse_it(open_folder):
+def test_a_volume_with_lost_and_found_is_accepted(open_folder):
   (open_folder / 'lost+found').mkdir(mode=0)
   (open_folder / 'a.txt').write_text('a')
   with another_user():

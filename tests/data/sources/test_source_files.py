@@ -108,7 +108,7 @@ def test_a_touched_file_without_a_hash_is_refused_with_what_to_do(folder):
   assert 'cp -a' in text and 'delete model/source_files.json' in text
 
 
-def test_a_copy_that_keeps_modification_times_needs_no_hash(folder, tmp_path):
+def test_a_copy_with_the_same_modification_times_is_not_hashed(folder, tmp_path):
   record = files(folder).to_json()
   shutil.copytree(folder, tmp_path / 'elsewhere')  # as cp -a
   files(tmp_path / 'elsewhere').check(record, where='')
@@ -125,7 +125,7 @@ def test_a_file_written_to_during_the_run_is_reported_and_refused(folder, tmp_pa
   assert 'large.txt' in refusal(folder, (tmp_path / NAME).read_bytes())
 
 
-def test_hashing_ends_with_the_run_and_goes_on_with_the_next(folder, tmp_path, monkeypatch):
+def test_hashing_stops_with_the_run_and_continues_in_the_next(folder, tmp_path, monkeypatch):
   monkeypatch.setattr(source_files, '_BYTES_PER_SECOND', 1)  # a block takes eleven days
   run = files(folder)
   with run.kept_in(tmp_path):

@@ -92,7 +92,7 @@ def test_what_cannot_be_evaluated_is_an_error(changes, said):
     open_evaluated_tasks(dataclasses.replace(CONFIG, **changes))
 
 
-def test_no_metrics_are_no_error_where_they_are_not_required():
+def test_missing_metrics_are_fine_where_they_are_not_required():
   bare = dataclasses.replace(CONFIG, mixture_or_task_name='turned_without_metrics')
   assert not open_evaluated_tasks(bare, required=False)
   synthetic = dataclasses.replace(CONFIG, module='t5x_gpu.data.synthetic')

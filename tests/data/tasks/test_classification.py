@@ -93,7 +93,7 @@ def test_snippets_are_whole_lines_that_fit_and_lose_only_short_rests():
   assert len(text) - sum(map(len, pieces)) < python_snippets.MIN_BYTES
 
 
-def test_split_does_not_depend_on_where_the_library_lies_or_its_order():
+def test_split_does_not_depend_on_the_path_or_order_of_the_library():
   sizes = {f'json/{i}.py': 100 + i for i in range(9)}
   assert python_snippets.split_files(sizes) == python_snippets.split_files(
     dict(reversed(sizes.items()))
@@ -147,7 +147,7 @@ def test_data_with_more_classes_than_the_model_is_refused(opened):
   assert 'num_classes to 16' in e.value.fix
 
 
-def test_task_with_labels_is_no_language_model(open_data):
+def test_task_with_labels_is_not_a_language_model(open_data):
   with pytest.raises(DataError, match='encoder_classification'):
     open_data('python_source_classification')
   with pytest.raises(DataError, match="'inputs' and 'label'; 'python_source' gives only 'targets'"):

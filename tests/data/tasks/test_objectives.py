@@ -144,7 +144,7 @@ def test_targets_of_the_masked_model_are_the_whole_text_in_framed_pieces():
     assert (x['inputs'] == x['targets'])[untold].all()
 
 
-def test_fifteen_percent_are_told_of_which_80_10_10_are_hidden_replaced_and_left():
+def test_fifteen_percent_are_targets_of_which_80_10_10_are_masked_replaced_and_left():
   text = np.random.default_rng(0).integers(3, 259, 30_000).tolist()
   got = masked([text], 128)
   fractions = [x['loss_mask'].sum() / (len(x['inputs']) - 1) for x in got]
@@ -278,7 +278,7 @@ def test_objective_of_pairs_is_refused(tmp_path):
     task_lookup.lookup(batches.DatasetConfig(f'mlm:jsonl:{tmp_path}/a.jsonl', {}, 'train', 1))
 
 
-def test_language_model_task_for_an_encoder_says_which_name_hides_parts(open_data):
+def test_language_model_task_for_an_encoder_names_the_masked_task(open_data):
   with pytest.raises(DataError) as e:
     open_data('python_source', converter='encoder_mlm', lengths={'inputs': 8, 'targets': 8})
   assert "'mlm:python_source'" in e.value.fix
@@ -333,7 +333,7 @@ def test_text_pairs_of_jsonl_and_of_both_forms(open_data, tmp_path):
   'line, says',
   [('only one', 'has 1 columns'), ('a\tb\tc', 'has 3 columns'), ('a\t', 'one of them empty')],
 )
-def test_line_that_is_no_pair_is_named(open_data, tmp_path, line, says):
+def test_line_that_is_not_a_pair_is_named(open_data, tmp_path, line, says):
   (tmp_path / 'train.tsv').write_text('q\ta\n' * 40 + line)
   with pytest.raises(DataError, match=f'train.tsv:41 {says}|train.tsv:41 .*{says}'):
     list(

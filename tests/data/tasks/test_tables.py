@@ -128,7 +128,7 @@ def test_text_files_are_the_same_compressed(tmp_path, text_folder):
     for form in FORMS
   ],
 )
-def test_a_stream_saved_inside_a_block_goes_on_in_another_reader(open_data, tmp_path, form):
+def test_a_stream_saved_inside_a_block_continues_in_another_reader(open_data, tmp_path, form):
   for name in 'abc':
     write_form(form, tmp_path / 'd', numbered(700, begin=ord(name) * 1000), name=name)
   name = write_form(form, tmp_path / 'd', numbered(1), name='d')

@@ -58,7 +58,7 @@ def test_tfds_gives_the_texts_of_a_column(name, begins):
     ('yours', 'is not prepared'),
   ],
 )
-def test_tfds_that_cannot_be_read_says_what_to_do(name, says):
+def test_tfds_that_cannot_be_read_names_the_fix(name, says):
   with pytest.raises(DataError, match=says) as e:
     task_lookup.lookup(batches.DatasetConfig(f'tfds:{name}', {'targets': 8}, 'test', 1))
   assert e.value.fix

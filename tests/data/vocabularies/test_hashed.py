@@ -43,7 +43,7 @@ def test_the_graph_gives_the_same_ids_as_python(words):
   assert [row.tolist() for row in dataset.as_numpy_iterator()] == rows
 
 
-def test_bytes_that_are_no_text_do_no_harm(words):
+def test_bytes_that_are_not_text_are_harmless(words):
   ids = words.encode_tf(tf.constant(b'ok \xff\xfe ok')).numpy()
   assert ids[0] == ids[-1] == words.encode('ok')[0]
 

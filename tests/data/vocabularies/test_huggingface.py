@@ -131,7 +131,7 @@ def test_bert_ids_are_the_tokenizers_without_template_cutting_and_padding(bert):
   assert vocabulary.decode([2, *vocabulary.encode('hello, world!'), 3, 0, 0, 17]) == 'hello, world!'
 
 
-def test_gpt2_text_survives_and_its_exclamation_mark_is_no_padding(gpt2):
+def test_gpt2_text_survives_and_its_exclamation_mark_is_not_padding(gpt2):
   vocabulary = HuggingFaceVocabulary(gpt2 / 'tokenizer.json')
   own = tokenizers.Tokenizer.from_file(str(gpt2 / 'tokenizer.json')).get_vocab_size()
   assert vocabulary.moved_zero_id == own and vocabulary.vocab_size == own + 1
@@ -265,7 +265,7 @@ def test_two_vocabularies_in_one_sequence_are_refused_where_their_ids_meet(gpt2)
     got(seqio.PassThroughVocabulary(one.vocab_size))
 
 
-def test_an_encoder_tells_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
+def test_an_encoder_masks_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
   (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
   vocabulary = HuggingFaceVocabulary(gpt2)
   options = dict(

@@ -154,7 +154,7 @@ def test_without_loggers_a_run_writes_no_metrics(project):
   assert 'step 1/2' not in result.out and 'Done at step 2' in result.out
 
 
-def test_a_misspelt_logger_stops_the_run_before_it_compiles(project):
+def test_an_unknown_logger_is_an_error_before_compiling(project):
   result = project.run("--gin.LOGGERS=('mlflw',)")
   assert result.code == 1
   assert "'mlflw' is not a logger. Did you mean 'mlflow'?" in result.err

@@ -50,7 +50,7 @@ def test_the_loss_is_infonce_with_hard_negatives():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('pooling', ['mean', 'first_token'])
-def test_a_text_has_the_same_vector_in_a_row_of_its_own(pooling):
+def test_a_text_has_the_same_vector_packed_and_alone(pooling):
   model = dataclasses.replace(MODEL, pooling=pooling)
   params = split_names(model.init(jax.random.key(0), None))[0]
   rng = np.random.default_rng(1)

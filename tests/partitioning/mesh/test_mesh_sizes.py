@@ -148,7 +148,7 @@ def test_all_problems_come_in_one_message():
 
 
 @pytest.mark.parametrize('value', [0, -2, 2.0, '2', True, None])
-def test_a_size_that_is_no_size_is_refused(value):
+def test_an_invalid_size_is_refused(value):
   assert f'fsdp = {value!r} is not a size' in str(error(Topology(1, 8), fsdp=value))
   if value is not None:
     assert 'num_partitions' in str(error(Topology(1, 8), num_partitions=value))
@@ -230,7 +230,7 @@ def test_dcn_sizes_can_put_an_inner_axis_across_hosts():
     (dict(ici_mesh_shape={'fsdp': 8}, num_partitions=2), 'Set Partitioner.num_partitions = None'),
   ],
 )
-def test_bad_ici_and_dcn_sizes_say_what_fits(sizes, words):
+def test_errors_for_bad_ici_and_dcn_sizes_name_sizes_that_fit(sizes, words):
   e = error(Topology(2, 8), **sizes)
   assert words in str(e)
   assert any('mesh_shape' in parameter for parameter in e.parameters)

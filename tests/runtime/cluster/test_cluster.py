@@ -199,7 +199,7 @@ def test_open_mpi_on_several_hosts_offers_all_addresses_of_mpirun():
   assert hosts == {'192.0.2.2', '10.0.0.2'}
 
 
-def test_open_mpi_on_one_host_needs_no_name():
+def test_open_mpi_on_one_host_works_without_a_name():
   assert detect(openmpi_task(1, size=2)).coordinator_address.startswith('127.0.0.1:')
 
 
@@ -302,7 +302,7 @@ def test_flags_that_cannot_work_are_refused_before_any_waiting(flags, words):
   assert words in str(e.value)
 
 
-def test_a_variable_that_is_no_number_is_named():
+def test_a_variable_that_is_not_a_number_is_named():
   with pytest.raises(ConfigError, match="SLURM_PROCID = 'x'"):
     detect({**slurm_step(0), 'SLURM_PROCID': 'x'})
 

@@ -184,7 +184,7 @@ def test_a_literal_variable_in_single_quotes_is_explained():
   assert 'literal ${XLA_FLAGS}' in applied.report() and 'double quotes' in applied.report()
 
 
-def test_words_that_are_no_flags_do_not_hide_the_rest(tmp_path):
+def test_words_that_are_not_flags_do_not_hide_the_rest(tmp_path):
   # XLA itself stops reading at such a word, silently.
   flags, _ = read_flags('--a=1 stray --b="x y" \'--c\' --d')
   assert flags == ['--a=1', '--b="x y"', '--d']
@@ -228,7 +228,7 @@ def test_without_cache_and_child_names_are_read_from_the_library(monkeypatch):
   assert xla_probe.refused_options({'xla_gpu_bogus': 1}) == {}
 
 
-def test_a_garbled_cache_is_asked_anew(monkeypatch):
+def test_a_garbled_cache_is_rebuilt(monkeypatch):
   xla_probe.refused_flags(['--xla_gpu_bogus=2'])
   for path in xla_probe.cache_folder().glob('*.json'):
     path.write_text('{"question": ')
@@ -318,7 +318,7 @@ def test_mesh_and_model_refine_the_options_later():
   assert refined.env == applied.env
 
 
-def test_a_misspelt_preset_is_named():
+def test_an_unknown_preset_is_named():
   with pytest.raises(ConfigError, match="Did you mean 'max_overlap'"):
     prepare_environment('max_overlapp', gpu=None, environ={})
 

@@ -52,7 +52,7 @@ class _Kind:
   def how(self) -> str:
     """Returns how to choose columns."""
     first = ','.join(f'{name}=COLUMN' for name in self.usual[0])
-    more = ''.join(f', and if there is one {name}=COLUMN' for name in self.more)
+    more = ''.join(f' (and optionally {name}=COLUMN)' for name in self.more)
     return f'Name the columns after the pattern: #{first}{more}.'
 
 

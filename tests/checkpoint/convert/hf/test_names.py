@@ -85,7 +85,7 @@ def test_a_rule_splits_heads_transposes_and_stacks_layers():
   )
 
 
-def test_experts_of_their_own_and_joined_are_the_same_parameters():
+def test_separate_and_joined_experts_are_the_same_parameters():
   rng = np.random.default_rng(0)
   table, joined = (table_of(CONFIGS['mixtral'], names=names) for names in ((), {JOINED}))
   layer = 'model.layers.1.'
