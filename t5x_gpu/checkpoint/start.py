@@ -142,7 +142,7 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   Args:
     path: folder of the checkpoint.
     saved: its metadata, already compared with `target`.
-    target: shapes, dtypes and shardings of today.
+    target: shapes, dtypes and shardings of this run.
   Raises:
     CheckpointError: it cannot be read.
   """

@@ -66,7 +66,7 @@ class Assembly:
     folder: MODEL_DIR.
     candidate: the local checkpoint, and who has which part.
     found: the files of this process.
-    target: the TrainState of today.
+    target: the TrainState of this run.
     dry_run: only read and check.
   """
 

@@ -123,8 +123,8 @@ class DpoModel:
     for name in ('z_loss', 'label_smoothing'):
       if getattr(plain, name, 0.0):
         raise _error(
-          f'{type(plain).__name__}.{name} = {getattr(plain, name)} is of the loss per token, which '
-          'DpoModel does not compute.',
+          f'{type(plain).__name__}.{name} = {getattr(plain, name)} is part of the loss per token, '
+          'which DpoModel does not compute.',
           fix=f'Set {type(plain).__name__}.{name} = 0.0.',
         )
     if config is not None:
