@@ -97,7 +97,7 @@ def xla_flags_page() -> str:
   )
   parts.append(
     '<a name="older-flags"></a>\n## Older flags\n\nIf the installed jaxlib does not '
-    'know one of these, it becomes its replacement of today.\n\n'
+    'know one of these, its current replacement is used.\n\n'
     + _markdown(
       ['flag', 'with the value 1', 'why'],
       [

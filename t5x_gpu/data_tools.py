@@ -302,11 +302,11 @@ def bench(
   verdict = (
     'enough'
     if speed.tokens_per_second > takes
-    else 'too slow, the model would wait' + ('' if data.index else '. Prepare it (docs/data.md)')
+    else 'too slow; the model would wait' + ('' if data.index else '. Prepare it (docs/data.md)')
   )
   console.print(
-    f'The model takes {takes:,.0f} tokens/s ({source}), '
-    f'{takes / speed.tokens_per_core_second:.2f} cores of reading: {verdict}.'
+    f'The model takes {takes:,.0f} tokens/s ({source}), which keep '
+    f'{takes / speed.tokens_per_core_second:.2f} cores busy reading: {verdict}.'
   )
 
 

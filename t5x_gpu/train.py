@@ -243,7 +243,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == '__main__':
-  # Under its own name: gin files import t5x_gpu.train, and there must be one of it, not two.
+  # Gin files import t5x_gpu.train; running `__main__` would make a second copy of the module.
   from t5x_gpu.train import main as main_
 
   cli.run_main(main_)

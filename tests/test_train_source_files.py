@@ -67,7 +67,7 @@ def test_bytes_that_changed_far_behind_the_next_batch_are_refused_before_a_step(
   result = run(project, *flags, TRAIN_STEPS=4)
   assert result.code == 1
   assert 'The training text has changed' in result.err
-  assert 'corpus/a.txt: same size, other bytes' in result.err
+  assert 'corpus/a.txt: same size, different bytes' in result.err
   assert without_ledger(listing(project.model_dir)) == without_ledger(before)
 
 
@@ -100,7 +100,7 @@ def test_a_run_continued_from_another_compares_with_its_record(project):
   other = {'MODEL_DIR': project.folder / 'other', 'TRAIN_STEPS': 3}
   overwrite(project)
   result = run(project, **other)
-  assert result.code == 1 and 'corpus/a.txt: same size, other bytes' in result.err
+  assert result.code == 1 and 'corpus/a.txt: same size, different bytes' in result.err
   shutil.copyfile(project.folder / 'a.txt', project.folder / 'corpus/a.txt')
   result = run(project, **other)
   assert result.code == 0, result.err

@@ -49,7 +49,7 @@ class Restored:
 
   Attributes:
     path: folder of the checkpoint.
-    state: on today's mesh.
+    state: on the mesh of this run.
     data_state: for `BatchIterator.set_state`.
     manifest: see checkpoint/manifest.py.
   """
@@ -206,7 +206,7 @@ class BaseCheckpointer(abc.ABC):
     Checkpoints that cannot be read are set aside with a warning that names the one used instead.
 
     Args:
-      target: shapes, dtypes and shardings of today.
+      target: shapes, dtypes and shardings of this run.
       promote: called when a checkpoint cannot be read, before the next older one is tried.
     Raises:
       CheckpointError: the checkpoint is of another model, none can be read, or the storage does

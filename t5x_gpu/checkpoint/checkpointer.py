@@ -44,9 +44,9 @@ class CheckpointConfig:
 
   Attributes:
     period: steps between saves; the last step and an interrupted run are saved as well.
-    keep: how many of the last checkpoints stay; None for all.
-    keep_every: checkpoints whose step is a multiple of this stay, too.
-    keep_best: this many of the best stay, too, of those saved at a step with an evaluation.
+    keep: how many of the last checkpoints are kept; None for all.
+    keep_every: checkpoints whose step is a multiple of this are kept, too.
+    keep_best: this many of the best are kept, too, of those saved at a step with an evaluation.
     best_metric: the metric of the evaluation that decides, as metrics.jsonl calls it.
     best_is: whether low or high values are best: 'min' or 'max'.
     stop_before_end_seconds: save and exit this long before the job's time limit, if it is known.

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 MODES = {
   'resume': 'the whole state: parameters, optimizer, step, and position in the data',
-  'new_data': 'parameters, optimizer and step; the data start from scratch',
+  'new_data': 'parameters, optimizer and step; the data starts from scratch',
   'warm_start': 'all parameters; the optimizer, the step and the data start from scratch',
   'partial': 'the parameters that `pattern` matches; everything else starts from scratch',
 }
@@ -250,7 +250,7 @@ def _check(
   taken: Mapping[str, str],
   may_lack: Callable[[str], bool],
 ) -> None:
-  """Raises CheckpointError unless the checkpoint has what is asked of it."""
+  """Raises CheckpointError unless the checkpoint has the parameters to take."""
   sources = set(taken.values())
   have = {
     name: shape
@@ -275,7 +275,7 @@ def _check(
   if not problems:
     if not taken:
       raise _error(
-        f'{reader.path} has none of the parameters that are asked of it.',
+        f'{reader.path} has none of the requested parameters.',
         fix='Set another RestoreConfig.path.',
       )
     return

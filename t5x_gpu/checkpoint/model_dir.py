@@ -91,7 +91,7 @@ class ModelDir(contextlib.AbstractContextManager):
     return self._saved[step]
 
   def is_ours(self, step: int) -> bool:
-    """Returns whether `checkpoint_<step>` has a manifest of ours; else it may be anybody's."""
+    """Returns whether `checkpoint_<step>` has our manifest; if not, the folder may be foreign."""
     with contextlib.suppress(*UNREADABLE):
       return is_real_folder(self.checkpoint(step)) and bool(self.manifest(step)['arrays'])
     return False
@@ -220,7 +220,7 @@ def check_model_dir(
 
   Args:
     model_dir: need not exist. If this run has locked it, nobody else can be writing here.
-    target: the TrainState (or its shapes) of today.
+    target: the TrainState (or its shapes) of this run.
   Raises:
     CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
       can be read, or the latest is of another model.

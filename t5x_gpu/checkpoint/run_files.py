@@ -28,7 +28,7 @@ HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
 VOCABULARY = 'vocabulary.txt'  # of a merged model: the name of a vocabulary that has no file
 # SentencePiece models: T5's, and that of Llama 2 and Gemma.
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
-# The files of earlier runs that a report reads, and those that a run needs besides: it appends to
+# The files of earlier runs that a report reads, and those that a run also needs: it appends to
 # them, and keeps other configurations.
 _OF_A_REPORT = (
   r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|eval/.*\.jsonl'

@@ -123,8 +123,8 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
       return f'the last run here was {owner.name}; {reason}'
     if not wait or owner.kernel == me.kernel or (seen is not None and seen != found):
       raise CheckpointError(
-        f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of '
-        f'life was {max(age, 0):.0f} s ago.',
+        f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last '
+        f'heartbeat was {max(age, 0):.0f} s ago.',
         fix='Wait for that run or end it, or set another MODEL_DIR. The lock of a run on another '
         f'host expires {STALE_SECONDS} s after its last heartbeat; if you are sure that the '
         f'run is gone, remove {path}.',
@@ -204,7 +204,7 @@ class RunLock:
       CheckpointError: another run has or may have taken over, or the folder is gone.
     """
     owner = self._owner()
-    if self._released.is_set():  # the process is leaving
+    if self._released.is_set():  # the process is exiting
       return True
     check_exists(self._folder)
     if owner is None:

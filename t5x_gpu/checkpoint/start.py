@@ -146,7 +146,7 @@ def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
 
   Args:
     checkpoint: whose manifest has been compared with `target`.
-    target: shapes, dtypes and shardings of today.
+    target: shapes, dtypes and shardings of this run.
   Raises:
     CheckpointError: it cannot be read.
   """

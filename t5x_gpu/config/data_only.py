@@ -113,7 +113,7 @@ def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[s
       is_whole = statement.is_from or statement.alias
       module = statement.module if is_whole else statement.module.partition('.')[0]
       if imports.setdefault(name, module) != module:
-        problems.append(f'{place} imports {module} as {name!r}, which is {imports[name]} already.')
+        problems.append(f'{place} imports {module} as {name!r}, which is already {imports[name]}.')
   is_dynamic = any(isinstance(s, config_parser.ImportStatement) and _is_dynamic(s) for s in found)
   return imports if is_dynamic else {}
 

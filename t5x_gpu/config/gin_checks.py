@@ -102,7 +102,7 @@ def _lost_overrides(bindings: Bindings) -> list[str]:
       if 0 < depth < len(later.stack) and later.stack[:depth] == earlier.stack:
         result.append(
           f'{earlier.origin} sets {earlier.key} = {earlier.text}, and {later.origin}, '
-          f'included after it, sets it to {later.text}. Move the include above.'
+          f'included after it, sets it to {later.text}. Move the include above that line.'
         )
   return result
 

@@ -79,8 +79,8 @@ def mismatch(value: Any, annotation: Any) -> str:
     if not value.evaluated and _fits(dataclasses.replace(value, evaluated=True), annotation):
       return f'{value.text} is the class or function itself; write {value.text}() to call it.'
     name = getattr(value.what, '__name__', value.what)
-    return f'{value.text} gives {name}, it takes {show(annotation)}.'
-  return f'{value!r} is {_article(value)}, it takes {show(annotation)}.{_remedy(value, annotation)}'
+    return f'{value.text} gives {name}; expected {show(annotation)}.'
+  return f'{value!r} is {_article(value)}; expected {show(annotation)}.{_remedy(value, annotation)}'
 
 
 def _article(value: Any) -> str:

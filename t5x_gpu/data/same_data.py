@@ -113,7 +113,7 @@ def foreign_state(state: bytes, *, module: str, reason: str) -> DataError:
     f'This data state ({len(state)} bytes) was not written by {module}: {reason}. The checkpoint '
     'was trained on data that was read in another way (streaming, prepared or synthetic).',
     fix='Set MIXTURE_OR_TASK_NAME and DatasetConfig.module to those of the checkpoint, or start a '
-    'new run in another MODEL_DIR; RestoreConfig takes the parameters along.',
+    'new run in another MODEL_DIR; RestoreConfig can load the parameters.',
     parameters=(_NAME, 'DatasetConfig.module'),
   )
 

@@ -56,7 +56,7 @@ def closing_text(
   return (
     f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
     'Next:\n'
-    f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
+    f'  continue     the same command with --gin.TRAIN_STEPS={2 * step}\n'
     f'{curves if "tensorboard/" in logged else ""}'
     f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt'
   )

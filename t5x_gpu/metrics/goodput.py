@@ -152,7 +152,7 @@ class Goodput(contextlib.AbstractContextManager):
 
     Args:
       folder: MODEL_DIR, or what is copied there. It may be another one than before.
-      first_step: number of steps that the first state has behind it; None while it is unknown.
+      first_step: number of steps taken before the first state; None while unknown.
       facts: JSON-ready, of this start: 'total_steps', 'devices', 'host', ...
     """
     self._first_step = self._step = first_step

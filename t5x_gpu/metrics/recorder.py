@@ -39,7 +39,7 @@ class Recorder(contextlib.ExitStack):
     tokens_per_step: tokens of the global batch, including padding.
     is_main: True on the one process that writes and prints.
     step_done: called with (step, sums as numbers) for every finished step.
-    goodput: keeps account of the phases of the loop.
+    goodput: records the phases of the loop.
     loggers: where metrics go.
     run_name: for services; None for the last folder of `model_dir`.
     monitor: adds the speed per device and what other processes report; None for neither.

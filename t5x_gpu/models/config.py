@@ -53,7 +53,7 @@ class TransformerConfig:
     dtype: precision of the computation, 'float32', 'bfloat16' or 'fp8' (docs/precision.md);
       parameters and softmax are float32.
     logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
-    relative_bias: 'shared' (one for all layers: today's T5X), 'per_layer', or 'none'.
+    relative_bias: 'shared' (one for all layers: current T5X), 'per_layer', or 'none'.
     num_relpos_buckets, max_relpos_distance: buckets and largest distance of the relative bias.
     rope: rotary positions, or None.
     ropes: rotary positions that differ by layer, in place of `rope`: layer i has

@@ -145,7 +145,7 @@ def check_writes_text(model: Model) -> None:
     raise ConfigError(
       f'A {type(model).__name__} does not write text: it lacks '
       f'{", ".join(missing_members(model, TextModel))}.',
-      fix='Take a DecoderOnlyModel or an EncoderDecoderModel, or add these methods to your model '
+      fix='Use a DecoderOnlyModel or an EncoderDecoderModel, or add these methods to your model '
       '(TextModel in models/model.py). Without a text to write, remove train.sample_cfg.',
       parameters=('train.model', 'train.sample_cfg'),
     )

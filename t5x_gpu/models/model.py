@@ -303,7 +303,7 @@ def check_model(model: Any) -> None:
     raise ModelError(
       f'{name} lacks {", ".join(missing)}, which every model must have.'
       if missing
-      else f'{name} has other parameters than the trainer passes: {", ".join(declared)}.',
+      else f'{name} does not take the arguments that the trainer passes: {", ".join(declared)}.',
       fix='Declare\n  ' + '\n  '.join(map(_declaration, missing or wrong)),
       parameters=('train.model',),
       docs='add_a_model.md#when-the-layer-is-not-enough',

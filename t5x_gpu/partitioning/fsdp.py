@@ -61,7 +61,7 @@ def traffic_per_step(
     zero_stage: see above.
     dtype_bytes: bytes per value when stage 3 gathers, in the compute dtype. The rest is float32.
     in_pipeline: whether parameters are gathered once per step.
-    in_bfloat16: whether gradients are sent so, in an all-to-all.
+    in_bfloat16: whether gradients are sent in bfloat16, in an all-to-all.
   """
   share, size = (fsdp - 1) / fsdp, layers_size + other_size
   gathered = 4 * size

@@ -44,7 +44,7 @@ class Planner:
     """Returns the run on simulated devices.
 
     Raises:
-      MeshError, ConfigError, ShapeError, ModelError: sizes that do not fit each other.
+      MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other.
     """
     devices = list(self.devices[: topology.num_devices])
     return program_of_run(config, topology=topology, devices=devices)

@@ -47,7 +47,7 @@ def goodput_section(runs: Sequence[RunRecord]) -> Section:
       _meaning(),
     ]
   content += [element('p', f'{run.name} {_NO_LEDGER}.') for run in runs if not run.accounts]
-  intro = 'Goodput is the share of wall time in which steps were trained that count.'
+  intro = 'Goodput is the share of wall time spent on training steps that count.'
   return Section('goodput', 'Goodput', content, intro)
 
 

@@ -27,7 +27,7 @@ class BadSteps:
   Args:
     config: how many steps may be skipped, and how many batches are written.
     folder: MODEL_DIR.
-    first_step: steps that this process has behind it.
+    first_step: number of steps taken before this process started.
     vocabulary: returns what decodes ids into text; None where there is no text.
   """
 

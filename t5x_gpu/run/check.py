@@ -63,7 +63,7 @@ class CheckedRun:
   def already_done_text(self) -> str:
     return (
       f'{self.source} is already at step {self.saved.step}; nothing to do up to TRAIN_STEPS = '
-      f'{self.run.total_steps}. Set TRAIN_STEPS higher to train on.'
+      f'{self.run.total_steps}. Set TRAIN_STEPS higher to continue.'
     )
 
   def dry_run_text(self) -> str:
@@ -80,7 +80,7 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     run: its settings.
     dry_run: write nothing to MODEL_DIR; print the table of parameters as well.
   Raises:
-    ConfigError, MeshError, ModelError, ShapeError: settings that do not fit each other.
+    ConfigError, MeshError, ModelError, ShapeError: settings that contradict each other.
     OutOfMemoryError: the run cannot fit.
     CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or there is
       nothing to start from.

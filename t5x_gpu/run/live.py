@@ -46,9 +46,9 @@ class LiveRun:
     train_step: the compiled step: (state, batch) -> (state, sums).
     data: batches of the next steps, and the evaluations.
     checkpointer: saves to MODEL_DIR.
-    first_step: number of steps that the first state has behind it.
+    first_step: number of steps taken before the first state.
     origin: where the run started, for its manifests; None for a run that started from its seed.
-    goodput: keeps account of where the time goes.
+    goodput: records where the time goes.
     bad_steps: counts the steps that are skipped.
   """
 
@@ -134,7 +134,7 @@ def open_run(
   Args:
     plan: the checked run.
     xla: settings to compile with; None for XLA's defaults.
-    goodput: keeps account of where the time goes.
+    goodput: records where the time goes.
   Raises:
     OutOfMemoryError: the compiled step does not fit.
     CheckpointError: no checkpoint can be read.

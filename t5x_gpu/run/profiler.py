@@ -52,7 +52,7 @@ class Profiler:
     folder: MODEL_DIR/profiles.
     reader: reads traces in a thread.
     ends_before: whether something long follows a step, which a trace must not hold.
-    first_step: steps that this process has behind it.
+    first_step: number of steps taken before this process started.
   """
 
   def __init__(

@@ -135,5 +135,5 @@ def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
     lines.append(f'Behind the others: {", ".join(names)}.')
   missing = [str(rank) for rank in range(process_count) if rank not in beats]
   if missing:
-    lines.append(f'Never heard of: process {", ".join(listed(missing, SHOWN))}.')
+    lines.append(f'Never heard from: process {", ".join(listed(missing, SHOWN))}.')
   return '\n'.join(['Heartbeats:', *lines])

@@ -44,7 +44,7 @@ def _remember(number: int, frame: Optional[FrameType]) -> None:
   del frame
   _early.append(signal.Signals(number))
   signal.signal(number, signal.SIG_DFL)
-  os.write(2, f'{signal.Signals(number).name}: leaving after the first step.\n'.encode())
+  os.write(2, f'{signal.Signals(number).name}: exiting after the first step.\n'.encode())
 
 
 def expect_end(end_time: Optional[float]) -> None:
@@ -126,6 +126,6 @@ class StopRequest:
     if distributed.is_main_process():
       again = ' Press Ctrl-C again to exit immediately.' if number == signal.SIGINT else ''
       # Not print(): a handler may run inside a print of the main thread.
-      os.write(2, f'\n{reason}: finishing this step, then saving and leaving.{again}\n'.encode())
+      os.write(2, f'\n{reason}: finishing this step, then saving and exiting.{again}\n'.encode())
     if self._together:
       os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the others

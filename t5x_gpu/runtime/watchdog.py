@@ -331,9 +331,7 @@ class Watchdog:
       os.write(2, '\n'.join([*lines, '']).encode())
       if verdict.kind == STUCK:
         faulthandler.dump_traceback(file=2, all_threads=True)
-      os.write(
-        2, f'WATCHDOG: process {self._index} leaves with exit code {verdict.code}.\n'.encode()
-      )
+      os.write(2, f'WATCHDOG: process {self._index} exits with code {verdict.code}.\n'.encode())
       if self._store is not None:
         within(1, lambda: self._post_beat(left=True))
       self._let_others_read()

@@ -181,7 +181,7 @@ class RunMemory:
   def _check_padding(self) -> None:
     """Raises OutOfMemoryError if a state that is padded in memory cannot be saved or restored.
 
-    For that moment a device holds the state twice: as a run stores it, and without the padding,
+    Both hold the state twice on a device for a while: as a run stores it, and without the padding,
     split over fewer devices (partitioning/arrays/fsdp_dims.py).
     """
     program, limit = self.program, self.limit
@@ -228,13 +228,13 @@ def _bytes(tree: Any) -> int:
 
 
 def _remat_that_fits(memory: RunMemory, least: StepMemory) -> Iterator[str]:
-  """Yields remat policies that keep less on the device than today's, by lower bounds."""
+  """Yields remat policies that keep less on the device than the current one, by lower bounds."""
   if memory.remat_policy is None or not memory.need.is_compiled:
     return
-  today = BY_MEMORY.index(memory.remat_policy)
+  current = BY_MEMORY.index(memory.remat_policy)
   for policy, more in (('minimal', least.matmuls), ('full', 0), ('offload', -least.inputs)):
     size = least.total + more
-    if BY_MEMORY.index(policy) > today and size <= memory.limit.bytes:
+    if BY_MEMORY.index(policy) > current and size <= memory.limit.bytes:
       yield f'TransformerConfig.remat_policy = {policy!r}: at least {show(size)}'
 
 

@@ -291,5 +291,5 @@ watchdog.WatchdogConfig.step_factor = 1
   project = Project(tmp_path, gin=gin, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=4) as run:
     assert run.finish() == EXIT_STUCK, run.err
-  assert 'leaves with exit code 86' in run.err
+  assert 'exits with code 86' in run.err
   assert not (project.model_dir / LOCK).exists()

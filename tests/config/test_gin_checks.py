@@ -28,7 +28,7 @@ def problems_of(load, *files, bindings=()) -> str:
       'train/train_script.AdamW.decay = 0.5',
       'train/AdamW.decay is set, but no @train/AdamW is used. It is used as @OPTIMIZER/AdamW.',
     ),
-    ("train_script.Data.pack = 'yes'", "Data.pack = 'yes': 'yes' is a str, it takes bool."),
+    ("train_script.Data.pack = 'yes'", "Data.pack = 'yes': 'yes' is a str; expected bool."),
     (
       'train_script.Partitioner.num_partition = 2',
       "Partitioner has no parameter 'num_partition'. Did you mean 'num_partitions'?",
@@ -83,27 +83,27 @@ def test_one_wrong_line_gives_one_problem_with_its_place(project, load, line, ex
     (
       'TRAIN_STEPS="8"',
       "--gin.TRAIN_STEPS: train.total_steps = '8' through %TRAIN_STEPS at "
-      "gin_configs/runs/run.gin:16: '8' is a str, it takes int. Write 8.",
+      "gin_configs/runs/run.gin:16: '8' is a str; expected int. Write 8.",
     ),
-    ('TRAIN_STEPS=many', "'many' is a str, it takes int."),
-    ('Data.pack=true', "'true' is a str, it takes bool. Write True."),
-    ('train.dtype=float16', "'float16' is a str, it takes 'float32' or 'bfloat16'."),
+    ('TRAIN_STEPS=many', "'many' is a str; expected int."),
+    ('Data.pack=true', "'true' is a str; expected bool. Write True."),
+    ('train.dtype=float16', "'float16' is a str; expected 'float32' or 'bfloat16'."),
     ('train.optimizer=@AdamW', 'is the class or function itself; write @AdamW() to call it.'),
-    ('train.data=@Partitioner()', '@Partitioner() gives Partitioner, it takes Data.'),
-    ('train.layers=abc', 'it takes Sequence[int]'),
+    ('train.data=@Partitioner()', '@Partitioner() gives Partitioner; expected Data.'),
+    ('train.layers=abc', 'expected Sequence[int]'),
     (
       'AdamW.betas=[0.9, 0.99]',
-      '[0.9, 0.99] is a list, it takes tuple[float, float]. Write (0.9, 0.99).',
+      '[0.9, 0.99] is a list; expected tuple[float, float]. Write (0.9, 0.99).',
     ),
-    ('AdamW.betas=(0.9,)', 'it takes tuple[float, float]'),
-    ('Data.lengths={"targets": 8.0}', 'it takes Mapping[str, int]'),
-    ('LENGTH=8.5', 'it takes Mapping[str, int]'),
+    ('AdamW.betas=(0.9,)', 'expected tuple[float, float]'),
+    ('Data.lengths={"targets": 8.0}', 'expected Mapping[str, int]'),
+    ('LENGTH=8.5', 'expected Mapping[str, int]'),
     ('train.optimizer=@Adafactor()', 'Write train_script.Adafactor.'),
     ('AdamW.schedule=@constant', 'Write train_script.constant.'),
     ('train.optimizer=@lion.Lion()', "No gin file imports 'lion'; imported are train_script."),
     ('Adafactor.decay=0.5', 'Write train_script.Adafactor.'),
-    ('MODEL_DIR=3', '3 is an int, it takes str.'),
-    ('TRAIN_STEPS=True', 'True is a bool, it takes int.'),
+    ('MODEL_DIR=3', '3 is an int; expected str.'),
+    ('TRAIN_STEPS=True', 'True is a bool; expected int.'),
     ('MODEL_DIR=[a', 'starts like a gin value but is not one'),
     ('MODEL_DIR=', '--gin.MODEL_DIR has no value.'),
     ('MODEL-DIR=a', '--gin.MODEL-DIR is not a name that gin can bind.'),
@@ -160,7 +160,7 @@ def test_an_include_below_may_not_take_back_a_value(project, load):
   write(project / 'my.gin', "BATCH_SIZE = 8\ninclude 'gin_configs/runs/run.gin'\n")
   assert (
     'my.gin:1 sets BATCH_SIZE = 8, and gin_configs/runs/run.gin:5, included after it, '
-    'sets it to 128. Move the include above.'
+    'sets it to 128. Move the include above that line.'
   ) in problems_of(load)
 
 

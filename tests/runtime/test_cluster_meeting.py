@@ -189,7 +189,7 @@ def test_two_processes_with_one_index_are_reported():
   infos = [info(i, port=port) for i in (0, 1, 1, 2)]
   outcomes = run_all(infos, [member(0), member(1), member(1), member(2)], delays=(0, 0, 0.2, 0.4))
   assert [o.error for o in (outcomes[0], outcomes[1], outcomes[3])] == ['', '', '']
-  assert 'process 1 came twice' in outcomes[2].error
+  assert 'process 1 joined twice' in outcomes[2].error
 
 
 def test_other_versions_of_jax_end_all_processes_with_the_same_error():

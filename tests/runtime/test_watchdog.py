@@ -164,7 +164,7 @@ def test_a_rank_that_never_came_is_listed(clock, capfd):
   clock.now = 6
   with pytest.raises(Left):
     poll(dog)
-  assert 'Never heard of: process 1' in capfd.readouterr().err
+  assert 'Never heard from: process 1' in capfd.readouterr().err
 
 
 def test_process_zero_out_of_reach_ends_the_others(clock, capfd):
@@ -383,7 +383,7 @@ def test_a_heartbeat_says_where_its_thread_is():
 def test_the_table_of_a_big_run_is_short():
   text = heartbeats.table({i: beat(i, waits=i != 700) for i in range(1000)}, process_count=1001)
   assert len(text.splitlines()) < 40
-  assert 'Behind the others: process 700 on h' in text and 'Never heard of: process 1000' in text
+  assert 'Behind the others: process 700 on h' in text and 'Never heard from: process 1000' in text
 
 
 def test_the_thread_polls_by_itself_and_stops_with_the_run():

@@ -88,7 +88,7 @@ def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
   except ValueError as e:
     raise CheckpointError(
       f'{reader.path} is damaged: {e}.',
-      fix='Take another checkpoint, or copy this one again. All of its arrays '
+      fix='Use another checkpoint, or copy this one again. All of its arrays '
       f'are checked by\npython -m t5x_gpu.checkpoint verify {reader.path}',
       parameters=('MODEL_DIR',),
       docs='checkpoints.md#checksums',

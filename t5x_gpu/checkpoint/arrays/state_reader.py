@@ -144,7 +144,7 @@ class StateReader:
     except UNREADABLE as e:
       raise CheckpointError(
         f'{self.path} cannot be read ({error_line(e)}).',
-        fix='Take an earlier checkpoint: --step names one.',
+        fix='Use an earlier checkpoint: select it with --step.',
       ) from e
     if is_remote(self.path):  # an error may be an outage, which the caller checks for
       self._describe(cache_bytes)

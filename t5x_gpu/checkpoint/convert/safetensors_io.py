@@ -85,7 +85,7 @@ class SafetensorsFolder:
         if name in self._entries:
           raise CheckpointError(
             f'Tensor {name!r} is in both {self._entries[name].file} and {file} of {self.folder}.',
-            fix='Take the folder of one model.',
+            fix='Use a folder with the files of one model.',
           )
         self._entries[name] = entry
     _check_index(self.folder, {name: entry.file for name, entry in self._entries.items()})
@@ -141,7 +141,7 @@ def _file_names(folder: pathlib.Path) -> list[str]:
     raise CheckpointError(
       f'{folder} has no safetensors file, only {", ".join(pickles[:3])}. Reading a pickle can run '
       'any program, so it is never read here.',
-      fix='Take the safetensors files, which most models also have. Or, if you trust the origin, '
+      fix='Use the safetensors files, which most models also have. Or, if you trust the origin, '
       'save the model again with transformers: '
       'AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
       docs='convert.md#pickles',
@@ -202,7 +202,7 @@ def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry
   except _UnknownDtype as e:
     raise CheckpointError(
       f'{path}: {e}, which is not supported.',
-      fix=f'Take a copy of the model in one of {", ".join(DTYPES)}, usually F32, F16 or BF16. '
+      fix=f'Use a copy of the model in one of {", ".join(DTYPES)}, usually F32, F16 or BF16. '
       'Dequantise a quantised model first.',
     ) from e
   except ValueError as e:

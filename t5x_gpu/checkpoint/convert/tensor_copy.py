@@ -100,7 +100,7 @@ class ForeignWeights:
       raise CheckpointError(
         f'{what}: {len(wrong)} tensors are not of {", ".join(FLOATS)}:\n  '
         + '\n  '.join(wrong[:5]),
-        fix='Take the weights in one of these dtypes; our parameters are float32.',
+        fix='Use weights in one of these dtypes; our parameters are float32.',
       )
 
 

@@ -60,7 +60,7 @@ class Assembly:
     model_dir: of the run; afterwards it knows the new checkpoint.
     candidate: the local checkpoint, and who has which part.
     found: the files of this process.
-    target: the TrainState of today.
+    target: the TrainState of this run.
     dry_run: only read and check.
   """
 

@@ -261,7 +261,7 @@ def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier |
   )
   if process == 0:
     _log.info(
-      'local checkpoints: every %d steps in %s, the last %d stay; of each, %s',
+      'local checkpoints: every %d steps in %s, the last %d are kept; of each, %s',
       config.local_period,
       local,
       KEPT_STEPS,

@@ -29,7 +29,7 @@ def check_with_local(
   Args:
     model_dir: need not exist.
     local: of this run.
-    target: the TrainState (or its shapes) of today.
+    target: the TrainState (or its shapes) of this run.
     dry_run: change nothing, lock nothing; log and return what would be promoted.
   Raises:
     CheckpointError: as `check_model_dir`; or a local checkpoint cannot be written to MODEL_DIR.
@@ -54,7 +54,7 @@ def promote_newer(
     local: of this run.
     model_dir: of this run.
     newer_than: the step of the next older checkpoint; None without one.
-    target: the TrainState (or its shapes) of today.
+    target: the TrainState (or its shapes) of this run.
   Raises:
     CheckpointError: a local checkpoint cannot be written to MODEL_DIR.
   """

@@ -109,7 +109,7 @@ def check_space(
       raise _error(
         f'{DIR} = {its_folder!r} has {gigabytes(free)} free on {host}, and local '
         f'checkpoints take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, '
-        'two that stay and one that is being written.',
+        'two that are kept and one that is being written.',
         fix=f'Free space, set {DIR} to a larger disk of the host, or train on more hosts; or set '
         f'{DIR} = None and {PERIOD} = None.',
         parameters=(DIR,),

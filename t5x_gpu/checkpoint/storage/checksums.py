@@ -293,7 +293,7 @@ def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix:
   want = recorded(manifest)
   if not want:
     _log.info(
-      'checkpoint_%d has no checksums, as an older version wrote it: its values are not checked.',
+      'checkpoint_%d has no checksums (an older version wrote it): its values are not checked.',
       step,
     )
     return

@@ -119,7 +119,7 @@ class Damage:
     if self.max_fraction and len(self._refused) <= _REASONS_SHOWN:
       log.warning('record skipped: %s', problem.what)
     elif self.max_fraction and len(str(len(self._refused))) > len(str(len(self._refused) - 1)):
-      log.warning('%d records skipped so far that cannot be used', len(self._refused))  # 10, 100
+      log.warning('skipped %d unusable records so far', len(self._refused))  # 10, 100
     self._judge_new([problem])
 
   def _judge_new(self, damaged: Sequence[DataError]) -> None:

@@ -64,7 +64,7 @@ def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
         raise EOFError('it ends inside a record')
       length, checksum = _HEAD.unpack(head)
       if checksum != _masked_crc32c(head[:8]):
-        raise EOFError('the length of a record does not fit its checksum')
+        raise EOFError('the length of a record does not match its checksum')
       record = f.read(length + _TAIL_BYTES)
       if len(record) < length + _TAIL_BYTES:
         raise EOFError('it ends inside a record')
@@ -119,7 +119,9 @@ def _tfrecord_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row
     yield (
       _example_row(record, columns=columns, where=where)
       if is_whole
-      else DataError(f'{where} has changed: its checksum does not fit.', fix='Get the file again.')
+      else DataError(
+        f'{where} has changed: its checksum does not match.', fix='Get the file again.'
+      )
     )
 
 

@@ -154,7 +154,7 @@ class SourceFiles:
       if was.size != now.size:
         changed.append(f'{path}: {was.size:,} bytes then, {now.size:,} now')
       elif was.sample != now.sample or was.sha256 and now.sha256 not in ('', was.sha256):
-        changed.append(f'{path}: same size, other bytes')
+        changed.append(f'{path}: same size, different bytes')
       elif was.same_times(now):
         self.files[key] = was
       elif now.sha256:
@@ -195,7 +195,7 @@ class SourceFiles:
       return
     total = sum(self.files[key].size for key in to_hash)
     log.warning(
-      '%d source files (%.3g GB) have other times than in the record of this run; '
+      '%d source files (%.3g GB) have modification times that differ from the record of this run; '
       'comparing all their bytes',
       len(to_hash),
       total / 1e9,
@@ -204,7 +204,7 @@ class SourceFiles:
       for (key, path), sha256 in zip(to_hash.items(), pool.map(_sha256, to_hash.values())):
         self.files[key] = dataclasses.replace(self.files[key], sha256=sha256)
         if sha256 != before[key].sha256:
-          changed.append(f'{path}: same size, other bytes')
+          changed.append(f'{path}: same size, different bytes')
 
   @contextlib.contextmanager
   def kept_in(self, folder: pathlib.Path) -> Iterator[None]:

@@ -226,7 +226,7 @@ def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Mapping[
     raise DataError(
       f'{task.name!r} has no conversations, so chat_template_variables = {dict(variables)} would '
       'do nothing.',
-      fix='Remove it, or take a task with messages.',
+      fix='Remove it, or use a task with messages.',
       parameters=('DatasetConfig.chat_template_variables',),
       docs='finetune.md#chat',
     )

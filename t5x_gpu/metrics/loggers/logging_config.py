@@ -68,7 +68,7 @@ class LoggingConfig:
       # Not shown: configurations are printed and uploaded.
       raise ConfigError(
         'LoggingConfig.mlflow_tracking_uri contains a user name or password.',
-        fix='Take it out of the URI, and set the environment variables MLFLOW_TRACKING_USERNAME '
+        fix='Remove it from the URI, and set the environment variables MLFLOW_TRACKING_USERNAME '
         'and MLFLOW_TRACKING_PASSWORD.',
       )
 
@@ -87,7 +87,7 @@ class LoggingConfig:
       if self.has(name) and importlib.util.find_spec(module) is None:
         raise ConfigError(
           f'The logger {name!r} needs the package {module}, which is not installed.',
-          fix=f"Run: pip install 't5x_gpu[{extra}]', or take {name!r} out of LOGGERS.",
+          fix=f"Run: pip install 't5x_gpu[{extra}]', or remove {name!r} from LOGGERS.",
           parameters=('LoggingConfig.loggers',),
           docs='monitor.md#loggers',
         )

@@ -91,7 +91,7 @@ def of_text_sets(
     exists: [batch, 3], whether a row has that text.
     rows: [batch] numbers of the rows in the global batch.
     weights: [batch]; 0 leaves a row out, also as a negative.
-    scores: [batch] how alike the first two texts are, in any unit.
+    scores: [batch] similarity of the first two texts, on any scale.
     temperature: divides the products of vectors.
     with_pairs: add 'pairs' [global batch, 3]: product of the first two texts, score, weight.
   Source: van den Oord et al. 2018, equation 4; negatives of all devices: Radford et al. 2021.

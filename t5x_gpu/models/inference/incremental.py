@@ -153,7 +153,7 @@ def begin(
       raise ModelError(
         f'This model cannot decode more than original_length = {config.rope_switch} tokens of '
         f"rotary positions with scaling = 'longrope'; {slots} were asked for.",
-        fix='Set DecodingConfig.max_decode_length lower, or take a DecoderOnlyModel.',
+        fix='Set DecodingConfig.max_decode_length lower, or use a DecoderOnlyModel.',
         parameters=('DecodingConfig.max_decode_length', 'RotaryEmbedding.scaling'),
       )
     tokens = shard(jnp.zeros((batch, slots), jnp.int32), 'batch', None)

@@ -132,7 +132,7 @@ class DpoModel:
     for name, value in (('z_loss', has.z_loss), ('label_smoothing', has.label_smoothing)):
       if value:
         raise _error(
-          f'{type(plain).__name__}.{name} = {value} is of the loss per token, which '
+          f'{type(plain).__name__}.{name} = {value} is part of the loss per token, which '
           'DpoModel does not compute.',
           fix=f'Set {type(plain).__name__}.{name} = 0.0.',
         )

@@ -181,8 +181,7 @@ def cost_lines(stored: Any, true: Any, names: Any, *, ways: int) -> list[str]:
   if sizes:
     saving = sum(_local_bytes(saved) for _, saved, _ in leaves)
     lines.append(
-      f'a save and a restore take {_size(saving)} per device for the state without padding, for a '
-      'moment'
+      f'a save and a restore temporarily take {_size(saving)} per device for the unpadded state'
     )
   return lines
 

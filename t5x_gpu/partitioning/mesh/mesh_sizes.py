@@ -137,7 +137,7 @@ def _model_size(num_partitions, submesh, problems: Problems) -> Optional[int]:
     return math.prod(numbers)
   if num_partitions is not None and (not is_size(num_partitions) or num_partitions == -1):
     problems.add(
-      f'num_partitions = {num_partitions!r} is not a number of 1 or more.',
+      f'num_partitions = {num_partitions!r} must be a number of at least 1.',
       'Set Partitioner.num_partitions = 1 for no tensor parallelism. Only the other sizes can '
       'be -1 (all remaining devices).',
       'num_partitions',

@@ -83,7 +83,7 @@ def _schedule_problems(
     ]
   if repeats < 1:
     return [
-      f'{SET_BY["repeats"]} = {repeats} is not 1 or more. Set it to 1, or to 2 or more with '
+      f'{SET_BY["repeats"]} = {repeats} must be at least 1. Set it to 1, or to 2 or more with '
       f"{SET_BY['schedule']} = 'circular'."
     ]
   more = (
@@ -178,7 +178,7 @@ def _microbatch_problems(
   if microbatches < least:
     where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
     reason = (
-      f'{SET_BY["microbatches"]} = {microbatches} is not 1 or more.'
+      f'{SET_BY["microbatches"]} = {microbatches} must be at least 1.'
       if microbatches < 1
       else f'{SET_BY["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
       'the first microbatch would return to stage 0 before the last has started.'

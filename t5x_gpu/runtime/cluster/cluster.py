@@ -201,7 +201,7 @@ def _number_of(
     count = number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')
   if count is None:
     raise ConfigError(
-      f'{found.evidence} says that this is process {index}, but not of how many.',
+      f'{found.evidence} says that this is process {index}, but not how many there are.',
       fix='Set --process_count=N (or JAX_PROCESS_COUNT); 1 for a separate run.',
     )
   if count < 1 or not 0 <= index < count:

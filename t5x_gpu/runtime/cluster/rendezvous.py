@@ -162,7 +162,7 @@ class _Host(contextlib.AbstractContextManager):
     elif member.process_index in self._members:
       other = self._members[member.process_index]
       refusal = (
-        f'process {member.process_index} came twice, from {other.hostname} and from '
+        f'process {member.process_index} joined twice, from {other.hostname} and from '
         f'{member.hostname} ({question.peer_host})'
       )
     if refusal:

@@ -1,7 +1,7 @@
 """Do all processes run the same code? Sources of this package, modules of the user, versions.
 
-A host with an old checkout or another release trains without an error, but to another loss. Facts
-are as in `agreement`: a file's identity is the sha256 of its bytes, whatever its path.
+A host with an old checkout or another release trains without an error, but to a different loss.
+Facts are as in `agreement`: a file's identity is the sha256 of its bytes, whatever its path.
 """
 
 import functools

@@ -235,5 +235,5 @@ def _of_arrays(
   worst = max(found, key=lambda d: d.worst, default=None)
   if worst is None or worst.worst <= tolerance:
     return None
-  how = '' if number == 0 else 'The gradients agree, but one device computes another result.'
+  how = '' if number == 0 else 'The gradients agree, but one device computes a different result.'
   return Failure(number, f'{what} of {worst.name}', worst.worst, how)

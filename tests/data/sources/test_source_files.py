@@ -68,19 +68,19 @@ def test_bytes_overwritten_anywhere_are_refused(folder, tmp_path, at):
   overwrite(folder / 'large.txt', at=at)
   text = refusal(folder, record)
   assert 'has changed since model/source_files.json was written' in text
-  assert f'{folder}/large.txt: same size, other bytes' in text and 'small.txt' not in text
+  assert f'{folder}/large.txt: same size, different bytes' in text and 'small.txt' not in text
 
 
 def test_a_forged_modification_time_does_not_hide_a_change(folder, tmp_path):
   record = record_with_all_hashes(folder, tmp_path / 'model')
   overwrite(folder / 'large.txt', at=200_000, keep_times=True)
-  assert 'large.txt: same size, other bytes' in refusal(folder, record)
+  assert 'large.txt: same size, different bytes' in refusal(folder, record)
 
 
 def test_a_file_of_few_bytes_is_compared_in_full_from_the_start(folder):
   record = files(folder).to_json()
   overwrite(folder / 'small.txt', at=3, keep_times=True)
-  assert 'small.txt: same size, other bytes' in refusal(folder, record)
+  assert 'small.txt: same size, different bytes' in refusal(folder, record)
 
 
 def test_another_size_is_named(folder):
@@ -94,7 +94,7 @@ def test_copies_and_touched_files_pass_by_their_hashes(folder, tmp_path, caplog)
   shutil.copytree(folder, tmp_path / 'elsewhere', copy_function=shutil.copyfile)
   moved = files(tmp_path / 'elsewhere')
   moved.check(record, where='')
-  assert '1 source files (0.00105 GB) have other times' in caplog.text
+  assert '1 source files (0.00105 GB) have modification times' in caplog.text
   assert all(file.sha256 for file in moved.files.values())  # the next restart has them, too
 
 

@@ -468,7 +468,7 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
     ),
     (
       dict(num_pipeline_microbatches=0),
-      'Partitioner.num_pipeline_microbatches = 0 is not 1 or more. Set it to 1, 2, 4, 8 or 16.',
+      'Partitioner.num_pipeline_microbatches = 0 must be at least 1. Set it to 1, 2, 4, 8 or 16.',
     ),
     (
       dict(schedule='circular', repeats=3, num_pipeline_microbatches=2),

@@ -229,7 +229,7 @@ def test_pals_on_polaris_takes_the_first_host_of_the_nodefile():
 def test_pals_without_a_size_takes_the_flag():
   env = {'PALS_RANKID': '5', 'PBS_NODEFILE': '/n'}
   read = lambda path: 'a\nb\n'
-  with pytest.raises(ConfigError, match='but not of how many') as e:
+  with pytest.raises(ConfigError, match='but not how many there are') as e:
     detect(env, read=read)
   assert '--process_count' in str(e.value)
   assert detect(env, process_count=8, read=read).process_count == 8

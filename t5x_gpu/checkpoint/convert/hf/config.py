@@ -52,7 +52,7 @@ _TEXT_TO_TEXT = 'Supported encoder-decoders: t5 (T5, T5.1.1, Flan-T5, UL2, ByT5)
 _REFUSED = {
   'gemma3': (
     'a Gemma-3 that also reads images',
-    'Take a checkpoint of the text model alone: gemma3_text (Gemma-3 270M and 1B are).',
+    'Use a checkpoint of the text model alone: gemma3_text (Gemma-3 270M and 1B are).',
   ),
   **dict.fromkeys(
     ('qwen2_moe', 'qwen3_next', 'deepseek_v3'), ('a model with shared experts', _EXPERTS)
@@ -165,7 +165,7 @@ def family_of(config: Json) -> str:
     raise _error(
       f'config.json says architectures = {architectures}; supported for {model_type}: '
       f'{", ".join(known)}.',
-      fix='Take a checkpoint with that head, or save one with transformers: '
+      fix='Use a checkpoint with that head, or save one with transformers: '
       f'{known[0]}.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
     )
   return family
@@ -209,7 +209,7 @@ def training_differences(config: Json, model: ModelFields) -> list[str]:
     coefficient, used = config['router_aux_loss_coef'], config['output_router_logits']
     if coefficient:
       notes.append(
-        f'router_aux_loss_coef = {coefficient:g} of config.json is not taken over. transformers '
+        f'router_aux_loss_coef = {coefficient:g} of config.json is ignored. transformers '
         f'adds that loss only with output_router_logits = true (here {str(used).lower()}), and '
         'counts the choices of all layers and rows together. Ours counts each layer and row alone: '
         'TransformerConfig.router_balance_loss = '

@@ -70,7 +70,7 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
     raise CheckpointError(
       'config.json says that logits are tied to the token table (tie_word_embeddings), but the '
       'files have a separate output layer, lm_head.weight.',
-      fix='Set "tie_word_embeddings": false in config.json (T5.1.1, mT5, UMT5, ByT5), or take '
+      fix='Set "tie_word_embeddings": false in config.json (T5.1.1, mT5, UMT5, ByT5), or use '
       'the weights that belong to it.',
     )
   decoder = config['num_decoder_layers']

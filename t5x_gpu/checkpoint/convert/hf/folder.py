@@ -154,8 +154,8 @@ def open_hf(
   weights = ForeignWeights(table, tensors, without_copies(names, table))
   weights.check(
     what=f'The tensors of {folder} are not those of the {found} model that its {CONFIG} describes',
-    fix=f'Take weights and {CONFIG} of one model. To ignore tensors that are left over, drop them '
-    "by name: --drop='PATTERN' (a regular expression; may be repeated).",
+    fix=f'Use weights and {CONFIG} of the same model. To ignore tensors that are left over, drop '
+    "them by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
   vocab_size = model.config.vocab_size
   check_tokenizer(folder, vocab_size)

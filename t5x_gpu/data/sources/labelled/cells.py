@@ -85,6 +85,6 @@ def cell_score(value: Any, column: str, where: str, *, least: int = 0) -> str:
       f'{LARGEST_SCORE:,}.',
       fix='Correct it, or scale all numbers.'
       if least
-      else 'Give a number that is higher the more alike the texts are.',
+      else 'Give a score that is higher for more similar texts.',
     )
   return str(round(number * SCORE_UNIT))

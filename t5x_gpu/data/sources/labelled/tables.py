@@ -130,7 +130,8 @@ def read_cola(path: str) -> list[LabelledRow]:
     rows.append(LabelledRow(fields[3], (COLA_CLASSES[int(fields[1])],), where))
   if not rows:
     _refuse(
-      f'{path} has no rows: it is empty.', fix="Give CoLA's training file, or one of the same form."
+      f'{path} has no rows: it is empty.',
+      fix="Give CoLA's training file, or one of the same format.",
     )
   return rows
 
