@@ -237,7 +237,7 @@ def test_a_model_without_parts_is_refused_where_they_are_needed(
   assert instead in str(error.value)
 
 
-def test_accumulation_by_layer_needs_no_config_and_no_optional_member(reference):
+def test_accumulation_by_layer_works_without_a_config_or_optional_members(reference):
   parts = ('embed', 'run_layers', 'head')
   by_layer = build(2, Partitioner(data=1, fsdp=2), members=parts, num_microbatches=2)
   assert_same(run(by_layer), reference)
