@@ -16,8 +16,8 @@ PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SLOW = -o faulthandler_timeout=1200
 
 # tests/conftest.py sets the flags of quick compiles, unless there are some. For other processors:
-# make test-optimised XLA_FLAGS=--xla_cpu_max_isa=AVX2
-OPTIMISED = XLA_FLAGS="--xla_force_host_platform_device_count=8 $(XLA_FLAGS)"
+# make test-optimized XLA_FLAGS=--xla_cpu_max_isa=AVX2
+OPTIMIZED = XLA_FLAGS="--xla_force_host_platform_device_count=8 $(XLA_FLAGS)"
 
 # python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
 # The names are tried by running them: a pyenv shim is on the PATH whether or not it works.
@@ -83,8 +83,8 @@ test: $(VENV)/.installed ## run the tests, without the slow ones: 10 minutes on 
 test-all: $(VENV)/.installed ## run all tests, slow ones included: an hour on two cores
 	$(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
-test-optimised: $(VENV)/.installed ## the same, compiled as users compile: two and a half hours
-	$(OPTIMISED) $(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
+test-optimized: $(VENV)/.installed ## the same, compiled as users compile: two and a half hours
+	$(OPTIMIZED) $(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
 test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
 	$(VENV312)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
@@ -120,11 +120,11 @@ $(AOT): $(VENV)/.installed
 	@touch $@
 
 test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorded figures
-	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
+	$(OPTIMIZED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
 	  $(SLOW) $(PARALLEL) $(ARGS)
 
 test-searches: $(AOT) ## check plan --search from 134M to 70B on 8, 64 and 192 GPUs: an hour
-	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
+	$(OPTIMIZED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
 	  -m all_searches -s $(SLOW) $(ARGS)
 
 docs: $(VENV)/.installed ## build the documentation site into build/site
@@ -148,4 +148,4 @@ $(VENV313)/.installed: setup.py
 	$(call install,$(VENV313),$(PYTHON313),python3.13,PYTHON313,jax==$(JAX313))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-optimised test-py312 test-py313 test-t5 test-aot test-searches docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-aot test-searches docs soak clean

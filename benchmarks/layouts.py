@@ -300,9 +300,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   places = range(len(rows))
   for axes, (title, keys) in zip(panels, PANELS):
     left = [0.0] * len(rows)
-    for key, colour in zip(keys, ('#30608c', '#a9c4dd')):
+    for key, color in zip(keys, ('#30608c', '#a9c4dd')):
       values = [r[key] for r in rows]
-      axes.barh(places, values, left=left, color=colour)
+      axes.barh(places, values, left=left, color=color)
       left = [a + b for a, b in zip(left, values)]
     for place, total in zip(places, left):
       axes.text(

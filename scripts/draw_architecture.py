@@ -101,12 +101,12 @@ def svg(graph: Mapping[str, set[str]]) -> str:
   """Returns the picture."""
   level = floors(graph)
   top = max(level.values())
-  centre: dict[str, tuple[int, int]] = {}
+  center: dict[str, tuple[int, int]] = {}
   for folder, floor in level.items():
     row = sorted(f for f in graph if level[f] == floor and f not in COLUMNS)
     middle = WIDTH // 2 + (0 if folder in COLUMNS else row.index(folder)) * (BOX_WIDTH + 20)
     y = (top - floor) * ROW_HEIGHT + ROW_HEIGHT // 2
-    centre[folder] = (COLUMNS.get(folder, middle), y)
+    center[folder] = (COLUMNS.get(folder, middle), y)
   lines = [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {(top + 1) * ROW_HEIGHT}">',
     f'<style>{STYLE}</style>',
@@ -115,7 +115,7 @@ def svg(graph: Mapping[str, set[str]]) -> str:
   ]
   for folder, below in sorted(without_shortcuts(graph).items()):
     for other in sorted(below):
-      (x, y), (to_x, to_y) = centre[folder], centre[other]
+      (x, y), (to_x, to_y) = center[folder], center[other]
       to_y -= BOX_HEIGHT // 2
       if level[folder] - level[other] > 1 and x != to_x:  # beyond the next floor: leave sideways
         x += BOX_WIDTH // 2 * (1 if to_x > x else -1)
@@ -124,7 +124,7 @@ def svg(graph: Mapping[str, set[str]]) -> str:
         y += BOX_HEIGHT // 2
         curve = f'C{x} {(y + to_y) // 2} {to_x} {(y + to_y) // 2} {to_x} {to_y}'
       lines.append(f'<path marker-end="url(#tip)" d="M{x} {y}{curve}"/>')
-  for folder, (x, y) in sorted(centre.items()):
+  for folder, (x, y) in sorted(center.items()):
     inner = 'train, eval, infer, plan, ...' if folder == COMMANDS else rooms(folder)
     lines += [
       f'<rect x="{x - BOX_WIDTH // 2}" y="{y - BOX_HEIGHT // 2}" width="{BOX_WIDTH}" '

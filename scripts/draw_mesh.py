@@ -2,7 +2,7 @@
 
     python scripts/draw_mesh.py [OUTPUT]
 
-Colour is the copy of the model that a GPU works for (its index on the data axis); the text is the
+Color is the copy of the model that a GPU works for (its index on the data axis); the text is the
 part of that copy that it holds (its indices on fsdp and model).
 """
 
@@ -30,11 +30,11 @@ def draw(axes: plt.Axes, title: str, **settings: int) -> None:
   """Draws one setting: a row of cells per host."""
   sizes = resolve_mesh_sizes(TOPOLOGY, **settings)
   numbers = device_array(sizes, TOPOLOGY, list(range(TOPOLOGY.num_devices)))
-  colours = plt.get_cmap('tab20')
+  colors = plt.get_cmap('tab20')
   for place, number in np.ndenumerate(numbers):
     at = dict(zip(MESH_AXES, place))
     host, gpu = divmod(int(number), TOPOLOGY.devices_per_host)
-    axes.add_patch(plt.Rectangle((gpu, -1.5 * host), 0.92, 0.92, color=colours(at['data'] % 20)))
+    axes.add_patch(plt.Rectangle((gpu, -1.5 * host), 0.92, 0.92, color=colors(at['data'] % 20)))
     axes.text(
       gpu + 0.46,
       -1.5 * host + 0.46,
@@ -49,7 +49,7 @@ def draw(axes: plt.Axes, title: str, **settings: int) -> None:
   axes.text(4, -0.29, 'network', ha='center', va='center', fontsize=8, color='0.4')
   total = sizes.total
   axes.set_title(
-    f'{title}: copies: {total["data"]} (colours), parts of a copy: '
+    f'{title}: copies: {total["data"]} (colors), parts of a copy: '
     f'{total["fsdp"]} (fsdp) x {total["model"]} (model)',
     fontsize=9,
     loc='left',

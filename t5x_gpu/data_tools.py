@@ -34,13 +34,13 @@ from t5x_gpu.terminal.flag_types import positive_int
 
 PROG = 'python -m t5x_gpu.data'
 EXAMPLES = """examples:
-  {prog} preview --gin_file=my.gin             rows as training gets them, examples in colours
+  {prog} preview --gin_file=my.gin             rows as training gets them, examples in colors
   {prog} preview prepared:/data/rows --split=validation
   {prog} stats prepared:/data/rows --picture=lengths.png
   {prog} bench --gin_file=my.gin               tokens/s of the data; fast enough for the model?
   {prog} check prepared:/data/rows             every byte against its checksum
 """
-_COLOURS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
+_COLORS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
 _BENCH_ROWS = 64  # of a batch, without a gin file
 
 
@@ -165,7 +165,7 @@ def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str,
 
 
 def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> None:
-  """Prints rows, each example in another colour; dim where the loss does not count."""
+  """Prints rows, each example in another color; dim where the loss does not count."""
   vocabulary = data_module.open_vocabulary(data.config, feature_converter=data.feature_converter)
   names = data.spec.class_names or data_module.open_class_names(data.config) or ()
   facts = row_stats.RowStats()
@@ -191,7 +191,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
         feature = piece.feature
         console.print(f'  {feature}', style='dim')
       mark = f'[{piece.example}] ' if piece.is_first else ''
-      style = _COLOURS[(piece.example - 1) % len(_COLOURS)] + ('' if piece.has_loss else ' dim')
+      style = _COLORS[(piece.example - 1) % len(_COLORS)] + ('' if piece.has_loss else ' dim')
       console.print(rich.text.Text(f'  {mark}{piece.text}', style))
   console.print(f'{facts.rows} rows: padding {facts.padding:.1%}')
 

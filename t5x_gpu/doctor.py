@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   srun -N 2 --ntasks-per-node=8 --gpus-per-node=8 {prog} --expect_gpus=8
   {prog} --flags
 """
-_COLOURS = {OK: '\033[32m', WARN: '\033[33m', FAIL: '\033[31m'}
+_COLORS = {OK: '\033[32m', WARN: '\033[33m', FAIL: '\033[31m'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,11 +184,11 @@ def _last_line(text: str) -> str:
   return next((line for line in reversed(text.splitlines()) if line.strip()), '').strip()
 
 
-def format_check(check: Check, *, colour: bool = False) -> str:
+def format_check(check: Check, *, color: bool = False) -> str:
   """Returns `ok    python      3.11.2 (...)`, with the fix on separate lines."""
   status = f'{check.status:5}'
-  if colour:
-    status = f'{_COLOURS[check.status]}{status}\033[0m'
+  if color:
+    status = f'{_COLORS[check.status]}{status}\033[0m'
   lines = [f'{status} {check.name:10}  {check.value}']
   lines += [f'{"":18}{line}' for line in check.fix.splitlines()]
   return '\n'.join(lines)
@@ -272,7 +272,7 @@ def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
     statuses.append(check.status)
     failed += [check.name] * (check.status == FAIL)
     if not who or check.status != OK:
-      lines = format_check(check, colour=sys.stdout.isatty()).splitlines()
+      lines = format_check(check, color=sys.stdout.isatty()).splitlines()
       # One write, so that lines of several processes do not mix.
       print('\n'.join(who + line for line in lines), flush=True)
   if not who:

@@ -7,7 +7,7 @@ its loop. Their parts are in run/, in the order of time: config, begin, check, d
 import argparse
 import functools
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 
@@ -39,6 +39,7 @@ from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.guards.spikes import SpikeConfig
+from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
 
@@ -49,7 +50,7 @@ def train(
   model_dir: str,
   train_dataset_cfg: DatasetConfig,
   partitioner: Partitioner,
-  optimizer: Any,
+  optimizer: Optimizer,
   learning_rate: Schedule,
   checkpoint_cfg: CheckpointConfig,
   total_steps: int,

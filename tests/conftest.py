@@ -19,7 +19,7 @@ GPU_TESTS_ON = os.environ.get('T5X_GPU_TESTS_ON', 'cuda')
 # With a GPU, tests compare it with the CPU.
 os.environ['JAX_PLATFORMS'] = 'cuda,cpu' if PLATFORM == 'cuda' else PLATFORM
 if PLATFORM == 'cpu':
-  set_default_flags()  # `make test-optimised` compiles as users do
+  set_default_flags()  # `make test-optimized` compiles as users do
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 

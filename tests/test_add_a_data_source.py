@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
   for name, text in zip(('fortunes.gin', 'sums.gin'), blocks(PAGE, 'gin'), strict=True):
     (path / name).write_text(text)
   (path / 'fortunes').mkdir()
-  texts = (f'Fortune {i} favours\nthe bold.' for i in range(FORTUNES))
+  texts = (f'Fortune {i} favors\nthe bold.' for i in range(FORTUNES))
   (path / 'fortunes/some.txt').write_text('\n%\n'.join(texts))
   return path
 
@@ -63,7 +63,7 @@ def test_the_reader_cuts_files_into_texts(folder, monkeypatch):
   )
   batch = next(batches)
   spec.check(batch)
-  assert all(re.fullmatch(r'Fortune \d+ favours\nthe bold\.', text) for text in texts_of(batch))
+  assert all(re.fullmatch(r'Fortune \d+ favors\nthe bold\.', text) for text in texts_of(batch))
 
 
 def test_a_data_module_resumes_at_its_state(folder, monkeypatch):

@@ -100,7 +100,7 @@ def test_a_tagger_finds_the_words_that_it_learned(tmp_path):
 
 @pytest.mark.slow
 def test_a_text_has_all_labels_that_it_learned(tmp_path):
-  words = [('red', 'colour'), ('cat', 'animal')]
+  words = [('red', 'color'), ('cat', 'animal')]
 
   def row_of(i):
     chosen = [pair for bit, pair in enumerate(words) if i >> bit & 1]
@@ -110,8 +110,8 @@ def test_a_text_has_all_labels_that_it_learned(tmp_path):
   for name in ('subset_accuracy', 'micro_f1', 'macro_f1'):
     assert project.metrics(f'eval/{name}')[60] == 1.0
   both, none = answers(project, tmp_path, 'the red cat', 'the')
-  assert sorted(both['labels']) == ['animal', 'colour'] and none['labels'] == []
-  assert set(none['probabilities']) == {'animal', 'colour'}
+  assert sorted(both['labels']) == ['animal', 'color'] and none['labels'] == []
+  assert set(none['probabilities']) == {'animal', 'color'}
 
 
 @pytest.mark.slow

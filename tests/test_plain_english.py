@@ -50,6 +50,9 @@ IDIOMS = {
   r'\bnot any ?more\b|\bno more\b(?= [a-z])(?! than\b)': 'no longer',
   r'\blikeliest\b': 'most probable',
   r'\bmisspelt\b': 'misspelled, unknown',
+  r'colour|behaviour|neighbour|favour|\bcentre|(recogni|normali|initiali|optimi|minimi)s[ei]': (
+    'American spelling: color, recognize'
+  ),
 }
 NAMES = {
   '_say': '_log',

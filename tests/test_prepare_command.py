@@ -231,7 +231,7 @@ def test_flags_that_cannot_be_are_refused(project, flags, says):
 
 
 def test_random_batches_cannot_be_prepared(project):
-  with pytest.raises(ConfigError, match='synthetic, whose batches are not made of text'):
+  with pytest.raises(ConfigError, match='synthetic, which does not produce text batches'):
     prepare.main(
       [
         f'--gin_file={project.gin_file}',

@@ -111,7 +111,7 @@ def test_the_model_learns_the_answer_and_gives_it_to_a_prompt_of_the_template(fo
   assert result.code == 1 and 'Add --chat' in result.err
 
 
-def test_preview_shows_in_colour_where_the_loss_is(folder):
+def test_preview_shows_in_color_where_the_loss_is(folder):
   command = importlib.import_module('t5x_gpu.data_tools')
   result = run_here(lambda: command.main(['preview', *ARGV, '--rows=1']))
   assert result.code == 0, result.err

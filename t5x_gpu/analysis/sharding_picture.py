@@ -10,8 +10,8 @@ from t5x_gpu.analysis.array_layout import ArrayLayout, optimizer_bytes
 from t5x_gpu.metrics import plots
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 
-# Okabe-Ito colours, which colour-blind readers can distinguish; grey for arrays that are not split.
-AXIS_COLOURS = dict(
+# Okabe-Ito colors, which color-blind readers can distinguish; grey for arrays that are not split.
+AXIS_COLORS = dict(
   zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442', '#009E73', '#D55E00'))
 )
 WHOLE = '#CCCCCC'
@@ -29,7 +29,7 @@ def draw(
 ) -> pathlib.Path:
   """Draws one row per parameter and returns the path of the picture.
 
-  The left side shows the array as a rectangle cut into its parts, one colour per mesh axis; the
+  The left side shows the array as a rectangle cut into its parts, one color per mesh axis; the
   part of device 0 is framed. The right side shows the bytes that a device holds of the array and of
   its optimizer state.
 
@@ -83,26 +83,22 @@ def _draw_array(axes: Any, p: ArrayLayout, row: int) -> None:
   cut = [i for i, parts in enumerate(p.parts) if parts > 1]
   top, high = row + 0.12, 0.76
   columns, lines, inner = ([min(p.parts[i], _MAX_CUTS) for i in cut] + [1, 1, 1])[:3]
-  colours = [[AXIS_COLOURS[axis] for axis in p.split[i]] for i in cut] or [[WHOLE]]
+  colors = [[AXIS_COLORS[axis] for axis in p.split[i]] for i in cut] or [[WHOLE]]
   for i in range(columns):
-    # A dimension split over two axes alternates their colours.
+    # A dimension split over two axes alternates their colors.
     axes.barh(
       top + high / 2,
       1 / columns,
       left=i / columns,
       height=high,
       linewidth=0,
-      color=colours[0][i % len(colours[0])],
+      color=colors[0][i % len(colors[0])],
       alpha=0.95 if i % 2 == 0 else 0.55,
     )
   for i in range(1, lines):
     y = top + high * i / lines
     axes.plot(
-      [0, 1],
-      [y, y],
-      color=colours[1][0],
-      linewidth=max(0.6, 3 - 0.3 * lines),
-      solid_capstyle='butt',
+      [0, 1], [y, y], color=colors[1][0], linewidth=max(0.6, 3 - 0.3 * lines), solid_capstyle='butt'
     )
   for i in range(1, columns * inner):
     if i % inner:
@@ -110,7 +106,7 @@ def _draw_array(axes: Any, p: ArrayLayout, row: int) -> None:
       axes.plot(
         [x, x],
         [top, top + high],
-        color=colours[2][0],
+        color=colors[2][0],
         solid_capstyle='butt',
         linewidth=max(0.6, 3 - 0.1 * columns * inner),
       )
@@ -147,7 +143,7 @@ def _draw_bytes(
 
 def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> None:
   used = {axis for p in parameters for axis in p.mesh_axes}
-  entries = [(f'split over {a}', AXIS_COLOURS[a]) for a in MESH_AXES if a in used]
+  entries = [(f'split over {a}', AXIS_COLORS[a]) for a in MESH_AXES if a in used]
   if any(p.is_whole for p in parameters):
     entries.append(('whole on every device', WHOLE))
   entries += [
@@ -156,7 +152,7 @@ def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> No
     ('optimizer state', _OPTIMIZER),
   ]
   patches = importlib.import_module('matplotlib.patches')
-  handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
+  handles = [patches.Patch(color=color, label=label) for label, color in entries]
   figure.legend(
     handles=handles,
     loc='upper left',

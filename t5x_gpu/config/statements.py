@@ -111,7 +111,7 @@ def parse_value(text: str) -> Any:
   """Returns the value that `text` spells. Raises SyntaxError unless it is one complete value."""
   found = list(config_parser.ConfigParser(f'value = {text}', _Symbols()))
   if len(found) != 1:
-    raise SyntaxError(f'{text!r} is not one value')
+    raise SyntaxError(f'{text!r} is not a single value')
   return found[0].value
 
 

@@ -310,8 +310,8 @@ def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converte
   make = _optional(config, 'preparation')
   if make is None:
     raise ConfigError(
-      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, whose batches are not '
-      'made of text: there is nothing to prepare.',
+      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which does not '
+      'produce text batches: there is nothing to prepare.',
       fix='Set MIXTURE_OR_TASK_NAME to a task, and DatasetConfig.module to its default, '
       f'{_TEXT_MODULE!r}.',
       parameters=('DatasetConfig.mixture_or_task_name', *_MODULE),

@@ -137,7 +137,7 @@ def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
       lines = f.readlines()
   except OSError as e:
     raise DataError(
-      f'--prompts={path} cannot be read: {e.strerror} (looked from {os.getcwd()}).',
+      f'--prompts={path} cannot be read: {e.strerror} (working directory: {os.getcwd()}).',
       fix='Give a .jsonl or .txt file, or - for standard input.',
     ) from e
   return parse_prompts(lines, name=path, is_json=shown.endswith(('.jsonl', '.json')), chat=chat)

@@ -23,7 +23,7 @@ def _without_chatter() -> Iterator[None]:
   """Hides TF's startup messages ("failed call to cuInit" and the like) from the terminal.
 
   jaxlib reads the same log level, so the level is set only during the import. TF 2.21 also logs
-  through absl before absl is initialised, which no level stops: stderr is captured during the
+  through absl before absl is initialized, which no level stops: stderr is captured during the
   import, then passed on without its informational lines.
   """
   if is_verbose():
@@ -63,7 +63,7 @@ try:
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError as e:
   raise DataError(
-    'TensorFlow had already initialised the GPUs when the data was opened: a module that was '
+    'TensorFlow had already initialized the GPUs when the data was opened: a module that was '
     'imported earlier ran a TensorFlow operation.',
     fix="Move that work out of the module's top level, or import t5x_gpu.data.tf_runtime first.",
     parameters=('DatasetConfig.mixture_or_task_module',),

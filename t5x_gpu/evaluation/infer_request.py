@@ -209,7 +209,7 @@ def gin_file_of(checkpoint: Optional[str]) -> str:
       return str(on_this_machine(folder / name))
   if not folder.exists():
     raise ConfigError(
-      f'--checkpoint={folder} does not exist (looked from {os.getcwd()}).',
+      f'--checkpoint={folder} does not exist (working directory: {os.getcwd()}).',
       fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote.',
     )
   raise ConfigError(

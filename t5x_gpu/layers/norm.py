@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns the normalised [..., features] in `dtype`."""
+    """Returns the normalized [..., features] in `dtype`."""
     init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
     scale = param_along(
       self, 'scale', init, axes=(self.axis,), shape=x.shape[-1:], along=self.along
@@ -62,7 +62,7 @@ class HeadsNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns the normalised [batch, length, heads, kv] in `dtype`."""
+    """Returns the normalized [batch, length, heads, kv] in `dtype`."""
     scale = param_along(
       self,
       'scale',
@@ -88,7 +88,7 @@ class LayerNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns the normalised [..., embed] in `dtype`."""
+    """Returns the normalized [..., embed] in `dtype`."""
     scale, bias = (
       param_along(self, name, init, axes=('embed',), shape=x.shape[-1:], along='residual_length')
       for name, init in (('scale', nn.initializers.ones), ('bias', nn.initializers.zeros))

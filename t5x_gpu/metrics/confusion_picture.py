@@ -18,7 +18,7 @@ def plot_confusion(
 ) -> pathlib.Path:
   """Draws `matrix` [true, predicted]; returns the path of the picture.
 
-  Colour and number of a square give the percentage of the true class with that prediction. The axis
+  Color and number of a square give the percentage of the true class with that prediction. The axis
   labels give the number of examples per class.
 
   Args:

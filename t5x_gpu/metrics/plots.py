@@ -13,7 +13,7 @@ from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import writers
 
-# Okabe-Ito colours: colour-blind readers can distinguish them, also in grey print.
+# Okabe-Ito colors: color-blind readers can distinguish them, also in grey print.
 _TRAIN, _EVAL, _GREY, _RATE = '#0072B2', '#D55E00', '#666666', '#009E73'
 
 
@@ -25,7 +25,7 @@ def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list
 
 
 def smooth(values: Sequence[float], *, span: float) -> list[float]:
-  """Returns `values` smoothed over about `span` neighbours, without lag.
+  """Returns `values` smoothed over about `span` neighbors, without lag.
 
   Local linear regression with Gaussian weights (Fan and Gijbels 1996, section 2.2). An exponential
   average was tried first: it lagged above a falling loss by a tenth of the picture, and its last
@@ -49,7 +49,7 @@ def smooth(values: Sequence[float], *, span: float) -> list[float]:
   determinant = s0 * s2 - s1 * s1
   with np.errstate(divide='ignore', invalid='ignore'):
     line, mean = (s2 * t0 - s1 * t1) / determinant, t0 / s0
-  # With one known neighbour there is no slope; with none, no value.
+  # With one known neighbor there is no slope; with none, no value.
   out = np.where(determinant > 1e-9 * s0 * s2, line, mean)
   return np.where(s0 > 1e-12, out, np.nan).tolist()
 

@@ -237,7 +237,7 @@ class TensorBoardWriter:
     if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():
       set_aside(self.log_dir, 'it is not a folder')
     self.log_dir.mkdir(parents=True, exist_ok=True)
-    # TensorBoard recognises an event file by this name and first event.
+    # TensorBoard recognizes an event file by this name and first event.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09}'
     self._file = self._records.RecordWriter(str(self.log_dir / name))

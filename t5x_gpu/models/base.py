@@ -169,7 +169,7 @@ class OneStackModel(TransformerModel):
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
-    """Returns sums; training minimises 'loss' per example or target token."""
+    """Returns sums; training minimizes 'loss' per example or target token."""
     x = self._after_layers(params, batch, dropout_key)
     return self.head(params, x, batch, dropout_key=dropout_key)
 

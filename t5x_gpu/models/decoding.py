@@ -24,7 +24,7 @@ class DecodingConfig:
     top_k: sample among the k most probable tokens; 0 for all.
     top_p: sample among the most probable tokens whose probabilities add up to this (after top_k).
     num_beams: beams of a beam search; 1 for no search.
-    length_penalty: exponent that favours longer texts; 0 ranks by probability alone.
+    length_penalty: exponent that favors longer texts; 0 ranks by probability alone.
     beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
       when no open beam can overtake a finished one; 'huggingface' divides by length **
       length_penalty, lets only the first num_beams candidates finish, counts open beams as finished

@@ -243,7 +243,7 @@ class EncoderDecoderModel(TransformerModel):
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
-    """Returns sums over target tokens; training minimises 'loss' per token."""
+    """Returns sums over target tokens; training minimizes 'loss' per token."""
     return self.head(
       params, self._after_layers(params, batch, dropout_key), batch, dropout_key=dropout_key
     )

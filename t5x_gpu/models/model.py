@@ -75,7 +75,7 @@ class Model(Protocol):
   ) -> Sums:
     """Returns metric -> (sum, weight), float32 scalars over the rows of `batch`.
 
-    The trainer adds them over devices and microbatches, then divides; it minimises 'loss'.
+    The trainer adds them over devices and microbatches, then divides; it minimizes 'loss'.
 
     Args:
       params: arrays of `init`, without the boxes; a device may hold a part of each, see

@@ -2,7 +2,7 @@
 
 What is split: `length` of activations over `context`; parameters are whole. What moves: keys and
 values of every layer, forward and backward, and their gradients. `ring_attention` sends them from
-neighbour to neighbour, hidden behind the matmuls, and holds the logits of one block only.
+neighbor to neighbor, hidden behind the matmuls, and holds the logits of one block only.
 `gathered_attention` gathers them first: fewer bytes, but not hidden, and it holds logits of all
 local queries and all keys. When: the activations of one long sequence do not fit, or there are more
 GPUs than rows. Use the ring for long sequences, gathering for short ones.

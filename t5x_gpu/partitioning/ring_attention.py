@@ -2,7 +2,7 @@
 
 Call `ring_attention` where `axis` is manual (inside `jax.shard_map`), with the local part of every
 array. It returns the local part of dense attention over the whole length. Keys and values pass from
-neighbour to neighbour during the computation; a device holds at most two parts of them. The caller
+neighbor to neighbor during the computation; a device holds at most two parts of them. The caller
 defines mask and bias: `logits_fn` gets one block of queries and one of keys, with information per
 position (`q_info`, `kv_info`); positions may be in any order.
 

@@ -83,7 +83,7 @@ def layout_text(program: Program) -> str:
 
 
 def local_checkpoints_line(program: Program) -> str:
-  """Returns the size of local checkpoints of the run (docs/checkpoints.md#local-steps)."""
+  """Returns the size of local checkpoints of the run (docs/checkpoints.md#local-checkpoints)."""
   topology = program.layout.topology
   host = {
     device: f'host {i // topology.devices_per_host}'

@@ -45,7 +45,7 @@ def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
         stacked_bars(
           {f'{prefix}{_steps(p)}': _parts(p) for p in found},
           title='One step, by what the devices do',
-          colours={name.replace('_', ' '): colour for name, colour in _PARTS.items()},
+          colors={name.replace('_', ' '): color for name, color in _PARTS.items()},
           text=lambda seconds: f'{1e3 * seconds:,.4g} ms',
         )
       )

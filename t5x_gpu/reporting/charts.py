@@ -16,7 +16,7 @@ from t5x_gpu.reporting.markup import Child, add, element
 from t5x_gpu.reporting.page import table
 from t5x_gpu.reporting.scales import Format, Points, Scale, fewer, scale_of, short_number, ticks
 
-NUM_COLOURS = 10  # of the style
+NUM_COLORS = 10  # of the style
 _NUM_PATTERNS = 4  # solid, and p1 to p3 of the style: dashes of curves, stripes of bars
 _SIZE = 1000  # of the SVG's own coordinates, both ways
 _MOST_POINTS = 1200
@@ -31,14 +31,14 @@ class Series:
   Attributes:
     name: in the legend; '' for none.
     points: (x, y), by x. NaN and infinity leave a gap.
-    colour: number of its colour, from 0; the same number looks the same everywhere on a page. From
-      NUM_COLOURS on, colours repeat with other dashes.
+    color: number of its color, from 0; the same number looks the same everywhere on a page. From
+      NUM_COLORS on, colors repeat with other dashes.
     kind: 'line', 'pale' (thin, behind others), 'dashed', or 'dots' (a line with a dot per point).
   """
 
   name: str
   points: Points
-  colour: int = 0
+  color: int = 0
   kind: str = 'line'
 
 
@@ -112,9 +112,7 @@ def line_chart(
   return element(
     'figure',
     element('figcaption', title),
-    legend([(s.name, s.colour) for s in shown], [s.kind for s in shown])
-    if len(shown) > 1
-    else None,
+    legend([(s.name, s.color) for s in shown], [s.kind for s in shown]) if len(shown) > 1 else None,
     element('div', y.label, class_='y-label'),
     plot,
     element('div', x.label, class_='x-label'),
@@ -160,24 +158,24 @@ def _curve(one: Series, across: Scale, up: Scale) -> list[ET.Element]:
         pieces.append('h0')  # a round line end: one dot
   if not pieces:
     return []
-  names = ' '.join(dict.fromkeys(['line', one.kind, *_look('c', one.colour)]))
+  names = ' '.join(dict.fromkeys(['line', one.kind, *_look('c', one.color)]))
   drawn = [element('path', d=''.join(pieces), class_=names)]
   if one.kind == 'dots':
     spots = ''.join(f'M{_x(across, a)} {_y(up, b)}h0' for a, b in visible if up.shows(b))
-    drawn.append(element('path', d=spots, class_=f'spots c{one.colour % NUM_COLOURS}'))
+    drawn.append(element('path', d=spots, class_=f'spots c{one.color % NUM_COLORS}'))
   return drawn
 
 
 def _look(prefix: str, number: int) -> list[str]:
-  """Returns the classes of a colour and, if colours repeat, of a pattern.
+  """Returns the classes of a color and, if colors repeat, of a pattern.
 
   Args:
     prefix: 'c' for strokes, 'b' for backgrounds.
-    number: of the colour.
+    number: of the color.
   """
-  repeat, colour = divmod(number, NUM_COLOURS)
+  repeat, color = divmod(number, NUM_COLORS)
   pattern = repeat % _NUM_PATTERNS
-  return [f'{prefix}{colour}', *([f'p{pattern}'] if pattern else [])]
+  return [f'{prefix}{color}', *([f'p{pattern}'] if pattern else [])]
 
 
 def _tick_labels(across: Scale, up: Scale, x: Axis, y: Axis) -> list[ET.Element]:
@@ -257,14 +255,14 @@ def _values_table(series: Sequence[Series], x: Axis, y: Axis) -> Optional[ET.Ele
 
 
 def legend(entries: Sequence[tuple[str, int]], kinds: Sequence[str] = ()) -> ET.Element:
-  """Returns names with their colours; `kinds` are those of `Series`, '' if they do not matter."""
+  """Returns names with their colors; `kinds` are those of `Series`, '' if they do not matter."""
   return element(
     'ul',
     *(
       element(
-        'li', element('i', class_=' '.join(filter(None, ['key', kind, *_look('b', colour)]))), name
+        'li', element('i', class_=' '.join(filter(None, ['key', kind, *_look('b', color)]))), name
       )
-      for (name, colour), kind in itertools.zip_longest(entries, kinds, fillvalue='')
+      for (name, color), kind in itertools.zip_longest(entries, kinds, fillvalue='')
     ),
     class_='legend',
   )
@@ -274,7 +272,7 @@ def stacked_bars(
   rows: Mapping[str, Mapping[str, float]],
   *,
   title: str,
-  colours: Mapping[str, int],
+  colors: Mapping[str, int],
   text: Format,
   full: Optional[float] = None,
   limit: Optional[tuple[float, str]] = None,
@@ -285,7 +283,7 @@ def stacked_bars(
   Args:
     rows: name of the row -> part -> amount; parts of 0 are not drawn.
     title: above the bars.
-    colours: part -> number of its colour, in the order in which parts are drawn. Other parts
+    colors: part -> number of its color, in the order in which parts are drawn. Other parts
       follow, with the next numbers.
     text: of an amount.
     full: the amount of a bar of full width; None for the longest.
@@ -294,14 +292,14 @@ def stacked_bars(
   """
   totals = {name: sum(parts.values()) for name, parts in rows.items()}
   full = full or max([*totals.values(), limit[0] if limit else 0.0], default=0.0) or 1.0
-  others = [p for p in dict.fromkeys(itertools.chain(*rows.values())) if p not in colours]
-  next_colour = max(colours.values(), default=-1) + 1
-  colours = {**colours, **{part: next_colour + i for i, part in enumerate(others)}}
-  used = [part for part in colours if any(parts.get(part) for parts in rows.values())]
+  others = [p for p in dict.fromkeys(itertools.chain(*rows.values())) if p not in colors]
+  next_color = max(colors.values(), default=-1) + 1
+  colors = {**colors, **{part: next_color + i for i, part in enumerate(others)}}
+  used = [part for part in colors if any(parts.get(part) for parts in rows.values())]
   bars: list[Child] = []
   for name, parts in rows.items():
     segments = [
-      _segment(part, parts[part], full, colours[part], text) for part in used if parts.get(part)
+      _segment(part, parts[part], full, colors[part], text) for part in used if parts.get(part)
     ]
     if limit:
       at = f'left:{100 * limit[0] / full:.3f}%'
@@ -323,7 +321,7 @@ def stacked_bars(
   return element(
     'figure',
     element('figcaption', title),
-    legend([(part, colours[part]) for part in used]),
+    legend([(part, colors[part]) for part in used]),
     element('div', *bars, class_='bars'),
     element('p', f'The line marks {limit[1]}: {text(limit[0])}.', class_='note') if limit else None,
     element('details', element('summary', 'Values'), table(['', *used, 'sum'], values))
@@ -333,10 +331,10 @@ def stacked_bars(
   )
 
 
-def _segment(part: str, amount: float, full: float, colour: int, text: Format) -> ET.Element:
+def _segment(part: str, amount: float, full: float, color: int, text: Format) -> ET.Element:
   return element(
     'span',
-    class_=' '.join(_look('b', colour)),
+    class_=' '.join(_look('b', color)),
     style=f'width:{100 * amount / full:.3f}%',
     title=f'{part}: {text(amount)}',
   )

@@ -35,7 +35,7 @@ def _smoothed(points: Points) -> Points:
 def _training_curves(runs: Sequence[RunRecord], key: str, *, name: str = '') -> list[Series]:
   """Returns a curve per run, with the raw values behind it if they are many."""
   found = []
-  for colour, run in enumerate(runs):
+  for color, run in enumerate(runs):
     points = run.series(key)
     if not points:
       continue
@@ -43,10 +43,10 @@ def _training_curves(runs: Sequence[RunRecord], key: str, *, name: str = '') -> 
     if len(points) > _DENSE:
       one = len(runs) == 1  # with several, the legend would be long
       smoothed = f'{label}, smoothed' if one else label
-      found.append(Series(smoothed, _smoothed(points), colour))
-      found.append(Series(label if one else '', points, colour, 'pale'))
+      found.append(Series(smoothed, _smoothed(points), color))
+      found.append(Series(label if one else '', points, color, 'pale'))
     else:
-      found.append(Series(label, points, colour, 'dots'))
+      found.append(Series(label, points, color, 'dots'))
   return found
 
 
@@ -63,11 +63,11 @@ def restart_marks(run: RunRecord) -> list[tuple[float, str]]:
 def loss_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   """Returns the losses of training and evaluation."""
   curves = _training_curves(runs, 'train/loss', name='training')
-  for colour, run in enumerate(runs):
+  for color, run in enumerate(runs):
     points = run.series('eval/loss')
     name = f'{run.name}, evaluation' if len(runs) > 1 else 'evaluation'
     if points:
-      own = colour if len(runs) > 1 else 1
+      own = color if len(runs) > 1 else 1
       kind = 'dashed' if len(runs) > 1 and len(points) > 1 else 'dots'
       curves.append(Series(name, points, own, kind))
   if not curves:

@@ -82,7 +82,7 @@ def data_section(runs: Sequence[RunRecord]) -> Optional[Section]:
       stacked_bars(
         shares,
         title='Shares of the mixture',
-        colours={name: i for i, name in enumerate(names)},
+        colors={name: i for i, name in enumerate(names)},
         text='{:.1%}'.format,
         full=1.0,
       )

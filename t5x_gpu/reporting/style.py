@@ -1,6 +1,6 @@
 """The style of our pages: light and dark, wide and narrow, and on paper."""
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; lighter on a dark page.
+# Okabe and Ito's colors, which color-blind readers can distinguish; lighter on a dark page.
 _LIGHT = (
   '#0072b2',
   '#d55e00',
@@ -27,8 +27,8 @@ _DARK = (
 )
 
 
-def _variables(colours: tuple[str, ...]) -> str:
-  return ''.join(f'--c{i}:{colour};' for i, colour in enumerate(colours))
+def _variables(colors: tuple[str, ...]) -> str:
+  return ''.join(f'--c{i}:{color};' for i, color in enumerate(colors))
 
 
 def _classes() -> str:

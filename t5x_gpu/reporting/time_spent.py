@@ -21,8 +21,8 @@ from t5x_gpu.reporting.run_record import RunRecord
 from t5x_gpu.reporting.scales import Points, short_number
 from t5x_gpu.terminal.bars import format_seconds
 
-# Category -> number of its colour.
-COLOURS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
+# Category -> number of its color.
+COLORS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
 SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
 _NO_LEDGER = 'has no goodput.jsonl: it has not started, or an earlier version of t5x_gpu trained it'
 
@@ -36,7 +36,7 @@ def goodput_section(runs: Sequence[RunRecord]) -> Section:
       stacked_bars(
         {name: run.accounts.seconds for name, run in known.items()},
         title='Wall time by category',
-        colours=COLOURS,
+        colors=COLORS,
         text=format_seconds,
         full=max(sum(run.accounts.seconds.values()) for run in known.values()),
       ),

@@ -188,7 +188,7 @@ class ProgressLine:
     if self._live is not None:
       self._console.print(line, markup=False, emoji=False)
       return
-    # Without rich: a plain line is never wrapped to 80 columns or coloured.
+    # Without rich: a plain line is never wrapped to 80 columns or colored.
     encoding = getattr(self._stream, 'encoding', None) or 'utf-8'
     line = stamp(self._stream) + line
     self._stream.write(line.encode(encoding, 'replace').decode(encoding) + '\n')

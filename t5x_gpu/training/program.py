@@ -23,6 +23,7 @@ from t5x_gpu.training.checks import check_whole_batch
 from t5x_gpu.training.fp8_history import history_of
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.guards.spikes import SpikeConfig
+from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.stored_state import StoredState
@@ -133,7 +134,7 @@ class Program:
 def build_program(
   *,
   model: Model,
-  optimizer: Any,
+  optimizer: Optimizer,
   schedule: Schedule,
   partitioner: Partitioner,
   topology: Topology,
@@ -204,7 +205,7 @@ def build_program(
 def _first_state(
   model: Model,
   spec: BatchSpec,
-  optimizer: Any,
+  optimizer: Optimizer,
   layout: Layout,
   trained: Trained,
   seed: int,
@@ -331,9 +332,8 @@ def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optio
   """
   if xla is None:
     return None
-  params, names = (
-    jax.tree.leaves(t) for t in (program.abstract_state.params, program.names.params)
-  )
+  params = jax.tree.leaves(program.abstract_state.params)
+  names = jax.tree.leaves(program.names.params)
   layer_bytes = sum(
     2 * math.prod(p.shape) // p.shape[n.names.index('layers')]
     for p, n in zip(params, names)

@@ -1,13 +1,14 @@
 """What determines a training step: the part of a run that plan, bench and parity need."""
 
 import dataclasses
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.guards.spikes import SpikeConfig
+from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
 
 
@@ -34,7 +35,7 @@ class StepConfig:
   model: Model
   train_dataset_cfg: DatasetConfig
   partitioner: Partitioner
-  optimizer: Any
+  optimizer: Optimizer
   learning_rate: Schedule
   random_seed: int = 0
   num_microbatches: int = 1

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.training.fp8_history import Fp8History, history_names
+from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.trainable import Trained
 
 
@@ -39,7 +40,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 def new_state(
   params: Any,
-  optimizer: Any,
+  optimizer: Optimizer,
   names: Any,
   *,
   trained: Trained = Trained(),
@@ -56,7 +57,7 @@ def new_state(
 
 def state_names(
   params: Any,
-  optimizer: Any,
+  optimizer: Optimizer,
   names: Any,
   *,
   trained: Trained = Trained(),

@@ -14,6 +14,7 @@ from t5x_gpu.models.losses import Sums
 from t5x_gpu.training.fp8_history import Fp8History
 from t5x_gpu.training.gradients import GradientsFn
 from t5x_gpu.training.guards.spikes import SpikeConfig, group_norms
+from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.stored_state import StoredState
 from t5x_gpu.training.train_state import TrainState
@@ -27,7 +28,7 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 def make_train_step(
   *,
   gradients: GradientsFn,
-  optimizer: Any,
+  optimizer: Optimizer,
   schedule: Schedule,
   names: Any,
   seed: int,

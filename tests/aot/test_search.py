@@ -1,4 +1,4 @@
-"""`plan --search` compiled for GPUs that are absent: no neighbour of the best is faster."""
+"""`plan --search` compiled for GPUs that are absent: no neighbor of the best is faster."""
 
 import functools
 import random
@@ -31,7 +31,7 @@ def settings(variant: Variant) -> dict:
   )
 
 
-def are_neighbours(a: Variant, b: Variant) -> bool:
+def are_neighbors(a: Variant, b: Variant) -> bool:
   """Whether one setting differs, or the sizes of two mesh axes."""
   a, b = settings(a), settings(b)
   return 1 <= sum(a.get(name) != b.get(name) for name in {*a, *b}) <= 2
@@ -62,7 +62,7 @@ def _case(model: str, gpus: int, rows_per_gpu: int, length: int, layout: str = '
     ][1:],
   ],
 )
-def test_no_sampled_neighbour_of_the_best_is_faster(case):
+def test_no_sampled_neighbor_of_the_best_is_faster(case):
   topology = topology_of(gpus=case.hosts * case.gpus_per_host, gpus_per_host=case.gpus_per_host)
   devices = simulated_devices(topology.num_devices)
   config, found = case.config(), SearchState()
@@ -75,7 +75,7 @@ def test_no_sampled_neighbour_of_the_best_is_faster(case):
     score
     for score in found.scores
     if score.variant.dtype == 'bfloat16'
-    and are_neighbours(score.variant, best.variant)
+    and are_neighbors(score.variant, best.variant)
     and score.variant not in found.compiled
     and score.needed_bytes <= score.pool_bytes
   ]

@@ -1,4 +1,4 @@
-"""Processes with other code, other data or another MODEL_DIR end before the first step, told which.
+"""Processes that disagree in code, data or MODEL_DIR stop before the first step and say why.
 
 Each rank has its own working folder, as hosts have that share no file system.
 """

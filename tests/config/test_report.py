@@ -108,7 +108,7 @@ def test_files_of_the_package_change_nothing_and_a_copy_of_one_is_the_users(proj
   assert re.search(r"MODEL_DIR: not set -> 'runs/demo' +mine.gin:", '\n'.join(mine))
 
 
-def test_table_has_colours_on_a_terminal_and_cuts_long_values(load):
+def test_table_has_colors_on_a_terminal_and_cuts_long_values(load):
   text = printed(load(['my.gin'], bindings=['MODEL_DIR=' + 'x' * 300]), force_terminal=True)
   assert '\x1b[' in text and 'x' * 100 not in text and 'xxx...' in text
 

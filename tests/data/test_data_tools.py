@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.data: rows decoded and coloured, lengths and shares, speed, checksums."""
+"""python -m t5x_gpu.data: rows decoded and colored, lengths and shares, speed, checksums."""
 
 import importlib
 import json

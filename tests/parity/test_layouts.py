@@ -28,7 +28,7 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
-from tests.helpers_layouts import OPTIMISED, QUICK, KeepGradients
+from tests.helpers_layouts import OPTIMIZED, QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 STEPS, LEARNING_RATE = 3, 1e-2
@@ -447,7 +447,7 @@ def first_gradients(case: Case, num_devices: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize('name', CASES)
 def test_layout_trains_as_one_device(name):
-  assert_trains_as_one_device(CASES[name], options=OPTIMISED if name in AS_USERS else QUICK)
+  assert_trains_as_one_device(CASES[name], options=OPTIMIZED if name in AS_USERS else QUICK)
 
 
 def assert_trains_as_one_device(case: Case, options: Mapping[str, Any] = QUICK) -> None:

@@ -155,7 +155,7 @@ def restored(folder: pathlib.Path) -> Target:
   return Target(target.folder, target.files, use)
 
 
-def local_steps(folder: pathlib.Path) -> Target:
+def local_checkpoints(folder: pathlib.Path) -> Target:
   """A file of a local step, its checksum mended or not."""
   values = np.arange(12, dtype=np.float32).reshape(3, 4)
   manifest = make_manifest(
@@ -376,7 +376,7 @@ def t5x(folder: pathlib.Path) -> Target:
   return Target(folder, files, use)
 
 
-TARGETS = (safetensors, t5x, checkpoints, local_steps, prepared_rows, small_files)
+TARGETS = (safetensors, t5x, checkpoints, local_checkpoints, prepared_rows, small_files)
 # Mutations of `make test`; those of `make test-all` are 10,000 in all.
 QUICK = 60
 

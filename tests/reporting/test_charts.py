@@ -105,7 +105,7 @@ def test_bars_are_as_long_as_their_amounts():
   bars = charts.stacked_bars(
     {'a': {'compute': 30.0, 'wait': 10.0}, 'b': {'compute': 20.0}},
     title='Time',
-    colours={'compute': 0, 'wait': 1},
+    colors={'compute': 0, 'wait': 1},
     text='{:.0f} s'.format,
   )
   found = parsed(bars)
@@ -114,11 +114,11 @@ def test_bars_are_as_long_as_their_amounts():
   assert 'a: compute 30 s, wait 10 s' in [a.get('aria-label') for _, a in found.tags]
 
 
-def test_a_part_without_a_colour_is_drawn_too():
+def test_a_part_without_a_color_is_drawn_too():
   bars = charts.stacked_bars(
     {'a': {'compute': 1.0, 'new': 2.0, 'newer': 1.0}},
     title='Time',
-    colours={'compute': 1},
+    colors={'compute': 1},
     text='{:.0f} s'.format,
   )
   found = parsed(bars)
@@ -128,11 +128,11 @@ def test_a_part_without_a_colour_is_drawn_too():
   assert 'a: compute 1 s, new 2 s, newer 1 s' in [a.get('aria-label') for _, a in found.tags]
 
 
-def test_more_curves_and_parts_than_colours_differ_in_their_pattern():
-  number = 4 * charts.NUM_COLOURS
+def test_more_curves_and_parts_than_colors_differ_in_their_pattern():
+  number = 4 * charts.NUM_COLORS
   names = [f'run {i}' for i in range(number)]
   chart = charts.line_chart(
-    [charts.Series(name, [(0, i), (1, i)], colour=i) for i, name in enumerate(names)],
+    [charts.Series(name, [(0, i), (1, i)], color=i) for i, name in enumerate(names)],
     title='Loss',
     x=charts.Axis('step'),
     y=charts.Axis('loss'),
@@ -140,7 +140,7 @@ def test_more_curves_and_parts_than_colours_differ_in_their_pattern():
   bars = charts.stacked_bars(
     {'a': dict.fromkeys(names, 1.0)},
     title='Shares',
-    colours={name: i for i, name in enumerate(names)},
+    colors={name: i for i, name in enumerate(names)},
     text='{:.0f}'.format,
   )
   found = parsed(chart, bars)

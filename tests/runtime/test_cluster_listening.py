@@ -1,4 +1,4 @@
-"""Where process 0 listens, whom it lets in, and that a slow client holds nobody."""
+"""Where process 0 listens, whom it lets in, and that a slow client blocks nobody."""
 
 import contextlib
 import errno

@@ -54,7 +54,7 @@ def test_unknown_numbers_are_left_out_of_the_line():
   assert _unstamped(out.getvalue()) == 'step 1/100 | loss nan\n'
 
 
-def test_a_pipe_gets_plain_lines_even_when_colour_is_forced(monkeypatch):
+def test_a_pipe_gets_plain_lines_even_when_color_is_forced(monkeypatch):
   monkeypatch.setenv('FORCE_COLOR', '1')
   monkeypatch.setenv('TERM', 'xterm-256color')
   out = io.StringIO()

@@ -230,7 +230,7 @@ def test_moments_in_bfloat16_do_not_depend_on_the_layout(tmp_path):
     for a, b in zip(*(jax.tree.leaves(getattr(adam, moment)) for adam in (got, want))):
       assert a.dtype == jnp.bfloat16
       a, b = a.astype(np.float32), b.astype(np.float32)
-      # Where gradients differ in the last bits, some values are rounded to the neighbour.
+      # Where gradients differ in the last bits, some values are rounded to the neighbor.
       np.testing.assert_allclose(a, b, rtol=2**-6, atol=1e-3 * np.abs(b).max())
       assert np.mean(a == b) > 0.95
 

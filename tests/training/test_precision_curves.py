@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.precision_curves import RUNS, averages, curve
-from tests.helpers_layouts import OPTIMISED
+from tests.helpers_layouts import OPTIMIZED
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ BANDS = {'bfloat16': 0.045, 'fp8': 0.045, 'float32, gradients sent in bfloat16':
 
 @functools.cache
 def losses(name: str) -> list[float]:
-  return averages(curve(RUNS[name], 200, OPTIMISED))
+  return averages(curve(RUNS[name], 200, OPTIMIZED))
 
 
 def test_the_loss_falls():

@@ -91,7 +91,7 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
   )
   console.say(f'from: {files.path}: T5X, step {files.step}, {counted(table.our_shapes)}')
   for stack, layers in t5x_layers(files.shapes).items():
-    console.say(f'recognised: {stack}: {layers}')
+    console.say(f'recognized: {stack}: {layers}')
   if request.model is None and len(model.config.mlp_activations) > 1:
     console.say(
       "assumed: mlp_activations = ('gelu', 'linear'), as in T5.1.1; the files do not "

@@ -294,7 +294,7 @@ class Assembly:
       fix=f'Free space there, and start again: the parts stay where they are. Or set {DIR} = None '
       'to continue without it.',
       parameters=('MODEL_DIR', DIR),
-      docs='checkpoints.md#local-steps',
+      docs='checkpoints.md#local-checkpoints',
     )
 
   def _warn(self, text: str) -> None:

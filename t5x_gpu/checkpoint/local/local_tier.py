@@ -243,7 +243,7 @@ def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier |
       'folder: promoting a local checkpoint takes a rename, which object storage does not have.',
       fix=f'Set MODEL_DIR to a folder that all hosts share, or {DIR} = None and {PERIOD} = None.',
       parameters=(DIR, 'MODEL_DIR'),
-      docs='checkpoints.md#local-steps',
+      docs='checkpoints.md#local-checkpoints',
     )
   local = local_folder(config.local_checkpoint_dir, model_dir=folder)
   hosts = hosts_of_run()

@@ -13,7 +13,7 @@ from t5x_gpu.runtime.host import available_memory
 
 SLOTS = 3  # two local checkpoints stay, one is being written
 DIR, PERIOD = 'CheckpointConfig.local_checkpoint_dir', 'CheckpointConfig.local_period'
-_error = functools.partial(CheckpointError, docs='checkpoints.md#local-steps')
+_error = functools.partial(CheckpointError, docs='checkpoints.md#local-checkpoints')
 
 
 def check_local_settings(

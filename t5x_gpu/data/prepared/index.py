@@ -139,7 +139,7 @@ class MixtureMember:
   """One task of the split.
 
   Attributes:
-    rate: its share in the mixture, not normalised.
+    rate: its share in the mixture, not normalized.
     source: facts that identify the source data.
     num_shards: how many there will be.
     shards: those that are written.
@@ -297,7 +297,7 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       else ('nothing is prepared there' if folder.is_dir() else 'there is no such folder')
     )
     raise NoExamplesError(
-      f'{folder} (looked from {os.getcwd()}) has no prepared split {split!r}: {have}.',
+      f'{folder} (working directory: {os.getcwd()}) has no prepared split {split!r}: {have}.',
       fix=f'Prepare it: {fix}'
       + (
         '\nA run that does not evaluate sets train.train_eval_dataset_cfg = None.'

@@ -53,7 +53,7 @@ def matching_files(pattern: str) -> list[str]:
       folder = os.path.dirname(folder)
     held = sorted(os.listdir(folder or '.'))
     raise task_error(
-      f'No file matches {pattern!r} (looked from {os.getcwd()}). '
+      f'No file matches {pattern!r} (working directory: {os.getcwd()}). '
       f'{os.path.abspath(folder or ".")} exists and holds '
       + (', '.join(listed(held, 8)) or 'nothing')
       + '.',

@@ -24,7 +24,7 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from t5x_gpu.runtime.cluster.agreement import Facts
 
-# Files that are open at once. The stream takes a span from each in turn, so that neighbours come
+# Files that are open at once. The stream takes a span from each in turn, so that neighbors come
 # from many files.
 FILES_AT_ONCE = 32
 # Shuffle buffer for rows of a table; the saved state contains their numbers.

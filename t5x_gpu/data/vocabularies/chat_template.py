@@ -144,7 +144,7 @@ class ChatTemplate:
     """Returns a conversation as text, and the characters that the assistant writes from `first`."""
     if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
       raise DataError(
-        f'{where} has U+FDD0 or U+FDD1, which are not characters.', fix='Remove them.'
+        f'{where} has U+FDD0 or U+FDD1, which are not Unicode characters.', fix='Remove them.'
       )
     text, spans = _unmarked(self._render(messages, tools, where=where))
     if spans:

@@ -194,7 +194,7 @@ def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
     return file
   held = sorted(p.name for p in given.iterdir())[:8] if given.is_dir() else []
   raise _error(
-    f'The tokenizer {str(file)!r} does not exist (looked from {os.getcwd()})'
+    f'The tokenizer {str(file)!r} does not exist (working directory: {os.getcwd()})'
     + (f'; the folder holds {", ".join(held) or "nothing"}.' if given.is_dir() else '.'),
     fix='Give the folder of the model, or its tokenizer.json, after huggingface: in '
     'DatasetConfig.vocabulary. A folder with only a vocab file needs, once: '

@@ -118,7 +118,7 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
   path = os.path.expanduser(name[len(_PREFIX) :])
   if '://' not in path and not os.path.isfile(path):
     raise DataError(
-      f'The SentencePiece model {path!r} does not exist (looked from {os.getcwd()}).',
+      f'The SentencePiece model {path!r} does not exist (working directory: {os.getcwd()}).',
       fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
       'file that spm_train writes.',
     )

@@ -65,7 +65,7 @@ BACKENDS = {
     ),
     Serves(
       'tokamax mosaic_gpu sm100',
-      'data-centre Blackwell (B200, GB200)',
+      'data-center Blackwell (B200, GB200)',
       'none; with a relative bias its gradient [batch, heads, length, length]',
       'gpu',
       (10.0, 11.0),

@@ -173,13 +173,13 @@ def entity_hits(
   def at(x: jax.Array, where: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, jnp.clip(where, 0, length - 1), axis=1)
 
-  def neighbour(tags: jax.Array, where: jax.Array) -> jax.Array:
+  def neighbor(tags: jax.Array, where: jax.Array) -> jax.Array:
     inside = (where >= 0) & (where < length) & (at(segments, where) == segments)
     return jnp.where(inside, at(tags, where), len(names))
 
   def found(tags: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    begins = is_word & starts[neighbour(tags, before), tags]
-    finishes = is_word & ends[tags, neighbour(tags, after)]
+    begins = is_word & starts[neighbor(tags, before), tags]
+    finishes = is_word & ends[tags, neighbor(tags, after)]
     last_word = jax.lax.cummin(jnp.where(finishes, places, length), axis=1, reverse=True)
     kinds = jax.nn.one_hot(jnp.asarray(entities.kind_numbers(names))[tags], num_kinds, dtype=bool)
     return begins, last_word, kinds & begins[..., None]

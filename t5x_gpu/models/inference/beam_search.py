@@ -112,7 +112,7 @@ class BeamSearch:
   def _may_improve(self, best_open: jax.Array, done: Continuations, length: jax.Array) -> jax.Array:
     """Returns [batch], whether an open text may still get a better score than a finished one."""
     penalty = self._penalty(length)
-    if not self.is_huggingface:  # the penalty at the most favourable length
+    if not self.is_huggingface:  # the penalty at the most favorable length
       penalty = jnp.maximum(penalty, self._penalty(self.max_decode_length))
     return (best_open > -jnp.inf) & (best_open / penalty > done.scores.min(-1))
 

@@ -26,7 +26,7 @@ from t5x_gpu.partitioning.mesh.mesh_problems import (
 )
 from t5x_gpu.runtime.cluster.topology import Topology
 
-# Outermost first: neighbours on the last axis talk most and get the fastest link.
+# Outermost first: neighbors on the last axis talk most and get the fastest link.
 MESH_AXES = ('stage', 'data', 'fsdp', 'context', 'expert', 'model')
 OUTER_AXES = MESH_AXES[:-1]
 _DEFAULT_SIZES = {**dict.fromkeys(OUTER_AXES, 1), 'data': -1}

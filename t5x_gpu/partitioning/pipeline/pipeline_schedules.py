@@ -1,6 +1,6 @@
 """The timetable of a pipeline, its bubble and its traffic.
 
-Time is counted in ticks. At the end of a tick every stage sends one activation to its neighbour. A
+Time is counted in ticks. At the end of a tick every stage sends one activation to its neighbor. A
 unit is one microbatch in one of the stage's blocks of layers. Everything here is arithmetic that
 works on ints, NumPy arrays and traced values; `pipeline_parallel` follows the `Timetable`.
 """

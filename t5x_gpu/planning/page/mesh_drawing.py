@@ -1,6 +1,6 @@
-"""A drawing of a mesh: each host with its GPUs, coloured by the group that they exchange data in.
+"""A drawing of a mesh: each host with its GPUs, colored by the group that they exchange data in.
 
-One view per mesh axis. GPUs of one colour are a group along that axis; their number is the place in
+One view per mesh axis. GPUs of one color are a group along that axis; their number is the place in
 the group. Each host is its own small SVG, so a phone shows one below the other.
 """
 
@@ -15,7 +15,7 @@ from t5x_gpu.partitioning.mesh.mesh import FSDP_SPLITS, SPLITS, device_array
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 from t5x_gpu.planning.formulas.links import NETWORK
 from t5x_gpu.planning.formulas.step_time import CollectiveTime
-from t5x_gpu.reporting.charts import NUM_COLOURS
+from t5x_gpu.reporting.charts import NUM_COLORS
 from t5x_gpu.reporting.markup import element
 from t5x_gpu.reporting.page import views
 from t5x_gpu.runtime.memory import show
@@ -119,9 +119,7 @@ def _host(layout: Layout, axis: str, host: int, cells: list[tuple[int, int, str]
       element(
         'g',
         element('title', words),
-        element(
-          'rect', x=x, y=y, width=_CELL, height=_CELL, rx=5, class_=f'f{group % NUM_COLOURS}'
-        ),
+        element('rect', x=x, y=y, width=_CELL, height=_CELL, rx=5, class_=f'f{group % NUM_COLORS}'),
         element('text', str(place), x=x + _CELL / 2, y=y + _CELL / 2 + 5, class_='on'),
       )
     )

@@ -37,8 +37,8 @@ from t5x_gpu.runtime.memory import show
 _WAITING, _BUBBLE = 'waiting for collectives', 'pipeline bubble'
 _ARGUMENTS, _TEMPORARIES = 'parameters, optimizer state, batch', 'temporaries'
 _OUTPUTS = 'outputs'
-# Component or part -> number of its colour, in the order in which they are drawn.
-_MEMORY_COLOURS = {
+# Component or part -> number of its color, in the order in which they are drawn.
+_MEMORY_COLORS = {
   PARAMETERS: 0,
   OPTIMIZER: 1,
   BATCH: 7,
@@ -53,7 +53,7 @@ _MEMORY_COLOURS = {
   LOSS: 6,
   FRAGMENTATION: 7,
 }
-_TIME_COLOURS = {
+_TIME_COLORS = {
   work.MODEL: 0,
   work.MLP: 0,
   work.EXPERTS: 0,
@@ -176,7 +176,7 @@ def _memory(memory: MemoryUse, advice: str) -> Section:
   chart = stacked_bars(
     bars,
     title='Memory per GPU',
-    colours=_MEMORY_COLOURS,
+    colors=_MEMORY_COLORS,
     text=show,
     full=longest,
     limit=(memory.pool_bytes, pool),
@@ -196,7 +196,7 @@ def _parameters(p: Prediction) -> Section:
 
 def _mesh(layout: Layout, p: Prediction) -> Section:
   intro = (
-    'GPUs of one colour are a group that exchanges data along the chosen axis; the number is the '
+    'GPUs of one color are a group that exchanges data along the chosen axis; the number is the '
     'place in the group. Thick lines carry its traffic.'
   )
   return Section('mesh', 'Mesh', mesh_drawing(layout, p.time.collectives), intro)
@@ -206,7 +206,7 @@ def _traffic(p: Prediction) -> Section:
   if not p.time.collectives:
     return Section('traffic', 'Traffic', [element('p', f'{screen.NO_TRAFFIC}.')])
   used = sorted({'+'.join(c.axes) for c in p.time.collectives})
-  colours = {axes: i for i, axes in enumerate(used)}
+  colors = {axes: i for i, axes in enumerate(used)}
   by_link: dict[str, dict[str, float]] = {}
   time_of: dict[str, dict[str, float]] = {}
   for c in p.time.collectives:
@@ -224,14 +224,14 @@ def _traffic(p: Prediction) -> Section:
       stacked_bars(
         {link: by_link[link] for link in order},
         title='Sent by a GPU per step, by mesh axis',
-        colours=colours,
+        colors=colors,
         text=show,
         in_table=False,
       ),
       stacked_bars(
         {link: time_of[link] for link in order},
         title='Time of the links per step',
-        colours={'hidden': 2, 'waited for': 1},
+        colors={'hidden': 2, 'waited for': 1},
         text=screen.seconds,
         in_table=False,
       ),
@@ -252,7 +252,7 @@ def _time(step: StepTime) -> Section:
   chart = stacked_bars(
     {'step': parts},
     title='A step on a GPU',
-    colours=_TIME_COLOURS,
+    colors=_TIME_COLORS,
     text=screen.seconds,
     in_table=False,
   )

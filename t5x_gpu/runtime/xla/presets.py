@@ -16,7 +16,7 @@ PRESETS = {
   'safe': 'XLA with fewer custom kernels: to check whether a setting causes a bug',
   'default': 'overlaps communication with computation, as NVIDIA and the JAX authors advise',
   'max_overlap': 'default plus every further overlap that XLA offers: measure before you keep it',
-  'deterministic': 'default without its optimisations; a program gives the same bits on every run',
+  'deterministic': 'default without its optimizations; a program gives the same bits on every run',
   'none': 'sets nothing; your own XLA_FLAGS are still checked',
 }
 MIB = 2**20
@@ -74,7 +74,7 @@ def generation(device_kind: Optional[str]) -> Optional[str]:
   """
   if device_kind is None:
     return None
-  # Variants share the die of a GPU in the table: less NVLink, memory or clock, same behaviour.
+  # Variants share the die of a GPU in the table: less NVLink, memory or clock, same behavior.
   for pattern, name in (
     (r'A[18]00', 'a100'),
     (r'H[18]00|GH200|H20', 'h100'),

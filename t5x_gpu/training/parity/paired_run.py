@@ -18,6 +18,7 @@ import numpy as np
 from t5x_gpu.data.batches import Batch
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.context_parallel import length_order
+from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.parity.compare import (
   ArrayDifference,
   LayerDifference,
@@ -221,7 +222,9 @@ class TwoRuns:
     optimizer, schedule: of both.
   """
 
-  def __init__(self, mesh: RecordedRun, one: RecordedRun, *, optimizer: Any, schedule: Schedule):
+  def __init__(
+    self, mesh: RecordedRun, one: RecordedRun, *, optimizer: Optimizer, schedule: Schedule
+  ):
     self.mesh, self.one = mesh, one
     self.names = dataclasses.replace(
       one.program.names, opt_state=one.program.names.opt_state.optimizer

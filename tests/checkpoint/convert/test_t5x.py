@@ -75,7 +75,7 @@ def test_own_check_runs_on_t5x_as_well(written, tmp_path, capsys):
   out = capsys.readouterr().out
   assert "our own model with the other files' tensors: largest difference 0.0e+00" in out
   assert "assumed: mlp_activations = ('gelu', 'linear')" in out
-  assert 'recognised: decoder: 2 layers, not scanned, heads joined' in out
+  assert 'recognized: decoder: 2 layers, not scanned, heads joined' in out
 
 
 def initial(model):

@@ -66,7 +66,7 @@ def test_a_task_of_rate_0_is_left_out():
   assert {name for name, _ in taken(rows, 50)} == {'a'}
 
 
-def test_neighbouring_seeds_share_no_epoch():
+def test_neighboring_seeds_share_no_epoch():
   orders = [
     taken(mixed_rows(tasks(a=50), rates={'a': 1}, seed=seed, repeat=True), 50, start=start)
     for seed in range(3)
@@ -104,5 +104,5 @@ def test_rates_that_cannot_be_are_refused_with_ones_that_can(given_rates, says):
   assert 'a' in e.value.fix
 
 
-def test_rates_are_normalised_and_tasks_that_are_not_named_have_none():
+def test_rates_are_normalized_and_tasks_that_are_not_named_have_none():
   assert checked_rates({'a': 3, 'b': 1}, own=RATES, rows=ROWS) == {'a': 0.75, 'b': 0.25, 'c': 0}

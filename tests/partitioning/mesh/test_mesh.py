@@ -45,7 +45,7 @@ def test_24_hosts_of_8_keep_model_inside_hosts(num_partitions, process_per_gpu):
   topology, devices = discover(fake_gpus(24, 8, process_per_gpu=process_per_gpu))
   sizes = resolve_mesh_sizes(topology, num_partitions=num_partitions)
   array = device_array(sizes, topology, devices)
-  # The golden order: devices in sequence, so that eight neighbours are one host.
+  # The golden order: devices in sequence, so that eight neighbors are one host.
   golden = np.arange(192).reshape(1, 192 // num_partitions, 1, 1, 1, num_partitions)
   np.testing.assert_array_equal(ids(array), golden)
   for group in ids(array).reshape(-1, num_partitions):

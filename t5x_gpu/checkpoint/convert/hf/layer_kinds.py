@@ -138,15 +138,15 @@ def _of_every_layer(config: Json) -> Sequence[int]:
   window, layers = config['sliding_window'] or 0, config['num_hidden_layers']
   if config['sliding_window'] == 0:
     raise CheckpointError(
-      'config.json says sliding_window = 0: layers could attend to nothing.',
+      'config.json says sliding_window = 0: no layer could attend to any token.',
       fix='Use null for no window.',
       docs='convert.md#families',
     )
   types = config.get('layer_types')
   if types is not None and list(types) != [SLIDING if window else FULL] * layers:
     raise CheckpointError(
-      f'config.json has sliding_window = {config["sliding_window"]}, which is for all layers of '
-      f'this family, but layer_types names others: {types}.',
+      f'config.json has sliding_window = {config["sliding_window"]}, which applies to every '
+      f'layer of this family, but layer_types lists other kinds: {types}.',
       fix='Use the config.json that came with the weights.',
       docs='convert.md#families',
     )

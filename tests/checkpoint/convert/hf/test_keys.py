@@ -152,7 +152,7 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('qwen3_moe', {'decoder_sparse_step': 2}, 'decoder_sparse_step = 2'),
     ('qwen3_moe', {'mlp_only_layers': [1]}, r'mlp_only_layers = \[1\]'),
     ('qwen3_moe', {'shared_expert_intermediate_size': 8}, 'shared_expert_intermediate_size = 8'),
-    ('qwen3_moe', {'layer_types': ['sliding_attention'] * 2}, 'layer_types names others'),
+    ('qwen3_moe', {'layer_types': ['sliding_attention'] * 2}, 'layer_types lists other kinds'),
     ('qwen3_moe', {'model_type': 'qwen2_moe'}, 'a model with shared experts'),
     ('mixtral', {'model_type': 'gpt_oss'}, 'attention sinks and MXFP4'),
     ('bert_mlm', {'model_type': 'xlm-roberta'}, 'begins each text with token id 0'),

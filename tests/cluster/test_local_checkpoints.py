@@ -1,4 +1,4 @@
-"""Two hosts that are killed go on from their local steps, though one has lost its disk."""
+"""Two hosts that are killed resume from their local checkpoints, though one has lost its disk."""
 
 import shutil
 import signal
