@@ -397,7 +397,7 @@ def test_the_start_reports_kept_steps_and_an_earlier_run_of_the_path(tmp_path, c
     tier = open_local_tier(config, ModelDir(tmp_path / 'model'), program('fsdp').abstract_state)
   old = next(p for p in (tmp_path / NAMES[0]).iterdir())
   assert (
-    f'local checkpoints: every 2 steps in {tmp_path / NAMES[0]}, the last 2 stay' in caplog.text
+    f'local checkpoints: every 2 steps in {tmp_path / NAMES[0]}, the last 2 are kept' in caplog.text
   )
   assert 'MB on the only host: they survive processes that end, not its loss' in caplog.text
   assert f'{old} has' in caplog.text and f'of an earlier run in {tmp_path / "model"}' in caplog.text
