@@ -185,8 +185,8 @@ class OptionalMembers:
     config: sizes; makes decoding, plans and hints more precise (see `config_of`).
     stacks: names of several stacks of layers in the order in which they run, as in ('encoder',
       'decoder').
-    gathers_layers: `run_layers` calls `fsdp.whole` on each layer, as `scan_layers` does. Data
-      parallelism then sums a layer's gradients as soon as they are known.
+    gathers_layers: `run_layers` runs layers with `scan_layers`. Data parallelism then sums a
+      layer's gradients as soon as they are known.
     couples_rows: the loss of a row depends on other rows, so the batch cannot be split in time.
     classifies: each row has one label, rather than a target per token.
     tags: each word has a label: `logits` are [batch, length, classes].

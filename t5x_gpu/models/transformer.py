@@ -26,8 +26,9 @@ from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
-from t5x_gpu.partitioning import fsdp, layer_loop, quantized
+from t5x_gpu.partitioning import fsdp, quantized
 from t5x_gpu.partitioning.axis_rules import is_named, shard
+from t5x_gpu.partitioning.loop import layer_loop
 
 
 @flax.struct.dataclass

@@ -142,18 +142,22 @@ class Split:
     dims: the dimensions that are split.
     earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
       over `dims.sums`; None for none.
+    first: for a stack of layers, a port [of the whole parameter of one layer] that takes the
+      gradient of the first layer before it is reduced (first_layer.py); its value is never read.
+      None to reduce it like those of the other layers.
   """
 
   part: jax.Array
   full: Optional[jax.Array]
   dims: Dims = flax.struct.field(pytree_node=False)
   earlier: Optional[jax.Array] = None
+  first: Optional[jax.Array] = None
 
   def scaled(self, factor: float) -> 'Split':
     """Returns `factor` times the parameter."""
-    part, full = jax.tree.map(lambda x: x * factor, (self.part, self.full))
+    part, full, first = jax.tree.map(lambda x: x * factor, (self.part, self.full, self.first))
     earlier = None if self.earlier is None else self.earlier / factor
-    return self.replace(part=part, full=full, earlier=earlier)
+    return self.replace(part=part, full=full, earlier=earlier, first=first)
 
   @property
   def is_gathered(self) -> bool:

@@ -26,6 +26,7 @@ from t5x_gpu.partitioning.axis_rules import (
   use_rules,
   varying,
 )
+from t5x_gpu.partitioning.loop import first_layer
 from t5x_gpu.partitioning.manual_collectives import InBfloat16
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.pipeline.layer_sums import LayerSums
@@ -180,6 +181,7 @@ class Region:
     sums: bool = False,
     earlier: Any = None,
     in_layers: bool = True,
+    first_stack: Any = None,
   ) -> Any:
     """Returns the parameters for a model: `fsdp.Split` if its backward pass reduces, else arrays.
 
@@ -192,6 +194,8 @@ class Region:
       earlier: with `sums`, gradients of earlier microbatches, not summed over those axes.
       in_layers: whether the model calls `fsdp.whole` on each layer, so that a layer's gradients are
         summed when they are known; else with those of the other layers.
+      first_stack: tree of bools: which parameters are of the layers that run first, and can have
+        ports (first_layer.py); None for none.
     """
 
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:
@@ -217,7 +221,13 @@ class Region:
 
     if earlier is None:
       earlier = jax.tree.map(lambda _: None, names)
-    return jax.tree.map(lambda n, *of_leaf: parameter(n, *of_leaf), names, parts, params, earlier)
+
+    def made(parts: Any) -> Any:
+      return jax.tree.map(lambda n, *of_leaf: parameter(n, *of_leaf), names, parts, params, earlier)
+
+    if not sums or first_stack is None:
+      return made(parts)
+    return first_layer.with_ports(made, parts, first_stack, axes=self.axes)
 
   def frozen(self, params: Any, names: Any, dtype: Any) -> Any:
     """Returns parameters without gradient for a model; arguments as in `whole`."""

@@ -264,10 +264,36 @@ def is_ahead(parameter: Any) -> bool:
   return fsdp.is_split(p) and p.dims.ahead
 
 
+def are_summed_at_end(layers: Sequence[Any]) -> list[bool]:
+  """Returns which gradients of a stack the loop over layers sums after it, all layers at once.
+
+  Beside parameters that fsdp splits, those that it does not are a few kilobytes. Their all-reduce
+  would keep the gathers and reductions of the rest from running next to a layer's matmuls.
+  """
+  if not any(map(is_gathered, layers)):
+    return [False] * len(layers)
+  return [fsdp.is_split(leaf) and leaf.dims.fsdp is None for leaf in layers]
+
+
 def part(parameter: Any) -> jax.Array:
   """Returns the array of a parameter, or of its gradient, that is differentiated."""
   p = parameter.param if isinstance(parameter, InEightBits) else parameter
   return p.part if fsdp.is_split(p) else p
+
+
+def without_first(parameter: Any) -> tuple[Any, Optional[jax.Array]]:
+  """Returns a parameter without its port for the gradient of the first layer, and the port."""
+  if isinstance(parameter, InEightBits):
+    param, port = without_first(parameter.param)
+    return parameter.replace(param=param), port
+  if not fsdp.is_split(parameter):
+    return parameter, None
+  return parameter.replace(first=None), parameter.first
+
+
+def not_reduced(gradient: Any) -> jax.Array:
+  """Returns the gradient of a whole parameter, of one of its uses, in float32."""
+  return (gradient.port if is_quantized(gradient) else gradient).astype(jnp.float32)
 
 
 def as_gradient(parameter: Any, gradient: jax.Array) -> Any:

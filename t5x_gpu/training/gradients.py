@@ -26,7 +26,7 @@ from t5x_gpu.models.model import (
   compute_dtype,
   missing_members,
 )
-from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers
+from t5x_gpu.partitioning.layer_stacks import ONLY, prefix_of, run_layers
 from t5x_gpu.partitioning.manual_region import Region, is_places
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
@@ -82,14 +82,12 @@ def make_gradients(
     ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
   """
   in_parts = region.reduces_in_backward or region.sums_in_backward
-  in_layers = not missing_members(model, LayeredModel) and (
-    region.reduces_in_backward or OptionalMembers(model).gathers_layers
-  )
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   region = _for_model(region, model)
   trained_names, frozen_names = trained.split(names)
   sent = compute_dtype(model)
+  in_backward = _in_backward(model, region, trained_names, by_layer=by_layer)
 
   def local(parts: Any, *others: Any) -> tuple[Any, Sums, Any]:
     kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
@@ -98,7 +96,7 @@ def make_gradients(
 
     def find(parts: Any, batch: Batch, **reduction: Any) -> _Found:
       def loss_sum(parts: Any, amaxes: Any) -> tuple[jax.Array, Sums]:
-        params = region.parameters(parts, kept, trained_names, in_layers=in_layers, **reduction)
+        params = region.parameters(parts, kept, trained_names, **in_backward, **reduction)
         params = with_amaxes(trained.join(params, frozen), amaxes)
         sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
         return sums['loss'][0], jax.tree.map(region.varying, sums)
@@ -157,6 +155,20 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
     )(params, batch)
 
   return eval_step
+
+
+def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) -> dict[str, Any]:
+  """Returns the options of `Region.parameters` that depend on the model."""
+  gathers = OptionalMembers(model).gathers_layers
+  in_layers = not missing_members(model, LayeredModel) and (region.reduces_in_backward or gathers)
+  if by_layer or not gathers or not region.layers_ahead:
+    return dict(in_layers=in_layers)
+  prefix = prefix_of(OptionalMembers(model).stacks[0])
+
+  def is_first(path: Any, _: Any) -> bool:
+    return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
+
+  return dict(in_layers=in_layers, first_stack=jax.tree_util.tree_map_with_path(is_first, names))
 
 
 def _for_model(region: Region, model: Model) -> Region:

@@ -47,7 +47,7 @@ class XlaSetting:
     axes: mesh axes, at least one of which must be larger than 1; empty for any mesh.
     without_axes: mesh axes that must all have size 1.
     layers_ahead: whether it is for loops over layers that communicate one layer ahead
-      (partitioning/layer_loop.py), or for others; None for both.
+      (partitioning/loop/layer_loop.py), or for others; None for both.
     several_gpus: only for runs on more than one GPU.
   """
 

@@ -10,17 +10,17 @@ seldom move a collective to another iteration, so the backward loop is written o
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Optional
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend.core import jaxpr_as_fun
 
 from t5x_gpu.partitioning import fsdp, quantized
 from t5x_gpu.partitioning.axis_rules import varying
+from t5x_gpu.partitioning.loop.layer_step import LayerStep, chosen, merged
 
 # (weights of a layer, carry, shared, its number) -> carry.
 Layer = Callable[[Any, Any, Any, jax.Array], Any]
@@ -57,80 +57,16 @@ def run(
     unroll: layers per iteration.
   """
   leaves, treedef = jax.tree.flatten(params, is_leaf=quantized.is_parameter)
+  leaves, ports = map(list, zip(*map(quantized.without_first, leaves), strict=True))
   loop = _Loop(layer, treedef, dtype, policy or fsdp.keep_activations_only, unroll)
 
   @jax.custom_vjp
-  def layers(leaves: Any, carry: Any, shared: Any, first: jax.Array) -> Any:
+  def layers(leaves: Any, ports: Any, carry: Any, shared: Any, first: jax.Array) -> Any:
+    del ports
     return loop.forward(leaves, carry, shared, first)
 
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
-  return layers(leaves, carry, shared, jnp.asarray(first_layer, jnp.int32))
-
-
-class _Step:
-  """A layer as flat arrays, and its backward pass. The first call traces it, the others reuse that.
-
-  What JAX's backward pass needs is in part an input, such as a weight. Only the rest, and the
-  layer's input, must be stored.
-
-  Attributes:
-    trained: which of the weights are differentiated.
-    differentiated: which of the arrays of `shared` are.
-  """
-
-  def __init__(
-    self,
-    function: Callable[..., Any],
-    *,
-    trained: Sequence[bool],
-    differentiated: Sequence[bool],
-    **remat: Any,
-  ):
-    self._function, self._remat, self._traced = function, remat, None
-    self.trained, self.differentiated = trained, differentiated
-
-  def forward(
-    self, weights: list[Any], carry: Any, shared: list[jax.Array], number: jax.Array
-  ) -> tuple[Any, list[jax.Array]]:
-    """Returns (carry, arrays to be stored for the backward pass)."""
-    inputs = (weights, shared, number, carry)
-    if self._traced is None:
-      self._trace(inputs)
-    results = self._traced(*jax.tree.leaves(inputs))
-    outputs, needed = results[: self._output.num_leaves], results[self._output.num_leaves :]
-    stored = [x for x, source in zip(needed, self._sources, strict=True) if source is None]
-    return jax.tree.unflatten(self._output, outputs), stored
-
-  def backward(
-    self, weights: list[Any], shared: list[jax.Array], number: jax.Array, stored: Any, gradient: Any
-  ) -> tuple[list[Any], Any, list[jax.Array]]:
-    """Returns the gradients of (trained weights, carry, differentiated arrays of `shared`)."""
-    fixed, stored = jax.tree.leaves((weights, shared, number)), iter(stored)
-    needed = [next(stored) if i is None else fixed[i] for i in self._sources]
-    return jax.tree.unflatten(self._pull, needed)(gradient)
-
-  def _trace(self, inputs: Any) -> None:
-    def forward(weights: Any, shared: Any, number: Any, carry: Any) -> Any:
-      def layer(trained: Any, carry: Any, differentiated: Any) -> Any:
-        whole = _merged(self.trained, trained, weights)
-        return self._function(
-          whole, carry, _merged(self.differentiated, differentiated, shared), number
-        )
-
-      output, pull = jax.vjp(
-        jax.checkpoint(layer, **self._remat),
-        _chosen(self.trained, weights),
-        carry,
-        _chosen(self.differentiated, shared),
-      )
-      self._output, self._pull = jax.tree.structure(output), jax.tree.structure(pull)
-      return jax.tree.leaves(output) + jax.tree.leaves(pull)
-
-    closed = jax.make_jaxpr(forward)(*inputs)
-    fixed = closed.jaxpr.invars[: len(jax.tree.leaves(inputs[:3]))]
-    needed = closed.jaxpr.outvars[self._output.num_leaves :]
-    self._sources = [next((i for i, x in enumerate(fixed) if x is need), None) for need in needed]
-    self._traced = jaxpr_as_fun(closed)
+  return layers(leaves, ports, carry, shared, jnp.asarray(first_layer, jnp.int32))
 
 
 @flax.struct.dataclass
@@ -140,6 +76,7 @@ class _Kept:
   Attributes:
     stored: arrays [layers - 1, ...], of all layers but the last.
     stored_last, ahead_last: of the last layer: the same, and its gathered weights.
+    has_port: which of the trained leaves leave the first layer's gradients to first_layer.py.
     shared_tree: tree of `shared`.
   """
 
@@ -149,7 +86,8 @@ class _Kept:
   stored: Any
   stored_last: Any
   ahead_last: Any
-  step: _Step = flax.struct.field(pytree_node=False)
+  step: LayerStep = flax.struct.field(pytree_node=False)
+  has_port: tuple[bool, ...] = flax.struct.field(pytree_node=False)
   shared_tree: Any = flax.struct.field(pytree_node=False)
 
 
@@ -169,8 +107,9 @@ class _Loop:
 
     return self._forward(leaves, carry, first, step)[0]
 
-  def forward_and_kept(self, leaves: Any, carry: Any, shared: Any, first: Any) -> Any:
+  def forward_and_kept(self, leaves: Any, ports: Any, carry: Any, shared: Any, first: Any) -> Any:
     """Returns (output, _Kept); arguments are `CustomVJPPrimal`s."""
+    has_port = [port is not None for port in ports]
     trained = [
       any(x.perturbed for x in jax.tree.leaves(leaf, is_leaf=_is_primal)) for leaf in leaves
     ]
@@ -184,7 +123,7 @@ class _Loop:
       shared = jax.tree.unflatten(shared_tree, shared)
       return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number)
 
-    layer = _Step(
+    layer = LayerStep(
       function,
       trained=trained,
       differentiated=differentiated,
@@ -198,7 +137,10 @@ class _Loop:
       return layer.forward(weights, carry, flat, number)
 
     output, *stored = self._forward(leaves, carry, first, step)
-    return output, _Kept(leaves, flat, first, *stored, step=layer, shared_tree=shared_tree)
+    has_port = tuple(chosen(trained, has_port))
+    return output, _Kept(
+      leaves, flat, first, *stored, step=layer, has_port=has_port, shared_tree=shared_tree
+    )
 
   def _forward(self, leaves: Any, carry: Any, first: jax.Array, step: Callable[..., Any]) -> Any:
     """Returns (output, what `step` stores of all layers but the last, of the last, its weights)."""
@@ -231,8 +173,8 @@ class _Loop:
       of_shared = jax.tree.map(jnp.add, of_shared, more)
       return (following, (pending, gradient, of_shared), total), None
 
-    trained = _chosen(step.trained, leaves)
-    at_end = _summed_at_end(trained)
+    trained = chosen(step.trained, leaves)
+    at_end = quantized.are_summed_at_end(trained)
     total = [_no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
@@ -244,24 +186,36 @@ class _Loop:
     _, (pending, gradient, of_shared), total = state
     # Otherwise XLA joins these collectives with those of the layer before, and hides neither.
     pending, _ = jax.lax.optimization_barrier((pending, total))
-    total = self._with_layer(total, trained, at_end, pending, 0)
+    total = self._with_layer(total, trained, at_end, pending, 0, skip=kept.has_port)
     total = [self._summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
-    gradients = _merged(step.trained, total, [None] * len(leaves))
+    gradients = merged(step.trained, total, [None] * len(leaves))
+    ports = [quantized.not_reduced(x) if has else None for x, has in zip(pending, kept.has_port)]
     return (
       [g if g is None else quantized.as_gradient(leaf, g) for leaf, g in zip(leaves, gradients)],
+      merged(step.trained, ports, [None] * len(leaves)),
       gradient,
       jax.tree.unflatten(
-        kept.shared_tree, _merged(step.differentiated, of_shared, [None] * len(kept.shared))
+        kept.shared_tree, merged(step.differentiated, of_shared, [None] * len(kept.shared))
       ),
       None,
     )
 
-  def _with_layer(self, total: Any, leaves: Any, at_end: Any, pending: Any, i: Any) -> Any:
-    """Returns stacked gradients with those of layer `i`, summed over devices unless `at_end`."""
-    return [
-      jax.lax.dynamic_update_index_in_dim(to, x if late else self._summed(_at(leaf, i), x), i, 0)
-      for to, leaf, late, x in zip(total, leaves, at_end, pending, strict=True)
-    ]
+  def _with_layer(
+    self, total: Any, leaves: Any, at_end: Any, pending: Any, i: Any, *, skip: Any = None
+  ) -> Any:
+    """Returns stacked gradients with those of layer `i`, summed over devices unless `at_end`.
+
+    Those of leaves to `skip` are not added.
+    """
+
+    def added(to: jax.Array, leaf: Any, late: bool, x: Any, skipped: bool) -> jax.Array:
+      if skipped:
+        return to
+      x = x if late else self._summed(_at(leaf, i), x)
+      return jax.lax.dynamic_update_index_in_dim(to, x, i, 0)
+
+    skip = skip or [False] * len(total)
+    return [added(*of_leaf) for of_leaf in zip(total, leaves, at_end, pending, skip, strict=True)]
 
   def _summed(self, leaf: Any, gradient: jax.Array) -> jax.Array:
     """Returns the gradient of a parameter, of one layer or of all, summed over devices."""
@@ -302,17 +256,6 @@ def _at(tree: Any, i: Any) -> Any:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def _summed_at_end(leaves: Sequence[Any]) -> list[bool]:
-  """Returns which gradients are summed after the loop, for all layers at once.
-
-  Beside parameters that fsdp splits, those that it does not are a few kilobytes. Their all-reduce
-  would keep the gathers and reductions of the rest from running next to a layer's matmuls.
-  """
-  if not any(map(quantized.is_gathered, leaves)):
-    return [False] * len(leaves)
-  return [fsdp.is_split(leaf) and leaf.dims.fsdp is None for leaf in leaves]
-
-
 def _no_gradients(leaf: Any, at_end: bool) -> jax.Array:
   x = quantized.part(leaf)
   axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.dims.sums if at_end else ()))
@@ -336,14 +279,4 @@ def _after(arrays: list[jax.Array], gradient: Any) -> list[jax.Array]:
   marks = jax.typeof(first).manual_axis_type
   late = [x for x in arrays if jax.typeof(x).manual_axis_type == marks]
   late, _ = jax.lax.optimization_barrier((late, first))
-  return _merged([jax.typeof(x).manual_axis_type == marks for x in arrays], late, arrays)
-
-
-def _chosen(which: Sequence[bool], items: Sequence[Any]) -> list[Any]:
-  return [item for item, chosen in zip(items, which, strict=True) if chosen]
-
-
-def _merged(which: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-  """Returns `others` with the members that `which` marks replaced by those of `chosen`, in turn."""
-  chosen = iter(chosen)
-  return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]
+  return merged([jax.typeof(x).manual_axis_type == marks for x in arrays], late, arrays)
