@@ -90,8 +90,10 @@ CASES = (
   _llama('tp_sp'),
   _llama('cp'),
   _llama('fsdp', model='llama3_8b', rows=8),
+  _llama('hsdp', model='llama3_8b', hosts=8, rows=64),
   _small('3d'),
   _small('pp'),
+  _small('3d', bindings=("train.xla_preset = 'max_overlap'",), label='max_overlap'),
   _small('pp', bindings=('Partitioner.overlap_layers = True',), label='overlap_layers'),
   _small('ep', model='decoder_moe_demo'),
   _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
@@ -99,6 +101,9 @@ CASES = (
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
+  _llama('fsdp', "PRECISION = 'fp8'", model='llama3_8b', label='fp8'),
+  _llama('hsdp', "PRECISION = 'fp8'", hosts=8, rows=256, label='fp8'),
+  _small('3d', bindings=("PRECISION = 'fp8'",), label='fp8'),
   _small(
     'dp',
     bindings=("Partitioner.gradient_dtype = 'bfloat16'", 'Partitioner.overlap_layers = True'),
@@ -107,4 +112,6 @@ CASES = (
   # GPUs.
   _llama('fsdp', gpu='h200'),
   _llama('fsdp', gpu='a100-80'),
+  _llama('fsdp', gpu='b200'),
+  _llama('fsdp', "PRECISION = 'fp8'", gpu='b200', label='fp8'),
 )
