@@ -121,7 +121,7 @@ $(AOT): $(VENV)/.installed
 
 test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorded figures
 	$(OPTIMIZED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
-	  $(SLOW) $(PARALLEL) $(ARGS)
+	  $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-searches: $(AOT) ## check plan --search from 134M to 70B on 8, 64 and 192 GPUs: an hour
 	$(OPTIMIZED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \

@@ -26,12 +26,12 @@ LEAST_BYTES = 2**20  # less is not worth hiding: sums of the loss, norms of grad
 
 
 def recorded() -> dict:
-  return json.loads(RECORDED.read_text()) if RECORDED.exists() else {'jax': None, 'steps': {}}
+  return json.loads(RECORDED.read_text())
 
 
 def record(name: str, figures: dict) -> None:
   """Replaces the figures of one case; other processes of this session write too."""
-  with open(RECORDED.with_suffix('.lock'), 'w') as lock:
+  with open(RECORDED) as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     everything = recorded()
     known = {case.name for case in CASES}

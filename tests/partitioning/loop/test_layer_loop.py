@@ -1,4 +1,4 @@
-"""The loop that communicates one layer ahead: the same gradients and bytes."""
+"""The loop that communicates one layer ahead, and sums the first layer last: the same gradients."""
 
 import collections
 import dataclasses
@@ -11,6 +11,7 @@ from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -31,10 +32,15 @@ MODELS = {
   'one_layer': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=1)),
   'bfloat16': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='bfloat16')),
   'fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8_float32')),
+  # The encoder's first layer comes last; the decoder's is summed with the others.
+  'encoder_decoder': EncoderDecoderModel(CONFIG),
 }
 
 
-def program(model, **partitioner):
+def program(model, num_microbatches=1, **partitioner):
+  lengths = {'targets': 16}
+  if isinstance(model, EncoderDecoderModel):
+    lengths['inputs'] = 16
   return build_program(
     model=model,
     optimizer=KeepGradients(),
@@ -42,7 +48,8 @@ def program(model, **partitioner):
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, 8),
     devices=jax.devices()[:8],
-    task_feature_lengths={'targets': 16},
+    task_feature_lengths=lengths,
+    num_microbatches=num_microbatches,
     batch_size=16,
     pack=True,
     seed=0,
@@ -60,7 +67,6 @@ def gradients(p) -> dict[str, np.ndarray]:
   }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'mesh'),
   [
@@ -73,6 +79,9 @@ def gradients(p) -> dict[str, np.ndarray]:
         ('one_layer', dict(fsdp=8)),
         ('bfloat16', dict(data=8)),
         ('fp8', HSDP),
+        ('encoder_decoder', dict(fsdp=8)),
+        # Gradients of the first microbatch reach the first layer through its port.
+        ('none', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
       ]
     ),
   ],
