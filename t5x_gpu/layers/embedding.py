@@ -1,5 +1,11 @@
-"""The token table: ids to vectors."""
+"""The token table: ids to vectors.
 
+Under ZeRO-3 each device has some features of every row. Gathering the table, and sending its
+gradient back, would be among the largest transfers of a step, and the first layer would wait for
+it. Where it takes fewer bytes, devices exchange only the rows that their tokens need.
+"""
+
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import flax.linen as nn
@@ -7,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_axes
 
 
@@ -38,6 +45,68 @@ class Embedding(nn.Module):
     table = shard(self.embedding, 'vocab', 'embed')
     out = _lookup(split_axis('vocab'), table, ids).astype(self.dtype)
     return shard(out, 'batch', 'residual_length', 'embed')
+
+
+def is_looked_up_in_parts(table: Any, ids: jax.Array, dtype: Any) -> bool:
+  """Returns whether `rows_of_parts` can be used, and sends less than a gather of the table.
+
+  Args:
+    table: parameter [vocab, embed], an array or an `fsdp.Split`.
+    ids: [batch, length] of this device.
+    dtype: of the result.
+  """
+  if not fsdp.is_split(table) or table.dims != fsdp.Dims(fsdp=-1, sent=table.dims.sent):
+    return False
+  return table.is_gathered and sends_less_in_parts(
+    ids.size, vocab_size=table.part.shape[0], dtype_bytes=jnp.dtype(dtype).itemsize
+  )
+
+
+def sends_less_in_parts(num_ids: int, *, vocab_size: int, dtype_bytes: int) -> bool:
+  """Returns whether rows and their gradients are fewer bytes than the table and its gradient.
+
+  Args:
+    num_ids: looked up by a device at once.
+    vocab_size: rows of the table.
+    dtype_bytes: bytes of a value of a row. The gradient of the table is float32.
+  """
+  return 2 * num_ids * dtype_bytes < vocab_size * (dtype_bytes + 4)
+
+
+def traffic_per_step(
+  num_ids: Sequence[int], *, embed_dim: int, fsdp: int, dtype_bytes: int, trained: bool = True
+) -> dict[str, float]:
+  """Returns collective -> bytes that a device sends over `fsdp` to look rows up in parts.
+
+  Args:
+    num_ids: looked up by a device, of each use of the table.
+    embed_dim: features of a row.
+    fsdp: size of the axis.
+    dtype_bytes: bytes of a value of a row.
+    trained: whether gradients are sent, too.
+  """
+  rows = sum(num_ids) * embed_dim * dtype_bytes * (1 + trained)
+  return {
+    'all-gather': (fsdp - 1) * sum(num_ids) * 4,  # the ids
+    'all-to-all': (fsdp - 1) / fsdp * rows,
+  }
+
+
+def rows_of_parts(table: fsdp.Split, ids: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the rows `ids` of a table whose features are split over `fsdp`, without gathering it.
+
+  Each device looks up the ids of all in its features, and sends every other its rows. In the
+  backward pass the gradients of rows go the opposite way, and are added where the features are.
+
+  Args:
+    table: [vocab, embed] in parts.
+    ids: [batch, length] of this device.
+    dtype: in which rows are sent, and of the result [batch, length, embed].
+  """
+  of_all = jax.lax.all_gather(ids, 'fsdp')
+  rows = _lookup(None, table.part, of_all).astype(dtype)
+  rows = jax.lax.all_to_all(rows, 'fsdp', split_axis=0, concat_axis=3, tiled=True)[0]
+  return shard(rows, 'batch', 'residual_length', 'embed')
 
 
 def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:

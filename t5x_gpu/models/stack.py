@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from t5x_gpu.layers.backends.choose import make_attention
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
-from t5x_gpu.layers.embedding import Embedding
+from t5x_gpu.layers.embedding import Embedding, is_looked_up_in_parts, rows_of_parts
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import PositionTable
 from t5x_gpu.layers.rotary import example_lengths, rotations
@@ -116,7 +116,11 @@ class Embeddings:
     def whole(name: str) -> Params:
       return {'params': fsdp.whole(params[name], c.compute_dtype)}
 
-    x = self._tokens.apply(whole('token_embedder'), tokens)
+    table = params['token_embedder']['embedding']
+    if is_looked_up_in_parts(table, tokens, c.compute_dtype):
+      x = rows_of_parts(table, tokens, c.compute_dtype)
+    else:
+      x = self._tokens.apply(whole('token_embedder'), tokens)
     if c.scale_embedding:
       x = x * jnp.asarray(c.embed_dim**0.5, x.dtype)
     if c.num_positions:

@@ -56,7 +56,7 @@ def traffic_per_step(
 
   Args:
     layers_size, other_size: elements of the layers of one device and of all other parameters, not
-      divided by `fsdp`. A table used for embeddings and logits counts twice in stages 2 and 3.
+      divided by `fsdp`. Without a table whose rows are looked up in parts (layers/embedding.py).
     fsdp: size of the axis.
     zero_stage: see above.
     dtype_bytes: bytes per value when stage 3 gathers, in the compute dtype. The rest is float32.

@@ -141,7 +141,10 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   layer = int(max(_working_set(shape, c, stack) for stack in shape.stacks))
   weights, stack = _weights(program, shape)
   split = layout.mesh.shape['fsdp'] > 1
-  while_layers = gradients + layer + weights + stack + (kernel if split else 0)
+  head = kernel if split else 0
+  if shape.ids_in_parts:  # what was gathered for the logits is gone, and its gradient not yet sent
+    head = head * 4 // (shape.item_bytes + 4)
+  while_layers = gradients + layer + weights + stack + head
   if layout.pipeline:  # a tick computes layers and loss, and adds its gradients to the sum
     return found | {
       GRADIENTS: 2 * gradients + _summed_in_last_tick(program),
@@ -152,7 +155,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   own = 0 if split else 4 * kernel // shape.item_bytes
   while_loss = logits + kernel + min(own, gradients)
   if while_layers >= while_loss:
-    return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: kernel if split else 0}
+    return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: head}
   return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
 
 

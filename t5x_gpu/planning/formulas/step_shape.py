@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Optional
 
+from t5x_gpu.layers import embedding
 from t5x_gpu.layers.backends.choose import choose
 from t5x_gpu.layers.backends.serves import Hardware
 from t5x_gpu.models.config import TransformerConfig
@@ -58,6 +59,8 @@ class StepShape:
     num_outcomes: of the head; 0 if it has no logits per token.
     trains_kernels: whether the backward pass computes gradients of the layers' kernels.
     references: forward passes of a frozen reference model: 1 for DPO, else 0.
+    ids_in_parts: ids of a pass, of each use of the token table whose rows are looked up in parts
+      (layers/embedding.py).
   """
 
   config: Optional[TransformerConfig]
@@ -76,6 +79,7 @@ class StepShape:
   num_outcomes: int
   trains_kernels: bool
   references: int = 0
+  ids_in_parts: tuple[int, ...] = ()
 
   @property
   def head_length(self) -> int:
@@ -125,7 +129,7 @@ def step_shape(
       stacks[-1].length // mesh['context'],
       vocab_parts=mesh['model'],
     )
-  return StepShape(
+  shape = StepShape(
     config=config,
     stacks=stacks,
     rows=rows,
@@ -143,6 +147,19 @@ def step_shape(
     trains_kernels=not isinstance(policy, LoraModel),
     references=int(policy is not model),
   )
+  return dataclasses.replace(shape, ids_in_parts=_ids_in_parts(program, shape))
+
+
+def _ids_in_parts(program: Program, shape: StepShape) -> tuple[int, ...]:
+  c, layout = shape.config, program.layout
+  ways = layout.mesh.shape['fsdp']
+  if c is None or ways == 1 or layout.zero_stage < 3 or layout.pipeline:
+    return ()
+  if shape.by_layer or shape.model > 1 or c.embed_dim % ways:
+    return ()
+  ids = [shape.tokens(stack) // shape.passes for stack in shape.stacks]
+  size = dict(vocab_size=c.vocab_size, dtype_bytes=shape.item_bytes)
+  return tuple(n for n in ids if embedding.sends_less_in_parts(n, **size))
 
 
 def _stacks(

@@ -14,6 +14,7 @@ import jax
 from t5x_gpu.analysis.array_layout import ArrayLayout, array_layouts
 from t5x_gpu.analysis.collectives import Collective
 from t5x_gpu.analysis.overlap import Overlap
+from t5x_gpu.layers import embedding
 from t5x_gpu.layers.routing import capacity
 from t5x_gpu.models.preference.dpo import is_reference
 from t5x_gpu.partitioning import (
@@ -125,9 +126,15 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
         gathers = 2 - (1 / p.shape[p.names.index('layers')] if layout.region.layers_ahead else 0)
       of_element = gathers * _in_8_bits(p, shape)
       gathered = of_element if stage == 3 else 4 if p.name in trained else 0
-      sizes.gathered_bytes += own * gathered
-      uses = _uses(p, shape) if half and stage > 1 else 1
-      sizes.scattered[half] += uses * own if p.name in trained else 0
+      uses = 1
+      if shape.config is not None and p.name.split('/')[-2:] == ['token_embedder', 'embedding']:
+        in_parts = len(shape.ids_in_parts)
+        uses = len(shape.stacks) + shape.config.logits_via_embedding - in_parts
+        yield ['fsdp'], _of_rows(shape, mesh['fsdp'], p.name in trained), 3 * in_parts
+      sizes.gathered_bytes += own * gathered if uses else 0
+      # XLA joins the reduce-scatters of a table of embeddings, but not all-to-alls.
+      separate = uses if half and stage > 1 else min(uses, 1)
+      sizes.scattered[half] += separate * own if p.name in trained else 0
     if p.name in trained:
       axes = [a for a in ('stage', 'data', 'context', 'expert') if a not in p.mesh_axes]
       axes = [a for a in axes if a != 'stage' or not in_layers]
@@ -173,14 +180,15 @@ class _LayerSizes:
     self.reduced: collections.Counter[tuple[tuple[str, ...], bool]] = collections.Counter()
 
 
-def _uses(p: ArrayLayout, shape: StepShape) -> int:
-  """Returns how often a model uses a parameter in places that sum its gradient on their own.
-
-  XLA joins the reduce-scatters of a table of embeddings, but not all-to-alls.
-  """
-  if shape.config is None or not p.name.startswith('token_embedder/'):
-    return 1
-  return len(shape.stacks) + shape.config.logits_via_embedding
+def _of_rows(shape: StepShape, fsdp: int, trained: bool) -> dict[str, float]:
+  """Returns the bytes of the rows of a table that are looked up in parts."""
+  return embedding.traffic_per_step(
+    [n * shape.passes for n in shape.ids_in_parts],
+    embed_dim=shape.config.embed_dim,
+    fsdp=fsdp,
+    dtype_bytes=shape.item_bytes,
+    trained=trained,
+  )
 
 
 def _in_8_bits(p: ArrayLayout, shape: StepShape) -> int:
