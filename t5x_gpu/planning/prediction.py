@@ -20,7 +20,7 @@ from t5x_gpu.analysis.collectives import inventory
 from t5x_gpu.analysis.gpu_compile import CompiledStep
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
-from t5x_gpu.models.model import config_of
+from t5x_gpu.models.model import Model, OptionalMembers, config_of
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas.memory import MemoryUse, memory_use
@@ -183,7 +183,7 @@ def predict(
     num_hosts=topology.num_hosts,
     mesh={axis: size for axis, size in layout.sizes.total.items() if size > 1},
     num_params=program.num_params,
-    params_by_part=_params_by_part(program),
+    params_by_part=_params_by_part(program, model),
     recomputes_for=_recomputes_for(shape, layout.pipeline),
     dtype=dtype,
     tokens_per_step=step_tokens(model, program.spec.shapes),
@@ -224,11 +224,12 @@ def _sent(
   )
 
 
-def _params_by_part(program: Program) -> dict[str, int]:
+def _params_by_part(program: Program, model: Model) -> dict[str, int]:
   """Returns part of the model -> its parameters, the largest first."""
+  stacks = OptionalMembers(model).stacks
   found: collections.Counter[str] = collections.Counter()
   for path, array in flax.traverse_util.flatten_dict(program.abstract_saved.params).items():
-    within = path.index('layers') + 2 if 'layers' in path else 1
+    within = path.index('layers') + 2 if 'layers' in path else 1 + (path[0] in stacks)
     found['/'.join(path[:within])] += math.prod(array.shape)
   return dict(found.most_common())
 

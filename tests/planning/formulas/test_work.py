@@ -31,7 +31,10 @@ T5 = EncoderDecoderModel(CONFIG, num_encoder_layers=3)
   [
     (T5, {'inputs': 512, 'targets': 114}),
     (T5, {'inputs': 64, 'targets': 64}),
-    (EncoderDecoderModel(dataclasses.replace(CONFIG, num_kv_heads=2)), {'inputs': 8, 'targets': 96}),
+    (
+      EncoderDecoderModel(dataclasses.replace(CONFIG, num_kv_heads=2)),
+      {'inputs': 8, 'targets': 96},
+    ),
     (DecoderOnlyModel(CONFIG), {'targets': 64}),
   ],
   ids=['t5', 'equal lengths', 'grouped heads', 'decoder'],
