@@ -338,6 +338,16 @@ def test_a_model_that_fits_nowhere_gets_the_least_number_of_gpus(gin_file, capsy
   assert 22 < least < 40
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_search_that_writes_no_file_ends_with_1(gin_file, tmp_path, capsys):
+  large = dict(WIDE, **{'TransformerConfig.num_layers': 100})
+  best = tmp_path / 'best.gin'
+  argv = ['--dry_run', '--gpus=1', '--search_processes=1', f'--search={best}']
+  assert plan.main(flags(gin_file, *argv, fsdp=1, model=1, **large, BATCH_SIZE=1)) == 1
+  assert 'fits on 1 GPU' in capsys.readouterr().out and not best.exists()
+
+
 def test_other_numbers_and_kinds_of_gpus_are_compared(gin_file, tmp_path, capsys):
   got = planned(
     gin_file,

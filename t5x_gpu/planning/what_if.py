@@ -19,7 +19,6 @@ from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
 
 # A prediction, or why there is none.
 Outcome = Union[Prediction, UserError]
-_DOCS = 'plan.md#other-numbers-and-kinds-of-gpus'
 # (more gin bindings) -> the run with them
 Configured = Callable[[Sequence[str]], PlanConfig]
 # value -> (GPU, run)
@@ -37,7 +36,7 @@ def numbers(text: str, flag: str) -> list[int]:
     raise ConfigError(
       f'{flag}={text} is not a list of numbers of GPUs.',
       fix=f'Write it as {flag}=1,8,64.',
-      docs=_DOCS,
+      docs='plan.md#other-numbers-and-kinds-of-gpus',
     )
   return sorted({int(part) for part in parts})
 
@@ -53,7 +52,7 @@ def name_and_values(text: str) -> tuple[str, list[str]]:
     raise ConfigError(
       f'--what_if={text} is not NAME=VALUE,VALUE.',
       fix='Write --what_if=gpu=h100,b200; a gin macro or parameter may be in the place of gpu.',
-      docs=_DOCS,
+      docs='plan.md#other-numbers-and-kinds-of-gpus',
     )
   found = [value.strip() for value in values.split(',')]
   if name == 'gpu':
@@ -81,7 +80,7 @@ def changed(
   config, prediction = given
   found: dict[str, Outcome] = {}
   for value, (gpu, run) in runs.items():
-    # Schedules are functions, which differ by object, and take no time.
+    # Schedules are functions: two of the same values are not equal. They do not change a plan.
     same = dataclasses.replace(run, learning_rate=config.learning_rate) == config
     if same and gpu == planner.gpu:
       found[value] = prediction
