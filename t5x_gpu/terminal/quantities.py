@@ -3,10 +3,10 @@
 
 def seconds(value: float) -> str:
   """Returns '54,200 s', '1.23 s', '45.6 ms' or '8.03 µs'."""
-  if value >= 100:
+  if value >= 99.95:
     return f'{value:,.0f} s'
   for size, unit in ((1, 's'), (1e-3, 'ms')):
-    if value >= size:
+    if value >= 0.9995 * size:  # rounded to three digits, 999.6 would have an exponent
       return f'{value / size:.3g} {unit}'
   return f'{value * 1e6:.3g} µs'
 
