@@ -115,7 +115,7 @@ def bench(
     compile_seconds=compile_seconds,
     step_seconds=step_seconds,
     cpu_seconds_per_step=cpu_seconds_per_step,
-    tokens_per_second=batch_size * length / step_seconds,
+    tokens_per_second=speed.tokens * len(devices) / step_seconds,
     model_tflops_per_second_per_device=speed.tflops_per_second(step_seconds),
     mfu=speed.mfu(step_seconds),
     peak_bytes=peak_memory_bytes(devices[:1]),

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
@@ -22,9 +23,9 @@ from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
 from t5x_gpu.config.atomic_write import write_atomically
-from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import config_of
-from t5x_gpu.planning import remedies, scaling, screen
+from t5x_gpu.planning import remedies, scaling, screen, what_if
 from t5x_gpu.planning.as_json import outcome_json, prediction_json
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.calibration import Calibration, calibrated
@@ -152,6 +153,7 @@ def _show_prediction(
   planner: Planner,
   args: cli.Args,
   measured: Optional[Calibration],
+  variants: what_if.Variants,
 ) -> None:
   """Prints the prediction and what the flags ask of it, and writes it if --json is given."""
   extra, topology = args.extra, program.layout.topology
@@ -170,12 +172,16 @@ def _show_prediction(
       {'settings': r.change.settings, 'prediction': prediction_json(r.prediction)} for r in found
     ]
   if extra.scale:
-    scaled = scaling.scaled(config, topology, planner, scaling.numbers(extra.scale, '--scale'))
-    print(f'\nOn other numbers of GPUs, rows per GPU as now\n{scaling.scale_table(scaled)}')
+    numbers = what_if.numbers(extra.scale, '--scale')
+    scaled = what_if.scaled(config, topology, planner, prediction, numbers)
+    how = f'rows per GPU as now ({what_if.how(prediction)})'
+    print(f'\nOn other numbers of GPUs, {how}\n{scaling.scale_table(scaled)}')
     content['scale'] = {n: outcome_json(p) for n, p in scaled.items()}
   if extra.what_if:
-    name, outcomes = _what_if(args, topology, planner)
-    print(f'\nWhat if (by formula)\n{scaling.what_if_table(name, outcomes)}')
+    name, _ = what_if.name_and_values(extra.what_if)
+    outcomes = what_if.changed(variants, topology, planner, (config, prediction))
+    how = what_if.how(prediction)
+    print(f'\nWhat if ({how})\n{scaling.what_if_table(name, outcomes)}')
     content['what_if'] = {value: outcome_json(p) for value, p in outcomes.items()}
   print('\n' + screen.tables(prediction, measured), flush=True)
   _write(extra.json, content)
@@ -192,8 +198,11 @@ def _show_prediction(
     print(f'\nPage: {extra.html}')
 
 
-def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> None:
-  """Prints the fastest variants of the run and writes the best, after Ctrl-C those found so far."""
+def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> int:
+  """Prints the fastest variants of the run and writes the best, after Ctrl-C those found so far.
+
+  Returns the exit code: 1 if none fits, so that there is no file.
+  """
   task = workers.SearchTask(
     functools.partial(_configured, args), planner.gpu.name, topology, planner.assumed
   )
@@ -206,6 +215,7 @@ def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args:
       _print_found(found, config, topology, planner, args)
   if not found.scores:
     planner.program(config, topology)  # raises why this layout does not work; no other does
+  return int(not found.scores or found.best(found.scores[0].variant.dtype) is None)
 
 
 def _print_found(
@@ -228,32 +238,10 @@ def _print_found(
   print(f'\n{args.extra.search or "As a gin file (--search=FILE writes it)"}:\n\n{text}', end='')
 
 
-def _what_if(
-  args: cli.Args, topology: Topology, planner: Planner
-) -> tuple[str, dict[str, scaling.Outcome]]:
-  """Returns (name, value -> prediction by formula) of --what_if NAME=VALUE,VALUE."""
-  name, equals, values = args.extra.what_if.partition('=')
-  if not (name and equals and values):
-    raise ConfigError(
-      f'--what_if={args.extra.what_if} is not NAME=VALUE,VALUE.',
-      fix='Write --what_if gpu=h100,b200, or a gin macro or parameter: --what_if BATCH_SIZE=8,16.',
-    )
-  found: dict[str, scaling.Outcome] = {}
-  for value in values.split(','):
-    gpu = find_target(value) if name == 'gpu' else planner.gpu
-    bindings = args.bindings if name == 'gpu' else (*args.bindings, f'{name}={value}')
-    try:
-      config, _ = _configured(dataclasses.replace(args, bindings=bindings))
-      changed = dataclasses.replace(planner, gpu=gpu)
-      found[value] = changed.by_formula(config, topology)
-    except UserError as e:
-      found[value] = e
-  return name, found
-
-
-def _configured(args: cli.Args) -> tuple[PlanConfig, Assumptions]:
-  """Returns the run, and what the plan assumes, as gin configured them."""
-  loaded = dataclasses.replace(args, gin_files=(ASSUMPTIONS, *args.gin_files)).load(
+def _configured(args: cli.Args, more: Sequence[str] = ()) -> tuple[PlanConfig, Assumptions]:
+  """Returns the run, and what the plan assumes, as gin configured them; `more` are bindings."""
+  files, bindings = (ASSUMPTIONS, *args.gin_files), (*args.bindings, *more)
+  loaded = dataclasses.replace(args, gin_files=files, bindings=bindings).load(
     entry=(gin_loader.ENTRY, Assumptions), placeholders=UNREAD
   )
   config = gin_loader.configured(loaded, PlanConfig)
@@ -313,21 +301,23 @@ def main(argv: Optional[list[str]] = None) -> int:
     raise ConfigError(
       f'--html writes the prediction, so it does not work with --show={extra.show}.',
       fix='Leave out --show or --html.',
+      docs='plan.md#a-page',
     )
-  largest = scaling.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
+  largest = what_if.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
+  name, values = what_if.name_and_values(extra.what_if) if extra.what_if else ('', [])
   devices = simulated_devices(max(topology.num_devices, largest))
   gpus = None
   if extra.gpu and extra.show != 'prediction':
     gpus = described_gpus(
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
+  variants = what_if.variants(name, values, lambda more: _configured(args, more)[0], gpu)
   config, assumed = _configured(args)
   assumed, calibration = calibrated(extra.calibrate, gpu, assumed)
   logging_setup.setup()
   planner = Planner(gpu, assumed, devices)
   if extra.search is not None:
-    _show_search(config, topology, planner, args)
-    return 0
+    return _show_search(config, topology, planner, args)
   program = planner.program(config, topology)
   if extra.show == 'sharding':
     print(layout_text(program), flush=True)
@@ -336,7 +326,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   if extra.out:
     _draw(program, extra.out, f'{", ".join(args.gin_files)} on {topology}')
   if extra.show == 'prediction':
-    _show_prediction(config, program, planner, args, calibration)
+    _show_prediction(config, program, planner, args, calibration, variants)
   elif args.dry_run:
     return 0
   elif extra.show == 'remat':

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ import pytest
 from matplotlib import image
 
 from t5x_gpu import plan
-from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.errors import ConfigError, MeshError, UserError
+from t5x_gpu.planning.devices import topology_of
 from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
 
@@ -153,11 +155,16 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
 @pytest.mark.parametrize(
   'flag, expected',
   [
-    ('--hosts=3', '--devices=8 cannot be divided among --hosts=3'),
+    ('--hosts=3', '--gpus=8 cannot be divided among --hosts=3'),
     ('--devices=0', 'at least 1'),
     ('--gpus=0', 'at least 1'),
     ('--gpus=12', '--gpus_per_host may be 1, 2, 3, 4, 6, 12; or ask for 8 or 16 GPUs'),
-    ('--gpus=8 --hosts=1', 'given twice'),
+    ('--gpus=8 --devices=8', 'given twice: --gpus=8 --devices=8'),
+    ('--gpus_per_host=8 --hosts=1', 'given twice: --gpus_per_host=8 --hosts=1'),
+    ('--gpus=100000', 'at most 4,096'),
+    ('--scale=1,12,100000', 'at most 4,096'),
+    ('--scale=1,x', 'not a list of numbers'),
+    ('--calibrate=nowhere.json', 'cannot be read'),
     ('--gin.Assumptions.gemm_efficiency=2', 'at most 1'),
     ('--gin.Assumptions.hidden_shares={"fdsp": 0.5}', 'The mesh axes are'),
     ('--show=memory', 'invalid choice'),
@@ -169,6 +176,41 @@ def test_errors_for_wrong_flags_list_the_allowed_values(gin_file, flag, expected
   with pytest.raises(ConfigError) as e:
     plan.main(flags(gin_file, *(flag.split() if flag.count('--') > 1 else [flag])))
   assert expected in str(e.value)
+  assert e.value.docs or not re.match('--(gpus|devices|hosts|scale|what_if|calibrate)', flag)
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    ('foo', 'not NAME=VALUE,VALUE'),
+    ('gpu=h100,b200,xx', "'xx'"),
+    ('BATCHSIZE=8,16', "Did you mean 'BATCH_SIZE'"),
+    ('TransformerConfig.dtype=float32,floaty', 'floaty'),
+  ],
+)
+def test_a_typo_in_what_if_is_found_before_anything_compiles(gin_file, text, expected, capsys):
+  with pytest.raises(UserError) as e:
+    plan.main(flags(gin_file, f'--what_if={text}'))
+  assert expected in str(e.value) and capsys.readouterr().out == ''
+  assert text != 'foo' or not e.value.parameters, 'where each was set would follow'
+
+
+@pytest.mark.parametrize(
+  'given, hosts, each',
+  [
+    (dict(devices=64), 8, 8),
+    (dict(devices=64, gpus_per_host=4), 16, 4),
+    (dict(devices=4), 1, 4),
+    (dict(gpus=64, hosts=4), 4, 16),
+    (dict(devices=64, hosts=16), 16, 4),
+    (dict(hosts=2), 2, 4),
+    ({}, 1, 8),
+  ],
+  ids=str,
+)
+def test_devices_is_the_same_as_gpus(given, hosts, each):
+  got = topology_of(**given)
+  assert (got.num_hosts, got.devices_per_host) == (hosts, each)
 
 
 @pytest.mark.skipif(probe.installed().plugin is not None, reason='the CUDA plugin is installed')
@@ -217,7 +259,7 @@ def test_the_command_predicts_for_any_number_of_gpus_on_a_bare_machine(gin_file,
   assert done.returncode == 0, done.stdout + done.stderr
   assert 'mesh: 2 hosts x 8 GPUs = 16 GPUs' in done.stdout
   first = done.stdout.split('Memory per GPU')[0]
-  assert '16 x NVIDIA H100' in first and 'FITS with' in first
+  assert '16 x NVIDIA H100' in first and 'FITS: needs ' in first
   assert 'tokens/s' in first and 'MFU' in first and '20 steps of 512 tokens: 10,240 tokens' in first
   got = json.loads((tmp_path / 'plan.json').read_text())
   if got['source'] == 'partitioned':
@@ -294,6 +336,16 @@ def test_a_model_that_fits_nowhere_gets_the_least_number_of_gpus(gin_file, capsy
   least = int(printed.split('The least number of GPUs is ')[1].split(',')[0])
   # 107B parameters, in 16 bytes each with their gradients, of 71 GiB per GPU.
   assert 22 < least < 40
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_search_that_writes_no_file_ends_with_1(gin_file, tmp_path, capsys):
+  large = dict(WIDE, **{'TransformerConfig.num_layers': 100})
+  best = tmp_path / 'best.gin'
+  argv = ['--dry_run', '--gpus=1', '--search_processes=1', f'--search={best}']
+  assert plan.main(flags(gin_file, *argv, fsdp=1, model=1, **large, BATCH_SIZE=1)) == 1
+  assert 'fits on 1 GPU' in capsys.readouterr().out and not best.exists()
 
 
 def test_other_numbers_and_kinds_of_gpus_are_compared(gin_file, tmp_path, capsys):

@@ -7,6 +7,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.metrics.throughput import mfu
+from t5x_gpu.models.flops import step_flops, step_tokens
 from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.runtime import hardware
 from t5x_gpu.runtime.cluster.topology import Device
@@ -55,19 +56,17 @@ def model_speed(
   """Returns the costs of a step.
 
   Args:
-    model: its `flops_per_token` and dtype count.
-    shapes: feature -> [batch, length] of the global batch; the first gives the number of tokens.
+    model: its FLOPs and dtype count.
+    shapes: feature -> [batch, length] of the global batch.
     devices: all devices of the run.
   """
-  shape = tuple(next(iter(shapes.values())))
-  batch, length = shape if len(shape) == 2 else (*shape, 1)
-  tokens = batch * length / len(devices)
+  tokens, flops = (of(model, shapes) / len(devices) for of in (step_tokens, step_flops))
   config, kind = config_of(model), devices[0].device_kind
   dtype = 'float32' if config is None else config.dtype
   # By default JAX multiplies float32 matrices in TF32 on GPUs that support it.
   tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
   peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)
-  return ModelSpeed(tokens, model.flops_per_token(length) * tokens, peak, dtype)
+  return ModelSpeed(tokens, flops, peak, dtype)
 
 
 def peak_memory_bytes(devices: Sequence[Any]) -> Optional[int]:

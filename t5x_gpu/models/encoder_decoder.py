@@ -12,7 +12,7 @@ from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.base import TransformerModel
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.flops import encoder_decoder_flops_per_token
+from t5x_gpu.models.flops import encoder_decoder_flops_per_row
 from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, refuse_router_losses
@@ -66,8 +66,15 @@ class EncoderDecoderModel(TransformerModel):
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of a training step per input token; targets have the same `length`."""
-    return encoder_decoder_flops_per_token(
-      self.config, length, num_encoder_layers=self._encoder.num_layers
+    return self.flops_per_row({'encoder': length, 'decoder': length}) / length
+
+  def flops_per_row(self, lengths: Mapping[str, int]) -> float:
+    """Returns model FLOPs of a training step per row; `lengths` are 'encoder' and 'decoder'."""
+    return encoder_decoder_flops_per_row(
+      self.config,
+      lengths['encoder'],
+      lengths['decoder'],
+      num_encoder_layers=self._encoder.num_layers,
     )
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:

@@ -1,8 +1,11 @@
 """Model FLOPs: the matmuls of the model, without what the hardware recomputes."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.model import Model, OptionalMembers
+from t5x_gpu.partitioning.layer_stacks import ONLY
 
 
 def transformer_flops_per_token(
@@ -31,20 +34,55 @@ def transformer_flops_per_token(
   return 6.0 * weights + attention
 
 
-def encoder_decoder_flops_per_token(
-  config: TransformerConfig, length: int, *, num_encoder_layers: int
+def encoder_decoder_flops_per_row(
+  config: TransformerConfig, encoder_length: int, decoder_length: int, *, num_encoder_layers: int
 ) -> float:
-  """Returns FLOPs of forward and backward per input token.
+  """Returns FLOPs of forward and backward of a row.
 
   Args:
     config: sizes of the decoder; the encoder has the same width.
-    length: tokens of the inputs, and of the targets.
+    encoder_length: tokens of the inputs.
+    decoder_length: tokens of the targets.
     num_encoder_layers: layers of the encoder.
   """
   c = config
-  encoder = transformer_flops_per_token(
-    dataclasses.replace(c, num_layers=num_encoder_layers), length, token_logits=False
-  )
-  cross_weights = 2 * c.embed_dim * (c.num_heads + c.kv_heads) * c.head_dim
-  cross = c.num_layers * (6.0 * cross_weights + 12 * c.num_heads * c.head_dim * length)
-  return encoder + transformer_flops_per_token(c, length) + cross
+  of_encoder = dataclasses.replace(c, num_layers=num_encoder_layers)
+  encoder = transformer_flops_per_token(of_encoder, encoder_length, token_logits=False)
+  decoder = transformer_flops_per_token(c, decoder_length)
+  # Keys and values of cross attention are those of the inputs.
+  kernels = c.kv_heads * encoder_length + c.num_heads * decoder_length
+  pairs = c.num_heads * encoder_length * decoder_length
+  cross = c.num_layers * c.head_dim * (12.0 * c.embed_dim * kernels + 12 * pairs)
+  return encoder_length * encoder + decoder_length * decoder + cross
+
+
+def row_lengths(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+  """Returns stack -> tokens of a row that it reads.
+
+  Args:
+    model: with several stacks, its features begin with their names, as 'encoder_input_tokens' does;
+      of any other model, the first feature counts.
+    shapes: feature -> [batch, length] or [batch].
+  """
+  stacks = OptionalMembers(model).stacks
+  sides = {name.split('_')[0]: shape[1] for name, shape in shapes.items() if len(shape) > 1}
+  if all(stack in sides for stack in stacks):
+    return {stack: sides[stack] for stack in stacks}
+  first = next(iter(shapes.values()))
+  return {ONLY: first[1] if len(first) > 1 else 1}
+
+
+def step_tokens(model: Model, shapes: Mapping[str, Sequence[int]]) -> int:
+  """Returns the tokens of a step, padding included; inputs and targets of an encoder-decoder.
+
+  Args:
+    model: whose tokens they are.
+    shapes: feature -> [batch, length] or [batch] of the global batch.
+  """
+  return next(iter(shapes.values()))[0] * sum(row_lengths(model, shapes).values())
+
+
+def step_flops(model: Model, shapes: Mapping[str, Sequence[int]]) -> float:
+  """Returns model FLOPs of a step, without what the hardware recomputes; args as `step_tokens`."""
+  flops_per_row = OptionalMembers(model).flops_per_row
+  return next(iter(shapes.values()))[0] * flops_per_row(row_lengths(model, shapes))

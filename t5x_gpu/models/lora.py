@@ -22,7 +22,7 @@ import numpy as np
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.dense import FACTORS
-from t5x_gpu.models.model import Model, Params
+from t5x_gpu.models.model import Model, OptionalMembers, Params
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
@@ -40,6 +40,8 @@ _OF_PARAMS = (
   'decode_step',
 )
 _KERNEL = '/kernel'
+# In a decoder, what multiplies the encoder's tokens.
+_OF_ENCODER = re.compile('/cross_attention/(key|value)/')
 _error = functools.partial(ModelError, docs='finetune.md#lora')
 
 
@@ -172,22 +174,32 @@ class LoraModel:
     }
 
   def flops_per_token(self, length: int) -> float:
-    """Returns model FLOPs of one training step per position of a row of `length` tokens.
+    """Returns model FLOPs of one training step per position of a row of `length` tokens."""
+    stacks = OptionalMembers(self.model).stacks
+    return self.flops_per_row(dict.fromkeys(stacks, length)) / length
+
+  def flops_per_row(self, lengths: Mapping[str, int]) -> float:
+    """Returns model FLOPs of one training step per row; `lengths` is stack -> its tokens.
 
     Frozen kernels have no weight gradient: 4 FLOPs per weight instead of 6. Of `also_train`, only
     kernels of layers count.
     """
-    of_weights = self.model.flops_per_token(0)
+    whole = OptionalMembers(self.model).flops_per_row
+    # Attention grows with the square of the lengths, so this leaves what grows with the lengths.
+    of_weights = 2 * whole(lengths) - whole({s: 2 * n for s, n in lengths.items()}) / 2
+    flops = whole(lengths) - of_weights / 3
     shapes = flax.traverse_util.flatten_dict(
       jax.eval_shape(lambda: self.init(jax.random.key(0), None)), sep='/'
     )
-    factors = sum(p.value.size for path, p in shapes.items() if self.is_adapter(path))
-    kernels = sum(
-      p.value.size
-      for path, p in shapes.items()
-      if self.is_trained(path) and path.endswith(_KERNEL) and p.names[0] in STACKS
-    )
-    return self.model.flops_per_token(length) - of_weights / 3 + 2.0 * kernels + 6.0 * factors
+    *_, last = lengths.values()
+    for path, p in shapes.items():
+      stack = 'encoder' if _OF_ENCODER.search(path) else path.split('/')[0]
+      tokens = lengths.get(stack, last)
+      if self.is_adapter(path):
+        flops += 6.0 * p.value.size * tokens
+      elif self.is_trained(path) and path.endswith(_KERNEL) and p.names[0] in STACKS:
+        flops += 2.0 * p.value.size * tokens
+    return flops
 
   def merged(self, params: Params) -> Params:
     """Returns parameters of the wrapped model with the adapters added to their kernels."""

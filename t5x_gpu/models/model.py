@@ -226,6 +226,11 @@ class OptionalMembers:
     """The loss of a model that guesses; None if it depends on the data."""
     return math.log(self._model.num_outcomes) if self._model.num_outcomes > 1 else None
 
+  def flops_per_row(self, lengths: Mapping[str, int]) -> float:
+    """Returns FLOPs of forward and backward of a row; `lengths` is stack -> its tokens."""
+    length = next(iter(lengths.values()))
+    return self._model.flops_per_token(length) * length
+
   def is_adapter(self, path: str) -> bool:
     """Returns whether a checkpoint to start from may lack the parameter at `path`."""
     del path

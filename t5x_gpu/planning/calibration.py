@@ -109,12 +109,14 @@ def read(path: pathlib.Path) -> Calibration:
       f'{path} must have results of exactly one supported GPU, but has: '
       f'{", ".join(map(str, cards)) or "only tiny sizes on the CPU"}.',
       fix=f'Run scripts/bench_gpu.sh on one of {", ".join(TARGETS)}.',
+      docs='plan.md#how-it-is-computed',
     )
   values = dict(_measured(rows, gpu))
   if not values:
     raise ConfigError(
       f'{path} has neither ceilings nor attention.',
       fix='Run scripts/bench_gpu.sh --parts=ceilings,attention_4096 first.',
+      docs='plan.md#how-it-is-computed',
     )
   return Calibration(values, gpu, path)
 
@@ -126,6 +128,7 @@ def _results(path: pathlib.Path) -> Mapping[str, Any]:
     raise ConfigError(
       f'--calibrate={path} cannot be read: {e.strerror}.',
       fix='Give the results.json of scripts/bench_gpu.sh, in build/bench_gpu by default.',
+      docs='plan.md#how-it-is-computed',
     ) from e
   except ValueError:
     results = None
@@ -136,6 +139,7 @@ def _results(path: pathlib.Path) -> Mapping[str, Any]:
     raise ConfigError(
       f'--calibrate={path} is not a file of scripts/bench_gpu.sh.',
       fix='Give its results.json: part -> status, machine and rows.',
+      docs='plan.md#how-it-is-computed',
     )
   return results
 

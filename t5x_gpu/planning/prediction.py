@@ -19,7 +19,8 @@ import jax
 from t5x_gpu.analysis.collectives import inventory
 from t5x_gpu.analysis.gpu_compile import CompiledStep
 from t5x_gpu.metrics.throughput import mfu
-from t5x_gpu.models.model import config_of
+from t5x_gpu.models.flops import step_flops, step_tokens
+from t5x_gpu.models.model import Model, OptionalMembers, config_of
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas.memory import MemoryUse, memory_use
@@ -80,7 +81,7 @@ class Prediction:
     recomputes_for: why the backward pass computes layers again: REMAT, PIPELINE or MICROBATCHES;
       '' if it does not.
     dtype: of the matrix products.
-    tokens_per_step: of the global batch, padding included.
+    tokens_per_step: of the global batch, padding included; inputs and targets.
     model_flops_per_step: of the model on the global batch, without recomputation.
     peak_flops: dense FLOP/s of one GPU in `dtype`.
     total_steps: of the run.
@@ -172,8 +173,6 @@ def predict(
     sent, source = _sent(program, partitioned), PARTITIONED
   model_config = config_of(model)
   dtype = 'float32' if model_config is None else model_config.dtype
-  length = next(iter(program.spec.shapes.values()))[1]
-  tokens = math.prod(next(iter(program.spec.shapes.values())))
   saved = sum(
     math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
   )
@@ -184,11 +183,11 @@ def predict(
     num_hosts=topology.num_hosts,
     mesh={axis: size for axis, size in layout.sizes.total.items() if size > 1},
     num_params=program.num_params,
-    params_by_part=_params_by_part(program),
+    params_by_part=_params_by_part(program, model),
     recomputes_for=_recomputes_for(shape, layout.pipeline),
     dtype=dtype,
-    tokens_per_step=tokens,
-    model_flops_per_step=model.flops_per_token(length) * tokens,
+    tokens_per_step=step_tokens(model, program.spec.shapes),
+    model_flops_per_step=step_flops(model, program.spec.shapes),
     peak_flops=gpu.peak_flops(dtype),
     total_steps=config.total_steps,
     memory=memory_use(
@@ -225,11 +224,12 @@ def _sent(
   )
 
 
-def _params_by_part(program: Program) -> dict[str, int]:
+def _params_by_part(program: Program, model: Model) -> dict[str, int]:
   """Returns part of the model -> its parameters, the largest first."""
+  stacks = OptionalMembers(model).stacks
   found: collections.Counter[str] = collections.Counter()
   for path, array in flax.traverse_util.flatten_dict(program.abstract_saved.params).items():
-    within = path.index('layers') + 2 if 'layers' in path else 1
+    within = path.index('layers') + 2 if 'layers' in path else 1 + (path[0] in stacks)
     found['/'.join(path[:within])] += math.prod(array.shape)
   return dict(found.most_common())
 

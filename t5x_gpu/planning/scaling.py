@@ -1,69 +1,32 @@
 """The same run on other numbers or kinds of GPUs, as tables."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Union
 
-from t5x_gpu.errors import ConfigError, UserError
-from t5x_gpu.planning.devices import topology_of
-from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import PlanConfig, Prediction
-from t5x_gpu.planning.screen import duration, seconds
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.errors import UserError
+from t5x_gpu.planning.prediction import Prediction
+from t5x_gpu.planning.screen import duration, gpu_hours, seconds
+from t5x_gpu.planning.what_if import Outcome
 from t5x_gpu.runtime.memory import show
 from t5x_gpu.terminal.text_table import table
 
-# A prediction, or why there is none.
-Outcome = Union[Prediction, UserError]
 _BAR = 30
-
-
-def numbers(text: str, flag: str) -> list[int]:
-  """Returns the numbers of '1,8,64'.
-
-  Raises:
-    ConfigError: they are not numbers of 1 or more.
-  """
-  parts = [part.strip() for part in text.split(',')]
-  if not all(part.isdigit() and int(part) > 0 for part in parts):
-    raise ConfigError(
-      f'{flag}={text} is not a list of numbers of GPUs.', fix=f'Write it as {flag}=1,8,64.'
-    )
-  return sorted({int(part) for part in parts})
-
-
-def scaled(
-  config: PlanConfig, topology: Topology, planner: Planner, numbers: list[int]
-) -> dict[int, Outcome]:
-  """Returns the prediction on each number of GPUs, by formula, with as many rows per GPU."""
-  found: dict[int, Outcome] = {}
-  dataset = config.train_dataset_cfg
-  for number in numbers:
-    rows = dataset.batch_size * number // topology.num_devices
-    grown = dataclasses.replace(
-      config, train_dataset_cfg=dataclasses.replace(dataset, batch_size=max(rows, 1))
-    )
-    try:
-      each = min(number, topology.devices_per_host)
-      found[number] = planner.by_formula(grown, topology_of(gpus=number, gpus_per_host=each))
-    except UserError as e:
-      found[number] = e
-  return found
 
 
 def scale_table(outcomes: Mapping[int, Outcome]) -> str:
   """Returns one line per number of GPUs; efficiency is tokens/s per GPU, relative to the first."""
   rows = [('GPUs', 's/step', 'tokens/s', 'MFU', 'GiB per GPU', 'fits', 'efficiency', '')]
-  base = None
+  speeds = [
+    p.tokens_per_second / p.num_gpus for p in outcomes.values() if isinstance(p, Prediction)
+  ]
   problems = []
   for number, p in outcomes.items():
     if isinstance(p, UserError):
       rows.append((f'{number:,}', '-', '-', '-', '-', '-', '-', ''))
-      problems.append(f'{number} GPUs: {p.what}')
+      problems.append(f'{number:,} GPU{"s" * (number > 1)}: {p.what}')
       continue
     each = p.tokens_per_second / p.num_gpus
-    base = base or each
-    rows.append((f'{number:,}', *_cells(p), f'{each / base:.0%}', '#' * round(_BAR * each / base)))
+    bar = '#' * round(_BAR * each / max(speeds))
+    rows.append((f'{number:,}', *_cells(p), f'{each / speeds[0]:.0%}', bar))
   return '\n'.join([table(rows, right=(0, 1, 2, 3, 4, 6)), *problems])
 
 
@@ -76,8 +39,7 @@ def what_if_table(name: str, outcomes: Mapping[str, Outcome]) -> str:
       columns.append((value, *['-'] * (len(titles) - 1)))
       problems.append(f'{name} = {value}: {p.what}')
       continue
-    hours = f'{p.days * 24 * p.num_gpus:,.0f}'
-    columns.append((value, *_cells(p), duration(p.days), hours))
+    columns.append((value, *_cells(p), duration(p.days), gpu_hours(p)))
   return '\n'.join([table(list(zip(*columns)), right=range(1, len(columns))), *problems])
 
 

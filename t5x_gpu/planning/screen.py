@@ -1,16 +1,30 @@
 """A prediction as text: the first screen, and the tables below it."""
 
+import math
 from typing import Optional
 
 from t5x_gpu.planning import bottleneck
 from t5x_gpu.planning.assumptions import SOURCES
 from t5x_gpu.planning.calibration import Calibration
-from t5x_gpu.planning.formulas.memory import FRAGMENTATION, GRADIENTS, PARAMETERS, MemoryUse
+from t5x_gpu.planning.formulas.memory import (
+  FRAGMENTATION,
+  GRADIENTS,
+  LAYER,
+  LOSS,
+  PARAMETERS,
+  STACK,
+  WEIGHTS,
+  MemoryUse,
+)
 from t5x_gpu.planning.formulas.step_time import StepTime
 from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
 from t5x_gpu.runtime.memory import show
+from t5x_gpu.terminal.quantities import count, duration, seconds
 from t5x_gpu.terminal.text_table import table
 
+NOT_AT_PEAK = 'not at the peak'
+# Freed before the moment when most memory is in use, or not there yet.
+OFTEN_ABSENT = (GRADIENTS, LAYER, WEIGHTS, LOSS)
 NO_TRAFFIC = 'nothing: one GPU, or all compute the same'
 CAVEATS = {
   COMPILED: '',
@@ -32,22 +46,19 @@ def first_screen(p: Prediction) -> str:
     f'({p.tokens_per_second / p.num_gpus:,.0f} per GPU), {p.flops_per_gpu / 1e12:,.0f} TFLOP/s per '
     f'GPU, MFU {_percent(p.mfu)} of {p.dtype}',
     f'{p.total_steps:,} steps of {p.tokens_per_step:,} tokens: {count(p.total_tokens)} tokens in '
-    f'{duration(p.days)}, {p.days * 24 * p.num_gpus:,.0f} GPU hours',
+    f'{duration(p.days)}, {gpu_hours(p)} GPU hours',
     bottleneck.sentence(p),
   ]
   return '\n'.join([*lines, *filter(None, [CAVEATS[p.source]])])
 
 
 def fits_line(memory: MemoryUse) -> str:
-  """Returns whether a step fits, and by how much."""
-  verdict = (
-    f'FITS with {show(memory.left_bytes)} to spare'
-    if memory.fits
-    else f'DOES NOT FIT: {show(-memory.left_bytes)} too much'
-  )
+  """Returns whether a step fits, and what it needs and has."""
+  verdict = 'FITS' if memory.fits else 'DOES NOT FIT'
   return (
-    f'{verdict}: {show(memory.needed_bytes)} of the {show(memory.pool_bytes)} per GPU that XLA '
-    f'manages ({memory.pool_bytes / memory.gpu_bytes:.0%} of {show(memory.gpu_bytes)})'
+    f'{verdict}: needs {show(memory.needed_bytes)} per GPU, has {show(memory.pool_bytes)} '
+    f'(XLA manages {memory.pool_bytes / memory.gpu_bytes:.0%} of {show(memory.gpu_bytes)}; NCCL, '
+    'cuBLAS and CUDA get the rest)'
   )
 
 
@@ -85,14 +96,18 @@ def memory_rows(memory: MemoryUse) -> list[tuple[str, ...]]:
     }
   order = [*(n for n in memory.components if n != FRAGMENTATION)]
   rows = [('component', 'MiB by formula', 'MiB as compiled')]
-  rows += [(n, _mib(memory.components[n]), compiled_cells.get(n, '')) for n in order]
+  for name in order:
+    size = memory.components[name]
+    if size or name != STACK:
+      absent = not size and name in OFTEN_ABSENT
+      rows.append((name, NOT_AT_PEAK if absent else _mib(size), compiled_cells.get(name, '')))
   if compiled:
     rows.append(("kernels' workspaces", '', f'{_mib(compiled.workspace_bytes)} of the temporaries'))
   total = _mib(compiled.total_bytes) if compiled else 'not compiled'
-  rows.append(('total', _mib(memory.formula_bytes), total))
+  rows.append(('total at the peak', _mib(memory.formula_bytes), total))
   rows.append(('reserve for fragmentation', _mib(memory.components[FRAGMENTATION]), ''))
   outside = memory.gpu_bytes - memory.pool_bytes
-  return [*rows, ("outside XLA's pool: NCCL, cuBLAS, CUDA", _mib(outside), '')]
+  return [*rows, ("outside XLA's pool: NCCL, cuBLAS, CUDA", _mib(outside), 'not in the total')]
 
 
 def time_rows(time: StepTime) -> list[tuple[str, ...]]:
@@ -117,11 +132,19 @@ def time_rows(time: StepTime) -> list[tuple[str, ...]]:
   if time.bubble_seconds:
     share = f'{time.bubble_seconds / total:.0%}'
     rows.append(('pipeline bubble', '', _ms(time.bubble_seconds), share, '', '', ''))
-  return [*rows, ('step', '', _ms(total), '', '', '', '')]
+  flops, num_bytes = (
+    f'{math.fsum(getattr(part, name) for part in time.parts) / size:,.2f}'
+    for name, size in (('flops', 1e12), ('num_bytes', 1e9))
+  )
+  return [*rows, ('step', '', _ms(total), '100%', flops, num_bytes, '')]
 
 
 def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
-  """Returns a head and the collectives: bytes by formula and compiled, link, time, hidden share."""
+  """Returns a head and the collectives: bytes by formula and compiled, link, time, hidden share.
+
+  The share is that of the time. It may be below that of the bytes in XLA's schedule, since the
+  matrix kernels do not take long enough to hide all that is behind them.
+  """
   by_formula = {(s.kind, s.axes): s.num_bytes for s in p.formula_sent}
   rows = [('kind', 'mesh axis', 'link', 'MiB', 'MiB by formula', 'ms', 'hidden', 'ms exposed')]
   for c in sorted(p.time.collectives, key=lambda c: -c.num_bytes):
@@ -136,7 +159,7 @@ def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
         _mib(c.num_bytes),
         '-' if formula is None else _mib(formula),
         _ms(c.seconds),
-        f'{c.hidden_share:.0%}' + ('' if c.from_schedule else ' (assumed)'),
+        f'{1 - c.exposed_seconds / c.seconds:.0%}' + ('' if c.from_schedule else ' (assumed)'),
         _ms(c.exposed_seconds),
       )
     )
@@ -165,24 +188,10 @@ def assumption_rows(
   ]
 
 
-def seconds(value: float) -> str:
-  """Returns '1.23 s' or '45.6 ms'."""
-  return f'{value:.3g} s' if value >= 1 else f'{value * 1e3:.3g} ms'
-
-
-def duration(days: float) -> str:
-  """Returns '12.3 days' or '4.5 hours'."""
-  if days >= 2:
-    return f'{days:,.1f} days'
-  return f'{days * 24:.1f} hours' if days * 24 >= 1 else f'{days * 24 * 60:.1f} minutes'
-
-
-def count(number: float) -> str:
-  """Returns '1.5T', '26.2B' or '3.1M'."""
-  for size, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
-    if number >= size:
-      return f'{number / size:.3g}{letter}'
-  return f'{number:,.0f}'
+def gpu_hours(p: Prediction) -> str:
+  """Returns the GPU hours of all steps."""
+  hours = p.days * 24 * p.num_gpus
+  return f'{hours:,.0f}' if hours >= 10 else f'{hours:.2g}'
 
 
 def _percent(share: object) -> str:

@@ -165,7 +165,9 @@ def check_folder(path: pathlib.Path, *, shown: str) -> None:
     return
   if path.exists():
     raise ConfigError(
-      f'{shown!r} is a file; a MODEL_DIR is a folder.', fix=f'Name its folder: {path.parent}'
+      f'{shown!r} is a file; a MODEL_DIR is a folder.',
+      fix=f'Name its folder: {path.parent}',
+      docs='report.md',
     )
   existing = path.parent
   while not existing.is_dir():
@@ -186,6 +188,7 @@ def _not_a_run(folder: pathlib.Path, shown: str) -> ConfigError:
   return ConfigError(
     f'{shown!r} is not the folder of a run: it has no {CONFIG}, no {METRICS} and no checkpoint.',
     fix=fix,
+    docs='report.md',
   )
 
 

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import socket
@@ -21,6 +20,7 @@ from t5x_gpu.data.batches import Batch, batch_hash
 from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
+from t5x_gpu.models.flops import step_tokens
 from t5x_gpu.models.model import config_of, uses_fp8
 from t5x_gpu.run.bad_steps import BadSteps
 from t5x_gpu.run.check import CheckedRun
@@ -63,8 +63,8 @@ class LiveRun:
 
   @property
   def tokens_per_step(self) -> int:
-    """Tokens of the global batch, padding included."""
-    return math.prod(next(iter(self.plan.program.spec.shapes.values())))
+    """Tokens of the global batch, padding included; inputs and targets."""
+    return step_tokens(self.plan.run.model, self.plan.program.spec.shapes)
 
   def put_batch(self, batch: Batch) -> Any:
     """Returns the batch of this host for the next step on the devices."""

@@ -157,7 +157,7 @@ def test_a_folder_without_a_run_is_an_error_that_names_the_runs(tmp_path, name, 
   (tmp_path / 'empty').mkdir()
   with pytest.raises(ConfigError, match=what) as e:
     read_run(tmp_path / name)
-  assert e.match(fix)
+  assert e.match(fix) and e.value.docs == 'report.md'
 
 
 def test_the_command_names_what_is_missing(tmp_path):

@@ -204,6 +204,11 @@ class DpoModel:
     """Returns FLOPs of a training step per position, with the forward pass of the reference."""
     return self.model.flops_per_token(length) + self._plain.flops_per_token(length) / 3
 
+  def flops_per_row(self, lengths: Mapping[str, int]) -> float:
+    """Returns the same per row; `lengths` is stack -> its tokens."""
+    policy, reference = OptionalMembers(self.model), OptionalMembers(self._plain)
+    return policy.flops_per_row(lengths) + reference.flops_per_row(lengths) / 3
+
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.flops import step_flops
 from t5x_gpu.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
@@ -63,8 +64,7 @@ def step_work(shape: StepShape, program: Program, model: Any) -> list[Work]:
   """Returns everything that the busiest device computes in a step."""
   found: list[Work] = []
   if shape.config is None:
-    length = max((s[1] for s in program.spec.shapes.values() if len(s) > 1), default=1)
-    flops = model.flops_per_token(length) * program.spec.batch_size * length
+    flops = step_flops(model, program.spec.shapes)
     found.append(Work(part=MODEL, kind='gemm', flops=flops / program.layout.mesh.size))
   for stack in shape.stacks:
     found += _layers(shape, shape.config, stack)

@@ -27,7 +27,7 @@ from t5x_gpu.planning.formulas.memory import (
 from t5x_gpu.planning.formulas.step_time import StepTime
 from t5x_gpu.planning.page.mesh_drawing import mesh_drawing
 from t5x_gpu.planning.prediction import Prediction
-from t5x_gpu.planning.scaling import Outcome
+from t5x_gpu.planning.what_if import Outcome
 from t5x_gpu.reporting.charts import Axis, Series, line_chart, stacked_bars
 from t5x_gpu.reporting.markup import Child, element
 from t5x_gpu.reporting.page import Section, Tile, page, table
@@ -137,7 +137,7 @@ def _tiles(p: Prediction) -> list[Tile]:
       'to the end',
       screen.duration(p.days),
       f'{p.total_steps:,} steps, {screen.count(p.total_tokens)} tokens, '
-      f'{p.days * 24 * p.num_gpus:,.0f} GPU hours',
+      f'{screen.gpu_hours(p)} GPU hours',
     ),
     Tile(
       'checkpoint',
@@ -266,9 +266,11 @@ def _scaling(scaled: Mapping[int, Outcome]) -> Section:
   if known:
     content = [element('div', *_scaling_charts(known), class_='grid2'), _scaling_table(known)]
   content += [
-    element('p', f'{n:,} GPUs: {e.what}') for n, e in scaled.items() if isinstance(e, UserError)
+    element('p', f'{n:,} GPU{"s" * (n > 1)}: {e.what}')
+    for n, e in scaled.items()
+    if isinstance(e, UserError)
   ]
-  intro = 'By formula, with as many rows per GPU as in this plan.'
+  intro = 'Other numbers than that of this plan are by formula, with as many rows per GPU.'
   return Section('scaling', 'Other numbers of GPUs', content, intro)
 
 

@@ -1,0 +1,140 @@
+"""The same run on other numbers or kinds of GPUs, or with other values, by formula.
+
+What the compiled step hides behind its matrix kernels takes the place of the assumed shares, and
+the run itself keeps its own prediction.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Union
+
+from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.devices import topology_of
+from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import COMPILED, PlanConfig, Prediction
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
+
+# A prediction, or why there is none.
+Outcome = Union[Prediction, UserError]
+# (more gin bindings) -> the run with them
+Configured = Callable[[Sequence[str]], PlanConfig]
+# value -> (GPU, run)
+Variants = Mapping[str, tuple[GpuTarget, PlanConfig]]
+
+
+def numbers(text: str, flag: str) -> list[int]:
+  """Returns the numbers of '1,8,64'.
+
+  Raises:
+    ConfigError: they are not numbers of 1 or more.
+  """
+  parts = [part.strip() for part in text.split(',')]
+  if not all(part.isdigit() and int(part) > 0 for part in parts):
+    raise ConfigError(
+      f'{flag}={text} is not a list of numbers of GPUs.',
+      fix=f'Write it as {flag}=1,8,64.',
+      docs='plan.md#other-numbers-and-kinds-of-gpus',
+    )
+  return sorted({int(part) for part in parts})
+
+
+def name_and_values(text: str) -> tuple[str, list[str]]:
+  """Returns the parts of 'NAME=VALUE,VALUE'.
+
+  Raises:
+    ConfigError: it is something else, or an unknown GPU.
+  """
+  name, _, values = text.partition('=')
+  if not (name and values):
+    raise ConfigError(
+      f'--what_if={text} is not NAME=VALUE,VALUE.',
+      fix='Write --what_if=gpu=h100,b200; a gin macro or parameter may be in the place of gpu.',
+      docs='plan.md#other-numbers-and-kinds-of-gpus',
+    )
+  found = [value.strip() for value in values.split(',')]
+  if name == 'gpu':
+    for value in found:
+      find_target(value)
+  return name, found
+
+
+def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuTarget) -> Variants:
+  """Returns the run, on `gpu`, with each of the values of `name`.
+
+  Raises:
+    ConfigError, ModelError: no such parameter, or a value that it does not take.
+  """
+  if name == 'gpu':
+    run = configured(())
+    return {value: (find_target(value), run) for value in values}
+  return {value: (gpu, configured((f'{name}={value}',))) for value in values}
+
+
+def changed(
+  runs: Variants, topology: Topology, planner: Planner, given: tuple[PlanConfig, Prediction]
+) -> dict[str, Outcome]:
+  """Returns the predictions of `variants`; `given` is the run as it is."""
+  config, prediction = given
+  found: dict[str, Outcome] = {}
+  for value, (gpu, run) in runs.items():
+    # Schedules are functions: two of the same values are not equal. They do not change a plan.
+    same = dataclasses.replace(run, learning_rate=config.learning_rate) == config
+    if same and gpu == planner.gpu:
+      found[value] = prediction
+      continue
+    other = dataclasses.replace(planner, gpu=gpu, assumed=with_overlap_of(prediction))
+    try:
+      found[value] = other.by_formula(run, topology)
+    except UserError as e:
+      found[value] = e
+  return found
+
+
+def scaled(
+  config: PlanConfig,
+  topology: Topology,
+  planner: Planner,
+  given: Prediction,
+  numbers: Sequence[int],
+) -> dict[int, Outcome]:
+  """Returns the prediction on each number of GPUs, with as many rows per GPU as `given` has."""
+  planner = dataclasses.replace(planner, assumed=with_overlap_of(given))
+  dataset = config.train_dataset_cfg
+  found: dict[int, Outcome] = {}
+  for number in numbers:
+    if number == topology.num_devices:
+      found[number] = given
+      continue
+    rows = dataset.batch_size * number // topology.num_devices
+    grown = dataclasses.replace(
+      config, train_dataset_cfg=dataclasses.replace(dataset, batch_size=max(rows, 1))
+    )
+    try:
+      each = min(number, topology.devices_per_host)
+      found[number] = planner.by_formula(grown, topology_of(gpus=number, gpus_per_host=each))
+    except UserError as e:
+      found[number] = e
+  return found
+
+
+def with_overlap_of(given: Prediction) -> Assumptions:
+  """Returns the assumptions of `given`, with the shares that its schedule hides by mesh axis."""
+  sent: collections.Counter[str] = collections.Counter()
+  hidden: collections.Counter[str] = collections.Counter()
+  for c in given.time.collectives:
+    for axis in c.axes if c.from_schedule else ():
+      sent[axis] += c.num_bytes
+      hidden[axis] += c.num_bytes * c.hidden_share
+  shares = {axis: hidden[axis] / sent[axis] for axis in sent if sent[axis]}
+  kept = {**given.assumed.hidden_shares, **shares}
+  return dataclasses.replace(given.assumed, hidden_shares=kept)
+
+
+def how(given: Prediction) -> str:
+  """Returns where the figures of other runs come from, in words."""
+  if given.source == COMPILED:
+    return 'by formula, with the overlap of the compiled step; the run as it is: compiled'
+  return 'by formula'

@@ -1,0 +1,74 @@
+"""Other runs hide as much as the compiled step; the run itself keeps its prediction."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from t5x_gpu.config import gin_loader
+from t5x_gpu.planning import scaling, what_if
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import COMPILED, PlanConfig
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.xla.gpu_targets import find_target
+from tests.helpers_train import TINY_GIN
+
+TOPOLOGY = Topology(1, 4)
+PLANNER = Planner(find_target('h100'), Assumptions(), jax.devices())
+
+
+@pytest.fixture
+def configured(tmp_path):
+  file = tmp_path / 'tiny.gin'
+  file.write_text(TINY_GIN)
+  return lambda more: gin_loader.configured(gin_loader.load([str(file)], bindings=more), PlanConfig)
+
+
+def as_compiled(config, share):
+  """Returns the prediction of a run whose schedule hides `share` of all bytes."""
+  p = PLANNER.by_formula(config, TOPOLOGY)
+  collectives = tuple(
+    dataclasses.replace(
+      c, hidden_share=share, from_schedule=True, exposed_seconds=c.seconds * (1 - share)
+    )
+    for c in p.time.collectives
+  )
+  time = dataclasses.replace(p.time, collectives=collectives)
+  return dataclasses.replace(p, time=time, source=COMPILED)
+
+
+@pytest.mark.parametrize('share', [0.0, 0.3])
+def test_other_runs_hide_as_much_as_the_compiled_step(configured, share):
+  config = configured(())
+  given = as_compiled(config, share)
+  got = what_if.scaled(config, TOPOLOGY, PLANNER, given, [2, 4, 8])
+  assert got[4] is given
+  for number in (2, 8):
+    assert [c.hidden_share for c in got[number].time.collectives] == pytest.approx(
+      [share] * len(got[number].time.collectives)
+    )
+  planner = dataclasses.replace(PLANNER, assumed=what_if.with_overlap_of(given))
+  again = planner.by_formula(config, TOPOLOGY)
+  assert again.seconds_per_step == pytest.approx(given.seconds_per_step, rel=1e-6)
+  assert 'overlap of the compiled step' in what_if.how(given)
+
+
+def test_a_value_that_the_run_has_keeps_its_prediction(configured):
+  config = configured(())
+  given = as_compiled(config, 0.1)
+  h100 = find_target('h100')
+  for name, values in (('gpu', ['h100', 'b200']), ('BATCH_SIZE', ['8', '16'])):
+    runs = what_if.variants(name, values, configured, h100)
+    got = what_if.changed(runs, TOPOLOGY, PLANNER, (config, given))
+    same = 'h100' if name == 'gpu' else str(config.train_dataset_cfg.batch_size)
+    assert got.pop(same) is given
+    [other] = got.values()
+    assert all(c.hidden_share == pytest.approx(0.1) for c in other.time.collectives)
+
+
+def test_no_bar_is_longer_than_a_whole_one(configured):
+  p = PLANNER.by_formula(configured(()), TOPOLOGY)
+  faster = dataclasses.replace(p, num_gpus=2)
+  text = scaling.scale_table({4: p, 2: faster})
+  assert '200%' in text and max(line.count('#') for line in text.splitlines()) == 30
