@@ -2,15 +2,19 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from t5x_gpu.analysis.remat_costs import with_config
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.remat import BY_MEMORY
+from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 
+# Parameters of Partitioner that give the sizes of the axes, some of them in several ways.
+SIZES = (*SIZE_PARAMETERS.values(), 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')
 _MICROBATCHES = (2, 4, 8, 16, 32)
 
 
@@ -26,6 +30,11 @@ class Change:
   settings: tuple[str, ...]
   config: PlanConfig
 
+  @property
+  def kinds(self) -> set[str]:
+    """What the settings belong to: 'Partitioner', 'TransformerConfig', ..."""
+    return {setting.split('.')[0] for setting in self.settings}
+
 
 def single_changes(config: PlanConfig, topology: Topology) -> Iterator[Change]:
   """Yields changes that may make a step smaller, each of one kind."""
@@ -37,10 +46,21 @@ def single_changes(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 
 def with_another(first: Change, topology: Topology) -> Iterator[Change]:
   """Yields `first` with a second change of another kind."""
-  names = {setting.split(' = ')[0] for setting in first.settings}
   for change in single_changes(first.config, topology):
-    if not names & {setting.split(' = ')[0] for setting in change.settings}:
+    if not first.kinds & change.kinds:
       yield Change((*first.settings, *change.settings), change.config)
+
+
+def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Any]:
+  """Returns the parameters that are not default in `wanted`, or not in `given`, which it replaces.
+
+  A run keeps what its own gin files set, so those that become default again are among them.
+  """
+  return {
+    field.name: getattr(wanted, field.name)
+    for field in dataclasses.fields(Partitioner)
+    if not getattr(wanted, field.name) == getattr(given, field.name) == field.default
+  }
 
 
 def _remat(config: PlanConfig) -> Iterator[Change]:
@@ -65,25 +85,38 @@ def _microbatches(config: PlanConfig) -> Iterator[Change]:
 def _layouts(config: PlanConfig, topology: Topology) -> Iterator[Change]:
   """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model."""
   hosts, each = topology.num_hosts, topology.devices_per_host
-  given = config.partitioner
-  total = topology.num_devices
-  options: list[tuple[str, dict[str, object]]] = []
+  total, given = topology.num_devices, config.partitioner
+  options: list[dict[str, Any]] = []
   if total > 1:
-    options.append(('fsdp', dict(data=1, fsdp=total)))
+    options.append(dict(data=1, fsdp=total))
   if hosts > 1 and each > 1:
-    shapes = dict(ici_mesh_shape={'fsdp': each}, dcn_mesh_shape={'data': hosts})
-    options.append(('hsdp', shapes))
+    options.append(dict(ici_mesh_shape={'fsdp': each}, dcn_mesh_shape={'data': hosts}))
   for model in (2, 4, 8):
     if model <= each and each % model == 0 and total > model:
-      options.append(('tp', dict(data=1, fsdp=total // model, num_partitions=model)))
-  for kind, sizes in options:
-    of_layout = dict(sizes)
-    if kind == 'tp':
-      of_layout['sequence_parallel'] = True
-    partitioner = Partitioner(**of_layout)
-    if partitioner != given:
-      settings = tuple(f'Partitioner.{name} = {value!r}' for name, value in of_layout.items())
-      yield Change(settings, dataclasses.replace(config, partitioner=partitioner))
+      sizes = dict(data=1, fsdp=total // model, num_partitions=model)
+      options.append(dict(sizes, sequence_parallel=True))
+  for changed in options:
+    # What neither splits the run nor saves memory stays as the run has it.
+    wanted = dataclasses.replace(given, **(_WHOLE | changed))
+    if given.num_partitions is None and wanted.num_partitions == 1:
+      wanted = dataclasses.replace(wanted, num_partitions=None)
+    if wanted.mesh_sizes(topology) == given.mesh_sizes(topology):  # written in another way
+      wanted = dataclasses.replace(wanted, **{name: getattr(given, name) for name in SIZES})
+    settings = tuple(
+      f'Partitioner.{name} = {value!r}'
+      for name, value in layout_settings(wanted, given).items()
+      if value != getattr(given, name)
+    )
+    if settings:
+      yield Change(settings, dataclasses.replace(config, partitioner=wanted))
+
+
+# A layout that splits nothing, in the parameters that `_layouts` decides.
+_WHOLE = {
+  field.name: field.default
+  for field in dataclasses.fields(Partitioner)
+  if field.name in (*SIZES, 'zero_stage', 'sequence_parallel')
+} | {'num_partitions': 1}
 
 
 def _moments(config: PlanConfig) -> Iterator[Change]:

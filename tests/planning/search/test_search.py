@@ -147,6 +147,14 @@ def test_fp8_is_shown_and_not_chosen(config):
   assert 'learning_rate_scaling' in gin_text(found, own, given=scaled, gpus='', files=[])
 
 
+def test_the_gin_file_keeps_the_precision_of_gradients(config):
+  best = score(1.0)
+  narrow = dataclasses.replace(config.partitioner, gradient_dtype='bfloat16')
+  given = dataclasses.replace(config, partitioner=narrow)
+  text = gin_text(SearchState(scores=[best]), best, given=given, gpus='', files=[])
+  assert "gradient_dtype = 'bfloat16'" in text, 'as the variant was predicted'
+
+
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_file, tmp_path):
