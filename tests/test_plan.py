@@ -12,7 +12,7 @@ import pytest
 from matplotlib import image
 
 from t5x_gpu import plan
-from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.errors import ConfigError, MeshError, ModelError
 from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
 
@@ -241,6 +241,17 @@ def test_a_dry_run_predicts_by_formulas_alone(gin_file, capsys):
   printed = capsys.readouterr()
   assert '4 x NVIDIA B200' in printed.out and 'Nothing was compiled' in printed.out
   assert 'splitting' not in printed.err
+
+
+def test_fp8_needs_a_gpu_that_has_it(gin_file, tmp_path, capsys):
+  dry = ['--dry_run', '--show=prediction']
+  with pytest.raises(ModelError, match='A100-SXM4-80GB cannot multiply FP8'):
+    plan.main(flags(gin_file, *dry, '--gpu=a100-80', PRECISION='"fp8"'))
+  kinds = '--what_if=gpu=a100-80,h100'
+  got = planned(gin_file, tmp_path, *dry, kinds, PRECISION='"fp8"')['what_if']
+  assert got.keys() == {'a100-80', 'h100'}
+  assert 'cannot multiply FP8' in got['a100-80']['error'] and got['h100']['mfu'] > 0
+  assert 'gpu = a100-80: PRECISION' in capsys.readouterr().out, 'the reason, below the table'
 
 
 def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path):

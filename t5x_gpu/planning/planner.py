@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from t5x_gpu.analysis.collectives import partitioned_hlo
 from t5x_gpu.analysis.gpu_compile import compile_step
+from t5x_gpu.models.model import uses_fp8
+from t5x_gpu.models.precision import check_devices
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
 from t5x_gpu.planning.progress import doing
@@ -44,8 +46,10 @@ class Planner:
     """Returns the run on simulated devices.
 
     Raises:
-      MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other.
+      MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other, or a model
+        in FP8 for a GPU without it (simulated devices emulate it).
     """
+    check_devices(uses_fp8(config.model), [self.gpu])
     devices = list(self.devices[: topology.num_devices])
     return program_of_run(config, topology=topology, devices=devices)
 
