@@ -1,10 +1,12 @@
 """Single changes to a run that save memory, as settings that a user would write."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from t5x_gpu.analysis.remat_costs import with_config
+from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS
@@ -48,7 +50,38 @@ def with_another(first: Change, topology: Topology) -> Iterator[Change]:
   """Yields `first` with a second change of another kind."""
   for change in single_changes(first.config, topology):
     if not first.kinds & change.kinds:
-      yield Change((*first.settings, *change.settings), change.config)
+      yield _joined(first, change)
+
+
+def on_all_of(config: PlanConfig, topology: Topology) -> Iterator[Change]:
+  """Yields the run with what saves most memory, in layouts of all devices of another `topology`.
+
+  The batch grows to the next size that the layout divides. Microbatches stay, if they divide the
+  rows of a device, or have one row each.
+  """
+  [saving] = list(_remat(config))[-1:] or [Change((), config)]
+  moments = [_joined(saving, change) for change in _moments(saving.config)]
+  for first in (saving, *moments):
+    for wanted in _partitioners(config.partitioner, topology):
+      parts = topology.num_devices // wanted.mesh_sizes(topology).total['model']
+      rows = math.ceil(config.train_dataset_cfg.batch_size / parts)
+      dataset = dataclasses.replace(config.train_dataset_cfg, batch_size=rows * parts)
+      as_now = config.num_microbatches if rows % config.num_microbatches == 0 else 1
+      for number in dict.fromkeys((as_now, rows)):
+        settings = (*first.settings, *_differing(wanted, config.partitioner))
+        if number != config.num_microbatches:
+          settings += (f'train.num_microbatches = {number}',)
+        if dataset != config.train_dataset_cfg:
+          settings += (f'BATCH_SIZE = {dataset.batch_size}',)
+        changed = dataclasses.replace(
+          first.config, partitioner=wanted, num_microbatches=number, train_dataset_cfg=dataset
+        )
+        yield Change(settings, changed)
+
+
+def _joined(first: Change, second: Change) -> Change:
+  """Returns both changes, of which the second was made to the run of the first."""
+  return Change((*first.settings, *second.settings), second.config)
 
 
 def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Any]:
@@ -83,40 +116,56 @@ def _microbatches(config: PlanConfig) -> Iterator[Change]:
 
 
 def _layouts(config: PlanConfig, topology: Topology) -> Iterator[Change]:
-  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model."""
-  hosts, each = topology.num_hosts, topology.devices_per_host
-  total, given = topology.num_devices, config.partitioner
-  options: list[dict[str, Any]] = []
-  if total > 1:
-    options.append(dict(data=1, fsdp=total))
+  """Yields other layouts of all devices."""
+  for wanted in _partitioners(config.partitioner, topology):
+    settings = _differing(wanted, config.partitioner)
+    if settings and topology.num_devices > 1:
+      yield Change(settings, dataclasses.replace(config, partitioner=wanted))
+
+
+def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitioner]:
+  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model.
+
+  What neither splits the run nor saves memory stays as it is `given`.
+  """
+  hosts, each, total = topology.num_hosts, topology.devices_per_host, topology.num_devices
+  options: list[dict[str, Any]] = [dict(data=1, fsdp=total)]
   if hosts > 1 and each > 1:
     options.append(dict(ici_mesh_shape={'fsdp': each}, dcn_mesh_shape={'data': hosts}))
   for model in (2, 4, 8):
     if model <= each and each % model == 0 and total > model:
       sizes = dict(data=1, fsdp=total // model, num_partitions=model)
       options.append(dict(sizes, sequence_parallel=True))
-  for changed in options:
-    # What neither splits the run nor saves memory stays as the run has it.
-    wanted = dataclasses.replace(given, **(_WHOLE | changed))
-    if given.num_partitions is None and wanted.num_partitions == 1:
-      wanted = dataclasses.replace(wanted, num_partitions=None)
-    if wanted.mesh_sizes(topology) == given.mesh_sizes(topology):  # written in another way
+  whole = dict(_WHOLE, num_partitions=1 if given.num_partitions else None)
+  for sizes in options:
+    wanted = dataclasses.replace(given, **(whole | sizes))
+    if _same_mesh(wanted, given, topology):  # written in another way
       wanted = dataclasses.replace(wanted, **{name: getattr(given, name) for name in SIZES})
-    settings = tuple(
-      f'Partitioner.{name} = {value!r}'
-      for name, value in layout_settings(wanted, given).items()
-      if value != getattr(given, name)
-    )
-    if settings:
-      yield Change(settings, dataclasses.replace(config, partitioner=wanted))
+    yield wanted
 
 
-# A layout that splits nothing, in the parameters that `_layouts` decides.
+def _same_mesh(one: Partitioner, other: Partitioner, topology: Topology) -> bool:
+  try:
+    return one.mesh_sizes(topology) == other.mesh_sizes(topology)
+  except MeshError:  # sizes for another number of devices
+    return False
+
+
+def _differing(wanted: Partitioner, given: Partitioner) -> tuple[str, ...]:
+  """Returns the settings that make `wanted` of `given`."""
+  return tuple(
+    f'Partitioner.{name} = {value!r}'
+    for name, value in layout_settings(wanted, given).items()
+    if value != getattr(given, name)
+  )
+
+
+# A layout that splits nothing, in the parameters that `_partitioners` decides.
 _WHOLE = {
   field.name: field.default
   for field in dataclasses.fields(Partitioner)
   if field.name in (*SIZES, 'zero_stage', 'sequence_parallel')
-} | {'num_partitions': 1}
+}
 
 
 def _moments(config: PlanConfig) -> Iterator[Change]:

@@ -8,6 +8,7 @@ planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
 import contextlib
 import dataclasses
 import io
+import itertools
 from collections.abc import Sequence
 
 from t5x_gpu.analysis.collectives import partitioned_hlo
@@ -54,8 +55,13 @@ class Planner:
     return program_of_run(config, topology=topology, devices=devices)
 
   def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
-    """Returns a prediction from formulas alone; errors as `program`."""
-    return predict(self.program(config, topology), config, gpu=self.gpu, assumed=self.assumed)
+    """Returns a prediction from formulas alone; errors as `program`.
+
+    Formulas read sizes alone, so the topology may have more GPUs than there are simulated devices.
+    """
+    enough = itertools.islice(itertools.cycle(self.devices), topology.num_devices)
+    program = dataclasses.replace(self, devices=list(enough)).program(config, topology)
+    return predict(program, config, gpu=self.gpu, assumed=self.assumed)
 
   def exactly(self, config: PlanConfig, topology: Topology, *, what: str = '') -> Prediction:
     """Returns a prediction from the compiled step, and shows that it compiles.

@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import pytest
 
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning import changes, remedies
 from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.changes import Change
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
@@ -50,3 +52,42 @@ def test_a_run_fits_with_any_of_its_remedies(planner, layout):
   for remedy in found:
     again = planner.by_formula(written(case, remedy.change), topology)
     assert again.memory.fits and again.seconds_per_step == remedy.prediction.seconds_per_step
+
+
+def test_a_candidate_that_does_not_compile_is_skipped(planner):
+  config = Case(model='llama3_8b', layout='hsdp', batch=(128, 4096)).config()
+
+  def compiled(changed, topology):
+    if changed.num_microbatches > 1:
+      raise ConfigError('This one does not compile.', fix='Take another one.')
+    return planner.by_formula(changed, topology)
+
+  of_run = dict(by_formula=planner.by_formula, number=1)
+  [found] = remedies.remedies(config, Topology(2, 4), compiled=None, **of_run)
+  assert found.change.kinds == {'train'}
+  [found] = remedies.remedies(config, Topology(2, 4), compiled=compiled, **of_run)
+  assert found.is_compiled and found.change.kinds == {'TransformerConfig'}
+
+
+@pytest.mark.parametrize(
+  'layout, rows, length, gpus, batch',
+  [
+    ('fsdp', 8, 4096, 16, 8),
+    # Three groups of eight GPUs cannot share 64 rows.
+    pytest.param('tp', 64, 8192, 24, 66, marks=pytest.mark.slow),
+  ],
+)
+def test_the_run_fits_on_the_least_number_of_gpus(planner, layout, rows, length, gpus, batch):
+  case = Case(model='llama3_70b', layout=layout, batch=(rows, length))
+  config = case.config()
+  found, smallest = remedies.least_gpus(config, Topology(1, 8), by_formula=planner.by_formula)
+  assert not smallest.memory.fits and smallest.num_gpus == 8
+  *settings, last = found.change.settings
+  assert (last == f'BATCH_SIZE = {batch}') == (batch != rows)
+  settings += [last] * (batch == rows)
+  run = written(dataclasses.replace(case, batch=(batch, length)), Change(tuple(settings), config))
+  again = planner.by_formula(run, Topology(gpus // 8, 8))
+  assert again.memory.fits and again.num_gpus == found.prediction.num_gpus
+  fewer = Topology(gpus // 8 - 1, 8)
+  for change in changes.on_all_of(config, fewer) if fewer.num_hosts > 1 else ():
+    assert not planner.by_formula(change.config, fewer).memory.fits
