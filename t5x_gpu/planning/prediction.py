@@ -18,6 +18,7 @@ import jax
 
 from t5x_gpu.analysis.collectives import inventory
 from t5x_gpu.analysis.gpu_compile import CompiledStep
+from t5x_gpu.layers.backends.choose import Choice
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
@@ -80,6 +81,7 @@ class Prediction:
     recomputes_for: why the backward pass computes layers again: REMAT, PIPELINE or MICROBATCHES;
       '' if it does not.
     dtype: of the matrix products.
+    attention: the backend of each stack of layers, and why.
     tokens_per_step: of the global batch, padding included.
     model_flops_per_step: of the model on the global batch, without recomputation.
     peak_flops: dense FLOP/s of one GPU in `dtype`.
@@ -100,6 +102,7 @@ class Prediction:
   params_by_part: Mapping[str, int]
   recomputes_for: str
   dtype: str
+  attention: tuple[Choice, ...]
   tokens_per_step: int
   model_flops_per_step: float
   peak_flops: float
@@ -187,6 +190,7 @@ def predict(
     params_by_part=_params_by_part(program),
     recomputes_for=_recomputes_for(shape, layout.pipeline),
     dtype=dtype,
+    attention=tuple(stack.choice for stack in shape.stacks),
     tokens_per_step=tokens,
     model_flops_per_step=model.flops_per_token(length) * tokens,
     peak_flops=gpu.peak_flops(dtype),
