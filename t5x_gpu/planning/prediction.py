@@ -177,9 +177,6 @@ def predict(
   dtype = 'float32' if model_config is None else model_config.dtype
   length = next(iter(program.spec.shapes.values()))[1]
   tokens = math.prod(next(iter(program.spec.shapes.values())))
-  saved = sum(
-    math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
-  )
   topology = layout.topology
   return Prediction(
     gpu=gpu,
@@ -213,10 +210,18 @@ def predict(
       assumed=assumed,
       bubble_fraction=_bubble_fraction(layout.pipeline),
     ),
-    checkpoint=CheckpointCost(saved, saved / topology.num_hosts / 1e9 / assumed.save_gigabytes),
+    checkpoint=_checkpoint(program, assumed),
     source=source,
     assumed=assumed,
   )
+
+
+def _checkpoint(program: Program, assumed: Assumptions) -> CheckpointCost:
+  num_bytes = sum(
+    math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
+  )
+  of_host = num_bytes / program.layout.topology.num_hosts
+  return CheckpointCost(num_bytes, of_host / 1e9 / assumed.save_gigabytes)
 
 
 def _sent(

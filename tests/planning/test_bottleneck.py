@@ -59,13 +59,13 @@ def test_the_advice_about_attention_is_the_one_that_gets_a_kernel():
 
 
 @pytest.mark.parametrize(
-  'binding, why, advice',
+  'binding, reason, advice',
   [
     ("DTYPE = 'float32'", 'computes in bfloat16, not in float32', "dtype = 'bfloat16'"),
     ("ATTENTION = 'dense'", "TransformerConfig.attention = 'dense'", "attention = 'auto'"),
   ],
 )
-def test_settings_that_keep_kernels_from_attention_are_named(binding, why, advice):
+def test_settings_that_keep_kernels_from_attention_are_named(binding, reason, advice):
   case = Case(model='gpt2_xl', layout='dp', batch=(64, 1024), bindings=(binding,))
   [cost] = [c for c in bottleneck.costs(predicted(case)) if c.what.startswith('Attention without')]
-  assert why in cost.what and cost.remedy == f'TransformerConfig.{advice}'
+  assert reason in cost.what and cost.remedy == f'TransformerConfig.{advice}'

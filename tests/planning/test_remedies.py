@@ -34,7 +34,7 @@ def test_a_change_names_all_that_the_run_must_set(layout):
   for change in found:
     run = written(case, change)
     assert run.partitioner == change.config.partitioner, change.settings
-    assert run.partitioner.gradient_dtype == 'bfloat16', 'memory is no reason to change it'
+    assert run.partitioner.gradient_dtype == 'bfloat16', 'it would change the numbers'
     run.partitioner.mesh_sizes(Topology(2, 8))
 
 

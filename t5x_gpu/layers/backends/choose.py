@@ -86,8 +86,10 @@ def _asked_for(name: str, need: AttentionNeed, device: Hardware, of: str) -> Cho
   choice, best = Choice(name, f'asked for; {of}'), _best(need, device, of)
   if device.platform != 'gpu' or BACKENDS[name].platform == 'gpu':
     return choice
-  why = best.no_kernel or f'{PARAMETER} = {name!r}'
-  return dataclasses.replace(choice, no_kernel=why, remedy=best.remedy or f"{PARAMETER} = 'auto'")
+  reason = best.no_kernel or f'{PARAMETER} = {name!r}'
+  return dataclasses.replace(
+    choice, no_kernel=reason, remedy=best.remedy or f"{PARAMETER} = 'auto'"
+  )
 
 
 def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
