@@ -13,7 +13,7 @@ import pytest
 from matplotlib import image
 
 from t5x_gpu import plan
-from t5x_gpu.errors import ConfigError, MeshError, UserError
+from t5x_gpu.errors import ConfigError, MeshError, ModelError, UserError
 from t5x_gpu.planning.devices import topology_of
 from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
@@ -285,6 +285,17 @@ def test_a_dry_run_predicts_by_formulas_alone(gin_file, capsys):
   assert 'splitting' not in printed.err
 
 
+def test_fp8_needs_a_gpu_that_has_it(gin_file, tmp_path, capsys):
+  dry = ['--dry_run', '--show=prediction']
+  with pytest.raises(ModelError, match='A100-SXM4-80GB cannot multiply FP8'):
+    plan.main(flags(gin_file, *dry, '--gpu=a100-80', PRECISION='"fp8"'))
+  kinds = '--what_if=gpu=a100-80,h100'
+  got = planned(gin_file, tmp_path, *dry, kinds, PRECISION='"fp8"')['what_if']
+  assert got.keys() == {'a100-80', 'h100'}
+  assert 'cannot multiply FP8' in got['a100-80']['error'] and got['h100']['mfu'] > 0
+  assert 'gpu = a100-80: PRECISION' in capsys.readouterr().out, 'the reason, below the table'
+
+
 def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path):
   dry = ['--dry_run', '--show=prediction']
   usual = planned(gin_file, tmp_path, *dry)
@@ -334,6 +345,7 @@ def test_a_model_that_fits_nowhere_gets_the_least_number_of_gpus(gin_file, capsy
   assert plan.main(argv) == 0
   printed = capsys.readouterr().out
   least = int(printed.split('The least number of GPUs is ')[1].split(',')[0])
+  assert 'a batch of 2 does not divide over them' in printed.split('The least')[1]
   # 107B parameters, in 16 bytes each with their gradients, of 71 GiB per GPU.
   assert 22 < least < 40
 

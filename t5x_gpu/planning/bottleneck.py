@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
-from t5x_gpu.planning.formulas.work import ATTENTION, OPTIMIZER, WEIGHTS
+from t5x_gpu.planning.formulas.links import NETWORK
+from t5x_gpu.planning.formulas.work import ATTENTION, MODEL, OPTIMIZER, WEIGHTS
 from t5x_gpu.planning.prediction import MICROBATCHES, PIPELINE, REMAT, Prediction
+from t5x_gpu.terminal.quantities import seconds
 
 # Below this share of the step, nothing is worth removing but the matrix products' own time.
 _WORTH = 0.05
@@ -27,7 +29,7 @@ class Cost:
 
 _REMEDIES = {
   'data': 'more tokens per GPU and step, or fewer replicas, make it a smaller share',
-  'fsdp': 'more tokens per GPU and step, or fsdp inside a host with data across hosts (hsdp.gin)',
+  'fsdp': 'more tokens per GPU and step',
   'model': 'fewer NUM_PARTITIONS, with Partitioner.fsdp in its place',
   'context': 'fewer Partitioner.context, if the rows fit',
   'expert': 'fewer Partitioner.expert, with Partitioner.fsdp in its place',
@@ -55,14 +57,29 @@ def sentence(prediction: Prediction) -> str:
     rest = total - worst.seconds
     faster = f' ({total / rest:.2f}x as fast)' if rest > 0 else ''
     return (
-      f'{worst.what} takes {worst.seconds:.3g} s, {worst.seconds / total:.0%} of the step: without '
-      f'it, {rest:.3g} s per step{faster}. To reduce it: {worst.remedy}.'
+      f'{worst.what} takes {seconds(worst.seconds)}, {worst.seconds / total:.0%} of the step: '
+      f'without it, {seconds(rest)} per step{faster}. To reduce it: {worst.remedy}.'
     )
-  gemms = sum(p.seconds for p in prediction.time.parts if 'gemm' in p.kind)
-  return (
-    f'Matrix products take {gemms / total:.0%} of the step, and nothing else that a setting could '
-    f'remove takes {_WORTH:.0%}: a faster step needs FP8, a faster GPU or more of them.'
+  gemms, attention = (
+    sum(part.seconds for part in prediction.time.parts if kind in part.kind)
+    for kind in ('gemm', 'attention')
   )
+  largest, needed = f'Matrix products take {gemms / total:.0%}', _faster_dtype(prediction)
+  if attention > gemms:
+    largest, needed = f'Attention takes {attention / total:.0%}', 'shorter rows, '
+  return (
+    f'{largest} of the step, and nothing else that a setting could remove takes {_WORTH:.0%}: '
+    f'a faster step needs {needed}a faster GPU or more of them.'
+  )
+
+
+def _faster_dtype(prediction: Prediction) -> str:
+  """Returns the precision that would be faster on this GPU, as the first words of a list, or ''."""
+  if any(part.part == MODEL for part in prediction.time.parts):
+    return ''  # a custom model has its own
+  if prediction.dtype == 'float32':
+    return 'bfloat16, '
+  return 'FP8, ' if prediction.dtype == 'bfloat16' and prediction.gpu.has_fp8 else ''
 
 
 def _costs(prediction: Prediction) -> Iterator[Cost]:
@@ -72,9 +89,10 @@ def _costs(prediction: Prediction) -> Iterator[Cost]:
     key = c.axes, c.link
     by_axes[key] = by_axes.get(key, 0.0) + c.exposed_seconds
   for (axes, link), seconds in by_axes.items():
-    yield Cost(
-      f'Waiting for collectives over {" and ".join(axes)} ({link})', seconds, _REMEDIES[axes[0]]
-    )
+    remedy = _REMEDIES[axes[0]]
+    if axes[0] == 'fsdp' and link == NETWORK and prediction.num_gpus > prediction.num_hosts:
+      remedy += ', or fsdp inside a host with data across hosts (hsdp.gin)'
+    yield Cost(f'Waiting for collectives over {" and ".join(axes)} ({link})', seconds, remedy)
   if time.bubble_seconds:
     yield Cost(
       'The bubble of the pipeline',
@@ -90,11 +108,11 @@ def _costs(prediction: Prediction) -> Iterator[Cost]:
     )
   attention = [p for p in time.parts if p.part == ATTENTION and p.bound == 'memory']
   if attention:
+    slow = next(choice for choice in prediction.attention if choice.no_kernel)
     yield Cost(
-      'Attention without a kernel, whose logits go through memory,',
+      f'Attention without a kernel, whose logits go through memory ({slow.no_kernel}),',
       attention[0].seconds,
-      'install t5x_gpu[attention], and a dtype and head size that a kernel serves '
-      '(docs/attention.md)',
+      slow.remedy,
     )
   moved = [p for p in time.parts if p.bound == 'memory' and p.part != ATTENTION]
   update = sum(p.seconds for p in moved if p.part in (OPTIMIZER, WEIGHTS))

@@ -1,16 +1,22 @@
 """Single changes to a run that save memory, as settings that a user would write."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from t5x_gpu.analysis.remat_costs import with_config
+from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.remat import BY_MEMORY
+from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 
+# Parameters of Partitioner that give the sizes of the axes, some of them in several ways.
+SIZES = (*SIZE_PARAMETERS.values(), 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')
 _MICROBATCHES = (2, 4, 8, 16, 32)
 
 
@@ -26,6 +32,11 @@ class Change:
   settings: tuple[str, ...]
   config: PlanConfig
 
+  @property
+  def kinds(self) -> set[str]:
+    """What the settings belong to: 'Partitioner', 'TransformerConfig', ..."""
+    return {setting.split('.')[0] for setting in self.settings}
+
 
 def single_changes(config: PlanConfig, topology: Topology) -> Iterator[Change]:
   """Yields changes that may make a step smaller, each of one kind."""
@@ -37,10 +48,52 @@ def single_changes(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 
 def with_another(first: Change, topology: Topology) -> Iterator[Change]:
   """Yields `first` with a second change of another kind."""
-  names = {setting.split(' = ')[0] for setting in first.settings}
   for change in single_changes(first.config, topology):
-    if not names & {setting.split(' = ')[0] for setting in change.settings}:
-      yield Change((*first.settings, *change.settings), change.config)
+    if not first.kinds & change.kinds:
+      yield _joined(first, change)
+
+
+def on_all_of(config: PlanConfig, topology: Topology) -> Iterator[Change]:
+  """Yields the run with what saves most memory, in layouts of all devices of another `topology`.
+
+  The batch grows to the next size that the layout divides. Microbatches stay, if they divide the
+  rows of a device, or have one row each.
+  """
+  [saving] = list(_remat(config))[-1:] or [Change((), config)]
+  moments = [_joined(saving, change) for change in _moments(saving.config)]
+  for first in (saving, *moments):
+    for wanted in _partitioners(config.partitioner, topology):
+      parts = topology.num_devices // wanted.mesh_sizes(topology).total['model']
+      rows = math.ceil(config.train_dataset_cfg.batch_size / parts)
+      dataset = dataclasses.replace(config.train_dataset_cfg, batch_size=rows * parts)
+      as_now = config.num_microbatches if rows % config.num_microbatches == 0 else 1
+      for number in dict.fromkeys((as_now, rows)):
+        settings = (*first.settings, *_differing(wanted, config.partitioner))
+        if number != config.num_microbatches:
+          settings += (f'train.num_microbatches = {number}',)
+        if dataset != config.train_dataset_cfg:
+          settings += (f'BATCH_SIZE = {dataset.batch_size}',)
+        changed = dataclasses.replace(
+          first.config, partitioner=wanted, num_microbatches=number, train_dataset_cfg=dataset
+        )
+        yield Change(settings, changed)
+
+
+def _joined(first: Change, second: Change) -> Change:
+  """Returns both changes, of which the second was made to the run of the first."""
+  return Change((*first.settings, *second.settings), second.config)
+
+
+def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Any]:
+  """Returns the parameters that are not default in `wanted`, or not in `given`, which it replaces.
+
+  A run keeps what its own gin files set, so those that become default again are among them.
+  """
+  return {
+    field.name: getattr(wanted, field.name)
+    for field in dataclasses.fields(Partitioner)
+    if not getattr(wanted, field.name) == getattr(given, field.name) == field.default
+  }
 
 
 def _remat(config: PlanConfig) -> Iterator[Change]:
@@ -63,27 +116,56 @@ def _microbatches(config: PlanConfig) -> Iterator[Change]:
 
 
 def _layouts(config: PlanConfig, topology: Topology) -> Iterator[Change]:
-  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model."""
-  hosts, each = topology.num_hosts, topology.devices_per_host
-  given = config.partitioner
-  total = topology.num_devices
-  options: list[tuple[str, dict[str, object]]] = []
-  if total > 1:
-    options.append(('fsdp', dict(data=1, fsdp=total)))
+  """Yields other layouts of all devices."""
+  for wanted in _partitioners(config.partitioner, topology):
+    settings = _differing(wanted, config.partitioner)
+    if settings and topology.num_devices > 1:
+      yield Change(settings, dataclasses.replace(config, partitioner=wanted))
+
+
+def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitioner]:
+  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model.
+
+  What neither splits the run nor saves memory stays as it is `given`.
+  """
+  hosts, each, total = topology.num_hosts, topology.devices_per_host, topology.num_devices
+  options: list[dict[str, Any]] = [dict(data=1, fsdp=total)]
   if hosts > 1 and each > 1:
-    shapes = dict(ici_mesh_shape={'fsdp': each}, dcn_mesh_shape={'data': hosts})
-    options.append(('hsdp', shapes))
+    options.append(dict(ici_mesh_shape={'fsdp': each}, dcn_mesh_shape={'data': hosts}))
   for model in (2, 4, 8):
     if model <= each and each % model == 0 and total > model:
-      options.append(('tp', dict(data=1, fsdp=total // model, num_partitions=model)))
-  for kind, sizes in options:
-    of_layout = dict(sizes)
-    if kind == 'tp':
-      of_layout['sequence_parallel'] = True
-    partitioner = Partitioner(**of_layout)
-    if partitioner != given:
-      settings = tuple(f'Partitioner.{name} = {value!r}' for name, value in of_layout.items())
-      yield Change(settings, dataclasses.replace(config, partitioner=partitioner))
+      sizes = dict(data=1, fsdp=total // model, num_partitions=model)
+      options.append(dict(sizes, sequence_parallel=True))
+  whole = dict(_WHOLE, num_partitions=1 if given.num_partitions else None)
+  for sizes in options:
+    wanted = dataclasses.replace(given, **(whole | sizes))
+    if _same_mesh(wanted, given, topology):  # written in another way
+      wanted = dataclasses.replace(wanted, **{name: getattr(given, name) for name in SIZES})
+    yield wanted
+
+
+def _same_mesh(one: Partitioner, other: Partitioner, topology: Topology) -> bool:
+  try:
+    return one.mesh_sizes(topology) == other.mesh_sizes(topology)
+  except MeshError:  # sizes for another number of devices
+    return False
+
+
+def _differing(wanted: Partitioner, given: Partitioner) -> tuple[str, ...]:
+  """Returns the settings that make `wanted` of `given`."""
+  return tuple(
+    f'Partitioner.{name} = {value!r}'
+    for name, value in layout_settings(wanted, given).items()
+    if value != getattr(given, name)
+  )
+
+
+# A layout that splits nothing, in the parameters that `_partitioners` decides.
+_WHOLE = {
+  field.name: field.default
+  for field in dataclasses.fields(Partitioner)
+  if field.name in (*SIZES, 'zero_stage', 'sequence_parallel')
+}
 
 
 def _moments(config: PlanConfig) -> Iterator[Change]:

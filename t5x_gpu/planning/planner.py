@@ -8,10 +8,13 @@ planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
 import contextlib
 import dataclasses
 import io
+import itertools
 from collections.abc import Sequence
 
 from t5x_gpu.analysis.collectives import partitioned_hlo
 from t5x_gpu.analysis.gpu_compile import compile_step
+from t5x_gpu.models.model import uses_fp8
+from t5x_gpu.models.precision import check_devices
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
 from t5x_gpu.planning.progress import doing
@@ -44,14 +47,21 @@ class Planner:
     """Returns the run on simulated devices.
 
     Raises:
-      MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other.
+      MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other, or a model
+        in FP8 for a GPU without it (simulated devices emulate it).
     """
+    check_devices(uses_fp8(config.model), [self.gpu])
     devices = list(self.devices[: topology.num_devices])
     return program_of_run(config, topology=topology, devices=devices)
 
   def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
-    """Returns a prediction from formulas alone; errors as `program`."""
-    return predict(self.program(config, topology), config, gpu=self.gpu, assumed=self.assumed)
+    """Returns a prediction from formulas alone; errors as `program`.
+
+    Formulas read sizes alone, so the topology may have more GPUs than there are simulated devices.
+    """
+    enough = itertools.islice(itertools.cycle(self.devices), topology.num_devices)
+    program = dataclasses.replace(self, devices=list(enough)).program(config, topology)
+    return predict(program, config, gpu=self.gpu, assumed=self.assumed)
 
   def exactly(self, config: PlanConfig, topology: Topology, *, what: str = '') -> Prediction:
     """Returns a prediction from the compiled step, and shows that it compiles.

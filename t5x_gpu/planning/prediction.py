@@ -18,6 +18,7 @@ import jax
 
 from t5x_gpu.analysis.collectives import inventory
 from t5x_gpu.analysis.gpu_compile import CompiledStep
+from t5x_gpu.layers.backends.choose import Choice
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
 from t5x_gpu.models.model import Model, OptionalMembers, config_of
@@ -81,6 +82,7 @@ class Prediction:
     recomputes_for: why the backward pass computes layers again: REMAT, PIPELINE or MICROBATCHES;
       '' if it does not.
     dtype: of the matrix products.
+    attention: the backend of each stack of layers, and why.
     tokens_per_step: of the global batch, padding included; inputs and targets.
     model_flops_per_step: of the model on the global batch, without recomputation.
     peak_flops: dense FLOP/s of one GPU in `dtype`.
@@ -101,6 +103,7 @@ class Prediction:
   params_by_part: Mapping[str, int]
   recomputes_for: str
   dtype: str
+  attention: tuple[Choice, ...]
   tokens_per_step: int
   model_flops_per_step: float
   peak_flops: float
@@ -173,9 +176,6 @@ def predict(
     sent, source = _sent(program, partitioned), PARTITIONED
   model_config = config_of(model)
   dtype = 'float32' if model_config is None else model_config.dtype
-  saved = sum(
-    math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
-  )
   topology = layout.topology
   return Prediction(
     gpu=gpu,
@@ -186,6 +186,7 @@ def predict(
     params_by_part=_params_by_part(program, model),
     recomputes_for=_recomputes_for(shape, layout.pipeline),
     dtype=dtype,
+    attention=tuple(stack.choice for stack in shape.stacks),
     tokens_per_step=step_tokens(model, program.spec.shapes),
     model_flops_per_step=step_flops(model, program.spec.shapes),
     peak_flops=gpu.peak_flops(dtype),
@@ -208,10 +209,18 @@ def predict(
       assumed=assumed,
       bubble_fraction=_bubble_fraction(layout.pipeline),
     ),
-    checkpoint=CheckpointCost(saved, saved / topology.num_hosts / 1e9 / assumed.save_gigabytes),
+    checkpoint=_checkpoint(program, assumed),
     source=source,
     assumed=assumed,
   )
+
+
+def _checkpoint(program: Program, assumed: Assumptions) -> CheckpointCost:
+  num_bytes = sum(
+    math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
+  )
+  of_host = num_bytes / program.layout.topology.num_hosts
+  return CheckpointCost(num_bytes, of_host / 1e9 / assumed.save_gigabytes)
 
 
 def _sent(

@@ -1,22 +1,26 @@
 """A run that does not fit: the cheapest changes with which it does, each compiled to be sure.
 
 Candidates are predicted by formula, which takes milliseconds; those that fit are compiled in the
-order of their time until three are found. If none fits, `least_gpus` returns how many GPUs would.
+order of their time until three are found. If none fits, `least_gpus` looks for the number of GPUs
+on which one does, by formula.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional
 
 from t5x_gpu.errors import UserError
-from t5x_gpu.planning.changes import Change, single_changes, with_another
-from t5x_gpu.planning.formulas.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STACK
+from t5x_gpu.planning.changes import Change, on_all_of, single_changes, with_another
+from t5x_gpu.planning.formulas.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, STACK
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.memory import show
+from t5x_gpu.terminal import quantities
 
 NUMBER = 3
+# Numbers of hosts that `least_gpus` tries at most; three or four do.
+_TRIES = 32
 # Formulas are within 10% of what XLA allocates.
 _ALMOST = 1.1
 
@@ -55,7 +59,7 @@ def remedies(
     compiled: predicts from the compiled step; None where nothing can be compiled.
     number: of changes, at most.
   """
-  singles = _predicted(single_changes(config, topology), topology, by_formula)
+  singles = list(_predicted(single_changes(config, topology), topology, by_formula))
   candidates = [c for c in singles if _may_fit(c[1])]
   if len(candidates) < number:
     smallest = sorted(singles, key=lambda c: c[1].memory.needed_bytes)[:3]
@@ -70,7 +74,10 @@ def remedies(
     if key in seen:
       continue
     seen.add(key)
-    exact = prediction if compiled is None else compiled(change.config, topology)
+    try:
+      exact = prediction if compiled is None else compiled(change.config, topology)
+    except UserError:  # it does not compile for this GPU: FP8 in no product, for example
+      continue
     if exact.memory.fits:
       found.append(Remedy(change, exact, compiled is not None))
     if len(found) == number:
@@ -85,40 +92,54 @@ def _may_fit(prediction: Prediction) -> bool:
 
 def _predicted(
   changes: Iterable[Change], topology: Topology, by_formula: Predict
-) -> list[tuple[Change, Prediction]]:
-  """Returns the changes that are legal, with their predictions."""
-  found = []
+) -> Iterator[tuple[Change, Prediction]]:
+  """Yields the changes that are legal, with their predictions."""
   for change in changes:
     try:
-      found.append((change, by_formula(change.config, topology)))
+      prediction = by_formula(change.config, topology)
     except UserError:  # a layout that does not divide, a schedule that needs more rows
       continue
-  return found
+    yield change, prediction
 
 
 def least_gpus(
   config: PlanConfig, topology: Topology, *, by_formula: Predict
-) -> tuple[Optional[int], Prediction]:
-  """Returns (the least number of GPUs on which the run fits, the smallest step on `topology`).
+) -> tuple[Optional[Remedy], Prediction]:
+  """Returns (how the run fits on the fewest GPUs, its smallest step on `topology`).
 
-  More GPUs split parameters, optimizer state and gradients further (fsdp over all of them); what is
-  left is one pass over a layer. The number is None if that alone does not fit.
+  Whole hosts are added until a step of `on_all_of` is legal and fits. There is none if one row,
+  whose activations more GPUs do not split, is too large.
   """
-  singles = _predicted(single_changes(config, topology), topology, by_formula)
-  options = list(singles)
-  for change, _ in sorted(singles, key=lambda c: c[1].memory.needed_bytes)[:3]:
-    options += _predicted(with_another(change, topology), topology, by_formula)
-  smallest = min(
-    [p for _, p in options] or [by_formula(config, topology)], key=lambda p: p.memory.needed_bytes
-  )
-  memory = smallest.memory
-  split = sum(memory.components.get(n, 0) for n in (PARAMETERS, OPTIMIZER, GRADIENTS, STACK))
-  room = memory.pool_bytes - (memory.needed_bytes - split)
-  if room <= 0:
-    return None, smallest
-  each = topology.devices_per_host
-  number = max(math.ceil(topology.num_devices * split / room), topology.num_devices)
-  return math.ceil(number / each) * each, smallest
+  hosts, first = topology.num_hosts, None
+  for _ in range(_TRIES):
+    larger = Topology(hosts, topology.devices_per_host)
+    # Those that change the batch least come first.
+    options = sorted(on_all_of(config, larger), key=lambda c: c.config.train_dataset_cfg.batch_size)
+    predicted = []
+    for change, prediction in _predicted(options, larger, by_formula):
+      if prediction.memory.fits:
+        return Remedy(change, prediction, is_compiled=False), first or prediction
+      predicted.append((change, prediction))
+    hosts += 1
+    if predicted:
+      change, smallest = min(predicted, key=lambda c: c[1].memory.needed_bytes)
+      first = first or smallest
+      least = _least_hosts(change, smallest)
+      if least is None:
+        break
+      hosts = max(hosts, least)
+  return None, first or by_formula(config, topology)
+
+
+def _least_hosts(change: Change, prediction: Prediction) -> Optional[int]:
+  """Returns how many hosts hold what more of them split; None if the rest alone is too large."""
+  memory, rows = prediction.memory, change.config.train_dataset_cfg.batch_size
+  split = [PARAMETERS, OPTIMIZER, GRADIENTS, STACK]
+  if rows * prediction.mesh.get('model', 1) > prediction.num_gpus:  # several rows on each
+    split.append(ACTIVATIONS)
+  split_bytes = sum(memory.components.get(name, 0) for name in split)
+  room = memory.pool_bytes - (memory.needed_bytes - split_bytes)
+  return math.ceil(prediction.num_hosts * split_bytes / room) if room > 0 else None
 
 
 def text(found: Sequence[Remedy], before: Prediction) -> str:
@@ -126,11 +147,12 @@ def text(found: Sequence[Remedy], before: Prediction) -> str:
   lines = []
   for i, remedy in enumerate(found, 1):
     p = remedy.prediction
-    cost = p.seconds_per_step / before.seconds_per_step - 1
+    # Rounded, plus 0.0, so that -0.0 becomes 0.0.
+    cost = round(p.seconds_per_step / before.seconds_per_step - 1, 2) + 0.0
     how = 'as compiled' if remedy.is_compiled else 'by formula'
     lines.append(
       f'{i}. {", ".join(remedy.change.settings)}: {show(p.memory.needed_bytes)} ({how}), '
-      f'{p.seconds_per_step:.3g} s per step ({cost:+.0%})'
+      f'{quantities.seconds(p.seconds_per_step)} per step ({cost:+.0%})'
     )
   return '\n'.join(lines)
 
@@ -152,16 +174,20 @@ def advice(
 
 def nothing_fits(config: PlanConfig, topology: Topology, *, by_formula: Predict) -> str:
   """Returns how much the smallest step needs, and how many GPUs would do."""
-  number, smallest = least_gpus(config, topology, by_formula=by_formula)
+  remedy, smallest = least_gpus(config, topology, by_formula=by_formula)
   least = show(smallest.memory.needed_bytes)
   on = topology.count(topology.num_devices)
-  if number is None:
+  none = f'No remat policy, number of microbatches or layout fits on {on}: at least {least} per GPU'
+  if remedy is None:
     return (
-      f'No remat policy, number of microbatches or layout fits on {on}: at least {least} per GPU, '
-      'and more GPUs of this kind do not help. Split rows over Partitioner.context, shorten them, '
-      'or take a GPU with more memory.'
+      f'{none}, and more GPUs of this kind do not help. Split rows over Partitioner.context, '
+      'shorten them, or take a GPU with more memory.'
     )
-  return (
-    f'No remat policy, number of microbatches or layout fits on {on}: at least {least} per GPU. '
-    f'The least number of GPUs is {number}, with Partitioner.fsdp = {number} (by formula).'
-  )
+  number, settings = remedy.prediction.num_gpus, ', '.join(remedy.change.settings)
+  if number == topology.num_devices:
+    return f'By formula it fits with {settings}, all of them together.'
+  advised = f'The least number of GPUs is {number}' + (f', with {settings}' if settings else '')
+  rows = config.train_dataset_cfg.batch_size
+  if remedy.change.config.train_dataset_cfg.batch_size != rows:
+    return f'{none}. {advised} (by formula); a batch of {rows} does not divide over them.'
+  return f'{none}. {advised} (by formula).'

@@ -40,10 +40,14 @@ class Choice:
   Attributes:
     name: key of `BACKENDS`.
     reason: in a few words, for the log.
+    no_kernel: why no kernel computes it on a GPU; '' if one does.
+    remedy: what would let one.
   """
 
   name: str
   reason: str
+  no_kernel: str = ''
+  remedy: str = ''
 
   def __str__(self) -> str:
     return f'attention: {self.name} ({self.reason})'
@@ -67,7 +71,7 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   named = [name for name in BACKENDS if name.split()[0] == request]
   for name in named:
     if not lacks(BACKENDS[name], need, device):
-      return Choice(name, f'asked for; {of}')
+      return _asked_for(name, need, device, of)
   reasons = '; '.join(f'{name}: {", ".join(lacks(BACKENDS[name], need, device))}' for name in named)
   able = list(dict.fromkeys(name.split()[0] for name in that_serve(need, device)))
   raise ModelError(
@@ -78,26 +82,41 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   )
 
 
+def _asked_for(name: str, need: AttentionNeed, device: Hardware, of: str) -> Choice:
+  choice, best = Choice(name, f'asked for; {of}'), _best(need, device, of)
+  if device.platform != 'gpu' or BACKENDS[name].platform == 'gpu':
+    return choice
+  reason = best.no_kernel or f'{PARAMETER} = {name!r}'
+  return dataclasses.replace(
+    choice, no_kernel=reason, remedy=best.remedy or f"{PARAMETER} = 'auto'"
+  )
+
+
 def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
   kernels = [name for name in BACKENDS if BACKENDS[name].platform == 'gpu']
   able = [name for name in kernels if not lacks(BACKENDS[name], need, device)]
   positions = (need.q_length or 0) * (need.kv_length or 0)
   bias_bytes = need.relative_bias * 2 * positions * (need.rows_and_heads or 0)
-  why_not = ''
+  why_not, remedy = '', ''
   if able and bias_bytes <= MOST_BIAS_BYTES:
     return Choice(able[0], of)
   if able:
-    why_not = f'; a kernel would store {bias_bytes / 2**30:.1f} GiB of bias gradients'
+    why_not = f'a kernel would store {bias_bytes / 2**30:.1f} GiB of bias gradients'
+    remedy = 'more NUM_MICROBATCHES or shorter rows, which store less'
   elif device.platform == 'gpu':
     # The kernel that lacks least: for this GPU, if there is one.
     name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
-    why_not = f'; no kernel, {name}: {lacks(BACKENDS[name], need, device)[0]}'
+    why_not = f'no kernel, {name}: {lacks(BACKENDS[name], need, device)[0]}'
+    remedy = 'a model or GPU that a kernel serves (docs/attention.md)'
+    if need.dtype not in BACKENDS[name].dtypes:
+      remedy = f'TransformerConfig.dtype = {BACKENDS[name].dtypes[0]!r}'
+  because = f'; {why_not}' if why_not else ''
   if need.context is not None:
-    return Choice('chunked', f'{device.kind}; {need.context} over context{why_not}')
-  rows = f'rows of {max(need.q_length or 0, need.kv_length or 0)}'
-  return Choice(
-    'chunked' if positions > LONGEST_DENSE**2 else 'dense', f'{device.kind}, {rows}{why_not}'
-  )
+    name, reason = 'chunked', f'{device.kind}; {need.context} over context{because}'
+  else:
+    name = 'chunked' if positions > LONGEST_DENSE**2 else 'dense'
+    reason = f'{device.kind}, rows of {max(need.q_length or 0, need.kv_length or 0)}{because}'
+  return Choice(name, reason, why_not.removeprefix('no kernel, '), remedy)
 
 
 def make_attention(

@@ -5,7 +5,7 @@ import math
 from typing import Optional
 
 from t5x_gpu.layers import embedding
-from t5x_gpu.layers.backends.choose import choose
+from t5x_gpu.layers.backends.choose import Choice, choose
 from t5x_gpu.layers.backends.serves import Hardware
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
@@ -29,7 +29,7 @@ class StackShape:
     length: positions of a row, on all devices.
     causal: whether positions see only those before them.
     cross_length: encoder positions that the layers attend to; 0 for none.
-    attention: backend of the self-attention on the GPU (layers/backends).
+    choice: backend of the self-attention on the GPU.
   """
 
   name: str
@@ -37,7 +37,12 @@ class StackShape:
   length: int
   causal: bool
   cross_length: int = 0
-  attention: str = 'dense'
+  choice: Choice
+
+  @property
+  def attention(self) -> str:
+    """Name of the backend (layers/backends)."""
+    return self.choice.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +184,7 @@ def _stacks(
       length=length,
       causal=causal,
       cross_length=cross_length,
-      attention=_backend(program, config, length, gpu, rows),
+      choice=_backend(program, config, length, gpu, rows),
     )
 
   if isinstance(model, EncoderDecoderModel):
@@ -195,7 +200,7 @@ def _stacks(
 
 def _backend(
   program: Program, config: TransformerConfig, length: int, gpu: GpuTarget, rows: int
-) -> str:
+) -> Choice:
   """Returns the attention backend that a stack gets on `gpu`."""
   need, ways = attention_need(config), program.layout.mesh.shape['context']
   method = program.layout.rules.context_method if ways > 1 else None
@@ -207,4 +212,4 @@ def _backend(
     context=method,
   )
   device = Hardware('gpu', gpu.device_kind, float(gpu.compute_capability), has_packages=True)
-  return choose(config.attention, need, device).name
+  return choose(config.attention, need, device)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning import screen
+from t5x_gpu.planning.changes import layout_settings
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.planning.search.search import SearchState
 from t5x_gpu.planning.search.variants import Variant
@@ -128,6 +128,9 @@ def gin_text(
   """
   v = best.variant
   p = found.compiled.get(v)
+  wanted = v.applied(given).partitioner
+  wanted = dataclasses.replace(wanted, num_partitions=wanted.num_partitions or 1)
+  layout = layout_settings(wanted, given.partitioner)
   how = 'as compiled' if p else 'by formula'
   speed = f', {p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.1%}' if p and p.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
@@ -144,7 +147,7 @@ def gin_text(
     '',
     *_comment('Other layouts, a step', _other_layouts(found, best)),
     'partitioner.Partitioner:',
-    *(f'  {name} = {value!r}' for name, value in _layout_settings(v, given.partitioner).items()),
+    *(f'  {name} = {value!r}' for name, value in layout.items()),
     '',
     *_comment('Other values, all else equal', _others(found, best, 'num_microbatches')),
     f'train_script.train.num_microbatches = {v.num_microbatches}',
@@ -156,17 +159,6 @@ def gin_text(
       f'config.TransformerConfig.remat_policy = {v.remat_policy!r}',
     ]
   return '\n'.join(lines) + '\n'
-
-
-def _layout_settings(variant: Variant, given: Partitioner) -> dict[str, Any]:
-  """Returns the parameters of Partitioner that are not default, here or in the run as it is."""
-  wanted = Partitioner(**{'num_partitions': 1, **dict(variant.layout)})
-  return {
-    field.name: value
-    for field in dataclasses.fields(Partitioner)
-    if (value := getattr(wanted, field.name)) != field.default
-    or getattr(given, field.name) != field.default
-  }
 
 
 def _other_layouts(found: SearchState, best: Score) -> Iterable[str]:

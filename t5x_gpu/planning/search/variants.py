@@ -12,8 +12,8 @@ from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.precision import FP8_CAPABILITY
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
-from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.planning.changes import SIZES
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
@@ -24,8 +24,6 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 # Positions of a row that a device keeps at least under `context`.
 _LEAST_LENGTH = 2048
 
-# Parameters of Partitioner that give the sizes of the axes, some of them in several ways.
-_SIZES = (*SIZE_PARAMETERS.values(), 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')
 # (parameter of Partitioner, value) of all that differ from the default
 Layout = tuple[tuple[str, Any], ...]
 
@@ -71,7 +69,7 @@ class Variant:
         return False
     except MeshError:
       return False
-    sizes = {name: getattr(theirs, name) for name in _SIZES}
+    sizes = {name: getattr(theirs, name) for name in SIZES}
     same = dataclasses.replace(ours.partitioner, **sizes)
     return dataclasses.replace(ours, partitioner=same) == config
 

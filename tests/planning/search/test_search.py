@@ -90,7 +90,8 @@ def test_the_run_as_it_is_is_one_of_its_variants(config):
   found = [Variant(layout, 1, policy, dtype) for layout in variants.layouts(config, topology)]
 
   def same(**changed):
-    partitioner = dataclasses.replace(config.partitioner, **changed)
+    # dp.gin sets overlap_layers, which the search adds to its layouts later.
+    partitioner = dataclasses.replace(config.partitioner, overlap_layers=False, **changed)
     run = dataclasses.replace(config, partitioner=partitioner)
     return [v.layout for v in found if v.is_of(run, topology)]
 
@@ -145,6 +146,14 @@ def test_fp8_is_shown_and_not_chosen(config):
   assert "'fp8'" not in text and 'learning_rate_scaling' not in text
   scaled = dataclasses.replace(config, learning_rate_scaling='linear')
   assert 'learning_rate_scaling' in gin_text(found, own, given=scaled, gpus='', files=[])
+
+
+def test_the_gin_file_keeps_the_precision_of_gradients(config):
+  best = score(1.0)
+  narrow = dataclasses.replace(config.partitioner, gradient_dtype='bfloat16')
+  given = dataclasses.replace(config, partitioner=narrow)
+  text = gin_text(SearchState(scores=[best]), best, given=given, gpus='', files=[])
+  assert "gradient_dtype = 'bfloat16'" in text, 'as the variant was predicted'
 
 
 @pytest.mark.process
