@@ -29,8 +29,9 @@ PARAMETER = 'TransformerConfig.attention'
 
 # Rows up to this length are dense where no kernel serves them.
 LONGEST_DENSE = 256
-# Kernels store the gradient of a relative bias per row and head before they sum it.
-MOST_BIAS_BYTES = 2**30
+# What a kernel may store per layer: the gradient of a relative bias per row and head, before it sums
+# them, and the mask of Triton's backward pass.
+MOST_STORED_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +83,16 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
   kernels = [name for name in BACKENDS if BACKENDS[name].platform == 'gpu']
   able = [name for name in kernels if not lacks(BACKENDS[name], need, device)]
   positions = (need.q_length or 0) * (need.kv_length or 0)
-  bias_bytes = need.relative_bias * 2 * positions * (need.rows_and_heads or 0)
+  stored = {
+    'bias gradients': need.relative_bias * 2 * positions * (need.rows_and_heads or 0),
+    'masks': bool(able) and BACKENDS[able[0]].stores_mask * positions * (need.rows or 0),
+  }
   why_not = ''
-  if able and bias_bytes <= MOST_BIAS_BYTES:
+  if able and sum(stored.values()) <= MOST_STORED_BYTES:
     return Choice(able[0], of)
   if able:
-    why_not = f'; a kernel would store {bias_bytes / 2**30:.1f} GiB of bias gradients'
+    gib = ' and '.join(f'{n / 2**30:.1f} GiB of {what}' for what, n in stored.items() if n)
+    why_not = f'; a kernel would store {gib}'
   elif device.platform == 'gpu':
     # The kernel that lacks least: for this GPU, if there is one.
     name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
@@ -129,6 +134,7 @@ def make_attention(
       need,
       q_length=q_length,
       kv_length=kv_length,
+      rows=rows,
       rows_and_heads=rows * (need.rows_and_heads or 1),
       context=context_method(),
     )

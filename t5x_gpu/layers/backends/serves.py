@@ -29,6 +29,7 @@ class Serves:
     softcap, relative_bias: whether it has them with their gradients.
     softcap_with_bias: whether it has both at once: the cap first, then the bias.
     context: whether it serves rows that are split over `context`.
+    stores_mask: whether its backward pass stores a boolean mask [batch, length, length].
     multiple: length to whose multiples rows are padded on the way in.
     memory: largest array of a layer besides queries, keys and values, in words.
   """
@@ -44,6 +45,7 @@ class Serves:
   relative_bias: bool = True
   softcap_with_bias: bool = True
   context: bool = True
+  stores_mask: bool = False
   multiple: int = 1
 
 
@@ -84,6 +86,7 @@ BACKENDS = {
       (1, 128),
       softcap=False,
       softcap_with_bias=False,
+      stores_mask=True,
     ),
     # The way of the kernels, with Tokamax's definition of attention in their place.
     Serves(
@@ -139,7 +142,8 @@ class AttentionNeed:
     head_dim: features of a head.
     softcap, relative_bias: whether it has one.
     q_length, kv_length: positions of a row; None where they are not known yet.
-    rows_and_heads: rows of a device times query heads; None where they are not known yet.
+    rows: of a device; None where they are not known yet.
+    rows_and_heads: rows of a device times its query heads; None where they are not known yet.
     context: how keys reach the queries of rows that are split over `context`, 'ring' or 'gather';
       None for whole rows.
   """
@@ -150,6 +154,7 @@ class AttentionNeed:
   relative_bias: bool = False
   q_length: Optional[int] = None
   kv_length: Optional[int] = None
+  rows: Optional[int] = None
   rows_and_heads: Optional[int] = None
   context: Optional[str] = None
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.backends.choose import choose
+from t5x_gpu.layers.backends.choose import Choice, choose
 from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
@@ -17,6 +17,9 @@ from t5x_gpu.layers.backends.serves import AttentionNeed, Hardware, table
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.transformer import attention_need
+from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 2, 48, 4, 16
 PACKED = np.array([[1] * 11 + [2] * 30 + [3] * 3 + [0] * 4, [4] * 7 + [9] * 41])
@@ -204,6 +207,8 @@ BF16 = AttentionNeed('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_he
     (H100, {'dtype': 'float32', 'q_length': 128, 'kv_length': 128}, 'dense'),
     (H100, {'relative_bias': True}, 'tokamax mosaic_gpu'),
     (H100, {'relative_bias': True, 'rows_and_heads': 128}, 'chunked'),
+    (A100, {'q_length': 2**17, 'kv_length': 2**17, 'rows': 1}, 'chunked'),
+    (H100, {'q_length': 2**17, 'kv_length': 2**17, 'rows': 1}, 'tokamax mosaic_gpu'),
     (H100, {'relative_bias': True, 'softcap': True}, 'chunked'),
     (A100, {}, 'tokamax triton'),
     (A100, {'softcap': True}, 'chunked'),
@@ -225,6 +230,19 @@ def test_auto_takes_the_kernel_of_the_device_or_says_why_not(device, change, wan
     assert 'kernel' in choice.reason
   assert device.kind in str(choice)
   assert ('over context' in str(choice)) == ('context' in change)
+
+
+def test_heads_that_model_splits_do_not_count_as_those_of_a_device():
+  config = TransformerConfig(512, 24, 1024, 128, 128, 65536, dtype='bfloat16')  # T5-11B
+
+  def chosen() -> Choice:
+    need = attention_need(config)
+    row = dict(q_length=512, kv_length=512, rows=17, rows_and_heads=17 * need.rows_and_heads)
+    return choose('auto', dataclasses.replace(need, **row), H100)
+
+  assert chosen().name == 'chunked' and '1.1 GiB of bias gradients' in chosen().reason
+  with use_rules(AxisRules(activations={'heads': ('model',)}), {'model': 8}):
+    assert chosen().name == 'tokamax mosaic_gpu'
 
 
 @pytest.mark.parametrize(
