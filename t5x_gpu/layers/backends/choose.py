@@ -5,7 +5,7 @@ from typing import Optional
 
 import jax
 
-from t5x_gpu.errors import ModelError
+from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.backends.chunked import ChunkedAttention, ContextAttention
 from t5x_gpu.layers.backends.context import kernel_context_attention
 from t5x_gpu.layers.backends.dense import DenseAttention
@@ -26,6 +26,15 @@ from t5x_gpu.runtime.main_log import log_once
 # What a run may ask for.
 REQUESTS = ('auto', 'dense', 'chunked', 'tokamax')
 PARAMETER = 'TransformerConfig.attention'
+# Names of other libraries and of kernels -> why they are no request.
+_INSTEAD = {
+  **dict.fromkeys(
+    ('flash', 'flash_attention', 'mosaic', 'mosaic_gpu', 'triton', 'pallas'),
+    "'tokamax' has these kernels, Mosaic or Triton by GPU.",
+  ),
+  'cudnn': "cuDNN is no backend, because its packed rows need a private call of JAX: 'tokamax' "
+  'takes its place.',
+}
 
 # Rows up to this length are dense where no kernel serves them.
 LONGEST_DENSE = 256
@@ -48,6 +57,13 @@ class Choice:
 
   def __str__(self) -> str:
     return f'attention: {self.name} ({self.reason})'
+
+
+def hint(value: object) -> str:
+  """Returns `REQUESTS`, and which of them an unknown one means."""
+  instead = _INSTEAD.get(str(value).lower())
+  meant = did_you_mean(value, REQUESTS) if instead is None else f' {instead}'
+  return ', '.join(REQUESTS) + '.' + meant
 
 
 def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:

@@ -261,6 +261,22 @@ def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change, reason
   assert reason in str(e.value) and able in str(e.value), str(e.value)
 
 
+@pytest.mark.parametrize(
+  ('asked', 'said'),
+  [
+    ('cudnn', "private call of JAX: 'tokamax' takes its place"),
+    ('flash', "'tokamax' has these kernels"),
+    ('triton', "'tokamax' has these kernels"),
+    ('tokamx', "Did you mean 'tokamax'?"),
+    (None, 'is not one of auto, dense, chunked, tokamax.'),
+  ],
+)
+def test_an_unknown_backend_is_refused_with_the_one_that_takes_its_place(asked, said):
+  with pytest.raises(ModelError) as e:
+    TransformerConfig(32, 1, 16, 2, 8, 24, attention=asked)
+  assert said in str(e.value)
+
+
 def test_dense_attention_of_rows_split_over_context_is_refused():
   with pytest.raises(ModelError) as e:
     choose('dense', dataclasses.replace(BF16, context='ring'), CPU)
