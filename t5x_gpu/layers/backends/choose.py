@@ -15,6 +15,7 @@ from t5x_gpu.layers.backends.serves import (
   AttentionNeed,
   Hardware,
   hardware,
+  hardware_lacks,
   lacks,
   that_serve,
 )
@@ -85,7 +86,11 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   for name in named:
     if not lacks(BACKENDS[name], need, device):
       return Choice(name, f'asked for; {of}')
-  reasons = '; '.join(f'{name}: {", ".join(lacks(BACKENDS[name], need, device))}' for name in named)
+  # Those for this device; if there are none, those for its platform.
+  near = [name for name in named if not hardware_lacks(BACKENDS[name], device)] or [
+    name for name in named if BACKENDS[name].platform in (None, device.platform)
+  ]
+  reasons = '; '.join(f'{name}: {", ".join(lacks(BACKENDS[name], need, device))}' for name in near)
   able = list(dict.fromkeys(name.split()[0] for name in that_serve(need, device)))
   raise ModelError(
     f'attention = {request!r} cannot serve this run ({of}). {reasons}.',

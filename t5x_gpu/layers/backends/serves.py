@@ -159,12 +159,9 @@ class AttentionNeed:
   context: Optional[str] = None
 
 
-def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
-  """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
+def hardware_lacks(serves: Serves, device: Hardware) -> list[str]:
+  """Returns why `serves` does not run on `device`, whatever it computes; [] if it does."""
   found = []
-  package, kernel = serves.name.split()[0], ' ' in serves.name
-  if kernel and not device.has_packages and importlib.util.find_spec(package) is None:
-    found.append(f'{package} is not installed')
   if serves.platform not in (None, device.platform):
     found.append(f'it runs on {serves.gpus}, not on {device.kind}')
   elif serves.capabilities is not None:
@@ -172,6 +169,15 @@ def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
     if device.capability is None or not low <= device.capability < high:
       of = 'unknown' if device.capability is None else device.capability
       found.append(f'it runs on {serves.gpus}; {device.kind} has compute capability {of}')
+  return found
+
+
+def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
+  """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
+  found = hardware_lacks(serves, device)
+  package, kernel = serves.name.split()[0], ' ' in serves.name
+  if kernel and not device.has_packages and importlib.util.find_spec(package) is None:
+    found.insert(0, f'{package} is not installed')
   if serves.dtypes and need.dtype not in serves.dtypes:
     found.append(f'it computes in {" or ".join(serves.dtypes)}, not in {need.dtype}')
   if serves.head_dims is not None and not (
