@@ -247,8 +247,11 @@ class TransformerConfig:
     ):
       value = getattr(self, parameter)
       if not isinstance(value, str) or value not in allowed:
-        hint = hints.get(parameter, lambda x: f'{", ".join(allowed)}.{did_you_mean(x, allowed)}')
-        yield parameter, f'is not one of {hint(value)}'
+        if parameter in hints:
+          hint = hints[parameter](value)
+        else:
+          hint = f'{", ".join(allowed)}.{did_you_mean(value, allowed)}'
+        yield parameter, f'is not one of {hint}'
 
   def _contradictions(self) -> Iterator[tuple[str, str]]:
     """Yields (parameter, what is wrong) of values that exclude each other."""

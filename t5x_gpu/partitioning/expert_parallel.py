@@ -38,8 +38,8 @@ def check(
     sizes: array axis -> size; reads 'experts', absent or 0 for a model without experts.
     mesh_shape: mesh axis -> size.
     legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
-    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is wrong,
-      and a layout is then suggested, not another model.
+    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is
+      wrong, and a layout is then suggested, not another model.
   """
   ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
   if ways == 1 or (experts > 0 and experts % ways == 0):

@@ -37,10 +37,11 @@ _INSTEAD = {
   'takes its place.',
 }
 
-# Rows up to this length are dense where no kernel serves them.
+# Rows up to this length are dense where no kernel serves them (benchmarks/attention_cpu.py: 325 ms
+# of CPU time against 364 ms in blocks of 128 at 256, 881 ms against 578 ms at 512).
 LONGEST_DENSE = 256
-# What a kernel may store per layer: the gradient of a relative bias per row and head, before it sums
-# them, and the mask of Triton's backward pass.
+# What a kernel may store per layer: the gradient of a relative bias per row and head, before it
+# sums them, and the mask of Triton's backward pass.
 MOST_STORED_BYTES = 2**30
 
 

@@ -49,6 +49,18 @@ class Serves:
   multiple: int = 1
 
 
+# What all backends serve; their numeric tests have a case of each.
+SERVED_BY_ALL = (
+  'packed rows',
+  'padding',
+  'prefixes',
+  'sliding windows',
+  'grouped heads',
+  'encoders',
+  'attention to an encoder',
+  'odd lengths',
+)
+
 BACKENDS = {
   serves.name: serves
   for serves in (
@@ -202,7 +214,7 @@ def that_serve(need: AttentionNeed, device: Hardware) -> Sequence[str]:
 
 
 def table() -> str:
-  """Returns `BACKENDS` as the Markdown table of docs/attention.md."""
+  """Returns `SERVED_BY_ALL` and `BACKENDS` as the Markdown table of docs/attention.md."""
   columns = (
     'backend',
     'devices',
@@ -230,5 +242,6 @@ def table() -> str:
     )
     for b in BACKENDS.values()
   ]
-  lines = [columns, ('---',) * len(columns), *rows]
+  everywhere = ('all', f'also serve {", ".join(SERVED_BY_ALL)}', *('',) * (len(columns) - 2))
+  lines = [columns, ('---',) * len(columns), *rows, everywhere]
   return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines) + '\n'

@@ -47,8 +47,8 @@ def check(
     num_microbatches: parts of gradient accumulation; each goes through the pipeline separately.
     skip_idle: whether stages without work skip their layers; with a ring they cannot.
     legal_sizes: mesh axis -> sizes to suggest; None for any.
-    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is wrong,
-      and a layout is then suggested, not another model.
+    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is
+      wrong, and a layout is then suggested, not another model.
   """
   stages = mesh_shape.get('stage', 1)
   if stages == 1:

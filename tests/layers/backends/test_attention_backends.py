@@ -13,7 +13,7 @@ from t5x_gpu.layers.backends.choose import Choice, choose
 from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
-from t5x_gpu.layers.backends.serves import AttentionNeed, Hardware, table
+from t5x_gpu.layers.backends.serves import SERVED_BY_ALL, AttentionNeed, Hardware, table
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets
@@ -283,6 +283,24 @@ def test_dense_attention_of_rows_split_over_context_is_refused():
   with pytest.raises(ModelError) as e:
     choose('dense', dataclasses.replace(BF16, context='ring'), CPU)
   assert 'split over context' in str(e.value) and "'chunked' or 'tokamax'" in str(e.value)
+
+
+HAS = {
+  'packed rows': lambda case: case.segments.max() > 1,
+  'padding': lambda case: case.segments.min() == 0,
+  'prefixes': lambda case: case.prefix is not None,
+  'sliding windows': lambda case: case.window,
+  'grouped heads': lambda case: 1 < case.kv_heads < HEADS,
+  'encoders': lambda case: not case.causal and case.kv_segments is None,
+  'attention to an encoder': lambda case: case.kv_segments is not None,
+  'odd lengths': lambda case: case.segments.shape[1] % 2 == 1,
+}
+
+
+def test_what_all_backends_serve_has_a_case_above():
+  assert tuple(HAS) == SERVED_BY_ALL
+  for what, has in HAS.items():
+    assert any(has(case) for case in CASES.values()), what
 
 
 def test_the_table_in_the_docs_is_current():
