@@ -13,6 +13,7 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
+from t5x_gpu.analysis.fp8_use import fp8_lines
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
@@ -20,6 +21,7 @@ from t5x_gpu.metrics.speed import model_speed, peak_memory_bytes
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.memory import check_memory
@@ -73,6 +75,9 @@ def bench(
   """Returns the measurement of the training step of `program`.
 
   Waits for each step, which costs microseconds and makes every step a separate sample.
+
+  Raises:
+    ModelError: as `fp8_lines`.
   """
   model = config.model
   devices = program.layout.mesh.devices.reshape(-1)
@@ -87,6 +92,8 @@ def bench(
     compiler_options=compile_options(program, xla)
   )
   compile_seconds = time.monotonic() - begin
+  for line in fp8_lines(step, model, program.layout.mesh):
+    log(line)
   state = program.init()
   # A few batches in turn, so that the time does not include making them.
   ready = [program.layout.put_batch(next(batches)) for _ in range(4)]

@@ -88,10 +88,11 @@ def first_line(e: BaseException) -> str:
   return next(iter(str(e).strip().splitlines()), type(e).__name__)
 
 
-def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
+def did_you_mean(name: object, candidates: Iterable[str], *, limit: int = 3) -> str:
   """Returns ` Did you mean 'a' or 'b'?` for the closest candidates, or an empty string."""
   by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}
-  close = difflib.get_close_matches(name.lower(), list(by_lower), n=limit, cutoff=0.6)
+  spelled = str(getattr(name, '__name__', name)).lower()
+  close = difflib.get_close_matches(spelled, list(by_lower), n=limit, cutoff=0.6)
   if not close:
     return ''
   return ' Did you mean ' + ' or '.join(repr(by_lower[match]) for match in close) + '?'

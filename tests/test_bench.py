@@ -21,12 +21,14 @@ DEMO = [
 @pytest.mark.slow
 def test_bench_writes_what_it_measured(tmp_path, capsys):
   out = tmp_path / 'result.json'
-  assert bench.main([*DEMO, '--steps', '2', '--warmup', '1', '--json', str(out)]) == 0
+  fp8 = '--gin.PRECISION=fp8'
+  assert bench.main([*DEMO, fp8, '--steps', '2', '--warmup', '1', '--json', str(out)]) == 0
   result = json.loads(out.read_text())
   assert result['step_seconds'] > 0 and result['num_devices'] == 8
   assert result['tokens_per_second'] == pytest.approx(8 * 16 / result['step_seconds'])
   assert result['mfu'] is None, 'no peak is known for a CPU'
   printed = capsys.readouterr().out
+  assert 'precision: fp8, emulated' in printed
   assert 'tokens/s' in printed and 'MFU          unknown' in printed
 
 

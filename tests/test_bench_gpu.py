@@ -13,7 +13,7 @@ import gin
 import pytest
 
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import report, step
+from benchmarks.gpu import attention, report, step, torch_parts
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import time_calls
@@ -154,6 +154,22 @@ def test_models_are_those_of_the_gin_files(name, path, differs):
   fields = TransformerConfig.__dataclass_fields__
   different = {f for f in fields if getattr(ours, f) != getattr(theirs, f)}
   assert {f for f in different if 'dropout' not in f} == differs
+
+
+def test_the_choice_of_auto_is_marked_and_pytorch_is_next_to_it():
+  pytest.importorskip('torch')
+  ours, theirs = attention.measure(32, small=True), torch_parts.measure_attention(small=True)
+  rows = [*ours, *theirs]
+  assert [r['packed'] for r in rows if r.get('auto')] == [False, True]
+  assert not any('error' in row for row in rows)
+  machine = {'card': 'cpu', 'driver': '1', 'python': '3', 'versions': {}, 'commit': 'c'}
+  result = {'status': 'done', 'reason': None, 'small': True, 'machine': machine}
+  losses = list(torch_parts.measure_loss(small=True))
+  table = report.table(
+    {'attention_2048': {**result, 'rows': rows}, 'loss_torch': {**result, 'rows': losses}}
+  )
+  assert '| dense (auto) | 32 | whole |' in table and '| PyTorch SDPA | 32 | whole |' in table
+  assert '| PyTorch | 64 | 32 |' in table
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from t5x_gpu import train
 from t5x_gpu.metrics.writers import read_json_lines
+from t5x_gpu.runtime.main_log import log_once
 from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, listing, run_here
 
 PROMISED = (
@@ -182,6 +183,7 @@ def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creat
   tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
+  log_once.cache_clear()
   result = run_here(
     lambda: train.main(
       [
@@ -199,6 +201,8 @@ def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creat
     'axis   size  splits',
     'token_embedder/embedding',
     '32128 x 768',
+    'attention: chunked (cpu, rows of ',
+    'precision: bfloat16',
     'Dry run: the run could start. Steps done: 0.',
   ):
     assert part in result.out

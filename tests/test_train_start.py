@@ -13,11 +13,12 @@ from tests.helpers_train import Project
 def test_precompile_trains_nothing_and_the_run_then_reads_every_program(tmp_path):
   (tmp_path / 'own').mkdir()
   project = Project(tmp_path / 'own')  # a separate compilation cache
-  done = project.run('--precompile', num_devices=1)
+  done = project.run('--precompile', num_devices=1, PRECISION='fp8')
   assert done.code == 0, done
+  assert 'precision: fp8, emulated' in done.out
   assert 'Compiled, without training:' in done.out and '  training step: ' in done.out
   assert not project.model_dir.exists()
-  done = project.run(num_devices=1, TRAIN_STEPS=1)
+  done = project.run(num_devices=1, TRAIN_STEPS=1, PRECISION='fp8')
   assert done.code == 0, done
   found = program_cache._counts
   assert found['cache_hits'] >= 2 and 'compiled programs: ' in done.out

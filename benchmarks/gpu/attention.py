@@ -1,5 +1,6 @@
 """Attention alone: each backend, whole and packed rows, forward and with its gradients."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import time_calls
-from t5x_gpu.layers.backends.choose import attention_by
+from t5x_gpu.layers.backends.choose import attention_by, choose
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
 from t5x_gpu.layers.backends.serves import AttentionNeed, hardware, that_serve
 from t5x_gpu.layers.masks import TokenInfo
@@ -24,10 +25,12 @@ Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Make = Callable[[AttentionKind, TokenInfo], Attention]
 
 
+NEED = AttentionNeed(dtype='bfloat16', head_dim=HEAD_DIM)
+
+
 def backends() -> dict[str, Make]:
   """Returns name -> (kind, info) -> attention, of all backends that run on this device."""
-  need = AttentionNeed(dtype='bfloat16', head_dim=HEAD_DIM)
-  return {name: functools.partial(attention_by, name) for name in that_serve(need, hardware())}
+  return {name: functools.partial(attention_by, name) for name in that_serve(NEED, hardware())}
 
 
 def measure(length: int, *, small: bool = False) -> Iterator[Row]:
@@ -35,9 +38,13 @@ def measure(length: int, *, small: bool = False) -> Iterator[Row]:
   tokens, heads, head_dim = (64, 2, 16) if small else (TOKENS, HEADS, HEAD_DIM)
   length = 32 if small else length
   shape = (tokens // length, length, heads, head_dim)
+  rows = dict(rows=shape[0], rows_and_heads=shape[0] * heads)
+  need = dataclasses.replace(NEED, q_length=length, kv_length=length, **rows)
+  auto = choose('auto', need, hardware()).name
   for packed in (False, True):
     for name, make in backends().items():
       row = {'backend': name, 'length': length, 'packed': packed, 'shape': shape}
+      row['auto'] = name == auto
       try:
         yield row | _time(make, shape, packed, small)
       except Exception as e:  # a kernel that does not serve this size costs its own row only

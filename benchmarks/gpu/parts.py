@@ -56,7 +56,9 @@ PARTS = (
   _torch('decoder_1.3b_8192'),
   _ours('decoder_1.3b_8192', 'fp8'),
   *(Part(f'attention_{n}', 100, 'attention:measure', {'length': n}) for n in ATTENTION),
+  Part('attention_torch', 100, 'torch_parts:measure_attention'),
   Part('loss', 100, 'loss:measure'),
+  Part('loss_torch', 100, 'torch_parts:measure_loss'),
   *(
     make(shape)
     for shape in ('decoder_134m', 'gpt2_xl', 'bert_large', 't5_large')

@@ -134,7 +134,7 @@ STEPS = {
   'predicted GiB': lambda r: _gib(r['predicted_bytes']),
 }
 ATTENTION = {
-  'attention': lambda r: r['backend'],
+  'attention': lambda r: r['backend'] + (' (auto)' if r.get('auto') else ''),
   'length': lambda r: r['length'],
   'rows': lambda r: 'packed' if r['packed'] else 'whole',
   'forward ms (spread)': lambda r: _milliseconds(r['forward']),

@@ -33,7 +33,7 @@ def measure(name: str, compiled: str, *, small: bool = False) -> Iterator[Row]:
   Raises:
     Missing: PyTorch is not installed, or sees no GPU.
   """
-  device = _device(small)
+  device = device_of(small)
   shape = SHAPES[name].small() if small else SHAPES[name]
   for rows in shape.rows:
     try:
@@ -46,7 +46,8 @@ def measure(name: str, compiled: str, *, small: bool = False) -> Iterator[Row]:
   raise MemoryError(too_large)
 
 
-def _device(small: bool) -> str:
+def device_of(small: bool) -> str:
+  """Returns 'cuda', or 'cpu' for tiny sizes; raises Missing without PyTorch or a GPU."""
   if torch is None:
     raise Missing('PyTorch is not installed')
   if small:
@@ -56,7 +57,8 @@ def _device(small: bool) -> str:
   return 'cuda'
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+  """Returns once the device has done all calls."""
   if device == 'cuda':
     torch.cuda.synchronize()
 
@@ -77,7 +79,7 @@ def _measure(shape: Shape, rows: int, device: str, compiled: str) -> Row:
 
   def call() -> None:
     batch = tokens[len(losses) % len(tokens)]
-    with torch.autocast(device, torch.bfloat16), _kernels():
+    with torch.autocast(device, torch.bfloat16), kernels_of_attention():
       loss = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -87,11 +89,9 @@ def _measure(shape: Shape, rows: int, device: str, compiled: str) -> Row:
 
   begin = time.perf_counter()
   call()
-  _wait(device)
+  wait(device)
   first_seconds = time.perf_counter() - begin
-  timing = time_calls(
-    call, lambda _: _wait(device), samples=5, sample_seconds=1.0, small=not on_gpu
-  )
+  timing = time_calls(call, lambda _: wait(device), samples=5, sample_seconds=1.0, small=not on_gpu)
   tokens_per_step = rows * shape.length
   return {
     'what': f'PyTorch {torch.__version__}',
@@ -119,7 +119,7 @@ def _compile(model: Any, compiled: str) -> None:
       layer.compile()
 
 
-def _kernels() -> contextlib.AbstractContextManager:
+def kernels_of_attention() -> contextlib.AbstractContextManager:
   """Returns a context in which attention prefers cuDNN's kernel, then FlashAttention's."""
   order = [
     SDPBackend.CUDNN_ATTENTION,
@@ -132,7 +132,7 @@ def _kernels() -> contextlib.AbstractContextManager:
 
 def measure_ceilings(*, small: bool = False) -> Iterator[Row]:
   """Yields TFLOP/s of square products, as ceilings.py does, by PyTorch's libraries."""
-  device = _device(small)
+  device = device_of(small)
   for n in (64,) if small else (4096, 8192, 16384):
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield _matmul(n, 'bfloat16', lambda: a @ b.T, device)
@@ -144,7 +144,7 @@ def measure_ceilings(*, small: bool = False) -> Iterator[Row]:
 
 
 def _matmul(n: int, dtype: str, call: Any, device: str) -> Row:
-  timing = time_calls(call, lambda _: _wait(device), small=device == 'cpu')
+  timing = time_calls(call, lambda _: wait(device), small=device == 'cpu')
   return {
     'what': 'matmul',
     'precision': dtype,

@@ -2,27 +2,34 @@
 
 from typing import Any
 
+import jax
+
 from t5x_gpu.analysis.kernels import count_kernels
 from t5x_gpu.errors import ModelError
-from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.model import Model, config_of, uses_fp8
 
 
-def fp8_line(step: Any, platform: str, config: TransformerConfig) -> str:
-  """Returns how the step of a model in FP8 multiplies, as a line for the log.
+def fp8_lines(step: Any, model: Model, mesh: jax.sharding.Mesh) -> list[str]:
+  """Returns how the step of a model in FP8 multiplies, as a line for the log; [] in others.
+
+  Whatever compiles a step to run it calls this.
 
   Args:
     step: the compiled step.
-    platform: of its devices, 'cpu' or 'gpu'.
-    config: of the model.
+    model: its model.
+    mesh: that it was compiled for.
   Raises:
     ModelError: on GPUs, if no matmul is in FP8.
   """
+  if not uses_fp8(model):
+    return []
+  config = config_of(model)
   line = 'precision: fp8, emulated: this CPU rounds operands to 8 bits, which saves no time'
-  if platform != 'cpu':
+  if mesh.devices.flat[0].platform != 'cpu':
     line = check_fp8_gemms(step.as_text())
   experts = f'; experts are in {config.compute_dtype.__name__}' if config.num_experts else ''
   delayed = f'; scales from the last {config.fp8_history} steps'
-  return line + experts + (delayed if config.fp8_scaling == 'delayed' else '')
+  return [line + experts + (delayed if config.fp8_scaling == 'delayed' else '')]
 
 
 def check_fp8_gemms(hlo: str) -> str:

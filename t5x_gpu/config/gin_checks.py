@@ -158,7 +158,11 @@ def _unused_text(
     unset = sorted(
       name for name in used if not bindings.effective(bindings_lib.MACRO, tuple(name.split('/')))
     )
-    hint = did_you_mean(binding.key, unset) or did_you_mean(binding.key, used - {binding.key})
+    hint = (
+      did_you_mean(binding.key, unset)
+      or _parameter_hint(binding.key, reached)
+      or did_you_mean(binding.key, used - {binding.key})
+    )
     if binding.from_command_line:
       return f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}'
     return f'{binding.origin}: macro {binding.key} is set, and nothing uses it.{hint}'
@@ -180,6 +184,17 @@ def _unused_text(
     f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} '
     'leads to it from the entry point. Remove the binding, or bind the reference.'
   )
+
+
+def _parameter_hint(macro: str, reached: Sequence[Call]) -> str:
+  """Returns which parameters of the run have the name of a macro that no gin file uses."""
+  selectors = dict.fromkeys(call.selector for call in reached)
+  names = [
+    f'{bindings_lib.short_name(selector)}.{macro.lower()}'
+    for selector in selectors
+    if macro.lower() in type_checks.annotations(gin_config._REGISTRY[selector])
+  ]
+  return f' It is a parameter: set {" or ".join(names)}.' if names else ''
 
 
 def _is_macro_name(scope: bindings_lib.Scopes, bindings: Bindings) -> bool:

@@ -14,7 +14,7 @@ from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
 from t5x_gpu.layers.positions import RotaryEmbedding, rope_problems
-from t5x_gpu.models.precision import PRECISIONS, SCALINGS
+from t5x_gpu.models.precision import PRECISIONS, SCALINGS, fp8_problems, precision_hint
 from t5x_gpu.models.remat import POLICIES
 
 _log = logging.getLogger(__name__)
@@ -233,6 +233,7 @@ class TransformerConfig:
 
   def _bad_choices(self) -> Iterator[tuple[str, str]]:
     """Yields (parameter, what is wrong) of names that are not among the allowed ones."""
+    hints = {'dtype': precision_hint, 'attention': choose.hint}
     for parameter, allowed in (
       ('relative_bias', RELATIVE_BIAS),
       ('remat_policy', REMAT_POLICIES),
@@ -245,8 +246,12 @@ class TransformerConfig:
       ('attention', choose.REQUESTS),
     ):
       value = getattr(self, parameter)
-      if value not in allowed:
-        yield parameter, f'is not one of {", ".join(allowed)}.{did_you_mean(value, allowed)}'
+      if not isinstance(value, str) or value not in allowed:
+        if parameter in hints:
+          hint = hints[parameter](value)
+        else:
+          hint = f'{", ".join(allowed)}.{did_you_mean(value, allowed)}'
+        yield parameter, f'is not one of {hint}'
 
   def _contradictions(self) -> Iterator[tuple[str, str]]:
     """Yields (parameter, what is wrong) of values that exclude each other."""
@@ -263,6 +268,7 @@ class TransformerConfig:
         f'does not divide num_heads = {self.num_heads}: set it to one of '
         f'{", ".join(map(str, legal))}.',
       )
+    yield from fp8_problems(self)
     if self.fp8_logits and self.loss_chunks == 0:
       yield (
         'fp8_logits',

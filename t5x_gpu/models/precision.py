@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from t5x_gpu.errors import ModelError
+from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.partitioning import quantized
 
 Params = Mapping[str, Any]
@@ -40,6 +40,33 @@ PRECISIONS: dict[str, Precision] = {
 
 # Precision -> the same without the rounding of bfloat16; 'float32' for all others.
 IN_FLOAT32 = dict.fromkeys(('fp8', 'fp8_float32'), 'fp8_float32')
+
+
+def precision_hint(value: object) -> str:
+  """Returns the precisions for users, and the one that a name of another one means."""
+  names = [name for name in PRECISIONS if name != 'fp8_float32']
+  is_8_bits = re.search(r'^f(p|loat)?_?8|e[45]m[23]', str(value).lower())
+  return ', '.join(names) + '.' + did_you_mean('fp8' if is_8_bits else value, names)
+
+
+def fp8_problems(config: Any) -> Iterator[tuple[str, str]]:
+  """Yields (parameter, what is wrong) of a TransformerConfig's settings of FP8 without effect."""
+  precision = PRECISIONS.get(config.dtype)
+  for field in dataclasses.fields(config):
+    if not field.name.startswith('fp8_') or getattr(config, field.name) == field.default:
+      continue
+    if precision is not None and not precision.fp8:
+      yield field.name, f"has no effect with dtype = {config.dtype!r}: set dtype = 'fp8'{_OR_DROP}"
+    elif field.name in _OF_DELAYED and config.fp8_scaling == 'current':
+      yield (
+        field.name,
+        f"has no effect with fp8_scaling = 'current': set fp8_scaling = 'delayed'{_OR_DROP}",
+      )
+
+
+# Parameters of delayed scaling.
+_OF_DELAYED = ('fp8_history', 'fp8_margin')
+_OR_DROP = ', or leave it out.'
 
 # Names of a block's kernels that are used in 8 bits. Those of a group share a scale, because where
 # the features are split, one matmul computes all of them.

@@ -27,7 +27,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
 from t5x_gpu.partitioning import fsdp, quantized
-from t5x_gpu.partitioning.axis_rules import is_named, shard
+from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 from t5x_gpu.partitioning.loop import layer_loop
 
 
@@ -80,7 +80,7 @@ def attention_need(config: TransformerConfig) -> AttentionNeed:
     head_dim=config.head_dim,
     softcap=config.attention_softcap is not None,
     relative_bias=config.relative_bias != 'none',
-    rows_and_heads=config.num_heads,
+    rows_and_heads=config.num_heads // split_ways('heads'),
   )
 
 

@@ -30,6 +30,7 @@ def check(
   mesh_shape: Mapping[str, int],
   *,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+  with_data: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
   """Returns one sentence with its fix if there are no experts or they do not divide, else [].
 
@@ -37,6 +38,8 @@ def check(
     sizes: array axis -> size; reads 'experts', absent or 0 for a model without experts.
     mesh_shape: mesh axis -> size.
     legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
+    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is
+      wrong, and a layout is then suggested, not another model.
   """
   ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
   if ways == 1 or (experts > 0 and experts % ways == 0):
@@ -44,19 +47,20 @@ def check(
   if not experts:
     return [
       f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
-      f'TransformerConfig.num_experts = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and '
-      'use these devices for Partitioner.fsdp or Partitioner.data.'
+      'Partitioner.expert = 1 and use these devices for Partitioner.fsdp or Partitioner.data.'
     ]
-  nearest = nearest_multiples(experts, ways)
   # Another axis must take the devices that `expert` gives up, so its size divides all devices.
-  possible = (
-    divisors(math.prod(mesh_shape.values())) if legal_sizes is None else legal_sizes['expert']
-  )
-  legal = [n for n in possible if experts % n == 0]
+  possible = {'expert': divisors(math.prod(mesh_shape.values()))}
+  fix = []
+  for legal, also in ((legal_sizes or possible, ''), (with_data, ' and Partitioner.data = -1')):
+    fitting = [n for n in (legal or {}).get('expert', ()) if experts % n == 0]
+    if fitting and not fix:
+      fix.append(f'Partitioner.expert = {any_of(fitting)}{also}')
+  if with_data is None or not fix:
+    fix.insert(0, f'TransformerConfig.num_experts = {any_of(nearest_multiples(experts, ways))}')
   return [
     f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
-    f'device. Set TransformerConfig.num_experts = {any_of(nearest)}'
-    + (f', or Partitioner.expert = {any_of(legal)}.' if legal else '.')
+    f'device. Set {", or ".join(fix)}.'
   ]
 
 

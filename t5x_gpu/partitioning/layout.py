@@ -261,6 +261,11 @@ class LaidOut:
     with jax.set_mesh(self.mesh):
       return self.jitted(*args)
 
+  def trace(self, *args: Any) -> Any:
+    """Returns JAX's traced function, which has made all choices that depend on shapes."""
+    with jax.set_mesh(self.mesh):
+      return self.jitted.trace(*args)
+
   def lower(self, *args: Any) -> Any:
     """Returns JAX's lowered function; call `.compile()` on it for an executable.
 

@@ -166,7 +166,8 @@ class Partitioner:
       of_run = (topology, logical_sizes, num_microbatches, len(problems))
       better = self._better_sizes(*of_run)
       with_data = None
-      if all(re.match(rf'({"|".join(WIDTHS)}|kv_heads) = ', problem) for problem in problems):
+      widths = rf'({"|".join(WIDTHS)}|kv_heads) = '
+      if len(problems) == 1 or all(re.match(widths, problem) for problem in problems):
         with_data = dataclasses.replace(self, data=-1)._better_sizes(*of_run)
       raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better, with_data))
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
@@ -224,7 +225,7 @@ class Partitioner:
       sizes: of the mesh.
       logical_sizes, num_microbatches: as in `lay_out`.
       legal_sizes: mesh axis -> sizes to suggest.
-      with_data: mesh axis -> sizes to suggest together with data = -1, if only widths are wrong.
+      with_data: mesh axis -> sizes to suggest together with data = -1, if one thing is wrong.
     """
     rules, total = self.rules(), sizes.total
     pipeline = self._pipeline(sizes, logical_sizes, num_microbatches)
@@ -252,10 +253,9 @@ class Partitioner:
       multiple_of=between if self.sequence_parallel else 1,
       legal_sizes=legal_sizes,
     )
-    problems += tensor_parallel.check(
-      logical_sizes, total, legal_sizes=legal_sizes, with_data=with_data
-    )
-    problems += expert_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
+    suggested = dict(legal_sizes=legal_sizes, with_data=with_data)
+    problems += tensor_parallel.check(logical_sizes, total, **suggested)
+    problems += expert_parallel.check(logical_sizes, total, **suggested)
     if pipeline is not None:
       problems += pipeline_parallel.check(
         logical_sizes,
@@ -266,7 +266,7 @@ class Partitioner:
         batch_parts=self._batch_parts(sizes),
         num_microbatches=num_microbatches,
         skip_idle=pipeline.skip_idle,
-        legal_sizes=legal_sizes,
+        **suggested,
       )
     return list(dict.fromkeys(problems))  # both tables may split an axis in the same way
 
@@ -312,9 +312,8 @@ class Partitioner:
     num_problems: int,
   ) -> dict[str, list[int]]:
     """Returns mesh axis -> sizes that reduce the number of problems when only that axis changes."""
-    better: dict[str, list[int]] = {}
+    better: dict[str, list[int]] = {axis: [] for axis in SIZE_PARAMETERS}
     for axis, parameter in SIZE_PARAMETERS.items():
-      better[axis] = []
       for size in divisors(topology.num_devices):
         try:
           changed = dataclasses.replace(self, **{parameter: size})

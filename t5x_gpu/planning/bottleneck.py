@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from t5x_gpu.planning.formulas.links import NETWORK
 from t5x_gpu.planning.formulas.work import ATTENTION, MODEL, OPTIMIZER, WEIGHTS
 from t5x_gpu.planning.prediction import MICROBATCHES, PIPELINE, REMAT, Prediction
-from t5x_gpu.terminal.quantities import seconds
+from t5x_gpu.terminal.quantities import seconds as shown
 
 # Below this share of the step, nothing is worth removing but the matrix products' own time.
 _WORTH = 0.05
@@ -57,8 +57,8 @@ def sentence(prediction: Prediction) -> str:
     rest = total - worst.seconds
     faster = f' ({total / rest:.2f}x as fast)' if rest > 0 else ''
     return (
-      f'{worst.what} takes {seconds(worst.seconds)}, {worst.seconds / total:.0%} of the step: '
-      f'without it, {seconds(rest)} per step{faster}. To reduce it: {worst.remedy}.'
+      f'{worst.what} takes {shown(worst.seconds)}, {worst.seconds / total:.0%} of the step: '
+      f'without it, {shown(rest)} per step{faster}. To reduce it: {worst.remedy}.'
     )
   gemms, attention = (
     sum(part.seconds for part in prediction.time.parts if kind in part.kind)

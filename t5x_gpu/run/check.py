@@ -14,6 +14,7 @@ from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.data.data_module import import_modules
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.model import config_of
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import topology as topology_lib
@@ -67,8 +68,12 @@ class CheckedRun:
     )
 
   def dry_run_text(self) -> str:
+    """Returns what a dry run says at its end; prints the choices of attention, as a run does."""
+    self.program.train_step.trace(self.program.abstract_state, self.program.abstract_batch)
+    config = config_of(self.run.model)
+    precision = '' if config is None else f'precision: {config.dtype}\n'
     steps = self.saved.step if self.saved else 0
-    return f'{self.memory.line()}\nDry run: the run could start. Steps done: {steps}.'
+    return f'{precision}{self.memory.line()}\nDry run: the run could start. Steps done: {steps}.'
 
 
 def check(run: Run, *, dry_run: bool = False) -> CheckedRun:

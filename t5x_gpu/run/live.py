@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
-from t5x_gpu.analysis.fp8_use import fp8_line
+from t5x_gpu.analysis.fp8_use import fp8_lines
 from t5x_gpu.checkpoint.base_checkpointer import Restored
 from t5x_gpu.checkpoint.local.local_tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
@@ -21,7 +21,6 @@ from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.models.flops import step_tokens
-from t5x_gpu.models.model import config_of, uses_fp8
 from t5x_gpu.run.bad_steps import BadSteps
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
@@ -180,9 +179,8 @@ def _compile_and_open(
   data.check_same_on_hosts()
   log(memory.line())
   log(program_cache.line())
-  if uses_fp8(plan.run.model):
-    platform = program.layout.mesh.devices.flat[0].platform
-    log(fp8_line(train_step, platform, config_of(plan.run.model)))
+  for line in fp8_lines(train_step, plan.run.model, program.layout.mesh):
+    log(line)
   return train_step, fresh, data
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from typing import Optional
 
+from t5x_gpu.analysis.fp8_use import fp8_lines
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.runtime.xla import flags as xla_flags
@@ -31,6 +32,7 @@ def precompile(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> str:
     xla: settings to compile with, as the run will.
   Raises:
     OutOfMemoryError: the compiled step does not fit.
+    ModelError: as `fp8_lines`.
   """
   program, done = plan.program, []
 
@@ -47,6 +49,7 @@ def precompile(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> str:
     compiler_options=compile_options(program, xla),
   )
   memory = plan.memory.compiled(step)
+  precision = fp8_lines(step, plan.run.model, program.layout.mesh)
   dataset = plan.run.train_eval_dataset_cfg
   if dataset is not None:
     spec = plan.run.model.batch_spec(
@@ -54,4 +57,5 @@ def precompile(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> str:
     )
     batch = dataclasses.replace(program, spec=spec).abstract_batch
     compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
-  return '\n'.join(['Compiled, without training:', *done, memory.line(), program_cache.line()])
+  lines = ['Compiled, without training:', *done, memory.line(), program_cache.line(), *precision]
+  return '\n'.join(lines)

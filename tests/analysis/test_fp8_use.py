@@ -1,12 +1,15 @@
 """A step in FP8 without an FP8 GEMM is an error, not a slow run."""
 
+import dataclasses
+
 import jax
 import pytest
 
-from t5x_gpu.analysis.fp8_use import check_fp8_gemms, fp8_line
+from t5x_gpu.analysis.fp8_use import check_fp8_gemms, fp8_lines
 from t5x_gpu.analysis.gpu_compile import compile_step
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus
 from t5x_gpu.runtime.xla.gpu_targets import TARGETS
@@ -42,9 +45,12 @@ def test_the_line_names_emulated_products_and_those_not_in_fp8():
   config = TransformerConfig(
     32, 1, 16, 2, 8, 24, dtype='fp8', num_experts=4, fp8_scaling='delayed', fp8_history=16
   )
-  line = fp8_line(None, 'cpu', config)
+  mesh = jax.sharding.Mesh(jax.devices()[:1], 'data')
+  [line] = fp8_lines(None, DecoderOnlyModel(config), mesh)
   for text in ('emulated', 'experts are in bfloat16', 'scales from the last 16 steps'):
     assert text in line
+  config = dataclasses.replace(config, dtype='bfloat16', fp8_scaling='current', fp8_history=1024)
+  assert fp8_lines(None, DecoderOnlyModel(config), mesh) == []
 
 
 def test_a_described_gpu_without_fp8_is_refused_before_anything_compiles():

@@ -66,6 +66,11 @@ def test_one_wrong_line_gives_one_problem_with_its_place(project, load, line, ex
       "--gin.BATCHSIZE: no gin file uses a macro BATCHSIZE. Did you mean 'BATCH_SIZE'?",
     ),
     (
+      'TOTAL_STEPS=8',
+      '--gin.TOTAL_STEPS: no gin file uses a macro TOTAL_STEPS. It is a parameter: set '
+      'train.total_steps.',
+    ),
+    (
       'tran.total_steps=8',
       "--gin.tran.total_steps: No function or class 'tran' is known to gin. Did you mean 'train'?",
     ),

@@ -15,12 +15,13 @@ from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.backends.serves import BACKENDS, AttentionNeed, hardware, lacks
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import RelativeBuckets
-from tests.gpu.helpers_numerics import ON_GPU, assert_close, error
+from tests.gpu.helpers_numerics import ON_GPU, assert_close
 
 # Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 BATCH, LENGTH, HEADS, HEAD_DIM = (2, 512, 8, 64) if ON_GPU else (2, 64, 4, 8)
+ODD_LENGTH = 500 if ON_GPU else 61
 # Dense attention in bfloat16 is 2.5e-3 away; kernels may also round the softmax.
 BAND = 1e-2
 
@@ -33,6 +34,9 @@ class Case:
     causal, softcap, kv_heads, window: as in TransformerConfig.
     ends: where the documents of a row end, in 64ths of the row; the rest is padding.
     has_bias: T5's relative bias.
+    has_prefix: the first third of each document is seen from all of it.
+    head_dim, length: of the queries.
+    kv_ends: as `ends`, of an encoder's row of half the length; None for self-attention.
   """
 
   causal: bool = True
@@ -41,6 +45,10 @@ class Case:
   kv_heads: int = HEADS
   window: Optional[int] = None
   has_bias: bool = False
+  has_prefix: bool = False
+  head_dim: int = HEAD_DIM
+  length: int = LENGTH
+  kv_ends: Optional[tuple[int, ...]] = None
 
 
 CASES = {
@@ -58,41 +66,71 @@ CASES = {
   'bias': Case(has_bias=True),
   'bias_both_directions': Case(has_bias=True, causal=False),
   'bias_packed': Case(has_bias=True, ends=(20, 64)),
+  'prefix': Case(has_prefix=True),
+  'prefix_packed_window': Case(has_prefix=True, ends=(5, 24, 61), window=LENGTH // 5),
+  'cross': Case(causal=False, ends=(50,), kv_ends=(41,)),
+  'cross_packed_grouped': Case(
+    causal=False, ends=(5, 24, 61), kv_ends=(20, 30, 64), kv_heads=HEADS // 4
+  ),
+  'odd_length': Case(length=ODD_LENGTH),
+  'odd_length_packed_bias': Case(length=ODD_LENGTH, ends=(5, 24, 61), has_bias=True),
+  'heads_twice_as_wide': Case(head_dim=2 * HEAD_DIM, ends=(5, 24, 61)),
+  'heads_four_times_as_wide': Case(head_dim=4 * HEAD_DIM, ends=(5, 24, 61), kv_heads=HEADS // 4),
 }
 
 
-def segments(case: Case) -> np.ndarray:
-  """Returns segment ids [BATCH, LENGTH]; the rows of a batch differ by one position."""
+def segments(ends: tuple[int, ...], length: int) -> np.ndarray:
+  """Returns segment ids [BATCH, length]; the rows of a batch differ by one position.
+
+  Args:
+    ends: as in Case.
+    length: of a row.
+  """
   rows = []
   for shift in range(BATCH):
-    ends = [end * LENGTH // 64 - (shift if end < 64 else 0) for end in case.ends]
-    position = np.arange(LENGTH)
-    segment = np.searchsorted(ends, position, side='right') + 1
-    rows.append(np.where(position < ends[-1], segment, 0))
+    last = [end * length // 64 - (shift if end < 64 else 0) for end in ends]
+    position = np.arange(length)
+    segment = np.searchsorted(last, position, side='right') + 1
+    rows.append(np.where(position < last[-1], segment, 0))
   return np.stack(rows).astype(np.int32)
+
+
+def infos(case: Case) -> tuple[TokenInfo, Optional[TokenInfo]]:
+  """Returns positions and segments of the queries, and of the keys unless they are the same."""
+  ids, prefix, others = segments(case.ends, case.length), None, None
+  if case.has_prefix:
+    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in ids])
+    counts = np.array([[(row == s).sum() for s in row] for row in ids])
+    prefix = jnp.asarray((np.arange(case.length) - starts < counts // 3) & (ids > 0))
+  if case.kv_ends is not None:
+    length = case.length // 2
+    others = TokenInfo(jnp.arange(length), jnp.asarray(segments(case.kv_ends, length)))
+  return TokenInfo(jnp.arange(case.length), jnp.asarray(ids), prefix), others
 
 
 def inputs(case: Case):
   """Returns (query, key, value, table, gradient of the output); values that bfloat16 can hold."""
   keys = jax.random.split(jax.random.key(0), 5)
   heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
+  kv_length = case.length if case.kv_ends is None else case.length // 2
+  lengths = (case.length, kv_length, kv_length, case.length)
   q, k, v, dout = (
-    jax.random.normal(key, (BATCH, LENGTH, count, HEAD_DIM), jnp.bfloat16)
-    for key, count in zip(keys, heads)
+    jax.random.normal(key, (BATCH, length, count, case.head_dim), jnp.bfloat16)
+    for key, count, length in zip(keys, heads, lengths)
   )
   table = jax.random.normal(keys[4], (HEADS, RelativeBuckets.num_buckets), jnp.bfloat16)
-  is_token = (segments(case) > 0)[..., None, None]
-  return q * HEAD_DIM**-0.5, k, v, table.astype(jnp.float32), jnp.where(is_token, dout, 0)
+  is_token = (segments(case.ends, case.length) > 0)[..., None, None]
+  return q * case.head_dim**-0.5, k, v, table.astype(jnp.float32), jnp.where(is_token, dout, 0)
 
 
 def attend(case: Case, make, dtype):
   """Returns the output, 0 on padding, and the gradients of query, key, value and table."""
   q, k, v, table, dout = inputs(case)
-  info = TokenInfo(jnp.arange(LENGTH), jnp.asarray(segments(case)))
+  info, kv_info = infos(case)
   window = None if case.window is None else jnp.int32(case.window)
 
   def run(q, k, v, table):
-    attention = make(kind_of(case), info)
+    attention = make(kind_of(case), info, kv_info)
     bias = attention.bias(table) if case.has_bias else None
     out = attention(q, k, v, bias, window)
     return jnp.where((info.segments > 0)[..., None, None], out, 0)
@@ -111,8 +149,11 @@ def kind_of(case: Case) -> AttentionKind:
   return AttentionKind(case.causal, case.softcap, RelativeBuckets(bidirectional=not case.causal))
 
 
-def dense(kind: AttentionKind, info: TokenInfo) -> DenseAttention:
-  return DenseAttention(info, info, kind.mask(info, info), kind, whole_rows=True)
+def dense(
+  kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
+) -> DenseAttention:
+  kv = info if kv_info is None else kv_info
+  return DenseAttention(info, kv, kind.mask(info, kv), kind, whole_rows=kv_info is None)
 
 
 def exact(case: Case):
@@ -121,9 +162,9 @@ def exact(case: Case):
 
 
 def served_by(backend: str, case: Case):
-  """Returns (kind, info) -> attention; skips where the backend does not serve the case here."""
+  """Returns (kind, info, kv_info) -> attention; skips where a backend does not serve the case."""
   need = AttentionNeed(
-    'bfloat16', HEAD_DIM, softcap=case.softcap is not None, relative_bias=case.has_bias
+    'bfloat16', case.head_dim, softcap=case.softcap is not None, relative_bias=case.has_bias
   )
   if missing := lacks(BACKENDS[backend], need, hardware()):
     pytest.skip('; '.join(missing))
@@ -142,13 +183,17 @@ def test_a_backend_equals_dense_attention_in_float32(backend, name):
 def test_a_packed_row_equals_its_documents_one_by_one(backend):
   case = Case(ends=(5, 24, 64))
   make = served_by(backend, case)
-  q, k, v, _, _ = inputs(case)
-  ids = segments(case)
-  positions = jnp.arange(LENGTH)
-  packed = make(kind_of(case), TokenInfo(positions, jnp.asarray(ids)))(q, k, v, None)
-  for document in np.unique(ids[0]):
-    at = np.flatnonzero(ids[0] == document)
-    alone = TokenInfo(positions[: len(at)], jnp.ones((1, len(at)), jnp.int32))
+  got, (q, k, v, _, dout) = attend(case, make, jnp.bfloat16), inputs(case)
+  [ids, *_] = segments(case.ends, case.length)
+
+  def document(at):
+    alone = TokenInfo(jnp.arange(len(at)), jnp.ones((1, len(at)), jnp.int32))
+    attention = dense(kind_of(case), alone)
+    own = [x[:1, at].astype(jnp.float32) for x in (q, k, v, dout)]
+    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, None), *own[:3])
+    return dict(zip(('out', 'query', 'key', 'value'), (out, *pullback(own[3]))))
+
+  for number in np.unique(ids):
+    at = np.flatnonzero(ids == number)
     with jax.default_matmul_precision('highest'):
-      own = dense(kind_of(case), alone)(*(x[:1, at].astype(jnp.float32) for x in (q, k, v)), None)
-    assert error(packed[:1, at], own) <= BAND, f'document {document}'
+      assert_close({name: x[:1, at] for name, x in got.items()}, document(at), BAND)

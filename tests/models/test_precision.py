@@ -5,6 +5,7 @@ import re
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from t5x_gpu.errors import ModelError
@@ -67,7 +68,6 @@ def test_with_experts_attention_alone_is_in_fp8(factor):
 def test_logits_are_in_fp8_if_asked_for(tied):
   config = dataclasses.replace(CONFIG, fp8_logits=True, logits_via_embedding=tied)
   assert products(config)[0] == 7 * 3 + 3
-  assert products(dataclasses.replace(config, dtype='bfloat16'))[0] == 0
   with pytest.raises(ModelError, match='fp8_logits = True needs a loss that does not store logits'):
     dataclasses.replace(config, loss_chunks=0)
 
@@ -98,13 +98,35 @@ def test_fp8_adds_nothing_to_the_state_so_checkpoints_are_those_of_bfloat16():
 
 
 @pytest.mark.parametrize(
-  'wrong, meant', [('bf16', 'bfloat16'), ('FP8', 'fp8'), ('float23', 'float32')]
+  'wrong, meant',
+  [
+    ('bf16', 'bfloat16'),
+    ('FP8', 'fp8'),
+    ('float23', 'float32'),
+    ('float8', 'fp8'),
+    ('float8_e4m3fn', 'fp8'),
+    (jnp.bfloat16, 'bfloat16'),
+  ],
 )
 def test_unknown_precision_suggests_the_closest_one(wrong, meant):
-  with pytest.raises(
-    ModelError, match=f"dtype = '{wrong}' is not one of .* Did you mean '{meant}'"
-  ):
+  with pytest.raises(ModelError) as e:
     dataclasses.replace(CONFIG, dtype=wrong)
+  allowed = 'is not one of float32, bfloat16, fp8.'
+  assert f"dtype = {wrong!r} {allowed} Did you mean '{meant}'" in str(e.value)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [{'fp8_scaling': 'delayed'}, {'fp8_logits': True}, {'fp8_history': 16}, {'fp8_margin': 1}],
+)
+def test_settings_of_fp8_without_effect_are_refused(change):
+  [name] = change
+  with pytest.raises(ModelError, match=f"{name} = .* has no effect with dtype = 'bfloat16'"):
+    dataclasses.replace(CONFIG, dtype='bfloat16', **change)
+  if name in ('fp8_history', 'fp8_margin'):
+    with pytest.raises(ModelError, match=f"{name} = .* no effect with fp8_scaling = 'current'"):
+      dataclasses.replace(CONFIG, **change)
+  dataclasses.replace(CONFIG, **{'fp8_scaling': 'delayed', **change})
 
 
 def test_gpus_without_fp8_are_refused_with_those_that_have_it():

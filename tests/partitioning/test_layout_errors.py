@@ -268,8 +268,14 @@ def test_every_change_that_an_error_advises_gives_a_layout(settings, says):
 def test_expert_parallelism_of_a_dense_model_is_an_error_with_a_fix():
   with pytest.raises(MeshError, match='this model has none') as e:
     lay_out({'Partitioner.expert': 2})
-  assert 'Set TransformerConfig.num_experts = 2 or 4, or Partitioner.expert = 1' in e.value.fix
+  assert 'Set Partitioner.expert = 1 and' in e.value.fix
   lay_out({'Partitioner.expert': 2, 'TransformerConfig.num_experts': 2})
+
+
+def test_layers_that_do_not_divide_are_advised_a_layout_and_not_another_model():
+  with pytest.raises(MeshError) as e:
+    lay_out({'Partitioner.stage': 8, 'TransformerConfig.num_layers': 12})
+  assert 'Set Partitioner.stage = ' in e.value.fix and 'num_layers' not in e.value.fix
 
 
 def test_all_that_does_not_fit_is_in_one_message():

@@ -263,15 +263,17 @@ def distance(got, want):
   return np.abs(got - want).max() / np.abs(want).max()
 
 
-# What is made odd: the axes that split it, and the parameter that the error must name.
+# What is made odd: the axes that split it, and parameters of which the error must name one. Where
+# nothing else is wrong, the error suggests another mesh, not another model.
+MODEL = 'Partitioner.num_partitions'
 SIZES = {
-  'num_layers': (('stage',), 'TransformerConfig.num_layers'),
-  'num_heads': (('model',), 'TransformerConfig.num_heads'),
-  'mlp_dim': (('model',), 'TransformerConfig.mlp_dim'),
-  'vocab_size': (('model',), 'TransformerConfig.vocab_size'),
-  'num_experts': (('expert',), 'TransformerConfig.num_experts'),
-  'batch_size': (('data', 'fsdp', 'expert'), 'BATCH_SIZE'),
-  'length': (('context',), 'TASK_FEATURE_LENGTHS'),
+  'num_layers': (('stage',), ('TransformerConfig.num_layers', 'Partitioner.stage')),
+  'num_heads': (('model',), ('TransformerConfig.num_heads', MODEL)),
+  'mlp_dim': (('model',), ('TransformerConfig.mlp_dim', MODEL)),
+  'vocab_size': (('model',), ('TransformerConfig.vocab_size', MODEL)),
+  'num_experts': (('expert',), ('TransformerConfig.num_experts', 'Partitioner.expert')),
+  'batch_size': (('data', 'fsdp', 'expert'), ('BATCH_SIZE',)),
+  'length': (('context',), ('TASK_FEATURE_LENGTHS',)),
 }
 
 
@@ -291,10 +293,8 @@ def test_sizes_that_do_not_divide_are_one_error_that_names_each_and_what_to_set(
     build(layout, config=config, **sizes)
   text = str(e.value)
   for name, value in {**odd, **sizes}.items():
-    # Where only widths are wrong, the error suggests another mesh, not another model.
-    fixes = (SIZES[name][1], 'Partitioner.num_partitions') if 'model' in SIZES[name][0] else ()
     assert f'= {value} ' in text, text
-    assert any(fix in text for fix in fixes or SIZES[name][1:]), text
+    assert any(parameter in text for parameter in SIZES[name][1]), text
   complete(e.value)
 
 

@@ -5,7 +5,7 @@ from typing import Optional
 
 import jax
 
-from t5x_gpu.errors import ModelError
+from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.backends.chunked import ChunkedAttention, ContextAttention
 from t5x_gpu.layers.backends.context import kernel_context_attention
 from t5x_gpu.layers.backends.dense import DenseAttention
@@ -15,6 +15,7 @@ from t5x_gpu.layers.backends.serves import (
   AttentionNeed,
   Hardware,
   hardware,
+  hardware_lacks,
   lacks,
   that_serve,
 )
@@ -26,11 +27,22 @@ from t5x_gpu.runtime.main_log import log_once
 # What a run may ask for.
 REQUESTS = ('auto', 'dense', 'chunked', 'tokamax')
 PARAMETER = 'TransformerConfig.attention'
+# Names of other libraries and of kernels -> why they are no request.
+_INSTEAD = {
+  **dict.fromkeys(
+    ('flash', 'flash_attention', 'mosaic', 'mosaic_gpu', 'triton', 'pallas'),
+    "'tokamax' has these kernels, Mosaic or Triton by GPU.",
+  ),
+  'cudnn': "cuDNN is no backend, because its packed rows need a private call of JAX: 'tokamax' "
+  'takes its place.',
+}
 
-# Rows up to this length are dense where no kernel serves them.
+# Rows up to this length are dense where no kernel serves them (benchmarks/attention_cpu.py: 325 ms
+# of CPU time against 364 ms in blocks of 128 at 256, 881 ms against 578 ms at 512).
 LONGEST_DENSE = 256
-# Kernels store the gradient of a relative bias per row and head before they sum it.
-MOST_BIAS_BYTES = 2**30
+# What a kernel may store per layer: the gradient of a relative bias per row and head, before it
+# sums them, and the mask of Triton's backward pass.
+MOST_STORED_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +65,13 @@ class Choice:
     return f'attention: {self.name} ({self.reason})'
 
 
+def hint(value: object) -> str:
+  """Returns `REQUESTS`, and which of them an unknown one means."""
+  instead = _INSTEAD.get(str(value).lower())
+  meant = did_you_mean(value, REQUESTS) if instead is None else f' {instead}'
+  return ', '.join(REQUESTS) + '.' + meant
+
+
 def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   """Returns the backend for `need` on `device`.
 
@@ -72,7 +91,11 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   for name in named:
     if not lacks(BACKENDS[name], need, device):
       return _asked_for(name, need, device, of)
-  reasons = '; '.join(f'{name}: {", ".join(lacks(BACKENDS[name], need, device))}' for name in named)
+  # Those for this device; if there are none, those for its platform.
+  near = [name for name in named if not hardware_lacks(BACKENDS[name], device)] or [
+    name for name in named if BACKENDS[name].platform in (None, device.platform)
+  ]
+  reasons = '; '.join(f'{name}: {", ".join(lacks(BACKENDS[name], need, device))}' for name in near)
   able = list(dict.fromkeys(name.split()[0] for name in that_serve(need, device)))
   raise ModelError(
     f'attention = {request!r} cannot serve this run ({of}). {reasons}.',
@@ -96,12 +119,16 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
   kernels = [name for name in BACKENDS if BACKENDS[name].platform == 'gpu']
   able = [name for name in kernels if not lacks(BACKENDS[name], need, device)]
   positions = (need.q_length or 0) * (need.kv_length or 0)
-  bias_bytes = need.relative_bias * 2 * positions * (need.rows_and_heads or 0)
+  stored = {
+    'bias gradients': need.relative_bias * 2 * positions * (need.rows_and_heads or 0),
+    'masks': bool(able) and BACKENDS[able[0]].stores_mask * positions * (need.rows or 0),
+  }
   why_not, remedy = '', ''
-  if able and bias_bytes <= MOST_BIAS_BYTES:
+  if able and sum(stored.values()) <= MOST_STORED_BYTES:
     return Choice(able[0], of)
   if able:
-    why_not = f'a kernel would store {bias_bytes / 2**30:.1f} GiB of bias gradients'
+    gib = ' and '.join(f'{n / 2**30:.1f} GiB of {what}' for what, n in stored.items() if n)
+    why_not = f'a kernel would store {gib}'
     remedy = 'more NUM_MICROBATCHES or shorter rows, which store less'
   elif device.platform == 'gpu':
     # The kernel that lacks least: for this GPU, if there is one.
@@ -148,6 +175,7 @@ def make_attention(
       need,
       q_length=q_length,
       kv_length=kv_length,
+      rows=rows,
       rows_and_heads=rows * (need.rows_and_heads or 1),
       context=context_method(),
     )

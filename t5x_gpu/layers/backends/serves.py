@@ -29,6 +29,7 @@ class Serves:
     softcap, relative_bias: whether it has them with their gradients.
     softcap_with_bias: whether it has both at once: the cap first, then the bias.
     context: whether it serves rows that are split over `context`.
+    stores_mask: whether its backward pass stores a boolean mask [batch, length, length].
     multiple: length to whose multiples rows are padded on the way in.
     memory: largest array of a layer besides queries, keys and values, in words.
   """
@@ -44,8 +45,21 @@ class Serves:
   relative_bias: bool = True
   softcap_with_bias: bool = True
   context: bool = True
+  stores_mask: bool = False
   multiple: int = 1
 
+
+# What all backends serve; their numeric tests have a case of each.
+SERVED_BY_ALL = (
+  'packed rows',
+  'padding',
+  'prefixes',
+  'sliding windows',
+  'grouped heads',
+  'encoders',
+  'attention to an encoder',
+  'odd lengths',
+)
 
 BACKENDS = {
   serves.name: serves
@@ -84,6 +98,7 @@ BACKENDS = {
       (1, 128),
       softcap=False,
       softcap_with_bias=False,
+      stores_mask=True,
     ),
     # The way of the kernels, with Tokamax's definition of attention in their place.
     Serves(
@@ -139,7 +154,8 @@ class AttentionNeed:
     head_dim: features of a head.
     softcap, relative_bias: whether it has one.
     q_length, kv_length: positions of a row; None where they are not known yet.
-    rows_and_heads: rows of a device times query heads; None where they are not known yet.
+    rows: of a device; None where they are not known yet.
+    rows_and_heads: rows of a device times its query heads; None where they are not known yet.
     context: how keys reach the queries of rows that are split over `context`, 'ring' or 'gather';
       None for whole rows.
   """
@@ -150,16 +166,14 @@ class AttentionNeed:
   relative_bias: bool = False
   q_length: Optional[int] = None
   kv_length: Optional[int] = None
+  rows: Optional[int] = None
   rows_and_heads: Optional[int] = None
   context: Optional[str] = None
 
 
-def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
-  """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
+def hardware_lacks(serves: Serves, device: Hardware) -> list[str]:
+  """Returns why `serves` does not run on `device`, whatever it computes; [] if it does."""
   found = []
-  package, kernel = serves.name.split()[0], ' ' in serves.name
-  if kernel and not device.has_packages and importlib.util.find_spec(package) is None:
-    found.append(f'{package} is not installed')
   if serves.platform not in (None, device.platform):
     found.append(f'it runs on {serves.gpus}, not on {device.kind}')
   elif serves.capabilities is not None:
@@ -167,6 +181,15 @@ def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
     if device.capability is None or not low <= device.capability < high:
       of = 'unknown' if device.capability is None else device.capability
       found.append(f'it runs on {serves.gpus}; {device.kind} has compute capability {of}')
+  return found
+
+
+def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
+  """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
+  found = hardware_lacks(serves, device)
+  package, kernel = serves.name.split()[0], ' ' in serves.name
+  if kernel and not device.has_packages and importlib.util.find_spec(package) is None:
+    found.insert(0, f'{package} is not installed')
   if serves.dtypes and need.dtype not in serves.dtypes:
     found.append(f'it computes in {" or ".join(serves.dtypes)}, not in {need.dtype}')
   if serves.head_dims is not None and not (
@@ -191,7 +214,7 @@ def that_serve(need: AttentionNeed, device: Hardware) -> Sequence[str]:
 
 
 def table() -> str:
-  """Returns `BACKENDS` as the Markdown table of docs/attention.md."""
+  """Returns `SERVED_BY_ALL` and `BACKENDS` as the Markdown table of docs/attention.md."""
   columns = (
     'backend',
     'devices',
@@ -219,5 +242,6 @@ def table() -> str:
     )
     for b in BACKENDS.values()
   ]
-  lines = [columns, ('---',) * len(columns), *rows]
+  everywhere = ('all', f'also serve {", ".join(SERVED_BY_ALL)}', *('',) * (len(columns) - 2))
+  lines = [columns, ('---',) * len(columns), *rows, everywhere]
   return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines) + '\n'

@@ -32,6 +32,7 @@ def check(
   num_microbatches: int = 1,
   skip_idle: bool = True,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+  with_data: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
   """Returns one sentence with its fix for every problem that keeps the pipeline from running.
 
@@ -46,6 +47,8 @@ def check(
     num_microbatches: parts of gradient accumulation; each goes through the pipeline separately.
     skip_idle: whether stages without work skip their layers; with a ring they cannot.
     legal_sizes: mesh axis -> sizes to suggest; None for any.
+    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is
+      wrong, and a layout is then suggested, not another model.
   """
   stages = mesh_shape.get('stage', 1)
   if stages == 1:
@@ -60,8 +63,7 @@ def check(
       f"in the encoder. Set {SET_BY['context_attention']} = 'gather'."
     )
   if counts:
-    possible = None if legal_sizes is None else legal_sizes['stage']
-    problems += _layer_problems(counts, stages, max(repeats, 1), possible)
+    problems += _layer_problems(counts, stages, max(repeats, 1), legal_sizes, with_data)
   return problems + _microbatch_problems(
     schedule,
     num_pipeline_microbatches,
@@ -130,14 +132,18 @@ def _more_repeats(layers: int, stages: int) -> str:
 
 
 def _layer_problems(
-  counts: Mapping[str, int], stages: int, repeats: int, possible: Optional[Sequence[int]]
+  counts: Mapping[str, int],
+  stages: int,
+  repeats: int,
+  legal_sizes: Optional[Mapping[str, Sequence[int]]],
+  with_data: Optional[Mapping[str, Sequence[int]]],
 ) -> list[str]:
   """Returns the problem with the layer counts of all stacks, if any.
 
   Args:
     counts: 'layers' or 'encoder_layers' -> layers.
     stages, repeats: of the pipeline.
-    possible: sizes of `stage` to suggest; None for any.
+    legal_sizes, with_data: as in `check`.
   """
   blocks, common = stages * repeats, math.gcd(*counts.values())
   wrong = {name: count for name, count in counts.items() if count % blocks}
@@ -147,20 +153,18 @@ def _layer_problems(
   others = ''.join(
     f' ({name} = {count} does)' for name, count in counts.items() if name not in wrong
   )
-  fix = [
-    ' and '.join(
-      f'{SET_BY[name]} = {any_of(nearest_multiples(count, blocks))}'
-      for name, count in wrong.items()
-    )
-  ]
-  fitting = [n // repeats for n in divisors(common) if n % repeats == 0]
-  fitting = [n for n in fitting if possible is None or n in possible]
-  if fitting:
-    fix.append(f'{SET_BY["stage"]} = {any_of(fitting)}')
+  fitting, fix = [n // repeats for n in divisors(common) if n % repeats == 0], []
+  for legal, also in ((legal_sizes, ''), (with_data, ' and Partitioner.data = -1')):
+    possible = [n for n in fitting if legal is None or n in legal['stage']]
+    if possible and not fix:
+      fix.append(f'{SET_BY["stage"]} = {any_of(possible)}{also}')
   if repeats > 1 and common % stages == 0:
     more = _more_repeats(common, stages)
     if more:
       fix.append(f'{SET_BY["repeats"]} = {more}')
+  if with_data is None or not fix:
+    multiples = {name: any_of(nearest_multiples(n, blocks)) for name, n in wrong.items()}
+    fix.insert(0, ' and '.join(f'{SET_BY[name]} = {text}' for name, text in multiples.items()))
   said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
   return [
     f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{others}. '

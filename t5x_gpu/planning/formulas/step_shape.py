@@ -208,7 +208,8 @@ def _backend(
     need,
     q_length=length // ways,
     kv_length=length if method == 'gather' else length // ways,
-    rows_and_heads=rows * (need.rows_and_heads or 1),
+    rows=rows,
+    rows_and_heads=rows * (need.rows_and_heads or 1) // program.layout.mesh.shape['model'],
     context=method,
   )
   device = Hardware('gpu', gpu.device_kind, float(gpu.compute_capability), has_packages=True)

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.backends.choose import choose
+from t5x_gpu.layers.backends.choose import Choice, choose
 from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
-from t5x_gpu.layers.backends.serves import AttentionNeed, Hardware, table
+from t5x_gpu.layers.backends.serves import SERVED_BY_ALL, AttentionNeed, Hardware, table
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.transformer import attention_need
+from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 2, 48, 4, 16
 PACKED = np.array([[1] * 11 + [2] * 30 + [3] * 3 + [0] * 4, [4] * 7 + [9] * 41])
@@ -204,6 +207,8 @@ BF16 = AttentionNeed('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_he
     (H100, {'dtype': 'float32', 'q_length': 128, 'kv_length': 128}, 'dense'),
     (H100, {'relative_bias': True}, 'tokamax mosaic_gpu'),
     (H100, {'relative_bias': True, 'rows_and_heads': 128}, 'chunked'),
+    (A100, {'q_length': 2**17, 'kv_length': 2**17, 'rows': 1}, 'chunked'),
+    (H100, {'q_length': 2**17, 'kv_length': 2**17, 'rows': 1}, 'tokamax mosaic_gpu'),
     (H100, {'relative_bias': True, 'softcap': True}, 'chunked'),
     (A100, {}, 'tokamax triton'),
     (A100, {'softcap': True}, 'chunked'),
@@ -227,6 +232,19 @@ def test_auto_takes_the_kernel_of_the_device_or_says_why_not(device, change, wan
   assert ('over context' in str(choice)) == ('context' in change)
 
 
+def test_heads_that_model_splits_do_not_count_as_those_of_a_device():
+  config = TransformerConfig(512, 24, 1024, 128, 128, 65536, dtype='bfloat16')  # T5-11B
+
+  def chosen() -> Choice:
+    need = attention_need(config)
+    row = dict(q_length=512, kv_length=512, rows=17, rows_and_heads=17 * need.rows_and_heads)
+    return choose('auto', dataclasses.replace(need, **row), H100)
+
+  assert chosen().name == 'chunked' and '1.1 GiB of bias gradients' in chosen().reason
+  with use_rules(AxisRules(activations={'heads': ('model',)}), {'model': 8}):
+    assert chosen().name == 'tokamax mosaic_gpu'
+
+
 @pytest.mark.parametrize(
   ('device', 'change', 'reason', 'able'),
   [
@@ -241,12 +259,48 @@ def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change, reason
   with pytest.raises(ModelError) as e:
     choose('tokamax', dataclasses.replace(BF16, **change), device)
   assert reason in str(e.value) and able in str(e.value), str(e.value)
+  if device is not V100:  # which none of the kernels is for
+    assert 'it runs on' not in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize(
+  ('asked', 'said'),
+  [
+    ('cudnn', "private call of JAX: 'tokamax' takes its place"),
+    ('flash', "'tokamax' has these kernels"),
+    ('triton', "'tokamax' has these kernels"),
+    ('tokamx', "Did you mean 'tokamax'?"),
+    (None, 'is not one of auto, dense, chunked, tokamax.'),
+  ],
+)
+def test_an_unknown_backend_is_refused_with_the_one_that_takes_its_place(asked, said):
+  with pytest.raises(ModelError) as e:
+    TransformerConfig(32, 1, 16, 2, 8, 24, attention=asked)
+  assert said in str(e.value)
 
 
 def test_dense_attention_of_rows_split_over_context_is_refused():
   with pytest.raises(ModelError) as e:
     choose('dense', dataclasses.replace(BF16, context='ring'), CPU)
   assert 'split over context' in str(e.value) and "'chunked' or 'tokamax'" in str(e.value)
+
+
+HAS = {
+  'packed rows': lambda case: case.segments.max() > 1,
+  'padding': lambda case: case.segments.min() == 0,
+  'prefixes': lambda case: case.prefix is not None,
+  'sliding windows': lambda case: case.window,
+  'grouped heads': lambda case: 1 < case.kv_heads < HEADS,
+  'encoders': lambda case: not case.causal and case.kv_segments is None,
+  'attention to an encoder': lambda case: case.kv_segments is not None,
+  'odd lengths': lambda case: case.segments.shape[1] % 2 == 1,
+}
+
+
+def test_what_all_backends_serve_has_a_case_above():
+  assert tuple(HAS) == SERVED_BY_ALL
+  for what, has in HAS.items():
+    assert any(has(case) for case in CASES.values()), what
 
 
 def test_the_table_in_the_docs_is_current():

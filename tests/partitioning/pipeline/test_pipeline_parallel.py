@@ -455,6 +455,19 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
       'TransformerConfig.num_layers = 12 or 16, or Partitioner.stage = 1, 2, 7 or 14.',
     ),
     (
+      dict(layers=14, with_data={'stage': ()}),
+      'layers = 14 does not divide over stage=4. Set Partitioner.stage = 1, 2, 7 or 14.',
+    ),
+    (
+      dict(layers=14, legal_sizes={'stage': ()}, with_data={'stage': (2, 4)}),
+      'layers = 14 does not divide over stage=4. Set Partitioner.stage = 2 and '
+      'Partitioner.data = -1.',
+    ),
+    (
+      dict(layers=13, legal_sizes={'stage': (4,)}, with_data={'stage': (4,)}),
+      'layers = 13 does not divide over stage=4. Set TransformerConfig.num_layers = 12 or 16.',
+    ),
+    (
       dict(layers=20, schedule='circular', repeats=2),
       'layers = 20 does not divide over stage=4 x 2 blocks each (= 8). Set '
       'TransformerConfig.num_layers = 16 or 24, or Partitioner.stage = 1, 2, 5 or 10, or '
