@@ -27,13 +27,13 @@ from t5x_gpu.runtime.main_log import log_once
 # What a run may ask for.
 REQUESTS = ('auto', 'dense', 'chunked', 'tokamax')
 PARAMETER = 'TransformerConfig.attention'
-# Names of other libraries and of kernels -> why they are no request.
+# Names of other libraries and of kernels -> what to request instead.
 _INSTEAD = {
   **dict.fromkeys(
     ('flash', 'flash_attention', 'mosaic', 'mosaic_gpu', 'triton', 'pallas'),
     "'tokamax' has these kernels, Mosaic or Triton by GPU.",
   ),
-  'cudnn': "cuDNN is no backend, because its packed rows need a private call of JAX: 'tokamax' "
+  'cudnn': "cuDNN is not a backend, because its packed rows need a private call of JAX: 'tokamax' "
   'takes its place.',
 }
 
