@@ -13,6 +13,7 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import temporary_folder
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation.samples import SAMPLES
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers.open_loggers import METRICS
 from t5x_gpu.reporting.live_view import view
@@ -58,7 +59,7 @@ class _Source:
     return self._run
 
   def _state(self) -> Any:
-    files = [self._dir.path / name for name in (METRICS, GOODPUT)]
+    files = [self._dir.path / name for name in (METRICS, GOODPUT, SAMPLES)]
     known = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
     return known, self._dir.steps
 
