@@ -116,7 +116,9 @@ def _loss(run: RunRecord, *, unicode: bool) -> str:
   if not values:
     return ''
   shown = values[-_SPARKS:]
-  return f'{format_loss(values[-1])}  {sparkline(shown, unicode=unicode)}  last {len(shown)} log lines'
+  return (
+    f'{format_loss(values[-1])}  {sparkline(shown, unicode=unicode)}  last {len(shown)} log lines'
+  )
 
 
 def _speed(run: RunRecord) -> str:
