@@ -73,11 +73,7 @@ def test_profiles_at_chosen_steps_on_a_signal_and_by_period(project, monkeypatch
   found = profiles(project)
   assert set(found) == {'3', '7', '12'}
   reasons = {k: (v['reason'], v['first_step'], v['last_step']) for k, v in found.items()}
-  assert reasons == {
-    '3': ('PROFILE_STEPS', 3, 4),
-    '7': ('SIGUSR2', 7, 9),
-    '12': ('period', 12, 14),
-  }
+  assert reasons == {'3': ('PROFILE_STEPS', 3, 4), '7': ('SIGUSR2', 7, 9), '12': ('period', 12, 14)}
   for name, anatomy in found.items():  # means since the start; the first save and evaluation: 10
     assert all((anatomy['parts'][part] > 0) == (name == '12') for part in ('save', 'eval'))
   for anatomy in found.values():
