@@ -76,7 +76,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   ).extra
   if len(args.folders) != 1:
     raise ConfigError(
-      f'{len(args.folders) or "No"} MODEL_DIR are given; top shows one.',
+      f'{len(args.folders)} folders are given; top shows one run.'
+      if args.folders
+      else 'No MODEL_DIR is given.',
       fix=f'Name the folder of a run: {PROG} runs/demo',
     )
   console = rich.console.Console(file=sys.stdout, highlight=False, markup=False, emoji=False)

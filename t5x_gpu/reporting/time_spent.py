@@ -24,6 +24,7 @@ from t5x_gpu.terminal.bars import format_seconds
 # Category -> number of its color.
 COLORS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
 SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
+_ENDS = {'KeyboardInterrupt': 'Ctrl-C', 'SIGINT': 'Ctrl-C'}  # as a person ends a run
 _NO_LEDGER = 'has no goodput.jsonl: it has not started, or an earlier version of t5x_gpu trained it'
 
 
@@ -96,9 +97,9 @@ def _steps_by_time(run: RunRecord, unit: int) -> Points:
 
 
 def ended(account: ProcessAccount, *, is_last: bool, now: float) -> str:
-  """Returns how a process ended: 'done', 'SIGTERM', 'killed', 'running', 'silent for 0:10:00'."""
+  """Returns how a process ended: 'done', 'SIGTERM', 'killed', 'running' and so on."""
   if account.process.end:
-    return account.process.end
+    return _ENDS.get(account.process.end, account.process.end)
   age = now - account.process.last.at
   if not is_last:
     return 'killed'

@@ -102,6 +102,14 @@ def test_a_run_without_a_ledger_and_one_without_a_step(tmp_path):
   assert 'step no step yet' in frame(folder, now=START)
 
 
+def test_a_run_that_a_person_stopped(tmp_path):
+  for i, end in enumerate(('SIGINT', 'KeyboardInterrupt')):
+    folder = write_run(tmp_path / str(i))
+    ledger = folder / 'goodput.jsonl'
+    ledger.write_text(ledger.read_text().replace('"end": "done"', f'"end": "{end}"'))
+    assert 'ended by Ctrl-C' in frame(folder, now=START)
+
+
 def test_sparklines():
   assert sparkline([1, 2, math.nan, 8]) == '▁▂!█'
   assert sparkline([]) == '' and sparkline([3.0, 3.0]) == '▁▁'
@@ -113,10 +121,11 @@ def test_without_a_terminal_it_prints_one_frame(tmp_path, capsys):
   assert 'checkpoint_40; 1 kept' in out and '\x1b' not in out
 
 
-@pytest.mark.parametrize('folders', [[], ['a', 'b']])
-def test_it_shows_one_run(folders):
-  with pytest.raises(ConfigError, match='top shows one'):
-    top.main(folders)
+def test_it_shows_one_run():
+  with pytest.raises(ConfigError, match='No MODEL_DIR is given'):
+    top.main([])
+  with pytest.raises(ConfigError, match='2 folders are given; top shows one run'):
+    top.main(['a', 'b'])
   with pytest.raises(ConfigError, match='does not name a folder in a bucket'):
     top.main(['s3://b'])
 
