@@ -1,4 +1,4 @@
-"""Shows a run in the terminal while it trains, here or elsewhere. Ctrl-C leaves it alone."""
+"""Shows a run in the terminal while it trains. Ctrl-C quits; the run continues."""
 
 import argparse
 import sys
