@@ -107,6 +107,22 @@ $(T5): $(VENV)/.installed
 test-t5: $(T5) ## train on the tasks of T5's own package, which it installs into build/t5
 	PYTHONPATH=$(T5) $(VENV)/bin/python -m pytest tests/test_train_tfds.py $(ARGS)
 
+# The clients of W&B and MLflow, and MLflow's server, beside the virtual environment, in its versions.
+# pyarrow is the exception: MLflow wants an older one, and pip prints a conflict that does no harm.
+LOGGERS := build/loggers
+
+$(LOGGERS): $(VENV)/.installed
+	@set -e; rm -rf $(LOGGERS); mkdir -p build; if command -v uv >/dev/null; then \
+	  pip="uv pip" python="--python $(VENV)/bin/python"; \
+	else pip="$(VENV)/bin/python -m pip" python=; fi; \
+	$$pip freeze --quiet --exclude-editable $$python | grep -v ^pyarrow > build/installed.txt; \
+	$$pip install --quiet $$python --target $(LOGGERS) -c build/installed.txt \
+	  'wandb>=0.31,<0.32' 'mlflow>=3.17,<4'
+	@touch $@
+
+test-loggers: $(LOGGERS) ## log to real clients of W&B and MLflow, which it installs into build/loggers
+	PYTHONPATH=$(abspath $(LOGGERS)) $(VENV)/bin/python -m pytest tests/metrics/loggers $(ARGS)
+
 # The compiler for GPUs, beside the virtual environment: two wheels of the same version as jaxlib,
 # without NVIDIA's libraries.
 AOT := build/aot
@@ -148,4 +164,4 @@ $(VENV313)/.installed: setup.py
 	$(call install,$(VENV313),$(PYTHON313),python3.13,PYTHON313,jax==$(JAX313))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-aot test-searches docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-loggers test-aot test-searches docs soak clean

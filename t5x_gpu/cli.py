@@ -211,13 +211,11 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
     return ConfigError(f'{name} is a flag of T5X, not of t5x_gpu.', fix=T5X_FLAGS[name])
   hint = did_you_mean(name, flags)
   word = name.lstrip('-').replace('-', '_')
-  gin = (
-    ''
-    if hint
-    else (
-      f' Set a macro with --gin.{word.upper()}=VALUE, a parameter with --gin.Class.{word}=VALUE.'
-    )
-  )
+  gin = f' Set a macro with --gin.{word.upper()}=VALUE, a parameter with --gin.Class.{word}=VALUE.'
+  if hint:
+    gin = ''
+  elif '.' in word:
+    gin = f' To set a value in gin, write --gin.{word.partition(".")[2]}=VALUE.'
   return ConfigError(
     f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all flags.{gin}'
   )

@@ -46,8 +46,9 @@ EXAMPLES = """examples:
   {prog} --from=t5_1_1_small/checkpoint_1000000 --to=runs/t5_small
   {prog} --from=runs/llama_lora --to=runs/llama_merged --format=t5x_gpu
 
-The first writes runs/llama/checkpoint_0 and runs/llama/model.gin, for a run's gin file to include.
-The last merges the adapters of a LoRA run into the kernels.
+The first example writes runs/llama/checkpoint_0 and runs/llama/model.gin, which a run's gin file
+includes.
+The last example merges the adapters of a LoRA run into the kernels.
 """
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 # For gin_loader, an entry point with the model as its only argument.
@@ -162,7 +163,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--from',
     dest='source',
     metavar='FOLDER',
-    help='what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, or one of T5X',
+    help=(
+      'what to convert: a Hugging Face model, a MODEL_DIR or one of its checkpoints, or a T5X '
+      'checkpoint'
+    ),
   )
   group.add_argument('--to', metavar='FOLDER', help='new folder')
   group.add_argument(

@@ -81,7 +81,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     help='prepared rows (default: the training data of --gin_file)',
   )
   parser.add_argument(
-    '--split', metavar='NAME', help="(default: the run's training split, or train)"
+    '--split', metavar='NAME', help="split to read (default: the run's training split, or train)"
   )
   parser.add_argument(
     '--rows',

@@ -206,7 +206,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--expect_gpus',
     type=int,
     metavar='N',
-    help='GPUs that jax must see on each machine; fail at any other number',
+    help='number of GPUs that jax must see on each machine; any other fails',
   )
   group.add_argument(
     '--preset',
@@ -222,9 +222,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help='deadline of each check that could hang (default: 60)',
   )
   group.add_argument(
-    '--json',
-    action='store_true',
-    help='print one JSON object (of several processes: one per process, on one line)',
+    '--json', action='store_true', help='print JSON: one object, or one line per process'
   )
   group.add_argument(
     '--flags', action='store_true', help='print the table of XLA, NCCL and memory settings instead'

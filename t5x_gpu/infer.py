@@ -1,4 +1,4 @@
-"""Text from a trained model: `python -m t5x_gpu.infer --checkpoint=runs/demo --prompts=FILE`.
+"""Run a trained model: `python -m t5x_gpu.infer --checkpoint=runs/demo --prompts=FILE`.
 
 Reads prompts from a file, standard input or a SeqIO task. Writes continuations, or probabilities of
 given ones, as JSON lines in the same order. A run that was killed continues where it stopped.
@@ -143,7 +143,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--chat',
     action='store_true',
     help=(
-      'prompts are messages of a user, or {"messages": [...]}, written by the tokenizer\'s chat '
+      'each prompt is a user message, or {"messages": [...]}, formatted by the tokenizer\'s chat '
       'template'
     ),
   )

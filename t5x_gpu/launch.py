@@ -255,7 +255,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--no_gpu', action='store_true', help='use CPU devices even if there are GPUs'
   )
-  parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='what to start')
+  parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='module to start')
   parser.add_argument(
     '--write_scripts',
     metavar='FOLDER',

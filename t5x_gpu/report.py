@@ -25,7 +25,9 @@ It only reads files, so it works while a run trains, and on another machine.
 
 def _flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('folders', nargs='*', metavar='MODEL_DIR')
-  parser.add_argument('--out', metavar='FILE', help='default: report.html in the first MODEL_DIR')
+  parser.add_argument(
+    '--out', metavar='FILE', help='the page to write (default: report.html in the first MODEL_DIR)'
+  )
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

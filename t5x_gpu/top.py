@@ -1,4 +1,4 @@
-"""Shows a run in the terminal while it trains, here or elsewhere. Ctrl-C leaves it alone."""
+"""Shows a run in the terminal while it trains. Ctrl-C quits; the run continues."""
 
 import argparse
 import sys
@@ -13,6 +13,7 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import temporary_folder
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation.samples import SAMPLES
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers.open_loggers import METRICS
 from t5x_gpu.reporting.live_view import view
@@ -58,7 +59,7 @@ class _Source:
     return self._run
 
   def _state(self) -> Any:
-    files = [self._dir.path / name for name in (METRICS, GOODPUT)]
+    files = [self._dir.path / name for name in (METRICS, GOODPUT, SAMPLES)]
     known = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
     return known, self._dir.steps
 
@@ -75,7 +76,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   ).extra
   if len(args.folders) != 1:
     raise ConfigError(
-      f'{len(args.folders) or "No"} MODEL_DIR are given; top shows one.',
+      f'{len(args.folders)} folders are given; top shows one run.'
+      if args.folders
+      else 'No MODEL_DIR is given.',
       fix=f'Name the folder of a run: {PROG} runs/demo',
     )
   console = rich.console.Console(file=sys.stdout, highlight=False, markup=False, emoji=False)

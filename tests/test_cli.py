@@ -65,6 +65,7 @@ def test_entry_points_add_flags():
       ['--batch-size', '8'],
       '--gin.BATCH_SIZE=VALUE, a parameter with --gin.Class.batch_size=VALUE',
     ),
+    (['--gn.batch_size=8'], 'To set a value in gin, write --gin.batch_size=VALUE'),
     (['--gin_bindings=A=1'], 'Write each binding as a flag: --gin.NAME=VALUE'),
     (['--multiprocess_gpu'], 'is a flag of T5X'),
     (['my.gin'], 'Write --gin_file=my.gin'),

@@ -304,7 +304,7 @@ def test_all_reduce_is_held_against_the_links(rates, status, text):
     ({'problem': {'what': 'Waiting for 1 of 16.', 'fix': 'Start it.'}}, 'Waiting for 1 of 16.'),
   ],
 )
-def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_came(found, text):
+def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_got(found, text):
   check = gpu_checks.check_all_reduce(found, problem='no answer within 60 s')
   assert (check.status, check.value) == (FAIL, text) and check.fix
 

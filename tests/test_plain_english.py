@@ -49,6 +49,10 @@ IDIOMS = {
   r'\bplays?\b.{0,12}\b(devices|GPUs)\b|\b(devices|GPUs)\b.{0,30}\bplays?\b': 'simulated',
   r'\bnot any ?more\b|\bno more\b(?= [a-z])(?! than\b)': 'no longer',
   r'\blikeliest\b': 'most probable',
+  r'\bcosts? a warning\b': 'warns',
+  r'\b(is|are|was|were) gone for\b': 'is down, is lost, is missing',
+  r'\bhow far (it|they|he) came\b': 'how far it got',
+  r'\b(folder|level)s? of (its|their|your) own\b': 'a subfolder, its own level',
   r'\bmisspelt\b': 'misspelled, unknown',
   r'colour|behaviour|neighbour|favour|\bcentre|(recogni|normali|initiali|optimi|minimi)s[ei]': (
     'American spelling: color, recognize'

@@ -117,6 +117,11 @@ def test_the_origin_of_each_value_is_saved(finished):
   assert f'overrides 20 ({finished.gin_file}:' in origins
 
 
+def test_the_compile_is_announced(finished):
+  out = finished.result.out
+  assert out.index('compiling the training step') < out.index('memory: ') < out.index('step 1/9')
+
+
 def test_the_end_names_the_next_commands(finished):
   for part in (
     'Done at step 9',

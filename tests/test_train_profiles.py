@@ -57,17 +57,25 @@ def check(anatomy, *, num_devices):
 
 
 @pytest.mark.slow
-def test_profiles_at_chosen_steps_and_on_a_signal(project, monkeypatch):
+def test_profiles_at_chosen_steps_on_a_signal_and_by_period(project, monkeypatch):
   monkeypatch.setenv('SIGNAL_AT', '6')
   monkeypatch.setenv('WAIT_FOR', str(project.model_dir / 'profiles' / '3' / 'anatomy.json'))
   before = signal.getsignal(signal.SIGUSR2)
-  result = project.run('--gin.PROFILE_STEPS=(3, 4)', DATA_MODULE='eventful_data', TRAIN_STEPS=9)
+  result = project.run(
+    '--gin.PROFILE_STEPS=(3, 4)',
+    '--gin.profile_config.ProfileConfig.period=12',
+    DATA_MODULE='eventful_data',
+    TRAIN_STEPS=14,
+    EVAL_PERIOD=10,
+  )
   signal.signal(signal.SIGUSR2, before)
   assert result.code == 0, result.err
   found = profiles(project)
-  assert list(found) == ['3', '7']
+  assert set(found) == {'3', '7', '12'}
   reasons = {k: (v['reason'], v['first_step'], v['last_step']) for k, v in found.items()}
-  assert reasons == {'3': ('PROFILE_STEPS', 3, 4), '7': ('SIGUSR2', 7, 9)}
+  assert reasons == {'3': ('PROFILE_STEPS', 3, 4), '7': ('SIGUSR2', 7, 9), '12': ('period', 12, 14)}
+  for name, anatomy in found.items():  # means since the start; the first save and evaluation: 10
+    assert all((anatomy['parts'][part] > 0) == (name == '12') for part in ('save', 'eval'))
   for anatomy in found.values():
     check(anatomy, num_devices=8)
     # Each device sends a share of 2 * 7 / 8 of the gradients, of float32.

@@ -1,6 +1,7 @@
 """Shows where values come from: what a run prints, the files it writes, `explain` and `diff`."""
 
 import difflib
+import errno
 import functools
 import os
 import pathlib
@@ -168,9 +169,11 @@ def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[st
     write_atomically(folder / CONFIG, provenance.config, sync=True)
     write_atomically(folder / ORIGINS, '\n'.join(origins), sync=True)
   except OSError as e:
+    is_full = e.errno in (errno.ENOSPC, errno.EDQUOT)
     raise ConfigError(
-      f'{folder} cannot be written: {e}.',
-      fix='Give a folder that you can write to: --gin.MODEL_DIR=FOLDER',
+      f'{folder} cannot be written: {e.strerror or e}.',
+      fix=('Free some space there, or give' if is_full else 'Give')
+      + ' a folder that you can write to: --gin.MODEL_DIR=FOLDER',
       parameters=('train.model_dir',),
     ) from e
   return changes

@@ -29,6 +29,7 @@ _SCHEMA = Fields(
     'mfu': Nullable(float),
     'process_index': Whole(),
     'host': str,
+    'written': str,
     'ranks': ListOf(Fields({'rank': Whole(), 'host': str, **dict.fromkeys(_PARTS, float)})),
   },
 )
@@ -58,19 +59,36 @@ def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   return Section('anatomy', 'Anatomy of a step', content, intro)
 
 
+def latest_profile(run: RunRecord) -> tuple[Optional[Mapping[str, Any]], list[str]]:
+  """Returns the readable profile of process 0 with the last steps, and what cannot be read."""
+  unreadable: list[str] = []
+  paths = [p for p in run.folder.glob('profiles/*/anatomy.json') if p.parent.name.isdecimal()]
+  for path in sorted(paths, key=lambda p: int(p.parent.name), reverse=True):
+    if profile := _read(path, run.folder, unreadable):
+      return profile, unreadable
+  return None, unreadable
+
+
 def _profiles(folder: pathlib.Path) -> tuple[list[Mapping[str, Any]], list[str]]:
   """Returns the latest profiles, by step and process, and which cannot be read."""
-  found, unreadable = [], []
-  for path in folder.glob('profiles/*/anatomy.json'):
-    try:
-      found.append(read_json(path, _SCHEMA))
-    except (OSError, ValueError) as e:
-      unreadable.append(f'{path.relative_to(folder)} cannot be read: {e}.')
+  unreadable: list[str] = []
+  paths = folder.glob('profiles/*/anatomy.json')
+  found = [p for path in paths if (p := _read(path, folder, unreadable))]
   found.sort(key=lambda p: (p['first_step'], _process(p)))
   of_main = [p for p in found if not _process(p)]
   of_others = [p for p in found if _process(p)]
   shown = [*of_main[-_MOST_PROFILES:], *of_others[-_MOST_PROFILES:]]
   return [p for p in found if p in shown], sorted(unreadable)
+
+
+def _read(
+  path: pathlib.Path, folder: pathlib.Path, unreadable: list[str]
+) -> Optional[Mapping[str, Any]]:
+  try:
+    return read_json(path, _SCHEMA)
+  except (OSError, ValueError) as e:
+    unreadable.append(f'{path.relative_to(folder)} cannot be read: {e}.')
+    return None
 
 
 def _process(profile: Mapping[str, Any]) -> int:

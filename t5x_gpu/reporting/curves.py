@@ -15,6 +15,7 @@ _DENSE = 30  # with more points, the smoothed curve is drawn over the raw one
 _STEP = Axis('step', exact=lambda v: f'{v:,.0f}', whole=True)
 _LOG_STEP = Axis('step', is_log=True, exact=lambda v: f'{v:,.0f}')
 _MOST_TABLE_STEPS = 12
+_MOST_CHARTS = 6
 _EVAL = ('eval/', 'infer_eval/')
 _LOSSES = ('train/loss', 'eval/loss')
 
@@ -98,7 +99,7 @@ def loss_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   ]
   charts = [_chart(runs, key, title) for key, title in others]
   more = folded('Accuracy, learning rate, norms', element('div', *charts, class_='grid2'))
-  intro = 'The thin line has the value of each log, the thick line is smoothed.'
+  intro = 'The thin line has the value of each log line, the thick line is smoothed.'
   dense = any(len(run.series('train/loss')) > _DENSE for run in runs)
   intro = (intro if dense else '') + (' Dotted lines are restarts.' if marks else '')
   return Section('loss', 'Loss', [content, more if charts else None], intro.strip())
@@ -137,9 +138,11 @@ def evaluations_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   """Returns the metrics of evaluations, during training and by `python -m t5x_gpu.eval`."""
   content = []
   keys = sorted({k for run in runs for r in run.metrics for k in r if k.startswith(_EVAL)})
-  shown = [key for key in keys if key not in _LOSSES]
+  shown = [
+    key for key in keys if key not in _LOSSES and any(len(run.series(key)) > 1 for run in runs)
+  ]
   if shown:
-    charts = [_chart(runs, key, key.partition('/')[2]) for key in shown[:6]]
+    charts = [_chart(runs, key, key.partition('/')[2]) for key in shown[:_MOST_CHARTS]]
     content.append(element('div', *charts, class_='grid2'))
   for run in runs:
     name = f' of {run.name}' if len(runs) > 1 else ''

@@ -75,7 +75,7 @@ def _settings(settings: Mapping[str, ReportedSetting]) -> ET.Element:
 def data_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   """Returns the shares of a mixture and the facts about the data, from the latest checkpoint."""
   content: list[Child] = []
-  shares = {run.name: found for run in runs if len(found := _shares(run)) > 1}
+  shares = {run.name: found for run in runs if len(found := mixture_shares(run)) > 1}
   if shares:
     names = list(dict.fromkeys(name for found in shares.values() for name in found))
     content.append(
@@ -104,15 +104,15 @@ def _data(run: RunRecord) -> Mapping[str, Any]:
   return run.manifest.get('data', {})
 
 
-def _shares(run: RunRecord) -> dict[str, float]:
-  """Returns task -> share of the mixture, the largest first; small ones together as 'others'."""
+def mixture_shares(run: RunRecord, *, most: int = _MOST_SHARES) -> dict[str, float]:
+  """Returns task -> share of the mixture, the largest first; those after `most` as 'others'."""
   rates = _data(run).get('rates')
   if not isinstance(rates, dict) or not all(_is_rate(v) for v in rates.values()):
     return {}
   total = sum(rates.values()) or 1.0
   ordered = sorted(((v / total, name) for name, v in rates.items()), reverse=True)
-  found = {name: share for share, name in ordered[:_MOST_SHARES]}
-  if rest := sum(share for share, _ in ordered[_MOST_SHARES:]):
+  found = {name: share for share, name in ordered[:most]}
+  if rest := sum(share for share, _ in ordered[most:]):
     found['others'] = rest
   return found
 

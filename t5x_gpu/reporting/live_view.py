@@ -1,9 +1,10 @@
 """One screen about a run, for a terminal: `python -m t5x_gpu.top`."""
 
+import datetime
 import math
 import time
-from collections.abc import Sequence
-from typing import Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 import rich.console
 import rich.progress_bar
@@ -11,6 +12,8 @@ import rich.table
 import rich.text
 
 from t5x_gpu.metrics.goodput_accounts import LOST, summary
+from t5x_gpu.reporting.anatomy import latest_profile
+from t5x_gpu.reporting.details import mixture_shares
 from t5x_gpu.reporting.run_record import RunRecord
 from t5x_gpu.reporting.time_spent import ended, state_of
 from t5x_gpu.terminal.bars import format_seconds
@@ -20,6 +23,9 @@ _BLOCKS, _ASCII = '▁▂▃▄▅▆▇█', '_.-=+*%#'
 _SPARKS = 40
 _SPEED_SECONDS = 900.0  # the speed is that of the last quarter of an hour
 _MOST_PROBLEMS = 3
+_PARTS = ('compute', 'exposed_communication', 'input_wait')
+_MOST_SHARES = 4
+_SAMPLE_CHARACTERS = 500
 
 
 def view(run: RunRecord, *, now: Optional[float] = None, unicode: bool = True) -> rich.table.Table:
@@ -39,16 +45,20 @@ def view(run: RunRecord, *, now: Optional[float] = None, unicode: bool = True) -
   title = (' · ' if unicode else ' | ').join(
     filter(None, (run.name, state_of(run, now=now), where, _host(run)))
   )
+  profile, unreadable = latest_profile(run)
   grid.add_row('run', rich.text.Text(title, style='bold'))
   for name, content in (
     ('step', _progress(run, now)),
     ('loss', _loss(run, unicode=unicode)),
     ('speed', _speed(run)),
+    ('profile', _profile(profile, now) if profile else ''),
     ('eval', _evaluation(run)),
     ('goodput', summary(run.accounts).removeprefix('goodput ') if run.accounts else ''),
+    ('mixture', _mixture(run)),
     ('saved', _saved(run)),
+    ('sample', _sample(run, unicode=unicode)),
     ('restarts', _restarts(run, now)),
-    *(('note', problem) for problem in run.problems[:_MOST_PROBLEMS]),
+    *(('note', problem) for problem in [*run.problems, *unreadable][:_MOST_PROBLEMS]),
   ):
     if content:
       is_text = isinstance(content, str)
@@ -106,7 +116,9 @@ def _loss(run: RunRecord, *, unicode: bool) -> str:
   if not values:
     return ''
   shown = values[-_SPARKS:]
-  return f'{format_loss(values[-1])}  {sparkline(shown, unicode=unicode)}  last {len(shown)} logs'
+  return (
+    f'{format_loss(values[-1])}  {sparkline(shown, unicode=unicode)}  last {len(shown)} log lines'
+  )
 
 
 def _speed(run: RunRecord) -> str:
@@ -118,6 +130,45 @@ def _speed(run: RunRecord) -> str:
   )
   known = [(run.last(key), text) for key, text in parts]
   return '  '.join(text(value) for value, text in known if value is not None)
+
+
+def _profile(profile: Mapping[str, Any], now: float) -> str:
+  seconds, parts = profile['seconds_per_step'], profile['parts']
+  shares = ', '.join(
+    f'{name.replace("_", " ")} {parts[name] / seconds:.1%}'
+    for name in _PARTS
+    if seconds and parts.get(name) is not None
+  )
+  steps = f'steps {profile["first_step"]:,}-{profile["last_step"]:,}'
+  return f'{steps}{_age(profile.get("written", ""), now)}: {shares}'
+
+
+def _age(written: str, now: float) -> str:
+  try:
+    at = datetime.datetime.fromisoformat(written).timestamp()
+  except ValueError:
+    return ''
+  return f', {format_seconds(max(0.0, now - at))} ago'
+
+
+def _mixture(run: RunRecord) -> str:
+  shares = mixture_shares(run, most=_MOST_SHARES)
+  if len(shares) < 2:
+    return ''
+  return ', '.join(f'{name} {share:.0%}' for name, share in shares.items())
+
+
+def _sample(run: RunRecord, *, unicode: bool) -> str | rich.text.Text:
+  if not run.samples:
+    return ''
+  last = run.samples[-1]
+  text = last['text'][:_SAMPLE_CHARACTERS]
+  text = ' '.join(''.join(c if c.isprintable() else ' ' for c in text).split())
+  if not unicode:
+    text = text.encode('ascii', 'replace').decode('ascii')
+  return rich.text.Text(
+    f'step {last["step"]:,}: {text}', no_wrap=True, overflow='ellipsis' if unicode else 'crop'
+  )
 
 
 def _evaluation(run: RunRecord) -> str:

@@ -115,6 +115,7 @@ figcaption{font-weight:600;font-size:.95rem}
   font-size:.8125rem;color:var(--dim)}
 .legend li{display:flex;align-items:center;gap:.4rem;min-width:0;overflow-wrap:anywhere}
 .key.pale{opacity:.45}
+.key.dashed{background-image:repeating-linear-gradient(90deg,#0000 0 3px,var(--card) 3px 5px)}
 .key{width:.75rem;height:.75rem;border-radius:3px;flex:none}
 .plot{position:relative;height:15rem;margin:.6rem .9rem 1.5rem var(--gutter,3rem);
   border-bottom:1px solid var(--edge)}
@@ -175,6 +176,8 @@ i.p3,span.p3{background-image:repeating-linear-gradient(90deg,#0000 0 4px,var(--
   .tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:.5rem}
   .tile-value{font-size:1.2rem}
   .plot{height:12rem}
+  td:not(.number){min-width:6.5rem}
+  td:last-child:not(.number){min-width:10rem}
   .hosts{grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.5rem}
   .bars{grid-template-columns:1fr}
   .bar-row{display:grid;grid-template-columns:1fr max-content;gap:.1rem .5rem}

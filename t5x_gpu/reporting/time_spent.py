@@ -24,6 +24,7 @@ from t5x_gpu.terminal.bars import format_seconds
 # Category -> number of its color.
 COLORS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
 SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
+_ENDS = {'KeyboardInterrupt': 'Ctrl-C', 'SIGINT': 'Ctrl-C'}  # as a person ends a run
 _NO_LEDGER = 'has no goodput.jsonl: it has not started, or an earlier version of t5x_gpu trained it'
 
 
@@ -59,15 +60,17 @@ def _meaning() -> Optional[ET.Element]:
 
 
 def progress_section(runs: Sequence[RunRecord]) -> Optional[Section]:
-  """Returns steps against hours, and a table of all starts."""
+  """Returns steps against wall time, and a table of all starts."""
   known = [run for run in runs if run.accounts]
   if not known:
     return None
-  curves = [Series(r.name, _steps_by_hour(r), i) for i, r in enumerate(runs) if r.accounts]
+  longest = max(max((x for x, _ in _steps_by_time(run, 1)), default=0) for run in known)
+  unit, seconds = ('hours', 3600) if longest >= 2 * 3600 else ('minutes', 60)
+  curves = [Series(r.name, _steps_by_time(r, seconds), i) for i, r in enumerate(runs) if r.accounts]
   chart = line_chart(
     curves,
     title='Steps against wall time',
-    x=Axis('hours', low=0.0, text=short_number, exact=lambda v: f'{v:,.2f}'),
+    x=Axis(unit, low=0.0, text=short_number, exact=lambda v: f'{v:,.2f}'),
     y=Axis('step', exact=lambda v: f'{v:,.0f}', whole=True, low=0.0),
   )
   tables = [_starts(run, named=len(known) > 1) for run in known]
@@ -81,22 +84,22 @@ def _counted(number: int, what: str) -> str:
   return f'{number:,} {what}' + ('' if number == 1 else 's')
 
 
-def _steps_by_hour(run: RunRecord) -> Points:
-  """Returns (hours since the first start, step); a gap between two processes."""
+def _steps_by_time(run: RunRecord, unit: int) -> Points:
+  """Returns (units of so many seconds since the first start, step); a gap between processes."""
   begin = run.accounts.processes[0].process.start
   points: Points = []
   for account in run.accounts.processes:
     lines = [line for line in account.process.lines if line.step is not None]
-    points += [((line.at - begin) / 3600, float(line.step)) for line in lines]
+    points += [((line.at - begin) / unit, float(line.step)) for line in lines]
     if points:
       points.append((points[-1][0], float('nan')))
   return points
 
 
 def ended(account: ProcessAccount, *, is_last: bool, now: float) -> str:
-  """Returns how a process ended: 'done', 'SIGTERM', 'killed', 'running', 'silent for 0:10:00'."""
+  """Returns how a process ended: 'done', 'SIGTERM', 'killed', 'running' and so on."""
   if account.process.end:
-    return account.process.end
+    return _ENDS.get(account.process.end, account.process.end)
   age = now - account.process.last.at
   if not is_last:
     return 'killed'
@@ -125,10 +128,10 @@ def _starts(run: RunRecord, *, named: bool) -> ET.Element:
     )
   head = ['start', 'time', 'from step', 'to step', 'end', 'steps lost', 'time lost', 'down before']
   return table(
-    [*head, 'devices', 'host'],
+    [*head, 'devices', 'host, job'],
     rows,
     caption=f'Starts of {run.name}' if named else 'Starts',
-    texts=(0, 4, 8, 9),
+    texts=(4, 8, 9),
   )
 
 

@@ -172,6 +172,7 @@ def _compile_and_open(
     check_same_step(lowered)
     if opening.done():
       opening.result()  # data that opens quickly raises its errors before the compile
+    log('compiling the training step')
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
     memory = plan.memory.compiled(train_step)
     fresh = None if plan.saved else program.init()  # compiles too, while the data opens

@@ -59,7 +59,7 @@ class TraceRequest:
 
 
 class ProfileReader:
-  """Reads traces one after the other; a trace that cannot be read costs a warning.
+  """Reads traces one after the other; the run warns about a trace that it cannot read.
 
   Args:
     step_text: returns the compiled step as HLO text.

@@ -13,6 +13,7 @@ from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import PACKAGE, GinFiles
 from t5x_gpu.errors import ConfigError
 from tests.config.project import ENTRY, write
+from tests.helpers_disk import fill, small_disk
 
 TRICKY = [
   'MODEL_DIR=it\'s "a" long ' + 'path ' * 30,
@@ -200,6 +201,15 @@ def test_an_unwritable_folder_is_a_clear_error(project, load):
   with pytest.raises(ConfigError, match='cannot be written') as e:
     report.write(load(['my.gin']).provenance, project / 'file/out')
   assert '--gin.MODEL_DIR=FOLDER' in str(e.value)
+
+
+@pytest.mark.process
+def test_a_full_disk_is_a_clear_error(project, load):
+  with small_disk(project / 'disk', size='64k') as disk:
+    fill(disk)
+    with pytest.raises(ConfigError, match='cannot be written: No space left on device') as e:
+      report.write(load(['my.gin']).provenance, disk / 'out')
+  assert 'Free some space there' in str(e.value)
 
 
 def test_explain_follows_macros_and_names_users(load):

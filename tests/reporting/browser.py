@@ -1,5 +1,6 @@
 """Opens a page in a real browser, without a window."""
 
+import json
 import pathlib
 import re
 import shutil
@@ -22,7 +23,8 @@ def needs_browser(test: Callable[..., None]) -> Callable[..., None]:
 def open_page(page: pathlib.Path, *, width: int, count: str) -> tuple[int, int]:
   """Returns (width that the page became, elements that the CSS selector `count` finds).
 
-  Fails if the console has an entry or the screenshot next to `page` is blank.
+  Fails if the console has an entry, the screenshot next to `page` is blank, or the page asks for
+  anything that is not a file.
   """
   # A window is at least 500 wide, a frame is not; its script reports how wide the page became.
   frame = page.with_name('frame.html')
@@ -32,7 +34,7 @@ def open_page(page: pathlib.Path, *, width: int, count: str) -> tuple[int, int]:
     '"WIDTH " + d.documentElement.scrollWidth + " COUNT " + '
     f"d.querySelectorAll('{count}').length }}</script>"
   )
-  shot = page.with_name('shot.png')
+  shot, net_log = page.with_name('shot.png'), page.with_name('net.json')
   done = subprocess.run(
     [
       BROWSER,
@@ -42,6 +44,8 @@ def open_page(page: pathlib.Path, *, width: int, count: str) -> tuple[int, int]:
       '--allow-file-access-from-files',
       '--enable-logging=stderr',
       '--virtual-time-budget=5000',
+      f'--log-net-log={net_log}',
+      '--proxy-server=127.0.0.1:9',  # nothing listens: what Chromium itself asks for goes nowhere
       f'--user-data-dir={page.with_name("profile")}',
       '--window-size=1300,3100',
       f'--screenshot={shot}',
@@ -52,7 +56,16 @@ def open_page(page: pathlib.Path, *, width: int, count: str) -> tuple[int, int]:
     text=True,
     timeout=120,
   )
+  assert not (asked := requests(net_log)), asked
   assert 'CONSOLE' not in done.stderr, done.stderr
   assert shot.read_bytes().startswith(b'\x89PNG') and shot.stat().st_size > 30_000
   found = re.search(r'>WIDTH (\d+) COUNT (\d+)<', done.stdout)
   return int(found[1]), int(found[2])
+
+
+def requests(net_log: pathlib.Path) -> list[str]:
+  """Returns the addresses that pages, not the browser itself, asked for; files are left out."""
+  events = json.loads(net_log.read_text())['events']
+  started = [e['params'] for e in events if 'initiator' in e.get('params', {})]
+  asked = [p['url'] for p in started if p['initiator'] != 'not an origin']
+  return [url for url in asked if not url.startswith('file:')]

@@ -1,5 +1,6 @@
 """Writes the files of a run as training writes them, without training."""
 
+import datetime
 import json
 import math
 import pathlib
@@ -99,3 +100,27 @@ def write_run(
   (folder / 'eval').mkdir()
   (folder / 'eval' / 'test.jsonl').write_text('{"step": 40, "eval/loss": 2.5}\n')
   return folder
+
+
+def write_profile(folder: pathlib.Path, *, first_step: int, now: float) -> None:
+  """Writes the anatomy.json of a profile of three steps, as a run writes it at `now`."""
+  written = datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat(timespec='seconds')
+  content = {
+    'first_step': first_step,
+    'last_step': first_step + 2,
+    'reason': 'period',
+    'written': written,
+    'seconds_per_step': 0.1,
+    'parts': {
+      'compute': 0.06,
+      'exposed_communication': 0.03,
+      'idle': 0.01,
+      'input_wait': 0.005,
+      'save': None,
+    },
+    'operations': [],
+    'collectives': [],
+  }
+  path = folder / 'profiles' / str(first_step) / 'anatomy.json'
+  path.parent.mkdir(parents=True)
+  path.write_text(json.dumps(content))

@@ -58,6 +58,7 @@ def test_several_runs_show_their_differences_and_origins(tmp_path):
   b = write_run(tmp_path / 'x' / 'b', learning_rate='0.5')
   page = written(a, b, out=tmp_path / 'ab.html')
   assert page.headings == ['Comparison', *SECTIONS]
+  assert ('i', {'class': 'key dashed b1'}) in page.tags and '.key.dashed{' in page.source
   start = page.text.index('Values that differ')
   table = page.text[start : page.text.index('Overridden values')]
   assert 'LEARNING_RATE0.001my.gin:30.5my.gin:3' in table
@@ -135,6 +136,24 @@ def test_profiles_of_the_run_are_shown(tmp_path):
     assert text in page.text, text
 
 
+def test_a_metric_with_one_evaluation_is_only_in_the_table(tmp_path):
+  folder, figures = write_run(tmp_path / 'a'), []
+  for step in (20, 40):
+    with open(folder / 'metrics.jsonl', 'a') as f:
+      f.write(json.dumps({'step': step, 'eval/accuracy': 0.5}) + '\n')
+    page = written(folder, out=tmp_path / 'a.html')
+    assert 'eval/accuracy' in page.text
+    figures.append([tag for tag, _ in page.tags].count('figure'))
+  assert figures[1] == figures[0] + 1
+
+
+def test_the_wall_time_of_a_short_run_is_in_minutes(tmp_path):
+  text = written(write_run(tmp_path / 'a'), out=tmp_path / 'a.html').text
+  assert 'minutes' in text and 'hours' not in text
+  long = write_run(tmp_path / 'b', starts=((0, 2000),))
+  assert 'hours' in written(long, out=tmp_path / 'b.html').text
+
+
 def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):
   folder = write_run(tmp_path / 'a')
   (folder / 'metrics.jsonl').unlink()
@@ -176,3 +195,11 @@ def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(tmp_pa
   report.main([str(write_run(tmp_path / 'a')), f'--out={page}'])
   shown, curves = open_page(page, width=width, count='svg path.line')
   assert shown <= width and curves >= 4
+
+
+@needs_browser
+def test_a_browser_test_finds_requests(tmp_path):
+  page = tmp_path / 'a.html'
+  page.write_text('<img src="http://127.0.0.1:9/x.png">')
+  with pytest.raises(AssertionError, match='http://127.0.0.1:9/x.png'):
+    open_page(page, width=400, count='img')

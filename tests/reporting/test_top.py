@@ -1,5 +1,6 @@
 """`top`: one frame of a run, from its files alone; Ctrl-C leaves with 0."""
 
+import json
 import math
 import os
 import pty
@@ -16,7 +17,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.reporting.live_view import eta_seconds, sparkline, view
 from t5x_gpu.reporting.run_record import read_run
 from tests.helpers_train import REPOSITORY
-from tests.reporting.runs import START, write_run
+from tests.reporting.runs import MANIFEST, START, write_profile, write_run
 
 
 def frame(folder, *, now: float, width: int = 120, unicode: bool = True) -> str:
@@ -48,6 +49,46 @@ def test_a_frame_of_a_run_that_trains(tmp_path):
   assert eta_seconds(read_run(folder), now=now) == pytest.approx(100)
 
 
+def test_a_frame_has_the_latest_profile_the_mixture_and_the_last_sample(tmp_path):
+  folder = write_run(tmp_path / 'a')
+  for first_step in (9, 20):
+    write_profile(folder, first_step=first_step, now=START + first_step)
+  (folder / 'samples.jsonl').write_text(
+    '{"step": 20, "prompt": "a", "text": "abc"}\n'
+    '{"step": 40, "prompt": "def", "text": "def f():\\n  \\u001b[31m pass"}\n'
+  )
+  shown = frame(folder, now=START + 20 + 90)
+  for line in (
+    'profile steps 20-22, 0:01:30 ago: compute 60.0%, exposed communication 30.0%, input wait 5.0%',
+    'mixture books 75%, code 25%',
+    'sample step 40: def f(): [31m pass',
+  ):
+    assert line in shown, (line, shown)
+  assert '\x1b' not in shown
+  (folder / 'profiles' / '20' / 'anatomy.json').write_text('{')
+  shown = frame(folder, now=START + 20 + 90)
+  assert 'profile steps 9-11' in shown and 'note profiles/20/anatomy.json cannot be read' in shown
+
+
+def test_all_rows_fit_into_a_terminal_of_80_by_24(tmp_path):
+  folder = write_run(tmp_path / 'a', starts=((0, 24), (20, 30)))
+  write_profile(folder, first_step=20, now=START)
+  (folder / 'samples.jsonl').write_text(json.dumps({'step': 40, 'prompt': '', 'text': 'é ' * 900}))
+  rates = {f'a_task_with_a_long_name_{i}': i + 1.0 for i in range(40)}
+  manifest = folder / 'checkpoint_40' / 'manifest' / 'metadata'
+  manifest.write_text(json.dumps({**MANIFEST, 'data': {'rates': rates}}))
+  for name in ('goodput.jsonl', 'metrics.jsonl', 'config_origins.txt', 'eval/test.jsonl'):
+    with open(folder / name, 'a', encoding='utf-8') as file:
+      file.write('{"damaged\n' * 3)
+  for unicode in (True, False):
+    lines = frame(folder, now=START + 5000, width=80, unicode=unicode).splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
+    rows = [line.split()[0] for line in lines if not line.startswith(' ')]
+    assert {'profile', 'mixture', 'sample', 'restarts', 'note'} < set(rows), lines
+    (sample,) = (line for line in lines if line.startswith('sample'))
+    assert sample.isascii() != unicode
+
+
 def test_a_narrow_terminal_without_unicode_shows_plain_characters(tmp_path):
   shown = frame(write_run(tmp_path / 'a'), now=START, width=40, unicode=False)
   assert max(map(len, shown.splitlines())) <= 40
@@ -61,6 +102,14 @@ def test_a_run_without_a_ledger_and_one_without_a_step(tmp_path):
   assert 'step no step yet' in frame(folder, now=START)
 
 
+def test_a_run_that_a_person_stopped(tmp_path):
+  for i, end in enumerate(('SIGINT', 'KeyboardInterrupt')):
+    folder = write_run(tmp_path / str(i))
+    ledger = folder / 'goodput.jsonl'
+    ledger.write_text(ledger.read_text().replace('"end": "done"', f'"end": "{end}"'))
+    assert 'ended by Ctrl-C' in frame(folder, now=START)
+
+
 def test_sparklines():
   assert sparkline([1, 2, math.nan, 8]) == '▁▂!█'
   assert sparkline([]) == '' and sparkline([3.0, 3.0]) == '▁▁'
@@ -72,10 +121,11 @@ def test_without_a_terminal_it_prints_one_frame(tmp_path, capsys):
   assert 'checkpoint_40; 1 kept' in out and '\x1b' not in out
 
 
-@pytest.mark.parametrize('folders', [[], ['a', 'b']])
-def test_it_shows_one_run(folders):
-  with pytest.raises(ConfigError, match='top shows one'):
-    top.main(folders)
+def test_it_shows_one_run():
+  with pytest.raises(ConfigError, match='No MODEL_DIR is given'):
+    top.main([])
+  with pytest.raises(ConfigError, match='2 folders are given; top shows one run'):
+    top.main(['a', 'b'])
   with pytest.raises(ConfigError, match='does not name a folder in a bucket'):
     top.main(['s3://b'])
 

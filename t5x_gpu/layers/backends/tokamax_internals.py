@@ -19,8 +19,7 @@ _ATTENTION = 'tokamax._src.ops.attention'
 def library(module: str = 'tokamax') -> Any:
   """Returns a module of Tokamax, imported when a run needs it: it takes seconds.
 
-  Missing: an import that defines no absl flags, and a level of its own for what is logged when a
-  kernel has not been tuned for a shape.
+  Missing: an import that defines no absl flags, and its own log level for untuned kernels.
   """
   from absl import flags
 

@@ -83,10 +83,14 @@ class ClusterInfo:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags for a run of several processes that no launcher describes."""
-  group = parser.add_argument_group('several processes (srun, mpirun, ... need none of these)')
+  group = parser.add_argument_group('several processes (not needed with srun, mpirun, ...)')
   group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
-  group.add_argument('--process_count', type=int, metavar='N', help='processes of the run')
-  group.add_argument('--process_index', type=int, metavar='I', help='of this process, from 0')
+  group.add_argument(
+    '--process_count', type=int, metavar='N', help='number of processes of the run'
+  )
+  group.add_argument(
+    '--process_index', type=int, metavar='I', help='number of this process, from 0'
+  )
 
 
 def as_flags(flags: argparse.Namespace) -> tuple[str, ...]:

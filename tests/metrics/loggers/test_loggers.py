@@ -1,5 +1,6 @@
 """Loggers: chosen in gin, continued by a resumed run, silent about keys, never in the way."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -26,9 +27,9 @@ KEY = '0123456789abcdef0123456789abcdef01234567'  # of the shape of W&B's
 
 
 def needs(package):
-  """Skips unless the real client can be imported: pip install 't5x_gpu[wandb,mlflow]'."""
+  """Skips unless the real client can be imported, as in `make test-loggers`."""
   missing = importlib.util.find_spec(package) is None
-  return pytest.mark.skipif(missing, reason=f'{package} is not installed')
+  return pytest.mark.skipif(missing, reason=f'{package} is not installed: make test-loggers')
 
 
 class Service:
@@ -216,14 +217,15 @@ def mlflow_server(tmp_path):
         time.sleep(0.1)
     yield address, folder
   finally:
-    os.killpg(server.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself, as its log says
+      os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 
 @pytest.mark.slow
 @needs('mlflow')
 @pytest.mark.skipif(
-  importlib.util.find_spec('flask') is None, reason="no server of MLflow: pip install 'mlflow'"
+  importlib.util.find_spec('flask') is None, reason='no server of MLflow: make test-loggers'
 )
 def test_a_run_of_an_mlflow_server_is_continued_over_http(project, monkeypatch, mlflow_server):
   import mlflow

@@ -13,7 +13,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.sums import of_text_sets
 from t5x_gpu.partitioning.axis_rules import split_names
-from tests.models.encoding.helpers_encoders import program_of
+from tests.helpers_programs import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
@@ -84,7 +84,7 @@ def test_a_text_has_the_same_vector_packed_and_alone(pooling):
   ids=str,
 )
 def test_negatives_come_from_all_devices(mesh):
-  alone, spread = program_of(MODEL), program_of(MODEL, **mesh)
+  alone, spread = program_of(MODEL, {'inputs': 8}), program_of(MODEL, {'inputs': 8}, **mesh)
   [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
   found = []
   for program in (alone, spread):
@@ -100,7 +100,7 @@ def test_negatives_come_from_all_devices(mesh):
 
 def test_what_would_cut_the_batch_into_parts_is_refused():
   with pytest.raises(ConfigError, match='num_microbatches = 2'):
-    program_of(MODEL, num_microbatches=2)
+    program_of(MODEL, {'inputs': 8}, num_microbatches=2)
   with pytest.raises(ModelError, match="does not work with pooling = 'first_token_tanh'"):
     EncoderModel(CONFIG, head_type='embedding')
   limited = dataclasses.replace(CONFIG, num_positions=8, relative_bias='none')

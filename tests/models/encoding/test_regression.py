@@ -19,7 +19,7 @@ from t5x_gpu.models.encoding.sums import of_numbers
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import OptionalMembers, encodes_texts
 from t5x_gpu.models.preference.dpo import DpoModel
-from tests.models.encoding.helpers_encoders import program_of
+from tests.helpers_programs import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
@@ -51,7 +51,7 @@ def test_sums_are_squared_and_absolute_errors_of_counted_rows():
   ids=str,
 )
 def test_a_mesh_finds_what_one_device_finds(mesh):
-  alone, spread = program_of(MODEL), program_of(MODEL, **mesh)
+  alone, spread = program_of(MODEL, {'inputs': 8}), program_of(MODEL, {'inputs': 8}, **mesh)
   [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
   found = []
   for program in (alone, spread):

@@ -11,7 +11,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoding.sums import entity_hits
-from tests.models.encoding.helpers_encoders import program_of
+from tests.helpers_programs import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
 NAMES = ('O', 'B-PER', 'I-PER', 'I-LOC', 'B-LOC', 'S-LOC', 'E-PER')
@@ -70,8 +70,8 @@ def test_tags_need_names():
 )
 def test_counts_and_losses_on_a_mesh_are_those_of_one_device(options, mesh):
   model = EncoderModel(CONFIG, **options)
-  alone = program_of(model)
-  spread = program_of(model, **mesh)
+  alone = program_of(model, {'inputs': 8})
+  spread = program_of(model, {'inputs': 8}, **mesh)
   [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
   want, got = (
     jax.device_get(program.eval_step(program.init().params, program.layout.put_batch(batch)))

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import math
 
-import jax
 import pytest
 
 from t5x_gpu.analysis.collectives import flops_per_device, inventory, partitioned_hlo
@@ -12,15 +11,11 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.preference.dpo import DpoModel
-from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning.formulas.step_shape import step_shape
 from t5x_gpu.planning.formulas.traffic import compiled_traffic, formula_traffic
 from t5x_gpu.planning.formulas.work import step_work
-from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
-from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
-from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import program_of
 
 CONFIG = TransformerConfig(
   vocab_size=512,
@@ -49,19 +44,7 @@ PLAIN = DecoderOnlyModel(CONFIG)
 def test_flops_and_bytes_are_those_of_the_program(mesh):
   attention = 'auto' if 'context' in mesh else 'dense'
   model = DpoModel(DecoderOnlyModel(dataclasses.replace(CONFIG, attention=attention)))
-  devices = math.prod(size for size in mesh.values() if size is not True)
-  program = build_program(
-    model=model,
-    optimizer=AdamW(),
-    schedule=constant(1e-2),
-    seed=0,
-    pack=False,
-    partitioner=Partitioner(**mesh),
-    topology=Topology(1, devices),
-    devices=jax.devices()[:devices],
-    task_feature_lengths={'targets': 128},
-    batch_size=8,
-  )
+  program = program_of(model, {'targets': 128}, **mesh)
   shape = step_shape(program, model, num_microbatches=1, gpu=find_target('h100'))
   hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
   sums = []
@@ -82,18 +65,7 @@ def test_flops_and_bytes_are_those_of_the_program(mesh):
 
 def test_adapters_are_not_trained_kernels():
   model = DpoModel(LoraModel(PLAIN, rank=2, pattern='.*/kernel'))
-  program = build_program(
-    model=model,
-    optimizer=AdamW(),
-    schedule=constant(1e-2),
-    seed=0,
-    pack=False,
-    partitioner=Partitioner(),
-    topology=Topology(1, 1),
-    devices=jax.devices()[:1],
-    task_feature_lengths={'targets': 16},
-    batch_size=2,
-  )
+  program = program_of(model, {'targets': 16})
   shape = step_shape(program, model, num_microbatches=1, gpu=find_target('h100'))
   assert (shape.references, shape.trains_kernels) == (1, False)
   assert shape.stacks[0].causal and shape.stacks[0].num_layers == 2
