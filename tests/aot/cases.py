@@ -112,6 +112,4 @@ CASES = (
   # GPUs.
   _llama('fsdp', gpu='h200'),
   _llama('fsdp', gpu='a100-80'),
-  _llama('fsdp', gpu='b200'),
-  _llama('fsdp', "PRECISION = 'fp8'", gpu='b200', label='fp8'),
 )
