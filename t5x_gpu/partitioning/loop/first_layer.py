@@ -75,10 +75,13 @@ def _forward(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
 
 def _backward(dims: Any, earlier: Any, gradients: Any) -> Any:
   parts, ports = gradients
-  # A collective then starts after those of the others are done.
-  ports, _ = jax.lax.optimization_barrier(
-    (ports, [x for i, x in enumerate(parts) if i not in ports])
-  )
+  # The first layer's collectives then start after the others are done. Where marks allow it, what
+  # uses the others waits, too: otherwise XLA delays a large one to the end of the step.
+  marks = jax.typeof(next(iter(ports.values()))).manual_axis_type if ports else None
+  same = [i for i, x in enumerate(parts) if jax.typeof(x).manual_axis_type == marks]
+  ports, late, _ = jax.lax.optimization_barrier((ports, [parts[i] for i in same], parts))
+  for i, x in zip(same, late, strict=True):
+    parts[i] = x
   for i, of_leaf in dims:
     first = fsdp.reduced(ports[i], of_leaf, earlier[i])
     parts[i] = jax.lax.dynamic_update_index_in_dim(parts[i], first, 0, 0)

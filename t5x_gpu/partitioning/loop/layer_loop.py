@@ -185,7 +185,8 @@ class _Loop:
       state = body(state, 0)[0]  # what it gathers is not used
     _, (pending, gradient, of_shared), total = state
     # Otherwise XLA joins these collectives with those of the layer before, and hides neither.
-    pending, _ = jax.lax.optimization_barrier((pending, total))
+    if not any(kept.has_port):
+      pending, _ = jax.lax.optimization_barrier((pending, total))
     total = self._with_layer(total, trained, at_end, pending, 0, skip=kept.has_port)
     total = [self._summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
     gradients = merged(step.trained, total, [None] * len(leaves))
