@@ -194,10 +194,14 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # XLA pipelines the reduce-scatters of the backward pass. With full remat it then computes and
 # scatters the output of attention twice: 8% more bytes than the traced program asks for.
 # With overlap_layers, the last tick of 1f1b has no forward pass: `by_formula` counts one.
-# XLA's schedule of the same program takes 0.7 GiB less on an H200 than on an H100.
-# In a pipeline without `model`, summing in the last tick takes more copies of the gradients.
-MEMORY_OF = {'llama3_2_1b fsdp h200 1x8': 0.12, 'decoder_base pp h100 1x8 overlap_layers': 0.15}
-TRAFFIC_OF = {'llama3_2_1b tp_sp h100 1x8': 0.085, 'decoder_base 3d h100 1x8': 0.025}
+# In a pipeline without `model`, summing in the last tick takes more copies of the gradients. In FP8,
+# a pipeline also keeps its kernels in 8 bits.
+MEMORY_OF = {'decoder_base pp h100 1x8 overlap_layers': 0.15, 'decoder_base 3d h100 1x8 fp8': 0.15}
+TRAFFIC_OF = {
+  'llama3_2_1b tp_sp h100 1x8': 0.085,
+  'decoder_base 3d h100 1x8': 0.025,
+  'decoder_base 3d h100 1x8 fp8': 0.04,  # XLA all-reduces what it scatters in bfloat16
+}
 # Of one step, compiled for GPUs, and by formula (tests/aot/cases.py and recorded.json).
 PREDICT = """
 import json, sys
@@ -247,7 +251,8 @@ def check_formulas(case, argument_bytes, batch_bytes, formula_bytes, sent):
   [
     case if case.name in QUICK_STEPS else pytest.param(case, marks=pytest.mark.slow)
     for case in AOT_CASES
-    if case.hosts == 1
+    # 'max_overlap' cuts permutes into sends, half of which are in branches.
+    if case.hosts == 1 and case.label != 'max_overlap'
   ],
   ids=lambda case: case.name,
 )
