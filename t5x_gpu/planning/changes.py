@@ -80,7 +80,7 @@ def on_all_of(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 
 
 def _joined(first: Change, second: Change) -> Change:
-  """Returns both changes, of which the second was made to the run of the first."""
+  """Returns two changes as one; `second` starts from the run that `first` gives."""
   return Change((*first.settings, *second.settings), second.config)
 
 

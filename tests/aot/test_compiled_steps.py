@@ -13,8 +13,9 @@ import pytest
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.analysis.gpu_tables import gpu_json
+from t5x_gpu.errors import ModelError
 from t5x_gpu.runtime.xla.deviceless import kernels_for
-from tests.aot.cases import CASES
+from tests.aot.cases import CASES, Case
 from tests.aot.marks import MARKS
 
 pytestmark = MARKS
@@ -75,6 +76,22 @@ def test_a_step_needs_calls_and_sends_what_was_recorded(case, request):
     pytest.skip(f'it compiles; figures are recorded for jax {before["jax"]}')
   assert case.name in before['steps'], 'not recorded: make test-aot ARGS=--update_golden'
   assert problems(now, before['steps'][case.name]) == []
+
+
+def test_a_step_that_xla_cannot_compile_is_an_error_for_users():
+  if recorded()['jax'] != jax.__version__:
+    pytest.skip('another XLA may tile it')
+  case = Case(
+    model='t5_1_1_base',
+    layout='fsdp',
+    batch=(64, 512),
+    bindings=(
+      "DTYPE = 'bfloat16'",
+      "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}",  # 912 targets per GPU
+    ),
+  )
+  with pytest.raises(ModelError, match='XLA cannot compile this step for NVIDIA H100'):
+    case.compiled()
 
 
 @pytest.mark.parametrize('layout', ['zero1', 'fsdp'])

@@ -263,8 +263,8 @@ def distance(got, want):
   return np.abs(got - want).max() / np.abs(want).max()
 
 
-# What is made odd: the axes that split it, and parameters of which the error must name one. Where
-# nothing else is wrong, the error suggests another mesh, not another model.
+# A size that the test makes odd -> the mesh axes that split it, and parameters. The error must name
+# one of them. If nothing else is wrong, it suggests another mesh, not another model.
 MODEL = 'Partitioner.num_partitions'
 SIZES = {
   'num_layers': (('stage',), ('TransformerConfig.num_layers', 'Partitioner.stage')),
