@@ -311,7 +311,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     gpus = described_gpus(
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
-  variants = what_if.variants(name, values, lambda more: _configured(args, more)[0], gpu)
+
+  def configured(more: Sequence[str]) -> tuple[PlanConfig, Assumptions]:
+    run, assumed = _configured(args, more)
+    return run, calibrated(extra.calibrate, gpu, assumed)[0]
+
+  variants = what_if.variants(name, values, configured, gpu)
   config, assumed = _configured(args)
   assumed, calibration = calibrated(extra.calibrate, gpu, assumed)
   logging_setup.setup()

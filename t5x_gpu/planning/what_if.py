@@ -19,10 +19,10 @@ from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
 
 # A prediction, or why there is none.
 Outcome = Union[Prediction, UserError]
-# (more gin bindings) -> the run with them
-Configured = Callable[[Sequence[str]], PlanConfig]
-# value -> (GPU, run)
-Variants = Mapping[str, tuple[GpuTarget, PlanConfig]]
+# (more gin bindings) -> the run with them, and what its plan assumes
+Configured = Callable[[Sequence[str]], tuple[PlanConfig, Assumptions]]
+# value -> (GPU, run, what its plan assumes)
+Variants = Mapping[str, tuple[GpuTarget, PlanConfig, Assumptions]]
 
 
 def numbers(text: str, flag: str) -> list[int]:
@@ -69,8 +69,8 @@ def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuT
   """
   if name == 'gpu':
     run = configured(())
-    return {value: (find_target(value), run) for value in values}
-  return {value: (gpu, configured((f'{name}={value}',))) for value in values}
+    return {value: (find_target(value), *run) for value in values}
+  return {value: (gpu, *configured((f'{name}={value}',))) for value in values}
 
 
 def changed(
@@ -79,13 +79,13 @@ def changed(
   """Returns the predictions of `variants`; `given` is the run as it is."""
   config, prediction = given
   found: dict[str, Outcome] = {}
-  for value, (gpu, run) in runs.items():
+  for value, (gpu, run, assumed) in runs.items():
     # Schedules are functions: two of the same values are not equal. They do not change a plan.
     same = dataclasses.replace(run, learning_rate=config.learning_rate) == config
-    if same and gpu == planner.gpu:
+    if same and (gpu, assumed) == (planner.gpu, planner.assumed):
       found[value] = prediction
       continue
-    other = dataclasses.replace(planner, gpu=gpu, assumed=with_overlap_of(prediction))
+    other = dataclasses.replace(planner, gpu=gpu, assumed=with_overlap_of(prediction, assumed))
     try:
       found[value] = other.by_formula(run, topology)
     except UserError as e:
@@ -101,7 +101,7 @@ def scaled(
   numbers: Sequence[int],
 ) -> dict[int, Outcome]:
   """Returns the prediction on each number of GPUs, with as many rows per GPU as `given` has."""
-  planner = dataclasses.replace(planner, assumed=with_overlap_of(given))
+  planner = dataclasses.replace(planner, assumed=with_overlap_of(given, planner.assumed))
   dataset = config.train_dataset_cfg
   found: dict[int, Outcome] = {}
   for number in numbers:
@@ -120,8 +120,8 @@ def scaled(
   return found
 
 
-def with_overlap_of(given: Prediction) -> Assumptions:
-  """Returns the assumptions of `given`, with the shares that its schedule hides by mesh axis."""
+def with_overlap_of(given: Prediction, assumed: Assumptions) -> Assumptions:
+  """Returns `assumed` with the shares that the schedule of `given` hides, by mesh axis."""
   sent: collections.Counter[str] = collections.Counter()
   hidden: collections.Counter[str] = collections.Counter()
   for c in given.time.collectives:
@@ -129,8 +129,7 @@ def with_overlap_of(given: Prediction) -> Assumptions:
       sent[axis] += c.num_bytes
       hidden[axis] += c.num_bytes * c.hidden_share
   shares = {axis: hidden[axis] / sent[axis] for axis in sent if sent[axis]}
-  kept = {**given.assumed.hidden_shares, **shares}
-  return dataclasses.replace(given.assumed, hidden_shares=kept)
+  return dataclasses.replace(assumed, hidden_shares={**assumed.hidden_shares, **shares})
 
 
 def how(given: Prediction) -> str:

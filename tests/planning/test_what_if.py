@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import pytest
 
-from t5x_gpu.config import gin_loader
+from t5x_gpu import cli, plan
 from t5x_gpu.planning import scaling, what_if
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import COMPILED, PlanConfig
+from t5x_gpu.planning.prediction import COMPILED
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.helpers_train import TINY_GIN
@@ -22,7 +22,8 @@ PLANNER = Planner(find_target('h100'), Assumptions(), jax.devices())
 def configured(tmp_path):
   file = tmp_path / 'tiny.gin'
   file.write_text(TINY_GIN)
-  return lambda more: gin_loader.configured(gin_loader.load([str(file)], bindings=more), PlanConfig)
+  args = cli.parse_args('plan', '', [f'--gin_file={file}'], extra=plan._add_flags)
+  return lambda more: plan._configured(args, more)
 
 
 def as_compiled(config, share):
@@ -40,7 +41,7 @@ def as_compiled(config, share):
 
 @pytest.mark.parametrize('share', [0.0, 0.3])
 def test_other_runs_hide_as_much_as_the_compiled_step(configured, share):
-  config = configured(())
+  config, _ = configured(())
   given = as_compiled(config, share)
   got = what_if.scaled(config, TOPOLOGY, PLANNER, given, [2, 4, 8])
   assert got[4] is given
@@ -48,14 +49,14 @@ def test_other_runs_hide_as_much_as_the_compiled_step(configured, share):
     assert [c.hidden_share for c in got[number].time.collectives] == pytest.approx(
       [share] * len(got[number].time.collectives)
     )
-  planner = dataclasses.replace(PLANNER, assumed=what_if.with_overlap_of(given))
+  planner = dataclasses.replace(PLANNER, assumed=what_if.with_overlap_of(given, Assumptions()))
   again = planner.by_formula(config, TOPOLOGY)
   assert again.seconds_per_step == pytest.approx(given.seconds_per_step, rel=1e-6)
   assert 'overlap of the compiled step' in what_if.how(given)
 
 
 def test_a_value_that_the_run_has_keeps_its_prediction(configured):
-  config = configured(())
+  config, _ = configured(())
   given = as_compiled(config, 0.1)
   h100 = find_target('h100')
   for name, values in (('gpu', ['h100', 'b200']), ('BATCH_SIZE', ['8', '16'])):
@@ -67,8 +68,19 @@ def test_a_value_that_the_run_has_keeps_its_prediction(configured):
     assert all(c.hidden_share == pytest.approx(0.1) for c in other.time.collectives)
 
 
+def test_an_assumption_changes_the_prediction(configured):
+  config, assumed = configured(())
+  given = as_compiled(config, 0.1)
+  name, kept = 'Assumptions.kernel_seconds', str(assumed.kernel_seconds)
+  runs = what_if.variants(name, [kept, '0.01'], configured, PLANNER.gpu)
+  same, slower = what_if.changed(runs, TOPOLOGY, PLANNER, (config, given)).values()
+  assert same is given
+  assert slower.seconds_per_step > given.seconds_per_step
+  assert all(c.hidden_share == pytest.approx(0.1) for c in slower.time.collectives)
+
+
 def test_no_bar_is_longer_than_a_whole_one(configured):
-  p = PLANNER.by_formula(configured(()), TOPOLOGY)
+  p = PLANNER.by_formula(configured(())[0], TOPOLOGY)
   faster = dataclasses.replace(p, num_gpus=2)
   text = scaling.scale_table({4: p, 2: faster})
   assert '200%' in text and max(line.count('#') for line in text.splitlines()) == 30

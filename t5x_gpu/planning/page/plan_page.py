@@ -37,35 +37,36 @@ from t5x_gpu.runtime.memory import show
 _WAITING, _BUBBLE = 'waiting for collectives', 'pipeline bubble'
 _ARGUMENTS, _TEMPORARIES = 'parameters, optimizer state, batch', 'temporaries'
 _OUTPUTS = 'outputs'
-# Component or part -> number of its color, in the order in which they are drawn.
+# Component or part -> number of its color, in the order in which they are drawn. Ten more is the same
+# color with a pattern: what XLA allocates, beside the parts of it that formulas know.
 _MEMORY_COLORS = {
   PARAMETERS: 0,
   OPTIMIZER: 1,
-  BATCH: 7,
-  _ARGUMENTS: 0,
-  _TEMPORARIES: 3,
-  _OUTPUTS: 2,
+  BATCH: 9,
+  _ARGUMENTS: 10,
+  _TEMPORARIES: 13,
+  _OUTPUTS: 12,
   GRADIENTS: 2,
   ACTIVATIONS: 3,
   LAYER: 4,
   WEIGHTS: 5,
-  STACK: 1,
+  STACK: 8,
   LOSS: 6,
   FRAGMENTATION: 7,
 }
 _TIME_COLORS = {
-  work.MODEL: 0,
+  work.MODEL: 11,
   work.MLP: 0,
-  work.EXPERTS: 0,
+  work.EXPERTS: 10,
   work.ATTENTION_PROJECTIONS: 5,
   work.ATTENTION: 6,
   work.LOGITS: 2,
   work.ELEMENTWISE: 3,
   work.EMBEDDING: 7,
   work.WEIGHTS: 4,
-  work.OPTIMIZER: 4,
+  work.OPTIMIZER: 8,
   _WAITING: 1,
-  _BUBBLE: 7,
+  _BUBBLE: 9,
 }
 
 

@@ -112,6 +112,8 @@ class SearchState:
     limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
     chosen: list[Score] = []
     for score in sorted(self.scores, key=lambda s: (self.estimate(s), s.needed_bytes)):
+      if len(chosen) == number:
+        break
       tried = score.variant in self.compiled or score.variant in self.refused
       if score.variant.dtype != dtype or tried:
         continue
@@ -122,8 +124,6 @@ class SearchState:
         continue
       if is_known or score.family not in {c.family for c in chosen}:
         chosen.append(score)
-      if len(chosen) == number:
-        break
     return chosen
 
 
@@ -155,18 +155,19 @@ def search(
     started = {given: as_it_is} if given and as_it_is else {}
     found.seconds = time.monotonic() - begin
     say(f'{len(found.scores):,} variants predicted by formula: {found.seconds:.0f} s')
-    for dtype, left in limits.items():
-      while left and (chosen := found.next(dtype, min(_ROUND, left))):
-        left -= len(chosen)
-        futures = {pool.submit(workers.compiled, s.variant): s for s in chosen if s != as_it_is}
-        _compile(found, futures | started, bar)
-        started = {}
-        found.seconds = time.monotonic() - begin
-        best = found.best(dtype)
-        say(
-          f'{len(found.compiled)} variants compiled'
-          + (f'; the best in {dtype} takes {seconds(found.estimate(best))}' if best else '')
-        )
+    while chosen := [s for d, left in limits.items() for s in found.next(d, min(_ROUND, left))]:
+      for score in chosen:
+        limits[score.variant.dtype] -= 1
+      futures = {pool.submit(workers.compiled, s.variant): s for s in chosen if s != as_it_is}
+      _compile(found, futures | started, bar)
+      started = {}
+      found.seconds = time.monotonic() - begin
+      best = [
+        f'; the best{f" in {dtype}" if dtype else ""} takes {seconds(found.estimate(score))}'
+        for dtype in limits
+        if (score := found.best(dtype))
+      ]
+      say(f'{len(found.compiled)} variants compiled{"".join(best)}')
     if given:
       found.given = given.result()
   found.seconds, found.is_complete = time.monotonic() - begin, True
@@ -196,9 +197,7 @@ def _compile(
   futures: Mapping[concurrent.futures.Future, Score],
   bar: rich.progress.Progress,
 ) -> None:
-  dtype = next(iter(futures.values())).variant.dtype
-  what = f'compiling {dtype or "the step"}: {len(found.compiled)} done'
-  line = bar.add_task(what, total=len(futures))
+  line = bar.add_task(f'compiling: {len(found.compiled)} done', total=len(futures))
   for future in concurrent.futures.as_completed(futures):
     found.add(futures[future], future.result())
     bar.advance(line)

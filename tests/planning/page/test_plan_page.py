@@ -16,7 +16,7 @@ from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas import links
 from t5x_gpu.planning.page.mesh_drawing import MOST_HOSTS, mesh_drawing
-from t5x_gpu.planning.page.plan_page import plan_page
+from t5x_gpu.planning.page.plan_page import _MEMORY_COLORS, _TIME_COLORS, plan_page
 from t5x_gpu.planning.prediction import PlanConfig, predict
 from t5x_gpu.reporting.page import Section, page
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -98,6 +98,11 @@ def drawn(layout):
   found = Page(page('mesh', [Section('mesh', 'Mesh', mesh_drawing(layout, ()))]))
   found.check()
   return found
+
+
+@pytest.mark.parametrize('colors', [_MEMORY_COLORS, _TIME_COLORS])
+def test_no_two_parts_of_a_bar_look_the_same(colors):
+  assert len(set(colors.values())) == len(colors)
 
 
 def test_the_mesh_shows_which_gpus_exchange_data(made):
