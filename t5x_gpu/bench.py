@@ -23,6 +23,7 @@ from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla.compile_errors import compile_errors
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.program import Program, compile_options, program_of_run
@@ -88,9 +89,9 @@ def bench(
     feature_converter=model.feature_converter(dataset.task_feature_lengths),
   )
   begin = time.monotonic()
-  step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
-    compiler_options=compile_options(program, xla)
-  )
+  traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+  with compile_errors(devices[0].device_kind):
+    step = traced.lower().compile(compiler_options=compile_options(program, xla))
   compile_seconds = time.monotonic() - begin
   for line in fp8_lines(step, model, program.layout.mesh):
     log(line)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,11 +23,11 @@ from t5x_gpu.analysis.collectives import Collective, inventory
 from t5x_gpu.analysis.fp8_use import check_fp8_gemms
 from t5x_gpu.analysis.kernels import KernelCount, count_kernels, workspace_bytes
 from t5x_gpu.analysis.overlap import Overlap, overlaps
-from t5x_gpu.errors import ModelError, first_line
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.runtime.xla import deviceless
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla.compile_errors import compile_errors
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus
 from t5x_gpu.runtime.xla.table import Value
 from t5x_gpu.training.program import Program, compile_options, program_of_run
@@ -100,7 +99,7 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
 
   Raises:
     MeshError, ConfigError, ShapeError, ModelError: as `program_of_run`; for a model in FP8, if the
-      GPU has no FP8, or none of the step's matmuls is in it; and if XLA cannot compile the step.
+      GPU has no FP8, or none of the step's matmuls is in it; and as `compile_errors`.
   """
   fp8 = uses_fp8(config.model)
   check_devices(fp8, [gpus.target])
@@ -108,19 +107,11 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
     program = program_of_run(config, topology=gpus.topology, devices=list(gpus.devices))
     options = compile_options(program, preset) or {}
     start = time.monotonic()
-    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    lowered_at = time.monotonic()
-    try:
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    with compile_errors(gpus.target.device_kind):
+      lowered = traced.lower()
+      lowered_at = time.monotonic()
       compiled = lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as e:
-      reason = textwrap.shorten(first_line(e), 160, placeholder=' ...')
-      raise ModelError(
-        f'XLA cannot compile this step for {gpus.target.device_kind}: {reason}',
-        fix='If it names tiles, let the tokens of a GPU be a multiple of 128: change the lengths '
-        'or the batch. --dry_run predicts without a compile.',
-        parameters=('TASK_FEATURE_LENGTHS', 'BATCH_SIZE'),
-        docs='plan.md#a-gpu-that-you-do-not-have',
-      ) from e
     compiled_at = time.monotonic()
   hlo = compiled.as_text()
   if fp8:

@@ -29,6 +29,7 @@ from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla import program_cache
+from t5x_gpu.runtime.xla.compile_errors import compile_errors
 from t5x_gpu.training.checks import check_first_loss
 from t5x_gpu.training.guards.spikes import known_norms
 from t5x_gpu.training.program import compile_options
@@ -168,12 +169,16 @@ def _compile_and_open(
   program = plan.program
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(open_data, plan)
-    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    kind = program.layout.mesh.devices.flat[0].device_kind
+    with compile_errors(kind):
+      lowered = traced.lower()
     check_same_step(lowered)
     if opening.done():
       opening.result()  # data that opens quickly raises its errors before the compile
     log('compiling the training step')
-    train_step = lowered.compile(compiler_options=compile_options(program, xla))
+    with compile_errors(kind):
+      train_step = lowered.compile(compiler_options=compile_options(program, xla))
     memory = plan.memory.compiled(train_step)
     fresh = None if plan.saved else program.init()  # compiles too, while the data opens
     data = opening.result()

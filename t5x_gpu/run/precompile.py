@@ -9,6 +9,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla import program_cache
+from t5x_gpu.runtime.xla.compile_errors import compile_errors
 from t5x_gpu.training.program import compile_options
 
 
@@ -32,13 +33,14 @@ def precompile(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> str:
     xla: settings to compile with, as the run will.
   Raises:
     OutOfMemoryError: the compiled step does not fit.
-    ModelError: as `fp8_lines`.
+    ModelError: as `compile_errors` and `fp8_lines`.
   """
   program, done = plan.program, []
 
   def compiled(what: str, lowered: object, **options: object) -> object:
     started = time.monotonic()
-    result = lowered.compile(**options)
+    with compile_errors(program.layout.mesh.devices.flat[0].device_kind):
+      result = lowered.compile(**options)
     done.append(f'  {what}: {time.monotonic() - started:.1f} s')
     return result
 

@@ -112,4 +112,5 @@ CASES = (
   # GPUs.
   _llama('fsdp', gpu='h200'),
   _llama('fsdp', gpu='a100-80'),
+  _small('fsdp', gpu='b200'),
 )

@@ -80,12 +80,12 @@ BACKENDS = {
     Serves(
       'tokamax mosaic_gpu sm100',
       'data-center Blackwell (B200, GB200)',
-      'none; with a relative bias its gradient [batch, heads, length, length]',
+      'none',
       'gpu',
       (10.0, 11.0),
       ('bfloat16',),
       (1, 64),
-      softcap_with_bias=False,
+      relative_bias=False,  # 300 bytes of shared memory too many (tokamax 0.0.12)
       multiple=128,
     ),
     Serves(

@@ -213,6 +213,7 @@ BF16 = AttentionNeed('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_he
     (A100, {}, 'tokamax triton'),
     (A100, {'softcap': True}, 'chunked'),
     (B200, {'head_dim': 64}, 'tokamax mosaic_gpu sm100'),
+    (B200, {'head_dim': 64, 'relative_bias': True}, 'tokamax triton'),
     (B200, {}, 'tokamax triton'),
     (V100, {}, 'chunked'),
     (H100, {'context': 'ring'}, 'tokamax mosaic_gpu'),
