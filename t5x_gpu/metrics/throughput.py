@@ -203,7 +203,7 @@ class StepTimer:
 def mfu(
   model_flops_per_step: float, *, step_seconds: float, peak_flops: Optional[float]
 ) -> Optional[float]:
-  """Returns the model FLOPs utilisation (0 to 1), or None if it is unknown.
+  """Returns the model FLOPs utilisation, 0 to 1; None if unknown, or above 1, with a warning.
 
   Args:
     model_flops_per_step: FLOPs of the model on the global batch, without recomputation.
@@ -215,9 +215,10 @@ def mfu(
     return None
   value = model_flops_per_step / step_seconds / peak_flops
   if value > 1:
-    # Impossible: the peak is for sparse matmuls or another dtype, or the steps were not awaited.
     logging.getLogger(__name__).warning(
-      'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s.',
+      'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s. In long rows '
+      'model FLOPs count pairs of causal attention that kernels skip; otherwise the peak is wrong, '
+      'or the seconds are.',
       model_flops_per_step,
       step_seconds,
       100 * value,
