@@ -161,6 +161,17 @@ def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):
   assert 'Loss' not in page.headings and 'Goodput' in page.headings
 
 
+def test_a_run_that_lost_its_metrics_says_so_and_has_the_step_of_its_checkpoint(tmp_path, capsys):
+  a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', with_ledger=False)
+  (b / 'metrics.jsonl').unlink()
+  page = written(a, b, out=tmp_path / 'ab.html')
+  for text in (page.text, capsys.readouterr().out):
+    assert 'b: There is no metrics.jsonl, so losses and speed are not shown.' in text
+    assert 'copy it into the folder' in text
+  assert 'b40' in page.text  # its row of the comparison: no state, step 40
+  assert 'b has no goodput.jsonl: the file was lost' in page.text
+
+
 @pytest.mark.parametrize(
   'name, what, fix',
   [

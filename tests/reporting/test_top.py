@@ -5,6 +5,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,11 +96,16 @@ def test_a_narrow_terminal_without_unicode_shows_plain_characters(tmp_path):
   assert not set(shown) & set('▁▂▃▄▅▆▇█·')
 
 
-def test_a_run_without_a_ledger_and_one_without_a_step(tmp_path):
+def test_a_run_without_a_ledger_without_metrics_and_without_a_step(tmp_path):
   folder = write_run(tmp_path / 'a', with_ledger=False)
-  assert 'step 40/40 (100%)' in frame(folder, now=START)
+  shown = frame(folder, now=START)
+  assert 'step 40/40 (100%)' in shown and 'note' not in shown
   (folder / 'metrics.jsonl').unlink()
-  assert 'step no step yet' in frame(folder, now=START)
+  shown = frame(folder, now=START)
+  assert 'step 40/40 (100%)' in shown and 'note There is no metrics.jsonl' in shown
+  shutil.rmtree(folder / 'checkpoint_40')
+  shown = frame(folder, now=START)
+  assert 'step no step yet' in shown and 'note' not in shown  # it has just begun
 
 
 def test_a_run_that_a_person_stopped(tmp_path):
