@@ -150,20 +150,36 @@ def read_run(
 
 
 def read_runs(model_dirs: Sequence[str]) -> list[RunRecord]:
-  """Returns the records of several runs, with short names that differ; errors as `read_run`."""
+  """Returns the records of several runs, with short names that differ.
+
+  Args:
+    model_dirs: folders, or addresses in object storage.
+  Raises:
+    ConfigError: a folder is named twice; also what `read_run` raises.
+  """
+  _check_named_once(model_dirs)
   parts = [str(as_path(name)).rstrip('/').split('/') for name in model_dirs]
-  length = next(
-    (
-      n
-      for n in range(1, max(map(len, parts)) + 1)
-      if len({'/'.join(p[-n:]) for p in parts}) == len(parts)
-    ),
-    1,
-  )
+  lengths = range(1, max(map(len, parts)) + 1)
+  length = next(n for n in lengths if len({'/'.join(p[-n:]) for p in parts}) == len(parts))
   return [
     read_run(name, name='/'.join(part[-length:]) if len(parts) > 1 else '')
     for name, part in zip(model_dirs, parts)
   ]
+
+
+def _check_named_once(model_dirs: Sequence[str]) -> None:
+  """Raises ConfigError if a folder is named twice: charts know runs by their names."""
+  seen: dict[Any, str] = {}
+  for name in model_dirs:
+    path = as_path(name)
+    path = path.resolve() if isinstance(path, pathlib.Path) else path
+    if path in seen:
+      twice = f'{name!r} is given twice.'
+      same = f'{seen[path]!r} and {name!r} are the same folder.'
+      raise ConfigError(
+        twice if name == seen[path] else same, fix='Name each MODEL_DIR once.', docs='report.md'
+      )
+    seen[path] = name
 
 
 def check_folder(path: pathlib.Path, *, shown: str) -> None:

@@ -67,6 +67,39 @@ def test_several_runs_show_their_differences_and_origins(tmp_path):
   assert 'runs' not in [r.name for r in read_runs([str(a), str(a.parent / '..' / 'x' / 'b')])]
 
 
+def test_runs_whose_folders_have_the_same_name_are_both_shown(tmp_path):
+  folders = [write_run(tmp_path / parent / 'a') for parent in ('x', 'y')]
+  page = written(*folders, out=tmp_path / 'ab.html')
+  assert [run.name for run in read_runs(list(map(str, folders)))] == ['x/a', 'y/a']
+  for name in ('x/a', 'y/a'):
+    assert f'{name}done40' in page.text  # the comparison
+    assert f'{name}: goodput' in page.text
+    assert f'\n{name}, evaluation: 2.1743' in page.text  # a curve
+
+
+@pytest.mark.parametrize('again', ['runs/a', 'runs/a/', 'runs/b/../a', 'link'])
+def test_a_run_that_is_named_twice_is_refused(tmp_path, monkeypatch, again):
+  monkeypatch.chdir(tmp_path)
+  for name in ('a', 'b'):
+    write_run(tmp_path / 'runs' / name)
+  (tmp_path / 'link').symlink_to('runs/a')
+  with pytest.raises(ConfigError, match="'runs/a' .*(twice|same folder)") as e:
+    report.main(['runs/a', 'runs/b', again, '--out=ab.html'])
+  assert e.match('Name each MODEL_DIR once') and e.value.docs == 'report.md'
+  assert not (tmp_path / 'ab.html').exists()
+
+
+def test_a_run_in_object_storage_that_is_named_twice_is_refused():
+  with pytest.raises(ConfigError, match="'s3://b/a' and 's3://b/a/' are the same folder"):
+    read_runs(['s3://b/a', 's3://b/a/'])
+
+
+def test_the_comparison_counts_devices_which_may_be_cpus(tmp_path):
+  folders = [write_run(tmp_path / name) for name in 'ab']
+  page = written(*folders, out=tmp_path / 'ab.html')
+  assert 'wall timedevices' in page.text and 'GPUs' not in page.text
+
+
 def test_a_run_from_before_the_ledger_has_a_report(tmp_path):
   page = written(GOLDEN / 'prepared_run', out=tmp_path / 'old.html')
   assert [h for h in SECTIONS if h in page.headings] == [
