@@ -9,13 +9,15 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Optional
 
 # Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
 _ETA_STEPS = 200
 _INPUT_WAIT, _DISPATCH, _DEVICE_WAIT = 'input_wait', 'dispatch', 'device_wait'
+# Pauses between steps that profiles know -> their names in texts.
+PROFILED_PAUSES = {'save': 'save', 'eval': 'evaluation'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +200,16 @@ class StepTimer:
     self._seconds, self._wait_seconds, self._pauses = [], 0.0, {}
     self._parts = dict.fromkeys(self._parts, 0.0)
     return times
+
+
+def pauses_that_took_time(parts: Mapping[str, Optional[float]]) -> dict[str, float]:
+  """Returns the name in texts -> seconds per step of each pause that is known and above 0.
+
+  Args:
+    parts: the `parts` of an anatomy.json.
+  """
+  known = {text: parts.get(name) for name, text in PROFILED_PAUSES.items()}
+  return {text: seconds for text, seconds in known.items() if seconds is not None and seconds > 0}
 
 
 def mfu(

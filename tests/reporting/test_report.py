@@ -137,7 +137,14 @@ def test_profiles_of_the_run_are_shown(tmp_path):
     'last_step': 12,
     'reason': 'PROFILE_STEPS',
     'seconds_per_step': 0.5,
-    'parts': {'compute': 0.4, 'exposed_communication': 0.06, 'idle': 0.04, 'input_wait': 0.001},
+    'parts': {
+      'compute': 0.4,
+      'exposed_communication': 0.06,
+      'idle': 0.04,
+      'input_wait': 0.001,
+      'save': 0.2,
+      'eval': 0.03,
+    },
     'operations': [
       {'name': 'fusion.7', 'kind': 'fusion', 'op_name': 'mlp', 'seconds': 0.2, 'share': 0.4}
     ],
@@ -160,6 +167,8 @@ def test_profiles_of_the_run_are_shown(tmp_path):
   for text in (
     'steps 10-12 (PROFILE_STEPS)500 ms',
     'steps 10-12 (PROFILE_STEPS), process 1 on n1500 ms',
+    'Between steps, on average since the start, steps 10-12 (PROFILE_STEPS)',
+    'save200.000evaluation30.000',
     'Processes by device time, steps 10-12 (PROFILE_STEPS)',
     '1n1400.00060.00040.0000n0300.000160.00040.000',
     'fusion.7fusion200.00040.0%mlp',

@@ -58,9 +58,10 @@ def test_a_frame_has_the_latest_profile_the_mixture_and_the_last_sample(tmp_path
     '{"step": 20, "prompt": "a", "text": "abc"}\n'
     '{"step": 40, "prompt": "def", "text": "def f():\\n  \\u001b[31m pass"}\n'
   )
-  shown = frame(folder, now=START + 20 + 90)
+  shown = frame(folder, now=START + 20 + 90, width=150)
   for line in (
-    'profile steps 20-22, 0:01:30 ago: compute 60.0%, exposed communication 30.0%, input wait 5.0%',
+    'profile steps 20-22, 0:01:30 ago: compute 60.0%, exposed communication 30.0%, '
+    'input wait 5.0%; between steps: evaluation 4.0%',
     'mixture books 75%, code 25%',
     'sample step 40: def f(): [31m pass',
   ):
