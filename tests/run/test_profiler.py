@@ -98,7 +98,7 @@ def test_a_period_traces_every_so_many_steps(tmp_path):
   assert traced(tmp_path, config, seconds=[1.0] * 10) == {4: 'period', 8: 'period'}
 
 
-def test_a_save_is_beside_the_step_in_the_file_the_text_and_the_metrics(tmp_path, capsys):
+def test_a_save_is_between_steps_in_the_file_the_text_and_the_metrics(tmp_path, capsys):
   config = ProfileConfig(period=4, num_steps=2, slow_factor=None)
   (profile,), metrics = train(tmp_path, config, seconds=[2.0] * 6, save_seconds=0.5)
   assert profile['seconds_per_step'] == 2.0 and profile['parts']['save'] == 0.5
