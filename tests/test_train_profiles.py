@@ -89,6 +89,7 @@ def test_profiles_at_chosen_steps_on_a_signal_and_by_period(project, monkeypatch
   assert 'all-reduce over data' in result.out
   fractions = project.metrics('anatomy/compute_fraction')
   assert fractions and all(0 < fraction < 1 for fraction in fractions.values())
+  assert result.out.count('between steps, on average since the start: save') == 1  # of 12 to 14
 
 
 @pytest.mark.slow

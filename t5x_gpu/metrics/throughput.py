@@ -9,13 +9,15 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Optional
 
 # Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
 _ETA_STEPS = 200
 _INPUT_WAIT, _DISPATCH, _DEVICE_WAIT = 'input_wait', 'dispatch', 'device_wait'
+# Pauses between steps that profiles know -> their names in texts.
+PROFILED_PAUSES = {'save': 'save', 'eval': 'evaluation'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +202,20 @@ class StepTimer:
     return times
 
 
+def pauses_that_took_time(parts: Mapping[str, Optional[float]]) -> dict[str, float]:
+  """Returns the name in texts -> seconds per step of each pause that is known and above 0.
+
+  Args:
+    parts: the `parts` of an anatomy.json.
+  """
+  known = {text: parts.get(name) for name, text in PROFILED_PAUSES.items()}
+  return {text: seconds for text, seconds in known.items() if seconds is not None and seconds > 0}
+
+
 def mfu(
   model_flops_per_step: float, *, step_seconds: float, peak_flops: Optional[float]
 ) -> Optional[float]:
-  """Returns the model FLOPs utilisation (0 to 1), or None if it is unknown.
+  """Returns the model FLOPs utilisation, 0 to 1; None if unknown, or above 1, with a warning.
 
   Args:
     model_flops_per_step: FLOPs of the model on the global batch, without recomputation.
@@ -215,9 +227,10 @@ def mfu(
     return None
   value = model_flops_per_step / step_seconds / peak_flops
   if value > 1:
-    # Impossible: the peak is for sparse matmuls or another dtype, or the steps were not awaited.
     logging.getLogger(__name__).warning(
-      'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s.',
+      'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s. In long rows '
+      'model FLOPs count pairs of causal attention that kernels skip; otherwise the peak is wrong, '
+      'or the seconds are.',
       model_flops_per_step,
       step_seconds,
       100 * value,

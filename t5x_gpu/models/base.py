@@ -121,7 +121,9 @@ class OneStackModel(TransformerModel):
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per position of a row of `length`."""
-    return transformer_flops_per_token(self.config, length, token_logits=self._predicts_tokens)
+    return transformer_flops_per_token(
+      self.config, length, token_logits=self._predicts_tokens, causal=self._stack.causal
+    )
 
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None

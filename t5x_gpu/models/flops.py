@@ -8,20 +8,39 @@ from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.partitioning.layer_stacks import ONLY
 
 
+def seen_keys(window: int, length: float, *, causal: bool = True) -> float:
+  """Returns how many keys of a row of `length` a query sees in a layer with a window.
+
+  The count is that of a query far from both ends of the row. Without a window it is `length`, also
+  if causal.
+
+  Args:
+    window: positions back that a query sees, including itself; 0 for no window.
+    length: keys of the row.
+    causal: whether the window reaches back only; otherwise it reaches as far ahead.
+  """
+  if window == 0:
+    return length
+  return min(window if causal else 2 * window - 1, length)
+
+
 def transformer_flops_per_token(
-  config: TransformerConfig, length: int, *, token_logits: bool = True
+  config: TransformerConfig, length: float, *, token_logits: bool = True, causal: bool = True
 ) -> float:
   """Returns FLOPs of forward and backward per position of a row of `length` tokens.
 
-  2 FLOPs per weight and position in the forward pass, twice that in the backward pass. Attention
-  counts length x length pairs, also if causal. The output projection counts, the embedding lookup
-  does not. Of the experts, only those that a token uses count, and no empty slots.
+  2 FLOPs per weight and position in the forward pass, twice that in the backward pass. A layer's
+  attention counts length x length pairs, also if causal, though a kernel may skip those in the
+  future. A layer with a window counts length x min(window, length) pairs. The output projection
+  counts, the embedding lookup does not. Of the experts, only those that a token uses count, and no
+  empty slots.
 
   Args:
-    config: sizes of the stack.
+    config: sizes of the stack, and the windows of its layers.
     length: tokens of a row.
     token_logits: whether there are logits over the vocabulary.
-  Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N + 12 L H Q T.
+    causal: whether windows reach back only, as in a decoder; see `seen_keys`.
+  Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N + 12 L H Q T, which has no windows.
   """
   c = config
   attention_weights = 2 * c.embed_dim * (c.num_heads + c.kv_heads) * c.head_dim
@@ -30,14 +49,20 @@ def transformer_flops_per_token(
     mlp_weights = c.num_experts_per_token * mlp_weights + c.embed_dim * c.num_experts
   weights = c.num_layers * (attention_weights + mlp_weights)
   weights += c.embed_dim * c.vocab_size if token_logits else 0
-  attention = 12 * c.num_layers * c.num_heads * c.head_dim * length
+  windows = (c.windows[i % len(c.windows)] for i in range(c.num_layers))
+  keys = sum(seen_keys(window, length, causal=causal) for window in windows)
+  attention = 12 * c.num_heads * c.head_dim * keys
   return 6.0 * weights + attention
 
 
 def encoder_decoder_flops_per_row(
-  config: TransformerConfig, encoder_length: int, decoder_length: int, *, num_encoder_layers: int
+  config: TransformerConfig,
+  encoder_length: float,
+  decoder_length: float,
+  *,
+  num_encoder_layers: int,
 ) -> float:
-  """Returns FLOPs of forward and backward of a row.
+  """Returns FLOPs of forward and backward of a row; windows do not limit cross attention.
 
   Args:
     config: sizes of the decoder; the encoder has the same width.
@@ -47,7 +72,9 @@ def encoder_decoder_flops_per_row(
   """
   c = config
   of_encoder = dataclasses.replace(c, num_layers=num_encoder_layers)
-  encoder = transformer_flops_per_token(of_encoder, encoder_length, token_logits=False)
+  encoder = transformer_flops_per_token(
+    of_encoder, encoder_length, token_logits=False, causal=False
+  )
   decoder = transformer_flops_per_token(c, decoder_length)
   # Keys and values of cross attention are those of the inputs.
   kernels = c.kv_heads * encoder_length + c.num_heads * decoder_length

@@ -184,10 +184,8 @@ class LoraModel:
     Frozen kernels have no weight gradient: 4 FLOPs per weight instead of 6. Of `also_train`, only
     kernels of layers count.
     """
-    whole = OptionalMembers(self.model).flops_per_row
-    # Attention grows with the square of the lengths, so this leaves what grows with the lengths.
-    of_weights = 2 * whole(lengths) - whole({s: 2 * n for s, n in lengths.items()}) / 2
-    flops = whole(lengths) - of_weights / 3
+    flops = OptionalMembers(self.model).flops_per_row(lengths)
+    flops -= self._frozen_flops_per_row(lengths) / 3
     shapes = flax.traverse_util.flatten_dict(
       jax.eval_shape(lambda: self.init(jax.random.key(0), None)), sep='/'
     )
@@ -200,6 +198,15 @@ class LoraModel:
       elif self.is_trained(path) and path.endswith(_KERNEL) and p.names[0] in STACKS:
         flops += 2.0 * p.value.size * tokens
     return flops
+
+  def _frozen_flops_per_row(self, lengths: Mapping[str, int]) -> float:
+    """Returns FLOPs of the wrapped model's kernels on a row, all trained; no attention."""
+    whole = OptionalMembers(self.model).flops_per_row
+    # Attention grows with the square of the lengths up to any window, so this leaves what grows
+    # with the lengths. Rows scaled to at most one token are not longer than any window.
+    one = 1 / max(lengths.values())
+    long, short = (whole({s: n * scale for s, n in lengths.items()}) for scale in (one, one / 2))
+    return (4 * short - long) / one
 
   def merged(self, params: Params) -> Params:
     """Returns parameters of the wrapped model with the adapters added to their kernels."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config.json_schema import Fields, ListOf, MapOf, Nullable, Whole, read_json
+from t5x_gpu.metrics.throughput import pauses_that_took_time
 from t5x_gpu.reporting.charts import stacked_bars
 from t5x_gpu.reporting.markup import Child, element
 from t5x_gpu.reporting.page import Section, table
@@ -122,6 +123,11 @@ def _tables(profile: Mapping[str, Any], prefix: str) -> list[Child]:
   ]
   where = f'{prefix}{_steps(profile)}'
   tables: list[Child] = []
+  pauses = pauses_that_took_time(profile['parts'])
+  if pauses:
+    rows = [[name, f'{1e3 * seconds:.3f}'] for name, seconds in pauses.items()]
+    caption = f'Between steps, on average since the start, {where}'
+    tables.append(table(['pause', 'ms per step'], rows, caption=caption))
   if operations:
     head = ['operation', 'kind', 'ms per step', 'share', 'place in the model']
     tables.append(table(head, operations, caption=f'Longest operations, {where}', texts=(0, 1, 4)))

@@ -12,6 +12,7 @@ import rich.table
 import rich.text
 
 from t5x_gpu.metrics.goodput_accounts import LOST, summary
+from t5x_gpu.metrics.throughput import pauses_that_took_time
 from t5x_gpu.reporting.anatomy import latest_profile
 from t5x_gpu.reporting.details import mixture_shares
 from t5x_gpu.reporting.run_record import RunRecord
@@ -139,6 +140,10 @@ def _profile(profile: Mapping[str, Any], now: float) -> str:
     for name in _PARTS
     if seconds and parts.get(name) is not None
   )
+  pauses = pauses_that_took_time(parts) if seconds else {}
+  if pauses:
+    between = ', '.join(f'{name} {pause / seconds:.1%}' for name, pause in pauses.items())
+    shares += f'; between steps: {between}'
   steps = f'steps {profile["first_step"]:,}-{profile["last_step"]:,}'
   return f'{steps}{_age(profile.get("written", ""), now)}: {shares}'
 

@@ -116,5 +116,5 @@ def _comparison(runs: Sequence[RunRecord]) -> Section:
         str(run.facts.get('devices', '')),
       ]
     )
-  head = ['run', 'state', 'step', 'loss', 'eval loss', 'tokens/s', 'goodput', 'wall time', 'GPUs']
-  return Section('comparison', 'Comparison', [table(head, rows, texts=(0, 1))])
+  head = ['run', 'state', 'step', 'loss', 'eval loss', 'tokens/s', 'goodput', 'wall time']
+  return Section('comparison', 'Comparison', [table([*head, 'devices'], rows, texts=(0, 1))])

@@ -31,6 +31,10 @@ Records = list[dict[str, Any]]
 _T = TypeVar('_T')
 _EVAL_FOLDER = 'eval'
 _MOST_NAMED = 10  # damaged lines
+_NO_METRICS = (
+  f'There is no {METRICS}, so losses and speed are not shown. If it was lost, copy it into the '
+  "folder again; a run writes it if LOGGERS has 'jsonl'."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class RunRecord:
     manifest: of the latest checkpoint that can be read; empty if there is none.
     evaluations: name -> records of `python -m t5x_gpu.eval`.
     samples: texts that the run wrote.
-    problems: what could not be read, as sentences.
+    problems: what is missing or could not be read, as sentences.
   """
 
   name: str
@@ -78,11 +82,11 @@ class RunRecord:
 
   @property
   def step(self) -> Optional[int]:
-    """The last finished step that a file knows."""
+    """The last finished step that a file knows; the last saved one without metrics and ledger."""
     steps = [self.metrics[-1]['step']] if self.metrics else []
     if self.accounts and (step := self.accounts.processes[-1].process.last.step) is not None:
       steps.append(step)
-    return max(steps, default=None)
+    return max(steps or self.checkpoints, default=None)
 
   def series(self, key: str) -> list[tuple[float, float]]:
     """Returns (step, value) of a metric, ascending; the last record of a step counts."""
@@ -119,6 +123,9 @@ def read_run(
     problems.append(_damaged_text(GOODPUT, ledger.damaged))
   metrics = _records(folder / METRICS, parse_line, problems)
   checkpoints, manifest = _checkpoints(opened, problems)
+  # A run makes the file before its first step.
+  if checkpoints and not (folder / METRICS).exists():
+    problems.append(_NO_METRICS)
   has_begun = any((folder / name).exists() for name in (CONFIG, LOCK, GOODPUT, METRICS))
   if not has_begun and not checkpoints:
     raise _not_a_run(folder, shown)
@@ -143,20 +150,36 @@ def read_run(
 
 
 def read_runs(model_dirs: Sequence[str]) -> list[RunRecord]:
-  """Returns the records of several runs, with short names that differ; errors as `read_run`."""
+  """Returns the records of several runs, with short names that differ.
+
+  Args:
+    model_dirs: folders, or addresses in object storage.
+  Raises:
+    ConfigError: a folder is named twice; also what `read_run` raises.
+  """
+  _check_named_once(model_dirs)
   parts = [str(as_path(name)).rstrip('/').split('/') for name in model_dirs]
-  length = next(
-    (
-      n
-      for n in range(1, max(map(len, parts)) + 1)
-      if len({'/'.join(p[-n:]) for p in parts}) == len(parts)
-    ),
-    1,
-  )
+  lengths = range(1, max(map(len, parts)) + 1)
+  length = next(n for n in lengths if len({'/'.join(p[-n:]) for p in parts}) == len(parts))
   return [
     read_run(name, name='/'.join(part[-length:]) if len(parts) > 1 else '')
     for name, part in zip(model_dirs, parts)
   ]
+
+
+def _check_named_once(model_dirs: Sequence[str]) -> None:
+  """Raises ConfigError if a folder is named twice: charts know runs by their names."""
+  seen: dict[Any, str] = {}
+  for name in model_dirs:
+    path = as_path(name)
+    path = path.resolve() if isinstance(path, pathlib.Path) else path
+    if path in seen:
+      twice = f'{name!r} is given twice.'
+      same = f'{seen[path]!r} and {name!r} are the same folder.'
+      raise ConfigError(
+        twice if name == seen[path] else same, fix='Name each MODEL_DIR once.', docs='report.md'
+      )
+    seen[path] = name
 
 
 def check_folder(path: pathlib.Path, *, shown: str) -> None:

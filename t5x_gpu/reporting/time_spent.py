@@ -25,7 +25,10 @@ from t5x_gpu.terminal.bars import format_seconds
 COLORS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
 SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
 _ENDS = {'KeyboardInterrupt': 'Ctrl-C', 'SIGINT': 'Ctrl-C'}  # as a person ends a run
-_NO_LEDGER = 'has no goodput.jsonl: it has not started, or an earlier version of t5x_gpu trained it'
+_NO_LEDGER = (
+  'has no goodput.jsonl: the file was lost, the run has not started, or an earlier version of '
+  't5x_gpu trained it'
+)
 
 
 def goodput_section(runs: Sequence[RunRecord]) -> Section:

@@ -21,6 +21,7 @@ from t5x_gpu.analysis.profile.trace import read_trace
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.errors import first_line
 from t5x_gpu.metrics.speed import ModelSpeed
+from t5x_gpu.metrics.throughput import PROFILED_PAUSES
 from t5x_gpu.run.profile_ranks import ProfileRanks
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.coordination import Store
@@ -152,7 +153,7 @@ class ProfileReader:
         {
           f'anatomy/{name}_fraction': seconds / step
           for name, seconds in content['parts'].items()
-          if name not in ('save', 'eval')
+          if seconds > 0 or name not in PROFILED_PAUSES
         }
       )
 

@@ -23,6 +23,7 @@ from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.errors import first_line
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.speed import model_speed
+from t5x_gpu.metrics.throughput import PROFILED_PAUSES
 from t5x_gpu.run.live import LiveRun
 from t5x_gpu.run.profile_reader import ProfileReader, TraceRequest
 from t5x_gpu.runtime import distributed
@@ -174,7 +175,7 @@ class Profiler:
       for name in ('input_wait', 'dispatch')
     } | {
       name: request.totals.get(name, 0.0) / max(1, step - self._first_step)
-      for name in ('save', 'eval')
+      for name in PROFILED_PAUSES
     }
     if drain:
       self._reader.read(request)

@@ -1,11 +1,13 @@
 """Model FLOPs of a step come from the lengths of all features of a batch."""
 
+import dataclasses
+
 import pytest
 
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.flops import step_flops, step_tokens
+from t5x_gpu.models.flops import step_flops, step_tokens, transformer_flops_per_token
 from t5x_gpu.models.lora import LoraModel
 
 CONFIG = TransformerConfig(
@@ -62,3 +64,54 @@ def test_a_model_with_flops_per_token_alone_counts_its_first_feature():
   decoder = DecoderOnlyModel(CONFIG)
   spec = decoder.batch_spec({'targets': 8}, batch_size=ROWS, pack=True).shapes
   assert step_flops(decoder, spec) == ROWS * 8 * decoder.flops_per_token(8)
+
+
+def with_windows(*windows, num_layers=CONFIG.num_layers):
+  return dataclasses.replace(CONFIG, windows=windows, num_layers=num_layers)
+
+
+def of_pairs(pairs):
+  """Returns FLOPs of so many (query, key) pairs, in one layer or summed over layers."""
+  return 12 * CONFIG.num_heads * CONFIG.head_dim * pairs
+
+
+@pytest.mark.parametrize('num_layers', [1, 3, 5])
+def test_a_layer_with_a_window_counts_the_keys_in_it(num_layers):
+  length, windows = 64, (16, 4, 0)
+  got, weights = (
+    transformer_flops_per_token(with_windows(*windows, num_layers=num_layers), n)
+    for n in (length, 0)
+  )
+  keys = sum((16, 4, length)[i % 3] for i in range(num_layers))
+  assert got == weights + of_pairs(keys)
+  assert weights == transformer_flops_per_token(with_windows(0, num_layers=num_layers), 0)
+
+
+@pytest.mark.parametrize('windows', [(64,), (65, 1000), (0, 64)])
+def test_a_window_as_long_as_the_row_changes_nothing(windows):
+  assert transformer_flops_per_token(with_windows(*windows), 64) == (
+    transformer_flops_per_token(CONFIG, 64)
+  )
+
+
+def test_windows_of_an_encoder_reach_both_ways_and_those_of_inputs_not_across():
+  plain, windowed = (
+    transformer_flops_per_token(with_windows(w), 64, causal=False) for w in (0, 16)
+  )
+  assert plain - windowed == of_pairs(2 * (64 - 31))
+  got, want = (
+    EncoderDecoderModel(with_windows(w), num_encoder_layers=3).flops_per_row(
+      {'encoder': 64, 'decoder': 48}
+    )
+    for w in (16, 0)
+  )
+  assert want - got == of_pairs(3 * 64 * (64 - 31) + 2 * 48 * (48 - 16))
+
+
+def test_adapters_save_the_same_gradients_with_and_without_windows():
+  saved = []
+  for windows in ((4, 0), (0,)):
+    model = DecoderOnlyModel(with_windows(*windows))
+    adapted = LoraModel(model, rank=1)
+    saved.append(model.flops_per_token(64) - adapted.flops_per_token(64))
+  assert saved[0] == pytest.approx(saved[1], rel=1e-12)

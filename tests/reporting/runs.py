@@ -117,6 +117,7 @@ def write_profile(folder: pathlib.Path, *, first_step: int, now: float) -> None:
       'idle': 0.01,
       'input_wait': 0.005,
       'save': None,
+      'eval': 0.004,
     },
     'operations': [],
     'collectives': [],

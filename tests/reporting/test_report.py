@@ -67,6 +67,39 @@ def test_several_runs_show_their_differences_and_origins(tmp_path):
   assert 'runs' not in [r.name for r in read_runs([str(a), str(a.parent / '..' / 'x' / 'b')])]
 
 
+def test_runs_whose_folders_have_the_same_name_are_both_shown(tmp_path):
+  folders = [write_run(tmp_path / parent / 'a') for parent in ('x', 'y')]
+  page = written(*folders, out=tmp_path / 'ab.html')
+  assert [run.name for run in read_runs(list(map(str, folders)))] == ['x/a', 'y/a']
+  for name in ('x/a', 'y/a'):
+    assert f'{name}done40' in page.text  # the comparison
+    assert f'{name}: goodput' in page.text
+    assert f'\n{name}, evaluation: 2.1743' in page.text  # a curve
+
+
+@pytest.mark.parametrize('again', ['runs/a', 'runs/a/', 'runs/b/../a', 'link'])
+def test_a_run_that_is_named_twice_is_refused(tmp_path, monkeypatch, again):
+  monkeypatch.chdir(tmp_path)
+  for name in ('a', 'b'):
+    write_run(tmp_path / 'runs' / name)
+  (tmp_path / 'link').symlink_to('runs/a')
+  with pytest.raises(ConfigError, match="'runs/a' .*(twice|same folder)") as e:
+    report.main(['runs/a', 'runs/b', again, '--out=ab.html'])
+  assert e.match('Name each MODEL_DIR once') and e.value.docs == 'report.md'
+  assert not (tmp_path / 'ab.html').exists()
+
+
+def test_a_run_in_object_storage_that_is_named_twice_is_refused():
+  with pytest.raises(ConfigError, match="'s3://b/a' and 's3://b/a/' are the same folder"):
+    read_runs(['s3://b/a', 's3://b/a/'])
+
+
+def test_the_comparison_counts_devices_which_may_be_cpus(tmp_path):
+  folders = [write_run(tmp_path / name) for name in 'ab']
+  page = written(*folders, out=tmp_path / 'ab.html')
+  assert 'wall timedevices' in page.text and 'GPUs' not in page.text
+
+
 def test_a_run_from_before_the_ledger_has_a_report(tmp_path):
   page = written(GOLDEN / 'prepared_run', out=tmp_path / 'old.html')
   assert [h for h in SECTIONS if h in page.headings] == [
@@ -104,7 +137,14 @@ def test_profiles_of_the_run_are_shown(tmp_path):
     'last_step': 12,
     'reason': 'PROFILE_STEPS',
     'seconds_per_step': 0.5,
-    'parts': {'compute': 0.4, 'exposed_communication': 0.06, 'idle': 0.04, 'input_wait': 0.001},
+    'parts': {
+      'compute': 0.4,
+      'exposed_communication': 0.06,
+      'idle': 0.04,
+      'input_wait': 0.001,
+      'save': 0.2,
+      'eval': 0.03,
+    },
     'operations': [
       {'name': 'fusion.7', 'kind': 'fusion', 'op_name': 'mlp', 'seconds': 0.2, 'share': 0.4}
     ],
@@ -127,6 +167,8 @@ def test_profiles_of_the_run_are_shown(tmp_path):
   for text in (
     'steps 10-12 (PROFILE_STEPS)500 ms',
     'steps 10-12 (PROFILE_STEPS), process 1 on n1500 ms',
+    'Between steps, on average since the start, steps 10-12 (PROFILE_STEPS)',
+    'save200.000evaluation30.000',
     'Processes by device time, steps 10-12 (PROFILE_STEPS)',
     '1n1400.00060.00040.0000n0300.000160.00040.000',
     'fusion.7fusion200.00040.0%mlp',
@@ -159,6 +201,17 @@ def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):
   (folder / 'metrics.jsonl').unlink()
   page = written(folder, out=tmp_path / 'a.html')
   assert 'Loss' not in page.headings and 'Goodput' in page.headings
+
+
+def test_a_run_that_lost_its_metrics_says_so_and_has_the_step_of_its_checkpoint(tmp_path, capsys):
+  a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', with_ledger=False)
+  (b / 'metrics.jsonl').unlink()
+  page = written(a, b, out=tmp_path / 'ab.html')
+  for text in (page.text, capsys.readouterr().out):
+    assert 'b: There is no metrics.jsonl, so losses and speed are not shown.' in text
+    assert 'copy it into the folder' in text
+  assert 'b40' in page.text  # its row of the comparison: no state, step 40
+  assert 'b has no goodput.jsonl: the file was lost' in page.text
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,9 +58,10 @@ def test_a_frame_has_the_latest_profile_the_mixture_and_the_last_sample(tmp_path
     '{"step": 20, "prompt": "a", "text": "abc"}\n'
     '{"step": 40, "prompt": "def", "text": "def f():\\n  \\u001b[31m pass"}\n'
   )
-  shown = frame(folder, now=START + 20 + 90)
+  shown = frame(folder, now=START + 20 + 90, width=150)
   for line in (
-    'profile steps 20-22, 0:01:30 ago: compute 60.0%, exposed communication 30.0%, input wait 5.0%',
+    'profile steps 20-22, 0:01:30 ago: compute 60.0%, exposed communication 30.0%, '
+    'input wait 5.0%; between steps: evaluation 4.0%',
     'mixture books 75%, code 25%',
     'sample step 40: def f(): [31m pass',
   ):
@@ -95,11 +97,16 @@ def test_a_narrow_terminal_without_unicode_shows_plain_characters(tmp_path):
   assert not set(shown) & set('▁▂▃▄▅▆▇█·')
 
 
-def test_a_run_without_a_ledger_and_one_without_a_step(tmp_path):
+def test_a_run_without_a_ledger_without_metrics_and_without_a_step(tmp_path):
   folder = write_run(tmp_path / 'a', with_ledger=False)
-  assert 'step 40/40 (100%)' in frame(folder, now=START)
+  shown = frame(folder, now=START)
+  assert 'step 40/40 (100%)' in shown and 'note' not in shown
   (folder / 'metrics.jsonl').unlink()
-  assert 'step no step yet' in frame(folder, now=START)
+  shown = frame(folder, now=START)
+  assert 'step 40/40 (100%)' in shown and 'note There is no metrics.jsonl' in shown
+  shutil.rmtree(folder / 'checkpoint_40')
+  shown = frame(folder, now=START)
+  assert 'step no step yet' in shown and 'note' not in shown  # it has just begun
 
 
 def test_a_run_that_a_person_stopped(tmp_path):

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from t5x_gpu.metrics.throughput import pauses_that_took_time
+
 _SHOWN = 8
 _LONGEST = 70  # characters of a place in the model
 _PARTS = (
@@ -26,6 +28,12 @@ def anatomy_text(anatomy: Mapping[str, Any], *, where: str) -> str:
     f'profile of steps {anatomy["first_step"]}-{anatomy["last_step"]} ({anatomy["reason"]}): '
     f'{step:.4g} s per step on {anatomy["num_devices"]} x {anatomy["device_kind"]}',
     '  ' + ', '.join(f'{text} {_percent(anatomy["parts"][name], step)}' for name, text in _PARTS),
+  ]
+  pauses = pauses_that_took_time(anatomy['parts'])
+  if pauses:
+    shares = ', '.join(f'{text} {_percent(seconds, step)}' for text, seconds in pauses.items())
+    lines.append(f'  between steps, on average since the start: {shares} of a step')
+  lines += [
     f'  {_speed(anatomy)}',
     '  longest operations (ms per step and device, share of the step):',
   ]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.flops import step_flops
+from t5x_gpu.models.flops import seen_keys, step_flops
 from t5x_gpu.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
@@ -205,7 +205,7 @@ def _pairs(c: TransformerConfig, queries: int, keys: int, *, causal: bool) -> fl
     return queries * keys
   total = 0.0
   for window in c.windows:
-    seen = keys if window == 0 else min(window, keys)
+    seen = seen_keys(window, keys)
     total += seen * (seen + 1) / 2 + (queries - seen) * seen
   return total / len(c.windows)
 

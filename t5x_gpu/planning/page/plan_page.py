@@ -38,7 +38,7 @@ _WAITING, _BUBBLE = 'waiting for collectives', 'pipeline bubble'
 _ARGUMENTS, _TEMPORARIES = 'parameters, optimizer state, batch', 'temporaries'
 _OUTPUTS = 'outputs'
 # Component or part -> number of its color, in the order in which they are drawn. Ten more is the
-# same color with a pattern: what XLA allocates, beside the parts of it that formulas know.
+# same color with a pattern: what XLA allocates, next to the parts of it that formulas know.
 _MEMORY_COLORS = {
   PARAMETERS: 0,
   OPTIMIZER: 1,
