@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from t5x_gpu import cli, plan
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning import scaling, what_if
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.planner import Planner
@@ -84,3 +85,22 @@ def test_no_bar_is_longer_than_a_whole_one(configured):
   faster = dataclasses.replace(p, num_gpus=2)
   text = scaling.scale_table({4: p, 2: faster})
   assert '200%' in text and max(line.count('#') for line in text.splitlines()) == 30
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    ('gpu=h100, b200', ['h100', 'b200']),
+    ("LENGTHS={'a': 2, 'b': 1},{'a': [1, (2, 3)]}", ["{'a': 2, 'b': 1}", "{'a': [1, (2, 3)]}"]),
+    ("NAMES='a,b',[1,2],(3,4)", ["'a,b'", '[1,2]', '(3,4)']),
+    ('NAMES="it\'s [", "\\", ["', ['"it\'s ["', '"\\", ["']),
+  ],
+)
+def test_a_value_may_have_commas(text, expected):
+  assert what_if.name_and_values(text)[1] == expected
+
+
+@pytest.mark.parametrize('text', ['BATCH_SIZE', 'BATCH_SIZE=', 'BATCH_SIZE=8,', '=8'])
+def test_values_that_are_missing_are_refused(text):
+  with pytest.raises(ConfigError, match='is not NAME=VALUE,VALUE'):
+    what_if.name_and_values(text)
