@@ -134,6 +134,12 @@ def test_a_dry_run_compiles_nothing(gin_file, capsys):
   assert 'optimizer MiB/device' in printed and 'What a training step sends' not in printed
 
 
+def test_what_a_dry_run_knows_of_the_sharding_is_written(gin_file, tmp_path):
+  got = planned(gin_file, tmp_path, '--dry_run')
+  assert got['mesh']['data']['size'] == 2 and 'collectives' not in got
+  assert sum(math.prod(p['shape']) for p in got['parameters']) == got['num_params']
+
+
 def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
   dry = ['--show=sharding', '--dry_run']
   assert plan.main(flags(gin_file, *dry, model=1, **{'Partitioner.zero_stage': 1})) == 0

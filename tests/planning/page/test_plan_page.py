@@ -10,7 +10,6 @@ import pytest
 from t5x_gpu import plan
 from t5x_gpu.analysis.gpu_compile import CompiledMemory
 from t5x_gpu.config import gin_loader
-from t5x_gpu.errors import ConfigError
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
 from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
@@ -158,14 +157,6 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_to_do(made):
   found.check()
   assert 'memorydoes not fit' in found.text and '1. Take <less>' in found.text
   assert 'DOES NOT FIT' in found.text and 'as compiled201.00 GiB' in found.text
-
-
-def test_a_page_of_something_else_is_refused(tmp_path):
-  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
-  with pytest.raises(ConfigError, match='--html writes the prediction'):
-    plan.main(
-      [f'--gin_file={tmp_path / "tiny.gin"}', '--show=sharding', f'--html={tmp_path}/a.html']
-    )
 
 
 @pytest.mark.process
