@@ -27,7 +27,7 @@ from t5x_gpu.models.model import config_of
 from t5x_gpu.planning import remedies, scaling, screen, sharding, what_if
 from t5x_gpu.planning.as_json import outcome_json, prediction_json
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import Calibration, calibrated
+from t5x_gpu.planning.calibration import calibrated, check_is_used
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.planning.flag_checks import PREDICTION, REMAT, SHARDING, SHOWN, check_flags
 from t5x_gpu.planning.page.plan_page import plan_page
@@ -36,7 +36,7 @@ from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.planning.search import results, search, workers
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus, described_gpus
-from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget, find_target
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
 
@@ -146,12 +146,7 @@ def _show_sharding(
 
 
 def _show_prediction(
-  config: PlanConfig,
-  program: Program,
-  planner: Planner,
-  args: cli.Args,
-  measured: Optional[Calibration],
-  variants: what_if.Variants,
+  config: PlanConfig, program: Program, planner: Planner, args: cli.Args, variants: what_if.Variants
 ) -> None:
   """Prints the prediction and what the flags ask of it, and writes it if --json is given."""
   extra, topology = args.extra, program.layout.topology
@@ -159,7 +154,7 @@ def _show_prediction(
   prediction = predicted(config, topology)
   print(screen.first_screen(prediction))
   content = prediction_json(prediction)
-  advice, scaled = '', None
+  advice, scaled, changed = '', None, None
   if not prediction.memory.fits:
     compiled = planner.exactly if planner.compiles and not args.dry_run else None
     found, advice = remedies.advice(
@@ -178,10 +173,10 @@ def _show_prediction(
   if extra.what_if:
     name, _ = what_if.name_and_values(extra.what_if)
     outcomes = what_if.changed(variants, topology, planner, (config, prediction))
-    how = what_if.how(prediction)
+    how, changed = what_if.how(prediction), (name, outcomes)
     print(f'\nWhat if ({how})\n{scaling.what_if_table(name, outcomes)}')
     content['what_if'] = {value: outcome_json(p) for value, p in outcomes.items()}
-  print('\n' + screen.tables(prediction, measured), flush=True)
+  print('\n' + screen.tables(prediction), flush=True)
   _write(extra.json, content)
   if extra.html:
     page = plan_page(
@@ -190,7 +185,7 @@ def _show_prediction(
       title=f'Plan of {", ".join(pathlib.Path(name).name for name in args.gin_files)}',
       advice=advice,
       scaled=scaled,
-      measured=measured,
+      what_if=changed,
     )
     _write(extra.html, page)
     print(f'\nPage: {extra.html}')
@@ -284,13 +279,13 @@ def main(argv: Optional[list[str]] = None) -> int:
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
 
-  def configured(more: Sequence[str]) -> tuple[PlanConfig, Assumptions]:
+  def configured(more: Sequence[str], of: GpuTarget) -> tuple[PlanConfig, Assumptions]:
     run, assumed = _configured(args, more)
-    return run, calibrated(extra.calibrate, gpu, assumed)[0]
+    return run, calibrated(extra.calibrate, of, assumed)
 
   variants = what_if.variants(name, values, configured, gpu)
-  config, assumed = _configured(args)
-  assumed, calibration = calibrated(extra.calibrate, gpu, assumed)
+  check_is_used(extra.calibrate, [gpu, *(other for other, *_ in variants.values())])
+  config, assumed = configured((), gpu)
   logging_setup.setup()
   planner = Planner(gpu, assumed, devices)
   if extra.search is not None:
@@ -303,7 +298,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   if extra.out:
     _draw(program, extra.out, f'{", ".join(args.gin_files)} on {topology}')
   if extra.show == PREDICTION:
-    _show_prediction(config, program, planner, args, calibration, variants)
+    _show_prediction(config, program, planner, args, variants)
   elif args.dry_run:
     _write(extra.json, sharding.layout_json(program))
   elif extra.show == REMAT:

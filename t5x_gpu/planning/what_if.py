@@ -20,8 +20,8 @@ from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
 
 # A prediction, or why there is none.
 Outcome = Union[Prediction, UserError]
-# (more gin bindings) -> the run with them, and what its plan assumes
-Configured = Callable[[Sequence[str]], tuple[PlanConfig, Assumptions]]
+# (more gin bindings, GPU) -> the run with them, and what its plan assumes of that GPU
+Configured = Callable[[Sequence[str], GpuTarget], tuple[PlanConfig, Assumptions]]
 # value -> (GPU, run, what its plan assumes)
 Variants = Mapping[str, tuple[GpuTarget, PlanConfig, Assumptions]]
 _QUOTED_OR_ONE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
@@ -83,9 +83,9 @@ def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuT
     ConfigError, ModelError: no such parameter, or a value that it does not take.
   """
   if name == 'gpu':
-    run = configured(())
-    return {value: (find_target(value), *run) for value in values}
-  return {value: (gpu, *configured((f'{name}={value}',))) for value in values}
+    gpus = {value: find_target(value) for value in values}
+    return {value: (other, *configured((), other)) for value, other in gpus.items()}
+  return {value: (gpu, *configured((f'{name}={value}',), gpu)) for value in values}
 
 
 def changed(
@@ -144,7 +144,13 @@ def with_overlap_of(given: Prediction, assumed: Assumptions) -> Assumptions:
       sent[axis] += c.num_bytes
       hidden[axis] += c.num_bytes * c.hidden_share
   shares = {axis: hidden[axis] / sent[axis] for axis in sent if sent[axis]}
-  return dataclasses.replace(assumed, hidden_shares={**assumed.hidden_shares, **shares})
+  if not shares:
+    return assumed
+  return dataclasses.replace(
+    assumed,
+    hidden_shares={**assumed.hidden_shares, **shares},
+    sources={**assumed.sources, 'hidden_shares': "XLA's schedule of the compiled step"},
+  )
 
 
 def how(given: Prediction) -> str:

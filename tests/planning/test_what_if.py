@@ -24,7 +24,7 @@ def configured(tmp_path):
   file = tmp_path / 'tiny.gin'
   file.write_text(TINY_GIN)
   args = cli.parse_args('plan', '', [f'--gin_file={file}'], extra=plan._add_flags)
-  return lambda more: plan._configured(args, more)
+  return lambda more, gpu=PLANNER.gpu: plan._configured(args, more)
 
 
 def as_compiled(config, share):
@@ -54,6 +54,9 @@ def test_other_runs_hide_as_much_as_the_compiled_step(configured, share):
   again = planner.by_formula(config, TOPOLOGY)
   assert again.seconds_per_step == pytest.approx(given.seconds_per_step, rel=1e-6)
   assert 'overlap of the compiled step' in what_if.how(given)
+  shares = got[8].assumed.effective(PLANNER.gpu)['hidden_shares']
+  assert shares.source == "XLA's schedule of the compiled step"
+  assert {shares.value[c.axes[0]] for c in given.time.collectives} == {share}
 
 
 def test_a_value_that_the_run_has_keeps_its_prediction(configured):
@@ -104,3 +107,19 @@ def test_a_value_may_have_commas(text, expected):
 def test_values_that_are_missing_are_refused(text):
   with pytest.raises(ConfigError, match='is not NAME=VALUE,VALUE'):
     what_if.name_and_values(text)
+
+
+def test_each_gpu_takes_its_own_assumptions(configured):
+  def of_gpu(more, gpu):
+    run, assumed = configured(more)
+    return run, dataclasses.replace(assumed, gemm_efficiency=0.3 if gpu.name == 'h100' else None)
+
+  runs = what_if.variants('gpu', ['b200', 'h100'], of_gpu, PLANNER.gpu)
+  assert [assumed.gemm_efficiency for _, _, assumed in runs.values()] == [None, 0.3]
+
+
+def test_small_memory_is_not_zero(configured):
+  p = PLANNER.by_formula(configured(())[0], TOPOLOGY)
+  assert p.memory.needed_bytes < 2**25
+  shown = f'{p.memory.needed_bytes / 2**20:.1f} MiB'
+  assert shown in scaling.scale_table({4: p}) and shown in scaling.what_if_table('x', {'1': p})

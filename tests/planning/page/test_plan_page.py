@@ -48,7 +48,8 @@ def written(tmp_path_factory):
   out, numbers = folder / 'plan.html', folder / 'plan.json'
   flags = [
     f'--gin_file={folder / "tiny.gin"}', '--gin.Partitioner.fsdp=2', '--gin.NUM_PARTITIONS=2',
-    '--hosts=2', '--dry_run', '--scale=4,8', f'--html={out}', f'--json={numbers}',
+    '--hosts=2', '--dry_run', '--scale=4,8', '--what_if=BATCH_SIZE=8,7', f'--html={out}',
+    f'--json={numbers}',
   ]  # fmt: skip
   assert plan.main(flags) == 0
   found = Page(out.read_text('utf-8'))
@@ -58,7 +59,7 @@ def written(tmp_path_factory):
 
 def test_a_page_has_every_section_and_every_number(written):
   found, _, got = written
-  assert found.headings == [*SECTIONS[:-1], 'Other numbers of GPUs', SECTIONS[-1]]
+  assert found.headings == [*SECTIONS[:-1], 'Other numbers of GPUs', 'What if', SECTIONS[-1]]
   for text in (
     'Plan of tiny.gin',
     'memoryfits',
@@ -78,6 +79,8 @@ def test_a_page_has_every_section_and_every_number(written):
   for number, there in got['scale'].items():
     assert f'{number}{screen.seconds(there["seconds_per_step"])}' in found.text
     assert f'GPUs {number}\npredicted: {there["tokens_per_second"]:,.0f}' in found.text
+  assert f's/step{screen.seconds(got["what_if"]["8"]["seconds_per_step"])}-' in found.text
+  assert 'BATCH_SIZE = 7: ' in found.text
 
 
 def test_bars_show_every_part_and_memory_has_the_scale_of_the_gpu(written):
