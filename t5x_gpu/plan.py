@@ -23,21 +23,20 @@ from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
 from t5x_gpu.config.atomic_write import write_atomically
-from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import config_of
-from t5x_gpu.planning import remedies, scaling, screen, what_if
+from t5x_gpu.planning import remedies, scaling, screen, sharding, what_if
 from t5x_gpu.planning.as_json import outcome_json, prediction_json
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import Calibration, calibrated
+from t5x_gpu.planning.calibration import calibrated, check_is_used
 from t5x_gpu.planning.devices import simulated_devices, topology_of
+from t5x_gpu.planning.flag_checks import PREDICTION, REMAT, SHARDING, SHOWN, check_flags
 from t5x_gpu.planning.page.plan_page import plan_page
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.planning.search import results, search, workers
-from t5x_gpu.planning.sharding import as_json, layout_text, make_plan, traffic_text
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus, described_gpus
-from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget, find_target
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
 
@@ -52,7 +51,6 @@ EXAMPLES = """examples:
 --gin.X=VALUE sets any macro or parameter after the gin files, as in python -m t5x_gpu.train;
 --gin.Assumptions.X what a plan assumes about GPUs and links (gin_configs/plan/assumptions.gin).
 """
-SHOWN = ('prediction', 'sharding', 'remat')
 DEFAULT_GPU = 'h100'
 ASSUMPTIONS = 'gin_configs/plan/assumptions.gin'
 UNREAD = {'MIXTURE_OR_TASK_NAME': 'unread'}  # required by runs, but a plan reads no data
@@ -63,7 +61,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--show',
     choices=SHOWN,
-    default='prediction',
+    default=PREDICTION,
     help='prediction (default): fit, speed, bottleneck; sharding: where every array lives, what a '
     'step sends; remat: memory and matrix products of each remat_policy',
   )
@@ -139,21 +137,16 @@ def _show_sharding(
   config: PlanConfig, program: Program, gpus: Optional[DescribedGpus], json_file: Optional[str]
 ) -> None:
   """Prints what a step sends; for a GPU, also what XLA compiles for it."""
-  plan = make_plan(program)
-  print('\n' + traffic_text(plan), flush=True)
+  plan = sharding.make_plan(program)
+  print('\n' + sharding.traffic_text(plan), flush=True)
   step = compile_step(config, gpus) if gpus else None
   if step:
     print('\n' + gpu_text(step))
-  _write(json_file, as_json(plan) | ({'compiled': gpu_json(step)} if step else {}))
+  _write(json_file, sharding.as_json(plan) | ({'compiled': gpu_json(step)} if step else {}))
 
 
 def _show_prediction(
-  config: PlanConfig,
-  program: Program,
-  planner: Planner,
-  args: cli.Args,
-  measured: Optional[Calibration],
-  variants: what_if.Variants,
+  config: PlanConfig, program: Program, planner: Planner, args: cli.Args, variants: what_if.Variants
 ) -> None:
   """Prints the prediction and what the flags ask of it, and writes it if --json is given."""
   extra, topology = args.extra, program.layout.topology
@@ -161,7 +154,7 @@ def _show_prediction(
   prediction = predicted(config, topology)
   print(screen.first_screen(prediction))
   content = prediction_json(prediction)
-  advice, scaled = '', None
+  advice, scaled, changed = '', None, None
   if not prediction.memory.fits:
     compiled = planner.exactly if planner.compiles and not args.dry_run else None
     found, advice = remedies.advice(
@@ -180,10 +173,10 @@ def _show_prediction(
   if extra.what_if:
     name, _ = what_if.name_and_values(extra.what_if)
     outcomes = what_if.changed(variants, topology, planner, (config, prediction))
-    how = what_if.how(prediction)
+    how, changed = what_if.how(prediction), (name, outcomes)
     print(f'\nWhat if ({how})\n{scaling.what_if_table(name, outcomes)}')
     content['what_if'] = {value: outcome_json(p) for value, p in outcomes.items()}
-  print('\n' + screen.tables(prediction, measured), flush=True)
+  print('\n' + screen.tables(prediction), flush=True)
   _write(extra.json, content)
   if extra.html:
     page = plan_page(
@@ -192,7 +185,7 @@ def _show_prediction(
       title=f'Plan of {", ".join(pathlib.Path(name).name for name in args.gin_files)}',
       advice=advice,
       scaled=scaled,
-      measured=measured,
+      what_if=changed,
     )
     _write(extra.html, page)
     print(f'\nPage: {extra.html}')
@@ -255,26 +248,6 @@ def _write(path: Optional[str], content: dict[str, Any] | str) -> None:
     write_atomically(path, text)
 
 
-def _check_search(extra: argparse.Namespace) -> None:
-  """Raises ConfigError for flags that do not go with --search, or only with it."""
-  shown = {name: getattr(extra, name) for name in ('scale', 'what_if', 'out', 'html')}
-  others = [f'--{name}' for name, value in shown.items() if value]
-  others += [f'--show={extra.show}'] if extra.show != 'prediction' else []
-  if extra.search is not None and others:
-    raise ConfigError(
-      f'--search cannot be combined with {" and ".join(others)}: it looks for another layout.',
-      fix='Search with --search=best.gin; then plan with --gin_file=best.gin and these flags.',
-      docs='plan.md#search',
-    )
-  if extra.search_processes is not None and (extra.search is None or extra.search_processes < 1):
-    raise ConfigError(
-      f'--search_processes={extra.search_processes} must be at least 1 and needs --search: it is '
-      'the number of variants predicted at the same time.',
-      fix='Write --search=best.gin --search_processes=2, for example.',
-      docs='plan.md#search',
-    )
-
-
 def _draw(program: Program, path: str, title: str) -> None:
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
   sharding_picture.draw(parameters, optimizer, path, title=title)
@@ -296,45 +269,39 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   gpu = find_target(extra.gpu or DEFAULT_GPU)
   cli.check_folders_of(extra.out, extra.json, extra.html, extra.search)
-  _check_search(extra)
-  if extra.html and extra.show != 'prediction':
-    raise ConfigError(
-      f'--html writes the prediction, so it does not work with --show={extra.show}.',
-      fix='Leave out --show or --html.',
-      docs='plan.md#a-page',
-    )
+  check_flags(extra, dry_run=args.dry_run)
   largest = what_if.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
   name, values = what_if.name_and_values(extra.what_if) if extra.what_if else ('', [])
   devices = simulated_devices(max(topology.num_devices, largest))
   gpus = None
-  if extra.gpu and extra.show != 'prediction':
+  if extra.gpu and extra.show != PREDICTION:
     gpus = described_gpus(
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
 
-  def configured(more: Sequence[str]) -> tuple[PlanConfig, Assumptions]:
+  def configured(more: Sequence[str], of: GpuTarget) -> tuple[PlanConfig, Assumptions]:
     run, assumed = _configured(args, more)
-    return run, calibrated(extra.calibrate, gpu, assumed)[0]
+    return run, calibrated(extra.calibrate, of, assumed)
 
   variants = what_if.variants(name, values, configured, gpu)
-  config, assumed = _configured(args)
-  assumed, calibration = calibrated(extra.calibrate, gpu, assumed)
+  check_is_used(extra.calibrate, [gpu, *(other for other, *_ in variants.values())])
+  config, assumed = configured((), gpu)
   logging_setup.setup()
   planner = Planner(gpu, assumed, devices)
   if extra.search is not None:
     return _show_search(config, topology, planner, args)
   program = planner.program(config, topology)
-  if extra.show == 'sharding':
-    print(layout_text(program), flush=True)
+  if extra.show == SHARDING:
+    print(sharding.layout_text(program), flush=True)
   else:
-    print(program.layout.table(), end='\n\n' if extra.show == 'prediction' else '\n', flush=True)
+    print(program.layout.table(), end='\n\n' if extra.show == PREDICTION else '\n', flush=True)
   if extra.out:
     _draw(program, extra.out, f'{", ".join(args.gin_files)} on {topology}')
-  if extra.show == 'prediction':
-    _show_prediction(config, program, planner, args, calibration, variants)
+  if extra.show == PREDICTION:
+    _show_prediction(config, program, planner, args, variants)
   elif args.dry_run:
-    return 0
-  elif extra.show == 'remat':
+    _write(extra.json, sharding.layout_json(program))
+  elif extra.show == REMAT:
     _show_remat(config, topology, devices[: topology.num_devices], gpus, extra.json)
   else:
     _show_sharding(config, program, gpus, extra.json)

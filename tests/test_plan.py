@@ -134,6 +134,12 @@ def test_a_dry_run_compiles_nothing(gin_file, capsys):
   assert 'optimizer MiB/device' in printed and 'What a training step sends' not in printed
 
 
+def test_what_a_dry_run_knows_of_the_sharding_is_written(gin_file, tmp_path):
+  got = planned(gin_file, tmp_path, '--dry_run')
+  assert got['mesh']['data']['size'] == 2 and 'collectives' not in got
+  assert sum(math.prod(p['shape']) for p in got['parameters']) == got['num_params']
+
+
 def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
   dry = ['--show=sharding', '--dry_run']
   assert plan.main(flags(gin_file, *dry, model=1, **{'Partitioner.zero_stage': 1})) == 0
@@ -296,12 +302,17 @@ def test_fp8_needs_a_gpu_that_has_it(gin_file, tmp_path, capsys):
   assert 'gpu = a100-80: PRECISION' in capsys.readouterr().out, 'the reason, below the table'
 
 
-def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path):
+def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path, capsys):
   dry = ['--dry_run', '--show=prediction']
   usual = planned(gin_file, tmp_path, *dry)
+  assert re.search('gemm_efficiency +0.6 +Hopper:', capsys.readouterr().out)
   slow = planned(gin_file, tmp_path, *dry, '--gin.Assumptions.memory_efficiency=0.4')
+  assert re.search('memory_efficiency +0.4 +set in gin', capsys.readouterr().out)
   for got, share in ((usual, 0.8), (slow, 0.4)):
     assert got['assumptions']['memory_efficiency']['value'] == share
+    assert got['assumptions']['gemm_efficiency']['value'] == 0.6
+    assert got['assumptions']['network_gigabits']['value'] == 400
+  assert slow['assumptions']['memory_efficiency']['source'] == 'set in gin'
   bytes_of = {p['part']: p['num_bytes'] for p in usual['time']['parts'] if p['kind'] == 'memory'}
   assert bytes_of['optimizer'] > 0
   assert slow['seconds_per_step'] >= usual['seconds_per_step']
@@ -360,6 +371,21 @@ def test_a_search_that_writes_no_file_ends_with_1(gin_file, tmp_path, capsys):
   assert 'fits on 1 GPU' in capsys.readouterr().out and not best.exists()
 
 
+def test_a_calibration_is_of_one_gpu(gin_file, tmp_path):
+  file = tmp_path / 'results.json'
+  rows = [{'what': 'copy', 'gigabytes_per_second': 2849.472}]
+  machine = {'card': 'NVIDIA H100 80GB HBM3'}
+  part = {'status': 'done', 'small': False, 'machine': machine, 'rows': rows}
+  file.write_text(json.dumps({'ceilings': part}))
+  dry = ['--dry_run', '--show=prediction', f'--calibrate={file}']
+  got = planned(gin_file, tmp_path, *dry, '--what_if=gpu=h100,b200')['what_if']
+  found = [got[gpu]['assumptions']['memory_efficiency'] for gpu in got]
+  assert [e['value'] for e in found] == [pytest.approx(0.85), 0.8]
+  assert [e['source'].startswith('measured: ') for e in found] == [True, False]
+  with pytest.raises(ConfigError, match='says nothing about NVIDIA B200'):
+    planned(gin_file, tmp_path, *dry, '--gpu=b200')
+
+
 def test_other_numbers_and_kinds_of_gpus_are_compared(gin_file, tmp_path, capsys):
   got = planned(
     gin_file,
@@ -383,3 +409,12 @@ def test_other_numbers_and_kinds_of_gpus_are_compared(gin_file, tmp_path, capsys
   )
   assert batch['what_if']['8']['tokens_per_step'] == 8 * 32
   assert 'BATCH_SIZE' in batch['what_if']['7']['error']
+
+
+def test_what_if_takes_a_tuple(gin_file, tmp_path):
+  dry = ['--dry_run', '--show=prediction']
+  gated = "TransformerConfig.mlp_activations=('gelu', 'linear'),('gelu',)"
+  got = planned(gin_file, tmp_path, *dry, f'--what_if={gated}')['what_if']
+  assert got.keys() == {"('gelu', 'linear')", "('gelu',)"}
+  two, one = (p['num_params'] for p in got.values())
+  assert two > one

@@ -143,7 +143,7 @@ def test_a_dry_run_shows_parameters_the_bubble_and_the_scaled_learning_rate(tmp_
   assert result.code == 0, result.err
   assert re.search(r'learning rate: x 2 \(linear in 2 replicas\)$', result.out, re.MULTILINE)
   # Eight rows in two replicas are four microbatches over two stages: (S-1) / (M + S-1) = 1 / 5.
-  assert '  pipeline: 1f1b, 4 microbatches, bubble 20.0% of the step\n' in result.out
+  assert '  pipeline: 1f1b, 4 microbatches, bubble 20.0% of the time of the layers\n' in result.out
   assert re.search(
     r'^layers/mlp/wi_0/kernel +2 x 16 x 32 +layers embed mlp +stage - model ',
     result.out,

@@ -245,7 +245,7 @@ class Layout:
       bubble = pipeline_parallel.bubble_fraction(**options)
       lines.append(
         f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
-        f'microbatches, bubble {bubble:.1%} of the step'
+        f'microbatches, bubble {bubble:.1%} of the time of the layers'
       )
     return '\n'.join([*lines, *(f'  {note}' for note in self.notes)])
 

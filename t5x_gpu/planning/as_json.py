@@ -5,7 +5,6 @@ from typing import Any, Union
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.planning import bottleneck
-from t5x_gpu.planning.assumptions import SOURCES
 from t5x_gpu.planning.prediction import Prediction
 
 
@@ -53,8 +52,7 @@ def prediction_json(p: Prediction) -> dict[str, Any]:
     'sent_by_formula': [dataclasses.asdict(s) for s in p.formula_sent],
     'checkpoint': dataclasses.asdict(p.checkpoint),
     'assumptions': {
-      name: {'value': getattr(p.assumed, name), 'source': source}
-      for name, source in SOURCES.items()
+      name: effective._asdict() for name, effective in p.assumed.effective(p.gpu).items()
     },
   }
 

@@ -4,12 +4,13 @@ Set them in a gin file for `plan` alone, or on its command line:
 
     python -m t5x_gpu.plan --gin_file=my.gin --gpu=h100 --gin.Assumptions.network_gigabits=200
 
-`calibration.py` replaces shares of the peak by measured ones.
+`calibration.py` replaces shares of the peak by measured ones. `Assumptions.effective` is what holds
+on a GPU, and where each figure comes from.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Optional
+from typing import Any, NamedTuple, Optional
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
@@ -24,6 +25,13 @@ _DGX = 'https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.h
 # Shares of the bytes of an axis that XLA's schedule hides behind matrix kernels, for a plan that
 # cannot compile for GPUs: those of steps of 134M to 8B on 8 and 64 H100, tests/aot/recorded.json.
 HIDDEN = {'stage': 0.0, 'data': 0.85, 'fsdp': 0.8, 'context': 0.8, 'expert': 0.3, 'model': 0.4}
+
+
+class Effective(NamedTuple):
+  """A figure that a prediction uses, and where it comes from."""
+
+  value: Any
+  source: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,8 @@ class Assumptions:
     busy_share: of the time of matrix kernels during which a collective may run.
     fragmentation: share of the temporaries that the allocator loses between arrays.
     save_gigabytes: written per second by one host to the storage of checkpoints.
+    sources: parameter -> where its value comes from, if neither from gin nor the default; a
+      calibration and a compiled step add theirs.
   """
 
   gemm_efficiency: Optional[float] = None
@@ -65,10 +75,21 @@ class Assumptions:
   busy_share: float = 0.9
   fragmentation: float = 0.02
   save_gigabytes: float = 2.0
+  sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
+    unknown = self.sources.keys() - SOURCES.keys()
+    if unknown:
+      raise ConfigError(
+        f'Assumptions.sources has {", ".join(sorted(unknown))}, which Assumptions lacks.',
+        fix=f'The names are {", ".join(SOURCES)}.',
+        parameters=('Assumptions.sources',),
+        docs='plan.md#how-it-is-computed',
+      )
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if field.name == 'sources':
+        continue
       if field.name == 'hidden_shares':
         wrong = {a: s for a, s in value.items() if a not in HIDDEN or not 0 <= s <= 1}
         if wrong:
@@ -92,9 +113,40 @@ class Assumptions:
       return self.gemm_efficiency
     return 0.6 if float(gpu.compute_capability) >= 9 else 0.7
 
+  def gigabits(self, gpu: GpuTarget) -> float:
+    """Returns the Gbit/s of the network adapters of one `gpu`."""
+    return self.network_gigabits or gpu.network_gigabits
+
   def hidden_share(self, axes: tuple[str, ...]) -> float:
     """Returns the share of the bytes over `axes` that is hidden: that of the least hidden axis."""
-    return min({**HIDDEN, **self.hidden_shares}[axis] for axis in axes)
+    return min(self._shares()[axis] for axis in axes)
+
+  def _shares(self) -> dict[str, float]:
+    return {**HIDDEN, **self.hidden_shares}
+
+  def effective(self, gpu: GpuTarget) -> dict[str, Effective]:
+    """Returns parameter -> the value that holds on `gpu`, and where that comes from.
+
+    The source is 'measured: ...', 'set in gin' for a value that differs from the default, or the
+    source of the default.
+    """
+    default = Assumptions()
+    of_gpu = {
+      'gemm_efficiency': self.gemm_share(gpu),
+      'network_gigabits': self.gigabits(gpu),
+      'hidden_shares': self._shares(),
+    }
+    found = {}
+    for name, source in SOURCES.items():
+      given = getattr(self, name)
+      if name in self.sources:
+        source = self.sources[name]
+      elif given != getattr(default, name):
+        source = 'set in gin'
+      elif name in _OF_HOPPER and float(gpu.compute_capability) >= 10:
+        source = f'that of Hopper, not known for {gpu.device_kind}. {source}'
+      found[name] = Effective(of_gpu.get(name, given), source)
+    return found
 
 
 def _is_share(name: str) -> bool:
@@ -124,4 +176,6 @@ SOURCES = {
   'fragmentation': 'a round figure',
   'save_gigabytes': 'a round figure for parallel storage; benchmarks/checkpoints.py measures yours',
 }
-assert set(SOURCES) == {field.name for field in dataclasses.fields(Assumptions)}
+assert {*SOURCES, 'sources'} == {field.name for field in dataclasses.fields(Assumptions)}
+# Defaults that were measured on Hopper, and are taken for later GPUs too.
+_OF_HOPPER = ('gemm_efficiency', 'fp8_gemm_efficiency', 'mosaic_efficiency', 'triton_efficiency')

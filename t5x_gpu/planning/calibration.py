@@ -35,13 +35,10 @@ class Calibration:
   gpu: GpuTarget
   path: pathlib.Path
 
-  @property
-  def source(self) -> str:
-    return f'{self.gpu.device_kind}, {self.path}'
-
   def applied(self, assumed: Assumptions) -> Assumptions:
-    """Returns `assumed` with the measured values."""
-    return dataclasses.replace(assumed, **self.values)
+    """Returns `assumed` with the measured values, whose source is the file."""
+    measured = dict.fromkeys(self.values, f'measured: {self.gpu.device_kind}, {self.path}')
+    return dataclasses.replace(assumed, **self.values, sources={**assumed.sources, **measured})
 
   def without(self, assumed: Assumptions) -> 'Calibration':
     """Returns the measured values of parameters that gin leaves at their defaults."""
@@ -50,32 +47,46 @@ class Calibration:
     return dataclasses.replace(self, values=kept)
 
 
-def calibrated(
-  flag: Optional[str], gpu: GpuTarget, assumed: Assumptions
-) -> tuple[Assumptions, Optional[Calibration]]:
-  """Returns (what a plan assumes, the calibration in it).
+def calibrated(flag: Optional[str], gpu: GpuTarget, assumed: Assumptions) -> Assumptions:
+  """Returns what a plan assumes of `gpu`: with what was measured on it, and on no other GPU.
 
   Args:
     flag: --calibrate, a file whose values replace all others; 'none' for no calibration; None for
       one of the results of `gpu` that are here, which replace only defaults.
-    gpu: of the plan.
+    gpu: that a prediction is for.
     assumed: as gin configured it.
   Raises:
     ConfigError: `flag` is not such a file.
   """
   if flag == NONE:
-    return assumed, None
+    return assumed
   if flag:
     found = read(pathlib.Path(flag))
+    found = found if found.gpu == gpu else None
   else:
     here = dict.fromkeys(
       root / name for root in (pathlib.Path.cwd(), _REPOSITORY) for name in FOLDERS
     )
     found = find(gpu, list(here))
     found = found and found.without(assumed)
-    if found is None or not found.values:
-      return assumed, None
-  return found.applied(assumed), found
+  return found.applied(assumed) if found else assumed
+
+
+def check_is_used(flag: Optional[str], gpus: Sequence[GpuTarget]) -> None:
+  """Raises ConfigError if --calibrate is a file of a GPU that is not one of `gpus`."""
+  if flag in (None, NONE):
+    return
+  found = read(pathlib.Path(flag))
+  if found.gpu not in gpus:
+    planned = ' or '.join(dict.fromkeys(gpu.device_kind for gpu in gpus))
+    settings = ' '.join(f'--gin.Assumptions.{name}={v:.3g}' for name, v in found.values.items())
+    raise ConfigError(
+      f'--calibrate={flag} was measured on {found.gpu.device_kind}, which says nothing about '
+      f'{planned}.',
+      fix=f'Plan with --gpu={found.gpu.name}; or, if you expect the same of your GPU, write '
+      f'{settings}.',
+      docs='plan.md#how-it-is-computed',
+    )
 
 
 def find(gpu: GpuTarget, folders: Sequence[pathlib.Path]) -> Optional[Calibration]:

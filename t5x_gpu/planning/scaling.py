@@ -1,10 +1,10 @@
-"""The same run on other numbers or kinds of GPUs, as tables."""
+"""The same run on other numbers or kinds of GPUs, or with other values, as tables."""
 
 from collections.abc import Mapping, Sequence
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.planning.prediction import Prediction
-from t5x_gpu.planning.screen import duration, gpu_hours, seconds
+from t5x_gpu.planning.screen import duration, fits_cell, gpu_caveat, gpu_hours, seconds
 from t5x_gpu.planning.what_if import Outcome
 from t5x_gpu.runtime.memory import show
 from t5x_gpu.terminal.text_table import table
@@ -14,7 +14,7 @@ _BAR = 30
 
 def scale_table(outcomes: Mapping[int, Outcome]) -> str:
   """Returns one line per number of GPUs; efficiency is tokens/s per GPU, relative to the first."""
-  rows = [('GPUs', 's/step', 'tokens/s', 'MFU', 'GiB per GPU', 'fits', 'efficiency', '')]
+  rows = [('GPUs', 's/step', 'tokens/s', 'MFU', 'memory per GPU', 'fits', 'efficiency', '')]
   speeds = [
     p.tokens_per_second / p.num_gpus for p in outcomes.values() if isinstance(p, Prediction)
   ]
@@ -31,16 +31,25 @@ def scale_table(outcomes: Mapping[int, Outcome]) -> str:
 
 
 def what_if_table(name: str, outcomes: Mapping[str, Outcome]) -> str:
-  """Returns one column per value of `name`."""
-  titles = (name, 's/step', 'tokens/s', 'MFU', 'GiB per GPU', 'fits', 'to the end', 'GPU hours')
-  columns, problems = [titles], []
+  """Returns one column per value of `name`, and notes below them."""
+  rows, notes = what_if_rows(name, outcomes)
+  return '\n'.join([table(rows, right=range(1, len(rows[0]))), *notes])
+
+
+def what_if_rows(
+  name: str, outcomes: Mapping[str, Outcome]
+) -> tuple[list[tuple[str, ...]], list[str]]:
+  """Returns (a head with the values of `name`, then a row per figure; notes about the values)."""
+  titles = (name, 's/step', 'tokens/s', 'MFU', 'memory per GPU', 'fits', 'to the end', 'GPU hours')
+  columns, notes = [titles], []
   for value, p in outcomes.items():
     if isinstance(p, UserError):
       columns.append((value, *['-'] * (len(titles) - 1)))
-      problems.append(f'{name} = {value}: {p.what}')
+      notes.append(f'{name} = {value}: {p.what}')
       continue
     columns.append((value, *_cells(p), duration(p.days), gpu_hours(p)))
-  return '\n'.join([table(list(zip(*columns)), right=range(1, len(columns))), *problems])
+    notes += filter(None, [name == 'gpu' and gpu_caveat(p)])
+  return list(zip(*columns)), notes
 
 
 def _cells(p: Prediction) -> Sequence[str]:
@@ -49,6 +58,6 @@ def _cells(p: Prediction) -> Sequence[str]:
     seconds(p.seconds_per_step),
     f'{p.tokens_per_second:,.0f}',
     'unknown' if p.mfu is None else f'{p.mfu:.1%}',
-    f'{memory.needed_bytes / 2**30:,.1f}',
-    'yes' if memory.fits else f'no: {show(-memory.left_bytes)} too much',
+    show(memory.needed_bytes),
+    fits_cell(memory),
   )

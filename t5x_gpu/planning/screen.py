@@ -1,11 +1,10 @@
 """A prediction as text: the first screen, and the tables below it."""
 
 import math
-from typing import Optional
+from collections.abc import Mapping
 
 from t5x_gpu.planning import bottleneck
-from t5x_gpu.planning.assumptions import SOURCES
-from t5x_gpu.planning.calibration import Calibration
+from t5x_gpu.planning.devices import GPUS_PER_HOST
 from t5x_gpu.planning.formulas.memory import (
   FRAGMENTATION,
   GRADIENTS,
@@ -49,20 +48,46 @@ def first_screen(p: Prediction) -> str:
     f'{duration(p.days)}, {gpu_hours(p)} GPU hours',
     bottleneck.sentence(p),
   ]
-  return '\n'.join([*lines, *filter(None, [CAVEATS[p.source]])])
+  return '\n'.join([*lines, *caveats(p)])
 
 
-def fits_line(memory: MemoryUse) -> str:
-  """Returns whether a step fits, and what it needs and has."""
-  verdict = 'FITS' if memory.fits else 'DOES NOT FIT'
+def caveats(p: Prediction) -> list[str]:
+  """Returns what a reader must know about the figures: where they come from, what they lack."""
+  return [*filter(None, [CAVEATS[p.source], gpu_caveat(p)])]
+
+
+def gpu_caveat(p: Prediction) -> str:
+  """Returns what a plan does not model of this kind of GPU; '' for nothing."""
+  domain, each = p.gpu.nvlink_domain, p.num_gpus // p.num_hosts
+  if domain <= max(each, GPUS_PER_HOST):
+    return ''
   return (
-    f'{verdict}: needs {show(memory.needed_bytes)} per GPU, has {show(memory.pool_bytes)} '
-    f'(XLA manages {memory.pool_bytes / memory.gpu_bytes:.0%} of {show(memory.gpu_bytes)}; NCCL, '
-    'cuBLAS and CUDA get the rest)'
+    f'{p.gpu.device_kind}: hosts of {each} with NVLink inside are assumed (--gpus_per_host). '
+    f'NVLink between the hosts of a rack of {domain} (NVL{domain}) is not modelled.'
   )
 
 
-def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
+def fits_line(memory: MemoryUse) -> str:
+  """Returns whether a step fits, what it needs and has, and how much is left or missing."""
+  verdict = 'FITS' if memory.fits else 'DOES NOT FIT'
+  return (
+    f'{verdict}: needs {show(memory.needed_bytes)} per GPU, has {show(memory.pool_bytes)}: '
+    f'{left(memory)} (XLA manages {memory.pool_bytes / memory.gpu_bytes:.0%} of '
+    f'{show(memory.gpu_bytes)}; NCCL, cuBLAS and CUDA get the rest)'
+  )
+
+
+def left(memory: MemoryUse) -> str:
+  """Returns '25.70 GiB to spare' or '48.29 GiB too much'."""
+  return f'{show(abs(memory.left_bytes))} {"to spare" if memory.fits else "too much"}'
+
+
+def fits_cell(memory: MemoryUse) -> str:
+  """Returns 'yes' or 'no: 48.29 GiB too much', the cell of a table."""
+  return 'yes' if memory.fits else f'no: {left(memory)}'
+
+
+def tables(p: Prediction) -> str:
   """Returns parameters, memory, time and traffic by part, the checkpoint, the assumptions."""
   return '\n\n'.join(
     [
@@ -74,7 +99,7 @@ def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
       f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
       f'{p.checkpoint.seconds:,.0f} s at {p.assumed.save_gigabytes:g} GB/s per host, while the run '
       'continues.',
-      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + table(assumption_rows(p, calibration)),
+      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + table(assumption_rows(p)),
     ]
   )
 
@@ -166,26 +191,19 @@ def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
   return rows
 
 
-def assumption_rows(
-  p: Prediction, calibration: Optional[Calibration] = None
-) -> list[tuple[str, ...]]:
+def assumption_rows(p: Prediction) -> list[tuple[str, ...]]:
   """Returns a head, and every assumption with its value and the source of it."""
-  measured = calibration.values if calibration else {}
-  values = {name: getattr(p.assumed, name) for name in SOURCES}
-  values['network_gigabits'] = values['network_gigabits'] or p.gpu.network_gigabits
-  values['gemm_efficiency'] = p.assumed.gemm_share(p.gpu)
-  values['hidden_shares'] = dict(values['hidden_shares']) or 'by axis'
+  effective = p.assumed.effective(p.gpu).items()
   return [
     ('name', 'value', 'source of the value'),
-    *(
-      (
-        name,
-        f'{values[name]:.3g}' if isinstance(values[name], float) else str(values[name]),
-        f'measured: {calibration.source}' if name in measured else SOURCES[name],
-      )
-      for name in SOURCES
-    ),
+    *((name, _assumed(e.value, p.mesh), e.source) for name, e in effective),
   ]
+
+
+def _assumed(value: float | Mapping[str, float], mesh: Mapping[str, int]) -> str:
+  if isinstance(value, Mapping):
+    return ', '.join(f'{axis} {share:.3g}' for axis, share in value.items() if axis in mesh) or '-'
+  return f'{value:.3g}' if value < 1000 else f'{value:,.0f}'
 
 
 def gpu_hours(p: Prediction) -> str:

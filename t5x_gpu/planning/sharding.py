@@ -122,8 +122,22 @@ def traffic_text(plan: ShardingPlan) -> str:
 
 def as_json(plan: ShardingPlan) -> dict[str, Any]:
   """Returns the plan for JSON."""
-  sizes = plan.program.layout.sizes
-  shapes = ParameterShapes(plan.parameters, sizes.total)
+  shapes = ParameterShapes(plan.parameters, plan.program.layout.sizes.total)
+  return {
+    **layout_json(plan.program),
+    'flops_per_device': plan.flops_per_device,
+    'collectives': [
+      {**dataclasses.asdict(c), 'purpose': purpose(c, shapes), 'bytes_per_step': c.bytes_per_call}
+      for c in plan.collectives
+    ],
+    'findings': [dataclasses.asdict(finding) for finding in plan.findings],
+  }
+
+
+def layout_json(program: Program) -> dict[str, Any]:
+  """Returns what is known of the sharding before the step is compiled."""
+  sizes = program.layout.sizes
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
 
   def arrays(layouts: Sequence[ArrayLayout]) -> list[dict[str, Any]]:
     return [
@@ -133,21 +147,15 @@ def as_json(plan: ShardingPlan) -> dict[str, Any]:
 
   return {
     'num_devices': sizes.num_devices,
-    'num_params': plan.program.num_params,
+    'num_params': program.num_params,
     'mesh': {
       axis: {'size': size, 'inside_a_host': sizes.ici[axis], 'across_hosts': sizes.dcn[axis]}
       for axis, size in sizes.total.items()
     },
-    'parameters': arrays(plan.parameters),
-    'optimizer': arrays(plan.optimizer),
+    'parameters': arrays(parameters),
+    'optimizer': arrays(optimizer),
     'bytes_per_device': {
-      'parameters': sum(a.bytes_per_device for a in plan.parameters),
-      'optimizer': sum(a.bytes_per_device for a in plan.optimizer),
+      'parameters': sum(a.bytes_per_device for a in parameters),
+      'optimizer': sum(a.bytes_per_device for a in optimizer),
     },
-    'flops_per_device': plan.flops_per_device,
-    'collectives': [
-      {**dataclasses.asdict(c), 'purpose': purpose(c, shapes), 'bytes_per_step': c.bytes_per_call}
-      for c in plan.collectives
-    ],
-    'findings': [dataclasses.asdict(finding) for finding in plan.findings],
   }

@@ -6,6 +6,7 @@ the run itself keeps its own prediction.
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Union
 
@@ -19,10 +20,11 @@ from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
 
 # A prediction, or why there is none.
 Outcome = Union[Prediction, UserError]
-# (more gin bindings) -> the run with them, and what its plan assumes
-Configured = Callable[[Sequence[str]], tuple[PlanConfig, Assumptions]]
+# (more gin bindings, GPU) -> the run with them, and what its plan assumes of that GPU
+Configured = Callable[[Sequence[str], GpuTarget], tuple[PlanConfig, Assumptions]]
 # value -> (GPU, run, what its plan assumes)
 Variants = Mapping[str, tuple[GpuTarget, PlanConfig, Assumptions]]
+_QUOTED_OR_ONE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 
 
 def numbers(text: str, flag: str) -> list[int]:
@@ -42,23 +44,36 @@ def numbers(text: str, flag: str) -> list[int]:
 
 
 def name_and_values(text: str) -> tuple[str, list[str]]:
-  """Returns the parts of 'NAME=VALUE,VALUE'.
+  """Returns the parts of 'NAME=VALUE,VALUE'; a value may be a dict, list, tuple or string.
 
   Raises:
     ConfigError: it is something else, or an unknown GPU.
   """
   name, _, values = text.partition('=')
-  if not (name and values):
+  found = _split(values)
+  if not (name and all(found)):
     raise ConfigError(
       f'--what_if={text} is not NAME=VALUE,VALUE.',
-      fix='Write --what_if=gpu=h100,b200; a gin macro or parameter may be in the place of gpu.',
+      fix='Write --what_if=gpu=h100,b200; a gin macro or parameter may be in the place of gpu, and '
+      '[1,2] is one value.',
       docs='plan.md#other-numbers-and-kinds-of-gpus',
     )
-  found = [value.strip() for value in values.split(',')]
   if name == 'gpu':
     for value in found:
       find_target(value)
   return name, found
+
+
+def _split(text: str) -> list[str]:
+  """Returns the parts of `text` between the commas that are outside brackets and quotes."""
+  parts, depth = [''], 0
+  for token in _QUOTED_OR_ONE.findall(text):
+    depth += (token in '([{') - (token in ')]}')
+    if token == ',' and not depth:
+      parts.append('')
+    else:
+      parts[-1] += token
+  return [part.strip() for part in parts]
 
 
 def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuTarget) -> Variants:
@@ -68,9 +83,9 @@ def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuT
     ConfigError, ModelError: no such parameter, or a value that it does not take.
   """
   if name == 'gpu':
-    run = configured(())
-    return {value: (find_target(value), *run) for value in values}
-  return {value: (gpu, *configured((f'{name}={value}',))) for value in values}
+    gpus = {value: find_target(value) for value in values}
+    return {value: (other, *configured((), other)) for value, other in gpus.items()}
+  return {value: (gpu, *configured((f'{name}={value}',), gpu)) for value in values}
 
 
 def changed(
@@ -129,7 +144,13 @@ def with_overlap_of(given: Prediction, assumed: Assumptions) -> Assumptions:
       sent[axis] += c.num_bytes
       hidden[axis] += c.num_bytes * c.hidden_share
   shares = {axis: hidden[axis] / sent[axis] for axis in sent if sent[axis]}
-  return dataclasses.replace(assumed, hidden_shares={**assumed.hidden_shares, **shares})
+  if not shares:
+    return assumed
+  return dataclasses.replace(
+    assumed,
+    hidden_shares={**assumed.hidden_shares, **shares},
+    sources={**assumed.sources, 'hidden_shares': "XLA's schedule of the compiled step"},
+  )
 
 
 def how(given: Prediction) -> str:

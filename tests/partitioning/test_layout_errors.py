@@ -394,7 +394,7 @@ def test_whatever_the_sizes_the_advice_works(
 def test_the_table_shows_the_bubble_of_a_pipeline_of_both_stacks():
   # M = 4 in 2 blocks of S = 2 stages: (S-1) / (2M + S-1) = 1 / 9.
   assert (
-    'pipeline: gpipe, 4 microbatches, bubble 11.1% of the step'
+    'pipeline: gpipe, 4 microbatches, bubble 11.1% of the time of the layers'
     in lay_out({**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 4}).table()
   )
 

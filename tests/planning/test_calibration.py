@@ -6,7 +6,7 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import FOLDERS, calibrated, read
+from t5x_gpu.planning.calibration import FOLDERS, calibrated, check_is_used, read
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
 MACHINE = {'card': 'NVIDIA H100 80GB HBM3'}
@@ -52,6 +52,7 @@ def test_measured_shares_replace_the_defaults(tmp_path):
     'mosaic_efficiency': pytest.approx(0.4),
   }
   assumed = calibration.applied(Assumptions())
+  assert assumed.sources.keys() == calibration.values.keys()
   assert assumed.gemm_efficiency == pytest.approx(0.7)
   assert assumed.triton_efficiency == Assumptions().triton_efficiency
 
@@ -95,18 +96,31 @@ def found_here(tmp_path, monkeypatch):
 
 
 def test_results_of_the_gpu_are_found_and_named(found_here):
-  assumed, calibration = calibrated(None, find_target('h100'), Assumptions())
-  assert calibration.path == found_here and str(found_here) in calibration.source
+  assumed = calibrated(None, find_target('h100'), Assumptions())
+  measured = f'measured: NVIDIA H100 80GB HBM3, {found_here}'
+  assert assumed.sources == {'gemm_efficiency': measured, 'memory_efficiency': measured}
   assert assumed.gemm_efficiency == pytest.approx(0.7)
   assert assumed.memory_efficiency == pytest.approx(0.85)
   default = Assumptions()
-  assert calibrated('none', find_target('h100'), default) == (default, None)
-  assert calibrated(None, find_target('b200'), default) == (default, None)
+  assert calibrated('none', find_target('h100'), default) == default
+  assert calibrated(None, find_target('b200'), default) == default
 
 
 def test_results_that_are_found_leave_what_gin_sets(found_here):
   mine = Assumptions(gemm_efficiency=0.5)
-  assumed, calibration = calibrated(None, find_target('h100'), mine)
+  assumed = calibrated(None, find_target('h100'), mine)
   assert assumed.gemm_efficiency == 0.5 and assumed.memory_efficiency == pytest.approx(0.85)
-  assert list(calibration.values) == ['memory_efficiency']
-  assert calibrated(str(found_here), find_target('h100'), mine)[0].gemm_efficiency > 0.69
+  assert list(assumed.sources) == ['memory_efficiency']
+  assert calibrated(str(found_here), find_target('h100'), mine).gemm_efficiency > 0.69
+
+
+def test_only_the_gpu_that_was_measured_takes_the_values(found_here):
+  h100, h200, b200 = map(find_target, ('h100', 'h200', 'b200'))
+  mine, file = Assumptions(gemm_efficiency=0.5), str(found_here)
+  assert calibrated(file, b200, mine) == mine
+  assert calibrated(file, h100, mine).gemm_efficiency == pytest.approx(0.7)
+  check_is_used(file, [b200, h100])
+  check_is_used('none', [b200])
+  with pytest.raises(ConfigError, match='says nothing about NVIDIA B200 or NVIDIA H200') as e:
+    check_is_used(file, [b200, h200])
+  assert '--gpu=h100' in e.value.fix and '--gin.Assumptions.gemm_efficiency=0.7' in e.value.fix

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from t5x_gpu.config import gin_loader
-from t5x_gpu.planning import screen
+from t5x_gpu.planning import scaling, screen
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas import memory
 from t5x_gpu.planning.planner import Planner
@@ -40,7 +40,11 @@ def test_a_short_run_has_gpu_hours(t5):
 def test_what_a_gpu_needs_and_has_are_next_to_each_other(t5):
   small = dataclasses.replace(t5.memory, pool_bytes=2**20)
   line = screen.fits_line(small)
-  assert line.startswith('DOES NOT FIT: needs ') and 'per GPU, has 1.0 MiB (XLA manages' in line
+  missing = f'{small.needed_bytes / 2**20 - 1:.1f} MiB too much'
+  assert line.startswith('DOES NOT FIT: needs ')
+  assert f'per GPU, has 1.0 MiB: {missing} (XLA manages' in line
+  spare = f'{t5.memory.left_bytes / 2**30:.2f} GiB to spare'
+  assert screen.fits_line(t5.memory).startswith('FITS: ') and spare in screen.fits_line(t5.memory)
 
 
 def test_parameters_outside_of_layers_are_named(t5):
@@ -74,3 +78,19 @@ def test_hidden_is_the_share_of_the_time(t5):
   time = dataclasses.replace(t5.time, collectives=(c,))
   head, row = screen.traffic_rows(dataclasses.replace(t5, time=time))
   assert dict(zip(head, row))['hidden'].startswith('42%')
+
+
+def test_a_rack_of_many_nvlinks_is_a_caveat_of_its_gpu_alone(t5):
+  rack = dataclasses.replace(t5, gpu=find_target('gb200'))
+  [caveat] = set(screen.caveats(rack)) - set(screen.caveats(t5))
+  assert 'hosts of 8 with NVLink inside are assumed' in caveat and 'NVL72' in caveat
+  assert caveat in scaling.what_if_table('gpu', {'h100': t5, 'gb200': rack})
+  assert caveat in screen.first_screen(rack)
+  of_rack = dataclasses.replace(rack, num_gpus=72)
+  four = dataclasses.replace(t5, num_gpus=4)
+  assert screen.caveats(of_rack) == screen.caveats(four) == screen.caveats(t5)
+
+
+def test_the_hidden_shares_of_the_mesh_are_shown(t5):
+  rows = {row[0]: row[1] for row in screen.assumption_rows(t5)}
+  assert rows['hidden_shares'] == 'fsdp 0.8'

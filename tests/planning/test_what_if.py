@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from t5x_gpu import cli, plan
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning import scaling, what_if
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.planner import Planner
@@ -23,7 +24,7 @@ def configured(tmp_path):
   file = tmp_path / 'tiny.gin'
   file.write_text(TINY_GIN)
   args = cli.parse_args('plan', '', [f'--gin_file={file}'], extra=plan._add_flags)
-  return lambda more: plan._configured(args, more)
+  return lambda more, gpu=PLANNER.gpu: plan._configured(args, more)
 
 
 def as_compiled(config, share):
@@ -53,6 +54,9 @@ def test_other_runs_hide_as_much_as_the_compiled_step(configured, share):
   again = planner.by_formula(config, TOPOLOGY)
   assert again.seconds_per_step == pytest.approx(given.seconds_per_step, rel=1e-6)
   assert 'overlap of the compiled step' in what_if.how(given)
+  shares = got[8].assumed.effective(PLANNER.gpu)['hidden_shares']
+  assert shares.source == "XLA's schedule of the compiled step"
+  assert {shares.value[c.axes[0]] for c in given.time.collectives} == {share}
 
 
 def test_a_value_that_the_run_has_keeps_its_prediction(configured):
@@ -84,3 +88,38 @@ def test_no_bar_is_longer_than_a_whole_one(configured):
   faster = dataclasses.replace(p, num_gpus=2)
   text = scaling.scale_table({4: p, 2: faster})
   assert '200%' in text and max(line.count('#') for line in text.splitlines()) == 30
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    ('gpu=h100, b200', ['h100', 'b200']),
+    ("LENGTHS={'a': 2, 'b': 1},{'a': [1, (2, 3)]}", ["{'a': 2, 'b': 1}", "{'a': [1, (2, 3)]}"]),
+    ("NAMES='a,b',[1,2],(3,4)", ["'a,b'", '[1,2]', '(3,4)']),
+    ('NAMES="it\'s [", "\\", ["', ['"it\'s ["', '"\\", ["']),
+  ],
+)
+def test_a_value_may_have_commas(text, expected):
+  assert what_if.name_and_values(text)[1] == expected
+
+
+@pytest.mark.parametrize('text', ['BATCH_SIZE', 'BATCH_SIZE=', 'BATCH_SIZE=8,', '=8'])
+def test_values_that_are_missing_are_refused(text):
+  with pytest.raises(ConfigError, match='is not NAME=VALUE,VALUE'):
+    what_if.name_and_values(text)
+
+
+def test_each_gpu_takes_its_own_assumptions(configured):
+  def of_gpu(more, gpu):
+    run, assumed = configured(more)
+    return run, dataclasses.replace(assumed, gemm_efficiency=0.3 if gpu.name == 'h100' else None)
+
+  runs = what_if.variants('gpu', ['b200', 'h100'], of_gpu, PLANNER.gpu)
+  assert [assumed.gemm_efficiency for _, _, assumed in runs.values()] == [None, 0.3]
+
+
+def test_small_memory_is_not_zero(configured):
+  p = PLANNER.by_formula(configured(())[0], TOPOLOGY)
+  assert p.memory.needed_bytes < 2**25
+  shown = f'{p.memory.needed_bytes / 2**20:.1f} MiB'
+  assert shown in scaling.scale_table({4: p}) and shown in scaling.what_if_table('x', {'1': p})

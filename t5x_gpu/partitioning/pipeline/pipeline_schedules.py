@@ -128,7 +128,7 @@ def bubble_fraction(
   num_stacks: int = 1,
   skip_idle: bool = True,
 ) -> float:
-  """Returns the fraction of a step in which a stage waits for others.
+  """Returns the fraction of the time of the layers in which a stage waits for others.
 
   (S-1) / (K*R*M + S-1): of the K*R*M + S-1 forward slots a stage has work in K*R*M, and the same
   backward. With two stacks this assumes blocks of equal duration: otherwise stages also wait for

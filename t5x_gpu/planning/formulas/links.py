@@ -47,7 +47,7 @@ def link_of(
   nvlink = gpu.nvlinks * gpu.nvlink_bandwidth * assumed.nvlink_efficiency
   if hosts == 1:
     return Link(NVLINK, nvlink, inside, 1)
-  network = 1e9 / 8 * (assumed.network_gigabits or gpu.network_gigabits)
+  network = 1e9 / 8 * assumed.gigabits(gpu)
   network *= assumed.network_efficiency
   if kind == 'all-to-all' and 'expert' in axes and len(axes) == 1:
     network *= (inside * hosts - 1) / (inside * (hosts - 1))

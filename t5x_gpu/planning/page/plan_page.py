@@ -7,8 +7,7 @@ from typing import Optional
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.planning import bottleneck, screen
-from t5x_gpu.planning.calibration import Calibration
+from t5x_gpu.planning import bottleneck, scaling, screen
 from t5x_gpu.planning.formulas import work
 from t5x_gpu.planning.formulas.links import NETWORK, NVLINK
 from t5x_gpu.planning.formulas.memory import (
@@ -77,7 +76,7 @@ def plan_page(
   title: str,
   advice: str = '',
   scaled: Optional[Mapping[int, Outcome]] = None,
-  measured: Optional[Calibration] = None,
+  what_if: Optional[tuple[str, Mapping[str, Outcome]]] = None,
 ) -> str:
   """Returns a plan as HTML.
 
@@ -87,7 +86,7 @@ def plan_page(
     title: of the page, such as the names of the gin files.
     advice: what would make it fit, if it does not; '' for none.
     scaled: number of GPUs -> the prediction there, or why there is none.
-    measured: efficiencies that were measured.
+    what_if: (name, value -> the prediction with it, or why there is none).
   """
   sections = [
     _bottleneck(p),
@@ -97,7 +96,8 @@ def plan_page(
     _traffic(p),
     _time(p.time),
     *([_scaling(scaled)] if scaled else []),
-    _assumptions(p, measured),
+    *([_what_if(*what_if)] if what_if else []),
+    _assumptions(p),
   ]
   written = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime())
   return page(
@@ -105,7 +105,7 @@ def plan_page(
     sections,
     subtitle=_subtitle(p),
     tiles=_tiles(p),
-    notes=[screen.CAVEATS[p.source]] if screen.CAVEATS[p.source] else [],
+    notes=screen.caveats(p),
     footer=f'python -m t5x_gpu.plan wrote this page at {written}.',
   )
 
@@ -304,7 +304,7 @@ def _scaling_table(known: Mapping[int, Prediction]) -> ET.Element:
       f'{p.tokens_per_second:,.0f}',
       'unknown' if p.mfu is None else f'{p.mfu:.1%}',
       show(p.memory.needed_bytes),
-      'yes' if p.memory.fits else f'no: {show(-p.memory.left_bytes)} too much',
+      screen.fits_cell(p.memory),
       screen.duration(p.days),
     )
     for n, p in sorted(known.items())
@@ -312,7 +312,14 @@ def _scaling_table(known: Mapping[int, Prediction]) -> ET.Element:
   return table(head, rows, texts=(5,))
 
 
-def _assumptions(p: Prediction, measured: Optional[Calibration]) -> Section:
-  head, *rows = screen.assumption_rows(p, measured)
+def _what_if(name: str, outcomes: Mapping[str, Outcome]) -> Section:
+  (head, *rows), notes = scaling.what_if_rows(name, outcomes)
+  content: list[Child] = [table(head, rows), *(element('p', note) for note in notes)]
+  intro = 'Values other than those of this plan are by formula.'
+  return Section('what-if', 'What if', content, intro)
+
+
+def _assumptions(p: Prediction) -> Section:
+  head, *rows = screen.assumption_rows(p)
   intro = 'Set them with --gin.Assumptions.NAME=VALUE.'
   return Section('assumptions', 'Assumptions', [table(head, rows, texts=(0, 1, 2))], intro)

@@ -60,6 +60,7 @@ class GpuTarget:
       what a multiprocessor has.
     nvlinks: active links to other GPUs.
     nvlink_bandwidth: bytes per second of one link, in one direction.
+    nvlink_domain: GPUs that NVLink connects in the vendor's largest system.
     network_gigabits: of the network adapters that a host of the vendor has for each GPU, in Gbit/s.
     source: of the figures.
   """
@@ -77,6 +78,7 @@ class GpuTarget:
   shared_memory_per_core: int = 233472
   nvlinks: int = 18
   nvlink_bandwidth: int = 25 * 10**9  # generations 3 and 4: NVIDIA's A100 and H100 whitepapers
+  nvlink_domain: int = 8
   network_gigabits: int = 400  # DGX H100, H200 and B200: eight ConnectX-7 for eight GPUs
   source: str
 
@@ -192,6 +194,7 @@ TARGETS = {
       l2_bytes=135528448,
       clock_ghz=2.062,
       nvlink_bandwidth=50 * 10**9,
+      nvlink_domain=72,  # the rack GB200 NVL72
       source=_SPECS + 'gb200.txtpb',
     ),
   )

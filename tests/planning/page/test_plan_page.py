@@ -10,7 +10,6 @@ import pytest
 from t5x_gpu import plan
 from t5x_gpu.analysis.gpu_compile import CompiledMemory
 from t5x_gpu.config import gin_loader
-from t5x_gpu.errors import ConfigError
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
 from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
@@ -49,7 +48,8 @@ def written(tmp_path_factory):
   out, numbers = folder / 'plan.html', folder / 'plan.json'
   flags = [
     f'--gin_file={folder / "tiny.gin"}', '--gin.Partitioner.fsdp=2', '--gin.NUM_PARTITIONS=2',
-    '--hosts=2', '--dry_run', '--scale=4,8', f'--html={out}', f'--json={numbers}',
+    '--hosts=2', '--dry_run', '--scale=4,8', '--what_if=BATCH_SIZE=8,7', f'--html={out}',
+    f'--json={numbers}',
   ]  # fmt: skip
   assert plan.main(flags) == 0
   found = Page(out.read_text('utf-8'))
@@ -59,7 +59,7 @@ def written(tmp_path_factory):
 
 def test_a_page_has_every_section_and_every_number(written):
   found, _, got = written
-  assert found.headings == [*SECTIONS[:-1], 'Other numbers of GPUs', SECTIONS[-1]]
+  assert found.headings == [*SECTIONS[:-1], 'Other numbers of GPUs', 'What if', SECTIONS[-1]]
   for text in (
     'Plan of tiny.gin',
     'memoryfits',
@@ -79,6 +79,8 @@ def test_a_page_has_every_section_and_every_number(written):
   for number, there in got['scale'].items():
     assert f'{number}{screen.seconds(there["seconds_per_step"])}' in found.text
     assert f'GPUs {number}\npredicted: {there["tokens_per_second"]:,.0f}' in found.text
+  assert f's/step{screen.seconds(got["what_if"]["8"]["seconds_per_step"])}-' in found.text
+  assert 'BATCH_SIZE = 7: ' in found.text
 
 
 def test_bars_show_every_part_and_memory_has_the_scale_of_the_gpu(written):
@@ -158,14 +160,6 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_to_do(made):
   found.check()
   assert 'memorydoes not fit' in found.text and '1. Take <less>' in found.text
   assert 'DOES NOT FIT' in found.text and 'as compiled201.00 GiB' in found.text
-
-
-def test_a_page_of_something_else_is_refused(tmp_path):
-  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
-  with pytest.raises(ConfigError, match='--html writes the prediction'):
-    plan.main(
-      [f'--gin_file={tmp_path / "tiny.gin"}', '--show=sharding', f'--html={tmp_path}/a.html']
-    )
 
 
 @pytest.mark.process

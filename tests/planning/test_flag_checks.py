@@ -1,0 +1,42 @@
+"""Flags of a plan that contradict each other are errors before anything is compiled."""
+
+import pytest
+
+from t5x_gpu import plan
+from t5x_gpu.errors import ConfigError
+from tests.helpers_train import TINY_GIN
+
+
+@pytest.fixture
+def refused(tmp_path):
+  """Returns a function that plans with flags, and returns the error."""
+  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
+
+  def error(*flags):
+    with pytest.raises(ConfigError) as e:
+      plan.main([f'--gin_file={tmp_path / "tiny.gin"}', *flags])
+    assert e.value.fix and e.value.docs
+    return e.value.what
+
+  return error
+
+
+@pytest.mark.parametrize('show', ['sharding', 'remat'])
+def test_flags_of_a_prediction_are_refused_elsewhere(refused, tmp_path, show):
+  more = ['--scale=1,2', '--what_if=gpu=h100', '--calibrate=none', f'--html={tmp_path}/a.html']
+  words = refused(f'--show={show}', *more)
+  assert '--scale and --what_if and --calibrate and --html' in words
+  assert words == refused(f'--show={show}', '--dry_run', *more)
+  for flag in more:
+    assert flag.split('=')[0] in refused(f'--show={show}', flag)
+
+
+def test_a_dry_run_has_no_costs_of_remat_to_write(refused, tmp_path):
+  argv = ['--show=remat', '--dry_run', f'--json={tmp_path}/plan.json']
+  assert '--json has nothing to write' in refused(*argv)
+
+
+def test_a_search_refuses_flags_of_one_layout(refused):
+  assert '--out and --show=remat' in refused('--search', '--out=a.png', '--show=remat')
+  assert '--scale and --out' in refused('--search', '--scale=1', '--out=a.png')
+  assert 'needs --search' in refused('--search_processes=2')
