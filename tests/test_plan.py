@@ -15,6 +15,7 @@ from matplotlib import image
 from t5x_gpu import plan
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, UserError
 from t5x_gpu.planning.devices import topology_of
+from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
 
@@ -132,6 +133,25 @@ def test_a_dry_run_compiles_nothing(gin_file, capsys):
   assert plan.main(flags(gin_file, '--show=sharding', '--dry_run')) == 0
   printed = capsys.readouterr().out
   assert 'optimizer MiB/device' in printed and 'What a training step sends' not in printed
+
+
+@pytest.mark.parametrize(
+  'show',
+  [
+    ['--show=prediction', '--dry_run'],
+    ['--show=sharding'],
+    pytest.param(['--show=remat', '--devices=2'], marks=pytest.mark.slow),
+    pytest.param(['--show=prediction', '--devices=2'], marks=pytest.mark.slow),
+  ],
+)
+def test_no_line_is_about_the_simulated_devices(gin_file, capsys, show):
+  log_once.cache_clear()
+  of = 'TransformerConfig.'
+  experts = {f'{of}num_experts': 4, f'{of}expert_capacity_factor': None}
+  assert plan.main(flags(gin_file, *show, model=1, **experts)) == 0
+  printed = capsys.readouterr().out
+  assert printed.startswith('mesh: '), printed.splitlines()[0]
+  assert '(cpu' not in printed
 
 
 def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
