@@ -107,6 +107,23 @@ def test_a_candidate_that_does_not_compile_is_skipped(planner):
   assert found.is_compiled and found.change.kinds == {'TransformerConfig'}
 
 
+@pytest.mark.slow
+def test_the_least_number_of_gpus_does_not_depend_on_how_many_were_asked():
+  planner = Planner(find_target('a100-40'), Assumptions(), jax.devices())
+  config = Case(model='t5_11b', layout='fsdp', batch=(64, 512)).config()
+  found = [
+    remedies.least_gpus(config, Topology(1, gpus), by_formula=planner.by_formula)[0].prediction
+    for gpus in (1, 4)
+  ]
+  assert [(p.num_hosts, p.num_gpus) for p in found] == [(1, 5), (1, 5)]
+
+
+def test_the_least_number_of_gpus_names_hosts_where_there_are_several(planner):
+  config = Case(model='llama3_70b', layout='fsdp', batch=(8, 4096)).config()
+  text = remedies.nothing_fits(config, Topology(1, 2), by_formula=planner.by_formula)
+  assert 'fits on 2 GPUs' in text and 'The least number of GPUs is 16 (2 hosts x 8), with' in text
+
+
 @pytest.mark.parametrize(
   'layout, rows, length, gpus, batch',
   [
