@@ -1,5 +1,6 @@
 """The plan of a small model: its tables, picture and numbers, and what it refuses."""
 
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from matplotlib import image
 from t5x_gpu import plan
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, UserError
 from t5x_gpu.planning.devices import topology_of
+from t5x_gpu.planning.remedies import EQUAL
 from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
@@ -347,7 +349,7 @@ def test_a_run_that_does_not_fit_gets_changes_with_which_it_does(gin_file, tmp_p
   assert not got['fits'] and 'DOES NOT FIT' in printed and 'With these changes it fits' in printed
   assert len(got['remedies']) == 3
   seconds = [r['prediction']['seconds_per_step'] for r in got['remedies']]
-  assert seconds == sorted(seconds)
+  assert all(a <= EQUAL * b for a, b in itertools.pairwise(seconds))
   # The same flags, written as the remedy says: it fits, at that speed.
   settings = dict(s.split(' = ') for s in got['remedies'][0]['settings'])
   settings = {
