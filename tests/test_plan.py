@@ -1,5 +1,6 @@
 """The plan of a small model: its tables, picture and numbers, and what it refuses."""
 
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from matplotlib import image
 from t5x_gpu import plan
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, UserError
 from t5x_gpu.planning.devices import topology_of
+from t5x_gpu.planning.remedies import EQUAL
+from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
 
@@ -138,6 +141,25 @@ def test_what_a_dry_run_knows_of_the_sharding_is_written(gin_file, tmp_path):
   got = planned(gin_file, tmp_path, '--dry_run')
   assert got['mesh']['data']['size'] == 2 and 'collectives' not in got
   assert sum(math.prod(p['shape']) for p in got['parameters']) == got['num_params']
+
+
+@pytest.mark.parametrize(
+  'show',
+  [
+    ['--show=prediction', '--dry_run'],
+    ['--show=sharding'],
+    pytest.param(['--show=remat', '--devices=2'], marks=pytest.mark.slow),
+    pytest.param(['--show=prediction', '--devices=2'], marks=pytest.mark.slow),
+  ],
+)
+def test_no_line_is_about_the_simulated_devices(gin_file, capsys, show):
+  log_once.cache_clear()
+  of = 'TransformerConfig.'
+  experts = {f'{of}num_experts': 4, f'{of}expert_capacity_factor': None}
+  assert plan.main(flags(gin_file, *show, model=1, **experts)) == 0
+  printed = capsys.readouterr().out
+  assert printed.startswith('mesh: '), printed.splitlines()[0]
+  assert '(cpu' not in printed
 
 
 def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
@@ -338,7 +360,7 @@ def test_a_run_that_does_not_fit_gets_changes_with_which_it_does(gin_file, tmp_p
   assert not got['fits'] and 'DOES NOT FIT' in printed and 'With these changes it fits' in printed
   assert len(got['remedies']) == 3
   seconds = [r['prediction']['seconds_per_step'] for r in got['remedies']]
-  assert seconds == sorted(seconds)
+  assert all(a <= EQUAL * b for a, b in itertools.pairwise(seconds))
   # The same flags, written as the remedy says: it fits, at that speed.
   settings = dict(s.split(' = ') for s in got['remedies'][0]['settings'])
   settings = {
@@ -355,7 +377,7 @@ def test_a_model_that_fits_nowhere_gets_the_least_number_of_gpus(gin_file, capsy
   argv = flags(gin_file, '--dry_run', '--gpus=2', fsdp=2, model=1, **large, BATCH_SIZE=2)
   assert plan.main(argv) == 0
   printed = capsys.readouterr().out
-  least = int(printed.split('The least number of GPUs is ')[1].split(',')[0])
+  least = int(printed.split('The least number of GPUs is ')[1].split()[0])
   assert 'a batch of 2 does not divide over them' in printed.split('The least')[1]
   # 107B parameters, in 16 bytes each with their gradients, of 71 GiB per GPU.
   assert 22 < least < 40

@@ -19,6 +19,7 @@ from t5x_gpu.models.config import REMAT_POLICIES
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.models.preference.dpo import DpoModel
+from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus
 from t5x_gpu.terminal.text_table import table
 from t5x_gpu.training.program import Program
@@ -64,10 +65,10 @@ def remat_costs(
   costs = []
   for policy in ORDER:
     changed = dataclasses.replace(config, model=with_config(config.model, remat_policy=policy))
-    program = build(changed)
-    hlo, compiled = partitioned(
-      program.train_step.lower(program.abstract_state, program.abstract_batch)
-    )
+    with silent():  # it would name kernels of simulated devices
+      program = build(changed)
+      lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    hlo, compiled = partitioned(lowered)
     if gpus is None:
       temporary, host = compiled.memory_analysis().temp_size_in_bytes, None
     else:

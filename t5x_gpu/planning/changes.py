@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 from t5x_gpu.analysis.remat_costs import with_config
 from t5x_gpu.errors import MeshError
@@ -37,6 +37,11 @@ class Change:
     """What the settings belong to: 'Partitioner', 'TransformerConfig', ..."""
     return {setting.split('.')[0] for setting in self.settings}
 
+  @property
+  def keeps_precision(self) -> bool:
+    """Whether all is as precise as before: the moments of the optimizer may not be."""
+    return 'AdamW' not in self.kinds
+
 
 def single_changes(config: PlanConfig, topology: Topology) -> Iterator[Change]:
   """Yields changes that may make a step smaller, each of one kind."""
@@ -63,7 +68,8 @@ def on_all_of(config: PlanConfig, topology: Topology) -> Iterator[Change]:
   moments = [_joined(saving, change) for change in _moments(saving.config)]
   for first in (saving, *moments):
     for wanted in _partitioners(config.partitioner, topology):
-      parts = topology.num_devices // wanted.mesh_sizes(topology).total['model']
+      sizes = wanted.mesh_sizes(topology).total
+      parts = math.prod(sizes[axis] for axis in wanted.rules().activations['batch'])
       rows = math.ceil(config.train_dataset_cfg.batch_size / parts)
       dataset = dataclasses.replace(config.train_dataset_cfg, batch_size=rows * parts)
       as_now = config.num_microbatches if rows % config.num_microbatches == 0 else 1
@@ -124,7 +130,8 @@ def _layouts(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 
 
 def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitioner]:
-  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model.
+  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model, and fsdp in
+  place of data.
 
   What neither splits the run nor saves memory stays as it is `given`.
   """
@@ -136,12 +143,29 @@ def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitione
     if model <= each and each % model == 0 and total > model:
       sizes = dict(data=1, fsdp=total // model, num_partitions=model)
       options.append(dict(sizes, sequence_parallel=True))
+  if kept := _fsdp_for_data(given, topology):
+    options.append(kept)
   whole = dict(_WHOLE, num_partitions=1 if given.num_partitions else None)
   for sizes in options:
     wanted = dataclasses.replace(given, **(whole | sizes))
     if _same_mesh(wanted, given, topology):  # written in another way
       wanted = dataclasses.replace(wanted, **{name: getattr(given, name) for name in SIZES})
     yield wanted
+
+
+def _fsdp_for_data(given: Partitioner, topology: Topology) -> Optional[dict[str, Any]]:
+  """Returns `given` with all of `data` in fsdp; None if no axis is left that it could keep."""
+  by_host = given.ici_mesh_shape is not None or given.dcn_mesh_shape is not None
+  try:
+    moved = given if by_host else dataclasses.replace(given, data=1, fsdp=-1)
+    sizes = dict(moved.mesh_sizes(topology).total)
+  except MeshError:  # sizes for another number of devices
+    return None
+  fsdp = sizes.pop('data') * sizes.pop('fsdp')
+  if set(sizes.values()) == {1}:
+    return None
+  kept = {SIZE_PARAMETERS[axis]: size for axis, size in sizes.items() if size > 1}
+  return dict(kept, data=1, fsdp=fsdp, sequence_parallel=given.sequence_parallel)
 
 
 def _same_mesh(one: Partitioner, other: Partitioner, topology: Topology) -> bool:

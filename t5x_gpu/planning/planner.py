@@ -5,9 +5,7 @@ planner.by_formula(config, Topology(8, 8)).seconds_per_step
 planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
 """
 
-import contextlib
 import dataclasses
-import io
 import itertools
 from collections.abc import Sequence
 
@@ -19,6 +17,7 @@ from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
 from t5x_gpu.planning.progress import doing
 from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.xla.deviceless import can_compile, described_gpus
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program, program_of_run
@@ -43,6 +42,7 @@ class Planner:
     """Whether `exactly` compiles for the GPU; else it splits the step for simulated devices."""
     return can_compile()
 
+  @silent()  # it would name kernels of simulated devices
   def program(self, config: PlanConfig, topology: Topology) -> Program:
     """Returns the run on simulated devices.
 
@@ -79,6 +79,7 @@ class Planner:
     with doing(doing_what):
       return self.silently(config, topology)
 
+  @silent()
   def silently(self, config: PlanConfig, topology: Topology) -> Prediction:
     """Returns what `exactly` does, and shows nothing."""
     of_plan = dict(gpu=self.gpu, assumed=self.assumed)
@@ -89,6 +90,5 @@ class Planner:
     gpus = described_gpus(
       self.gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
-    with contextlib.redirect_stdout(io.StringIO()):
-      step = compile_step(config, gpus)
+    step = compile_step(config, gpus)
     return predict(step.program, config, **of_plan, compiled=step)

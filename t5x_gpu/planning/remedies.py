@@ -6,12 +6,14 @@ on which one does, by formula.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.planning.changes import Change, on_all_of, single_changes, with_another
+from t5x_gpu.planning.devices import GPUS_PER_HOST
 from t5x_gpu.planning.formulas.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, STACK
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -21,11 +23,14 @@ from t5x_gpu.terminal import quantities
 NUMBER = 3
 # Numbers of hosts that `least_gpus` tries at most; three or four do.
 _TRIES = 32
+# No prediction is this exact: of steps that differ by less, precision and memory decide.
+EQUAL = 1.005
 # Formulas are within 10% of what XLA allocates.
-_ALMOST = 1.1
+ALMOST = 1.1
 
 # (the run, where) -> its prediction
 Predict = Callable[[PlanConfig, Topology], Prediction]
+_Candidate = tuple[Change, Prediction]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +71,9 @@ def remedies(
     for change, _ in smallest:
       more = _predicted(with_another(change, topology), topology, by_formula)
       candidates += [c for c in more if _may_fit(c[1])]
-  candidates.sort(key=lambda c: (c[1].seconds_per_step, len(c[0].settings)))
   found: list[Remedy] = []
   seen: set[frozenset[str]] = set()
-  for change, prediction in candidates:
+  for change, prediction in _ranked(candidates):
     key = frozenset(change.settings)
     if key in seen:
       continue
@@ -85,14 +89,34 @@ def remedies(
   return found
 
 
+def _ranked(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
+  """Yields the fastest first.
+
+  Of those that are equally fast: what keeps its precision, changes fewest kinds of settings, needs
+  the least memory.
+  """
+  left = sorted(candidates, key=lambda c: c[1].seconds_per_step)
+  while left:
+    limit = EQUAL * left[0][1].seconds_per_step
+    number = sum(c[1].seconds_per_step <= limit for c in left)
+    yield from sorted(left[:number], key=_cost_besides_time)
+    left = left[number:]
+
+
+def _cost_besides_time(candidate: _Candidate) -> tuple[Any, ...]:
+  change, prediction = candidate
+  of_change = not change.keeps_precision, len(change.kinds)
+  return *of_change, prediction.memory.needed_bytes, len(change.settings)
+
+
 def _may_fit(prediction: Prediction) -> bool:
   memory = prediction.memory
-  return memory.needed_bytes <= _ALMOST * memory.pool_bytes
+  return memory.needed_bytes <= ALMOST * memory.pool_bytes
 
 
 def _predicted(
   changes: Iterable[Change], topology: Topology, by_formula: Predict
-) -> Iterator[tuple[Change, Prediction]]:
+) -> Iterator[_Candidate]:
   """Yields the changes that are legal, with their predictions."""
   for change in changes:
     try:
@@ -105,30 +129,63 @@ def _predicted(
 def least_gpus(
   config: PlanConfig, topology: Topology, *, by_formula: Predict
 ) -> tuple[Optional[Remedy], Prediction]:
-  """Returns (how the run fits on the fewest GPUs, its smallest step on `topology`).
+  """Returns (how the run fits on `topology`, else on the fewest GPUs; its smallest step there).
 
-  Whole hosts are added until a step of `on_all_of` is legal and fits. There is none if one row,
-  whose activations more GPUs do not split, is too large.
+  The fewest GPUs do not depend on how many `topology` has: a host or part of one, else whole hosts,
+  until a step of `on_all_of` is legal and fits. There is none if one row, whose activations more
+  GPUs do not split, is too large.
   """
-  hosts, first = topology.num_hosts, None
+  on = functools.cache(lambda where: _smallest(config, where, by_formula))
+  asked, remedy = on(topology)
+  if remedy:
+    return remedy, remedy.prediction
+  hosts, first = 1, asked and asked[1]
+  each = topology.devices_per_host
+  if topology.num_hosts == 1:
+    each = max(each, GPUS_PER_HOST)
   for _ in range(_TRIES):
-    larger = Topology(hosts, topology.devices_per_host)
-    # Those that change the batch least come first.
-    options = sorted(on_all_of(config, larger), key=lambda c: c.config.train_dataset_cfg.batch_size)
-    predicted = []
-    for change, prediction in _predicted(options, larger, by_formula):
-      if prediction.memory.fits:
-        return Remedy(change, prediction, is_compiled=False), first or prediction
-      predicted.append((change, prediction))
+    smallest, remedy = on(Topology(hosts, each))
+    if remedy:
+      part = _on_part_of_a_host(config, each, by_formula) if hosts == 1 else None
+      return part or remedy, first or remedy.prediction
     hosts += 1
-    if predicted:
-      change, smallest = min(predicted, key=lambda c: c[1].memory.needed_bytes)
-      first = first or smallest
-      least = _least_hosts(change, smallest)
+    if smallest:
+      first = first or smallest[1]
+      least = _least_hosts(*smallest)
       if least is None:
         break
       hosts = max(hosts, least)
   return None, first or by_formula(config, topology)
+
+
+def _on_part_of_a_host(config: PlanConfig, each: int, by_formula: Predict) -> Optional[Remedy]:
+  """Returns how the run fits on the fewest GPUs of a host that has `each`; None if on all alone."""
+  number = 1
+  while number < each:
+    smallest, remedy = _smallest(config, Topology(1, number), by_formula)
+    if remedy:
+      return remedy
+    least = 0
+    if smallest:  # What any layout splits, at best.
+      memory = smallest[1].memory
+      state = sum(memory.components.get(name, 0) for name in (PARAMETERS, OPTIMIZER))
+      least = math.ceil(number * state / memory.pool_bytes)
+    number = max(number + 1, least)
+  return None
+
+
+def _smallest(
+  config: PlanConfig, topology: Topology, by_formula: Predict
+) -> tuple[Optional[_Candidate], Optional[Remedy]]:
+  """Returns (the smallest of the legal steps if there is one and none fits; one that fits)."""
+  # Those that change the batch least come first.
+  options = sorted(on_all_of(config, topology), key=lambda c: c.config.train_dataset_cfg.batch_size)
+  predicted = []
+  for change, prediction in _predicted(options, topology, by_formula):
+    if prediction.memory.fits:
+      return None, Remedy(change, prediction, is_compiled=False)
+    predicted.append((change, prediction))
+  return min(predicted, key=lambda c: c[1].memory.needed_bytes, default=None), None
 
 
 def _least_hosts(change: Change, prediction: Prediction) -> Optional[int]:
@@ -186,7 +243,9 @@ def nothing_fits(config: PlanConfig, topology: Topology, *, by_formula: Predict)
   number, settings = remedy.prediction.num_gpus, ', '.join(remedy.change.settings)
   if number == topology.num_devices:
     return f'By formula it fits with {settings}, all of them together.'
-  advised = f'The least number of GPUs is {number}' + (f', with {settings}' if settings else '')
+  hosts = remedy.prediction.num_hosts
+  words = f'{number} ({hosts} hosts x {number // hosts})' if hosts > 1 else str(number)
+  advised = f'The least number of GPUs is {words}' + (f', with {settings}' if settings else '')
   rows = config.train_dataset_cfg.batch_size
   if remedy.change.config.train_dataset_cfg.batch_size != rows:
     return f'{none}. {advised} (by formula); a batch of {rows} does not divide over them.'

@@ -12,6 +12,7 @@ from t5x_gpu.analysis.collectives import Collective, flops_per_device, inventory
 from t5x_gpu.analysis.sharding_lint import Finding, ParameterShapes, lint, purpose
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.runtime.cluster.topology import Device
+from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import size_line
 
@@ -36,6 +37,7 @@ class ShardingPlan:
   findings: Sequence[Finding]
 
 
+@silent()  # it would name kernels of simulated devices
 def make_plan(program: Program, hlo: Optional[str] = None) -> ShardingPlan:
   """Returns the plan of a program; compiles its training step unless `hlo` is given.
 

@@ -10,6 +10,7 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.terminal.logging_setup import stamp
 
 _on_stderr = False
+_silent = False
 
 
 @contextlib.contextmanager
@@ -23,9 +24,23 @@ def on_stderr() -> Iterator[None]:
     _on_stderr = before
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+  """Context without messages, for programs on devices that stand for others.
+
+  A text of `log_once` counts as printed.
+  """
+  global _silent
+  before, _silent = _silent, True
+  try:
+    yield
+  finally:
+    _silent = before
+
+
 def log(text: str, *, stream: Optional[TextIO] = None) -> None:
   """Prints `text` with a time stamp, unless it is empty; `stream` is standard output by default."""
-  if distributed.is_main_process() and text:
+  if distributed.is_main_process() and text and not _silent:
     stream = stream or (sys.stderr if _on_stderr else sys.stdout)
     print(f'{stamp(stream)}{text}', file=stream, flush=True)
 

@@ -25,7 +25,7 @@ def written(case, change):
   return dataclasses.replace(case, bindings=(*case.bindings, *change.settings)).config()
 
 
-@pytest.mark.parametrize('layout', ['tp', 'pp', 'hsdp', 'zero1'])
+@pytest.mark.parametrize('layout', ['tp', 'pp', 'hsdp', 'zero1', 'cp', '3d', 'ep'])
 def test_a_change_names_all_that_the_run_must_set(layout):
   bindings = ("Partitioner.gradient_dtype = 'bfloat16'",)
   case = Case(model='llama3_8b', layout=layout, batch=(64, 4096), bindings=bindings)
@@ -54,6 +54,44 @@ def test_a_run_fits_with_any_of_its_remedies(planner, layout):
     assert again.memory.fits and again.seconds_per_step == remedy.prediction.seconds_per_step
 
 
+def test_fsdp_takes_the_place_of_data_next_to_the_axes_that_are_in_use():
+  planner = Planner(find_target('h200'), Assumptions(), jax.devices())
+  config = Case(model='llama3_8b', layout='cp', batch=(8, 131072)).config()
+  found = remedies.remedies(config, Topology(2, 8), by_formula=planner.by_formula, compiled=None)
+  first, second = found[:2]
+  assert set(first.change.settings) == {
+    "TransformerConfig.remat_policy = 'full'",
+    'Partitioner.data = 1',
+    'Partitioner.fsdp = 8',
+  }
+  # As fast, but less precise.
+  assert second.change.kinds == {'TransformerConfig', 'AdamW'}
+  ratio = first.prediction.seconds_per_step / second.prediction.seconds_per_step
+  assert 1 / remedies.EQUAL < ratio < remedies.EQUAL
+
+
+@pytest.mark.parametrize(
+  'bindings, kept',
+  [
+    (dict(context=2, data=4), {'context': 2, 'fsdp': 8}),  # of eight GPUs, now there are sixteen
+    (
+      dict(data=-1, context=1, ici_mesh_shape={'context': 4, 'fsdp': -1}, dcn_mesh_shape=None),
+      {'context': 4, 'fsdp': 4},
+    ),
+    (dict(context=1, stage=2, expert=2), {'stage': 2, 'expert': 2, 'fsdp': 4}),
+  ],
+)
+def test_all_axes_but_data_are_kept_in_one_of_the_layouts(bindings, kept):
+  bindings = tuple(f'Partitioner.{name} = {value!r}' for name, value in bindings.items())
+  case = Case(model='llama3_8b', layout='cp', batch=(64, 4096), bindings=bindings)
+  sizes = [
+    change.config.partitioner.mesh_sizes(Topology(2, 8)).total
+    for change in changes.single_changes(case.config(), Topology(2, 8))
+    if 'Partitioner' in change.kinds
+  ]
+  assert dict.fromkeys(sizes[0], 1) | kept in sizes
+
+
 def test_a_candidate_that_does_not_compile_is_skipped(planner):
   config = Case(model='llama3_8b', layout='hsdp', batch=(128, 4096)).config()
 
@@ -67,6 +105,23 @@ def test_a_candidate_that_does_not_compile_is_skipped(planner):
   assert found.change.kinds == {'train'}
   [found] = remedies.remedies(config, Topology(2, 4), compiled=compiled, **of_run)
   assert found.is_compiled and found.change.kinds == {'TransformerConfig'}
+
+
+@pytest.mark.slow
+def test_the_least_number_of_gpus_does_not_depend_on_how_many_were_asked():
+  planner = Planner(find_target('a100-40'), Assumptions(), jax.devices())
+  config = Case(model='t5_11b', layout='fsdp', batch=(64, 512)).config()
+  found = [
+    remedies.least_gpus(config, Topology(1, gpus), by_formula=planner.by_formula)[0].prediction
+    for gpus in (1, 4)
+  ]
+  assert [(p.num_hosts, p.num_gpus) for p in found] == [(1, 5), (1, 5)]
+
+
+def test_the_least_number_of_gpus_names_hosts_where_there_are_several(planner):
+  config = Case(model='llama3_70b', layout='fsdp', batch=(8, 4096)).config()
+  text = remedies.nothing_fits(config, Topology(1, 2), by_formula=planner.by_formula)
+  assert 'fits on 2 GPUs' in text and 'The least number of GPUs is 16 (2 hosts x 8), with' in text
 
 
 @pytest.mark.parametrize(

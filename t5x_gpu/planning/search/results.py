@@ -1,7 +1,7 @@
 """The result of a search: a table, and the best variant as a gin file with its reasons."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.planning import screen
@@ -130,7 +130,7 @@ def gin_text(
   p = found.compiled.get(v)
   wanted = v.applied(given).partitioner
   wanted = dataclasses.replace(wanted, num_partitions=wanted.num_partitions or 1)
-  layout = layout_settings(wanted, given.partitioner)
+  layout = _for_any_hosts(layout_settings(wanted, given.partitioner))
   how = 'as compiled' if p else 'by formula'
   speed = f', {p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.1%}' if p and p.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
@@ -138,7 +138,7 @@ def gin_text(
     f'# The fastest that `t5x_gpu.plan --search` found for {gpus}: {_words(best)}.',
     *(f'#   of {name}' for name in files),
     f'# {screen.seconds(found.estimate(best))} per step{speed}; {memory}, {how}.',
-    '# Give this file as the last --gin_file.',
+    '# Give this file as the last --gin_file. A size of -1 takes the GPUs that others leave.',
     *([_SCALED_RATE] if given.learning_rate_scaling else []),
     'from __gin__ import dynamic_registration',
     'from t5x_gpu import train as train_script',
@@ -159,6 +159,15 @@ def gin_text(
       f'config.TransformerConfig.remat_policy = {v.remat_policy!r}',
     ]
   return '\n'.join(lines) + '\n'
+
+
+def _for_any_hosts(layout: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `layout` with -1 for the axis that spans hosts.
+
+  It gives the same mesh on the searched GPUs, and one on other numbers of hosts.
+  """
+  spans_hosts = next((axis for axis in ('data', 'fsdp') if layout.get(axis, 1) > 1), 'data')
+  return {**layout, spans_hosts: -1}
 
 
 def _other_layouts(found: SearchState, best: Score) -> Iterable[str]:

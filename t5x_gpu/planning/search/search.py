@@ -19,6 +19,7 @@ import rich.console
 import rich.progress
 
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
+from t5x_gpu.planning.remedies import ALMOST, EQUAL
 from t5x_gpu.planning.screen import seconds
 from t5x_gpu.planning.search import workers
 from t5x_gpu.planning.search.variants import (
@@ -36,10 +37,6 @@ from t5x_gpu.runtime.xla.gpu_targets import find_target
 LIMIT, LIMIT_OF_OTHERS = 8, 3
 # Compiled before the next ones are chosen; a constant, so that all machines choose the same.
 _ROUND = 4
-# No prediction is this exact: of steps that differ by less, the one that needs less memory is best.
-EQUAL = 1.005
-# Formulas are within 10% of what XLA allocates.
-_ALMOST = 1.1
 
 
 @dataclasses.dataclass
@@ -117,7 +114,7 @@ class SearchState:
       tried = score.variant in self.compiled or score.variant in self.refused
       if score.variant.dtype != dtype or tried:
         continue
-      if score.needed_bytes > _ALMOST * score.pool_bytes:
+      if score.needed_bytes > ALMOST * score.pool_bytes:
         continue
       is_known = score.family in self._ratios
       if (self.estimate(score) if is_known else score.least_seconds) >= limit:

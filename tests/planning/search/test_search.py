@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,15 @@ import pytest
 
 from t5x_gpu import cli, plan
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.planning.changes import SIZES
 from t5x_gpu.planning.devices import topology_of
 from t5x_gpu.planning.search import variants
 from t5x_gpu.planning.search.results import gin_text, search_text
 from t5x_gpu.planning.search.search import SearchState
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import Score
+from t5x_gpu.runtime.cluster.topology import Topology
+from tests.aot.cases import Case
 from tests.helpers_train import TINY_GIN
 
 GIB = 2**30
@@ -154,6 +158,48 @@ def test_the_gin_file_keeps_the_precision_of_gradients(config):
   given = dataclasses.replace(config, partitioner=narrow)
   text = gin_text(SearchState(scores=[best]), best, given=given, gpus='', files=[])
   assert "gradient_dtype = 'bfloat16'" in text, 'as the variant was predicted'
+
+
+LAYOUTS = [
+  dict(data=1, fsdp=64),
+  dict(data=1, fsdp=64, zero_stage=1),
+  dict(data=2, fsdp=32),
+  dict(data=64, fsdp=1),
+  dict(data=1, fsdp=8, num_partitions=8, sequence_parallel=True),
+  dict(data=1, fsdp=16, context=4),
+  dict(data=4, fsdp=8, expert=2),
+  dict(stage=2, data=1, fsdp=32),
+  dict(stage=2, data=4, fsdp=8),
+]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
+@pytest.mark.parametrize('given', ['dp', 'fsdp', 'hsdp', 'ep', '3d'])
+def test_the_gin_file_means_the_same_here_and_works_on_more_and_fewer_hosts(layout, given):
+  case = Case(model='llama3_2_1b', layout=given, batch=(64, 4096))
+  best = Score(Variant(tuple(layout.items())), (), 1.0, 1.0, GIB, 100 * GIB, ())
+  config = case.config()
+  text = gin_text(SearchState(scores=[best]), best, given=config, gpus='', files=[])
+  settings = re.findall(r'^  (\w+ = .+)$', text, re.MULTILINE)
+  bindings = tuple(f'Partitioner.{setting}' for setting in settings)
+  written = dataclasses.replace(case, bindings=bindings).config().partitioner
+  promised = best.variant.applied(config).partitioner
+  assert written.mesh_sizes(Topology(8, 8)) == promised.mesh_sizes(Topology(8, 8))
+  assert (
+    dataclasses.replace(written, **{name: getattr(promised, name) for name in SIZES}) == promised
+  )
+  for hosts in (4, 16):
+    sizes = written.mesh_sizes(Topology(hosts, 8)).total
+    assert sizes['fsdp'] * sizes['data'] == layout['fsdp'] * layout['data'] * hosts // 8
+    kept = {axis: size for axis, size in layout.items() if axis in ('stage', 'context', 'expert')}
+    assert kept.items() <= sizes.items()
+
+
+def test_the_gin_file_leaves_data_open_where_no_replica_is_split(config):
+  layout = (('stage', 2), ('num_partitions', 8), ('data', 1), ('fsdp', 1))
+  best = Score(Variant(layout), (), 1.0, 1.0, GIB, 100 * GIB, ())
+  text = gin_text(SearchState(scores=[best]), best, given=config, gpus='', files=[])
+  assert re.findall(r'(\w+) = -1', text) == ['data']
 
 
 @pytest.mark.process
