@@ -16,7 +16,7 @@ from tests.helpers_train import Project
     NotImplementedError('Unimplemented primitive in Pallas GPU lowering'),
   ],
 )
-def test_an_error_of_the_compiler_says_what_to_change(error):
+def test_an_error_of_the_compiler_names_the_settings_to_change(error):
   with pytest.raises(ModelError) as e, compile_errors('NVIDIA H100'):
     raise error
   assert 'NVIDIA H100' in e.value.what and str(error).splitlines()[0] in e.value.what
