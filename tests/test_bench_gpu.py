@@ -1,7 +1,11 @@
 """The GPU benchmark: it resumes, keeps what finished, and times the same models as PyTorch."""
 
 import argparse
+import contextlib
+import dataclasses
+import io
 import json
+import math
 import os
 import pathlib
 import signal
@@ -15,22 +19,31 @@ import pytest
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import attention, report, step, torch_parts
 from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import time_calls
+from t5x_gpu.layers.backends.choose import choose
+from t5x_gpu.layers.backends.serves import Hardware
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.planning import calibration
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / 'scripts' / 'bench_gpu.sh'
 # What a machine that only measures may lack.
 ABSENT = ('tensorflow', 'seqio', 'orbax', 'gin', 'tokamax', 'qwix', 'torch', 'matplotlib')
 BLOCK = f"""
-import sys
-class Absent:
-  def find_spec(self, name, path=None, target=None):
-    if name.split('.')[0] in {ABSENT}:
-      raise ImportError(f'No module named {{name!r}}')
-sys.meta_path.insert(0, Absent())
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+  return None if name.split('.')[0] in {ABSENT} else find(name, path, target)
+PathFinder.find_spec = find_spec
 """
+H100 = 'NVIDIA H100 80GB HBM3'
+MACHINE = {'card': H100, 'driver': '1', 'python': '3', 'versions': {}, 'commit': 'c'}
+
+
+def result(*rows, small=False):
+  return {'status': 'done', 'reason': None, 'small': small, 'machine': MACHINE, 'rows': rows}
 
 
 def environ(folder: pathlib.Path) -> dict[str, str]:
@@ -42,7 +55,8 @@ def environ(folder: pathlib.Path) -> dict[str, str]:
 @pytest.mark.process
 @pytest.mark.slow
 def test_an_interrupted_run_continues_with_the_remaining_parts(tmp_path):
-  command = ['bash', SCRIPT, '--small', '--out', tmp_path, '--parts=ceilings,loss,ceilings_torch']
+  parts = 'ceilings,loss,ceilings_torch,decoder_134m_bf16'
+  command = ['bash', SCRIPT, '--small', '--out', tmp_path, f'--parts={parts}']
   options = dict(env=environ(tmp_path), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   with subprocess.Popen(command, **options) as first:
     line = first.stdout.readline()
@@ -63,6 +77,9 @@ def test_an_interrupted_run_continues_with_the_remaining_parts(tmp_path):
   table = (tmp_path / 'table.md').read_text()
   assert '| matmul bfloat16 | 64 | XLA |' in table and '| chunked | 64 | 32 |' in table
   assert 'not results' in table
+  [step] = results['decoder_134m_bf16']['rows']
+  assert step['plan'] is None and step['attention'][0]['name'] == 'dense'
+  assert '| decoder_134m | bfloat16 | 2 x 16 | - |' in table
 
 
 @pytest.mark.process
@@ -85,9 +102,11 @@ def test_an_unknown_part_is_refused_with_the_closest_one(capsys):
 def test_new_parts_run_before_those_that_failed_and_finished_ones_do_not():
   names = [part.name for part in PARTS]
   args = argparse.Namespace(parts=names, again=False, small=False)
-  result = {'status': 'done', 'small': False}
-  results = {names[0]: result, names[1]: {**result, 'status': 'failed'}, names[2]: dict(result)}
-  results[names[2]]['small'] = True
+  results = {
+    names[0]: result(),
+    names[1]: {**result(), 'status': 'failed'},
+    names[2]: result(small=True),
+  }
   assert [part.name for part in runner.left(args, results)] == [*names[3:], names[1], names[2]]
   args.again = True
   assert len(runner.left(args, results)) == len(names)
@@ -102,11 +121,6 @@ def test_the_first_calls_are_not_timed():
 
 
 def test_a_product_that_converts_its_operands_is_not_an_fp8_ceiling():
-  machine = {'card': 'NVIDIA H100', 'driver': '1', 'python': '3', 'versions': {}, 'commit': 'c'}
-
-  def result(*rows):
-    return {'status': 'done', 'reason': None, 'small': False, 'machine': machine, 'rows': rows}
-
   matmul = {'what': 'matmul', 'size': 8, 'seconds': 1.0}
   results = {
     'ceilings': result(
@@ -129,7 +143,7 @@ def test_pytorch_times_a_model_with_as_many_parameters(name):
   from benchmarks.gpu.torch_model import Model
 
   shape = SHAPES[name]
-  program = step.program_of(step.model_of(shape, 'bfloat16'), shape, shape.rows[-1])
+  program = step.program_of(step.run_of(step.model_of(shape, 'bfloat16'), shape, shape.rows[-1]))
   with torch.device('meta'):
     theirs = sum(p.numel() for p in Model(shape).parameters())
   assert theirs == program.num_params
@@ -162,14 +176,86 @@ def test_the_choice_of_auto_is_marked_and_pytorch_is_next_to_it():
   rows = [*ours, *theirs]
   assert [r['packed'] for r in rows if r.get('auto')] == [False, True]
   assert not any('error' in row for row in rows)
-  machine = {'card': 'cpu', 'driver': '1', 'python': '3', 'versions': {}, 'commit': 'c'}
-  result = {'status': 'done', 'reason': None, 'small': True, 'machine': machine}
-  losses = list(torch_parts.measure_loss(small=True))
+  losses = torch_parts.measure_loss(small=True)
   table = report.table(
-    {'attention_2048': {**result, 'rows': rows}, 'loss_torch': {**result, 'rows': losses}}
+    {'attention_2048': result(*rows, small=True), 'loss_torch': result(*losses, small=True)}
   )
   assert '| dense (auto) | 32 | whole |' in table and '| PyTorch SDPA | 32 | whole |' in table
   assert '| PyTorch | 64 | 32 |' in table
+
+
+@pytest.fixture(scope='module')
+def results_before(tmp_path_factory):
+  """Results of an earlier part, on a very slow H100."""
+  path = tmp_path_factory.mktemp('results') / 'results.json'
+  matmul = {'what': 'matmul', 'precision': 'fp8', 'size': 8, 'tflops': 1e-4, 'is_fp8_gemm': True}
+  path.write_text(json.dumps({'ceilings': result(matmul)}))
+  return path
+
+
+@pytest.fixture(scope='module')
+def planned_step(results_before):
+  """The row of a step on this CPU, with a plan for an H100."""
+  with contextlib.redirect_stdout(io.StringIO()) as printed:
+    [row] = step.measure('decoder_134m', 'fp8', small=True, plan_for=H100, results=results_before)
+  assert 'precision: fp8, emulated' in printed.getvalue()  # on a GPU the same call refuses
+  return row
+
+
+def test_a_step_says_its_attention_and_how_many_matmuls_are_in_fp8(planned_step):
+  [choice] = planned_step['attention']
+  assert (choice['name'], choice['reason'], choice['no_kernel']) == ('dense', 'cpu, rows of 16', '')
+  assert planned_step['fp8_gemms'] == 0 < planned_step['gemms']
+  table = report.table({'decoder_134m_bf16': result(planned_step)})
+  assert f'| dense (cpu, rows of 16) | 0 of {planned_step["gemms"]} |' in table
+  assert 'NO KERNEL' not in table
+
+
+def test_a_gpu_row_without_a_kernel_is_marked(planned_step):
+  need = dataclasses.replace(attention.NEED, dtype='float32', q_length=4096, kv_length=4096)
+  slow = choose('auto', need, Hardware('gpu', H100, 9.0, has_packages=True))
+  assert slow.name == 'chunked' and slow.no_kernel
+  row = {**planned_step, 'attention': [dataclasses.asdict(slow)]}
+  alone = {'backend': 'chunked', 'length': 4096, 'packed': False, 'auto': True}
+  alone['no_kernel'] = slow.no_kernel
+  table = report.table({'decoder_134m_bf16': result(row), 'attention_4096': result(alone)})
+  assert f'| **NO KERNEL** chunked ({slow.reason}) |' in table
+  assert f'| **NO KERNEL**: {slow.no_kernel} |' in table
+
+
+def test_the_table_compares_the_plan_with_what_was_measured(planned_step):
+  plan = planned_step['plan']
+  assert plan['gpu'] == 'h100' and plan['attention'] == ['tokamax mosaic_gpu']
+  assert plan['seconds'] > 0 and plan['formula_bytes'] > 0 and plan['compiled_bytes'] > 0
+  plan = {**plan, 'seconds': 0.11, 'calibrated_seconds': 0.09, 'compiled_bytes': 21 * 2**30}
+  row = {**planned_step, 'plan': {**plan, 'formula_bytes': 19 * 2**30}, 'seconds': 0.1}
+  row |= {'peak_bytes': 20 * 2**30, 'peak_bytes_before_steps': 2**30}
+  smaller = {**row, 'peak_bytes_before_steps': 20 * 2**30}
+  table = report.table({'decoder_134m_bf16': result(row, smaller, planned_step)})
+  begin = '| decoder_134m | fp8 | 2 x 16 | h100 with tokamax mosaic_gpu | '
+  assert begin + '100 | 110 | 1.10 | 90 | 0.90 | 20 | 19 | 0.95 | 21 | 1.05 |' in table
+  assert begin + '100 | 110 | 1.10 | 90 | 0.90 | - | 19 | - | 21 | - |' in table
+
+
+def test_a_plan_takes_the_ceilings_that_were_measured_before(planned_step, results_before):
+  assert planned_step['plan']['calibrated_seconds'] > planned_step['plan']['seconds']
+  before = json.loads(results_before.read_text())
+  results_before.write_text(json.dumps({**before, 'decoder_134m_fp8': result(planned_step)}))
+  assert list(calibration.read(results_before).values) == ['fp8_gemm_efficiency']
+
+
+def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
+  plan = planned(None, None, None, device_kind=H100)
+  assert plan['error'].startswith('AttributeError')
+  table = report.table({'decoder_134m_bf16': result({**planned_step, 'plan': plan})})
+  assert f'| {plan["error"]} | ' in table
+  assert planned(None, None, None, device_kind='cpu') is None
+
+
+def test_the_docs_say_how_many_calls_the_limits_allow():
+  calls = math.ceil(sum(part.limit_seconds for part in PARTS) / runner.SECONDS)
+  text = ' '.join((ROOT / 'docs/performance.md').read_text().split())
+  assert calls == 7 and 'seven calls if every part reaches its limit' in text
 
 
 @pytest.mark.slow

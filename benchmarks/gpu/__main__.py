@@ -6,6 +6,7 @@ after the new ones. Written too: OUT/table.md and OUT/log.txt.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -22,7 +23,13 @@ from benchmarks.gpu.parts import PARTS, Part, Row
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import did_you_mean
 
+SECONDS = 530  # of a call, after which it starts no part
 LEAST_SECONDS = 25  # a part that would get less than this is left to the next call
+
+NO_TOKAMAX = (
+  'tokamax is not installed: attention runs without a kernel, and the table marks such rows. '
+  'pip install tokamax, unless that is what you want to measure.'
+)
 
 Results = dict[str, Row]  # by part
 
@@ -35,7 +42,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
     epilog='parts, in the order in which they run:\n  '
-    + '\n  '.join(f'{part.name} ({part.limit_seconds} s)' for part in PARTS),
+    + '\n  '.join(f'{part.name} ({part.limit_seconds} s)' for part in PARTS)
+    + f'\nAll limits together are {sum(part.limit_seconds for part in PARTS)} s.',
   )
   parser.add_argument(
     '--out', type=pathlib.Path, help='folder of results; build/bench_gpu, or bench_gpu_small'
@@ -43,7 +51,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
   parser.add_argument('--parts', help='only these, with commas between: ceilings,loss')
   parser.add_argument('--again', action='store_true', help='also run finished parts')
   parser.add_argument(
-    '--seconds', type=int, default=530, help='start no part after this time (default 530)'
+    '--seconds',
+    type=int,
+    default=SECONDS,
+    help=f'start no part after this time (default {SECONDS})',
   )
   parser.add_argument(
     '--small', '--dry_run', action='store_true', help='tiny sizes on the CPU: does the code work?'
@@ -64,6 +75,8 @@ def main(argv: Optional[list[str]] = None) -> int:
   args = parse(sys.argv[1:] if argv is None else argv)
   deadline = time.monotonic() + args.seconds
   args.out.mkdir(parents=True, exist_ok=True)
+  if not args.small and importlib.util.find_spec('tokamax') is None:
+    print(NO_TOKAMAX, file=sys.stderr)
   results = read(args.out / 'results.json')
   try:
     for part in left(args, results):
@@ -109,6 +122,7 @@ def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float)
   with tempfile.TemporaryDirectory() as folder, open(args.out / 'log.txt', 'ab') as log:
     rows = pathlib.Path(folder) / 'rows.json'
     command = [sys.executable, '-m', 'benchmarks.gpu.one_part', part.name, '--rows', str(rows)]
+    command += ['--results', str((args.out / 'results.json').resolve())]
     log.write(f'\n== {part.name}\n'.encode())
     log.flush()
     start = log.tell()

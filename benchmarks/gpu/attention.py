@@ -40,11 +40,12 @@ def measure(length: int, *, small: bool = False) -> Iterator[Row]:
   shape = (tokens // length, length, heads, head_dim)
   rows = dict(rows=shape[0], rows_and_heads=shape[0] * heads)
   need = dataclasses.replace(NEED, q_length=length, kv_length=length, **rows)
-  auto = choose('auto', need, hardware()).name
+  auto = choose('auto', need, hardware())
   for packed in (False, True):
     for name, make in backends().items():
       row = {'backend': name, 'length': length, 'packed': packed, 'shape': shape}
-      row['auto'] = name == auto
+      row['auto'] = name == auto.name
+      row['no_kernel'] = auto.no_kernel if row['auto'] else ''
       try:
         yield row | _time(make, shape, packed, small)
       except Exception as e:  # a kernel that does not serve this size costs its own row only

@@ -1,6 +1,6 @@
 """Runs one part of the benchmark in this process and writes its rows as they come.
 
-python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--small]
+python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--results RESULTS.json] [--small]
 """
 
 import argparse
@@ -23,14 +23,16 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('part', choices=[part.name for part in PARTS])
   parser.add_argument('--rows', required=True, type=pathlib.Path, help='file to write the rows to')
+  parser.add_argument('--results', type=pathlib.Path, help='file with the results of other parts')
   parser.add_argument('--small', action='store_true', help='sizes for a CPU')
   args = parser.parse_args()
   (part,) = (part for part in PARTS if part.name == args.part)
   rows: list[Row] = []
   try:
     options = dict(part.options, small=args.small)
-    if part.uses_xla_preset:
+    if part.is_our_step:
       options['xla'] = xla_flags.prepare_environment('default', num_gpus=1)
+      options['results'] = args.results
     module, function = part.function.split(':')
     measure = getattr(importlib.import_module(f'benchmarks.gpu.{module}'), function)
     for row in measure(**options):

@@ -23,20 +23,21 @@ class Part:
     limit_seconds: after which it is killed; the rows that it wrote stay.
     function: 'module:function' of benchmarks/gpu, which yields rows.
     options: its arguments.
-    uses_xla_preset: whether to set up XLA as a training run does, and pass the result as `xla`.
+    is_our_step: whether to set up XLA as a training run does and pass the result as `xla`, and the
+      file of earlier results, which calibrate its plan, as `results`.
   """
 
   name: str
   limit_seconds: int
   function: str
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  uses_xla_preset: bool = False
+  is_our_step: bool = False
 
 
 def _ours(shape: str, precision: str = 'bfloat16') -> Part:
   options = {'name': shape, 'precision': precision}
   short = {'bfloat16': 'bf16', 'fp8': 'fp8'}[precision]
-  return Part(f'{shape}_{short}', 150, 'step:measure', options, uses_xla_preset=True)
+  return Part(f'{shape}_{short}', 150, 'step:measure', options, is_our_step=True)
 
 
 def _torch(shape: str, compiled: str = 'layers') -> Part:

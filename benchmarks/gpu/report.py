@@ -1,6 +1,6 @@
 """The results as markdown tables, with the card, the versions and the commands."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 from benchmarks.gpu.parts import PARTS, Row
@@ -21,6 +21,7 @@ def table(results: Mapping[str, Row]) -> str:
     _head(results),
     _table(CEILINGS, _rows(results, 'ceilings')),
     _table(STEPS, _with_shares(_rows(results, *SHAPES), ceilings(results))),
+    _table(PLANNED, [row for row in _rows(results, *SHAPES) if 'plan' in row]),
     _table(ATTENTION, _rows(results, 'attention')),
     _table(LOSSES, _rows(results, 'loss')),
     _problems(results),
@@ -94,6 +95,18 @@ def _table(columns: Mapping[str, Any], rows: list[Row]) -> str:
   )
 
 
+def _or_dash(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+  """Returns a cell that shows '-' where a plan or a measured value is not known."""
+
+  def shown(row: Row) -> str:
+    try:
+      return cell(row)
+    except (KeyError, TypeError):
+      return '-'
+
+  return shown
+
+
 def _cells(columns: Mapping[str, Any], row: Row) -> Iterator[str]:
   for column in columns.values():
     try:
@@ -109,6 +122,37 @@ def _milliseconds(row: Row) -> str:
 
 def _gib(num_bytes: Optional[int]) -> str:
   return '' if num_bytes is None else f'{num_bytes / GIB:.2f}'
+
+
+def _attention(row: Row) -> str:
+  """Returns the backends of a step and why they were chosen; those without a kernel are marked."""
+  return '; '.join(
+    f'{"**NO KERNEL** " if c["no_kernel"] else ""}{c["name"]} ({c["reason"]})'
+    for c in row['attention']
+  )
+
+
+def _note(row: Row) -> str:
+  return row.get('error', '') or (f'**NO KERNEL**: {w}' if (w := row.get('no_kernel')) else '')
+
+
+def _peak(row: Row) -> Optional[int]:
+  """Returns the peak of a step; None if something before the step needed more, or is unknown."""
+  peak, before = row['peak_bytes'], row['peak_bytes_before_steps']
+  return peak if peak is not None and peak > before else None
+
+
+def _plan_of(row: Row) -> str:
+  """Returns the GPU of a plan, and its attention where the step had another; or why it failed."""
+  plan = row['plan']
+  if 'error' in plan:
+    return plan['error']
+  same = set(plan['attention']) == {choice['name'] for choice in row['attention']}
+  return plan['gpu'] if same else f'{plan["gpu"]} with {", ".join(sorted(set(plan["attention"])))}'
+
+
+def _ratio(predicted: Any, measured: Any) -> str:
+  return f'{predicted / measured:.2f}'
 
 
 CEILINGS = {
@@ -128,10 +172,29 @@ STEPS = {
   'tokens/s': lambda r: f'{r["tokens_per_second"]:,.0f}',
   'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
   'of the ceiling': lambda r: f'{r["ceiling_share"]:.0%}',
+  'attention': _attention,
+  'FP8 GEMMs': lambda r: f'{r["fp8_gemms"]} of {r["gemms"]}' if r['precision'] == 'fp8' else '',
   'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
   'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
   'peak GiB': lambda r: _gib(r['peak_bytes']),
   'predicted GiB': lambda r: _gib(r['predicted_bytes']),
+}
+# Predicted against measured; a ratio is predicted / measured.
+PLANNED = {
+  'predicted against measured': lambda r: r['model'],
+  'precision': lambda r: r['precision'],
+  'batch': lambda r: f'{r["rows"]} x {r["length"]}',
+  'plan of': _or_dash(_plan_of),
+  'measured ms': lambda r: f'{r["seconds"] * 1e3:.3g}',
+  'plan ms': _or_dash(lambda r: f'{r["plan"]["seconds"] * 1e3:.3g}'),
+  'time ratio': _or_dash(lambda r: _ratio(r['plan']['seconds'], r['seconds'])),
+  'calibrated ms': _or_dash(lambda r: f'{r["plan"]["calibrated_seconds"] * 1e3:.3g}'),
+  'calibrated ratio': _or_dash(lambda r: _ratio(r['plan']['calibrated_seconds'], r['seconds'])),
+  'peak GiB': _or_dash(lambda r: f'{_peak(r) / GIB:.3g}'),
+  'by formula GiB': _or_dash(lambda r: f'{r["plan"]["formula_bytes"] / GIB:.3g}'),
+  'formula ratio': _or_dash(lambda r: _ratio(r['plan']['formula_bytes'], _peak(r))),
+  'as compiled GiB': _or_dash(lambda r: f'{r["plan"]["compiled_bytes"] / GIB:.3g}'),
+  'compiled ratio': _or_dash(lambda r: _ratio(r['plan']['compiled_bytes'], _peak(r))),
 }
 ATTENTION = {
   'attention': lambda r: r['backend'] + (' (auto)' if r.get('auto') else ''),
@@ -141,7 +204,7 @@ ATTENTION = {
   'TFLOP/s': lambda r: f'{r["forward"]["tflops"]:.3g}',
   'with backward ms (spread)': lambda r: _milliseconds(r['backward']),
   'TFLOP/s ': lambda r: f'{r["backward"]["tflops"]:.3g}',
-  'note': lambda r: r.get('error', ''),
+  'note': _note,
 }
 LOSSES = {
   'loss': lambda r: r['what'],
@@ -150,5 +213,5 @@ LOSSES = {
   'ms (spread)': _milliseconds,
   'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
   'temporary GiB': lambda r: _gib(r['temporary_bytes']),
-  'note': lambda r: r.get('error', ''),
+  'note': _note,
 }

@@ -1,21 +1,28 @@
 """Our training step: tokens/s, model TFLOP/s and memory of one shape on one GPU.
 
-Everything is what `python -m t5x_gpu.train` uses: `build_program`, the compile options of the
-preset, the memory check. Batches are synthetic, and only gin files are left out.
+Everything is what `python -m t5x_gpu.train` uses: `program_of_run`, the compile options of the
+preset, the memory check, the check for matmuls in FP8. Batches are synthetic, and only gin files
+are left out. What a plan predicts for the same step on the same card is recorded with it.
 """
 
+import dataclasses
+import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import jax
 
 from benchmarks.gpu.parts import Missing, Row
+from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
+from t5x_gpu.analysis.fp8_use import fp8_lines
 from t5x_gpu.analysis.kernels import count_kernels
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.errors import ModelError, OutOfMemoryError
+from t5x_gpu.layers.backends.choose import Choice, listed_choices
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -23,11 +30,13 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla.applied import Applied
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program, compile_options
+from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.schedules import constant
 
 PRECISIONS = ('bfloat16', 'fp8')
@@ -55,28 +64,37 @@ def model_of(shape: Shape, precision: str) -> Model:
   return EncoderDecoderModel(config)
 
 
-def program_of(model: Model, shape: Shape, rows: int) -> Program:
-  """Returns the training step of `model` on the first device: AdamW, gradients clipped to 1."""
+def run_of(model: Model, shape: Shape, rows: int) -> PlanConfig:
+  """Returns the run whose step is timed: AdamW, gradients clipped to 1."""
   lengths = {'targets': shape.length}
   if shape.family != 'decoder':
     lengths['inputs'] = shape.length
-  return build_program(
+  data = DatasetConfig('synthetic', lengths, split='train', batch_size=rows, pack=False)
+  return PlanConfig(
     model=model,
-    optimizer=AdamW(weight_decay=0.1),
-    schedule=constant(1e-4),
+    train_dataset_cfg=data,
     partitioner=Partitioner(),
-    topology=Topology(1, 1, device_word='device'),
-    devices=jax.devices()[:1],
-    task_feature_lengths=lengths,
-    batch_size=rows,
-    pack=False,
-    seed=0,
+    optimizer=AdamW(weight_decay=0.1),
+    learning_rate=constant(1e-4),
     max_grad_norm=1.0,
+    total_steps=1,
   )
 
 
+def program_of(run: PlanConfig) -> Program:
+  """Returns the training step of `run` on the first device."""
+  topology = Topology(1, 1, device_word='device')
+  return program_of_run(run, topology=topology, devices=jax.devices()[:1])
+
+
 def measure(
-  name: str, precision: str, *, small: bool = False, xla: Optional[Applied] = None
+  name: str,
+  precision: str,
+  *,
+  small: bool = False,
+  xla: Optional[Applied] = None,
+  results: Optional[pathlib.Path] = None,
+  plan_for: Optional[str] = None,
 ) -> Iterator[Row]:
   """Yields the result of one shape, with the most rows that fit.
 
@@ -85,15 +103,23 @@ def measure(
     precision: of PRECISIONS.
     small: sizes for a CPU.
     xla: settings of the process, whose compile options are used.
+    results: file of earlier results, whose ceilings calibrate the plan; None for no calibration.
+    plan_for: device kind of the plan; None for that of the first device.
   Raises:
     Missing: this version cannot compute in `precision`.
     OutOfMemoryError: not even the fewest rows fit.
+    ModelError: on a GPU, no matmul of a step in FP8 is in FP8.
   """
   shape = SHAPES[name].small() if small else SHAPES[name]
   model = model_of(shape, precision)
+  kind = plan_for or jax.devices()[0].device_kind
   for rows in shape.rows:
+    run = run_of(model, shape, rows)
     try:
-      yield _measure(model, shape, rows, xla, small) | {'model': name, 'precision': precision}
+      compiled = compile_step(run, xla)
+      row = {'model': name, 'precision': precision, **compiled.row()}
+      row['plan'] = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
+      yield row | _timed(compiled, model, shape.length, small)
       return
     except OutOfMemoryError as e:
       too_large = e
@@ -106,16 +132,62 @@ def measure(
   raise too_large
 
 
-def _measure(model: Model, shape: Shape, rows: int, xla: Optional[Applied], small: bool) -> Row:
-  program = program_of(model, shape, rows)
-  memory = check_memory(program, model, num_microbatches=1)
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """A compiled training step.
+
+  Attributes:
+    program: of the run.
+    step: as jax compiled it.
+    seconds: that it took.
+    attention: the backends that the step uses, and why.
+    predicted_bytes: what it needs by the check at the start of a run; None if unknown.
+  """
+
+  program: Program
+  step: Any
+  seconds: float
+  attention: Sequence[Choice]
+  predicted_bytes: Optional[int]
+
+  def row(self) -> Row:
+    """Returns the fields of a result."""
+    kernels = {kind: k.runs for kind, k in count_kernels(self.step.as_text()).items()}
+    return {
+      'what': 't5x_gpu',
+      'num_params': self.program.num_params,
+      'compile_seconds': self.seconds,
+      'predicted_bytes': self.predicted_bytes,
+      'attention': [dataclasses.asdict(choice) for choice in self.attention],
+      'kernels': {kind: runs for kind, runs in kernels.items() if runs},
+      'fp8_gemms': kernels['fp8_gemm'],
+      'gemms': kernels['fp8_gemm'] + kernels['gemm'],
+    }
+
+
+def compile_step(run: PlanConfig, xla: Optional[Applied]) -> Compiled:
+  """Returns the compiled step of `run`, after the checks of a training run.
+
+  Raises:
+    OutOfMemoryError: it does not fit.
+    ModelError: as `fp8_lines`.
+  """
+  program = program_of(run)
+  memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
   begin = time.perf_counter()
-  step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
-    compiler_options=compile_options(program, xla)
-  )
-  compile_seconds = time.perf_counter() - begin
-  memory = memory.compiled(step)
-  kernels = {kind: k.runs for kind, k in count_kernels(step.as_text()).items() if k.runs}
+  with listed_choices() as attention:
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+  step = lowered.compile(compiler_options=compile_options(program, xla))
+  seconds = time.perf_counter() - begin
+  for line in fp8_lines(step, run.model, program.layout.mesh):
+    log(line)
+  need = memory.compiled(step).need
+  return Compiled(program, step, seconds, attention, need.total if need.is_compiled else None)
+
+
+def _timed(compiled: Compiled, model: Model, length: int, small: bool) -> Row:
+  """Returns time, memory and losses of a step on synthetic rows of `length`."""
+  program, step = compiled.program, compiled.step
   batches = SyntheticBatches(program.spec, seed=0, num_batches=None)
   ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
   state, losses = program.init(), []
@@ -131,21 +203,18 @@ def _measure(model: Model, shape: Shape, rows: int, xla: Optional[Applied], smal
 
   timing = time_calls(call, jax.block_until_ready, samples=5, sample_seconds=1.0, small=small)
   first, last = (float(loss / weight) for loss, weight in (losses[0], losses[-1]))
-  tokens = rows * shape.length
+  rows = program.spec.batch_size
+  tokens = rows * length
+  flops = model.flops_per_token(length) * tokens
   return {
-    'what': 't5x_gpu',
     'rows': rows,
-    'length': shape.length,
-    'num_params': program.num_params,
+    'length': length,
     **timing.row(),
-    'compile_seconds': compile_seconds,
     'tokens_per_second': tokens / timing.seconds,
-    'flops': model.flops_per_token(shape.length) * tokens,
-    'tflops': model.flops_per_token(shape.length) * tokens / timing.seconds / 1e12,
-    'predicted_bytes': memory.need.total if memory.need.is_compiled else None,
+    'flops': flops,
+    'tflops': flops / timing.seconds / 1e12,
     'peak_bytes': peak_bytes(device),
     'peak_bytes_before_steps': before,
-    'kernels': kernels,
     'losses': [first, last],
     'steps': len(losses),
   }

@@ -1,8 +1,10 @@
 """A step in FP8 without an FP8 GEMM is an error, not a slow run."""
 
 import dataclasses
+import types
 
 import jax
+import numpy as np
 import pytest
 
 from t5x_gpu.analysis.fp8_use import check_fp8_gemms, fp8_lines
@@ -51,6 +53,21 @@ def test_the_line_names_emulated_products_and_those_not_in_fp8():
     assert text in line
   config = dataclasses.replace(config, dtype='bfloat16', fp8_scaling='current', fp8_history=1024)
   assert fp8_lines(None, DecoderOnlyModel(config), mesh) == []
+
+
+def test_a_step_that_runs_on_a_gpu_is_refused_without_fp8_matmuls():
+  """Devices and program stand in for a GPU's; the check reads nothing else of them."""
+  model = DecoderOnlyModel(TransformerConfig(32, 1, 16, 2, 8, 24, dtype='fp8'))
+  mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform='gpu')]))
+
+  def compiled(operand):
+    return types.SimpleNamespace(as_text=lambda: STEP.replace('OPERAND', operand))
+
+  assert fp8_lines(compiled('f8e4m3fn'), model, mesh) == [
+    'precision: fp8, in 1 of 1 matmuls of a step'
+  ]
+  with pytest.raises(ModelError, match='none of the 1 matmuls'):
+    fp8_lines(compiled('bf16'), model, mesh)
 
 
 def test_a_described_gpu_without_fp8_is_refused_before_anything_compiles():

@@ -1,6 +1,9 @@
 """The choice of an attention backend: by name, or by what serves a stack on the mesh's devices."""
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 from typing import Optional
 
 import jax
@@ -44,6 +47,10 @@ LONGEST_DENSE = 256
 # sums them, and the mask of Triton's backward pass.
 MOST_STORED_BYTES = 2**30
 
+_listed: contextvars.ContextVar[Optional[list['Choice']]] = contextvars.ContextVar(
+  'listed', default=None
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -63,6 +70,19 @@ class Choice:
 
   def __str__(self) -> str:
     return f'attention: {self.name} ({self.reason})'
+
+
+@contextlib.contextmanager
+def listed_choices() -> Iterator[list[Choice]]:
+  """Context that lists the choices in all that is traced within it, each once.
+
+  The log has them too, but only those that the process has not printed before.
+  """
+  token = _listed.set([])
+  try:
+    yield _listed.get()
+  finally:
+    _listed.reset(token)
 
 
 def hint(value: object) -> str:
@@ -181,6 +201,9 @@ def make_attention(
     )
     choice = choose(request, need, hardware())
     log_once(str(choice))
+    listed = _listed.get()
+    if listed is not None and choice not in listed:
+      listed.append(choice)
   return attention_by(choice.name, kind, info, kv_info)
 
 

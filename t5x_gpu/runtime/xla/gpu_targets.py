@@ -5,6 +5,7 @@ only fields that jaxlib 0.10 to 0.12 read. This module does not import jax.
 """
 
 import dataclasses
+from typing import Optional
 
 from t5x_gpu.errors import ConfigError, did_you_mean
 from t5x_gpu.runtime import hardware
@@ -199,6 +200,13 @@ TARGETS = {
     ),
   )
 }
+
+
+def target_of_kind(device_kind: str) -> Optional[GpuTarget]:
+  """Returns the GPU that the driver calls `device_kind`; None if it is not in the table."""
+  return next((t for t in TARGETS.values() if t.device_kind == device_kind), None)
+
+
 _ALIASES = {'a100': 'a100-80'}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.backends.choose import Choice, choose
+from t5x_gpu.layers.backends.choose import Choice, choose, listed_choices, make_attention
 from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
@@ -307,3 +307,12 @@ def test_what_all_backends_serve_has_a_case_above():
 def test_the_table_in_the_docs_is_current():
   page = pathlib.Path(__file__).parents[3] / 'docs' / 'attention.md'
   assert table() in page.read_text(encoding='utf-8')
+
+
+def test_choices_are_listed_each_once_and_again_in_a_later_context():
+  need = AttentionNeed(dtype='float32', head_dim=HEAD_DIM)
+  for _ in range(2):  # the log has them the first time only
+    with listed_choices() as found:
+      for _ in range(2):
+        make_attention(AttentionKind(), CASES['padding'].info(), need=need, request='auto')
+    assert [str(choice) for choice in found] == [f'attention: dense (cpu, rows of {LENGTH})']
