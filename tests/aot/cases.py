@@ -110,7 +110,7 @@ CASES = (
     label='gradients in bfloat16',
   ),
   # GPUs.
-  _llama('fsdp', gpu='h200'),
   _llama('fsdp', gpu='a100-80'),
+  _small('fsdp', gpu='h200'),
   _small('fsdp', gpu='b200'),
 )
