@@ -10,7 +10,7 @@ from tests.helpers_train import Project
 
 
 @pytest.mark.slow
-def test_precompile_trains_nothing_and_the_run_then_reads_every_program(tmp_path):
+def test_precompile_trains_nothing_and_the_run_then_reads_its_programs(tmp_path):
   (tmp_path / 'own').mkdir()
   project = Project(tmp_path / 'own')  # a separate compilation cache
   done = project.run('--precompile', num_devices=1, PRECISION='fp8')

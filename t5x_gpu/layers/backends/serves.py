@@ -65,7 +65,7 @@ BACKENDS = {
   serves.name: serves
   for serves in (
     Serves('dense', 'any', 'logits [batch, heads, length, length]', context=False),
-    Serves('chunked', 'any', 'one block of logits'),
+    Serves('chunked', 'any', 'one block of logits; after a gather over `context`, all of a device'),
     Serves(
       'tokamax mosaic_gpu',
       'Hopper (H100, H200)',
