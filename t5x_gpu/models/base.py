@@ -10,12 +10,14 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.dropout import DropoutRng
+from t5x_gpu.layers.embedding import is_looked_up_in_parts
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
+from t5x_gpu.partitioning.loop import layer_loop
 
 
 class TransformerModel(abc.ABC):
@@ -172,8 +174,19 @@ class OneStackModel(TransformerModel):
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
     """Returns sums; training minimizes 'loss' per example or target token."""
-    x = self._after_layers(params, batch, dropout_key)
-    return self.head(params, x, batch, dropout_key=dropout_key)
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    with layer_loop.used_after(self._logits_kernel(params, batch)) as after:
+      x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+    return self.head({**params, **after.params}, x, batch, dropout_key=dropout_key)
+
+  def _logits_kernel(self, params: Params, batch: DeviceBatch) -> Params:
+    """Returns those of `params` that the logits alone gather."""
+    if 'logits_dense' in params:
+      return {'logits_dense': params['logits_dense']}
+    table = params['token_embedder']
+    ids = batch[f'{self.side}_input_tokens']
+    in_parts = is_looked_up_in_parts(table['embedding'], ids, self.config.compute_dtype)
+    return {'token_embedder': table} if in_parts else {}
 
   @abc.abstractmethod
   def _info(self, batch: DeviceBatch) -> TokenInfo:

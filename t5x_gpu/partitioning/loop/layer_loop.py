@@ -9,8 +9,10 @@ JAX's gradient of a loop would gather and sum inside the layer that needs the re
 seldom move a collective to another iteration, so the backward loop is written out here.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import flax.struct
@@ -24,6 +26,36 @@ from t5x_gpu.partitioning.loop.layer_step import LayerStep, chosen, merged
 
 # (weights of a layer, carry, shared, its number) -> carry.
 Layer = Callable[[Any, Any, Any, jax.Array], Any]
+
+
+@dataclasses.dataclass
+class UsedAfter:
+  """Parameters that are used after a loop.
+
+  In the backward pass their gradients are known first. They pass through the loop, which sends them
+  while its last layer computes; otherwise XLA sends them last, after all matmuls.
+
+  Attributes:
+    params: tree of parameters; as they come out of the loop, once it has run.
+  """
+
+  params: Any
+
+
+_used_after: contextvars.ContextVar[Optional[UsedAfter]] = contextvars.ContextVar(
+  'used_after', default=None
+)
+
+
+@contextlib.contextmanager
+def used_after(params: Any) -> Iterator[UsedAfter]:
+  """Context of a loop with the parameters that are used after it."""
+  after = UsedAfter(params)
+  token = _used_after.set(after)
+  try:
+    yield after
+  finally:
+    _used_after.reset(token)
 
 
 def is_used(params: Any) -> bool:
@@ -61,12 +93,23 @@ def run(
   loop = _Loop(layer, treedef, dtype, policy or fsdp.keep_activations_only, unroll)
 
   @jax.custom_vjp
-  def layers(leaves: Any, ports: Any, carry: Any, shared: Any, first: jax.Array) -> Any:
+  def layers(
+    leaves: Any, ports: Any, carry: Any, shared: Any, first: jax.Array, after: list[jax.Array]
+  ) -> Any:
     del ports
-    return loop.forward(leaves, carry, shared, first)
+    return loop.forward(leaves, carry, shared, first), after
 
   layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
-  return layers(leaves, ports, carry, shared, jnp.asarray(first_layer, jnp.int32))
+  after = _used_after.get() or UsedAfter(())
+  flat, after_tree = jax.tree.flatten(after.params, is_leaf=fsdp.is_split)
+  passes = [fsdp.is_split(x) and x.is_gathered for x in flat]
+  passed = chosen(passes, flat)
+  carry, parts = layers(
+    leaves, ports, carry, shared, jnp.asarray(first_layer, jnp.int32), [x.part for x in passed]
+  )
+  passed = [x.replace(part=part) for x, part in zip(passed, parts, strict=True)]
+  after.params = jax.tree.unflatten(after_tree, merged(passes, passed, flat))
+  return carry
 
 
 @flax.struct.dataclass
@@ -77,6 +120,7 @@ class _Kept:
     stored: arrays [layers - 1, ...], of all layers but the last.
     stored_last, ahead_last: of the last layer: the same, and its gathered weights.
     has_port: which of the trained leaves leave the first layer's gradients to first_layer.py.
+    after_trained: which of the parameters of `UsedAfter` are differentiated.
     shared_tree: tree of `shared`.
   """
 
@@ -88,6 +132,7 @@ class _Kept:
   ahead_last: Any
   step: LayerStep = flax.struct.field(pytree_node=False)
   has_port: tuple[bool, ...] = flax.struct.field(pytree_node=False)
+  after_trained: tuple[bool, ...] = flax.struct.field(pytree_node=False)
   shared_tree: Any = flax.struct.field(pytree_node=False)
 
 
@@ -107,16 +152,19 @@ class _Loop:
 
     return self._forward(leaves, carry, first, step)[0]
 
-  def forward_and_kept(self, leaves: Any, ports: Any, carry: Any, shared: Any, first: Any) -> Any:
-    """Returns (output, _Kept); arguments are `CustomVJPPrimal`s."""
+  def forward_and_kept(
+    self, leaves: Any, ports: Any, carry: Any, shared: Any, first: Any, after: Any
+  ) -> Any:
+    """Returns ((output, after), _Kept); arguments are `CustomVJPPrimal`s."""
     has_port = [port is not None for port in ports]
     trained = [
       any(x.perturbed for x in jax.tree.leaves(leaf, is_leaf=_is_primal)) for leaf in leaves
     ]
     flat, shared_tree = jax.tree.flatten(shared, is_leaf=_is_primal)
     differentiated = [x.perturbed for x in flat]
-    leaves, carry, flat, first = jax.tree.map(
-      lambda x: x.value, (leaves, carry, flat, first), is_leaf=_is_primal
+    after_trained = tuple(x.perturbed for x in after)
+    leaves, carry, flat, first, after = jax.tree.map(
+      lambda x: x.value, (leaves, carry, flat, first, after), is_leaf=_is_primal
     )
 
     def function(weights: Any, carry: Any, shared: list[jax.Array], number: jax.Array) -> Any:
@@ -138,8 +186,15 @@ class _Loop:
 
     output, *stored = self._forward(leaves, carry, first, step)
     has_port = tuple(chosen(trained, has_port))
-    return output, _Kept(
-      leaves, flat, first, *stored, step=layer, has_port=has_port, shared_tree=shared_tree
+    return (output, after), _Kept(
+      leaves,
+      flat,
+      first,
+      *stored,
+      step=layer,
+      has_port=has_port,
+      after_trained=after_trained,
+      shared_tree=shared_tree,
     )
 
   def _forward(self, leaves: Any, carry: Any, first: jax.Array, step: Callable[..., Any]) -> Any:
@@ -157,8 +212,9 @@ class _Loop:
     carry, stored_last = step(self._weights(leaves, ahead, last), carry, first + last)
     return carry, stored, stored_last, ahead
 
-  def backward(self, kept: _Kept, gradient: Any) -> Any:
+  def backward(self, kept: _Kept, gradients: Any) -> Any:
     """Returns the gradients of the arguments."""
+    gradient, of_after = gradients
     leaves, step, last = kept.leaves, kept.step, _num_layers(kept.leaves) - 1
 
     def one(ahead: Any, stored: Any, gradient: Any, i: Any) -> Any:
@@ -179,7 +235,11 @@ class _Loop:
     ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
     stored_last = _after(kept.stored_last, gradient)
-    state = ahead, one(kept.ahead_last, stored_last, gradient, last), total
+    done = one(kept.ahead_last, stored_last, gradient, last)
+    is_sent = [t and not _is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
+    done, sent = jax.lax.optimization_barrier((done, chosen(is_sent, of_after)))
+    of_after = merged(is_sent, sent, [None] * len(of_after))
+    state = ahead, done, total
     if last:
       state = self._scan(body, state, jnp.arange(1, last), reverse=True)[0]
       state = body(state, 0)[0]  # what it gathers is not used
@@ -199,6 +259,7 @@ class _Loop:
         kept.shared_tree, merged(step.differentiated, of_shared, [None] * len(kept.shared))
       ),
       None,
+      of_after,
     )
 
   def _with_layer(

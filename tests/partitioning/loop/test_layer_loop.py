@@ -28,6 +28,8 @@ MODELS = {
   'fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8_float32')),
   # The encoder's first layer comes last; the decoder's is summed with the others.
   'encoder_decoder': EncoderDecoderModel(CONFIG),
+  # Rows of the token table are looked up in parts, and the logits gather it.
+  'tied': DecoderOnlyModel(dataclasses.replace(CONFIG, vocab_size=1024, logits_via_embedding=True)),
 }
 
 
@@ -44,6 +46,7 @@ MODELS = {
         ('bfloat16', dict(data=8)),
         ('fp8', HSDP),
         ('encoder_decoder', dict(fsdp=8)),
+        ('tied', HSDP),
         # Gradients of the first microbatch reach the first layer through its port.
         ('none', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
       ]
