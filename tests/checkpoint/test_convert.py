@@ -542,7 +542,11 @@ SLOW = """
 import sys, time
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.convert import to_ours
-to_ours.copy_to_ours = lambda *args, **kwargs: (print('copying', flush=True), time.sleep(60))
+def copy(*args, **kwargs):
+  print('copying', flush=True)
+  for _ in range(600):  # one long sleep would not see a signal that arrives just before it
+    time.sleep(0.1)
+to_ours.copy_to_ours = copy
 from t5x_gpu import cli
 cli.run_main(convert.main)
 """
