@@ -183,9 +183,9 @@ class OneStackModel(TransformerModel):
     """Returns those of `params` that the logits alone gather."""
     if 'logits_dense' in params:
       return {'logits_dense': params['logits_dense']}
-    table = params['token_embedder']
+    table = params.get('token_embedder', {})
     ids = batch[f'{self.side}_input_tokens']
-    in_parts = is_looked_up_in_parts(table['embedding'], ids, self.config.compute_dtype)
+    in_parts = is_looked_up_in_parts(table.get('embedding'), ids, self.config.compute_dtype)
     return {'token_embedder': table} if in_parts else {}
 
   @abc.abstractmethod
