@@ -237,7 +237,9 @@ class _Loop:
     stored_last = _after(kept.stored_last, gradient)
     done = one(kept.ahead_last, stored_last, gradient, last)
     is_sent = [t and not _is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
-    done, sent = jax.lax.optimization_barrier((done, chosen(is_sent, of_after)))
+    sent = chosen(is_sent, of_after)
+    if sent:
+      done, sent = jax.lax.optimization_barrier((done, sent))
     of_after = merged(is_sent, sent, [None] * len(of_after))
     state = ahead, done, total
     if last:
