@@ -119,8 +119,12 @@ def test_a_device_keeps_its_own_experts_and_the_whole_router(name):
 @pytest.mark.parametrize('name', ['sequence', 'data', 'fsdp'])
 def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   found, mesh = collectives(name), program(name).layout.mesh.shape
-  assert {c.axes for c in found if c.kind == 'all-to-all'} == {('expert',)}
-  assert count(found, kind='all-to-all') == 4 * CONFIG.num_layers * 2  # microbatches
+  exchanges = chosen(found, kind='all-to-all', axis='expert')
+  assert {c.axes for c in exchanges} == {('expert',)}
+  assert count(exchanges) == 4 * CONFIG.num_layers * 2  # microbatches
+  # Those over fsdp send rows of the token table, once forward and once backward.
+  lookups = chosen(found, kind='all-to-all', axis='fsdp')
+  assert count(lookups) == (2 * 2 if name == 'fsdp' else 0)
   rows = BATCH // (mesh['data'] * mesh['fsdp'] * mesh['expert'])
   want = traffic_per_step(
     batch=rows,
@@ -131,7 +135,7 @@ def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
     expert=mesh['expert'],
     dtype_bytes=4,
   )
-  assert total_bytes(found, kind='all-to-all') == want['all-to-all']
+  assert total_bytes(exchanges) == want['all-to-all']
   # What else crosses `expert`: numbers of rows, for dropout, and sums over replicas, at the end.
   others = [c for c in chosen(found, axis='expert') if c.kind != 'all-to-all']
   assert {c.dtype for c in others if c.kind == 'all-gather'} == {'s32'}
