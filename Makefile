@@ -77,10 +77,10 @@ demo: $(VENV)/.installed ## train a small model on Python's own source text, abo
 test-quick: $(VENV)/.installed ## run the tests that take two minutes: no process, no TensorFlow
 	$(VENV)/bin/python -m pytest --quick $(PARALLEL) $(ARGS)
 
-test: $(VENV)/.installed ## run the tests, without the slow ones: 10 minutes on two cores
+test: $(VENV)/.installed ## run the tests, without the slow ones: a quarter of an hour on two cores
 	$(VENV)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
-test-all: $(VENV)/.installed ## run all tests, slow ones included: an hour on two cores
+test-all: $(VENV)/.installed ## run all tests, slow ones included: two hours on two cores
 	$(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
 test-optimized: $(VENV)/.installed ## the same, compiled as users compile: two and a half hours
