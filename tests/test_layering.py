@@ -1,7 +1,6 @@
-"""The import order of the package, its sizes, and a core that needs no TensorFlow."""
+"""The import order of the package, and a core that needs no TensorFlow."""
 
 import ast
-import collections
 import functools
 import graphlib
 import pathlib
@@ -46,13 +45,6 @@ WITHOUT_TENSORFLOW = {
   for name in ('batches', 'data_module', 'features', 'synthetic', 'same_data')
 }
 JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
-
-MAX_FILE_LINES = 350
-SHORTER = {'t5x_gpu.train': 250}  # the first file that a reader opens
-MAX_MODULES = 16  # per folder, not counting __init__.py; the root has one per command
-MAX_FUNCTION_LINES = 70
-# Still to be split.
-TO_SPLIT: set[str] = set()
 
 
 @functools.cache
@@ -208,19 +200,6 @@ def test_imports_are_used():
   none(found)
 
 
-def test_folders_have_few_modules():
-  counts = collections.Counter(
-    path_of(m).parent for m in modules() if path_of(m).name != '__init__.py'
-  )
-  none(
-    [
-      f'{folder.relative_to(ROOT)}: {count} modules of at most {MAX_MODULES}'
-      for folder, count in counts.items()
-      if count > MAX_MODULES and folder != PACKAGE
-    ]
-  )
-
-
 def test_every_folder_has_a_twin_in_tests():
   folders = {path_of(m).parent.relative_to(PACKAGE) for m in modules()}
   twins = {ROOT / 'tests' / folder for folder in folders}
@@ -284,21 +263,6 @@ def test_only_config_and_entry_points_import_gin():
     for i in imported_by(m)
     if top_level(i) == 'gin' and layer(m) != 'config' and not is_entry_point(m)
   ]
-  none(found)
-
-
-def test_files_and_functions_are_short():
-  found = []
-  for name, tree in modules().items():
-    lines = len(path_of(name).read_text(encoding='utf-8').splitlines())
-    most = SHORTER.get(name, MAX_FILE_LINES)
-    if lines > most and name not in TO_SPLIT:
-      found.append(f'{name}: {lines} lines of at most {most}')
-    for node in ast.walk(tree):
-      if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        lines, function = node.end_lineno - node.lineno + 1, f'{name}.{node.name}'
-        if lines > MAX_FUNCTION_LINES and function not in TO_SPLIT:
-          found.append(f'{function}: {lines} lines of at most {MAX_FUNCTION_LINES}')
   none(found)
 
 
