@@ -1,6 +1,7 @@
 """Flags and exit codes that all commands share: `parse_args` and `run_main`."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -12,6 +13,7 @@ from t5x_gpu.config import gin_files, gin_loader, provenance
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
 from t5x_gpu.runtime import host, import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
+from t5x_gpu.terminal import streams
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -274,6 +276,8 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   Prints a `UserError` without a traceback, followed by where each of its parameters was set. One
   process of several exits at once on an error, since it and the others would wait for each other.
   """
+  import_interrupts.open_closed_streams()
+  streams.install()
   import_interrupts.raise_again()
   host.this_is_a_command()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
@@ -287,14 +291,18 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   except KeyboardInterrupt:
     print(process_exit.label() + 'Interrupted.', file=sys.stderr)
     code = 130
-  except BrokenPipeError:  # `| head` has read enough
+  except Exception as error:
+    if error is not streams.lost_output():  # our bug: show all of it
+      print(process_exit.label() + traceback.format_exc(), end='', file=sys.stderr)
     code = 1
-  except Exception:  # our bug: show all of it
-    print(process_exit.label() + traceback.format_exc(), end='', file=sys.stderr)
-    code = 1
-  try:
+  with contextlib.suppress(OSError):
     sys.stdout.flush()
-  except BrokenPipeError:  # Python would flush once more on exit and complain
+  lost = streams.lost_output()
+  if lost is not None:
+    code = code or 1
+    if not isinstance(lost, BrokenPipeError):  # `| head` has read enough
+      print(f'Standard output cannot be written: {lost.strerror or lost}.', file=sys.stderr)
+    # Python would flush once more on exit and complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   sys.stderr.flush()
   process_exit.leave(code, failed=failed)

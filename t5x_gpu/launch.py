@@ -6,6 +6,8 @@ number. The first process that fails ends the others, and its last lines are pri
 
 import argparse
 import collections
+import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -24,6 +26,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime import numa
 from t5x_gpu.runtime.cluster import cluster, job_secret, launch_scripts, launcher_conflicts
+from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
 DOCTOR = 't5x_gpu.doctor'
@@ -33,6 +36,7 @@ KILL_SECONDS = 10
 # Processes that were asked to stop exit one after the other, the last when the save is done.
 STOPPED_CODES = (0, 85, 130)
 STOPPED_SECONDS = 120
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
@@ -81,6 +85,7 @@ class Group:
               stderr=subprocess.STDOUT,
               stdin=subprocess.DEVNULL,
               start_new_session=True,
+              preexec_fn=_end_with_launcher,  # safe: no thread has started yet
             )
           )
     except BaseException:  # Ctrl-C, or too many processes
@@ -100,6 +105,9 @@ class Group:
         with self._lock:
           sys.stdout.buffer.write(prefix + line.rstrip(b'\n') + b'\n')
           sys.stdout.buffer.flush()
+        if streams.stdout_is_lost():
+          # Without a reader the process has lost its output, too, and keeps it in MODEL_DIR.
+          return
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
     """Sends a signal to all running processes; a third Ctrl-C kills them."""
@@ -156,6 +164,15 @@ class Group:
     )
     for line in self._tails[index]:
       print(f'  {line.decode(errors="replace").rstrip()}', file=sys.stderr)
+
+
+def _end_with_launcher() -> None:
+  """Makes this new process stop as on SIGTERM if the launcher is killed; Linux only.
+
+  It would otherwise train on, without a terminal, where nobody looks for it.
+  """
+  with contextlib.suppress(AttributeError):
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def plan(
@@ -281,6 +298,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     for path in launch_scripts.write(pathlib.Path(flags.write_scripts)):
       print(path)
     return 0
+  streams.outlive()  # each process decides for itself what a lost output means
   launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()
   nproc = flags.nproc
@@ -301,8 +319,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     plans,
     end_together=flags.module != DOCTOR,
   )
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, group.forward)
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+      signal.signal(number, group.forward)
   return group.wait()
 
 

@@ -37,7 +37,7 @@ from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
@@ -137,6 +137,7 @@ def _train_checked(
     goodput.open(plan.model_dir.path)  # a restart that fails counts too
   live, state = open_run(plan, xla=xla, goodput=goodput)
   plan.model_dir.lock()  # the compile and the restore may have taken long
+  streams.keep_in(live.checkpointer.files.folder, process_index=jax.process_index())
   if write_config is not None and distributed.is_main_process():
     write_config(str(live.checkpointer.files.folder))
   stop = preemption.StopRequest(before_end_seconds=run.checkpoint_cfg.stop_before_end_seconds)
@@ -208,6 +209,8 @@ def main(argv: Optional[list[str]] = None) -> int:
   preemption.catch_early()
   catch_early()
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=_add_flags)
+  if not args.dry_run:  # whose product is its output
+    streams.outlive()
   cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)
   logging_setup.quiet_environment()

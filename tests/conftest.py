@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from t5x_gpu.runtime import process_exit
+from tests.helpers_signals import start_programs_with_default_signals
 from tests.helpers_tiers import BUDGET, NOT_QUICK, Tiers, only_for_other_tiers
 from tests.helpers_xla import QUICK_COMPILES, set_default_flags
 
@@ -21,6 +22,7 @@ os.environ['JAX_PLATFORMS'] = 'cuda,cpu' if PLATFORM == 'cuda' else PLATFORM
 if PLATFORM == 'cpu':
   set_default_flags()  # `make test-optimized` compiles as users do
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+start_programs_with_default_signals()
 
 
 def pytest_addoption(parser):

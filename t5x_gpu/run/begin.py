@@ -1,6 +1,7 @@
 """The first lines of a run, and its configuration in its folder."""
 
 import os
+import time
 from collections.abc import Sequence
 
 import jax
@@ -45,17 +46,23 @@ def begin(
       model_dir=run.model_dir,
     )
   program_cache.start(jax.default_backend(), environ=os.environ)
-  log('\n'.join(_first_screen(cluster, xla, loaded)))
+  log('\n'.join(_first_screen(run, cluster, xla, loaded)))
   health.log_problems()
   distributed.assert_equal_across_hosts(
     {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration'
   )
 
 
-def _first_screen(cluster: ClusterInfo, xla: Applied, loaded: LoadedConfig) -> list[str]:
+def _first_screen(run: Run, cluster: ClusterInfo, xla: Applied, loaded: LoadedConfig) -> list[str]:
   """Returns what the run found out about its processes, XLA and its configuration."""
+  ends = []
+  if cluster.end_time is not None:
+    at = time.strftime('%m-%d %H:%M:%S', time.localtime(cluster.end_time))
+    before = run.checkpoint_cfg.stop_before_end_seconds
+    ends = [f'time limit: the job ends at {at}; the run saves and exits {before:.0f} s before']
   return [
     str(cluster),
+    *ends,
     *(f'WARNING: {warning}' for warning in cluster.warnings),
     xla.report(),
     *([distributed.members_table()] if distributed.members() else []),

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports: one line and exit code 130.
+"""Before a command imports: Ctrl-C gives one line and exit code 130; no standard stream is closed.
 
 Imports take seconds, and a KeyboardInterrupt inside them ends in a traceback, or in an abort from a
 C extension. This module runs before all of them, so it imports almost nothing.
@@ -16,7 +16,21 @@ def leave_during_imports() -> None:
   if sys.argv[:1] == ['-m']:  # while Python looks for the module, whose name precedes its flags
     name = sys.orig_argv[-len(sys.argv)].removeprefix('-m')
     if name.partition('.')[0] == 't5x_gpu':
+      open_closed_streams()
       leave()
+
+
+def open_closed_streams() -> None:
+  """Opens /dev/null for each standard stream that was closed, as by `>&-`.
+
+  The next file to be opened would get its descriptor: a library's message on standard error would
+  end up inside a checkpoint.
+  """
+  for descriptor in (0, 1, 2):
+    try:
+      os.fstat(descriptor)
+    except OSError:
+      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free descriptor
 
 
 def leave() -> None:
@@ -35,5 +49,7 @@ def raise_again() -> None:
 
 def _leave_now(number: int, frame: object) -> None:
   del frame
-  os.write(2, b'Interrupted.\n')
-  os._exit(128 + number)
+  try:
+    os.write(2, b'Interrupted.\n')
+  finally:
+    os._exit(128 + number)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Optional, Self, TypeVar
 
+from t5x_gpu.terminal.streams import write_stderr
+
 EXIT_INTERRUPTED = 130
 _HANDLER_SECONDS = 1.0  # if the handler has not run by then, the main thread is stuck
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
@@ -93,17 +95,16 @@ class SecondInterruptLeaves:
         # A thread cannot know whether the handler will run, so it waits.
         if not self._next_interrupt(reading, _HANDLER_SECONDS):
           if not _handled.is_set():
-            os.write(
-              2,
+            write_stderr(
               f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
-              'Press Ctrl-C again to exit immediately.\n'.encode(),
+              'Press Ctrl-C again to exit immediately.\n'
             )
           self._next_interrupt(reading, None)
         # The handler raises KeyboardInterrupt if it can run, and the process ends by itself.
         self._next_interrupt(reading, _CLEANUP_SECONDS)
       except EOFError:
         return
-      os.write(2, b'Leaving at once.\n')
+      write_stderr('Leaving at once.\n')
       self._leave(EXIT_INTERRUPTED)
 
   def _next_interrupt(self, reading: socket.socket, seconds: Optional[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a request to stop after a step, not an exception inside it.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP: requests to stop after a step, not exceptions inside it.
 
 Several processes must stop after the same step: one that left earlier would leave the others
 waiting in a collective. A scheduler may signal only one of them, so they agree on the step through
@@ -17,9 +17,11 @@ from jax.experimental import multihost_utils
 
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.interrupts import stops_on_interrupt
+from t5x_gpu.terminal.streams import write_stderr
 
-# Slurm's --signal=USR1 comes before the time limit; SIGTERM at the limit and on preemption.
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Slurm's --signal=USR1 comes before the time limit; SIGTERM at the limit and on preemption; SIGHUP
+# when the terminal or the SSH connection is gone.
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
 
 # Exit code of a run that was stopped and has saved; scripts/train.slurm then requeues it.
@@ -30,21 +32,29 @@ _job_end: list[float] = []  # seconds since 1970, if the scheduler gives it
 
 
 def catch_early() -> None:
-  """Remembers SIGUSR1 and SIGTERM until a StopRequest takes over.
+  """Remembers PREEMPTION_SIGNALS until a StopRequest takes over.
 
   During compilation they would end the process with an exit code that a scheduler reads as failure.
-  A second signal still does. Once several processes have joined, JAX takes over SIGTERM.
+  A second one still does, except SIGHUP: shell and kernel both send it. Once several processes have
+  joined, JAX takes over SIGTERM.
   """
   _early.clear()
   for number in PREEMPTION_SIGNALS:
-    signal.signal(number, _remember)
+    if not _is_ignored_hangup(number):
+      signal.signal(number, _remember)
+
+
+def _is_ignored_hangup(number: int) -> bool:
+  """Returns whether this process was started by nohup, which ignores SIGHUP."""
+  return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _remember(number: int, frame: Optional[FrameType]) -> None:
   del frame
   _early.append(signal.Signals(number))
-  signal.signal(number, signal.SIG_DFL)
-  os.write(2, f'{signal.Signals(number).name}: exiting after the first step.\n'.encode())
+  if number != signal.SIGHUP:
+    signal.signal(number, signal.SIG_DFL)
+  write_stderr(f'{signal.Signals(number).name}: exiting after the first step.\n')
 
 
 def expect_end(end_time: Optional[float]) -> None:
@@ -80,7 +90,7 @@ class StopRequest:
   def __enter__(self) -> Self:
     handle = stops_on_interrupt(self._handle)
     for number in SIGNALS:
-      if not (self._together and number == signal.SIGTERM):
+      if not (self._together and number == signal.SIGTERM or _is_ignored_hangup(number)):
         self._previous[number] = signal.signal(number, handle)
     if _early:
       self._request(_early.pop(), 'Asked to stop during set-up')
@@ -125,7 +135,6 @@ class StopRequest:
     self.signal = number
     if distributed.is_main_process():
       again = ' Press Ctrl-C again to exit immediately.' if number == signal.SIGINT else ''
-      # Not print(): a handler may run inside a print of the main thread.
-      os.write(2, f'\n{reason}: finishing this step, then saving and exiting.{again}\n'.encode())
+      write_stderr(f'\n{reason}: finishing this step, then saving and exiting.{again}\n')
     if self._together:
       os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the others

@@ -88,14 +88,21 @@ def leave(code: int, *, failed: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-  """Makes SIGTERM raise inside the block, so that nothing half-written stays behind."""
+  """Makes SIGTERM and SIGHUP raise inside the block, so that nothing half-written stays behind.
+
+  An ignored SIGHUP stays ignored: nohup asks for that.
+  """
 
   def leave_now(number: int, frame: Any) -> NoReturn:
     del frame
     raise SystemExit(128 + number)
 
-  before = signal.signal(signal.SIGTERM, leave_now)
+  ends = [signal.SIGTERM]
+  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    ends.append(signal.SIGHUP)
+  before = {number: signal.signal(number, leave_now) for number in ends}
   try:
     yield
   finally:
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+      signal.signal(number, handler)

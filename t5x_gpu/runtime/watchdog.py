@@ -35,6 +35,7 @@ from t5x_gpu.runtime.noticeboard import (
   Noticeboard,
 )
 from t5x_gpu.runtime.phases import PhaseClock
+from t5x_gpu.terminal.streams import write_stderr
 
 # Periods without a heartbeat until a rank is dead, once collectives have failed: with CPU devices
 # gloo aborts whole processes some time after that.
@@ -328,10 +329,10 @@ class Watchdog:
           if beats is None
           else heartbeats.table(beats, process_count=self._count)
         )
-      os.write(2, '\n'.join([*lines, '']).encode())
+      write_stderr('\n'.join([*lines, '']))
       if verdict.kind == STUCK:
         faulthandler.dump_traceback(file=2, all_threads=True)
-      os.write(2, f'WATCHDOG: process {self._index} exits with code {verdict.code}.\n'.encode())
+      write_stderr(f'WATCHDOG: process {self._index} exits with code {verdict.code}.\n')
       if self._store is not None:
         within(1, lambda: self._post_beat(left=True))
       self._let_others_read()

@@ -15,7 +15,8 @@ def no_end():
 
 
 @pytest.mark.parametrize(
-  'number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 85), (signal.SIGUSR1, 85)]
+  'number, code',
+  [(signal.SIGINT, 130), (signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGHUP, 85)],
 )
 def test_a_signal_is_remembered_until_the_step_is_done(number, code):
   with preemption.StopRequest() as stop:
@@ -32,17 +33,37 @@ def test_a_second_ctrl_c_interrupts():
       os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_set_up_stops_the_run_after_its_first_step(number):
+@pytest.fixture
+def handlers():
   before = {n: signal.getsignal(n) for n in preemption.PREEMPTION_SIGNALS}
-  try:
-    preemption.catch_early()
-    os.kill(os.getpid(), number)
-    with preemption.StopRequest() as stop:
-      assert stop.reached(1) and stop.exit_code == 85
-  finally:
-    for n, handler in before.items():
-      signal.signal(n, handler)
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_during_set_up_stops_the_run_after_its_first_step(number, handlers):
+  preemption.catch_early()
+  os.kill(os.getpid(), number)
+  with preemption.StopRequest() as stop:
+    assert stop.reached(1) and stop.exit_code == 85
+
+
+def test_a_second_hang_up_during_set_up_changes_nothing(handlers):  # shell and kernel send one each
+  preemption.catch_early()
+  os.kill(os.getpid(), signal.SIGHUP)
+  os.kill(os.getpid(), signal.SIGHUP)
+  with preemption.StopRequest() as stop:
+    assert stop.reached(1) and stop.exit_code == 85
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored(handlers):
+  signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  preemption.catch_early()
+  with preemption.StopRequest() as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not stop.reached(1)
+  assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_the_time_limit_of_the_job_asks_to_stop_in_time_to_save(capfd):

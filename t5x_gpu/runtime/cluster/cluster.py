@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import time
 import zlib
 from collections.abc import Callable
 from typing import Optional
@@ -101,13 +102,31 @@ def as_flags(flags: argparse.Namespace) -> tuple[str, ...]:
 
 def detect_here(flags: argparse.Namespace) -> ClusterInfo:
   """Returns which process this is, from its `flags` (see `add_flags`) and environment."""
-  return detect(
+  found = detect(
     os.environ,
     num_gpus=count_gpus(),
     coordinator_address=flags.coordinator_address,
     process_count=flags.process_count,
     process_index=flags.process_index,
   )
+  now = time.time()
+  if found.end_time is None and found.process_index == 0:
+    found = dataclasses.replace(found, end_time=schedulers.ask_for_job_end(os.environ, now=now))
+  return without_old_end(found, now=now)
+
+
+def without_old_end(found: ClusterInfo, *, now: float) -> ClusterInfo:
+  """Returns `found` without an end that has passed: its variable is of another job.
+
+  A shell or tmux that was started inside a job keeps the job's variables.
+  """
+  if found.end_time is None or found.end_time > now:
+    return found
+  warning = (
+    f'The job of the environment variables ended {(now - found.end_time) / 60:.0f} minutes ago: '
+    'ignoring its time limit. Start the run in a new shell.'
+  )
+  return dataclasses.replace(found, end_time=None, warnings=(*found.warnings, warning))
 
 
 def detect(
@@ -175,7 +194,7 @@ def detect(
     run_id=f'{found.kind}/{found.job}',
     node=found.node,
     attempt=found.attempt,
-    end_time=found.end_time,
+    end_time=schedulers.job_end(env),
   )
 
 
@@ -188,6 +207,7 @@ def _single(env: Environment, num_gpus: Optional[int], read: Callable[[str], str
     devices_reason=devices_reason,
     warnings=_idle_tasks(env, read),
     attempt=number(env, 'SLURM_RESTART_COUNT') or 0,
+    end_time=schedulers.job_end(env),
   )
 
 

@@ -4,9 +4,12 @@ One function per scheduler; each returns what the variables say, or None if that
 start this process. `cluster.detect` calls them in order and fills in the rest.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import re
+import subprocess
+import time
 from collections.abc import Callable, Mapping
 from typing import Optional
 
@@ -14,6 +17,10 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.cluster import addresses
 
 Environment = Mapping[str, str]
+
+# For schedulers that do not report the end of a job: seconds since 1970.
+END_TIME_VARIABLE = 'T5X_GPU_JOB_END_TIME'
+_ASK_SECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +37,6 @@ class LauncherVariables:
     node: the scheduler's name for this host.
     gpus_per_process, gpus_on_host: as requested from the scheduler.
     attempt: how often the scheduler has restarted this job.
-    end_time: when the job's time limit ends, seconds since 1970.
     evidence: the variables that decided, for the log.
   """
 
@@ -46,7 +52,6 @@ class LauncherVariables:
   gpus_per_process: Optional[int] = None
   gpus_on_host: Optional[int] = None
   attempt: int = 0
-  end_time: Optional[float] = None
   evidence: str = ''
 
 
@@ -80,7 +85,6 @@ def slurm(env: Environment) -> Optional[LauncherVariables]:
   per_node = _repeated(env.get('SLURM_STEP_TASKS_PER_NODE', ''))
   node_index = number(env, 'SLURM_NODEID')
   known = node_index is not None and node_index < len(per_node)
-  end = number(env, 'SLURM_JOB_END_TIME')
   return LauncherVariables(
     kind='slurm',
     process_index=number(env, 'SLURM_PROCID'),
@@ -96,7 +100,6 @@ def slurm(env: Environment) -> Optional[LauncherVariables]:
     gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),
     gpus_on_host=number(env, 'SLURM_GPUS_ON_NODE'),
     attempt=attempt,
-    end_time=None if end is None else float(end),
     evidence=f'Slurm step {env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}',
   )
 
@@ -267,6 +270,54 @@ def kubernetes(env: Environment) -> Optional[LauncherVariables]:
     local_count=1,
     evidence='JOB_COMPLETION_INDEX',
   )
+
+
+def job_end(env: Environment) -> Optional[float]:
+  """Returns when the job's time limit ends, in seconds since 1970; None if no variable says so.
+
+  The limit is the job's: it holds for every launcher inside, and without one.
+  """
+  end = number(env, END_TIME_VARIABLE, 'SLURM_JOB_END_TIME')
+  return float(end) if end else None
+
+
+def ask_for_job_end(env: Environment, *, now: float) -> Optional[float]:
+  """Returns the same from Slurm (salloc, and old versions) or PBS, which set no variable.
+
+  It asks the controller of the whole cluster, so one process of a run should call it.
+  """
+  if env.get('SLURM_JOB_ID'):
+    left = _seconds(_output_of('squeue', '-h', '-j', env['SLURM_JOB_ID'], '-o', '%L').strip())
+    return None if left is None else now + left
+  if env.get('PBS_JOBID'):
+    # Attributes of a job: PBS Professional Reference Guide, section "Job Attributes".
+    attributes = dict(
+      re.findall(r'^\s*(\S+) = (.*)$', _output_of('qstat', '-f', env['PBS_JOBID']), re.MULTILINE)
+    )
+    limit = _seconds(attributes.get('Resource_List.walltime', ''))
+    started = attributes.get('stime') or attributes.get('start_time', '')  # of OpenPBS, of Torque
+    with contextlib.suppress(ValueError):
+      if limit is not None:
+        return time.mktime(time.strptime(started, '%a %b %d %H:%M:%S %Y')) + limit
+  return None
+
+
+def _seconds(text: str) -> Optional[int]:
+  """Returns the seconds of '1-02:03:04', '02:03:04' or '03:04'; None for 'UNLIMITED'."""
+  found = re.fullmatch(r'(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)', text)
+  if found is None:
+    return None
+  days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+  return ((24 * days + hours) * 60 + minutes) * 60 + seconds
+
+
+def _output_of(*command: str) -> str:
+  """Returns what a program of the scheduler prints; '' where there is none, as in containers."""
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS)
+  except (OSError, subprocess.TimeoutExpired):
+    return ''
+  return done.stdout if done.returncode == 0 else ''
 
 
 def read_text(path: str) -> str:

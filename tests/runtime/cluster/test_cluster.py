@@ -1,9 +1,12 @@
 """Which process this is, from the variables that launchers really set. Nothing is started here."""
 
+import os
+import time
+
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime.cluster import cluster
+from t5x_gpu.runtime.cluster import cluster, schedulers
 from t5x_gpu.runtime.cluster.cluster import detect
 from t5x_gpu.runtime.cluster.schedulers import first_host
 
@@ -64,6 +67,74 @@ def test_a_slurm_task_knows_rank_count_and_the_first_host():
 def test_attempt_and_time_limit_come_from_slurm():
   info = detect(slurm_step(0, SLURM_RESTART_COUNT='2', SLURM_JOB_END_TIME='1790000000'))
   assert (info.attempt, info.end_time) == (2, 1790000000.0)
+
+
+OTHER_LAUNCHERS = {
+  'batch shell': {'SLURM_JOB_ID': '310'},
+  'launch or JAX': {'JAX_PROCESS_INDEX': '0', 'JAX_PROCESS_COUNT': '1'},
+  'torchrun': {'RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': 'a', 'MASTER_PORT': '1'},
+  'mpirun': {'OMPI_COMM_WORLD_RANK': '0', 'OMPI_COMM_WORLD_SIZE': '1'},
+}
+
+
+@pytest.mark.parametrize('variables', OTHER_LAUNCHERS.values(), ids=OTHER_LAUNCHERS)
+def test_the_time_limit_of_a_slurm_job_holds_for_every_launcher_inside(variables):
+  assert detect({**variables, 'SLURM_JOB_END_TIME': '1790000000'}).end_time == 1790000000.0
+
+
+def test_a_variable_gives_the_end_where_no_scheduler_does():
+  assert detect({'T5X_GPU_JOB_END_TIME': '1790000000'}).end_time == 1790000000.0
+  assert detect({}).end_time is None
+
+
+def test_an_end_that_has_passed_is_another_jobs_and_is_ignored_with_a_warning():
+  info = detect({'SLURM_JOB_ID': '310', 'SLURM_JOB_END_TIME': '1000'})
+  old = cluster.without_old_end(info, now=1120.0)
+  assert old.end_time is None and 'ended 2 minutes ago' in old.warnings[-1]
+  assert cluster.without_old_end(info, now=999.0) == info
+
+
+def scheduler(folder, name, lines):
+  program = folder / name
+  program.write_text(f'#!/bin/sh\n[ "$*" ] && cat <<END\n{lines}\nEND\n')
+  program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+  'left, seconds', [('1-02:03:04', 93784), ('59:30', 3570), ('UNLIMITED', None), ('', None)]
+)
+def test_without_a_variable_slurm_is_asked_how_much_time_is_left(
+  tmp_path, monkeypatch, left, seconds
+):
+  scheduler(tmp_path, 'squeue', left)
+  monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+  end = schedulers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=1e9)
+  assert end == (None if seconds is None else 1e9 + seconds)
+
+
+QSTAT = """Job Id: 7.pbs
+    Job_Name = t5x_gpu
+    Resource_List.walltime = 01:00:00
+    stime = Wed Nov 25 10:00:00 2026"""
+
+
+@pytest.mark.parametrize('lines', [QSTAT, QSTAT.replace('stime', 'start_time')])
+def test_pbs_is_asked_for_start_and_limit(tmp_path, monkeypatch, lines):
+  scheduler(tmp_path, 'qstat', lines)
+  monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+  end = schedulers.ask_for_job_end({'PBS_JOBID': '7.pbs'}, now=0.0)
+  assert time.strftime('%d %H:%M', time.localtime(end)) == '25 11:00'
+
+
+def test_the_end_is_unknown_if_the_program_of_the_scheduler_is_missing_or_fails(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setenv('PATH', str(tmp_path))
+  assert schedulers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=0.0) is None
+  (tmp_path / 'squeue').write_text('#!/bin/sh\necho 10:00\nexit 1\n')
+  (tmp_path / 'squeue').chmod(0o755)
+  assert schedulers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=0.0) is None
+  assert schedulers.ask_for_job_end({}, now=0.0) is None
 
 
 def test_two_steps_and_two_attempts_of_one_job_have_other_ports():
