@@ -12,7 +12,7 @@ from gin import config as gin_config
 
 from t5x_gpu.config import bindings as bindings_lib
 from t5x_gpu.config import resolve, statements
-from t5x_gpu.config.bindings import Binding, Bindings, Call
+from t5x_gpu.config.bindings import Binding, Bindings, Call, Scopes
 
 DEFAULT = 'default'
 REQUIRED = '%gin.REQUIRED'
@@ -62,7 +62,8 @@ class Provenance:
 
   Attributes:
     settings: from gin files and the command line, macros first, then by name.
-    defaults: parameters that the run uses and nothing sets.
+    defaults: parameters that the run uses and nothing sets. If another scope sets a parameter, the
+      key names the scope that does not: 'train_eval/DatasetConfig.pack'.
     config: gin text that gives the same run when loaded.
   """
 
@@ -77,8 +78,7 @@ class Provenance:
     """
     everything = (*self.settings, *self.defaults)
     readings = [
-      lambda s: s.key == name,
-      lambda s: s.unscoped == name,
+      lambda s: name in (s.key, s.unscoped),
       lambda s: f'.{s.unscoped}'.endswith(f'.{name}'),
       # A longer spelling of the class, 'train_script.train.total_steps'.
       lambda s: '.' in s.key and f'.{name}'.endswith(f'.{s.unscoped}'),
@@ -108,9 +108,13 @@ def forget() -> None:
 def origin_sentences(name: str) -> list[str]:
   """Returns a sentence per parameter called `name` on where it was set, for errors."""
   result = []
-  for setting in _current.find(name, partial=False) if _current else []:
+  found = _current.find(name, partial=False) if _current else []
+  for setting in found:
     if setting.origin == DEFAULT:
-      result.append(f'{setting.key} is {setting.value}, its default; nothing sets it.')
+      # Beside other scopes, the default without a scope has the plain name.
+      is_set = '/' not in setting.key and any(s.unscoped == setting.key for s in _current.settings)
+      reason = 'only a scope sets it' if is_set else 'nothing sets it'
+      result.append(f'{setting.key} is {setting.value}, its default; {reason}.')
     elif setting.origin == setting.value_origin:
       result.append(f'{setting.key} is set at {setting.origin}.')
     else:
@@ -125,7 +129,7 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
   """Returns the provenance of what `roots` reach, which becomes the current one, and notes."""
   global _current
   settings: dict[Binding, Setting] = {}
-  defaults: dict[str, Setting] = {}
+  defaults: dict[tuple[str, Scopes], str] = {}
   for call in bindings.calls(roots):
     if call.selector == bindings_lib.CONSTANT:
       continue
@@ -139,16 +143,19 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
     name = bindings_lib.short_name(call.selector)
     for arg, parameter in signature.items():
       if arg not in applied and parameter.default is not inspect.Parameter.empty:
-        key = f'{name}.{arg}'
-        text = _default_text(parameter.default)
-        defaults.setdefault(key, Setting(key, text, text, DEFAULT, DEFAULT))
+        defaults[f'{name}.{arg}', call.scopes] = _default_text(parameter.default)
   idle = [b for b in bindings.final() if b not in settings]
   ordered = sorted(
     settings, key=lambda b: (not b.is_macro, bindings_lib.short_name(b.selector), b.scope, b.arg)
   )
+  elsewhere = {setting.unscoped for setting in settings.values()}
+  unset = {
+    '/'.join((*scopes, key)) if key in elsewhere else key: text
+    for (key, scopes), text in defaults.items()
+  }
   _current = Provenance(
     settings=tuple(settings[b] for b in ordered),
-    defaults=tuple(defaults[key] for key in sorted(defaults)),
+    defaults=tuple(Setting(key, unset[key], unset[key], DEFAULT, DEFAULT) for key in sorted(unset)),
     config=_config_text(settings),
   )
   notes = []

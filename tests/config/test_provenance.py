@@ -73,6 +73,30 @@ def test_origins_for_error_messages(load):
   assert provenance.origin_sentences('batch') == provenance.origin_sentences('No.thing') == []
 
 
+def test_a_value_that_one_scope_sets_is_no_default(load):
+  config = load(['my.gin'], bindings=['train/Data.pack=False'])
+  assert provenance.origin_sentences('Data.pack') == [
+    'train/Data.pack is set at --gin.train/Data.pack.',
+    'eval/Data.pack is True, its default; nothing sets it.',
+  ]
+  assert setting(config, 'eval/Data.pack').value == 'True'
+  assert 'Data.pack' not in {s.key for s in config.provenance.defaults}
+  assert {'Data.name', 'train.dtype'} <= {s.key for s in config.provenance.defaults}
+
+
+def test_a_call_without_a_scope_and_one_with_a_scope_have_an_origin_each(load):
+  load(['my.gin'], bindings=['train.eval_data=@train_script.Data()', 'train/Data.pack=False',
+                             'Data.batch_size=2'])  # fmt: skip
+  assert provenance.origin_sentences('Data.pack') == [
+    'train/Data.pack is set at --gin.train/Data.pack.',
+    'Data.pack is True, its default; only a scope sets it.',
+  ]
+  assert [line.split(' is set')[0] for line in provenance.origin_sentences('Data.batch_size')] == [
+    'Data.batch_size',
+    'train/Data.batch_size',
+  ]
+
+
 def test_nothing_loaded_has_no_origins(load):
   load(['my.gin'])
   provenance.forget()
