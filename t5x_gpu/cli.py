@@ -26,14 +26,21 @@ True, None, [1, 2], %MACRO and @module.name() mean the same as in gin. To see wh
   python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
 """
 
-# Flags of t5x/train.py that we do not have -> what to do instead.
+_LOGS = 'Leave it out: log lines go to stderr. T5X_GPU_VERBOSE=1 adds the lines of all libraries.'
+# Flags of T5X's commands (t5x/train.py, t5x/main.py, absl) that ours lack -> what to do instead.
 T5X_FLAGS = {
+  '--alsologtostderr': _LOGS,
   '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
   '--multiprocess_gpu': 'Leave it out: several processes are detected automatically, see '
   'docs/slurm.md.',
-  '--run_mode': 'Leave it out: this command trains.',
+  '--initialization_timeout': 'Set it in gin: DistributedConfig.initialization_timeout_seconds '
+  '(docs/slurm.md).',
+  '--logtostderr': _LOGS,
+  '--run_mode': 'Each mode is a command: python -m t5x_gpu.train, t5x_gpu.eval, t5x_gpu.infer; '
+  'precompile is python -m t5x_gpu.train --precompile.',
   '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
   'MIXTURE_OR_TASK_MODULE names.',
+  '--stderrthreshold': _LOGS,
 }
 
 

@@ -75,7 +75,10 @@ def train(
   profile_cfg: ProfileConfig = ProfileConfig(),
   xla_preset: str = 'default',
 ) -> int:
-  """Trains a model. Gin files set these parameters, named as in T5X; `Run` describes each."""
+  """Trains a model. Gin files set these parameters; `Run` describes each.
+
+  The names are T5X's where T5X's `train` has the same parameter.
+  """
   return train_run(Run(**locals()))
 
 

@@ -374,6 +374,24 @@ def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
   assert result.out == by_input['import os'] + '\n' + by_input['x'] + '\n'
 
 
+def test_a_converted_model_whose_tokenizer_adds_nothing_starts_with_the_prompt(tmp_path):
+  tokenizers = pytest.importorskip('tokenizers')
+  files = pytest.importorskip('tests.checkpoint.hf_files')
+  words = {'<eos>': 0, **{f'w{i}': i for i in range(1, files.VOCAB)}}
+  files.write_model(tmp_path / 'theirs', files.CONFIGS['llama'])
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='w1'))
+  tokenizer.save(str(tmp_path / 'theirs/tokenizer.json'))
+  (tmp_path / 'theirs/tokenizer_config.json').write_text('{"eos_token": "<eos>"}')
+  convert.main([f'--from={tmp_path / "theirs"}', f'--to={tmp_path / "ours"}', '--check=tensors'])
+  (tmp_path / 'p.txt').write_text('w5\n')
+  result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
+  assert result.code == 0, result.err
+  assert (
+    'DecodingConfig.start_token = None: the model is converted from Hugging Face, and its tokenizer '
+    'puts no token in front of a text' in result.err
+  )
+
+
 def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   tokenizers = pytest.importorskip('tokenizers')
   files = pytest.importorskip('tests.checkpoint.hf_files')
@@ -400,7 +418,7 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   (tmp_path / 'p.txt').write_text('w5 w9 !\n')
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
   assert result.code == 0, result.err
-  assert 'DecodingConfig.start_token = 1: the tokenizer starts a text with it' in result.err
+  assert 'its tokenizer puts token 1 in front of a text' in result.err
   assert '92 ids; ids that end a text: 2, 7' in result.err
   facts = json.loads((tmp_path / 'o.facts.json').read_text())
   assert facts['DecodingConfig.start_token'] == 1
@@ -448,7 +466,7 @@ def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_p
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', '--dry_run')
   assert result.code == 0, result.err
   assert f'vocabulary: sentencepiece:{tmp_path}/ours/hf/tokenizer.model' in result.err
-  assert 'end a text: 2\n' in result.err and 'start_token = 1: the tokenizer' in result.err
+  assert 'end a text: 2\n' in result.err and 'its tokenizer puts token 1 in front' in result.err
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,10 @@ def _decoding_changes(
   is_from_hf = reader.manifest.get('converted_from', {}).get('format') == 'hf'
   if is_from_hf and not (request.sets_start_token or has_inputs or request.is_run):
     changes['start_token'] = text.start_id
+    starts = 'no token' if text.start_id is None else f'token {text.start_id}'
     notes.append(
-      f'DecodingConfig.start_token = {text.start_id}: the tokenizer starts a text with it, and the '
-      'model is converted from Hugging Face'
+      f'DecodingConfig.start_token = {text.start_id}: the model is converted from Hugging Face, and '
+      f'its tokenizer puts {starts} in front of a text'
     )
   return changes, notes
 

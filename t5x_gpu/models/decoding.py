@@ -26,7 +26,8 @@ class DecodingConfig:
     num_beams: beams of a beam search; 1 for no search.
     length_penalty: exponent that favors longer texts; 0 ranks by probability alone.
     beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
-      when no open beam can overtake a finished one; 'huggingface' divides by length **
+      when no open beam can overtake a finished one; open beams at max_decode_length rank behind
+      (T5X does not divide their log-probabilities). 'huggingface' divides by length **
       length_penalty, lets only the first num_beams candidates finish, counts open beams as finished
       at max_decode_length, and stops as `transformers` does with early_stopping=False.
     stop_tokens: ids that end a text, in addition to the vocabulary's end of sequence.
