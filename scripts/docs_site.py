@@ -22,7 +22,18 @@ ROOT_PAGES = {
   'CHANGELOG.md': 'changelog.md',
 }
 SECTIONS = {
-  'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'report', 'convert'),
+  'Run': (
+    'train',
+    'tasks',
+    'data',
+    'models',
+    'finetune',
+    'sweep',
+    'infer',
+    'eval',
+    'report',
+    'convert',
+  ),
   'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm'),
   'Fast': ('attention', 'precision', 'xla_flags', 'performance', 'tuning'),
   'Keep running': ('monitor', 'checkpoints', 'reshard', 'watchdog', 'security'),
@@ -31,6 +42,7 @@ SECTIONS = {
     'add_a_model',
     'add_a_parallelism',
     'add_a_data_source',
+    'add_an_optimizer',
     'decisions',
     'comparison',
     'contributing',

@@ -41,10 +41,13 @@ FOREIGN_FLAGS = {
   '--from-literal',
   '--array',
   '--no-deps',
+  '--run_mode',
+  '--multiprocess_gpu',
+  '--process-slot-var',
 }
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.
-PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO'}
+PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO', 'COMMAND'}
 
 
 @functools.cache
@@ -225,6 +228,118 @@ def test_files_that_texts_mention_exist():
       name = name.rstrip('.,-')
       if not (re.search(r'[{}<*]', name) or name.startswith(WRITTEN) or (ROOT / name).exists()):
         problems.append(shown(path, i, f'mentions {name}'))
+  none(problems)
+
+
+# Python files of others, and those that a page has the reader write.
+FOREIGN_FILES = re.compile(r't5x/|my_\w+\.py|faulty_data\.py|gpu_attention_benchmark\.py')
+PY = r'((?:\w+/)*\w+\.py)\b'
+IDENTIFIER = r'([A-Za-z_]\w*(?:\.\w+)*)'
+# `a/b.py: name`, `a/b.py::name`, `a/b.py`: `name`; `name` in a/b.py, `name` ([b.py](a/b.py)).
+FILE_THEN_NAME = re.compile(rf'`{PY}(?:::?[ ]?|`:\s+`){IDENTIFIER}(?:\([^`]*\))?`')
+NAME_THEN_FILE = re.compile(
+  rf'`{IDENTIFIER}(?:\([^`]*\))?`,?\s+(?:#\s*)?(?:\(|(?:in|of|from)\s+)(?:#\s*)?\[?`?{PY}'
+)
+# - [b.py](a/b.py): `name`, and `other(x)` ...
+ITEM_OF_A_FILE = re.compile(rf'^(?:\d+\.|-) \[[^]]*\]\([./]*{PY}\)(.*?)(?=^\S|^$)', re.M | re.S)
+
+
+@functools.cache
+def python_files() -> dict[str, str]:
+  folders = ('t5x_gpu', 'tests', 'scripts', 'benchmarks')
+  paths = [p for folder in folders for p in (ROOT / folder).rglob('*.py')]
+  return {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding='utf-8')
+    for path in (*paths, ROOT / 'setup.py')
+  }
+
+
+def texts_called(name: str) -> list[str]:
+  """Returns the texts of our Python files called `name`, 'fsdp.py' or 'partitioning/fsdp.py'."""
+  return [text for path, text in python_files().items() if f'/{path}'.endswith(f'/{name}')]
+
+
+def names_of_files(text: str) -> list[tuple[int, str, str]]:
+  """Returns (offset, file, name) where `text` says that a Python file has a name."""
+  found = [(m.start(), m[1], m[2]) for m in FILE_THEN_NAME.finditer(text)]
+  found += [(m.start(), m[2], m[1]) for m in NAME_THEN_FILE.finditer(text)]
+  for item in ITEM_OF_A_FILE.finditer(text):
+    names = re.findall(rf'`{IDENTIFIER}(?:\([^`]*\))?`', item[2])
+    found += [(item.start(), item[1], name) for name in names if '.py' not in name]
+  return [(i, file, name.rsplit('.', 1)[-1]) for i, file, name in found]
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    '(`a/b.py: name`).',
+    '`a/b.py::X.name`',
+    '`a/b.py`: `name(x, y)`',
+    '`name`\n  (`a/b.py`)',
+    '`X.name(x)` in\n[a/b.py](../t5x_gpu/a/b.py)',
+    '# `name` of\n# a/b.py',
+    '1. [b.py](../a/b.py): a run; `name(run)`\n   does.\n2. [c.py](../c.py): `other`',
+  ],
+)
+def test_names_of_files_are_seen(text):
+  assert [found[1:] for found in names_of_files(text)][0] == ('a/b.py', 'name')
+
+
+def test_files_have_the_names_that_texts_say():
+  problems, checked = [], 0
+  for path in (*PAGES, *GIN_FILES, *SCRIPTS, *SOURCES):
+    if path.name == 'CHANGELOG.md':  # of its time
+      continue
+    text = path.read_text(encoding='utf-8')
+    for i, file, name in names_of_files(text):
+      if not FOREIGN_FILES.search(file):
+        checked += 1
+        if not any(re.search(rf'\b{name}\b', t) for t in texts_called(file)):
+          problems.append(shown(path, text.count('\n', 0, i) + 1, f'{file} has no {name}'))
+  assert checked > 20
+  none(problems)
+
+
+def test_python_files_that_texts_mention_exist():
+  pattern = rf'(?<![\w./<{{*-]){PY}'
+  problems = []
+  for path, i, line in lines_of([*PAGES, *GIN_FILES]):
+    for name in re.findall(pattern, line) if path.name != 'CHANGELOG.md' else ():
+      if not (name.startswith(WRITTEN) or FOREIGN_FILES.search(name) or texts_called(name)):
+        problems.append(shown(path, i, f'mentions {name}'))
+  none(problems)
+
+
+def test_folders_that_pages_mention_exist():
+  folders = {path.name for path in (ROOT / 't5x_gpu').iterdir() if path.is_dir()}
+  none(
+    [
+      shown(path, i, f'mentions {name}')
+      for path, i, line in lines_of(PAGES)
+      for name in re.findall(r'`(\w+(?:/\w+)*)/?`', line)
+      if '/' in name and name.split('/')[0] in folders and path.name != 'CHANGELOG.md'
+      if not ((ROOT / 't5x_gpu' / name).is_dir() or (ROOT / f't5x_gpu/{name}.py').exists())
+    ]
+  )
+
+
+def test_names_of_modules_that_texts_mention_exist():
+  # `fsdp.keep_policy`, `t5x_gpu.data.seqio_batches`, `t5x_gpu.data.batches.BatchIterator`.
+  problems = []
+  for path in (*PAGES, *GIN_FILES, *SCRIPTS, *SOURCES):
+    text = path.read_text(encoding='utf-8')
+    for m in re.finditer(r'\bt5x_gpu((?:\.\w+)+)', text if path.name != 'CHANGELOG.md' else ''):
+      parts = m[1].strip('.').split('.')
+      folder = ROOT / 't5x_gpu'
+      while parts and (folder / parts[0]).is_dir():
+        folder /= parts.pop(0)
+      if not parts or parts[0] in PLACEHOLDERS:
+        continue
+      file = folder / f'{parts[0]}.py'
+      if not file.exists() or (
+        parts[1:] and not re.search(rf'\b{parts[1]}\b', file.read_text(encoding='utf-8'))
+      ):
+        problems.append(shown(path, text.count('\n', 0, m.start()) + 1, f'mentions {m[0]}'))
   none(problems)
 
 

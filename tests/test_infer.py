@@ -387,7 +387,7 @@ def test_a_converted_model_whose_tokenizer_adds_nothing_starts_with_the_prompt(t
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
   assert result.code == 0, result.err
   assert (
-    'DecodingConfig.start_token = None: the model is converted from Hugging Face, and its tokenizer '
+    'DecodingConfig.start_token = None: the model is converted from Hugging Face; its tokenizer '
     'puts no token in front of a text' in result.err
   )
 

@@ -14,7 +14,7 @@ from t5x_gpu.config.statements import Macro, Reference, Statement, instances
 from t5x_gpu.errors import ConfigError, all_problems
 
 # Building one of these imports nothing, reads no file and calls nothing that gin names. What
-# DatasetConfig names is imported when it is opened: see `may_import` in data/batches.py.
+# DatasetConfig names is imported when it is opened: see `may_import` in data/trust.py.
 ALLOWED = frozenset(
   {
     't5x_gpu.data.batches.DatasetConfig',

@@ -134,7 +134,7 @@ def _decoding_changes(
     changes['start_token'] = text.start_id
     starts = 'no token' if text.start_id is None else f'token {text.start_id}'
     notes.append(
-      f'DecodingConfig.start_token = {text.start_id}: the model is converted from Hugging Face, and '
+      f'DecodingConfig.start_token = {text.start_id}: the model is converted from Hugging Face; '
       f'its tokenizer puts {starts} in front of a text'
     )
   return changes, notes

@@ -76,7 +76,7 @@ class DecoderOnlyModel(OneStackModel):
       known=(batch.get('decoder_loss_weights'), batch.get('decoder_causal_attention')),
     )
 
-  def _finish(
+  def finish(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
     """Returns [batch, length, embed] after the last norm and dropout."""
@@ -99,7 +99,7 @@ class DecoderOnlyModel(OneStackModel):
     sums = token_loss(
       self.config,
       params,
-      self._finish(params, x, batch, dropout_key),
+      self.finish(params, x, batch, dropout_key),
       params['token_embedder'],
       batch['decoder_target_tokens'],
       weights,
@@ -113,7 +113,7 @@ class DecoderOnlyModel(OneStackModel):
   ) -> jax.Array:
     """Returns float32 [batch, length, vocab]; without a `dropout_key`, no dropout."""
     x = self._after_layers(params, batch, dropout_key)
-    x = self._finish(params, x, batch, dropout_key)
+    x = self.finish(params, x, batch, dropout_key)
     return token_logits(self.config, params, x, params['token_embedder'])
 
   def token_log_probs(
@@ -121,7 +121,7 @@ class DecoderOnlyModel(OneStackModel):
   ) -> jax.Array:
     """Returns log-probabilities of the target tokens, float32 [batch, length]."""
     x = self._after_layers(params, batch, dropout_key)
-    x = self._finish(params, x, batch, dropout_key)
+    x = self.finish(params, x, batch, dropout_key)
     targets = batch['decoder_target_tokens']
     return token_log_probs(self.config, params, x, params['token_embedder'], targets)
 

@@ -73,7 +73,7 @@ def test_origins_for_error_messages(load):
   assert provenance.origin_sentences('batch') == provenance.origin_sentences('No.thing') == []
 
 
-def test_a_value_that_one_scope_sets_is_no_default(load):
+def test_a_value_that_one_scope_sets_is_not_called_a_default(load):
   config = load(['my.gin'], bindings=['train/Data.pack=False'])
   assert provenance.origin_sentences('Data.pack') == [
     'train/Data.pack is set at --gin.train/Data.pack.',

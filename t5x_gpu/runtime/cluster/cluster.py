@@ -150,7 +150,7 @@ def detect(
   Raises:
     ConfigError: flags or variables are impossible or incomplete.
     ClusterError: launchers contradict each other (`launcher_conflicts`).
-  Source: the flags of t5x/train.py, https://github.com/google-research/t5x.
+  Source: flag names of T5X's training script, https://github.com/google-research/t5x.
   """
   launchers = ask_all(env, read=read)
   if process_index is None:
