@@ -157,6 +157,7 @@ def open_batches(
   )
   try:
     batches.peek()
+    batches.prepare_to_resume()
   except BaseException:
     batches.close()
     raise

@@ -190,3 +190,34 @@ def test_state_of_the_default_task_is_below_2_mb(open_data):
   iterator = open_data('python_source', lengths={'targets': 256}, batch_size=8).iterator
   hashes(iterator, 20)
   assert len(iterator.get_state()) < 2_000_000
+
+
+CODE = 'tests.python_code_tasks'
+
+
+@pytest.mark.quick_cases('generated')
+@pytest.mark.parametrize(
+  'name',
+  [
+    'generated',
+    pytest.param('generated_and_plain', marks=pytest.mark.slow),
+    pytest.param('with_noise', marks=pytest.mark.slow),
+  ],
+)
+def test_a_pipeline_that_cannot_be_saved_resumes_by_reading_its_batches_again(
+  open_data, name, caplog
+):
+  whole = open_data(name, mixture_or_task_module=CODE).iterator
+  assert 'whose position TensorFlow cannot save. So a restart reads all earlier' in caplog.text
+  hashes(whole, 30)
+  state = whole.get_state()
+  want = hashes(whole, 30)
+  whole.set_state(state)
+  assert hashes(whole, 30) == want
+
+
+@pytest.mark.parametrize('name', ['other_rows_each_time', 'one_iterator'])
+def test_python_code_that_gives_other_rows_each_time_is_refused_before_a_step(open_data, name):
+  with pytest.raises(DataError, match='gives other batches when it is read again') as e:
+    open_data(name, mixture_or_task_module=CODE)
+  assert 'PyFunc' in e.value.what and 'a new iterator for each call' in e.value.fix

@@ -1,9 +1,18 @@
-"""A resumable `BatchIterator` over a tf.data stream; its state is position and buffers as bytes."""
+"""A resumable `BatchIterator` over a tf.data stream; its state is position and buffers as bytes.
 
+TensorFlow cannot save the position of a pipeline that runs Python code (`from_generator`,
+`py_function`) or draws random numbers without a stateless seed. The state of such a pipeline is the
+number of batches taken, and a restart reads those batches again.
+"""
+
+import contextlib
+import itertools
 import json
 import logging
 import os
+import re
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -12,7 +21,7 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec
+from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, batch_hash
 from t5x_gpu.data.same_data import LIBRARIES, STREAMING, check_same_data, foreign_state
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.source_files import SourceFiles
@@ -34,6 +43,8 @@ _HEADER = Fields(
 # Of an iterator checkpoint of TensorFlow.
 _FILES = ('position.index', 'position.data-00000-of-00001')
 _COMPRESSION = 3  # 6 is 2% smaller and takes 2.5 times as long.
+# Batches that are read twice at the start if a restart would have to read them again.
+_COMPARED = 3
 # These packages determine order and content.
 _PACKAGES = ('tensorflow', 'seqio', 'tensorflow-text', 'sentencepiece', 'tokenizers')
 log = logging.getLogger(__name__)
@@ -76,6 +87,7 @@ class SeqioBatches:
     self._pad_last = pad_last
     self._paths = paths
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
+    self._stateful_op = ''  # whose position TensorFlow cannot save
     self._start()
 
   def _start(self) -> None:
@@ -102,6 +114,10 @@ class SeqioBatches:
       failure = ''
       try:
         batch = next(self._iterator)
+      except StopIteration:
+        if self._pad_last:
+          raise
+        failure = 'the source has no example when it is read again'
       except tf.errors.OpError as e:
         failure = first_line(e)
       if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
@@ -140,10 +156,73 @@ class SeqioBatches:
         )
     return batch
 
+  def prepare_to_resume(self) -> None:
+    """Finds out whether the position can be saved; call it before a batch is taken.
+
+    Raises:
+      DataError: it cannot, and the pipeline gives other batches when it is read again.
+    """
+    self._position()
+    if not self._stateful_op:
+      return
+    # Otherwise parallel calls that draw random numbers would give them to examples in any order.
+    tf.config.experimental.enable_op_determinism()
+    first, _ = self._read_some()
+    second, seconds = self._read_some()
+    self._start()
+    if first != second or not first:
+      raise task_error(
+        f'{self._name!r} gives other batches when it is read again, so a run could not be resumed '
+        f'with the same data. Its pipeline calls {self._stateful_op}, whose position TensorFlow '
+        'cannot save.',
+        fix='Make the Python code of the task return the same examples in the same order each time '
+        'that it is called: a new iterator for each call, and random numbers from a fixed seed '
+        '(in preprocessors, seqio.map_over_dataset(num_seeds=1)).',
+        docs='data.md#python-code-in-a-task',
+      )
+    if not self._pad_last:
+      log.warning(
+        'data: the pipeline of %r calls %s, whose position TensorFlow cannot save. So a restart '
+        'reads all earlier batches again: the same batches, after about %.3g s per 1,000 steps.',
+        self._name,
+        self._stateful_op,
+        1000 * seconds,
+      )
+
+  def _read_some(self) -> tuple[list[str], float]:
+    """Returns hashes of the first batches, and the seconds for each batch after the first."""
+    self._start()
+    hashes: list[str] = []
+    start = 0.0
+    with contextlib.suppress(DataError):  # a source that has nothing more to give
+      for batch in itertools.islice(self, _COMPARED):
+        start = start or time.perf_counter()
+        hashes.append(batch_hash(batch))
+    return hashes, (time.perf_counter() - start) / max(1, len(hashes) - 1)
+
+  def _position(self) -> bytes:
+    """Returns the position of the iterator, buffers included; empty if it cannot be saved.
+
+    Only parts of the pipeline that have begun are saved, so this may turn out late: at the second
+    part of `concatenate`, for example.
+    """
+    if not self._stateful_op:
+      try:
+        return _to_bytes(self._iterator)
+      except tf.errors.FailedPreconditionError as e:
+        found = re.search(r'(\w+) is stateful', str(e))
+        if found is None:
+          raise
+        self._stateful_op = found[1]
+    return b''
+
   def get_state(self) -> bytes:
-    """Returns position and buffers, compressed, with a fingerprint of the data."""
-    pending = self._pending or {}
-    position = _to_bytes(self._iterator)
+    """Returns position and buffers, compressed, with a fingerprint of the data.
+
+    The position is empty where it cannot be saved; then `set_state` reads the batches again.
+    """
+    position = self._position()
+    pending = (position and self._pending) or {}
     tail = b''.join(np.ascontiguousarray(pending[name]).tobytes() for name in sorted(pending))
     header = {
       'batches_taken': self._batches_taken,
@@ -157,8 +236,9 @@ class SeqioBatches:
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called.
 
-    A state of another TensorFlow version may not mean the same. Then this reads the batches that
-    were already taken again and drops them, which is exact but slower; the log says so.
+    A state of another TensorFlow version may not mean the same, and some pipelines have no position
+    that can be saved. Then this reads the batches that were already taken again and drops them,
+    which is exact but slower; the log says so.
 
     Raises:
       DataError: not a state of this module, or other data; the message names what differs.
@@ -168,6 +248,9 @@ class SeqioBatches:
     self._start()
     taken = header['batches_taken']
     try:
+      if not position:
+        self._read_again(taken)
+        return
       if header['tensorflow'] != tf.__version__:
         raise ValueError(f'written by TensorFlow {header["tensorflow"]}, this is {tf.__version__}')
       _from_bytes(position, self._iterator)
@@ -176,8 +259,15 @@ class SeqioBatches:
     except ValueError as e:
       log.warning('data state: %s; reading %d batches again to get to the same place', e, taken)
       self._start()
-      for _ in range(taken):
-        next(self)
+      self._read_again(taken)
+
+  def _read_again(self, number: int) -> None:
+    """Takes batches, to get to where they were taken before."""
+    start = time.monotonic()
+    for _ in range(number):
+      next(self)
+    if number:
+      log.info('data: read %d batches again in %.3g s', number, time.monotonic() - start)
 
   def _read_pending(self, tail: bytes) -> Batch:
     pending, offset = {}, 0
