@@ -17,6 +17,7 @@ from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
@@ -165,6 +166,7 @@ def take_steps(
   Raises:
     TrainingError: a step is not finite.
     CheckpointError: a checkpoint cannot be written.
+    DataError: the training text has changed, or a metric of a task fails; the step is saved.
   """
   run, data, checkpointer = live.plan.run, live.data, live.checkpointer
   recorder = open_recorder(live, watchdog)
@@ -183,17 +185,24 @@ def take_steps(
       with profiler.step(step):
         with recorder.timer.input_wait():
           batch = next(data.batches)
+        if changed := data.watch.look(step):
+          recorder.finish()
+          with watchdog.phase('save'):
+            live.stop_at_changed_text(changed, step - 1, state, stop=stop)
         with recorder.timer.dispatch():
           state, sums = live.train_step(state, live.put_batch(batch))
         recorder.dispatched(step, sums)
       is_last = stop.reached(step) or step == run.total_steps
-      metrics = None
+      metrics = problem = None
       if data.evaluations.due(step):
         recorder.finish()
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
-          metrics = data.evaluations.run(step, state, show=recorder.show)
+          try:
+            metrics = data.evaluations.run(step, state, show=recorder.show)
+          except DataError as e:  # a metric of the user: the step is saved first
+            problem, is_last = e, True
       if is_last or metrics or step == 1 or step % run.log_period == 0:
-        recorder.log(step, metrics)
+        recorder.log(step, metrics, evaluated=data.evaluations.evaluated)
       saver = live.saver_due(step, is_last=is_last)
       if saver is not None:
         recorder.finish()
@@ -203,6 +212,8 @@ def take_steps(
         break
     with watchdog.phase('save'), live.goodput.phase('save'):
       checkpointer.wait()
+    if problem is not None:
+      raise problem
     live.goodput.ends('done' if stop.signal is None else stop.signal.name)
   return state, step
 

@@ -1,5 +1,7 @@
 """A run that continues trains on the text it began with, or not at all."""
 
+import functools
+import importlib
 import json
 import os
 import shutil
@@ -9,7 +11,7 @@ import pytest
 
 from t5x_gpu.data.sources.source_files import NAME
 from tests.helpers_fuzz import START_FILES
-from tests.helpers_train import Project, listing, without_ledger
+from tests.helpers_train import WATCHED_BATCHES, Project, listing, without_ledger
 
 pytestmark = pytest.mark.tf
 MACROS = {
@@ -105,6 +107,75 @@ def test_a_run_continued_from_another_compares_with_its_record(project):
   result = run(project, **other)
   assert result.code == 0, result.err
   assert (project.folder / 'other' / NAME).exists()
+
+
+CHANGING_DATA = (
+  """
+from t5x_gpu.data import seqio_batches as _inner
+
+change = None  # called before the seventh batch
+
+
+def before(number):
+  if number == 7 and change is not None:
+    change()
+"""
+  + WATCHED_BATCHES
+)
+
+
+def _new_bytes(path):
+  path.write_bytes(b'quite another text\n' * 9000)
+
+
+def _other_file(path):
+  new = path.with_name('new')
+  shutil.copy2(path, new)  # the same size and times, as after `rsync -a`
+  os.replace(new, path)
+
+
+@pytest.mark.quick_cases('new_bytes')
+@pytest.mark.parametrize(
+  'change, says',
+  [
+    pytest.param(_new_bytes, 'at the start, 171,000 now', id='new_bytes'),
+    pytest.param(_other_file, 'replaced by another file', marks=pytest.mark.slow),
+    pytest.param(os.unlink, 'it no longer exists', marks=pytest.mark.slow),
+  ],
+)
+def test_text_that_changes_during_a_run_stops_it_after_a_save_of_the_last_good_step(
+  tmp_path, monkeypatch, change, says
+):
+  (tmp_path / 'changing_data.py').write_text(CHANGING_DATA)
+  monkeypatch.syspath_prepend(tmp_path)
+  data = importlib.import_module('changing_data')
+  whole, project = (Project(_folder(tmp_path, name)) for name in ('whole', 'changed'))
+  for one in (whole, project):
+    (one.folder / 'corpus').mkdir()
+    lines = [f'line {i} of a corpus that is shuffled' for i in range(1500)]
+    (one.folder / 'corpus/a.txt').write_text('\n'.join(lines))
+  macros = {'DATA_MODULE': 'changing_data', 'TRAIN_STEPS': 8, 'SAVE_PERIOD': 4}
+  assert run(whole, **macros).code == 0
+  path = project.folder / 'corpus/a.txt'
+  shutil.copy2(path, project.folder / 'kept.txt')
+  data.change = functools.partial(change, path)
+  result = run(project, **macros)
+  assert result.code == 1
+  assert 'The training text has changed during the run' in result.err and says in result.err
+  assert 'checkpoint_6 was trained on the original text alone' in result.err
+  assert project.steps() == [4, 6]
+  shutil.copy2(project.folder / 'kept.txt', path)
+  data.change = None
+  result = run(project, **macros)
+  assert result.code == 0, result.err
+  assert project.metrics() == whole.metrics()
+  assert project.metrics('eval/loss') == whole.metrics('eval/loss')
+
+
+def _folder(parent, name):
+  folder = parent / name
+  folder.mkdir()
+  return folder
 
 
 _opened: list[str] | None = None

@@ -36,7 +36,7 @@ from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
-from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
+from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.training.program import Program
@@ -195,6 +195,12 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
   return files
 
 
+def open_watch(data: BatchIterator) -> FileWatch:
+  """Returns what notices changes of the files of `data`; on all processes but 0, of no file."""
+  files = optional_method(data, 'watched_files')
+  return FileWatch(files() if files is not None and is_main_process() else ())
+
+
 def check_sources(files: SourceFiles, folder: AnyPath) -> None:
   """Raises DataError if `files` have changed since the record in `folder`, if it has a good one."""
   if not files.files:
@@ -212,6 +218,8 @@ def check_sources(files: SourceFiles, folder: AnyPath) -> None:
 def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
   """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
   data.set_state(data_state)
+  if not manifest['next_batch_hash']:  # unknown: a source file had changed when it was saved
+    return
   check_next_batch(
     saved_hash=manifest['next_batch_hash'],
     hash_now=batch_hash(data.peek()),

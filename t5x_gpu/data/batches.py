@@ -6,7 +6,7 @@ Nothing here imports TensorFlow. `data_module.py` opens a `DatasetConfig`.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Optional, Protocol
 
 import numpy as np
@@ -101,11 +101,23 @@ class FileBatchIterator(BatchIterator, Protocol):
   def source_files(self) -> Any:
     """Returns the `SourceFiles`, which are checked for changes when a run resumes."""
 
+  def watched_files(self) -> Sequence[str]:
+    """Returns the files that must not change while the run reads them."""
 
-FileMethod = Literal['close', 'file_facts', 'source_files']
+  def counted_state(self, *, ago: int = 0) -> bytes:
+    """Returns a state without buffers, from which `set_state` reads the batches again.
+
+    A run saves it when a watched file has changed, because buffers may hold the new content.
+
+    Args:
+      ago: number of batches to take back.
+    """
 
 
-def optional_method(batches: BatchIterator, name: FileMethod) -> Optional[Callable[[], Any]]:
+FileMethod = Literal['close', 'file_facts', 'source_files', 'watched_files', 'counted_state']
+
+
+def optional_method(batches: BatchIterator, name: FileMethod) -> Optional[Callable[..., Any]]:
   """Returns a method of `FileBatchIterator`; None if `batches` does not have it."""
   method = getattr(batches, name, None)
   return method if callable(method) else None

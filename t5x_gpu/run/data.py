@@ -1,16 +1,19 @@
 """`open_data`: the training data of a run where it continues, and the data of its evaluations."""
 
 import dataclasses
+import json
 from typing import Any
 
-from t5x_gpu.checkpoint.start import open_sources, resume_data
+from t5x_gpu.checkpoint.base_checkpointer import saved_data
+from t5x_gpu.checkpoint.manifest import make_manifest, sealed
+from t5x_gpu.checkpoint.start import open_sources, open_watch, resume_data
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.data.batches import BatchIterator
-from t5x_gpu.data.data_module import open_vocabulary
+from t5x_gpu.data.batches import BatchIterator, batch_hash
+from t5x_gpu.data.data_module import module_of, open_vocabulary
 from t5x_gpu.data.same_data import data_line
-from t5x_gpu.data.sources.source_files import SourceFiles
-from t5x_gpu.errors import ConfigError
-from t5x_gpu.evaluation.evaluator import LOSS, batches_for, loss_metrics
+from t5x_gpu.data.sources.source_files import FileWatch, SourceFiles
+from t5x_gpu.errors import ConfigError, DataError, UserError, first_line
+from t5x_gpu.evaluation.evaluator import LOSS, batches_for
 from t5x_gpu.models.decoding import check_sample, check_writes_text
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.config import Run
@@ -27,11 +30,13 @@ class RunData:
   Attributes:
     batches: for training; the next one is that of the next step.
     source_files: the files that `batches` reads.
+    watch: notices when any of them changes.
     evaluations: with their data.
   """
 
   batches: BatchIterator
   source_files: SourceFiles
+  watch: FileWatch
   evaluations: Evaluations
 
   def check_same_on_hosts(self) -> None:
@@ -53,18 +58,56 @@ def open_data(plan: CheckedRun) -> RunData:
   if run.sample_cfg is not None:  # an error now rather than after the last step
     check_writes_text(run.model)
     prompt = vocabulary_of(run).encode(run.sample_cfg.prompt)
+    vocabulary_of(run).decode([int(i) for i in prompt])
     check_sample(len(prompt), num_tokens=run.sample_cfg.num_tokens, length=row_length(program))
   keep = run.checkpoint_cfg.kept
   needs_loss = bool(keep.best) and keep.metric.startswith(LOSS)
-  if needs_loss:
-    keep.value_of(loss_metrics(program))  # raises for an unknown metric
   batches = batches_for(run.model, run.train_dataset_cfg, repeat=True)
   log(data_line(batches.describe(), process_count=distributed.process_count()))
-  program.spec.check(batches.peek())
+  watch = open_watch(batches)
   source_files = open_sources(batches, as_path(plan.source), resumed=plan.continues_data)
   if plan.continues_data:
     resume_data(batches, data_state=saved.data_state, manifest=saved.manifest)
-  return RunData(batches, source_files, open_evaluations(run, program, loss_required=needs_loss))
+  _rehearse_save(plan, batches)
+  evaluations = open_evaluations(run, program, loss_required=needs_loss)
+  evaluations.rehearse(keep)
+  return RunData(batches, source_files, watch, evaluations)
+
+
+def _rehearse_save(plan: CheckedRun, batches: BatchIterator) -> None:
+  """Does once, in memory, what a save and a restart do with the data.
+
+  Raises:
+    DataError: the state or the description of the data cannot be saved, or the state does not lead
+      back to the next batch.
+  """
+  next_hash = batch_hash(batches.peek())
+  try:
+    state = batches.get_state()
+    data = saved_data(state)
+    manifest = make_manifest(
+      plan.program.abstract_saved,
+      mesh_shape=plan.program.layout.mesh.shape,
+      data=batches.describe(),
+      next_batch_hash=next_hash,
+    )
+    json.dumps(sealed(manifest, data=data))
+    if not plan.continues_data:  # else the restart has done the same
+      batches.set_state(state)
+      found = batch_hash(batches.peek())
+      if found != next_hash:
+        raise ValueError(f'after set_state(get_state()) the next batch is another one ({found})')
+  except UserError:
+    raise
+  except Exception as e:  # the data module may be the user's
+    raise DataError(
+      f'The position in the data of {module_of(plan.run.train_dataset_cfg)} cannot be saved: '
+      f'{type(e).__name__}: {first_line(e)}.',
+      fix='get_state() must return bytes from which set_state() continues, and describe() facts '
+      'that JSON can hold.',
+      parameters=('DatasetConfig.module', 'DatasetConfig.mixture_or_task_name'),
+      docs='add_a_data_source.md',
+    ) from e
 
 
 def vocabulary_of(run: Run) -> Any:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 import socket
@@ -16,8 +17,8 @@ from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.checkpoint.start import resume_data
-from t5x_gpu.data.batches import Batch, batch_hash
-from t5x_gpu.errors import TrainingError
+from t5x_gpu.data.batches import Batch, batch_hash, optional_method
+from t5x_gpu.errors import TrainingError, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.models.flops import step_tokens
@@ -27,6 +28,7 @@ from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.preemption import StopRequest
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla import program_cache
 from t5x_gpu.runtime.xla.compile_errors import compile_errors
@@ -35,6 +37,9 @@ from t5x_gpu.training.guards.spikes import known_norms
 from t5x_gpu.training.program import compile_options
 from t5x_gpu.training.same_step import check_same_step
 from t5x_gpu.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+_LISTED = 5  # files that have changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +89,102 @@ class LiveRun:
     state: TrainState,
     metrics: Optional[Mapping[str, float]],
   ) -> None:
-    """Starts to write the checkpoint of `step`; returns once `state` may be overwritten."""
-    program, batches = self.plan.program, self.data.batches
-    data_state = batches.get_state()
+    """Starts to write the checkpoint of `step`; returns once `state` may be overwritten.
+
+    Raises:
+      DataError: a source file has changed since the run began.
+    """
+    batches = self.data.batches
+    data_state, next_hash = batches.get_state(), batch_hash(batches.peek())
+    # Looked for after the state was taken: if no file has changed by now, it has no changed text.
+    changed = distributed.broadcast_json(self.data.watch.look(step, now=True))
+    if changed:
+      self._stop_at_changed_text(changed, step, state, metrics=metrics)
+    else:
+      self._save(saver, step, state, data_state, next_hash=next_hash, metrics=metrics)
+
+  def stop_at_changed_text(
+    self, changed: list[str], step: int, state: TrainState, *, stop: StopRequest
+  ) -> None:
+    """Ends the run once the batch after `step` has been read, and source files have changed.
+
+    Args:
+      changed: a line for each file.
+      step, state: the last step.
+      stop: with several processes, this is process 0, and all of them stop after a later step.
+    Raises:
+      DataError: this is the only process.
+    """
+    if distributed.process_count() == 1:
+      self._stop_at_changed_text(changed, step, state, ago=1)
+    stop.request('The training text has changed')
+
+  def _stop_at_changed_text(
+    self,
+    changed: list[str],
+    step: int,
+    state: TrainState,
+    *,
+    ago: int = 0,
+    metrics: Optional[Mapping[str, float]] = None,
+  ) -> None:
+    """Saves the state after `step` if all its text was read before the change, then raises.
+
+    Args:
+      changed: a line for each file.
+      step, state, metrics: to save.
+      ago: number of batches that were read since `step`.
+    Raises:
+      DataError: always, except after the last step.
+    """
+    checkpointer = self.checkpointer
+    checkpointer.wait()
+    counted_state = optional_method(self.data.batches, 'counted_state')
+    is_good = distributed.broadcast_json(self.data.watch.unchanged_at) >= step
+    is_good = is_good and counted_state is not None
+    if is_good and step not in checkpointer.steps() and step > self.first_step:
+      # Buffers may hold changed text, so the saved position is only the number of batches.
+      data_state = counted_state(ago=ago)
+      self._save(checkpointer, step, state, data_state, next_hash='', metrics=metrics)
+      checkpointer.wait()
+    steps = checkpointer.steps()
+    what = 'The training text has changed during the run:' + ''.join(
+      f'\n  {line}' for line in listed(changed, _LISTED)
+    )
+    if is_good and step == self.plan.run.total_steps:
+      if distributed.is_main_process():
+        _log.warning('%s\nThe run has read all its text before that.', what)
+      return
+    raise task_error(
+      what
+      + (
+        f'\ncheckpoint_{steps[-1]} was trained on the original text alone.'
+        if steps
+        else '\nNo checkpoint exists yet.'
+      ),
+      fix='Restore the original files with their modification times (cp -a, rsync -a), then run '
+      'the same command: it continues from the last checkpoint.\nOr start a new run in another '
+      'MODEL_DIR.',
+      docs='data.md#changed-source-files',
+    )
+
+  def _save(
+    self,
+    saver: AnyCheckpointer | LocalTier,
+    step: int,
+    state: TrainState,
+    data_state: bytes,
+    *,
+    next_hash: str,
+    metrics: Optional[Mapping[str, float]],
+  ) -> None:
+    program = self.plan.program
     saved_state = program.in_model_order(state)
     manifest = make_manifest(
       saved_state,
       mesh_shape=program.layout.mesh.shape,
-      data=batches.describe(),
-      next_batch_hash=batch_hash(batches.peek()),
+      data=self.data.batches.describe(),
+      next_batch_hash=next_hash,
       started_from=self.origin,
       metrics=metrics,
       grad_norms=known_norms(state.grad_norms),

@@ -123,6 +123,11 @@ class StopRequest:
       return 0
     return EXIT_PREEMPTED if self.signal in PREEMPTION_SIGNALS else 128 + self.signal
 
+  def request(self, reason: str) -> None:
+    """Asks all processes to stop after a step that they agree on, as a stop signal does."""
+    if self.signal is None:
+      self._request(signal.SIGTERM, reason)
+
   def _handle(self, number: int, frame: Optional[FrameType]) -> None:
     del frame
     if self.signal is not None:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -66,8 +67,10 @@ class PreparedBatches:
     name: str,
     fingerprint: Mapping[str, Any],
     files: Facts,
+    watched: Sequence[pathlib.Path] = (),
     class_names: Optional[Sequence[str]] = None,
   ):
+    self._watched = tuple(watched)
     self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
     self._name, self._fingerprint, self._files = name, dict(fingerprint), files
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
@@ -138,10 +141,14 @@ class PreparedBatches:
 
   def get_state(self) -> bytes:
     """Returns the number of the next batch, and the facts that identify the data."""
+    return self.counted_state()
+
+  def counted_state(self, *, ago: int = 0) -> bytes:
+    """Returns the state of `ago` batches before; see `FileBatchIterator`."""
     return json.dumps(
       {
         'prepared': 1,
-        'batches_taken': self._step,
+        'batches_taken': self._step - ago,
         'data': self._fingerprint,
         LIBRARIES: versions(_PACKAGES),
       }
@@ -165,6 +172,10 @@ class PreparedBatches:
   def file_facts(self) -> Facts:
     """Returns facts about the source files, to compare them between hosts."""
     return self._files
+
+  def watched_files(self) -> list[str]:
+    """Returns the index and the shards."""
+    return [os.fspath(path) for path in self._watched]
 
   def close(self) -> None:
     """Stops reading ahead."""
@@ -220,6 +231,7 @@ def open_batches(
     name=config.mixture_or_task_name,
     fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat),
     files=_file_facts(index, folder / config.split),
+    watched=[folder / config.split / name for name in (INDEX, *_shard_files(index))],
     class_names=index.class_names,
   )
 
@@ -264,6 +276,10 @@ def _file_facts(index: Index, folder: pathlib.Path) -> Facts:
       if shard.rows:
         found[shard.file] = shard.sha256, f'{folder / shard.file} ({shard.sha256[:12]})'
   return found
+
+
+def _shard_files(index: Index) -> list[str]:
+  return [shard.file for member in index.members.values() for shard in member.shards if shard.rows]
 
 
 def _any_index(config: DatasetConfig) -> Index:

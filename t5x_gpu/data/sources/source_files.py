@@ -4,6 +4,8 @@ At the start a run records size, times and some blocks of every file in MODEL_DI
 While it trains, a thread of process 0 adds the sha256 of all bytes. A restart compares: a file with
 the same size, times and blocks counts as unchanged; a file with other times is read in full and
 compared with its sha256.
+
+`FileWatch` looks at the files while the run trains.
 """
 
 import concurrent.futures
@@ -17,7 +19,7 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config.atomic_write import atomic_write
@@ -39,12 +41,15 @@ _READ_BYTES = 1 << 20
 _BYTES_PER_SECOND = 64 * 2**20
 _SECONDS_BETWEEN_WRITES = 30.0
 _JOIN_SECONDS = 10.0
+# A look at all files may take this share of the time: one file is looked at before every step.
+_SHARE_OF_LOOKS = 0.003
 NOT_COMPARED = (
   'Without it a restart compares only names, sizes and the first 64 KiB of the '
   'files, and the next batch.'
 )
 _LISTED = 5
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_Identity = tuple[int, int, int]  # size, mtime, inode
 log = logging.getLogger(__name__)
 
 
@@ -271,6 +276,66 @@ class SourceFiles:
     except OSError as e:
       log.warning('%s can no longer be read: %s', path, e.strerror)
     return ''
+
+
+class FileWatch:
+  """Has any of these files changed since this object was made: size, mtime, inode?
+
+  Args:
+    paths: local files.
+  """
+
+  def __init__(self, paths: Iterable[str] = ()):
+    self._paths = tuple(dict.fromkeys(path for path in paths if '://' not in path))
+    self._before: dict[str, Optional[_Identity]] = {}
+    self._before = self._identities()
+    self._next_look = 0.0
+    self._changed: list[str] = []
+    self.unchanged_at = -1
+
+  def look(self, step: int, *, now: bool = False) -> list[str]:
+    """Returns a line for each file that has changed.
+
+    Args:
+      step: whose batch was read last; `unchanged_at` becomes this step if no file has changed.
+      now: look in any case, not only if the last look was long enough ago.
+    """
+    start = time.monotonic()
+    if self._changed or not (now or start >= self._next_look):
+      return self._changed
+    self._changed = [
+      f'{path}: {_difference(self._before[path], found)}'
+      for path, found in self._identities().items()
+      if found != self._before[path]
+    ]
+    if not self._changed:
+      self.unchanged_at = step
+    end = time.monotonic()
+    self._next_look = end + (end - start) / _SHARE_OF_LOOKS
+    return self._changed
+
+  def _identities(self) -> dict[str, Optional[_Identity]]:
+    if len(self._paths) <= _THREADS:
+      return {path: self._identity(path) for path in self._paths}
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      return dict(zip(self._paths, pool.map(self._identity, self._paths)))
+
+  def _identity(self, path: str) -> Optional[_Identity]:
+    try:
+      stat = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+      return None
+    except OSError:  # an outage of the storage says nothing about the file
+      return self._before.get(path)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _difference(before: Optional[_Identity], now: Optional[_Identity]) -> str:
+  if before is None or now is None:
+    return 'it no longer exists' if now is None else 'it exists again'
+  if before[0] != now[0]:
+    return f'{before[0]:,} bytes at the start, {now[0]:,} now'
+  return 'written during the run' if before[1] != now[1] else 'replaced by another file'
 
 
 def _set_aside_if_damaged(path: pathlib.Path) -> None:

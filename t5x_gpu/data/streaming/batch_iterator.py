@@ -222,10 +222,16 @@ class SeqioBatches:
     The position is empty where it cannot be saved; then `set_state` reads the batches again.
     """
     position = self._position()
-    pending = (position and self._pending) or {}
+    return self._state(self._batches_taken, position, (position and self._pending) or {})
+
+  def counted_state(self, *, ago: int = 0) -> bytes:
+    """Returns a state without position or buffers; see `FileBatchIterator`."""
+    return self._state(self._batches_taken - ago, b'', {})
+
+  def _state(self, batches_taken: int, position: bytes, pending: Batch) -> bytes:
     tail = b''.join(np.ascontiguousarray(pending[name]).tobytes() for name in sorted(pending))
     header = {
-      'batches_taken': self._batches_taken,
+      'batches_taken': batches_taken,
       'data': self._fingerprint,
       'tensorflow': tf.__version__,
       'position_bytes': len(position),
@@ -287,6 +293,10 @@ class SeqioBatches:
       LIBRARIES: versions(_PACKAGES),
       'guarantee': STREAMING,
     }
+
+  def watched_files(self) -> list[str]:
+    """Returns the source files."""
+    return [path for paths in self._paths().values() for path in paths]
 
   def source_files(self) -> SourceFiles:
     """Returns the source files, as they are now."""

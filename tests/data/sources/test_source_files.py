@@ -1,14 +1,16 @@
 """Source files that changed between two starts of a run are found by times, blocks or all bytes."""
 
+import errno
 import json
 import os
 import shutil
 import time
+from unittest import mock
 
 import pytest
 
 from t5x_gpu.data.sources import source_files
-from t5x_gpu.data.sources.source_files import NAME, SourceFile, SourceFiles
+from t5x_gpu.data.sources.source_files import NAME, FileWatch, SourceFile, SourceFiles
 from t5x_gpu.errors import DataError
 
 MEGABYTE = bytes(range(256)) * 4096
@@ -163,3 +165,29 @@ def test_remote_objects_are_compared_by_size_and_time():
 def test_a_damaged_record_is_reported_and_stops_nothing(folder, damage, caplog):
   files(folder).check(damage, where='model/' + NAME)
   assert 'model/source_files.json is damaged' in caplog.text
+
+
+# ---- While a run trains --------------------------------------------------------------------------
+
+
+def test_a_file_that_is_written_replaced_or_removed_is_noticed_at_the_next_look(folder):
+  for change, says in (
+    (lambda path: path.write_bytes(b'more than a few bytes'), '11 bytes at the start, 21 now'),
+    (lambda path: os.utime(path, ns=(0, 10**18)), 'written during the run'),
+    (lambda path: os.replace(shutil.copy2(path, f'{path}.new'), path), 'replaced by another file'),
+    (lambda path: path.unlink(), 'it no longer exists'),
+  ):
+    (folder / 'small.txt').write_bytes(b'a few bytes')
+    watch = FileWatch([*map(str, sorted(folder.iterdir())), 'gs://not/looked/at'])
+    assert watch.look(3, now=True) == [] and watch.unchanged_at == 3
+    change(folder / 'small.txt')
+    [line] = watch.look(4, now=True)
+    assert line == f'{folder / "small.txt"}: {says}' and watch.unchanged_at == 3
+  assert FileWatch().look(5) == []
+
+
+def test_an_outage_of_the_storage_is_not_a_change(folder, monkeypatch):
+  watch = FileWatch([str(folder / 'small.txt')])
+  stale = OSError(errno.ESTALE, 'Stale file handle')
+  monkeypatch.setattr(source_files.os, 'stat', mock.Mock(side_effect=stale))
+  assert watch.look(1, now=True) == []
