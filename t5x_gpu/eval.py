@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import jax
-import numpy as np
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
@@ -133,22 +132,19 @@ def _report(
 ) -> None:
   """Adds the metrics of a checkpoint to the results and prints them."""
   results.add(step, values)
-  log(f'step {step} | ' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
+  rows = f'{evaluator.num_rows:,} rows | ' if evaluator.num_rows else ''
+  log(f'step {step} | {rows}' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
   hits, confusion = evaluator.hits, evaluator.confusion
   if hits is None and confusion is None:
     return
   names = class_names_of(model, dataset)
   if hits is not None:
-    names = (entity_kinds(names) if OptionalMembers(model).tags else names) or _numbers(hits)
-    log(classification.hits_table(hits, names))
+    kinds = entity_kinds(names) if OptionalMembers(model).tags else names
+    log(classification.hits_table(hits, classification.all_names(kinds, len(hits))))
   if confusion is not None:
-    names = names or _numbers(confusion)
+    names = classification.all_names(names, len(confusion))
     log(classification.table(confusion, names))
     results.add_confusion(step, confusion, names)
-
-
-def _numbers(counts: np.ndarray) -> tuple[str, ...]:
-  return tuple(map(str, range(len(counts))))
 
 
 def _dataset(config: EvalConfig, split: Optional[str]) -> DatasetConfig:

@@ -1,5 +1,6 @@
 """Evaluating checkpoints: `python -m t5x_gpu.eval`, and metrics of tasks during training."""
 
+import csv
 import json
 import math
 import shutil
@@ -321,26 +322,35 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monk
 CLASSES_GIN = tiny_gin("""DATA_MODULE = 't5x_gpu.data.seqio_batches'
 TASK_FEATURE_LENGTHS = {'inputs': 16}
 PACK = False
-NUM_CLASSES = 3
+NUM_CLASSES = 5
 TRAIN_STEPS = 2
 """).replace('decoder_demo', 'encoder_demo')
 
 
 @pytest.mark.slow
 def test_classes_have_scores_and_a_confusion_matrix_over_every_row_once(tmp_path):
+  # Names that no table or picture can show as they are, and two classes that the data do not have.
+  names = 'a', '"b,\n"', 'c' * 5000
   for split, count in (('train', 24), ('dev', 13)):
-    rows = [f'text {i},{"abc"[i % 3]}' for i in range(count)]
+    rows = [f'text {i},{names[i % 3]}' for i in range(count)]
     (tmp_path / f'{split}.csv').write_text('\n'.join(['text,label', *rows]) + '\n')
   project = Project(tmp_path, gin=CLASSES_GIN)
   task = {'MIXTURE_OR_TASK_NAME': f'imdb_csv:{tmp_path}/*.csv'}
-  assert project.run(num_devices=1, **task).code == 0
+  result = project.run(num_devices=1, **task)
+  assert result.code == 0, result.err
+  assert 'eval  step 2 | 13 rows | accuracy' in result.out
+  with open(project.model_dir / 'confusion.csv', newline='') as f:
+    table = list(csv.reader(f))
+  assert [row[0] for row in table[1:]] == table[0][1:]
+  assert table[0][1:] == ['a', 'b,', 'c' * 5000, 'unused 3', 'unused 4']
   result = evaluate(project, **task)
   assert result.code == 0, result.err
   [record] = records(project).values()
   assert {'eval/accuracy', 'eval/macro_f1', 'eval/matthews_corrcoef'} <= set(record)
-  rows = (project.model_dir / 'eval' / 'validation_confusion_2.csv').read_text().splitlines()[1:]
-  counts = np.array([[float(x) for x in row.split(',')[1:]] for row in rows])
-  np.testing.assert_array_equal(counts.sum(1), [5, 4, 4])  # 13 rows in batches of 8
+  assert 'step 2 | 13 rows | accuracy' in result.out
+  with open(project.model_dir / 'eval' / 'validation_confusion_2.csv', newline='') as f:
+    counts = np.array([[float(x) for x in row[1:]] for row in list(csv.reader(f))[1:]])
+  np.testing.assert_array_equal(counts.sum(1), [5, 4, 4, 0, 0])  # 13 rows in batches of 8
   assert record['eval/accuracy'] == pytest.approx(np.trace(counts) / 13)
   assert (project.model_dir / 'eval' / 'validation_confusion_2.png').stat().st_size > 1000
   facts = json.loads((project.model_dir / 'eval' / 'validation.json').read_text())

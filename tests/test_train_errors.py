@@ -8,6 +8,7 @@ import copy
 import os
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -170,6 +171,75 @@ def test_a_data_module_that_is_not_there_is_refused(project):
     DATA_MODULE='t5x_gpu.data.synthetics',
     says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'],
   )
+
+
+UNSAVABLE = """
+from t5x_gpu.data import synthetic
+
+
+class Batches(synthetic.SyntheticBatches):
+
+  def __init__(self, batches):
+    self.__dict__.update(batches.__dict__)
+
+  def {method}
+
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  return Batches(synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
+                                        repeat=repeat))
+"""
+
+
+@pytest.mark.parametrize(
+  'method, says',
+  [
+    ('get_state(self): return {"place": 3}', "TypeError: a bytes-like object is required, not 'di"),
+    ('get_state(self): raise OSError("no such server")', 'OSError: no such server'),
+    ('describe(self): return {"files": {1, 2}}', 'Object of type set is not JSON serializable'),
+    ('set_state(self, state): self._step = 7', 'the next batch is another one'),
+    ('set_state(self, state): raise KeyError("place")', "KeyError: 'place'"),
+  ],
+)
+def test_batches_whose_position_cannot_be_saved_are_refused(project, monkeypatch, method, says):
+  (project.folder / 'unsavable.py').write_text(UNSAVABLE.format(method=method))
+  monkeypatch.delitem(sys.modules, 'unsavable', raising=False)
+  assert_refused(
+    project, DATA_MODULE='unsavable', says=['The position in the data of unsavable cannot be', says]
+  )
+
+
+@pytest.mark.tf
+@pytest.mark.parametrize(
+  'task, keep, says',
+  [
+    ('turned_broken', {}, ["'turned_broken' failed on 2", 'ZeroDivisionError: nobody guessed']),
+    pytest.param(
+      'turned',
+      {'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'infer_eval/turned/exact'},
+      ["Did you mean 'infer_eval/turned/exact_match'"],
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_a_metric_that_fails_or_does_not_exist_is_refused_before_the_first_step(
+  project, task, keep, says
+):
+  project.gin_file.write_text(
+    project.gin_file.read_text()
+    + """
+train_script.train.infer_eval_dataset_cfg = @infer_eval/batches.DatasetConfig()
+train_script.train.infer_eval_period = 2
+infer_eval/batches.DatasetConfig:
+  mixture_or_task_name = %EVALUATED
+  mixture_or_task_module = 'tests.eval_tasks'
+  module = 't5x_gpu.data.seqio_batches'
+  task_feature_lengths = {'inputs': 8, 'targets': 8}
+  split = 'validation'
+  batch_size = 8
+"""
+  )
+  assert_refused(project, EVALUATED=task, TRAIN_STEPS=6, SAVE_PERIOD=2, says=says, **keep)
 
 
 @pytest.fixture

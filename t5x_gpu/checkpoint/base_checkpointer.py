@@ -43,6 +43,11 @@ def nothing_local(model_dir: ModelDir, newer_than: Optional[int]) -> Optional[in
   del model_dir, newer_than
 
 
+def saved_data(data_state: bytes) -> dict[str, str]:
+  """Returns the state of a `BatchIterator` as checkpoints hold it."""
+  return {'iterator': base64.b64encode(data_state).decode()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Restored:
   """A checkpoint, read.
@@ -134,7 +139,7 @@ class BaseCheckpointer(abc.ABC):
     except ConfigError as e:
       unknown_metric = e
     manifest = {**manifest, **record(checksums_of(state))}
-    data = {'iterator': base64.b64encode(data_state).decode()}
+    data = saved_data(data_state)
     self._start_to_save(step, state, data=data, manifest=manifest)
     if unknown_metric is not None:
       self.wait()

@@ -43,6 +43,7 @@ class CheckpointEvaluator:
     program: the model on its mesh.
     confusion: [true class, predicted class] of the last checkpoint, if the model classifies.
     hits: [class, (right, predicted, true)], if rows have several labels or words form entities.
+    num_rows: whose loss was computed, for the last checkpoint.
   Raises:
     UserError: the model, the mesh or the data do not fit; on all processes if their data differs.
   """
@@ -69,6 +70,7 @@ class CheckpointEvaluator:
     check_evaluation_memory(self.program)
     self.confusion: Optional[np.ndarray] = None
     self.hits: Optional[np.ndarray] = None
+    self.num_rows = 0
     self._losses: dict[str, Evaluator] = {}
     self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}
     self._totals: dict[str, Total] = {}
@@ -114,6 +116,7 @@ class CheckpointEvaluator:
       show: shows the progress of each part.
     """
     values: dict[str, float] = {}
+    self.num_rows = 0
     if self._losses:
       run_order, total = self.program.params_in_run_order(params), {}
       for name, evaluator in self._losses.items():
@@ -121,6 +124,7 @@ class CheckpointEvaluator:
           run_order, title=f'{LOSS}{name}', show=show, total=self._totals.get(name)
         )
         total = reduce.add(total, sums)
+        self.num_rows += evaluator.num_rows
         if len(self._losses) > 1:
           values |= values_of(sums, prefix=f'{LOSS}{name}/')
       self.confusion, self.hits = confusion_of(total), hits_of(total)

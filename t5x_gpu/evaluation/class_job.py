@@ -15,6 +15,7 @@ from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.generated_text import InferJob, Outcome, say
 from t5x_gpu.evaluation.result_lines import NUMBER
+from t5x_gpu.metrics.classification import all_names
 from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import Model
@@ -168,8 +169,7 @@ def open_class_job(
   found = reader.manifest.get('data', {}).get(CLASS_NAMES)
   names = list(map(str, found)) if isinstance(found, list) else []
   names = names or list(plain.class_names)
-  names += [f'unused {i}' if names else str(i) for i in range(len(names), plain.num_classes)]
-  names = names[: plain.num_classes]
+  names = list(all_names(names, plain.num_classes))
   say(
     '\n'.join(
       [

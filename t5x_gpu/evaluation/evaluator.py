@@ -1,15 +1,16 @@
 """Evaluation on held-out data: the loss, scores of classes, metrics of tasks."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import BatchIterator, DatasetConfig
+from t5x_gpu.data.batches import Batch, BatchIterator, DatasetConfig
 from t5x_gpu.data.data_module import open_batches, open_class_names, open_evaluated_tasks
 from t5x_gpu.data.task_metrics import EvaluatedTask, ModelOutputs
 from t5x_gpu.errors import ConfigError, DataError
@@ -35,6 +36,7 @@ class Evaluator:
   Attributes:
     batches: as given.
     confusion: [true class, predicted class] of the last evaluation, if the model classifies.
+    num_rows: of the last evaluation, without the padding of the last batch.
   """
 
   def __init__(self, program: Program, batches: BatchIterator, num_batches: Optional[int]):
@@ -42,7 +44,10 @@ class Evaluator:
     self.batches = batches
     self._num_batches = num_batches
     self._start = batches.get_state()
+    batches.set_state(self._start)  # an error now rather than at the first evaluation
+    self._is_at_start = True
     self.confusion: Optional[np.ndarray] = None
+    self.num_rows = 0
 
   def sums(
     self, params: Any, *, title: str = 'eval', show: Show = silent, total: Total = None
@@ -55,12 +60,16 @@ class Evaluator:
       show: shows the progress.
       total: number of batches, for the bar; None for `num_batches`.
     """
-    self.batches.set_state(self._start)
-    sums = reduce.Accumulator()
+    if not self._is_at_start:
+      self.batches.set_state(self._start)
+    self._is_at_start = False
+    sums, number, batch = reduce.Accumulator(), 0, {}
     with show(title, total or self._num_batches) as advance:
       for batch in itertools.islice(self.batches, self._num_batches):
         sums.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
+        number += 1
         advance(1)
+      self.num_rows = _num_rows(number, last=batch)
       return sums.sums()
 
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
@@ -68,6 +77,15 @@ class Evaluator:
     sums = self.sums(params, show=show)
     self.confusion = confusion_of(sums)
     return values_of(sums, prefix=LOSS)
+
+
+def _num_rows(num_batches: int, *, last: Batch) -> int:
+  """Returns the rows in batches of one size; in the last one, rows of zeros are padding."""
+  if not num_batches:
+    return 0
+  arrays = [np.asarray(x) for x in last.values()]
+  is_row = np.any([x.reshape(len(x), -1).any(1) for x in arrays], axis=0)
+  return (num_batches - 1) * len(is_row) + int(is_row.sum())
 
 
 def confusion_of(sums: reduce.Sums) -> Optional[np.ndarray]:
@@ -100,17 +118,19 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
   return values
 
 
-def loss_metrics(program: Program) -> dict[str, float]:
-  """Returns the metrics of `Evaluator.run` with dummy values, without running the model."""
+def dummy_sums(program: Program) -> reduce.Sums:
+  """Returns what `Evaluator.sums` returns, with dummy values, without running the model."""
   sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
-  return values_of(
-    {name: (_distinct(total.shape), 1.0) for name, (total, _) in sums.items()}, prefix=LOSS
-  )
+  return {name: (_distinct(total.shape), 1.0) for name, (total, _) in sums.items()}
 
 
 def _distinct(shape: tuple[int, ...]) -> np.ndarray:
   """Returns 1, 2, 3, ...: correlations of equal numbers do not exist."""
   return np.arange(1.0, 1.0 + math.prod(shape)).reshape(shape)
+
+
+# Metrics of at most this many examples are computed before the first step.
+_REHEARSED = 200
 
 
 class TaskEvaluator:
@@ -156,11 +176,32 @@ class TaskEvaluator:
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
     """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
     generator = self._generator.with_params(params)
-    return {
-      f'{TASKS}{task.name}/{name}': value
-      for task in self.tasks
-      for name, value in task.metrics(_outputs(generator, task, show)).items()
-    }
+    return _named((task, task.metrics(_outputs(generator, task, show))) for task in self.tasks)
+
+  def rehearse(self) -> dict[str, float]:
+    """Returns the metrics of the first examples of each task, as if the model wrote their targets.
+
+    Raises:
+      DataError: a metric or a postprocessor of a task fails on its own targets.
+    """
+    return _named((task, _metrics_of_targets(task)) for task in self.tasks)
+
+
+def _named(found: Iterable[tuple[EvaluatedTask, Mapping[str, float]]]) -> dict[str, float]:
+  return {
+    f'{TASKS}{task.name}/{name}': value for task, values in found for name, value in values.items()
+  }
+
+
+def _metrics_of_targets(task: EvaluatedTask) -> dict[str, float]:
+  first = getattr(task, 'first', None)
+  if first is not None and len(task.targets) > _REHEARSED:
+    try:
+      return _metrics_of_targets(first(_REHEARSED))
+    except DataError:
+      pass  # perhaps only because the examples are few
+  zeros = [0.0] * len(task.targets)
+  return task.metrics(ModelOutputs(task.targets, zeros, zeros))
 
 
 def _outputs(generator: Generator, task: EvaluatedTask, show: Show) -> ModelOutputs:
@@ -232,12 +273,15 @@ def batches_for(model: Model, dataset: DatasetConfig, *, repeat: bool) -> BatchI
   spec = model.batch_spec(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
   )
-  return open_batches(
+  batches = open_batches(
     dataset,
     spec=spec,
     repeat=repeat,
     feature_converter=model.feature_converter(dataset.task_feature_lengths),
   )
+  with contextlib.suppress(StopIteration):
+    spec.check(batches.peek())
+  return batches
 
 
 def check_eval_batch(batch_size: int, program: Program) -> None:

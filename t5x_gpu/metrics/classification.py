@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_SHOWN_CHARACTERS = 40  # of the name of a class
+
 
 def accuracy(matrix: np.ndarray) -> float:
   """Returns the share of correct predictions; NaN if `matrix` is empty."""
@@ -99,8 +101,27 @@ def f1_of_hits(hits: np.ndarray) -> np.ndarray:
     return 2 * hits[:, 0] / (hits[:, 1] + hits[:, 2])
 
 
+def all_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+  """Returns `count` names: classes that the data does not have are called 'unused 3'.
+
+  Without `names`, classes are called by their numbers.
+  """
+  word = 'unused ' if names else ''
+  return (*names, *(f'{word}{i}' for i in range(len(names), count)))[:count]
+
+
+def shown_names(names: Sequence[str]) -> list[str]:
+  """Returns names for tables and pictures: on one line, and not too long for either."""
+  lines = (''.join(c if c.isprintable() else ' ' for c in name) for name in names)
+  return [
+    line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 3] + '...'
+    for line in lines
+  ]
+
+
 def hits_table(hits: np.ndarray, class_names: Sequence[str]) -> str:
   """Returns a line per class: examples, precision, recall and F1."""
+  class_names = shown_names(class_names)
   width = max(map(len, (*class_names, 'class')))
   lines = [f'{"class":{width}}  examples  precision  recall     F1']
   for name, (right, predicted, true), f1 in zip(class_names, hits, f1_of_hits(hits), strict=True):
@@ -113,6 +134,7 @@ def hits_table(hits: np.ndarray, class_names: Sequence[str]) -> str:
 
 def table(matrix: np.ndarray, class_names: Sequence[str]) -> str:
   """Returns a line per class: examples, precision, recall, F1, and the most frequent mistake."""
+  class_names = shown_names(class_names)
   width = max(map(len, (*class_names, 'class')))
   lines = [f'{"class":{width}}  examples  precision  recall     F1  most often confused with']
   f1 = f1_by_class(matrix)
@@ -138,6 +160,8 @@ def write_csv(
   target = pathlib.Path(path)
   quoted = ['"' + name.replace('"', '""') + '"' for name in class_names]
   lines = [','.join(['"true \\ predicted"', *quoted])]
-  lines += [','.join([name, *(f'{x:g}' for x in row)]) for name, row in zip(quoted, matrix)]
+  lines += [
+    ','.join([name, *(f'{x:g}' for x in row)]) for name, row in zip(quoted, matrix, strict=True)
+  ]
   target.write_text('\n'.join(lines) + '\n', encoding='utf-8')
   return target

@@ -37,6 +37,7 @@ def plot_confusion(
       f'The confusion matrix {matrix.shape} does not match {count} class names.',
       fix=f'Pass a matrix of shape [{count}, {count}].',
     )
+  class_names = classification.shown_names(class_names)
   totals = matrix.sum(1)
   shares = matrix / np.where(totals, totals, 1)[:, None]
   side = min(2.5 + 0.42 * count, 16)

@@ -7,7 +7,7 @@ from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, first_line
 from t5x_gpu.metrics import classification, plots
 from t5x_gpu.metrics.confusion_picture import plot_confusion
 
@@ -32,26 +32,20 @@ def closing_text(
     step: number of training steps done.
     guess_loss: loss of guessing, a line in the picture; None for no line.
     confusion: matrix [true class, predicted class]; None if there is none.
-    class_names: names for `confusion`; None numbers the classes.
+    class_names: of the data, which may have fewer than `confusion`; None numbers the classes.
     logged: what the loggers wrote in `folder`.
   """
   files = [*logged, 'config.gin', 'config_origins.txt']
   table = ''
+  if confusion is not None:
+    files[:0], table = draw_confusion(folder, confusion, class_names or (), step=step)
   try:
     if 'metrics.jsonl' in logged and plots.plot_losses(
       os.path.join(folder, 'metrics.jsonl'), os.path.join(folder, 'loss.png'), guess_loss=guess_loss
     ):
       files.insert(0, 'loss.png')
-    if confusion is not None:
-      names = class_names or tuple(map(str, range(len(confusion))))
-      table = classification.table(confusion, names) + '\n'
-      classification.write_csv(confusion, names, os.path.join(folder, 'confusion.csv'))
-      plot_confusion(
-        confusion, names, os.path.join(folder, 'confusion.png'), title=f'Step {step}, validation'
-      )
-      files[:0] = ['confusion.png', 'confusion.csv']
-  except ConfigError as e:  # matplotlib is not installed; the run itself is complete
-    _log.warning('No picture of the loss: %s', e)
+  except Exception as e:  # matplotlib is not installed, or fails; the run itself is complete
+    _log.warning('No picture of the loss: %s', first_line(e))
   curves = f'  curves       tensorboard --logdir {shown}/tensorboard\n'
   return (
     f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
@@ -60,3 +54,27 @@ def closing_text(
     f'{curves if "tensorboard/" in logged else ""}'
     f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt'
   )
+
+
+def draw_confusion(
+  folder: str | os.PathLike, confusion: np.ndarray, class_names: Sequence[str], *, step: int
+) -> tuple[list[str], str]:
+  """Writes confusion.csv and, if matplotlib is installed, confusion.png.
+
+  Args:
+    folder: of the run.
+    confusion, class_names, step: as for `closing_text`.
+  Returns:
+    the names of the files, and a table for the terminal.
+  """
+  names = classification.all_names(class_names, len(confusion))
+  classification.write_csv(confusion, names, os.path.join(folder, 'confusion.csv'))
+  files = ['confusion.csv']
+  try:
+    plot_confusion(
+      confusion, names, os.path.join(folder, 'confusion.png'), title=f'Step {step}, validation'
+    )
+    files.insert(0, 'confusion.png')
+  except ConfigError as e:
+    _log.warning('No picture of the confusion matrix: %s', e)
+  return files, classification.table(confusion, names) + '\n'

@@ -135,8 +135,16 @@ class Recorder(contextlib.ExitStack):
     """Adds numbers to the next record."""
     self._extra.update(values)
 
-  def log(self, step: int, evaluation: Optional[Mapping[str, float]] = None) -> None:
-    """Writes one record with the means since the last one, and those of an evaluation if given."""
+  def log(
+    self, step: int, evaluation: Optional[Mapping[str, float]] = None, *, evaluated: str = ''
+  ) -> None:
+    """Writes one record with the means since the last one, and those of an evaluation if given.
+
+    Args:
+      step: the last one.
+      evaluation: metrics.
+      evaluated: what they were computed on, '18 rows', for the terminal.
+    """
     self.finish()
     times = self.timer.window()
     values = {
@@ -151,7 +159,7 @@ class Recorder(contextlib.ExitStack):
     self._progress.update(step, values, eta_seconds=times.eta_seconds)
     if evaluation:
       self._progress.note(
-        f'eval  step {step} | '
+        f'eval  step {step} | {evaluated}{" | " * bool(evaluated)}'
         + ' | '.join(
           f'{name.removeprefix("eval/")} {value:.4f}' for name, value in evaluation.items()
         )

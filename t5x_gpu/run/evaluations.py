@@ -1,22 +1,33 @@
 """All evaluations of a training run, each in its own period."""
 
 import logging
+import tempfile
 from collections.abc import Mapping
 from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.data.batches import BatchIterator
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import NoExamplesError
 from t5x_gpu.evaluation.evaluator import (
+  LOSS,
   Evaluator,
   TaskEvaluator,
   batches_for,
   check_eval_batch,
+  class_names_of,
+  confusion_of,
+  dummy_sums,
   open_task_evaluator,
+  values_of,
 )
+from t5x_gpu.metrics.end_of_run import draw_confusion
+from t5x_gpu.metrics.writers import to_json_line
+from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.config import Run
+from t5x_gpu.runtime import distributed
 from t5x_gpu.terminal.bars import Show, silent
 from t5x_gpu.training.program import Program
 
@@ -31,6 +42,8 @@ class Evaluations:
     program: of the run.
     loss: evaluates the loss, every `run.eval_period` steps; None for no such evaluation.
     tasks: evaluates tasks, every `run.infer_eval_period` steps; None for no such evaluation.
+  Attributes:
+    evaluated: '18 rows', of the last evaluation.
   """
 
   def __init__(
@@ -38,6 +51,7 @@ class Evaluations:
   ):
     self._run, self._program = run, program
     self._loss, self._tasks = loss, tasks
+    self.evaluated = ''
 
   @property
   def confusion(self) -> Optional[np.ndarray]:
@@ -50,6 +64,33 @@ class Evaluations:
       {'training': training, 'evaluation': self._loss and self._loss.batches},
       self._tasks.tasks if self._tasks else (),
     )
+
+  def rehearse(self, keep: Keep) -> None:
+    """Does once, with dummy numbers, what evaluations and the end of the run do with their data.
+
+    Args:
+      keep: compares a metric.
+    Raises:
+      ConfigError, DataError: a metric, a table or a picture fails; `keep` has an unknown metric.
+    """
+    values: dict[str, float] = {}
+    model = self._run.model
+    in_classes = OptionalMembers(model).classifies or OptionalMembers(model).tags
+    if self._loss is not None and (in_classes or keep.best and keep.metric.startswith(LOSS)):
+      sums = dummy_sums(self._program)
+      values |= values_of(sums, prefix=LOSS)
+      confusion = confusion_of(sums)
+      if confusion is not None and distributed.is_main_process():
+        with tempfile.TemporaryDirectory() as folder:
+          draw_confusion(folder, confusion, self.class_names(), step=self._run.total_steps)
+    if self._tasks is not None:
+      values |= self._tasks.rehearse()
+    to_json_line(0, values)
+    keep.value_of(values)
+
+  def class_names(self) -> tuple[str, ...]:
+    """Returns the names of the classes of the training data; empty without any."""
+    return class_names_of(self._run.model, self._run.train_dataset_cfg)
 
   def _loss_is_due(self, step: int) -> bool:
     return self._loss is not None and self._is_due(step, self._run.eval_period)
@@ -67,10 +108,14 @@ class Evaluations:
   def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
     """Returns the metrics that are due after `step`; `show` shows the progress."""
     values: dict[str, float] = {}
+    sizes = []
     if self._loss_is_due(step):
       values |= self._loss.run(state.params, show=show)
+      sizes.append(f'{self._loss.num_rows:,} rows')
     if self._tasks_are_due(step):
+      sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
       values |= self._tasks.run(self._program.in_model_order(state).params, show=show)
+    self.evaluated = ', '.join(sizes)
     return values
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 
 from t5x_gpu.data.prompts import zero_is_padding
-from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.evaluation.samples import append_sample
 from t5x_gpu.metrics.end_of_run import closing_text
 from t5x_gpu.models.inference.generation import sample
@@ -46,8 +45,8 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
 
 def _closing_text(live: LiveRun) -> str:
   run, files = live.plan.run, live.checkpointer.files
-  confusion = live.data.evaluations.confusion
-  names = () if confusion is None else class_names_of(run.model, run.train_dataset_cfg)
+  evaluations = live.data.evaluations
+  confusion = evaluations.confusion
   text = closing_text(
     files.folder,
     shown=str(files.model_dir),
@@ -55,7 +54,7 @@ def _closing_text(live: LiveRun) -> str:
     guess_loss=OptionalMembers(run.model).guess_loss,
     confusion=confusion,
     logged=run.logging_cfg.files,
-    class_names=names or None,
+    class_names=None if confusion is None else evaluations.class_names(),
   )
   files.push()
   return text

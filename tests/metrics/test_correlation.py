@@ -29,3 +29,11 @@ def test_pairs_of_batches_follow_each_other():
     sums.add({'pairs': (rows, 2.0), 'loss': (1.0, 2.0)})
   np.testing.assert_array_equal(sums.sums()['pairs'][0], np.arange(12.0).reshape(4, 3))
   assert sums.means().values == {'loss': 0.5}
+
+
+def test_numbers_that_differ_only_by_rounding_have_no_correlation():
+  rng = np.random.default_rng(0)
+  constant = 0.7 + rng.normal(size=20) * 3e-8  # what float32 makes of equal products
+  scores = rng.normal(size=20)
+  for function in (correlation.pearson, correlation.spearman):
+    assert np.isnan(function(constant, scores)) and np.isnan(function(scores, np.full(20, 0.1)))

@@ -5,6 +5,7 @@ tokenization if the task keeps it (else decoded), predictions are decoded, both 
 task's postprocessor, and each metric sees the whole split of one task.
 """
 
+import copy
 import dataclasses
 import itertools
 import logging
@@ -59,6 +60,13 @@ class SeqioEvaluatedTask:
     self.inputs = [inputs.of_model(_ids(example.get(_INPUTS, ()))) for example in examples]
     self.targets = [self._targets.of_model(_ids(example[_TARGETS])) for example in examples]
     self._left_out: set[str] = set()
+
+  def first(self, number: int) -> 'SeqioEvaluatedTask':
+    """Returns this task with its first examples."""
+    found = copy.copy(self)
+    found._examples = self._examples[:number]
+    found.inputs, found.targets = self.inputs[:number], self.targets[:number]
+    return found
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
     """Returns metric -> value; leaves out, with one warning each, values that are not numbers.

@@ -42,6 +42,11 @@ def cell_text(value: Any, column: str, where: str) -> str:
       f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
       fix='Name the columns after the pattern: #text=COLUMN,label=COLUMN.',
     )
+  return _checked(value, column, where)
+
+
+def _checked(value: str, column: str, where: str) -> str:
+  """Returns a text that UTF-8 can hold."""
   try:
     value.encode()
   except UnicodeEncodeError as e:
@@ -61,7 +66,7 @@ def cell_label(value: Any, column: str, where: str) -> str:
       fix='Fill it in, or remove the row. Leave files without labels out of the pattern.',
     )
   if isinstance(value, str):
-    return value.strip()
+    return _checked(value.strip(), column, where)
   if isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, int) or isinstance(value, float) and value.is_integer():

@@ -216,8 +216,8 @@ def labelled_texts(
   Args:
     files: paths.
     read: reads a file; equal readers share a cache.
-    class_names: in order. None: the labels of the training rows; whole numbers in numerical order,
-      words in alphabetical order.
+    class_names: in order. None: the labels of the training rows; numbers in numerical order, words
+      in alphabetical order.
     several: rows have any number of labels.
   Raises:
     DataError: a bad row; fewer than two classes; a label that training does not have.
@@ -255,6 +255,8 @@ def labelled_texts(
 def _sorted(labels: Iterable[str]) -> list[str]:
   if all(re.fullmatch(r'-?\d+', label) for label in labels):
     return sorted(labels, key=lambda label: (int(label), label))
+  if all(re.fullmatch(r'[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?', label) for label in labels):
+    return sorted(labels, key=lambda label: (float(label), label))
   return sorted(labels)
 
 

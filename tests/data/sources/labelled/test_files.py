@@ -96,6 +96,18 @@ def test_labels_that_are_numbers_or_truth_values_are_classes(tmp_path, form):
   assert "has 3.5 in 'label'; a class is a word or a whole number" in refused(name)
 
 
+def test_classes_that_are_numbers_are_in_numerical_order(tmp_path):
+  for labels, want in (
+    (('10.5', '9.5', '-1.0', '1e1'), ('-1.0', '9.5', '1e1', '10.5')),
+    (('10', '9.5'), ('9.5', '10')),
+    (('10.5', '9.5', 'nan'), ('10.5', '9.5', 'nan')),  # words, in alphabetical order
+  ):
+    rows = [{'text': f't{i}', 'label': label} for i, label in enumerate(labels)]
+    name = write(tmp_path, 'csv', rows)
+    write(tmp_path, 'csv', rows[:1], name='dev')
+    assert data_module.open_class_names(config(name)) == want
+
+
 @pytest.mark.parametrize('label', [None, '', ' '])
 @pytest.mark.parametrize('form', ('jsonl', 'parquet'))
 def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
@@ -115,6 +127,7 @@ def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
     ('["b", "x"]', 'jsonl:2 holds a JSON list, not an object'),
     ('{"text": ', 'jsonl:2 is not JSON'),
     ('{"text": "\\ud800", "label": "x"}', "jsonl:2 has half of a surrogate pair in 'text'"),
+    ('{"text": "b", "label": "\\ud800"}', "jsonl:2 has half of a surrogate pair in 'label'"),
     ('[' * 100_000, 'jsonl:2 is not JSON'),
     ('{"text": "b", "label": "x"}', "All 2 training rows have the label 'x'"),
   ],
