@@ -20,7 +20,7 @@ from t5x_gpu.checkpoint.tools.diff import tree_differences, value_differences
 from t5x_gpu.checkpoint.tools.inspect import describe, description_text
 from t5x_gpu.checkpoint.tools.prune import PrunePlan, plan_prune, prune
 from t5x_gpu.checkpoint.tools.verify import verify
-from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
@@ -136,6 +136,8 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
   for step in [found.step] if is_one else opened.steps:
     try:
       reader = StateReader(Checkpoint(found.model_dir, step))
+    except AccessError:
+      raise
     except CheckpointError as e:
       console.say(f'checkpoint_{step}: DAMAGED: {e.what}')
       damaged += 1

@@ -75,6 +75,10 @@ class CheckpointError(UserError):
   """A checkpoint that cannot be written or read, or does not fit the run."""
 
 
+class AccessError(CheckpointError):
+  """A file that this process may or can not read now; nothing is known about its bytes."""
+
+
 class OutOfMemoryError(UserError):
   """A run that needs more memory than its devices or hosts have."""
 

@@ -1,10 +1,12 @@
-"""A disk that is soon full."""
+"""Disks that are soon full, and files that the system does not open."""
 
 import contextlib
 import os
 import pathlib
+import shutil
 import subprocess
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -49,3 +51,75 @@ def fill(disk: pathlib.Path, *, leave_bytes: int = 0) -> pathlib.Path:
       if stats.f_bavail * stats.f_frsize <= leave_bytes or not f.write(bytes(4096)):
         break
   return filler
+
+
+# Before the C library's own functions: reading a file fails if its path contains REFUSED_PATH.
+_REFUSING = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int is_refused(const char *path, int flags) {
+  const char *part = getenv("REFUSED_PATH"), *number = getenv("REFUSED_ERRNO");
+  if (!part || !*part || !path || !strstr(path, part) || (flags & O_ACCMODE) != O_RDONLY) return 0;
+  errno = number ? atoi(number) : EIO;
+  return 1;
+}
+#define REPLACE(name, parameters, arguments)                                   \\
+  int name parameters {                                                        \\
+    int (*next) parameters = dlsym(RTLD_NEXT, #name);                          \\
+    va_list rest;                                                              \\
+    va_start(rest, flags);                                                     \\
+    int mode = va_arg(rest, int);                                              \\
+    va_end(rest);                                                              \\
+    return is_refused(path, flags) ? -1 : next arguments;                      \\
+  }
+REPLACE(open, (const char *path, int flags, ...), (path, flags, mode))
+REPLACE(open64, (const char *path, int flags, ...), (path, flags, mode))
+REPLACE(openat, (int at, const char *path, int flags, ...), (at, path, flags, mode))
+REPLACE(openat64, (int at, const char *path, int flags, ...), (at, path, flags, mode))
+"""
+
+
+def refusing_library(folder: pathlib.Path) -> str:
+  """Returns the library to set as LD_PRELOAD for `refused`; skips the test without a compiler."""
+  if not shutil.which('cc'):
+    pytest.skip('no C compiler')
+  library = str(folder / 'refusing.so')
+  subprocess.run(
+    ['cc', '-shared', '-fPIC', '-o', library, '-xc', '-', '-ldl'],
+    input=_REFUSING,
+    text=True,
+    check=True,
+  )
+  return library
+
+
+@contextlib.contextmanager
+def refused(part: str, number: int) -> Iterator[None]:
+  """Within, to open a file for reading fails if its path has `part`, in a process with the library.
+
+  Args:
+    part: of the path; '' for none.
+    number: of the error.
+  """
+  with mock.patch.dict(os.environ, REFUSED_PATH=part, REFUSED_ERRNO=str(number)):
+    yield
+
+
+@contextlib.contextmanager
+def refused_to_python(part: str, number: int) -> Iterator[None]:
+  """As `refused`, without the library, but only for files that this process opens by os.open."""
+  real_open = os.open
+
+  def fail(path: str | os.PathLike, *args: int, **kwargs: int) -> int:
+    if part in os.fspath(path):
+      raise OSError(number, os.strerror(number), os.fspath(path))
+    return real_open(path, *args, **kwargs)
+
+  with mock.patch.object(os, 'open', fail):
+    yield

@@ -5,16 +5,16 @@ import base64
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Self
 
 import jax
 
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader
 from t5x_gpu.checkpoint.manifest import known_part
 from t5x_gpu.checkpoint.model_dir import (
   ModelDir,
   as_model_dir,
-  check_no_outage,
   check_same_model,
   check_writable,
   none_can_be_read,
@@ -27,9 +27,10 @@ from t5x_gpu.checkpoint.storage.orbax_internals import (
   silence_abandoned_work,
   wait_for_abandoned_reads,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.checkpoint.storage.paths import AnyPath, access_errors
+from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -97,9 +98,10 @@ class BaseCheckpointer(abc.ABC):
         step,
       )
     self.files = RunFiles(model_dir.path, is_main=self._is_main)
-    for step in model_dir.steps if keep.best else ():
-      with contextlib.suppress(*UNREADABLE):  # an unreadable checkpoint is not among the best
-        self._note_value(step, model_dir.manifest(step))
+    with distributed.errors_together():
+      for step in model_dir.steps if keep.best else ():
+        with contextlib.suppress(*UNREADABLE):  # a damaged checkpoint is not among the best
+          self._note_value(step, model_dir.manifest(step))
 
   def _note_value(self, step: int, manifest: Mapping[str, Any]) -> None:
     value = self._keep.value_of(manifest.get('metrics') or {})
@@ -229,10 +231,9 @@ class BaseCheckpointer(abc.ABC):
     while steps:
       step = steps.pop()
       with silence_abandoned_work():
-        restored, reason = self._try_to_restore(step, target)
-        found = [r for r in distributed.gather_json(reason) if r]
-        if found:  # one process is enough
-          reasons[step], restored = found[0], None
+        restored, damage = self._try_to_restore(step, target)
+        if damage:
+          reasons[step] = damage
           wait_for_abandoned_reads()
       if restored is not None:
         if reasons:
@@ -252,20 +253,57 @@ class BaseCheckpointer(abc.ABC):
     return None
 
   def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[Restored], str]:
-    """Returns the checkpoint, or None and why it cannot be read."""
-    try:
+    """Returns the checkpoint, or None and why it cannot be read; the same on all processes."""
+    path, restored = self.path(step), None
+
+    def read() -> None:
+      nonlocal restored
       saved = self._dir.saved(step)
       check_same_model(self._dir.path, step, saved.manifest, target=target)
       state = self._read_state(saved, known_part(saved.manifest, target))
-      check_restored(state, saved.manifest, step=step)
-    except (CheckpointError, MemoryError):
-      raise
-    except Exception as e:  # those of Orbax and TensorStore are of many kinds
-      check_no_outage(e, self._dir.path)
-      if 'RESOURCE_EXHAUSTED' in str(e):
-        raise  # too little memory does not mean that the checkpoint is damaged
-      return None, error_line(e)
-    return Restored(self.path(step), state, saved.data_state, saved.manifest), ''
+      restored = Restored(path, state, saved.data_state, saved.manifest)
+
+    def check() -> None:
+      check_restored(restored.state, restored.manifest, step=step)
+
+    # Two rounds: the processes compute checksums together, once all have read their parts.
+    for do in (read, check):
+      reason = ''
+      with distributed.errors_together():
+        reason = _damage(do, path)
+      found = distributed.gather_json(reason)
+      if any(found):
+        if not all(found):
+          self._check_damaged_for_all(step, found)
+        return None, next(filter(None, found))
+    return restored, ''
+
+  def _check_damaged_for_all(self, step: int, reasons: Sequence[str]) -> None:
+    """Raises CheckpointError if only the hosts of some processes damage what they read.
+
+    Each process reads other parts, so damage in a file may be seen by one process alone. Those that
+    saw none read the whole checkpoint, each some of its arrays.
+
+    Args:
+      step: of the checkpoint.
+      reasons: why it cannot be read, by process; '' for those that could.
+    """
+    witnesses = [process for process, reason in enumerate(reasons) if not reason]
+    problem = ''
+    with distributed.errors_together():
+      if distributed.process_index() in witnesses:
+        number = witnesses.index(distributed.process_index())
+        problem = _first_problem(Checkpoint(ModelDir(self._dir.path), step), number, len(witnesses))
+    if any(distributed.gather_json(problem)):
+      return
+    others = [process for process, reason in enumerate(reasons) if reason]
+    raise CheckpointError(
+      f'{self.path(step)} cannot be read by {who_text(others, distributed.hostnames())}: '
+      f'{reasons[others[0]]}. All other processes find it intact.',
+      fix='Check the mount and the memory of that host, or start the run without it. Nothing was '
+      'moved or removed.',
+      docs='checkpoints.md#no-access',
+    )
 
   @abc.abstractmethod
   def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
@@ -291,3 +329,30 @@ class BaseCheckpointer(abc.ABC):
   @abc.abstractmethod
   def _reload(self) -> None:
     """Called on all processes after checkpoints were promoted or set aside."""
+
+
+def _damage(do: Callable[[], None], path: AnyPath) -> str:
+  """Returns why `do` fails because of damaged files in `path`; '' if it succeeds."""
+  try:
+    with access_errors(path):
+      do()
+  except (UserError, MemoryError):
+    raise
+  except Exception as e:  # those of Orbax and TensorStore are of many kinds
+    if 'RESOURCE_EXHAUSTED' in str(e):
+      raise  # too little memory does not mean that the checkpoint is damaged
+    return error_line(e)
+  return ''
+
+
+def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
+  """Returns what is wrong with a checkpoint; '' if the arrays number, number + count, ... match
+  their checksums.
+  """
+  try:
+    reader = StateReader(checkpoint)
+  except AccessError:
+    raise
+  except CheckpointError as e:
+    return e.what
+  return next(filter(None, map(reader.problem, sorted(reader.shapes)[number::count])), '')

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import orbax.checkpoint as ocp
+from etils import epath
 
+from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, has_other_arrays, read_state
 from t5x_gpu.checkpoint.base_checkpointer import BaseCheckpointer
 from t5x_gpu.checkpoint.local.settings import check_local_settings
@@ -26,6 +28,7 @@ from t5x_gpu.checkpoint.run_lock import check_exists
 from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, Saved, remove_cut_short
 from t5x_gpu.checkpoint.storage.chunks import save_args
 from t5x_gpu.checkpoint.storage.orbax_internals import (
+  check_before_commit,
   save_has_failed,
   set_deleter,
   silence_abandoned_work,
@@ -137,11 +140,13 @@ class Checkpointer(BaseCheckpointer):
     super().__init__(model_dir, keep=keep)
     folder = self._dir.path
     self._has_saved = False  # then the list of steps may be out of date
+    # Compressing takes longer than writing, and makes weights 8% smaller.
+    self._state_handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    check_before_commit(self._state_handler, check_array_files)
     self._manager = ocp.CheckpointManager(
       folder,
       item_handlers={
-        # Compressing takes longer than writing, and makes weights 8% smaller.
-        'state': ocp.PyTreeCheckpointHandler(use_compression=False),
+        'state': self._state_handler,
         'data': ocp.JsonCheckpointHandler(),
         'manifest': ocp.JsonCheckpointHandler(),
       },
@@ -252,8 +257,9 @@ class Checkpointer(BaseCheckpointer):
     args = ocp.args.PyTreeRestore(
       tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
     )
-    state = self._manager.restore(saved.step, args=ocp.args.Composite(state=args))['state']
-    return TrainState(**state)
+    # Not the manager's `restore`: in it, processes wait for one that could not read its part.
+    folder = epath.Path(self.path(saved.step) / 'state')
+    return TrainState(**self._state_handler.restore(folder, args=args))
 
   def _set_aside(self, step: int, reason: str) -> str:
     del reason

@@ -20,7 +20,7 @@ from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, differences
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean, listed
+from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, did_you_mean, listed
 from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.terminal.text_table import table
 from t5x_gpu.training.program import Program
@@ -169,7 +169,9 @@ def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
 def _open(config: RestoreConfig) -> ParamsReader:
   path = as_path(config.path, parameter='RestoreConfig.path')
   try:
-    return ParamsReader(path, step=config.step)
+    return ParamsReader(path, step=config.step, step_setting='RestoreConfig.step')
+  except AccessError:
+    raise
   except CheckpointError as e:
     other = any((path / name).exists() for name in ('config.json', 'checkpoint', 'state/target'))
     raise _error(
@@ -179,7 +181,7 @@ def _open(config: RestoreConfig) -> ParamsReader:
         f'  python -m t5x_gpu.convert --from={path} --to=NEW_FOLDER'
       )
       if other
-      else e.fix.replace('--step names one', 'set RestoreConfig.step'),
+      else e.fix,
       parameters=('RestoreConfig.path', 'RestoreConfig.step'),
     ) from e
 

@@ -26,8 +26,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import (
   read_saved,
 )
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path, is_remote
-from t5x_gpu.checkpoint.storage.storage_errors import is_outage, storage_error
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime import distributed
 
 _log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class ModelDir(contextlib.AbstractContextManager):
 
   def is_ours(self, step: int) -> bool:
     """Returns whether `checkpoint_<step>` has our manifest; if not, the folder may be foreign."""
-    with contextlib.suppress(*UNREADABLE):
+    with contextlib.suppress(AccessError, *UNREADABLE):
       return is_real_folder(self.checkpoint(step)) and bool(self.manifest(step)['arrays'])
     return False
 
@@ -127,19 +126,12 @@ class ModelDir(contextlib.AbstractContextManager):
       CheckpointError: another run writes here or has written here since the lock was taken, or the
         folder cannot be written; on all processes.
     """
-    problem = None
-    if distributed.is_main_process():
-      try:
+    with distributed.errors_together():
+      if distributed.is_main_process():
         if self.is_locked:
           self._check_unchanged()
         else:
           self._take_lock(wait=wait)
-      except CheckpointError as e:
-        problem = {'what': e.what, 'fix': e.fix, 'parameters': e.parameters, 'docs': e.docs}
-        error = e
-    problem = distributed.broadcast_json(problem)
-    if problem is not None:
-      raise error if distributed.is_main_process() else CheckpointError(**problem)
     if not self.is_locked:
       self.is_locked = True
       self.refresh()
@@ -216,7 +208,7 @@ def check_model_dir(
   model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Any
 ) -> Optional[Saved]:
   """Returns the latest checkpoint that is readable as far as `read_saved` can tell; None without
-  any. Leaves no trace.
+  any. Leaves no trace. All processes call it.
 
   Args:
     model_dir: need not exist. If this run has locked it, nobody else can be writing here.
@@ -224,8 +216,13 @@ def check_model_dir(
   Raises:
     CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
       can be read, or the latest is of another model.
+    AccessError: one of its checkpoints cannot be opened.
   """
-  model_dir = as_model_dir(model_dir)
+  with distributed.errors_together():
+    return _latest_readable(as_model_dir(model_dir), target)
+
+
+def _latest_readable(model_dir: ModelDir, target: Any) -> Optional[Saved]:
   if not model_dir.is_locked and jax.process_index() == 0:
     # The other processes would see folders that come and go.
     _check_may_write(model_dir.path)
@@ -234,7 +231,6 @@ def check_model_dir(
     try:
       saved = model_dir.saved(step)
     except UNREADABLE as e:
-      check_no_outage(e, model_dir.path)
       reasons[step] = error_line(e)
       continue
     check_same_model(model_dir.path, step, saved.manifest, target=target)
@@ -256,12 +252,6 @@ def _check_may_write(folder: AnyPath) -> None:
     for new in made:
       with contextlib.suppress(OSError):  # not made, or somebody has put something there
         new.rmdir()
-
-
-def check_no_outage(e: Exception, folder: AnyPath) -> None:
-  """Raises CheckpointError if `e` means that storage did not answer, not that a file is damaged."""
-  if isinstance(folder, RemotePath) and is_outage(e):
-    raise storage_error(e, f'{folder} cannot be read', folder.scheme) from None
 
 
 def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointError:

@@ -10,7 +10,6 @@ must agree to a minute.
 
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -23,8 +22,8 @@ from typing import Optional
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, Number, Whole, parse_json, read_bytes
-from t5x_gpu.config.set_aside import set_aside
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.config.set_aside import access_error, is_missing, set_aside
+from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.host import boot_id
 
@@ -34,7 +33,6 @@ LOCK = 'run.lock'
 REFRESH_SECONDS = 10
 POLL_SECONDS = 1  # while waiting for somebody else's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
-_FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # the lock may be whole
 _SCHEMA = Fields(
   {
     **dict.fromkeys(('host', 'started', 'kernel', 'born', 'folder', 'job'), str),
@@ -166,10 +164,10 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
       docs='watchdog.md#two-runs-on-one-model_dir',
     ) from e
   except (OSError, ValueError) as e:  # a folder, a loop of links, bytes that are not UTF-8
-    if getattr(e, 'errno', None) in _FILE_SERVER:
-      raise CheckpointError(
-        f'{path} cannot be read, so the lock may still be held: {e}.',
-        fix='Start again once the file server answers.',
+    if isinstance(e, OSError) and not is_missing(e):
+      error = access_error(e, path)
+      raise AccessError(
+        f'{error.what} So the lock may still be held.', fix=error.fix, docs=error.docs
       ) from e
     return None, 0.0
 

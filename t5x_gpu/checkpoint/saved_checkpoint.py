@@ -1,7 +1,9 @@
 """One checkpoint in MODEL_DIR: where it is, whether it is committed, and its metadata."""
 
 import base64
+import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 import shutil
@@ -12,7 +14,7 @@ from t5x_gpu.checkpoint.array_files import check_array_files, check_only_files
 from t5x_gpu.checkpoint.manifest import check_seal
 from t5x_gpu.checkpoint.schemas import DATA, MANIFEST, TREE
 from t5x_gpu.checkpoint.storage.object_store_steps import remote_steps
-from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, access_errors
 from t5x_gpu.checkpoint.storage.storage_errors import reason_of
 from t5x_gpu.config.json_schema import read_json
 
@@ -46,14 +48,22 @@ def committed_steps(folder: AnyPath) -> list[int]:
   """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
 
   Saves that were cut short do not count, nor do files, links, and names that only resemble ours.
+
+  Raises:
+    AccessError: the folder cannot be listed.
   """
   if isinstance(folder, RemotePath):
     return remote_steps(folder)
-  found = {
-    path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
-    for path in folder.glob(f'{PREFIX}_*')
-  }
-  return sorted(int(match[1]) for path, match in found.items() if match and is_real_folder(path))
+  steps = []
+  # Not Path.glob: without the right to list the folder, it finds nothing, and a run would start
+  # from scratch.
+  with access_errors(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with os.scandir(folder) as entries:
+      for entry in entries:
+        match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+          steps.append(int(match[1]))
+  return sorted(steps)
 
 
 def is_real_folder(path: pathlib.Path) -> bool:
@@ -75,8 +85,11 @@ def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
 
   Raises:
     OSError, ValueError: it is missing, truncated, garbled, or does not match `schemas.MANIFEST`.
+    AccessError: it cannot be opened.
   """
-  return read_json(checkpoint_path(folder, step) / 'manifest' / 'metadata', MANIFEST)
+  checkpoint = checkpoint_path(folder, step)
+  with access_errors(checkpoint):
+    return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
 
 
 def read_saved(
@@ -92,19 +105,23 @@ def read_saved(
     manifest: its manifest, if that was read before.
   Raises:
     OSError, ValueError, KeyError, TypeError: something is missing, truncated or garbled.
+    AccessError: something cannot be opened.
   """
   checkpoint = checkpoint_path(folder, step)
-  if not isinstance(checkpoint, RemotePath):
-    check_only_files(checkpoint)
   if manifest is None:
     manifest = read_manifest(folder, step)
-  data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
-  check_seal(manifest, data=data)
-  read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
-  check_array_files(checkpoint / 'state')
+  with access_errors(checkpoint):
+    if not isinstance(checkpoint, RemotePath):
+      check_only_files(checkpoint)
+    data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
+    check_seal(manifest, data=data)
+    read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
+    check_array_files(checkpoint / 'state')
   return Saved(step, base64.b64decode(data['iterator']), manifest)
 
 
 def error_line(e: Exception) -> str:
   """Returns what went wrong in one line."""
+  while type(e) is Exception and isinstance(e.__cause__, Exception):
+    e = e.__cause__  # Orbax's, which names neither file nor reason
   return f'{type(e).__name__}: {reason_of(e)[:200]}'

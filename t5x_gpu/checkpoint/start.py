@@ -32,12 +32,12 @@ from t5x_gpu.checkpoint.storage.orbax_internals import (
   silence_abandoned_work,
   wait_for_abandoned_reads,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
+from t5x_gpu.checkpoint.storage.paths import AnyPath, access_errors, is_remote
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
@@ -154,13 +154,14 @@ def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
   state, problem = None, ''
   with silence_abandoned_work(), ocp.StandardCheckpointer() as checkpointer:
     try:
-      target = known_part(saved.manifest, target)
-      if has_other_arrays(saved.manifest, target) or is_remote(path):
-        state = read_state(checkpoint, target)
-      else:
-        state = TrainState(**checkpointer.restore(path / 'state', target.saved()))
-      check_restored(state, saved.manifest, step=saved.step)
-    except MemoryError:
+      with access_errors(path):
+        target = known_part(saved.manifest, target)
+        if has_other_arrays(saved.manifest, target) or is_remote(path):
+          state = read_state(checkpoint, target)
+        else:
+          state = TrainState(**checkpointer.restore(path / 'state', target.saved()))
+        check_restored(state, saved.manifest, step=saved.step)
+    except (AccessError, MemoryError):
       raise
     except Exception as e:  # Orbax's are of many kinds
       if 'RESOURCE_EXHAUSTED' in str(e):

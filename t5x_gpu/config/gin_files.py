@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Optional
 
+from t5x_gpu.config.user_paths import user_path
 from t5x_gpu.errors import ConfigError, did_you_mean
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -20,7 +21,7 @@ class GinFiles:
   def __init__(self, search_paths: Iterable[str] = ()):
     cwd = pathlib.Path.cwd()
     folders = [cwd, *((cwd / os.path.expanduser(p)) for p in search_paths), PACKAGE, PACKAGE.parent]
-    self.folders = list(dict.fromkeys(pathlib.Path(os.path.abspath(f)) for f in folders))
+    self.folders = list(dict.fromkeys(map(user_path, folders)))
 
   def find(
     self, name: str, *, asked_at: str = '', included_by: Optional[pathlib.Path] = None
@@ -36,7 +37,7 @@ class GinFiles:
     """
     expanded = os.path.expanduser(name)
     folders = self.folders if included_by is None else [*self.folders, included_by.parent]
-    tried = [pathlib.Path(os.path.abspath(folder / expanded)) for folder in folders]
+    tried = [user_path(folder / expanded) for folder in folders]
     for path in dict.fromkeys(tried):
       if path.is_file():
         return path

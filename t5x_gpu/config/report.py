@@ -18,7 +18,7 @@ from t5x_gpu.config.atomic_write import atomic_write, write_atomically
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
-from t5x_gpu.config.set_aside import set_aside
+from t5x_gpu.config.set_aside import set_aside_damaged
 from t5x_gpu.errors import ConfigError, did_you_mean, listed
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
@@ -208,7 +208,7 @@ def _text_of(path: pathlib.Path) -> Optional[str]:
   try:
     return read_bytes(path).decode('utf-8')
   except (OSError, ValueError) as e:
-    set_aside(path, str(e))
+    set_aside_damaged(path, e)
     return None
 
 

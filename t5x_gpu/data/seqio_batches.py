@@ -6,6 +6,7 @@ hosts; but every host reads all of the text.
 """
 
 import functools
+import glob
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -74,7 +75,7 @@ def _paths(task: task_lookup.TaskOrMixture, config: DatasetConfig) -> dict[str, 
   for subtask in seqio.get_subtasks(task):
     if config.use_cached and subtask.cache_dir:
       prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, config.split)
-      found[subtask.name] = sorted(tf.io.gfile.glob(f'{prefix}*'))
+      found[subtask.name] = sorted(tf.io.gfile.glob(f'{glob.escape(prefix)}*'))
     elif config.split in subtask.splits:
       found[subtask.name] = seqio_sources.source_paths(subtask.source, split=config.split)
   return found

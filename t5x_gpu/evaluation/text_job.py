@@ -50,7 +50,7 @@ def open_job(
 
 def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
   model = request.model
-  reader = ParamsReader(request.checkpoint, step=request.step)
+  reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
   layout = _layout(request.partitioner, model, *topology_lib.discover())
 
   def read() -> Any:
@@ -82,7 +82,7 @@ def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> Infe
     has_inputs=has_inputs,
     may_import=request.may_import,
   )
-  reader = ParamsReader(request.checkpoint, step=request.step)
+  reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
   changes, notes = _decoding_changes(request, text, reader, has_inputs=has_inputs)
   layout = _layout(request.partitioner, model, *topology_lib.discover())
   say('\n'.join([layout.table(), *notes]))

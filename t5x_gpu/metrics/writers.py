@@ -22,7 +22,7 @@ from typing import Any, Optional, Protocol
 
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
-from t5x_gpu.config.set_aside import free_name, set_aside, set_aside_unless_file
+from t5x_gpu.config.set_aside import free_name, remedy, set_aside, set_aside_unless_file
 from t5x_gpu.errors import ConfigError, TrainingError
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class JsonLinesWriter:
     except OSError as e:
       raise ConfigError(
         f'The metrics file {self.path} cannot be opened for writing: {e.strerror or e}.',
-        fix='Set MODEL_DIR to a folder with write permission.',
+        fix=f'{remedy(e)} MODEL_DIR must be a folder with write permission.',
         parameters=('train.model_dir',),
       ) from e
 

@@ -18,7 +18,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.config.json_schema import parse_json, read_bytes
 from t5x_gpu.config.report import CONFIG
-from t5x_gpu.errors import ConfigError, did_you_mean, listed, number_ranges
+from t5x_gpu.errors import AccessError, ConfigError, did_you_mean, listed, number_ranges
 from t5x_gpu.evaluation import samples
 from t5x_gpu.metrics import goodput_accounts
 from t5x_gpu.metrics.goodput import GOODPUT
@@ -262,6 +262,6 @@ def _checkpoints(
   for step in reversed(steps):
     try:
       return steps, model_dir.manifest(step)
-    except UNREADABLE as e:
+    except (AccessError, *UNREADABLE) as e:
       problems.append(f'checkpoint_{step} has no readable manifest ({error_line(e)}).')
   return steps, {}

@@ -3,16 +3,19 @@
 Everything here does nothing, or returns its input, when there is one process.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any, Optional
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from t5x_gpu import errors
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
@@ -215,6 +218,41 @@ def gather_json(value: Any) -> list[Any]:
   lengths = multihost_utils.process_allgather(np.int32(len(text)))
   data = np.frombuffer(text.ljust(int(lengths.max()), b' '), np.uint8)
   return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(data)]
+
+
+@contextlib.contextmanager
+def errors_together() -> Iterator[None]:
+  """A UserError of the block, on any process, is raised on all of them at the end of the block.
+
+  All processes enter the block. In it they do not wait for each other.
+  """
+  error: Optional[UserError] = None
+  try:
+    yield
+  except UserError as e:
+    error = e
+  raise_together(error)
+
+
+def raise_together(error: Optional[UserError]) -> None:
+  """Raises, on all processes, the first error that one of them passes; None for no error."""
+  if process_count() == 1:
+    if error is not None:
+      raise error
+    return
+  facts = None
+  if error is not None:
+    kind = next(c.__name__ for c in type(error).__mro__ if c is getattr(errors, c.__name__, None))
+    facts = [kind, error.what, error.fix, error.parameters, error.docs]
+  found = gather_json(facts)
+  for process, other in enumerate(found):
+    if other is not None:
+      kind, what, fix, parameters, docs = other
+      alone = sum(each == other for each in found) < process_count()
+      where = f'{agreement.who_text([process], hostnames())}: ' if alone else ''
+      raise getattr(errors, kind)(
+        f'{where}{what}', fix=fix, parameters=parameters, docs=docs
+      ) from error
 
 
 def assert_equal_across_hosts(

@@ -526,3 +526,20 @@ def test_a_save_that_fails_later_is_reported_at_the_next_check(full_disk):
     assert time.monotonic() < deadline
   finally:
     checkpointer.close()
+
+
+def test_a_save_whose_arrays_cannot_be_opened_does_not_count(tmp_path, monkeypatch):
+  folder = folder_with(tmp_path, 1)
+
+  async def merge_nothing(*args, **kwargs):
+    pass
+
+  # Orbax logs a warning and goes on where it finds nothing to merge.
+  merge = 'orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files'
+  monkeypatch.setattr(merge, merge_nothing)
+  with opened(folder) as checkpointer:
+    with pytest.raises(CheckpointError, match='arrays that were written cannot be opened') as e:
+      save(checkpointer, 2, new_state(2))
+      checkpointer.wait()
+    assert 'The last good one is checkpoint_1' in e.value.fix
+  assert not (folder / 'checkpoint_2').exists() and (folder / 'checkpoint_1').exists()

@@ -5,6 +5,7 @@ has its folder. Promotion runs in this process, which finds what the surviving h
 """
 
 import collections
+import errno
 import functools
 import json
 import logging
@@ -31,10 +32,11 @@ from t5x_gpu.checkpoint.local.run_id import read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.tools.verify import verify
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.training.adafactor import FactoredMoment
 from t5x_gpu.training.train_state import TrainState
 from tests.checkpoint.storage.test_checksums import flip_a_bit
+from tests.helpers_disk import refused_to_python
 from tests.helpers_layouts import Case, build, program
 from tests.helpers_train import listing
 
@@ -220,6 +222,26 @@ def test_a_damaged_copy_is_named_and_the_other_one_used(tmp_path, caplog):
     assert restart(tmp_path, 'fsdp').step == 6
   assert 'step_6.process_1' in caplog.text and 'Using its other copy' in caplog.text
   assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=6), step=6)
+
+
+def test_parts_that_cannot_be_opened_stop_the_start_unless_another_host_has_them(tmp_path):
+  save_all(tmp_path, 'fsdp', TOGETHER, 5, 6)
+
+  def start() -> int:
+    target, tier = program('fsdp').abstract_state, tier_that_sees(tmp_path, 'fsdp')
+    with ModelDir(tmp_path / 'model') as model_dir:
+      return check_with_local(model_dir, tier, target=target, dry_run=True).step
+
+  assert restart(tmp_path, 'fsdp', dry_run=True).step == 6
+  with refused_to_python('step_6.process_1', errno.EMFILE):
+    assert start() == 6
+  for parts in ('step_6.', 'step_'):
+    with refused_to_python(parts, errno.EMFILE), pytest.raises(AccessError) as e:
+      start()
+    assert 'Local checkpoint 6 is newer' in str(e.value) and 'Too many open files' in str(e.value)
+  with refused_to_python('run.id', errno.EIO), pytest.raises(AccessError, match='run.id'):
+    start()
+  assert start() == 6
 
 
 def test_without_a_whole_last_step_the_one_before_it_is_taken(tmp_path):

@@ -29,13 +29,13 @@ class ParamsReader(StateReader):
   """The parameters of a checkpoint; see `name_table.Tensors` for the attributes.
 
   Args:
-    source, step: see `StateReader`.
+    source, step, step_setting: see `StateReader`.
   Raises:
     CheckpointError: there is none, or it cannot be read.
   """
 
-  def __init__(self, source: Source, *, step: Optional[int] = None):
-    super().__init__(source, step=step, prefix='params/')
+  def __init__(self, source: Source, *, step: Optional[int] = None, step_setting: str = ''):
+    super().__init__(source, step=step, prefix='params/', step_setting=step_setting)
 
   def read(self, path: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
     """Returns rows `start` to `stop` of a parameter."""

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional, Union
 
 import jax
@@ -20,10 +20,16 @@ import tensorstore as ts
 from t5x_gpu.checkpoint.manifest import describe_arrays
 from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir
 from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, UNREADABLE, Saved, error_line
+from t5x_gpu.checkpoint.storage.checksums import HostSums, recorded
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, piece_shape
-from t5x_gpu.checkpoint.storage.paths import AnyPath, context, is_remote, kvstore_spec
-from t5x_gpu.checkpoint.storage.storage_errors import StorageError
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.checkpoint.storage.paths import (
+  AnyPath,
+  access_errors,
+  context,
+  is_remote,
+  kvstore_spec,
+)
+from t5x_gpu.errors import AccessError, CheckpointError
 
 UNSTACKED = 'unstacked'
 STACK = 'layers'
@@ -115,6 +121,7 @@ class StateReader:
     step: which checkpoint of MODEL_DIR; None for the latest.
     prefix: of the arrays to read, 'params/'; removed from their names.
     cache_bytes: for chunks that are read in parts; None for the size of the largest of them.
+    step_setting: how the user selects another step, for errors: '--step'.
   Attributes:
     checkpoint: which one it is.
     path, step: of the checkpoint.
@@ -122,6 +129,7 @@ class StateReader:
     shapes, dtypes: '/'-joined path -> shape, dtype.
   Raises:
     CheckpointError: there is none, or it cannot be read.
+    AccessError: it cannot be opened; all methods raise it too.
   """
 
   def __init__(
@@ -131,23 +139,25 @@ class StateReader:
     step: Optional[int] = None,
     prefix: str = '',
     cache_bytes: Optional[int] = None,
+    step_setting: str = '',
   ):
     is_found = isinstance(source, Checkpoint)
     self.checkpoint = source if is_found else find_checkpoint(source, step=step)
     self.path, self.step = self.checkpoint.path, self.checkpoint.step
     self._prefix = prefix
     try:
-      self.saved = self.checkpoint.saved
-      self.manifest: Mapping[str, Any] = self.saved.manifest
-      if not is_remote(self.path):
+      with access_errors(self.path):
+        self.saved = self.checkpoint.saved
+        self.manifest: Mapping[str, Any] = self.saved.manifest
         self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(
         f'{self.path} cannot be read ({error_line(e)}).',
-        fix='Use an earlier checkpoint: select it with --step.',
+        fix='Use an earlier checkpoint'
+        + (f': select it with {step_setting}.' if step_setting else ', or copy this one again.'),
+        parameters=(step_setting,) if '.' in step_setting else (),
+        docs='checkpoints.md#checksums',
       ) from e
-    if is_remote(self.path):  # an error may be an outage, which the caller checks for
-      self._describe(cache_bytes)
 
   def _describe(self, cache_bytes: Optional[int]) -> None:
     """Sets the attributes from the manifest."""
@@ -170,7 +180,8 @@ class StateReader:
   def chunk_shape(self, name: str) -> Shape:
     """Returns the shape of the chunks of an array on disk; a chunk is read as a whole."""
     # None for an array without dimensions.
-    array = self._opened(self._parts(name)[0], self._index)
+    with access_errors(self.path):
+      array = self._opened(self._parts(name)[0], self._index)
     shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
     if tuple(array.shape) != shape:
       raise ValueError(
@@ -183,7 +194,11 @@ class StateReader:
     return math.prod(self.chunk_shape(name)) * self.dtypes[name].itemsize
 
   def read_at(self, name: str, place: Place) -> np.ndarray:
-    """Returns a part of an array."""
+    """Returns a part of an array; raises ValueError if it is damaged."""
+    with access_errors(self.path):
+      return self._read_at(name, place)
+
+  def _read_at(self, name: str, place: Place) -> np.ndarray:
     if not self._is_unstacked(name):
       return self._open(self._parts(name)[0])[place].read().result()
     first, rest = (place[0], place[1:]) if place else (slice(None), ())
@@ -203,6 +218,32 @@ class StateReader:
     )
     for place in boxes(shape, piece):
       yield place, self.read_at(name, place)
+
+  def problem(
+    self,
+    name: str,
+    *,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+    most_bytes: int = PIECE_BYTES,
+  ) -> str:
+    """Returns what is wrong with the values of an array; '' if they match their checksum, or can be
+    read and have none.
+
+    Args:
+      name: of the array.
+      advance: called with the number of bytes read since the last call.
+      most_bytes: maximum size of what is read at once.
+    """
+    want, sums = recorded(self.manifest).get(self._prefix + name), HostSums(self.shapes[name])
+    try:
+      for place, values in self.pieces(name, most_bytes=most_bytes):
+        sums.add_at(place, values)
+        advance(values.nbytes)
+    except (ValueError, OSError) as e:  # from TensorStore: corrupt or missing data
+      return f'cannot be read: {error_line(e)}'
+    if want is not None and str(sums) != want:
+      return f'does not have the values that were saved: its checksum is {sums}, not {want}'
+    return ''
 
   @property
   def num_bytes(self) -> int:
@@ -252,12 +293,12 @@ def read_state(source: Source, target: Any) -> Any:
   """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
 
   Raises:
-    CheckpointError: storage did not answer.
+    AccessError: it cannot be opened, or storage did not answer.
     Exception: of many kinds; the checkpoint is damaged.
   """
   try:
     reader = StateReader(source)
-  except StorageError:
+  except AccessError:
     raise
   except CheckpointError as e:  # as any damage: the caller falls back to an older checkpoint
     raise ValueError(e.what) from e

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.arrays.state_reader import Place, layer_names, spec_of, store_of
 from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path
@@ -187,14 +188,20 @@ class StateWriter:
   def close(
     self, *, manifest: Mapping[str, Any], data: Mapping[str, Any], empty: Mapping[str, Any]
   ) -> None:
-    """Writes what is pending, and all other files that Orbax writes.
+    """Writes what is pending, and all other files that Orbax writes; checks that all can be opened.
 
     Args:
       manifest: JSON-ready; sealed here.
       data: JSON-ready.
       empty: of `empty_leaves`.
+    Raises:
+      OSError: it cannot be written to the disk, or cannot be opened afterwards.
     """
     self.flush()
+    try:
+      check_array_files(self._state)
+    except ValueError as e:
+      raise OSError(errno.EIO, f'the arrays that were written cannot be opened: {e}') from e
     tree = {
       str(tuple(part.split('/'))): _leaf_metadata(part, shape)
       for name in self._arrays

@@ -78,7 +78,7 @@ class MergedParams:
 def merge_lora(request: ConversionRequest, console: Console) -> None:
   """Writes our checkpoint and model.gin of the model that `request.lora` wraps."""
   model, lora = request.model, request.lora
-  reader = ParamsReader(request.model_dir, step=request.step)
+  reader = ParamsReader(request.model_dir, step=request.step, step_setting='--step')
   merged = MergedParams(reader, lora)
   check_params(merged, model.abstract_shapes())
   console.say(

@@ -34,7 +34,7 @@ from t5x_gpu.terminal.console import Console
 
 def convert_ours(request: ConversionRequest, console: Console) -> None:
   """Writes a Hugging Face model from our checkpoint; adapters are merged into the kernels."""
-  reader: Any = ParamsReader(request.model_dir, step=request.step)
+  reader: Any = ParamsReader(request.model_dir, step=request.step, step_setting='--step')
   if request.lora is not None:
     reader = MergedParams(reader, request.lora)
   record = read_record(request.like or reader.path.parent)

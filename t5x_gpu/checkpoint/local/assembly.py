@@ -27,6 +27,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, Saved, error_line, is_real_folder
 from t5x_gpu.checkpoint.storage.checksums import record, to_text
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, chunk_of_shard
+from t5x_gpu.checkpoint.storage.storage_errors import system_error
 from t5x_gpu.config.set_aside import free_name, set_aside
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
@@ -44,7 +45,7 @@ class CopyOutcome:
 
   Attributes:
     done: [array, start, checksum] of boxes that are written.
-    bad: [array, start, file, reason] of boxes that cannot be read.
+    bad: [array, start, file, reason, whether the file may be intact] of boxes that cannot be read.
     problem: why MODEL_DIR cannot be written; '' if it can.
   """
 
@@ -62,6 +63,8 @@ class Assembly:
     found: the files of this process.
     target: the TrainState of this run.
     dry_run: only read and check.
+  Attributes:
+    refused: why parts could not be read that may be intact; the same on all processes.
   """
 
   def __init__(
@@ -81,6 +84,7 @@ class Assembly:
     self._arrays: dict[str, tuple[Shape, Any]] = {}
     self._names: list[str] = []
     self._writer: Optional[StateWriter] = None
+    self.refused: list[str] = []
 
   def run(self, *, fallback: str) -> Optional[Saved]:
     """Returns the promoted checkpoint; None if parts are missing, or it is of another model.
@@ -180,8 +184,10 @@ class Assembly:
           both = sums[self._names[array]]
           both[0] += int(checksum[:8], 16)
           both[1] += int(checksum[8:], 16)
-        for array, start, file, reason in outcome.bad:
-          self._candidate.damaged.append(f'{reason} (read by process {process})')
+        for array, start, file, reason, is_intact in outcome.bad:
+          reason = f'{reason} (read by process {process})'
+          self._candidate.damaged.append(reason)
+          self.refused += [reason] if is_intact else []
           holders[array, tuple(start), shapes[array]].remove((process, file))
       if not self._is_complete(holders, fallback):
         return None
@@ -243,7 +249,8 @@ class Assembly:
         try:
           values = file.read(part, self._arrays[name][0])
         except (OSError, ValueError) as e:
-          outcome.bad.append([array, start, number, f'{file.path}: {error_line(e)}'])
+          reason = f'{file.path}: {error_line(e)}'
+          outcome.bad.append([array, start, number, reason, bool(system_error(e))])
           continue
         if self._writer is not None:
           self._write(name, start, shape, values)

@@ -1,8 +1,10 @@
 """The parts of local checkpoints that the processes of a run find; the same list on all of them."""
 
 import collections
+import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.checkpoint.schemas import LOCAL_FACTS
 from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.checkpoint.storage.paths import access_errors
+from t5x_gpu.checkpoint.storage.storage_errors import system_error
 from t5x_gpu.config.json_schema import check
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.host import boot_id
@@ -27,12 +31,14 @@ class LocalFiles:
   Attributes:
     files: of this process.
     of_all: for every process, {'step', 'attempt', 'process', 'parts'} of each of its files.
-    damaged: (step, reason) of files of any process that cannot be read.
+    damaged: (step, reason) of files of any process that are truncated or garbled.
+    refused: (step, reason) of files that their process cannot open, which may be intact.
   """
 
   files: tuple[LocalFile, ...]
   of_all: Sequence[Sequence[Mapping[str, Any]]]
   damaged: Sequence[tuple[int, str]]
+  refused: Sequence[tuple[int, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +69,22 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Loca
     folder: of the run on this host; need not exist.
     run: name of the run, which is in the files as well.
     newer_than: a step; files of this and older steps are not opened.
+  Raises:
+    AccessError: the folder cannot be listed; on all processes.
   """
   # Processes of one host see the same folder: each opens a share of its files.
   folders = distributed.gather_json(_identity(folder))
   same = [i for i, other in enumerate(folders) if other == folders[distributed.process_index()]]
-  paths = sorted(
-    path
-    for path in folder.glob('step_*')
-    if (match := FILE_NAME.fullmatch(path.name)) and int(match[1]) > newer_than
-  )
-  files, damaged = [], []
+  names: list[str] = []
+  with distributed.errors_together(), access_errors(folder), contextlib.suppress(FileNotFoundError):
+    names = sorted(os.listdir(folder))
+  paths = [
+    folder / name
+    for name in names
+    if (match := FILE_NAME.fullmatch(name)) and int(match[1]) > newer_than
+  ]
+  files: list[LocalFile] = []
+  unusable: dict[str, list[Any]] = {'damaged': [], 'refused': []}
   for path in paths[same.index(distributed.process_index()) :: len(same)]:
     step = int(FILE_NAME.fullmatch(path.name)[1])
     try:
@@ -81,14 +93,16 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Loca
       if file.facts['run'] == run:
         files.append(file)
     except (OSError, ValueError) as e:
-      damaged.append([step, f'{path}: {e}'])
-  reported = distributed.gather_json(
-    {'files': [_summary(file) for file in files], 'damaged': damaged}
-  )
+      kind = 'refused' if system_error(e) else 'damaged'
+      unusable[kind].append([step, f'{path}: {e}'])
+  reported = distributed.gather_json({'files': [_summary(file) for file in files], **unusable})
   return LocalFiles(
     tuple(files),
     [each['files'] for each in reported],
-    [(step, what) for each in reported for step, what in each['damaged']],
+    *(
+      [(step, what) for each in reported for step, what in each[kind]]
+      for kind in ('damaged', 'refused')
+    ),
   )
 
 

@@ -14,8 +14,10 @@ from t5x_gpu.checkpoint.local.assembly import STAGING, Assembly
 from t5x_gpu.checkpoint.local.inventory import Candidate, LocalFiles, candidates, find_local_files
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.run_id import read_run_id
+from t5x_gpu.checkpoint.local.settings import DIR
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, Saved, is_real_folder
+from t5x_gpu.errors import AccessError, listed
 from t5x_gpu.runtime import distributed
 
 
@@ -60,9 +62,10 @@ def promote_newer(
   """
   if not isinstance(local, LocalTier):
     return None
-  run = distributed.broadcast_json(
-    read_run_id(model_dir.path) if distributed.is_main_process() else None
-  )
+  run = None
+  with distributed.errors_together():
+    run = read_run_id(model_dir.path) if distributed.is_main_process() else None
+  run = distributed.broadcast_json(run)
   if run is None:
     return None
   found = _find(local.folder, run, newer_than)
@@ -83,12 +86,37 @@ def _first_complete(
   durable: Optional[int],
   dry_run: bool = False,
 ) -> Optional[Saved]:
-  """Returns the first of `waiting` that can be promoted, after promoting it; None if none can."""
+  """Returns the first of `waiting` that can be promoted, after promoting it; None if none can.
+
+  Raises:
+    AccessError: parts of a newer one cannot be opened, and may be intact.
+  """
   fallback = 'the seed' if durable is None else f'checkpoint_{durable}'
+
+  def check_none_refused(step: int, reasons: Sequence[str], instead: str) -> None:
+    if reasons:
+      raise AccessError(
+        f'Local checkpoint {step} is newer than {instead}, but parts of it cannot be opened:\n  '
+        + '\n  '.join(listed(reasons, 4)),
+        fix='The parts may be intact, so nothing was moved or removed: the same command continues '
+        f'once they can be read. To continue from {instead} without them, remove these files.',
+        parameters=(DIR,),
+        docs='checkpoints.md#local-checkpoints',
+      )
+
+  def check_newer(step: int, instead: str) -> None:
+    newest = max((s for s, _ in found.refused if s > step), default=step)
+    check_none_refused(newest, [what for s, what in found.refused if s == newest > step], instead)
+
   for candidate in waiting:
-    saved = Assembly(model_dir, candidate, found, target, dry_run=dry_run).run(fallback=fallback)
+    check_newer(candidate.step, f'local checkpoint {candidate.step}')
+    assembly = Assembly(model_dir, candidate, found, target, dry_run=dry_run)
+    saved = assembly.run(fallback=fallback)
     if saved is not None:
       return saved
+    check_none_refused(candidate.step, assembly.refused, fallback)
+    check_newer(candidate.step - 1, fallback)
+  check_newer(-1, fallback)
   return None
 
 
@@ -99,9 +127,11 @@ def _promote(
   if distributed.is_main_process() and not dry_run:
     if is_real_folder(folder / STAGING):  # left by a killed process; anything else stays
       shutil.rmtree(folder / STAGING, ignore_errors=True)
-  run, durable = distributed.broadcast_json(
-    (read_run_id(folder), _newest_readable(model_dir)) if distributed.is_main_process() else None
-  )
+  run, durable = None, None
+  with distributed.errors_together():
+    if distributed.is_main_process():
+      run, durable = read_run_id(folder), _newest_readable(model_dir)
+  run, durable = distributed.broadcast_json((run, durable))
   if run is None:
     return None
   found = _find(local, run, durable)

@@ -9,7 +9,7 @@ from typing import Optional
 
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, Text, read_json
-from t5x_gpu.config.set_aside import set_aside
+from t5x_gpu.config.set_aside import access_error, is_missing, set_aside_damaged
 from t5x_gpu.errors import CheckpointError
 
 RUN_ID = 'run.id'
@@ -23,11 +23,17 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
 
   A MODEL_DIR that was moved keeps its name. A copy is another run: while the original exists, the
   name belongs to the original.
+
+  Raises:
+    AccessError: the file cannot be opened.
   """
-  kept = None
-  with contextlib.suppress(OSError, ValueError):
+  try:
     kept = _read(folder)
-  if kept is None:
+  except ValueError:
+    return None
+  except OSError as e:
+    if not is_missing(e):  # without its name, the run would lose its local checkpoints
+      raise access_error(e, folder / RUN_ID) from e
     return None
   here, there = str(folder.resolve()), pathlib.Path(kept['folder'])
   with contextlib.suppress(OSError, ValueError):
@@ -48,7 +54,7 @@ def ensure_run_id(folder: pathlib.Path) -> str:
   except FileNotFoundError:
     pass
   except (OSError, ValueError) as e:
-    set_aside(folder / RUN_ID, str(e))
+    set_aside_damaged(folder / RUN_ID, e)
   if kept != now:
     try:
       text = json.dumps(now, indent=1) + '\n'

@@ -7,6 +7,7 @@ import string
 from typing import Optional
 
 from t5x_gpu.checkpoint.local.replication import Hosts, ReplicaPlan, gigabytes
+from t5x_gpu.config.user_paths import user_path
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.host import available_memory
@@ -73,7 +74,7 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
       f'{DIR} = {local_checkpoint_dir!r}: ${unset[0]} is not set.',
       fix=f'Set it for every process: export {unset[0]}=..., or write the folder out.',
     )
-  folder = pathlib.Path(os.path.expanduser(os.path.expandvars(local_checkpoint_dir))).absolute()
+  folder = user_path(os.path.expandvars(local_checkpoint_dir))
   inner, outer = folder.resolve(), model_dir.resolve()
   if inner.is_relative_to(outer):
     raise _error(

@@ -127,7 +127,7 @@ class Journal(contextlib.AbstractContextManager):
 
   def _open(self, num_bytes: int) -> None:
     """Continues the journal if it is of this work, else starts one."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError):
       kept = read_json(self._path, _SCHEMA)
       if kept['work'] == self._work and self.folder.is_dir():
         self.entry = kept['entry']

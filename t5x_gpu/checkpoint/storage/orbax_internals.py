@@ -11,14 +11,16 @@ import contextlib
 import gc
 import logging
 import os
+import pathlib
 import sys
 import time
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orbax.checkpoint as ocp
+from etils import epath
 
 # What `_CHECKPOINT_METADATA` names as the writers of our items. The strings are paths of private
 # modules. Missing: names that do not change when Orbax moves a module.
@@ -52,6 +54,38 @@ def save_has_failed(manager: ocp.CheckpointManager) -> bool:
       lambda thread: thread is not None and not thread.is_alive() and thread.exception
     )
   )
+
+
+class _LiteralPath(type(epath.Path('/'))):
+  """A path in which `[`, `*` and `?` are ordinary characters."""
+
+  def glob(self, pattern: str) -> Iterator['_LiteralPath']:
+    yield from map(type(self), pathlib.Path(self).glob(pattern))
+
+
+def check_before_commit(
+  handler: ocp.PyTreeCheckpointHandler, check: Callable[[pathlib.Path], None]
+) -> None:
+  """Makes `handler` merge the files of all processes wherever they are, and check the result.
+
+  Orbax finds these files by a pattern that begins with the folder's own path. Where none match, it
+  logs a warning and commits a checkpoint without an index. Missing: `glob.escape` of that path.
+
+  Args:
+    handler: of the state.
+    check: called on process 0 with the folder of the item, before the step counts; raises if the
+      arrays cannot be read.
+  """
+  finalize = handler.finalize
+
+  def finalize_and_check(directory: epath.Path) -> None:
+    finalize(_LiteralPath(directory))
+    try:
+      check(pathlib.Path(directory))
+    except (OSError, ValueError) as e:
+      raise ValueError(f'the arrays that were written cannot be opened: {e}') from e
+
+  handler.finalize = finalize_and_check
 
 
 # Missing, for all of the following: Orbax cancels and awaits the reads or writes that it gives up.

@@ -7,6 +7,7 @@ installed. It reads secrets from the environment or from files; our code never h
 Source: https://google.github.io/tensorstore/kvstore/s3/index.html and .../gcs/index.html
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,7 +16,7 @@ import pathlib
 import re
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Union
 
 import tensorstore as ts
@@ -25,9 +26,12 @@ from t5x_gpu.checkpoint.storage.storage_errors import (
   S3,
   is_outage,
   storage_error,
+  system_error,
   without_secrets,
 )
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.config.set_aside import access_error
+from t5x_gpu.config.user_paths import user_path
+from t5x_gpu.errors import ConfigError, UserError
 
 # 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: an outage of a minute passes unnoticed. TensorStore's own
 # default would hang for a quarter of an hour before it reports that nobody answers.
@@ -146,25 +150,26 @@ AnyPath = Union[pathlib.Path, RemotePath]
 
 
 def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -> AnyPath:
-  """Returns a user's folder or address as a path; a folder of this machine becomes absolute.
+  """Returns a user's folder or address as a path; absolute and without `..`.
 
   Args:
     text: a folder, `s3://BUCKET/FOLDER` or `gs://BUCKET/FOLDER`.
     parameter: of gin, for errors.
   Raises:
-    ConfigError: an address of another kind, or without a folder.
+    ConfigError: an address of another kind, or without a folder; a folder that TensorStore cannot
+      use.
   """
   if isinstance(text, RemotePath):
     return text
   text = os.fspath(text)
   match = re.fullmatch(r'(\w[\w+.-]*):/(/?)(.*)', text)
   if not match:
-    return pathlib.Path(text).expanduser().absolute()
+    return _usable(user_path(text), parameter=parameter)
   scheme, slash, rest = match.groups()
   shown = without_secrets(text)
   parameters = (parameter,) if parameter else ()
   if not slash and scheme not in (S3, GS):
-    return pathlib.Path(text).absolute()  # a folder whose name ends in a colon
+    return _usable(user_path(text), parameter=parameter)  # a folder whose name ends in a colon
   if scheme not in (S3, GS):
     raise _error(
       f'{shown!r} is an address of {scheme}://, which is not supported.',
@@ -172,7 +177,7 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
       parameters=parameters,
     )
   bucket, _, key = rest.partition('/')
-  key = key.strip('/')
+  key = _without_dots(key.strip('/'))
   if (
     not slash
     or not re.fullmatch(r'[\w.-]+', bucket)
@@ -186,6 +191,33 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
       parameters=parameters,
     )
   return RemotePath(scheme, bucket, key)
+
+
+def _without_dots(key: str) -> str:
+  """Returns the name of an object without `.` and `..`; those that leave the bucket stay."""
+  parts: list[str] = []
+  for part in key.split('/'):
+    if part == '..' and parts and parts[-1] != '..':
+      parts.pop()
+    elif part != '.':
+      parts.append(part)
+  return '/'.join(parts)
+
+
+def _usable(path: pathlib.Path, *, parameter: str) -> pathlib.Path:
+  """Returns `path`; raises ConfigError if TensorStore refuses it, or would write elsewhere."""
+  given = kvstore_spec(path)['path']
+  try:
+    if ts.KvStore.Spec({'driver': 'file', 'path': given}).path == given:
+      return path
+  except (ValueError, RuntimeError):  # a name that is not UTF-8 is a RuntimeError
+    pass
+  raise _error(
+    f'{str(path)!r} is not a folder that TensorStore, which reads and writes arrays, can use.',
+    fix='A path must be UTF-8 text without backslashes, and no folder in it may end in .__lock. '
+    'Rename the folder, or name another.',
+    parameters=(parameter,) if parameter else (),
+  )
 
 
 def local_path(text: Union[str, os.PathLike, RemotePath], *, what: str) -> pathlib.Path:
@@ -209,13 +241,32 @@ def is_remote(path: AnyPath) -> bool:
   return isinstance(path, RemotePath)
 
 
+@contextlib.contextmanager
+def access_errors(path: AnyPath) -> Iterator[None]:
+  """Within, an error that says nothing about the bytes in `path` becomes AccessError.
+
+  All other errors pass: a file is missing, truncated or garbled.
+  """
+  try:
+    yield
+  except UserError:
+    raise
+  except Exception as e:  # those of Orbax and TensorStore are of many kinds
+    if isinstance(path, RemotePath):
+      if is_outage(e):
+        raise storage_error(e, f'{path} cannot be read', path.scheme) from None
+    elif refused := system_error(e):
+      raise access_error(refused, path) from e
+    raise
+
+
 # ---- TensorStore ---------------------------------------------------------------------------------
 
 
 def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
   """Returns TensorStore's spec of a folder; it contains no secret."""
   if not isinstance(folder, RemotePath):
-    return {'driver': 'file', 'path': f'{folder}/'}
+    return {'driver': 'file', 'path': os.path.join(folder, '')}
   path = f'{folder.key}/' if folder.key else ''
   if folder.scheme == GS:
     return {'driver': 'gcs', 'bucket': folder.bucket, 'path': path}

@@ -1,15 +1,37 @@
-"""Failures of object storage as errors with a fix; no secret is in any of them."""
+"""Failures of disks and of object storage as errors with a fix; no secret is in any of them.
+
+TensorStore raises ValueErrors, whatever the reason: their text says whether the system refused a
+file, or storage did not answer, or the bytes are bad.
+"""
 
 import os
 import re
+from typing import Optional
 
-from t5x_gpu.errors import CheckpointError, UserError
+from t5x_gpu.config.set_aside import is_missing
+from t5x_gpu.errors import AccessError, CheckpointError, UserError
 
 S3, GS = 's3', 'gs'
 
 
-class StorageError(CheckpointError):
+class StorageError(AccessError):
   """Storage refused a request or did not answer; what is stored there may be intact."""
+
+
+def system_error(e: Optional[BaseException]) -> Optional[OSError]:
+  """Returns the error of the system that `e` stems from, if it says nothing about a file's bytes.
+
+  Looks through Orbax's errors, which name neither file nor reason.
+  """
+  while e is not None:
+    number = re.search(r"os_error_code='(\d+)'", str(e))
+    if number:
+      files = re.findall(r'"(/[^"\n]*)"', str(e))  # the last one is innermost
+      e = OSError(int(number[1]), os.strerror(int(number[1])), files[-1] if files else None)
+    if isinstance(e, OSError):
+      return None if is_missing(e) else e
+    e = e.__cause__
+  return None
 
 
 # TensorStore reads them, except for the endpoint and the region, which are passed on to it.

@@ -22,7 +22,7 @@ def describe(source: Source, *, step: Optional[int] = None) -> dict[str, Any]:
   Raises:
     CheckpointError: there is no checkpoint, or it cannot be read.
   """
-  reader = StateReader(source, step=step)
+  reader = StateReader(source, step=step, step_setting='--step')
   manifest, folder = reader.manifest, reader.checkpoint.model_dir.path
   checksums = recorded(manifest)
   arrays = {

@@ -43,7 +43,9 @@ def reshard(request: ReshardRequest, console: Console) -> AnyPath:
   Raises:
     CheckpointError: the memory budget is too small, or the source is damaged.
   """
-  reader = StateReader(request.source, step=request.step, cache_bytes=request.memory // 16)
+  reader = StateReader(
+    request.source, step=request.step, cache_bytes=request.memory // 16, step_setting='--step'
+  )
   plan = plan_reshard(reader, request)
   work = {'source': str(reader.path), 'manifest': dict(reader.manifest), 'plan': plan.as_json()}
   with open_journal(request.target, work=work, num_bytes=plan.num_bytes) as journal:

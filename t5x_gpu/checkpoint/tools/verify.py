@@ -3,11 +3,11 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 
 from t5x_gpu.checkpoint.arrays.state_reader import PIECE_BYTES, StateReader
-from t5x_gpu.checkpoint.model_dir import check_no_outage
 from t5x_gpu.checkpoint.saved_checkpoint import error_line
 from t5x_gpu.checkpoint.storage.checksums import HostSums, recorded
 from t5x_gpu.checkpoint.storage.paths import AnyPath
@@ -48,20 +48,7 @@ def verify(
     most_bytes: maximum size of a piece.
   """
   want = recorded(reader.manifest)
-
-  def problem(name: str) -> str:
-    sums = HostSums(reader.shapes[name])
-    try:
-      for place, values in reader.pieces(name, most_bytes=most_bytes):
-        sums.add_at(place, values)
-        advance(values.nbytes)
-    except (ValueError, OSError) as e:  # from TensorStore: corrupt or missing data
-      check_no_outage(e, reader.path)
-      return f'cannot be read: {error_line(e)}'
-    if name in want and str(sums) != want[name]:
-      return f'does not have the values that were saved: its checksum is {sums}, not {want[name]}'
-    return ''
-
+  problem = functools.partial(reader.problem, advance=advance, most_bytes=most_bytes)
   with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
     problems = dict(zip(reader.shapes, pool.map(problem, reader.shapes)))
   return VerifyResult(
@@ -77,7 +64,6 @@ def damage_named(name: str, where: AnyPath) -> Iterator[None]:
   try:
     yield
   except ValueError as e:  # from TensorStore: corrupt or truncated data
-    check_no_outage(e, where)
     raise CheckpointError(
       f'{name} of {where} cannot be read: {error_line(e)}',
       fix=_FIX.format(where),

@@ -26,8 +26,9 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_bytes,
 )
+from t5x_gpu.config.set_aside import access_error, is_missing
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
-from t5x_gpu.errors import NoExamplesError, task_error
+from t5x_gpu.errors import DataError, NoExamplesError, task_error
 
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'
@@ -262,6 +263,12 @@ def from_json(text: str | bytes) -> Index:
   return Index(source_config=values.pop('made_from'), **values, members=members)
 
 
+def unopened(e: OSError, path: pathlib.Path) -> DataError:
+  """Returns the error for a file of prepared rows that cannot be opened or read now."""
+  error = access_error(e, path)
+  return task_error(error.what, fix=error.fix, docs='data.md')
+
+
 def read_index(folder: str | os.PathLike, *, split: str) -> Index:
   """Returns the index of a split in `folder`, the DIR of `prepare`.
 
@@ -283,6 +290,8 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       docs='data.md',
     ) from e
   except OSError as e:
+    if not is_missing(e):
+      raise unopened(e, path) from e
     if (folder / split / UNFINISHED).is_dir():
       done = len(list((folder / split / UNFINISHED).glob('*/*.json')))
       raise task_error(

@@ -5,7 +5,8 @@ import os
 import pathlib
 from typing import Optional
 
-from t5x_gpu.data.prepared.index import Index, Shard
+from t5x_gpu.config.set_aside import is_missing
+from t5x_gpu.data.prepared.index import Index, Shard, unopened
 from t5x_gpu.data.sources.file_digests import sample_digest, sha256_of
 from t5x_gpu.errors import listed, task_error
 
@@ -20,6 +21,8 @@ def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str])
     folder: of the split.
     shard: its entry in the index.
     content: what to compare in addition to the size: None, 'sample' (a few blocks) or 'all'.
+  Raises:
+    DataError: it cannot be opened, which says nothing about its rows.
   """
   if not shard.rows:
     return ''
@@ -36,6 +39,8 @@ def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str])
   except FileNotFoundError:
     return f'{path} is missing.'
   except OSError as e:
+    if not is_missing(e):
+      raise unopened(e, path) from e
     return f'{path} cannot be read: {e.strerror or e}.'
   return ''
 

@@ -1,5 +1,6 @@
 """The files that documents come from: those that match a pattern, and the standard library's."""
 
+import glob
 import hashlib
 import logging
 import os
@@ -38,15 +39,17 @@ def fingerprint(files: Sequence[str]) -> dict[str, Any]:
 def matching_files(pattern: str) -> list[str]:
   """Returns the sorted files that match `pattern`.
 
-  `**` goes into folders; a folder stands for all files in it. Empty files are skipped.
+  `**` goes into folders; a folder stands for all files in it. Empty files are skipped. As far as
+  the path exists, it is itself: with a folder `set[1]`, that name is not a pattern for `set1`.
 
   Raises:
     DataError: no file matches, all that match are empty, or one cannot be read.
   """
   expanded = os.path.expanduser(pattern)
   if os.path.isdir(expanded):
-    expanded = os.path.join(expanded, '**')
-  files = find_files(expanded)
+    files = find_files(os.path.join(glob.escape(expanded), '**'))
+  else:
+    files = find_files(_with_literal_folders(expanded))
   if not files:
     folder = expanded
     while folder and not os.path.isdir(folder):
@@ -73,6 +76,16 @@ def matching_files(pattern: str) -> list[str]:
       fix='Point MIXTURE_OR_TASK_NAME at files with text.',
     )
   return full
+
+
+def _with_literal_folders(pattern: str) -> str:
+  """Returns `pattern` with its longest part that exists escaped."""
+  parts = pattern.split(os.sep)
+  for i in range(len(parts), 0, -1):
+    above = os.sep.join(parts[:i])
+    if above and os.path.lexists(above):
+      return os.sep.join([glob.escape(above), *parts[i:]])
+  return pattern
 
 
 # Tests, vendored packages and code tables: bulky, and not what people mean by Python source.

@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import read_bytes
-from t5x_gpu.config.set_aside import set_aside
+from t5x_gpu.config.set_aside import set_aside_damaged
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
 from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.errors import listed, task_error
@@ -345,7 +345,7 @@ def _set_aside_if_damaged(path: pathlib.Path) -> None:
     try:
       _parse(read_bytes(path))
     except (OSError, *_DAMAGED) as e:
-      set_aside(path, str(e))
+      set_aside_damaged(path, e)
 
 
 def _lines(texts: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import pathlib
 
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import MapOf, Text, read_json
-from t5x_gpu.config.set_aside import set_aside
+from t5x_gpu.config.set_aside import set_aside_damaged
 
 FILE = 'loggers.json'
 _IDS = MapOf(Text(r'[A-Za-z0-9_-]{1,128}'))
@@ -26,7 +26,7 @@ class RunIds:
       try:
         self._ids = read_json(self._path, _IDS)
       except (ValueError, OSError) as e:
-        set_aside(self._path, f'{e}; W&B and MLflow will show a new run')
+        set_aside_damaged(self._path, e, '; W&B and MLflow will show a new run')
 
   def get(self, logger: str) -> str | None:
     """Returns the id of this run at `logger`; None for a new run."""

@@ -158,3 +158,24 @@ def test_a_file_that_opens_is_readable_whatever_access_says(tree, monkeypatch):
   # Docker before 20.10 answers EPERM to faccessat2, which glibc's faccessat calls.
   monkeypatch.setattr(os, 'access', lambda *args, **kwargs: False)
   assert find_files('tree/*.txt') == ['tree/a.txt']
+
+
+@pytest.mark.parametrize(
+  'given, found',
+  [
+    ('set[1]', ['set[1]/a.txt']),
+    ('set[1]/*.txt', ['set[1]/a.txt']),
+    ('set[1]/**', ['set[1]/a.txt']),
+    ('set[1]/a.txt', ['set[1]/a.txt']),
+    ('what?.txt', ['what?.txt']),
+    ('*.txt', ['what1.txt', 'what?.txt']),
+    ('**/a*.txt', ['set1/a.txt', 'set[1]/a.txt']),
+    ('set[12]/a.txt', ['set1/a.txt']),
+  ],
+)
+def test_a_path_that_exists_is_itself_and_not_a_pattern(tmp_path, monkeypatch, given, found):
+  for name in ('set[1]/a.txt', 'set1/a.txt', 'what?.txt', 'what1.txt'):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(name)
+  monkeypatch.chdir(tmp_path)
+  assert discovery.matching_files(given) == found
