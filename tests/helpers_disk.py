@@ -11,14 +11,16 @@ from unittest import mock
 import pytest
 
 
-def mount(folder: pathlib.Path, *, size: str) -> str:
+def mount(folder: pathlib.Path, *, size: str, inodes: int = 0) -> str:
   """Mounts `folder`, made if need be, as a file system of `size` ('2m'); returns why it cannot be.
+
+  It has so many inodes; 0 for many.
 
   Mounting takes root. CI and containers have it, some users' machines do not.
   """
   folder.mkdir(exist_ok=True)
   done = subprocess.run(
-    ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(folder)],
+    ['mount', '-t', 'tmpfs', '-o', f'size={size},nr_inodes={inodes}', 'tmpfs', str(folder)],
     capture_output=True,
     text=True,
     check=False,
@@ -31,9 +33,9 @@ def unmount(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(folder: pathlib.Path, *, size: str) -> Iterator[pathlib.Path]:
+def small_disk(folder: pathlib.Path, *, size: str, inodes: int = 0) -> Iterator[pathlib.Path]:
   """Yields `folder`, mounted as a file system of `size`; skips the test without the right to."""
-  problem = mount(folder, size=size)
+  problem = mount(folder, size=size, inodes=inodes)
   if problem:
     pytest.skip(f'a full disk cannot be tried here, mount says: {problem}')
   try:

@@ -21,6 +21,9 @@ CHECKPOINTS = {
   'checkpoint/test_local_checkpoints.py': (
     'test_any_host_may_be_lost_and_the_step_comes_back_bit_exactly'
   ),
+  'checkpoint/test_refused_files.py': (
+    'test_a_run_that_cannot_open_a_file_stops_with_the_reason_and_moves_nothing'
+  ),
   'checkpoint/test_run_lock.py': (
     'test_a_second_run_and_a_dry_run_fail_before_compiling_and_change_nothing'
   ),
@@ -33,6 +36,7 @@ CHECKPOINTS = {
     'test_kill_9_while_a_save_writes_its_files_loses_nothing_that_was_committed'
   ),
   'test_train_damaged_files.py': 'test_a_restart_moves_damaged_files_aside_and_names_them',
+  'test_train_paths.py': ('test_a_run_continues_wherever_its_folder_is_and_every_tool_reads_it'),
   'test_train_resume.py': ('test_stop_signals_save_and_leave_and_the_next_run_continues_exactly'),
   'test_train_stops.py': (
     'test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint'

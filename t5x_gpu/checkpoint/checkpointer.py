@@ -35,6 +35,7 @@ from t5x_gpu.checkpoint.storage.orbax_internals import (
 )
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.checkpoint.storage.removal import RenamingDeleter, finish_removals
+from t5x_gpu.config.atomic_write import write_problem
 from t5x_gpu.config.set_aside import free_name
 from t5x_gpu.errors import CheckpointError, did_you_mean
 from t5x_gpu.runtime import process_exit
@@ -239,8 +240,9 @@ class Checkpointer(BaseCheckpointer):
       return gone
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
     reason = f'{type(e).__name__}: {e}'
-    if os.strerror(errno.ENOSPC) in reason:
-      reason = os.strerror(errno.ENOSPC) + '.'
+    for number in (errno.ENOSPC, errno.EDQUOT):
+      if os.strerror(number) in reason:
+        reason = write_problem(OSError(number, os.strerror(number)), folder) + '.'
     return CheckpointError(
       f'{what} could not be written to {folder}: {reason}',
       fix=f'{self._last_good()} Free space there: '

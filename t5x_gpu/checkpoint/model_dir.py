@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import (
   read_saved,
 )
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path, is_remote
+from t5x_gpu.config.atomic_write import write_problem
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -297,7 +298,7 @@ def check_writable(folder: AnyPath) -> None:
     probe.unlink()
   except OSError as e:
     raise CheckpointError(
-      f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
+      f'MODEL_DIR = {str(folder)!r} cannot be written to: {write_problem(e, folder)}.',
       fix='Set MODEL_DIR to a folder you can write to, with free space '
       '(--gin.MODEL_DIR=runs/my_run).',
     ) from e

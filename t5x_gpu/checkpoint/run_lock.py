@@ -167,7 +167,9 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
     if isinstance(e, OSError) and not is_missing(e):
       error = access_error(e, path)
       raise AccessError(
-        f'{error.what} So the lock may still be held.', fix=error.fix, docs=error.docs
+        f'{error.what} So the lock may still be held.',
+        fix=error.fix,
+        docs='watchdog.md#two-runs-on-one-model_dir',
       ) from e
     return None, 0.0
 

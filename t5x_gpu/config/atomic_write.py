@@ -5,9 +5,12 @@ to a file of lines.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 from collections.abc import Iterator
+
+_SOME_GIGABYTES = 0.1  # with less, a disk is full, whatever the size of the file
 
 
 @contextlib.contextmanager
@@ -64,3 +67,28 @@ def write_atomically(
   """Writes `text` as UTF-8; arguments as for `atomic_write`."""
   with atomic_write(path, sync=sync, suffix=suffix) as new:
     new.write_text(text, 'utf-8')
+
+
+def write_problem(e: OSError, folder: str | os.PathLike) -> str:
+  """Returns why a file in `folder` could not be written; of a full disk, what has run out.
+
+  A disk has no space left as well when its last inode is used, or when a quota ends.
+  """
+  text = e.strerror or str(e)
+  if e.errno == errno.EDQUOT:
+    return f'{text}: the quota of this user or project has run out, not the disk (quota -s)'
+  if e.errno != errno.ENOSPC:
+    return text
+  try:
+    stats = os.statvfs(folder)
+  except OSError:
+    return text
+  free = stats.f_bavail * stats.f_frsize / 1e9
+  if stats.f_files and not stats.f_favail:
+    return f'{text}: all {stats.f_files:,} inodes are used; {free:.2f} GB are free (df -i)'
+  if free < _SOME_GIGABYTES:
+    return f'{text}: {free:.2f} GB are free (df -h)'
+  return (
+    f'{text}, although {free:.2f} GB and {stats.f_favail:,} inodes are free: the file was larger, '
+    'or a limit of this user, project or job (of its memory, in /dev/shm) ended'
+  )

@@ -31,6 +31,7 @@ class Binding:
     text: the value as written.
     origin: 'FILE:LINE', or '--gin.KEY' for the command line.
     stack: the including files, outermost first; () for the command line.
+    typed: the text of the value on the command line; '' in a file.
   """
 
   scope: str
@@ -40,6 +41,7 @@ class Binding:
   text: str
   origin: str
   stack: tuple[str, ...] = ()
+  typed: str = ''
 
   @property
   def is_macro(self) -> bool:

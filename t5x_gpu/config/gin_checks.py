@@ -6,6 +6,7 @@ Each check returns problems as text with file:line; `gin_loader.load` raises the
 import inspect
 import re
 import sys
+import types
 from collections.abc import Sequence
 
 from gin import config as gin_config
@@ -220,7 +221,11 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
       if wrong:
         source = bindings.follow(binding)
         through = '' if source is binding else f' through {binding.text} at {binding.origin}'
-        result[binding] = f'{source.origin}: {binding.key} = {source.text}{through}: {wrong}'
+        typed = source.typed if isinstance(value, (int, float, types.NoneType)) else ''
+        if typed:
+          wrong = type_checks.mismatch(value, hints[arg], typed=typed)
+        text = typed or source.text
+        result[binding] = f'{source.origin}: {binding.key} = {text}{through}: {wrong}'
   return list(result.values())
 
 

@@ -13,10 +13,14 @@ _KEY = re.compile(r'^([A-Za-z_][\w.]*/)*[A-Za-z_][\w.]*$')
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-  """One binding of the command line; `value` may hold statements.Reference and statements.Macro."""
+  """One binding of the command line; `value` may hold statements.Reference and statements.Macro.
+
+  `typed` is the text of the value.
+  """
 
   key: str
   value: Any
+  typed: str
 
   @property
   def origin(self) -> str:
@@ -50,7 +54,7 @@ def parse_override(text: str) -> Override:
     if value.startswith(quote) and value.endswith(quote) and len(value) > 2:
       value = value.replace(quote, quote[1])
   try:
-    return Override(key, statements.parse_value(value))
+    return Override(key, statements.parse_value(value), value)
   except (SyntaxError, tokenize.TokenError) as e:
     if value[0] in '@%[({"\'':
       raise ConfigError(
@@ -58,4 +62,4 @@ def parse_override(text: str) -> Override:
         fix='Close its quotes and brackets; text that begins with one of @%[({ '
         f'needs quotes: --gin.{key}="{value!r}"',
       ) from e
-    return Override(key, value)
+    return Override(key, value, value)

@@ -133,7 +133,15 @@ class Reader:
           self.problems.append(str(e))
           continue
         scope, selector, arg = config_parser.parse_binding_key(override.key)
-        self._bind(scope, selector, arg, override.value, origin=override.origin, context=context)
+        self._bind(
+          scope,
+          selector,
+          arg,
+          override.value,
+          origin=override.origin,
+          context=context,
+          typed=override.typed,
+        )
 
   def _import(
     self, statement: config_parser.ImportStatement, *, at: str, context: gin_config.ParseContext
@@ -171,6 +179,7 @@ class Reader:
     *,
     origin: str,
     context: gin_config.ParseContext,
+    typed: str = '',
   ) -> Optional[Binding]:
     """Binds one value, or records the problem and keeps its references in `lost`."""
     if arg:
@@ -208,6 +217,7 @@ class Reader:
       repr(raw),
       origin,
       tuple(name for name, _ in self._stack),
+      typed,
     )
     self.bindings.append(binding)
     return binding

@@ -39,15 +39,12 @@ def remedy(e: OSError) -> str:
   return _REMEDIES.get(e.errno, 'Check the disk, the mount and the rights of that path.')
 
 
-def access_error(
-  e: OSError, path: str | os.PathLike = '', *, docs: str = 'checkpoints.md#no-access'
-) -> AccessError:
+def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
   """Returns the error for a file that cannot be opened or read now.
 
   Args:
     e: of the system.
     path: which file, if `e` does not name it.
-    docs: the page to read.
   """
   name = errno.errorcode.get(e.errno, e.errno)
   return AccessError(
@@ -55,7 +52,7 @@ def access_error(
     fix=f'{remedy(e)}\nThe file may be intact, so nothing was moved, removed or replaced: the same '
     'command continues once the file can be read. To go on without the file (of a checkpoint: '
     'without its folder), move it away.',
-    docs=docs,
+    docs='checkpoints.md#no-access',
   )
 
 

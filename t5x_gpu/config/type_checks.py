@@ -71,8 +71,11 @@ def _hashable(key: Any) -> Any:
   return key if isinstance(key, (*_SCALARS, tuple, type(None))) else Unknown()
 
 
-def mismatch(value: Any, annotation: Any) -> str:
-  """Returns why `value` does not fit `annotation`, with the value that would, or ''."""
+def mismatch(value: Any, annotation: Any, *, typed: str = '') -> str:
+  """Returns why `value` does not fit `annotation`, with the value that would, or ''.
+
+  `typed` is the text of a number on the command line, where 1e5 may mean a folder of that name.
+  """
   if _fits(value, annotation):
     return ''
   if isinstance(value, ReferenceValue):
@@ -80,7 +83,10 @@ def mismatch(value: Any, annotation: Any) -> str:
       return f'{value.text} is the class or function itself; write {value.text}() to call it.'
     name = getattr(value.what, '__name__', value.what)
     return f'{value.text} gives {name}; expected {show(annotation)}.'
-  return f'{value!r} is {_article(value)}; expected {show(annotation)}.{_remedy(value, annotation)}'
+  wrong = f'{typed or repr(value)} is {_article(value)}; expected {show(annotation)}.'
+  if typed and _fits(typed, annotation):
+    return f'{wrong} For the text, add quotes: "{typed!r}".'
+  return wrong + _remedy(value, annotation)
 
 
 def _article(value: Any) -> str:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import atomic_write, write_problem
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.config.set_aside import free_name, remedy, set_aside, set_aside_unless_file
 from t5x_gpu.errors import ConfigError, TrainingError
@@ -84,9 +84,9 @@ def parse_line(line: bytes) -> Optional[dict[str, Any]]:
   return record if all(is_number) else None
 
 
-def _disk_error(step: int, what: str, e: OSError) -> TrainingError:
+def _disk_error(step: int, what: str, folder: pathlib.Path, e: OSError) -> TrainingError:
   return TrainingError(
-    f'Step {step}: {what} cannot be written: {e.strerror or e}.',
+    f'Step {step}: {what} cannot be written: {write_problem(e, folder)}.',
     fix='Free some space on that disk and run the same command again: it resumes from the last '
     'checkpoint.',
     parameters=('train.model_dir',),
@@ -142,7 +142,7 @@ class JsonLinesWriter:
       while line:  # an unbuffered write may be partial, on a full or remote disk
         line = line[self._file.write(line) :]
     except OSError as e:
-      raise _disk_error(step, f'the metrics file {self.path}', e) from e
+      raise _disk_error(step, f'the metrics file {self.path}', self.path.parent, e) from e
 
   def truncate_after(self, step: int) -> None:
     """Removes lines above `step` and damaged lines.
@@ -231,7 +231,7 @@ class TensorBoardWriter:
       if time.monotonic() > self._flushed + _FLUSH_SECONDS:
         self.flush()
     except OSError as e:
-      raise _disk_error(step, f'TensorBoard files in {self.log_dir}', e) from e
+      raise _disk_error(step, f'TensorBoard files in {self.log_dir}', self.log_dir, e) from e
 
   def _open(self) -> None:
     if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():

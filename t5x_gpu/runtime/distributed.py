@@ -250,9 +250,9 @@ def raise_together(error: Optional[UserError]) -> None:
       kind, what, fix, parameters, docs = other
       alone = sum(each == other for each in found) < process_count()
       where = f'{agreement.who_text([process], hostnames())}: ' if alone else ''
-      raise getattr(errors, kind)(
-        f'{where}{what}', fix=fix, parameters=parameters, docs=docs
-      ) from error
+      together = getattr(errors, kind)(f'{where}{what}', fix=fix, parameters=parameters)
+      together.docs = docs
+      raise together from error
 
 
 def assert_equal_across_hosts(

@@ -534,7 +534,7 @@ def test_a_save_whose_arrays_cannot_be_opened_does_not_count(tmp_path, monkeypat
   async def merge_nothing(*args, **kwargs):
     pass
 
-  # Orbax logs a warning and goes on where it finds nothing to merge.
+  # Orbax logs a warning and commits where it finds nothing to merge.
   merge = 'orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files'
   monkeypatch.setattr(merge, merge_nothing)
   with opened(folder) as checkpointer:

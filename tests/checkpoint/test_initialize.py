@@ -1,6 +1,7 @@
 """A run that cannot start from a source names arrays, shapes and the fix before it compiles."""
 
 import dataclasses
+import errno
 import pathlib
 
 import jax
@@ -12,7 +13,7 @@ from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
-from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.errors import AccessError, CheckpointError, ConfigError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel
@@ -21,6 +22,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_disk import refused_to_python
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
@@ -219,6 +221,18 @@ def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, 
   for file in files:
     (tmp_path / file).touch()
   assert says in message(RestoreConfig(path, step=step), program())
+
+
+def test_a_source_that_cannot_be_read_is_replaced_by_a_setting_of_this_run(tmp_path, values):
+  """`--step` is a flag of other commands."""
+  config, p = RestoreConfig(write(tmp_path / 'other', values)), program()
+  with refused_to_python('checkpoint_3/data', errno.EMFILE), pytest.raises(AccessError) as refused:
+    plan_start(config, p, MODEL, saved=None)
+  assert 'Too many open files' in str(refused.value)
+  (tmp_path / 'other' / 'checkpoint_3' / 'data' / 'metadata').write_bytes(b'{')
+  text = message(config, p)
+  assert 'checkpoint_3 cannot be read' in text and '--step' not in text
+  assert 'Use an earlier checkpoint: select it with RestoreConfig.step.' in text
 
 
 @pytest.mark.parametrize(

@@ -140,12 +140,16 @@ def write_local_file(
     {'format': FORMAT, 'facts': facts, 'parts': [dataclasses.astuple(part) for part in described]}
   ).encode()
   begin = _aligned(_PRELUDE.size + len(header))
-  with atomic_write(path, suffix=TEMPORARY) as new, open(new, 'wb') as f:
+  with atomic_write(path, suffix=TEMPORARY) as new, open(new, 'wb', opener=_for_user_alone) as f:
     f.write(_PRELUDE.pack(MAGIC, len(header), zlib.crc32(header)) + header)
     for part, (_, _, _, values) in zip(described, parts):
       f.seek(begin + part.offset)
       f.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
     f.truncate(begin + offset)
+
+
+def _for_user_alone(path: str, flags: int) -> int:
+  return os.open(path, flags, 0o600)
 
 
 def open_local_file(path: pathlib.Path) -> LocalFile:
@@ -165,6 +169,8 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
     if zlib.crc32(header) != crc or not header:
       raise ValueError('its header is damaged')
     size = os.fstat(f.fileno()).st_size
+    if os.fstat(f.fileno()).st_uid != os.geteuid():
+      raise ValueError('it belongs to another user')
   content = parse_json(header, LOCAL_FILE)
   if content['format'] != FORMAT:
     raise ValueError(f'it has format {content["format"]}, not {FORMAT}')

@@ -32,9 +32,17 @@ from t5x_gpu.checkpoint.local.replication import (
   plan_copies,
 )
 from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
-from t5x_gpu.checkpoint.local.settings import DIR, PERIOD, SLOTS, check_space, local_folder
+from t5x_gpu.checkpoint.local.settings import (
+  DIR,
+  PERIOD,
+  SLOTS,
+  check_space,
+  local_folder,
+  make_private,
+)
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.saved_checkpoint import is_real_folder
+from t5x_gpu.config.atomic_write import write_problem
 from t5x_gpu.config.json_schema import Fields, read_json
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
@@ -86,21 +94,29 @@ class LocalTier:
     return self if step % self._period == 0 else None
 
   def __enter__(self) -> Self:
-    """Makes the folder; MODEL_DIR exists by now and belongs to this run."""
+    """Makes the folder; MODEL_DIR exists by now and belongs to this run.
+
+    Raises:
+      CheckpointError: other users can write to it; on all processes.
+    """
     run = distributed.broadcast_json(
       ensure_run_id(self.model_dir) if distributed.is_main_process() else None
     )
     self._run_folder = self.folder / run
+    danger: Optional[CheckpointError] = None
     try:
-      self._run_folder.mkdir(parents=True, exist_ok=True)
+      make_private(self._run_folder)
       if self._is_first_of_host:
         (self._run_folder / ABOUT).write_text(json.dumps({'model_dir': str(self.model_dir)}))
         # Left by killed processes. Nobody else writes yet: `save` waits for all processes.
         for path in self._run_folder.glob(f'step_*{TEMPORARY}'):
           path.unlink(missing_ok=True)
       self._left_over = [path for path in self._run_folder.glob('step_*') if self._is_mine(path)]
+    except CheckpointError as e:
+      danger = e
     except OSError as e:
-      self._warn(f'{self._run_folder} cannot be used: {e.strerror or e}.')
+      self._warn(f'{self._run_folder} cannot be used: {write_problem(e, self.folder)}.')
+    distributed.raise_together(danger)
     return self
 
   def _is_mine(self, path: pathlib.Path) -> bool:
@@ -170,7 +186,8 @@ class LocalTier:
       self._remove_left_over()
     except OSError as e:
       self._warn(
-        f'Step {step} could not be saved in {self._run_folder}: {e.strerror or e}. '
+        f'Step {step} could not be saved in {self._run_folder}: '
+        f'{write_problem(e, self.folder)}. '
         f'The run tries again every {self._period} steps.'
       )
     except Exception as e:  # an extra must not end the run

@@ -3,10 +3,13 @@
 import functools
 import os
 import pathlib
+import pwd
+import stat
 import string
 from typing import Optional
 
 from t5x_gpu.checkpoint.local.replication import Hosts, ReplicaPlan, gigabytes
+from t5x_gpu.config.atomic_write import write_problem
 from t5x_gpu.config.user_paths import user_path
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
@@ -99,7 +102,9 @@ def check_space(
   found = distributed.gather_json([str(folder), *_look_at(folder, run)])
   # In a test, one process simulates several: they share its folder.
   for index in range(len(hosts.keys)):
-    host, (its_folder, problem, free) = hosts.names[index], found[index % len(found)]
+    host, (its_folder, danger, problem, free) = hosts.names[index], found[index % len(found)]
+    if danger:
+      raise not_private(danger, where=f' on {host}')
     if problem:
       raise _error(
         f'{DIR} = {its_folder!r} cannot be written to by process {index} on {host}: {problem}.',
@@ -117,8 +122,62 @@ def check_space(
       )
 
 
-def _look_at(folder: pathlib.Path, run: Optional[str]) -> tuple[str, int]:
-  """Returns why no file can be written where the folder is or will be, and how many bytes fit."""
+def danger_of(folder: pathlib.Path) -> str:
+  """Returns why other users could put files into a folder; '' if they cannot, or it is missing.
+
+  A checkpoint is trusted by its checksums, which anybody can compute.
+  """
+  try:
+    own, link = folder.stat(), folder.lstat()
+  except OSError:  # it is missing, or cannot be used at all
+    return ''
+  me = os.geteuid()
+  if own.st_uid != me or link.st_uid not in (me, 0):
+    other = own.st_uid if own.st_uid != me else link.st_uid
+    return f'{folder} belongs to user {_user_name(other)}, and this run to user {_user_name(me)}'
+  if own.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    return f'{folder} can be written to by other users: its mode is {stat.S_IMODE(own.st_mode):o}'
+  return ''
+
+
+def _user_name(number: int) -> str:
+  try:
+    return pwd.getpwuid(number).pw_name
+  except KeyError:  # a container without that user
+    return str(number)
+
+
+def not_private(danger: str, *, where: str = '') -> CheckpointError:
+  """Returns the error for a folder of which `danger_of` says `danger`."""
+  return CheckpointError(
+    f'{danger}{where}. Whoever can write there can change what a restart continues from.',
+    fix=f"Set {DIR} = '/dev/shm/$USER', or another folder that does not exist or belongs to "
+    'you alone: chmod go-w FOLDER. A run makes missing folders for their user alone.',
+    parameters=(DIR,),
+    docs='security.md#local-checkpoints',
+  )
+
+
+def make_private(folder: pathlib.Path) -> None:
+  """Makes a folder of local checkpoints, and the missing ones above it, for this user alone.
+
+  Raises:
+    CheckpointError: other users can write to it or to the folder above it.
+    OSError: it cannot be made.
+  """
+  for missing in [f for f in (*folder.parents[::-1], folder) if not f.exists()]:
+    missing.mkdir(mode=0o700, exist_ok=True)
+  danger = danger_of(folder.parent) or danger_of(folder)
+  if danger:
+    raise not_private(danger)
+  folder.chmod(0o700)
+
+
+def _look_at(folder: pathlib.Path, run: Optional[str]) -> tuple[str, str, int]:
+  """Returns why others could change local checkpoints in a folder, why no file can be written where
+  it is or will be, and how many bytes fit.
+  """
+  danger = danger_of(folder) or (danger_of(folder / run) if run else '')
   there = next(f for f in (folder, *folder.parents) if f.exists())
   probe = there / f'.write_test_{os.getpid()}'
   try:
@@ -127,12 +186,12 @@ def _look_at(folder: pathlib.Path, run: Optional[str]) -> tuple[str, int]:
     stats = os.statvfs(there)
     own = sum(path.stat().st_size for path in (folder / run).glob('step_*')) if run else 0
   except OSError as e:
-    return e.strerror or str(e), 0
+    return danger, write_problem(e, there), 0
   free = stats.f_bavail * stats.f_frsize
   available = available_memory() if _is_memory(there) else None
   if available is not None:  # a tmpfs may be larger than what the host has left
     free = min(free, available)
-  return '', free + own
+  return danger, '', free + own
 
 
 def _is_memory(folder: pathlib.Path) -> bool:

@@ -13,7 +13,7 @@ from typing import IO, Any, Optional
 
 from t5x_gpu.checkpoint.storage.object_store_steps import commit
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
-from t5x_gpu.config.atomic_write import write_atomically
+from t5x_gpu.config.atomic_write import write_atomically, write_problem
 from t5x_gpu.config.json_schema import Fields, Nullable, read_json
 from t5x_gpu.errors import CheckpointError
 
@@ -45,7 +45,8 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
         journal.discard()
   except OSError as e:
     raise CheckpointError(
-      f'{target} could not be written: {e.strerror or e}. The partial output was removed.',
+      f'{target} could not be written: {write_problem(e, target.parent)}. The partial output was '
+      'removed.',
       fix='Name a folder with free space with --to.',
     ) from e
   finally:
@@ -103,7 +104,7 @@ class Journal(contextlib.AbstractContextManager):
       with contextlib.suppress(OSError):  # not empty
         self._unfinished.rmdir()
       raise CheckpointError(
-        f'{self._target} cannot be written: {e.strerror or e}.',
+        f'{self._target} cannot be written: {write_problem(e, self._target.parent)}.',
         fix='Name a folder you can write to with --to.',
       ) from e
 

@@ -1,5 +1,7 @@
 """A file of a local checkpoint returns what was written, or raises an error."""
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -43,6 +45,13 @@ def test_every_bit_comes_back_with_its_place_and_dtype(path):
     assert got.dtype == want.dtype and got.shape == want.shape
     assert got.tobytes() == want.tobytes()
   assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_is_for_its_user_alone_and_that_of_another_user_is_not_used(path, monkeypatch):
+  assert path.stat().st_mode & 0o777 == 0o600
+  monkeypatch.setattr(os, 'geteuid', lambda: path.stat().st_uid + 1)
+  with pytest.raises(ValueError, match='another user'):
+    open_local_file(path)
 
 
 def test_checksums_of_boxes_add_up_to_the_arrays():

@@ -1,5 +1,6 @@
 """Settings of local checkpoints that cannot work are errors with a fix; a run keeps its name."""
 
+import os
 import shutil
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.checkpoint.local.run_id import RUN_ID, ensure_run_id, read_run_id
-from t5x_gpu.checkpoint.local.settings import check_space, local_folder
+from t5x_gpu.checkpoint.local.settings import check_space, local_folder, make_private
 from t5x_gpu.errors import CheckpointError
 from tests.helpers_layouts import program
 
@@ -57,6 +58,48 @@ def test_what_does_not_fit_three_times_is_refused_before_anything_is_made(tmp_pa
       tmp_path / 'file' / 'x', plan_copies(program('dp').abstract_state, HOSTS), HOSTS, run=None
     )
   assert [p.name for p in tmp_path.iterdir()] == ['file']
+
+
+def looked_at(folder, *, run=None) -> None:
+  check_space(folder, plan_copies(program('dp').abstract_state, HOSTS), HOSTS, run=run)
+
+
+@pytest.mark.parametrize('mode', [0o777, 0o1777, 0o770, 0o722])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
+  (tmp_path / 'shm' / 'run').mkdir(parents=True, mode=0o700)
+  looked_at(tmp_path / 'shm', run='run')
+  for folder in (tmp_path / 'shm', tmp_path / 'shm' / 'run'):
+    folder.chmod(mode)
+    with pytest.raises(CheckpointError, match=f'{folder} can be written to by other users') as e:
+      looked_at(tmp_path / 'shm', run='run')
+    assert e.value.docs == 'security.md#local-checkpoints'
+    with pytest.raises(CheckpointError, match='by other users'):
+      make_private(tmp_path / 'shm' / 'run')
+    folder.chmod(0o755)
+  looked_at(tmp_path / 'shm', run='run')
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a folder away')
+def test_a_folder_or_a_link_of_another_user_is_refused(tmp_path):
+  (tmp_path / 'shm').mkdir(mode=0o700)
+  (tmp_path / 'link').symlink_to('shm')
+  looked_at(tmp_path / 'link')
+  os.chown(tmp_path / 'link', 65534, -1, follow_symlinks=False)
+  with pytest.raises(CheckpointError, match='link belongs to user'):
+    looked_at(tmp_path / 'link')
+  os.chown(tmp_path / 'shm', 65534, -1)
+  with pytest.raises(CheckpointError, match='shm belongs to user .*, and this run to user root'):
+    looked_at(tmp_path / 'shm')
+
+
+def test_missing_folders_are_made_for_their_user_alone(tmp_path):
+  old = os.umask(0)
+  try:
+    make_private(tmp_path / 'a' / 'b' / 'run')
+  finally:
+    os.umask(old)
+  for folder in ('a', 'a/b', 'a/b/run'):
+    assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_moved_model_dir_is_the_same_run_and_a_copied_one_another(tmp_path):
