@@ -1,5 +1,8 @@
-"""docs/add_an_optimizer.md, done word for word by a user with an empty folder."""
+"""docs/add_an_optimizer.md, done word for word by a user with an empty folder; the schedules of
+docs/train.md."""
 
+import inspect
+import math
 import re
 import sys
 
@@ -8,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.config import gin_loader
 from t5x_gpu.partitioning.axis_rules import AxisNames
-from tests.helpers_pages import blocks, run
+from t5x_gpu.training import schedules
+from tests.helpers_pages import ROOT, blocks, run
 from tests.helpers_train import TINY_GIN, Project
 
 PAGE = 'add_an_optimizer.md'
@@ -59,6 +64,40 @@ def test_the_three_train_alike_on_any_mesh(page, tmp_path):
     losses.append(list(project.metrics(model_dir=model_dir).values()))
     assert list(project.metrics('train/poly', model_dir=model_dir)) == [1, 2, 3]
   np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_the_table_of_schedules_has_each_with_its_arguments_and_formula():
+  page = (ROOT / 'docs/train.md').read_text(encoding='utf-8')
+  rows = re.findall(r'^\| `(\w+)\(([\w, ]+)\)` \| ([^|:]+)', page, re.MULTILINE)
+  functions = {
+    name: function
+    for name, function in vars(schedules).items()
+    if inspect.isfunction(function) and function.__annotations__['return'] is schedules.Schedule
+  }
+  assert {name for name, _, _ in rows} == set(functions)
+  values = dict(learning_rate=0.3, peak=0.3, base=2.0, final=0.1, total_steps=50, warmup_steps=8)
+  for name, arguments, formula in rows:
+    function = functions[name]
+    assert set(arguments.split(', ')) == set(inspect.signature(function).parameters)
+    schedule = function(**{argument: values[argument] for argument in arguments.split(', ')})
+    for step in (0, 3, 8, 20, 49, 60):
+      known = dict(
+        values,
+        step=step,
+        w=min(1, (step + 1) / values['warmup_steps']),
+        p=min(max((step - 8) / (50 - 8), 0), 1),
+      )
+      text = formula.replace(' x ', ' * ').replace('pi p', 'pi * p')
+      expected = eval(text, {'cos': math.cos, 'pi': math.pi, 'sqrt': math.sqrt}, known)
+      assert float(schedule(step)) == pytest.approx(expected, rel=1e-5), (name, step)
+
+
+def test_a_gin_file_chooses_a_schedule_as_the_page_says(tmp_path):
+  (block,) = blocks('train.md', 'gin')
+  (tmp_path / 'my.gin').write_text(block)
+  found = gin_loader.load([str(tmp_path / 'my.gin')]).provenance
+  assert found.find('train.learning_rate')[0].value == '@schedules.linear()'
+  assert found.find('linear.peak')[0].value == '1.0'
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from scripts import draw_report
 from t5x_gpu import cli, train
 from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
-from tests.helpers_train import run_here
+from tests.helpers_train import Project, run_here
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = ROOT / 'scripts'
@@ -158,3 +159,14 @@ def test_the_slurm_script_asks_for_one_task_per_gpu():
   assert options['ntasks-per-node'] == options['gpus-per-node']
   assert options['signal'] == 'B:USR1@120' and options['open-mode'] == 'append'
   assert 'requeue' in options and 'gpus-per-task' not in options
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_run_of_the_report_picture_is_killed_once_and_ends(tmp_path):
+  project = Project(tmp_path)
+  draw_report.train_and_kill_once(
+    project.model_dir, f'--gin_file={project.gin_file}', '--gin.TRAIN_STEPS=600', after=15
+  )
+  starts = {json.loads(line)['run'] for line in open(project.model_dir / 'goodput.jsonl')}
+  assert len(starts) == 2 and max(project.metrics()) == 600

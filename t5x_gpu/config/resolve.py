@@ -13,6 +13,8 @@ from gin import config_parser
 
 from t5x_gpu.errors import did_you_mean
 
+_DYNAMIC = 'from __gin__ import dynamic_registration'
+
 
 class CommandLineContext(gin_config.ParseContext):
   """Finds registered names by any unique ending, then names that the gin files import.
@@ -48,16 +50,18 @@ def selector_problem(
     return _registry_problem(selector, matches=_named(selector), contexts=context.contexts, arg=arg)
   if not context._dynamic_registration:
     problem = _registry_problem(selector, gin_config._REGISTRY.matching_selectors(selector))
-    imported = [statement.bound_name() for statement in context.imports]
-    if problem and selector.split('.')[0] in imported:
+    first, imported = selector.split('.')[0], [s.bound_name() for s in context.imports]
+    if problem and first in imported:
       problem += (
-        ' The imports of this file have no effect without this line before them: '
-        'from __gin__ import dynamic_registration'
+        f' The imports of this file have no effect without this line before them: {_DYNAMIC}'
       )
+    elif problem and '.' in selector and 'Did you mean' not in problem:
+      problem += f' Import {first!r} in this file, after the line: {_DYNAMIC}'
     return problem
   first, *rest = selector.split('.')
   if first not in context._symbol_table:
-    return f'{first!r} is not imported.{did_you_mean(first, context._symbol_table)}'
+    hint = did_you_mean(first, context._symbol_table)
+    return f'{first!r} is not imported.' + (hint or ' Each file imports the names that it uses.')
   value, path = context._symbol_table[first], first
   for name in rest:
     if not hasattr(value, name):

@@ -249,6 +249,18 @@ def test_imports_without_dynamic_registration_name_the_missing_line(project, loa
   assert text.endswith('before them: from __gin__ import dynamic_registration')
 
 
+def test_names_of_another_file_are_imported_again(project, load):
+  write(project / 'a.gin', 'train.total_steps = 5\nschedules.linear.peak = 5\n')
+  text = problems_of(load, 'my.gin', 'a.gin')
+  assert "a.gin:2: No function or class 'schedules.linear' is known to gin." in text
+  assert text.endswith(
+    "Import 'schedules' in this file, after the line: from __gin__ import dynamic_registration"
+  )
+  write(project / 'b.gin', 'from __gin__ import dynamic_registration\nscript.train.dtype = 5\n')
+  text = problems_of(load, 'my.gin', 'b.gin')
+  assert text == "b.gin:2: 'script' is not imported. Each file imports the names that it uses."
+
+
 def test_problems_in_two_files_are_both_found(project, load):
   write(project / 'a.gin', 'A = b c\n')
   text = problems_of(load, 'a.gin', 'nowhere.gin')
