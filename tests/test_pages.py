@@ -5,12 +5,15 @@ import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 import gin
 import pytest
 import yaml
 
 from scripts import docs_site
+from t5x_gpu.config import gin_loader
+from t5x_gpu.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = sorted((ROOT / 'docs').glob('*.md'))
@@ -74,6 +77,47 @@ def test_code_blocks_parse(path):
         yaml.safe_load(code)
     except (SyntaxError, yaml.YAMLError) as e:
       pytest.fail(f'{where}: {e}', pytrace=False)
+
+
+def settings_of(text: str) -> list[tuple[int, str]]:
+  """Returns (line, gin) of the blocks that set something, whatever they are marked as."""
+  indented = re.finditer(r'(?:^    .*\n)+', prose(text), re.MULTILINE)
+  found = [(n, code) for n, _, code in fenced(text)]
+  found += [(text.count('\n', 0, m.start()) + 1, textwrap.dedent(m[0])) for m in indented]
+  result = []
+  for line, code in found:
+    try:
+      statements = list(gin.config_parser.ConfigParser(code, _Reader()))
+    except (SyntaxError, ValueError):
+      continue
+    keys = [(s.scope, s.selector, s.arg_name) for s in statements if hasattr(s, 'arg_name')]
+    if keys and len(set(keys)) == len(keys):  # otherwise a list of alternatives
+      result.append((line, code))
+  return result
+
+
+BASES = ('examples/demo.gin', 'examples/encoder_demo.gin', 'examples/dpo_llama.gin')
+# What the reader has made with an earlier command, or writes on the same page.
+OF_THE_READER = re.compile(r'runs/llama|my_\w+|Partitioner\.site')
+
+
+@pytest.mark.parametrize('path', DOCS, ids=ids)
+def test_settings_can_be_put_into_a_gin_file(path, tmp_path):
+  problems = []
+  for line, code in settings_of(path.read_text(encoding='utf-8')):
+    if OF_THE_READER.search(code):
+      continue
+    (tmp_path / 'own.gin').write_text(code)
+    found = []
+    for base in BASES:
+      try:
+        gin_loader.load([f'gin_configs/{base}', str(tmp_path / 'own.gin')])
+      except ConfigError as e:
+        found.append(str(e).splitlines()[0])
+    if len(found) == len(BASES):
+      problems.append(f'{path.name}:{line} {found[0]}')
+  if problems:
+    pytest.fail('\n'.join(problems), pytrace=False)
 
 
 @pytest.mark.parametrize('path', PAGES, ids=ids)

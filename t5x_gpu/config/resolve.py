@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import pathlib
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -55,13 +57,15 @@ def selector_problem(
       problem += (
         f' The imports of this file have no effect without this line before them: {_DYNAMIC}'
       )
-    elif problem and '.' in selector and 'Did you mean' not in problem:
-      problem += f' Import {first!r} in this file, after the line: {_DYNAMIC}'
+    elif problem and (line := _import_line(selector)):
+      problem += f' Import it in this file: {_DYNAMIC}, and {line}'
     return problem
   first, *rest = selector.split('.')
   if first not in context._symbol_table:
     hint = did_you_mean(first, context._symbol_table)
-    return f'{first!r} is not imported.' + (hint or ' Each file imports the names that it uses.')
+    if line := _import_line(selector):
+      hint += f' Write in this file: {line}'
+    return f'{first!r} is not imported.{hint}'
   value, path = context._symbol_table[first], first
   for name in rest:
     if not hasattr(value, name):
@@ -83,6 +87,17 @@ def _named(selector: str) -> list[str]:
   """
   matches = gin_config._REGISTRY.matching_selectors(selector)
   return [m for m in matches if selector.startswith('gin.') or not m.startswith('gin.')]
+
+
+def _import_line(selector: str) -> str:
+  """Returns the import of our module that defines `selector`, 'decoding.DecodingConfig', or ''."""
+  module, _, name = selector.rpartition('.')
+  package = pathlib.Path(__file__).parents[1]
+  for path in sorted(package.rglob(f'{module}.py')) if module.isidentifier() else ():
+    if re.search(rf'^(?:class|def) {name}\b', path.read_text(encoding='utf-8'), re.MULTILINE):
+      folder = '.'.join(path.parent.relative_to(package.parent).parts)
+      return f'from {folder} import {module}'
+  return ''
 
 
 def _registry_problem(
@@ -131,7 +146,7 @@ def _registry_problem(
   if imported and not hint and '.' in selector and selector.split('.')[0] not in imported:
     hint = (
       f' No gin file imports {selector.split(".")[0]!r}; imported are {", ".join(imported)}.'
-      ' Import it in a gin file first.'
+      f' Import it in a gin file first{f": {line}" if (line := _import_line(selector)) else "."}'
     )
   return f'No function or class {selector!r} is known to gin.{hint}'
 

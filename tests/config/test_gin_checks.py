@@ -249,16 +249,35 @@ def test_imports_without_dynamic_registration_name_the_missing_line(project, loa
   assert text.endswith('before them: from __gin__ import dynamic_registration')
 
 
-def test_names_of_another_file_are_imported_again(project, load):
-  write(project / 'a.gin', 'train.total_steps = 5\nschedules.linear.peak = 5\n')
-  text = problems_of(load, 'my.gin', 'a.gin')
-  assert "a.gin:2: No function or class 'schedules.linear' is known to gin." in text
-  assert text.endswith(
-    "Import 'schedules' in this file, after the line: from __gin__ import dynamic_registration"
-  )
-  write(project / 'b.gin', 'from __gin__ import dynamic_registration\nscript.train.dtype = 5\n')
-  text = problems_of(load, 'my.gin', 'b.gin')
-  assert text == "b.gin:2: 'script' is not imported. Each file imports the names that it uses."
+LINE = 'from t5x_gpu.training import schedules'
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    (
+      'schedules.linear.peak = 5\n',
+      "a.gin:1: No function or class 'schedules.linear' is known to gin. Import it in this file: "
+      f'from __gin__ import dynamic_registration, and {LINE}',
+    ),
+    (
+      'from __gin__ import dynamic_registration\nschedules.linear.peak = 5\n',
+      f"a.gin:2: 'schedules' is not imported. Write in this file: {LINE}",
+    ),
+    (
+      'from __gin__ import dynamic_registration\nschedules.no_such.peak = 5\n',
+      "a.gin:2: 'schedules' is not imported.",
+    ),
+  ],
+)
+def test_names_that_only_other_files_import_come_with_their_import(project, load, text, expected):
+  write(project / 'a.gin', text)
+  assert problems_of(load, 'my.gin', 'a.gin') == expected
+
+
+def test_names_on_the_command_line_come_with_their_import(load):
+  text = problems_of(load, 'my.gin', bindings=['train.optimizer=@schedules.linear()'])
+  assert text.endswith(f'Import it in a gin file first: {LINE}')
 
 
 def test_problems_in_two_files_are_both_found(project, load):
