@@ -8,6 +8,7 @@ Source: Gale et al. 2022 (MegaBlocks), section 5.
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.layers.backends.serves import Hardware, hardware
-from t5x_gpu.layers.backends.tokamax_internals import library
+from t5x_gpu.layers.backends.tokamax_internals import has_ragged_dot, library
 from t5x_gpu.partitioning.axis_rules import split_axis, varying
+from t5x_gpu.partitioning.own_part import unmarked
 from t5x_gpu.runtime.main_log import log_once
 
 # Compute capabilities for which Tokamax's kernels compile: Hopper; A100, A10, L4 and L40S.
@@ -169,8 +171,8 @@ def _beside(
 ) -> jax.Array:
   """Returns `function` of each device's parts along `split.axis`; `summed` over it if asked for."""
   axes, manual = {split.axis} - {None}, ()
-  # The results of Triton kernels have no marks of what varies, so a region checks none.
-  has_marks = hardware().capability not in TRITON
+  # Kernels have no marks of what varies on their results, and may refuse marked arguments.
+  has_marks = hardware().platform != 'gpu'
   if not has_marks:
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(mesh.manual_axes)
@@ -179,7 +181,7 @@ def _beside(
     return function(*arrays)
 
   def local(*parts: Any) -> jax.Array:
-    result = function(*parts)
+    result = function(*(parts if has_marks else unmarked(parts)))
     if not summed or split.axis is None:
       return result
     # In float32: XLA on CPUs aborts on a bfloat16 sum here.
@@ -299,6 +301,9 @@ def _kernel(dtype: Any, *sizes: int) -> Optional[str]:
     kernel, reason = kernel_for(device, dtype, sizes)
     if kernel and importlib.util.find_spec('tokamax') is None:
       kernel, reason = None, f'{reason}; tokamax is not installed'
+    elif kernel and not has_ragged_dot(kernel):
+      version = importlib.metadata.version('tokamax')
+      kernel, reason = None, f'{reason}; tokamax {version} has no Triton kernel of Pallas for it'
   name = f"Tokamax's {kernel} kernel" if kernel else 'a loop over blocks'
   log_once(f'experts: grouped matmuls by {name} ({reason})')
   return kernel

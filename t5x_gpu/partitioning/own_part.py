@@ -35,7 +35,7 @@ def on_own_part(
     return function
   # Without the check of marks: a kernel has none on its results.
   parts = jax.shard_map(
-    function,
+    lambda *args: function(*unmarked(args)),
     in_specs=tuple(_spec(of) for of in names),
     out_specs=tuple(_spec(of) for of in out_names),
     axis_names=set(automatic),
@@ -49,6 +49,15 @@ def on_own_part(
     return jax.tree.map(lambda x: varying(x, manual), results)
 
   return marked
+
+
+def unmarked(x: Any) -> Any:
+  """Returns the arrays of a tree without their marks; call it in a region that checks none.
+
+  Since jax 0.11 such a region keeps the marks of its arguments, and kernels of Pallas refuse them.
+  The result of any operation there has none; this one costs nothing in the compiled program.
+  """
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, x.dtype), x)
 
 
 def _spec(names: Optional[Names]) -> PartitionSpec:

@@ -17,6 +17,8 @@ import pytest
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import check_eval_batch
+from t5x_gpu.layers import grouped_matmul
+from t5x_gpu.layers.backends.serves import Hardware
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -448,6 +450,15 @@ def first_gradients(case: Case, num_devices: int) -> dict[str, Any]:
 @pytest.mark.parametrize('name', CASES)
 def test_layout_trains_as_one_device(name):
   assert_trains_as_one_device(CASES[name], options=OPTIMIZED if name in AS_USERS else QUICK)
+
+
+@pytest.mark.slow
+def test_dropless_experts_train_as_one_device_by_the_way_of_gpus(monkeypatch):
+  """In a nested region without marks; a loop takes the place of kernels, as for B200."""
+  case = CASES['dropless_fsdp_model']
+  one_device(case.model, case.batch_size, 'auto')
+  monkeypatch.setattr(grouped_matmul, 'hardware', lambda: Hardware('gpu', 'a GPU', 10.0))
+  assert_trains_as_one_device(case)
 
 
 def assert_trains_as_one_device(case: Case, options: Mapping[str, Any] = QUICK) -> None:

@@ -6,6 +6,7 @@ from `jax.nn.dot_product_attention`, and was closed.
 
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any, Optional
@@ -58,6 +59,17 @@ def range_mask(start: jax.Array, end: Optional[jax.Array], *, is_causal: bool) -
   return library(f'{_ATTENTION}.base').Mask(
     k_start=start[:, None], k_end=None if end is None else end[:, None], is_causal=is_causal
   )
+
+
+def has_ragged_dot(kernel: str) -> bool:
+  """Returns whether the installed Tokamax has `ragged_dot` in Pallas, as 'mosaic' or 'triton'.
+
+  Since Tokamax 0.0.15 the Triton kernel needs jax-triton, which is not lowered without a GPU; it
+  has never been tried here.
+  """
+  module = {'mosaic': 'pallas_mosaic_gpu', 'triton': 'pallas_triton'}[kernel]
+  package = library('tokamax._src.ops.ragged_dot.api').__package__
+  return importlib.util.find_spec(f'{package}.{module}') is not None
 
 
 def _is_news(record: logging.LogRecord) -> bool:
