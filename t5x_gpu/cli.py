@@ -4,12 +4,16 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional
 
 from t5x_gpu.config import gin_files, gin_loader, provenance
+from t5x_gpu.config.report import CONFIG
+from t5x_gpu.data.data_module import open_class_names
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
 from t5x_gpu.runtime import host, import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
@@ -49,6 +53,10 @@ CONFIG_ERROR_CODE = 'T5X_GPU_CONFIG_ERROR_CODE'
 _CONFIG_ERRORS = (ConfigError, MeshError, ModelError, ShapeError)
 
 
+_NUM_CLASSES = 'NUM_CLASSES'
+_OF_A_MODEL = re.compile(r'\bgin_configs/models/\w+\.gin:\d+$')
+
+
 @dataclasses.dataclass(frozen=True)
 class Args:
   """The parsed command line.
@@ -80,6 +88,45 @@ class Args:
     return gin_loader.load(
       self.gin_files, bindings=self.bindings, search_paths=self.gin_search_paths, **options
     )
+
+  def load_with_classes(self) -> gin_loader.LoadedConfig:
+    """Returns the configuration as `load`; the data decides NUM_CLASSES if the user does not.
+
+    The user does not if its last value is the default in a file of gin_configs/models. A run that
+    has begun keeps its number.
+
+    Raises:
+      ConfigError, DataError: the data cannot be read.
+    """
+    loaded = self.load()
+    macros = {b.key: b for b in loaded.bindings.final() if b.is_macro}
+    default = macros.get(_NUM_CLASSES)
+    if default is None or not _OF_A_MODEL.search(default.origin):
+      return loaded
+    arguments = loaded.arguments(only=('train_dataset_cfg', 'model_dir'))
+    names = open_class_names(arguments['train_dataset_cfg']) or ()
+    begun = _begun_with(arguments.get('model_dir'))
+    number = begun or len(names)
+    if not names or number == default.value:
+      return loaded
+    loaded = gin_loader.load(
+      self.gin_files,
+      bindings=(f'{_NUM_CLASSES}={number}', *self.bindings),
+      search_paths=self.gin_search_paths,
+    )
+    whose = 'this run began with' if begun else 'the data has'
+    note = f'{_NUM_CLASSES} = {number}: {whose} that many classes, and nothing else sets it'
+    return dataclasses.replace(loaded, notes=(*loaded.notes, note))
+
+
+def _begun_with(model_dir: Optional[str]) -> int:
+  """Returns NUM_CLASSES in the configuration that a run has written to its folder, or 0."""
+  try:
+    text = pathlib.Path(model_dir or '', CONFIG).read_text('utf-8')
+  except (OSError, ValueError):
+    return 0
+  found = re.search(rf'^{_NUM_CLASSES} = (\d+)$', text, re.MULTILINE)
+  return int(found[1]) if found and model_dir else 0
 
 
 class _Parser(argparse.ArgumentParser):

@@ -132,7 +132,7 @@ def _opened(args: cli.Args) -> _Data:
       num_classes=2**31 - 1,
     )
     return _Data(config, spec, index.feature_converter)
-  loaded = args.load()
+  loaded = args.load_with_classes()
   run = gin_loader.configured(loaded, _RunConfig)
   model, config, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
   if args.extra.split and evaluated is not None and evaluated.split == args.extra.split:

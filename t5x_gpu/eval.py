@@ -257,7 +257,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     'python -m t5x_gpu.eval', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
   cluster = cluster_lib.detect_here(args.extra)
-  loaded = args.load()
+  loaded = args.load_with_classes()
   config = gin_loader.configured(loaded, EvalConfig)
   distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())

@@ -164,7 +164,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   extra = args.extra
   cli.check_given('Add --output=DIR, a folder for the rows.', output=extra.output)
   logging_setup.quiet_environment()
-  loaded = args.load()
+  loaded = args.load_with_classes()
   logging_setup.setup()
   splits = _splits(gin_loader.configured(loaded, RunDataConfig), extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()

@@ -228,7 +228,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)
   logging_setup.quiet_environment()
-  loaded = args.load()
+  loaded = args.load_with_classes()
   run = gin_loader.configured(loaded, Run)
   xla = distributed.start(cluster, run.distributed_cfg, xla_preset=run.xla_preset)
   # From here on this process uses devices, which may never answer.

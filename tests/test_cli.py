@@ -210,3 +210,22 @@ def test_a_system_exit_of_main_keeps_its_code():
     raise SystemExit(3)
 
   assert exit_code(main) == 3
+
+
+@pytest.mark.tf
+def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_path):
+  for name in ('train', 'dev'):
+    (tmp_path / f'{name}.csv').write_text('text,label\na,x\nb,y\nc,z\n')
+  files = ['--gin_file=gin_configs/examples/encoder_demo.gin', f'--gin.MODEL_DIR={tmp_path}']
+  task = f'--gin.MIXTURE_OR_TASK_NAME=classification:csv:{tmp_path}/*.csv'
+
+  def number(*flags):
+    loaded = cli.parse_args('train', '', [*files, task, *flags]).load_with_classes()
+    return loaded.arguments(only=['model'])['model'].num_classes, loaded.notes
+
+  found, notes = number()
+  assert found == 3 and 'NUM_CLASSES = 3: the data has that many classes' in notes[-1]
+  assert number('--gin.NUM_CLASSES=5')[0] == 5
+  assert number('--gin.DatasetConfig.module=t5x_gpu.data.synthetic')[0] == 16
+  (tmp_path / 'config.gin').write_text('# of a run\nNUM_CLASSES = 4\n')
+  assert number()[0] == 4

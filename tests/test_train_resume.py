@@ -84,6 +84,29 @@ def test_packed_shuffled_source_text_with_dropout_resumes_bit_exactly(tmp_path, 
   assert len(set(copy.metrics().values())) == 20
 
 
+@pytest.mark.slow
+@pytest.mark.tf
+def test_a_task_of_python_code_that_is_killed_resumes_bit_exactly(tmp_path, warm):
+  macros = {
+    **HELD,
+    'MIXTURE_OR_TASK_MODULE': 'tests.python_code_tasks',
+    'MIXTURE_OR_TASK_NAME': 'generated_and_plain',
+  }
+  seqio = 't5x_gpu.data.seqio_batches'
+  whole, copy = (Project(_folder(tmp_path, name), warm=warm) for name in ('whole', 'copy'))
+  with whole.start(**macros, held_module=seqio, hold_before=11) as run:
+    run.wait_for(lambda: run.held.exists() and whole.steps() == [10])
+    shutil.copytree(whole.model_dir, copy.model_dir)  # what kill -9 would leave in this moment
+    run.let_go()
+    assert run.finish() == 0, run.err
+  assert 'whose position TensorFlow cannot save' in run.err
+  with copy.start(**macros, held_module=seqio) as run:
+    assert run.finish() == 0, run.err
+  assert 'data: read 10 batches again in' in run.err
+  assert copy.metrics() == whole.metrics()
+  assert copy.metrics('eval/loss') == whole.metrics('eval/loss')
+
+
 def _folder(parent, name):
   folder = parent / name
   folder.mkdir()

@@ -17,13 +17,13 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.config.atomic_write import atomic_write, write_problem
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.config.set_aside import free_name, remedy, set_aside, set_aside_unless_file
-from t5x_gpu.errors import ConfigError, TrainingError
+from t5x_gpu.errors import ConfigError, DataError, TrainingError
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,26 @@ class MetricWriter(Protocol):
     """Flushes and closes the files. Writing afterwards is an error; closing again is not."""
 
 
+def check_names(names: Iterable[str]) -> None:
+  """Raises DataError for a name that a metric cannot have in a file."""
+  for name in names:
+    problem = 'is reserved' if _is_reserved(name) else ''
+    try:
+      name.encode()
+    except UnicodeEncodeError:
+      problem = 'has half of a surrogate pair, which is not a character'
+    if problem:
+      raise DataError(
+        f'The metric name {name!r} {problem}.',
+        fix='Rename it in the dictionary that the metric function returns.',
+        docs='eval.md#metrics-of-tasks',
+      )
+
+
+def _is_reserved(name: str) -> bool:
+  return name == 'step' or name.endswith(_NONFINITE)
+
+
 def to_json_line(step: int, values: Mapping[str, float]) -> str:
   """Returns one line of valid JSON, ending in a newline, with `step` first.
 
@@ -58,7 +78,7 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
   """
   record: dict[str, Any] = {'step': int(step)}
   for key, value in values.items():
-    if key == 'step' or key.endswith(_NONFINITE):
+    if _is_reserved(key):
       raise ValueError(f'{key!r} is a reserved metric name.')
     number = int(value) if isinstance(value, numbers.Integral) else float(value)
     if math.isfinite(number):

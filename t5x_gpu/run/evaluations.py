@@ -10,7 +10,7 @@ import numpy as np
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.data.batches import BatchIterator
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
-from t5x_gpu.errors import NoExamplesError
+from t5x_gpu.errors import DataError, NoExamplesError, UserError, first_line, listed
 from t5x_gpu.evaluation.evaluator import (
   LOSS,
   Evaluator,
@@ -23,8 +23,9 @@ from t5x_gpu.evaluation.evaluator import (
   open_task_evaluator,
   values_of,
 )
+from t5x_gpu.metrics.classification import shown_names
 from t5x_gpu.metrics.end_of_run import draw_confusion
-from t5x_gpu.metrics.writers import to_json_line
+from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
@@ -32,6 +33,7 @@ from t5x_gpu.terminal.bars import Show, silent
 from t5x_gpu.training.program import Program
 
 _log = logging.getLogger(__name__)
+_LISTED = 6
 
 
 class Evaluations:
@@ -81,12 +83,26 @@ class Evaluations:
       values |= values_of(sums, prefix=LOSS)
       confusion = confusion_of(sums)
       if confusion is not None and distributed.is_main_process():
-        with tempfile.TemporaryDirectory() as folder:
-          draw_confusion(folder, confusion, self.class_names(), step=self._run.total_steps)
+        self._draw(confusion)
     if self._tasks is not None:
       values |= self._tasks.rehearse()
-    to_json_line(0, values)
+    check_names(values)
     keep.value_of(values)
+
+  def _draw(self, confusion: np.ndarray) -> None:
+    names = self.class_names()
+    try:
+      with tempfile.TemporaryDirectory() as folder:
+        draw_confusion(folder, confusion, names, step=self._run.total_steps)
+    except UserError:
+      raise
+    except Exception as e:  # of matplotlib, or a name that is not text
+      raise DataError(
+        'The confusion matrix that the run draws at its end cannot be drawn with the class names '
+        f'{", ".join(map(repr, listed(shown_names(names), _LISTED)))}: {first_line(e)}.',
+        fix='Rename the classes, in the data or in EncoderModel.class_names.',
+        docs='tasks.md#your-own-classification-data',
+      ) from e
 
   def class_names(self) -> tuple[str, ...]:
     """Returns the names of the classes of the training data; empty without any."""

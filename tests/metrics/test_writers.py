@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.errors import ConfigError, TrainingError
+from t5x_gpu.errors import ConfigError, DataError, TrainingError
 from t5x_gpu.metrics import writers
 from tests.helpers_disk import fill, small_disk
 
@@ -252,3 +252,12 @@ def test_multi_writer_passes_everything_on(tmp_path):
   writer.close()
   assert paths[0].read_text() == paths[1].read_text() == '{"step": 1, "train/loss": 1.0}\n'
   writers.MultiWriter([]).truncate_after(0)
+
+
+@pytest.mark.parametrize('name', ['infer_eval/task/f1_nonfinite', 'infer_eval/task/\ud800', 'step'])
+def test_a_name_that_files_cannot_hold_is_refused(name):
+  writers.check_names(['eval/loss', 'infer_eval/a b/ü: 1'])
+  with pytest.raises(
+    DataError, match='The metric name .* (is reserved|has half of a surrogate pair)'
+  ):
+    writers.check_names([name])

@@ -116,8 +116,12 @@ class SeqioEvaluatedTask:
     try:
       computed = metric.from_model_output(self._examples, output, features, _TARGETS)
       if isinstance(computed, seqio.metrics.CollectingMetric):
-        return computed.actual_compute(self._examples, features, _TARGETS)[0]
-      return computed.compute()
+        values = computed.actual_compute(self._examples, features, _TARGETS)[0]
+      else:
+        values = computed.compute()
+      if not isinstance(values, Mapping):
+        raise TypeError(f'it returned a {type(values).__name__}, not a dictionary')
+      return values
     except Exception as e:  # a user's metric may raise anything
       raise DataError(
         f'A metric or the postprocessor of {self.name!r} failed on {len(self._examples)} '

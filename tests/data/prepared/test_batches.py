@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import logging
+import os
 import pathlib
 import shutil
 import subprocess
@@ -75,6 +76,16 @@ def test_a_step_far_away_is_found_at_once(mixed_rows, open_data):
   state = json.loads(iterator.get_state())
   iterator.set_state(json.dumps({**state, 'batches_taken': 10**12}).encode())
   assert letters(next(iterator)).keys() <= set('abc') and iterator.rows_read <= 8
+
+
+def test_the_shards_are_watched_and_a_state_may_be_of_an_earlier_batch(mixed_rows, open_data):
+  iterator = open_data(f'prepared:{mixed_rows}').iterator
+  names = sorted(os.path.basename(path) for path in iterator.watched_files())
+  assert 'index.json' in names and len(names) > 3
+  assert all(os.path.isfile(path) for path in iterator.watched_files())
+  want = hashes(iterator, 5)
+  iterator.set_state(iterator.counted_state(ago=2))
+  assert hashes(iterator, 2) == want[3:]
 
 
 def test_peek_takes_nothing(mixed_rows, open_data):
