@@ -28,7 +28,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.sources.corrupt_records import Damage
 from t5x_gpu.data.sources.discovery import matching_files
-from t5x_gpu.data.sources.rows import open_stream
+from t5x_gpu.data.sources.json_lines import json_value
+from t5x_gpu.data.sources.rows import limited_lines, open_stream
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
@@ -53,9 +54,9 @@ def documents(
   damaged: list[DataError] = []
   try:
     with open_stream(path) as f:
-      for number, line in enumerate(f, 1):
+      for number, line in enumerate(limited_lines(f, path), 1):
         try:
-          record = json.loads(line)
+          record = json_value(line)
           text, name = record['text'], record.get('meta', {}).get('pile_set_name', '')
           if not isinstance(text, str) or not isinstance(name, str):
             raise TypeError('its text or pile_set_name is not a string')

@@ -120,7 +120,7 @@ def parse_json(data: str | bytes, schema: Any = object) -> Any:
     value = json.loads(text, parse_int=_whole)
   except RecursionError:
     raise ValueError('it is nested too deeply') from None
-  if _is_deeper(value, MOST_DEPTH):  # code that walks through it later recurses, too
+  if is_deeper(value, MOST_DEPTH):  # code that walks through it later recurses, too
     raise ValueError(f'it is nested more than {MOST_DEPTH} levels deep')
   if _SURROGATE.search(text):
     json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be printed or written
@@ -134,7 +134,8 @@ def _whole(text: str) -> int:
   return int(text)
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
+  """Returns whether lists and objects in `value` are nested more than `levels` deep."""
   level = [value]
   for _ in range(levels):
     level = [

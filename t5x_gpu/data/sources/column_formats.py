@@ -4,16 +4,28 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from t5x_gpu.data.sources.conversations import RecordForm
+from t5x_gpu.data.sources.json_lines import json_value
 from t5x_gpu.data.sources.rows import FileForm, Row, checked_row, require_columns
 from t5x_gpu.errors import DataError
 
 _ROWS_AT_ONCE = 256
+_JSON_TYPE = 'arrow.json'  # https://arrow.apache.org/docs/format/CanonicalExtensions.html#json
+_TEXT_TYPES = (
+  pa.types.is_string,
+  pa.types.is_large_string,
+  pa.types.is_string_view,
+  pa.types.is_binary,
+  pa.types.is_large_binary,
+  pa.types.is_binary_view,
+  pa.types.is_fixed_size_binary,
+  pa.types.is_null,
+)
 _ARROW_FILE = b'ARROW1'  # start of Arrow's file format; its stream format has no such mark
 
 
@@ -22,31 +34,94 @@ def _batch_rows(
 ) -> Iterator[Row]:
   texts = [_bytes(batch.column(name), name=name, path=path) for name in columns]
   for number, values in enumerate(zip(*texts, strict=True), first + 1):
-    yield checked_row(values, columns=columns, where=f'{path}, row {number}')
+    where = f'{path}, row {number}'
+    if wrong := [value for value in values if isinstance(value, DataError)]:
+      yield DataError(f'{where}{wrong[0].what}', fix=wrong[0].fix)
+    else:
+      yield checked_row(values, columns=columns, where=where)
 
 
 def _record_rows(
   batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int, records: RecordForm
 ) -> Iterator[Row]:
   """Yields (record as JSON, file and row); the first of `columns` is the key."""
+  for record, where in _plain_records(batch, path=path, first=first):
+    if isinstance(record, DataError):
+      yield record
+    elif all(value is None for value in record.values()):
+      yield None
+    else:
+      yield records.row(record, key=columns[0], where=where)
+
+
+def _plain_records(
+  batch: pa.RecordBatch, *, path: str, first: int
+) -> Iterator[tuple[Union[dict[str, Any], DataError], str]]:
+  """Yields (column -> value or what is wrong with it, place) of each row."""
+  kinds = {field.name: field.type for field in batch.schema}
   for number, record in enumerate(batch.to_pylist(), first + 1):
-    yield records.row(record, key=columns[0], where=f'{path}, row {number}')
+    where = f'{path}, row {number}'
+    try:
+      yield {name: _plain(value, kinds[name]) for name, value in record.items()}, where
+    except ValueError as e:
+      yield DataError(f'{where} cannot be read: {e}.', fix='Correct or remove that row.'), where
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+  """Returns a value of a table as JSON lines would have it.
+
+  All structs of a column have the same fields, so those that a row does not have are null. They
+  are left out: chat templates write what they find. Nulls in the JSON of `arrow.json` stay.
+
+  Raises:
+    ValueError: text that is not JSON in a column of `arrow.json`, or bytes that are not UTF-8.
+  """
+  if value is None:
+    return None
+  if isinstance(kind, pa.BaseExtensionType):
+    if kind.extension_name == _JSON_TYPE:
+      return json_value(value)
+    return _plain(value, kind.storage_type)
+  if pa.types.is_struct(kind):
+    return {
+      field.name: _plain(value[field.name], field.type)
+      for field in kind
+      if value[field.name] is not None
+    }
+  if pa.types.is_map(kind):
+    return {key: _plain(item, kind.item_type) for key, item in value}
+  if isinstance(value, list):
+    return [_plain(item, kind.value_type) for item in value]
+  return value.decode() if isinstance(value, bytes) else value
 
 
 def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
-  if pa.types.is_dictionary(column.type):
+  """Returns the texts of a column as UTF-8, None for nulls; a DataError for what is not text."""
+  kind = column.type
+  if isinstance(kind, pa.BaseExtensionType):
+    if kind.extension_name == _JSON_TYPE:
+      return [None if text is None else _json_text(text, name) for text in column.to_pylist()]
+    column, kind = column.storage, kind.storage_type
+  if pa.types.is_dictionary(kind):
     column = column.dictionary_decode()
-  if not (
-    pa.types.is_string(column.type)
-    or pa.types.is_large_string(column.type)
-    or pa.types.is_binary(column.type)
-    or pa.types.is_large_binary(column.type)
-  ):
+  elif pa.types.is_run_end_encoded(kind):
+    column = compute.run_end_decode(column)
+  if not any(is_text(column.type) for is_text in _TEXT_TYPES):
     raise DataError(
       f'{path}: the column {name!r} holds {column.type}, not text.',
       fix='Choose a column of text after the pattern: #text=COLUMN.',
     )
   return column.cast(pa.large_binary()).to_pylist()
+
+
+def _json_text(text: str, name: str) -> Union[bytes, DataError]:
+  try:
+    value = json_value(text)
+    return value.encode()
+  except (ValueError, AttributeError):
+    return DataError(
+      f' has {text[:60]} in {name!r}, not a text.', fix='Correct or remove that row.'
+    )
 
 
 def _reading(
@@ -118,6 +193,17 @@ def _arrow_rows(
 
 PARQUET = FileForm('parquet', _parquet_columns, _parquet_rows)
 ARROW = FileForm('arrow', _arrow_columns, _arrow_rows)
+
+
+def parquet_records(
+  path: str, columns: Sequence[str]
+) -> Iterator[tuple[Union[dict[str, Any], DataError], str]]:
+  """Yields (column -> value or what is wrong with it, place) of each row of a Parquet file."""
+  first = 0
+  with parquet.ParquetFile(path) as f:
+    for batch in f.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):
+      yield from _plain_records(batch, path=path, first=first)
+      first += len(batch)
 
 
 def of_records(form: FileForm, records: RecordForm) -> FileForm:

@@ -6,7 +6,6 @@ answers, `chosen` and `rejected`, to a `prompt`: texts, or lists of messages (TR
 prompt, it is what both answers begin with.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -14,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.data.sources.json_lines import json_value
 from t5x_gpu.data.sources.rows import Row
 from t5x_gpu.errors import DataError, did_you_mean
 
@@ -209,14 +209,18 @@ def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, A
 
 def checked_tools(record: Mapping[str, Any], *, where: str) -> Optional[list[Any]]:
   """Returns the tools that the assistant may call, for the template, or None."""
-  tools = record.get(TOOLS)
+  tools, fix = record.get(TOOLS), 'Write the list itself, or its JSON, or leave it out.'
   if isinstance(tools, str):  # tables often hold their JSON
-    with contextlib.suppress(ValueError):
-      tools = json.loads(tools)
+    try:
+      tools = json_value(tools)
+    except ValueError as e:
+      raise DataError(
+        f"{where} has a text under key 'tools' that is not the JSON of a list of schemas: {e}.",
+        fix=fix,
+      ) from e
   if tools is not None and not isinstance(tools, list):
     raise DataError(
-      f"{where} has {_shown(tools)} under key 'tools'; that must be a list of schemas.",
-      fix='Write the list itself, or its JSON, or leave it out.',
+      f"{where} has {_shown(tools)} under key 'tools'; that must be a list of schemas.", fix=fix
     )
   return tools or None
 

@@ -4,12 +4,40 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from t5x_gpu.config.json_schema import MOST_DEPTH, is_deeper
 from t5x_gpu.errors import DataError
 
 
 def _fix(keys: Sequence[str]) -> str:
   needed = f' with the string key{"s"[: len(keys) - 1]} {" and ".join(map(repr, keys))}'
   return f'Correct or remove that line; each line is one JSON object{needed if keys else ""}.'
+
+
+def json_value(text: bytes | str) -> Any:
+  """Returns the value of JSON text.
+
+  Raises:
+    ValueError: it is not JSON, is nested more than `MOST_DEPTH` levels deep, or an object in it has
+      different values under one key.
+  """
+  try:
+    value = json.loads(text, object_pairs_hook=_object)
+  except RecursionError:
+    raise ValueError('it is nested too deeply') from None
+  marks = (b'[', b'{') if isinstance(text, bytes) else ('[', '{')
+  # What reads a value later recurses, too.
+  if sum(map(text.count, marks)) > MOST_DEPTH and is_deeper(value, MOST_DEPTH):
+    raise ValueError(f'it is nested more than {MOST_DEPTH} levels deep')
+  return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    for key, value in pairs:
+      if found[key] != value:
+        raise ValueError(f'an object has the key {key!r} twice, with different values')
+  return found
 
 
 def json_object(line: bytes | str, *, where: str, keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -22,12 +50,9 @@ def json_object(line: bytes | str, *, where: str, keys: Sequence[str] = ()) -> d
   """
   fix = _fix(keys)
   try:
-    record = json.loads(line)
-  except (ValueError, RecursionError) as e:
-    reason = 'it is nested too deeply' if isinstance(e, RecursionError) else e
-    raise DataError(
-      f'{where} is not JSON: {reason}. The line begins {line[:60]!r}.', fix=fix
-    ) from e
+    record = json_value(line)
+  except ValueError as e:
+    raise DataError(f'{where} is not JSON: {e}. The line begins {line[:60]!r}.', fix=fix) from e
   if not isinstance(record, dict):
     raise DataError(f'{where} holds a JSON {type(record).__name__}, not an object.', fix=fix)
   return record

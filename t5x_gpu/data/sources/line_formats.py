@@ -17,6 +17,7 @@ from t5x_gpu.data.sources.rows import (
   FileForm,
   Row,
   checked_row,
+  limited_lines,
   not_utf8,
   open_text,
   require_columns,
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 def _numbered(path: str, skip: int) -> Iterator[tuple[int, bytes]]:
   """Yields (number, line) of a file's lines after the first `skip`, from 1, without line ends."""
   with open_text(path) as f:
-    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
+    lines = itertools.islice(limited_lines(f, path), skip, None)
+    for number, line in enumerate(lines, skip + 1):
       yield number, line.rstrip(b'\r\n')
 
 
@@ -46,7 +48,7 @@ def _line_rows(
   repaired: Optional[Callable[..., Iterator[bytes]]] = None,
 ) -> Iterator[Row]:
   with open_text(path) as f:
-    lines: Iterator[bytes] = itertools.islice(f, skip, None)
+    lines: Iterator[bytes] = itertools.islice(limited_lines(f, path), skip, None)
     if repaired is not None:
       lines = repaired(lines, path=path, first=skip + 1)
     for number, line in enumerate(lines, skip + 1):
@@ -103,7 +105,8 @@ def _span_rows(
   """Yields (64 lines, mark): the mark is not empty for the last span of the file."""
   first = skip * LINES_PER_SPAN
   with open_text(path) as f:
-    lines = checked(itertools.islice(f, first, None), path=path, first=first + 1)
+    lines = itertools.islice(limited_lines(f, path), first, None)
+    lines = checked(lines, path=path, first=first + 1)
     span = b''.join(itertools.islice(lines, LINES_PER_SPAN))
     while span:
       following = b''.join(itertools.islice(lines, LINES_PER_SPAN))
@@ -124,12 +127,16 @@ def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
     if not line.strip():
       yield None
       continue
+    where = f'{path}:{number}'
     try:
-      texts = tuple(json_fields(line, keys=columns, where=f'{path}:{number}'))
+      texts = tuple(json_fields(line, keys=columns, where=where))
     except DataError as e:
       yield e
       continue
-    yield texts if texts[0] else None
+    if len(texts) > 1:
+      yield checked_row(texts, columns=columns, where=where)
+    else:
+      yield texts if texts[0] else None
 
 
 def _record_rows(
@@ -181,10 +188,11 @@ def csv_records(
   csv.field_size_limit(_MAX_FIELD)
   header: list[str] = []
   with io.TextIOWrapper(open_text(path), encoding='utf-8', errors=errors, newline='') as f:
+    lines = limited_lines(f, path)
     reader = (
-      csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
+      csv.reader(lines, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
       if form == 'tsv'
-      else csv.reader(f, strict=True)
+      else csv.reader(lines, strict=True)
     )
     while True:
       begins, num_lost = reader.line_num + 1, 0

@@ -7,7 +7,14 @@ from typing import Optional
 
 from array_record.python.array_record_module import ArrayRecordReader
 
-from t5x_gpu.data.sources.rows import COMPRESSED, FileForm, Row, checked_row, open_stream
+from t5x_gpu.data.sources.rows import (
+  MAX_TEXT_BYTES,
+  FileForm,
+  Row,
+  checked_row,
+  is_compressed,
+  open_stream,
+)
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 
@@ -44,7 +51,7 @@ def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
   TensorFlow compares checksums at 100 to 170 MB/s but cannot continue after a wrong one. This
   reader can, at 4 MB/s. For compressed files the codec's checksum counts.
   """
-  if not path.endswith(COMPRESSED):
+  if not is_compressed(path):
     options = tf.data.Options()
     options.autotune.enabled = False  # autotune's thread would outlive an open file at exit
     records = tf.data.TFRecordDataset(path).skip(skip).batch(_RECORDS_AT_ONCE).with_options(options)
@@ -65,6 +72,8 @@ def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
       length, checksum = _HEAD.unpack(head)
       if checksum != _masked_crc32c(head[:8]):
         raise EOFError('the length of a record does not match its checksum')
+      if length > MAX_TEXT_BYTES:
+        raise ValueError(f'the next one has {length:,} bytes, and {MAX_TEXT_BYTES:,} is the limit')
       record = f.read(length + _TAIL_BYTES)
       if len(record) < length + _TAIL_BYTES:
         raise EOFError('it ends inside a record')
@@ -72,7 +81,7 @@ def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
         data, checksum = record[:length], record[length:]
         yield (
           data,
-          path.endswith(COMPRESSED) or (_masked_crc32c(data) == int.from_bytes(checksum, 'little')),
+          is_compressed(path) or (_masked_crc32c(data) == int.from_bytes(checksum, 'little')),
         )
 
 

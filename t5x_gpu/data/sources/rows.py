@@ -12,9 +12,11 @@ import codecs
 import dataclasses
 import gzip
 import io
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import BinaryIO, Optional, Union
+from typing import Any, BinaryIO, Optional, Union
 
 import pyarrow as pa
 
@@ -23,6 +25,9 @@ from t5x_gpu.errors import DataError, did_you_mean, task_error
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
 _READ_AHEAD_BYTES = 1 << 20
+# The longest line, and the longest text of a row. A tokenizer needs many times its size: a row of
+# 1.5 GB, a .gz file of 1.4 MB, takes all memory of a host. The 100 MB of text8 are one line.
+MAX_TEXT_BYTES = 256 << 20
 # What the user may choose columns for.
 _CHOICES = (
   {'text'},
@@ -63,11 +68,15 @@ class FileForm:
 
 def open_stream(path: str) -> BinaryIO:
   """Returns the bytes of a file, decompressed if its name ends in .gz or .zst."""
-  if path.endswith('.gz'):
+  if path.lower().endswith('.gz'):
     return gzip.open(path, 'rb')
-  if path.endswith('.zst'):
+  if path.lower().endswith('.zst'):
     return io.BufferedReader(pa.input_stream(path, compression='zstd'), _READ_AHEAD_BYTES)
   return open(path, 'rb', buffering=_READ_AHEAD_BYTES)
+
+
+def is_compressed(path: str) -> bool:
+  return path.lower().endswith(COMPRESSED)
 
 
 def open_text(path: str) -> BinaryIO:
@@ -91,6 +100,51 @@ def open_text(path: str) -> BinaryIO:
     f.close()
     raise
   return f
+
+
+def limited_lines(f: Any, name: str) -> Iterator[Any]:
+  """Yields the lines of an open file, bytes or text, as iterating over it does.
+
+  Args:
+    f: the file, at its beginning.
+    name: of the file, for errors.
+  Raises:
+    DataError: a line is longer than `MAX_TEXT_BYTES`. At most that much of it is in memory.
+  """
+  for number in itertools.count(1):
+    line = f.readline(MAX_TEXT_BYTES + 1)
+    if len(line) > MAX_TEXT_BYTES:
+      raise too_long(f'{name}:{number}')
+    if not line:
+      return
+    yield line
+
+
+def too_long(where: str) -> DataError:
+  """Returns the error for a line, or a text of a row, that is longer than `MAX_TEXT_BYTES`."""
+  return DataError(
+    f'{where} is longer than {MAX_TEXT_BYTES >> 20} MiB.',
+    fix='Cut it into several rows, or remove it. A text in a single line: fold -s -w 100000 FILE > '
+    'NEW_FILE',
+    docs='tasks.md#damaged-input',
+  )
+
+
+def check_line_lengths(path: str) -> None:
+  """Raises DataError if a line of a file that is not compressed exceeds `MAX_TEXT_BYTES`.
+
+  It looks for the last line end in each stretch of that length, and so reads one MiB of 256.
+  """
+  size, begin = os.path.getsize(path), 0
+  with open(path, 'rb') as f:
+    while size - begin > MAX_TEXT_BYTES:
+      for at in range(begin + MAX_TEXT_BYTES - _READ_AHEAD_BYTES, begin - 1, -_READ_AHEAD_BYTES):
+        f.seek(at)
+        if (end := f.read(_READ_AHEAD_BYTES).rfind(b'\n')) >= 0:
+          begin = at + end + 1
+          break
+      else:
+        raise too_long(f'The line at byte {begin} of {path}')
 
 
 def head(path: str) -> tuple[bool, bool]:
@@ -125,6 +179,8 @@ def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], wh
   if empty:
     return DataError(f'{where} has nothing in {empty[0]!r}.', fix='Fill it in or remove the row.')
   for name, value in zip(columns, values):
+    if len(value) > MAX_TEXT_BYTES:
+      return too_long(f'The text in {name!r} of {where}')
     try:
       value.decode()
     except UnicodeDecodeError as e:
@@ -135,11 +191,14 @@ def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], wh
 
 
 def split_columns(spelled: str) -> tuple[str, Optional[list[tuple[str, str]]]]:
-  """Returns the pattern, and the (name, column) pairs after `#`; None without any."""
-  pattern, mark, chosen = spelled.rpartition('#')
-  if not mark or '=' not in chosen:
+  """Returns the pattern, and the (name, column) pairs after `#`; None without any.
+
+  Columns may contain commas, # and =: a pair begins with a word and =.
+  """
+  pattern, *chosen = re.split(r'#(?=\w*=)', spelled, maxsplit=1)
+  if not chosen:
     return spelled, None
-  return pattern, [tuple(part.partition('=')[::2]) for part in chosen.split(',')]
+  return pattern, [tuple(part.partition('=')[::2]) for part in re.split(r',(?=\w*=)', chosen[0])]
 
 
 def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
@@ -176,15 +235,14 @@ def feature_columns(
     chosen: feature -> column, or None.
     where: the file, for errors.
   Raises:
-    DataError: the file does not have these columns.
+    DataError: the file does not have these columns, or several of one name.
   """
   if chosen is None:
     if 'inputs' in names and 'targets' in names:
-      return {'inputs': 'inputs', 'targets': 'targets'}
-    for name in ('text', 'targets'):
-      if name in names:
-        return {'targets': name}
-  missing = [column for column in (chosen or {'targets': 'text'}).values() if column not in names]
+      chosen = {'inputs': 'inputs', 'targets': 'targets'}
+    else:
+      chosen = {'targets': next((name for name in ('text', 'targets') if name in names), 'text')}
+  missing = [column for column in chosen.values() if column not in names]
   if missing:
     first = names[0] if names else 'COLUMN'
     raise task_error(
@@ -194,13 +252,24 @@ def feature_columns(
       + did_you_mean(missing[0], names),
       fix=f'Choose after the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
     )
+  _check_unique(names, list(chosen.values()), where)
   return dict(chosen)
 
 
 def require_columns(names: Sequence[str], columns: Sequence[str], path: str) -> None:
-  """Raises DataError unless the file `path`, whose columns are `names`, has all `columns`."""
+  """Raises DataError unless the file `path`, whose columns are `names`, has all `columns` once."""
   if missing := [name for name in columns if name not in names]:
     raise DataError(
       f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
       fix='Give all files that the pattern matches the same columns.',
+    )
+  _check_unique(names, columns, path)
+
+
+def _check_unique(names: Sequence[str], columns: Sequence[str], where: str) -> None:
+  """Raises DataError if `where`, whose columns are `names`, has one of `columns` several times."""
+  if repeated := [name for name in columns if list(names).count(name) > 1]:
+    raise task_error(
+      f'{where} has {list(names).count(repeated[0])} columns {repeated[0]!r}.',
+      fix='Rename or remove all but one, or choose another column after the pattern.',
     )

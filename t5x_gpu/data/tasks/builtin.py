@@ -17,8 +17,9 @@ from typing import Optional
 
 from t5x_gpu.data.sources import discovery, seqio_sources, text_readers
 from t5x_gpu.data.sources.block_reader import DOCUMENT_END, BlockReader
+from t5x_gpu.data.sources.labelled.tables import warn_of_splits
 from t5x_gpu.data.sources.line_formats import LINES, REPAIRED_LINES, REPAIRED_SPANS, SPANS
-from t5x_gpu.data.sources.rows import COMPRESSED, FileForm, head
+from t5x_gpu.data.sources.rows import FileForm, check_line_lengths, head, is_compressed
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import did_you_mean, task_error
@@ -103,7 +104,11 @@ def _texts(
   pattern, errors = _pattern_and_errors(spelled)
   files = discovery.matching_files(pattern)
   reader: seqio_sources.Reader = text_readers.Utf8Reader(read)
-  heads = [(True, False) if path.endswith(COMPRESSED) else head(path) for path in files]
+  warn_of_splits(files)
+  for path in files:
+    if not is_compressed(path):
+      check_line_lengths(path)
+  heads = [(True, False) if is_compressed(path) else head(path) for path in files]
   if errors == 'replace' or any(is_marked for is_marked, _ in heads):
     columns = {'targets': 'text', **({DOCUMENT_END: 'end'} if name == 'text_files' else {})}
     reader = BlockReader(

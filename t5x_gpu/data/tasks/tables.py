@@ -13,10 +13,12 @@ The columns are `text`, or `inputs` and `targets`, or chosen: csv:PATTERN#text=b
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.sources import discovery, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
 from t5x_gpu.data.sources.column_formats import ARROW, PARQUET, of_records
@@ -35,7 +37,7 @@ from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_a
 from t5x_gpu.data.sources.seqio_sources import file_source
 from t5x_gpu.data.tasks import builtin, chat, preference
 from t5x_gpu.data.tf_runtime import seqio
-from t5x_gpu.errors import DataError, first_line, task_error
+from t5x_gpu.errors import DataError, first_line, listed, task_error
 
 FORMS = {
   'jsonl': line_formats.JSON_LINES,
@@ -51,6 +53,10 @@ _RECORDS: Mapping[str, Callable[[RecordForm], FileForm]] = {
   'parquet': functools.partial(of_records, PARQUET),
   'arrow': functools.partial(of_records, ARROW),
 }
+# What `save_to_disk` writes into the folder of a dataset, and into that of its splits.
+_DATASET, _SPLITS = 'state.json', 'dataset_dict.json'
+_CACHED = 'cache-'  # begins the names of files with results of `map`, which are not the data
+log = logging.getLogger(__name__)
 # Endings of the data files of Hugging Face's datasets -> their form.
 _HUGGINGFACE_FORMS = {
   '.arrow': ARROW,
@@ -173,9 +179,62 @@ def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[lis
 def _from_files(name: str, spelled: str) -> seqio.Task:
   pattern, chosen = pattern_and_columns(spelled)
   files = discovery.matching_files(pattern)
-  # A hash assigns the lines of jsonl to splits, whatever the names of the files.
-  by_split = None if name == 'jsonl' else labelled_tables.files_by_split(files)
+  by_split = (
+    labelled_tables.clear_splits(files)
+    if name == 'jsonl'
+    else labelled_tables.files_by_split(files)
+  )
   return _task(name, FORMS[name], files, by_split=by_split, chosen=chosen)
+
+
+def _saved_last(files: Sequence[str]) -> list[str]:
+  """Returns `files` without those that an earlier `save_to_disk` left in the same folder.
+
+  Raises:
+    DataError: a file of the dataset is missing, or the file that lists them is damaged.
+  """
+  current: dict[str, set[str]] = {}  # folder -> names of the files or folders in it
+  for path in files:
+    folder, name = os.path.split(path)
+    if name not in (_DATASET, _SPLITS):
+      continue
+    try:
+      about = read_json(path, dict)
+      names = about.get('splits') if name == _SPLITS else about.get('_data_files')
+      if names is None:  # of another program
+        continue
+      names = set(names) if name == _SPLITS else {entry['filename'] for entry in names}
+      gone = sorted(x for x in names if not os.path.exists(os.path.join(folder, x)))
+    except (ValueError, TypeError, KeyError, OSError) as e:
+      raise _not_saved(f'{path} does not list the files of the dataset: {e!r}.') from e
+    if gone:
+      raise _not_saved(f'{path} lists {gone[0]!r}, which does not exist.')
+    if folder in current:
+      raise _not_saved(f'{folder} has {_DATASET} and {_SPLITS}: two datasets are saved in it.')
+    current[folder] = names
+
+  def is_current(path: str) -> bool:
+    return all(
+      os.path.relpath(path, folder).split(os.sep)[0] in names
+      for folder, names in current.items()
+      if path.startswith(os.path.join(folder, ''))
+    )
+
+  kept = [path for path in files if is_current(path)]
+  others = [path for path in files if path not in kept and path.endswith('.arrow')]
+  if earlier := [path for path in others if not os.path.basename(path).startswith(_CACHED)]:
+    log.warning(
+      'skipped %d files of an earlier save_to_disk, which %s and %s do not list: %s',
+      len(earlier),
+      _DATASET,
+      _SPLITS,
+      ', '.join(listed(earlier, 3)),
+    )
+  return kept
+
+
+def _not_saved(what: str) -> DataError:
+  return task_error(what, fix='Save the dataset again with `save_to_disk`, into a new folder.')
 
 
 def hf_dataset(spelled: str) -> seqio.Task:
@@ -185,13 +244,13 @@ def hf_dataset(spelled: str) -> seqio.Task:
     DataError: no such folder, no data files in it, or files of several forms.
   """
   folder, chosen = pattern_and_columns(spelled)
-  files = discovery.matching_files(folder)
+  files = _saved_last(discovery.matching_files(folder))
   root = os.path.abspath(os.path.expanduser(folder))
   by_form: dict[str, list[str]] = {}
   for path in files:
-    base = os.path.basename(path)
+    base = os.path.basename(path).lower()
     ending = next((e for e in _HUGGINGFACE_FORMS if base.endswith(e)), None)
-    if ending and not base.startswith('cache-'):  # results of `map`, not the data
+    if ending and not base.startswith(_CACHED):
       by_form.setdefault(ending, []).append(path)
   if len(by_form) != 1:
     raise task_error(

@@ -1,5 +1,6 @@
 """Conversations become rows whose loss falls on the assistant's tokens alone."""
 
+import functools
 import json
 import logging
 import re
@@ -323,3 +324,106 @@ def test_prompts_are_made_by_the_template(chat):
   expected = [0 if i == own.moved_zero_id else i for i in ids]
   assert text.encode_chat(talk('Hi!')[:1], where='a') == expected and 0 in expected
   assert text.chat_ends() == [own.id_of('<|im_end|>')]
+
+
+def _tool(name, *parameters):
+  properties = {parameter: {'type': 'string'} for parameter in parameters}
+  function = {'name': name, 'parameters': {'type': 'object', 'properties': properties}}
+  return {'type': 'function', 'function': function}
+
+
+def _calls(name, **arguments):
+  """Returns a conversation with a call of a tool."""
+  call = {'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+  return {
+    'messages': [
+      {'role': 'user', 'content': 'What?'},
+      {'role': 'assistant', 'content': None, 'tool_calls': [call]},
+      {'role': 'assistant', 'content': 'This.', 'parts': [{'type': 'text', 'text': 'x'}]},
+    ],
+    'tools': [_tool(name, *arguments)],
+  }
+
+
+def _json_table(records):
+  """Returns a table as `datasets` 5 stores messages that differ in their keys."""
+  json_type = pa.json_(pa.string())
+  messages = [list(map(json.dumps, record['messages'])) for record in records]
+  ends = np.cumsum([0, *map(len, messages)]).astype(np.int32)
+  stored = pa.ExtensionArray.from_storage(json_type, pa.array(sum(messages, [])))
+  tools = pa.array([json.dumps(record['tools']) for record in records])
+  return pa.table(
+    {
+      'messages': pa.ListArray.from_arrays(pa.array(ends), stored),
+      'tools': pa.ExtensionArray.from_storage(json_type, tools),
+    }
+  )
+
+
+@pytest.mark.parametrize('kind', ['structs', 'json'])
+@pytest.mark.parametrize('form', ['parquet', 'hf_dataset'])
+def test_tables_have_the_messages_of_json_lines_without_nulls_that_nobody_wrote(
+  tmp_path, kind, form
+):
+  records = [_calls('weather', city='Lima'), _calls('add', a='1', b='2')] * 20
+  if kind == 'json':  # whose nulls somebody wrote
+    records[0]['messages'][1]['tool_calls'][0]['function']['arguments']['unit'] = None
+  table = _json_table(records) if kind == 'json' else pa.Table.from_pylist(records)
+  (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+  if form == 'parquet':
+    pq.write_table(table, tmp_path / 'a.parquet')
+    name = f'parquet:{tmp_path}/a.parquet'
+  else:
+    folder = tmp_path / 'hf'
+    folder.mkdir()
+    with pa.OSFile(str(folder / 'a.arrow'), 'wb') as f, pa.ipc.new_stream(f, table.schema) as out:
+      out.write_table(table)
+    name = f'hf_dataset:{folder}'
+
+  def contents(spelled):
+    kind, _, rest = spelled.partition(':')
+    source = tables.PATTERN_TASKS[kind](rest).source
+    return [
+      json.loads(row['targets'])
+      for split in source.splits
+      for row in source.get_dataset(split, shuffle=False).as_numpy_iterator()
+    ]
+
+  found, expected = contents(name), contents(f'jsonl:{tmp_path}/a.jsonl')
+  assert len(found) == 40
+  order = functools.partial(json.dumps, sort_keys=True)
+  assert sorted(map(order, found)) == sorted(map(order, expected))
+
+
+def test_maps_and_bytes_of_a_table_are_objects_and_texts(tmp_path):
+  arguments = pa.map_(pa.string(), pa.string())
+  message = pa.struct({'role': pa.string(), 'content': pa.binary(), 'arguments': arguments})
+  rows = [[{'role': 'user', 'content': b'q'}, {'role': 'assistant', 'content': b'a'}], None]
+  rows[0][1]['arguments'] = [('city', 'Lima')]
+  pq.write_table(pa.table({'messages': pa.array(rows, pa.list_(message))}), tmp_path / 'a.parquet')
+  source = tables.PATTERN_TASKS['parquet'](f'{tmp_path}/a.parquet').source
+  [row] = [  # the second row is blank
+    row
+    for split in source.splits
+    for row in source.get_dataset(split, shuffle=False).as_numpy_iterator()
+  ]
+  assert json.loads(row['targets'])['messages'] == [
+    {'role': 'user', 'content': 'q'},
+    {'role': 'assistant', 'content': 'a', 'arguments': {'city': 'Lima'}},
+  ]
+
+
+@pytest.mark.parametrize('depth', [150, 900, 100_000])
+@pytest.mark.parametrize('as_text', [True, False])
+def test_tools_that_are_nested_too_deeply_are_one_damaged_conversation(
+  open_data, chat, tmp_path, depth, as_text
+):
+  nested = '[' * depth + ']' * depth
+  good = json.dumps({'messages': MANY[0]})
+  tools = json.dumps(nested) if as_text else nested
+  bad = f'{good[:-1]}, "tools": {tools}}}'
+  (tmp_path / 'a.jsonl').write_text('\n'.join([good, bad]))
+  says = 'a.jsonl:2 .*it is nested (too deeply|more than 100 levels deep)'
+  options = dict(vocabulary=chat[1], lengths={'targets': LENGTH}, repeat=False)
+  with pytest.raises(DataError, match=says):
+    list(open_data(chat[0], **options).iterator)

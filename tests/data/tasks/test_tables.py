@@ -1,12 +1,16 @@
 """Tasks from files with columns: every form gives the same rows, in one order, from any place."""
 
 import gzip
+import json
 import pathlib
 
+import pyarrow as pa
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
+from pyarrow import parquet
 
 from t5x_gpu.data import batches
+from t5x_gpu.data.sources import rows as rows_lib
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
@@ -67,8 +71,7 @@ def test_inputs_and_targets_are_supervised_and_columns_can_be_chosen(tmp_path, f
       task_of(f'{name}#text=bodi')
 
 
-# jsonl is dealt by a hash, whatever the names are.
-@pytest.mark.parametrize('form', [form for form in FORMS if form != 'jsonl'])
+@pytest.mark.parametrize('form', FORMS)
 def test_words_in_names_say_the_split(tmp_path, form):
   write_form(form, tmp_path / 'd', numbered(20), name='train-00')
   task = task_of(write_form(form, tmp_path / 'd', numbered(7, begin=20), name='validation-00'))
@@ -181,3 +184,206 @@ def test_a_wrong_choice_and_a_wrong_form_are_named(tmp_path):
     task_of(f'parquet:{path}')
   with pytest.raises(DataError, match="Did you mean 'inputs'"):
     task_of(f'parquet:{path}#input=a,targets=b')
+
+
+def refused(name):
+  """Returns the error of reading everything."""
+  with pytest.raises(DataError) as e:
+    _read(name)
+  assert e.value.fix
+  return str(e.value)
+
+
+def _read(name):
+  task = task_of(name)
+  try:
+    return all_rows(task)
+  except Exception:
+    if task.source.problem is None:
+      raise
+  raise task.source.problem
+
+
+def test_json_lines_for_test_are_not_trained_on(tmp_path, caplog):
+  for split in ('train', 'validation', 'test'):
+    write_form('jsonl', tmp_path / 'd', [{'text': split}] * 3, name=split)
+  task = task_of(f'jsonl:{tmp_path}/d/*.jsonl')
+  for split in ('train', 'validation', 'test'):
+    assert rows_of(task, split=split) == [{'targets': split}] * 3
+  assert not caplog.text
+  # With a file without a split in its name, a hash decides, and the log says so.
+  write_form('jsonl', tmp_path / 'd', numbered(60), name='more')
+  assert len(all_rows(task_of(f'jsonl:{tmp_path}/d/*.jsonl'))) == 69
+  assert 'training also reads 2 of the 4 files' in caplog.text
+
+
+def test_texts_for_test_that_are_trained_on_are_named(tmp_path, caplog):
+  for name in ('wiki.train.tokens', 'wiki.test.tokens'):
+    (tmp_path / name).write_text('a line\n')
+  task_of(f'text_lines:{tmp_path}/*')
+  assert 'training also reads 1 of the 2 files' in caplog.text and 'wiki.test' in caplog.text
+
+
+@pytest.mark.parametrize(
+  'pair, missing', [(('', 'a'), 'inputs'), (('a', ''), 'targets'), (('a', ' \n'), 'targets')]
+)
+def test_half_of_a_pair_is_damage_in_json_lines_too(tmp_path, pair, missing):
+  pairs = [('q', 'a'), pair, ('', '')]  # the last one is a blank row
+  rows = [dict(zip(('inputs', 'targets'), texts)) for texts in pairs]
+  name = write_form('jsonl', tmp_path / 'd', rows)
+  assert f"part.jsonl:2 has nothing in '{missing}'" in refused(name)
+  write_form('jsonl', tmp_path / 'd', [rows[0], rows[2]])
+  assert len(_read(name)) == 1
+
+
+def _repeated(form, folder):
+  """Writes a file with two columns called text."""
+  names, values = ['text', 'text', 'n'], ['a', 'b', '1']
+  mark = {'csv': ',', 'tsv': '\t'}.get(form)
+  table = pa.Table.from_arrays([pa.array([value]) for value in values], names=names)
+  if mark:
+    (folder / f'a.{form}').write_text(f'{mark.join(names)}\n{mark.join(values)}\n')
+  elif form == 'parquet':
+    parquet.write_table(table, folder / 'a.parquet')
+  elif form == 'jsonl':
+    (folder / 'a.jsonl').write_text('{"n": "1", "text": "a", "text": "b"}\n')
+  else:
+    with pa.OSFile(str(folder / 'a.arrow'), 'wb') as f, pa.ipc.new_stream(f, table.schema) as out:
+      out.write_table(table)
+  return f'hf_dataset:{folder}' if form == 'hf_dataset' else f'{form}:{folder}/*'
+
+
+@pytest.mark.parametrize('form', ['csv', 'tsv', 'parquet', 'hf_dataset', 'jsonl'])
+def test_two_columns_of_one_name_are_refused_unless_another_is_chosen(tmp_path, form):
+  name = _repeated(form, tmp_path)
+  says = 'twice' if form == 'jsonl' else "has 2 columns 'text'"
+  assert says in refused(name)
+  if form == 'jsonl':  # the same value twice is clear
+    (tmp_path / 'a.jsonl').write_text('{"text": "1", "text": "1"}\n')
+    assert _read(name) == [{'targets': '1'}]
+  else:
+    assert _read(f'{name}#text=n') == [{'targets': '1'}]
+
+
+@pytest.mark.quick_cases('a,b-csv', 'question, long-parquet')
+@pytest.mark.parametrize('form', ['csv', 'parquet'])
+@pytest.mark.parametrize('column', ['question, long', 'a,b', 'te#xt', 'a=b'])
+def test_names_of_columns_may_have_commas_and_marks(tmp_path, form, column):
+  rows = [{column: 'q', 'reply': 'a'}] * 2
+  if form == 'csv':
+    (tmp_path / 'a.csv').write_text(f'"{column}",reply\nq,a\nq,a\n')
+    name = f'csv:{tmp_path}/a.csv'
+  else:
+    name = write_form(form, tmp_path / 'd', rows)
+  assert _read(f'{name}#text={column}') == [{'targets': 'q'}] * 2
+  assert _read(f'{name}#inputs={column},targets=reply') == [{'inputs': 'q', 'targets': 'a'}] * 2
+  assert _read(f'{name}#targets=reply,inputs={column}') == [{'inputs': 'q', 'targets': 'a'}] * 2
+
+
+def _arrays():
+  texts = pa.array(['a', None, 'b'])
+  as_json = pa.array(['"a"', None, '"b"'])
+  return {
+    'string_view': pa.array(['a', None, 'b'], pa.string_view()),
+    'large_string': texts.cast(pa.large_string()),
+    'dictionary': texts.dictionary_encode(),
+    'binary_view': pa.array([b'a', None, b'b'], pa.binary_view()),
+    'fixed': pa.array([b'a', None, b'b'], pa.binary(1)),
+    'json': pa.ExtensionArray.from_storage(pa.json_(pa.string()), as_json),
+    'null': pa.nulls(3),
+  }
+
+
+@pytest.mark.parametrize('form', ['parquet', 'hf_dataset'])
+@pytest.mark.parametrize('kind', _arrays())
+def test_columns_of_every_kind_of_text_are_text_and_nulls_are_blank(tmp_path, form, kind):
+  table = pa.table({'text': _arrays()[kind]})
+  if form == 'parquet':
+    parquet.write_table(table, tmp_path / 'a.parquet')
+  else:
+    with pa.OSFile(str(tmp_path / 'a.arrow'), 'wb') as f, pa.ipc.new_stream(f, table.schema) as out:
+      out.write_table(table)
+  found = _read(f'{form}:{tmp_path}' + ('/*' if form == 'parquet' else ''))
+  assert texts(found, 'targets') == ([] if kind == 'null' else ['a', 'b'])
+
+
+def _save_to_disk(folder, rows, num_shards):
+  """Writes files as `datasets.Dataset.save_to_disk` does; earlier ones stay."""
+  names = [f'data-{i:05}-of-{num_shards:05}' for i in range(num_shards)]
+  for i, name in enumerate(names):
+    write_form('hf_dataset', folder, rows[i::num_shards], name=name)
+  state = {'_data_files': [{'filename': f'{name}.arrow'} for name in names], '_split': None}
+  (folder / 'state.json').write_text(json.dumps(state))
+  (folder / 'dataset_info.json').write_text('{}')
+
+
+def test_shards_of_an_earlier_save_to_disk_are_not_read(tmp_path, caplog):
+  _save_to_disk(tmp_path, numbered(60, begin=100), 2)
+  _save_to_disk(tmp_path, numbered(30), 1)
+  assert texts(_read(f'hf_dataset:{tmp_path}'), 'targets') == texts(numbered(30))
+  assert 'skipped 2 files of an earlier save_to_disk' in caplog.text
+  (tmp_path / 'data-00000-of-00001.arrow').unlink()
+  assert "lists 'data-00000-of-00001.arrow', which does not exist" in refused(
+    f'hf_dataset:{tmp_path}'
+  )
+  (tmp_path / 'state.json').write_text('{"_data_files": [1]}')
+  assert 'does not list the files of the dataset' in refused(f'hf_dataset:{tmp_path}')
+
+
+def test_splits_of_an_earlier_save_to_disk_are_not_read(tmp_path):
+  for split in ('train', 'test', 'validation'):
+    (tmp_path / split).mkdir()
+    _save_to_disk(tmp_path / split, [{'text': split}] * 4, 1)
+  (tmp_path / 'dataset_dict.json').write_text('{"splits": ["train", "test"]}')
+  task = task_of(f'hf_dataset:{tmp_path}')
+  assert {split: rows_of(task, split=split) for split in task.splits} == {
+    split: [{'targets': split}] * 4 for split in ('train', 'test')
+  }
+  _save_to_disk(tmp_path, numbered(4), 1)
+  assert 'two datasets are saved in it' in refused(f'hf_dataset:{tmp_path}')
+
+
+def test_endings_in_capitals_are_the_same_endings(tmp_path):
+  line = b'{"text": "a"}\n'
+  (tmp_path / 'A.JSONL.GZ').write_bytes(gzip.compress(line) + gzip.compress(line))
+  assert len(_read(f'jsonl:{tmp_path}/*')) == 2
+  assert len(_read(f'text_lines:{tmp_path}/*')) == 2
+  write_form('hf_dataset', tmp_path / 'd', numbered(3))
+  (tmp_path / 'd' / 'part.arrow').rename(tmp_path / 'd' / 'PART.ARROW')
+  assert len(_read(f'hf_dataset:{tmp_path}/d')) == 3
+
+
+LONG = {
+  'jsonl': ('a.jsonl.gz', b'{"text": "%s"}\n'),
+  'csv': ('a.csv.gz', b'text\n%s\n'),
+  'tsv': ('a.tsv.gz', b'text\n%s\n'),
+  'text_lines': ('a.txt.gz', b'short\n%s'),
+  'text_files': ('a.txt.gz', b'short\n%s'),
+  'text_files of one line': ('a.txt', b'short\n%s'),
+  'text_pairs': ('a.jsonl', b'{"inputs": "a", "targets": "%s"}\n'),
+  'classification:jsonl': ('train.jsonl', b'{"text": "%s", "label": 1}\n'),
+}
+
+
+@pytest.mark.quick_cases('jsonl', 'csv', 'text_files of one line')
+@pytest.mark.parametrize('kind', LONG)
+def test_a_line_without_an_end_is_refused_by_file_and_line(tmp_path, monkeypatch, kind):
+  limit = 4 << 20
+  monkeypatch.setattr(rows_lib, 'MAX_TEXT_BYTES', limit)
+  file, form = LONG[kind]
+  for length, fits in ((limit // 2, True), (3 * limit, False)):
+    content = form % (b'x' * length)
+    (tmp_path / file).write_bytes(gzip.compress(content, 1) if file.endswith('.gz') else content)
+    name = f'{kind.partition(" ")[0]}:{tmp_path}/{file}'
+    if fits and not kind.startswith(('csv', 'classification')):
+      assert sum(len(row.get('targets', '')) for row in _read(name)) >= length
+    if not fits:
+      text = refused(name)
+      assert file in text and 'is longer than 4 MiB' in text
+      assert 'byte 6' in text if 'one line' in kind else f'{file}:' in text
+
+
+def test_a_text_that_is_too_long_for_a_tokenizer_is_damage_in_tables(tmp_path, monkeypatch):
+  monkeypatch.setattr(rows_lib, 'MAX_TEXT_BYTES', 1 << 20)
+  name = write_form('parquet', tmp_path / 'd', [{'text': 'a'}, {'text': 'x' * (2 << 20)}])
+  assert "The text in 'text' of" in refused(name) and 'row 2 is longer than 1 MiB' in refused(name)

@@ -12,13 +12,12 @@ sentence_pairs:csv:pairs.csv                        columns anchor, positive, ne
 import dataclasses
 import functools
 import io
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import pyarrow as pa
-from pyarrow import parquet
 
+from t5x_gpu.data.sources.column_formats import PARQUET, parquet_records
 from t5x_gpu.data.sources.json_lines import json_object
 from t5x_gpu.data.sources.labelled.cells import (
   LARGEST_SCORE,
@@ -30,7 +29,7 @@ from t5x_gpu.data.sources.labelled.cells import (
 )
 from t5x_gpu.data.sources.labelled.tables import LabelledRow
 from t5x_gpu.data.sources.line_formats import csv_records
-from t5x_gpu.data.sources.rows import open_text, split_columns
+from t5x_gpu.data.sources.rows import limited_lines, open_text, split_columns
 from t5x_gpu.errors import DataError, did_you_mean, first_line, listed
 
 
@@ -268,7 +267,7 @@ def _csv(path: str, columns: Optional[LabelColumns], kind: str, *, form: str) ->
 def _jsonl(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_Record]:
   del columns, kind
   with io.TextIOWrapper(open_text(path), encoding='utf-8', newline='') as f:
-    for number, line in enumerate(f, 1):
+    for number, line in enumerate(limited_lines(f, path), 1):
       if line.strip():
         where = f'{path}:{number}'
         try:
@@ -279,12 +278,11 @@ def _jsonl(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_R
 
 
 def _parquet(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_Record]:
-  chosen = _columns(list(parquet.read_schema(path).names), columns, kind, path)
-  with parquet.ParquetFile(path) as f:
-    batches = f.iter_batches(columns=list(chosen.names), use_threads=False)
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, values in enumerate(rows, 1):
-      yield values, f'{path}, row {number}'
+  chosen = _columns(PARQUET.columns(path), columns, kind, path)
+  for record, where in parquet_records(path, chosen.names):
+    if isinstance(record, DataError):
+      refuse(record.what, fix=record.fix)
+    yield record, where
 
 
 FORMS: Mapping[str, Callable[[str, Optional[LabelColumns], str], Iterator[_Record]]] = {

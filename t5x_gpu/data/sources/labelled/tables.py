@@ -7,13 +7,14 @@ in full when it is opened: a bad row shows then, not in the third epoch.
 import dataclasses
 import functools
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Optional, Union
 
 from t5x_gpu.data.sources.discovery import VALIDATION_ONE_IN
-from t5x_gpu.errors import DataError, did_you_mean
+from t5x_gpu.errors import DataError, did_you_mean, listed
 
 _NAME = ('DatasetConfig.mixture_or_task_name',)
 # Words in a file's name -> the split that it belongs to.
@@ -26,6 +27,7 @@ _SPLIT_WORDS = {
   'validation': 'validation',
   'test': 'test',
 }
+log = logging.getLogger(__name__)
 COLA_CLASSES = ('unacceptable', 'acceptable')
 
 
@@ -78,8 +80,7 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
   by_split: dict[str, list[str]] = {}
   unnamed = []
   for path in files:
-    words = re.split(r'[^a-z]+', os.path.basename(path).lower())
-    split = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
+    split = _split_of(path)
     if split is None:
       unnamed.append(path)
     else:
@@ -95,6 +96,37 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
       f'word, 1 row in {VALIDATION_ONE_IN} goes to validation.',
     )
   return by_split or None
+
+
+def clear_splits(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
+  """Returns split -> files if all names have such a word and some files are for training.
+
+  None: a hash assigns the split.
+  """
+  splits = [_split_of(path) for path in files]
+  if None not in splits and 'train' in splits:
+    return files_by_split(files)
+  warn_of_splits(files)
+  return None
+
+
+def warn_of_splits(files: Sequence[str]) -> None:
+  """Warns that a hash assigns the split, if the names of files say train and validation or test."""
+  splits = [_split_of(path) for path in files]
+  held_out = [path for path, split in zip(files, splits) if split not in (None, 'train')]
+  if held_out and 'train' in splits:
+    log.warning(
+      'a hash assigns the texts to splits, so training also reads %d of the %d files that have '
+      'validation or test in their names; narrow the pattern to leave them out: %s',
+      len(held_out),
+      len(files),
+      ', '.join(listed(held_out, 3)),
+    )
+
+
+def _split_of(path: str) -> Optional[str]:
+  words = re.split(r'[^a-z]+', os.path.basename(path).lower())
+  return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
 
 def read_cola(path: str) -> list[LabelledRow]:
