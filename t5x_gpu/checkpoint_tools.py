@@ -25,6 +25,7 @@ from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.printable import printable
 
 PROG = 'python -m t5x_gpu.checkpoint'
 DESCRIPTION = 'Inspects, compares, verifies, averages and removes checkpoints; needs no GPU.'
@@ -103,7 +104,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace, console: Console) -> int:
   described = describe(args.folders[0], step=args.step)
-  print(json.dumps(described, indent=1) if args.json else description_text(described))
+  print(json.dumps(described, indent=1) if args.json else printable(description_text(described)))
   return 0
 
 

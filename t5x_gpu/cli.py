@@ -18,6 +18,7 @@ from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserE
 from t5x_gpu.runtime import host, import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
 from t5x_gpu.terminal import streams
+from t5x_gpu.terminal.printable import printable
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -347,7 +348,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     code = 130
   except Exception as error:
     if error is not streams.lost_output():  # our bug: show all of it
-      print(process_exit.label() + traceback.format_exc(), end='', file=sys.stderr)
+      print(process_exit.label() + printable(traceback.format_exc()), end='', file=sys.stderr)
     code = 1
   with contextlib.suppress(OSError):
     sys.stdout.flush()
@@ -367,4 +368,4 @@ def describe_error(error: UserError) -> str:
   # gin re-raises a subclass whose __str__ appends gin's call stack, so call ours.
   text = f'{type(error).__name__}: {UserError.__str__(error)}'
   lines = [sentence for name in error.parameters for sentence in provenance.origin_sentences(name)]
-  return '\n'.join([text, *('  ' + line for line in lines)])
+  return printable('\n'.join([text, *('  ' + line for line in lines)]))

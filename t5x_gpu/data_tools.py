@@ -31,6 +31,7 @@ from t5x_gpu.metrics.lengths_picture import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.printable import printable
 
 PROG = 'python -m t5x_gpu.data'
 EXAMPLES = """examples:
@@ -183,7 +184,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
       style='bold',
     )
     if target := row_stats.target_of(row, names):
-      console.print(rich.text.Text(f'  {target}'))
+      console.print(rich.text.Text(printable(f'  {target}')))
     feature = None
     decode = functools.partial(decode_all, vocabulary)
     for piece in row_stats.pieces(row, decode=decode):
@@ -192,7 +193,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
         console.print(f'  {feature}', style='dim')
       mark = f'[{piece.example}] ' if piece.is_first else ''
       style = _COLORS[(piece.example - 1) % len(_COLORS)] + ('' if piece.has_loss else ' dim')
-      console.print(rich.text.Text(f'  {mark}{piece.text}', style))
+      console.print(rich.text.Text(printable(f'  {mark}{piece.text}'), style))
   console.print(f'{facts.rows} rows: padding {facts.padding:.1%}')
 
 
@@ -220,7 +221,7 @@ def stats(
     for name, member in index.members.items():
       console.print(
         f'  {member.rate / total:6.1%}   {member.rows / max(1, index.rows):6.1%}   '
-        f'{member.tokens / max(1, index.tokens):6.1%}   {member.rows:15,}  {name}'
+        f'{member.tokens / max(1, index.tokens):6.1%}   {member.rows:15,}  {printable(name)}'
       )
   together = sum(lengths.values(), collections.Counter())
   console.print('tokens of an example:', *lengths_table(together), sep='\n')
@@ -261,7 +262,7 @@ def _print_shares(
   for name, rate in rates.items():
     console.print(
       f'  {rate / total:6.1%}   {rate * per_example[name] / tokens:9.1%}  '
-      f'{per_example[name]:20,.1f}  {name}'
+      f'{per_example[name]:20,.1f}  {printable(name)}'
     )
 
 

@@ -37,6 +37,7 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.bars import Show, bar, silent
 from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.printable import printable
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -99,7 +100,9 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
     known = results.records
   where = results.path.parent.relative_to(files.folder)
   width = shutil.get_terminal_size((100, 24)).columns
-  print(f'\n{table(known, width=width)}\n\nIn {model_dir.path / where}: {results.path.name}')
+  print(
+    f'\n{printable(table(known, width=width))}\n\nIn {model_dir.path / where}: {results.path.name}'
+  )
   if options.watch and max(known, default=0) < config.total_steps:
     print(
       f'No further checkpoint within {options.timeout:g} s; the run is not at step '

@@ -24,6 +24,7 @@ from t5x_gpu.runtime import distributed, main_log
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.printable import printable
 
 EXAMPLES = """examples:
   {prog} --checkpoint=runs/demo --prompts=prompts.txt --output=answers.jsonl
@@ -100,7 +101,7 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
         say(str(e))
         continue
       for generated in found:
-        print(job.decoded(generated), flush=True)
+        print(printable(job.decoded(generated)), flush=True)
       if chat:
         said = [*asked, {'role': 'assistant', 'content': job.decoded(found[0])}]
 
@@ -117,8 +118,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--prompts',
     metavar='FILE',
     help=(
-      '.txt with a prompt per line, .jsonl with {"inputs": ...}, or - for standard input (default: '
-      "the task's examples)"
+      '.txt with a prompt per line, .jsonl with {"inputs": ...}, .csv, .tsv or .parquet (FILE#text='
+      "COLUMN), or - for standard input (default: the task's examples)"
     ),
   )
   group.add_argument('--split', metavar='SPLIT', help="split of the task (default: the gin file's)")

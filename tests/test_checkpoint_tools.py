@@ -45,6 +45,16 @@ def write_params(folder, step, value):
   return folder
 
 
+def test_inspect_spells_out_what_a_terminal_would_obey(tmp_path):
+  shapes = {'dense/kernel': (2, 2)}
+  about = {'converted_from': {'name': 'a\x1b[2Jb'}}
+  writer = ParamsWriter(tmp_path, step=1, shapes=shapes, chunks=shapes, about=about, compress=False)
+  with writer:
+    writer.write('dense/kernel', (), np.zeros((2, 2), np.float32))
+  out = run('inspect', tmp_path).out
+  assert 'converted from: ' in out and '\x1b' not in out
+
+
 def random_bits(step: int):
   """Returns a state that no compression shortens."""
   bits = np.random.default_rng(step).integers(-(2**31), 2**31, (64, 8)).astype(np.int32)

@@ -1,6 +1,7 @@
 """python -m t5x_gpu.infer: prompts in, JSON lines out, whatever interrupts it."""
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -10,12 +11,15 @@ import types
 import flax.traverse_util
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from pyarrow import parquet
 
 from t5x_gpu import convert, infer
 from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
 from t5x_gpu.config import gin_loader
+from t5x_gpu.data.prompts import read_prompts
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
@@ -152,6 +156,45 @@ def test_blank_lines_are_skipped_and_count_in_the_numbers(model_dir, expected, t
   os.truncate(output, len(whole) - 3)  # as a kill leaves it
   assert call(*command).code == 0
   assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+  'form, columns', [('csv', ''), ('csv', '#text=text'), ('tsv.gz', '#inputs=text'), ('parquet', '')]
+)
+def test_the_rows_of_a_table_are_prompts(model_dir, expected, tmp_path, form, columns):
+  rows = [*PROMPTS, '', 'two\nlines']  # the blank one counts in the numbers
+  path = tmp_path / f'new.{form}'
+  if form == 'parquet':
+    parquet.write_table(pa.table({'text': rows, 'label': range(8)}), path)
+  elif form == 'csv':
+    content = ''.join(f'"{text}",{i}\r\n' for i, text in enumerate(rows))
+    path.write_text(f'\ufefftext,label\r\n{content}', 'utf-8')
+  else:
+    content = ''.join(f'{text}\t{i}\n' for i, text in enumerate(rows[:-1]))
+    path.write_bytes(gzip.compress(f'text\tlabel\n{content}'.encode()))
+  found = answers(model_dir, f'--prompts={path}{columns}')
+  assert [record['inputs'] for record in found[:6]] == PROMPTS
+  assert [record['score'] for record in found[:6]] == pytest.approx(
+    [record['score'] for record in expected], rel=1e-5
+  )
+  if form != 'tsv.gz':
+    assert (found[6]['inputs'], found[6]['number']) == ('two\nlines', 7)
+
+
+def test_keys_of_json_lines_can_be_chosen_and_texts_may_be_compressed(tmp_path):
+  (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(b'{"body": "a", "label": 1, "score": 2}\n'))
+  [prompt] = read_prompts(f'{tmp_path}/a.jsonl.gz#text=body')
+  assert (prompt.inputs, dict(prompt.extra), prompt.number) == ('a', {}, 0)
+  (tmp_path / 'a.txt').write_bytes(b'\xef\xbb\xbffirst\r\nsecond')
+  assert [p.inputs for p in read_prompts(f'{tmp_path}/a.txt')] == ['first', 'second']
+  pairs = pa.table({'text': ['a'], 'text2': ['b'], 'targets': ['c']})
+  parquet.write_table(pairs, tmp_path / 'a.parquet')
+  [prompt] = read_prompts(f'{tmp_path}/a.parquet')
+  assert (prompt.inputs, prompt.targets, dict(prompt.extra)) == ('a', 'c', {'text2': 'b'})
+  messages = [[{'role': 'user', 'content': 'Hi', 'name': None}], None]
+  parquet.write_table(pa.table({'messages': messages}), tmp_path / 'chat.parquet')
+  [prompt] = read_prompts(f'{tmp_path}/chat.parquet', chat=True)
+  assert prompt.messages == [{'role': 'user', 'content': 'Hi'}] and prompt.inputs == 'Hi'
 
 
 def test_likelier_targets_have_higher_scores_and_their_end_counts(model_dir, expected, tmp_path):
@@ -299,11 +342,28 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
       "p.jsonl:2 has 'number', 'scores', which results have as well",
     ),
     (None, 'none.txt', 'none.txt cannot be read: No such file'),
+    (None, 'none.csv', 'none.csv cannot be read: No such file'),
+    ('body,n\na,1\n', 'p.csv', "p.csv has no column 'text': it has 'body', 'n'"),
+    ('body,n\na,1\n', 'p.csv#text=bodi', "no column 'bodi': it has 'body', 'n'. Did you mean 'b"),
+    ('text,text\na,b\n', 'p.csv', "p.csv has 2 columns 'text'"),
+    ('text,n\na\n', 'p.csv', 'p.csv:2 has 1 columns; the header has 2'),
+    ('text,targets\n,b\n', 'p.csv', "p.csv:2 has nothing in 'text', not a text"),
+    ('text\n\n', 'p.csv', 'p.csv has no prompts'),
+    ('', 'p.tsv', 'p.tsv has no prompts'),
+    ('a', 'p.csv#txt=a', "chooses a column for 'txt'. Did you mean 'text'"),
+    ('a', 'p.csv#targets=a', 'chooses no column for the prompt'),
+    ('a', 'p.txt#text=a', 'chooses a column, and'),
+    ('a', 'p.parquet', 'p.parquet cannot be read: Parquet'),
+    ('a', 'p.jsonl.gz', 'p.jsonl.gz cannot be read: Not a gzipped file'),
+    ('{"b": "\\ud800"}', 'p.jsonl#text=b', 'p.jsonl:1 holds half of a surrogate pair'),
+    ('{"b": 3}', 'p.jsonl#text=b', "p.jsonl:1 has 3 in 'b', not a text"),
+    ('a', 'p.tfrecord', 'files of this form are not read as prompts'),
+    ('{"a": ' + '[' * 150 + ']' * 150 + '}', 'p.jsonl', 'p.jsonl:1 is not JSON: it is nested'),
   ],
 )
 def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, name, message):
   if text is not None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name.partition('#')[0]).write_text(text)
   result = call(model_dir, f'--prompts={tmp_path / name}', '--dry_run')
   assert result.code == 1 and message in result.err and 'Traceback' not in result.err
   assert len(result.err.strip().splitlines()) >= 2  # and the fix

@@ -6,6 +6,7 @@ It continues after the last complete line.
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -17,6 +18,8 @@ from t5x_gpu.errors import ConfigError, DataError
 
 NUMBER = 'number'  # of the prompt, in every line
 FACTS = '.facts.json'
+# Control characters that JSON may leave as they are, and surrogates, which UTF-8 cannot have.
+_UNESCAPED = re.compile(r'[\x7f-\x9f\ud800-\udfff]')
 
 
 class ResultLines:
@@ -140,8 +143,9 @@ class VectorFile:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-  """Returns a line of JSON; text is not escaped to ASCII."""
-  return json.dumps(record, ensure_ascii=False) + '\n'
+  """Returns a line of JSON; text is not escaped to ASCII, but terminals find nothing to obey."""
+  line = json.dumps(record, ensure_ascii=False)
+  return _UNESCAPED.sub(lambda match: f'\\u{ord(match[0]):04x}', line) + '\n'
 
 
 def _number(line: bytes) -> Optional[int]:

@@ -8,6 +8,7 @@ from typing import Optional, TextIO
 
 from t5x_gpu.runtime import distributed
 from t5x_gpu.terminal.logging_setup import stamp
+from t5x_gpu.terminal.printable import printable
 
 _on_stderr = False
 _silent = False
@@ -42,7 +43,7 @@ def log(text: str, *, stream: Optional[TextIO] = None) -> None:
   """Prints `text` with a time stamp, unless it is empty; `stream` is standard output by default."""
   if distributed.is_main_process() and text and not _silent:
     stream = stream or (sys.stderr if _on_stderr else sys.stdout)
-    print(f'{stamp(stream)}{text}', file=stream, flush=True)
+    print(f'{stamp(stream)}{printable(text)}', file=stream, flush=True)
 
 
 @functools.cache

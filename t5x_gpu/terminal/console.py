@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from t5x_gpu.terminal.bars import bar
 from t5x_gpu.terminal.logging_setup import stamp
+from t5x_gpu.terminal.printable import printable
 
 
 class Console:
@@ -15,7 +16,7 @@ class Console:
 
   def say(self, text: str) -> None:
     """Prints a line."""
-    print(f'{stamp(sys.stdout)}{text}', flush=True)
+    print(f'{stamp(sys.stdout)}{printable(text)}', flush=True)
 
   @contextlib.contextmanager
   def progress(

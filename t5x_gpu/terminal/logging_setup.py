@@ -18,6 +18,8 @@ from typing import Optional, TextIO
 
 from absl import logging as absl_logging
 
+from t5x_gpu.terminal.printable import printable
+
 # Loggers that set their own level somewhere, so the root's level does not apply.
 _THIRD_PARTY = (
   'absl',
@@ -82,7 +84,7 @@ class _Formatter(logging.Formatter):
     if record.stack_info:
       message += '\n' + self.formatStack(record.stack_info)
     moment = stamp(sys.stderr, seconds=record.created)
-    return f'{moment}{self._process}{record.levelname} {message}'
+    return f'{moment}{self._process}{record.levelname} {printable(message)}'
 
 
 class _FirstOfEachWarning(logging.Filter):

@@ -23,6 +23,7 @@ import rich.text
 
 from t5x_gpu.terminal.bars import Advance, Count, Total, format_seconds
 from t5x_gpu.terminal.logging_setup import stamp
+from t5x_gpu.terminal.printable import printable
 
 # Lines of the run that stay above the live line, so that the falling loss is visible at the end.
 _LINES_KEPT = 10
@@ -185,6 +186,7 @@ class ProgressLine:
       self._print(text)
 
   def _print(self, line: str) -> None:
+    line = printable(line)
     if self._live is not None:
       self._console.print(line, markup=False, emoji=False)
       return

@@ -80,6 +80,20 @@ def test_preview_shows_rows_as_text(mixed_rows):
   assert re.search(r'^4 rows: padding [\d.]+%$', out, re.MULTILINE)
 
 
+def test_preview_spells_out_what_a_terminal_would_obey(tmp_path):
+  lines = [json.dumps({'text': f'{i}\x1b[2Jafter\x07'}) + '\n' for i in range(40)]
+  (tmp_path / 'a.jsonl').write_text(''.join(lines))
+  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
+  out = run(
+    'preview',
+    f'--gin_file={tmp_path}/tiny.gin',
+    f'--gin.MIXTURE_OR_TASK_NAME=jsonl:{tmp_path}/a.jsonl',
+    '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+    '--rows=1',
+  )
+  assert r'\x1b[2Jafter\x07' in out and '\x1b[2J' not in out
+
+
 def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
   picture = tmp_path / 'lengths.png'
   out = run('stats', mixed_rows, f'--picture={picture}')
