@@ -5,7 +5,8 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -115,13 +116,15 @@ def refused(part: str, number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_to_python(part: str, number: int) -> Iterator[None]:
-  """As `refused`, without the library, but only for files that this process opens by os.open."""
-  real_open = os.open
+  """As `refused`, without the library, for files that Python code of this process opens."""
 
-  def fail(path: str | os.PathLike, *args: int, **kwargs: int) -> int:
-    if part in os.fspath(path):
-      raise OSError(number, os.strerror(number), os.fspath(path))
-    return real_open(path, *args, **kwargs)
+  def failing(real_open: Callable[..., Any]) -> Callable[..., Any]:
+    def fail(path: Any, *args: Any, **kwargs: Any) -> Any:
+      if not isinstance(path, int) and part in str(path):
+        raise OSError(number, os.strerror(number), str(path))
+      return real_open(path, *args, **kwargs)
 
-  with mock.patch.object(os, 'open', fail):
+    return fail
+
+  with mock.patch.object(os, 'open', failing(os.open)), mock.patch('builtins.open', failing(open)):
     yield

@@ -16,6 +16,7 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, is_remote
 from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
@@ -179,6 +180,7 @@ def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
       if any(isinstance(i, bool) or not isinstance(i, int) for i in ends):
         raise ValueError(f'"eos_token_id" is {ends}, not token ids')
     except (ValueError, OSError) as e:
+      check_not_refused(e, path)
       raise CheckpointError(
         f'{path} cannot be read ({e}). It lists the tokens that end a text.',
         fix='Copy it again from the model that was converted.',

@@ -50,10 +50,16 @@ def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
   return AccessError(
     f'{e.filename or path} cannot be read: {e.strerror or e} ({name}).',
     fix=f'{remedy(e)}\nThe file may be intact, so nothing was moved, removed or replaced: the same '
-    'command continues once the file can be read. To go on without the file (of a checkpoint: '
+    'command continues once the file can be read. To continue without the file (of a checkpoint: '
     'without its folder), move it away.',
     docs='checkpoints.md#no-access',
   )
+
+
+def check_not_refused(e: Exception, path: str | os.PathLike) -> None:
+  """Raises AccessError if `e`, from reading a file, says nothing about its content."""
+  if isinstance(e, OSError) and not is_missing(e):
+    raise access_error(e, path) from e
 
 
 def set_aside_damaged(path: pathlib.Path, e: Exception, consequence: str = '') -> None:
@@ -66,8 +72,7 @@ def set_aside_damaged(path: pathlib.Path, e: Exception, consequence: str = '') -
   Raises:
     AccessError: `e` says nothing about the content.
   """
-  if isinstance(e, OSError) and not is_missing(e):
-    raise access_error(e, path) from e
+  check_not_refused(e, path)
   set_aside(path, f'{e}{consequence}')
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import LOSS
@@ -92,7 +93,8 @@ class EvalResults(contextlib.AbstractContextManager):
 def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:
   try:
     before = read_json(path, dict)
-  except (OSError, ValueError):
+  except (OSError, ValueError) as e:
+    check_not_refused(e, path)
     return
   if different := differences(before, json.loads(json.dumps(facts)), before='then'):
     raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.config.json_schema import parse_json, read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError, DataError
 
@@ -83,7 +84,8 @@ class ResultLines:
   def _check_facts(self, facts: Mapping[str, Any]) -> None:
     try:
       before = read_json(self._facts_path)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as e:
+      check_not_refused(e, self._facts_path)
       before = None
     fix = 'Give another --output, or start over with --overwrite.'
     if not isinstance(before, dict):

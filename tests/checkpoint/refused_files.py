@@ -37,7 +37,6 @@ OF_A_RUN = {
   'checkpoint_4/data': errno.EIO,
   'checkpoint_4/state/manifest.ocdbt': errno.EMFILE,
   'checkpoint_4/state/ocdbt': errno.ESTALE,
-  'config.gin': errno.EACCES,
 }
 
 

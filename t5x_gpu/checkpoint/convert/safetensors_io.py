@@ -29,6 +29,7 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_json,
 )
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.errors import CheckpointError
 
 INDEX = 'model.safetensors.index.json'
@@ -157,6 +158,7 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
   try:
     return read_json(index, _INDEX_SCHEMA)['weight_map']
   except (ValueError, OSError) as e:
+    check_not_refused(e, index)
     raise _damaged(f'{index} is not an index of safetensors files ({e}).') from e
 
 
@@ -191,6 +193,7 @@ def _read_header(path: pathlib.Path) -> str:
   except UnicodeDecodeError as e:
     raise _damaged(f'{path} is not a safetensors file: its header is not text.') from e
   except OSError as e:
+    check_not_refused(e, path)
     raise _damaged(f'{path} cannot be read: {e.strerror or e}.') from e
 
 

@@ -19,7 +19,9 @@ import tensorstore as ts
 
 from t5x_gpu.checkpoint.array_files import check_only_files
 from t5x_gpu.checkpoint.schemas import ARRAY_METADATA
+from t5x_gpu.checkpoint.storage.storage_errors import system_error
 from t5x_gpu.config.json_schema import parse_json, read_bytes, read_json
+from t5x_gpu.config.set_aside import access_error
 from t5x_gpu.errors import CheckpointError, first_line
 
 _BROKEN_FIX = 'Copy the checkpoint again.'
@@ -78,6 +80,8 @@ class T5xArrays:
     try:
       return rows.read().result()
     except _BROKEN as e:
+      if refused := system_error(e):
+        raise access_error(refused, self.path) from e
       raise CheckpointError(
         f'{name} of {self.path} cannot be read: {first_line(e)[:300]}', fix=_BROKEN_FIX
       ) from e
@@ -121,6 +125,8 @@ def _errors_as_ours(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except _BROKEN as e:
+    if refused := system_error(e):
+      raise access_error(refused, path) from e
     raise CheckpointError(
       f'{path} cannot be read as a T5X checkpoint ({type(e).__name__}: {first_line(e)[:300]}).',
       fix=_BROKEN_FIX,

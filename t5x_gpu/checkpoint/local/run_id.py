@@ -9,7 +9,7 @@ from typing import Optional
 
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, Text, read_json
-from t5x_gpu.config.set_aside import access_error, is_missing, set_aside_damaged
+from t5x_gpu.config.set_aside import check_not_refused, set_aside_damaged
 from t5x_gpu.errors import CheckpointError
 
 RUN_ID = 'run.id'
@@ -32,8 +32,7 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
   except ValueError:
     return None
   except OSError as e:
-    if not is_missing(e):  # without its name, the run would lose its local checkpoints
-      raise access_error(e, folder / RUN_ID) from e
+    check_not_refused(e, folder / RUN_ID)  # without its name, the run loses its local checkpoints
     return None
   here, there = str(folder.resolve()), pathlib.Path(kept['folder'])
   with contextlib.suppress(OSError, ValueError):

@@ -21,7 +21,6 @@ from t5x_gpu.checkpoint.storage.atomic_folder import Journal, RemoteJournal, ope
 from t5x_gpu.checkpoint.storage.checksums import HostSums, record
 from t5x_gpu.checkpoint.storage.chunks import boxes, piece_shape
 from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.checkpoint.storage.storage_errors import StorageError
 from t5x_gpu.checkpoint.tools.reshard_plan import (
   ReshardPlan,
   ReshardRequest,
@@ -30,7 +29,7 @@ from t5x_gpu.checkpoint.tools.reshard_plan import (
 )
 from t5x_gpu.checkpoint.tools.verify import check_sums, damage_named, verify
 from t5x_gpu.config.json_schema import read_json
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.terminal.console import Console
 
 RESHARDED_FROM = 'resharded_from'
@@ -69,8 +68,8 @@ def reshard(request: ReshardRequest, console: Console) -> AnyPath:
         _verify(Checkpoint(ModelDir(journal.folder), reader.step), request, console)
       carry(reader.path.parent, journal.folder)
       journal.finish()
-    except StorageError:
-      raise  # the same command continues once the storage answers
+    except AccessError:
+      raise  # the same command continues once the source can be read, or the storage answers
     except CheckpointError:
       journal.discard()  # the source or the disk is damaged: a new call could not continue
       raise

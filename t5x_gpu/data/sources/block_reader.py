@@ -13,7 +13,9 @@ from typing import Any, Optional
 import numpy as np
 import pyarrow as pa
 
+from t5x_gpu.config.set_aside import is_missing
 from t5x_gpu.data.sources.corrupt_records import Damage
+from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.data.sources.rows import FileForm
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
@@ -138,6 +140,8 @@ class BlockReader:
         try:
           row = next(rows, rows)
         except _BROKEN as e:
+          if isinstance(e, OSError) and not is_missing(e):
+            raise unreadable(path, e) from e
           raise DataError(
             f'{path} cannot be read as {self.form.name} after record {at}: {e}.',
             fix='The amount lost is unknown, so max_corrupt_fraction does not apply: get the '

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 
+from t5x_gpu.config.set_aside import is_missing
 from t5x_gpu.errors import DataError, listed, task_error
 
 _LISTED = 3
@@ -97,13 +98,20 @@ def _enter(folder: str) -> None:
 
 
 def _is_file(path: str) -> bool:
-  """Returns os.path.isfile(path); raises DataError if the right to look at it is missing."""
+  """Returns os.path.isfile(path); raises DataError if the system does not let it look there."""
+  return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: str | os.PathLike) -> int:
+  """Returns the mode of a file; 0 for a broken link. A file must not vanish from the data because
+  its server does not answer.
+  """
   try:
-    return stat.S_ISREG(os.stat(path).st_mode)
-  except PermissionError as e:
-    raise unreadable(path, e) from e
-  except OSError:
-    return False
+    return os.stat(path).st_mode
+  except OSError as e:
+    if not is_missing(e):
+      raise unreadable(os.fspath(path), e) from e
+    return 0
 
 
 def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
@@ -119,9 +127,13 @@ def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
     yield folder
     try:
       with os.scandir(folder) as entries:
-        # os.path.isdir: DirEntry.is_dir raises on a link to itself.
+        # Not DirEntry.is_dir, which raises on a link to itself.
         inner = sorted(
-          (entry for entry in entries if not entry.name.startswith('.') and os.path.isdir(entry)),
+          (
+            entry
+            for entry in entries
+            if not entry.name.startswith('.') and stat.S_ISDIR(_mode(entry))
+          ),
           key=lambda entry: entry.name,
           reverse=True,
         )

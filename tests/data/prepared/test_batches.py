@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from t5x_gpu.data import batches, data_module
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.errors import DataError
+from tests.helpers_disk import refused_to_python
 from tests.helpers_prepared import prepare_here
 
 pytestmark = pytest.mark.tf
@@ -201,6 +203,14 @@ def test_a_damaged_shard_is_named_when_the_data_is_opened(
   damage(shard)
   with pytest.raises(DataError, match=f'{shard} {says}'):
     open_data(f'prepared:{copied}')
+
+
+@pytest.mark.parametrize('part', ['train/index.json', '00001-of-00002.arrayrecord'])
+def test_a_file_that_cannot_be_opened_has_not_changed_and_is_prepared(mixed_rows, open_data, part):
+  with refused_to_python(part, errno.EMFILE), pytest.raises(DataError) as e:
+    open_data(f'prepared:{mixed_rows}')
+  assert f'{part} cannot be read: Too many open files (EMFILE).' in str(e.value)
+  assert 'changed' not in str(e.value) and 'prepare ' not in e.value.fix
 
 
 def test_bytes_that_change_while_training_stop_it_with_the_row(tmp_path, open_data):

@@ -1,10 +1,12 @@
 """A pattern matches each real file once, loops of links end, unreadable files are named."""
 
 import contextlib
+import errno
 import glob
 import os
 import pathlib
 import tempfile
+from unittest import mock
 
 import pytest
 
@@ -179,3 +181,19 @@ def test_a_path_that_exists_is_itself_and_not_a_pattern(tmp_path, monkeypatch, g
     (tmp_path / name).write_text(name)
   monkeypatch.chdir(tmp_path)
   assert discovery.matching_files(given) == found
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'inner'])
+def test_a_file_whose_server_does_not_answer_does_not_vanish_from_the_data(tmp_path, name):
+  for file in ('a.txt', 'b.txt', 'inner/c.txt'):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(file)
+  real_stat = os.stat
+
+  def fail(path, *args, **kwargs):
+    if os.fspath(path).endswith(name):
+      raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+    return real_stat(path, *args, **kwargs)
+
+  with mock.patch.object(os, 'stat', fail), pytest.raises(DataError, match='Stale file handle'):
+    find_files(f'{tmp_path}/**')

@@ -36,6 +36,7 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
   without_copies,
 )
 from t5x_gpu.config.json_schema import Also, Fields, ListOf, MapOf, Nullable, read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.errors import CheckpointError
 
 CONFIG = 'config.json'
@@ -186,6 +187,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
       fix='Copy it from the source of the weights; it describes the model.',
     ) from e
   except (ValueError, OSError) as e:
+    check_not_refused(e, path)
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
 
 
@@ -294,6 +296,7 @@ def read_record(folder: pathlib.Path) -> Optional[HfRecord]:
           read['index'],
         )
       except (ValueError, OSError) as e:
+        check_not_refused(e, place / RECORD)
         raise CheckpointError(
           f'{place / RECORD} cannot be read ({e}).',
           fix='Remove it. The conversion to Hugging Face then chooses new names and files.',

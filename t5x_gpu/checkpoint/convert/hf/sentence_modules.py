@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.model_spec import OPTIONS, ModelFields
 from t5x_gpu.config.json_schema import Fields, ListOf, read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.errors import CheckpointError
 
 MODULES = 'modules.json'
@@ -39,6 +40,7 @@ def read_modules(folder: pathlib.Path) -> Optional[dict[str, Any]]:
     path = folder / modules[1][1] / 'config.json'
     return {'pooling': _pooling(path, read_json(path, dict)), 'normalize': len(kinds) == 3}
   except (ValueError, OSError) as e:
+    check_not_refused(e, path)
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
 
 

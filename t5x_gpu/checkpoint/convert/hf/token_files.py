@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
 from t5x_gpu.config.json_schema import Fields, ListOf, MapOf, Nullable, Whole, check, read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.errors import CheckpointError
 
 GENERATION = 'generation_config.json'
@@ -37,6 +38,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
   try:
     return read_json(path, dict) if path.is_file() else {}
   except (ValueError, OSError) as e:
+    check_not_refused(e, path)
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
 
 
@@ -100,6 +102,7 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
     try:
       largest = ids(path)
     except (ValueError, RuntimeError, OSError) as e:  # SentencePiece raises RuntimeError
+      check_not_refused(e, path)
       raise CheckpointError(
         f'{path} cannot be read ({type(e).__name__}: {e}).', fix='Copy the file again.'
       ) from e
