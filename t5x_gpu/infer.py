@@ -16,6 +16,7 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
+from t5x_gpu.data.sources.rows import limited_lines
 from t5x_gpu.errors import ConfigError, DataError, task_error
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results
 from t5x_gpu.evaluation.infer_request import gin_file_of, read_request
@@ -49,7 +50,7 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
   if distributed.is_main_process():
     try:
       if args.prompts == '-':
-        lines = sys.stdin.buffer.readlines()
+        lines = list(limited_lines(sys.stdin.buffer, 'standard input'))
         found = parse_prompts(lines, name='standard input', is_json=None, chat=args.chat)
       else:
         found = read_prompts(args.prompts, chat=args.chat)

@@ -25,6 +25,7 @@ from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology
+from t5x_gpu.terminal.printable import printable
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
 
 PROMPTS = ['def f(', 'import os', 'x', 'class Ä:', 'for i in', 'while True']
@@ -430,7 +431,7 @@ def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
   monkeypatch.setattr('builtins.input', typed)
   result = call(model_dir, '--interactive')
   assert result.code == 0, result.err
-  by_input = {r['inputs']: r['prediction'] for r in expected}
+  by_input = {r['inputs']: printable(r['prediction']) for r in expected}
   assert result.out == by_input['import os'] + '\n' + by_input['x'] + '\n'
 
 
