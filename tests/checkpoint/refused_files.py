@@ -33,8 +33,7 @@ PR_SET_PDEATHSIG = 1
 ARRAYS = 'checkpoint_2/state/ocdbt'  # the files that hold the arrays of the newer checkpoint
 # What a run cannot open, in turn.
 OF_A_RUN = {
-  'checkpoint_4/manifest': errno.EACCES,
-  'checkpoint_4/data': errno.EIO,
+  'checkpoint_4/manifest/metadata': errno.EACCES,
   'checkpoint_4/state/manifest.ocdbt': errno.EMFILE,
   'checkpoint_4/state/ocdbt': errno.ESTALE,
 }
