@@ -121,7 +121,7 @@ def chatml_by_hand(vocabulary, messages):
       (f'{message["content"]}<|im_end|>', message['role'] == 'assistant'),
       ('\n', False),
     ):
-      piece = [0 if i == vocabulary.moved_zero_id else i for i in vocabulary.encode(text)]
+      piece = vocabulary.encode(text)
       ids += piece
       loss += [int(has_loss)] * len(piece)
   return ids, loss

@@ -6,7 +6,7 @@ Nothing here imports TensorFlow. `data_module.py` opens a `DatasetConfig`.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Optional, Protocol
 
 import numpy as np
@@ -193,11 +193,49 @@ class DatasetConfig:
     }
 
 
+# Stack -> the feature that holds its tokens.
+STACK_TOKENS = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
+
+
+def row_masks(names: Collection[str]) -> dict[str, str]:
+  """Returns mask -> stack for the masks among the features `names` of rows with one example.
+
+  Such rows have `encoder_segment_ids` or `decoder_segment_ids`, 1 on tokens and 0 on padding, and
+  no positions. Packed rows number their examples.
+  """
+  return {
+    f'{stack}_segment_ids': stack
+    for stack in STACK_TOKENS
+    if f'{stack}_segment_ids' in names and f'{stack}_positions' not in names
+  }
+
+
+def assumed_mask(batch: Mapping[str, Any], stack: str) -> np.ndarray:
+  """Returns the mask [..., length] of a batch, or row, without one: id 0 is padding.
+
+  Except where weights or the prefix of an input say that it is a token.
+  """
+  marks = (STACK_TOKENS[stack], f'{stack}_loss_weights', f'{stack}_causal_attention')
+  return np.any([np.asarray(batch[name]) > 0 for name in marks if name in batch], axis=0)
+
+
+def with_masks(batch: Batch, spec: BatchSpec) -> Batch:
+  """Returns `batch` with the row masks of `spec` that it lacks; see `assumed_mask`."""
+  missing = {mask: stack for mask, stack in row_masks(spec.shapes).items() if mask not in batch}
+  made = {mask: assumed_mask(batch, stack).astype('int32') for mask, stack in missing.items()}
+  return {**batch, **made} if made else batch
+
+
 def batch_hash(batch: Batch) -> str:
-  """Returns 16 hex digits that identify the content of `batch`; kept in checkpoints."""
-  digest = hashlib.sha256()
+  """Returns 16 hex digits that identify the content of `batch`; kept in checkpoints.
+
+  Masks count only where they differ from `assumed_mask`: earlier versions had none.
+  """
+  digest, masks = hashlib.sha256(), row_masks(batch)
   for name in sorted(batch):
     x = np.ascontiguousarray(batch[name])
+    if name in masks and np.array_equal(x, assumed_mask(batch, masks[name])):
+      continue
     digest.update(f'{name}{x.shape}{x.dtype}'.encode())
     digest.update(x.tobytes())
   return digest.hexdigest()[:16]

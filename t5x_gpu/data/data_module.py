@@ -13,7 +13,15 @@ import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.data.batches import PREPARED, BatchIterator, BatchSpec, DatasetConfig, optional_method
+from t5x_gpu.data.batches import (
+  PREPARED,
+  Batch,
+  BatchIterator,
+  BatchSpec,
+  DatasetConfig,
+  optional_method,
+  with_masks,
+)
 from t5x_gpu.data.prompts import PromptText, Vocabulary
 from t5x_gpu.data.task_metrics import EvaluatedTask
 from t5x_gpu.data.trust import check_trusted
@@ -22,6 +30,26 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 _PREPARED_MODULE = 't5x_gpu.data.prepared.batches'
 _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
 _MODULE = ('DatasetConfig.module',)
+
+
+class _WithMasks:
+  """Batches of a data module that need not make row masks; see `batches.with_masks`."""
+
+  def __init__(self, batches: BatchIterator, spec: BatchSpec):
+    self._batches, self._spec = batches, spec
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    return with_masks(next(self._batches), self._spec)
+
+  def peek(self) -> Batch:
+    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    return with_masks(self._batches.peek(), self._spec)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._batches, name)
 
 
 class DataModule(Protocol):
@@ -212,7 +240,7 @@ def open_batches(
       parameters=_MODULE,
       docs='add_a_data_source.md',
     )
-  return batches
+  return batches if module_of(config).startswith('t5x_gpu.') else _WithMasks(batches, spec)
 
 
 @contextlib.contextmanager

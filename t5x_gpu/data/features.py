@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.data.batches import STACK_TOKENS, BatchSpec, assumed_mask
 from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 
 # SeqIO gives int32 for everything, loss weights included; T5X batches are the same.
@@ -50,8 +50,6 @@ class ConverterFeatures:
     other_features: further features that the task must have; `task_feature_lengths` leaves them
       out.
     equal_lengths: the task features are the same positions, so their lengths must be equal.
-    zero_may_be_a_word: loss weights and prefix mark the padding, so a word may have id 0. Rows of
-      an encoder have neither: there id 0 is padding.
   """
 
   task_features: tuple[str, ...]
@@ -64,7 +62,6 @@ class ConverterFeatures:
   scored: bool = False
   other_features: tuple[str, ...] = ()
   equal_lengths: bool = False
-  zero_may_be_a_word: bool = False
 
 
 _DECODER_ALIGNED = {'decoder_loss_weights': 'decoder_target_tokens'}
@@ -87,14 +84,12 @@ LAYOUTS: dict[str, ConverterFeatures] = {
     tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
     aligned=_DECODER_ALIGNED,
     packed=_DECODER_PACKED,
-    zero_may_be_a_word=True,
   ),
   'preference': ConverterFeatures(
     task_features=('targets',),
     tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
     aligned={**_DECODER_ALIGNED, **_DECODER_PACKED},
     packed={},
-    zero_may_be_a_word=True,
   ),
   'prefix_lm': ConverterFeatures(
     task_features=('inputs', 'targets'),
@@ -104,7 +99,6 @@ LAYOUTS: dict[str, ConverterFeatures] = {
     },
     aligned={**_DECODER_ALIGNED, 'decoder_causal_attention': 'decoder_target_tokens'},
     packed=_DECODER_PACKED,
-    zero_may_be_a_word=True,
   ),
   'encoder_decoder': ConverterFeatures(
     task_features=('inputs', 'targets'),
@@ -251,8 +245,7 @@ def is_token(row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
   stack = name.split('_')[0]
   if f'{stack}_segment_ids' in row:
     return np.asarray(row[f'{stack}_segment_ids']) > 0
-  marks = (name, f'{stack}_loss_weights', f'{stack}_causal_attention')
-  return np.any([np.asarray(row[key]) > 0 for key in marks if key in row], axis=0)
+  return assumed_mask(row, stack)
 
 
 def _is_length(value: Any) -> bool:
@@ -276,8 +269,8 @@ def batch_spec(
     feature_converter: a key of `LAYOUTS`.
     task_feature_lengths: task feature -> tokens; rows of 'prefix_lm' are inputs + targets long.
     batch_size: rows of the global batch.
-    pack: add segment ids and positions. Without them each row is one example at positions
-      0, 1, 2, ...; `is_token` then finds the padding.
+    pack: several examples per row: add their segment ids and positions. Otherwise each row is one
+      example at positions 0, 1, 2, ..., and segment ids are 1 on its tokens.
     vocab_size: exclusive upper bound of the model's token ids.
     num_classes: of the model, if rows have labels.
     class_names: of the model, in the order of its class numbers; empty for the data's.
@@ -294,6 +287,9 @@ def batch_spec(
   }
   for name, like in {**kind.aligned, **(kind.packed if pack else {})}.items():
     lengths[name] = lengths[like]
+  for stack, tokens in STACK_TOKENS.items():
+    if tokens in lengths:
+      lengths.setdefault(f'{stack}_segment_ids', lengths[tokens])
   shapes: dict[str, tuple[int, ...]] = {
     name: (batch_size, length) for name, length in lengths.items()
   }

@@ -32,7 +32,7 @@ class Vocabulary(Protocol):
   """Text <-> token ids. `zero_is_padding` and `decode_all` have the defaults of what is optional.
 
   Optional:
-    moved_zero_id: if it is not None, id 0 is a word, so samples may contain it.
+    zero_is_a_word: id 0 is a token of texts, so samples may contain it.
     spelled(ids) -> str: as `decode`, of all ids, with special tokens.
   """
 
@@ -42,7 +42,7 @@ class Vocabulary(Protocol):
 
 def zero_is_padding(vocabulary: Vocabulary) -> bool:
   """Returns whether id 0 is padding, rather than a word."""
-  return getattr(vocabulary, 'moved_zero_id', None) is None
+  return not getattr(vocabulary, 'zero_is_a_word', False)
 
 
 def decode_all(vocabulary: Vocabulary, ids: list[int]) -> str:

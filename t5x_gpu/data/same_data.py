@@ -9,6 +9,7 @@ changed files.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,8 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
   wrong = differences(saved, now)
   if not wrong:
     return
+  for fact in now.values():
+    check_numbering(saved, fact)
   kinds, fixes, parameters = [], [], []
   for key in sorted(saved.keys() | now.keys()):
     kind = key.partition(' of ')[0]
@@ -86,6 +89,33 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     parameters=dict.fromkeys(parameters or [_NAME]),
     docs='data.md#the-same-data',
   )
+
+
+# The fingerprint of a Hugging Face tokenizer.
+_NUMBERED = re.compile(r'(huggingface:.*), (\d+) ids')
+
+
+def check_numbering(saved: Mapping[str, Any], vocabulary: Any) -> None:
+  """Raises DataError if a model was trained with another id for the token that has id 0.
+
+  For encoders and encoder-decoders, versions up to 0.2 gave that token the first id after the
+  tokenizer's last, since id 0 was padding.
+
+  Args:
+    saved: facts about the data in a manifest or data state.
+    vocabulary: `vocabulary_fingerprint` of the tokenizer as it is read now.
+  """
+  now = _NUMBERED.fullmatch(vocabulary) if isinstance(vocabulary, str) else None
+  for fact in saved.values():
+    old = _NUMBERED.fullmatch(fact) if isinstance(fact, str) else None
+    if now and old and old[1] == now[1] and int(old[2]) == int(now[2]) + 1:
+      raise DataError(
+        f'The checkpoint was trained by an earlier version of t5x_gpu, where id 0 was padding: the '
+        f'token with id 0 of {now[1]} had id {now[2]}. Now ids are those of the tokenizer.',
+        fix='Use version 0.2 for this checkpoint, or train again.',
+        parameters=('DatasetConfig.vocabulary',),
+        docs='tasks.md#vocabularies',
+      )
 
 
 def resumed_step(state: bytes, schema: Fields, *, module: str, now: Mapping[str, Any]) -> int:
@@ -138,7 +168,8 @@ def check_next_batch(
   else:
     text = (
       'All recorded facts agree. So the code of the task has changed (its preprocessors, its '
-      'source); or, if MODEL_DIR has no source_files.json, text beyond the first 64 KiB of a file.'
+      'source); or, if MODEL_DIR has no source_files.json, text beyond the first 64 KiB of a file; '
+      'or a text has token id 0, which versions up to 0.2 took for padding.'
     )
   raise DataError(
     f'The next batch is not the one that this run should read next (hash {hash_now}, the '

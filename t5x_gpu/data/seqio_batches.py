@@ -7,18 +7,17 @@ hosts; but every host reads all of the text.
 
 import functools
 import glob
-from collections.abc import Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig, row_masks
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.streaming import class_prompts, task_classes, task_lookup, task_prompts
 from t5x_gpu.data.streaming import evaluated_tasks as evaluated_tasks_lib
 from t5x_gpu.data.streaming import preparation as preparation_lib
 from t5x_gpu.data.streaming.batch_iterator import SeqioBatches
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
-from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.streaming.feature_converters import gets_ids_plus_one, model_rows
 from t5x_gpu.data.tasks import chat, preference
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
@@ -46,9 +45,7 @@ def _fingerprint(
     'use_cached': config.use_cached,
   }
   for name, feature in sorted(task.output_features.items()):
-    facts[f'vocabulary of {name}'] = vocabulary_fingerprint(
-      feature.vocabulary, feature_converter=feature_converter
-    )
+    facts[f'vocabulary of {name}'] = vocabulary_fingerprint(feature.vocabulary)
   facts |= chat.template_facts(task) | preference.template_facts(task)
   if isinstance(task, seqio.Mixture):
     facts['rates'] = {subtask.name: float(task.get_rate(subtask)) for subtask in subtasks}
@@ -88,7 +85,7 @@ def _dataset(
   converter: seqio.FeatureConverter,
   feature_converter: str,
   repeat: bool,
-  class_names: Sequence[str],
+  spec: BatchSpec,
 ) -> tf.data.Dataset:
   # Preprocessors of user tasks may use random operations without a seed.
   tf.random.set_seed(config.seed)
@@ -101,7 +98,8 @@ def _dataset(
     name=feature_converter,
     task_feature_lengths=config.task_feature_lengths,
     output_features=task.output_features,
-    class_numbers=task_classes.class_numbers(task, class_names),
+    class_numbers=task_classes.class_numbers(task, spec.class_names),
+    masks=row_masks(spec.shapes),
   )
   batches = rows.batch(config.batch_size, drop_remainder=repeat)
   return batches.prefetch(_PREFETCH_BATCHES).with_options(deterministic_options(_THREADS))
@@ -138,6 +136,7 @@ def open_batches(
   task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
 
   task_lookup.check_not_empty(task, config)
+  adds_one = gets_ids_plus_one(feature_converter, task.output_features)
   batches = SeqioBatches(
     lambda: _dataset(
       task,
@@ -145,7 +144,7 @@ def open_batches(
       converter=converter,
       feature_converter=feature_converter,
       repeat=repeat,
-      class_names=spec.class_names,
+      spec=spec,
     ),
     name=config.mixture_or_task_name,
     spec=spec,
@@ -155,6 +154,7 @@ def open_batches(
     file_facts=functools.partial(_file_facts, task, config.split),
     paths=functools.partial(_paths, task, config),
     class_names=task_classes.class_names(task, spec.class_names),
+    pipeline=2 if row_masks(spec.shapes) or adds_one else 1,
   )
   try:
     batches.peek()
@@ -176,7 +176,7 @@ def vocabulary(config: DatasetConfig, *, feature_converter: str) -> TextVocabula
   else:
     given = task_lookup.lookup(config).output_features
     found = given['targets' if 'targets' in given else 'inputs'].vocabulary
-  return text_vocabulary(found, feature_converter=feature_converter)
+  return text_vocabulary(found)
 
 
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, row_masks
 from t5x_gpu.data.features import (
   LABEL,
   LABEL_WEIGHTS,
@@ -109,11 +109,12 @@ class SyntheticBatches:
     self._closed = True
 
   def _fingerprint(self) -> dict[str, Any]:
+    shapes, masks = self._spec.shapes, row_masks(self._spec.shapes)
     return {
       'task': 'synthetic',
       'seed': self._seed,
       'num_batches': self._num_batches,
-      'shapes': {name: list(shape) for name, shape in sorted(self._spec.shapes.items())},
+      'shapes': {name: list(shapes[name]) for name in sorted(shapes) if name not in masks},
       'vocab_sizes': dict(sorted(self._spec.vocab_sizes.items())),
       'loss_on_targets_only': self._loss_on_targets_only,
     }
@@ -152,7 +153,7 @@ class SyntheticBatches:
 
   def _derived(self, name: str, shape: tuple[int, ...], tokens: Batch) -> np.ndarray:
     stack = name.split('_')[0]
-    rows = _rows(shape[1], pack=f'{stack}_segment_ids' in self._spec.shapes)
+    rows = _rows(shape[1], pack=f'{stack}_positions' in self._spec.shapes)
     if name == 'decoder_input_tokens':
       targets = tokens['decoder_target_tokens']
       shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)))

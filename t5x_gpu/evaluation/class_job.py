@@ -12,6 +12,7 @@ from t5x_gpu.data import entities
 from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig
 from t5x_gpu.data.data_module import open_text
 from t5x_gpu.data.prompts import Prompt
+from t5x_gpu.data.same_data import check_numbering
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.generated_text import InferJob, Outcome, say
 from t5x_gpu.evaluation.result_lines import NUMBER
@@ -166,6 +167,7 @@ def open_class_job(
     of_words=plain.tags,
     may_import=may_import,
   )
+  check_numbering(reader.manifest.get('data', {}), getattr(text, 'fingerprint', None))
   found = reader.manifest.get('data', {}).get(CLASS_NAMES)
   names = list(map(str, found)) if isinstance(found, list) else []
   names = names or list(plain.class_names)

@@ -9,6 +9,7 @@ import jax
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.data.data_module import open_text
 from t5x_gpu.data.prompts import PromptText
+from t5x_gpu.data.same_data import check_numbering
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.class_job import open_class_job
 from t5x_gpu.evaluation.generated_text import InferJob, say
@@ -83,6 +84,7 @@ def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> Infe
     may_import=request.may_import,
   )
   reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
+  check_numbering(reader.manifest.get('data', {}), getattr(text, 'fingerprint', None))
   changes, notes = _decoding_changes(request, text, reader, has_inputs=has_inputs)
   layout = _layout(request.partitioner, model, *topology_lib.discover())
   say('\n'.join([layout.table(), *notes]))

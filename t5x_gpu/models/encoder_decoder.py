@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Optional
 
 import jax
-import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.layers.dropout import DropoutRng, dropout
@@ -263,6 +262,7 @@ class EncoderDecoderModel(TransformerModel):
     *,
     slots: int,
     encoder_tokens: jax.Array,
+    encoder_segments: jax.Array,
   ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
@@ -271,16 +271,18 @@ class EncoderDecoderModel(TransformerModel):
       prompts: [batch, prompt_length] decoder inputs, padded on the left; usually a start token.
       lengths: [batch] tokens of each prompt.
       slots: tokens that the caches can hold, prompt included.
-      encoder_tokens: [batch, inputs_length], padded with 0 on the right.
+      encoder_tokens: [batch, inputs_length].
+      encoder_segments: [batch, inputs_length], 1 on tokens, 0 on padding.
     """
-    encoded = self.encode(params, {'encoder_input_tokens': encoder_tokens})
+    inputs = {'encoder_input_tokens': encoder_tokens, 'encoder_segment_ids': encoder_segments}
+    encoded = self.encode(params, inputs)
     state = begin(
       self.config,
       num_layers=self.config.num_layers,
       lengths=lengths,
       prompt_length=prompts.shape[1],
       slots=slots,
-      encoder_segments=(encoder_tokens > 0).astype(jnp.int32),
+      encoder_segments=encoder_segments,
     )
     return self._extend(params, prompts, state, encoded)
 

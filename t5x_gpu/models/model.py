@@ -129,7 +129,8 @@ class TextModel(Model, Protocol):
   ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
-    If `feature_converter` is 'encoder_decoder', it also takes `encoder_tokens` [batch, length].
+    If `feature_converter` is 'encoder_decoder', it also takes `encoder_tokens` [batch, length] and
+    `encoder_segments` [batch, length], 1 on tokens and 0 on padding.
 
     Args:
       params: of the model.

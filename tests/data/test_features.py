@@ -56,7 +56,8 @@ def test_wrong_lengths_name_the_feature_and_the_fix(lengths, says):
 
 def test_labels_and_their_weights_have_one_number_per_row():
   got = spec('encoder_classification', {'inputs': 8}, pack=False, num_classes=3)
-  assert got.shapes == {'encoder_input_tokens': (4, 8), 'label': (4,), 'label_weights': (4,)}
+  tokens = dict.fromkeys(('encoder_input_tokens', 'encoder_segment_ids'), (4, 8))
+  assert got.shapes == {**tokens, 'label': (4,), 'label_weights': (4,)}
   assert got.vocab_sizes == {'encoder_input_tokens': 384, 'label': 3}
 
 

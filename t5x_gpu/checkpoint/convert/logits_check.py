@@ -80,7 +80,7 @@ def random_batches(model: ModelFields) -> list[dict[str, np.ndarray]]:
 def random_batch(
   model: ModelFields, *, seed: int = 0, length: Optional[int] = None
 ) -> dict[str, np.ndarray]:
-  """Returns a batch of random tokens for `model`; the second row ends in padding.
+  """Returns a batch of random tokens for `model`, one of them id 0; the second row ends in padding.
 
   Rows have `length` tokens; by default they are longer than `WINDOW`, as long as a learned table of
   positions, and longer than the largest distance of a relative bias.
@@ -91,20 +91,28 @@ def random_batch(
   length = length or min(longest, c.length_limit or LENGTH)
   rng = np.random.default_rng(seed)
 
-  def tokens(length: int, kept: int) -> np.ndarray:
+  def tokens(length: int, kept: int) -> tuple[np.ndarray, np.ndarray]:
     out = rng.integers(min(2, c.vocab_size - 1), c.vocab_size, (ROWS, length)).astype(np.int32)
     out[1, kept:] = 0
-    return out
+    out[0, length // 2] = 0  # a token like any other
+    segments = np.ones_like(out)
+    segments[1, kept:] = 0
+    return out, segments
 
-  targets = tokens(length, length - length // 3)
+  targets, segments = tokens(length, length - length // 3)
   if model.kind == 'encoder':
-    batch = {'encoder_input_tokens': targets}
+    batch = {'encoder_input_tokens': targets, 'encoder_segment_ids': segments}
     if c.num_token_types > 1:
       batch['encoder_token_types'] = rng.integers(0, c.num_token_types, targets.shape, np.int32)
     return batch
-  batch = {'decoder_target_tokens': targets, 'decoder_input_tokens': tokens(length, length)}
+  batch = {
+    'decoder_target_tokens': targets,
+    'decoder_input_tokens': tokens(length, length)[0],
+    'decoder_segment_ids': segments,
+  }
   if model.kind == 'encoder_decoder':
-    batch['encoder_input_tokens'] = tokens(length + 5, length // 2)
+    inputs = tokens(length + 5, length // 2)
+    batch['encoder_input_tokens'], batch['encoder_segment_ids'] = inputs
   return batch
 
 
@@ -145,8 +153,8 @@ def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray |
       return slice(None)
     if model.options['head_type'] == 'embedding':
       return np.s_[:, :1]  # the vector of the first text
-    return batch['encoder_input_tokens'] > 0
-  return batch['decoder_target_tokens'] > 0
+    return batch['encoder_segment_ids'] > 0
+  return batch['decoder_segment_ids'] > 0
 
 
 def compare(
@@ -262,7 +270,7 @@ def torch_logits(
   else:
     given = {
       'input_ids': tensor('encoder_input_tokens'),
-      'attention_mask': (tensor('encoder_input_tokens') > 0).long(),
+      'attention_mask': tensor('encoder_segment_ids'),
     }
     if 'encoder_token_types' in batch:
       given['token_type_ids'] = tensor('encoder_token_types')
@@ -279,7 +287,7 @@ def _embeddings(
   model: ModelFields, states: np.ndarray, batch: Mapping[str, np.ndarray]
 ) -> np.ndarray:
   """Returns vectors [rows, 1, embed] of the output [rows, length, embed] of the last layer."""
-  built, kept = model.build(), (batch['encoder_input_tokens'] > 0)[..., None]
+  built, kept = model.build(), (batch['encoder_segment_ids'] > 0)[..., None]
   vectors = (states * kept).sum(1, keepdims=True) / kept.sum(1, keepdims=True)
   if built.pooling == 'first_token':
     vectors = states[:, :1]

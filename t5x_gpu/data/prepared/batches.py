@@ -19,7 +19,15 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import CLASS_NAMES, PREPARED, Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import (
+  CLASS_NAMES,
+  PREPARED,
+  Batch,
+  BatchSpec,
+  DatasetConfig,
+  assumed_mask,
+  row_masks,
+)
 from t5x_gpu.data.prepared import row_order
 from t5x_gpu.data.prepared.compatibility import check_model
 from t5x_gpu.data.prepared.index import INDEX, Index, read_index
@@ -73,6 +81,8 @@ class PreparedBatches:
     self._watched = tuple(watched)
     self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
     self._name, self._fingerprint, self._files = name, dict(fingerprint), files
+    # Rows of earlier versions have none.
+    self._missing_masks = {m: s for m, s in row_masks(spec.shapes).items() if m not in names}
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
     self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='prepared_rows')
     self._ahead: dict[int, tuple[LazyBatch, concurrent.futures.Future]] = {}
@@ -125,12 +135,15 @@ class PreparedBatches:
         if self._num_rows is None or first + number < self._num_rows:
           self._decode(first + number, arrays, number)
 
-    batch = LazyBatch(self._spec, read=read, names=self._names)
+    batch = LazyBatch(self._spec, read=read)
     return batch, self._reader.submit(batch.need, rows)
 
   def _decode(self, row: int, arrays: dict[str, np.ndarray], number: int) -> None:
     try:
-      decode_into(self._rows[row], arrays, number)
+      decode_into(self._rows[row], {name: arrays[name] for name in self._names}, number)
+      for mask, stack in self._missing_masks.items():
+        stored = {name: arrays[name][number] for name in self._names}
+        arrays[mask][number] = assumed_mask(stored, stack)
       self.rows_read += 1
     except Exception as e:  # ArrayRecord raises IndexError, RuntimeError and ValueError
       raise task_error(

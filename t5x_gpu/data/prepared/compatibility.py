@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import PREPARED, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import PREPARED, BatchSpec, DatasetConfig, row_masks
 from t5x_gpu.data.prepared.index import Index
 from t5x_gpu.errors import DataError, all_problems
 
@@ -40,9 +40,9 @@ def check_model(
       f'{list(spec.class_names)}.'
     )
   problems += _text_problems(index, config, feature_converter=feature_converter)
-  if not problems and dict(index.features) != {
-    name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()
-  }:
+  lengths = {name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()}
+  older = {name: length for name, length in lengths.items() if name not in row_masks(lengths)}
+  if not problems and dict(index.features) not in (lengths, older):
     problems.append(
       f'features: prepared with {", ".join(index.features)}, the run has '
       f'{", ".join(spec.shapes)}, or other lengths.'

@@ -22,15 +22,14 @@ class LazyBatch:
 
   Args:
     spec: shapes and dtypes.
-    read: reads rows; its arrays have the order of `names`.
-    names: features in the order of a record.
+    read: reads rows into the arrays of all features.
   Attributes:
     asked: numbers of the rows that were accessed by index, not as part of a whole array.
   """
 
-  def __init__(self, spec: BatchSpec, *, read: ReadRows, names: Sequence[str]):
+  def __init__(self, spec: BatchSpec, *, read: ReadRows):
     # The pages of np.zeros use memory only once something is written to them.
-    self._arrays = {name: np.zeros(spec.shapes[name], spec.dtypes[name]) for name in names}
+    self._arrays = {name: np.zeros(spec.shapes[name], spec.dtypes[name]) for name in spec.shapes}
     self._have = np.zeros(spec.batch_size, bool)
     self._read = read
     self._lock = threading.Lock()

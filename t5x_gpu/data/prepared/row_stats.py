@@ -127,6 +127,6 @@ def target_of(row: Mapping[str, np.ndarray], names: Sequence[str]) -> str:
     found = [named(int(i) - 1) for i in row[features.LABELS] if i > 0]
     one_per_word = features.LABEL_WEIGHTS not in row
     return f'tags: {" ".join(found)}' if one_per_word else f'labels: {", ".join(found) or "none"}'
-  if features.SCORES in row and (row[features.SCORES] or 'encoder_segment_ids' not in row):
+  if features.SCORES in row and (row[features.SCORES] or 'encoder_positions' not in row):
     return f'score: {row[features.SCORES] / features.SCORE_UNIT:.10g}'
   return ''

@@ -38,7 +38,8 @@ _HEADER = Fields(
     'tensorflow': str,
     'position_bytes': Whole(),
     'has_pending': bool,
-  }
+  },
+  optional={'pipeline': Whole()},
 )
 # Of an iterator checkpoint of TensorFlow.
 _FILES = ('position.index', 'position.data-00000-of-00001')
@@ -63,6 +64,8 @@ class SeqioBatches:
     file_facts: returns facts about the source files, to compare them between hosts.
     paths: returns task -> its source files.
     class_names: of the labels, or None.
+    pipeline: version of the operations in the dataset. Another version cannot continue from their
+      buffers.
   """
 
   def __init__(
@@ -77,7 +80,9 @@ class SeqioBatches:
     file_facts: Callable[[], Facts] = dict,
     paths: Callable[[], Mapping[str, Sequence[str]]] = dict,
     class_names: Optional[Sequence[str]] = None,
+    pipeline: int = 1,
   ):
+    self._pipeline = pipeline
     self._make_dataset = make_dataset
     self.file_facts = file_facts
     self._name = name
@@ -236,15 +241,16 @@ class SeqioBatches:
       'tensorflow': tf.__version__,
       'position_bytes': len(position),
       'has_pending': bool(pending),
+      'pipeline': self._pipeline,
     }
     return _MAGIC + json.dumps(header).encode() + b'\n' + position + tail
 
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called.
 
-    A state of another TensorFlow version may not mean the same, and some pipelines have no position
-    that can be saved. Then this reads the batches that were already taken again and drops them,
-    which is exact but slower; the log says so.
+    A state of another version of TensorFlow or t5x_gpu may not mean the same, and some pipelines
+    have no position that can be saved. Then this reads the batches that were already taken again
+    and drops them, which is exact but slower; the log says so.
 
     Raises:
       DataError: not a state of this module, or other data; the message names what differs.
@@ -259,6 +265,8 @@ class SeqioBatches:
         return
       if header['tensorflow'] != tf.__version__:
         raise ValueError(f'written by TensorFlow {header["tensorflow"]}, this is {tf.__version__}')
+      if header.get('pipeline', 1) != self._pipeline:
+        raise ValueError('written by another version of t5x_gpu')
       _from_bytes(position, self._iterator)
       self._batches_taken = taken
       self._pending = self._read_pending(tail) if header['has_pending'] else None

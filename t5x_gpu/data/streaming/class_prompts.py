@@ -19,6 +19,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   end_id,
   named_vocabulary,
   start_id,
+  vocabulary_fingerprint,
   vocabulary_name,
 )
 from t5x_gpu.errors import DataError
@@ -46,6 +47,11 @@ class ClassText:
   @property
   def name(self) -> str:
     return vocabulary_name(self.inputs.vocabulary)
+
+  @property
+  def fingerprint(self) -> str:
+    """Identifies the vocabulary, as in manifests."""
+    return vocabulary_fingerprint(self.inputs.vocabulary)
 
   @property
   def size(self) -> int:

@@ -34,31 +34,24 @@ class SeqioEvaluatedTask:
   Args:
     task: what to evaluate.
     examples: its split, as numpy.
-    feature_converter: of the model.
   """
 
-  def __init__(
-    self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *, feature_converter: str
-  ):
+  def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]]):
     self.name = task_lookup.own_name(task.name)
     self._task = task
     self._examples = examples
     kinds = {metric.model_output_type for metric in task.metric_objs}
     self.needs_predictions = bool(kinds & {_Output.PREDICTION, _Output.PREDICTION_WITH_AUX})
     self.needs_scores = _Output.SCORE in kinds
-    texts = {
-      name: text_vocabulary(
-        task.output_features[name].vocabulary, feature_converter=feature_converter
-      )
-      for name in (_INPUTS, _TARGETS)
-      if name in task.output_features
-    }
-    self._targets = texts[_TARGETS]
+    vocabulary = task.output_features[_TARGETS].vocabulary
+    self._targets = text_vocabulary(vocabulary)
     self.eos_id: Optional[int] = self._targets.eos_id
-    self.zero_is_a_word = self._targets.moved_zero_id is not None
-    inputs = texts.get(_INPUTS, self._targets)  # unused if the task has no inputs
-    self.inputs = [inputs.of_model(_ids(example.get(_INPUTS, ()))) for example in examples]
-    self.targets = [self._targets.of_model(_ids(example[_TARGETS])) for example in examples]
+    self.zero_is_a_word = self._targets.zero_is_a_word
+    # SeqIO's metrics take texts of one length; a vocabulary decodes up to the first end.
+    has_end = self.zero_is_a_word and self.eos_id is not None
+    self._after_text = self.eos_id if has_end else vocabulary.pad_id
+    self.inputs = [_ids(example.get(_INPUTS, ())) for example in examples]
+    self.targets = [_ids(example[_TARGETS]) for example in examples]
     self._left_out: set[str] = set()
 
   def first(self, number: int) -> 'SeqioEvaluatedTask':
@@ -74,8 +67,9 @@ class SeqioEvaluatedTask:
     Raises:
       DataError: a metric or postprocessor of the task fails, or two metrics have the same name.
     """
-    written = [self._targets.of_seqio(ids) for ids in outputs.predictions]
-    predictions = np.zeros((len(written), max(map(len, written), default=0)), np.int32)
+    written = [self._targets.without_padding(ids) for ids in outputs.predictions]
+    shape = len(written), max(map(len, written), default=0)
+    predictions = np.full(shape, self._after_text, np.int32)
     for row, ids in zip(predictions, written):
       row[: len(ids)] = ids
     by_kind = {
@@ -172,11 +166,7 @@ def open_tasks(
     task_lookup.check_split(task, one)
     if task.metric_objs:
       _check(task, one)
-      found.append(
-        SeqioEvaluatedTask(
-          task, _examples(task, one, num_examples), feature_converter=feature_converter
-        )
-      )
+      found.append(SeqioEvaluatedTask(task, _examples(task, one, num_examples)))
   if not found and required:
     raise task_error(
       f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '

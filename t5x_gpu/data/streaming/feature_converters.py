@@ -4,10 +4,12 @@
 """
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import features
+from t5x_gpu.data.batches import STACK_TOKENS
 from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK, PAIR_PLACES
 from t5x_gpu.data.streaming.encoder_converters import (
   TOKENS,
@@ -17,7 +19,7 @@ from t5x_gpu.data.streaming.encoder_converters import (
   EncoderTextSetsConverter,
 )
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies.vocabularies import moved_zero_id, vocabulary_name
+from t5x_gpu.data.vocabularies.vocabularies import never_gives_zero, text_may_have_zero
 from t5x_gpu.errors import DataError
 
 
@@ -162,8 +164,9 @@ def model_rows(
   task_feature_lengths: Mapping[str, int],
   output_features: Mapping[str, seqio.Feature],
   class_numbers: Optional[Sequence[int]] = None,
+  masks: Mapping[str, str] = types.MappingProxyType({}),
 ) -> tf.data.Dataset:
-  """Returns rows of model features, with the ids of the model.
+  """Returns rows of model features.
 
   Args:
     examples: of the task.
@@ -172,32 +175,50 @@ def model_rows(
     task_feature_lengths: task feature -> tokens.
     output_features: of the task.
     class_numbers: class number of the task -> that of the model; None for the same.
-  Raises:
-    DataError: two vocabularies use the same id for different words of one sequence; or padding
-      and a word of id 0 look the same.
+    masks: `row_masks` of the rows.
   """
+  tokens, vocabularies = features.layout(name).tokens, _vocabularies(name, output_features)
+  added = int(gets_ids_plus_one(name, output_features))
+  if added:
+    examples = examples.map(
+      lambda x: {**x, **{part: _above_zero(x[part], v) for part, v in vocabularies.items()}}
+    )
   rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
   if class_numbers is not None:
     rows = rows.map(_renumber(features.layout(name).classes, class_numbers))
-  moved = {
-    feature: _moved_zero_id([output_features[part] for part in parts], name)
-    for feature, parts in features.layout(name).tokens.items()
-  }
-  if not any(moved.values()):
+  if not (added or masks):
     return rows
-  if name == 'lm' and DECODER_INPUTS in output_features and not converter.pack:
-    raise DataError(
-      'Id 0 is a word of the tokenizer, and conversations have tokens without a loss. So without '
-      'packing, this word and the padding look the same.',
-      fix='Set PACK = True.',
-      parameters=('DatasetConfig.pack', 'DatasetConfig.vocabulary'),
-    )
-  return rows.map(
-    lambda row: {
-      feature: tf.where(x == moved[feature], 0, x) if moved.get(feature) else x
-      for feature, x in row.items()
+
+  def finished(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    of_tokens = {
+      mask: tf.cast(row[STACK_TOKENS[stack]] > 0, tf.int32) for mask, stack in masks.items()
     }
-  )
+    ids = {feature: tf.maximum(row[feature] - added, 0) for feature in tokens}
+    return {**row, **of_tokens, **ids}
+
+  return rows.map(finished)
+
+
+def gets_ids_plus_one(name: str, output_features: Mapping[str, seqio.Feature]) -> bool:
+  """Returns whether SeqIO gets ids plus one, since it packs and weighs what is not 0."""
+  return not all(map(never_gives_zero, _vocabularies(name, output_features).values()))
+
+
+def _vocabularies(
+  name: str, output_features: Mapping[str, seqio.Feature]
+) -> dict[str, seqio.Vocabulary]:
+  """Returns task feature -> vocabulary, for the features that hold tokens."""
+  parts = {part for parts in features.layout(name).tokens.values() for part in parts}
+  parts |= {DECODER_INPUTS} & output_features.keys()
+  return {part: output_features[part].vocabulary for part in sorted(parts)}
+
+
+def _above_zero(ids: tf.Tensor, vocabulary: seqio.Vocabulary) -> tf.Tensor:
+  """Returns `ids` plus one, without zeros at the end that only a preprocessor can have added."""
+  if not text_may_have_zero(vocabulary):
+    places = tf.where(ids != 0, tf.range(1, tf.size(ids) + 1), 0)
+    ids = ids[: tf.reduce_max(tf.concat([[0], places], 0))]
+  return ids + 1
 
 
 def _renumber(
@@ -207,20 +228,3 @@ def _renumber(
   # In `encoder_labels`, class numbers are one higher and 0 means no label.
   table = [0, *(n + 1 for n in numbers)] if feature == features.LABELS else list(numbers)
   return lambda row: {**row, feature: tf.gather(tf.constant(table, tf.int32), row[feature])}
-
-
-def _moved_zero_id(parts: Sequence[seqio.Feature], name: str) -> Optional[int]:
-  """Returns SeqIO's id of the word that has id 0 in the model, in the sequence of `parts`."""
-  found = [moved_zero_id(part.vocabulary, feature_converter=name) for part in parts]
-  moved = next((i for i in found if i is not None), None)
-  if moved is not None and any(
-    i != moved and part.vocabulary.vocab_size > moved for part, i in zip(parts, found)
-  ):
-    raise DataError(
-      'Inputs and targets are one sequence here, but have different vocabularies: '
-      + ', '.join(vocabulary_name(part.vocabulary) for part in parts)
-      + f'. Id {moved} is a word in both.',
-      fix='Set DatasetConfig.vocabulary, which gives all features the same vocabulary.',
-      parameters=('DatasetConfig.vocabulary', 'DatasetConfig.mixture_or_task_name'),
-    )
-  return moved

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig, row_masks
 from t5x_gpu.data.data_module import module_of
 from t5x_gpu.data.prepared.index import Index, MixtureMember
 from t5x_gpu.data.sources import seqio_sources
@@ -92,7 +92,7 @@ class Preparation:
       pack=config.pack,
       loss_on_targets_only=config.loss_on_targets_only,
       features=self.lengths,
-      vocabularies={name: _about(own[name], self.converter_name) for name in kind.task_features},
+      vocabularies={name: _about(own[name]) for name in kind.task_features},
       class_names=task_classes.class_names(self._task, self.class_names),
       packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
       members=members,
@@ -127,6 +127,7 @@ class Preparation:
         task_feature_lengths=config.task_feature_lengths,
         output_features=task.output_features,
         class_numbers=task_classes.class_numbers(task, self.class_names),
+        masks=row_masks(self.lengths),
       )
       for row in rows.with_options(options).as_numpy_iterator():
         self._check(row, member)
@@ -183,13 +184,11 @@ def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
   return min(parts, max(_MAX_READINGS, len(task.source.list_shards(split))))
 
 
-def _about(vocabulary: seqio.Vocabulary, feature_converter: str) -> dict[str, Any]:
+def _about(vocabulary: seqio.Vocabulary) -> dict[str, Any]:
   name = vocabularies.vocabulary_name(vocabulary)
   return {
     'name': name,
     'by_name': name.startswith(_NAMED),
-    'size': vocabularies.num_ids(vocabulary, feature_converter=feature_converter),
-    'fingerprint': vocabularies.vocabulary_fingerprint(
-      vocabulary, feature_converter=feature_converter
-    ),
+    'size': vocabulary.vocab_size,
+    'fingerprint': vocabularies.vocabulary_fingerprint(vocabulary),
   }

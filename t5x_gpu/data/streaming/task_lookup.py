@@ -25,7 +25,6 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   check_loads,
   end_id,
   named_vocabulary,
-  num_ids,
   vocabulary_name,
 )
 from t5x_gpu.errors import (
@@ -250,7 +249,7 @@ def _check_vocabulary(
     bound = spec.vocab_sizes.get(model_feature)
     for part in parts:
       vocabulary = task.output_features[part].vocabulary
-      size = num_ids(vocabulary, feature_converter=feature_converter)
+      size = vocabulary.vocab_size
       if bound is not None and size > bound:
         rounded = -(-size // 128) * 128
         raise DataError(

@@ -17,6 +17,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   check_fits,
   named_vocabulary,
   text_vocabulary,
+  vocabulary_fingerprint,
 )
 from t5x_gpu.errors import ConfigError, DataError, task_error
 
@@ -30,21 +31,24 @@ class TaskText:
     task: None if there is only a vocabulary.
     inputs: the feature for prompts; None if prompts are the beginning of the targets.
     targets: the feature that the model writes.
-    feature_converter: of the model.
   """
 
   config: DatasetConfig
   task: Optional[task_lookup.TaskOrMixture]
   inputs: Optional[seqio.Feature]
   targets: seqio.Feature
-  feature_converter: str
 
   def _text(self, feature: seqio.Feature) -> TextVocabulary:
-    return text_vocabulary(feature.vocabulary, feature_converter=self.feature_converter)
+    return text_vocabulary(feature.vocabulary)
 
   @property
   def name(self) -> str:
     return self._text(self.targets).name
+
+  @property
+  def fingerprint(self) -> str:
+    """Identifies the vocabulary of the targets, as in manifests."""
+    return vocabulary_fingerprint(self.targets.vocabulary)
 
   @property
   def size(self) -> int:
@@ -59,13 +63,13 @@ class TaskText:
     vocabulary, start = self.targets.vocabulary, None
     if isinstance(vocabulary, HuggingFaceVocabulary):
       start = vocabulary.template_start
-    elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and (vocabulary.bos_id or 0) > 0:
+    elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and vocabulary.bos_id >= 0:
       start = vocabulary.bos_id  # models of Llama 2 and Gemma put it first; T5 does not have one
-    return None if start is None else self._text(self.targets).of_model([start])[0]
+    return start
 
   @property
   def zero_is_a_word(self) -> bool:
-    return self._text(self.targets).moved_zero_id is not None
+    return self._text(self.targets).zero_is_a_word
 
   def encode_inputs(self, text: str) -> list[int]:
     if self.inputs is None:
@@ -76,11 +80,11 @@ class TaskText:
     self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
     template = self._chat_template()
-    return self._text(self.targets).of_model(template.prompt(messages, tools=tools, where=where))
+    return template.prompt(messages, tools=tools, where=where)
 
   def chat_ends(self) -> list[int]:
     end = self._chat_template().turn_end()
-    return [] if end is None else self._text(self.targets).of_model([end])
+    return [] if end is None else [end]
 
   def _chat_template(self) -> ChatTemplate:
     return ChatTemplate(self.targets.vocabulary, self.config.chat_template_variables)
@@ -119,19 +123,12 @@ class TaskText:
       if isinstance(written, bytes):
         return written.decode('utf-8', 'replace')
       vocabulary = self.task.output_features[feature].vocabulary
-      return vocabulary.decode([i for i in tokens if i not in (0, vocabulary.eos_id)])
-
-    def of_model(feature: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
-      features = self.task.output_features
-      return tuple(self._text(features[feature]).of_model(tokens)) if tokens else ()
+      kept = text_vocabulary(vocabulary).without_padding(tokens)
+      return vocabulary.decode([i for i in kept if i != vocabulary.eos_id])
 
     inputs, targets = ids('inputs'), ids('targets')
     return Prompt(
-      where,
-      text('inputs', inputs) if inputs else '',
-      text('targets', targets),
-      of_model('inputs', inputs),
-      of_model('targets', targets),
+      where, text('inputs', inputs) if inputs else '', text('targets', targets), inputs, targets
     )
 
 
@@ -166,6 +163,6 @@ def prompt_text(
     task, vocabulary = None, named_vocabulary(config.vocabulary)
     targets = seqio.Feature(vocabulary=vocabulary, add_eos=True)
     inputs = targets if has_inputs else None
-  text = TaskText(config, task, inputs, targets, feature_converter)
+  text = TaskText(config, task, inputs, targets)
   check_fits(text.name, text.size, model_vocab_size=model_vocab_size)
   return text

@@ -155,12 +155,6 @@ class Conversations(Templated):
         f'{str(template.file)!r}.',
         fix='Correct or remove that line, or the template.',
       )
-    if not ids.all():
-      raise DataError(
-        f'{where} has token id 0, the padding of {str(template.file.parent)!r}, as token '
-        f'{int(np.flatnonzero(ids == 0)[0]) + 1} of {ids.size}.',
-        fix='Remove the name of the padding token from that line.',
-      )
     return ids, mask
 
 

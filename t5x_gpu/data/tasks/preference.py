@@ -101,9 +101,10 @@ def _both(
       ids, mask = template().tokens(
         [*pair[PROMPT], *pair[name]], tools=pair[TOOLS], where=where, first=len(pair[PROMPT])
       )
-    if not mask[1:].any() or not ids.all():
-      what = 'token id 0, that of padding,' if mask[1:].any() else 'no token of the answer'
-      raise DataError(f'{where} has {what} in {name!r}.', fix='Correct or remove that line.')
+    if not mask[1:].any():
+      raise DataError(
+        f'{where} has no token of the answer in {name!r}.', fix='Correct or remove that line.'
+      )
     texts.append((ids, mask))
   if np.array_equal(texts[0][0], texts[1][0]):
     raise DataError(

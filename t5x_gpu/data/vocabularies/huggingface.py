@@ -1,9 +1,7 @@
 """A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, read by package `tokenizers`.
 
-Id 0 is padding in SeqIO. If it is a word of the tokenizer (GPT-2, Llama 3 and Qwen: '!'; RoBERTa:
-'<s>'), that word gets the first id after the tokenizer's last, `moved_zero_id`, while SeqIO trims,
-packs and weighs. Batches of decoder-only models have 0 there again (`vocabularies.moved_zero_id`),
-so these models use the tokenizer's own ids.
+Ids are the tokenizer's own, and any of them may be 0: a word (GPT-2, Llama 3 and Qwen: '!'), the
+end of a text (GPT-NeoX), padding that a text names ('<pad>').
 """
 
 import functools
@@ -48,12 +46,11 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     self._own_size = max(size, 1 + max(self._tokenizer.get_vocab().values(), default=0))
     padding = (self._named['pad_token'],) if 'pad_token' in self._named else _PADDING
     is_free = self._tokenizer.id_to_token(0) in (None, *padding)
-    self.moved_zero_id: Optional[int] = None if is_free else self._own_size
+    self.zero_is_a_word = not is_free or self.eos_id == 0
 
   def id_of(self, token: str) -> Optional[int]:
-    """Returns the id of `token` in SeqIO's numbering, or None."""
-    number = self._tokenizer.token_to_id(token)
-    return None if number is None else self._moved(number)
+    """Returns the id of `token`, or None."""
+    return self._tokenizer.token_to_id(token)
 
   def _id(self, *names: str) -> Optional[int]:
     for name in names:
@@ -71,6 +68,11 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     """What the tokenizer's template puts before a text: <bos> of Llama and Gemma; or None."""
     ids = self._tokenizer.encode('', add_special_tokens=True).ids
     return ids[0] if ids and ids[0] == self.bos_id else None
+
+  @property
+  def pad_id(self) -> int:
+    """What SeqIO writes after the end of a text that it decodes; `_decode` drops it."""
+    return -1 if self.zero_is_a_word else 0
 
   @property
   def bos_id(self) -> Optional[int]:
@@ -106,15 +108,15 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
   def added_tokens(self) -> dict[int, str]:
     """Id -> text of the tokens that no text is split into: <bos>, <|im_end|>, ..."""
     added = self._tokenizer.get_added_tokens_decoder()
-    return {self._moved(number): token.content for number, token in added.items()}
+    return {number: token.content for number, token in added.items()}
 
   @functools.cached_property
   def ordinary_ids(self) -> np.ndarray:
     """Ids [n], int32, of text pieces: all but padding, special and added tokens."""
     special = set(self._tokenizer.get_added_tokens_decoder())
     special |= {self._tokenizer.token_to_id(token) for token in self._named.values()}
-    ids = {self._moved(i) for i in self._tokenizer.get_vocab().values() if i not in special}
-    return np.asarray(sorted(ids - {0}), np.int32)
+    special |= set() if self.zero_is_a_word else {0}
+    return np.asarray(sorted({*self._tokenizer.get_vocab().values()} - special), np.int32)
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -125,28 +127,24 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @property
   def _base_vocab_size(self) -> int:
-    return self._own_size + (self.moved_zero_id is not None)
-
-  def _moved(self, number: int) -> int:
-    return self.moved_zero_id if number == 0 and self.moved_zero_id is not None else number
+    return self._own_size
 
   def _encode(self, s: str) -> list[int]:
-    return [self._moved(i) for i in self._tokenizer.encode(s, add_special_tokens=False).ids]
+    return self._tokenizer.encode(s, add_special_tokens=False).ids
 
   def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the ids of `text`, and for each the range of its characters."""
     encoding = self._tokenizer.encode(text, add_special_tokens=False)
-    return [self._moved(i) for i in encoding.ids], encoding.offsets
+    return encoding.ids, encoding.offsets
 
   def spelled(self, ids: Iterable[int]) -> str:
     """Returns the text of all `ids`, with the special tokens."""
-    kept = [0 if i == self.moved_zero_id else int(i) for i in ids]
-    return self._tokenizer.decode(kept, skip_special_tokens=False)
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def _decode(self, ids: Iterable[int]) -> str:
     # `seqio.Vocabulary.decode` keeps the EOS; sentinels that we added are unknown to the tokenizer.
-    dropped = {0, self.eos_id, self.start_id}
-    kept = [0 if i == self.moved_zero_id else i for i in map(int, ids) if i not in dropped]
+    dropped = {self.eos_id, self.start_id, self.pad_id}
+    kept = [i for i in map(int, ids) if i not in dropped]
     return self._tokenizer.decode(kept, skip_special_tokens=False)
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
@@ -164,7 +162,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
     if isinstance(ids, tf.RaggedTensor):
-      ids = ids.to_tensor(0)
+      ids = ids.to_tensor(self.pad_id)
 
     def decode(rows: np.ndarray) -> np.ndarray:
       texts = [self._decode(row).encode() for row in np.atleast_2d(rows)]

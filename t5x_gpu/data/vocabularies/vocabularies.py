@@ -1,4 +1,4 @@
-"""Vocabularies by name, their special ids, and text <-> ids in the model's ids."""
+"""Vocabularies by name, their special ids, and text <-> ids."""
 
 import dataclasses
 import hashlib
@@ -8,7 +8,6 @@ from typing import Optional, Union
 
 import numpy as np
 
-from t5x_gpu.data.features import layout
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.hashed import HashedWordsVocabulary
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
@@ -42,7 +41,7 @@ class TextVocabulary:
   Attributes:
     size: number of ids; the model's vocabulary must be at least as large.
     eos_id: id that ends a document, or None.
-    moved_zero_id: SeqIO's id of the word that has id 0 in the model; None if 0 is padding.
+    zero_is_a_word: id 0 is a token of texts, or their end, rather than padding.
     name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE', 'words:N' or SeqIO's class
       name.
   """
@@ -51,33 +50,27 @@ class TextVocabulary:
   eos_id: Optional[int]
   name: str
   _seqio: seqio.Vocabulary = dataclasses.field(repr=False)
-  moved_zero_id: Optional[int] = None
+  zero_is_a_word: bool = False
 
-  def of_model(self, ids: Iterable[int]) -> list[int]:
-    """Returns the model's ids for SeqIO's `ids`."""
-    return [0 if i == self.moved_zero_id else int(i) for i in ids]
-
-  def of_seqio(self, ids: Iterable[int]) -> list[int]:
-    """Returns SeqIO's ids for the model's `ids`, without padding."""
-    if self.moved_zero_id is None:
-      return [int(i) for i in ids if i != 0]
-    return [self.moved_zero_id if i == 0 else int(i) for i in ids]
+  def without_padding(self, ids: Iterable[int]) -> list[int]:
+    """Returns `ids` without those of padding."""
+    return [int(i) for i in ids if i != 0 or self.zero_is_a_word]
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`, without an end-of-sequence id."""
-    return self.of_model(self._seqio.encode(text))
+    return [int(i) for i in self._seqio.encode(text)]
 
   def decode(self, ids: Union[list[int], np.ndarray]) -> str:
     """Returns the text of `ids` up to the first end-of-sequence id; padding is skipped."""
     ids = [int(i) for i in np.asarray(ids).reshape(-1)]
     if self.eos_id in ids:
       ids = ids[: ids.index(self.eos_id)]
-    return self._seqio.decode(self.of_seqio(ids))
+    return self._seqio.decode(self.without_padding(ids))
 
   def spelled(self, ids: Sequence[int]) -> str:
     """Returns the text of all `ids`, with special tokens if the vocabulary can spell them."""
     if isinstance(self._seqio, HuggingFaceVocabulary):
-      return self._seqio.spelled(self.of_seqio(ids))
+      return self._seqio.spelled(self.without_padding(ids))
     return self.decode(list(ids))
 
 
@@ -164,20 +157,25 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
   return type(vocabulary).__name__
 
 
-def moved_zero_id(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> Optional[int]:
-  """Returns SeqIO's id of the word that has id 0 in batches; None if 0 is padding there."""
-  if isinstance(vocabulary, HuggingFaceVocabulary) and layout(feature_converter).zero_may_be_a_word:
-    return vocabulary.moved_zero_id
-  return None
+def zero_is_a_word(vocabulary: seqio.Vocabulary) -> bool:
+  """Returns whether id 0 is a token of texts, or their end, rather than padding."""
+  if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    return vocabulary.tokenizer.pad_id() != 0  # by default it is <unk>, and there is no padding
+  return getattr(vocabulary, 'zero_is_a_word', False) or vocabulary.eos_id == 0
 
 
-def num_ids(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> int:
-  """Returns the number of ids that batches may have; the model needs at least this vocab_size."""
-  size = vocabulary.vocab_size
-  return size - (moved_zero_id(vocabulary, feature_converter=feature_converter) == size - 1)
+def text_may_have_zero(vocabulary: seqio.Vocabulary) -> bool:
+  """Returns whether a text may have id 0: also by the name of a padding token, '<pad>'."""
+  return isinstance(vocabulary, HuggingFaceVocabulary) or zero_is_a_word(vocabulary)
 
 
-def vocabulary_fingerprint(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> str:
+def never_gives_zero(vocabulary: seqio.Vocabulary) -> bool:
+  """Returns whether id 0 is certainly padding; the ids of a custom vocabulary are not known."""
+  known = (seqio.ByteVocabulary, HashedWordsVocabulary, seqio.SentencePieceVocabulary)
+  return isinstance(vocabulary, known) and not zero_is_a_word(vocabulary)
+
+
+def vocabulary_fingerprint(vocabulary: seqio.Vocabulary) -> str:
   """Returns what identifies `vocabulary` in a checkpoint: the content of its file, not its path."""
   kind = vocabulary_name(vocabulary)
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
@@ -187,7 +185,7 @@ def vocabulary_fingerprint(vocabulary: seqio.Vocabulary, *, feature_converter: s
     kind = f'{_HUGGINGFACE}{vocabulary.path.name} ({vocabulary.fingerprint})'
   elif isinstance(vocabulary, ClassVocabulary):
     kind = f'classes {", ".join(vocabulary.names)}'
-  return f'{kind}, {num_ids(vocabulary, feature_converter=feature_converter)} ids'
+  return f'{kind}, {vocabulary.vocab_size} ids'
 
 
 def check_fits(name: str, size: int, *, model_vocab_size: int) -> None:
@@ -202,17 +200,15 @@ def check_fits(name: str, size: int, *, model_vocab_size: int) -> None:
     )
 
 
-def text_vocabulary(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> TextVocabulary:
+def text_vocabulary(vocabulary: seqio.Vocabulary) -> TextVocabulary:
   """Returns `vocabulary` for encoding prompts and decoding samples."""
-  moved, eos_id = moved_zero_id(vocabulary, feature_converter=feature_converter), vocabulary.eos_id
-  if eos_id is not None:  # SentencePiece returns -1 for none
-    eos_id = 0 if eos_id == moved else eos_id if eos_id > 0 else None
+  eos_id = vocabulary.eos_id
   return TextVocabulary(
-    size=num_ids(vocabulary, feature_converter=feature_converter),
-    eos_id=eos_id,
+    size=vocabulary.vocab_size,
+    eos_id=None if eos_id is None or eos_id < 0 else eos_id,  # SentencePiece returns -1 for none
     name=vocabulary_name(vocabulary),
     _seqio=vocabulary,
-    moved_zero_id=moved,
+    zero_is_a_word=zero_is_a_word(vocabulary),
   )
 
 
@@ -251,7 +247,8 @@ def ordinary_ids(vocabulary: seqio.Vocabulary) -> np.ndarray:
   """Returns the ids [n], int32, of text pieces: not padding, end, unknown or a sentinel."""
   if isinstance(vocabulary, HuggingFaceVocabulary):
     return vocabulary.ordinary_ids
-  special = {0, vocabulary.eos_id, vocabulary.unk_id, *sentinel_ids(vocabulary)}
+  special = {vocabulary.eos_id, vocabulary.unk_id, *sentinel_ids(vocabulary)}
+  special |= set() if zero_is_a_word(vocabulary) else {0}
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
     special.add(vocabulary.bos_id)
   return np.asarray([i for i in range(vocabulary.vocab_size) if i not in special], np.int32)

@@ -84,12 +84,13 @@ class Classifier:
 
   def _batch(self, prompts: Sequence[EncodedRow]) -> dict[str, np.ndarray]:
     length = min(padded_length(max(map(len, prompts))), self.config.max_length)
-    tokens, types = np.zeros((2, self.batch_size, length), np.int32)
-    tokens[:, 0] = 1  # rows without a text need something to attend to
+    tokens, segments, types = np.zeros((3, self.batch_size, length), np.int32)
+    tokens[:, 0] = segments[:, 0] = 1  # rows without a text need something to attend to
     for row, prompt in enumerate(prompts):
       tokens[row, : len(prompt)] = prompt.tokens
+      segments[row, : len(prompt)] = 1
       types[row, len(prompt) - prompt.num_second : len(prompt)] = 1
-    batch = {'encoder_input_tokens': tokens}
+    batch = {'encoder_input_tokens': tokens, 'encoder_segment_ids': segments}
     config = config_of(self._model)
     if config is not None and config.num_token_types > 1:
       batch['encoder_token_types'] = types

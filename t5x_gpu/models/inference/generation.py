@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
@@ -292,7 +293,8 @@ def _generate(
 ) -> Continuations:
   prompts, more = batch['prompts'], {}
   if 'encoder_tokens' in batch:
-    more['encoder_tokens'] = batch['encoder_tokens']
+    taken = inspect.signature(without_adapters(model).start_decoding).parameters
+    more = {name: batch[name] for name in ('encoder_tokens', 'encoder_segments') if name in taken}
   slots = prompts.shape[1] + config.max_decode_length - 1  # the last token is never read again
   logits, state = model.start_decoding(params, prompts, batch['lengths'], slots=slots, **more)
   return run(

@@ -104,8 +104,8 @@ class PromptBatches:
     """Returns a batch to generate from.
 
     'prompts' [batch, length] are decoder inputs, padded on the left; 'lengths' [batch] their
-    tokens; 'numbers' [batch], -1 for a row without a prompt; with an encoder 'encoder_tokens'
-    [batch, inputs_length], padded on the right.
+    tokens; 'numbers' [batch], -1 for a row without a prompt; with an encoder 'encoder_tokens' and
+    'encoder_segments' [batch, inputs_length], padded on the right.
 
     Args:
       prompts: ids of each, at most `batch_size`.
@@ -123,7 +123,7 @@ class PromptBatches:
       batch['lengths'][row] = len(begin)
     batch['numbers'][: len(prompts)] = numbers
     if self._has_encoder:
-      batch['encoder_tokens'] = self._encoder_tokens(prompts)
+      batch['encoder_tokens'], batch['encoder_segments'] = self._encoder_rows(prompts)
     return batch
 
   def to_score(
@@ -140,22 +140,27 @@ class PromptBatches:
         'decoder_target_tokens',
         'decoder_loss_weights',
         'decoder_causal_attention',
+        'decoder_segment_ids',
       )
     }
     for i, (row, target) in enumerate(zip(rows, targets)):
       end, first = len(row) - 1, len(row) - 1 - len(target)
       batch['decoder_input_tokens'][i, :end] = row[:-1]
       batch['decoder_target_tokens'][i, :end] = row[1:]
+      batch['decoder_segment_ids'][i, :end] = 1
       batch['decoder_loss_weights'][i, first:end] = 1
       batch['decoder_causal_attention'][i, : first + 1] = 1
     if self._has_encoder:
-      batch['encoder_input_tokens'] = self._encoder_tokens(prompts)
+      inputs = self._encoder_rows(prompts)
+      batch['encoder_input_tokens'], batch['encoder_segment_ids'] = inputs
       del batch['decoder_causal_attention']
     return batch
 
-  def _encoder_tokens(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-    tokens = np.zeros((self.batch_size, padded_length(max(map(len, prompts)))), np.int32)
-    tokens[:, 0] = 1  # rows without a prompt need something to attend to
+  def _encoder_rows(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns tokens and segment ids, [2, batch, length]."""
+    rows = np.zeros((2, self.batch_size, padded_length(max(map(len, prompts)))), np.int32)
+    rows[:, :, 0] = 1  # rows without a prompt need something to attend to
     for row, prompt in enumerate(prompts):
-      tokens[row, : len(prompt)] = prompt
-    return tokens
+      rows[0, row, : len(prompt)] = prompt
+      rows[1, row, : len(prompt)] = 1
+    return rows

@@ -26,7 +26,7 @@ def _batch():
     for name, x in arrays.items():
       x[rows] = WHOLE[name][rows]
 
-  batch = LazyBatch(SPEC, read=read_rows, names=('label', 'tokens'))
+  batch = LazyBatch(SPEC, read=read_rows)
   return batch, read
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import features
+from t5x_gpu.data.batches import batch_hash, row_masks
 from t5x_gpu.data.streaming import feature_converters
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
@@ -71,8 +72,16 @@ def convert(name, *, pack, examples=None, **kwargs):
       for part, x in examples[0].items()
     },
   )
-  converter = feature_converters.feature_converter(name, pack=pack, **kwargs)
-  return spec, next(converter(dataset, task_feature_lengths=lengths).batch(1).as_numpy_iterator())
+  numbers = seqio.Feature(seqio.PassThroughVocabulary(10))
+  rows = feature_converters.model_rows(
+    dataset,
+    converter=feature_converters.feature_converter(name, pack=pack, **kwargs),
+    name=name,
+    task_feature_lengths=lengths,
+    output_features=dict.fromkeys(examples[0], numbers),
+    masks=row_masks(spec.shapes),
+  )
+  return spec, next(rows.batch(1).as_numpy_iterator())
 
 
 @pytest.mark.quick_cases(
@@ -109,10 +118,19 @@ def test_loss_on_inputs_too_is_a_parameter_of_prefix_lm():
     feature_converters.feature_converter('encoder_mlm', pack=True, loss_on_targets_only=False)
 
 
-def test_unpacked_batches_have_neither_positions_nor_segments():
+def test_segments_of_unpacked_rows_mask_the_padding():
   _, batch = convert('lm', pack=False)
-  assert set(batch) == {'decoder_target_tokens', 'decoder_input_tokens', 'decoder_loss_weights'}
-  np.testing.assert_array_equal(batch['decoder_loss_weights'], batch['decoder_target_tokens'] > 0)
+  names = ('target_tokens', 'input_tokens', 'loss_weights', 'segment_ids')
+  assert set(batch) == {f'decoder_{name}' for name in names}
+  is_token = batch['decoder_target_tokens'] > 0
+  np.testing.assert_array_equal(batch['decoder_loss_weights'], is_token)
+  np.testing.assert_array_equal(batch['decoder_segment_ids'], is_token)
+  # The hash in checkpoints of versions without masks.
+  assert batch_hash(batch) == batch_hash(
+    {name: x for name, x in batch.items() if name != 'decoder_segment_ids'}
+  )
+  with_zero = {**batch, 'decoder_segment_ids': np.ones_like(batch['decoder_segment_ids'])}
+  assert batch_hash(batch) != batch_hash(with_zero)
 
 
 def test_texts_of_pairs_are_segments_in_turn():

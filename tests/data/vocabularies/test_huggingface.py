@@ -1,6 +1,5 @@
-"""Hugging Face tokenizers give the ids they give elsewhere, and id 0 is padding nevertheless."""
+"""Hugging Face tokenizers give the ids that they give elsewhere."""
 
-import functools
 import json
 import sys
 
@@ -11,7 +10,6 @@ from t5x_gpu.data import data_module, features
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import read_index
-from t5x_gpu.data.streaming.feature_converters import model_rows
 from t5x_gpu.data.task_metrics import ModelOutputs
 from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -118,7 +116,7 @@ def ids_of(folder, text):
 
 def test_bert_ids_are_the_tokenizers_without_template_cutting_and_padding(bert):
   vocabulary = HuggingFaceVocabulary(bert)
-  assert vocabulary.moved_zero_id is None and vocabulary.pad_id == 0
+  assert not vocabulary.zero_is_a_word and vocabulary.pad_id == 0
   assert (vocabulary.unk_id, vocabulary.start_id, vocabulary.eos_id, vocabulary.mask_id) == (
     1,
     2,
@@ -134,26 +132,26 @@ def test_bert_ids_are_the_tokenizers_without_template_cutting_and_padding(bert):
 def test_gpt2_text_survives_and_its_exclamation_mark_is_not_padding(gpt2):
   vocabulary = HuggingFaceVocabulary(gpt2 / 'tokenizer.json')
   own = tokenizers.Tokenizer.from_file(str(gpt2 / 'tokenizer.json')).get_vocab_size()
-  assert vocabulary.moved_zero_id == own and vocabulary.vocab_size == own + 1
+  assert vocabulary.zero_is_a_word and vocabulary.vocab_size == own
   for text in TEXTS:
     ids = vocabulary.encode(text)
-    assert 0 not in ids and [0 if i == own else i for i in ids] == ids_of(gpt2, text)
+    assert ids == ids_of(gpt2, text)
     assert vocabulary.decode([*ids, vocabulary.eos_id, 5]) == text
-  assert own in vocabulary.encode('wow !') and own in vocabulary.ordinary_ids
+  assert 0 in vocabulary.encode('wow !') and 0 in vocabulary.ordinary_ids
   assert vocabulary.unk_id is None and vocabulary.start_id is None
-  assert HuggingFaceVocabulary(gpt2, extra_ids=3).vocab_size == own + 4
+  assert HuggingFaceVocabulary(gpt2, extra_ids=3).vocab_size == own + 3
 
 
-def test_declared_padding_elsewhere_moves_id_0_too(gpt2):
+def test_id_0_is_a_word_if_padding_is_declared_elsewhere(gpt2):
   (gpt2 / 'tokenizer_config.json').write_text(json.dumps({'pad_token': '<|endoftext|>'}))
-  assert HuggingFaceVocabulary(gpt2).moved_zero_id is not None
+  assert HuggingFaceVocabulary(gpt2).zero_is_a_word
 
 
 def test_t5_sentinels_are_the_tokenizers_own_and_descend(t5):
   vocabulary = vocabularies.named_vocabulary(f'huggingface:{t5}', extra_ids=100)
   assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
   size = vocabulary.vocab_size
-  assert vocabulary.extra_ids == 0 and vocabulary.moved_zero_id is None
+  assert vocabulary.extra_ids == 0 and not vocabulary.zero_is_a_word
   assert vocabularies.sentinel_ids(vocabulary) == tuple(range(size - 1, size - 101, -1))
   assert vocabularies.mask_id(vocabulary) == size - 1
   assert vocabulary.decode(vocabulary.encode('Hello, world!') + [1]) == 'Hello, world!'
@@ -175,7 +173,7 @@ def test_tensorflow_and_python_agree(kind, request):
   ragged = vocabulary.encode_tf(tf.constant(TEXTS[:3]))
   assert ragged.to_list() == list(map(vocabulary.encode, TEXTS[:3]))
   assert vocabulary.encode_tf(tf.constant('')).numpy().tolist() == []
-  rows = ragged.to_tensor(0)
+  rows = ragged.to_tensor(vocabulary.pad_id)
   texts = [text.decode() for text in vocabulary.decode_tf(rows).numpy()]
   assert texts == [vocabulary.decode(vocabulary.encode(text)) for text in TEXTS[:3]]
   assert vocabulary.decode_tf(rows[0]).numpy().decode() == texts[0]
@@ -191,7 +189,7 @@ EXCLAIMED = [f'well ! number {i} !!' for i in range(200)]
 @pytest.mark.parametrize('way', ['packed', 'one_a_row', 'prepared'])
 def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_path, way):
   (tmp_path / 'a.txt').write_text('\n'.join(EXCLAIMED))
-  size = HuggingFaceVocabulary(gpt2).vocab_size - 1
+  size = HuggingFaceVocabulary(gpt2).vocab_size
   name, options = f'text_lines:{tmp_path}/a.txt', {'vocabulary': f'huggingface:{gpt2}'}
   if way == 'prepared':
     prepare_here(
@@ -246,36 +244,22 @@ def test_a_prefix_keeps_its_words_of_id_0(open_data, gpt2, tmp_path):
   assert [i for i in got if i != eos] == inputs + targets and 0 in inputs and 0 in targets
 
 
-def test_two_vocabularies_in_one_sequence_are_refused_where_their_ids_meet(gpt2):
-  rows = tf.data.Dataset.from_tensors({'decoder_target_tokens': tf.constant([5, 0])})
-  one = HuggingFaceVocabulary(gpt2)
-
-  def got(other):
-    [row] = model_rows(
-      rows,
-      converter=lambda examples, **_: examples,
-      name='prefix_lm',
-      task_feature_lengths={},
-      output_features={'inputs': seqio.Feature(other), 'targets': seqio.Feature(one)},
-    )
-    return row['decoder_target_tokens'].numpy().tolist()
-
-  assert got(HuggingFaceVocabulary(gpt2, extra_ids=3)) == got(seqio.ByteVocabulary()) == [5, 0]
-  with pytest.raises(DataError, match='is a word in both'):
-    got(seqio.PassThroughVocabulary(one.vocab_size))
-
-
-def test_an_encoder_masks_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
+@pytest.mark.parametrize('converter', ['encoder_decoder', 'prefix_lm'])
+def test_inputs_and_targets_have_the_tokenizers_own_ids(open_data, gpt2, tmp_path, converter):
   (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
   vocabulary = HuggingFaceVocabulary(gpt2)
   options = dict(
     vocabulary=f'huggingface:{gpt2}',
     lengths={'inputs': 24, 'targets': 24},
-    converter='encoder_decoder',
+    converter=converter,
     pack=False,
   )
   opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size, **options)
-  assert next(opened.iterator)['encoder_input_tokens'][0, 0] == vocabulary.moved_zero_id
+  batch = next(opened.iterator)
+  stack = 'encoder_input' if converter == 'encoder_decoder' else 'decoder_target'
+  begin = [*ids_of(gpt2, '! what !'), vocabulary.eos_id]
+  assert batch[f'{stack}_tokens'][0, : len(begin)].tolist() == begin and begin[0] == 0
+  assert batch[f'{stack.split("_")[0]}_segment_ids'][0, : len(begin)].all()
   with pytest.raises(DataError, match='has a vocabulary of'):
     open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size - 1, **options)
 
@@ -338,10 +322,9 @@ def test_classification_over_bert_keeps_its_end_and_its_classes(open_data, bert,
 def test_same_files_are_the_same_vocabulary(bert, t5):
   one, same = HuggingFaceVocabulary(bert), HuggingFaceVocabulary(bert / 'tokenizer.json')
   assert one == same and hash(one) == hash(same) and one != HuggingFaceVocabulary(t5)
-  fingerprint = functools.partial(vocabularies.vocabulary_fingerprint, feature_converter='lm')
-  before = fingerprint(one)
+  before = vocabularies.vocabulary_fingerprint(one)
   (bert / 'tokenizer_config.json').write_text('{}')
-  assert fingerprint(HuggingFaceVocabulary(bert)) != before
+  assert vocabularies.vocabulary_fingerprint(HuggingFaceVocabulary(bert)) != before
 
 
 @pytest.mark.parametrize(

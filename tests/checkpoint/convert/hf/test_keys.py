@@ -155,7 +155,7 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('qwen3_moe', {'layer_types': ['sliding_attention'] * 2}, 'layer_types lists other kinds'),
     ('qwen3_moe', {'model_type': 'qwen2_moe'}, 'a model with shared experts'),
     ('mixtral', {'model_type': 'gpt_oss'}, 'attention sinks and MXFP4'),
-    ('bert_mlm', {'model_type': 'xlm-roberta'}, 'begins each text with token id 0'),
+    ('bert_mlm', {'model_type': 'xlm-roberta'}, 'positions begin at 2'),
     ('bert_mlm', {'model_type': 'modernbert'}, 'no norm before attention'),
     ('bert_mlm', {'model_type': 'deberta-v2'}, 'disentangled attention'),
     ('t5', {'model_type': 'longt5'}, 'transient-global attention'),
