@@ -123,11 +123,11 @@ def their_logits(theirs, fields, batch):
       return theirs_of(
         theirs,
         input_ids=batch['decoder_input_tokens'],
-        attention_mask=batch['decoder_target_tokens'] > 0,
+        attention_mask=batch['decoder_segment_ids'] > 0,
       ).numpy()
     given = {
       'input_ids': batch['encoder_input_tokens'],
-      'attention_mask': batch['encoder_input_tokens'] > 0,
+      'attention_mask': batch['encoder_segment_ids'] > 0,
     }
     if 'encoder_token_types' in batch:
       given['token_type_ids'] = batch['encoder_token_types']
@@ -289,7 +289,7 @@ def test_gradients_and_a_step_of_adamw_equal_hugging_face(name, converted, tmp_p
     if fields.kind == 'decoder_only'
     else {
       'input_ids': batch['encoder_input_tokens'],
-      'attention_mask': batch['encoder_input_tokens'] > 0,
+      'attention_mask': batch['encoder_segment_ids'] > 0,
     }
   )
   if fields.kind == 'encoder_decoder':
