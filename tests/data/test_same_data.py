@@ -1,8 +1,10 @@
 """Other data is refused by the part that differs, with what to set."""
 
+import contextlib
+
 import pytest
 
-from t5x_gpu.data.same_data import check_next_batch, check_same_data
+from t5x_gpu.data.same_data import check_next_batch, check_numbering, check_same_data
 from t5x_gpu.errors import DataError
 
 FACTS = {
@@ -52,6 +54,20 @@ def test_each_part_is_named_with_its_values_and_what_to_set(key, value, part, fi
   assert f'What differs: {part}.' in e.value.what
   assert f'{key}: saved {FACTS[key]!r}, now {value!r}' in e.value.what
   assert fix in e.value.fix and e.value.fix.count('\n') == 1
+
+
+@pytest.mark.parametrize('saved, is_moved', [(101, True), (100, False), (102, False)])
+def test_a_tokenizer_that_earlier_versions_numbered_otherwise_is_refused(saved, is_moved):
+  facts = {'vocabulary of inputs': f'huggingface:tokenizer.json (12ab), {saved} ids'}
+  now = 'huggingface:tokenizer.json (12ab), 100 ids'
+  refused = pytest.raises(DataError, match='with id 0 of .* had id 100')
+  with refused if is_moved else contextlib.nullcontext():
+    check_numbering(facts, now)
+  check_numbering(facts, 'byte, 259 ids')
+  check_numbering({}, None)
+  if is_moved:
+    with pytest.raises(DataError, match='with id 0 of .* had id 100'):
+      check_same_data(facts, {'vocabulary of inputs': now})
 
 
 def test_all_parts_are_named_at_once():

@@ -60,7 +60,7 @@ MODELS = {
     dataclasses.replace(CONFIG, num_experts=4, expert_capacity_factor=None)
   ),
 }
-PROMPTS = [[3, 7, 5], [9, 9, 4, 2, 30, 11, 6], [8]]
+PROMPTS = [[3, 7, 5], [9, 9, 0, 2, 30, 11, 6], [8]]
 NEW = 8
 
 
@@ -100,14 +100,17 @@ def tokens_of(generator, prompts=PROMPTS, **options):
 
 @functools.cache
 def all_logits(name):
-  """Returns (encoder inputs, decoder inputs, prefix) [1, length] -> logits [1, length, vocab]."""
+  """Returns (encoder inputs, decoder inputs, prompt) [1, length] -> logits [1, length, vocab].
 
-  def logits(params, inputs, tokens, prefix):
+  The prompt is 1 where the encoder, or the prefix of the decoder, has a token.
+  """
+
+  def logits(params, inputs, tokens, prompt):
     batch = {'decoder_input_tokens': tokens, 'decoder_target_tokens': jnp.ones_like(tokens)}
     batch |= (
-      {'encoder_input_tokens': inputs}
+      {'encoder_input_tokens': inputs, 'encoder_segment_ids': prompt}
       if name == 'encoder_decoder'
-      else {'decoder_causal_attention': prefix}
+      else {'decoder_causal_attention': prompt}
     )
     return MODELS[name].logits(params, batch)
 
@@ -121,7 +124,10 @@ def uncached_logits(name, prompt, tokens, start=(0,)):
   before = len(row) - len(tokens)
   padded = lambda x: np.pad(np.asarray(x, np.int32), (0, length - len(x)))[None]
   logits = all_logits(name)(
-    params_and_names(name)[0], padded(prompt), padded(row), padded([1] * before)
+    params_and_names(name)[0],
+    padded(prompt),
+    padded(row),
+    padded([1] * (len(prompt) if is_encoded else before)),
   )
   return np.asarray(logits)[0, before - 1 : len(row) - 1]
 

@@ -178,7 +178,7 @@ def model_rows(
     masks: `row_masks` of the rows.
   """
   tokens, vocabularies = features.layout(name).tokens, _vocabularies(name, output_features)
-  added = int(gets_ids_plus_one(name, output_features))
+  added = gets_ids_plus_one(name, output_features)
   if added:
     examples = examples.map(
       lambda x: {**x, **{part: _above_zero(x[part], v) for part, v in vocabularies.items()}}
@@ -193,7 +193,7 @@ def model_rows(
     of_tokens = {
       mask: tf.cast(row[STACK_TOKENS[stack]] > 0, tf.int32) for mask, stack in masks.items()
     }
-    ids = {feature: tf.maximum(row[feature] - added, 0) for feature in tokens}
+    ids = {feature: tf.maximum(row[feature] - 1, 0) for feature in tokens} if added else {}
     return {**row, **of_tokens, **ids}
 
   return rows.map(finished)

@@ -59,8 +59,7 @@ _REFUSED = {
   ),
   'gpt_oss': ('a model with attention sinks and MXFP4 experts', _EXPERTS),
   **dict.fromkeys(
-    ('roberta', 'xlm-roberta', 'camembert'),
-    ('an encoder whose positions begin at 2', _ENCODERS),
+    ('roberta', 'xlm-roberta', 'camembert'), ('an encoder whose positions begin at 2', _ENCODERS)
   ),
   'modernbert': ('an encoder whose first layer has no norm before attention', _ENCODERS),
   **dict.fromkeys(('deberta', 'deberta-v2'), ('an encoder with disentangled attention', _ENCODERS)),
