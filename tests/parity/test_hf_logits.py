@@ -252,7 +252,7 @@ def test_token_types_of_bert_are_used(converted):
 def test_gradients_and_a_step_of_adamw_equal_hugging_face(name, converted, tmp_path):
   theirs, fields, params = converted(name)
   batch = logits_check.random_batch(fields, seed=3)
-  # transformers gives no gradient to the embedding of pad_token_id, which may be 0.
+  # transformers does not train the embedding of pad_token_id, which may be 0.
   for feature in batch.keys() & {'encoder_input_tokens', 'decoder_input_tokens'}:
     batch[feature] = np.where(batch[feature] == 0, 2, batch[feature])
   model = fields.build()

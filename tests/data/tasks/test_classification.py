@@ -114,6 +114,7 @@ def test_classification_batches_of_the_library(opened):
   everything = list(iterator)
   assert {name: x.shape for name, x in everything[0].items()} == {
     'encoder_input_tokens': (32, 256),
+    'encoder_segment_ids': (32, 256),
     'label': (32,),
     'label_weights': (32,),
   }
