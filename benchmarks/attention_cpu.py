@@ -73,7 +73,7 @@ def measure(length: int) -> dict[str, dict[str, float]]:
   return result
 
 
-if __name__ == '__main__':
+def main() -> None:
   lengths = [int(text) for text in sys.argv[1:]] or [64, 128, 256, 512, 1024, 2048]
   sizes = dict(tokens=TOKENS, heads=HEADS, head_dim=HEAD_DIM, repeats=REPEATS, cores=os.cpu_count())
   results = {}
@@ -85,3 +85,7 @@ if __name__ == '__main__':
     print(f'| {length} | ' + ' | '.join(cells) + ' |', flush=True)
     found = {**sizes, 'jax': jax.__version__, 'by_length': results}
     RESULTS.write_text(json.dumps(found, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+  main()

@@ -9,6 +9,7 @@ peak memory is compared with that of one that reshards next to nothing.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -30,6 +31,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import program_of_run
+from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.train_state import TrainState
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -59,12 +61,9 @@ def dd(*flags: str) -> None:
 
 def random_state(model: str) -> TrainState:
   """Returns a state of the model that the gin file sets; without zeros, which compress."""
-  arguments = gin_loader.load([str(ROOT / RUN), model], bindings=[], search_paths=()).arguments(
-    without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg')
-  )
-  program = program_of_run(
-    arguments, optimizer=AdamW(), topology=Topology(1, 1), devices=jax.devices()[:1]
-  )
+  loaded = gin_loader.load([str(ROOT / RUN), model], bindings=[], search_paths=())
+  config = dataclasses.replace(gin_loader.configured(loaded, StepConfig), optimizer=AdamW())
+  program = program_of_run(config, topology=Topology(1, 1), devices=jax.devices()[:1])
   key = jax.random.key(0)
   return jax.block_until_ready(
     jax.tree.map(

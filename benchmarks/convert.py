@@ -100,7 +100,8 @@ def main() -> None:
         for row in rows[-2:]:
           print(
             f'{dtype:9} to {row["to"]:8} check={check:8} {row["megabytes"]:9,.1f} MB '
-            f'{row["megabytes"] / row["write_seconds"]:6,.0f} MB/s  peak {row["peak_mib"]:,} MiB',
+            f'{row["megabytes"] / max(row["write_seconds"], 0.1):6,.0f} MB/s  '
+            f'peak {row["peak_mib"]:,} MiB',
             flush=True,
           )
   OUT.write_text(json.dumps({'model': args.model, 'rows': rows}, indent=1) + '\n')

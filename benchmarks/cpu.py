@@ -23,10 +23,14 @@ import time
 from typing import Any, Optional
 
 ROOT = pathlib.Path(__file__).parents[1]
+OUT = ROOT / 'benchmarks' / 'results' / 'cpu.json'
 RUNS = {
   'demo': ['--gin.TRAIN_STEPS=60', '--gin.EVAL_PERIOD=None', '--gin.SAVE_PERIOD=20'],
   'decoder_14m': [],
 }
+TIMED_ALONE = 'decoder_14m'  # the example whose step the bare steps repeat
+BARE_STEPS = ['--steps', '10']
+STEP_LINE = re.compile(r'\bstep \d+/')  # in a file it follows the time
 
 
 def train(example: str, options: list[str]) -> dict[str, float]:
@@ -49,8 +53,7 @@ def train(example: str, options: list[str]) -> dict[str, float]:
     lines = 0
     for line in process.stdout:
       lines += 1
-      step = re.match(r'step (\d+)/', line)
-      if step:
+      if STEP_LINE.search(line):
         seen.setdefault('first_step_seconds', time.monotonic() - begin)
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.monotonic() - begin
@@ -75,10 +78,10 @@ def train(example: str, options: list[str]) -> dict[str, float]:
     }
 
 
-def script(python: str, name: str) -> dict[str, Any]:
+def script(python: str, name: str, *flags: str) -> dict[str, Any]:
   """Returns the JSON line that another script of this folder prints."""
   out = subprocess.run(
-    [python, str(ROOT / 'benchmarks' / name)],
+    [python, str(ROOT / 'benchmarks' / name), *flags],
     cwd=ROOT,
     check=True,
     text=True,
@@ -87,7 +90,7 @@ def script(python: str, name: str) -> dict[str, Any]:
   return json.loads(out.strip().splitlines()[-1])
 
 
-def bench(example: str) -> dict[str, Any]:
+def bench(example: str, options: list[str]) -> dict[str, Any]:
   """Returns the numbers of `python -m t5x_gpu.bench`: the step alone, as the bare step is timed."""
   with tempfile.TemporaryDirectory() as folder:
     out = os.path.join(folder, 'result.json')
@@ -96,11 +99,11 @@ def bench(example: str) -> dict[str, Any]:
         sys.executable,
         '-m',
         't5x_gpu.bench',
-        '--steps',
-        '10',
+        *BARE_STEPS,
         '--warmup',
         '2',
         f'--gin_file=gin_configs/examples/{example}.gin',
+        *options,
         '--json',
         out,
       ],
@@ -130,12 +133,14 @@ def measure(repeats: int, torch: Optional[str]) -> dict[str, Any]:
   for i in range(repeats):
     for example, options in RUNS.items():
       results.setdefault(f't5x_gpu {example}', []).append(train(example, options))
-    results.setdefault('t5x_gpu.bench decoder_14m', []).append(bench('decoder_14m'))
-    results.setdefault('bare jax step, decoder_14m', []).append(
-      script(sys.executable, 'bare_step.py')
+    results.setdefault(f't5x_gpu.bench {TIMED_ALONE}', []).append(
+      bench(TIMED_ALONE, RUNS[TIMED_ALONE])
+    )
+    results.setdefault(f'bare jax step, {TIMED_ALONE}', []).append(
+      script(sys.executable, 'bare_step.py', *BARE_STEPS)
     )
     if torch:
-      results.setdefault('PyTorch step, decoder_14m', []).append(script(torch, 'torch_step.py'))
+      results.setdefault(f'PyTorch step, {TIMED_ALONE}', []).append(script(torch, 'torch_step.py'))
     print(f'round {i + 1} of {repeats} done', flush=True)
   return {name: median_of(rounds) for name, rounds in results.items()}
 
@@ -171,9 +176,7 @@ def main() -> None:
     'repeats': args.repeats,
     'medians': results,
   }
-  out = ROOT / 'benchmarks' / 'results' / 'cpu.json'
-  out.parent.mkdir(exist_ok=True)
-  out.write_text(json.dumps(report, indent=1) + '\n')
+  OUT.write_text(json.dumps(report, indent=1) + '\n')
   print(json.dumps(report, indent=1))
 
 

@@ -38,6 +38,7 @@ from t5x_gpu.partitioning.pipeline.pipeline_parallel import bubble_fraction
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.training.step_config import StepConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 8
@@ -108,14 +109,14 @@ class Layout:
   """
 
   def __init__(self, setting: Setting, devices: Sequence[Any]):
-    arguments = load(setting)
+    config = load(setting)
     self.topology = topology_of(devices=NUM_DEVICES, hosts=setting.hosts)
-    self.program = program_of_run(arguments, topology=self.topology, devices=list(devices))
+    self.program = program_of_run(config, topology=self.topology, devices=list(devices))
     program = self.program
     begin = time.monotonic()
     self._step = self._lowered().compile()
     self.compile_seconds = time.monotonic() - begin
-    ideal = one_device_flops(arguments, devices[0]) / NUM_DEVICES
+    ideal = one_device_flops(config, devices[0]) / NUM_DEVICES
     hlo = partitioned_hlo(self._lowered())
     self.flops_ratio = mean_flops(hlo, program) / ideal
     self.sent_bytes = sum(
@@ -126,7 +127,7 @@ class Layout:
     self.state_bytes = sum(a.bytes_per_device for a in (*parameters, *optimizer))
     self.temp_bytes = self._step.memory_analysis().temp_size_in_bytes
     self._state = program.init()
-    self._batches = ready_batches(arguments, program)
+    self._batches = ready_batches(config, program)
     self.losses: list[float] = []
     self.cpu_seconds: list[float] = []
 
@@ -150,20 +151,22 @@ class Layout:
     return None if pipeline is None else bubble_fraction(**pipeline.options)
 
 
-def load(setting: Setting) -> dict[str, Any]:
-  """Returns the arguments of train() under a setting."""
+def load(setting: Setting) -> StepConfig:
+  """Returns the settings of the training step under a setting."""
   files = [
     ROOT / 'gin_configs' / name
     for name in ('models/decoder_demo.gin', f'parallel/{setting.gin}.gin', 'runs/pretrain.gin')
   ]
   loaded = gin_loader.load(files, bindings=(*MODEL, *setting.bindings))
-  return loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
+  return gin_loader.configured(loaded, StepConfig)
 
 
-def one_device_flops(arguments: Mapping[str, Any], device: Any) -> int:
+def one_device_flops(config: StepConfig, device: Any) -> int:
   """Returns the FLOPs of a step's matrix products where nothing is split."""
   program = program_of_run(
-    {**arguments, 'partitioner': Partitioner()}, topology=topology_of(devices=1), devices=[device]
+    dataclasses.replace(config, partitioner=Partitioner()),
+    topology=topology_of(devices=1),
+    devices=[device],
   )
   return flops_per_device(
     program.train_step.lower(program.abstract_state, program.abstract_batch).as_text('hlo')
@@ -208,13 +211,13 @@ def mean_flops(hlo: str, program: Program) -> float:
   return total
 
 
-def ready_batches(arguments: Mapping[str, Any], program: Program) -> list[Any]:
+def ready_batches(config: StepConfig, program: Program) -> list[Any]:
   """Returns a few synthetic batches on the devices; the same for every layout."""
-  dataset = dataclasses.replace(arguments['train_dataset_cfg'], module='t5x_gpu.data.synthetic')
+  dataset = dataclasses.replace(config.train_dataset_cfg, module='t5x_gpu.data.synthetic')
   batches = open_batches(
     dataset,
     spec=program.spec,
-    feature_converter=arguments['model'].feature_converter(dataset.task_feature_lengths),
+    feature_converter=config.model.feature_converter(dataset.task_feature_lengths),
   )
   return [program.layout.put_batch(next(batches)) for _ in range(4)]
 

@@ -8,6 +8,7 @@ half and receives the other. Both kinds of save take turns in every round.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -29,8 +30,10 @@ from t5x_gpu.planning.devices import simulated_devices
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import program_of_run
+from t5x_gpu.training.step_config import StepConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
+OUT = ROOT / 'benchmarks' / 'results' / 'local_save.json'
 EXAMPLE = 'gin_configs/examples/decoder_14m.gin'
 CASES = {'one device': (1, 1, {}), 'fsdp 8, two hosts': (8, 2, {'Partitioner.fsdp': 8})}
 
@@ -46,12 +49,9 @@ def measure(
 ) -> dict[str, float]:
   """Returns medians of seconds; `written` is until it is on disk, the stall included."""
   bindings = [f'{key}={value}' for key, value in settings.items()]
-  arguments = gin_loader.load([str(ROOT / EXAMPLE)], bindings=bindings, search_paths=()).arguments(
-    without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg')
-  )
+  loaded = gin_loader.load([str(ROOT / EXAMPLE)], bindings=bindings, search_paths=())
   program = program_of_run(
-    arguments,
-    optimizer=AdamW(),
+    dataclasses.replace(gin_loader.configured(loaded, StepConfig), optimizer=AdamW()),
     topology=Topology(num_hosts, num_devices // num_hosts),
     devices=jax.devices()[:num_devices],
   )
@@ -107,8 +107,7 @@ def main() -> None:
       f'{r["local_stall"]:.3f} s local, ratio {r["local_stall"] / r["durable_stall"]:.2f}; '
       f'on disk after {r["durable_written"]:.2f} s and {r["local_written"]:.2f} s'
     )
-  out = ROOT / 'benchmarks' / 'results' / 'local_save.json'
-  out.write_text(
+  OUT.write_text(
     json.dumps({'load_before': load, 'rounds': args.rounds, 'results': results}, indent=1) + '\n'
   )
 

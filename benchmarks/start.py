@@ -15,6 +15,7 @@ import tempfile
 import time
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+OUT = REPOSITORY / 'benchmarks' / 'results' / 'start.json'
 GIN = """
 from __gin__ import dynamic_registration
 from t5x_gpu.data import batches
@@ -69,8 +70,7 @@ def main() -> None:
     'second_of_first': round(runs['second']['seconds'] / runs['first']['seconds'], 2),
   }
   print(json.dumps(result, indent=1))
-  path = REPOSITORY / 'benchmarks/results/start.json'
-  path.write_text(json.dumps(result, indent=1) + '\n')
+  OUT.write_text(json.dumps(result, indent=1) + '\n')
 
 
 if __name__ == '__main__':

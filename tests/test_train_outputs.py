@@ -1,6 +1,7 @@
 """What a run leaves in MODEL_DIR, and what it says; what a dry run prints instead."""
 
 import json
+import shutil
 import struct
 import sys
 
@@ -341,3 +342,14 @@ def test_builtin_import_is_replaced_only_while_no_other_thread_imports(tmp_path)
     assert run.finish() == 0, run.err
   lines = [line for line in run.out.splitlines() if line.startswith('lazy imports in')]
   assert set(lines) == {'lazy imports in MainThread'} and 'the run could start' in run.out
+
+
+def test_a_run_that_continues_with_another_schedule_says_both_learning_rates(tmp_path):
+  project = Project(tmp_path)
+  first = project.run(TRAIN_STEPS=4, WARMUP_STEPS=1, SAVE_PERIOD=2)
+  assert 'Its schedule changes the learning rate from 0.0025 to 0.0061' in first.out
+  shutil.rmtree(project.model_dir / 'checkpoint_4')
+  again = project.run(TRAIN_STEPS=4, WARMUP_STEPS=1, SAVE_PERIOD=2)
+  assert again.code == 0 and 'the learning rate was' not in again.out
+  longer = project.run(TRAIN_STEPS=8, WARMUP_STEPS=1)
+  assert 'WARNING: the learning rate was 0.0025 at step 4 and is 0.00611 from step 5' in longer.out

@@ -1,7 +1,9 @@
 """The end of a run: its pictures, and a text about its files and what to do next."""
 
 import logging
+import math
 import os
+import shlex
 from collections.abc import Sequence
 from typing import Optional
 
@@ -19,6 +21,7 @@ def closing_text(
   *,
   shown: str,
   step: int,
+  rates: tuple[float, float],
   guess_loss: Optional[float],
   confusion: Optional[np.ndarray],
   class_names: Optional[tuple[str, ...]],
@@ -30,6 +33,7 @@ def closing_text(
     folder: of the run; the pictures go there.
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
+    rates: learning rate of the last step, and of the next one in a run of twice as many steps.
     guess_loss: loss of guessing, a line in the picture; None for no line.
     confusion: matrix [true class, predicted class]; None if there is none.
     class_names: of the data, which may have fewer than `confusion`; None numbers the classes.
@@ -46,13 +50,30 @@ def closing_text(
       files.insert(0, 'loss.png')
   except Exception as e:  # matplotlib is not installed, or fails; the run itself is complete
     _log.warning('No picture of the loss: %s', first_line(e))
-  curves = f'  curves       tensorboard --logdir {shown}/tensorboard\n'
+  where = shlex.quote(shown)
+  curves = f'  curves       tensorboard --logdir {where}/tensorboard\n'
   return (
     f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
     'Next:\n'
-    f'  continue     the same command with --gin.TRAIN_STEPS={2 * step}\n'
+    f'  report       python -m t5x_gpu.report {where}\n'
     f'{curves if "tensorboard/" in logged else ""}'
-    f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt'
+    f'  infer        python -m t5x_gpu.infer --checkpoint={where} --prompts=prompts.txt\n'
+    f'  convert      python -m t5x_gpu.convert --from={where} --to=FOLDER   (Hugging Face)\n'
+    f'{_how_to_continue(step, *rates)}'
+    f'  who set it   grep BATCH_SIZE {where}/config_origins.txt'
+  )
+
+
+def _how_to_continue(step: int, rate: float, longer_rate: float) -> str:
+  text = f'  continue     the same command with --gin.TRAIN_STEPS={2 * step}\n'
+  if math.isclose(rate, longer_rate, rel_tol=0.1):
+    return text
+  constant = rate if rate > 0.01 * longer_rate else longer_rate / 10
+  return (
+    f'{text}               Its schedule changes the learning rate from {rate:.2g} to '
+    f'{longer_rate:.2g}. For a rate of your choice, add:\n'
+    "               '--gin.train.learning_rate=@schedules.constant()' "
+    f'--gin.constant.learning_rate={constant:.2g}\n'
   )
 
 

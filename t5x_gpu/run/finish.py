@@ -12,6 +12,7 @@ from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog
+from t5x_gpu.training.schedules import with_total_steps
 from t5x_gpu.training.train_state import TrainState
 
 
@@ -43,6 +44,13 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
 
 
+def _rates(live: LiveRun, step: int) -> tuple[float, float]:
+  """Returns the learning rate of `step`, and of the next one in a run of twice as many steps."""
+  schedule, factor = live.plan.run.learning_rate, live.plan.program.learning_rate_factor
+  longer = with_total_steps(schedule, 2 * step)
+  return factor * float(schedule(step - 1)), factor * float(longer(step))
+
+
 def _closing_text(live: LiveRun) -> str:
   run, files = live.plan.run, live.checkpointer.files
   evaluations = live.data.evaluations
@@ -51,6 +59,7 @@ def _closing_text(live: LiveRun) -> str:
     files.folder,
     shown=str(files.model_dir),
     step=run.total_steps,
+    rates=_rates(live, run.total_steps),
     guess_loss=OptionalMembers(run.model).guess_loss,
     confusion=confusion,
     logged=run.logging_cfg.files,

@@ -1,13 +1,14 @@
 """`open_run`: a checked run, compiled, with its data open and its first state."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import pathlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 from t5x_gpu.analysis.fp8_use import fp8_lines
@@ -21,11 +22,12 @@ from t5x_gpu.data.batches import Batch, batch_hash, optional_method
 from t5x_gpu.errors import TrainingError, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
+from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.models.flops import step_tokens
 from t5x_gpu.run.bad_steps import BadSteps
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.preemption import StopRequest
@@ -241,6 +243,7 @@ def open_run(
     if restored:
       state = plan.program.with_grad_norms(state, restored.manifest.get(GRAD_NORMS, ()))
       _continue_from(restored, plan, data, first_step)
+      log(_changed_rate(plan, pathlib.Path(checkpointer.files.folder), first_step))
   if plan.start.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
     carry_hf_folder(plan.start.reader.path.parent, plan.model_dir.path)
   origin = plan.start.origin_of(restored)
@@ -259,8 +262,7 @@ def _compile_and_open(
 ) -> tuple[Callable[..., Any], Optional[TrainState], RunData]:
   """Returns the compiled step, a fresh state if no checkpoint exists, and the open data."""
   program = plan.program
-  with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
-    opening = pool.submit(open_data, plan)
+  with _in_thread(functools.partial(open_data, plan)) as opening:
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     kind = program.layout.mesh.devices.flat[0].device_kind
     with compile_errors(kind):
@@ -282,11 +284,55 @@ def _compile_and_open(
   return train_step, fresh, data
 
 
+@contextlib.contextmanager
+def _in_thread(work: Callable[[], Any]) -> Iterator[concurrent.futures.Future]:
+  """Runs `work` next to the block; a block that fails or is interrupted does not wait for it."""
+  pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data')
+  future = pool.submit(work)
+  try:
+    yield future
+  except BaseException:
+    if not future.done():
+      process_exit.abandon_threads()
+    raise
+  finally:
+    pool.shutdown(wait=False)
+
+
 def _continue_from(restored: Restored, plan: CheckedRun, data: RunData, step: int) -> None:
   # If `open_data` knew another step, the latest checkpoint could not be read.
   if plan.start.takes_data and (not plan.saved or plan.saved.step != step):
     resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
   log(f'Continuing from {restored.path}.')
+
+
+def _changed_rate(plan: CheckedRun, folder: pathlib.Path, step: int) -> str:
+  """Returns both learning rates if the schedule is not the one of the last start; else ''."""
+  path = folder / 'metrics.jsonl'
+  if not is_main_process() or not path.is_file():
+    return ''
+  rates = {
+    record['step']: record['train/learning_rate']
+    for record in read_json_lines(path)
+    if 'train/learning_rate' in record and record['step'] <= step
+  }
+  if not rates:
+    return ''
+  factor = plan.program.learning_rate_factor
+
+  def rate(taken: int) -> float:
+    return factor * float(plan.run.learning_rate(taken))
+
+  *earlier, last = sorted(rates)
+  first = earlier[-1] if earlier else last - 1
+  # A record has the mean since the one before it.
+  window = [rate(first), rate((first + last) // 2), rate(last - 1)]
+  if 0.9 * min(window) <= rates[last] <= 1.1 * max(window):
+    return ''
+  return (
+    f'WARNING: the learning rate was {rates[last]:.3g} at step {last} and is {rate(step):.3g} '
+    f'from step {step + 1} on: the schedule has changed.'
+  )
 
 
 def start_facts(live: LiveRun) -> dict[str, Any]:

@@ -6,6 +6,7 @@ writes the number of each signal to `signal.set_wakeup_fd` at once, where a thre
 """
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,10 +18,11 @@ from typing import Any, Optional, Self, TypeVar
 from t5x_gpu.terminal.streams import write_stderr
 
 EXIT_INTERRUPTED = 130
-_HANDLER_SECONDS = 1.0  # if the handler has not run by then, the main thread is stuck
+_HANDLER_SECONDS = 0.5  # if the program still runs by then, it says what it waits for
+_OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
 _Handler = TypeVar('_Handler', bound=Callable[..., Any])
-_handled = threading.Event()
+_handled, _raised = threading.Event(), threading.Event()
 
 
 def stops_on_interrupt(handler: _Handler) -> _Handler:
@@ -40,6 +42,7 @@ def stops_on_interrupt(handler: _Handler) -> _Handler:
 @stops_on_interrupt
 def _raise(number: int, frame: Optional[FrameType]) -> None:
   del number, frame
+  _raised.set()
   raise KeyboardInterrupt
 
 
@@ -56,7 +59,7 @@ class SecondInterruptLeaves:
   def __init__(self, leave: Callable[[int], Any] = os._exit):
     self._leave = leave
     self._sockets: Optional[tuple[socket.socket, socket.socket]] = None
-    self._interrupted = False
+    self._interrupted = self._is_over = False
 
   def __enter__(self) -> Self:
     if threading.current_thread() is not threading.main_thread():
@@ -64,6 +67,7 @@ class SecondInterruptLeaves:
     self._sockets = reading, writing = socket.socketpair()
     writing.setblocking(False)
     _handled.clear()
+    _raised.clear()
     self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if self._replaced:
       signal.signal(signal.SIGINT, _raise)
@@ -73,6 +77,7 @@ class SecondInterruptLeaves:
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
+    self._is_over = True
     if self._sockets is None or self._interrupted:
       return
     if self._replaced and signal.getsignal(signal.SIGINT) is _raise:
@@ -94,7 +99,8 @@ class SecondInterruptLeaves:
         self._interrupted = True
         # A thread cannot know whether the handler will run, so it waits.
         if not self._next_interrupt(reading, _HANDLER_SECONDS):
-          if not _handled.is_set():
+          # A handler that only sets a flag has said so. The exception may be waiting for a thread.
+          if not self._is_over and (_raised.is_set() or not _handled.is_set()):
             write_stderr(
               f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
               'Press Ctrl-C again to exit immediately.\n'
@@ -123,9 +129,9 @@ class SecondInterruptLeaves:
 
 
 def _main_thread_place() -> str:
-  """Returns the main thread's place outside JAX: 'file.py:27 (function)'."""
+  """Returns the main thread's place outside JAX and Python: 'file.py:27 (function)'."""
   frame = sys._current_frames()[threading.main_thread().ident]
-  while frame.f_back is not None and f'{os.sep}jax' in frame.f_code.co_filename:
+  while frame.f_back is not None and _OTHERS.search(frame.f_code.co_filename):
     frame = frame.f_back
   code = frame.f_code
   return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})'

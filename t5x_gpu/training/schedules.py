@@ -4,6 +4,7 @@ Each returns `schedule(step) -> float32 scalar`; `step` counts from 0, as in T5X
 shorter than its warm-up never leaves it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Optional
 
@@ -30,10 +31,13 @@ def rsqrt(base: float = 1.0, *, warmup_steps: int = 10_000) -> Schedule:
 
 def linear(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
   """Returns a linear rise to `peak`, then a linear fall to `final` at `total_steps`."""
-  return lambda step: (
-    (final + (peak - final) * (1 - _progress(step, warmup_steps, total_steps)))
-    * _warmup(step, warmup_steps)
-  )
+
+  def schedule(step: jax.Array) -> jax.Array:
+    decay = 1 - _progress(step, warmup_steps, total_steps)
+    return (final + (peak - final) * decay) * _warmup(step, warmup_steps)
+
+  schedule.remake = functools.partial(linear, peak, warmup_steps=warmup_steps, final=final)
+  return schedule
 
 
 def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
@@ -46,7 +50,17 @@ def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float
     cosine_decay = 0.5 * (1 + jnp.cos(jnp.pi * _progress(step, warmup_steps, total_steps)))
     return (final + (peak - final) * cosine_decay) * _warmup(step, warmup_steps)
 
+  schedule.remake = functools.partial(cosine, peak, warmup_steps=warmup_steps, final=final)
   return schedule
+
+
+def with_total_steps(schedule: Schedule, total_steps: int) -> Schedule:
+  """Returns the schedule of a run of `total_steps`; itself if it does not depend on them.
+
+  Schedules of users are taken as if they did not.
+  """
+  remake = getattr(schedule, 'remake', None)
+  return schedule if remake is None else remake(total_steps=total_steps)
 
 
 def _float(step: jax.Array) -> jax.Array:

@@ -1,0 +1,33 @@
+"""The text at the end of a run names the next commands, and what they do to the learning rate."""
+
+import pytest
+
+from t5x_gpu.metrics.end_of_run import closing_text
+
+
+def text(tmp_path, **changes):
+  arguments = dict(shown='runs/a', step=400, rates=(1e-3, 1e-3), guess_loss=None, confusion=None)
+  return closing_text(tmp_path, **{**arguments, 'class_names': None, 'logged': (), **changes})
+
+
+def test_the_next_commands_are_report_infer_convert_and_continue(tmp_path):
+  lines = text(tmp_path).splitlines()
+  assert '  report       python -m t5x_gpu.report runs/a' in lines
+  assert any('t5x_gpu.infer --checkpoint=runs/a' in line for line in lines)
+  assert any('t5x_gpu.convert --from=runs/a' in line for line in lines)
+  assert '  continue     the same command with --gin.TRAIN_STEPS=800' in lines
+  assert 'learning rate' not in text(tmp_path)
+
+
+def test_a_folder_with_a_space_is_quoted(tmp_path):
+  assert "t5x_gpu.report 'my runs/a'" in text(tmp_path, shown='my runs/a')
+
+
+@pytest.mark.parametrize(
+  'rates, words', [((1e-4, 5e-4), 'constant.learning_rate=0.0001'), ((0.0, 5e-4), 'rate=5e-05')]
+)
+def test_a_schedule_that_would_rise_again_is_said_with_both_rates_and_another_schedule(
+  tmp_path, rates, words
+):
+  found = text(tmp_path, rates=rates)
+  assert f'from {rates[0]:.2g} to 0.0005' in found and words in found

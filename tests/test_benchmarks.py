@@ -1,0 +1,160 @@
+"""Every script of benchmarks/ and scripts/ runs; here at tiny sizes, and its figures are unused."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import cpu
+from t5x_gpu.terminal.progress_line import ProgressLine
+from tests.helpers_train import REPOSITORY
+from tests.helpers_xla import xla_flags
+
+# Runs `main` of a script with other constants, and with its results in another file.
+DRIVER = """
+import importlib, pathlib, sys
+name, constants, out = sys.argv[1:4]
+sys.argv[1:] = sys.argv[4:]
+module = importlib.import_module(name)
+for key in ('OUT', 'RESULTS'):
+  if hasattr(module, key):
+    setattr(module, key, pathlib.Path(out))
+for line in constants.splitlines():
+  for key in line.partition(' = ')[0].split(', '):
+    assert hasattr(module, key), f'{name} has no constant {key}'
+exec(constants, vars(module))
+module.main()
+"""
+STEP = 'BATCH, LENGTH, LAYERS, EMBED, MLP = 1, 16, 1, 48, 32'
+SMALL = [
+  f'--gin.TransformerConfig.{name}={value}'
+  for name, value in (('num_layers', 1), ('embed_dim', 16), ('mlp_dim', 32), ('scan_unroll', 1))
+]
+RUN = [
+  *SMALL,
+  '--gin.DatasetConfig.module=t5x_gpu.data.synthetic',
+  '--gin.train/DatasetConfig.batch_size=2',
+  '--gin.TASK_FEATURE_LENGTHS={"targets": 32}',
+  '--gin.TRAIN_STEPS=2',
+  '--gin.SAVE_PERIOD=1',
+  '--gin.EVAL_PERIOD=None',
+  '--gin.train.sample_cfg=None',
+]
+TINY = (
+  'MODEL = TransformerConfig(vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, '
+  'head_dim=8, mlp_dim=32)'
+)
+# Script -> (constants, flags). `{tiny}` is a gin file of a very small GPT-2.
+TINY_RUNS = {
+  'attention_cpu': ('REPEATS, TOKENS = 1, 64', ['32']),
+  'bare_step': (STEP, ['--steps', '1']),
+  'checkpoints': ("BUDGETS = ('512MiB',)", ['--rounds', '1', '--model', '{tiny}']),
+  'convert': ('', ['--model', '{tiny}']),
+  'cpu': (f"RUNS = {{'decoder_14m': {RUN!r}}}\nBARE_STEPS = ['--steps', '1']", ['--repeats', '1']),
+  'data': ('', ['--length', '64', '--seconds', '0.1', '--rounds', '1']),
+  'decode': (
+    'PROMPT, NEW = 4, 4\n'
+    "MODELS = {'gpt2, tiny': transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, "
+    'n_head=2, bos_token_id=None, eos_token_id=None)}',
+    ['--rounds', '1', '--batches', '2', '--threads', '1', '--models', 'gpt2', '--out', '{out}'],
+  ),
+  'dropless': ('BATCH, LENGTH, EMBED, MLP = 2, 32, 16, 32', ['--rounds', '1']),
+  'layouts': (
+    '',
+    ['--layouts', 'dp', '--rounds', '1', '--steps', '1', '--json', '{out}']
+    + ['--picture', '{folder}/layouts.png'],
+  ),
+  'local_save': ("CASES = {'one device': (1, 1, {})}", ['--rounds', '1', '--local', '{folder}']),
+  'moments': (f'{TINY}\nBATCH, LENGTH, HELD_OUT = 2, 16, 2', ['--steps', '10']),
+  'precision_curves': (
+    "RUNS = {'float32': Run('float32'), 'bfloat16': Run('bfloat16')}",
+    ['--steps', '2'],
+  ),
+  'start': ('', []),
+  'torch_step': (f'{STEP}\nSTEPS = 1', []),
+  'tp_memory': ('DEVICES = (1, 2)', ['--batch', '1', '--length', '16', '--out', '{out}']),
+}
+NO_RESULTS_FILE = ('bare_step', 'torch_step')
+# Compile for GPUs, with the extra [plan].
+FOR_GPUS = {
+  'compiled_memory': (
+    "CASES = (Case(model='decoder_demo', layout='dp', batch=(8, 128)),)",
+    ['--out', '{out}'],
+  ),
+  'loss_memory': ('SIZES = ((256, 64, 1024),)', ['--out', '{out}']),
+}
+# Scripts with tests of their own.
+TESTED = {
+  'bench_gpu.sh': 'test_bench_gpu.py',
+  'docs_site.py': 'test_pages.py',
+  'docs_tables.py': 'runtime/xla/test_docs_tables.py',
+  'draw_architecture.py': 'test_architecture.py',
+  'prepare_pile.py': 'test_prepare_pile.py',
+  'train.pbs': 'test_scripts.py',
+  'train.slurm': 'test_scripts.py',
+  'train_k8s.yaml': 'test_scripts.py',
+  'train_mpi.sh': 'test_scripts.py',
+}
+DRAWN = {'draw_mesh.py', 'draw_report.py'}
+
+
+def run(name: str, constants: str, flags: list[str], folder: pathlib.Path) -> None:
+  tiny, out = folder / 'tiny.gin', folder / 'out.json'
+  sizes = 'num_layers = 1', 'embed_dim = 16', 'num_heads = 2', 'head_dim = 8', 'mlp_dim = 32'
+  text = (REPOSITORY / 'gin_configs/models/gpt2_small.gin').read_text()
+  for size in (*sizes, 'query_pre_attn_scalar = 8.0', 'VOCAB_SIZE = 384'):
+    text = re.sub(rf'\b{size.partition(" ")[0]} = [\d.]+', size, text)
+  tiny.write_text(text)
+  flags = [flag.format(tiny=tiny, out=out, folder=folder) for flag in flags]
+  done = subprocess.run(
+    [sys.executable, '-c', DRIVER, f'benchmarks.{name}', constants, str(out), *flags],
+    cwd=REPOSITORY,
+    env={**os.environ, 'XLA_FLAGS': xla_flags(), 'PYTHONPATH': str(REPOSITORY)},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout
+  results = done.stdout.splitlines()[-1] if name in NO_RESULTS_FILE else out.read_text()
+  assert json.loads(results), done.stdout
+
+
+@pytest.mark.quick_cases('bare_step', 'tp_memory')
+@pytest.mark.parametrize('name', TINY_RUNS)
+def test_a_benchmark_runs(tmp_path, name):
+  if name in ('torch_step', 'decode'):
+    pytest.importorskip('torch')
+  run(name, *TINY_RUNS[name], tmp_path)
+
+
+def test_the_benchmark_of_training_finds_the_first_step_in_a_log():
+  log = io.StringIO()
+  ProgressLine(10, stream=log).update(1, {'train/loss': 2.0})
+  assert cpu.STEP_LINE.search(log.getvalue())
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize('name', FOR_GPUS)
+def test_a_benchmark_that_compiles_for_gpus_runs(tmp_path, name):
+  run(name, *FOR_GPUS[name], tmp_path)
+
+
+def test_every_script_is_run_by_a_test():
+  assert {p.stem for p in (REPOSITORY / 'benchmarks').glob('*.py')} == {*TINY_RUNS, *FOR_GPUS}
+  scripts = {p.name for p in (REPOSITORY / 'scripts').iterdir() if p.is_file()}
+  assert scripts == {*TESTED, *DRAWN}
+  for script, test in TESTED.items():
+    assert script in (REPOSITORY / 'tests' / test).read_text(), f'{test} does not test {script}'
+
+
+def test_the_picture_of_the_mesh_is_drawn(tmp_path):
+  picture = tmp_path / 'mesh.png'
+  subprocess.run(
+    [sys.executable, 'scripts/draw_mesh.py', picture], cwd=REPOSITORY, check=True, timeout=120
+  )
+  assert picture.read_bytes().startswith(b'\x89PNG')
