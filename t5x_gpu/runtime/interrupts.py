@@ -18,7 +18,7 @@ from typing import Any, Optional, Self, TypeVar
 from t5x_gpu.terminal.streams import write_stderr
 
 EXIT_INTERRUPTED = 130
-_HANDLER_SECONDS = 0.5  # if the program still runs by then, it says what it waits for
+_HANDLER_SECONDS = 0.5  # if the program still runs by then, it names the place where it waits
 _OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
 _Handler = TypeVar('_Handler', bound=Callable[..., Any])

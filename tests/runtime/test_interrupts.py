@@ -110,6 +110,7 @@ def test_a_second_ctrl_c_does_not_wait_for_cleanup_that_hangs():
       read_until(process.stdout, 'held')
       process.send_signal(signal.SIGINT)
       read_until(process.stdout, 'cleanup')
+      read_until(process.stderr, 'Press Ctrl-C again to exit immediately')
       process.send_signal(signal.SIGINT)
       assert process.wait(DEADLINE_SECONDS) == 130
     finally:
