@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks import cpu
 from t5x_gpu.terminal.progress_line import ProgressLine
-from tests.helpers_train import REPOSITORY
+from tests.helpers_train import REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
 # Runs `main` of a script with other constants, and with its results in another file.
@@ -100,7 +101,7 @@ TESTED = {
   'train_k8s.yaml': 'test_scripts.py',
   'train_mpi.sh': 'test_scripts.py',
 }
-DRAWN = {'draw_mesh.py', 'draw_report.py'}
+DRAWN = {'draw_mesh.py', 'draw_report.py', 'draw_schedules.py'}
 
 
 def run(name: str, constants: str, flags: list[str], folder: pathlib.Path) -> None:
@@ -152,9 +153,20 @@ def test_every_script_is_run_by_a_test():
     assert script in (REPOSITORY / 'tests' / test).read_text(), f'{test} does not test {script}'
 
 
-def test_the_picture_of_the_mesh_is_drawn(tmp_path):
-  picture = tmp_path / 'mesh.png'
-  subprocess.run(
-    [sys.executable, 'scripts/draw_mesh.py', picture], cwd=REPOSITORY, check=True, timeout=120
-  )
+@pytest.mark.slow
+@pytest.mark.parametrize('name', sorted(DRAWN - {'draw_report.py'}))
+def test_a_picture_is_drawn(tmp_path, name):
+  picture = tmp_path / 'picture.png'
+  subprocess.run([sys.executable, f'scripts/{name}', picture], cwd=REPOSITORY, check=True)
+  assert picture.read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.slow
+def test_a_picture_of_a_report_is_drawn(tmp_path):
+  if not any(map(shutil.which, ('chromium', 'chromium-browser'))):
+    pytest.skip('no Chromium: apt-get install chromium')
+  assert Project(tmp_path).run(TRAIN_STEPS=2).code == 0
+  picture = tmp_path / 'report.png'
+  command = [sys.executable, 'scripts/draw_report.py', tmp_path / 'model', picture]
+  subprocess.run(command, cwd=REPOSITORY, check=True)
   assert picture.read_bytes().startswith(b'\x89PNG')
