@@ -184,11 +184,12 @@ def take_steps(
     for step in range(live.first_step + 1, run.total_steps + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():
-          batch = next(data.batches)
+          batch = live.next_batch(step)
         if changed := data.watch.look(step):
           recorder.finish()
           with watchdog.phase('save'):
-            live.stop_at_changed_text(changed, step - 1, state, stop=stop)
+            ago = int(batch is not None)
+            live.stop_at_changed_text(changed, step - 1, state, ago=ago, stop=stop)
         with recorder.timer.dispatch():
           state, sums = live.train_step(state, live.put_batch(batch))
         recorder.dispatched(step, sums)

@@ -317,6 +317,20 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monk
   assert sorted(records(evaluated, 'removed')) == [4, 6]
 
 
+@pytest.mark.slow
+def test_a_metric_that_fails_during_training_stops_the_run_after_a_save(tmp_path):
+  eval_tasks.seen['calls'] = 0
+  project = Project(tmp_path, gin=GIN)
+  macros = {'MIXTURE_OR_TASK_NAME': 'turned_fails', 'SAVE_PERIOD': 100}
+  result = project.run(num_devices=1, **macros)
+  assert result.code == 1
+  assert 'IndexError: no such word' in result.err and 'Traceback' not in result.err
+  assert project.steps() == [4]
+  result = project.run(num_devices=1, **macros)
+  assert result.code == 0, result.err
+  assert project.steps() == [4, 6]
+
+
 # ---- Classes -----------------------------------------------------------------------------------
 
 CLASSES_GIN = tiny_gin("""DATA_MODULE = 't5x_gpu.data.seqio_batches'

@@ -128,6 +128,10 @@ def _new_bytes(path):
   path.write_bytes(b'quite another text\n' * 9000)
 
 
+def _not_text(path):
+  path.write_bytes(b'\xff\xfe' * 30_000)  # an error of the reader
+
+
 def _other_file(path):
   new = path.with_name('new')
   shutil.copy2(path, new)  # the same size and times, as after `rsync -a`
@@ -139,6 +143,7 @@ def _other_file(path):
   'change, says',
   [
     pytest.param(_new_bytes, 'at the start, 171,000 now', id='new_bytes'),
+    pytest.param(_not_text, 'at the start, 60,000 now', marks=pytest.mark.slow),
     pytest.param(_other_file, 'replaced by another file', marks=pytest.mark.slow),
     pytest.param(os.unlink, 'it no longer exists', marks=pytest.mark.slow),
   ],

@@ -23,7 +23,8 @@ from t5x_gpu.evaluation.evaluator import (
   open_task_evaluator,
   values_of,
 )
-from t5x_gpu.metrics.classification import shown_names
+from t5x_gpu.metrics.classification import all_names, shown_names
+from t5x_gpu.metrics.confusion_picture import MAX_WRITTEN_CLASSES
 from t5x_gpu.metrics.end_of_run import draw_confusion
 from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.model import OptionalMembers
@@ -90,10 +91,12 @@ class Evaluations:
     keep.value_of(values)
 
   def _draw(self, confusion: np.ndarray) -> None:
-    names = self.class_names()
+    names = all_names(self.class_names(), len(confusion))
+    longest = sorted(names, key=len)[-MAX_WRITTEN_CLASSES:]  # 1,000 take many seconds
+    ones = np.ones((len(longest), len(longest)))
     try:
       with tempfile.TemporaryDirectory() as folder:
-        draw_confusion(folder, confusion, names, step=self._run.total_steps)
+        draw_confusion(folder, ones, longest, step=self._run.total_steps)
     except UserError:
       raise
     except Exception as e:  # of matplotlib, or a name that is not text

@@ -19,7 +19,7 @@ from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpo
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
-from t5x_gpu.errors import TrainingError, listed, task_error
+from t5x_gpu.errors import DataError, TrainingError, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.writers import read_json_lines
@@ -73,6 +73,19 @@ class LiveRun:
     """Tokens of the global batch, padding included; inputs and targets."""
     return step_tokens(self.plan.run.model, self.plan.program.spec.shapes)
 
+  def next_batch(self, step: int) -> Optional[Batch]:
+    """Returns the batch of `step`; None if its text cannot be read because a file has changed.
+
+    Raises:
+      DataError: it cannot be read for another reason, or there are several processes.
+    """
+    try:
+      return next(self.data.batches)
+    except DataError:
+      if distributed.process_count() > 1 or not self.data.watch.look(step, now=True):
+        raise
+      return None
+
   def put_batch(self, batch: Batch) -> Any:
     """Returns the batch of this host for the next step on the devices."""
     self.bad_steps.read(batch)
@@ -106,19 +119,20 @@ class LiveRun:
       self._save(saver, step, state, data_state, next_hash=next_hash, metrics=metrics)
 
   def stop_at_changed_text(
-    self, changed: list[str], step: int, state: TrainState, *, stop: StopRequest
+    self, changed: list[str], step: int, state: TrainState, *, ago: int, stop: StopRequest
   ) -> None:
-    """Ends the run once the batch after `step` has been read, and source files have changed.
+    """Ends the run because source files have changed.
 
     Args:
       changed: a line for each file.
       step, state: the last step.
+      ago: number of batches that were read since `step`.
       stop: with several processes, this is process 0, and all of them stop after a later step.
     Raises:
       DataError: this is the only process.
     """
     if distributed.process_count() == 1:
-      self._stop_at_changed_text(changed, step, state, ago=1)
+      self._stop_at_changed_text(changed, step, state, ago=ago)
     stop.request('The training text has changed')
 
   def _stop_at_changed_text(
