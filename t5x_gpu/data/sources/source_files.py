@@ -41,7 +41,8 @@ _READ_BYTES = 1 << 20
 _BYTES_PER_SECOND = 64 * 2**20
 _SECONDS_BETWEEN_WRITES = 30.0
 _JOIN_SECONDS = 10.0
-# A look at all files may take this share of the time: one file is looked at before every step.
+# So many files are looked at before every step. Looks at more may take this share of the time.
+_FEW = 8
 _SHARE_OF_LOOKS = 0.003
 NOT_COMPARED = (
   'Without it a restart compares only names, sizes and the first 64 KiB of the '
@@ -311,7 +312,8 @@ class FileWatch:
     if not self._changed:
       self.unchanged_at = step
     end = time.monotonic()
-    self._next_look = end + (end - start) / _SHARE_OF_LOOKS
+    if len(self._paths) > _FEW:
+      self._next_look = end + (end - start) / _SHARE_OF_LOOKS
     return self._changed
 
   def _identities(self) -> dict[str, Optional[_Identity]]:
