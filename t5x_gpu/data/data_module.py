@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.data.batches import (
@@ -210,19 +210,26 @@ def _optional(config: DatasetConfig, name: str) -> Optional[Callable[..., Any]]:
   return function
 
 
-def import_modules(*configs: Optional[DatasetConfig]) -> None:
+def import_modules(
+  *configs: Optional[DatasetConfig], texts: Iterable[Optional[DatasetConfig]] = ()
+) -> None:
   """Imports and checks the data modules of these datasets; call it before a thread opens them.
 
   TensorFlow Datasets' modules replace `builtins.__import__` while they list what they import
   lazily. A `from jax... import` that another thread runs at that moment gets a lazy module instead
   of a class.
 
+  Args:
+    *configs: datasets whose batches are opened.
+    texts: datasets whose text is used too; that of prepared rows is the matter of another module.
   Raises:
     ConfigError: a module cannot be imported, or lacks a function.
+    DataError: prepared rows cannot be read.
   """
-  for config in configs:
-    if config is not None:
-      _module(config)
+  for config in filter(None, configs):
+    _module(config)
+  for config in filter(None, texts):
+    _module(_text_of(config, 'source_config'))
 
 
 def open_batches(

@@ -122,7 +122,12 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     log(start.text)
     plan = CheckedRun(run, model_dir, program, memory, local, start, saved or start.saved)
     if not plan.is_done:  # in the main thread, before `open_data` uses them in another
-      import_modules(run.train_dataset_cfg, run.train_eval_dataset_cfg, run.infer_eval_dataset_cfg)
+      import_modules(
+        run.train_dataset_cfg,
+        run.train_eval_dataset_cfg,
+        run.infer_eval_dataset_cfg,
+        texts=(run.train_dataset_cfg if run.sample_cfg else None, run.infer_eval_dataset_cfg),
+      )
   return plan
 
 

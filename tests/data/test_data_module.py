@@ -1,10 +1,18 @@
 """A custom data module is checked against the `DataModule` protocol before the first step."""
 
+import contextlib
+import io
+import sys
+
 import pytest
 
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader
 from t5x_gpu.data import batches, data_module, features, speed
 from t5x_gpu.errors import ConfigError
-from tests.helpers_train import Project
+from t5x_gpu.run.check import check
+from t5x_gpu.run.config import Run
+from tests.helpers_train import TINY_GIN, Project, devices
 
 COMPLETE = """
 import json
@@ -135,6 +143,36 @@ def test_our_modules_have_the_functions_of_the_protocol():
   for module in ('seqio_batches', 'synthetic', 'prepared.batches'):
     config = batches.DatasetConfig('x', {}, 'train', 1, module=f't5x_gpu.data.{module}')
     data_module.import_modules(config)
+
+
+SAMPLE = """
+train_script.train.sample_cfg = @decoding.SampleConfig()
+decoding.SampleConfig.prompt = 'a'
+"""
+
+
+def test_the_module_of_a_text_is_imported_before_a_thread_opens_the_data(
+  write, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  inner = write(COMPLETE)
+  outer = write(
+    'import dataclasses\nfrom t5x_gpu.data.synthetic import open_batches\n'
+    'def source_config(config):\n'
+    f'  return dataclasses.replace(config, module={inner!r})\n'
+  )
+  gin = TINY_GIN.replace(
+    'from t5x_gpu.models', 'from t5x_gpu.models import decoding\nfrom t5x_gpu.models', 1
+  )
+  imported = []
+  for sample in ('', SAMPLE):
+    project = Project(tmp_path, gin=gin + sample)
+    args = cli.parse_args('train', '', project.argv(DATA_MODULE=outer))
+    with devices(1), contextlib.redirect_stdout(io.StringIO()):
+      run = gin_loader.configured(gin_loader.load(args.gin_files, bindings=args.bindings), Run)
+      with check(run).model_dir:
+        imported.append(inner in sys.modules)
+  assert imported == [False, True]
 
 
 @pytest.mark.slow
