@@ -86,6 +86,8 @@ class DecoderOnlyModel(OneStackModel):
       self._rng(dropout_key, batch, 'head'),
     )
 
+  _finish = finish  # its earlier name, which models of users call
+
   def head(
     self,
     params: Params,
