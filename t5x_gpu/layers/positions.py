@@ -18,6 +18,27 @@ from t5x_gpu.partitioning.axis_rules import shard, with_axes
 ROPE_SCALINGS = ('none', 'linear', 'llama3', 'yarn', 'longrope', 'dynamic')
 
 
+def bucket_problem(
+  *, bidirectional: bool, num_buckets: int, max_distance: int
+) -> Optional[tuple[str, str]]:
+  """Returns (parameter of TransformerConfig, what is wrong) of the relative buckets, or None.
+
+  Arguments as for `relative_position_buckets`. With `max_distance` at or below the exact buckets,
+  the logarithm of their ratio is 0 or negative: larger distances would share bucket 0 or go
+  backwards.
+  """
+  stack, least = ('an encoder', 4) if bidirectional else ('a decoder', 2)
+  if num_buckets < least:
+    return 'num_relpos_buckets', f'must be at least {least} in {stack}.'
+  num_exact = num_buckets // least
+  if max_distance <= num_exact:
+    return 'max_relpos_distance', (
+      f'must be above {num_exact}: in {stack}, num_relpos_buckets = {num_buckets} has a bucket of '
+      f'its own for each distance below {num_exact}.'
+    )
+  return None
+
+
 def relative_position_buckets(
   q_length: int, kv_length: int, *, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> np.ndarray:
@@ -25,9 +46,20 @@ def relative_position_buckets(
 
   Half of the buckets are exact distances; the other half grow logarithmically up to `max_distance`.
   Larger distances share the last bucket. Without `bidirectional`, keys after the query share bucket
-  0.
+  0. Raises ModelError for impossible buckets.
   Source: Raffel et al. 2020, section 2.1.
   """
+  problem = bucket_problem(
+    bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance
+  )
+  if problem is not None:
+    value = num_buckets if problem[0] == 'num_relpos_buckets' else max_distance
+    raise ModelError(
+      f'The relative positions are impossible: {problem[0]} = {value} {problem[1]}',
+      fix=f'Set TransformerConfig.{problem[0]}; T5 has 32 buckets up to distance 128.',
+      docs='models.md#settings',
+      parameters=(f'TransformerConfig.{problem[0]}',),
+    )
   distance = np.arange(q_length)[:, None] - np.arange(kv_length)[None, :]  # > 0: key before query
   buckets = np.zeros_like(distance)
   if bidirectional:

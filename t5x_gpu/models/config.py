@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import flax.linen as nn
@@ -13,7 +13,7 @@ from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
-from t5x_gpu.layers.positions import RotaryEmbedding, rope_problems
+from t5x_gpu.layers.positions import RotaryEmbedding, bucket_problem, rope_problems
 from t5x_gpu.models.precision import PRECISIONS, SCALINGS, fp8_problems, precision_hint
 from t5x_gpu.models.remat import POLICIES
 
@@ -175,13 +175,34 @@ class TransformerConfig:
         'not see the order of its tokens.'
       )
     problems = [*self._bad_numbers(), *self._bad_choices(), *self._contradictions()]
+    self._refuse(problems)
+
+  def _refuse(self, problems: Sequence[tuple[str, str]]) -> None:
     if problems:
       texts = [f'{parameter} = {getattr(self, parameter)!r} {text}' for parameter, text in problems]
       raise ModelError(
         all_problems(texts, title='The model cannot be built'),
         fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
         parameters=[f'TransformerConfig.{parameter}' for parameter, _ in problems],
+        docs='models.md#settings',
       )
+
+  def check_stack(self, *, causal: bool) -> None:
+    """Raises ModelError for what is impossible in a decoder (`causal`), or else in an encoder."""
+    problem = self._bucket_problem(causal=causal)
+    problems = [] if problem is None else [problem]
+    if causal and self.num_token_types:
+      problems.append(('num_token_types', 'is for encoders: set it to 0.'))
+    self._refuse(problems)
+
+  def _bucket_problem(self, *, causal: bool) -> Optional[tuple[str, str]]:
+    if self.relative_bias == 'none':
+      return None
+    return bucket_problem(
+      bidirectional=not causal,
+      num_buckets=self.num_relpos_buckets,
+      max_distance=self.max_relpos_distance,
+    )
 
   def _bad_numbers(self) -> Iterator[tuple[str, str]]:
     """Yields (parameter, what is wrong) of numbers out of range."""
@@ -268,6 +289,11 @@ class TransformerConfig:
         f'does not divide num_heads = {self.num_heads}: set it to one of '
         f'{", ".join(map(str, legal))}.',
       )
+    buckets = [self._bucket_problem(causal=causal) for causal in (True, False)]
+    if None not in buckets:  # `check_stack` knows which of both it is
+      yield from buckets
+    if not self.mlp_activations:
+      yield 'mlp_activations', "has no activation: ('relu',) is a plain MLP."
     yield from fp8_problems(self)
     if self.fp8_logits and self.loss_chunks == 0:
       yield (

@@ -42,6 +42,7 @@ class DecoderOnlyModel(OneStackModel):
 
   def __post_init__(self) -> None:
     check_loss_options('DecoderOnlyModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    self.config.check_stack(causal=True)
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name: 'prefix_lm' with inputs, else 'lm'."""

@@ -83,6 +83,7 @@ class EncoderModel(OneStackModel):
   def __post_init__(self) -> None:
     object.__setattr__(self, 'class_names', tuple(map(str, self.class_names)))
     check_encoder(self)
+    self.config.check_stack(causal=False)
 
   @property
   def embeds(self) -> bool:

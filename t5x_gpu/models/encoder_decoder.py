@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Optional
 import jax
 
 from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.base import TransformerModel
@@ -50,6 +51,15 @@ class EncoderDecoderModel(TransformerModel):
       'EncoderDecoderModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing
     )
     refuse_router_losses('EncoderDecoderModel', self.config)
+    for causal in (False, True):
+      self.config.check_stack(causal=causal)
+    if self.num_encoder_layers is not None and self.num_encoder_layers < 1:
+      raise ModelError(
+        f'EncoderDecoderModel.num_encoder_layers = {self.num_encoder_layers} must be at least 1.',
+        fix='Set it to 1 or more, or None for as many layers as the decoder has.',
+        docs='models.md#settings',
+        parameters=('EncoderDecoderModel.num_encoder_layers',),
+      )
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name."""

@@ -29,12 +29,9 @@ class LayerKinds:
 
 
 def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
-  """Returns the shortest tuple that, repeated, gives every layer its value."""
-  n = next(
-    n
-    for n in range(1, len(values) + 1)
-    if all(value == values[i % n] for i, value in enumerate(values))
-  )
+  """Returns the shortest tuple that, repeated, gives every layer its value; () without layers."""
+  sizes = range(1, len(values) + 1)
+  n = next((n for n in sizes if all(v == values[i % n] for i, v in enumerate(values))), 0)
   return tuple(values[:n])
 
 
