@@ -127,13 +127,19 @@ def keys_table() -> str:
     read = sorted(
       {*family.used, *family.defaults, *family.other_names} - {'architectures', 'model_type'}
     )
+    repeats = [f'`{key}` (as `{other}`)' for key, other in sorted(family.repeats.items())]
     kinds = (
       ('read', ', '.join(f'`{key}`' for key in read)),
       (
         'only with these values',
         ', '.join(
-          f'`{key}` ({" or ".join(f"`{json.dumps(v)}`" for v in values)})'
-          for key, values in sorted(family.fixed.items())
+          [
+            *(
+              f'`{key}` ({" or ".join(f"`{json.dumps(v)}`" for v in values)})'
+              for key, values in sorted(family.fixed.items())
+            ),
+            *repeats,
+          ]
         ),
       ),
       ('without effect', ', '.join(f'`{key}`' for key in sorted(family.no_effect))),
@@ -147,6 +153,9 @@ def keys_table() -> str:
       *((f'of `{kind}`', keys) for kind, keys in rotary.KEYS_OF_KIND.items()),
     )
   ]
+  lines.append(
+    '- old names: `type` of `rope_type`, and `su` of `longrope`. `finetuned` has no effect if true.'
+  )
   lines.append('- without effect: those of another kind. Others are refused.')
   title = '**inside of `rope_scaling` and `rope_parameters`**'
   out.append('\n'.join([title, '', *(_wrapped(line) for line in lines)]))

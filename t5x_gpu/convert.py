@@ -6,10 +6,11 @@ tensor back, and compares logits before the new folder appears (docs/convert.md)
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -26,14 +27,17 @@ from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.checkpoint.convert.to_hf import convert_ours
 from t5x_gpu.checkpoint.convert.to_ours import convert_hf, convert_t5x
+from t5x_gpu.checkpoint.convert.vocabulary import RunText
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.evaluation.infer_request import RUN_SETTINGS, configures_run
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+from t5x_gpu.evaluation.infer_request import RUN_SETTINGS, configures_run, read_request
+from t5x_gpu.evaluation.text_job import decoding_changes, open_prompt_text
 from t5x_gpu.models.lora import LoraModel, without_adapters
+from t5x_gpu.models.model import encodes_texts
 from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
@@ -149,6 +153,64 @@ def object_of_gin(
     return gin_loader.configured(loaded, _ModelConfig, entry=_MODEL_ENTRY).model
 
 
+def read_run_text(
+  flags: argparse.Namespace, gin_files: Sequence[str], manifest: Mapping[str, Any], **options: Any
+) -> Optional[RunText]:
+  """Returns how `infer` reads and ends texts with a checkpoint.
+
+  Returns None for an encoder, and for a converted model that was not trained here: its files say.
+
+  Args:
+    flags: of this command.
+    gin_files: of the command line; without any, that of the folder.
+    manifest: of the checkpoint.
+    **options: as for `read_request`.
+  Raises:
+    UserError: the task or its vocabulary cannot be opened.
+  """
+  asked = argparse.Namespace(
+    checkpoint=flags.source,
+    step=flags.step,
+    trust_gin=flags.trust_gin,
+    vocabulary=None,
+    split=None,
+    prompts='',
+    interactive=False,
+    chat=False,
+  )
+  request = read_request(asked, gin_files, **options)
+  is_converted = manifest.get('converted_from', {}).get('format') == 'hf'
+  if encodes_texts(request.model) or (is_converted and not request.is_run):
+    return None
+  try:
+    text = open_prompt_text(request)
+  except UserError:  # its task may be elsewhere, or not trusted
+    if request.dataset.vocabulary is None:
+      raise
+    dataset = DatasetConfig('', {}, '', 1, vocabulary=request.dataset.vocabulary)
+    lengths = request.dataset.task_feature_lengths
+    request = dataclasses.replace(
+      request, dataset=dataclasses.replace(dataset, task_feature_lengths=lengths)
+    )
+    text = open_prompt_text(request)
+  is_chat = getattr(text, 'is_chat', False)
+  request = dataclasses.replace(request, chat=is_chat)
+  changes, _ = decoding_changes(request, text, manifest)
+  if getattr(text, 'inputs_name', text.name) != text.name:
+    raise ConfigError(
+      f'inputs and targets have two vocabularies, {text.inputs_name} and {text.name}; a model of '
+      'Hugging Face has one.',
+      fix='Write the tokenizers of the export by hand.',
+    )
+  return RunText(
+    vocabulary=text.name,
+    size=text.size,
+    ends=tuple(text.encode_inputs('')),
+    decoding=dataclasses.replace(request.decoding, **changes),
+    is_chat=is_chat,
+  )
+
+
 def _pattern(text: str) -> str:
   try:
     re.compile(text)
@@ -249,7 +311,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   _check_flags(extra, kind)
   cli.check_trust_flag(args)
   gin_files = list(map(str, args.gin_files))
-  options: dict[str, Any] = {'bindings': args.bindings, 'search_paths': args.gin_search_paths}
+  request_options: dict[str, Any] = {
+    'bindings': args.bindings,
+    'search_paths': args.gin_search_paths,
+  }
+  options: dict[str, Any] = dict(request_options)
   if not gin_files and kind == 't5x_gpu':
     folder = source.parent if (source / 'manifest').is_dir() else source
     gin_files = [str(folder / name) for name in GIN_FILES if (folder / name).is_file()][:1]
@@ -275,6 +341,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     vocabulary=vocabulary_of_gin(gin_files, **options) if kind == 't5x_gpu' else None,
     model=None if built is None else describe(without_adapters(built)),
     read_gin=lambda path: model_of_gin([path], as_data=True),
+    read_text=functools.partial(read_run_text, extra, args.gin_files, **request_options),
     drop=tuple(extra.drop),
     step=extra.step,
     like=pathlib.Path(extra.like).expanduser() if extra.like else None,

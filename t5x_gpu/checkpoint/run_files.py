@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, is_remote
@@ -188,3 +189,72 @@ def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
     if ends:
       return tuple(ends)
   return ()
+
+
+# Settings of generation_config.json that change what is written -> their values without effect.
+_GENERATION = {
+  'do_sample': (False,),
+  'num_beams': (1,),
+  'repetition_penalty': (1.0,),
+  'encoder_repetition_penalty': (1.0,),
+  'no_repeat_ngram_size': (0,),
+  'encoder_no_repeat_ngram_size': (0,),
+  'min_length': (0,),
+  'min_new_tokens': (0,),
+  **dict.fromkeys(
+    (
+      'bad_words_ids',
+      'begin_suppress_tokens',
+      'exponential_decay_length_penalty',
+      'forced_bos_token_id',
+      'forced_eos_token_id',
+      'guidance_scale',
+      'penalty_alpha',
+      'sequence_bias',
+      'suppress_tokens',
+    ),
+    ([],),
+  ),
+}
+_SAMPLING = {'temperature': (1.0,), 'top_k': (), 'top_p': (1.0,), 'min_p': (), 'typical_p': (1.0,)}
+_BEAMS = {'length_penalty': (), 'early_stopping': (), 'diversity_penalty': (0.0,)}
+
+
+def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
+  """Returns the settings with which transformers would not decode a converted model greedily.
+
+  They are those of generation_config.json, or without it of config.json; end ids are left out.
+
+  Raises:
+    CheckpointError: a file cannot be read.
+  """
+  for name in ('generation_config.json', 'config.json'):
+    path = model_dir / name
+    if not path.is_file():
+      continue
+    try:
+      content = read_json(path, dict)
+    except (ValueError, OSError) as e:
+      raise CheckpointError(
+        f'{path} cannot be read ({e}).', fix='Copy it again from the model that was converted.'
+      ) from e
+    neutral = dict(_GENERATION)
+    neutral |= _SAMPLING if content.get('do_sample') else {}
+    neutral |= _BEAMS if (content.get('num_beams') or 1) > 1 else {}
+    return {
+      key: content[key]
+      for key, values in neutral.items()
+      if content.get(key) is not None and content[key] not in values
+    }
+  return {}
+
+
+def not_applied(settings: Mapping[str, Any]) -> str:
+  """Returns the line on settings of `carried_generation`; empty without any."""
+  if not settings:
+    return ''
+  named = ', '.join(f'{key} = {value!r}' for key, value in settings.items())
+  return (
+    f'the files set {named}; infer does not apply them. It takes the most probable token, or what '
+    'DecodingConfig says (--gin.DecodingConfig.temperature=0.6)'
+  )

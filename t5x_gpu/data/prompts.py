@@ -110,6 +110,10 @@ class PromptText(Protocol):
     eos_id: ends what the model writes, or None.
     start_id: precedes a prompt in the tokenizer's own template (<bos>), or None.
     zero_is_a_word: id 0 is a word of the tokenizer and the model, not padding.
+
+  Optional, for exports to Hugging Face:
+    inputs_name: of the vocabulary of prompts; by default `name`.
+    is_chat: whether the chat template writes the task's texts; by default False.
   """
 
   name: str

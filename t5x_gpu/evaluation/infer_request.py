@@ -9,10 +9,16 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Sequence
-from typing import Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
-from t5x_gpu.checkpoint.run_files import carried_ends, carried_vocabulary, on_this_machine
+from t5x_gpu.checkpoint.run_files import (
+  HF_FOLDER,
+  carried_ends,
+  carried_generation,
+  carried_vocabulary,
+  on_this_machine,
+)
 from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
@@ -90,6 +96,7 @@ class InferRequest:
     may_import: modules that the task may import besides ours; None for any.
     distributed_cfg, xla_preset: how the processes start.
     chat: prompts are conversations.
+    ignored: settings of generation in the files of a converted model, which are not applied.
   """
 
   model: Model
@@ -105,6 +112,7 @@ class InferRequest:
   distributed_cfg: DistributedConfig
   xla_preset: str
   chat: bool = False
+  ignored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_request(
@@ -132,7 +140,7 @@ def read_request(
   if is_run:
     run = gin_loader.configured(loaded, InferConfig)
     dataset = dataclasses.replace(run.dataset, split=flags.split or run.dataset.split)
-    ends = ()
+    ends, ignored = (), {}
   elif folder is None:
     raise ConfigError(
       'This gin file configures a model but no run, so it does not set MODEL_DIR.',
@@ -140,7 +148,7 @@ def read_request(
     )
   else:
     run, dataset = None, DatasetConfig('', {}, '', 1)
-    ends = carried_ends(run_folder)
+    ends, ignored = carried_ends(run_folder), carried_generation(run_folder / HF_FOLDER)
   source = run or setup
   return InferRequest(
     model=policy_of(source.model),
@@ -161,6 +169,7 @@ def read_request(
     distributed_cfg=run.distributed_cfg if run else DistributedConfig(),
     xla_preset=run.xla_preset if run else 'default',
     chat=flags.chat,
+    ignored=ignored,
   )
 
 

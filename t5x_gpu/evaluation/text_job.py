@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
+from t5x_gpu.checkpoint.run_files import not_applied
 from t5x_gpu.data.data_module import open_text
 from t5x_gpu.data.prompts import PromptText
 from t5x_gpu.data.same_data import check_numbering
@@ -74,18 +76,11 @@ def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> Inf
 def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
   model, dataset = request.model, request.dataset
   check_writes_text(model)
-  has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
-  text = open_text(
-    dataset,
-    'prompt_text',
-    feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
-    model_vocab_size=model.num_outcomes,
-    has_inputs=has_inputs,
-    may_import=request.may_import,
-  )
+  text = open_prompt_text(request)
   reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
   check_numbering(reader.manifest.get('data', {}), getattr(text, 'fingerprint', None))
-  changes, notes = _decoding_changes(request, text, reader, has_inputs=has_inputs)
+  changes, notes = decoding_changes(request, text, reader.manifest)
+  notes = [f'parameters: {reader.path}', *notes]
   layout = _layout(request.partitioner, model, *topology_lib.discover())
   say('\n'.join([layout.table(), *notes]))
   decoding = dataclasses.replace(request.decoding, **changes)
@@ -97,6 +92,22 @@ def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> Infe
   lengths = dataset.task_feature_lengths
   train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())
   return InferJob(generator, text, str(reader.path), train_length or None)
+
+
+def _has_inputs(request: InferRequest) -> bool:
+  return reads_inputs(request.model) or 'inputs' in request.dataset.task_feature_lengths
+
+
+def open_prompt_text(request: InferRequest) -> PromptText:
+  """Returns text <-> ids of a model that writes text. Raises ConfigError, DataError."""
+  return open_text(
+    request.dataset,
+    'prompt_text',
+    feature_converter=request.model.feature_converter({'inputs': 1, 'targets': 1}),
+    model_vocab_size=request.model.num_outcomes,
+    has_inputs=_has_inputs(request),
+    may_import=request.may_import,
+  )
 
 
 def _check_chats(request: InferRequest) -> None:
@@ -112,14 +123,22 @@ def _check_chats(request: InferRequest) -> None:
     )
 
 
-def _decoding_changes(
-  request: InferRequest, text: PromptText, reader: ParamsReader, *, has_inputs: bool
+def decoding_changes(
+  request: InferRequest, text: PromptText, manifest: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-  """Returns what vocabulary and checkpoint change about the decoding, and lines for the log."""
+  """Returns what vocabulary and checkpoint change about the decoding, and lines for the log.
+
+  Args:
+    request: of `infer`.
+    text: of the run or model.
+    manifest: of the checkpoint.
+  """
   decoding = request.decoding
   ends = dict.fromkeys([*([] if text.eos_id is None else [text.eos_id]), *request.ends])
   ending = f'; ids that end a text: {", ".join(map(str, ends))}' if ends else ''
-  notes = [f'parameters: {reader.path}', f'vocabulary: {text.name}, {text.size:,} ids{ending}']
+  notes = [f'vocabulary: {text.name}, {text.size:,} ids{ending}']
+  if request.ignored:
+    notes.append(f'note: {not_applied(request.ignored)}')
   changes = {
     'stop_tokens': tuple(dict.fromkeys([*decoding.stop_tokens, *ends])),
     'zero_is_padding': decoding.zero_is_padding and not text.zero_is_a_word,
@@ -131,8 +150,8 @@ def _decoding_changes(
     answers = ', '.join(map(str, text.chat_ends())) or 'the same'
     notes.append(f'--chat: the chat template writes the prompts; ids that end an answer: {answers}')
     return changes, notes
-  is_from_hf = reader.manifest.get('converted_from', {}).get('format') == 'hf'
-  if is_from_hf and not (request.sets_start_token or has_inputs or request.is_run):
+  is_from_hf = manifest.get('converted_from', {}).get('format') == 'hf'
+  if is_from_hf and not (request.sets_start_token or _has_inputs(request) or request.is_run):
     changes['start_token'] = text.start_id
     starts = 'no token' if text.start_id is None else f'token {text.start_id}'
     notes.append(

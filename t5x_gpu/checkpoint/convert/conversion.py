@@ -9,6 +9,7 @@ from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.hf.folder import HfModel
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights
+from t5x_gpu.checkpoint.convert.vocabulary import RunText
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.storage.chunks import Shape
 from t5x_gpu.models.lora import LoraModel
@@ -41,6 +42,8 @@ class ConversionRequest:
     tolerance: largest difference of logits, relative to the largest logit.
     lora: the model with adapters, if `source` has adapters; `model` is then the model it wraps.
     vocabulary: of the run, as DatasetConfig.vocabulary; None if its gin file does not say.
+    read_text: (manifest of the checkpoint) -> how `infer` reads and ends texts, to write it for
+      Hugging Face; None for a model whose files already say so. Raises UserError.
   """
 
   source: pathlib.Path
@@ -58,6 +61,7 @@ class ConversionRequest:
   tolerance: float = logits_check.TOLERANCE
   lora: Optional[LoraModel] = None
   vocabulary: Optional[str] = None
+  read_text: Callable[[Mapping[str, Any]], Optional[RunText]] = lambda manifest: None
 
 
 def check_logits(

@@ -3,10 +3,15 @@
 The folder appears only after every tensor has been read back and the logits have been compared.
 """
 
+import dataclasses
 import json
 import math
+import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any, Optional
+
+import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.convert import logits_check
@@ -15,8 +20,9 @@ from t5x_gpu.checkpoint.convert.hf.config import from_hf, guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, HfRecord, carry_files, open_hf, read_record
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.hf.sentence_modules import write_modules
+from t5x_gpu.checkpoint.convert.hf.token_files import GENERATION
 from t5x_gpu.checkpoint.convert.merge_lora import MergedParams, check_params
-from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
+from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe, differences
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers, tensors_of
 from t5x_gpu.checkpoint.convert.tensor_copy import (
@@ -26,10 +32,72 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
   copy_to_theirs,
 )
 from t5x_gpu.checkpoint.convert.to_ours import counted
-from t5x_gpu.checkpoint.convert.vocabulary import export_vocabulary
+from t5x_gpu.checkpoint.convert.vocabulary import (
+  RunText,
+  export_tokenizer,
+  export_vocabulary,
+  generation_config,
+  token_ids,
+)
 from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, UserError, first_line
+from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.terminal.console import Console
+
+_SHOWN = 300  # characters of the reason why a run cannot be exported
+
+
+class _ScaledParams:
+  """A reader whose parameters of these names are multiplied by powers of two, which is exact.
+
+  Args:
+    reader: of all parameters.
+    factor: of those whose path matches `pattern`.
+  """
+
+  def __init__(self, reader: Any, factor: float, pattern: str):
+    self._reader, self._factor, self._pattern = reader, np.float32(factor), re.compile(pattern)
+    self.path, self.shapes = reader.path, reader.shapes
+
+  def read_at(self, path: str, place: Any) -> np.ndarray:
+    """Returns a part of a parameter."""
+    value = self._reader.read_at(path, place)
+    return value * self._factor if self._pattern.search(path) else value
+
+
+def folded(model: ModelFields, family: str) -> tuple[ModelFields, float, str]:
+  """Returns the model with the attention scale of `family`, and what queries are multiplied by.
+
+  The last is a pattern of the parameters that take the factor: kernel and bias of the queries, or
+  the scale of their norm. Without an exact factor, a power of two, the model stays as it is.
+  """
+  c = model.config
+  scale = None if family in ('t5', 'umt5') else float(c.head_dim)
+  factor = ((scale or 1.0) / (c.query_pre_attn_scalar or 1.0)) ** 0.5
+  has_key = family in ('gemma2', 'gemma3_text')
+  if (
+    has_key
+    or factor == 1.0
+    or math.frexp(factor)[0] != 0.5
+    or (c.qk_norm and c.qk_norm_kind == 'head_plus_one')
+  ):
+    return model, 1.0, ''
+  config = dataclasses.replace(c, query_pre_attn_scalar=scale)
+  pattern = r'/query_norm/scale$' if c.qk_norm else r'/query/(kernel|bias)$'
+  return dataclasses.replace(model, config=config), factor, pattern
+
+
+def export_problem(model: Any) -> str:
+  """Returns why a model of a run cannot be exported to Hugging Face; '' if it can."""
+  try:
+    fields = describe(without_adapters(policy_of(model)))
+    family = guess_family(fields)
+    to_hf(folded(fields, family)[0], family=family)
+  except UserError as e:
+    reason = ' '.join(e.what.split())
+    return reason if len(reason) <= _SHOWN else f'{reason[: _SHOWN - 3]}...'
+  return ''
 
 
 def convert_ours(request: ConversionRequest, console: Console) -> None:
@@ -51,7 +119,17 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
     )
   family = request.family or (record.family if record else guess_family(model))
   like = record if record and record.family == family else None
-  config = _hf_config(model, family, like)
+  original, unscaled = model, reader
+  model, factor, pattern = folded(model, family)
+  if factor != 1.0:
+    reader = _ScaledParams(reader, factor, pattern)
+    console.say(
+      f'folded: queries are multiplied by {factor:g}, as {family} divides attention logits by '
+      f'sqrt(head_dim), and the run by sqrt({original.config.query_pre_attn_scalar or 1:g})'
+    )
+  text, problem = _text_of(request, unscaled)
+  ids = token_ids(text, model, like.config if like else {}) if text else {}
+  config = _hf_config(model, family, like, ids)
   rules = FAMILIES[family].rules_of(model, like.names.of_table if like else ())
   table = Table(rules, model.sizes())
   check_params(reader, table.our_shapes)
@@ -63,11 +141,16 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
     for _, dtype, shape in tensors_of(header)
   )
   with new_folder(request.target, num_bytes=size) as folder:
+    is_t5 = model.kind == 'encoder_decoder'
     if like:
       carry_files(like.folder, folder, without=(CONFIG,))
-    else:
-      is_t5 = model.kind == 'encoder_decoder'
+    if text:
+      console.say(f'vocabulary: {export_tokenizer(text, folder, is_t5=is_t5)}')
+      _write_generation(text, model, ids, folder, console)
+    elif not like:
       console.say(f'vocabulary: {export_vocabulary(request.vocabulary, folder, is_t5=is_t5)}')
+    if problem:
+      console.say(f'generation: {GENERATION} left out: {problem}')
     (folder / CONFIG).write_text(config, 'utf-8')
     if model.options.get('head_type') == 'embedding':
       write_modules(model, folder, is_new=like is None)
@@ -90,16 +173,36 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
     check_logits(
       request,
       console,
-      model,
+      model if rounded else original,
       table.our_shapes,
       reference=hf_reference(request, hf),
       ours=lambda: (
         logits_check.params_of_files(hf.weights)
         if rounded
-        else logits_check.params_of_checkpoint(reader)
+        else logits_check.params_of_checkpoint(unscaled)
       ),
     )
   console.say(f'done: {request.target}')
+
+
+def _text_of(request: ConversionRequest, reader: Any) -> tuple[Optional[RunText], str]:
+  """Returns how `infer` reads and ends texts, or None; and why the run does not say."""
+  try:
+    return request.read_text(reader.manifest), ''
+  except UserError as e:
+    return None, first_line(e)
+
+
+def _write_generation(
+  text: RunText, model: ModelFields, ids: Mapping[str, Any], folder: pathlib.Path, console: Console
+) -> None:
+  content, notes = generation_config(text, model, ids)
+  (folder / GENERATION).write_text(json.dumps(content, indent=2) + '\n', 'utf-8')
+  ends = ', '.join(map(str, text.decoding.stop_tokens)) or 'none'
+  start = content.get('decoder_start_token_id', content.get('bos_token_id', 'none'))
+  console.say(f'generation: a text starts with id {start}; ids that end it: {ends}')
+  for note in notes:
+    console.say(f'generation: {note}')
 
 
 def _model_of(record: HfRecord) -> ModelFields:
@@ -110,15 +213,21 @@ def _model_of(record: HfRecord) -> ModelFields:
   return from_hf(record.config, has_tensor=lambda name: name in own)
 
 
-def _hf_config(model: ModelFields, family: str, like: Optional[HfRecord]) -> str:
-  """Returns the text of config.json: that of `like`, unless it describes another model."""
+def _hf_config(
+  model: ModelFields, family: str, like: Optional[HfRecord], ids: Mapping[str, Any]
+) -> str:
+  """Returns the text of config.json: that of `like`, unless it describes another model or `ids`."""
   if like is not None:
     theirs = _model_of(like)
     longer = model.config.max_length not in (0, theirs.config.max_length)
     if not longer and not differences(theirs, model):
-      return (like.folder / CONFIG).read_text('utf-8')
+      if all(like.config.get(name) == number for name, number in ids.items()):
+        return (like.folder / CONFIG).read_text('utf-8')
+      return json.dumps({**like.config, **ids}, indent=2) + '\n'
   config = to_hf(model, family=family, like=like.config if like else None)
-  return json.dumps(config, indent=2) + '\n'
+  # transformers' defaults may be beyond the token table.
+  unknown = {} if like else dict.fromkeys(('bos_token_id', 'eos_token_id'))
+  return json.dumps({**unknown, **config, **ids}, indent=2) + '\n'
 
 
 def _hf_layout(

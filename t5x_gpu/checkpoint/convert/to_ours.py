@@ -32,7 +32,7 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
   copy_to_ours,
 )
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN
+from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN, carried_generation, not_applied
 from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
 from t5x_gpu.checkpoint.storage.chunks import Shape
 from t5x_gpu.errors import CheckpointError
@@ -58,6 +58,8 @@ def convert_hf(request: ConversionRequest, console: Console) -> None:
     console.say(f'training: {note}')
   for note in hf.ends:
     console.say(f'end of text: {note}')
+  if hf.model.kind != 'encoder' and (note := not_applied(carried_generation(request.source))):
+    console.say(f'generation: {note}')
 
   if hf.model.options.get('head_type') == 'embedding':
     said = MODULES if (request.source / MODULES).is_file() else f'there is no {MODULES}'

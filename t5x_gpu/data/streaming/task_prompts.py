@@ -9,6 +9,7 @@ import numpy as np
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.tasks import chat
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
@@ -70,6 +71,20 @@ class TaskText:
   @property
   def zero_is_a_word(self) -> bool:
     return self._text(self.targets).zero_is_a_word
+
+  @property
+  def is_chat(self) -> bool:
+    if self.task is None or not chat.templated(self.task):
+      return False
+    try:
+      self._chat_template()
+    except DataError:  # pairs of texts may be without one
+      return False
+    return True
+
+  @property
+  def inputs_name(self) -> str:
+    return self.name if self.inputs is None else self._text(self.inputs).name
 
   def encode_inputs(self, text: str) -> list[int]:
     if self.inputs is None:

@@ -63,6 +63,12 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
     return ModelFields('encoder', c, {'head_type': 'embedding', 'pooling': 'mean'})
   tags = 'BertForTokenClassification' in config['architectures']
   classes = config.get('num_labels', len(config.get('id2label') or {}) or 2)
+  if config.get('_num_labels', classes) != classes:
+    raise CheckpointError(
+      f'config.json says _num_labels = {config["_num_labels"]}, and has {classes} labels.',
+      fix='Use the config.json that came with the weights.',
+      docs='convert.md#families',
+    )
   # transformers takes one label without a problem_type for a regression.
   problem = config.get('problem_type') or (REGRESSION if classes == 1 else None)
   problem = None if tags else problem

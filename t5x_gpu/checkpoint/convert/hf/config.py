@@ -137,6 +137,14 @@ def family_of(config: Json) -> str:
       fix='Use the config.json that came with the weights.',
       docs='convert.md#refused',
     )
+  if quantised := config.get('quantization_config'):
+    method = quantised.get('quant_method') if isinstance(quantised, dict) else quantised
+    raise CheckpointError(
+      f'config.json has quantization_config (quant_method = {method!r}): these are quantised '
+      'weights.',
+      fix='Convert the model that they were made from, in float32, bfloat16 or float16.',
+      docs='convert.md#refused',
+    )
   model_type = config.get('model_type')
   if model_type is None:
     names = {*(config.get('architectures') or [])}
@@ -249,13 +257,20 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     for key, allowed in reader.fixed.items()
     if config.get(key, allowed[0]) not in allowed
   ]
+  wrong += [
+    f'{key} = {config[key]!r} (must be {config.get(other)!r}, as {other})'
+    for key, other in reader.repeats.items()
+    if config.get(key, config.get(other)) != config.get(other)
+  ]
   if wrong:
     raise _error(
       f'config.json of this {family} model says {"; ".join(wrong)}.',
       fix='Such a model cannot be converted.',
     )
   try:
-    return reader.read(config, has_tensor)
+    model = reader.read(config, has_tensor)
+    model.build()  # checks the settings of its stacks
+    return model
   except KeyError as e:
     raise _mismatch(f'config.json of this {family} model has no {e}.') from e
   except ModelError as e:
@@ -275,7 +290,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
     CheckpointError: lists all fields of the model that the family does not have.
   """
   config = dict(like or {'pad_token_id': None})  # defaults of transformers may be beyond a table
-  others = CONFIG_FAMILIES[family].other_names
+  others = (*CONFIG_FAMILIES[family].other_names, *CONFIG_FAMILIES[family].repeats)
   for key in (*_LAYER_KEYS, 'original_max_position_embeddings', *others):
     config.pop(key, None)
   written = CONFIG_FAMILIES[family].write(model)
@@ -285,7 +300,8 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
       fix=f'Set --family={written["model_type"]}, or leave it out.',
     )
   if 'id2label' in written:
-    config.pop('num_labels', None)
+    for key in ('num_labels', '_num_labels'):
+      config.pop(key, None)
     if config.get('problem_type') != SINGLE_LABEL or 'problem_type' in written:
       config.pop('problem_type', None)
   if config.get('model_type') == 'mt5' and family == 't5':

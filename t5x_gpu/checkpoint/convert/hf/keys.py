@@ -40,6 +40,8 @@ class ConfigFamily:
     fixed: key -> the only values that our models support, if the key is present.
     no_effect: further keys without effect on the numbers of this family.
     other_names: key -> the key of `used` or `defaults` that means the same.
+    repeats: key that transformers ignores -> the key whose value it repeats; another value is
+      refused.
   """
 
   architectures: tuple[str, ...]
@@ -50,17 +52,19 @@ class ConfigFamily:
   fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   no_effect: frozenset[str] = frozenset()
   other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def known(self) -> frozenset[str]:
     """Keys of config.json that have a meaning here; all others are refused."""
-    others = (self.defaults, self.fixed, self.other_names, NO_EFFECT)
+    others = (self.defaults, self.fixed, self.other_names, self.repeats, NO_EFFECT)
     return self.used | self.no_effect | {key for keys in others for key in keys}
 
 
 # Keys of every family without effect on the numbers: names and versions, what transformers returns,
-# token ids and settings of generation (read from generation_config.json and the tokenizer), and how
-# new weights are drawn.
+# token ids and settings of generation (read from generation_config.json and the tokenizer), how new
+# weights are drawn, and what other programs left: trainers, transformers.js, sentence-transformers
+# (the activation of a cross-encoder's score comes after the logits).
 NO_EFFECT = frozenset(
   """
   _name_or_path _commit_hash _attn_implementation_autoset attn_implementation transformers_version
@@ -73,7 +77,9 @@ NO_EFFECT = frozenset(
   temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
   encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
   return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens
-  begin_suppress_tokens initializer_factor
+  begin_suppress_tokens initializer_factor quantization_config
+  _num_labels is_llama_config neftune_noise_alpha total_flos xla_device language name
+  transformers.js_config sentence_transformers sbert_ce_default_activation_function
   """.split()
 )
 # Read in every family.

@@ -47,6 +47,14 @@ _DEFAULTS: Json = {
   'tie_word_embeddings': False,
 }
 
+# The last two are in files of Phi-4 and SmolLM-2; transformers ignores them.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+  'is_decoder': (False, True),
+  'pruned_heads': ({}, None),
+  'lm_head_bias': (False,),
+  'rope_interleaved': (False,),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
@@ -142,6 +150,7 @@ def family(
   uses: frozenset[str] = frozenset(),
   no_effect: frozenset[str] = frozenset(),
   other_names: Optional[Keys] = None,
+  repeats: Optional[Keys] = None,
   **fixed: tuple[Any, ...],
 ) -> ConfigFamily:
   """Returns the family of `traits`; the other arguments are as in ConfigFamily."""
@@ -155,9 +164,10 @@ def family(
     traits.write,
     used({**_LLAMA, **traits.keys}, *traits.rotary.keys, *uses),
     {**_DEFAULTS, **traits.rotary.defaults, **own_bias, traits.activation: 'silu', **defaults},
-    {'is_decoder': (False, True), 'pruned_heads': ({}, None)} | partial | fixed,
+    _FIXED | partial | fixed,
     no_effect | {'id2label', 'problem_type', 'add_cross_attention'},
     other_names or {},
+    repeats or {},
   )
 
 
@@ -171,6 +181,7 @@ LLAMA = family(
   },
   # transformers ignores windows of a Llama
   no_effect=_WINDOW_KEYS | {'layer_types', 'pretraining_tp'},
+  activation=('swiglu',),  # Falcon-3's word for what `hidden_act` says
 )
 MISTRAL = family(
   Traits(
@@ -242,6 +253,7 @@ GEMMA2 = family(
   },
   uses=frozenset({'layer_types'}),
   no_effect=frozenset({'hidden_act', 'use_sliding_window'}),
+  repeats={'sliding_window_size': 'sliding_window'},
   use_bidirectional_attention=(None, False),
 )
 GEMMA3 = family(
@@ -321,4 +333,7 @@ PHI3 = family(
   no_effect=frozenset({'auto_map', 'embd_pdrop', 'use_sliding_window'}),
   attention_bias=(False,),
   mlp_bias=(False,),
+  # every layer attends to all, positions are not stretched further
+  full_attn_mod=(1,),
+  interpolate_factor=(1,),
 )

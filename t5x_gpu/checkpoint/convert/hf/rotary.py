@@ -53,6 +53,9 @@ KEYS_OF_KIND: Mapping[str, Sequence[str]] = {
   for kind, names in _SCALINGS.items()
 }
 _KEYS = {*KEYS_OF_ALL, *(key for keys in KEYS_OF_KIND.values() for key in keys)}
+# Names of the first releases. LlamaYarn wrote `finetuned`, which every model with YaRN is.
+_OLD_KINDS = {'su': 'longrope'}
+_OLD_KEYS = {'finetuned': (True, None)}
 # Keys of config.json that most families have.
 READ = ('rope_theta', 'rope_scaling', 'rope_parameters')
 
@@ -107,8 +110,11 @@ def _one(
   rope = rope or {}
   fraction = rope.get('partial_rotary_factor', config.get('partial_rotary_factor', 1.0))
   kind = rope.get('rope_type', rope.get('type', 'default'))
+  kind = _OLD_KINDS.get(kind, kind)
   theta = float(rope.get('rope_theta', config['rope_theta']))
-  unknown = [f'{k} = {v!r}' for k, v in rope.items() if k not in _KEYS]
+  unknown = [
+    f'{k} = {v!r}' for k, v in rope.items() if k not in _KEYS and v not in _OLD_KEYS.get(k, ())
+  ]
   if fraction != 1.0 and not partial:
     unknown.append(f'partial_rotary_factor = {fraction!r}')
   if kind not in kinds or unknown:

@@ -83,6 +83,53 @@ def test_an_unknown_key_is_refused_by_name(name):
     model_of({**CONFIGS[name], 'num_nextn_predict_layers': 1})
 
 
+# Keys of published files that change nothing, and values with which they would.
+HARMLESS = [
+  ('gemma2', 'sliding_window_size', 8, 9),
+  ('gpt2', '_num_labels', 1, None),
+  ('bert_tags', '_num_labels', 3, 2),
+  ('bert_classification', '_num_labels', 3, 5),
+  ('phi3', 'full_attn_mod', 1, 2),
+  ('phi3', 'interpolate_factor', 1, 4),
+  ('phi3', 'lm_head_bias', False, True),
+  ('llama', 'rope_interleaved', False, True),
+  ('llama', 'is_llama_config', True, None),
+  ('llama', 'transformers.js_config', {'dtype': 'q4'}, None),
+  ('llama', 'activation', 'swiglu', 'gelu'),
+  ('llama', 'quantization_config', None, {'quant_method': 'gptq', 'bits': 4}),
+  ('bert_regression', 'sbert_ce_default_activation_function', 'torch.nn.Identity', None),
+  ('bert_embedding', 'sentence_transformers', {'version': '4.1.0'}, None),
+  ('t5', 'xla_device', True, None),
+]
+
+
+@pytest.mark.parametrize('name, key, value, other', HARMLESS)
+def test_harmless_keys_of_published_files_are_read_and_their_values_checked(
+  name, key, value, other
+):
+  config = VARIANTS[name]
+  assert model_of({**config, key: value}) == model_of(config)
+  if other is not None:
+    with pytest.raises(CheckpointError, match=f'{key}.*'):
+      model_of({**config, key: other})
+
+
+def test_quantised_weights_are_called_so():
+  with pytest.raises(CheckpointError, match="quant_method = 'fp8'.*quantised weights"):
+    model_of({**CONFIGS['qwen3'], 'quantization_config': {'quant_method': 'fp8'}})
+
+
+def test_old_names_of_rotary_positions_are_read():
+  config = VARIANTS['phi3_longrope']
+  old = {**config, 'rope_scaling': {**config['rope_scaling'], 'type': 'su'}}
+  assert model_of(old) == model_of(config)
+  yarn = VARIANTS['llama_yarn']
+  old = {**yarn, 'rope_scaling': {**yarn['rope_scaling'], 'finetuned': True}}
+  assert model_of(old) == model_of(yarn)
+  with pytest.raises(CheckpointError, match='finetuned = False'):
+    model_of({**yarn, 'rope_scaling': {**yarn['rope_scaling'], 'finetuned': False}})
+
+
 LLAMA3 = CONFIGS['llama']['rope_scaling']
 
 
@@ -163,7 +210,7 @@ LLAMA3 = CONFIGS['llama']['rope_scaling']
     ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = .* is never executed'),
     ('llama', {'model_type': 'new', 'auto_map': {}}, "'new', .* is never executed"),
     ('umt5', {'model_type': None}, 'has no model_type'),
-    ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
+    ('llama', {'quantization_config': {'bits': 4}}, 'has quantization_config'),
   ],
 )
 def test_what_hugging_face_would_read_otherwise_is_refused(name, change, text):
