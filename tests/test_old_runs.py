@@ -8,7 +8,7 @@ import pytest
 
 from t5x_gpu import checkpoint_tools, infer, prepare, train
 from t5x_gpu.metrics.writers import read_json_lines
-from tests.helpers_train import run_here
+from tests.helpers_train import TINY_GIN, Project, run_here
 
 OLD = pathlib.Path(__file__).parent / 'golden' / 'from_30213db'
 # Losses were computed on another machine, with other vector instructions.
@@ -55,3 +55,23 @@ def test_prepare_finds_an_old_folder_finished(old):
   )
   assert result.code == 0, result.err
   assert (old / 'tokens/train/index.json').read_bytes() == before
+
+
+ADAFACTOR = """
+from t5x_gpu.training import adafactor
+OPTIMIZER = @adafactor.Adafactor()
+"""
+
+
+def test_a_run_of_adafactor_before_its_setting_continues_by_itself(tmp_path):
+  project = Project(tmp_path, gin=TINY_GIN + ADAFACTOR)
+  layers = """--gin.adafactor.Adafactor.layers='joined_heads'"""  # the moments of 0.2
+  result = project.run(layers, TRAIN_STEPS=2, SAVE_PERIOD=2)
+  assert result.code == 0, result.err
+  result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=4)
+  assert result.code == 0, result.err
+  assert "Adafactor.layers = 'joined_heads', as the checkpoint of t5x_gpu " in result.out
+  assert f'Continuing from {project.model_dir}/checkpoint_2.' in result.out
+  at_once = project.run(layers, TRAIN_STEPS=4, MODEL_DIR=tmp_path / 'at_once')
+  assert at_once.code == 0, at_once.err
+  assert project.metrics() == project.metrics(model_dir=tmp_path / 'at_once')

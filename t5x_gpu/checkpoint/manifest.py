@@ -112,9 +112,18 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   if lines and _factored(have) and _factored(want):
     lines.append(
       'Adafactor.layers and Adafactor.min_dim_size_to_factor decide which are factored. '
-      '--gin.Adafactor.layers="\'joined_heads\'" continues checkpoints older than `layers`.'
+      '--gin.Adafactor.layers="\'joined_heads\'" continues checkpoints older than `layers`; '
+      'a run without the setting takes it from its checkpoint.'
     )
   return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
+
+
+def moments_differ(manifest: Mapping[str, Any], target: Any) -> bool:
+  """Returns whether Adafactor's moments, and nothing else, differ between manifest and `target`."""
+  have, want = manifest['arrays'], describe_arrays(target)
+  different = {n for n in have.keys() | want.keys() if have.get(n) != want.get(n)}
+  different = {n for n in different if not n.startswith(_HISTORY)}
+  return bool(different) and _factored(have) and all(n.startswith(_OPTIMIZER) for n in different)
 
 
 def _factored(arrays: Mapping[str, Any]) -> bool:

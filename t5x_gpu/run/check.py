@@ -1,24 +1,31 @@
 """`check`: every check of a run that needs neither its data nor a compile."""
 
+import contextlib
 import dataclasses
-from typing import Optional
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
 
 from t5x_gpu.analysis.array_layout import state_layouts
 from t5x_gpu.analysis.sharding_tables import parameter_table
-from t5x_gpu.checkpoint.initialize import plan_start
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.convert.to_hf import export_problem
+from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
+from t5x_gpu.checkpoint.manifest import differences, moments_differ
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
+from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.data.data_module import import_modules
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import CheckpointError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.training.adafactor import LAYERS, Adafactor
 from t5x_gpu.training.checks import check_periods
 from t5x_gpu.training.memory import RunMemory, check_memory
 from t5x_gpu.training.program import Program, program_of_run
@@ -107,6 +114,9 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   )
   topology, devices = topology_lib.discover()
   program = program_of_run(run, topology=topology, devices=devices)
+  run, program = _with_moments_of(
+    model_dir, run, program, lambda run: program_of_run(run, topology=topology, devices=devices)
+  )
   log(_introduction(run, program, with_parameters=dry_run))
   memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
   local = open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_saved)
@@ -131,6 +141,46 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   return plan
 
 
+def _with_moments_of(
+  model_dir: ModelDir, run: Run, program: Program, build: Callable[[Run], Program]
+) -> tuple[Run, Program]:
+  """Returns run and program with the Adafactor.layers of the checkpoint that the run continues.
+
+  Only if the run does not set it. Versions before 0.3 had no such setting, and other moments.
+
+  Args:
+    model_dir: of the run.
+    run, program: with the default.
+    build: (run) -> its program.
+  """
+  if not isinstance(run.optimizer, Adafactor) or run.optimizer.layers is not None:
+    return run, program
+  manifest = _continued(model_dir, run.initialize_from)
+  if manifest is None or not moments_differ(manifest, program.abstract_saved):
+    return run, program
+  for layers in LAYERS:
+    changed = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, layers=layers))
+    found = build(changed)
+    if not differences(manifest, found.abstract_saved):
+      version = manifest['versions'].get('t5x_gpu', 'unknown')
+      log(
+        f'optimizer: Adafactor.layers = {layers!r}, as the checkpoint of t5x_gpu {version} has its '
+        'second moments'
+      )
+      return changed, found
+  return run, program
+
+
+def _continued(model_dir: ModelDir, start: Optional[RestoreConfig]) -> Optional[Mapping[str, Any]]:
+  """Returns the manifest of the checkpoint whose optimizer state the run takes, or None."""
+  with contextlib.suppress(OSError, ValueError, UserError):  # whoever restores it reports it
+    if model_dir.steps:
+      return model_dir.manifest(model_dir.steps[-1])
+    if start is not None and start.mode in ('resume', 'new_data'):
+      return ParamsReader(ModelDir(as_path(start.path)), step=start.step).manifest
+  return None
+
+
 def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   """Returns the mesh, the model and its size as text."""
   lines = []
@@ -143,4 +193,6 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   if with_parameters:
     lines.append(parameter_table(*state_layouts(program.abstract_state, program.names)))
   lines.append(f'model: {type(run.model).__name__}, {size_line(program)}')
+  if problem := export_problem(run.model):
+    lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem}')
   return '\n'.join(lines)

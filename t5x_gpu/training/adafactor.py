@@ -87,7 +87,8 @@ class Adafactor:
       rules; None for the standard ones. A kernel is factored if it has rows and columns and no
       dimension is 'none'.
     layers: how T5X would hold the layers, a key of `LAYERS`; ours are always stacked. Parameters
-      outside of the layers with two dimensions are factored by size in any case.
+      outside of the layers with two dimensions are factored by size in any case. None is 'scanned';
+      but a run that continues checkpoints continues their moments (run/check.py).
   Raises:
     ConfigError: an unknown axis, role or `layers`.
   """
@@ -99,7 +100,7 @@ class Adafactor:
   epsilon1: float = 1e-30
   epsilon2: float = 1e-3
   logical_factor_rules: Optional[Mapping[str, str]] = dataclasses.field(default=None, hash=False)
-  layers: str = 'scanned'
+  layers: Optional[str] = None
 
   def __post_init__(self) -> None:
     rules = self.logical_factor_rules or {}
@@ -114,7 +115,7 @@ class Adafactor:
       for name, role in rules.items()
       if role not in ROLES
     ]
-    if self.layers not in LAYERS:
+    if self.layers is not None and self.layers not in LAYERS:
       problems.append(
         f'Adafactor.layers = {self.layers!r} is not one of {", ".join(LAYERS)}.'
         + did_you_mean(self.layers, LAYERS)
@@ -138,7 +139,7 @@ class Adafactor:
       sides = (math.prod(shape[i] for i in dims) for dims in (rows, columns))
       factored = factored and min(sides) >= self.min_dim_size_to_factor
     else:
-      one_by_one = () if self.layers == 'scanned' else ('layers',)
+      one_by_one = ('layers',) if self.layers == 'separate' else ()
       matrix = [i for i, name in enumerate(names.names) if name not in one_by_one]
       if len(matrix) == 2 and not set(matrix) & set(stack):
         if not factored:
