@@ -33,7 +33,7 @@ from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
 from t5x_gpu.evaluation.infer_request import RUN_SETTINGS, configures_run, read_request
 from t5x_gpu.evaluation.text_job import decoding_changes, open_prompt_text
 from t5x_gpu.models.lora import LoraModel, without_adapters
@@ -182,18 +182,26 @@ def read_run_text(
   is_converted = manifest.get('converted_from', {}).get('format') == 'hf'
   if encodes_texts(request.model) or (is_converted and not request.is_run):
     return None
+  note, task = '', request.dataset
   try:
     text = open_prompt_text(request)
-  except UserError:  # its task may be elsewhere, or not trusted
-    if request.dataset.vocabulary is None:
+  except UserError as e:  # its task may be elsewhere, or not trusted
+    if task.vocabulary is None:
       raise
-    dataset = DatasetConfig('', {}, '', 1, vocabulary=request.dataset.vocabulary)
-    lengths = request.dataset.task_feature_lengths
+    note = f'the task cannot be opened, so only its vocabulary counts: {first_line(e)}'
     request = dataclasses.replace(
-      request, dataset=dataclasses.replace(dataset, task_feature_lengths=lengths)
+      request,
+      dataset=DatasetConfig(
+        '',
+        task.task_feature_lengths,
+        '',
+        1,
+        vocabulary=task.vocabulary,
+        chat_template_variables=task.chat_template_variables,
+      ),
     )
     text = open_prompt_text(request)
-  is_chat = getattr(text, 'is_chat', False)
+  is_chat = getattr(text, 'is_chat', False) or 'chat_template' in manifest.get('data', {})
   request = dataclasses.replace(request, chat=is_chat)
   changes, _ = decoding_changes(request, text, manifest)
   if getattr(text, 'inputs_name', text.name) != text.name:
@@ -208,6 +216,7 @@ def read_run_text(
     ends=tuple(text.encode_inputs('')),
     decoding=dataclasses.replace(request.decoding, **changes),
     is_chat=is_chat,
+    note=note,
   )
 
 

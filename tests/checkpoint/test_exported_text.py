@@ -336,6 +336,14 @@ train_script.train.decoding_cfg = @decoding.DecodingConfig()
   }
 
 
+def test_a_task_that_is_gone_leaves_the_vocabulary(tmp_path, capsys):
+  write_run(tmp_path / 'run', large('llama', 259), vocabulary='byte', ends=[1])
+  (tmp_path / 'run' / 'data.jsonl').unlink()
+  said, config, _ = export(tmp_path / 'run', tmp_path, capsys)
+  assert 'generation: the task cannot be opened, so only its vocabulary counts: ' in said
+  assert config['eos_token_id'] == 1 and (tmp_path / 'out' / 'tokenizer.json').is_file()
+
+
 def test_a_run_without_text_says_so_and_has_no_id_beyond_its_table(tmp_path, capsys):
   gin = (
     "\nfrom t5x_gpu.data import batches\nbatches.DatasetConfig.module = 't5x_gpu.data.synthetic'\n"

@@ -201,7 +201,7 @@ def _write_generation(
   ends = ', '.join(map(str, text.decoding.stop_tokens)) or 'none'
   start = content.get('decoder_start_token_id', content.get('bos_token_id', 'none'))
   console.say(f'generation: a text starts with id {start}; ids that end it: {ends}')
-  for note in notes:
+  for note in filter(None, (text.note, *notes)):
     console.say(f'generation: {note}')
 
 

@@ -39,6 +39,7 @@ class RunText:
     ends: ids after a prompt.
     decoding: of `infer`, with the ids that end an answer.
     is_chat: whether the chat template writes the prompts, from the first id on.
+    note: what the run could not say, for the console; '' if nothing.
   """
 
   vocabulary: str
@@ -46,6 +47,7 @@ class RunText:
   ends: tuple[int, ...]
   decoding: DecodingConfig
   is_chat: bool = False
+  note: str = ''
 
 
 def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
