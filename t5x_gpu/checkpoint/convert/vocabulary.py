@@ -125,6 +125,8 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
     else:
       tokenizer, names = read_json(folder / TOKENIZER, dict), {}
   tokens = _tokens(tokenizer)
+  if kind == 'sentencepiece' and text.decoding.zero_is_padding:
+    names['pad_token'] = tokens[0]
   path = folder / TOKENIZER_CONFIG
   own = read_json(path, dict) if kind == 'huggingface' and path.is_file() else {}
   # Spaces before punctuation stay as the model writes them.
@@ -281,9 +283,8 @@ def _sentencepiece_tokenizer(
     normalizer={'type': 'Sequence', 'normalizers': steps},
     decoder={'type': 'Sequence', 'decoders': back},
   )
-  # SeqIO takes id 0 for padding, whatever it is called.
-  names = {'unk_token': pieces[unknown][0], 'pad_token': pieces[0][0]}
-  if trainer.eos_id > 0:
+  names = {'unk_token': pieces[unknown][0]}
+  if trainer.eos_id >= 0:
     names['eos_token'] = pieces[trainer.eos_id][0]
   return tokenizer, names
 
