@@ -40,7 +40,7 @@ from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.models.model import encodes_texts
 from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.runtime.process_exit import sigterm_raises
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.flag_types import byte_size
 
@@ -314,6 +314,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   extra = args.extra
   usage = 'python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER'
   cli.check_given(usage, **{'from': extra.source, 'to': extra.to})
+  if not args.dry_run:
+    streams.outlive()  # the product is files
   source = local_path(extra.source, what='convert --from')
   model_dir = ModelDir(source)
   kind = kind_of(model_dir)

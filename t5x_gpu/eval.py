@@ -34,7 +34,7 @@ from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.bars import Show, bar, silent
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
@@ -259,6 +259,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   args = cli.parse_args(
     'python -m t5x_gpu.eval', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
+  if not args.dry_run:
+    streams.outlive()  # the product is files
   cluster = cluster_lib.detect_here(args.extra)
   loaded = args.load_with_classes()
   config = gin_loader.configured(loaded, EvalConfig)

@@ -24,7 +24,7 @@ from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import ShardJob, write_shards
 from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.runtime.process_exit import sigterm_raises
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.bars import bar
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -163,6 +163,8 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   extra = args.extra
   cli.check_given('Add --output=DIR, a folder for the rows.', output=extra.output)
+  if not args.dry_run:
+    streams.outlive()  # the product is files
   logging_setup.quiet_environment()
   loaded = args.load_with_classes()
   logging_setup.setup()

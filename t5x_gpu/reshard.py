@@ -19,7 +19,7 @@ from t5x_gpu.checkpoint.tools.reshard import reshard
 from t5x_gpu.checkpoint.tools.reshard_plan import ReshardRequest
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.flag_types import byte_size
 
@@ -116,6 +116,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   extra = args.extra
   usage = f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER'
   cli.check_given(usage, **{'from': extra.source, 'to': extra.target})
+  if not args.dry_run:
+    streams.outlive()  # the product is files
   if extra.drop_optimizer and extra.optimizer_dtype:
     raise ConfigError(
       '--optimizer_dtype has no effect with --drop_optimizer.', fix='Leave one of the two out.'
