@@ -135,12 +135,27 @@ $(AOT): $(VENV)/.installed
 	else $(VENV)/bin/python -m pip install --quiet --no-deps --target $(AOT) $$wheels; fi
 	@touch $@
 
+# Without the compiler these tests fail; elsewhere they are skipped then.
+COMPILED = $(OPTIMIZED) T5X_GPU_TEST_AOT=1
+
 test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorded figures
-	$(OPTIMIZED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
+	$(COMPILED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
 	  $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS)
 
+# What differs between versions of jax and Tokamax: kernels for GPUs, lowered, and the numbers of the
+# regions that they run in.
+test-versions: $(VENV)/.installed $(VENV312)/.installed $(VENV313)/.installed ## lower the steps of all models for GPUs, on each Python
+	@$(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo \
+	  "$(VENV) has `$(VENV)/bin/python --version`, and the oldest jax needs Python 3.11:" \
+	  "make test-versions VENV=.venv311 PYTHON=/path/to/python3.11"; exit 1; } >&2
+	set -e; for venv in $(VENV) $(VENV312) $(VENV313); do \
+	  $$venv/bin/python -c "import sys; from importlib.metadata import version as v; print( \
+	    'Python', sys.version.split()[0], 'jax', v('jax'), 'tokamax', v('tokamax'))"; \
+	  $$venv/bin/python -m pytest tests/test_lowering.py tests/parity/test_layouts.py -m versions \
+	    $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS); done
+
 test-searches: $(AOT) ## check plan --search from 134M to 70B on 8, 64 and 192 GPUs: an hour
-	$(OPTIMIZED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
+	$(COMPILED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
 	  -m all_searches -s $(SLOW) $(ARGS)
 
 docs: $(VENV)/.installed ## build the documentation site into build/site
@@ -164,4 +179,4 @@ $(VENV313)/.installed: setup.py
 	$(call install,$(VENV313),$(PYTHON313),python3.13,PYTHON313,jax==$(JAX313))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-loggers test-aot test-searches docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-loggers test-aot test-versions test-searches docs soak clean

@@ -21,7 +21,13 @@ CORE = [
 ]
 # Attention kernels for GPUs: an extra, because a run on a CPU does not import it, and it pins
 # typeguard. Without it, a run on GPUs continues with attention in plain JAX.
-KERNELS = ['tokamax>=0.0.12,<0.1']
+# Python 3.12 and newer take jax 0.11 or 0.12, on which tokamax 0.0.12 stops with
+# "Mesh.__init__() got an unexpected keyword argument 'out_shape'". 0.0.15 would admit jax 0.10,
+# on which nothing has lowered it. Newer ones do not install on Python 3.11.
+KERNELS = [
+  'tokamax>=0.0.12,<0.1; python_version < "3.12"',
+  'tokamax>=0.0.13,!=0.0.15,<0.1; python_version >= "3.12"',
+]
 # Text to batches. Only t5x_gpu/data imports these.
 DATA = [
   'seqio==0.0.20',

@@ -93,6 +93,19 @@ def test_a_part_that_reaches_its_limit_is_killed_and_costs_only_itself(tmp_path)
   assert not runner.finished(result, args)
 
 
+@pytest.mark.parametrize('own', [None, '/elsewhere'])
+def test_a_killed_part_does_not_compile_again(own, tmp_path, monkeypatch):
+  """Its process keeps compiled programs and tuned kernels in the folder of results."""
+  monkeypatch.delenv(runner.COMPILED, raising=False)
+  if own:
+    monkeypatch.setenv(runner.COMPILED, own)
+  on_gpu, on_cpu = (
+    runner.environment(argparse.Namespace(out=tmp_path, small=small)) for small in (False, True)
+  )
+  assert on_gpu[runner.COMPILED] == (own or str(tmp_path / 'compiled'))
+  assert on_cpu.get(runner.COMPILED) == own
+
+
 def test_an_unknown_part_is_refused_with_the_closest_one(capsys):
   with pytest.raises(SystemExit):
     runner.main(['--parts=ceiling'])

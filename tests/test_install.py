@@ -164,3 +164,19 @@ def test_git_ignores_no_file_of_the_project():
     check=True,
   )
   assert [name for name in done.stdout.splitlines() if '__pycache__' not in name] == []
+
+
+@pytest.mark.parametrize(
+  ('python_version', 'works', 'fails'),
+  [('3.11', ['0.0.12'], []), ('3.12', ['0.0.13', '0.0.17'], ['0.0.12', '0.0.15'])],
+)
+def test_no_python_takes_a_tokamax_that_fails_there(installed, python_version, works, fails):
+  (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+  environment = {'extra': 'gpu', 'python_version': python_version}
+  [tokamax] = [
+    r
+    for r in map(Requirement, distribution.requires)
+    if r.name == 'tokamax' and r.marker.evaluate(environment)
+  ]
+  assert all(map(tokamax.specifier.contains, works))
+  assert not any(map(tokamax.specifier.contains, fails))

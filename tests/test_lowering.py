@@ -1,6 +1,7 @@
 """Training steps traced and lowered for absent GPUs, by the installed jax and Tokamax.
 
-Every model family and every file of gin_configs/parallel, with two rows or more on each GPU. This
+Every case of attention, model family and file of gin_configs/parallel, with two rows or more on
+each GPU. This
 needs neither a GPU nor its compiler: simulated devices stand for eight GPUs. `make test-versions`
 runs all cases on each Python, with the newest jax and Tokamax that setup.py allows there.
 """
@@ -10,21 +11,29 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AxisType, Mesh, PartitionSpec
 
 from t5x_gpu.config import gin_loader
-from t5x_gpu.layers.backends.choose import listed_choices
+from t5x_gpu.layers.backends.choose import attention_by, choose, listed_choices
+from t5x_gpu.layers.backends.serves import AttentionNeed, hardware
+from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.deviceless import kernels_for
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from t5x_gpu.training.program import program_of_run
+from tests.layers.backends import test_attention_backends
 
 pytestmark = pytest.mark.filterwarnings('ignore::DeprecationWarning')  # Tokamax's kernels, with jax
 
 GIN = pathlib.Path(__file__).parent.parent / 'gin_configs'
 ROWS_PER_GPU, LENGTH = 2, 256
+ATTENTION = test_attention_backends.CASES
+RULES = AxisRules(activations={'heads': ('model',), 'kv_heads': ('model',)})
 GPUS = ('h100', 'b200', 'a100-80')
 # A file of each family, and its layout on each of these GPUs: every family and every layout are
 # lowered for every GPU. mt5 and byt5 differ from t5_1_1 in their vocabulary alone.
@@ -32,7 +41,7 @@ MODELS = {
   'bert_base': ('dp', 'fsdp', 'zero1'),
   'decoder_base': ('3d', 'dp', 'fsdp'),
   'decoder_moe_demo': ('fsdp', 'ep', 'dp'),
-  'encoder_decoder_demo': ('cp', 'hsdp', 'tp_sp'),
+  'encoder_decoder_demo': ('cp', 'hsdp', 'dp'),
   'encoder_small': ('tp', 'dp', 'tp'),
   'gemma2_2b': ('fsdp', '3d', 'tp_sp'),
   'gemma3_1b': ('hsdp', 'pp', 'cp'),
@@ -102,6 +111,7 @@ def lowered(model, layout):
   return text, [choice.name for choice in choices]
 
 
+@pytest.mark.versions
 @pytest.mark.quick_cases('llama3_8b-fsdp-h100', 'mixtral_8x7b-fsdp-b200', 'mixtral_8x7b-ep-h100')
 @pytest.mark.parametrize(
   ('model', 'layout', 'name'),
@@ -115,8 +125,69 @@ def test_the_step_of_every_family_and_layout_lowers(model, layout, name, gpu):
   with gpu(name):
     text, choices = lowered(model, layout)
   assert choices
+  assert_has_kernels(text, choices)
+
+
+@pytest.mark.versions
+@pytest.mark.slow
+@pytest.mark.parametrize('name', GPUS)
+@pytest.mark.parametrize('case', ATTENTION.values(), ids=ATTENTION)
+def test_every_case_of_attention_lowers(case, name, gpu):
+  rows, heads, size = ROWS_PER_GPU * 8, test_attention_backends.HEADS, 64
+  mesh_shape = {'fsdp': 8, 'model': 1}
+  mesh = Mesh(np.reshape(jax.devices(), (8, 1)), (*mesh_shape,), axis_types=(AxisType.Auto,) * 2)
+  kv_segments = case.segments if case.kv_segments is None else case.kv_segments
+  infos = [
+    np.tile(x, (rows // len(x), 1))
+    for x in (case.segments, case.segments if case.prefix is None else case.prefix, kv_segments)
+  ]
+  need = AttentionNeed(
+    'bfloat16', size, softcap=case.softcap is not None, relative_bias=case.has_bias
+  )
+
+  def info(segments, prefix=None):
+    return TokenInfo(jnp.arange(segments.shape[1]), segments, prefix)
+
+  def gradients(query, key, value, table, segments, prefix, kv_segments):
+    with use_rules(RULES, mesh_shape, manual_axes=('fsdp',)):
+      attention = attention_by(
+        backend,
+        case.kind,
+        info(segments, None if case.prefix is None else prefix),
+        None if case.kv_segments is None else info(kv_segments),
+      )
+
+      def out(query, key, value, table):
+        bias = attention.bias(table) if case.has_bias else None
+        window = None if case.window is None else jnp.int32(case.window)
+        return attention(query, key, value, bias, window).astype(jnp.float32).sum()
+
+      table = jax.lax.pcast(table, 'fsdp', to='varying')
+      return jax.grad(out, (0, 1, 2))(query, key, value, table)
+
+  split = PartitionSpec('fsdp')
+  mapped = jax.shard_map(
+    gradients,
+    in_specs=(split, split, split, PartitionSpec(), split, split, split),
+    out_specs=split,
+    axis_names={'fsdp'},
+  )
+  q_shape = (rows, case.segments.shape[1], heads, size)
+  kv_shape = (rows, kv_segments.shape[1], case.kv_heads, size)
+  query, key, value = (
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q_shape, kv_shape, kv_shape)
+  )
+  with gpu(name), jax.set_mesh(mesh):
+    backend = choose('auto', need, hardware()).name
+    traced = jax.jit(mapped).trace(query, key, value, jnp.zeros((heads, 8)), *infos)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  assert_has_kernels(text, [backend])
+
+
+def assert_has_kernels(text, backends):
+  """Fails unless the program has kernels of Mosaic and Triton where backends are theirs."""
   for kernel, call in (('mosaic', '@mosaic_gpu'), ('triton', '__gpu$xla.gpu.triton')):
-    assert (call in text) == any(kernel in choice for choice in choices), (choices, kernel)
+    assert (call in text) == any(kernel in backend for backend in backends), (backends, kernel)
 
 
 def test_every_layout_and_family_is_lowered_for_every_gpu():

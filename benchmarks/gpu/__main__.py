@@ -2,7 +2,8 @@
 
 Finished parts are kept in OUT/results.json and skipped by the next call, so a call that is cut off,
 or that runs out of its time, loses at most the part it was in. Parts that failed are tried again
-after the new ones. Written too: OUT/table.md and OUT/log.txt.
+after the new ones. Written too: OUT/table.md, OUT/log.txt, and OUT/compiled with programs and tuned
+kernels, which the next call reads (or $JAX_COMPILATION_CACHE_DIR).
 """
 
 import argparse
@@ -23,6 +24,7 @@ from benchmarks.gpu.parts import PARTS, Part, Row
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import did_you_mean
 
+COMPILED = 'JAX_COMPILATION_CACHE_DIR'
 SECONDS = 530  # of a call, after which it starts no part
 LEAST_SECONDS = 25  # a part that would get less than this is left to the next call
 
@@ -117,7 +119,6 @@ def finished(result: Optional[Row], args: argparse.Namespace) -> bool:
 
 def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float) -> None:
   """Runs `part` for at most `limit` seconds and puts its result into `results`."""
-  environ = dict(os.environ, JAX_PLATFORMS='cpu' if args.small else 'cuda', PYTHONUNBUFFERED='1')
   begin, clocks = time.monotonic(), machine.clocks()
   with tempfile.TemporaryDirectory() as folder, open(args.out / 'log.txt', 'ab') as log:
     rows = pathlib.Path(folder) / 'rows.json'
@@ -129,7 +130,7 @@ def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float)
     child = subprocess.Popen(
       [*command, *(['--small'] if args.small else [])],
       cwd=machine.ROOT,
-      env=environ,
+      env=environment(args),
       stdout=log,
       stderr=subprocess.STDOUT,
       start_new_session=True,  # Ctrl-C and the limit end all of its processes, here
@@ -153,6 +154,15 @@ def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float)
     'command': ' '.join(['scripts/bench_gpu.sh', f'--parts={part.name}', *small_flag(args)]),
     'rows': found,
   }
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+  """Returns the variables of a part."""
+  environ = dict(os.environ, JAX_PLATFORMS='cpu' if args.small else 'cuda', PYTHONUNBUFFERED='1')
+  if not args.small:  # not on the CPU: see program_cache.py
+    # A part that is killed has tuned some of its kernels; the next call takes up there.
+    environ.setdefault(COMPILED, str((args.out / 'compiled').resolve()))
+  return environ
 
 
 def small_flag(args: argparse.Namespace) -> list[str]:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import pathlib
 import sys
 import traceback
@@ -14,6 +15,7 @@ import traceback
 from benchmarks.gpu.parts import PARTS, Missing, Row
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import program_cache
 
 DONE, MISSING = 0, 3  # exit codes; any other is a failure
 
@@ -28,6 +30,8 @@ def main() -> int:
   args = parser.parse_args()
   (part,) = (part for part in PARTS if part.name == args.part)
   rows: list[Row] = []
+  # The folder is the runner's, in the environment; this counts what is read from it.
+  program_cache.start('cpu' if args.small else 'gpu', environ=os.environ)
   try:
     options = dict(part.options, small=args.small)
     if part.is_our_step:
@@ -48,6 +52,7 @@ def main() -> int:
     with contextlib.suppress(Exception):
       print(f'{type(e).__name__}: {str(e).strip().splitlines()[0]}', file=sys.stderr, flush=True)
     return 1
+  print(program_cache.line(), flush=True)
   return DONE
 
 

@@ -237,7 +237,7 @@ def by_formula(case, devices):
 
 
 def check_formulas(case, argument_bytes, batch_bytes, formula_bytes, sent):
-  recorded = RECORDED['steps'][case.name]
+  recorded = RECORDED['0.10.2'][case.name]
   # Compiled, a step drops the features of the batch that it does not read.
   assert argument_bytes == pytest.approx(recorded['argument_bytes'], abs=batch_bytes)
   compiled = sum(recorded[f'{part}_bytes'] for part in ('argument', 'temporary', 'output'))

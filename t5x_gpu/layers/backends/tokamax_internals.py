@@ -13,6 +13,8 @@ from typing import Any, Optional
 
 import jax
 
+from t5x_gpu.runtime.main_log import log_once
+
 _ATTENTION = 'tokamax._src.ops.attention'
 
 
@@ -20,7 +22,7 @@ _ATTENTION = 'tokamax._src.ops.attention'
 def library(module: str = 'tokamax') -> Any:
   """Returns a module of Tokamax, imported when a run needs it: it takes seconds.
 
-  Missing: an import that defines no absl flags, and its own log level for untuned kernels.
+  Missing: an import that defines no absl flags, and one warning for all untuned kernels.
   """
   from absl import flags
 
@@ -73,4 +75,10 @@ def has_ragged_dot(kernel: str) -> bool:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  return not record.msg.startswith('Autotuning cache miss')
+  if not record.msg.startswith('Autotuning cache miss'):
+    return True
+  # Once instead of once per kernel. Tokamax 0.0.17 has tuned entries of B200 and TPUs alone.
+  log_once(
+    'Tokamax: no tuned block sizes for this GPU and these shapes; kernels use its default ones'
+  )
+  return False
