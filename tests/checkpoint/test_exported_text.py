@@ -122,7 +122,7 @@ def generated(folder, *, chat=False):
   return found
 
 
-def check_same_answers(run, tmp_path, *, chat=False, bytes_in_runs=False):
+def check_same_answers(run, tmp_path, *, chat=False, bytes_in_runs=False, ends=True):
   out = tmp_path / 'exported'
   assert convert.main([f'--from={run}', f'--to={out}', '--check=tensors']) == 0
   ours = answers(run, tmp_path, *(['--chat'] if chat else []))
@@ -131,7 +131,7 @@ def check_same_answers(run, tmp_path, *, chat=False, bytes_in_runs=False):
   texts = [(shown(r['prediction']), shown(text)) for r, (text, _) in zip(ours, theirs)]
   # tokenizers drops the whole run of bytes that are not UTF-8; SentencePiece only those.
   assert all(our == their for our, their in texts) or bytes_in_runs
-  assert any(r['is_complete'] and r['num_tokens'] > 1 for r in ours)
+  assert any(r['is_complete'] for r in ours) or not ends
   assert all(r['num_tokens'] == 128 for r in ours if not r['is_complete'])
   return out, json.loads((out / 'config.json').read_text())
 
@@ -164,11 +164,13 @@ def shown(text):
 
 
 @pytest.mark.slow
-@pytest.mark.quick_cases('t5_1_1')
+@pytest.mark.quick_cases('llama')
 @pytest.mark.parametrize('family', FAMILIES)
 def test_an_export_from_scratch_generates_what_infer_does(family, tmp_path, own_tokenizer):
-  write_run(tmp_path / 'run', large(family), vocabulary=f'huggingface:{own_tokenizer}', ends=[2])
-  out, written = check_same_answers(tmp_path / 'run', tmp_path)
+  config = large(family)
+  write_run(tmp_path / 'run', config, vocabulary=f'huggingface:{own_tokenizer}', ends=[2])
+  # With tied logits, random models repeat a token.
+  out, written = check_same_answers(tmp_path / 'run', tmp_path, ends=untied(config))
   assert written['eos_token_id'] == 2 and written['pad_token_id'] == 0
   starts = 'decoder_start_token_id' if 'd_model' in written else 'bos_token_id'
   assert written[starts] == 0
@@ -263,7 +265,7 @@ def test_a_fine_tuned_export_generates_what_infer_does(family, tmp_path):
   shutil.rmtree(run / 'checkpoint_0')
   end = int(json.loads((base / 'tokenizer.json').read_text())['added_tokens'][2]['id'])
   write_run(run, large(family), vocabulary=f'huggingface:{run}/hf', ends=[end])
-  _, written = check_same_answers(run, tmp_path)
+  _, written = check_same_answers(run, tmp_path, ends=untied(large(family)))
   assert written['eos_token_id'] == end
   if family != 't5':  # id 0 is a word
     assert written['bos_token_id'] == 0 and written.get('pad_token_id') is None
