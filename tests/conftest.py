@@ -51,6 +51,7 @@ def pytest_ignore_collect(collection_path, config):
 
 # These files run first. Started last, one of them would keep a single worker busy for minutes.
 LONGEST = (
+  'worlds/test_worlds.py',
   'property/test_damaged_files.py',
   'property/test_layouts.py',
   'parity/test_layouts.py',

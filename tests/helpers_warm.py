@@ -60,9 +60,10 @@ class WarmStart:
 
   Args:
     compiled: where all of them keep what XLA compiles.
+    imports: further modules that the process imports.
   """
 
-  def __init__(self, compiled: pathlib.Path):
+  def __init__(self, compiled: pathlib.Path, *, imports: Sequence[str] = ()):
     environment = {
       **os.environ,
       'PYTHONPATH': str(REPOSITORY),
@@ -70,8 +71,9 @@ class WarmStart:
       'JAX_COMPILATION_CACHE_DIR': str(compiled),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     }
+    self.compiled = compiled
     self._popen = subprocess.Popen(
-      [sys.executable, '-m', 'tests.helpers_warm'],
+      [sys.executable, '-m', 'tests.helpers_warm', *imports],
       env=environment,
       text=True,
       cwd=REPOSITORY,
@@ -145,7 +147,7 @@ def _run(request: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-  for name in LATER:
+  for name in (*LATER, *sys.argv[1:]):
     importlib.import_module(name)
   TensorBoardWriter('unused')  # imports what writes event files
   for line in sys.stdin:

@@ -1,0 +1,303 @@
+"""The worlds: where strangers' runs happen. A new bug adds a world here, not a test file.
+
+A world changes a `Place`. In it every flow gives the numbers of the plain world, or the world's
+`refused` says which error ends its first command before step 1. There is no third outcome.
+"""
+
+import codecs
+import csv
+import dataclasses
+import gzip
+import io
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+
+from tests.worlds.flows import FLOWS, Place
+
+TEXTS = [f'text {i} says {i * 7 % 11} and more' for i in range(60)]
+KINDS = ('path', 'environment', 'data')
+TRAINS = ('train_and_resume', 'prepare_and_train')
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+  """A kind of place.
+
+  Attributes:
+    name: of the world, unique.
+    kind: worlds of different kinds can be combined.
+    change: changes a plain Place.
+    flows: names of the flows that this world can reach.
+    refused: how the error begins that ends the first command; None if everything works.
+  """
+
+  name: str
+  kind: str
+  change: Callable[[Place], None]
+  flows: Sequence[str] = tuple(FLOWS)
+  refused: Optional[str] = None
+
+  def __str__(self) -> str:
+    return self.name
+
+
+# Paths: the folder that holds the gin file, the texts, and everything that is written.
+
+
+def _in(name: str, *, first: str = '') -> Callable[[Place], None]:
+  """Returns a change that puts everything into the folder `name`; `first` is created before it."""
+
+  def change(place: Place) -> None:
+    (place.cwd / first).mkdir(exist_ok=True)
+    (place.cwd / name).mkdir(parents=True)
+    _move(place, name)
+
+  return change
+
+
+def _move(place: Place, runs: str) -> None:
+  place.runs = runs
+  for name in ('world.gin', 'texts.jsonl'):
+    place.real(name).write_bytes((place.base / name).read_bytes())
+  place.gin_file = place.file('world.gin')
+  place.data = f'jsonl:{place.file("texts.jsonl")}'
+
+
+def _symlink(place: Place) -> None:
+  (place.cwd / 'disk' / 'deep').mkdir(parents=True)
+  (place.cwd / 'link').symlink_to(place.cwd / 'disk' / 'deep')
+  _move(place, 'link')
+
+
+def _symlink_and_dots(place: Place) -> None:
+  _symlink(place)
+  (place.cwd / 'disk' / 'runs').mkdir()
+  _move(place, 'link/../runs')  # for the kernel disk/runs, by the text alone `runs`
+
+
+def _absolute(place: Place) -> None:
+  _move(place, str(place.cwd))
+
+
+def _home(place: Place) -> None:
+  """A path that no shell has expanded."""
+  home = place.base / 'home'
+  (home / 'runs').mkdir(parents=True)
+  place.environment['HOME'] = str(home)
+  _move(place, str(home / 'runs'))
+  place.runs, place.data = '~/runs', 'jsonl:~/runs/texts.jsonl'
+
+
+def _other_folder(place: Place) -> None:
+  """The commands run in another folder than the files."""
+  place.cwd = place.base / 'elsewhere'
+  place.cwd.mkdir()
+  _move(place, '..')
+
+
+def _read_only_parent(place: Place) -> None:
+  """Another user owns the parent of the folder of runs, and HOME is not accessible."""
+  (place.cwd / 'mine').mkdir()
+  _move(place, 'mine')
+  _as_nobody(place, 'mine')
+
+
+def _as_nobody(place: Place, *owned: str) -> None:
+  for name in owned:
+    folder = place.cwd / name
+    for path in (folder, *folder.iterdir()):
+      os.chown(path, 65534, 65534)
+  place.environment |= {'HOME': '/root', 'JAX_COMPILATION_CACHE_DIR': None}
+  place.before += 'import os\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n'
+
+
+PATHS = [
+  World('dots', 'path', _in('x/../runs', first='x')),
+  World('parent', 'path', _other_folder),
+  World('relative', 'path', _in('./a/b')),
+  World('absolute', 'path', _absolute),
+  World('symlink', 'path', _symlink),
+  World('symlink and dots', 'path', _symlink_and_dots),
+  World('spaces', 'path', _in('my  runs')),
+  World('brackets', 'path', _in('set[1]')),
+  World('asterisk', 'path', _in('a*b?c')),
+  World('backslash', 'path', _in('a\\b')),
+  World('percent', 'path', _in('a%20b%(x)s')),
+  World('unicode', 'path', _in('größe-模型')),
+  World('quotes', 'path', _in('it\'s "new"')),
+  World('punctuation', 'path', _in('a=1,b#c@d;e&f$HOME{0}')),
+  World('tilde', 'path', _in('run~1')),
+  World('home', 'path', _home),
+  World('200 characters', 'path', _in('n' * 200)),
+  World('trailing slash', 'path', _in('runs/')),
+  World('read-only parent', 'path', _read_only_parent),
+]
+
+# The environment of the processes.
+
+
+def _variables(**values: Optional[str]) -> Callable[[Place], None]:
+  def change(place: Place) -> None:
+    place.environment |= values
+
+  return change
+
+
+def _before(code: str) -> Callable[[Place], None]:
+  def change(place: Place) -> None:
+    place.before += code + '\n'
+
+  return change
+
+
+def _stdout(path: str) -> Callable[[Place], None]:
+  def change(place: Place) -> None:
+    place.stdout = pathlib.Path(path)
+
+  return change
+
+
+NO_SHARED_MEMORY = """
+import ctypes, subprocess
+assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0  # CLONE_NEWNS
+subprocess.run(['mount', '--make-rprivate', '/'], check=True)
+subprocess.run(['umount', '-l', '/dev/shm'], check=True)
+"""
+BROKEN_PIPE = """
+import os
+r, w = os.pipe()
+os.dup2(w, 1)
+os.close(r)
+os.close(w)
+"""
+
+ENVIRONMENT = [
+  World('no HOME', 'environment', _variables(HOME=None)),
+  World('HOME missing', 'environment', _variables(HOME='/nonexistent/home')),
+  World('TMPDIR missing', 'environment', _variables(TMPDIR='/nonexistent/tmp')),
+  World('C locale', 'environment', _variables(LC_ALL='C', LANG='C', PYTHONUTF8='0')),
+  World('time zone', 'environment', _variables(TZ='Asia/Kathmandu')),
+  World('no USER', 'environment', _variables(USER=None, LOGNAME=None)),
+  World('narrow terminal', 'environment', _variables(COLUMNS='10', TERM='dumb')),
+  World('umask', 'environment', _before('import os; os.umask(0o077)')),
+  World(
+    'SIGINT ignored',
+    'environment',
+    _before('import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)'),
+  ),
+  World(
+    'SIGPIPE default',
+    'environment',
+    _before('import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL)'),
+  ),
+  World('stdout full', 'environment', _stdout('/dev/full')),
+  World('stdout closed', 'environment', _before('import os; os.close(1)')),
+  World('stdout without a reader', 'environment', _before(BROKEN_PIPE)),
+  World('stderr closed', 'environment', _before('import os; os.close(2)')),
+  World('stdin closed', 'environment', _before('import os; os.close(0)')),
+  World(
+    '64 file handles',
+    'environment',
+    _before('import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'),
+  ),
+  World('no /dev/shm', 'environment', _before(NO_SHARED_MEMORY)),
+]
+
+# The texts, in other files and with oddities that change no text.
+
+
+def _source(prefix: str, name: str, content: Callable[[], bytes]) -> Callable[[Place], None]:
+  def change(place: Place) -> None:
+    (place.base / name).write_bytes(content())
+    place.data = f'{prefix}:{place.base / name}'
+
+  return change
+
+
+def _lines(*, end: str = '\n', blank: str = '') -> bytes:
+  return ''.join(json.dumps({'text': t}) + end + blank for t in TEXTS).encode()
+
+
+def _separated(delimiter: str) -> bytes:
+  out = io.StringIO()
+  writer = csv.writer(out, delimiter=delimiter)
+  writer.writerows([['id', 'text'], *([i, t] for i, t in enumerate(TEXTS))])
+  return out.getvalue().encode()
+
+
+def _table(type: pa.DataType = pa.string(), **columns: pa.Array) -> pa.Table:
+  return pa.table({'text': pa.array(TEXTS).cast(type), **columns})
+
+
+def _parquet(table: pa.Table) -> bytes:
+  out = io.BytesIO()
+  pyarrow.parquet.write_table(table, out)
+  return out.getvalue()
+
+
+def _no_file(place: Place) -> None:
+  place.data = f'jsonl:{place.base / "missing.jsonl"}'
+
+
+_JSONL = 'odd.jsonl'
+DATA = [
+  World(
+    'byte order mark', 'data', _source('jsonl', _JSONL, lambda: codecs.BOM_UTF8 + _lines()), TRAINS
+  ),
+  World('CRLF', 'data', _source('jsonl', _JSONL, lambda: _lines(end='\r\n')), TRAINS),
+  World('blank lines', 'data', _source('jsonl', _JSONL, lambda: _lines(blank=' \n\n')), TRAINS),
+  World('no last newline', 'data', _source('jsonl', _JSONL, lambda: _lines()[:-1]), TRAINS),
+  World('gz', 'data', _source('jsonl', 'odd.jsonl.gz', lambda: gzip.compress(_lines())), TRAINS),
+  World('csv', 'data', _source('csv', 'odd.csv', lambda: _separated(',')), TRAINS),
+  World('tsv', 'data', _source('csv', 'odd.tsv', lambda: _separated('\t')), TRAINS),
+  World('parquet', 'data', _source('parquet', 'odd.parquet', lambda: _parquet(_table())), TRAINS),
+  World(
+    'parquet, large strings, a null column',
+    'data',
+    _source(
+      'parquet',
+      'odd.parquet',
+      lambda: _parquet(_table(pa.large_string(), note=pa.nulls(len(TEXTS)))),
+    ),
+    TRAINS,
+  ),
+  World(
+    'parquet, string views',
+    'data',
+    _source('parquet', 'odd.parquet', lambda: _parquet(_table(pa.string_view()))),
+    TRAINS,
+  ),
+  World(
+    'parquet, dictionary',
+    'data',
+    _source(
+      'parquet', 'odd.parquet', lambda: _parquet(_table(pa.dictionary(pa.int32(), pa.string())))
+    ),
+    TRAINS,
+  ),
+  World('no file', 'data', _no_file, TRAINS, refused='NotFoundError'),
+  World('empty', 'data', _source('jsonl', _JSONL, lambda: b''), TRAINS, refused='NoExamplesError'),
+  World(
+    'missing column',
+    'data',
+    _source('jsonl', _JSONL, lambda: b'{"body": "a"}\n' * 60),
+    TRAINS,
+    refused='DataError',
+  ),
+  World(
+    'nulls',
+    'data',
+    _source('jsonl', _JSONL, lambda: b'{"text": null}\n' * 60),
+    TRAINS,
+    refused='NoExamplesError',
+  ),
+]
+
+WORLDS = [*PATHS, *ENVIRONMENT, *DATA]

@@ -1,0 +1,130 @@
+"""In every world each flow gives the numbers of the plain world, or the world is refused.
+
+`make test` combines a world of each kind, and trains, resumes and does one more thing there.
+`make test-all` does everything in each world alone.
+"""
+
+import json
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.helpers_train import HELD_DATA
+from tests.helpers_warm import WarmStart
+from tests.worlds.flows import FLOWS, GIN, TRAIN, Place
+from tests.worlds.table import KINDS, TEXTS, WORLDS, World
+
+pytestmark = [pytest.mark.tf, pytest.mark.process]
+IMPORTS = tuple(
+  f't5x_gpu.{name}'
+  for name in ('data.seqio_batches', 'eval', 'infer', 'convert', 'prepare', 'reshard', '__main__')
+)
+
+
+class Session:
+  """The flows in one place, each at most once.
+
+  Args:
+    warm: forks the commands.
+    worlds: what changes the place, one after the other.
+  """
+
+  def __init__(self, warm: WarmStart, worlds: Sequence[World] = ()):
+    base = pathlib.Path(tempfile.mkdtemp(prefix='t5x_gpu_world_'))  # other users may pass /tmp
+    base.chmod(0o755)
+    (base / 'world.gin').write_text(GIN)
+    (base / 'held_data.py').write_text(HELD_DATA)
+    (base / 'texts.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in TEXTS))
+    cwd = base / 'cwd'
+    cwd.mkdir()
+    self.place = Place(
+      warm=warm,
+      base=base,
+      cwd=cwd,
+      runs='runs',
+      data=f'jsonl:{base / "texts.jsonl"}',
+      gin_file=str(base / 'world.gin'),
+    )
+    for world in worlds:
+      world.change(self.place)
+    self._found: dict[str, Any] = {}
+
+  def close(self) -> None:
+    shutil.rmtree(self.place.base)
+
+  def numbers(self, flow: str) -> Any:
+    for name in (TRAIN, flow):  # the others begin with what training has left
+      if name not in self._found:
+        self.place.real('.').mkdir(exist_ok=True)
+        self._found[name] = FLOWS[name](self.place)
+    return self._found[flow]
+
+
+@pytest.fixture(scope='module')
+def warm(tmp_path_factory):
+  with WarmStart(tmp_path_factory.mktemp('compiled'), imports=IMPORTS) as started:
+    yield started
+
+
+@pytest.fixture(scope='module')
+def sessions(warm):
+  """Returns the session of some worlds; the plain one stays, of the others the latest."""
+  plain, latest = Session(warm), {}
+
+  def session(worlds: tuple[World, ...]) -> Session:
+    if not worlds:
+      return plain
+    if worlds not in latest:
+      while latest:
+        latest.popitem()[1].close()
+      latest[worlds] = Session(warm, worlds)
+    return latest[worlds]
+
+  yield session
+  for each in (plain, *latest.values()):
+    each.close()
+
+
+def combined() -> list[tuple[tuple[World, ...], str]]:
+  """Returns worlds of all kinds, each world at least once, with a flow in turn."""
+  kinds = [[w for w in WORLDS if w.kind == kind and not w.refused] for kind in KINDS]
+  flows = [flow for flow in FLOWS if flow != TRAIN]
+  return [
+    (tuple(kind[i % len(kind)] for kind in kinds), flows[i % len(flows)])
+    for i in range(max(map(len, kinds)))
+  ]
+
+
+def name(value: Any) -> str:
+  return ' + '.join(w.name for w in value) if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.parametrize('worlds, flow', combined(), ids=name)
+def test_worlds_of_all_kinds_together_change_no_number(sessions, worlds, flow):
+  for each in (TRAIN, flow):
+    assert sessions(worlds).numbers(each) == sessions(()).numbers(each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'world, flow', [(w, f) for w in WORLDS if not w.refused for f in w.flows], ids=str
+)
+def test_a_world_changes_no_number(sessions, world, flow):
+  assert sessions((world,)).numbers(flow) == sessions(()).numbers(flow)
+
+
+@pytest.mark.parametrize('world', [w for w in WORLDS if w.refused], ids=str)
+def test_a_world_is_refused_before_the_first_step(warm, world):
+  session = Session(warm, [world])
+  place = session.place
+  started = place.start('train', *place.gin(MODEL_DIR=place.folder('a')))
+  assert started.finish() == 1, started.text
+  assert re.search(f'^{world.refused}: ', started.text, re.MULTILINE), started.text
+  assert 'Traceback' not in started.text and 'step 1/' not in started.text, started.text
+  assert not list(place.cwd.rglob('checkpoint_*'))
+  session.close()
