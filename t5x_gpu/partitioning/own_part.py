@@ -55,7 +55,8 @@ def unmarked(x: Any) -> Any:
   """Returns the arrays of a tree without their marks; call it in a region that checks none.
 
   Since jax 0.11 such a region keeps the marks of its arguments, and kernels of Pallas refuse them.
-  The result of any operation there has none; this one costs nothing in the compiled program.
+  The result of any operation there has none; this one costs nothing in the compiled program. Its
+  gradient is zero, so call it only in the two functions of a `jax.custom_vjp`.
   """
   return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, x.dtype), x)
 

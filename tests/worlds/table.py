@@ -10,7 +10,6 @@ import dataclasses
 import gzip
 import io
 import json
-import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Optional
@@ -35,7 +34,8 @@ class World:
     kind: worlds of different kinds can be combined.
     change: changes a plain Place.
     flows: names of the flows that this world can reach.
-    refused: how the error begins that ends the first command; None if everything works.
+    refused: how the error begins that ends training before its first step, as a regular expression;
+      None if everything works.
   """
 
   name: str
@@ -95,6 +95,10 @@ def _home(place: Place) -> None:
   place.runs, place.data = '~/runs', 'jsonl:~/runs/texts.jsonl'
 
 
+def _unknown_user(place: Place) -> None:
+  place.runs = '~no_such_user/runs'
+
+
 def _other_folder(place: Place) -> None:
   """The commands run in another folder than the files."""
   place.cwd = place.base / 'elsewhere'
@@ -102,20 +106,27 @@ def _other_folder(place: Place) -> None:
   _move(place, '..')
 
 
+# Root may write everywhere; without these capabilities the modes of folders hold for root, too.
+NO_PRIVILEGES = """
+import ctypes, os
+if os.geteuid() == 0:  # capset(2); drops CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, bits 1 and 2
+  libc = ctypes.CDLL(None, use_errno=True)
+  header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+  assert libc.capget(header, data) == 0, ctypes.get_errno()
+  data[0], data[1] = data[0] & ~6, data[1] & ~6
+  assert libc.capset(header, data) == 0, ctypes.get_errno()
+"""
+
+
 def _read_only_parent(place: Place) -> None:
-  """Another user owns the parent of the folder of runs, and HOME is not accessible."""
+  """Nothing beside the folder of runs can be written, HOME included."""
   (place.cwd / 'mine').mkdir()
   _move(place, 'mine')
-  _as_nobody(place, 'mine')
-
-
-def _as_nobody(place: Place, *owned: str) -> None:
-  for name in owned:
-    folder = place.cwd / name
-    for path in (folder, *folder.iterdir()):
-      os.chown(path, 65534, 65534)
-  place.environment |= {'HOME': '/root', 'JAX_COMPILATION_CACHE_DIR': None}
-  place.before += 'import os\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n'
+  home = place.base / 'home'
+  home.mkdir(mode=0o555)
+  place.environment['HOME'] = str(home)
+  place.cwd.chmod(0o555)
+  place.before += NO_PRIVILEGES
 
 
 PATHS = [
@@ -128,7 +139,9 @@ PATHS = [
   World('spaces', 'path', _in('my  runs')),
   World('brackets', 'path', _in('set[1]')),
   World('asterisk', 'path', _in('a*b?c')),
-  World('backslash', 'path', _in('a\\b')),
+  World('backslash', 'path', _in('a\\b'), refused='ConfigError'),
+  World('lock suffix', 'path', _in('run.__lock'), refused='ConfigError'),
+  World('unknown user', 'path', _unknown_user, refused='ConfigError'),
   World('percent', 'path', _in('a%20b%(x)s')),
   World('unicode', 'path', _in('größe-模型')),
   World('quotes', 'path', _in('it\'s "new"')),
@@ -255,6 +268,16 @@ DATA = [
   World('blank lines', 'data', _source('jsonl', _JSONL, lambda: _lines(blank=' \n\n')), TRAINS),
   World('no last newline', 'data', _source('jsonl', _JSONL, lambda: _lines()[:-1]), TRAINS),
   World('gz', 'data', _source('jsonl', 'odd.jsonl.gz', lambda: gzip.compress(_lines())), TRAINS),
+  World(
+    'gz of two members',
+    'data',
+    _source(
+      'jsonl',
+      'odd.JSONL.GZ',
+      lambda: gzip.compress(_lines()[:1000]) + gzip.compress(_lines()[1000:]),
+    ),
+    TRAINS,
+  ),
   World('csv', 'data', _source('csv', 'odd.csv', lambda: _separated(',')), TRAINS),
   World('tsv', 'data', _source('csv', 'odd.tsv', lambda: _separated('\t')), TRAINS),
   World('parquet', 'data', _source('parquet', 'odd.parquet', lambda: _parquet(_table())), TRAINS),
@@ -282,8 +305,10 @@ DATA = [
     ),
     TRAINS,
   ),
-  World('no file', 'data', _no_file, TRAINS, refused='NotFoundError'),
-  World('empty', 'data', _source('jsonl', _JSONL, lambda: b''), TRAINS, refused='NoExamplesError'),
+  World('no file', 'data', _no_file, TRAINS, refused='DataError: No file matches'),
+  World(
+    'empty', 'data', _source('jsonl', _JSONL, lambda: b''), TRAINS, refused='DataError: All 1 files'
+  ),
   World(
     'missing column',
     'data',
@@ -296,7 +321,37 @@ DATA = [
     'data',
     _source('jsonl', _JSONL, lambda: b'{"text": null}\n' * 60),
     TRAINS,
-    refused='NoExamplesError',
+    refused='DataError: .* has no text',
+  ),
+  World(
+    'two columns of one name',
+    'data',
+    _source('csv', 'odd.csv', lambda: b'text,text\na,b\n' * 60),
+    TRAINS,
+    refused='DataError',
+  ),
+  World(
+    'NUL',
+    'data',
+    _source('jsonl', _JSONL, lambda: b'{"text": "a\0b"}\n' * 60),
+    TRAINS,
+    refused='DataError',
+  ),
+  World(
+    'UTF-16',
+    'data',
+    _source('jsonl', _JSONL, lambda: _lines().decode().encode('utf-16')),
+    TRAINS,
+    refused='DataError',
+  ),
+  World(
+    'deep JSON',
+    'data',
+    _source(
+      'jsonl', _JSONL, lambda: b'{"text": "a", "tools": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n'
+    ),
+    TRAINS,
+    refused='DataError',
   ),
 ]
 
