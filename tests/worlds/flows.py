@@ -27,7 +27,7 @@ include 'gin_configs/runs/pretrain.gin'
 
 config.TransformerConfig:
   vocab_size = 264
-  num_layers = 2
+  num_layers = 1
   embed_dim = 16
   num_heads = 4
   num_kv_heads = 2
@@ -39,8 +39,6 @@ config.TransformerConfig:
 BATCH_SIZE = 4
 DATA_MODULE = 't5x_gpu.data.seqio_batches'
 DTYPE = 'float32'
-EVAL_PERIOD = 4
-EVAL_STEPS = 2
 LEARNING_RATE = 1e-2
 LOG_PERIOD = 1
 SAVE_PERIOD = 2
@@ -239,14 +237,17 @@ def _records(path: pathlib.Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
 
 
-def _losses(folder: pathlib.Path) -> dict[int, list[float]]:
-  """Returns step -> the losses of training and evaluation; each step came exactly once."""
+def _losses(folder: pathlib.Path) -> dict[int, float]:
+  """Returns step -> loss; each step came exactly once."""
   records = [r for r in _records(folder / 'metrics.jsonl') if 'train/loss' in r]
   steps = [r['step'] for r in records]
   if steps != list(range(1, len(steps) + 1)):
     raise Failed(f'{folder}/metrics.jsonl has the steps {steps}')
-  return {r['step']: [r[k] for k in ('train/loss', 'eval/loss') if k in r] for r in records}
+  return {r['step']: r['train/loss'] for r in records}
 
+
+# These begin with the checkpoint that training has left.
+OF_A_RUN = ('evaluate', 'infer', 'convert_there_and_back', 'reshard')
 
 FLOWS = {
   flow.__name__: flow
