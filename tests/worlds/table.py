@@ -1,7 +1,7 @@
 """The worlds: where strangers' runs happen. A new bug adds a world here, not a test file.
 
-A world changes a `Place`. In it every flow gives the numbers of the plain world, or the world's
-`refused` says which error ends its first command before step 1. There is no third outcome.
+A world changes a `Place`. In it every flow gives the numbers of the plain world, or the error that
+the world's `refused` names ends training before step 1. There is no third outcome.
 """
 
 import codecs
@@ -119,7 +119,7 @@ if os.geteuid() == 0:  # capset(2); drops CAP_DAC_OVERRIDE and CAP_DAC_READ_SEAR
 
 
 def _read_only_parent(place: Place) -> None:
-  """Nothing beside the folder of runs can be written, HOME included."""
+  """Nothing but the folder of runs can be written, HOME included."""
   (place.cwd / 'mine').mkdir()
   _move(place, 'mine')
   home = place.base / 'home'
