@@ -234,7 +234,9 @@ def _add_config_flags(parser: argparse.ArgumentParser, *, shown: bool) -> None:
 
 
 def _split(values: list[str]) -> tuple[str, ...]:
-  return tuple(part.strip() for value in values for part in value.split(',') if part.strip())
+  """Returns the paths of comma-separated lists; a path that exists may have commas itself."""
+  lists = ([value] if os.path.exists(value) else value.split(',') for value in values)
+  return tuple(part.strip() for parts in lists for part in parts if part.strip())
 
 
 def _take_bindings(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -279,7 +279,7 @@ DATA = [
     TRAINS,
   ),
   World('csv', 'data', _source('csv', 'odd.csv', lambda: _separated(',')), TRAINS),
-  World('tsv', 'data', _source('csv', 'odd.tsv', lambda: _separated('\t')), TRAINS),
+  World('tsv', 'data', _source('tsv', 'odd.tsv', lambda: _separated('\t')), TRAINS),
   World('parquet', 'data', _source('parquet', 'odd.parquet', lambda: _parquet(_table())), TRAINS),
   World(
     'parquet, large strings, a null column',
