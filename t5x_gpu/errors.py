@@ -76,7 +76,7 @@ class CheckpointError(UserError):
 
 
 class AccessError(CheckpointError):
-  """A file that this process may or can not read now; nothing is known about its bytes."""
+  """A file that this process cannot read now, or has no right to; its bytes may be intact."""
 
 
 class OutOfMemoryError(UserError):

@@ -1,9 +1,9 @@
 """Training steps traced and lowered for absent GPUs, by the installed jax and Tokamax.
 
 Every case of attention, model family and file of gin_configs/parallel, with two rows or more on
-each GPU. This
-needs neither a GPU nor its compiler: simulated devices stand for eight GPUs. `make test-versions`
-runs all cases on each Python, with the newest jax and Tokamax that setup.py allows there.
+each GPU. This needs neither a GPU nor its compiler: simulated devices stand for eight GPUs.
+`make test-versions` runs all cases on each Python, with the newest jax and Tokamax that setup.py
+allows there.
 """
 
 import contextlib

@@ -270,7 +270,7 @@ class BaseCheckpointer(abc.ABC):
     for do in (read, check):
       reason = ''
       with distributed.errors_together():
-        reason = _damage(do, path)
+        reason = damage(do, path)
       found = distributed.gather_json(reason)
       if any(found):
         if not all(found):
@@ -331,7 +331,7 @@ class BaseCheckpointer(abc.ABC):
     """Called on all processes after checkpoints were promoted or set aside."""
 
 
-def _damage(do: Callable[[], None], path: AnyPath) -> str:
+def damage(do: Callable[[], None], path: AnyPath) -> str:
   """Returns why `do` fails because of damaged files in `path`; '' if it succeeds."""
   try:
     with access_errors(path):

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import orbax.checkpoint as ocp
-from etils import epath
 
 from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, has_other_arrays, read_state
@@ -29,6 +28,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, Saved, remove_cut_short
 from t5x_gpu.checkpoint.storage.chunks import save_args
 from t5x_gpu.checkpoint.storage.orbax_internals import (
   check_before_commit,
+  read_tree,
   save_has_failed,
   set_deleter,
   silence_abandoned_work,
@@ -255,13 +255,9 @@ class Checkpointer(BaseCheckpointer):
   def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
     if has_other_arrays(saved.manifest, target):
       return read_state(Checkpoint(self._dir, saved.step), target)
-    tree = target.saved()
-    args = ocp.args.PyTreeRestore(
-      tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
+    return TrainState(
+      **read_tree(self._state_handler, self.path(saved.step) / 'state', target.saved())
     )
-    # Not the manager's `restore`: in it, processes wait for one that could not read its part.
-    folder = epath.Path(self.path(saved.step) / 'state')
-    return TrainState(**self._state_handler.restore(folder, args=args))
 
   def _set_aside(self, step: int, reason: str) -> str:
     del reason

@@ -122,7 +122,8 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   local = open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_saved)
   with model_dir.released_on_error():
     saved = check_with_local(model_dir, local, target=program.abstract_saved, dry_run=dry_run)
-    start = plan_start(run.initialize_from, program, run.model, saved=saved)
+    with distributed.errors_together():
+      start = plan_start(run.initialize_from, program, run.model, saved=saved)
     distributed.assert_equal_across_hosts(
       start.origin or (saved and saved.step),
       f'The latest checkpoint in {model_dir.path}',

@@ -224,7 +224,9 @@ def gather_json(value: Any) -> list[Any]:
 def errors_together() -> Iterator[None]:
   """A UserError of the block, on any process, is raised on all of them at the end of the block.
 
-  All processes enter the block. In it they do not wait for each other.
+  All processes enter the block. If they wait for each other in it (a collective, a gather), the
+  part before that wait needs a block of its own: one that fails there would leave the others
+  waiting.
   """
   error: Optional[UserError] = None
   try:

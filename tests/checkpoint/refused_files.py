@@ -19,7 +19,10 @@ import jax
 import numpy as np
 
 from t5x_gpu import checkpoint_tools
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.start import restore_from
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed
@@ -78,6 +81,11 @@ def rank(index: int, address: str, folder: pathlib.Path) -> None:
   for number in (errno.EMFILE, errno.ENOENT):
     with refused(ARRAYS if index else '', number):
       found[errno.errorcode[number]] = outcome(model_dir, target)
+  with refused(ARRAYS if index else '', errno.EMFILE):
+    try:
+      restore_from(Checkpoint(ModelDir(model_dir), 2), target)
+    except CheckpointError as e:
+      found['of another run'] = f'{type(e).__name__}: {e}'
   if index == 0:
     for path in model_dir.glob('checkpoint_2/state/ocdbt.process_1/d/*'):
       path.write_bytes(bytes(path.stat().st_size))

@@ -59,6 +59,12 @@ def test_a_process_that_cannot_open_a_file_stops_all_and_moves_nothing(found):
 
 
 @pytest.mark.cluster
+def test_a_process_that_cannot_open_a_checkpoint_of_another_run_stops_all(found):
+  for got in (ranks['of another run'] for ranks in found['ranks']):
+    assert got.startswith('AccessError: process 1') and '(EMFILE)' in got
+
+
+@pytest.mark.cluster
 def test_files_that_one_process_alone_misses_are_not_damaged_for_all(found):
   for got in (ranks['ENOENT'] for ranks in found['ranks']):
     assert 'All other processes find it intact' in got['error'] and 'process 1' in got['error']

@@ -91,6 +91,18 @@ def check_before_commit(
 # Missing, for all of the following: Orbax cancels and awaits the reads or writes that it gives up.
 
 
+def read_tree(handler: ocp.PyTreeCheckpointHandler, folder: pathlib.Path, target: Any) -> Any:
+  """Returns the arrays in `folder` as a tree like `target`.
+
+  Not the `restore` of a manager or a Checkpointer: in it, processes wait for one that could not
+  read its part.
+  """
+  args = ocp.args.PyTreeRestore(
+    target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+  )
+  return handler.restore(epath.Path(folder), args=args)
+
+
 @contextlib.contextmanager
 def silence_abandoned_work() -> Iterator[None]:
   """From now on, work that Orbax abandons ends silently; within the block also what never began."""
