@@ -10,7 +10,7 @@ changed files.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5x_gpu.config.json_schema import Fields, parse_json
@@ -66,13 +66,37 @@ def differences(
   ]
 
 
-def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-  """Raises DataError, with the facts that differ, unless two fingerprints of data agree."""
+def check_same_data(
+  saved: Mapping[str, Any],
+  now: Mapping[str, Any],
+  *,
+  by_hash: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+  """Raises DataError, with the facts that differ, unless two fingerprints of data agree.
+
+  Args:
+    saved, now: fingerprints.
+    by_hash: returns the facts about sources whose splits a hash would give; see
+      `DocumentSource.fingerprint_by_hash`.
+  """
   wrong = differences(saved, now)
   if not wrong:
     return
   for fact in now.values():
     check_numbering(saved, fact)
+  for key, fact in by_hash().items():
+    if saved.get(key) == fact != now.get(key):
+      raise DataError(
+        f'The checkpoint was trained by an earlier version of t5x_gpu, where a hash assigned the '
+        f'texts of jsonl files to splits: its training also read the files that have validation or '
+        f'test in their names. Now these names decide.\n  {key}: saved {fact!r}, now '
+        f'{now.get(key)!r}',
+        fix='Start a new run in another MODEL_DIR; RestoreConfig can load the parameters. The '
+        'files are part of the data, so other names would not help. Or finish this run with '
+        'version 0.2.',
+        parameters=(_NAME,),
+        docs='tasks.md#splits',
+      )
   kinds, fixes, parameters = [], [], []
   for key in sorted(saved.keys() | now.keys()):
     kind = key.partition(' of ')[0]

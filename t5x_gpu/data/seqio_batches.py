@@ -57,6 +57,14 @@ def _fingerprint(
   return facts
 
 
+def _sources_by_hash(task: task_lookup.TaskOrMixture) -> dict[str, Any]:
+  return {
+    f'source of {subtask.name}': subtask.source.fingerprint_by_hash()
+    for subtask in seqio.get_subtasks(task)
+    if isinstance(subtask.source, seqio_sources.DocumentSource)
+  }
+
+
 def _file_facts(task: task_lookup.TaskOrMixture, split: str) -> Facts:
   found = {}
   for subtask in seqio.get_subtasks(task):
@@ -155,6 +163,7 @@ def open_batches(
     paths=functools.partial(_paths, task, config),
     class_names=task_classes.class_names(task, spec.class_names),
     pipeline=2 if row_masks(spec.shapes) or adds_one else 1,
+    by_hash=functools.partial(_sources_by_hash, task),
   )
   try:
     batches.peek()

@@ -7,6 +7,7 @@ wherever the same files are.
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +88,14 @@ class DocumentSource(seqio.DataSource):
 
   def fingerprint(self, split: str) -> dict[str, Any]:
     """Returns what identifies the data of `split`."""
-    facts = discovery.fingerprint(self.list_shards(split))
+    return self._facts(self.list_shards(split))
+
+  def fingerprint_by_hash(self) -> dict[str, Any]:
+    """Returns the fingerprint that any split has if a hash assigns the documents to splits."""
+    return self._facts(sorted(itertools.chain.from_iterable(self._list_files().values())))
+
+  def _facts(self, files: Sequence[str]) -> dict[str, Any]:
+    facts = discovery.fingerprint(files)
     if isinstance(self._reader, BlockReader) and self._reader.chosen:
       facts['columns'] = dict(self._reader.columns)
     if isinstance(self._reader, BlockReader) and self._reader.form.errors != 'strict':

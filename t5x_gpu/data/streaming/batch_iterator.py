@@ -66,6 +66,7 @@ class SeqioBatches:
     class_names: of the labels, or None.
     pipeline: version of the operations in the dataset. Another version cannot continue from their
       buffers.
+    by_hash: see `check_same_data`.
   """
 
   def __init__(
@@ -81,6 +82,7 @@ class SeqioBatches:
     paths: Callable[[], Mapping[str, Sequence[str]]] = dict,
     class_names: Optional[Sequence[str]] = None,
     pipeline: int = 1,
+    by_hash: Callable[[], Mapping[str, Any]] = dict,
   ):
     self._pipeline = pipeline
     self._make_dataset = make_dataset
@@ -88,6 +90,7 @@ class SeqioBatches:
     self._name = name
     self._spec = spec
     self._fingerprint = dict(fingerprint)
+    self._by_hash = by_hash
     self._problem = problem
     self._pad_last = pad_last
     self._paths = paths
@@ -256,7 +259,8 @@ class SeqioBatches:
       DataError: not a state of this module, or other data; the message names what differs.
     """
     header, position, tail = _parse_state(state)
-    check_same_data(header['data'], json.loads(json.dumps(self._fingerprint)))
+    now = json.loads(json.dumps(self._fingerprint))
+    check_same_data(header['data'], now, by_hash=self._by_hash)
     self._start()
     taken = header['batches_taken']
     try:
