@@ -4,15 +4,17 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import pathlib
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional
 
+from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.config import gin_files, gin_loader, provenance
+from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.report import CONFIG
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.data_module import open_class_names
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
 from t5x_gpu.runtime import host, import_interrupts, process_exit
@@ -98,6 +100,7 @@ class Args:
 
     Raises:
       ConfigError, DataError: the data cannot be read.
+      AccessError: the configuration of the run that has begun cannot be opened.
     """
     loaded = self.load()
     macros = {b.key: b for b in loaded.bindings.final() if b.is_macro}
@@ -110,10 +113,8 @@ class Args:
     number = begun or len(names)
     if not names or number == default.value:
       return loaded
-    loaded = gin_loader.load(
-      self.gin_files,
-      bindings=(f'{_NUM_CLASSES}={number}', *self.bindings),
-      search_paths=self.gin_search_paths,
+    loaded = self.load(
+      computed={f'{_NUM_CLASSES}={number}': provenance.OF_RUN if begun else provenance.OF_DATA}
     )
     whose = 'this run began with' if begun else 'the data has'
     note = f'{_NUM_CLASSES} = {number}: {whose} that many classes, and nothing else sets it'
@@ -122,12 +123,16 @@ class Args:
 
 def _begun_with(model_dir: Optional[str]) -> int:
   """Returns NUM_CLASSES in the configuration that a run has written to its folder, or 0."""
+  if not model_dir:
+    return 0
+  path = as_path(model_dir, parameter='MODEL_DIR') / CONFIG
   try:
-    text = pathlib.Path(model_dir or '', CONFIG).read_text('utf-8')
-  except (OSError, ValueError):
+    text = read_bytes(path).decode('utf-8')
+  except (OSError, ValueError) as e:
+    check_not_refused(e, str(path))
     return 0
   found = re.search(rf'^{_NUM_CLASSES} = (\d+)$', text, re.MULTILINE)
-  return int(found[1]) if found and model_dir else 0
+  return int(found[1]) if found else 0
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,10 +1,14 @@
 """Flags mean what T5X users type; errors come with a remedy, their origins and exit code 1."""
 
+import errno
+
 import pytest
 
 from t5x_gpu import __main__, cli, launch
-from t5x_gpu.config import gin_loader, provenance
-from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.config import gin_loader, provenance, report
+from t5x_gpu.errors import AccessError, ConfigError, MeshError
+from t5x_gpu.reporting import run_config
+from tests.helpers_disk import refused_to_python
 
 PROG = 'python -m t5x_gpu.train'
 
@@ -213,7 +217,7 @@ def test_a_system_exit_of_main_keeps_its_code():
 
 
 @pytest.mark.tf
-def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_path):
+def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_path, monkeypatch):
   for name in ('train', 'dev'):
     (tmp_path / f'{name}.csv').write_text('text,label\na,x\nb,y\nc,z\n')
   files = ['--gin_file=gin_configs/examples/encoder_demo.gin', f'--gin.MODEL_DIR={tmp_path}']
@@ -227,5 +231,14 @@ def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_pa
   assert found == 3 and 'NUM_CLASSES = 3: the data has that many classes' in notes[-1]
   assert number('--gin.NUM_CLASSES=5')[0] == 5
   assert number('--gin.DatasetConfig.module=t5x_gpu.data.synthetic')[0] == 16
+  number()
+  assert provenance.origin_sentences('NUM_CLASSES') == ['NUM_CLASSES is set by the training data.']
+  report.write(provenance.current(), tmp_path)
+  assert run_config.read_settings(tmp_path, [])['NUM_CLASSES'].origin == 'the training data'
   (tmp_path / 'config.gin').write_text('# of a run\nNUM_CLASSES = 4\n')
   assert number()[0] == 4
+  assert 'by the start of this run' in provenance.origin_sentences('NUM_CLASSES')[0]
+  monkeypatch.setenv('HOME', str(tmp_path.parent))
+  assert number(f'--gin.MODEL_DIR=~/{tmp_path.name}')[0] == 4
+  with refused_to_python('config.gin', errno.EMFILE), pytest.raises(AccessError, match='EMFILE'):
+    number()

@@ -89,6 +89,7 @@ def load(
   gin_files: Sequence[Union[str, os.PathLike]],
   *,
   bindings: Sequence[str] = (),
+  computed: Mapping[str, str] = types.MappingProxyType({}),
   search_paths: Sequence[str] = (),
   entry: Union[Entry, Sequence[Entry]] = ENTRY,
   read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({}),
@@ -101,6 +102,7 @@ def load(
   Args:
     gin_files: paths; see GinFiles for where they are looked for.
     bindings: 'KEY=VALUE' as after `--gin.`; text may be unquoted.
+    computed: 'KEY=VALUE' that nobody typed -> its origin, `provenance.OF_DATA`; `bindings` win.
     search_paths: more folders to search for gin files.
     entry: the function that the configuration is for, or several: 'module.function'. Bindings that
       they do not reach are unused, which is an error.
@@ -119,6 +121,8 @@ def load(
   reader = Reader(GinFiles(search_paths), read_as_data=read_as_data)
   for name in gin_files:
     reader.read_file(os.fspath(name), asked_at='')
+  for text, origin in computed.items():
+    reader.read_command_line([text], origin=origin)
   reader.read_command_line(bindings)
   unset = {b.key for b in Bindings(reader.bindings).final() if b.is_macro and is_required(b.value)}
   reader.read_command_line([f'{k}={v}' for k, v in placeholders.items() if k in unset])

@@ -15,6 +15,8 @@ from t5x_gpu.config import resolve, statements
 from t5x_gpu.config.bindings import Binding, Bindings, Call, Scopes
 
 DEFAULT = 'default'
+# Origins of a value that nobody typed, by `gin_loader.load(computed=...)`.
+OF_DATA, OF_RUN = 'the training data', 'the start of this run'
 REQUIRED = '%gin.REQUIRED'
 
 
@@ -26,7 +28,7 @@ class Setting:
     key: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'.
     text: as written, '%BATCH_SIZE'.
     value: with macros followed, '128'.
-    origin: where `text` was written: 'FILE:LINE', '--gin.KEY' or 'default'.
+    origin: where `text` was written: 'FILE:LINE', '--gin.KEY' or 'default'; or OF_DATA, OF_RUN.
     value_origin: where `value` was written; differs from `origin` when a macro gives it.
     overrides: (value, origin) of what it overrode, most recent first.
   """
@@ -116,13 +118,17 @@ def origin_sentences(name: str) -> list[str]:
       reason = 'only a scope sets it' if is_set else 'nothing sets it'
       result.append(f'{setting.key} is {setting.value}, its default; {reason}.')
     elif setting.origin == setting.value_origin:
-      result.append(f'{setting.key} is set at {setting.origin}.')
+      result.append(f'{setting.key} is set {_by(setting.origin)}.')
     else:
       result.append(
-        f'{setting.key} is set at {setting.value_origin}, through {setting.text} at '
+        f'{setting.key} is set {_by(setting.value_origin)}, through {setting.text} at '
         f'{setting.origin}.'
       )
   return result
+
+
+def _by(origin: str) -> str:
+  return f'by {origin}' if origin in (OF_DATA, OF_RUN) else f'at {origin}'
 
 
 def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list[str]]:

@@ -123,8 +123,8 @@ class Reader:
             f'{at} binds {binding.key} a second time; {shown}:{first} does too. Keep one of them.'
           )
 
-  def read_command_line(self, texts: Sequence[str]) -> None:
-    """Binds each 'KEY=VALUE'."""
+  def read_command_line(self, texts: Sequence[str], *, origin: str = '') -> None:
+    """Binds each 'KEY=VALUE'; `origin` replaces '--gin.KEY' for values that nobody typed."""
     with _context(resolve.CommandLineContext(self._contexts)) as context:
       for text in texts:
         try:
@@ -138,7 +138,7 @@ class Reader:
           selector,
           arg,
           override.value,
-          origin=override.origin,
+          origin=origin or override.origin,
           context=context,
           typed=override.typed,
         )

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.config.json_schema import read_bytes
+from t5x_gpu.config.provenance import OF_DATA, OF_RUN
 from t5x_gpu.config.report import CONFIG, ORIGINS, changes
 
 # `key = value (%MACRO)   origin   overrides ...`, as `config.report` writes it.
 _LINE = re.compile(
   r'(?P<key>[^\s=]+) = (?P<value>.*?)(?: \((?P<through>[^()\s]*%\w+[^()]*)\))?\s{3,}'
-  r'(?P<origin>\S.*?:\d+|--gin\.\S+|default)(?:\s{3,}overrides (?P<overrides>.*))?\s*'
+  rf'(?P<origin>\S.*?:\d+|--gin\.\S+|default|{OF_DATA}|{OF_RUN})'
+  r'(?:\s{3,}overrides (?P<overrides>.*))?\s*'
 )
 IN_EVERY_RUN = ('MODEL_DIR', 'train.model_dir')  # differs always, and says nothing
 
@@ -24,7 +26,7 @@ class ReportedSetting:
   Attributes:
     value: as gin text.
     through: the macro that gives it, '%BATCH_SIZE', or ''.
-    origin: 'my.gin:7', '--gin.BATCH_SIZE', 'default', or '' if it is unknown.
+    origin: 'my.gin:7', '--gin.BATCH_SIZE', 'default', 'the training data', or '' if unknown.
     overrides: what it overrode, or ''.
   """
 
