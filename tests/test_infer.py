@@ -1,6 +1,7 @@
 """python -m t5x_gpu.infer: prompts in, JSON lines out, whatever interrupts it."""
 
 import contextlib
+import errno
 import gzip
 import io
 import json
@@ -20,12 +21,14 @@ from t5x_gpu import convert, infer
 from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.prompts import read_prompts
+from t5x_gpu.errors import DataError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology
 from t5x_gpu.terminal.printable import printable
+from tests.helpers_disk import refused_to_python
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
 
 PROMPTS = ['def f(', 'import os', 'x', 'class Ä:', 'for i in', 'while True']
@@ -190,6 +193,9 @@ def test_keys_of_json_lines_can_be_chosen_and_texts_may_be_compressed(tmp_path):
   assert [p.inputs for p in read_prompts(f'{tmp_path}/a.txt')] == ['first', 'second']
   pairs = pa.table({'text': ['a'], 'text2': ['b'], 'targets': ['c']})
   parquet.write_table(pairs, tmp_path / 'a.parquet')
+  with refused_to_python('a.txt', errno.EMFILE), pytest.raises(DataError, match='EMFILE') as e:
+    read_prompts(f'{tmp_path}/a.txt')
+  assert 'ulimit' in e.value.fix and '.jsonl' not in e.value.fix
   [prompt] = read_prompts(f'{tmp_path}/a.parquet')
   assert (prompt.inputs, prompt.targets, dict(prompt.extra)) == ('a', 'c', {'text2': 'b'})
   messages = [[{'role': 'user', 'content': 'Hi', 'name': None}], None]

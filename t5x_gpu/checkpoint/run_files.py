@@ -235,6 +235,7 @@ def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
     try:
       content = read_json(path, dict)
     except (ValueError, OSError) as e:
+      check_not_refused(e, path)
       raise CheckpointError(
         f'{path} cannot be read ({e}).', fix='Copy it again from the model that was converted.'
       ) from e

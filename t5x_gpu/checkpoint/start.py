@@ -3,6 +3,7 @@
 Each process reads the parts of the parameters that its devices hold, whatever mesh wrote them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -21,24 +22,26 @@ from t5x_gpu.checkpoint.arrays.state_reader import (
   read_array,
   read_state,
 )
-from t5x_gpu.checkpoint.base_checkpointer import Restored
+from t5x_gpu.checkpoint.base_checkpointer import Restored, damage
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, known_part
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
-from t5x_gpu.checkpoint.saved_checkpoint import Saved, error_line
+from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.storage.checksums import check_restored
 from t5x_gpu.checkpoint.storage.orbax_internals import (
+  read_tree,
   silence_abandoned_work,
   wait_for_abandoned_reads,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath, access_errors, is_remote
+from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
 from t5x_gpu.config.json_schema import read_bytes
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
-from t5x_gpu.errors import AccessError, CheckpointError
-from t5x_gpu.runtime.distributed import is_main_process
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime import distributed
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
 
@@ -107,9 +110,10 @@ class Start:
       return state
     state = program.in_model_order(state)
     flat = flax.traverse_util.flatten_dict(state.params, sep='/')
-    for name, source in self.taken.items():
-      flat[name].delete()  # so that at most one parameter is in memory twice
-      flat[name] = self._read(source, flat[name])
+    with distributed.errors_together():
+      for name, source in self.taken.items():
+        flat[name].delete()  # so that at most one parameter is in memory twice
+        flat[name] = self._read(source, flat[name])
     left = dict(self.taken)
     while left:  # several parameters can have one source: a DPO run's reference begins as a copy
       name_of = {source: name for name, source in left.items()}
@@ -148,32 +152,32 @@ def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
     checkpoint: whose manifest has been compared with `target`.
     target: shapes, dtypes and shardings of this run.
   Raises:
-    CheckpointError: it cannot be read.
+    CheckpointError: it cannot be read; on all processes.
   """
   path, saved = checkpoint.path, checkpoint.saved
-  state, problem = None, ''
-  with silence_abandoned_work(), ocp.StandardCheckpointer() as checkpointer:
-    try:
-      with access_errors(path):
-        target = known_part(saved.manifest, target)
-        if has_other_arrays(saved.manifest, target) or is_remote(path):
-          state = read_state(checkpoint, target)
-        else:
-          state = TrainState(**checkpointer.restore(path / 'state', target.saved()))
-        check_restored(state, saved.manifest, step=saved.step)
-    except (AccessError, MemoryError):
-      raise
-    except Exception as e:  # Orbax's are of many kinds
-      if 'RESOURCE_EXHAUSTED' in str(e):
-        raise  # too little memory does not mean that the checkpoint is damaged
-      problem = error_line(e)
-    if problem:
-      wait_for_abandoned_reads()
-      raise CheckpointError(
-        f'{path} cannot be read: {problem}',
-        fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
-        parameters=('RestoreConfig.path', 'RestoreConfig.step'),
-      )
+  target, state = known_part(saved.manifest, target), None
+
+  def read() -> None:
+    nonlocal state
+    if has_other_arrays(saved.manifest, target) or is_remote(path):
+      state = read_state(checkpoint, target)
+    else:
+      with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        state = TrainState(**read_tree(handler, path / 'state', target.saved()))
+
+  def check() -> None:
+    check_restored(state, saved.manifest, step=saved.step)
+
+  with silence_abandoned_work():
+    for do in (read, check):  # the processes compute checksums together, once all have read
+      with distributed.errors_together():
+        if problem := damage(do, path):
+          wait_for_abandoned_reads()
+          raise CheckpointError(
+            f'{path} cannot be read: {problem}',
+            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+            parameters=('RestoreConfig.path', 'RestoreConfig.step'),
+          )
   return Restored(path, state, saved.data_state, saved.manifest)
 
 
@@ -186,9 +190,10 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
     resumed: compare the files with the record in `folder`.
   Raises:
     DataError: a file has changed since that record was written, or cannot be read.
+    AccessError: the record cannot be opened.
   """
   read_files = optional_method(data, 'source_files')
-  if read_files is None or not is_main_process():
+  if read_files is None or not distributed.is_main_process():
     return SourceFiles({})
   files = read_files()
   if resumed:
@@ -199,11 +204,16 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
 def open_watch(data: BatchIterator) -> FileWatch:
   """Returns what notices changes of the files of `data`; on all processes but 0, of no file."""
   files = optional_method(data, 'watched_files')
-  return FileWatch(files() if files is not None and is_main_process() else ())
+  return FileWatch(files() if files is not None and distributed.is_main_process() else ())
 
 
 def check_sources(files: SourceFiles, folder: AnyPath) -> None:
-  """Raises DataError if `files` have changed since the record in `folder`, if it has a good one."""
+  """Checks that `files` have not changed since the record in `folder`, if it has a good one.
+
+  Raises:
+    DataError: a file has changed.
+    AccessError: the record cannot be opened.
+  """
   if not files.files:
     return
   path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
@@ -212,6 +222,7 @@ def check_sources(files: SourceFiles, folder: AnyPath) -> None:
   except FileNotFoundError:
     _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
   except (OSError, ValueError) as e:
+    check_not_refused(e, path)
     reason = e.strerror if isinstance(e, OSError) else e
     _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
 

@@ -14,8 +14,17 @@ from typing import Optional
 from t5x_gpu.errors import AccessError
 
 _log = logging.getLogger(__name__)
-# There is no file: nothing, or a folder, a loop of links, a pipe (`json_schema.open_regular`).
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+# There is no file: nothing, or a folder, a loop of links, a pipe (`json_schema.open_regular`), or a
+# name longer than any file has.
+_NO_FILE = (
+  errno.ENOENT,
+  errno.ENOTDIR,
+  errno.EISDIR,
+  errno.ELOOP,
+  errno.EINVAL,
+  errno.ENXIO,
+  errno.ENAMETOOLONG,
+)
 _MANY_FILES = 'Allow more open files: ulimit -n 65536, or LimitNOFILE= of the service.'
 _RIGHTS = 'Check who may read it and the folders above it: namei -l PATH.'
 _REMEDIES = {
@@ -39,6 +48,11 @@ def remedy(e: OSError) -> str:
   return _REMEDIES.get(e.errno, 'Check the disk, the mount and the rights of that path.')
 
 
+def reason_of(e: OSError) -> str:
+  """Returns an error of the system as 'Too many open files (EMFILE)'."""
+  return f'{e.strerror or e} ({errno.errorcode.get(e.errno, e.errno)})'
+
+
 def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
   """Returns the error for a file that cannot be opened or read now.
 
@@ -46,9 +60,8 @@ def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
     e: of the system.
     path: which file, if `e` does not name it.
   """
-  name = errno.errorcode.get(e.errno, e.errno)
   return AccessError(
-    f'{e.filename or path} cannot be read: {e.strerror or e} ({name}).',
+    f'{e.filename or path} cannot be read: {reason_of(e)}.',
     fix=f'{remedy(e)}\nThe file may be intact, so nothing was moved, removed or replaced: the same '
     'command continues once the file can be read. To continue without the file (of a checkpoint: '
     'without its folder), move it away.',

@@ -14,7 +14,7 @@ def user_path(text: str | os.PathLike) -> pathlib.Path:
   other links stay, so that the path remains the one that the user knows.
 
   Raises:
-    ConfigError: the path is empty, or names the home of an unknown user.
+    ConfigError: the path is empty or too long, or names the home of an unknown user.
   """
   text = os.fspath(text)
   if not text or '\0' in text:
@@ -28,7 +28,28 @@ def user_path(text: str | os.PathLike) -> pathlib.Path:
       fix=f'Write the path out, or ./{text} for a folder of that name.',
     )
   path = pathlib.Path(expanded).absolute()
+  _check_lengths(path)
   if '..' not in path.parts:
     return path
   end = len(path.parts) - path.parts[::-1].index('..')
   return pathlib.Path(os.path.realpath(pathlib.Path(*path.parts[:end])), *path.parts[end:])
+
+
+def _check_lengths(path: pathlib.Path) -> None:
+  """Raises ConfigError if a name in `path`, or all of it, is longer than the system allows."""
+  above = next((folder for folder in path.parents if os.path.isdir(folder)), path)
+  longest = max(path.parts, key=lambda name: len(os.fsencode(name)))
+  most = os.pathconf(above, 'PC_NAME_MAX'), os.pathconf(above, 'PC_PATH_MAX') - 1
+  lengths = len(os.fsencode(longest)), len(os.fsencode(path))
+  if lengths[0] > most[0] or lengths[1] > most[1]:
+    raise ConfigError(
+      f'The path {_cut(str(path))!r} is too long: {lengths[1]} bytes, and its longest name '
+      f'{_cut(longest)!r} has {lengths[0]}. In {_cut(str(above))}, a name may have {most[0]} bytes '
+      f'and a path {most[1]}.',
+      fix='Shorten it, or name another.',
+      docs='checkpoints.md',
+    )
+
+
+def _cut(text: str) -> str:
+  return text if len(text) <= 100 else f'{text[:80]}...{text[-17:]}'

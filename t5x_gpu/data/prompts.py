@@ -9,6 +9,7 @@ from typing import Any, Optional, Protocol
 
 import pyarrow as pa
 
+from t5x_gpu.config.set_aside import is_missing, reason_of, remedy
 from t5x_gpu.data.sources.column_formats import PARQUET, parquet_records
 from t5x_gpu.data.sources.conversations import checked_messages, checked_tools, conversation_key
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
@@ -175,6 +176,10 @@ def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
     with open_text(shown) as f:
       lines = list(limited_lines(f, name))
   except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as e:
+    if isinstance(e, OSError) and not is_missing(e):
+      raise DataError(
+        f'--prompts={path} cannot be read: {reason_of(e)}.', fix=remedy(e), docs='infer.md'
+      ) from e
     reason = getattr(e, 'strerror', None) or first_line(e)
     raise DataError(
       f'--prompts={path} cannot be read: {reason} (working directory: {os.getcwd()}).',

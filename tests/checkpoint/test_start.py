@@ -1,11 +1,15 @@
 """A start neither stops nor hangs on a damaged record of the training text in MODEL_DIR."""
 
+import errno
 import os
 
 import pytest
 
 from t5x_gpu.checkpoint import start
+from t5x_gpu.checkpoint.run_files import carried_generation
 from t5x_gpu.data.sources.source_files import NAME, SourceFiles
+from t5x_gpu.errors import AccessError
+from tests.helpers_disk import refused_to_python
 
 
 class Data:
@@ -36,3 +40,18 @@ def test_a_record_of_the_text_that_cannot_be_read_is_a_warning(tmp_path, caplog,
   assert start.open_sources(data, tmp_path, resumed=True) is data.files
   [warning] = caplog.messages
   assert NAME in warning and 'a restart compares only' in warning
+
+
+def test_a_record_of_the_text_that_cannot_be_opened_stops_the_run(tmp_path):
+  (tmp_path / 'a.txt').write_text('text')
+  data = Data(tmp_path / 'a.txt')
+  (tmp_path / NAME).write_bytes(data.files.to_json())
+  with refused_to_python(NAME, errno.EACCES), pytest.raises(AccessError, match=f'{NAME}.*EACCES'):
+    start.open_sources(data, tmp_path, resumed=True)
+
+
+def test_settings_of_a_converted_model_that_cannot_be_opened_are_not_called_damaged(tmp_path):
+  (tmp_path / 'config.json').write_text('{}')
+  with refused_to_python('config.json', errno.EACCES), pytest.raises(AccessError) as e:
+    carried_generation(tmp_path)
+  assert 'Copy' not in e.value.fix

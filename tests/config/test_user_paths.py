@@ -37,6 +37,13 @@ def test_a_path_without_meaning_is_refused():
       user_path(text)
 
 
+@pytest.mark.parametrize('name', [300 * 'a', f'new/{128 * "é"}/b', 2048 * 'a/'])
+def test_a_path_that_is_longer_than_the_system_allows_is_refused_with_the_limit(tmp_path, name):
+  with pytest.raises(ConfigError, match='too long.*a name may have 255 bytes and a path 4095'):
+    as_path(tmp_path / name)
+  assert as_path(tmp_path / ('a' * 255))
+
+
 @pytest.mark.parametrize('name', ['a\\b', 'a.__lock', 'a.__lock/b', 'not-utf8-\udcff', 'z\\'])
 def test_a_folder_in_which_tensorstore_would_lose_files_is_refused(tmp_path, name):
   with pytest.raises(ConfigError, match='TensorStore'):

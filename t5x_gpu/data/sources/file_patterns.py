@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from t5x_gpu.config.set_aside import is_missing
+from t5x_gpu.config import set_aside
 from t5x_gpu.errors import DataError, listed, task_error
 
 _LISTED = 3
@@ -16,13 +16,11 @@ _Inode = tuple[int, int]  # device and number
 _LOST_AND_FOUND = 'lost+found'
 
 
-def unreadable(path: str, reason: OSError | str) -> DataError:
-  """Returns the error for a file or folder that cannot be opened or read."""
-  reason = (reason.strerror or str(reason)) if isinstance(reason, OSError) else reason
+def unreadable(path: str, e: OSError) -> DataError:
+  """Returns the error for a file or folder that cannot be opened or read now."""
   return task_error(
-    f'{path} cannot be read: {reason}.',
-    fix='Make it readable for the user of this process (chmod, chown), or leave it '
-    'out of the pattern.',
+    f'{path} cannot be read: {set_aside.reason_of(e)}.',
+    fix=f'{set_aside.remedy(e)}\nOr leave it out of the pattern.',
   )
 
 
@@ -109,7 +107,7 @@ def _mode(path: str | os.PathLike) -> int:
   try:
     return os.stat(path).st_mode
   except OSError as e:
-    if not is_missing(e):
+    if not set_aside.is_missing(e):
       raise unreadable(os.fspath(path), e) from e
     return 0
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.config.set_aside import is_missing
 from t5x_gpu.data.sources import discovery, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
 from t5x_gpu.data.sources.column_formats import ARROW, PARQUET, of_records
@@ -31,6 +32,7 @@ from t5x_gpu.data.sources.conversations import (
   conversation_key,
   preferences,
 )
+from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.data.sources.labelled import tables as labelled_tables
 from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
@@ -163,6 +165,8 @@ def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[lis
         raise
       damaged, names = damaged or e, []  # another file may show the columns
     except Exception as e:  # pyarrow and array_record each have their own
+      if isinstance(e, OSError) and not is_missing(e):
+        raise unreadable(path, e) from e
       raise task_error(
         f'{path} cannot be read as {form.name}: {first_line(e)[:200]}',
         fix=f'Get the file again, or point {name}: at files of that form.',
@@ -206,6 +210,8 @@ def _saved_last(files: Sequence[str]) -> list[str]:
       names = set(names) if name == _SPLITS else {entry['filename'] for entry in names}
       gone = sorted(x for x in names if not os.path.exists(os.path.join(folder, x)))
     except (ValueError, TypeError, KeyError, OSError) as e:
+      if isinstance(e, OSError) and not is_missing(e):
+        raise unreadable(path, e) from e
       raise _not_saved(f'{path} does not list the files of the dataset: {e!r}.') from e
     if gone:
       raise _not_saved(f'{path} lists {gone[0]!r}, which does not exist.')

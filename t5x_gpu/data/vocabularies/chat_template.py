@@ -19,6 +19,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
@@ -227,6 +228,7 @@ def _sources(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
     elif isinstance(found, str):
       found = {'default': found}
   except (ValueError, KeyError, TypeError, OSError) as e:
+    check_not_refused(e, file)
     raise DataError(
       f'The chat template in {str(file)!r} cannot be read: {e!r}.',
       fix='Correct it, or copy it from the model again.',

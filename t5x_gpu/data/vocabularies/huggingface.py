@@ -16,6 +16,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
@@ -240,6 +241,7 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
         if key.endswith('_token') and isinstance(value, (str, dict))
       }
     except (ValueError, KeyError, OSError) as e:
+      check_not_refused(e, file)
       raise _error(
         f'{str(file)!r} does not have the form that save_pretrained writes: {e!r}.',
         fix='Correct it, or copy it from the model again.',

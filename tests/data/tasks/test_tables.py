@@ -1,5 +1,6 @@
 """Tasks from files with columns: every form gives the same rows, in one order, from any place."""
 
+import errno
 import gzip
 import json
 import pathlib
@@ -11,9 +12,11 @@ from pyarrow import parquet
 
 from t5x_gpu.data import batches
 from t5x_gpu.data.sources import rows as rows_lib
+from t5x_gpu.data.sources.labelled import tables as labelled_tables
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
+from tests.helpers_disk import refused_to_python
 from tests.helpers_tables import FORMS, write_form
 
 pytestmark = pytest.mark.tf
@@ -217,11 +220,35 @@ def test_json_lines_for_test_are_not_trained_on(tmp_path, caplog):
   assert 'training also reads 2 of the 4 files' in caplog.text
 
 
+def test_a_run_whose_texts_a_hash_assigned_is_refused_with_the_reason(
+  tmp_path, open_data, monkeypatch
+):
+  for split in ('train', 'test'):
+    name = write_form('jsonl', tmp_path / 'd', numbered(60), name=split)
+  with monkeypatch.context() as earlier:
+    earlier.setattr(labelled_tables, 'clear_splits', lambda files: None)
+    state = open_data(name).iterator.get_state()
+  with pytest.raises(DataError, match="(?s)where a hash assigned.*'files': 2.*'files': 1") as e:
+    open_data(name).iterator.set_state(state)
+  assert 'Start a new run' in e.value.fix and 'earlier files' not in e.value.fix
+  write_form('jsonl', tmp_path / 'd', numbered(61), name='train')
+  with pytest.raises(DataError, match='the data version') as e:
+    open_data(name).iterator.set_state(state)
+  assert 'Restore the earlier files' in e.value.fix
+
+
 def test_texts_for_test_that_are_trained_on_are_named(tmp_path, caplog):
   for name in ('wiki.train.tokens', 'wiki.test.tokens'):
     (tmp_path / name).write_text('a line\n')
   task_of(f'text_lines:{tmp_path}/*')
   assert 'training also reads 1 of the 2 files' in caplog.text and 'wiki.test' in caplog.text
+
+
+def test_a_table_that_cannot_be_opened_is_not_called_another_form(tmp_path):
+  name = write_form('csv', tmp_path / 'd', numbered(3))
+  with refused_to_python('part.csv', errno.EMFILE):
+    message = refused(name)
+  assert '(EMFILE)' in message and 'ulimit' in message and 'again' not in message
 
 
 @pytest.mark.parametrize(

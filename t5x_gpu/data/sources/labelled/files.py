@@ -17,7 +17,9 @@ from typing import Any, Optional
 
 import pyarrow as pa
 
+from t5x_gpu.config.set_aside import is_missing
 from t5x_gpu.data.sources.column_formats import PARQUET, parquet_records
+from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.data.sources.json_lines import json_object
 from t5x_gpu.data.sources.labelled.cells import (
   LARGEST_SCORE,
@@ -122,6 +124,8 @@ class LabelledReader:
     except UnicodeDecodeError as e:
       refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
     except (OSError, EOFError, pa.ArrowException) as e:
+      if isinstance(e, OSError) and not is_missing(e):
+        raise unreadable(path, e) from e
       refuse(
         f'{path} cannot be read as {self.form}: {first_line(e)[:200]}.',
         fix='Get the file again, or leave it out of the pattern.',

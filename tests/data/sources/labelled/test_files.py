@@ -1,5 +1,6 @@
 """Own classification data: any form and columns, pairs of texts, every flaw named by its place."""
 
+import errno
 import gzip
 import json
 
@@ -9,11 +10,13 @@ import pytest
 from pyarrow import parquet
 
 from t5x_gpu.data import batches, data_module, features
+from t5x_gpu.data.sources.labelled.files import LabelledReader
 from t5x_gpu.data.streaming import task_classes, task_lookup
 from t5x_gpu.data.tasks import classification
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary
 from t5x_gpu.errors import DataError
+from tests.helpers_disk import refused_to_python
 
 pytestmark = pytest.mark.tf
 FORMS = ('csv', 'tsv', 'jsonl', 'parquet')
@@ -148,6 +151,14 @@ def test_files_that_are_something_else_are_named(tmp_path):
     assert says in refused(f'classification:{form}:{tmp_path}/a.{form}')
   (tmp_path / 'a.csv.gz').write_bytes(gzip.compress(b'text,label\n' + b'a,x\nb,y\n' * 9)[:-12])
   assert 'cannot be read as csv' in refused(f'classification:csv:{tmp_path}/a.csv.gz')
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_another_form(tmp_path):
+  (tmp_path / 'a.csv').write_text('text,label\na,0\n')
+  with refused_to_python('a.csv', errno.EMFILE), pytest.raises(DataError) as e:
+    LabelledReader('csv', None)(str(tmp_path / 'a.csv'))
+  assert 'Too many open files (EMFILE)' in e.value.what and 'ulimit -n' in e.value.fix
+  assert 'again' not in e.value.fix
 
 
 @pytest.mark.parametrize(
