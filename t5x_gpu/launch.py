@@ -6,7 +6,6 @@ number. The first process that fails ends the others, and its last lines are pri
 
 import argparse
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import os
@@ -37,6 +36,7 @@ KILL_SECONDS = 10
 STOPPED_CODES = (0, 85, 130)
 STOPPED_SECONDS = 120
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
 EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
@@ -85,7 +85,7 @@ class Group:
               stderr=subprocess.STDOUT,
               stdin=subprocess.DEVNULL,
               start_new_session=True,
-              preexec_fn=_end_with_launcher,  # safe: no thread has started yet
+              preexec_fn=_end_with_launcher,
             )
           )
     except BaseException:  # Ctrl-C, or too many processes
@@ -103,6 +103,8 @@ class Group:
       for line in lines:
         self._tails[index].append(line)
         with self._lock:
+          # While the reader stalls, the pipe of the process fills, and the process keeps its text.
+          streams.wait_for_stdout()
           sys.stdout.buffer.write(prefix + line.rstrip(b'\n') + b'\n')
           sys.stdout.buffer.flush()
         if streams.stdout_is_lost():
@@ -135,8 +137,9 @@ class Group:
         ending = time.monotonic() + (STOPPED_SECONDS if first[1] in STOPPED_CODES else 0)
       if self._end_together and ending is not None and time.monotonic() > ending:
         self._end_all()
+    deadline = time.monotonic() + KILL_SECONDS
     for reader in self._readers:
-      reader.join(timeout=KILL_SECONDS)
+      reader.join(timeout=max(0.0, deadline - time.monotonic()))
     if first is None:
       first = next(((i, p.returncode) for i, p in enumerate(self._processes) if p.returncode), None)
     if first is None:
@@ -169,10 +172,11 @@ class Group:
 def _end_with_launcher() -> None:
   """Makes this new process stop as on SIGTERM if the launcher is killed; Linux only.
 
-  It would otherwise train on, without a terminal, where nobody looks for it.
+  It would otherwise train on, without a terminal, where nobody looks for it. It runs between fork
+  and exec, where a lock that another thread held at the fork stays locked: no import, no print.
   """
-  with contextlib.suppress(AttributeError):
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+  if _prctl is not None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def plan(

@@ -1,6 +1,9 @@
 """python -m t5x_gpu.launch: processes that start, are bound, speak and end together."""
 
+import array
 import ctypes
+import fcntl
+import io
 import os
 import pathlib
 import re
@@ -8,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 
 import pynvml
@@ -17,6 +22,7 @@ from t5x_gpu import launch
 from t5x_gpu.errors import ConfigError, number_ranges
 from t5x_gpu.runtime import numa
 from t5x_gpu.runtime.gpus import PhysicalGpu, own_gpus, physical_gpus
+from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
@@ -245,6 +251,33 @@ def test_lines_come_with_the_number_of_their_process(capfdbinary):
   assert group("print('hello from', index)").wait() == 0
   lines = sorted(capfdbinary.readouterr().out.splitlines())
   assert lines == [f'[{i}] hello from {i}'.encode() for i in range(3)]
+
+
+def test_a_process_starts_without_loading_a_library_after_the_fork(monkeypatch):
+  monkeypatch.setattr(launch.ctypes, 'CDLL', None)  # would raise in the new process
+  assert group('', 1).wait() == 0
+
+
+def test_a_reader_that_stalls_gets_all_lines_once_it_reads_again(monkeypatch):
+  reading, writing = os.pipe()
+  stream = streams.Stream(writing, stall_seconds=0.0)
+  stream.outlives = True
+  monkeypatch.setitem(streams._NAMES, writing, 'The pipe')
+  monkeypatch.setitem(streams._streams, 1, stream)
+  read = []
+  with open(reading, 'rb') as output, monkeypatch.context() as patch:
+    patch.setattr(sys, 'stdout', io.TextIOWrapper(io.BufferedWriter(stream)))
+    started = group('for i in range(4000): print("line", i, "of more than a pipe holds")', 1)
+    held = array.array('i', [0])
+    while held[0] < 60_000:  # of 65,536: the pipe is full
+      fcntl.ioctl(reading, termios.FIONREAD, held)
+    reader = threading.Thread(target=lambda: read.extend(output))
+    reader.start()
+    code = started.wait()
+    os.close(writing)
+    reader.join()
+  assert code == 0
+  assert read == [b'[0] line %d of more than a pipe holds\n' % i for i in range(4000)]
 
 
 def test_the_first_failure_ends_all_and_shows_its_last_lines(capfd):

@@ -7,6 +7,7 @@ not lose its steps to that. After `outlive`, text that a stream does not take go
 """
 
 import contextlib
+import errno
 import io
 import os
 import pathlib
@@ -67,8 +68,6 @@ class Stream(io.FileIO):
     self.outlives = False
     self.failure: Optional[OSError] = None
     self._stall_seconds = stall_seconds
-    self._poll = select.poll()
-    self._poll.register(descriptor, select.POLLOUT)
 
   def write(self, data: Any) -> int:
     # A pipe that is ready takes PIPE_BUF bytes without blocking, maybe not more.
@@ -91,9 +90,12 @@ class Stream(io.FileIO):
     return written
 
   def _wait(self) -> None:
+    # A signal handler or another thread may write meanwhile, and a poll object refuses two callers.
+    poll = select.poll()
+    poll.register(self.fileno(), select.POLLOUT)
     if not self.outlives:
-      self._poll.poll()
-    elif not self._poll.poll(0 if self.failure else 1000 * self._stall_seconds):
+      poll.poll()
+    elif not poll.poll(0 if self.failure else 1000 * self._stall_seconds):
       raise TimeoutError(f'its reader has read nothing for {self._stall_seconds:.0f} s')
 
   def _announce(self, error: OSError) -> None:
@@ -159,8 +161,17 @@ def lost_output() -> Optional[OSError]:
 
 
 def stdout_is_lost() -> bool:
-  """Returns whether the last write to standard output failed."""
-  return 1 in _streams and _streams[1].failure is not None
+  """Returns whether the last write to standard output failed for good: nobody will read again."""
+  failure = _streams[1].failure if 1 in _streams else None
+  return failure is not None and failure.errno in (errno.EPIPE, errno.EBADF, errno.EIO)
+
+
+def wait_for_stdout() -> None:
+  """Waits, without an end, until standard output takes text or fails."""
+  if 1 in _streams:
+    poll = select.poll()
+    poll.register(_streams[1].fileno(), select.POLLOUT)
+    poll.poll()
 
 
 def write_stderr(text: str) -> None:

@@ -1,8 +1,14 @@
 """Output that nobody takes does not end a command that has another product."""
 
+import contextlib
+import errno
 import os
+import select
+import signal
 import subprocess
 import sys
+import threading
+from unittest import mock
 
 import pytest
 
@@ -100,3 +106,70 @@ def test_a_reader_that_stalls_loses_text_and_gets_what_follows_once_it_reads_aga
   finally:
     os.close(reading)
     os.close(writing)
+
+
+def test_a_signal_handler_and_a_thread_write_while_the_main_thread_waits_for_a_reader(monkeypatch):
+  reading, writing = os.pipe()
+  os.set_blocking(writing, False)
+  with contextlib.suppress(BlockingIOError):
+    while os.write(writing, b'x' * 4096):
+      pass
+  os.set_blocking(writing, True)
+  stream = streams.Stream(writing, stall_seconds=60)
+  stream.outlives = True
+  monkeypatch.setitem(streams._streams, 2, stream)
+  handled, problems = threading.Event(), []
+
+  def handle(*_):
+    handled.set()
+    streams.write_stderr('from the handler\n')
+
+  def write_and_read():
+    while sys._current_frames()[main].f_code.co_name != '_wait':
+      pass
+    signal.pthread_kill(main, signal.SIGUSR1)
+    handled.wait()
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+      thread.start()
+    while any(thread.is_alive() for thread in threads) or not done.is_set():
+      if select.select([reading], [], [], 0.01)[0]:
+        text.extend(os.read(reading, 1 << 16))
+
+  def write():
+    try:
+      stream.write(b'from a thread\n')
+    except BaseException as e:
+      problems.append(e)
+
+  main, text, done = threading.get_ident(), bytearray(), threading.Event()
+  before = signal.signal(signal.SIGUSR1, handle)
+  other = threading.Thread(target=write_and_read)
+  other.start()
+  try:
+    stream.write(b'from the main thread\n')
+  finally:
+    done.set()
+    other.join()
+    signal.signal(signal.SIGUSR1, before)
+    text.extend(os.read(reading, 1 << 16) if select.select([reading], [], [], 0)[0] else b'')
+    os.close(reading)
+    os.close(writing)
+  assert not problems and stream.failure is None
+  assert text.count(b'from a thread\n') == 2
+  assert b'from the handler\n' in text and b'from the main thread\n' in text
+
+
+@pytest.mark.parametrize(
+  'failure, lost',
+  [
+    (None, False),
+    (TimeoutError('its reader has read nothing'), False),
+    (OSError(errno.ENOSPC, ''), False),
+    (OSError(errno.EPIPE, ''), True),
+    (OSError(errno.EIO, ''), True),
+  ],
+)
+def test_standard_output_is_lost_only_if_nobody_can_read_it(monkeypatch, failure, lost):
+  monkeypatch.setitem(streams._streams, 1, mock.Mock(failure=failure))
+  assert streams.stdout_is_lost() == lost
