@@ -26,6 +26,7 @@ def closing_text(
   confusion: Optional[np.ndarray],
   class_names: Optional[tuple[str, ...]],
   logged: Sequence[str] = ('metrics.jsonl', 'tensorboard/'),
+  export_problem: str = '',
 ) -> str:
   """Draws the loss curve and the confusion matrix; returns a text for the end of the run.
 
@@ -38,6 +39,7 @@ def closing_text(
     confusion: matrix [true class, predicted class]; None if there is none.
     class_names: of the data, which may have fewer than `confusion`; None numbers the classes.
     logged: what the loggers wrote in `folder`.
+    export_problem: why the model cannot be exported to Hugging Face; '' if it can.
   """
   files = [*logged, 'config.gin', 'config_origins.txt']
   table = ''
@@ -52,13 +54,16 @@ def closing_text(
     _log.warning('No picture of the loss: %s', first_line(e))
   where = shlex.quote(shown)
   curves = f'  curves       tensorboard --logdir {where}/tensorboard\n'
+  convert = (
+    f'  convert      python -m t5x_gpu.convert --from={where} --to=FOLDER   (Hugging Face)\n'
+  )
   return (
     f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
     'Next:\n'
     f'  report       python -m t5x_gpu.report {where}\n'
     f'{curves if "tensorboard/" in logged else ""}'
     f'  infer        python -m t5x_gpu.infer --checkpoint={where} --prompts=prompts.txt\n'
-    f'  convert      python -m t5x_gpu.convert --from={where} --to=FOLDER   (Hugging Face)\n'
+    f'{"" if export_problem else convert}'
     f'{_how_to_continue(step, *rates)}'
     f'  who set it   grep BATCH_SIZE {where}/config_origins.txt'
   )

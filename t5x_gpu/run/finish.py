@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from t5x_gpu.checkpoint.convert.to_hf import export_problem
 from t5x_gpu.data.prompts import zero_is_padding
 from t5x_gpu.evaluation.samples import append_sample
 from t5x_gpu.metrics.end_of_run import closing_text
@@ -63,6 +64,7 @@ def _closing_text(live: LiveRun) -> str:
     guess_loss=OptionalMembers(run.model).guess_loss,
     confusion=confusion,
     logged=run.logging_cfg.files,
+    export_problem=export_problem(run.model),
     class_names=None if confusion is None else evaluations.class_names(),
   )
   files.push()

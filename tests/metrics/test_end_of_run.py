@@ -19,6 +19,10 @@ def test_the_next_commands_are_report_infer_convert_and_continue(tmp_path):
   assert 'learning rate' not in text(tmp_path)
 
 
+def test_a_model_that_cannot_be_exported_is_offered_no_convert(tmp_path):
+  assert 't5x_gpu.convert' not in text(tmp_path, export_problem='relative_bias has no counterpart')
+
+
 def test_a_folder_with_a_space_is_quoted(tmp_path):
   assert "t5x_gpu.report 'my runs/a'" in text(tmp_path, shown='my runs/a')
 
