@@ -133,7 +133,7 @@ class LiveRun:
     """
     if distributed.process_count() == 1:
       self._stop_at_changed_text(changed, step, state, ago=ago)
-    stop.request('The training text has changed')
+    stop.request('The training text has changed: stopping within a few steps, without saving.')
 
   def _stop_at_changed_text(
     self,

@@ -26,6 +26,7 @@ SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
 
 # Exit code of a run that was stopped and has saved; scripts/train.slurm then requeues it.
 EXIT_PREEMPTED = 85
+_SAVING = 'finishing this step, then saving and exiting.'
 
 _early: list[signal.Signals] = []
 _job_end: list[float] = []  # seconds since 1970, if the scheduler gives it
@@ -93,7 +94,7 @@ class StopRequest:
       if not (self._together and number == signal.SIGTERM or _is_ignored_hangup(number)):
         self._previous[number] = signal.signal(number, handle)
     if _early:
-      self._request(_early.pop(), 'Asked to stop during set-up')
+      self._request(_early.pop(), f'Asked to stop during set-up: {_SAVING}')
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
@@ -106,7 +107,7 @@ class StopRequest:
     Every process must call it once per step. `signal` is set if it returns True.
     """
     if self.signal is None and self._stop_at is not None and self._now() >= self._stop_at:
-      self._request(signal.SIGTERM, 'The time limit of the job is near')
+      self._request(signal.SIGTERM, f'The time limit of the job is near: {_SAVING}')
     if not self._together:
       return self.signal is not None
     if not multihost_utils.reached_preemption_sync_point(step):
@@ -123,10 +124,14 @@ class StopRequest:
       return 0
     return EXIT_PREEMPTED if self.signal in PREEMPTION_SIGNALS else 128 + self.signal
 
-  def request(self, reason: str) -> None:
-    """Asks all processes to stop after a step that they agree on, as a stop signal does."""
+  def request(self, text: str) -> None:
+    """Asks all processes to stop after a step that they agree on, as a stop signal does.
+
+    Args:
+      text: says why, and what will be saved.
+    """
     if self.signal is None:
-      self._request(signal.SIGTERM, reason)
+      self._request(signal.SIGTERM, text)
 
   def _handle(self, number: int, frame: Optional[FrameType]) -> None:
     del frame
@@ -134,12 +139,12 @@ class StopRequest:
       if number == signal.SIGINT:
         raise KeyboardInterrupt
       return
-    self._request(signal.Signals(number), signal.Signals(number).name)
+    again = ' Press Ctrl-C again to exit immediately.' if number == signal.SIGINT else ''
+    self._request(signal.Signals(number), f'{signal.Signals(number).name}: {_SAVING}{again}')
 
-  def _request(self, number: signal.Signals, reason: str) -> None:
+  def _request(self, number: signal.Signals, text: str) -> None:
     self.signal = number
     if distributed.is_main_process():
-      again = ' Press Ctrl-C again to exit immediately.' if number == signal.SIGINT else ''
-      write_stderr(f'\n{reason}: finishing this step, then saving and exiting.{again}\n')
+      write_stderr(f'\n{text}\n')
     if self._together:
       os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the others

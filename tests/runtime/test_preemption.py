@@ -75,6 +75,14 @@ def test_the_time_limit_of_the_job_asks_to_stop_in_time_to_save(capfd):
   assert capfd.readouterr().err.count('The time limit of the job is near') == 1
 
 
+def test_a_request_prints_its_text_once(capfd):
+  with preemption.StopRequest() as stop:
+    stop.request('The text has changed: stopping without saving.')
+    stop.request('again')
+    assert stop.reached(1) and stop.exit_code == 85
+  assert capfd.readouterr().err == '\nThe text has changed: stopping without saving.\n'
+
+
 def test_without_a_known_end_there_is_no_time_limit():
   with preemption.StopRequest(before_end_seconds=100, now=lambda: 1e12) as stop:
     assert not stop.reached(1)
