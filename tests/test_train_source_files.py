@@ -134,7 +134,8 @@ def _not_text(path):
 
 def _other_file(path):
   new = path.with_name('new')
-  shutil.copy2(path, new)  # the same size and times, as after `rsync -a`
+  new.write_text(path.read_text().replace('shuffled', 'replaced'))
+  shutil.copystat(path, new)  # the same size and times
   os.replace(new, path)
 
 

@@ -20,14 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.set_aside import set_aside_damaged
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
 from t5x_gpu.data.sources.file_patterns import unreadable
-from t5x_gpu.errors import listed, task_error
+from t5x_gpu.errors import DataError, listed, task_error
 
 NAME = 'source_files.json'
 _VERSION = 1
@@ -51,6 +51,7 @@ NOT_COMPARED = (
 _LISTED = 5
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _Identity = tuple[int, int, int]  # size, mtime, inode
+_T = TypeVar('_T')
 log = logging.getLogger(__name__)
 
 
@@ -282,6 +283,9 @@ class SourceFiles:
 class FileWatch:
   """Has any of these files changed since this object was made: size, mtime, inode?
 
+  With a new inode alone, the sampled blocks decide: FUSE mounts (sshfs, gcsfuse, rclone) give an
+  unchanged file a new inode once they have forgotten it.
+
   Args:
     paths: local files.
   """
@@ -289,7 +293,8 @@ class FileWatch:
   def __init__(self, paths: Iterable[str] = ()):
     self._paths = tuple(dict.fromkeys(path for path in paths if '://' not in path))
     self._before: dict[str, Optional[_Identity]] = {}
-    self._before = self._identities()
+    self._before = self._each(self._identity)
+    self._samples = self._each(_sample)
     self._next_look = 0.0
     self._changed: list[str] = []
     self.unchanged_at = -1
@@ -306,8 +311,8 @@ class FileWatch:
       return self._changed
     self._changed = [
       f'{path}: {_difference(self._before[path], found)}'
-      for path, found in self._identities().items()
-      if found != self._before[path]
+      for path, found in self._each(self._identity).items()
+      if found != self._before[path] and not self._has_only_another_inode(path, found)
     ]
     if not self._changed:
       self.unchanged_at = step
@@ -316,11 +321,23 @@ class FileWatch:
       self._next_look = end + (end - start) / _SHARE_OF_LOOKS
     return self._changed
 
-  def _identities(self) -> dict[str, Optional[_Identity]]:
+  def _each(self, look: Callable[[str], _T]) -> dict[str, _T]:
     if len(self._paths) <= _THREADS:
-      return {path: self._identity(path) for path in self._paths}
+      return {path: look(path) for path in self._paths}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-      return dict(zip(self._paths, pool.map(self._identity, self._paths)))
+      return dict(zip(self._paths, pool.map(look, self._paths)))
+
+  def _has_only_another_inode(self, path: str, now: Optional[_Identity]) -> bool:
+    before = self._before[path]
+    if before is None or now is None or before[:2] != now[:2]:
+      return False
+    sample = _sample(path)
+    if sample is None:  # an outage: the next look compares again
+      return True
+    if sample != self._samples[path]:
+      return False
+    self._before[path] = now
+    return True
 
   def _identity(self, path: str) -> Optional[_Identity]:
     try:
@@ -330,6 +347,13 @@ class FileWatch:
     except OSError:  # an outage of the storage says nothing about the file
       return self._before.get(path)
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _sample(path: str) -> Optional[str]:
+  try:
+    return scan(path).sample
+  except DataError:
+    return None
 
 
 def _difference(before: Optional[_Identity], now: Optional[_Identity]) -> str:

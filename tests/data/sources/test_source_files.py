@@ -174,7 +174,7 @@ def test_a_file_that_is_written_replaced_or_removed_is_noticed_at_the_next_look(
   for change, says in (
     (lambda path: path.write_bytes(b'more than a few bytes'), '11 bytes at the start, 21 now'),
     (lambda path: os.utime(path, ns=(0, 10**18)), 'written during the run'),
-    (lambda path: os.replace(shutil.copy2(path, f'{path}.new'), path), 'replaced by another file'),
+    (lambda path: replace(path, b'A few bytes'), 'replaced by another file'),
     (lambda path: path.unlink(), 'it no longer exists'),
   ):
     (folder / 'small.txt').write_bytes(b'a few bytes')
@@ -184,6 +184,27 @@ def test_a_file_that_is_written_replaced_or_removed_is_noticed_at_the_next_look(
     [line] = watch.look(4, now=True)
     assert line == f'{folder / "small.txt"}: {says}' and watch.unchanged_at == 3
   assert FileWatch().look(5) == []
+
+
+def replace(path, content):
+  """Makes another file, with the same times, of `path`."""
+  new = path.with_suffix('.new')
+  new.write_bytes(content)
+  shutil.copystat(path, new)
+  os.replace(new, path)
+
+
+def test_the_same_file_with_another_inode_is_not_a_change(folder):
+  watch = FileWatch(map(str, folder.iterdir()))
+  for name in ('large.txt', 'small.txt'):
+    path = folder / name
+    before = path.stat().st_ino
+    replace(path, path.read_bytes())
+    assert path.stat().st_ino != before
+  assert watch.look(1, now=True) == [] and watch.unchanged_at == 1
+  replace(folder / 'large.txt', b'?' + MEGABYTE[1:])
+  [line] = watch.look(2, now=True)
+  assert line.endswith('large.txt: replaced by another file')
 
 
 def test_an_outage_of_the_storage_is_not_a_change(folder, monkeypatch):
