@@ -219,9 +219,9 @@ def assumed_mask(batch: Mapping[str, Any], stack: str) -> np.ndarray:
   return np.any([np.asarray(batch[name]) > 0 for name in marks if name in batch], axis=0)
 
 
-def with_masks(batch: Batch, spec: BatchSpec) -> Batch:
-  """Returns `batch` with the row masks of `spec` that it lacks; see `assumed_mask`."""
-  missing = {mask: stack for mask, stack in row_masks(spec.shapes).items() if mask not in batch}
+def with_masks(batch: Batch, names: Collection[str]) -> Batch:
+  """Returns a batch, or row, with the row masks among `names` that it lacks; see `assumed_mask`."""
+  missing = {mask: stack for mask, stack in row_masks(names).items() if mask not in batch}
   made = {mask: assumed_mask(batch, stack).astype('int32') for mask, stack in missing.items()}
   return {**batch, **made} if made else batch
 

@@ -42,11 +42,11 @@ class _WithMasks:
     return self
 
   def __next__(self) -> Batch:
-    return with_masks(next(self._batches), self._spec)
+    return with_masks(next(self._batches), self._spec.shapes)
 
   def peek(self) -> Batch:
     """Returns the next batch without taking it. Raises StopIteration at the end."""
-    return with_masks(self._batches.peek(), self._spec)
+    return with_masks(self._batches.peek(), self._spec.shapes)
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._batches, name)

@@ -144,7 +144,6 @@ def open_batches(
   task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
 
   task_lookup.check_not_empty(task, config)
-  adds_one = gets_ids_plus_one(feature_converter, task.output_features)
   batches = SeqioBatches(
     lambda: _dataset(
       task,
@@ -162,7 +161,7 @@ def open_batches(
     file_facts=functools.partial(_file_facts, task, config.split),
     paths=functools.partial(_paths, task, config),
     class_names=task_classes.class_names(task, spec.class_names),
-    pipeline=2 if row_masks(spec.shapes) or adds_one else 1,
+    pipeline=2 if gets_ids_plus_one(feature_converter, task.output_features) else 1,
     by_hash=functools.partial(_sources_by_hash, task),
   )
   try:

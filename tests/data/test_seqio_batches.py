@@ -1,5 +1,7 @@
 """SeqIO batches resume exactly, repeat deterministically and pad, never drop, in evaluation."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,25 @@ def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, 
   for rest in (open_data(lines, **options).iterator, whole):
     rest.set_state(state)
     assert hashes(rest, 80) == want
+
+
+def test_unpacked_rows_continue_from_a_state_of_0_2_without_reading_again(open_data, lines, caplog):
+  whole = open_data(lines, pack=False).iterator
+  hashes(whole, 5)
+  whole.peek()
+  state = whole.get_state()
+  want = hashes(whole, 5)
+  # 0.2 did not name a pipeline, and its rows had no masks.
+  state = state.replace(b', "pipeline": 1}', b'}', 1)
+  header = json.loads(state.splitlines()[1])
+  assert header['has_pending'] and 'pipeline' not in header
+  size = state.index(b'\n', state.index(b'\n') + 1) + 1 + header['position_bytes']
+  names = ('decoder_target_tokens', 'decoder_input_tokens', 'decoder_loss_weights')
+  assert len(state) - size == len(names) * 4 * 32 * 4  # rows, length, bytes
+  whole.set_state(state)
+  assert 'decoder_segment_ids' in whole.peek()
+  assert hashes(whole, 5) == want
+  assert 'again' not in caplog.text
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, batch_hash
+from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, batch_hash, with_masks
 from t5x_gpu.data.same_data import LIBRARIES, STREAMING, check_same_data, foreign_state
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.source_files import SourceFiles
@@ -102,6 +102,7 @@ class SeqioBatches:
     """Starts over. A second iterator over one shuffled dataset would have another order, so this
     builds the dataset again as well."""
     self._iterator = iter(self._make_dataset())
+    self._names = sorted(self._iterator.element_spec)  # `with_masks` makes the other features
     self._pending: Optional[Batch] = None
     self._batches_taken = 0
 
@@ -143,6 +144,7 @@ class SeqioBatches:
       batch = {
         name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in batch.items()
       }
+    batch = with_masks(batch, self._spec.shapes)
     self._spec.check(batch)
     for name, bound in self._spec.vocab_sizes.items():
       largest = int(batch[name].max(initial=0))
@@ -237,7 +239,8 @@ class SeqioBatches:
     return self._state(self._batches_taken - ago, b'', {})
 
   def _state(self, batches_taken: int, position: bytes, pending: Batch) -> bytes:
-    tail = b''.join(np.ascontiguousarray(pending[name]).tobytes() for name in sorted(pending))
+    names = self._names if pending else ()
+    tail = b''.join(np.ascontiguousarray(pending[name]).tobytes() for name in names)
     header = {
       'batches_taken': batches_taken,
       'data': self._fingerprint,
@@ -270,7 +273,10 @@ class SeqioBatches:
       if header['tensorflow'] != tf.__version__:
         raise ValueError(f'written by TensorFlow {header["tensorflow"]}, this is {tf.__version__}')
       if header.get('pipeline', 1) != self._pipeline:
-        raise ValueError('written by another version of t5x_gpu')
+        raise ValueError(
+          'written by a version of t5x_gpu that read these tokens in another way, so its buffers '
+          'cannot be continued'
+        )
       _from_bytes(position, self._iterator)
       self._batches_taken = taken
       self._pending = self._read_pending(tail) if header['has_pending'] else None
@@ -289,12 +295,12 @@ class SeqioBatches:
 
   def _read_pending(self, tail: bytes) -> Batch:
     pending, offset = {}, 0
-    for name in sorted(self._spec.shapes):
+    for name in self._names:
       shape, dtype = self._spec.shapes[name], np.dtype(self._spec.dtypes[name])
       size = int(np.prod(shape)) * dtype.itemsize
       pending[name] = np.frombuffer(tail[offset : offset + size], dtype).reshape(shape).copy()
       offset += size
-    return pending
+    return with_masks(pending, self._spec.shapes)
 
   def describe(self) -> Mapping[str, Any]:
     """Returns the facts that identify the data, and what is guaranteed about its order."""

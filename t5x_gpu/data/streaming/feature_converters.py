@@ -4,7 +4,6 @@
 """
 
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -164,9 +163,12 @@ def model_rows(
   task_feature_lengths: Mapping[str, int],
   output_features: Mapping[str, seqio.Feature],
   class_numbers: Optional[Sequence[int]] = None,
-  masks: Mapping[str, str] = types.MappingProxyType({}),
+  masks: Mapping[str, str],
 ) -> tf.data.Dataset:
-  """Returns rows of model features.
+  """Returns rows of model features, without `masks` where id 0 is certainly padding.
+
+  There the operations are those of 0.2, and continue from their buffers; `batches.with_masks` adds
+  the masks.
 
   Args:
     examples: of the task.
@@ -186,14 +188,14 @@ def model_rows(
   rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
   if class_numbers is not None:
     rows = rows.map(_renumber(features.layout(name).classes, class_numbers))
-  if not (added or masks):
+  if not added:
     return rows
 
   def finished(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     of_tokens = {
       mask: tf.cast(row[STACK_TOKENS[stack]] > 0, tf.int32) for mask, stack in masks.items()
     }
-    ids = {feature: tf.maximum(row[feature] - 1, 0) for feature in tokens} if added else {}
+    ids = {feature: tf.maximum(row[feature] - 1, 0) for feature in tokens}
     return {**row, **of_tokens, **ids}
 
   return rows.map(finished)

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig, row_masks
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig, row_masks, with_masks
 from t5x_gpu.data.data_module import module_of
 from t5x_gpu.data.prepared.index import Index, MixtureMember
 from t5x_gpu.data.sources import seqio_sources
@@ -131,6 +131,7 @@ class Preparation:
       )
       for row in rows.with_options(options).as_numpy_iterator():
         self._check(row, member)
+        row = with_masks(row, self.lengths)
         yield {name: row[name] for name in self.lengths}
     except (tf.errors.OpError, ValueError, AssertionError) as e:
       raise seqio_sources.reading_problem(task.source) or task_error(
