@@ -81,13 +81,17 @@ class DecoderOnlyModel(OneStackModel):
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
     """Returns [batch, length, embed] after the last norm and dropout."""
+    return self._finish(params, x, batch, dropout_key)
+
+  # The name in 0.2, which models of users call and override.
+  def _finish(
+    self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
+  ) -> jax.Array:
     return dropout(
       self._stack.finish(params, x),
       self.config.dropout('output'),
       self._rng(dropout_key, batch, 'head'),
     )
-
-  _finish = finish  # its earlier name, which models of users call
 
   def head(
     self,

@@ -198,6 +198,22 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters_and_logits():
   assert not np.array_equal(logits, want)
 
 
+@pytest.mark.parametrize('name', ['finish', '_finish'])
+def test_a_model_of_a_user_overrides_finish_by_its_name_today_and_in_0_2(name):
+  calls = []
+
+  def own(self, params, x, batch, dropout_key):
+    calls.append(self)
+    return getattr(super(user_class, self), name)(params, x, batch, dropout_key)
+
+  model, params, batch = make()
+  user_class = type('UserModel', (DecoderOnlyModel,), {name: own})
+  user_model = user_class(model.config)
+  for part in (user_model.logits, user_model.token_log_probs, user_model.loss):
+    jax.eval_shape(part, params, batch)
+  assert calls == [user_model] * 3
+
+
 def test_an_untrained_model_guesses():
   model, params, _ = make(vocab_size=512)
   tokens = np.random.default_rng(0).integers(1, 512, (8, LENGTH)).astype(np.int32)

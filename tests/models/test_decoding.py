@@ -312,6 +312,33 @@ def test_a_decoder_without_a_start_token_takes_its_prompt_as_it_is():
   np.testing.assert_allclose(score, text.score, rtol=1e-5)
 
 
+@dataclasses.dataclass(frozen=True)
+class AnyKeywords(EncoderDecoderModel):
+  def start_decoding(self, params, prompts, lengths, **keywords):
+    return super().start_decoding(params, prompts, lengths, **keywords)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutSegments(EncoderDecoderModel):
+  def start_decoding(self, params, prompts, lengths, *, slots, encoder_tokens):
+    return super().start_decoding(
+      params,
+      prompts,
+      lengths,
+      slots=slots,
+      encoder_tokens=encoder_tokens,
+      encoder_segments=(encoder_tokens > 0).astype(jnp.int32),
+    )
+
+
+@pytest.mark.parametrize('kind', [AnyKeywords, WithoutSegments])
+def test_models_of_users_get_the_encoder_tokens_and_segments_that_they_take(monkeypatch, kind):
+  prompts = [[3, 7, 5]]
+  want = tokens_of(greedy_generator('encoder_decoder'), prompts)
+  monkeypatch.setitem(MODELS, 'encoder_decoder', kind(CONFIG, num_encoder_layers=1))
+  assert tokens_of(make_generator('encoder_decoder'), prompts) == want
+
+
 def test_an_encoder_does_not_write():
   with pytest.raises(ConfigError, match='EncoderModel does not write text'):
     Generator(EncoderModel(CONFIG, num_classes=2), None, layout=None, config=DecodingConfig())

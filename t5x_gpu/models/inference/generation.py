@@ -293,8 +293,11 @@ def _generate(
 ) -> Continuations:
   prompts, more = batch['prompts'], {}
   if 'encoder_tokens' in batch:
+    more['encoder_tokens'] = batch['encoder_tokens']
     taken = inspect.signature(without_adapters(model).start_decoding).parameters
-    more = {name: batch[name] for name in ('encoder_tokens', 'encoder_segments') if name in taken}
+    # A model that was written for 0.2 does not take segments.
+    if 'encoder_segments' in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+      more['encoder_segments'] = batch['encoder_segments']
   slots = prompts.shape[1] + config.max_decode_length - 1  # the last token is never read again
   logits, state = model.start_decoding(params, prompts, batch['lengths'], slots=slots, **more)
   return run(
