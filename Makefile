@@ -123,17 +123,26 @@ $(LOGGERS): $(VENV)/.installed
 test-loggers: $(LOGGERS) ## log to real clients of W&B and MLflow, which it installs into build/loggers
 	PYTHONPATH=$(abspath $(LOGGERS)) $(VENV)/bin/python -m pytest tests/metrics/loggers $(ARGS)
 
-# The compiler for GPUs, beside the virtual environment: two wheels of the same version as jaxlib,
+# The compiler for GPUs, beside a virtual environment: two wheels of the same version as its jaxlib,
 # without NVIDIA's libraries.
 AOT := build/aot
-JAXLIB = $(shell $(VENV)/bin/python -c 'import jaxlib; print(jaxlib.__version__)')
+AOT313 := build/aot313
+
+# $(call install_compiler,VIRTUAL ENVIRONMENT)
+define install_compiler
+@set -e; jaxlib=`$(1)/bin/python -c 'import jaxlib; print(jaxlib.__version__)'`; \
+wheels="jax-cuda13-plugin==$$jaxlib jax-cuda13-pjrt==$$jaxlib"; rm -rf $@; \
+if command -v uv >/dev/null; then \
+  uv pip install --quiet --no-deps --python $(1)/bin/python --target $@ $$wheels; \
+else $(1)/bin/python -m pip install --quiet --no-deps --target $@ $$wheels; fi
+@touch $@
+endef
 
 $(AOT): $(VENV)/.installed
-	@set -e; wheels="jax-cuda13-plugin==$(JAXLIB) jax-cuda13-pjrt==$(JAXLIB)"; rm -rf $(AOT); \
-	if command -v uv >/dev/null; then \
-	  uv pip install --quiet --no-deps --python $(VENV)/bin/python --target $(AOT) $$wheels; \
-	else $(VENV)/bin/python -m pip install --quiet --no-deps --target $(AOT) $$wheels; fi
-	@touch $@
+	$(call install_compiler,$(VENV))
+
+$(AOT313): $(VENV313)/.installed
+	$(call install_compiler,$(VENV313))
 
 # Without the compiler these tests fail; elsewhere they are skipped then.
 COMPILED = $(OPTIMIZED) T5X_GPU_TEST_AOT=1
@@ -142,9 +151,9 @@ test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorde
 	$(COMPILED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
 	  $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS)
 
-# What differs between versions of jax and Tokamax: kernels for GPUs, lowered, and the numbers of the
-# regions that they run in.
-test-versions: $(VENV)/.installed $(VENV312)/.installed $(VENV313)/.installed ## lower the steps of all models for GPUs, on each Python
+# What differs between versions of jax and Tokamax: kernels for GPUs, lowered, the numbers of the
+# regions that they run in, and what the newest XLA makes of a few steps.
+test-versions: $(VENV)/.installed $(VENV312)/.installed $(AOT313) ## lower the steps of all models for GPUs, on each Python; compile some on the newest jax
 	@$(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo \
 	  "$(VENV) has `$(VENV)/bin/python --version`, and the oldest jax needs Python 3.11:" \
 	  "make test-versions VENV=.venv311 PYTHON=/path/to/python3.11"; exit 1; } >&2
@@ -153,6 +162,8 @@ test-versions: $(VENV)/.installed $(VENV312)/.installed $(VENV313)/.installed ##
 	    'Python', sys.version.split()[0], 'jax', v('jax'), 'tokamax', v('tokamax'))"; \
 	  $$venv/bin/python -m pytest tests/test_lowering.py tests/parity/test_layouts.py -m versions \
 	    $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS); done
+	$(COMPILED) PYTHONPATH=$(AOT313) $(VENV313)/bin/python -m pytest \
+	  tests/aot/test_compiled_steps.py $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-searches: $(AOT) ## check plan --search from 134M to 70B on 8, 64 and 192 GPUs: an hour
 	$(COMPILED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot/test_search.py \
