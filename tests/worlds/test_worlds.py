@@ -4,6 +4,7 @@
 `make test-all` does everything in each world alone.
 """
 
+import itertools
 import json
 import pathlib
 import re
@@ -96,11 +97,16 @@ def sessions(warm):
 def combined() -> list[tuple[tuple[World, ...], str]]:
   """Returns worlds of all kinds, each world at least once, with a flow in turn."""
   kinds = [[w for w in WORLDS if w.kind == kind and not w.refused] for kind in KINDS]
-  flows = [flow for flow in FLOWS if flow not in SLOW]
-  return [
-    (tuple(kind[i % len(kind)] for kind in kinds), flows[i % len(flows)])
-    for i in range(max(map(len, kinds)))
-  ]
+  flows = itertools.cycle(flow for flow in FLOWS if flow not in SLOW)
+  found = []
+  for _ in range(max(map(len, kinds))):
+    flow, worlds = next(flows), []
+    for kind in kinds:  # the one that has waited longest
+      worlds.append(next(w for w in kind if flow not in w.changes))
+      kind.remove(worlds[-1])
+      kind.append(worlds[-1])
+    found.append((tuple(worlds), flow))
+  return found
 
 
 def name(value: Any) -> str:
@@ -124,7 +130,9 @@ def test_worlds_of_all_kinds_together_change_no_number(sessions, worlds, flow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'world, flow', [(w, f) for w in WORLDS if not w.refused for f in w.flows], ids=str
+  'world, flow',
+  [(w, f) for w in WORLDS if not w.refused for f in w.flows if f not in w.changes],
+  ids=str,
 )
 def test_a_world_changes_no_number(sessions, world, flow):
   assert sessions((world,)).numbers(flow) == sessions(()).numbers(flow)
