@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import cpu
 from t5x_gpu.terminal.progress_line import ProgressLine
+from tests.aot.marks import MARKS
 from tests.helpers_train import REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
@@ -139,7 +140,14 @@ def test_the_benchmark_of_training_finds_the_first_step_in_a_log():
   assert cpu.STEP_LINE.search(log.getvalue())
 
 
-@pytest.mark.aot
+def with_compiler(test):
+  """Marks a test that compiles for GPUs that are absent."""
+  for mark in MARKS:
+    test = mark(test)
+  return test
+
+
+@with_compiler
 @pytest.mark.parametrize('name', FOR_GPUS)
 def test_a_benchmark_that_compiles_for_gpus_runs(tmp_path, name):
   run(name, *FOR_GPUS[name], tmp_path)

@@ -26,6 +26,9 @@ from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
+# JAX warns of forks in a process that has imported it: this one has, `launch` does not.
+pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarning')
+
 GPUS = [PhysicalGpu(f'GPU-{i}', f'0000:{i + 1:02x}:00.0') for i in range(8)]
 
 

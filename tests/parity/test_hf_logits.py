@@ -187,11 +187,21 @@ def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, convert
   row = packed(parts, 40)
   if fields.kind == 'encoder':
     batch = dict(zip(('encoder_input_tokens', 'encoder_segment_ids', 'encoder_positions'), row))
-    alone = [{'encoder_input_tokens': p[None]} for p in parts]
+    alone = [
+      {'encoder_input_tokens': p[None], 'encoder_segment_ids': np.ones((1, len(p)), np.int32)}
+      for p in parts
+    ]
   else:
     batch = dict(zip(('decoder_input_tokens', 'decoder_segment_ids', 'decoder_positions'), row))
     batch['decoder_target_tokens'] = batch['decoder_input_tokens']
-    alone = [{'decoder_input_tokens': p[None], 'decoder_target_tokens': p[None]} for p in parts]
+    alone = [
+      {
+        'decoder_input_tokens': p[None],
+        'decoder_target_tokens': p[None],
+        'decoder_segment_ids': np.ones((1, len(p)), np.int32),
+      }
+      for p in parts
+    ]
   if fields.kind == 'encoder_decoder':
     sources = [rng.integers(2, fields.config.vocab_size, n) for n in (7, 12, LENGTH)]
     batch.update(
@@ -199,6 +209,7 @@ def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, convert
     )
     for example, source in zip(alone, sources):
       example['encoder_input_tokens'] = source[None]
+      example['encoder_segment_ids'] = np.ones((1, len(source)), np.int32)
   got = logits_check.our_logits(fields, params, batch)
   segments = row[1][0]
   for number, example in enumerate(alone, 1):

@@ -50,7 +50,7 @@ def test_bytes_that_are_not_text_are_harmless(words):
 
 def test_decoding_says_numbers_rather_than_pretend_words(words):
   assert words.decode([17, 4203]) == '<17> <4203>'
-  assert text_vocabulary(words, feature_converter='lm').decode([17, 0, 4203, 1, 5]) == '<17> <4203>'
+  assert text_vocabulary(words).decode([17, 0, 4203, 1, 5]) == '<17> <4203>'
   assert words.decode_tf(tf.constant([17, 4203, 1])).numpy() == b'<17> <4203>'
   assert words.decode_tf(tf.constant([[17, 1, 0], [5, 6, 7]])).numpy().tolist() == [
     b'<17>',
@@ -65,8 +65,8 @@ def test_ids_beyond_the_words_are_padding_end_and_sentinels():
 
 
 def test_the_number_of_ids_is_part_of_its_name_and_fingerprint(words):
-  assert text_vocabulary(words, feature_converter='lm').name == 'words:8192'
-  assert vocabulary_fingerprint(words, feature_converter='lm') == 'words:8192, 8194 ids'
+  assert text_vocabulary(words).name == 'words:8192'
+  assert vocabulary_fingerprint(words) == 'words:8192, 8194 ids'
   assert words == named_vocabulary('words:8192') != named_vocabulary('words:4096')
 
 
