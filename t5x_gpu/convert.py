@@ -162,7 +162,7 @@ def read_run_text(
 
   Args:
     flags: of this command.
-    gin_files: of the command line; without any, that of the folder.
+    gin_files: of the command line; if empty, the gin file in the folder.
     manifest: of the checkpoint.
     **options: as for `read_request`.
   Raises:

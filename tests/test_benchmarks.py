@@ -126,7 +126,7 @@ def run(name: str, constants: str, flags: list[str], folder: pathlib.Path) -> No
   assert json.loads(results), done.stdout
 
 
-@pytest.mark.quick_cases('bare_step', 'tp_memory')
+@pytest.mark.quick_cases('bare_step')
 @pytest.mark.parametrize('name', TINY_RUNS)
 def test_a_benchmark_runs(tmp_path, name):
   if name in ('torch_step', 'decode'):

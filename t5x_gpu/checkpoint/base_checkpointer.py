@@ -338,7 +338,7 @@ def damage(do: Callable[[], None], path: AnyPath) -> str:
       do()
   except (UserError, MemoryError):
     raise
-  except Exception as e:  # those of Orbax and TensorStore are of many kinds
+  except Exception as e:  # Orbax and TensorStore raise many kinds
     if 'RESOURCE_EXHAUSTED' in str(e):
       raise  # too little memory does not mean that the checkpoint is damaged
     return error_line(e)

@@ -223,7 +223,7 @@ _BEAMS = {'length_penalty': (), 'early_stopping': (), 'diversity_penalty': (0.0,
 def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
   """Returns the settings with which transformers would not decode a converted model greedily.
 
-  They are those of generation_config.json, or without it of config.json; end ids are left out.
+  From generation_config.json, or from config.json if there is none; end ids are left out.
 
   Raises:
     CheckpointError: a file cannot be read.

@@ -221,7 +221,7 @@ def import_modules(
 
   Args:
     *configs: datasets whose batches are opened.
-    texts: datasets whose text is used too; that of prepared rows is the matter of another module.
+    texts: datasets whose text is used too; another module reads the text of prepared rows.
   Raises:
     ConfigError: a module cannot be imported, or lacks a function.
     DataError: prepared rows cannot be read.

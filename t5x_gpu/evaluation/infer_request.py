@@ -126,7 +126,7 @@ def read_request(
 
   Args:
     flags: of the command.
-    gin_files: of the command line; without any, that of the folder `flags.checkpoint`.
+    gin_files: of the command line; if empty, the gin file in the folder `flags.checkpoint`.
     bindings, search_paths: as in `gin_loader.load`.
   Raises:
     ConfigError: the gin files are wrong, or do not say enough.

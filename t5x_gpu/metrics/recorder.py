@@ -138,7 +138,7 @@ class Recorder(contextlib.ExitStack):
   def log(
     self, step: int, evaluation: Optional[Mapping[str, float]] = None, *, evaluated: str = ''
   ) -> None:
-    """Writes one record with the means since the last one, and those of an evaluation if given.
+    """Writes one record: means since the last record, and an evaluation's metrics if given.
 
     Args:
       step: the last one.

@@ -247,7 +247,7 @@ def test_sentencepiece_becomes_a_tokenizer(family, options, tmp_path):
 
 
 def write_base(folder, config, template, **tokenizer):
-  """Writes a model of Hugging Face that samples, and ends texts with an id of its own."""
+  """Writes a Hugging Face model that samples, with a different id at the end of a text."""
   write_model(folder, {**config, 'eos_token_id': 9})
   write_tokenizer(folder, template, **tokenizer)
   (folder / 'generation_config.json').write_text(

@@ -41,7 +41,7 @@ TEXTS = [
 
 
 def write_tokenizer(folder, kind):
-  """Writes a tokenizer; returns its name for VOCABULARY, and text -> ids of its own library."""
+  """Writes a tokenizer; returns its name for VOCABULARY, and text -> ids by its library."""
   if kind in SENTENCEPIECE:
     (folder / 'words.txt').write_text('\n'.join(' '.join(WORDS) for _ in range(9)))
     sentencepiece.SentencePieceTrainer.train(

@@ -1,4 +1,4 @@
-"""Settings that are legal alone: together they work, or an error of ours names the impossible pair.
+"""Settings that are legal alone: together they work, or a UserError names the impossible pair.
 
 Draws have illegal pairs on purpose: more kv heads than heads, windows beyond the row, more chosen
 experts than there are, an odd number of rotated features, buckets beyond the distance.

@@ -264,6 +264,13 @@ def _no_file(place: Place) -> None:
 
 
 _JSONL = 'odd.jsonl'
+
+
+def _refused(name: str, error: str, content: bytes) -> World:
+  """Returns a world whose texts are `content`, as jsonl, which `error` refuses."""
+  return World(name, 'data', _source('jsonl', _JSONL, lambda: content), TRAINS, refused=error)
+
+
 DATA = [
   World(
     'byte order mark', 'data', _source('jsonl', _JSONL, lambda: codecs.BOM_UTF8 + _lines()), TRAINS
@@ -319,50 +326,18 @@ DATA = [
     OTHER_ORDER,
   ),
   World('no file', 'data', _no_file, TRAINS, refused='DataError: No file matches'),
-  World(
-    'empty', 'data', _source('jsonl', _JSONL, lambda: b''), TRAINS, refused='DataError: All 1 files'
-  ),
-  World(
-    'missing column',
-    'data',
-    _source('jsonl', _JSONL, lambda: b'{"body": "a"}\n' * 60),
-    TRAINS,
-    refused='DataError',
-  ),
-  World(
-    'nulls',
-    'data',
-    _source('jsonl', _JSONL, lambda: b'{"text": null}\n' * 60),
-    TRAINS,
-    refused='DataError: .* has no text',
+  _refused('empty', 'DataError: All 1 files', b''),
+  _refused('missing column', 'DataError', b'{"body": "a"}\n' * 60),
+  _refused('nulls', 'DataError: .* has no text', b'{"text": null}\n' * 60),
+  _refused('NUL', 'DataError', b'{"text": "a\0b"}\n' * 60),
+  _refused('UTF-16', 'DataError', _lines().decode().encode('utf-16')),
+  _refused(
+    'deep JSON', 'DataError', b'{"text": "a", "tools": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n'
   ),
   World(
     'two columns of one name',
     'data',
     _source('csv', 'odd.csv', lambda: b'text,text\na,b\n' * 60),
-    TRAINS,
-    refused='DataError',
-  ),
-  World(
-    'NUL',
-    'data',
-    _source('jsonl', _JSONL, lambda: b'{"text": "a\0b"}\n' * 60),
-    TRAINS,
-    refused='DataError',
-  ),
-  World(
-    'UTF-16',
-    'data',
-    _source('jsonl', _JSONL, lambda: _lines().decode().encode('utf-16')),
-    TRAINS,
-    refused='DataError',
-  ),
-  World(
-    'deep JSON',
-    'data',
-    _source(
-      'jsonl', _JSONL, lambda: b'{"text": "a", "tools": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n'
-    ),
     TRAINS,
     refused='DataError',
   ),

@@ -216,7 +216,7 @@ def _model_of(record: HfRecord) -> ModelFields:
 def _hf_config(
   model: ModelFields, family: str, like: Optional[HfRecord], ids: Mapping[str, Any]
 ) -> str:
-  """Returns the text of config.json: that of `like`, unless it describes another model or `ids`."""
+  """Returns the text of config.json; `like`'s own text if it describes this model and `ids`."""
   if like is not None:
     theirs = _model_of(like)
     longer = model.config.max_length not in (0, theirs.config.max_length)

@@ -104,7 +104,7 @@ def _copy(name: Optional[str], folder: pathlib.Path, *, sentencepiece: str) -> s
 
 
 def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str:
-  """Writes the tokenizer of a run for Hugging Face; its ids are those of `infer`.
+  """Writes the tokenizer of a run for Hugging Face, with the ids that `infer` uses.
 
   Args:
     text: of the run.
@@ -328,7 +328,7 @@ def token_ids(text: RunText, model: ModelFields, like: Mapping[str, Any]) -> dic
 def generation_config(
   text: RunText, model: ModelFields, ids: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-  """Returns generation_config.json, and lines for the console on what it cannot say.
+  """Returns generation_config.json, and console lines about settings that it cannot hold.
 
   Args:
     text, model: of the run.

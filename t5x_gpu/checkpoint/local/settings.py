@@ -148,7 +148,7 @@ def _user_name(number: int) -> str:
 
 
 def not_private(danger: str, *, where: str = '') -> CheckpointError:
-  """Returns the error for a folder of which `danger_of` says `danger`."""
+  """Returns the error for a folder that is unsafe because of `danger` (see `danger_of`)."""
   return CheckpointError(
     f'{danger}{where}. Whoever can write there can change what a restart continues from.',
     fix=f"Set {DIR} = '/dev/shm/$USER', or another folder that does not exist or belongs to "

@@ -251,7 +251,7 @@ def access_errors(path: AnyPath) -> Iterator[None]:
     yield
   except UserError:
     raise
-  except Exception as e:  # those of Orbax and TensorStore are of many kinds
+  except Exception as e:  # Orbax and TensorStore raise many kinds
     if isinstance(path, RemotePath):
       if is_outage(e):
         raise storage_error(e, f'{path} cannot be read', path.scheme) from None

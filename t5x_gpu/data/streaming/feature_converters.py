@@ -167,7 +167,7 @@ def model_rows(
 ) -> tf.data.Dataset:
   """Returns rows of model features, without `masks` where id 0 is certainly padding.
 
-  There the operations are those of 0.2, and continue from their buffers; `batches.with_masks` adds
+  There the operations equal version 0.2's, so its buffers continue; `batches.with_masks` adds
   the masks.
 
   Args:

@@ -55,7 +55,7 @@ _RECORDS: Mapping[str, Callable[[RecordForm], FileForm]] = {
   'parquet': functools.partial(of_records, PARQUET),
   'arrow': functools.partial(of_records, ARROW),
 }
-# What `save_to_disk` writes into the folder of a dataset, and into that of its splits.
+# Files that `save_to_disk` writes into a dataset's folder and into the folders of its splits.
 _DATASET, _SPLITS = 'state.json', 'dataset_dict.json'
 _CACHED = 'cache-'  # begins the names of files with results of `map`, which are not the data
 log = logging.getLogger(__name__)

@@ -53,7 +53,7 @@ class TextVocabulary:
   zero_is_a_word: bool = False
 
   def without_padding(self, ids: Iterable[int]) -> list[int]:
-    """Returns `ids` without those of padding."""
+    """Returns `ids` without padding."""
     return [int(i) for i in ids if i != 0 or self.zero_is_a_word]
 
   def encode(self, text: str) -> list[int]:
