@@ -373,7 +373,10 @@ def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compile
     trained,
     TRAIN_STEPS=4,
     RANDOM_SEED=1,
-    says=['DataError: The data is not what the checkpoint was trained on', 'seed: saved 0, now 1'],
+    says=[
+      'DataError: The data differs from the training data of the checkpoint',
+      'seed: saved 0, now 1',
+    ],
   )
   assert not listing(compiled).keys() - before.keys()
 
@@ -393,7 +396,7 @@ def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch)
     TRAIN_STEPS=4,
     DATA_MODULE='other_data',
     says=[
-      'DataError: The next batch is not the one that this run should read next (hash ',
+      'DataError: The next batch differs from the batch that the checkpoint expects (hash ',
       'start a new MODEL_DIR',
     ],
   )

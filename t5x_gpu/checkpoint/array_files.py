@@ -1,7 +1,7 @@
-"""Checks in milliseconds whether the array files of a checkpoint are complete; reads no array.
+"""Checks in milliseconds whether the array files of a checkpoint are complete. Reads no array.
 
-Orbax keeps the pieces of all arrays in a few files, and where each piece is in an index: a manifest
-and a tree of nodes, each with a checksum (TensorStore's OCDBT). So the sizes of the files show
+Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
+checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
 whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
@@ -35,13 +35,13 @@ def check_only_files(folder: str | os.PathLike) -> None:
 def check_array_files(folder: AnyPath) -> None:
   """Raises OSError or ValueError unless each piece of each array lies inside its file.
 
-  This finds files that are missing or truncated, a damaged index, and metadata that would make
-  TensorStore end the process; not bytes that changed inside a file. It takes milliseconds: about
-  3 for every 1000 pieces (one per array and shard). Objects in storage cannot be truncated: there
-  the files need only exist, and metadata is not checked.
+  Finds missing or truncated files, a damaged index, and metadata that would make TensorStore end
+  the process. Does not find bytes that changed inside a file. Takes about 3 ms for every 1000
+  pieces (one per array and shard). Objects in storage cannot be truncated, so remote files only
+  need to exist, and their metadata is not checked.
 
   Args:
-    folder: of the item in the checkpoint, `checkpoint_<step>/state`.
+    folder: folder of the item in the checkpoint, `checkpoint_<step>/state`.
   """
   ends: dict[str, int] = {}
   metadata: dict[str, list[tuple[str, int, int]]] = {}  # file -> key, offset and length in it

@@ -1,4 +1,4 @@
-"""What the checkpointers of a disk and of object storage share."""
+"""The base class of the checkpointers for disks and for object storage."""
 
 import abc
 import base64
@@ -34,8 +34,8 @@ from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
-# (model_dir, newer_than) -> the step of a newer local checkpoint that is now in `model_dir`, if
-# there is one.
+# (model_dir, newer_than) -> step of the newer local checkpoint that was moved into `model_dir`, or
+# None.
 Promote = Callable[[ModelDir, Optional[int]], Optional[int]]
 
 
@@ -45,18 +45,18 @@ def nothing_local(model_dir: ModelDir, newer_than: Optional[int]) -> Optional[in
 
 
 def saved_data(data_state: bytes) -> dict[str, str]:
-  """Returns the state of a `BatchIterator` as checkpoints hold it."""
+  """Returns the state of a `BatchIterator` in the form that checkpoints store."""
   return {'iterator': base64.b64encode(data_state).decode()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """A checkpoint, read.
+  """A checkpoint that has been read.
 
   Attributes:
     path: folder of the checkpoint.
-    state: on the mesh of this run.
-    data_state: for `BatchIterator.set_state`.
+    state: the training state, on the mesh of this run.
+    data_state: argument of `BatchIterator.set_state`.
     manifest: see checkpoint/manifest.py.
   """
 
@@ -69,16 +69,16 @@ class Restored:
 class BaseCheckpointer(abc.ABC):
   """The checkpoints of one MODEL_DIR, locked at least until the end of the `with` block.
 
-  The end of the block waits for the save in progress, also after an error of the run; not after an
-  interrupt. It releases MODEL_DIR in any case, unless that was locked before.
+  The end of the block waits for the save in progress, also after an error of the run, but not after
+  an interrupt. It always releases MODEL_DIR, unless the caller had locked it.
 
   Args:
-    model_dir: of the run; made if missing.
-    keep: which checkpoints stay; all of them if it has no `last`.
+    model_dir: MODEL_DIR of the run; created if missing.
+    keep: which checkpoints stay; all of them if `keep.last` is None.
   Attributes:
     files: where the run writes its small files.
   Raises:
-    CheckpointError: MODEL_DIR cannot be made or written to, or another run writes to it.
+    CheckpointError: MODEL_DIR cannot be created or written to, or another run writes to it.
   """
 
   pause = 'save'  # the name of a save in the step timer
@@ -113,7 +113,7 @@ class BaseCheckpointer(abc.ABC):
 
   @abc.abstractmethod
   def _remove_left_over(self) -> list[int]:
-    """Removes what killed processes left; returns the steps of the removed checkpoints.
+    """Removes leftovers of killed processes; returns the steps of the removed checkpoints.
 
     Process 0 calls it. It has the lock, so no other run is saving.
     """
@@ -130,9 +130,9 @@ class BaseCheckpointer(abc.ABC):
     """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
 
     Raises:
-      CheckpointError: this or an earlier save failed, and nothing older has been deleted; or
-        another run has taken over MODEL_DIR, and nothing is written.
-      ConfigError: the evaluation has no metric of that name. Raised after the commit.
+      CheckpointError: this or an earlier save failed (no older checkpoint was deleted), or another
+        run has taken over MODEL_DIR (nothing is written).
+      ConfigError: the evaluation did not report `keep.metric`. Raised after the commit.
     """
     self._prepare_to_save(step)
     unknown_metric = None
@@ -163,10 +163,10 @@ class BaseCheckpointer(abc.ABC):
 
   @abc.abstractmethod
   def wait(self) -> None:
-    """Returns when everything is committed; raises CheckpointError if that failed."""
+    """Waits until everything is committed; raises CheckpointError if that failed."""
 
   def _last_good(self) -> str:
-    """Returns from where a restart continues, for the error of a save that failed."""
+    """Returns a sentence on where a restart continues, for the error of a failed save."""
     steps = self.steps()
     return (
       f'The last good one is checkpoint_{steps[-1]}; a restart continues from it.'
@@ -175,7 +175,7 @@ class BaseCheckpointer(abc.ABC):
     )
 
   def close(self) -> None:
-    """Ends what runs in the background, and releases MODEL_DIR. Everything is committed by now."""
+    """Ends background work and releases MODEL_DIR. Everything is committed by now."""
     self._stop()
     self._release()
 
@@ -185,7 +185,7 @@ class BaseCheckpointer(abc.ABC):
 
   @abc.abstractmethod
   def _stop(self) -> None:
-    """Ends what runs in the background."""
+    """Ends background work."""
 
   def __enter__(self) -> Self:
     return self
@@ -208,16 +208,16 @@ class BaseCheckpointer(abc.ABC):
   def restore_latest(
     self, target: TrainState, *, promote: Promote = nothing_local
   ) -> Optional[Restored]:
-    """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
+    """Returns the latest readable checkpoint on the mesh of `target`; None if there is none.
 
-    Checkpoints that cannot be read are set aside with a warning that names the one used instead.
+    Unreadable checkpoints are set aside, with a warning that names the checkpoint used instead.
 
     Args:
       target: shapes, dtypes and shardings of this run.
-      promote: called when a checkpoint cannot be read, before the next older one is tried.
+      promote: called when a checkpoint cannot be read, before the next older checkpoint is tried.
     Raises:
-      CheckpointError: the checkpoint is of another model, none can be read, or the storage does
-        not answer.
+      CheckpointError: the checkpoint belongs to another model, no checkpoint can be read, or the
+        storage does not answer.
     """
     try:
       return self._restore_latest(target, promote)
@@ -253,7 +253,7 @@ class BaseCheckpointer(abc.ABC):
     return None
 
   def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[Restored], str]:
-    """Returns the checkpoint, or None and why it cannot be read; the same on all processes."""
+    """Returns the checkpoint, or None and the reason; the same on all processes."""
     path, restored = self.path(step), None
 
     def read() -> None:
@@ -279,14 +279,14 @@ class BaseCheckpointer(abc.ABC):
     return restored, ''
 
   def _check_damaged_for_all(self, step: int, reasons: Sequence[str]) -> None:
-    """Raises CheckpointError if only the hosts of some processes damage what they read.
+    """Raises CheckpointError if the files are intact and some hosts damage the data they read.
 
-    Each process reads other parts, so damage in a file may be seen by one process alone. Those that
-    saw none read the whole checkpoint, each some of its arrays.
+    Each process reads different parts, so a single process may see the damage in a file. The
+    processes that saw no damage divide all arrays of the checkpoint among them and read those.
 
     Args:
-      step: of the checkpoint.
-      reasons: why it cannot be read, by process; '' for those that could.
+      step: step of the checkpoint.
+      reasons: why each process cannot read it; '' for processes that can.
     """
     witnesses = [process for process, reason in enumerate(reasons) if not reason]
     problem = ''
@@ -307,7 +307,7 @@ class BaseCheckpointer(abc.ABC):
 
   @abc.abstractmethod
   def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
-    """Returns the arrays of a checkpoint on the mesh of `target`; raises whatever goes wrong."""
+    """Returns the arrays of a checkpoint on the mesh of `target`; may raise any error."""
 
   def _set_all_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
     for step, reason in reasons.items():
@@ -324,7 +324,7 @@ class BaseCheckpointer(abc.ABC):
 
   @abc.abstractmethod
   def _set_aside(self, step: int, reason: str) -> str:
-    """Makes room for a new save of `step`; returns what became of the checkpoint, in words."""
+    """Makes room for a new save of `step`; returns words for the log: 'is kept as NAME'."""
 
   @abc.abstractmethod
   def _reload(self) -> None:
@@ -332,13 +332,13 @@ class BaseCheckpointer(abc.ABC):
 
 
 def damage(do: Callable[[], None], path: AnyPath) -> str:
-  """Returns why `do` fails because of damaged files in `path`; '' if it succeeds."""
+  """Returns the reason if `do` fails because files in `path` are damaged; '' if it succeeds."""
   try:
     with access_errors(path):
       do()
   except (UserError, MemoryError):
     raise
-  except Exception as e:  # Orbax and TensorStore raise many kinds
+  except Exception as e:  # Orbax and TensorStore raise many kinds of errors
     if 'RESOURCE_EXHAUSTED' in str(e):
       raise  # too little memory does not mean that the checkpoint is damaged
     return error_line(e)
@@ -346,8 +346,9 @@ def damage(do: Callable[[], None], path: AnyPath) -> str:
 
 
 def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
-  """Returns what is wrong with a checkpoint; '' if the arrays number, number + count, ... match
-  their checksums.
+  """Returns the first damaged array with the reason; '' if all match their checksums.
+
+  Checks the arrays number, number + count, ...
   """
   try:
     reader = StateReader(checkpoint)

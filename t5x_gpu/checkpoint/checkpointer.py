@@ -1,4 +1,4 @@
-"""When a run saves and what it keeps; and the checkpoints of a MODEL_DIR on a disk.
+"""When a run saves, which checkpoints it keeps, and the checkpoints of a MODEL_DIR on a disk.
 
 Orbax writes `MODEL_DIR/checkpoint_<step>`; a step exists only once it is committed, and older ones
 are deleted only after that. Each checkpoint holds three items: the state's arrays, the state of the
@@ -50,12 +50,12 @@ class CheckpointConfig:
     period: steps between saves; the last step and an interrupted run are saved as well.
     keep: how many of the last checkpoints are kept; None for all.
     keep_every: checkpoints whose step is a multiple of this are kept, too.
-    keep_best: this many of the best are kept, too, of those saved at a step with an evaluation.
-    best_metric: the metric of the evaluation that decides, as metrics.jsonl calls it.
-    best_is: whether low or high values are best: 'min' or 'max'.
+    keep_best: this many of the best evaluated checkpoints are kept, too.
+    best_metric: the evaluation metric that ranks checkpoints, named as in metrics.jsonl.
+    best_is: 'min' or 'max': whether low or high values are best.
     stop_before_end_seconds: save and exit this long before the job's time limit, if it is known.
-    local_checkpoint_dir: folder of each host for local checkpoints between saves,
-      '/dev/shm/$USER'; None for none (checkpoint/local/local_tier.py).
+    local_checkpoint_dir: folder on each host for local checkpoints between saves, such as
+      '/dev/shm/$USER'; None turns them off (checkpoint/local/local_tier.py).
     local_period: steps between local checkpoints; a divisor of `period`.
   """
 
@@ -96,7 +96,7 @@ class CheckpointConfig:
 
   @property
   def kept(self) -> Keep:
-    """Which checkpoints stay."""
+    """The rule for which checkpoints stay."""
     return Keep(
       last=self.keep,
       every=self.keep_every,
@@ -109,8 +109,8 @@ class CheckpointConfig:
     """Raises CheckpointError if `keep_best` is set, but only the last checkpoint is evaluated.
 
     Args:
-      total_steps: of the run.
-      eval_periods: steps between evaluations of each kind in `EVALUATIONS`; None if there are none.
+      total_steps: number of steps of the run.
+      eval_periods: steps between evaluations of each kind in `EVALUATIONS`; None if it never runs.
     """
     if not self.keep_best:
       return
@@ -141,7 +141,7 @@ class Checkpointer(BaseCheckpointer):
     super().__init__(model_dir, keep=keep)
     folder = self._dir.path
     self._has_saved = False  # then the list of steps may be out of date
-    # Compressing takes longer than writing, and makes weights 8% smaller.
+    # Compressing takes longer than writing, and makes weights only 8% smaller.
     self._state_handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     check_before_commit(self._state_handler, check_array_files)
     self._manager = ocp.CheckpointManager(
@@ -168,7 +168,7 @@ class Checkpointer(BaseCheckpointer):
 
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
-    # Orbax's own list drops what it wants to delete after a save that then fails.
+    # Orbax drops steps from its list that it wants to delete after a save, even if the save fails.
     if self._has_saved:
       self._dir.relist()
     return self._dir.steps
@@ -210,7 +210,7 @@ class Checkpointer(BaseCheckpointer):
       self.wait()
 
   def wait(self) -> None:
-    """Returns when everything is committed; raises CheckpointError if that failed."""
+    """Waits until everything is committed; raises CheckpointError if that failed."""
     with self._errors_as_ours(None):
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
@@ -220,7 +220,7 @@ class Checkpointer(BaseCheckpointer):
 
   @contextlib.contextmanager
   def _errors_as_ours(self, step: Optional[int]) -> Iterator[None]:
-    """Turns whatever Orbax raises while it saves into a CheckpointError."""
+    """Turns any error of Orbax's save into a CheckpointError."""
     problem = None
     with silence_abandoned_work():
       try:

@@ -1,4 +1,4 @@
-"""What a run starts from while it has no checkpoint: another run's, or a converted one.
+"""Starts a run without a checkpoint from another run's or a converted checkpoint.
 
 `RestoreConfig` sets it in gin. Names and shapes are compared here, before anything compiles.
 """
@@ -45,13 +45,13 @@ class RestoreConfig:
   """What a run starts from while its MODEL_DIR has no checkpoint.
 
   Attributes:
-    path: MODEL_DIR of another run, one of its checkpoints, or what t5x_gpu.convert wrote.
+    path: MODEL_DIR of another run, one of its checkpoints, or a folder that t5x_gpu.convert wrote.
     mode: a key of `MODES`.
     pattern: for 'partial', a regular expression that matches the whole path of each parameter to
       take: r'(token_embedder|layers)/.*'.
     assignment_map: pairs (regular expression, replacement) for parameters whose path in the
       checkpoint differs: (r'layers/(.*)', r'encoder/layers/\\1'). The first match counts.
-    step: which checkpoint; None for the latest.
+    step: step of the checkpoint; None for the latest.
   """
 
   path: str
@@ -98,15 +98,16 @@ class RestoreConfig:
 def plan_start(
   config: Optional[RestoreConfig], program: Program, model: Model, *, saved: Optional[Saved]
 ) -> Start:
-  """Returns what the run starts from, after comparing names and shapes; reads no array.
+  """Returns what the run starts from, after comparing names and shapes. Reads no array.
 
   Args:
     config: None to start from the seed.
-    program: of the run.
-    model: a checkpoint may lack its adapters, and have parameters at the paths of `source_of`.
-    saved: the run's own checkpoint, which takes precedence.
+    program: program of the run.
+    model: model of the run. The checkpoint may lack its adapters, and may store parameters at the
+      paths that `source_of` returns.
+    saved: the latest checkpoint of this run, which takes precedence.
   Raises:
-    CheckpointError: there is no such checkpoint, or it lacks what the run needs.
+    CheckpointError: the checkpoint does not exist, or lacks parameters or state that the run needs.
   """
   if config is None:
     if saved is None:
@@ -154,7 +155,7 @@ def _origin(config: RestoreConfig, reader: ParamsReader) -> dict[str, Any]:
 
 
 def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
-  """Warns of parameters that would keep their random initialization for the whole run."""
+  """Warns about parameters that would keep their random initialization for the whole run."""
   _, frozen = program.trained.split(program.abstract_saved.params)
   random = [n for n in flax.traverse_util.flatten_dict(frozen, sep='/') if n not in taken]
   if random and jax.process_index() == 0:
@@ -213,7 +214,7 @@ def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> S
 def _assigned(
   config: RestoreConfig, want: Mapping[str, Sequence[int]], source_of: Callable[[str], str]
 ) -> dict[str, str]:
-  """Returns the parameters to take from the checkpoint -> their paths there."""
+  """Returns path of each parameter to take -> its path in the checkpoint."""
   names = [n for n in want if config.pattern is None or re.fullmatch(config.pattern, source_of(n))]
   if not names:
     raise _matches_nothing('pattern', config.pattern, want)
@@ -260,11 +261,11 @@ def _check(
     if config.mode == 'warm_start' or name in sources
   }
   asked = {source: want[name] for name, source in taken.items()}
-  for name, source in taken.items():  # several can have one source: keep one that differs
+  for name, source in taken.items():  # several may have one source: keep a wrong shape
     if tuple(want[name]) != tuple(reader.shapes.get(source, ())):
       asked[source] = want[name]
   problems = tree_problems(asked, have, wanted_by='this model', had_by='the checkpoint')
-  if config.mode == 'partial':  # the closest names may be of parameters that are not asked for
+  if config.mode == 'partial':  # do not suggest names that `pattern` does not match
     problems = [
       p
       + (

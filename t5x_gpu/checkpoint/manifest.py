@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: arrays, mesh, data, versions. It is read before any array.
 
-Orbax's own mismatch errors do not name the parameter, and a wrong dtype is cast silently. Here, a
-model that differs from the checkpoint's is an error that lists the differences.
+Orbax's mismatch errors do not name the parameter, and Orbax casts a wrong dtype silently. Here, if
+the model differs from the checkpoint, an error lists the differences.
 """
 
 import datetime
@@ -20,7 +20,7 @@ FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
 STARTED_FROM = 'started_from'
 GRAD_NORMS = 'grad_norms'
-WITHOUT_DATA = 'without_data'  # no run wrote it: optimizer state, but no position in the data
+WITHOUT_DATA = 'without_data'  # a converted checkpoint with optimizer state, but no data position
 SEAL = 'seal'
 _SHOWN = 5
 _OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'
@@ -45,17 +45,18 @@ def make_manifest(
   metrics: Optional[Mapping[str, float]] = None,
   grad_norms: Sequence[float] = (),
 ) -> dict[str, Any]:
-  """Returns the JSON-ready manifest of `state` as it is saved now.
+  """Returns the JSON-ready manifest for saving `state` now.
 
   Args:
     state: the TrainState.
-    mesh_shape: sizes of the mesh that wrote it; for information, no restore depends on it.
+    mesh_shape: sizes of the current mesh; for information, no restore depends on it.
     data: `BatchIterator.describe()` of the training data.
     next_batch_hash: `batch_hash` of the batch of the next step.
     started_from: where the run's first parameters came from (checkpoint/initialize.py); None for
       random initialization.
-    metrics: of the evaluation at this step, by name; None without one.
-    grad_norms: of the last steps, oldest first, if the run compares them (guards/spikes.py).
+    metrics: name -> value of the evaluation metrics at this step; None without an evaluation.
+    grad_norms: gradient norms of the last steps, oldest first, if the run checks for spikes
+      (guards/spikes.py).
   """
   return {
     'format': FORMAT,
@@ -75,28 +76,28 @@ def make_manifest(
 def sealed(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the manifest with a digest of itself and of the data state.
 
-  Otherwise a flipped bit in their text would look like other data, or another model.
+  Without a digest, a flipped bit in the text would look like different data or another model.
   """
   return {**manifest, SEAL: _digest(manifest, data)}
 
 
 def check_seal(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> None:
-  """Raises ValueError if either has changed since it was written; older manifests have no seal."""
+  """Raises ValueError if manifest or data state has changed; older manifests have no seal."""
   if SEAL in manifest and manifest[SEAL] != _digest(manifest, data):
-    raise ValueError('the manifest or the data state is not what was written (its digest differs)')
+    raise ValueError('the manifest or the data state has changed (its digest differs)')
 
 
 def _digest(manifest: Mapping[str, Any], data: Mapping[str, Any]) -> str:
   content = {'manifest': {k: v for k, v in manifest.items() if k != SEAL}, 'data': data}
-  as_read = json.loads(json.dumps(content))  # names that are numbers become text
+  as_read = json.loads(json.dumps(content))  # numeric keys become text
   return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
-  """Returns how the arrays of a manifest differ from those of `target`, in words; [] if equal.
+  """Returns sentences on how the arrays of a manifest differ from `target`; [] if equal.
 
-  If parameters differ, they are listed, and the differences of the optimizer state are counted.
-  An FP8 history may differ: see `known_part`.
+  If parameters differ, lists them and only counts the differences of the optimizer state. An FP8
+  history may differ: see `known_part`.
   """
   have, want = (
     {name: array for name, array in arrays.items() if not name.startswith(_HISTORY)}
@@ -111,7 +112,7 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   lines = _differing(have, want, optimizer)
   if lines and _factored(have) and _factored(want):
     lines.append(
-      'Adafactor.layers and Adafactor.min_dim_size_to_factor decide which are factored. '
+      'Adafactor.layers and Adafactor.min_dim_size_to_factor decide which moments are factored. '
       '--gin.Adafactor.layers="\'joined_heads\'" continues checkpoints older than `layers`; '
       'a run without the setting takes it from its checkpoint.'
     )
@@ -119,7 +120,7 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
 
 
 def moments_differ(manifest: Mapping[str, Any], target: Any) -> bool:
-  """Returns whether Adafactor's moments, and nothing else, differ between manifest and `target`."""
+  """Returns whether only Adafactor's moments differ between manifest and `target`."""
   have, want = manifest['arrays'], describe_arrays(target)
   different = {n for n in have.keys() | want.keys() if have.get(n) != want.get(n)}
   different = {n for n in different if not n.startswith(_HISTORY)}
@@ -132,7 +133,7 @@ def _factored(arrays: Mapping[str, Any]) -> bool:
 
 
 def known_part(manifest: Mapping[str, Any], target: TrainState) -> TrainState:
-  """Returns `target` without its FP8 history, unless the checkpoint has the same arrays of it."""
+  """Returns `target`, without its FP8 history if the checkpoint has a different FP8 history."""
   want = describe_arrays({_HISTORY[:-1]: target.fp8_history})
   have = manifest['arrays']
   return target if want.items() <= have.items() else target.replace(fp8_history={})
@@ -145,13 +146,13 @@ def _differing(
   *,
   limit: Optional[int] = _SHOWN,
 ) -> list[str]:
-  """Returns a line per name that differs: at most `limit` of each kind, then a count."""
+  """Returns a line per name that differs: at most `limit` lines of each kind, then a count."""
   missing = [
     f'{n} {_text(want[n])}: not in the checkpoint.'
     + (
       ''
       if n.startswith(_OPTIMIZER)
-      # their names are the parameters'
+      # moments are named like their parameters
       else did_you_mean(n, have.keys() - want.keys(), limit=1)
     )
     for n in names

@@ -1,7 +1,7 @@
 """MODEL_DIR: its checkpoints, their metadata, and whether this run may write here.
 
-All of it takes milliseconds and reads no array: the sizes of the array files show whether they are
-complete. So a run finds out before it compiles, and so does a dry run.
+All checks take milliseconds and read no array: the sizes of the array files show whether they are
+complete. So a run, or a dry run, reports problems before it compiles.
 """
 
 import contextlib
@@ -34,19 +34,18 @@ _log = logging.getLogger(__name__)
 
 
 class ModelDir(contextlib.AbstractContextManager):
-  """MODEL_DIR as one command sees it: steps are listed once, each manifest is read once.
+  """An open MODEL_DIR: lists steps once, reads each manifest once.
 
-  A command opens it at its start and passes it on. A run that writes calls `lock` first, so no
-  other run can save between the listing and the restore; and again before it writes after a long
+  A command opens it at startup and passes it on. A run that writes calls `lock` first, so that no
+  other run can save between the listing and the restore, and again before it writes after a long
   pause. As a context, it releases the lock.
 
   The next access lists the steps and reads the manifests again after
-  - `lock`, if it had to take the lock: another run may have saved before that;
+  - `lock`, if it had to take the lock: another run may have saved before;
   - `refresh`, which the promotion of a local checkpoint and commands that watch another run call;
   - `relist`, for the steps alone.
-  `committed` and `removed` record what this run does itself. Failed reads are not cached: a
-  transient error of a file server must not condemn a checkpoint. Arrays are always read and checked
-  from scratch.
+  `committed` and `removed` record this run's own changes. Failed reads are not cached: a transient
+  error of a file server must not mark a checkpoint as damaged. Arrays are never cached.
 
   Args:
     path: a folder or an address in object storage; need not exist.
@@ -64,7 +63,7 @@ class ModelDir(contextlib.AbstractContextManager):
     self._saved: dict[int, Saved] = {}
     self.is_locked = False  # on all processes
     self._lock: Optional[RunLock] = None  # on process 0
-    self._made: list[pathlib.Path] = []  # folders that `lock` has made
+    self._made: list[pathlib.Path] = []  # folders that `lock` has created
 
   @property
   def steps(self) -> list[int]:
@@ -91,17 +90,17 @@ class ModelDir(contextlib.AbstractContextManager):
     return self._saved[step]
 
   def is_ours(self, step: int) -> bool:
-    """Returns whether `checkpoint_<step>` has our manifest; if not, the folder may be foreign."""
+    """Returns whether `checkpoint_<step>` has a t5x_gpu manifest; otherwise it may be foreign."""
     with contextlib.suppress(AccessError, *UNREADABLE):
       return is_real_folder(self.checkpoint(step)) and bool(self.manifest(step)['arrays'])
     return False
 
   def relist(self) -> None:
-    """Forgets which steps there are."""
+    """Forgets the list of steps."""
     self._steps = None
 
   def refresh(self) -> None:
-    """Forgets what was listed and read."""
+    """Forgets the list of steps and the manifests."""
     self.relist()
     self._manifests.clear()
     self._saved.clear()
@@ -117,7 +116,7 @@ class ModelDir(contextlib.AbstractContextManager):
     self._saved.pop(step, None)
 
   def lock(self, *, wait: bool = False) -> None:
-    """Takes run.lock; if this run has it, checks that no other run has taken over.
+    """Takes run.lock; if this run already has it, checks that no other run has taken over.
 
     All processes call it; process 0 reads and writes.
 
@@ -125,7 +124,7 @@ class ModelDir(contextlib.AbstractContextManager):
       wait: see `check_lock`.
     Raises:
       CheckpointError: another run writes here or has written here since the lock was taken, or the
-        folder cannot be written; on all processes.
+        folder cannot be written; raised on all processes.
     """
     with distributed.errors_together():
       if distributed.is_main_process():
@@ -147,7 +146,7 @@ class ModelDir(contextlib.AbstractContextManager):
       raise
 
   def _check_unchanged(self) -> None:
-    """Raises CheckpointError if another run has used MODEL_DIR since this one locked it."""
+    """Raises CheckpointError if another run has used MODEL_DIR since this run locked it."""
     if self._lock.check():
       return
     before, now = (steps[-1:] for steps in (self.steps, committed_steps(self.path)))
@@ -167,7 +166,7 @@ class ModelDir(contextlib.AbstractContextManager):
       self._lock.check()
 
   def release(self) -> None:
-    """Lets other runs use MODEL_DIR; leaves no empty folder behind. May be called again."""
+    """Lets other runs use MODEL_DIR and removes empty folders. May be called repeatedly."""
     if self._lock is not None:
       self._lock.release()
       self._lock = None
@@ -176,13 +175,13 @@ class ModelDir(contextlib.AbstractContextManager):
 
   def _remove_made(self) -> None:
     for folder in self._made:
-      with contextlib.suppress(OSError):  # it is in use
+      with contextlib.suppress(OSError):  # the folder is in use
         folder.rmdir()
     self._made = []
 
   @contextlib.contextmanager
   def released_on_error(self) -> Iterator[None]:
-    """Within, an error releases the lock."""
+    """Context in which an error releases the lock."""
     try:
       yield
     except BaseException:
@@ -194,12 +193,12 @@ class ModelDir(contextlib.AbstractContextManager):
 
 
 def as_model_dir(model_dir: ModelDir | str | os.PathLike | AnyPath) -> ModelDir:
-  """Returns `model_dir` opened, unless it is already."""
+  """Returns `model_dir` as an open ModelDir."""
   return model_dir if isinstance(model_dir, ModelDir) else ModelDir(model_dir)
 
 
 def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
-  """Returns those of `folder` and its parents that do not exist, innermost first."""
+  """Returns the missing folders among `folder` and its parents, innermost first."""
   if isinstance(folder, RemotePath):
     return []
   return [f for f in (folder, *folder.parents) if not f.exists()]
@@ -208,16 +207,17 @@ def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
 def check_model_dir(
   model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Any
 ) -> Optional[Saved]:
-  """Returns the latest checkpoint that is readable as far as `read_saved` can tell; None without
-  any. Leaves no trace. All processes call it.
+  """Returns the latest checkpoint that passes the checks of `read_saved`; None if there is none.
+
+  Leaves no trace. All processes call it.
 
   Args:
-    model_dir: need not exist. If this run has locked it, nobody else can be writing here.
+    model_dir: need not exist. May be locked by this run.
     target: the TrainState (or its shapes) of this run.
   Raises:
     CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
-      can be read, or the latest is of another model.
-    AccessError: one of its checkpoints cannot be opened.
+      can be read, or the latest checkpoint belongs to another model.
+    AccessError: a checkpoint cannot be opened.
   """
   with distributed.errors_together():
     return _latest_readable(as_model_dir(model_dir), target)
@@ -225,7 +225,7 @@ def check_model_dir(
 
 def _latest_readable(model_dir: ModelDir, target: Any) -> Optional[Saved]:
   if not model_dir.is_locked and jax.process_index() == 0:
-    # The other processes would see folders that come and go.
+    # Only on process 0: others would see its temporary folders appear and vanish.
     _check_may_write(model_dir.path)
   reasons: dict[int, str] = {}
   for step in reversed(model_dir.steps):
@@ -244,14 +244,14 @@ def _latest_readable(model_dir: ModelDir, target: Any) -> Optional[Saved]:
 
 
 def _check_may_write(folder: AnyPath) -> None:
-  """Raises CheckpointError unless this run could lock `folder`; removes what it makes."""
+  """Raises CheckpointError unless this run could lock `folder`; removes folders that it creates."""
   made = missing_folders(folder)
   try:
     check_writable(folder)
     check_lock(folder, wait=True)
   finally:
     for new in made:
-      with contextlib.suppress(OSError):  # not made, or somebody has put something there
+      with contextlib.suppress(OSError):  # not created, or another process has written to it
         new.rmdir()
 
 
@@ -267,7 +267,7 @@ def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointE
 def check_same_model(
   folder: AnyPath, step: int, manifest: Mapping[str, Any], *, target: Any
 ) -> None:
-  """Raises CheckpointError with the arrays in which `manifest` and `target` differ, if any do."""
+  """Raises CheckpointError if `manifest` and `target` differ; lists the differing arrays."""
   different = differences(manifest, target)
   params_only = not any(name.startswith('opt_state/') for name in manifest['arrays'])
   if manifest.get(WITHOUT_DATA) or different and params_only:
@@ -290,7 +290,7 @@ def check_same_model(
 
 
 def check_writable(folder: AnyPath) -> None:
-  """Makes `folder` if needed; raises CheckpointError unless files can be made in it."""
+  """Creates `folder` if needed; raises CheckpointError unless files can be created in it."""
   probe = folder / f'.write_test_{os.getpid()}'
   try:
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """The checkpoints of a MODEL_DIR in object storage, for hosts without a shared file system.
 
-Each process copies its part to host memory, and a thread of it writes that to the storage. Process
-0 waits until all have, makes the index, adds the manifest and the data state, and commits. The
-processes report their progress through JAX's coordination service: the step loop waits for nobody.
-The objects are the files that `Checkpointer` writes to a disk.
+Each process copies its part to host memory, and a thread writes the copy to the storage. Process 0
+waits for all processes, writes the index, adds the manifest and the data state, and commits. The
+processes report their progress through JAX's coordination service, so the step loop never waits
+for another process. The objects are the same files that `Checkpointer` writes to a disk.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
-_OTHERS_SECONDS = 3600.0  # the watchdog ends a run long before, if one of its processes is gone
-_FLUSH_BYTES = 128 << 20  # of arrays, encoded and sent at once: about an object
+_OTHERS_SECONDS = 3600.0  # the watchdog ends a run long before if a process is gone
+_FLUSH_BYTES = 128 << 20  # bytes of arrays to encode and send at once: about one object
 _DONE = 'done'
 
 
 def open_checkpointer(model_dir: ModelDir | str | AnyPath, *, keep: Keep) -> 'AnyCheckpointer':
-  """Returns what saves and restores the checkpoints of MODEL_DIR, on a disk or in a bucket."""
+  """Returns the checkpointer for MODEL_DIR on a disk or in a bucket."""
   model_dir = as_model_dir(model_dir)
   return (RemoteCheckpointer if model_dir.is_remote else Checkpointer)(model_dir, keep=keep)
 
@@ -53,9 +53,9 @@ class RemoteCheckpointer(BaseCheckpointer):
   """The checkpoints of one MODEL_DIR in object storage; see `BaseCheckpointer`."""
 
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
-    process_exit.abandon_threads()  # should the run fail, a thread may be waiting for the storage
+    process_exit.abandon_threads()  # if the run fails, a thread may still be waiting for storage
     super().__init__(model_dir, keep=keep)
-    self.steps()  # listed now, for the error of a save that fails because the storage is gone
+    self.steps()  # list now: the error of a failed save names the last step, even without storage
     self._index = jax.process_index()
     self._store = coordination_store() if jax.process_count() > 1 else None
     self._num_saves = 0
@@ -66,7 +66,7 @@ class RemoteCheckpointer(BaseCheckpointer):
     return remove_left_over(self._dir.path)
 
   def steps(self) -> list[int]:
-    """Returns the committed steps, oldest first, as far as this process knows."""
+    """Returns the committed steps known to this process, oldest first."""
     return self._dir.steps
 
   # ---- Saving ------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class RemoteCheckpointer(BaseCheckpointer):
     self.wait()
     if self._is_main:
       self._dir.check_owner()
-      begin(self.path(step))  # the others write only after a message from this process
+      begin(self.path(step))  # other processes write only after a message from this process
 
   def _start_to_save(
     self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
@@ -91,14 +91,14 @@ class RemoteCheckpointer(BaseCheckpointer):
     self._thread.start()
 
   def _save(self, step: int, arrays: list[HostArray], about: Mapping[str, Any], key: str) -> None:
-    """Writes, in a thread; errors are kept for the step loop."""
+    """Writes the checkpoint in a thread; keeps errors for the step loop."""
     try:
       if self._is_main:
         self._save_as_main(step, arrays, about, key)
       else:
         self._save_as_other(step, arrays, key)
       self._dir.committed(step)
-    except Exception as e:  # TensorStore's are of many kinds
+    except Exception as e:  # TensorStore raises many kinds of errors
       self._problem = self._save_error(step, e)
       return
     if self._is_main:
@@ -117,8 +117,8 @@ class RemoteCheckpointer(BaseCheckpointer):
           raise OSError(f'process {i} could not write: {answer}')
       writer.merge(num_processes=jax.process_count())
       writer.close(**about)
-      self.files.push()  # so that what is committed has its metrics
-      self._dir.check_owner()  # nobody has taken over meanwhile
+      self.files.push()  # so that a committed checkpoint has its metrics
+      self._dir.check_owner()  # no other run has taken over meanwhile
       commit(self.path(step))
       ended = _DONE
     except Exception as e:
@@ -142,7 +142,7 @@ class RemoteCheckpointer(BaseCheckpointer):
       raise OSError(ended)
 
   def _write(self, step: int, arrays: list[HostArray]) -> StateWriter:
-    """Returns the writer of this process, after everything in `arrays` is stored."""
+    """Stores `arrays` and returns the writer."""
     writer = StateWriter(
       self._dir.path,
       step=step,
@@ -175,13 +175,13 @@ class RemoteCheckpointer(BaseCheckpointer):
       try:
         remove(self.path(step))
         self._dir.removed(step)
-      except CheckpointError as e:  # nothing is lost; the next save tries again
+      except CheckpointError as e:  # harmless; the next save tries again
         _log.warning('checkpoint_%d could not be removed: %s', step, e.what)
 
   def _save_error(self, step: int, e: Exception) -> CheckpointError:
     reason = e.what if isinstance(e, CheckpointError) else f'{reason_of(e)}.'
     fix = [e.fix] if isinstance(e, CheckpointError) and e.fix else []
-    with contextlib.suppress(CheckpointError):  # the storage does not answer, and nothing is listed
+    with contextlib.suppress(CheckpointError):  # the storage does not answer
       fix.append(self._last_good())
     return CheckpointError(
       f'checkpoint_{step} could not be written to {self._dir.path}: {reason}',
@@ -196,14 +196,14 @@ class RemoteCheckpointer(BaseCheckpointer):
       raise self._problem
 
   def wait(self) -> None:
-    """Returns when everything is committed; raises CheckpointError if that failed."""
+    """Waits until everything is committed; raises CheckpointError if that failed."""
     if self._thread is not None:
       self._thread.join()
       self._thread = None
     self.check()
 
   def _stop(self) -> None:
-    """Nothing runs in the background once the last save is committed."""
+    """Does nothing: there is no background work after the last commit."""
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class RemoteCheckpointer(BaseCheckpointer):
     return 'no longer counts; its objects stay until that step is saved again'
 
   def _reload(self) -> None:
-    """Nothing else keeps a list of checkpoints."""
+    """Does nothing: no other object caches the list of checkpoints."""
 
 
 AnyCheckpointer = Union[Checkpointer, RemoteCheckpointer]

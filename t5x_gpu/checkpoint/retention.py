@@ -14,14 +14,14 @@ EVALUATIONS = {'eval': 'eval_period', 'infer_eval': 'infer_eval_period'}
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-  """Which checkpoints stay: those that match any of these.
+  """Which checkpoints stay. A checkpoint stays if any of the rules keeps it.
 
   Attributes:
-    last: this many of the latest.
-    every: steps that are multiples of this.
-    steps: these steps.
-    best: this many with the best value of `metric`.
-    metric: of an evaluation, as metrics.jsonl calls it: 'eval/loss'.
+    last: keeps this many of the latest checkpoints.
+    every: keeps steps that are multiples of this number.
+    steps: keeps these steps.
+    best: keeps this many checkpoints with the best value of `metric`.
+    metric: an evaluation metric, named as in metrics.jsonl: 'eval/loss'.
     best_is: 'min' or 'max'.
     named_by: the parameter or flag that sets `metric`, for errors.
   """
@@ -35,7 +35,7 @@ class Keep:
   named_by: str = 'CheckpointConfig.best_metric'
 
   def reasons(self, steps: Sequence[int], values: Mapping[int, float]) -> dict[int, str]:
-    """Returns step -> why it stays, for those that stay.
+    """Returns step -> reason, for the steps that stay.
 
     Args:
       steps: all steps, oldest first.
@@ -58,10 +58,10 @@ class Keep:
     return kept
 
   def value_of(self, metrics: Mapping[str, Any]) -> Optional[float]:
-    """Returns the value that `best` compares; None if the checkpoint has no such evaluation.
+    """Returns the value that `best` compares; None if the checkpoint lacks that evaluation.
 
     Raises:
-      ConfigError: there are metrics, but not this one.
+      ConfigError: the evaluation did not report `metric`.
     """
     if not self.best or not metrics:
       return None
@@ -79,12 +79,12 @@ class Keep:
 
 
 class Preservation:
-  """Orbax's preservation policy: which checkpoints stay once a newer one is committed.
+  """Orbax's preservation policy: which checkpoints stay once a newer checkpoint is committed.
 
   Args:
-    keep: which stay; all of them if it has no `last`.
-    values: step -> value of the metric; the caller adds those of new checkpoints.
-    is_ours: whether this project wrote the checkpoint of a step; others always stay.
+    keep: the rules; if `keep.last` is None, all checkpoints stay.
+    values: step -> value of the metric; the caller adds the values of new checkpoints.
+    is_ours: whether t5x_gpu wrote the checkpoint of a step; other checkpoints always stay.
   """
 
   def __init__(self, keep: Keep, values: Mapping[int, float], *, is_ours: Callable[[int], bool]):

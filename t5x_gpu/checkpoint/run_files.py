@@ -1,9 +1,9 @@
 """The small files in MODEL_DIR, next to the checkpoints.
 
-- Those of a run: config.gin, metrics.jsonl, event files of TensorBoard, pictures. Their writers
+- Files of a run: config.gin, metrics.jsonl, TensorBoard event files, pictures. Their writers
   append, rename and flush, which only a disk can do. With a MODEL_DIR in object storage, they are
-  written to a folder of process 0 and copied from there: before each commit, and at the end.
-- Those that describe the model: its gin file; tokenizer and configuration of a converted model.
+  written to a local folder of process 0 and copied before each commit and at the end.
+- Files that describe the model: its gin file; tokenizer and configuration of a converted model.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ from t5x_gpu.runtime import process_exit
 
 _log = logging.getLogger(__name__)
 
-CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
+CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # in a run, and in a converted model
 GIN_FILES = (CONFIG_GIN, MODEL_GIN)
-HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
-VOCABULARY = 'vocabulary.txt'  # of a merged model: the name of a vocabulary that has no file
-# SentencePiece models: T5's, and that of Llama 2 and Gemma.
+HF_FOLDER = 'hf'  # in a converted model: config.json, tokenizer, names
+VOCABULARY = 'vocabulary.txt'  # in a merged model: the name of a vocabulary without a file
+# SentencePiece models: the first in T5, the second in Llama 2 and Gemma.
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
-# The files of earlier runs that a report reads, and those that a run also needs: it appends to
-# them, and keeps other configurations.
+# Files that a report reads, and files that a resumed run also needs, because it appends to them
+# and keeps earlier configurations.
 _OF_A_REPORT = (
   r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|eval/.*\.jsonl'
   r'|profiles/[^/]+/anatomy\.json'
 )
-_OF_A_PROCESS = re.compile(r'(profiles|spikes)/.*process_\d+\b.*')  # not the first one
+_OF_A_PROCESS = re.compile(r'(profiles|spikes)/.*process_\d+\b.*')  # except process 0
 _OF_A_RUN = _OF_A_REPORT + r'|loggers\.json|tensorboard/.*|eval/.*'
 
 
 def on_this_machine(path: AnyPath) -> pathlib.Path:
-  """Returns a file or folder; out of object storage, a copy that lasts as long as the process."""
+  """Returns a local path: `path` itself, or a temporary copy if it is in object storage."""
   if not isinstance(path, RemotePath):
     return path
   folder = temporary_folder()
@@ -60,7 +60,7 @@ def temporary_folder() -> pathlib.Path:
 
 
 def copy_for_report(model_dir: RemotePath, folder: pathlib.Path) -> None:
-  """Copies the small files that a report reads out of object storage to `folder`."""
+  """Copies the small files that a report reads from object storage to `folder`."""
   _copy(model_dir, folder, _OF_A_REPORT)
 
 
@@ -77,12 +77,12 @@ class RunFiles(contextlib.AbstractContextManager):
   """Where a run writes its small files; as a context, it copies them to MODEL_DIR at the end.
 
   Args:
-    model_dir: of the run.
-    is_main: whether this is process 0. Others copy only files that carry their number: traces,
-      batches of bad steps.
+    model_dir: MODEL_DIR of the run.
+    is_main: whether this is process 0. Other processes copy only files with their index in the
+      name: traces, batches of bad steps.
   Attributes:
-    model_dir: where they end up.
-    folder: where they are written: MODEL_DIR itself if that is on a disk.
+    model_dir: destination of the files.
+    folder: folder that the files are written to: MODEL_DIR itself if it is on a disk.
   """
 
   def __init__(self, model_dir: AnyPath, *, is_main: bool):
@@ -109,7 +109,7 @@ class RunFiles(contextlib.AbstractContextManager):
     return self._is_main or bool(_OF_A_PROCESS.fullmatch(name))
 
   def push(self) -> None:
-    """Copies what changed since the last time; raises CheckpointError if that fails."""
+    """Copies files that changed since the last call; raises CheckpointError if that fails."""
     if self._remote is None:
       return
     for name, state in self._listing().items():
@@ -119,7 +119,7 @@ class RunFiles(contextlib.AbstractContextManager):
           self._pushed[name] = state
 
   def __exit__(self, *error: Any) -> None:
-    """Copies what is left. A failure is only logged: the checkpoints are committed."""
+    """Copies the remaining files. A failure is only logged: the checkpoints are committed."""
     try:
       self.push()
     except CheckpointError as e:
@@ -153,7 +153,7 @@ def carry_hf_folder(source: AnyPath, target: AnyPath) -> None:
 
 
 def carried_vocabulary(model_dir: AnyPath) -> Optional[str]:
-  """Returns the vocabulary of a model's folder as DatasetConfig.vocabulary names it, or None."""
+  """Returns the vocabulary in a model's folder, a value for DatasetConfig.vocabulary; or None."""
   if (model_dir / VOCABULARY).is_file():
     return (model_dir / VOCABULARY).read_text('utf-8').strip()
   folder = model_dir / HF_FOLDER
@@ -166,7 +166,7 @@ def carried_vocabulary(model_dir: AnyPath) -> Optional[str]:
 
 
 def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
-  """Returns the ids that end a text, of generation_config.json or else config.json; maybe none.
+  """Returns the ids that end a text, from generation_config.json or else config.json; may be ().
 
   Raises:
     CheckpointError: a file cannot be read.
@@ -191,7 +191,7 @@ def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
   return ()
 
 
-# Settings of generation_config.json that change what is written -> their values without effect.
+# Settings of generation_config.json that change the output -> values that have no effect.
 _GENERATION = {
   'do_sample': (False,),
   'num_beams': (1,),
@@ -221,9 +221,9 @@ _BEAMS = {'length_penalty': (), 'early_stopping': (), 'diversity_penalty': (0.0,
 
 
 def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
-  """Returns the settings with which transformers would not decode a converted model greedily.
+  """Returns the settings that make transformers decode a converted model other than greedily.
 
-  From generation_config.json, or from config.json if there is none; end ids are left out.
+  Reads generation_config.json, or config.json without it; leaves out end ids.
 
   Raises:
     CheckpointError: a file cannot be read.
@@ -251,7 +251,7 @@ def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
 
 
 def not_applied(settings: Mapping[str, Any]) -> str:
-  """Returns the line on settings of `carried_generation`; empty without any."""
+  """Returns the line about settings of `carried_generation`; '' without any."""
   if not settings:
     return ''
   named = ', '.join(f'{key} = {value!r}' for key, value in settings.items())

@@ -1,11 +1,11 @@
-"""MODEL_DIR/run.lock names the run that writes to MODEL_DIR, so that no other run does.
+"""MODEL_DIR/run.lock names the run that writes to MODEL_DIR and keeps other runs out.
 
 Process 0 writes its identity and touches the file every ten seconds. A lock is stale, and is taken
-over, if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
-touched it for two minutes. A run may have been suspended that long. So it checks the owner before
-it restores, before its first step and before each save, and exits if that has changed. In object
-storage nothing can be touched: the owner writes the time into the object, so the clocks of hosts
-must agree to a minute.
+over, if its process has ended, if it belongs to an earlier attempt of the same Slurm job, or if it
+has not been touched for two minutes. A suspended run may lose its lock this way. So a run checks
+the owner before it restores, before its first step and before each save, and exits if the owner has
+changed. Objects in storage cannot be touched: the owner writes the time into the object, so the
+clocks of hosts must agree to a minute.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 LOCK = 'run.lock'
 REFRESH_SECONDS = 10
-POLL_SECONDS = 1  # while waiting for somebody else's lock
+POLL_SECONDS = 1  # while waiting for another run's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
 _SCHEMA = Fields(
   {
@@ -49,12 +49,12 @@ class Owner:
   """A process that writes to a MODEL_DIR.
 
   Attributes:
-    host, pid: where it runs.
-    started: when it took the lock, for people.
-    kernel: boot id and PID namespace; processes that share it see each other's pids.
-    born: start of the process in ticks since boot, as pids are reused.
+    host, pid: host and pid of the process.
+    started: when it took the lock, as text.
+    kernel: boot id and PID namespace; processes with the same value see each other's pids.
+    born: start of the process in ticks since boot, because pids are reused.
     folder: MODEL_DIR as this host sees it; differs in a copied folder.
-    job, attempt: of Slurm; '' and 0 without Slurm.
+    job, attempt: Slurm's job id and attempt; '' and 0 without Slurm.
     touched: time of its last renewal in seconds since 1970, in object storage.
   """
 
@@ -97,12 +97,12 @@ class Owner:
 
 
 def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
-  """Returns why an existing lock does not count; None if there is none. Changes nothing.
+  """Returns why an existing lock is stale; None if there is no lock. Changes nothing.
 
   Args:
     folder: MODEL_DIR.
-    wait: whether to wait for a lock of another host or container, whose processes cannot be seen
-      from here: until it is renewed, as a live run does every ten seconds, or is stale.
+    wait: for a lock of another host or container, whose processes this process cannot see, wait
+      until the lock is renewed, as a live run does every ten seconds, or becomes stale.
   Raises:
     CheckpointError: another run writes here.
   """
@@ -145,7 +145,7 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
   """Returns (owner or None if garbled, time of the last renewal); None without a lock.
 
   Raises:
-    CheckpointError: it cannot be read now, and its owner may be running.
+    CheckpointError: the lock cannot be read now, and its owner may be running.
   """
   try:
     owner = _parse(read_bytes(path))  # opening makes NFS ask the server
@@ -198,7 +198,7 @@ class RunLock:
     process_exit.before_exit(self.release)
 
   def check(self) -> bool:
-    """Returns whether the lock is there; writes a removed one again.
+    """Returns False if the lock file had been removed; then writes it again.
 
     Raises:
       CheckpointError: another run has or may have taken over, or the folder is gone.
@@ -225,7 +225,7 @@ class RunLock:
     if not self._released.is_set():
       self._released.set()
       process_exit.cancel_before_exit(self.release)
-      # Python aborts if it ends while a thread is inside TensorStore.
+      # Python aborts if it exits while a thread is inside TensorStore.
       self._thread.join(process_exit.CLEANUP_SECONDS)
       with contextlib.suppress(OSError, CheckpointError):
         owner = self._owner()
@@ -298,12 +298,12 @@ def _this_process(folder: AnyPath) -> Owner:
 
 
 def _born(pid: int) -> str:
-  """Returns when a process started, in ticks since boot; '' if it has ended or is a zombie."""
+  """Returns the start of a process in ticks since boot; '' if it has ended or is a zombie."""
   try:
     stat = pathlib.Path(f'/proc/{pid}/stat').read_text('ascii', errors='replace')
   except OSError:
     return ''
-  fields = stat.rpartition(')')[2].split()  # from the third on: the second may hold spaces
+  fields = stat.rpartition(')')[2].split()  # from the third on: the second may contain spaces
   return '' if fields[0] in 'ZX' else fields[19]
 
 
@@ -315,7 +315,7 @@ def _parse(content: str | bytes) -> Optional[Owner]:
 
 
 def _now(folder: pathlib.Path) -> float:
-  """Returns the time of the clock that stamps files in `folder`, perhaps of a file server."""
+  """Returns the time of the clock that stamps files in `folder`, which may be a file server's."""
   probe = folder / f'.time_{os.getpid()}'
   try:
     probe.write_bytes(b'')

@@ -20,7 +20,7 @@ from t5x_gpu.config.json_schema import read_json
 
 PREFIX = 'checkpoint'
 CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
-# What `read_saved` raises for files that are missing, truncated or garbled.
+# Errors that `read_saved` raises for files that are missing, truncated or garbled.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -29,8 +29,8 @@ class Saved:
   """The metadata of a checkpoint.
 
   Attributes:
-    step: updates done when it was written.
-    data_state: for `BatchIterator.set_state`.
+    step: number of updates at the time of the save.
+    data_state: argument of `BatchIterator.set_state`.
     manifest: see checkpoint/manifest.py.
   """
 
@@ -47,7 +47,7 @@ def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
 def committed_steps(folder: AnyPath) -> list[int]:
   """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
 
-  Saves that were cut short do not count, nor do files, links, and names that only resemble ours.
+  Ignores interrupted saves, files, links, and names that only resemble `checkpoint_<step>`.
 
   Raises:
     AccessError: the folder cannot be listed.
@@ -55,7 +55,7 @@ def committed_steps(folder: AnyPath) -> list[int]:
   if isinstance(folder, RemotePath):
     return remote_steps(folder)
   steps = []
-  # Not Path.glob: without the right to list the folder, it finds nothing, and a run would start
+  # Not Path.glob: without permission to list the folder, it finds nothing, and a run would start
   # from scratch.
   with access_errors(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
     with os.scandir(folder) as entries:
@@ -72,20 +72,21 @@ def is_real_folder(path: pathlib.Path) -> bool:
 
 
 def remove_cut_short(folder: pathlib.Path) -> None:
-  """Removes what killed processes left of saves, each up to as big as a checkpoint."""
+  """Removes partial saves of killed processes, each up to the size of a checkpoint."""
   for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
     if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
       is_real_folder(path)
     ):
-      shutil.rmtree(path, ignore_errors=True)  # nobody minds what stays
+      shutil.rmtree(path, ignore_errors=True)  # best effort; leftovers are harmless
 
 
 def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
-  """Returns the manifest of a checkpoint; the rest of it may be damaged.
+  """Returns the manifest of a checkpoint; other files may be damaged.
 
   Raises:
-    OSError, ValueError: it is missing, truncated, garbled, or does not match `schemas.MANIFEST`.
-    AccessError: it cannot be opened.
+    OSError, ValueError: the manifest is missing, truncated, garbled, or does not match
+      `schemas.MANIFEST`.
+    AccessError: the manifest cannot be opened.
   """
   checkpoint = checkpoint_path(folder, step)
   with access_errors(checkpoint):
@@ -97,12 +98,12 @@ def read_saved(
 ) -> Saved:
   """Returns the metadata of a checkpoint, if all of its files are complete.
 
-  Array files that are missing or truncated are found; their contents are not read.
+  Finds array files that are missing or truncated; does not read their contents.
 
   Args:
     folder: MODEL_DIR.
-    step: of the checkpoint.
-    manifest: its manifest, if that was read before.
+    step: step of the checkpoint.
+    manifest: its manifest, if it was read before.
   Raises:
     OSError, ValueError, KeyError, TypeError: something is missing, truncated or garbled.
     AccessError: something cannot be opened.
@@ -121,7 +122,7 @@ def read_saved(
 
 
 def error_line(e: Exception) -> str:
-  """Returns what went wrong in one line."""
+  """Returns the reason for an error in one line."""
   while type(e) is Exception and isinstance(e.__cause__, Exception):
-    e = e.__cause__  # Orbax's, which names neither file nor reason
+    e = e.__cause__  # Orbax's error names neither file nor reason
   return f'{type(e).__name__}: {reason_of(e)[:200]}'

@@ -1,7 +1,8 @@
 """Schemas of the JSON files of checkpoints and local checkpoints (see `config.json_schema`).
 
-Code that has read a file through one of these can rely on its values: shapes are lists of whole
-numbers whose product fits into memory addresses, dtypes exist, names refer to each other.
+After reading a file through a schema, code can rely on its values: shapes are lists of whole
+numbers whose product fits into memory addresses, dtypes exist, and references between names are
+valid.
 """
 
 import base64
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 from t5x_gpu.config.json_schema import Also, Fields, ListOf, MapOf, Nullable, Text, Whole
 
 _MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 2**58  # so that bytes of any dtype fit into 63 bits
-_MOST_CHUNK_ELEMENTS = 2**28  # of an array that is smaller than its chunk
+_MOST_ELEMENTS = 2**58  # so that byte counts of any dtype fit into 63 bits
+_MOST_CHUNK_ELEMENTS = 2**28  # for an array that is smaller than its chunk
 _MOST_LAYERS = 10_000
 
 
@@ -31,8 +32,8 @@ def _dtype_problem(name: str) -> str:
   try:
     dtype = jnp.dtype(name)
   except TypeError:
-    return 'there is no such dtype'
-  return '' if str(dtype) == name and dtype.kind in 'biufcV' else 'arrays have no such dtype'
+    return 'the dtype is unknown'
+  return '' if str(dtype) == name and dtype.kind in 'biufcV' else 'arrays do not support this dtype'
 
 
 def _base64_problem(text: str) -> str:
@@ -59,10 +60,10 @@ def _tree_problem(tree: Mapping[str, Any]) -> str:
 def _chunk_problem(array: Mapping[str, Any]) -> str:
   chunks, shape = array['chunks'], array['shape']
   if len(chunks) != len(shape) or min(chunks, default=1) < 1:
-    return 'its chunks are not parts of it'
+    return 'its chunks do not fit its shape'
   # The last chunk along an axis may reach beyond the array, and a small array may have one chunk.
   largest = max(math.prod(shape), _MOST_CHUNK_ELEMENTS)
-  return '' if math.prod(chunks) <= largest else 'its chunks are larger than it'
+  return '' if math.prod(chunks) <= largest else 'its chunks are larger than the array'
 
 
 _TREE_KEY_PART = r"""('[^'\\]*'|"[^"\\]*"|\d+)"""

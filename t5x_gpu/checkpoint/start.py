@@ -1,6 +1,7 @@
-"""The first state of a run: its own checkpoint, another run's, or parameters of either kind.
+"""Builds the first state of a run, from its own checkpoint, another checkpoint, or the seed.
 
-Each process reads the parts of the parameters that its devices hold, whatever mesh wrote them.
+Each process reads the parts of the parameters that its devices hold. Any mesh may have written
+them.
 """
 
 import contextlib
@@ -50,15 +51,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """What a run starts from: another checkpoint, or, without a `reader`, its own or its seed.
+  """What a run starts from: another checkpoint; without `reader`, its own checkpoint or the seed.
 
   Attributes:
-    reader: of the other checkpoint.
+    reader: reader of the other checkpoint.
     taken: path of a parameter -> its path in the other checkpoint.
     saved: for 'resume' and 'new_data', the metadata of the other checkpoint.
     origin: where the run's first state comes from, for its manifests; JSON-ready.
     text: a table for the log.
-    takes_data: whether the data continue where `saved` left them.
+    takes_data: whether the data continue from their position in `saved`.
   """
 
   reader: Optional[ParamsReader] = None
@@ -70,11 +71,11 @@ class Start:
 
   @property
   def path(self) -> str:
-    """Folder of the other checkpoint; empty without one."""
+    """Folder of the other checkpoint; '' without a checkpoint."""
     return '' if self.reader is None else str(self.reader.path)
 
   def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
-    """Returns where the run's first state came from, if its own checkpoint was `restored`."""
+    """Returns the origin of the run's first state, taken from its manifest if it was `restored`."""
     return self.origin or (restored and restored.manifest.get(STARTED_FROM))
 
   def first_state(
@@ -84,15 +85,15 @@ class Start:
     fresh: Optional[TrainState],
     local: LocalTier | NoLocalTier = NoLocalTier(),
   ) -> tuple[TrainState, Optional[Restored]]:
-    """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
+    """Returns the state of the next step, and the checkpoint that holds the whole state, or None.
 
     Args:
-      checkpointer: of the run, whose own latest checkpoint comes first.
-      program: of the run.
-      fresh: its initial state, which is used up; None to compute it if it is needed.
-      local: of the run; its local checkpoints replace a checkpoint that turns out to be damaged.
+      checkpointer: checkpointer of the run; the run's latest checkpoint takes precedence.
+      program: program of the run.
+      fresh: the initial state, which is donated; None to compute it if needed.
+      local: local checkpoints of the run; they replace a checkpoint that turns out to be damaged.
     Raises:
-      CheckpointError: nothing can be read.
+      CheckpointError: no checkpoint can be read.
     """
     restored = checkpointer.restore_latest(
       program.abstract_saved,
@@ -105,7 +106,7 @@ class Start:
     return self._filled(fresh or program.init(), program), None
 
   def _filled(self, state: TrainState, program: Program) -> TrainState:
-    """Returns a fresh state with the parameters of the checkpoint; `state` is used up."""
+    """Returns a fresh state with the parameters of the checkpoint; `state` is donated."""
     if not self.taken:
       return state
     state = program.in_model_order(state)
@@ -134,7 +135,7 @@ class Start:
 
 
 def _with_history(state: TrainState, program: Program) -> TrainState:
-  """Returns `state`; with a new FP8 history if the run needs one and the checkpoint has none."""
+  """Returns `state`, with a new FP8 history if the run needs one and the checkpoint lacks it."""
   if bool(state.fp8_history) == bool(program.abstract_saved.fp8_history):
     return state
   _log.info('The checkpoint has no FP8 history of this length: the first step uses default scales.')
@@ -146,13 +147,13 @@ def _with_history(state: TrainState, program: Program) -> TrainState:
 
 
 def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
-  """Returns a checkpoint of another run, which is only read, on the mesh of `target`.
+  """Reads a checkpoint of another run onto the mesh of `target`; never writes to the other run.
 
   Args:
-    checkpoint: whose manifest has been compared with `target`.
+    checkpoint: the checkpoint; its manifest has been compared with `target`.
     target: shapes, dtypes and shardings of this run.
   Raises:
-    CheckpointError: it cannot be read; on all processes.
+    CheckpointError: the checkpoint cannot be read; raised on all processes.
   """
   path, saved = checkpoint.path, checkpoint.saved
   target, state = known_part(saved.manifest, target), None
@@ -185,11 +186,11 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
   """Returns the files that `data` reads; empty on all processes but 0, and for data without files.
 
   Args:
-    data: of the run.
-    folder: MODEL_DIR, or the checkpoint of another run that this one continues.
+    data: data of the run.
+    folder: MODEL_DIR, or the checkpoint of another run that this run continues.
     resumed: compare the files with the record in `folder`.
   Raises:
-    DataError: a file has changed since that record was written, or cannot be read.
+    DataError: a file has changed since the record was written, or cannot be read.
     AccessError: the record cannot be opened.
   """
   read_files = optional_method(data, 'source_files')
@@ -202,7 +203,7 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
 
 
 def open_watch(data: BatchIterator) -> FileWatch:
-  """Returns what notices changes of the files of `data`; on all processes but 0, of no file."""
+  """Returns a watch for changes of the files of `data`; it watches no file except on process 0."""
   files = optional_method(data, 'watched_files')
   return FileWatch(files() if files is not None and distributed.is_main_process() else ())
 
@@ -228,9 +229,9 @@ def check_sources(files: SourceFiles, folder: AnyPath) -> None:
 
 
 def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
-  """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
+  """Moves the data to the position in a checkpoint; raises DataError if the data differ."""
   data.set_state(data_state)
-  if not manifest['next_batch_hash']:  # unknown: a source file had changed when it was saved
+  if not manifest['next_batch_hash']:  # unknown: a source file had changed at the time of the save
     return
   check_next_batch(
     saved_hash=manifest['next_batch_hash'],

@@ -1,7 +1,7 @@
-"""File writes that an interruption cannot spoil.
+"""File writes that are safe against interruptions.
 
-`atomic_write` replaces a file: readers see the old one or the complete new one. `append_line` adds
-to a file of lines.
+`atomic_write` replaces a file: readers see the old file or the complete new file. `append_line`
+appends to a file of lines.
 """
 
 import contextlib
@@ -10,22 +10,22 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-_SOME_GIGABYTES = 0.1  # with less, a disk is full, whatever the size of the file
+_SOME_GIGABYTES = 0.1  # a disk with less free space counts as full, for any file size
 
 
 @contextlib.contextmanager
 def atomic_write(
   path: str | os.PathLike, *, sync: bool = False, suffix: str = '.tmp'
 ) -> Iterator[pathlib.Path]:
-  """Yields a path next to `path` to write to; that file replaces `path` when the block ends.
+  """Yields a temporary path next to `path`; the file replaces `path` when the block ends.
 
-  If the block raises, `path` stays as it was and the temporary file is removed.
+  If the block raises, `path` is unchanged and the temporary file is removed.
 
   Args:
-    path: of the file; its folder exists.
-    sync: also survive a crash of the machine, which costs a wait for the disk.
-    suffix: of the temporary file's name. Give one with the process id if several processes may
-      write the same file at the same time.
+    path: path of the file; its folder exists.
+    sync: also survive a crash of the machine, at the cost of waiting for the disk.
+    suffix: suffix of the temporary file. Include the process id if several processes may write the
+      same file concurrently.
   """
   path = pathlib.Path(path)
   temporary = path.with_name(path.name + suffix)
@@ -42,13 +42,13 @@ def atomic_write(
 
 
 def append_line(path: str | os.PathLike, line: str) -> None:
-  """Appends a line in one system call; begins a new line if the last one was cut short.
+  """Appends a line in one system call; begins a new line if the last line is incomplete.
 
   Args:
-    path: of the file; its folder exists.
+    path: path of the file; its folder exists.
     line: text without its newline.
   Raises:
-    OSError: the file cannot be written, or only a part of the line was.
+    OSError: the file cannot be written, or only a part of the line was written.
   """
   with open(path, 'ab+', buffering=0) as f:
     size = f.seek(0, os.SEEK_END)
@@ -70,9 +70,9 @@ def write_atomically(
 
 
 def write_problem(e: OSError, folder: str | os.PathLike) -> str:
-  """Returns why a file in `folder` could not be written; of a full disk, what has run out.
+  """Returns why a file in `folder` could not be written; for a full disk, which resource ran out.
 
-  A disk has no space left as well when its last inode is used, or when a quota ends.
+  "No space left" may also mean that all inodes are used, or that a quota is exhausted.
   """
   text = e.strerror or str(e)
   if e.errno == errno.EDQUOT:

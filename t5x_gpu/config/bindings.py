@@ -1,7 +1,7 @@
-"""The bindings of gin files and the command line, in order, and which of them a run reaches.
+"""The bindings of gin files and the command line, in order, and the subset that a run uses.
 
-gin passes parameters to what is called through references (`@scope/Class()`), so the bindings that
-a run uses can be followed from its entry point without running anything.
+gin passes parameters to functions and classes called through references (`@scope/Class()`), so the
+bindings that a run uses can be followed from its entry point without running any code.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Binding:
     scope: 'train', 'a/b' or ''.
     selector: gin's complete name of the configurable.
     arg: parameter name.
-    value: as gin keeps it, with gin's own reference objects inside.
+    value: gin's value, which may contain gin's reference objects.
     text: the value as written.
     origin: 'FILE:LINE', or '--gin.KEY' for the command line.
     stack: the including files, outermost first; () for the command line.
@@ -53,7 +53,7 @@ class Binding:
 
   @property
   def key(self) -> str:
-    """The name that a user types: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'."""
+    """The key as a user types it: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'."""
     if self.is_macro:
       return self.scope
     prefix = f'{self.scope}/' if self.scope else ''
@@ -94,8 +94,8 @@ class Call:
   Attributes:
     selector: gin's complete name.
     scopes: active scopes, outermost first.
-    evaluated: gin itself calls it without arguments (`@x()`).
-    binding: the one whose value contains the reference; None for an entry point.
+    evaluated: whether gin calls it without arguments (`@x()`).
+    binding: the binding whose value contains the reference; None for an entry point.
   """
 
   selector: str
@@ -122,7 +122,7 @@ class Bindings:
     return self._history[binding.scope, binding.selector][binding.arg]
 
   def applied(self, selector: str, scopes: Scopes) -> dict[str, list[Binding]]:
-    """Returns arg -> bindings that apply in `scopes`; the last wins, the others are overridden."""
+    """Returns arg -> bindings that apply in `scopes`; the last one overrides the others."""
     result: dict[str, list[Binding]] = {}
     for depth in range(len(scopes) + 1):
       for arg, history in self._history.get(('/'.join(scopes[:depth]), selector), {}).items():
@@ -134,11 +134,11 @@ class Bindings:
     return {arg: found[-1] for arg, found in self.applied(selector, scopes).items()}
 
   def macro(self, reference: gin_config.ConfigurableReference) -> Optional[Binding]:
-    """Returns the binding that gives a macro its value, or None if nothing sets it."""
+    """Returns the binding that sets a macro, or None."""
     return self.effective(MACRO, tuple(reference.scopes)).get('value')
 
   def follow(self, binding: Binding) -> Binding:
-    """Returns the binding at the end of a chain of macros: the one that holds the value."""
+    """Returns the binding at the end of a chain of macros, which holds the value."""
     seen = set()
     while (
       isinstance(binding.value, gin_config.ConfigurableReference)
@@ -150,7 +150,7 @@ class Bindings:
     return binding
 
   def calls(self, roots: Iterable[Call], *, overridden: bool = False) -> list[Call]:
-    """Returns every call that the `roots` lead to, themselves first.
+    """Returns every call that is reached from the `roots`, starting with the roots.
 
     Args:
       roots: entry points.
@@ -169,7 +169,7 @@ class Bindings:
 
 
 def calls_in(value: Any, *, scopes: Scopes, binding: Optional[Binding] = None) -> list[Call]:
-  """Returns the calls that `value` asks for. A reference's own scopes replace the active ones."""
+  """Returns the calls in `value`. Scopes of a reference replace the active scopes."""
   return [
     Call(r.configurable.selector, tuple(r.scopes) or scopes, r.evaluate, binding)
     for r in references(value)

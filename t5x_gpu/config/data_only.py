@@ -1,7 +1,7 @@
-"""Reads the gin file of an untrusted folder as data: nothing in it runs.
+"""Reads the gin file of an untrusted folder as data, without running any code.
 
-gin imports modules and calls functions by name, so a gin file is a program. `kept` takes from one
-the values of a few named arguments. They may hold plain values, macros, and references to the
+gin imports modules and calls functions by name, so a gin file is a program. `kept` extracts the
+values of a few named arguments. They may contain plain values, macros, and references to the
 classes in `ALLOWED`. Everything else in the file is removed before gin sees it.
 """
 
@@ -13,8 +13,9 @@ from gin import config_parser
 from t5x_gpu.config.statements import Macro, Reference, Statement, instances
 from t5x_gpu.errors import ConfigError, all_problems
 
-# Building one of these imports nothing, reads no file and calls nothing that gin names. What
-# DatasetConfig names is imported when it is opened: see `may_import` in data/trust.py.
+# Constructors of these classes do not import modules, read files or call functions named in gin.
+# Modules named in a DatasetConfig are imported when it is opened: see `may_import` in
+# data/trust.py.
 ALLOWED = frozenset(
   {
     't5x_gpu.data.batches.DatasetConfig',
@@ -35,14 +36,14 @@ _TRAIN = 't5x_gpu.train.train'
 
 
 def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> list[Statement]:
-  """Returns the bindings that `wanted` needs, and the imports that these need.
+  """Returns the bindings that `wanted` needs, and the imports for them.
 
   Args:
     found: the statements of one gin file.
     wanted: names of macros, and of arguments of `train`.
     shown: the file's name in messages.
   Raises:
-    ConfigError: `wanted` needs more than plain values and `ALLOWED`, with file:line.
+    ConfigError: `wanted` needs more than plain values and `ALLOWED`; names file:line.
   """
   found = list(found)
   problems: list[str] = []
@@ -99,9 +100,9 @@ def _is_dynamic(statement: config_parser.ImportStatement) -> bool:
 
 
 def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[str, str]:
-  """Returns imported name -> module; adds what cannot be resolved to `problems`.
+  """Returns imported name -> module; adds unresolvable imports to `problems`.
 
-  Returns {} without dynamic registration: then names in a gin file do not come from its imports.
+  Returns {} without dynamic registration, because names then do not come from the file's imports.
   """
   imports: dict[str, str] = {}
   for statement in found:
@@ -119,13 +120,13 @@ def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[s
 
 
 def _name(statement: config_parser.BindingStatement, imports: dict[str, str]) -> str:
-  """Returns '%scope/MACRO', or 'package.module.Class' whatever its scope."""
+  """Returns '%scope/MACRO', or 'package.module.Class' for any scope."""
   if not statement.arg_name:
     return '%' + '/'.join(filter(None, (statement.scope, statement.selector)))
   return _resolved(statement.selector, imports)
 
 
 def _resolved(selector: str, imports: dict[str, str]) -> str:
-  """Returns 'package.module.Class' of what gin spells 'module.Class'; '' if nothing imports it."""
+  """Returns 'package.module.Class' for gin's 'module.Class'; '' if it is not imported."""
   first, dot, rest = selector.partition('.')
   return f'{imports[first]}{dot}{rest}' if first in imports else ''

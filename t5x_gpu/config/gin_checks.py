@@ -25,15 +25,15 @@ def problems(
   """Returns all problems of bindings that gin accepted.
 
   Args:
-    bindings: all of them.
+    bindings: all bindings.
     entries: the calls of the entry functions.
-    lost: references in refused bindings; what they lead to is not reported as unused, too.
+    lost: references in refused bindings; bindings reached from them do not count as unused.
   """
   refused = [Call(r.configurable.selector, tuple(r.scopes), r.evaluate) for r in lost]
   scopes = _scopes(bindings, refused)
   roots = [*entries, *_decorated(scopes)]
   circles = _macro_circles(bindings)
-  if circles:  # following values would never end
+  if circles:  # following values would not terminate
     return circles
   reached = bindings.calls(roots)
   return [
@@ -94,7 +94,7 @@ def _macro_circles(bindings: Bindings) -> list[str]:
 
 
 def _lost_overrides(bindings: Bindings) -> list[str]:
-  """Returns the bindings of a file that a file included after them overrides."""
+  """Returns problems with bindings that are overridden by a file included later."""
   result = []
   for last in bindings.final():
     history = bindings.history(last)
@@ -116,13 +116,13 @@ def _unused(
   refused: Sequence[Call],
   scopes: set[bindings_lib.Scopes],
 ) -> list[str]:
-  """Returns unused bindings, except those that only other unused bindings refer to."""
+  """Returns unused bindings, except bindings that only other unused bindings refer to."""
   operative = {
     found[-1] for call in reached for found in bindings.applied(call.selector, call.scopes).values()
   }
   excused = _applied(bindings, bindings.calls([*roots, *refused], overridden=True))
   idle = [b for b in bindings.final() if b not in excused]
-  # An unused binding that another unused one refers to is not a second problem.
+  # An unused binding that another unused binding refers to is not a second problem.
   causes = [b for b in idle if not b.is_macro] or idle
   consequences = set()
   for b in [*causes, *(b for b in idle if b not in causes)]:
@@ -133,7 +133,7 @@ def _unused(
   result = [_unused_text(b, bindings, reached, scopes) for b in idle if b not in consequences]
   for b in bindings.final():
     if b in excused and b not in operative and b.from_command_line:
-      result.append(f'{b.origin} changes nothing: what used {b.key} is overridden.')
+      result.append(f'{b.origin} has no effect: the bindings that use {b.key} are overridden.')
   return result
 
 
@@ -188,7 +188,7 @@ def _unused_text(
 
 
 def _parameter_hint(macro: str, reached: Sequence[Call]) -> str:
-  """Returns which parameters of the run have the name of a macro that no gin file uses."""
+  """Returns a hint if parameters of the run have the same name as an unused macro."""
   selectors = dict.fromkeys(call.selector for call in reached)
   names = [
     f'{bindings_lib.short_name(selector)}.{macro.lower()}'
@@ -230,7 +230,7 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
 
 
 def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[str]:
-  """Returns what must be set but is not, and how: required parameters and macros, unset macros.
+  """Returns required parameters and macros that are not set, with how to set them.
 
   Skips the parameters of the entry function in `without`.
   """

@@ -1,7 +1,7 @@
-"""Where gin files are found, from any working directory and from an installed wheel.
+"""Finds gin files, from any working directory and from an installed wheel.
 
-gin 0.5.0's own search treats a folder that Python could import as a package and then fails with a
-TypeError (resource_reader.py:89), so we read all files ourselves and give gin only their text.
+gin 0.5.0's search treats a folder that Python could import as a package and then fails with a
+TypeError (resource_reader.py:89), so we read all files ourselves and pass only their text to gin.
 """
 
 import os
@@ -33,7 +33,7 @@ class GinFiles:
       asked_at: 'FILE:LINE' of an include statement, for the message.
       included_by: the including file; its folder is searched last.
     Raises:
-      ConfigError: the file does not exist; names the searched folders and similar shipped files.
+      ConfigError: the file does not exist; lists the searched folders and similar shipped files.
     """
     expanded = os.path.expanduser(name)
     folders = self.folders if included_by is None else [*self.folders, included_by.parent]
@@ -58,18 +58,18 @@ class GinFiles:
 
   def shown(self, path: pathlib.Path) -> str:
     """Returns `path` relative to its folder, as messages and tables print it."""
-    # The shortest one: a virtual environment may be inside the working directory.
+    # The shortest path: a virtual environment may be inside the working directory.
     relative = [str(path.relative_to(f)) for f in self.folders if path.is_relative_to(f)]
     return min(relative, key=len, default=str(path))
 
   def is_shipped(self, shown: str) -> bool:
-    """Returns whether a file, by the name that `shown` returns, comes with the package."""
+    """Returns whether a file, named as by `shown`, comes with the package."""
     found = next((path for f in self.folders if (path := f / shown).is_file()), None)
     roots = [folder / 'gin_configs' for folder in (PACKAGE, PACKAGE.parent)]
     return found is not None and any(found.is_relative_to(root) for root in roots)
 
   def shipped(self, subfolder: str = '') -> list[str]:
-    """Returns the gin files of the package, as one would type them."""
+    """Returns the gin files of the package, in the form that users type."""
     for folder in (PACKAGE, PACKAGE.parent):
       root = folder / 'gin_configs'
       if root.is_dir():

@@ -1,4 +1,4 @@
-"""gin files and command-line bindings -> a checked configuration: `load` and `LoadedConfig`."""
+"""Loads gin files and command-line bindings into a checked configuration: `LoadedConfig`."""
 
 import copy
 import dataclasses
@@ -28,9 +28,9 @@ class LoadedConfig:
 
   Attributes:
     entry: the entry points that it was checked for.
-    provenance: every value, where it was set and what it overrode.
+    provenance: every value, its origin, and the values it overrides.
     notes: remarks to print, not errors.
-    bindings: in order.
+    bindings: all bindings, in order.
   """
 
   entry: tuple[Entry, ...]
@@ -45,15 +45,15 @@ class LoadedConfig:
     without: Sequence[str] = (),
     only: Optional[Collection[str]] = None,
   ) -> dict[str, Any]:
-    """Returns the keyword arguments that gin files give the entry function, references resolved.
+    """Returns the configured keyword arguments of the entry function, with references resolved.
 
     Args:
       entry: 'module.function' or the function; the first entry point of `load` if None.
       without: parameters that the caller does not need: not resolved, and never missing.
       only: the parameters that the caller needs; None for all.
     Raises:
-      ConfigError: required values are not set; lists all, with how to set each. Errors of the
-        constructors that references call pass through.
+      ConfigError: required values are not set; lists all, with how to set each of them. Errors of
+        constructors called through references pass through.
     """
     if gin_config._CONFIG and provenance.current() is not self.provenance:
       raise ConfigError(
@@ -74,12 +74,12 @@ class LoadedConfig:
 
 
 def configured(loaded: LoadedConfig, part: type[Part], *, entry: str = ENTRY) -> Part:
-  """Returns `part` (`Run`, or a smaller dataclass) with what gin configured for `entry`.
+  """Returns `part` (`Run`, or a smaller dataclass) with the values that gin sets for `entry`.
 
   Parameters of `entry` that `part` does not have are neither built nor required.
 
   Raises:
-    ConfigError: required values that nothing sets. Errors of the constructors that gin calls.
+    ConfigError: required values are not set. Errors of the constructors that gin calls.
   """
   names = [field.name for field in dataclasses.fields(part)]
   return part(**loaded.arguments(entry, only=names))
@@ -97,23 +97,23 @@ def load(
 ) -> LoadedConfig:
   """Returns the configuration of `gin_files`, then `bindings`, after every check of `gin_checks`.
 
-  Forgets what was loaded before, in gin as well.
+  Forgets earlier configurations, including gin's.
 
   Args:
-    gin_files: paths; see GinFiles for where they are looked for.
+    gin_files: paths; see GinFiles for the searched folders.
     bindings: 'KEY=VALUE' as after `--gin.`; text may be unquoted.
-    computed: 'KEY=VALUE' that nobody typed -> its origin, `provenance.OF_DATA`; `bindings` win.
+    computed: computed 'KEY=VALUE' -> its origin, `provenance.OF_DATA`; `bindings` take precedence.
     search_paths: more folders to search for gin files.
     entry: the function that the configuration is for, or several: 'module.function'. Bindings that
-      they do not reach are unused, which is an error.
-    read_as_data: those of `gin_files` that must not run any code -> the macros and arguments of
-      `train` to take from each; see `data_only.kept`.
-    placeholders: macro -> value in gin, for required macros that are not set and do not matter.
+      are not reached from them are unused, which is an error.
+    read_as_data: gin file that must not run any code -> the macros and arguments of `train` to take
+      from it; see `data_only.kept`.
+    placeholders: macro -> value in gin, for required macros that are not set and irrelevant here.
   Raises:
     ConfigError: all problems at once, each with file:line and suggestions.
   """
   unknown = read_as_data.keys() - set(map(os.fspath, gin_files))
-  if unknown:  # a file under another name would run
+  if unknown:  # a file with a different spelling would run code
     raise ValueError(f'read_as_data names {sorted(unknown)}, which are not among gin_files.')
   _forget()
   _make_working_directory_importable()
@@ -147,7 +147,7 @@ def load(
 
 
 def _forget() -> None:
-  """Clears gin's bindings and what gin files registered, so that loads are independent."""
+  """Clears gin's bindings and registrations, so that loads are independent."""
   gin.clear_config()
   for selector, configurable in list(gin_config._REGISTRY.items()):
     stale = getattr(configurable.wrapped, '__module__', 'gin') not in sys.modules
@@ -159,7 +159,7 @@ def _forget() -> None:
 
 
 def _make_working_directory_importable() -> None:
-  """Makes users' modules importable from console scripts, as `python -m` does."""
+  """Makes users' modules importable from console scripts, as with `python -m`."""
   if '' not in sys.path and os.getcwd() not in sys.path:
     sys.path.insert(0, os.getcwd())
 

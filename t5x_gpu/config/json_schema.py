@@ -1,16 +1,16 @@
 """Untrusted JSON: parsed safely, then checked against a schema.
 
-Whatever a file contains, the only errors are ValueError (its content) and OSError (it cannot be
-read). Code that uses a value from `parse_json` does not have to check it again. A schema is
+For any file content, the only errors are ValueError (invalid content) and OSError (unreadable
+file). Code that uses a value from `parse_json` does not have to check it again. A schema is
 
-    str, bool, dict, list, float, object   a value of that type; `float` is any number but true and
-                                           false, `object` is any value
+    str, bool, dict, list, float, object   a value of that type; `float` is any number except true
+                                           and false, `object` is any value
     Whole(low, high), Number(low, high)    a number between these bounds
     Text(pattern)                          text that matches as a whole
     (a, b)                                 a list with exactly these entries
     ListOf(schema), MapOf(schema)          a list, an object with any keys
     Fields({...}, optional={...})          an object with these keys
-    Nullable(schema)                       null, or what the schema says
+    Nullable(schema)                       null, or a value that matches the schema
     Also(schema, problem)                  `problem(value)` must return '' as well
 """
 
@@ -23,7 +23,7 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-MOST_BYTES = 1 << 30  # of a file; the largest hold shuffle buffers of the data
+MOST_BYTES = 1 << 30  # limit for a file; the largest files hold shuffle buffers of the data
 MOST_DEPTH = 100
 MOST_DIGITS = 40  # tokenizer files of Hugging Face have 10**30 for "no limit"
 LARGEST = 2**62
@@ -87,15 +87,15 @@ def read_json(path: Any, schema: Any = object) -> Any:
     path: a file, or an object in storage.
     schema: see above.
   Raises:
-    ValueError: it is too large, not JSON, or does not match `schema`.
-    OSError: it cannot be read, or is not a regular file.
+    ValueError: the content is too large, not JSON, or does not match `schema`.
+    OSError: the file cannot be read, or is not a regular file.
   """
   return parse_json(read_bytes(path), schema)
 
 
 def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:
   """Returns the content of a small file; errors as for `read_json`."""
-  if not isinstance(path, (str, os.PathLike)):  # in object storage
+  if not isinstance(path, (str, os.PathLike)):  # an object in storage
     return path.read_bytes()
   with open_regular(path) as f:
     size = os.fstat(f.fileno()).st_size
@@ -105,7 +105,7 @@ def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-  """Opens a regular file for reading. Raises OSError for anything else; a pipe does not block."""
+  """Opens a regular file for reading. Raises OSError for others; does not block on a pipe."""
   f = open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
   if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
     f.close()
@@ -120,7 +120,7 @@ def parse_json(data: str | bytes, schema: Any = object) -> Any:
     value = json.loads(text, parse_int=_whole)
   except RecursionError:
     raise ValueError('it is nested too deeply') from None
-  if is_deeper(value, MOST_DEPTH):  # code that walks through it later recurses, too
+  if is_deeper(value, MOST_DEPTH):  # code that traverses the value later recurses, too
     raise ValueError(f'it is nested more than {MOST_DEPTH} levels deep')
   if _SURROGATE.search(text):
     json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be printed or written
@@ -151,7 +151,7 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 def check(value: Any, schema: Any, where: str = 'it') -> None:
-  """Raises ValueError, with the place, unless `value` matches `schema`."""
+  """Raises ValueError, naming the position in `value`, unless `value` matches `schema`."""
 
   def refuse(wanted: str) -> None:
     raise ValueError(f'{where} is {_shown(value)}, not {wanted}')

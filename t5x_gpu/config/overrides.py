@@ -1,4 +1,4 @@
-"""`--gin.KEY=VALUE` -> a gin binding. Unquoted text becomes a string."""
+"""Parses `--gin.KEY=VALUE` into a gin binding. Unquoted text becomes a string."""
 
 import dataclasses
 import re
@@ -31,11 +31,11 @@ def parse_override(text: str) -> Override:
   """Returns the binding of 'KEY=VALUE'.
 
   A legal gin value keeps its meaning (`5`, `True`, `[1, 2]`, `"text"`, `%MACRO`, `@module.name()`).
-  Anything else is a string, so `MODEL_DIR=runs/a` and `DTYPE=bfloat16` work without quotes.
-  Escaped quotes as in T5X's shell scripts (`MODEL_DIR=\\"runs/a\\"`) give the same.
+  Anything else is a string, so `MODEL_DIR=runs/a` and `DTYPE=bfloat16` work without quotes. Escaped
+  quotes as in T5X's shell scripts (`MODEL_DIR=\\"runs/a\\"`) have the same result.
 
   Raises:
-    ConfigError: no value, a malformed key, or an unclosed quote or bracket.
+    ConfigError: the value is missing, the key is malformed, or a quote or bracket is not closed.
   """
   key, equals, value = (part.strip() for part in text.partition('='))
   key = key.removeprefix('--gin.').removeprefix('%')

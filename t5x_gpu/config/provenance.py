@@ -1,4 +1,4 @@
-"""Where each value of a run came from and what it overrode.
+"""The origin of each value of a run, and the values it overrides.
 
 train.total_steps = 50000   gin_configs/runs/pretrain.gin:12   overrides 10000 (default)
 """
@@ -15,7 +15,7 @@ from t5x_gpu.config import resolve, statements
 from t5x_gpu.config.bindings import Binding, Bindings, Call, Scopes
 
 DEFAULT = 'default'
-# Origins of a value that nobody typed, by `gin_loader.load(computed=...)`.
+# Origins of computed values, see `gin_loader.load(computed=...)`.
 OF_DATA, OF_RUN = 'the training data', 'the start of this run'
 REQUIRED = '%gin.REQUIRED'
 
@@ -26,11 +26,11 @@ class Setting:
 
   Attributes:
     key: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'.
-    text: as written, '%BATCH_SIZE'.
-    value: with macros followed, '128'.
+    text: the value as written, '%BATCH_SIZE'.
+    value: the value with macros resolved, '128'.
     origin: where `text` was written: 'FILE:LINE', '--gin.KEY' or 'default'; or OF_DATA, OF_RUN.
-    value_origin: where `value` was written; differs from `origin` when a macro gives it.
-    overrides: (value, origin) of what it overrode, most recent first.
+    value_origin: where `value` was written; differs from `origin` if it comes from a macro.
+    overrides: (value, origin) of overridden values, most recent first.
   """
 
   key: str
@@ -47,7 +47,7 @@ class Setting:
 
   @property
   def expression(self) -> str:
-    """`key = value`, and through which macro."""
+    """`key = value`, with the macro that sets it."""
     through = '' if self.text == self.value else f' ({self.text})'
     return f'{self.key} = {self.value}{through}'
 
@@ -63,9 +63,9 @@ class Provenance:
   """All values of a run.
 
   Attributes:
-    settings: from gin files and the command line, macros first, then by name.
-    defaults: parameters that the run uses and nothing sets. If another scope sets a parameter, the
-      key names the scope that does not: 'train_eval/DatasetConfig.pack'.
+    settings: values from gin files and the command line, macros first, then by name.
+    defaults: parameters that the run uses with their defaults. If a parameter is set in one scope
+      only, the key names the other scope: 'train_eval/DatasetConfig.pack'.
     config: gin text that gives the same run when loaded.
   """
 
@@ -74,7 +74,7 @@ class Provenance:
   config: str
 
   def find(self, name: str, *, partial: bool = True) -> list[Setting]:
-    """Returns the settings called `name`: a macro, `Class.param`, `scope/Class.param`, or `param`.
+    """Returns the settings named `name`: a macro, `Class.param`, `scope/Class.param`, or `param`.
 
     The most exact match wins; `partial` allows any part of a name.
     """
@@ -97,7 +97,7 @@ _current: Optional[Provenance] = None
 
 
 def current() -> Optional[Provenance]:
-  """Returns the provenance of the configuration that gin holds now, or None."""
+  """Returns the provenance of gin's current configuration, or None."""
   return _current
 
 
@@ -108,12 +108,12 @@ def forget() -> None:
 
 
 def origin_sentences(name: str) -> list[str]:
-  """Returns a sentence per parameter called `name` on where it was set, for errors."""
+  """Returns a sentence per parameter named `name` on where it was set, for errors."""
   result = []
   found = _current.find(name, partial=False) if _current else []
   for setting in found:
     if setting.origin == DEFAULT:
-      # Beside other scopes, the default without a scope has the plain name.
+      # If other scopes set the parameter, the default without a scope has the plain name.
       is_set = '/' not in setting.key and any(s.unscoped == setting.key for s in _current.settings)
       reason = 'only a scope sets it' if is_set else 'nothing sets it'
       result.append(f'{setting.key} is {setting.value}, its default; {reason}.')
@@ -132,7 +132,7 @@ def _by(origin: str) -> str:
 
 
 def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list[str]]:
-  """Returns the provenance of what `roots` reach, which becomes the current one, and notes."""
+  """Returns the provenance of bindings reached from `roots`, and notes; makes it current."""
   global _current
   settings: dict[Binding, Setting] = {}
   defaults: dict[tuple[str, Scopes], str] = {}
@@ -174,7 +174,7 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
 def _setting(
   bindings: Bindings, found: list[Binding], parameter: Optional[inspect.Parameter]
 ) -> Setting:
-  """Returns the setting of the last of `found`; it overrode the others and the default."""
+  """Returns the setting of the last binding in `found`, which overrides the others."""
   binding = found[-1]
   overrides = [
     (_value_text(bindings, b), b.origin if b.key == binding.key else f'{b.key}, {b.origin}')
@@ -193,7 +193,7 @@ def _setting(
 
 
 def _value_text(bindings: Bindings, binding: Binding) -> str:
-  """Returns the value with macros followed, also inside lists and mappings."""
+  """Returns the value with macros resolved, also inside lists and mappings."""
   binding = bindings.follow(binding)
   if not isinstance(binding.value, (list, tuple, dict)):
     return binding.text
@@ -210,7 +210,7 @@ def _value_text(bindings: Bindings, binding: Binding) -> str:
 
 
 class _Shown(str):
-  """Text that stands for itself inside a printed list."""
+  """Text that is printed without quotes inside a list."""
 
   __repr__ = str.__str__
 
@@ -225,7 +225,7 @@ def _default_text(default: Any) -> str:
 def _config_text(used: Sequence[Binding]) -> str:
   """Returns gin text with only the `used` bindings.
 
-  Overridden ones would be reported as unused when the text is loaded.
+  Overridden bindings would be reported as unused when the text is loaded.
   """
   kept: dict[tuple[str, str], dict[str, Any]] = {}
   for b in used:

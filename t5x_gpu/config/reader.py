@@ -1,8 +1,8 @@
 """Reads gin files and command-line bindings into gin; reports every problem instead of the first.
 
-gin does the work (scopes, references, dynamic registration), but the loop over statements is ours:
-gin 0.5.0 forgets file and line, stops at the first problem, and silently accepts a second binding
-of a key.
+gin resolves scopes, references and dynamic registration, but this module has its own loop over
+statements: gin 0.5.0 forgets file and line, stops at the first problem, and silently accepts a
+second binding of a key.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ class Reader:
   """Reads files and bindings into gin and into `bindings`; collects problems and continues.
 
   Args:
-    files: where gin files are found.
-    read_as_data: file name -> what to take from it without running it; see `data_only.kept`.
+    files: finds gin files.
+    read_as_data: file name -> arguments to take from it as data; see `data_only.kept`.
   """
 
   def __init__(
@@ -124,7 +124,7 @@ class Reader:
           )
 
   def read_command_line(self, texts: Sequence[str], *, origin: str = '') -> None:
-    """Binds each 'KEY=VALUE'; `origin` replaces '--gin.KEY' for values that nobody typed."""
+    """Binds each 'KEY=VALUE'; for computed values, `origin` replaces '--gin.KEY'."""
     with _context(resolve.CommandLineContext(self._contexts)) as context:
       for text in texts:
         try:
@@ -156,7 +156,7 @@ class Reader:
   def _configurable(
     self, selector: str, *, at: str, context: gin_config.ParseContext, arg: str = ''
   ) -> Optional[gin_config.Configurable]:
-    """Returns gin's configurable, or records once per file why there is none."""
+    """Returns gin's configurable, or records the problem once per file."""
     problem = resolve.selector_problem(context, selector, arg=arg)
     if problem is None:
       try:

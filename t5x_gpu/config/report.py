@@ -1,4 +1,4 @@
-"""Shows where values come from: what a run prints, the files it writes, `explain` and `diff`."""
+"""Shows the origins of values: on the screen, in the run's files, in `explain` and `diff`."""
 
 import difflib
 import errno
@@ -22,16 +22,16 @@ from t5x_gpu.config.set_aside import set_aside_damaged
 from t5x_gpu.errors import ConfigError, did_you_mean, listed
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
-_VALUE_WIDTH = 60  # Longer values are cut in the printed table, never in files.
-_MOST_CHANGES = 15  # on the first screen of a run
-_MOST_NAMES = 20  # of further changes there
+_VALUE_WIDTH = 60  # longer values are cut in the printed table, never in files
+_MOST_CHANGES = 15  # changes on the first screen of a run
+_MOST_NAMES = 20  # names of further changes on the first screen
 
 
 def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None) -> None:
-  """Prints every value and who set it; plain text unless the console is a terminal.
+  """Prints every value and its origin; plain text unless the console is a terminal.
 
   Args:
-    provenance: of the configuration.
+    provenance: provenance of the configuration.
     console: stdout if None.
   """
   console = console or rich.console.Console(highlight=False)
@@ -59,23 +59,23 @@ def print_changes(
   model_dir: str,
   console: Optional[rich.console.Console] = None,
 ) -> None:
-  """Prints the values that the user's gin files and flags change: old, new, and where.
+  """Prints the values that the user's gin files and flags change: old, new, and origin.
 
-  Flags come first, then the last gin file of the command line and those before it, then what they
-  include; settings of a file are in its order. Of many changes the last are names only.
+  Flags come first, then the gin files of the command line (last file first), then included files;
+  settings of a file are in file order. If there are many changes, prints only names of the last.
 
   Args:
-    provenance: of the configuration.
-    files: finds gin files; those that come with the package are not the user's.
-    gin_files: of the command line.
-    model_dir: where the run writes all values.
+    provenance: provenance of the configuration.
+    files: finds gin files, and distinguishes the package's files from the user's.
+    gin_files: gin files of the command line.
+    model_dir: folder that the run writes all values to.
     console: stdout if None.
   """
   console = console or rich.console.Console(highlight=False)
   is_users = functools.cache(lambda file: file != DEFAULT and not files.is_shipped(file))
   changes = []
   for setting in provenance.settings:
-    # The user may set a value twice: show the value before the first of them.
+    # If the user sets a value twice, show the value before the first change.
     old = next(
       (
         value
@@ -110,7 +110,7 @@ def print_changes(
 
 
 def _rank(origin: str, gin_files: Sequence[str]) -> tuple[int, str, int]:
-  """Returns the place of a change: flags, the last gin file, ..., the first, files they include."""
+  """Returns the sort key of a change: flags, the last gin file, ..., the first, included files."""
   if origin.startswith('--'):
     return 0, '', 0
   file, line = _file(origin), origin.rsplit(':', 1)[-1]
@@ -148,9 +148,9 @@ def lines(settings: Sequence[Setting]) -> list[str]:
 def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[str]:
   """Writes config.gin and config_origins.txt; returns a line for each change since the last run.
 
-  config.gin repeats the run. An earlier, different one is kept as config_<N>.gin, with its origins.
-  Files are replaced atomically: a killed process leaves the old or the new one. A damaged file is
-  renamed with a warning.
+  config.gin repeats the run. An earlier, different config.gin is kept as config_<N>.gin, with its
+  origins. Files are replaced atomically: a killed process leaves the old or the new file. A damaged
+  file is renamed with a warning.
 
   Raises:
     ConfigError: the folder cannot be written.
@@ -189,7 +189,7 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
     for name in os.listdir(folder)
     if (match := re.fullmatch(r'config_(\d+)\.gin', name))
   )
-  # If a run was killed after this copy, the copy is there already.
+  # If a run was killed after this copy, the copy already exists.
   if not numbers or _text_of(folder / f'config_{numbers[-1]}.gin') != old:
     number = numbers[-1] + 1 if numbers else 1
     for name, text in ((ORIGINS, origins), (CONFIG, old)):
@@ -202,7 +202,7 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
 
 
 def _text_of(path: pathlib.Path) -> Optional[str]:
-  """Returns the text of a file; None if there is none, or if it is damaged and has been renamed."""
+  """Returns the text of a file; None if it is missing, or if it was damaged and renamed."""
   if not os.path.lexists(path):
     return None
   try:
@@ -213,7 +213,7 @@ def _text_of(path: pathlib.Path) -> Optional[str]:
 
 
 def changes(old: str, new: str) -> list[str]:
-  """Returns `KEY: old -> new` for what differs between two config.gin."""
+  """Returns `KEY: old -> new` for the values that differ between two config.gin."""
   try:
     before, after = (dict(_texts(text)) for text in (old, new))
   # Edited by hand, or damaged: show the lines that differ.
@@ -236,10 +236,10 @@ def _texts(config: str) -> Iterator[tuple[str, str]]:
 
 
 def explain(provenance: Provenance, name: str) -> list[str]:
-  """Returns lines that show where `name` gets its value, through which macros, and who uses it.
+  """Returns lines that show the origin of `name`, its macros, and the settings that use it.
 
   Raises:
-    ConfigError: this run has no setting of that name; names the closest ones.
+    ConfigError: this run has no setting named `name`; suggests the closest names.
   """
   found = provenance.find(name)
   everything = (*provenance.settings, *provenance.defaults)
@@ -282,7 +282,7 @@ def _macros(setting: Setting) -> list[str]:
 
 
 def diff(a: Provenance, b: Provenance) -> list[str]:
-  """Returns `KEY: value (origin) -> value (origin)` for the values in which two runs differ."""
+  """Returns `KEY: value (origin) -> value (origin)` for values that differ between two runs."""
 
   def by_key(settings: Iterable[Setting]) -> dict[str, Setting]:
     return {s.key: s for s in settings}

@@ -1,4 +1,4 @@
-"""Names in gin files -> gin's configurables, with a reason and a suggestion when there is none."""
+"""Resolves names in gin files to gin's configurables; explains failures, with a suggestion."""
 
 import importlib
 import inspect
@@ -22,12 +22,12 @@ class CommandLineContext(gin_config.ParseContext):
   """Finds registered names by any unique ending, then names that the gin files import.
 
   So T5X's spelling `train_script.train.total_steps` and values like `@schedules.cosine` work on the
-  command line, where there are no imports.
+  command line, which has no imports.
   """
 
   def __init__(self, contexts: Sequence[gin_config.ParseContext]):
     super().__init__()
-    self.contexts = [c for c in contexts if c._dynamic_registration]  # The others define nothing.
+    self.contexts = [c for c in contexts if c._dynamic_registration]  # others do not define names
 
   def get_configurable(self, selector: str) -> Optional[gin_config.Configurable]:
     matches = _named(selector)
@@ -44,9 +44,9 @@ def selector_problem(
   """Returns why gin cannot configure `selector`, or None if it can.
 
   Args:
-    context: in which the name is looked up.
+    context: context in which the name is looked up.
     selector: 'Class', 'module.function', ...
-    arg: the parameter to bind, to suggest what has it.
+    arg: the parameter to bind, to suggest configurables that have it.
   """
   if isinstance(context, CommandLineContext):
     return _registry_problem(selector, matches=_named(selector), contexts=context.contexts, arg=arg)
@@ -81,16 +81,17 @@ def selector_problem(
 
 
 def _named(selector: str) -> list[str]:
-  """Returns the registered names that end in `selector`, gin's own only if it begins with `gin.`.
+  """Returns the registered names that end in `selector`.
 
-  Otherwise a schedule called `constant` would clash with `gin.constant`.
+  Includes gin's own names only if `selector` begins with `gin.`; otherwise a schedule named
+  `constant` would clash with `gin.constant`.
   """
   matches = gin_config._REGISTRY.matching_selectors(selector)
   return [m for m in matches if selector.startswith('gin.') or not m.startswith('gin.')]
 
 
 def _import_line(selector: str) -> str:
-  """Returns the import of our module that defines `selector`, 'decoding.DecodingConfig', or ''."""
+  """Returns the import of the t5x_gpu module that defines `selector`, or ''."""
   module, _, name = selector.rpartition('.')
   package = pathlib.Path(__file__).parents[1]
   for path in sorted(package.rglob(f'{module}.py')) if module.isidentifier() else ():
@@ -138,8 +139,8 @@ def _registry_problem(
     for s, c in gin_config._REGISTRY.items()
     if c.module != 'gin' and arg in parameters(c)
   ]
-  # `trainer.Trainer.num_microbatches`, as T5X spells it, looks like `train_script.train`, but what
-  # was meant is known by its parameter.
+  # T5X's `trainer.Trainer.num_microbatches` resembles `train_script.train`, but the parameter shows
+  # which configurable was meant.
   if len(owners) == 1 and repr(owners[0]) not in hint:
     hint = f' {arg} is a parameter of {owners[0]}: write {owners[0]}.{arg}.'
   imported = sorted({a for context in contexts for a in context._symbol_table if a != 'gin'})
@@ -200,7 +201,7 @@ def import_problem(statement: config_parser.ImportStatement, error: BaseExceptio
     grand, _, short = parent.rpartition('.')
     spelled = f'from {grand} import {short}' if grand else f'import {short}'
     return (
-      f'{parent} is a module, and gin imports modules, not what is in them: write '
+      f'{parent} is a module, and gin imports modules, not their contents: write '
       f'`{spelled}` and use {short}.{name}.'
     )
   paths = package.__path__ if package is not None else None
@@ -212,8 +213,8 @@ def import_problem(statement: config_parser.ImportStatement, error: BaseExceptio
 def entry_function(entry: Any) -> Any:
   """Returns the function named 'package.module.function', or `entry` itself if it is a function.
 
-  `python -m t5x_gpu.train` knows its own `train` as `__main__.train`, a second object: gin files
-  bind the importable one, so that is what comes back.
+  In `python -m t5x_gpu.train`, `__main__.train` is a second object: gin files bind the importable
+  function, so this function returns that.
   """
   if not isinstance(entry, str):
     module = entry.__module__

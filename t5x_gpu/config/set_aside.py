@@ -1,7 +1,7 @@
-"""Damaged files of a run: renamed with a warning, so that a restart continues without them.
+"""Renames damaged files of a run with a warning, so that a restart continues without them.
 
-A file that cannot be opened is not a damaged file: too many open files, a missing right or a file
-server that does not answer say nothing about its bytes. Such an error stops what needs the file.
+A file that cannot be opened is not damaged: too many open files, a missing permission or a file
+server that does not answer are unrelated to its bytes. Such an error stops the command.
 """
 
 import errno
@@ -14,8 +14,8 @@ from typing import Optional
 from t5x_gpu.errors import AccessError
 
 _log = logging.getLogger(__name__)
-# There is no file: nothing, or a folder, a loop of links, a pipe (`json_schema.open_regular`), or a
-# name longer than any file has.
+# There is no regular file: the path does not exist, is a folder, a loop of links or a pipe
+# (`json_schema.open_regular`), or its name is too long.
 _NO_FILE = (
   errno.ENOENT,
   errno.ENOTDIR,
@@ -39,17 +39,17 @@ _REMEDIES = {
 
 
 def is_missing(e: BaseException) -> bool:
-  """Returns whether an error of the system says that there is no regular file at a path."""
+  """Returns whether a system error means that there is no regular file at a path."""
   return isinstance(e, OSError) and (e.errno is None or e.errno in _NO_FILE)
 
 
 def remedy(e: OSError) -> str:
-  """Returns what helps against an error of the system."""
+  """Returns the fix for a system error."""
   return _REMEDIES.get(e.errno, 'Check the disk, the mount and the rights of that path.')
 
 
 def reason_of(e: OSError) -> str:
-  """Returns an error of the system as 'Too many open files (EMFILE)'."""
+  """Returns a system error as 'Too many open files (EMFILE)'."""
   return f'{e.strerror or e} ({errno.errorcode.get(e.errno, e.errno)})'
 
 
@@ -57,33 +57,33 @@ def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
   """Returns the error for a file that cannot be opened or read now.
 
   Args:
-    e: of the system.
-    path: which file, if `e` does not name it.
+    e: the system error.
+    path: the file, if `e` does not name it.
   """
   return AccessError(
     f'{e.filename or path} cannot be read: {reason_of(e)}.',
     fix=f'{remedy(e)}\nThe file may be intact, so nothing was moved, removed or replaced: the same '
-    'command continues once the file can be read. To continue without the file (of a checkpoint: '
-    'without its folder), move it away.',
+    'command continues once the file can be read. To continue without it, move the file away (for '
+    'a checkpoint: its folder).',
     docs='checkpoints.md#no-access',
   )
 
 
 def check_not_refused(e: Exception, path: str | os.PathLike) -> None:
-  """Raises AccessError if `e`, from reading a file, says nothing about its content."""
+  """Raises AccessError if `e`, from reading a file, is unrelated to its content."""
   if isinstance(e, OSError) and not is_missing(e):
     raise access_error(e, path) from e
 
 
 def set_aside_damaged(path: pathlib.Path, e: Exception, consequence: str = '') -> None:
-  """Renames a file whose content is bad, with a warning.
+  """Renames a damaged file, with a warning.
 
   Args:
-    path: of the file.
-    e: raised by reading it.
-    consequence: of its loss, for the warning.
+    path: path of the file.
+    e: error from reading the file.
+    consequence: consequence of the loss, for the warning.
   Raises:
-    AccessError: `e` says nothing about the content.
+    AccessError: `e` is unrelated to the content.
   """
   check_not_refused(e, path)
   set_aside(path, f'{e}{consequence}')
@@ -93,10 +93,10 @@ def set_aside(path: pathlib.Path, reason: str) -> pathlib.Path:
   """Renames a file (or folder, or link) to `corrupt_NAME` and warns; returns the new path.
 
   Args:
-    path: what cannot be used.
-    reason: why not.
+    path: the file that cannot be used.
+    reason: why it cannot be used.
   Raises:
-    OSError: it cannot be renamed.
+    OSError: the file cannot be renamed.
   """
   aside = free_name(path.with_name(f'corrupt_{path.name}'))
   os.rename(path, aside)
@@ -110,10 +110,10 @@ def set_aside(path: pathlib.Path, reason: str) -> pathlib.Path:
 
 
 def set_aside_unless_file(path: pathlib.Path) -> None:
-  """Renames what is at `path` unless that is missing or a file.
+  """Renames `path` if it exists and is not a file.
 
   Raises:
-    OSError: the file cannot be read and written, which says nothing about its content.
+    OSError: the file cannot be read and written; its content may be intact.
   """
   if not os.path.lexists(path):
     return
@@ -132,7 +132,7 @@ def set_aside_unless_file(path: pathlib.Path) -> None:
 
 
 def free_name(path: pathlib.Path) -> pathlib.Path:
-  """Returns `path`, or `path.1`, `path.2`, ... if that exists."""
+  """Returns the first of `path`, `path.1`, `path.2`, ... that does not exist."""
   count, name = 0, path
   while os.path.lexists(name):
     count += 1

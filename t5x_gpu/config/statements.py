@@ -1,7 +1,7 @@
-"""Gin text -> statements with file and line, without importing or binding anything.
+"""Parses gin text into statements with file and line, without importing or binding anything.
 
-gin 0.5.0 resolves a reference while it parses and stops at the first that fails. Here references
-and macros stay symbols: one run can report every problem, and values are shown as written.
+gin 0.5.0 resolves references while it parses and stops at the first failure. Here references and
+macros stay symbols, so that all problems are reported at once, and values are shown as written.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def read(text: str, *, shown: str) -> Iterator[Statement]:
     text: content of a gin file.
     shown: its name in messages.
   Raises:
-    ConfigError: text that is not gin, with `shown`:line and the line itself.
+    ConfigError: the text is not gin; names `shown`:line and shows the line.
   """
   lines = text.splitlines()
   try:
@@ -129,7 +129,7 @@ def instances(value: Any, kind: type[_T]) -> Iterator[_T]:
 
 
 def map_symbols(value: Any, function: Any) -> Any:
-  """Returns `value` with every reference and macro replaced by `function(it)`."""
+  """Returns `value` with every reference and macro replaced by `function(symbol)`."""
   if isinstance(value, (Reference, Macro)):
     return function(value)
   if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """Checks gin values against annotations: `batch_size = '128'` for an int fails at startup.
 
-Unknown annotations accept everything.
+Unknown annotations accept any value.
 """
 
 import collections.abc
@@ -33,11 +33,11 @@ class ReferenceValue:
 
 
 class Unknown:
-  """A value that is unknown before the run: it fits everything."""
+  """A value that is unknown before the run, and fits any annotation."""
 
 
 def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
-  """Returns parameter -> annotation; nothing for parameters whose annotation cannot be resolved."""
+  """Returns parameter -> annotation, without annotations that cannot be resolved."""
   function = configurable.wrapped
   if inspect.isclass(function) and not dataclasses.is_dataclass(function):
     function = gin_config._find_class_construction_fn(function)
@@ -45,7 +45,7 @@ def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
     function = inspect.unwrap(function)
   try:
     return typing.get_type_hints(function)
-  except Exception:  # A name for type checkers only: check the rest.
+  except Exception:  # a name that exists only for type checkers: check the other parameters
     raw = getattr(function, '__annotations__', {})
     return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
 
@@ -72,9 +72,9 @@ def _hashable(key: Any) -> Any:
 
 
 def mismatch(value: Any, annotation: Any, *, typed: str = '') -> str:
-  """Returns why `value` does not fit `annotation`, with the value that would, or ''.
+  """Returns why `value` does not fit `annotation`, with a value that would fit; '' if it fits.
 
-  `typed` is the text of a number on the command line, where 1e5 may mean a folder of that name.
+  `typed` is the text of a number on the command line, where 1e5 may be the name of a folder.
   """
   if _fits(value, annotation):
     return ''
@@ -117,7 +117,7 @@ def _remedy(value: Any, annotation: Any) -> str:
 
 
 def show(annotation: Any) -> str:
-  """Returns an annotation as one would write it."""
+  """Returns an annotation as source text."""
   if annotation is None or annotation is type(None):
     return 'None'
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -185,7 +185,7 @@ def _container_fits(value: Any, kind: type, args: tuple) -> bool:
 
 
 def _made_fits(value: ReferenceValue, kind: Any) -> bool:
-  """Returns whether it fits; a function's result is unknown, so it does."""
+  """Returns whether a reference's value fits; True for functions, whose result is unknown."""
   if not inspect.isclass(kind) or getattr(kind, '_is_protocol', False) or kind is object:
     return True
   if not value.evaluated:

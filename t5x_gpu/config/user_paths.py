@@ -7,11 +7,11 @@ from t5x_gpu.errors import ConfigError
 
 
 def user_path(text: str | os.PathLike) -> pathlib.Path:
-  """Returns the absolute path that `text` means, without `..`; call it once, where a path enters.
+  """Returns the absolute path of `text`, without `..`; call it once for each path of the user.
 
-  TensorStore refuses paths with `..`. One that follows a link leads to the parent of the link's
-  target, as everywhere in the system: up to the last `..`, links are replaced by their targets. All
-  other links stay, so that the path remains the one that the user knows.
+  TensorStore refuses paths with `..`. A `..` after a link leads to the parent of the link's target,
+  as everywhere in the system: up to the last `..`, links are replaced by their targets. All later
+  links stay, so that the user recognizes the path.
 
   Raises:
     ConfigError: the path is empty or too long, or names the home of an unknown user.

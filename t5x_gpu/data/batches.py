@@ -1,4 +1,4 @@
-"""The contract between data and training: what a batch holds, how batches are taken and resumed.
+"""The contract between data and training: contents of a batch, iteration, and resuming.
 
 Nothing here imports TensorFlow. `data_module.py` opens a `DatasetConfig`.
 """
@@ -22,7 +22,7 @@ Batch = dict[str, np.ndarray]
 PREPARED = 'prepared:'
 # Key of `describe()`: the class names, in the order of their numbers.
 CLASS_NAMES = 'class_names'
-# Variables that a chat template has anyway.
+# Variables that every chat template has.
 _OF_TEMPLATES = ('messages', 'tools', 'documents', 'add_generation_prompt')
 
 
@@ -34,7 +34,8 @@ class BatchSpec:
     shapes: feature name -> (batch, length), or (batch,).
     dtypes: feature name -> numpy dtype name.
     vocab_sizes: feature name -> exclusive upper bound of its token ids or class numbers.
-    class_names: of the model, in the order of its class numbers; empty to number those of the data.
+    class_names: class names of the model, in the order of its class numbers; empty to use the
+      data's class names.
   """
 
   shapes: Mapping[str, tuple[int, ...]]
@@ -51,14 +52,14 @@ class BatchSpec:
     got = {name: (tuple(x.shape), str(x.dtype)) for name, x in batch.items()}
     want = {name: (tuple(shape), self.dtypes[name]) for name, shape in self.shapes.items()}
     wrong = [
-      f'{name}: the model takes {want.get(name, "nothing")}, the data gives '
+      f'{name}: the model expects {want.get(name, "nothing")}, the data has '
       f'{got.get(name, "nothing")}'
       for name in sorted(got.keys() | want.keys())
       if got.get(name) != want.get(name)
     ]
     if wrong:
       raise ShapeError(
-        'The batch does not match what the model takes (shape, dtype):\n  ' + '\n  '.join(wrong),
+        'The batch does not match the model (shape, dtype):\n  ' + '\n  '.join(wrong),
         fix='Make TASK_FEATURE_LENGTHS, BATCH_SIZE and the feature converter agree.',
       )
 
@@ -74,10 +75,10 @@ class BatchIterator(Protocol):
   def __next__(self) -> Batch: ...
   def __iter__(self) -> Iterator[Batch]: ...
   def peek(self) -> Batch:
-    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    """Returns the next batch without consuming it. Raises StopIteration at the end."""
 
   def get_state(self) -> bytes:
-    """Returns what `set_state` needs to continue from here, on any number of hosts."""
+    """Returns the state for `set_state` to continue from here, on any number of hosts."""
 
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called. Raises DataError if the data has changed."""
@@ -87,15 +88,15 @@ class BatchIterator(Protocol):
 
 
 class FileBatchIterator(BatchIterator, Protocol):
-  """What an iterator that reads files adds. Each of these methods is optional."""
+  """A BatchIterator that reads files. Each of the additional methods is optional."""
 
   def close(self) -> None:
     """Releases files and threads."""
 
   def file_facts(self) -> Facts:
-    """Returns facts about the source files, which hosts compare at the start (same_on_hosts.py).
+    """Returns facts about the source files, which hosts compare at startup (same_on_hosts.py).
 
-    Without this method they compare `describe()` and the next batch.
+    Without this method, hosts compare only `describe()` and the next batch.
     """
 
   def source_files(self) -> Any:
@@ -105,12 +106,12 @@ class FileBatchIterator(BatchIterator, Protocol):
     """Returns the files that must not change while the run reads them."""
 
   def counted_state(self, *, ago: int = 0) -> bytes:
-    """Returns a state without buffers, from which `set_state` reads the batches again.
+    """Returns a state without buffers; `set_state` then reads the batches again.
 
     A run saves it when a watched file has changed, because buffers may hold the new content.
 
     Args:
-      ago: number of batches to take back.
+      ago: number of batches to go back.
     """
 
 
@@ -125,7 +126,7 @@ def optional_method(batches: BatchIterator, name: FileMethod) -> Optional[Callab
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-  """Which batches to open. Field names are T5X's where T5X has them.
+  """Which batches to open. Field names are the same as in T5X, where it has the field.
 
   Attributes:
     mixture_or_task_name: a registered SeqIO Task or Mixture; a source such as
@@ -135,19 +136,19 @@ class DatasetConfig:
     split: 'train', 'validation', ...
     batch_size: rows of the global batch (after packing).
     shuffle: shuffle files and examples with `seed`.
-    seed: of the data order. The same seed gives the same batches on any topology.
+    seed: seed of the data order. The same seed gives the same batches on any topology.
     pack: put several examples into one row, separated by segment ids.
     use_cached: read SeqIO's offline cache.
     mixture_or_task_module: module that registers the task; imported first.
     vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json),
-      'words:8192' (words hashed into that many ids), or None for the task's own.
+      'words:8192' (words hashed into that many ids), or None for the task's vocabulary.
     mixture_rates: for `prepared:DIR`: task -> rate, replaces the rates of the mixture.
-    loss_on_targets_only: give the inputs weight 0 in the loss: those of feature converter
-      'prefix_lm', and in conversations all but the assistant's messages.
-    max_corrupt_fraction: share of damaged records to tolerate: they are skipped, counted and
-      reported. 0.0: the first damaged record is an error that names file and place.
+    loss_on_targets_only: give inputs weight 0 in the loss: the inputs of feature converter
+      'prefix_lm', and in conversations all messages except the assistant's.
+    max_corrupt_fraction: share of damaged records to tolerate; they are skipped, counted and
+      reported. 0.0: the first damaged record is an error that names file and position.
     chat_template_variables: name -> value, for the tokenizer's chat template (`enable_thinking`).
-    module: the data module that opens this: see `data_module.DataModule`.
+    module: the data module that opens the data; see `data_module.DataModule`.
   """
 
   mixture_or_task_name: str
@@ -183,7 +184,7 @@ class DatasetConfig:
       )
 
   def facts(self, *, feature_converter: str, repeat: bool) -> dict[str, Any]:
-    """Returns what identifies the batches besides the task, for `same_data`."""
+    """Returns the settings that identify the batches in addition to the task, for `same_data`."""
     names = ('split', 'seed', 'shuffle', 'pack', 'batch_size', 'loss_on_targets_only')
     return {
       **{name: getattr(self, name) for name in names},
@@ -193,15 +194,15 @@ class DatasetConfig:
     }
 
 
-# Stack -> the feature that holds its tokens.
+# Stack -> the feature with its tokens.
 STACK_TOKENS = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
 
 
 def row_masks(names: Collection[str]) -> dict[str, str]:
-  """Returns mask -> stack for the masks among the features `names` of rows with one example.
+  """Returns mask -> stack for the masks among the features `names`, if rows hold one example.
 
   Such rows have `encoder_segment_ids` or `decoder_segment_ids`, 1 on tokens and 0 on padding, and
-  no positions. Packed rows number their examples.
+  no positions. In packed rows, segment ids number the examples.
   """
   return {
     f'{stack}_segment_ids': stack
@@ -211,25 +212,25 @@ def row_masks(names: Collection[str]) -> dict[str, str]:
 
 
 def assumed_mask(batch: Mapping[str, Any], stack: str) -> np.ndarray:
-  """Returns the mask [..., length] of a batch, or row, without one: id 0 is padding.
+  """Returns the mask [..., length] for a batch, or row, that lacks one: id 0 is padding.
 
-  Except where weights or the prefix of an input say that it is a token.
+  An id 0 counts as a token if its loss weight is above 0, or if it is in the prefix.
   """
   marks = (STACK_TOKENS[stack], f'{stack}_loss_weights', f'{stack}_causal_attention')
   return np.any([np.asarray(batch[name]) > 0 for name in marks if name in batch], axis=0)
 
 
 def with_masks(batch: Batch, names: Collection[str]) -> Batch:
-  """Returns a batch, or row, with the row masks among `names` that it lacks; see `assumed_mask`."""
+  """Returns a batch, or row, with missing row masks among `names` added; see `assumed_mask`."""
   missing = {mask: stack for mask, stack in row_masks(names).items() if mask not in batch}
   made = {mask: assumed_mask(batch, stack).astype('int32') for mask, stack in missing.items()}
   return {**batch, **made} if made else batch
 
 
 def batch_hash(batch: Batch) -> str:
-  """Returns 16 hex digits that identify the content of `batch`; kept in checkpoints.
+  """Returns 16 hex digits that identify the content of `batch`; stored in checkpoints.
 
-  Masks count only where they differ from `assumed_mask`: earlier versions had none.
+  Masks count only where they differ from `assumed_mask`: earlier versions did not have masks.
   """
   digest, masks = hashlib.sha256(), row_masks(batch)
   for name in sorted(batch):

@@ -1,9 +1,9 @@
 """The functions of a data module, and how the trainer calls them. No TensorFlow.
 
-`DatasetConfig.module` names a data module: ours are `t5x_gpu.data.seqio_batches` (SeqIO tasks, the
-default), `t5x_gpu.data.synthetic` (random ids) and `t5x_gpu.data.prepared.batches` (prepared:DIR).
-docs/add_a_data_source.md shows how to write another. The module is imported only when it is needed,
-so a synthetic run does not import TensorFlow.
+`DatasetConfig.module` names a data module. Included are `t5x_gpu.data.seqio_batches` (SeqIO tasks,
+the default), `t5x_gpu.data.synthetic` (random ids) and `t5x_gpu.data.prepared.batches`
+(prepared:DIR). docs/add_a_data_source.md shows how to write another module. A module is imported
+only when it is needed, so a synthetic run does not import TensorFlow.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _MODULE = ('DatasetConfig.module',)
 
 
 class _WithMasks:
-  """Batches of a data module that need not make row masks; see `batches.with_masks`."""
+  """Adds row masks to the batches of a data module; see `batches.with_masks`."""
 
   def __init__(self, batches: BatchIterator, spec: BatchSpec):
     self._batches, self._spec = batches, spec
@@ -45,7 +45,7 @@ class _WithMasks:
     return with_masks(next(self._batches), self._spec.shapes)
 
   def peek(self) -> Batch:
-    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    """Returns the next batch without consuming it. Raises StopIteration at the end."""
     return with_masks(self._batches.peek(), self._spec.shapes)
 
   def __getattr__(self, name: str) -> Any:
@@ -55,9 +55,9 @@ class _WithMasks:
 class DataModule(Protocol):
   """The functions of a data module. Only `open_batches` is required.
 
-  The others are optional, and their names are reserved. A run that needs a missing one stops before
-  its first step, with an error that names the function or the parameter to remove. All raise
-  ConfigError or DataError for a config that they cannot open.
+  The other functions are optional, and their names are reserved. A run that needs a missing
+  function stops before its first step, with an error that names the function or the parameter to
+  remove. All functions raise ConfigError or DataError for a config that they cannot open.
   """
 
   def open_batches(
@@ -67,7 +67,7 @@ class DataModule(Protocol):
 
     Args:
       config: what to open.
-      spec: features, shapes, dtypes and largest ids that the model takes.
+      spec: features, shapes, dtypes and largest ids that the model accepts.
       feature_converter: 'lm', 'prefix_lm', ...: how task features become model features.
       repeat: start over at the end of the data (training), or stop (evaluation).
     """
@@ -75,7 +75,7 @@ class DataModule(Protocol):
   # ---- Optional -----------------------------------------------------------------------------
 
   def vocabulary(self, config: DatasetConfig, *, feature_converter: str) -> Optional[Vocabulary]:
-    """Returns the text <-> ids of the batches; None without text.
+    """Returns the vocabulary of the batches (text <-> ids); None if they have no text.
 
     Needed by train.sample_cfg and `python -m t5x_gpu.data preview`.
     """
@@ -87,9 +87,9 @@ class DataModule(Protocol):
     """
 
   def task_names(self, config: DatasetConfig) -> Sequence[str]:
-    """Returns the tasks of a mixture that have the split; for a single task, its own name.
+    """Returns the tasks of a mixture that have the split; for a single task, its name.
 
-    Without it, `python -m t5x_gpu.eval` evaluates a mixture as a whole.
+    Without this function, `python -m t5x_gpu.eval` evaluates a mixture as a whole.
     """
 
   def evaluated_tasks(
@@ -105,10 +105,10 @@ class DataModule(Protocol):
     Needed by train.infer_eval_dataset_cfg and task metrics of `python -m t5x_gpu.eval`.
 
     Args:
-      config: a task or mixture, its split and lengths; batches and packing do not matter.
-      feature_converter: of the model; the examples have its ids.
-      num_examples: the first ones of each task; None for all.
-      required: raise DataError if there is no such task or example.
+      config: a task or mixture, its split and lengths; batch size and packing do not matter.
+      feature_converter: the model's feature converter; it determines the ids of the examples.
+      num_examples: take only this many examples of each task; None for all.
+      required: raise DataError if no task or example is found.
     """
 
   def prompt_text(
@@ -117,9 +117,9 @@ class DataModule(Protocol):
     """Returns text <-> ids, and the examples of the task. Needed by `python -m t5x_gpu.infer`.
 
     Args:
-      config: the task; with an empty name, only its vocabulary.
-      feature_converter: of the model.
-      model_vocab_size: number of ids that the model has.
+      config: the task; with an empty name, only a vocabulary.
+      feature_converter: the model's feature converter.
+      model_vocab_size: number of ids of the model.
       has_inputs: the model reads prompts in an encoder, or was trained on inputs before targets.
     """
 
@@ -130,13 +130,13 @@ class DataModule(Protocol):
     """Returns a `preparation.Preparation`. Needed by `python -m t5x_gpu.prepare`."""
 
   def source_config(self, config: DatasetConfig) -> DatasetConfig:
-    """Returns the config of the text behind these batches, for prompts and task metrics.
+    """Returns the config of the text source of these batches, for prompts and task metrics.
 
-    Prepared rows have no text: theirs comes from the task that they were made from.
+    Prepared rows have no text; the result is the config of the task they were prepared from.
     """
 
   def text_config(self, config: DatasetConfig) -> DatasetConfig:
-    """Returns a config that is enough for `vocabulary`; it may name a vocabulary alone."""
+    """Returns a config that is sufficient for `vocabulary`; may contain only a vocabulary."""
 
 
 _FUNCTIONS = {
@@ -148,9 +148,9 @@ _ITERATOR = ('__next__', '__iter__', 'peek', 'get_state', 'set_state', 'describe
 
 
 def _check(module: types.ModuleType) -> None:
-  """Raises ConfigError unless `open_batches` is there, and all functions can be called as declared.
+  """Raises ConfigError unless `open_batches` exists and all functions have the declared signature.
 
-  Other objects with the name of an optional function are judged by `_optional`, when needed.
+  `_optional` refuses other objects with the name of an optional function, when it is needed.
   """
   problems = []
   for name, signature in _FUNCTIONS.items():
@@ -171,7 +171,7 @@ def _check(module: types.ModuleType) -> None:
   if problems:
     raise ConfigError(
       f'DatasetConfig.module = {module.__name__!r} is not a data module: ' + '\n  '.join(problems),
-      fix='Define what is missing, or name another module.',
+      fix='Define the missing functions, or name another module.',
       docs='add_a_data_source.md',
     )
 
@@ -215,13 +215,12 @@ def import_modules(
 ) -> None:
   """Imports and checks the data modules of these datasets; call it before a thread opens them.
 
-  TensorFlow Datasets' modules replace `builtins.__import__` while they list what they import
-  lazily. A `from jax... import` that another thread runs at that moment gets a lazy module instead
-  of a class.
+  TensorFlow Datasets' modules replace `builtins.__import__` while they declare lazy imports. A
+  concurrent `from jax... import` in another thread would get a lazy module instead of a class.
 
   Args:
     *configs: datasets whose batches are opened.
-    texts: datasets whose text is used too; another module reads the text of prepared rows.
+    texts: datasets whose text is also used; another module reads the text of prepared rows.
   Raises:
     ConfigError: a module cannot be imported, or lacks a function.
     DataError: prepared rows cannot be read.
@@ -252,7 +251,7 @@ def open_batches(
 
 @contextlib.contextmanager
 def batches_to_close(config: DatasetConfig, **options: Any) -> Iterator[BatchIterator]:
-  """Opens batches, arguments as for `open_batches`, and closes them at the end of the block."""
+  """Context that opens batches, with arguments as for `open_batches`, and closes them."""
   batches = open_batches(config, **options)
   try:
     yield batches
@@ -282,8 +281,8 @@ def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
 
 
 def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
-  """Returns the tasks of a mixture, those that have the split; else the config's own name."""
-  names = _optional(config, 'task_names')  # prepared rows are evaluated all together
+  """Returns the tasks of a mixture that have the split; otherwise the config's name."""
+  names = _optional(config, 'task_names')  # prepared rows are evaluated as a whole
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
@@ -294,15 +293,15 @@ def open_text(
   may_import: Optional[Collection[str]] = None,
   **options: Any,
 ) -> Any:
-  """Returns what a function of the data module returns: text <-> ids, and the task's examples.
+  """Calls a function of the data module for text <-> ids and the task's examples.
 
   Args:
-    config, **options: as there.
-    function: 'prompt_text' or 'class_text', for a classifier; see `DataModule`.
-    may_import: modules that may be imported in addition to ours; None for any.
+    config, **options: arguments of the function.
+    function: 'prompt_text', or 'class_text' for a classifier; see `DataModule`.
+    may_import: modules that may be imported in addition to t5x_gpu's; None for any.
   Raises:
-    ConfigError: no such module, or its batches have no text, or it must not be imported.
-    DataError: no such task or vocabulary, or more ids than the model has.
+    ConfigError: the module does not exist or must not be imported, or its batches have no text.
+    DataError: the task or vocabulary does not exist, or has more ids than the model.
   """
   check_trusted(config, may_import)
   config = _text_of(config, 'source_config')
@@ -341,7 +340,7 @@ def open_evaluated_tasks(
 
 
 def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
-  """Returns what makes the rows that `prepare` writes; see `DataModule.preparation`."""
+  """Returns the `Preparation` for the rows that `prepare` writes; see `DataModule.preparation`."""
   make = _optional(config, 'preparation')
   if make is None:
     raise ConfigError(

@@ -1,7 +1,7 @@
 """Entities in sequences of tags: 'B-PER' begins a person, 'I-PER' continues it, 'O' is outside.
 
-'E-' ends an entity and 'S-' is one of a single word (IOBES). Sequences that break the rules are
-read as by conlleval and by seqeval's default mode: 'I-PER' after 'O' or after another type begins
+'E-' ends an entity, and 'S-' is an entity of a single word (IOBES). Sequences that break the rules
+are read as in conlleval and seqeval's default mode: 'I-PER' after 'O' or after another type begins
 an entity. Source: Tjong Kim Sang and De Meulder 2003; https://github.com/chakki-works/seqeval.
 """
 
@@ -21,7 +21,7 @@ class Entity:
 
   Attributes:
     kind: its type, 'PER'.
-    start, stop: its words: from `start` to before `stop`.
+    start, stop: word indices, from `start` to before `stop`.
   """
 
   kind: str
@@ -30,7 +30,7 @@ class Entity:
 
 
 def entity_kinds(names: Sequence[str]) -> tuple[str, ...]:
-  """Returns the types of entities in alphabetical order; empty if not all names are such tags."""
+  """Returns the entity types in alphabetical order; () unless all names are entity tags."""
   found = [_TAG.fullmatch(name) for name in names if name != OUTSIDE]
   return tuple(sorted({tag[2] for tag in found})) if all(found) else ()
 
@@ -48,9 +48,9 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
 
 
 def boundaries(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns two tables [tag before, tag after]: whether an entity starts, or ends, between them.
+  """Returns two tables [previous tag, next tag]: whether an entity starts, or ends, between them.
 
-  The tables have one more row and column than there are names, for the ends of the sentence.
+  The tables have an extra row and column for the ends of the sentence.
   """
   tags = [*names, OUTSIDE]
   starts, ends = (
@@ -61,7 +61,7 @@ def boundaries(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kind_numbers(names: Sequence[str]) -> np.ndarray:
-  """Returns the number in `entity_kinds` of each tag's type; 0 for 'O'."""
+  """Returns the index of each tag's type in `entity_kinds`; also 0 for 'O'."""
   kinds = entity_kinds(names)
   return np.array([kinds.index(_split(name)[1]) if name != OUTSIDE else 0 for name in names])
 

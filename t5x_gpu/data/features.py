@@ -1,7 +1,7 @@
-"""Which model features a feature converter makes from task features, as plain data without TF.
+"""Which model features each feature converter makes from task features, as plain data without TF.
 
 The trainer builds abstract batches from this without importing SeqIO.
-`tests/data/streaming/test_feature_converters.py` compares it with what SeqIO emits.
+`tests/data/streaming/test_feature_converters.py` compares it with SeqIO's features.
 """
 
 import dataclasses
@@ -13,43 +13,43 @@ import numpy as np
 from t5x_gpu.data.batches import STACK_TOKENS, BatchSpec, assumed_mask
 from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 
-# SeqIO gives int32 for everything, loss weights included; T5X batches are the same.
+# SeqIO makes all features int32, loss weights included; so does T5X.
 DTYPE = 'int32'
 # Model features of classification, both [batch]: the class, and 0 for a padding row.
 LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
-# Several labels per row: their class numbers plus one, [batch, length], 0 where there is none. A
-# text's labels come one after the other; a word's tag is at its first token.
+# Several labels per row: class numbers plus one, [batch, length]; 0 means no label. The labels of a
+# text fill the first positions; the tag of a word is at its first token.
 LABELS = 'encoder_labels'
-# [batch], in ten-thousandths: the number to predict, or how alike two texts are; 0 without one.
+# [batch], in ten-thousandths: the number to predict, or the similarity of two texts; 0 if absent.
 SCORES = 'scores'
 SCORE_UNIT = 10_000
 # Task feature [length] of text pairs: 0 for the first text, 1 for the second.
 TOKEN_TYPES = 'token_types'
-# Task features: 1 where the loss counts, 0 elsewhere; and of conversations, the decoder inputs.
+# Task features: 1 where the loss counts, 0 elsewhere; and the decoder inputs of conversations.
 LOSS_MASK, DECODER_INPUTS = 'loss_mask', 'decoder_inputs'
-# Task feature of pairs: the places in the chosen text, 1, 2, ..., then those in the rejected one.
-# (SeqIO's packing takes '_positions' off the end of a name.)
+# Task feature of pairs: positions 1, 2, ... in the chosen text, then in the rejected text.
+# (The name avoids '_positions', a suffix that SeqIO's packing removes.)
 PAIR_PLACES = 'pair_places'
 
 
 @dataclasses.dataclass(frozen=True)
 class ConverterFeatures:
-  """The task features that one feature converter takes, and the model features that it gives.
+  """The task features that a feature converter reads, and the model features that it makes.
 
   Attributes:
     task_features: features that the task must have and `task_feature_lengths` must name.
-    tokens: model feature that holds token ids -> the task features whose ids and lengths it joins.
-    aligned: model feature -> the token feature whose length it shares.
-    packed: the same, for features that exist only when examples are packed; None if a row is
-      always one example.
+    tokens: model feature with token ids -> the task features whose ids and lengths it joins.
+    aligned: model feature -> the token feature with the same length.
+    packed: like `aligned`, for features that exist only in packed rows; None if a row is always one
+      example.
     label: task feature with the class number of an example, or its class numbers, or None.
       `task_feature_lengths` leaves it out.
-    classes: model feature that the label becomes: `label` [batch], or `encoder_labels`.
+    classes: model feature for the label: `label` [batch], or `encoder_labels`.
     weighted_rows: whether rows have `label_weights` [batch].
     scored: whether rows have `scores` [batch].
     other_features: further features that the task must have; `task_feature_lengths` leaves them
       out.
-    equal_lengths: the task features are the same positions, so their lengths must be equal.
+    equal_lengths: whether the task features share positions, so that their lengths must be equal.
   """
 
   task_features: tuple[str, ...]
@@ -150,7 +150,7 @@ LAYOUTS |= {
     label='tags',
     classes=LABELS,
   ),
-  # A row holds the texts of one example: segment 1 is the first text, and so on.
+  # A row holds all texts of one example: segment 1 is the first text, and so on.
   'encoder_text_sets': ConverterFeatures(
     task_features=('inputs',),
     tokens=_ENCODER_TOKENS,
@@ -164,7 +164,7 @@ LAYOUTS |= {
 
 
 def layout(feature_converter: str) -> ConverterFeatures:
-  """Returns the layout called `feature_converter`. Raises ConfigError if there is none."""
+  """Returns the layout named `feature_converter`. Raises ConfigError for unknown names."""
   if feature_converter not in LAYOUTS:
     raise ConfigError(
       f'There is no feature converter {feature_converter!r}.'
@@ -241,7 +241,7 @@ def check_pack(feature_converter: str, *, pack: bool) -> None:
 
 
 def is_token(row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-  """Returns booleans [..., length]: where feature `name` of a row, or batch, is not padding."""
+  """Returns booleans [..., length]: whether feature `name` of a row, or batch, is not padding."""
   stack = name.split('_')[0]
   if f'{stack}_segment_ids' in row:
     return np.asarray(row[f'{stack}_segment_ids']) > 0
@@ -267,15 +267,16 @@ def batch_spec(
 
   Args:
     feature_converter: a key of `LAYOUTS`.
-    task_feature_lengths: task feature -> tokens; rows of 'prefix_lm' are inputs + targets long.
+    task_feature_lengths: task feature -> tokens; in 'prefix_lm', rows have inputs + targets tokens.
     batch_size: rows of the global batch.
-    pack: several examples per row: add their segment ids and positions. Otherwise each row is one
+    pack: put several examples into a row, with segment ids and positions. Otherwise each row is one
       example at positions 0, 1, 2, ..., and segment ids are 1 on its tokens.
     vocab_size: exclusive upper bound of the model's token ids.
-    num_classes: of the model, if rows have labels.
-    class_names: of the model, in the order of its class numbers; empty for the data's.
+    num_classes: number of classes of the model, if rows have labels.
+    class_names: class names of the model, in the order of its class numbers; empty to use the
+      data's.
   Raises:
-    ConfigError, DataError: no such converter; missing, extra or zero lengths; batch_size < 1;
+    ConfigError, DataError: unknown converter; missing, extra or zero lengths; batch_size < 1;
       packing with one label per row; a label without `num_classes`.
   """
   check_batch_size(batch_size)

@@ -1,10 +1,10 @@
-"""Prepares TensorFlow datasets, and finds those that a task needs and are not prepared.
+"""Prepares TensorFlow datasets, and finds unprepared datasets that a task needs.
 
     python -m t5x_gpu.data.prepare_tfds glue/cola:2.0.0 --data_dir=/data/tfds
 
 The `tfds build` command of TFDS 4.9.10 needs apache-beam to start (tensorflow/datasets#5463). TFDS
-also builds only the newest version of a dataset, while T5's tasks name old ones: `--from_version`
-prepares that version and copies it under the old number.
+also builds only the newest version of a dataset, while T5's tasks name old versions:
+`--from_version` prepares the newest version and copies it under the old number.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, listed
 
 PROG = 'python -m t5x_gpu.data.prepare_tfds'
-# What TFDS raises for a dataset, configuration or version that it does not have.
+# Errors of TFDS for an unknown dataset, configuration or version.
 TFDS_ERRORS = (tfds.core.registered.DatasetNotFoundError, AssertionError, OSError, ValueError)
 _NAME = ('DatasetConfig.mixture_or_task_name',)
 _MAX_LISTED = 16
@@ -34,11 +34,11 @@ class Missing:
   """A dataset that is not prepared.
 
   Attributes:
-    dataset: as the task names it, 'glue/cola:1.0.0'.
+    dataset: the task's name for the dataset, 'glue/cola:1.0.0'.
     data_dir: the folder of all datasets.
-    reason: what was found instead of the dataset.
-    from_version: what to build instead, if TFDS no longer builds the task's version.
-    is_fixed: whether the task names the folder, so that --tfds_data_dir does not change it.
+    reason: why the dataset cannot be read: 'FOLDER does not exist'.
+    from_version: the version to build instead, if TFDS no longer builds the task's version.
+    is_fixed: whether the task sets the folder, so that --tfds_data_dir does not change it.
   """
 
   dataset: str
@@ -51,8 +51,8 @@ class Missing:
 def missing_dataset(task: seqio.Task, config: DatasetConfig) -> Optional[Missing]:
   """Returns the dataset that `task` needs for the split of `config`, unless it is prepared.
 
-  A task that does not list its splits has those of the prepared dataset, so it needs the dataset
-  even to find out whether the split exists.
+  A task that does not list its splits has the splits of the prepared dataset, so it needs the
+  dataset even to find out whether the split exists.
   """
   source = task.source
   if not isinstance(source, seqio.TfdsDataSource):
@@ -81,7 +81,7 @@ def missing_dataset(task: seqio.Task, config: DatasetConfig) -> Optional[Missing
 
 
 def _newer_version(builder: tfds.core.DatasetBuilder) -> Optional[str]:
-  """Returns the version that TFDS builds if it does not build the one of `builder`, else None."""
+  """Returns the version that TFDS builds instead of `builder`'s version; None if it builds that."""
   built = {str(version) for version in (builder.canonical_version, max(builder.versions))}
   return None if str(builder.version) in built else str(builder.canonical_version)
 
@@ -136,14 +136,14 @@ def prepare_command(
 
 
 def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) -> str:
-  """Downloads and prepares `dataset` unless that is done already; returns its folder.
+  """Downloads and prepares `dataset` unless it is already prepared; returns its folder.
 
   Args:
     dataset: 'glue/cola:1.0.0', or without a version.
     data_dir: the folder of all datasets.
     from_version: prepare this version, then copy it under the version of `dataset`.
   Raises:
-    DataError: TFDS has no such dataset, or cannot build it.
+    DataError: TFDS does not have the dataset, or cannot build it.
   """
   name, _, version = dataset.partition(':')
   try:
@@ -200,7 +200,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   parser.add_argument(
     '--from_version',
     metavar='VERSION',
-    help='use the data of this version, if TFDS no longer builds the one that a task names',
+    help='use the data of this version, if TFDS no longer builds the version that a task names',
   )
   args = parser.parse_args(argv)
   for dataset in args.datasets:

@@ -1,4 +1,4 @@
-"""Prompts from files of text, JSON lines or tables, and what turns them into token ids. No TF."""
+"""Reads prompts from files of text, JSON lines or tables; protocols for tokenizing them. No TF."""
 
 import dataclasses
 import json
@@ -25,16 +25,16 @@ from t5x_gpu.errors import DataError, did_you_mean, first_line
 
 _JSON, _TABLES = ('.jsonl', '.json'), ('.csv', '.tsv', '.parquet')
 _NOT_READ = ('.arrow', '.tfrecord', '.arrayrecord')
-# What columns can be chosen for, and the fields of a prompt.
+# Fields of a prompt, for which columns can be chosen.
 _CHOICES = ('text', 'inputs', 'targets', 'text2', 'messages', 'tools')
 
 
 class Vocabulary(Protocol):
-  """Text <-> token ids. `zero_is_padding` and `decode_all` have the defaults of what is optional.
+  """Text <-> token ids. `zero_is_padding` and `decode_all` handle missing optional members.
 
   Optional:
     zero_is_a_word: id 0 is a token of texts, so samples may contain it.
-    spelled(ids) -> str: as `decode`, of all ids, with special tokens.
+    spelled(ids) -> str: as `decode`, with special tokens.
   """
 
   def encode(self, text: str) -> list[int]: ...
@@ -57,9 +57,9 @@ class EncodedRow:
 
   Attributes:
     tokens: their ids, special ones included.
-    num_second: how many at the end are of the second text of a pair.
-    words: place of the first token of each word that gets a tag; -1 for a word without a token, or
-      beyond the end of the row.
+    num_second: number of tokens at the end that belong to the second text of a pair.
+    words: position of the first token of each word that gets a tag; -1 for a word without a token,
+      or beyond the end of the row.
   """
 
   tokens: tuple[int, ...]
@@ -86,8 +86,8 @@ class Prompt:
     number: line number in the file, from 0, blank lines counted; None for examples of a task, which
       are numbered in order.
     messages: a conversation to continue, checked; None if `inputs` is the prompt.
-    tools: of the conversation, for the chat template.
-    num_second: how many of `tokens`, at the end, are of the second text of a pair.
+    tools: tools of the conversation, for the chat template.
+    num_second: number of `tokens` at the end that belong to the second text of a pair.
   """
 
   where: str
@@ -103,17 +103,17 @@ class Prompt:
 
 
 class PromptText(Protocol):
-  """Text <-> ids, the way a task does it.
+  """Text <-> ids, with a task's vocabularies and end marks.
 
   Attributes:
-    name: of the vocabulary, for messages.
-    size: number of ids that its texts may have.
-    eos_id: ends what the model writes, or None.
+    name: name of the vocabulary, for messages.
+    size: number of ids of its vocabulary.
+    eos_id: id that ends the model's answer, or None.
     start_id: precedes a prompt in the tokenizer's own template (<bos>), or None.
     zero_is_a_word: id 0 is a word of the tokenizer and the model, not padding.
 
   Optional, for exports to Hugging Face:
-    inputs_name: of the vocabulary of prompts; by default `name`.
+    inputs_name: name of the vocabulary of prompts; by default `name`.
     is_chat: whether the chat template writes the task's texts; by default False.
   """
 
@@ -124,36 +124,36 @@ class PromptText(Protocol):
   zero_is_a_word: bool
 
   def encode_inputs(self, text: str) -> list[int]:
-    """Returns the ids of a prompt, ended as the task ends its inputs."""
+    """Returns the ids of a prompt, with the end mark of the task's inputs."""
 
   def encode_targets(self, text: str) -> list[int]:
-    """Returns the ids of a text to score, ended as the task ends its targets."""
+    """Returns the ids of a text to score, with the end mark of the task's targets."""
 
   def encode_chat(
     self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
-    """Returns the ids of a conversation and of what begins the answer. Raises DataError."""
+    """Returns the ids of a conversation and of the start of the answer. Raises DataError."""
 
   def chat_ends(self) -> list[int]:
-    """Returns the id that ends an answer in the chat template, if it is one token."""
+    """Returns the id that ends an answer in the chat template, if the end is one token."""
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text that a model wrote, without its end mark."""
 
   def examples(self) -> Iterable[Prompt]:
-    """Yields the task's split in order. Raises DataError if there is no task or no example."""
+    """Yields the examples of the task's split in order. Raises DataError if there are none."""
 
 
 def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
   """Returns the prompts of a file: rows of .csv, .tsv or .parquet, else one per line.
 
-  A JSON object, in .jsonl, has text under 'inputs', and under 'targets' a continuation to score;
-  with `chat` it may have 'messages' instead, and a text is a message of the user. Tables have
-  columns of these names, or 'text'. Others can be chosen: 'FILE#text=COLUMN'. Blank lines and rows
-  are skipped, but they count in the numbers of the prompts.
+  A JSON object in .jsonl has text under 'inputs', and optionally a continuation to score under
+  'targets'; with `chat` it may have 'messages' instead, and a text is a message of the user. Tables
+  have columns of these names, or 'text'. 'FILE#text=COLUMN' chooses another column. Blank lines and
+  rows are skipped, but they count in the numbers of the prompts.
 
   Raises:
-    DataError: no such file, no prompt in it, or a bad line (named file:line).
+    DataError: the file does not exist, has no prompt, or has a bad line (named file:line).
   """
   name, columns = _chosen(path)
   shown = os.path.expanduser(name)
@@ -195,7 +195,7 @@ def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
 
 
 def _chosen(path: str) -> tuple[str, dict[str, str]]:
-  """Returns the file, and field of a prompt -> column for those that `path` chooses."""
+  """Returns the file, and field of a prompt -> column for the columns that `path` chooses."""
   name, pairs = split_columns(path)
   columns = dict(pairs or ())
   for choice in columns:
@@ -220,7 +220,7 @@ def _from_table(path: str, form: str, chosen: Mapping[str, str], *, chat: bool) 
     fields = {field: record.get(column) for field, column in columns.items()}
     fields = {field: x for field, x in fields.items() if x is not None and str(x).strip()}
     if fields:
-      if 'messages' in fields:  # as in training, what JSON does not have (dates) becomes text
+      if 'messages' in fields:  # as in training, types that JSON lacks (dates) become text
         fields = json.loads(json.dumps(fields, default=str))
       yield dataclasses.replace(_of_fields(fields, columns, where), number=number)
 
@@ -247,7 +247,7 @@ def _from_table(path: str, form: str, chosen: Mapping[str, str], *, chat: bool) 
 def _table_columns(
   names: Sequence[str], chosen: Mapping[str, str], path: str, *, chat: bool
 ) -> dict[str, str]:
-  """Returns field of a prompt -> column: the chosen ones, else those with the usual names."""
+  """Returns field of a prompt -> column: the chosen columns, or columns with the usual names."""
   columns = dict(chosen)
   if not columns:
     messages = conversation_key(names) if chat else None
@@ -267,7 +267,7 @@ def _table_columns(
 
 
 def _of_fields(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Prompt:
-  """Returns the prompt with these `fields`, from these columns or keys."""
+  """Returns the prompt with these `fields`; `columns` name the columns or keys for errors."""
   if 'messages' in columns:
     return _conversation(fields, key='messages', where=where, extra={})
   for field in ('inputs', 'targets', 'text2'):
@@ -304,8 +304,8 @@ def parse_prompts(
   """Returns the prompts of `lines`; see `read_prompts`.
 
   Args:
-    lines: with their line ends.
-    name: of the file, for messages.
+    lines: lines with their line ends.
+    name: name of the file, for messages.
     is_json: None to decide by the first line that is not blank: JSON objects begin with {.
     chat: prompts are conversations.
     columns: field of a prompt -> key of a JSON object; None or empty for the usual keys.
@@ -336,7 +336,7 @@ def parse_prompts(
 
 
 def _with_messages(prompt: Prompt, *, chat: bool) -> Prompt:
-  """Returns `prompt` with messages if `chat`: its own, or one of the user with its text."""
+  """Returns `prompt` with messages if `chat`: its messages, or its text as a user message."""
   if chat and prompt.messages is None:
     return dataclasses.replace(prompt, messages=[{'role': 'user', 'content': prompt.inputs}])
   if not chat and prompt.messages is not None:

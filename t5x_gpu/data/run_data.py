@@ -1,4 +1,4 @@
-"""The settings of a run that commands read to open its data: `prepare` and `data`."""
+"""The settings of a run that `prepare` and `data` read to open its data."""
 
 import dataclasses
 from typing import Any, Optional
@@ -8,7 +8,7 @@ from t5x_gpu.data.batches import DatasetConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDataConfig:
-  """The data of a run, and the model that names the features it takes.
+  """The data of a run, and the model, which determines the features.
 
   Attributes:
     model, train_dataset_cfg, train_eval_dataset_cfg: as in `run.config.Run`.

@@ -1,11 +1,11 @@
-"""Is this the data that a checkpoint was trained on? If not: what differs, and what to set.
+"""Checks that the data is the same that a checkpoint was trained on; errors name the difference.
 
-Two checks, in this order. The first compares the facts that every iterator writes into its state:
-task, files, vocabulary, lengths, seed, rates. The second compares the hash of the next batch, which
-reveals what facts cannot: other code in a preprocessor, another library. source_files.py finds
-changed files.
+There are two checks, in this order. The first compares the facts that every iterator writes into
+its state: task, files, vocabulary, lengths, seed, rates. The second compares the hash of the next
+batch, which reveals changes that facts do not show: different code in a preprocessor, another
+version of a library. source_files.py finds changed files.
 
-`data_line` logs what a run guarantees about the order of its data, and what that costs.
+`data_line` logs the guarantee about the order of the data, and its cost.
 """
 
 import json
@@ -17,7 +17,7 @@ from t5x_gpu.config.json_schema import Fields, parse_json
 from t5x_gpu.errors import DataError
 
 LIBRARIES = 'libraries'
-# Fact -> (what it is, the setting that a user changes); facts of a task or feature are called
+# Fact -> (description, the setting that a user changes); facts about a task or feature are named
 # 'FACT of NAME'.
 _PARTS = {
   'task': ('the mixture or task', 'MIXTURE_OR_TASK_NAME'),
@@ -58,7 +58,7 @@ _NAME = 'DatasetConfig.mixture_or_task_name'
 def differences(
   saved: Mapping[str, Any], now: Mapping[str, Any], *, before: str = 'saved'
 ) -> list[str]:
-  """Returns a line per fact that differs: `KEY: saved VALUE, now VALUE`, or another word."""
+  """Returns a line per fact that differs: `KEY: saved VALUE, now VALUE`; `before` is the word."""
   return [
     f'{key}: {before} {saved.get(key)!r}, now {now.get(key)!r}'
     for key in sorted(saved.keys() | now.keys())
@@ -76,7 +76,7 @@ def check_same_data(
 
   Args:
     saved, now: fingerprints.
-    by_hash: returns the facts about sources whose splits a hash would give; see
+    by_hash: returns the facts about sources as if a hash assigned their splits; see
       `DocumentSource.fingerprint_by_hash`.
   """
   wrong = differences(saved, now)
@@ -108,7 +108,7 @@ def check_same_data(
     parameters.append(_PARAMETERS.get(kind) or knob or _NAME)
   parts = f' What differs: {", ".join(dict.fromkeys(kinds))}.' if kinds else ''
   raise DataError(
-    f'The data is not what the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
+    f'The data differs from the training data of the checkpoint.{parts}\n  ' + '\n  '.join(wrong),
     fix='\n'.join([*dict.fromkeys(fixes), 'Or start a new run in another MODEL_DIR.']),
     parameters=dict.fromkeys(parameters or [_NAME]),
     docs='data.md#the-same-data',
@@ -122,12 +122,12 @@ _NUMBERED = re.compile(r'(huggingface:.*), (\d+) ids')
 def check_numbering(saved: Mapping[str, Any], vocabulary: Any) -> None:
   """Raises DataError if a model was trained with another id for the token that has id 0.
 
-  For encoders and encoder-decoders, versions up to 0.2 gave that token the first id after the
-  tokenizer's last, since id 0 was padding.
+  For encoders and encoder-decoders, versions up to 0.2 gave the token an id after the tokenizer's
+  last id, because id 0 was padding.
 
   Args:
     saved: facts about the data in a manifest or data state.
-    vocabulary: `vocabulary_fingerprint` of the tokenizer as it is read now.
+    vocabulary: `vocabulary_fingerprint` of the tokenizer in this version.
   """
   now = _NUMBERED.fullmatch(vocabulary) if isinstance(vocabulary, str) else None
   for fact in saved.values():
@@ -135,7 +135,7 @@ def check_numbering(saved: Mapping[str, Any], vocabulary: Any) -> None:
     if now and old and old[1] == now[1] and int(old[2]) == int(now[2]) + 1:
       raise DataError(
         f'The checkpoint was trained by an earlier version of t5x_gpu, where id 0 was padding: the '
-        f'token with id 0 of {now[1]} had id {now[2]}. Now ids are those of the tokenizer.',
+        f"token with id 0 of {now[1]} had id {now[2]}. Now ids are the tokenizer's ids.",
         fix='Use version 0.2 for this checkpoint, or train again.',
         parameters=('DatasetConfig.vocabulary',),
         docs='tasks.md#vocabularies',
@@ -146,12 +146,12 @@ def resumed_step(state: bytes, schema: Fields, *, module: str, now: Mapping[str,
   """Returns 'batches_taken' of a JSON data state.
 
   Args:
-    state: what `get_state` returned: an object with 'batches_taken' and 'data'.
-    schema: of that object.
-    module: that reads it.
-    now: the fingerprint of the data that is open.
+    state: result of `get_state`: a JSON object with 'batches_taken' and 'data'.
+    schema: schema of the object.
+    module: name of the module that reads the state.
+    now: the fingerprint of the open data.
   Raises:
-    DataError: another module wrote the state, or for other data.
+    DataError: another module wrote the state, or the data differ.
   """
   try:
     saved = parse_json(state, schema)
@@ -166,8 +166,8 @@ def foreign_state(state: bytes, *, module: str, reason: str) -> DataError:
   return DataError(
     f'This data state ({len(state)} bytes) was not written by {module}: {reason}. The checkpoint '
     'was trained on data that was read in another way (streaming, prepared or synthetic).',
-    fix='Set MIXTURE_OR_TASK_NAME and DatasetConfig.module to those of the checkpoint, or start a '
-    'new run in another MODEL_DIR; RestoreConfig can load the parameters.',
+    fix='Set MIXTURE_OR_TASK_NAME and DatasetConfig.module as in the run of the checkpoint, or '
+    'start a new run in another MODEL_DIR; RestoreConfig can load the parameters.',
     parameters=(_NAME, 'DatasetConfig.module'),
   )
 
@@ -175,10 +175,10 @@ def foreign_state(state: bytes, *, module: str, reason: str) -> DataError:
 def check_next_batch(
   *, saved_hash: str, hash_now: str, saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-  """Raises DataError unless the next batch is the one that the interrupted run would have taken.
+  """Raises DataError unless the next batch equals the next batch of the interrupted run.
 
   Args:
-    saved_hash, hash_now: `batch_hash` of the next batch, as saved and as it is now.
+    saved_hash, hash_now: `batch_hash` of the next batch, saved and current.
     saved, now: `BatchIterator.describe()`; the facts that identify the data already agree.
   """
   if saved_hash == hash_now:
@@ -196,8 +196,8 @@ def check_next_batch(
       'or a text has token id 0, which versions up to 0.2 took for padding.'
     )
   raise DataError(
-    f'The next batch is not the one that this run should read next (hash {hash_now}, the '
-    f'checkpoint says {saved_hash}), although {", ".join(agree) or "all compared facts"} agree: '
+    f'The next batch differs from the batch that the checkpoint expects (hash {hash_now} instead '
+    f'of {saved_hash}), although {", ".join(agree) or "all compared facts"} agree: '
     f'the data, its preprocessing or its libraries changed.\n  {text}',
     fix='Install the versions of that run, or restore its data and the code of its task; '
     'or start a new MODEL_DIR.',
@@ -217,7 +217,7 @@ def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
 
   Args:
     described: `BatchIterator.describe()`; without a 'guarantee' there is nothing to log.
-    process_count: of the run.
+    process_count: number of processes of the run.
   """
   guarantee = described.get('guarantee')
   if not guarantee:
@@ -236,7 +236,7 @@ def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
     )
     lines.append(
       f'WARNING: each of the {process_count} processes reads and tokenizes all of the text{few}. '
-      'If input_wait_fraction is above 0, prepare the data once, whatever the number of files: '
+      'If input_wait_fraction is above 0, prepare the data once; any number of files works: '
       'python -m t5x_gpu.prepare, then MIXTURE_OR_TASK_NAME = "prepared:DIR" (docs/data.md).'
     )
   return '\n'.join(lines)

@@ -1,8 +1,8 @@
-"""Do all hosts read the same data? The processes compare it before the first step.
+"""Checks before the first step that all hosts read the same data.
 
 With a different file on one host a run would train without an error: every process takes its rows
-of what it believes to be the global batch. Three things are compared: size and sampled blocks of
-each file, what `describe()` returns, and the hash of the next batch, which the task's code affects.
+from its version of the global batch. The processes compare size and sampled blocks of each file,
+the result of `describe()`, and the hash of the next batch, which the task's code affects.
 """
 
 import concurrent.futures
@@ -22,10 +22,11 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import Facts
 
 _THREADS = 16
-_SAMPLED_FILES = 2048  # every process opens them, perhaps on one file server
-_SAMPLED_BLOCKS = 4096  # of 4 KiB, over all files; at least two per file
+_SAMPLED_FILES = 2048  # limited because every process opens them, perhaps on one file server
+_SAMPLED_BLOCKS = 4096  # blocks of 4 KiB, over all files; at least two per file
+# Facts of `describe()` that depend on where and when files were copied; file contents are compared
 _SHOWN_CHARACTERS = 100
-# Facts of `describe()` that depend on where and when files were copied; files are compared instead.
+# instead.
 _OF_FILES = ('source of ', 'rows of ')
 
 
@@ -38,7 +39,7 @@ def check_same_on_hosts(
 
   Args:
     batches: purpose ('training') -> an open iterator, or None.
-    tasks: with metrics.
+    tasks: tasks with metrics.
   Raises:
     ClusterError: modules imported to open the data differ.
   """
@@ -71,7 +72,7 @@ def _facts(batches: BatchIterator) -> Facts:
       text = json.dumps(value, sort_keys=True, default=str)
       found[name] = (hashlib.sha256(text.encode()).hexdigest(), text[:_SHOWN_CHARACTERS])
   batch = _peek(batches)
-  if all(isinstance(x, np.ndarray) for x in batch.values()):  # do not read prepared rows for this
+  if all(isinstance(x, np.ndarray) for x in batch.values()):  # would read all prepared rows
     value = batch_hash(batch)
     found['next batch'] = (value, value)
   return found
@@ -91,12 +92,12 @@ def _of_task(task: EvaluatedTask) -> tuple[str, str]:
 
 
 def file_facts(paths: Sequence[str]) -> dict[str, Any]:
-  """Returns facts about local files, by their names relative to the folder common to all.
+  """Returns facts about local files: all names, and size and blocks of `_SAMPLED_FILES` files.
 
-  These are the names of all files, and size and blocks of `_SAMPLED_FILES` of them.
+  Names are relative to the folder common to all files.
   """
   names = relative_names(paths)
-  # By the hash of the name, so that all hosts choose the same files.
+  # Sampled by the hash of the name, so that all hosts choose the same files.
   sampled = sorted(names, key=_hash)[:_SAMPLED_FILES]
   blocks = max(2, min(16, _SAMPLED_BLOCKS // max(1, len(sampled))))
 

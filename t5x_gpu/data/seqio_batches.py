@@ -29,8 +29,8 @@ from t5x_gpu.data.vocabularies.vocabularies import (
 from t5x_gpu.errors import DataError
 from t5x_gpu.runtime.cluster.agreement import Facts
 
-# The same on every machine: the saved state contains the results of parallel maps, and a host with
-# another number of cores must be able to restore it. 2 x 256 rows of packing are in flight.
+# The same on every machine: the saved state contains the results of parallel maps, and hosts with
+# different numbers of cores must be able to restore it. 2 x 256 rows of packing are in flight.
 _THREADS = 2
 _PREFETCH_BATCHES = 2
 
@@ -75,7 +75,7 @@ def _file_facts(task: task_lookup.TaskOrMixture, split: str) -> Facts:
 
 
 def _paths(task: task_lookup.TaskOrMixture, config: DatasetConfig) -> dict[str, list[str]]:
-  """Returns task -> files that its examples are read from: SeqIO's cache, or its source."""
+  """Returns task -> the files with its examples: SeqIO's cache, or the source."""
   found = {}
   for subtask in seqio.get_subtasks(task):
     if config.use_cached and subtask.cache_dir:
@@ -116,17 +116,17 @@ def _dataset(
 def open_batches(
   config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool = True
 ) -> SeqioBatches:
-  """Returns the batches of `config`; the first one is already read, so bad data is an error here.
+  """Returns the batches of `config`. Reads the first batch, so that bad data is an error here.
 
   Args:
     config: what to open.
-    spec: what the model takes, `features.batch_spec(...)`.
+    spec: the batches that the model accepts, `features.batch_spec(...)`.
     feature_converter: a key of `features.LAYOUTS`.
-    repeat: reshuffle and start over at the end of the data. Otherwise stop there, and fill up the
-      last batch with rows of loss weight 0.
+    repeat: reshuffle and start over at the end of the data. Otherwise stop there, and pad the last
+      batch with rows of loss weight 0.
   Raises:
-    ConfigError: no such feature converter, or a task module that cannot be imported.
-    DataError: the task cannot give these batches.
+    ConfigError: the feature converter is unknown, or a task module cannot be imported.
+    DataError: the task cannot provide these batches.
   """
   features.check_batch_size(config.batch_size)
   if config.mixture_rates is not None:
@@ -176,8 +176,8 @@ def open_batches(
 def vocabulary(config: DatasetConfig, *, feature_converter: str) -> TextVocabulary:
   """Returns the vocabulary of the task's targets, to encode prompts and decode samples.
 
-  The targets of classification are not text: then this is the vocabulary of the inputs. A config
-  without a task names its vocabulary.
+  The targets of classification are not text, so its result is the vocabulary of the inputs. A
+  config without a task names its vocabulary.
   """
   if not config.mixture_or_task_name:
     found = named_vocabulary(config.vocabulary)

@@ -1,4 +1,4 @@
-"""How fast batches can be read: tokens per second, and per second of one core."""
+"""Measures how fast batches can be read: tokens per second, and per second of one core."""
 
 import dataclasses
 import time
@@ -10,7 +10,7 @@ from t5x_gpu.data.prepared.index import counted_features
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-  """Tokens per second of wall time and of CPU time, without padding; batches that were timed."""
+  """Tokens per second of wall time and of CPU time, without padding; number of timed batches."""
 
   tokens_per_second: float
   tokens_per_core_second: float
@@ -18,7 +18,7 @@ class Speed:
 
 
 def measure(batches: BatchIterator, *, seconds: float) -> Speed:
-  """Returns how fast whole batches can be read; the first one is not timed."""
+  """Returns the speed of reading whole batches; the first batch is not timed."""
 
   def read(batch: Batch) -> int:
     return sum(int(features.is_token(batch, name).sum()) for name in counted_features(batch))

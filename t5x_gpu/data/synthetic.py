@@ -1,10 +1,10 @@
 """Random batches without TensorFlow: for benchmarks, dry runs and tests of everything after data.
 
-Batch t is a function of (seed, spec, t), so any step can be reached at once.
+Batch t is a function of (seed, spec, t), so seeking to any step is immediate.
 
 `uneven_batches` are random batches that expose a wrong mean: ragged rows, unequal weights, a row of
-padding. With full rows and weights of 1 the mean of the devices' means is the true mean, so an
-error in the weighting would not show.
+padding. With full rows and weights of 1, the mean of the devices' means equals the true mean, which
+would hide an error in the weighting.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from t5x_gpu.errors import DataError
 
 SEGMENTS_PER_ROW = 4
 MAX_SCORE = 10_000
-MASKED_SHARE = 0.15  # of the tokens, for masked language models
+MASKED_SHARE = 0.15  # share of masked tokens, for masked language models
 EVAL_BATCHES = 8
 _STATE = Fields({'batches_taken': Whole(), 'data': dict})
 
@@ -60,7 +60,7 @@ def _rows(length: int, *, pack: bool) -> _Rows:
 class SyntheticBatches:
   """A `BatchIterator` over uniformly random token ids in [1, vocab), weights 1, no padding.
 
-  For masked language models, masked tokens have the last id, and only they have weight 1.
+  For masked language models, masked tokens have the last id, and only masked tokens have weight 1.
   """
 
   def __init__(
@@ -87,7 +87,7 @@ class SyntheticBatches:
     return batch
 
   def peek(self) -> Batch:
-    """Returns the next batch without taking it."""
+    """Returns the next batch without consuming it."""
     if self._closed or (self._num_batches is not None and self._step >= self._num_batches):
       raise StopIteration
     return self._batch(self._step)
@@ -133,7 +133,7 @@ class SyntheticBatches:
         )
     if 'encoder_target_tokens' in spec.shapes:
       masked = random.random(spec.shapes[encoder_tokens]) < MASKED_SHARE
-      masked[:, 0] = True  # so that every row has a weight
+      masked[:, 0] = True  # so that every row has a token with weight 1
       batch['encoder_loss_weights'] = masked.astype(np.int32)
       batch['encoder_input_tokens'] = np.where(
         masked, spec.vocab_sizes['encoder_input_tokens'] - 1, batch[encoder_tokens]
@@ -185,7 +185,7 @@ def open_batches(
   """Returns random batches of `spec`: endless, or `EVAL_BATCHES` of them without `repeat`.
 
   Raises:
-    DataError: an invalid batch size, lengths or packing.
+    DataError: batch size, lengths or packing are invalid.
   """
   check_batch_size(config.batch_size)
   check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
@@ -215,7 +215,7 @@ def uneven_batches(spec: BatchSpec, *, seed: int, num_batches: int) -> list[Batc
 
 
 def _uneven(batch: Batch, random: np.random.Generator) -> Batch:
-  ends: dict[str, np.ndarray] = {}  # of the rows of each stack, 'encoder' or 'decoder'
+  ends: dict[str, np.ndarray] = {}  # 'encoder' or 'decoder' -> end of each row
   result = {}
   for name, x in sorted(batch.items(), key=lambda item: -item[1].ndim):  # labels after tokens
     if x.ndim == 1:

@@ -7,11 +7,11 @@ from typing import Optional, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class ModelOutputs:
-  """Model outputs for the examples of a task, in their order; lists not asked for are empty.
+  """Model outputs for the examples of a task, in order; lists that were not requested are empty.
 
   Attributes:
     predictions: token ids, the best continuation of each example's inputs.
-    prediction_scores: their log-probabilities.
+    prediction_scores: log-probabilities of the predictions.
     scores: log-probabilities of the targets.
   """
 
@@ -24,11 +24,11 @@ class EvaluatedTask(Protocol):
   """A task with metrics, and its examples.
 
   Attributes:
-    name: of the task.
-    inputs, targets: token ids of each example; inputs are empty if the task has none.
+    name: name of the task.
+    inputs, targets: token ids of each example; inputs are empty if the task has no inputs.
     eos_id: id that ends a text, or None.
     zero_is_a_word: id 0 is a word, not padding.
-    needs_predictions, needs_scores: what the metrics are computed from.
+    needs_predictions, needs_scores: whether the metrics need predictions or scores.
   """
 
   name: str

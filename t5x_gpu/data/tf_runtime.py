@@ -1,4 +1,4 @@
-"""TensorFlow and SeqIO, imported quietly and with all GPUs hidden from them.
+"""Imports TensorFlow and SeqIO quietly, with all GPUs hidden from them.
 
 Everything in data/ imports them from here:
 
@@ -23,7 +23,7 @@ def _without_chatter() -> Iterator[None]:
   """Hides TF's startup messages ("failed call to cuInit" and the like) from the terminal.
 
   jaxlib reads the same log level, so the level is set only during the import. TF 2.21 also logs
-  through absl before absl is initialized, which no level stops: stderr is captured during the
+  through absl before absl is initialized, regardless of the level: stderr is captured during the
   import, then passed on without its informational lines.
   """
   if is_verbose():
@@ -71,7 +71,7 @@ except RuntimeError as e:
 
 
 def deterministic_options(num_threads: int) -> tf.data.Options:
-  """Returns options under which a dataset gives the same examples in the same order."""
+  """Returns options that make a dataset yield the same examples in the same order."""
   options = tf.data.Options()
   options.deterministic = True
   # With autotune a process hung 2 to 40 s at exit in the iterator's destructor; without, 2 s.

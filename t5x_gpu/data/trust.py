@@ -1,4 +1,4 @@
-"""Would opening a dataset run code that the user did not name? No TF."""
+"""Refuses datasets that would run code that the user did not name. No TF."""
 
 import re
 from collections.abc import Collection
@@ -14,8 +14,8 @@ def check_trusted(config: DatasetConfig, may_import: Optional[Collection[str]]) 
   """Raises ConfigError if opening `config` would run code from outside t5x_gpu.
 
   Args:
-    config: from the gin file of a checkpoint folder.
-    may_import: modules that may be imported in addition to ours; None for any.
+    config: read from the gin file of a checkpoint folder.
+    may_import: modules that may be imported in addition to t5x_gpu's; None for any.
   """
   if may_import is None:
     return
@@ -25,7 +25,7 @@ def check_trusted(config: DatasetConfig, may_import: Optional[Collection[str]]) 
     for name, module in modules.items()
     if module and module not in may_import and not str(module).startswith(_OUR_MODULES)
   ]
-  # A community dataset of TFDS, tfds:NAMESPACE:NAME, comes with code that is downloaded.
+  # TFDS downloads code for a community dataset, tfds:NAMESPACE:NAME.
   _, is_tfds, dataset = config.mixture_or_task_name.partition('tfds:')
   if is_tfds and not re.fullmatch(r'[\w/.-]+(:[\d*]+\.[\d*]+\.[\d*]+)?(#[^#]*)?', dataset):
     foreign.append('mixture_or_task_name')

@@ -1,4 +1,4 @@
-"""Evaluates checkpoints one after the other: their loss, and the metrics of tasks."""
+"""Evaluates checkpoints one after the other: loss, and metrics of tasks."""
 
 import dataclasses
 import functools
@@ -32,20 +32,20 @@ class CheckpointEvaluator:
   """Evaluates parameters of different checkpoints on the same data.
 
   Args:
-    config: of the run.
+    config: config of the run.
     dataset: task or mixture, split and lengths.
-    tasks_dataset: where its metrics come from; None for `dataset`.
-    decoding: how predictions are decoded; None for greedy decoding.
+    tasks_dataset: dataset with the task metrics; None for `dataset`.
+    decoding: how to decode predictions; None for greedy decoding.
     metrics: 'loss', 'tasks', or 'all' for the loss and any task metrics.
-    num_batches: of each task, for the loss; None for the whole split.
-    num_examples: of each task, for its metrics; None for the whole split.
+    num_batches: number of batches of each task, for the loss; None for the whole split.
+    num_examples: number of examples of each task, for its metrics; None for the whole split.
   Attributes:
     program: the model on its mesh.
     confusion: [true class, predicted class] of the last checkpoint, if the model classifies.
     hits: [class, (right, predicted, true)], if rows have several labels or words form entities.
-    num_rows: whose loss was computed, for the last checkpoint.
+    num_rows: number of rows in the loss of the last checkpoint.
   Raises:
-    UserError: the model, the mesh or the data do not fit; on all processes if their data differs.
+    UserError: model, mesh and data do not fit; raised on all processes if their data differ.
   """
 
   def __init__(
@@ -81,7 +81,7 @@ class CheckpointEvaluator:
         self._losses[name] = Evaluator(
           self.program, batches_for(model, one, repeat=False), num_batches
         )
-        if num_batches is None:  # unknown until all of it is read and packed
+        if num_batches is None:  # unknown until the whole split is read and packed
           self._uncounted[name] = functools.partial(batches_for, model, one, repeat=False)
     self._tasks = (
       None
@@ -101,7 +101,7 @@ class CheckpointEvaluator:
     )
 
   def __enter__(self) -> Self:
-    """Counts the batches in the background, to estimate the time that is left."""
+    """Counts the batches in the background, to estimate the remaining time."""
     self._totals = {name: self._counts.count(opened()) for name, opened in self._uncounted.items()}
     return self
 
@@ -112,7 +112,7 @@ class CheckpointEvaluator:
     """Returns the metrics by name.
 
     Args:
-      params: with layers in the order of the model.
+      params: parameters with layers in model order.
       show: shows the progress of each part.
     """
     values: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Which checkpoints to evaluate next, while a run may still write and remove them."""
+"""Selects the next checkpoints to evaluate, while a run may still write and remove checkpoints."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -11,7 +11,7 @@ from t5x_gpu.errors import CheckpointError, UserError, first_line
 from t5x_gpu.runtime import distributed
 from t5x_gpu.training.program import Program
 
-POLL_SECONDS = 2.0  # between two looks at MODEL_DIR
+POLL_SECONDS = 2.0  # between two listings of MODEL_DIR
 Wanted = Union[str, tuple[int, ...]]  # 'all', 'last' or steps
 
 
@@ -25,13 +25,13 @@ def steps_to_evaluate(
 ) -> Iterator[int]:
   """Yields the steps to evaluate, oldest first and the same on all processes.
 
-  Lists the steps again after each, as a run may have written and removed checkpoints meanwhile.
+  Lists the steps again after each step, because a run may have written and removed checkpoints.
 
   Args:
-    model_dir: of the run.
+    model_dir: MODEL_DIR of the run.
     wanted: 'all', 'last', or steps.
     done: steps to skip.
-    last_step: wait for new checkpoints until this step; None for no waiting.
+    last_step: wait for new checkpoints until this step; None to not wait.
     timeout: seconds to wait for the next checkpoint.
   """
   done = set(done)
@@ -81,7 +81,7 @@ def read_if_there(checkpoint: Checkpoint, program: Program) -> Any:
   params, problem = None, None
   try:
     params = read_params(checkpoint, program.abstract_saved.params)
-  except Exception as e:  # Orbax and TensorStore raise many kinds when files vanish
+  except Exception as e:  # Orbax and TensorStore raise many kinds of errors when files vanish
     problem = e
   exists = checkpoint.path.exists()
   if problem is not None and exists:

@@ -25,11 +25,11 @@ from t5x_gpu.partitioning.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class ClassOutcome:
-  """The classes of a text: one, or those with a probability of 0.5 or more.
+  """The classes of a text: one class, or all classes with a probability of 0.5 or more.
 
   Attributes:
-    names: of the classes.
-    multi_label: whether a text has any number of them.
+    names: names of the classes.
+    multi_label: whether a text may have any number of classes.
   """
 
   names: Sequence[str]
@@ -67,7 +67,7 @@ class TagOutcome:
   """A tag for each word of a text, words separated by white space, and the entities they form.
 
   Attributes:
-    names: of the tags.
+    names: names of the tags.
   """
 
   names: Sequence[str]
@@ -99,7 +99,7 @@ class TagOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class NumberOutcome:
-  """The number that a regression gives a text."""
+  """The number that a regression predicts for a text."""
 
   fields = (NUMBER, 'value')
 
@@ -136,26 +136,26 @@ def open_class_job(
   score: bool,
   may_import: Optional[Collection[str]],
 ) -> InferJob:
-  """Returns the job of a model of classes, tags, numbers or vectors.
+  """Returns the job of a model that predicts classes, tags, numbers or vectors.
 
   Args:
     model: an EncoderModel that classifies, or its adapters.
-    dataset: of the run that trained it; its files are not read.
-    reader: of the checkpoint; its manifest has the names of the classes.
+    dataset: dataset of the run that trained the model; its files are not read.
+    reader: reader of the checkpoint, whose manifest has the class names.
     layout: mesh and rules.
     read: returns the parameters on `layout`; None in a dry run.
-    batch_size: texts per batch.
-    score: whether --score was given; an error, as it needs a model that writes text.
-    may_import: modules that the task may import besides ours; None for any.
+    batch_size: number of texts per batch.
+    score: whether --score was given, which is an error: it needs a generative model.
+    may_import: modules that the task may import in addition to t5x_gpu's; None for any.
   Raises:
-    ConfigError: `score`, neither a run nor a table of positions that says how long texts may be, or
-      a task that imports another module.
+    ConfigError: `score` is set, the maximum length is unknown (neither a run nor a table of
+      positions defines it), or the task imports another module.
     DataError: the vocabulary does not exist, or has more ids than the model.
   """
   if score:
     raise ConfigError(
       '--score is for a model that writes text; this one is an encoder.',
-      fix='Remove --score: each result has every score of its text already.',
+      fix='Remove --score: each result already has all scores of its text.',
     )
   plain = without_adapters(model)
   length = _length(plain, dataset)
@@ -190,7 +190,7 @@ def open_class_job(
 
 
 def _length(model: Any, dataset: DatasetConfig) -> int:
-  """Returns how many tokens a text may have."""
+  """Returns the maximum number of tokens of a text."""
   length = dataset.task_feature_lengths.get('inputs')
   if length is not None:  # in training, two texts to embed share a row
     return max(length // 2, 3) if model.embeds else length
@@ -204,7 +204,7 @@ def _length(model: Any, dataset: DatasetConfig) -> int:
 
 
 def _outcome(model: Any, names: Sequence[str]) -> tuple[str, Outcome]:
-  """Returns the name and the form of what an EncoderModel finds."""
+  """Returns the name and the Outcome of an EncoderModel's predictions."""
   if model.embeds:
     return 'vectors', VectorOutcome()
   if model.regresses:

@@ -1,4 +1,4 @@
-"""Metrics of the checkpoints of a run on disk: MODEL_DIR/eval/NAME.jsonl and its pictures."""
+"""Stores metrics of a run's checkpoints: MODEL_DIR/eval/NAME.jsonl and its pictures."""
 
 import contextlib
 import json
@@ -35,9 +35,9 @@ class EvalResults(contextlib.AbstractContextManager):
   Only process 0 has one.
 
   Args:
-    model_dir: of the run.
-    name: of this evaluation.
-    facts: what its metrics depend on, besides the checkpoint.
+    model_dir: MODEL_DIR of the run.
+    name: name of this evaluation.
+    facts: facts that its metrics depend on, in addition to the checkpoint.
   Raises:
     ConfigError: the metrics on disk depend on other facts.
   """
@@ -47,7 +47,8 @@ class EvalResults(contextlib.AbstractContextManager):
     self.path = self.folder / f'{name}.jsonl'
     self._facts = facts
     self._tensorboard = model_dir / 'tensorboard' / f'{FOLDER}_{name}'
-    self._writer: Optional[MultiWriter] = None  # opened for the first metric: errors leave no files
+    # Opened for the first metric, so that errors before it leave no files.
+    self._writer: Optional[MultiWriter] = None
     _check_facts(self.folder / f'{name}.json', facts, name)
 
   def __exit__(self, *error: Any) -> None:
@@ -105,11 +106,11 @@ def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> Non
 
 
 def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
-  """Returns a row for each metric and a column for each step, in as many blocks as `width` needs.
+  """Returns a row for each metric and a column for each step, split into blocks to fit `width`.
 
   Args:
     records: step -> values.
-    width: of the terminal, in characters.
+    width: width of the terminal, in characters.
   """
   names = list(dict.fromkeys(name for values in records.values() for name in values))
   first = max(map(len, ('step', *map(short, names))))

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: the loss, scores of classes, metrics of tasks."""
+"""Evaluates on held-out data: loss, scores of classes, metrics of tasks."""
 
 import contextlib
 import dataclasses
@@ -29,14 +29,14 @@ class Evaluator:
   """The mean loss over the same batches each time.
 
   Args:
-    program: has the eval step.
-    batches: opened without repeat. All processes have the same number; the last one is padded
-      with rows of weight 0.
-    num_batches: at most this many; None for all.
+    program: program with the eval step.
+    batches: batches opened without repeat. All processes have the same number; the last batch is
+      padded with rows of weight 0.
+    num_batches: maximum number of batches; None for all.
   Attributes:
     batches: as given.
     confusion: [true class, predicted class] of the last evaluation, if the model classifies.
-    num_rows: of the last evaluation, without the padding of the last batch.
+    num_rows: number of rows of the last evaluation, without padding rows.
   """
 
   def __init__(self, program: Program, batches: BatchIterator, num_batches: Optional[int]):
@@ -44,7 +44,7 @@ class Evaluator:
     self.batches = batches
     self._num_batches = num_batches
     self._start = batches.get_state()
-    batches.set_state(self._start)  # an error now rather than at the first evaluation
+    batches.set_state(self._start)  # so that errors appear now, not at the first evaluation
     self._is_at_start = True
     self.confusion: Optional[np.ndarray] = None
     self.num_rows = 0
@@ -55,8 +55,8 @@ class Evaluator:
     """Returns the sums over all batches.
 
     Args:
-      params: in the run's order of layers.
-      title: of the progress bar.
+      params: parameters in the run's layer order.
+      title: title of the progress bar.
       show: shows the progress.
       total: number of batches, for the bar; None for `num_batches`.
     """
@@ -73,14 +73,14 @@ class Evaluator:
       return sums.sums()
 
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
-    """Returns eval/loss, eval/accuracy, ...; for a classifier eval/macro_f1, ... as well."""
+    """Returns eval/loss, eval/accuracy, ...; for a classifier also eval/macro_f1, ..."""
     sums = self.sums(params, show=show)
     self.confusion = confusion_of(sums)
     return values_of(sums, prefix=LOSS)
 
 
 def _num_rows(num_batches: int, *, last: Batch) -> int:
-  """Returns the rows in batches of one size; in the last one, rows of zeros are padding."""
+  """Returns the number of rows in batches of equal size, without zero rows of the last batch."""
   if not num_batches:
     return 0
   arrays = [np.asarray(x) for x in last.values()]
@@ -99,12 +99,12 @@ def hits_of(sums: reduce.Sums) -> Optional[np.ndarray]:
 
 
 def class_names_of(model: Model, dataset: DatasetConfig) -> tuple[str, ...]:
-  """Returns the names of the classes, those of the model first; empty if neither has names."""
+  """Returns the class names of the model, or else of the data; () if neither has names."""
   return tuple(OptionalMembers(model).class_names) or open_class_names(dataset) or ()
 
 
 def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
-  """Returns the metrics by name; those without target tokens are left out, with a warning."""
+  """Returns the metrics by name; leaves out metrics without target tokens, with a warning."""
   means = reduce.means(sums, prefix=prefix)
   if means.empty:
     _log.warning('The evaluation has no target tokens for %s.', ', '.join(means.empty))
@@ -119,33 +119,33 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
 
 
 def dummy_sums(program: Program) -> reduce.Sums:
-  """Returns what `Evaluator.sums` returns, with dummy values, without running the model."""
+  """Returns dummy values in the form of `Evaluator.sums`, without running the model."""
   sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
   return {name: (_distinct(total.shape), 1.0) for name, (total, _) in sums.items()}
 
 
 def _distinct(shape: tuple[int, ...]) -> np.ndarray:
-  """Returns 1, 2, 3, ...: correlations of equal numbers do not exist."""
+  """Returns 1, 2, 3, ..., because correlations of equal numbers are undefined."""
   return np.arange(1.0, 1.0 + math.prod(shape)).reshape(shape)
 
 
-# Metrics of at most this many examples are computed before the first step.
+# Maximum number of examples for the rehearsal of metrics before the first step.
 _REHEARSED = 200
 
 
 class TaskEvaluator:
-  """The metrics of tasks, from texts that the model writes and from scores of the targets.
+  """The metrics of tasks, from generated texts and from scores of the targets.
 
   Every process computes its rows of each batch and gets all results.
 
   Args:
-    model, program: what to evaluate.
-    tasks: with metrics.
-    config: how predictions are decoded.
+    model, program: model and program to evaluate.
+    tasks: tasks with metrics.
+    config: how to decode predictions.
   Attributes:
     tasks: as given.
   Raises:
-    DataError: an example without inputs where predictions need them, or one that does not fit.
+    DataError: an example lacks inputs that predictions need, or does not fit the model.
   """
 
   def __init__(
@@ -174,12 +174,12 @@ class TaskEvaluator:
           self._generator.check_prompt(len(inputs), where=where, targets=len(targets))
 
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
-    """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
+    """Returns infer_eval/TASK/METRIC of `params`, whose layers are in model order."""
     generator = self._generator.with_params(params)
     return _named((task, task.metrics(_outputs(generator, task, show))) for task in self.tasks)
 
   def rehearse(self) -> dict[str, float]:
-    """Returns the metrics of the first examples of each task, as if the model wrote their targets.
+    """Returns the metrics of each task's first examples, with their targets as predictions.
 
     Raises:
       DataError: a metric or a postprocessor of a task fails on its own targets.
@@ -199,7 +199,7 @@ def _metrics_of_targets(task: EvaluatedTask) -> dict[str, float]:
     try:
       return _metrics_of_targets(first(_REHEARSED))
     except DataError:
-      pass  # perhaps only because the examples are few
+      pass  # the reason may be that there are only few examples
   zeros = [0.0] * len(task.targets)
   return task.metrics(ModelOutputs(task.targets, zeros, zeros))
 
@@ -236,15 +236,15 @@ def open_task_evaluator(
   """Returns the evaluator of the metrics of a task, or of all tasks of a mixture.
 
   Args:
-    model, program: what to evaluate.
-    dataset: which task or mixture, its split, and the lengths that inputs and targets are cut to.
-    decoding: how to write predictions; None for greedy decoding of as many tokens as targets have.
-    num_examples: the first examples of each task; None for all.
-    required: whether a task without metrics, or a model that cannot write text, is an error; if not
-      required, return None.
+    model, program: model and program to evaluate.
+    dataset: task or mixture, its split, and the lengths that inputs and targets are cut to.
+    decoding: how to decode predictions; None for greedy decoding up to the length of the targets.
+    num_examples: take only this many examples of each task; None for all.
+    required: whether a task without metrics, or a model that cannot generate text, is an error;
+      otherwise returns None for them.
   Raises:
-    ConfigError: the model does not write text.
-    DataError: no metrics, no such split, no example.
+    ConfigError: the model does not generate text.
+    DataError: the task has no metrics, the split does not exist, or has no example.
   """
   if not writes_text(model):
     if not required:
@@ -269,7 +269,7 @@ def open_task_evaluator(
 
 
 def batches_for(model: Model, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
-  """Returns the batches of `dataset` as `model` takes them; errors as of `open_batches`."""
+  """Returns the batches of `dataset` for `model`; errors as for `open_batches`."""
   spec = model.batch_spec(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
   )

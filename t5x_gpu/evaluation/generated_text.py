@@ -1,4 +1,4 @@
-"""Runs a model on prompts and writes one JSON line per prompt, in their order."""
+"""Runs a model on prompts and writes one JSON line per prompt, in the order of the prompts."""
 
 import dataclasses
 import hashlib
@@ -16,16 +16,16 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal.bars import bar
 
-# Fields of a result in addition to those of its prompt.
+# Fields of a result, in addition to the fields of its prompt.
 _SCORED = (NUMBER, 'score', 'num_tokens')
 _WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
 
 
 class Outcome(Protocol):
-  """What an encoder finds in a text.
+  """The form of an encoder's predictions.
 
   Attributes:
-    fields: of a result, in addition to those of its prompt.
+    fields: fields of a result, in addition to the fields of its prompt.
   """
 
   fields: Sequence[str]
@@ -42,11 +42,11 @@ class InferJob:
   """A model with its vocabulary.
 
   Attributes:
-    generator: of the model.
+    generator: runs the model.
     text: text <-> ids.
     checkpoint: folder of the parameters.
-    train_length: tokens of a row in training; None if unknown.
-    outcome: of an encoder; None for a Generator.
+    train_length: length of a row in training, in tokens; None if unknown.
+    outcome: form of an encoder's predictions; None for a Generator.
   """
 
   generator: Union[Generator, Classifier]
@@ -81,13 +81,13 @@ class InferJob:
 
 @dataclasses.dataclass(frozen=True)
 class _EncodedPrompts:
-  """Prompts as ids; all of them fit the model.
+  """Prompts as ids, checked to fit the model.
 
   Attributes:
     job, prompts: as given.
-    numbers: of the prompts, in their order.
+    numbers: numbers of the prompts, in order.
     tokens: ids of each prompt.
-    targets: ids of the continuation of each prompt to score; None to write text.
+    targets: ids of the continuation of each prompt to score; None to generate text.
   """
 
   job: InferJob
@@ -136,7 +136,7 @@ class _EncodedPrompts:
     ]
 
   def facts(self) -> dict[str, Any]:
-    """Returns what results depend on; the prompts as a hash."""
+    """Returns the facts that results depend on, with a hash of the prompts."""
     content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in self.prompts])
     digest = hashlib.sha256(
       (content + json.dumps([[list(t) for t in self.tokens], self.targets])).encode()
@@ -161,19 +161,19 @@ def write_results(
   overwrite: bool = False,
   dry_run: bool = False,
 ) -> int:
-  """Writes the results of `prompts` in their order; returns how many are new.
+  """Writes the results of `prompts` in order; returns the number of new results.
 
   Every device of every process computes its share of each batch; process 0 writes.
 
   Args:
     job: model and text.
-    prompts: all of them, including those that `output` already has.
+    prompts: all prompts, including prompts whose results `output` already has.
     output: file, continued if it has results of the same job; None for standard output.
-    score: compute the probabilities of given targets instead of new text.
+    score: compute the probabilities of given targets instead of generating text.
     overwrite: replace the file.
     dry_run: check everything and return 0.
   Raises:
-    DataError: a prompt does not fit, or has a field that results have.
+    DataError: a prompt does not fit, or has a field with the name of a result's field.
   """
   taken = job.outcome.fields if job.outcome is not None else _SCORED if score else _WRITTEN
   _check_fields(prompts, taken)
@@ -251,5 +251,5 @@ def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, An
 
 
 def say(text: str) -> None:
-  """Prints to standard error: results may go to standard output."""
+  """Prints to standard error, because results may go to standard output."""
   log(text, stream=sys.stderr)

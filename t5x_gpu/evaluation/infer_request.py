@@ -1,4 +1,4 @@
-"""What `python -m t5x_gpu.infer` is asked to do, from its flags and gin files.
+"""Builds the request of `python -m t5x_gpu.infer` from its flags and gin files.
 
 A checkpoint folder brings its own gin file, which is read as data unless the user trusts it.
 """
@@ -29,7 +29,7 @@ from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
 
-# In the folder of a run, and of a converted model.
+# Gin file in the folder of a run, and of a converted model.
 RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
 _SETUP = 't5x_gpu.evaluation.infer_request.InferSetup'
 _SETUP_GIN = """from __gin__ import dynamic_registration
@@ -45,7 +45,7 @@ infer_request.InferSetup.partitioner = @partitioner.Partitioner()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferConfig:
-  """What `infer` reads of a run; attributes as in `run.config.Run`."""
+  """The settings of a run that `infer` reads; attributes as in `run.config.Run`."""
 
   model: Model
   partitioner: Partitioner
@@ -59,7 +59,7 @@ class InferConfig:
 
   @property
   def dataset(self) -> DatasetConfig:
-    """The task to take prompts from: that of task metrics, else of evaluation, else of training."""
+    """The dataset to take prompts from: of task metrics, else of evaluation, else of training."""
     return self.infer_eval_dataset_cfg or self.train_eval_dataset_cfg or self.train_dataset_cfg
 
 
@@ -68,11 +68,11 @@ RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(InferConfig))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferSetup:
-  """What gin sets for `infer` alone.
+  """Settings in gin that only `infer` has.
 
   Attributes:
-    decoding_cfg: how to choose tokens, unless a run says so.
-    model, partitioner: of a model file; None with the gin file of a run, which has its own.
+    decoding_cfg: how to choose tokens, unless the run's gin file sets it.
+    model, partitioner: values from a model file; None with the gin file of a run, which sets them.
   """
 
   decoding_cfg: DecodingConfig
@@ -85,18 +85,18 @@ class InferRequest:
   """A model, its parameters, and how to use them.
 
   Attributes:
-    model, partitioner: as gin configures them.
-    dataset: task and vocabulary of the prompts; a vocabulary alone for a model without a task.
+    model, partitioner: values configured in gin.
+    dataset: task and vocabulary of the prompts; only a vocabulary for a model without a task.
     decoding: how to choose tokens.
     checkpoint: MODEL_DIR, one of its checkpoints, or a converted model.
-    step: which checkpoint of MODEL_DIR; None for the latest.
+    step: step of the checkpoint; None for the latest.
     ends: ids that end a text according to the files of a converted model.
     sets_start_token: whether gin sets DecodingConfig.start_token.
-    is_run: whether the gin file is that of a run, not of a model alone.
-    may_import: modules that the task may import besides ours; None for any.
+    is_run: whether the gin file configures a run, not only a model.
+    may_import: modules that the task may import in addition to t5x_gpu's; None for any.
     distributed_cfg, xla_preset: how the processes start.
-    chat: prompts are conversations.
-    ignored: settings of generation in the files of a converted model, which are not applied.
+    chat: whether prompts are conversations.
+    ignored: generation settings in the files of a converted model, which are not applied.
   """
 
   model: Model
@@ -122,14 +122,14 @@ def read_request(
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = (),
 ) -> InferRequest:
-  """Returns what the flags and the gin files ask for.
+  """Returns the request that flags and gin files describe.
 
   Args:
-    flags: of the command.
-    gin_files: of the command line; if empty, the gin file in the folder `flags.checkpoint`.
+    flags: flags of the command.
+    gin_files: gin files of the command line; if empty, uses the gin file in `flags.checkpoint`.
     bindings, search_paths: as in `gin_loader.load`.
   Raises:
-    ConfigError: the gin files are wrong, or do not say enough.
+    ConfigError: the gin files are invalid or incomplete.
   """
   folder = as_path(flags.checkpoint) if flags.checkpoint else None
   run_folder = _folder_of_run(folder)
@@ -188,7 +188,7 @@ def _with_vocabulary(
   if vocabulary is None:
     return dataset
   dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
-  if as_data and (flags.interactive or flags.prompts is not None):  # the task is not needed
+  if as_data and (flags.interactive or flags.prompts is not None):  # does not need the task
     dataset = dataclasses.replace(
       dataset, mixture_or_task_name='', mixture_or_task_module=None, module=DatasetConfig.module
     )
@@ -196,7 +196,7 @@ def _with_vocabulary(
 
 
 def _folder_of_run(checkpoint: Optional[AnyPath]) -> Optional[AnyPath]:
-  """Returns the folder with the gin file: of the run, if `checkpoint` is one of its checkpoints."""
+  """Returns the folder with the gin file: for a checkpoint of a run, the run's folder."""
   is_step = checkpoint is not None and (checkpoint / 'manifest').is_dir()
   return checkpoint.parent if is_step else checkpoint
 
@@ -205,7 +205,7 @@ def gin_file_of(checkpoint: Optional[str]) -> str:
   """Returns the gin file of the run or the model that `checkpoint` belongs to.
 
   Raises:
-    ConfigError: it has none, or `checkpoint` is None.
+    ConfigError: the folder has no gin file, or `checkpoint` is None.
   """
   folder = _folder_of_run(as_path(checkpoint) if checkpoint else None)
   if folder is None:
@@ -229,7 +229,7 @@ def gin_file_of(checkpoint: Optional[str]) -> str:
 
 
 def configures_run(files: Sequence[str]) -> bool:
-  """Returns whether gin files configure a run; a model file sets MODEL alone."""
+  """Returns whether gin files configure a run; a model file only sets MODEL."""
   paths = [pathlib.Path(file) for file in files]
   texts = [path.read_text('utf-8', 'replace') if path.is_file() else '' for path in paths]
   return not any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) or any(
@@ -245,12 +245,12 @@ def _load(
   is_run: bool,
   as_data: bool,
 ) -> gin_loader.LoadedConfig:
-  """Returns the configuration for `InferSetup`, and for `train` if it is of a run.
+  """Returns the configuration for `InferSetup`, and for `train` if the files configure a run.
 
   Args:
     files, bindings, search_paths: as in `gin_loader.load`.
     is_run: whether `files` configure a run.
-    as_data: run nothing that `files` name.
+    as_data: do not run any code that `files` name.
   """
   with tempfile.TemporaryDirectory() as temporary:
     setup = pathlib.Path(temporary) / 'infer.gin'

@@ -1,7 +1,7 @@
-"""Checks that a model fits for evaluation or inference, before it is read or compiled.
+"""Checks that a model fits into memory for evaluation or inference, before reading or compiling.
 
-Lower bounds from shapes: the parameters, their copy where a run stores them in another form than
-checkpoints, and the keys and values of the prompts that are continued at one time. For training see
+Computes lower bounds from shapes: the parameters, their copy if a run stores them in a different
+form from checkpoints, and keys and values of the prompts in a batch. For training see
 training/memory.py.
 """
 
@@ -29,9 +29,9 @@ def check_inference_memory(
   """Raises OutOfMemoryError unless parameters and prompts fit; all processes must call it.
 
   Args:
-    params: shapes and shardings.
-    layout: their mesh.
-    generator: continues prompts; None where nothing is written.
+    params: shapes and shardings of the parameters.
+    layout: mesh and rules.
+    generator: continues prompts; None if no text is generated.
   """
   if generator is None:
     _check(layout, params)
@@ -47,9 +47,9 @@ def _check(
 
   Args:
     layout: mesh and rules.
-    params: shapes and shardings.
+    params: shapes and shardings of the parameters.
     copy: bytes of a second copy of `params` on a device.
-    prompts, prompt_bytes: how many a device continues at one time, and bytes for each.
+    prompts, prompt_bytes: number of prompts on a device at a time, and bytes per prompt.
   """
   limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
   size, limit, more = bytes_per_device(params) + copy, limits.device, prompts * prompt_bytes
@@ -66,7 +66,7 @@ def _check(
 
 
 def _what_fits(layout: Layout, size: int, limit: int, prompt_bytes: int) -> str:
-  """Returns settings that fit: fewer prompts at one time, or parameters split further."""
+  """Returns settings that fit: fewer prompts at a time, or parameters split further."""
   mesh = layout.mesh.shape
   if prompt_bytes and limit - size >= prompt_bytes:
     most = (limit - size) // prompt_bytes * layout.batch_parts

@@ -1,4 +1,4 @@
-"""A file with a JSON line per prompt, which a run that was killed continues.
+"""A file with a JSON line per prompt, which continues after a kill.
 
 It continues after the last complete line.
 """
@@ -17,25 +17,25 @@ from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError, DataError
 
-NUMBER = 'number'  # of the prompt, in every line
+NUMBER = 'number'  # number of the prompt, in every line
 FACTS = '.facts.json'
-# Control characters that JSON may leave as they are, and surrogates, which UTF-8 cannot have.
+# Control characters that JSON does not escape, and surrogates, which UTF-8 cannot encode.
 _UNESCAPED = re.compile(r'[\x7f-\x9f\ud800-\udfff]')
 
 
 class ResultLines:
-  """Appends one line per prompt to a file; `FILE.facts.json` lists what the lines depend on.
+  """Appends one line per prompt to a file; `FILE.facts.json` has facts that the lines depend on.
 
   Lines reach the disk before the next batch is computed. If a kill leaves an incomplete last line,
   opening the file removes it.
 
   Args:
-    path: of the file; its folder is created.
-    facts: JSON-ready, what the results depend on.
-    numbers: of the prompts, in order.
+    path: path of the file; its folder is created.
+    facts: JSON-ready facts that the results depend on.
+    numbers: numbers of the prompts, in order.
     overwrite: replace the file.
   Attributes:
-    num_done: prompts that the file already had.
+    num_done: number of results that the file already had.
   Raises:
     ConfigError: the file holds other results, or cannot be written.
     DataError: a line in the middle is not a result.
@@ -90,8 +90,8 @@ class ResultLines:
     fix = 'Give another --output, or start over with --overwrite.'
     if not isinstance(before, dict):
       raise ConfigError(
-        f'{self.path} exists without {self._facts_path.name}, which lists what its results depend '
-        'on.',
+        f'{self.path} exists without {self._facts_path.name}, which lists the facts that its '
+        'results depend on.',
         fix=fix,
       )
     if different := differences(before, json.loads(json.dumps(facts)), before='then'):
@@ -113,10 +113,10 @@ class VectorFile:
   """Collects the vectors of results, and writes them to a .npy file [results, embed] at the end.
 
   Args:
-    path: of the file; its folder is created.
+    path: path of the file; its folder is created.
     overwrite: replace the file.
   Attributes:
-    num_done: 0: an interrupted run starts over.
+    num_done: always 0, because an interrupted run starts over.
   Raises:
     ConfigError: the file exists.
   """
@@ -145,7 +145,7 @@ class VectorFile:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-  """Returns a line of JSON; text is not escaped to ASCII, but terminals find nothing to obey."""
+  """Returns a line of JSON; does not escape text to ASCII, but escapes control characters."""
   line = json.dumps(record, ensure_ascii=False)
   return _UNESCAPED.sub(lambda match: f'\\u{ord(match[0]):04x}', line) + '\n'
 

@@ -1,4 +1,4 @@
-"""`MODEL_DIR/samples.jsonl`: the texts that a run wrote after its last step."""
+"""`MODEL_DIR/samples.jsonl`: texts that the model generated after the last step of a run."""
 
 import json
 import logging
@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 
 
 def append_sample(folder: str | os.PathLike, step: int, config: SampleConfig, text: str) -> None:
-  """Appends a text to the file; warns if the disk does not let it.
+  """Appends a text to the file; warns if that fails.
 
   Args:
-    folder: of the run's files.
-    step: training steps done.
-    config: how the text was written.
-    text: the prompt and what the model wrote after it.
+    folder: folder of the run's files.
+    step: number of training steps done.
+    config: how the text was generated.
+    text: the prompt and its continuation.
   """
   record = {'step': step, 'prompt': config.prompt, 'temperature': config.temperature, 'text': text}
   path = pathlib.Path(folder) / SAMPLES
   try:
-    set_aside_unless_file(path)  # to open a pipe would wait for a reader
+    set_aside_unless_file(path)  # opening a pipe would wait for a reader
     append_line(path, json.dumps(record))
   except OSError as e:
     _log.warning('%s cannot be written: %s.', path, e.strerror or e)

@@ -1,4 +1,4 @@
-"""The job that `python -m t5x_gpu.infer` runs for a model that writes text."""
+"""The job that `python -m t5x_gpu.infer` runs for a generative model."""
 
 import dataclasses
 import math
@@ -31,15 +31,15 @@ from t5x_gpu.runtime.cluster.topology import Device, Topology
 def open_job(
   request: InferRequest, *, score: bool = False, one_at_a_time: bool = False, dry_run: bool = False
 ) -> InferJob:
-  """Returns the job: everything checked, parameters restored.
+  """Returns the job, checked and with restored parameters.
 
   Args:
-    request: what to run.
+    request: the request.
     score: score given continuations.
     one_at_a_time: take one prompt per batch.
     dry_run: leave the parameters out.
   Raises:
-    UserError: of the checkpoint, the vocabulary or the mesh.
+    UserError: checkpoint, vocabulary or mesh are invalid.
   """
   if one_at_a_time:
     decoding = dataclasses.replace(request.decoding, batch_size=1)
@@ -99,7 +99,7 @@ def _has_inputs(request: InferRequest) -> bool:
 
 
 def open_prompt_text(request: InferRequest) -> PromptText:
-  """Returns text <-> ids of a model that writes text. Raises ConfigError, DataError."""
+  """Returns text <-> ids of a generative model. Raises ConfigError, DataError."""
   return open_text(
     request.dataset,
     'prompt_text',
@@ -111,7 +111,7 @@ def open_prompt_text(request: InferRequest) -> PromptText:
 
 
 def _check_chats(request: InferRequest) -> None:
-  """Raises ConfigError unless the model continues texts, without inputs of their own."""
+  """Raises ConfigError unless the model is decoder-only and trained without separate inputs."""
   kind = 'an encoder' if encodes_texts(request.model) else ''
   if not kind and reads_inputs(request.model):
     kind = 'an encoder-decoder'
@@ -126,12 +126,12 @@ def _check_chats(request: InferRequest) -> None:
 def decoding_changes(
   request: InferRequest, text: PromptText, manifest: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-  """Returns what vocabulary and checkpoint change about the decoding, and lines for the log.
+  """Returns changes to the decoding from vocabulary and checkpoint, and lines for the log.
 
   Args:
-    request: of `infer`.
-    text: of the run or model.
-    manifest: of the checkpoint.
+    request: request of `infer`.
+    text: text <-> ids of the run or model.
+    manifest: manifest of the checkpoint.
   """
   decoding = request.decoding
   ends = dict.fromkeys([*([] if text.eos_id is None else [text.eos_id]), *request.ends])
@@ -162,7 +162,7 @@ def decoding_changes(
 
 
 def _params(request: InferRequest, reader: ParamsReader, layout: Layout, shapes: Any) -> Any:
-  """Returns the parameters layer by layer, adapters merged; `shapes` are those of the model."""
+  """Returns the model's parameters by layer, with adapters merged; `shapes` are their shapes."""
   model = request.model
   params = read_params(reader.checkpoint, shapes)
   plain = without_adapters(model)
@@ -175,7 +175,7 @@ def _params(request: InferRequest, reader: ParamsReader, layout: Layout, shapes:
 def _layout(
   partitioner: Partitioner, model: Model, topology: Topology, devices: list[Device]
 ) -> Layout:
-  """Returns the layout for inference, where batch and length of the training need not divide."""
+  """Returns the layout for inference, without checking training's batch size and length."""
   partitioner = dataclasses.replace(
     partitioner,
     sequence_parallel=False,

@@ -26,14 +26,14 @@ class MultiHeadAttention(nn.Module):
   Attributes:
     num_heads, head_dim: query heads and their features; the product may differ from embed_dim.
     num_kv_heads: key and value heads, each shared by several query heads; None for num_heads.
-    query_pre_attn_scalar: logits are divided by its square root; None for T5, whose query
-      initializer includes the factor.
+    query_pre_attn_scalar: logits are divided by the square root of this number; None for T5, whose
+      query initializer includes the factor.
     bias_in: which projections have a bias: 'none', 'qkv' or 'all'.
     qk_norm: norm of queries and keys, one of FEATURE_NORMS; None for no norm.
-    norm_epsilon: epsilon of that norm.
-    dropout_rate: of attention weights.
-    dtype: of the projections; logits and softmax are float32.
-    kernel_init: of all kernels; None for T5's.
+    norm_epsilon: epsilon of the norm.
+    dropout_rate: dropout rate of attention weights.
+    dtype: dtype of the projections; logits and softmax are float32.
+    kernel_init: initializer of all kernels; None for T5's initializers.
   """
 
   num_heads: int
@@ -67,9 +67,9 @@ class MultiHeadAttention(nn.Module):
       x: [batch, length, embed], input of the queries.
       attention: how queries attend to keys.
       kv_input: [batch, kv_length, embed], input of keys and values; `x` for self-attention. None if
-        `cache` already holds them.
-      bias: from `attention.bias`.
-      window: positions back that this layer sees, see Attention.
+        `cache` already holds keys and values.
+      bias: result of `attention.bias`.
+      window: number of positions back that this layer attends to, see Attention.
       rotation: rotary rotation of the positions of `x`; for self-attention only.
       cache: earlier keys and values; new ones are added, and queries attend to all of them.
       layer: index of this layer in `cache`.
@@ -91,7 +91,7 @@ class MultiHeadAttention(nn.Module):
       if key is not None:
         cache = cache.write(layer, key, value)
       key, value = cache.read(layer)
-    # T5 drops an attention weight for all queries at once, which is the same as dropping a value.
+    # T5 drops an attention weight for all queries at once, which is equivalent to dropping a value.
     value = dropout_positions(
       value, self.dropout_rate, dropout_rng, num_heads=self.num_kv_heads or self.num_heads
     )
@@ -122,7 +122,7 @@ class MultiHeadAttention(nn.Module):
 
     If heads are split, one matmul computes all projections of the same input, with features ordered
     by key and value head, so the input is gathered once and its gradient reduced once. If there are
-    fewer of these heads than devices, every device computes the head that its queries need.
+    fewer key and value heads than devices, every device computes the head that its queries need.
     """
     kv_heads = self.num_kv_heads or self.num_heads
     maps = {}

@@ -23,7 +23,7 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
   """Returns a variance-scaling initializer that counts the first `num_in` dimensions as inputs.
 
   Args:
-    num_in: leading dimensions of the kernel that are contracted; the rest are features.
+    num_in: number of leading dimensions of the kernel that are contracted; the rest are features.
     distribution: 'truncated_normal' (MLP, logits) or 'normal' (attention), as in T5.
     scale: factor of the variance.
   Source: He et al. 2015; T5 (Raffel et al. 2020), appendix.
@@ -31,7 +31,7 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
   flat_init = nn.initializers.variance_scaling(scale, 'fan_in', distribution)
 
   def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-    # Drawn as a matrix: fan-in is then the product of the contracted dimensions.
+    # Drawn as a matrix, so that fan-in is the product of the contracted dimensions.
     flat = (math.prod(shape[:num_in]), math.prod(shape[num_in:]))
     return flat_init(key, flat, dtype).reshape(shape)
 
@@ -45,8 +45,8 @@ class Linear:
   Attributes:
     kernel: [inputs..., features...]; for a matmul of 8-bit operands, a `Quantized`.
     bias: [features...], or None.
-    factors: [inputs..., rank] and [rank, features...], added to the kernel as a product that is
-      never formed (models/lora.py), or None.
+    factors: [inputs..., rank] and [rank, features...], whose product is added to the kernel without
+      being formed (models/lora.py), or None.
   """
 
   kernel: Kernel
@@ -86,12 +86,12 @@ class DenseGeneral(nn.Module):
     axes: names of the kernel's dimensions, inputs first.
     num_in: number of trailing dimensions that are contracted.
     kernel_init: initializer of the kernel [inputs..., features...].
-    dtype: of the computation; the kernel is stored in float32.
+    dtype: dtype of the computation; the kernel is stored in float32.
     use_bias: add a bias of shape `features`.
     dot_general: replaces `jax.lax.dot_general`.
     along: name of the input's dimension [batch, along, inputs] along which the kernel may come in
       copies (layers/sharded_bias_params.py); for kernels without a split dimension.
-    bias_along: the same for the bias and the output [batch, bias_along, features].
+    bias_along: like `along`, for the bias and the output [batch, bias_along, features].
   """
 
   features: tuple[int, ...]
@@ -149,16 +149,16 @@ def project_together(
 ) -> list[jax.Array]:
   """Returns several linear maps [batch, length, features] of `x` [batch, length, inputs].
 
-  Used for the branches of a gated MLP. The calling module gets a submodule with a kernel per map.
+  Computes the branches of a gated MLP. The calling module gets a submodule with a kernel per map.
   If features are split, one matmul computes all maps, so that the input is gathered once and its
   gradient reduced once, not once per map.
 
   Args:
     x: input of all maps.
     kernel_inits: name of each map -> initializer of its kernel [inputs, features].
-    features: outputs of each map.
+    features: number of outputs of each map.
     axes: names of a kernel's dimensions.
-    dtype: of the computation; parameters are stored in float32.
+    dtype: dtype of the computation; parameters are stored in float32.
     use_bias: whether each map has a bias [features].
   """
   x = x.astype(dtype)

@@ -1,9 +1,9 @@
 """Dropless experts: every token reaches its experts, sorted by expert for `grouped_matmul`.
 
-Each expert takes as many tokens as choose it, so the work is that of the choices alone. Rows are
-mixed, but the result of a token depends on the token only. Under expert parallelism each device
-sends every other one a buffer with room for all of its tokens, because array sizes must be known:
-the wire carries and the buffers hold that worst case; matmuls skip the empty part.
+Each expert takes all tokens that choose it, so only chosen experts cost work. Rows are mixed, but
+the result of a token depends only on the token. Under expert parallelism each device sends a buffer
+with room for all of its tokens to every other device, because array sizes must be static: transfers
+and buffers have the worst-case size; matmuls skip the empty part.
 Source: Gale et al. 2022 (MegaBlocks).
 """
 
@@ -19,17 +19,17 @@ from t5x_gpu.layers.routing import choose, grouped, take
 from t5x_gpu.partitioning import expert_parallel
 from t5x_gpu.partitioning.axis_rules import is_manual, shard
 
-# Rows of a block: enough for a kernel's tile; less for few tokens, whose blocks would be empty.
+# Rows of a block: enough for a kernel's tile; fewer for few tokens, whose blocks would be empty.
 _BLOCKS = (8, 128)
 
 
 @flax.struct.dataclass
 class Placement:
-  """Which choice is in which slot.
+  """Maps choices (of experts by tokens) to slots, and back.
 
   Attributes:
-    slots: [choices], the number of slots for a choice without one.
-    choices: [slots], the number of choices for an empty slot.
+    slots: [choices], slot of each choice; the number of slots if it has none.
+    choices: [slots], choice in each slot; the number of choices if it is empty.
   """
 
   slots: jax.Array
@@ -47,12 +47,12 @@ class Placement:
 
 @flax.struct.dataclass
 class DroplessRouting:
-  """The way of the tokens to their experts and back.
+  """Routes tokens to their experts and back.
 
   Attributes:
     gates: [batch, length, k], weight of each chosen expert, float32.
-    own: of this device's choices: in blocks, or in the buffers for each device of `expert`.
-    received: of what comes out of those buffers, in blocks; None without expert parallelism.
+    own: placement of this device's choices: in blocks, or in the buffers sent along `expert`.
+    received: placement of received buffers in blocks; None without expert parallelism.
     groups: rows of each local expert.
   """
 
@@ -98,7 +98,7 @@ def route_all(
   Args:
     logits: [batch, length, experts] in float32.
     experts_per_token: experts chosen per token, k.
-    normalize: of the gates, as in `choose`.
+    normalize: whether gates are normalized, as in `choose`.
   """
   num_experts = logits.shape[-1]
   ids, gates = choose(logits, experts_per_token=experts_per_token, normalize=normalize)
@@ -113,7 +113,7 @@ def route_all(
   counts = order.counts.reshape(devices, local)
   starts = room * jnp.arange(devices)[:, None] + jnp.cumsum(counts, axis=1) - counts
   own = order.place(starts.reshape(-1), devices * room)
-  # What arrives from each device is sorted by expert, too.
+  # The received buffer of each device is sorted by expert, too.
   ends = jnp.cumsum(expert_parallel.exchange(counts), axis=1)
   arrived = jnp.sum(jnp.arange(room)[:, None] >= ends[:, None], axis=-1).reshape(-1)
   received, groups = _in_blocks(arrived, local)
@@ -125,10 +125,10 @@ class _Sorted:
   """Choices sorted by group.
 
   Attributes:
-    ids: [choices], group of each; the number of groups for none.
-    order: [choices], the choice at each place, group after group.
-    ranks: [choices], of each choice in its group.
-    firsts, counts: [groups], first place and size of each group.
+    ids: [choices], group of each choice; the number of groups if it has none.
+    order: [choices], indices of the choices, sorted by group.
+    ranks: [choices], rank of each choice in its group.
+    firsts, counts: [groups], first index in `order` and size of each group.
   """
 
   ids: jax.Array

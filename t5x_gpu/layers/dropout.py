@@ -1,7 +1,7 @@
 """Dropout whose masks depend on the example, never on the topology.
 
-A mask is a function of (seed, step, layer, site, index of the example in the global batch), so one
-device and a cluster, one microbatch and many, drop the same features.
+A mask is a function of (seed, step, layer, site, index of the example in the global batch), so the
+number of devices and of microbatches does not change the dropped features.
 """
 
 import zlib
@@ -44,7 +44,7 @@ def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
 
   Args:
     x: [batch, length, features...].
-    rate: share that is dropped; the rest is scaled up.
+    rate: share of features to drop; the rest is scaled up.
     rng: None for no dropout.
   """
   if rng is None or rate == 0.0:
@@ -62,8 +62,8 @@ def dropout_positions(
   Args:
     x: [batch, length, heads, kv], values.
     rate, rng: as in `dropout`.
-    num_heads: heads of the model, if `x` holds several copies of each: copies share a mask. None
-      for the heads of `x`.
+    num_heads: number of heads of the model, if `x` has several copies of each head; copies share a
+      mask. None for the heads of `x`.
   """
   if rng is None or rate == 0.0:
     return x

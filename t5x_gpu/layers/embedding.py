@@ -2,7 +2,7 @@
 
 Under ZeRO-3 each device has some features of every row. Gathering the table, and sending its
 gradient back, would be among the largest transfers of a step, and the first layer would wait for
-it. Where it takes fewer bytes, devices exchange only the rows that their tokens need.
+the gather. If that takes fewer bytes, devices exchange only the rows that their tokens need.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_
 class Embedding(nn.Module):
   """A table [vocab, embed].
 
-  If the vocabulary is split, each device looks up the ids in its own rows and the vectors are
-  summed over the devices, so no device holds the whole table.
+  If the vocabulary is split, each device looks up the ids in its rows, and the vectors are summed
+  over the devices, so no device holds the whole table.
 
   Attributes:
-    vocab_size: rows, at least the largest id + 1.
-    embed_dim: columns.
-    dtype: of the result.
-    stddev: of the initial values; 1 as in T5, whose residual stream starts at unit variance.
+    vocab_size: number of rows, at least the largest id + 1.
+    embed_dim: number of columns.
+    dtype: dtype of the result.
+    stddev: standard deviation of the initial values; 1 as in T5, whose residual stream starts at
+      unit variance.
   """
 
   vocab_size: int
@@ -52,8 +53,8 @@ def is_looked_up_in_parts(table: Any, ids: jax.Array, dtype: Any) -> bool:
 
   Args:
     table: parameter [vocab, embed], an array or an `fsdp.Split`.
-    ids: [batch, length] of this device.
-    dtype: of the result.
+    ids: [batch, length], ids on this device.
+    dtype: dtype of the result.
   """
   if not fsdp.is_split(table) or table.dims != fsdp.Dims(fsdp=-1, sent=table.dims.sent):
     return False
@@ -66,9 +67,9 @@ def sends_less_in_parts(num_ids: int, *, vocab_size: int, dtype_bytes: int) -> b
   """Returns whether rows and their gradients are fewer bytes than the table and its gradient.
 
   Args:
-    num_ids: looked up by a device at once.
-    vocab_size: rows of the table.
-    dtype_bytes: bytes of a value of a row. The gradient of the table is float32.
+    num_ids: number of ids that a device looks up at once.
+    vocab_size: number of rows of the table.
+    dtype_bytes: bytes of a value in a row. The gradient of the table is float32.
   """
   return 2 * num_ids * dtype_bytes < vocab_size * (dtype_bytes + 4)
 
@@ -79,10 +80,10 @@ def traffic_per_step(
   """Returns collective -> bytes that a device sends over `fsdp` to look rows up in parts.
 
   Args:
-    num_ids: looked up by a device, of each use of the table.
+    num_ids: number of ids that a device looks up, for each use of the table.
     embed_dim: features of a row.
     fsdp: size of the axis.
-    dtype_bytes: bytes of a value of a row.
+    dtype_bytes: bytes of a value in a row.
     trained: whether gradients are sent, too.
   """
   rows = sum(num_ids) * embed_dim * dtype_bytes * (1 + trained)
@@ -95,13 +96,13 @@ def traffic_per_step(
 def rows_of_parts(table: fsdp.Split, ids: jax.Array, dtype: Any) -> jax.Array:
   """Returns the rows `ids` of a table whose features are split over `fsdp`, without gathering it.
 
-  Each device looks up the ids of all in its features, and sends every other its rows. In the
-  backward pass the gradients of rows go the opposite way, and are added where the features are.
+  Each device looks up its features for the ids of all devices, and sends the rows to them. In the
+  backward pass, gradients of rows are sent back, and added on the device that holds the features.
 
   Args:
     table: [vocab, embed] in parts.
-    ids: [batch, length] of this device.
-    dtype: in which rows are sent, and of the result [batch, length, embed].
+    ids: [batch, length], ids on this device.
+    dtype: dtype of the sent rows and of the result [batch, length, embed].
   """
   of_all = jax.lax.all_gather(ids, 'fsdp')
   rows = _lookup(None, table.part, of_all).astype(dtype)
@@ -115,7 +116,7 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
   def local(table: jax.Array, ids: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
     rows = jnp.where(mine[..., None], jnp.take(table, here, axis=0, mode='clip'), 0)
-    # In float32: XLA's CPU compiler aborts on a bfloat16 sum that is written out (jax 0.10, 0.11).
+    # In float32: XLA's CPU compiler aborts on an explicit bfloat16 sum (jax 0.10, 0.11).
     rows = rows.astype(jnp.float32)
     if by_position:
       return jax.lax.psum_scatter(rows, axis, scatter_dimension=1, tiled=True)
@@ -123,7 +124,7 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
 
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
-  by_position = split_axes('residual_length') == (axis,)  # each device needs its positions only
+  by_position = split_axes('residual_length') == (axis,)  # each device only needs its positions
   return jax.shard_map(
     local,
     axis_names={axis},
@@ -151,7 +152,7 @@ def _rows_backward(axis: Optional[str], saved: Any, gradient: jax.Array) -> Any:
 
 
 def _own(axis: Optional[str], table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the row of each id in this device's part of the table, and whether it has that row."""
+  """Returns the local row index of each id, and whether this device has the row."""
   first = 0 if axis is None else jax.lax.axis_index(axis) * table.shape[0]
   here = jnp.clip(ids, 0) - first
   return here, (here >= 0) & (here < table.shape[0])

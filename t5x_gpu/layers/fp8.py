@@ -1,11 +1,12 @@
 """Matmuls of arrays in 8 bits, forward and backward.
 
 Forward, both operands are E4M3; backward, the gradient of the product is E5M2. GPUs multiply 8-bit
-operands as they are and add up in float32. The scales multiply the product: a GEMM of operands that
-were scaled back first (quantize, dequantize, multiply) is compiled to one in bfloat16.
+operands directly and accumulate in float32. The scales multiply the product: if operands were
+scaled back first (quantize, dequantize, multiply), XLA would compile a bfloat16 GEMM.
 
-Scales are those of the current values; or, with delayed scaling, of the largest values of earlier
-steps (`Quantized.amax`). The largest values of this step then come back as the gradient of `amax`.
+Scales follow from the current values; or, with delayed scaling, from the largest values of earlier
+steps (`Quantized.amax`). The largest values of this step are then returned as the gradient of
+`amax`.
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning), section 3.
 """
 
@@ -35,7 +36,7 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
 
   Args:
     x: [..., inputs].
-    kernel: [inputs, features]; if it is quantized, the product is one of 8-bit operands.
+    kernel: [inputs, features]; if it is quantized, 8-bit operands are multiplied.
     num_in: number of dimensions of `inputs`.
   """
   if not is_quantized(kernel):
@@ -54,13 +55,13 @@ def operand(x: Union[jax.Array, Quantized], kernel: Kernel) -> Union[jax.Array, 
 
 def _quantized(x: jax.Array, amax: Optional[jax.Array]) -> Quantized:
   values, scale = _converted(x, E4M3, amax, Operand.X)
-  # As bits, because what `jax.checkpoint` saves is passed through `reduce_precision`, which takes
-  # E4M3 values above 240 for infinities (jax 0.10 to 0.12).
+  # As bits, because `jax.checkpoint` passes saved values through `reduce_precision`, which turns
+  # E4M3 values above 240 into infinities (jax 0.10 to 0.12).
   return Quantized(jax.lax.bitcast_convert_type(values, jnp.uint8), scale, x)
 
 
 quantized = jax.custom_vjp(_quantized)
-quantized.__doc__ = 'Returns `x` in E4M3, as bits; its gradient is that of the `port`.'
+quantized.__doc__ = 'Returns `x` in E4M3, as bits; the gradient of `port` is its gradient.'
 quantized.defvjp(
   lambda x, amax: (_quantized(x, amax), seen(amax, Operand.X, x)),
   lambda x_seen, gradient: (gradient.port, x_seen),
@@ -76,8 +77,8 @@ def _converted(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (values, scale) of `x`.
 
-  Without `amax`, the largest value is that of this device's rows and positions, without a
-  collective; along `model`, which the compiler handles, it is that of all parts.
+  Without `amax`, the largest value is taken over this device's rows and positions, without a
+  collective; along `model`, which the compiler handles, it is taken over all parts.
   """
   if amax is not None:
     scale = scale_of(amax[which], dtype)
@@ -92,7 +93,7 @@ def _arrays(x: Quantized) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-  """A product over `num_in` dimensions; the dtypes of both ports are those of the gradients."""
+  """A product over `num_in` dimensions; gradients have the dtypes of the ports."""
 
   num_in: int
   x_dtype: Any

@@ -1,8 +1,9 @@
-"""Matrix products of rows in groups, each group with its own kernel, as dropless experts need them.
+"""Matrix products of rows in groups, with a separate kernel per group, for dropless experts.
 
 Rows of a group follow each other, and every group starts at a multiple of `block` rows. On Hopper
-and Ampere GPUs the products are kernels of Tokamax (`ragged_dot`). Elsewhere a loop takes one block
-at a time and skips empty ones. XLA's own `ragged_dot` would multiply every row with every kernel.
+and Ampere GPUs, Tokamax's kernels (`ragged_dot`) compute the products. Elsewhere a loop takes one
+block at a time and skips empty blocks. XLA's `ragged_dot` would multiply every row with every
+kernel.
 Source: Gale et al. 2022 (MegaBlocks), section 5.
 """
 
@@ -34,8 +35,8 @@ class Groups:
   """How rows are divided into groups.
 
   Attributes:
-    sizes: int32 [groups], rows of each group, padding included: multiples of `block`.
-    block: rows of a block.
+    sizes: int32 [groups], number of rows of each group, padding included: multiples of `block`.
+    block: number of rows of a block.
   """
 
   sizes: jax.Array
@@ -44,11 +45,11 @@ class Groups:
 
 @flax.struct.dataclass
 class _Blocks:
-  """Blocks of rows, as the loops need them.
+  """Blocks of rows, for the loops.
 
   Attributes:
     sizes: as in `Groups`.
-    group: uint32 [blocks], group of each block; any for an empty one.
+    group: uint32 [blocks], group of each block; arbitrary for an empty block.
     used: [blocks], whether a block has rows.
     zero: 0 in float32.
   """
@@ -67,7 +68,7 @@ def grouped_matmul(
   Args:
     rows: [rows, inputs], a multiple of `groups.block`; 0 after the last group.
     kernels: [groups, inputs, ...features].
-    groups: of the rows.
+    groups: groups of the rows.
     split: dimension of the kernels that tensor parallelism splits, 'last' or 'inputs'.
   """
   axes = _axes(rows, kernels, groups.sizes)
@@ -89,8 +90,8 @@ class _Split:
   """How tensor parallelism splits the kernels.
 
   Attributes:
-    axis: mesh axis, `model`; None if it does not.
-    inputs: whether it splits the dimension that is summed; else the last one.
+    axis: mesh axis, `model`; None without tensor parallelism.
+    inputs: whether it splits the contracted dimension; otherwise the last dimension.
   """
 
   axis: Optional[str]
@@ -169,9 +170,9 @@ def _beside(
   *,
   summed: bool = False,
 ) -> jax.Array:
-  """Returns `function` of each device's parts along `split.axis`; `summed` over it if asked for."""
+  """Returns `function` of each device's parts along `split.axis`; if `summed`, summed over it."""
   axes, manual = {split.axis} - {None}, ()
-  # Kernels have no marks of what varies on their results, and may refuse marked arguments.
+  # Results of kernels are not marked as varying, and kernels may refuse marked arguments.
   has_marks = hardware().platform != 'gpu'
   if not has_marks:
     mesh = jax.sharding.get_abstract_mesh()
@@ -187,9 +188,9 @@ def _beside(
     # In float32: XLA on CPUs aborts on a bfloat16 sum here.
     return jax.lax.psum(result.astype(jnp.float32), split.axis).astype(result.dtype)
 
-  # A scan over layers computes before its loop what does not depend on the layer, also inside a
-  # nested region, whose results then have shardings that XLA refuses. So all arguments are tied
-  # together, and constants that vary are made of arguments.
+  # A scan over layers hoists layer-independent computations out of its loop, also from a nested
+  # region, whose results then have shardings that XLA refuses. So all arguments are tied together,
+  # and varying constants are derived from arguments.
   region = jax.shard_map(local, in_specs=specs, out_specs=out, axis_names=axes, check_vma=has_marks)
   return varying(region(*jax.lax.optimization_barrier(arrays)), manual)
 
@@ -202,7 +203,7 @@ def _rows_times_kernels(
   Args:
     rows: [rows, inputs]; with `transposed`, [rows, ...features].
     kernels: [groups, inputs, ...features].
-    blocks: of the rows.
+    blocks: blocks of the rows.
   """
   features = kernels.shape[2:]
   kernels = kernels.reshape(*kernels.shape[:2], -1)
@@ -240,7 +241,7 @@ def _by_block(
 
 
 def _kernel_gradients(rows: jax.Array, gradient: jax.Array, blocks: _Blocks) -> jax.Array:
-  """Returns float32 [groups, inputs, ...features], sums of products over the rows of a group."""
+  """Returns float32 [groups, inputs, ...features], sums of products over the rows of each group."""
   features, axes = gradient.shape[1:], _axes(rows, gradient)
   gradient = gradient.reshape(gradient.shape[0], -1)
   shape = (blocks.sizes.shape[0], rows.shape[1], gradient.shape[1])
@@ -291,7 +292,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, blocks: _Blocks, axes: list[str])
 
 
 def _kernel(dtype: Any, *sizes: int) -> Optional[str]:
-  """Returns which kernel of Tokamax multiplies operands of these sizes; None for the loop.
+  """Returns the Tokamax kernel for operands of these sizes; None for the loop.
 
   Logs the choice, once per reason.
   """
@@ -314,7 +315,7 @@ def kernel_for(device: Hardware, dtype: Any, sizes: Sequence[int]) -> tuple[Opti
 
   Args:
     device: the GPU.
-    dtype: of the operands.
+    dtype: dtype of the operands.
     sizes: features of the operands on one device.
   """
   of = f'{device.kind}, {jnp.dtype(dtype).name}'
@@ -346,5 +347,5 @@ def _ragged_sums(kernel: str, rows: jax.Array, gradient: jax.Array, sizes: jax.A
     preferred_element_type=jnp.float32,
     implementation=kernel,
   )
-  # Tokamax 0.0.12: of an empty group, the Triton kernel returns what the group before ends with.
+  # Tokamax 0.0.12: for an empty group, the Triton kernel returns the end of the previous group.
   return jnp.where(sizes[:, None, None] > 0, sums, 0)

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, so that decoding computes each token once."""
+"""Caches keys and values of earlier tokens, so that decoding computes each token once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ class KVCache:
 
   Attributes:
     key, value: [layers, batch, kv_heads, slots, kv], the order of attention's matmuls; with slots
-      first, each token would copy all of them into this order.
+      first, each token would transpose all of them.
     slot: scalar int32, slot of the next token.
   """
 
@@ -44,12 +44,12 @@ class KVCache:
     )
 
   def of_rows(self, function: Callable[[jax.Array], jax.Array]) -> 'KVCache':
-    """Returns the cache with `function` applied to its arrays; it may change the rows only."""
+    """Returns the cache with `function` applied to its arrays; `function` may only change rows."""
     return self.replace(key=_laid_out(function(self.key)), value=_laid_out(function(self.value)))
 
   @property
   def num_slots(self) -> int:
-    """Tokens that the cache can hold."""
+    """Number of tokens that the cache can hold."""
     return self.key.shape[3]
 
 

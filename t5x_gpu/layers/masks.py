@@ -1,6 +1,6 @@
-"""Who may attend to whom: causal, padding, packing, prefix and sliding-window masks.
+"""Attention masks: causal, padding, packing, prefix and sliding window.
 
-A kernel reads one range of keys per query instead of a mask array: `key_ranges` makes them.
+A kernel reads one range of keys per query instead of a mask array: see `key_ranges`.
 """
 
 import functools
@@ -20,8 +20,9 @@ class TokenInfo:
     positions: [length], position of each token in its row.
     segments: [batch, length], number of the example in a packed row; 0 is padding, which neither
       attends nor is attended to.
-    prefix: [batch, length], non-zero on positions that see each other in both directions, or None.
-    window: [length], positions back that a query sees, including itself; 0 for all; or None.
+    prefix: [batch, length], non-zero on positions with bidirectional attention, or None.
+    window: [length], number of positions back that a query attends to, including its own; 0 for
+      all; or None.
   """
 
   positions: jax.Array
@@ -35,7 +36,7 @@ class TokenInfo:
 
 
 def longer(x: jax.Array, length: int, *, dimension: int = 1) -> jax.Array:
-  """Returns `x` with zeros after it, up to `length` along `dimension`."""
+  """Returns `x` padded with zeros at the end, up to `length` along `dimension`."""
   widths = [(0, 0)] * x.ndim
   widths[dimension] = (0, length - x.shape[dimension])
   return x if x.shape[dimension] == length else jnp.pad(x, widths)
@@ -62,7 +63,8 @@ def token_info(
 
   Args:
     target_tokens: [batch, length]; without segment ids, id 0 is padding, except where `known`.
-    segment_ids: [batch, length] of packed examples, 0 on padding; attention stays inside a segment.
+    segment_ids: [batch, length], number of the packed example, 0 on padding; attention stays inside
+      a segment.
     prefix: see TokenInfo.
     positions: [length], if rows are split or reordered; otherwise 0, 1, 2, ...
     known: arrays [batch, length] that are above 0 only on tokens, such as loss weights.
@@ -95,12 +97,12 @@ def encoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
 
 @flax.struct.dataclass
 class KeyRanges:
-  """The keys that each query sees, as one range.
+  """The keys that each query attends to, as one range.
 
   Attributes:
-    start, end: int32 [batch, q_length]; a query sees keys start, ..., end - 1, at least one.
-    scale: float32 [batch, q_length], to multiply queries with: 1; 0 for a query without keys; NaN
-      in a row with a query whose keys are not one range.
+    start, end: int32 [batch, q_length]; a query attends to keys start, ..., end - 1, at least one.
+    scale: float32 [batch, q_length], factor for queries: 1; 0 for a query without keys; NaN in a
+      row with a query whose keys are not one range.
     places: int32 [q_length], the position of each query.
   """
 
@@ -110,7 +112,7 @@ class KeyRanges:
   places: jax.Array
 
   def in_window(self, size: jax.Array) -> 'KeyRanges':
-    """Returns the ranges of queries that see `size` positions back (0 for all).
+    """Returns the ranges limited to `size` positions back (0 for all).
 
     Only for keys with the positions 0, 1, 2, ...
     """
@@ -126,13 +128,13 @@ def key_ranges(
 ) -> KeyRanges:
   """Returns the ranges of `mask` [batch, 1, q_length, kv_length]; XLA never stores such a mask.
 
-  A query without keys is scaled to 0. Padding gets the key at its own place, so that its softmax is
-  finite; neither its output nor its gradient reaches a token. In attention to other tokens, the
-  query may be a token whose segment has no keys: as in dense attention, it gets the mean of all.
+  A query without keys is scaled to 0. Padding gets the key at its own position, so that its softmax
+  is finite; neither its output nor its gradient affects a token. In cross attention, the segment of
+  a query may have no keys: as in dense attention, the query gets the mean of all values.
 
   Args:
     mask: True where attention is allowed.
-    num_others: number of keys in attention to other tokens; None for self-attention.
+    num_others: number of keys in cross attention; None for self-attention.
     places: [q_length], the position of each query; 0, 1, 2, ... by default.
   """
   mask = mask[:, 0]

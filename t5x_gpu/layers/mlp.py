@@ -40,10 +40,10 @@ class Mlp(nn.Module):
   Attributes:
     mlp_dim: hidden features.
     activations: ('gelu', 'linear') is T5.1.1's gated GELU, ('relu',) is T5 1.0's MLP.
-    dropout_rate: on the hidden features, one mask for all positions as in T5.
-    dtype: of the computation.
+    dropout_rate: dropout rate of the hidden features, one mask for all positions as in T5.
+    dtype: dtype of the computation.
     use_bias: whether both maps have a bias.
-    kernel_init: of all kernels; None for T5's.
+    kernel_init: initializer of all kernels; None for T5's initializers.
   Source: Shazeer 2020 (GLU variants).
   """
 
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, *, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
-    """Returns [batch, length, embed] from `x` of that shape; `dropout_rng` None for no dropout."""
+    """Returns [batch, length, embed], the shape of `x`; `dropout_rng` None for no dropout."""
     init = self.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
     names = (
       ['wi'] if len(self.activations) == 1 else [f'wi_{i}' for i in range(len(self.activations))]

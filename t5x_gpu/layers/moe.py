@@ -1,9 +1,10 @@
 """A mixture of experts instead of an MLP: a router chooses a few experts for every token.
 
-An expert has room for a fixed number of tokens of a row; later tokens of the row skip it. Rows
-never compete, so the result depends on the row only: not on the mesh, nor on microbatches. Filling
-experts in order of position keeps a causal model causal, and padding, which ends a row, does not
-take room from tokens. Without a capacity factor experts take all tokens (layers/dropless.py).
+An expert has capacity for a fixed number of tokens of a row; later tokens of the row skip the
+expert. Rows never compete, so the result depends only on the row, not on the mesh or microbatches.
+Filling experts in order of position keeps a causal model causal, and padding, which ends a row,
+does not take capacity from tokens. Without a capacity factor, experts take all tokens
+(layers/dropless.py).
 Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one row.
 """
 
@@ -26,15 +27,15 @@ from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
 
 
 class MoeMlp(nn.Module):
-  """An `Mlp` per expert; each token uses a few of them.
+  """An `Mlp` per expert; each token uses a few experts.
 
   Attributes:
-    num_experts: experts of the layer, over all devices.
-    experts_per_token: experts of each token.
-    capacity_factor: room of the experts, as in `capacity`; None never drops a token.
-    mlp_dim, activations, dropout_rate, dtype: of each expert, as in `Mlp`.
+    num_experts: number of experts of the layer, over all devices.
+    experts_per_token: number of experts that each token uses.
+    capacity_factor: capacity of the experts, as in `capacity`; None never drops a token.
+    mlp_dim, activations, dropout_rate, dtype: as in `Mlp`, for each expert.
     normalize_gates: whether the gates of a token are divided by their sum, as in `choose`.
-    kernel_init: of the kernels of all experts and of the router; None for T5's.
+    kernel_init: initializer of the experts' and router's kernels; None for T5's initializers.
   """
 
   num_experts: int
@@ -62,8 +63,8 @@ class MoeMlp(nn.Module):
       valid: [batch, length], 0 on padding.
       dropout_rng: None for no dropout.
     """
-    # Whole rows from here to the result: if they were split by position, as the residual may be,
-    # sorting would exchange them over `model` again and again.
+    # Whole rows from here to the result: if rows were split by position, as the residual may be,
+    # sorting would exchange them over `model` repeatedly.
     router = _Router(self.num_experts, self.kernel_init, name='router')
     logits = shard(router(x), 'batch', 'length', None)
     x = x.astype(self.dtype)
@@ -82,7 +83,7 @@ class MoeMlp(nn.Module):
   def _kernels(self, embed_dim: int) -> tuple[jax.Array, jax.Array]:
     """Returns [experts, embed, branches, mlp] and [experts, mlp, embed] of this device's experts.
 
-    One matmul for all branches, so that the gradient of their input is reduced over `model` once.
+    One matmul computes all branches, so that their input's gradient is reduced over `model` once.
     """
     local, number = expert_parallel.num_local(self.num_experts), len(self.activations)
     shape = (local, embed_dim, self.mlp_dim)
@@ -104,7 +105,7 @@ class MoeMlp(nn.Module):
   def _dropless(
     self, x: jax.Array, logits: jax.Array, wi: jax.Array, wo: jax.Array, rng: Optional[DropoutRng]
   ) -> jax.Array:
-    """Returns [batch, length, embed], with room for all tokens in every expert."""
+    """Returns [batch, length, embed], with capacity for all tokens in every expert."""
     routing = route_all(
       logits, experts_per_token=self.experts_per_token, normalize=self.normalize_gates
     )
@@ -118,7 +119,7 @@ class MoeMlp(nn.Module):
   def _with_capacity(
     self, x: jax.Array, logits: jax.Array, wi: jax.Array, wo: jax.Array, rng: Optional[DropoutRng]
   ) -> jax.Array:
-    """Returns [batch, length, embed], with a fixed room for the tokens of a row in every expert."""
+    """Returns [batch, length, embed], with fixed capacity for a row's tokens in every expert."""
     routing = route(
       logits,
       experts_per_token=self.experts_per_token,
@@ -194,5 +195,5 @@ class _ExpertKernel(nn.Module):
 def _of_each_expert(
   init: Initializer, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
 ) -> jax.Array:
-  """Returns kernels [experts, inputs, features], each drawn like the kernel of an MLP."""
+  """Returns kernels [experts, inputs, features], each initialized like the kernel of an MLP."""
   return jax.vmap(lambda k: init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))

@@ -16,9 +16,9 @@ class RMSNorm(nn.Module):
 
   Attributes:
     epsilon: added to the mean square.
-    dtype: of the result.
+    dtype: dtype of the result.
     plus_one: multiply by 1 + scale before rounding to `dtype`, with a scale that starts at 0 and
-      decays to 0 (Gemma). Otherwise round first, as Llama and T5 do.
+      decays to 0 (Gemma). Otherwise round first, as in Llama and T5.
     axis: name of the last dimension.
     along: name of the dimension before it.
   Source: Zhang and Sennrich 2019, eq. 4; T5 calls it LayerNorm.
@@ -49,7 +49,7 @@ class HeadsNorm(nn.Module):
   """Root-mean-square norm over the features of all heads together, with a scale for each.
 
   Attributes:
-    num_heads: heads of the scale; the input may repeat each of them.
+    num_heads: number of heads of the scale; the input may repeat each head.
     epsilon, dtype: as in RMSNorm.
     heads: name of the dimension of heads.
   Source: OLMo Team 2024 (OLMo 2), section 3.2.
@@ -70,7 +70,7 @@ class HeadsNorm(nn.Module):
       axes=(self.heads, 'kv'),
       shape=(self.num_heads, x.shape[-1]),
     ).astype(self.dtype)
-    if scale.shape[-2] < x.shape[-2]:  # fewer heads than devices: each is repeated
+    if scale.shape[-2] < x.shape[-2]:  # fewer heads than devices: heads are repeated
       scale = jnp.repeat(scale, x.shape[-2] // scale.shape[-2], axis=-2)
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jax.lax.square(x), axis=(-2, -1), keepdims=True)

@@ -1,4 +1,4 @@
-"""Positions: T5's bucketed relative bias, rotary positions, learned tables."""
+"""Position encodings: T5's bucketed relative bias, rotary positions, learned tables."""
 
 import dataclasses
 import math
@@ -21,11 +21,11 @@ ROPE_SCALINGS = ('none', 'linear', 'llama3', 'yarn', 'longrope', 'dynamic')
 def bucket_problem(
   *, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Optional[tuple[str, str]]:
-  """Returns (parameter of TransformerConfig, what is wrong) of the relative buckets, or None.
+  """Returns (parameter of TransformerConfig, problem) for invalid relative buckets, or None.
 
-  Arguments as for `relative_position_buckets`. With `max_distance` at or below the exact buckets,
-  the logarithm of their ratio is 0 or negative: larger distances would share bucket 0 or go
-  backwards.
+  Arguments as for `relative_position_buckets`. If `max_distance` is not above the number of exact
+  buckets, the logarithm of their ratio is 0 or negative: larger distances would share bucket 0, or
+  bucket numbers would decrease.
   """
   stack, least = ('an encoder', 4) if bidirectional else ('a decoder', 2)
   if num_buckets < least:
@@ -33,8 +33,8 @@ def bucket_problem(
   num_exact = num_buckets // least
   if max_distance <= num_exact:
     return 'max_relpos_distance', (
-      f'must be above {num_exact}: in {stack}, num_relpos_buckets = {num_buckets} has a bucket of '
-      f'its own for each distance below {num_exact}.'
+      f'must be above {num_exact}: in {stack}, num_relpos_buckets = {num_buckets} has a separate '
+      f'bucket for each distance below {num_exact}.'
     )
   return None
 
@@ -46,7 +46,7 @@ def relative_position_buckets(
 
   Half of the buckets are exact distances; the other half grow logarithmically up to `max_distance`.
   Larger distances share the last bucket. Without `bidirectional`, keys after the query share bucket
-  0. Raises ModelError for impossible buckets.
+  0. Raises ModelError for invalid buckets.
   Source: Raffel et al. 2020, section 2.1.
   """
   problem = bucket_problem(
@@ -69,7 +69,7 @@ def relative_position_buckets(
   else:
     distance = np.maximum(distance, 0)
   num_exact = num_buckets // 2
-  # float32 as in T5X: the boundaries of the logarithmic buckets fall the same way.
+  # float32, so that the boundaries of the logarithmic buckets are the same as in T5X.
   log_ratio = np.log(distance.astype(np.float32) / num_exact + np.finfo(np.float32).eps) / np.log(
     max_distance / num_exact
   )
@@ -113,7 +113,7 @@ class RelativeBuckets:
     )
 
   def _look_up(self, table: jax.Array, buckets: Any) -> jax.Array:
-    # A one-hot matmul: its gradient is a matmul too, while a gather's is a slow scatter.
+    # A one-hot matmul, whose gradient is also a matmul; the gradient of a gather is a slow scatter.
     one_hot = jax.nn.one_hot(buckets, self.num_buckets, dtype=table.dtype)
     return shard(jnp.einsum('hb,qkb->hqk', table, one_hot)[None], None, 'heads', None, None)
 
@@ -122,9 +122,9 @@ class RelativePositionTable(nn.Module):
   """A learned bias per head and bucket of relative distance.
 
   Attributes:
-    num_heads: rows.
-    num_buckets: columns.
-    dtype: of the result.
+    num_heads: number of rows.
+    num_buckets: number of columns.
+    dtype: dtype of the result.
   """
 
   num_heads: int
@@ -143,26 +143,26 @@ class RelativePositionTable(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
-  """Positions as rotations of queries and keys, so that logits depend on distances only.
+  """Positions as rotations of queries and keys, so that logits depend only on distances.
 
   Attributes:
     theta: base of the frequencies; larger for longer sequences.
-    scaling: how frequencies change for longer sequences than those of the original training.
-      'none'; 'linear' divides all by `factor`; 'llama3' and 'yarn' divide only slow ones, with a
-      smooth transition to fast ones; 'longrope' divides each by its own factor, which depends on
-      the length of the example; 'dynamic' has no effect up to `original_length`, the longest row
-      that is then allowed (docs/models.md#longer-contexts).
-    factor: how many times longer sequences are than in the original training.
+    scaling: how frequencies change for longer sequences than in the original training. 'none';
+      'linear' divides all frequencies by `factor`; 'llama3' and 'yarn' divide only slow
+      frequencies, with a smooth transition to fast ones; 'longrope' divides each frequency by its
+      own factor, which depends on the length of the example; 'dynamic' has no effect up to
+      `original_length`, which is then the maximum row length (docs/models.md#longer-contexts).
+    factor: ratio of the new sequence length to the original.
     low_freq_factor, high_freq_factor: for 'llama3', frequencies with fewer or more turns than these
       over `original_length` are slow or fast.
-    original_length: positions in the original training.
-    fraction: share of a head's features that is rotated, the first ones (Phi-4-mini: 0.75).
-    beta_slow, beta_fast: the same for 'yarn'.
+    original_length: sequence length in the original training.
+    fraction: share of a head's features to rotate, the first features (Phi-4-mini: 0.75).
+    beta_slow, beta_fast: for 'yarn', like low_freq_factor and high_freq_factor.
     truncate: for 'yarn', whether the transition begins and ends at whole indices of frequencies.
     attention_factor: for 'yarn' and 'longrope', a multiplier of the rotated features of queries and
-      keys; None for the one that follows from `factor`.
+      keys; None to compute it from `factor`.
     short_factors, long_factors: for 'longrope', the divisor of each frequency in examples of up to
-      `original_length` tokens, and in longer ones.
+      `original_length` tokens, and in longer examples.
   Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code; Peng et
     al. 2023 (YaRN); Ding et al. 2024 (LongRoPE).
   """
@@ -196,7 +196,7 @@ class RotaryEmbedding:
       )
 
   def _problems(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, what is wrong)."""
+    """Yields (parameter, problem)."""
     if self.scaling not in ROPE_SCALINGS:
       yield (
         'scaling',
@@ -241,7 +241,7 @@ class RotaryEmbedding:
 
   @property
   def amplitude(self) -> float:
-    """What rotated features are multiplied with."""
+    """Multiplier of rotated features."""
     if self.attention_factor is not None:
       return self.attention_factor
     if self.scaling == 'yarn':
@@ -292,10 +292,10 @@ class RotaryEmbedding:
     """Returns the rotation of `positions` [length] or [batch, length].
 
     Args:
-      positions: of the tokens in their examples.
+      positions: positions of the tokens in their examples.
       head_dim: features of a head.
-      lengths: [batch, length] or [batch, 1], tokens of each token's example; None if all have at
-        most `original_length`.
+      lengths: [batch, length] or [batch, 1], length of each token's example; None if all examples
+        have at most `original_length` tokens.
     """
     frequencies = self.frequencies(head_dim)
     if self.depends_on_length and lengths is not None:
@@ -318,12 +318,12 @@ def _is_positive(value: Any) -> bool:
 def rope_problems(
   ropes: Sequence[Optional[RotaryEmbedding]], *, head_dim: int, limit: Optional[int]
 ) -> Iterator[tuple[str, str]]:
-  """Yields (parameter of TransformerConfig, what is wrong) of the rotary positions of its layers.
+  """Yields (parameter of TransformerConfig, problem) for invalid rotary positions of the layers.
 
   Args:
-    ropes: of each layer, None for no rotation.
+    ropes: rotary positions of each layer, None for no rotation.
     head_dim: features of a head.
-    limit: tokens of the longest row; None for any length.
+    limit: maximum row length in tokens; None for any length.
   """
   some = list(dict.fromkeys(rope for rope in ropes if rope is not None))
   if any(rope.rotated(head_dim) % 2 or rope.rotated(head_dim) < 2 for rope in some):
@@ -344,8 +344,8 @@ def rope_problems(
       yield (
         'max_length',
         f'must be from 1 to original_length = {rope.original_length} of rotary positions with '
-        "scaling = 'dynamic': in longer rows, keys in a cache would have other frequencies than "
-        'those of the same row without a cache (docs/models.md#longer-contexts).',
+        "scaling = 'dynamic': in longer rows, keys would have different frequencies with and "
+        'without a cache (docs/models.md#longer-contexts).',
       )
 
 
@@ -353,10 +353,10 @@ class PositionTable(nn.Module):
   """A learned vector per position or token type; every device holds all rows.
 
   Attributes:
-    size: rows.
-    embed_dim: columns.
-    dtype: of the result.
-    stddev: of the initial values.
+    size: number of rows.
+    embed_dim: number of columns.
+    dtype: dtype of the result.
+    stddev: standard deviation of the initial values.
   """
 
   size: int
@@ -366,7 +366,7 @@ class PositionTable(nn.Module):
 
   @nn.compact
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns [..., embed] from ids [...]; ids beyond the end use the last row."""
+    """Returns [..., embed] from ids [...]; ids beyond the table use the last row."""
     init = with_axes(nn.initializers.normal(stddev=self.stddev), (None, 'embed'))
     table = self.param('embedding', init, (self.size, self.embed_dim), jnp.float32)
     return jnp.take(table.astype(self.dtype), ids, axis=0, mode='clip')

@@ -1,7 +1,7 @@
 """Rotations of queries and keys, and the frequencies of rotary positions.
 
-The functions on frequencies take those without scaling, float32 [rotated / 2] in radians per
-position, and return others of that shape, for rows longer than those of the original training.
+The scaling functions take unscaled frequencies, float32 [rotated / 2] in radians per position, and
+return frequencies of the same shape, for longer rows than in the original training.
 """
 
 import math
@@ -28,7 +28,7 @@ class Rotation:
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns rotated queries or keys [batch, length, heads, kv].
 
-    The first `rotated` features are turned, in pairs that are rotated / 2 apart.
+    Rotates the first `rotated` features, in pairs that are rotated / 2 apart.
     """
     half = self.cos.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
@@ -37,7 +37,7 @@ class Rotation:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
   def of_layer(self, number: Any) -> 'Rotation':
-    """Returns the rotation of one layer: the same for all."""
+    """Returns the rotation of a layer, which is the same for all layers."""
     del number
     return self
 
@@ -68,11 +68,11 @@ class LayerRotations:
 def rotations(
   ropes: Sequence[Any], positions: jax.Array, head_dim: int, *, lengths: Optional[jax.Array] = None
 ) -> Optional[Union[Rotation, LayerRotations]]:
-  """Returns the rotation of `positions` in layers with these embeddings; None without any.
+  """Returns the rotations of `positions` in layers with these embeddings; None without rotation.
 
   Args:
-    ropes: layer i has the RotaryEmbedding ropes[i % len(ropes)], None for no rotation; all of one
-      `fraction`.
+    ropes: layer i has the RotaryEmbedding ropes[i % len(ropes)], None for no rotation; all with the
+      same `fraction`.
     positions: [length] or [batch, length].
     head_dim: features of a head.
     lengths: as in `RotaryEmbedding.rotation`.
@@ -84,7 +84,7 @@ def rotations(
   if len(different) == 1:
     return some[0].rotation(positions, head_dim, lengths=lengths)
   turns = {rope: rope.rotation(positions, head_dim, lengths=lengths) for rope in different if rope}
-  # A layer without rotation turns by an angle of 0, which changes no digit.
+  # A layer without rotation rotates by an angle of 0, which is exact.
   first = turns[some[0]]
   turns[None] = Rotation(jnp.ones_like(first.cos), jnp.zeros_like(first.sin))
   return LayerRotations(
@@ -99,7 +99,7 @@ def plain(theta: float, rotated: int) -> np.ndarray:
 
   Args:
     theta: base of the frequencies.
-    rotated: number of features that are rotated, two per frequency.
+    rotated: number of rotated features, two per frequency.
   Source: Su et al. 2021 (RoFormer), section 3.2.
   """
   return (1.0 / theta ** _exponents(rotated)).astype(np.float32)
@@ -108,10 +108,10 @@ def plain(theta: float, rotated: int) -> np.ndarray:
 def llama3(
   frequencies: np.ndarray, *, factor: float, low: float, high: float, original_length: int
 ) -> np.ndarray:
-  """Returns `frequencies`, the slow ones divided by `factor`.
+  """Returns `frequencies` with slow frequencies divided by `factor`.
 
   Frequencies with fewer than `low` turns over `original_length` are slow, with more than `high`
-  fast; between them, the share of the division falls linearly with the number of turns.
+  fast; between them, the weight of the division falls linearly with the number of turns.
   Source: Llama 3.1's reference code.
   """
   turns = original_length * frequencies / (2 * math.pi)
@@ -129,20 +129,20 @@ def yarn(
   beta_slow: float,
   truncate: bool,
 ) -> np.ndarray:
-  """Returns `frequencies`, the slow ones divided by `factor`.
+  """Returns `frequencies` with slow frequencies divided by `factor`.
 
   Frequencies with fewer than `beta_slow` turns over `original_length` are slow, with more than
-  `beta_fast` fast; between them, the share of the division rises linearly with their index.
+  `beta_fast` fast; between them, the weight of the division rises linearly with the index.
 
   Args:
-    frequencies: those of `theta`, in falling order.
-    truncate: round the indices where this share begins and ends, outwards.
-  Source: Peng et al. 2023 (YaRN), section 3.2; the rounding is that of its reference code.
+    frequencies: unscaled frequencies of `theta`, in descending order.
+    truncate: round the indices where the transition begins and ends, outwards.
+  Source: Peng et al. 2023 (YaRN), section 3.2; rounding as in its reference code.
   """
   rotated = 2 * len(frequencies)
 
   def index(turns: float) -> float:
-    """Returns where a frequency with `turns` would be."""
+    """Returns the index that a frequency with `turns` would have."""
     return rotated * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
   start, end = index(beta_fast), index(beta_slow)
@@ -164,19 +164,19 @@ def longrope(theta: float, factors: Sequence[float]) -> np.ndarray:
 
 
 def yarn_attention_factor(factor: float) -> float:
-  """Returns what queries and keys are multiplied with (YaRN, equation 22)."""
+  """Returns the multiplier of queries and keys (YaRN, equation 22)."""
   return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
-  """Returns what queries and keys are multiplied with, as in the code of Phi-3."""
+  """Returns the multiplier of queries and keys, as in Phi-3's code."""
   if factor <= 1.0:
     return 1.0
   return math.sqrt(1.0 + math.log(factor) / math.log(original_length))
 
 
 def example_lengths(info: TokenInfo, positions: jax.Array) -> jax.Array:
-  """Returns int32 [batch, length], the tokens of the example that a token is in; 0 on padding.
+  """Returns int32 [batch, length], the length of each token's example; 0 on padding.
 
   A row that is split over `context` is gathered: two integers per token.
 
@@ -189,7 +189,7 @@ def example_lengths(info: TokenInfo, positions: jax.Array) -> jax.Array:
   if context_method() is not None:
     segments, ends = gather_info((segments, ends))
   same = info.segments[:, :, None] == segments[:, None, :]
-  # XLA fuses comparison and maximum: nothing of [batch, length, length] is stored.
+  # XLA fuses comparison and maximum: no array [batch, length, length] is stored.
   return jnp.where(same, ends[:, None, :], 0).max(-1)
 
 

@@ -1,4 +1,4 @@
-"""Which expert takes which token, and where: with a fixed room in every expert, or as many as come.
+"""Assigns tokens to experts and their slots, with a fixed capacity or for all tokens.
 
 Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one row.
 """
@@ -18,12 +18,12 @@ from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 def capacity(
   length: int, *, num_experts: int, experts_per_token: int, factor: Optional[float]
 ) -> int:
-  """Returns the tokens of a row that each expert has room for.
+  """Returns the capacity of each expert: the number of tokens of a row that it takes.
 
   Args:
-    length: tokens of the whole row.
-    num_experts, experts_per_token: of the layer.
-    factor: 1 is exactly enough if the router spreads tokens evenly; None for room for all tokens.
+    length: number of tokens of the whole row.
+    num_experts, experts_per_token: settings of the layer.
+    factor: 1 is exactly enough if the router spreads tokens evenly; None for all tokens.
   """
   if factor is None:
     return length
@@ -40,7 +40,7 @@ def router_charges(logits: jax.Array, *, experts_per_token: int, valid: jax.Arra
   Args:
     logits: [batch, length, experts] in float32.
     experts_per_token: experts chosen per token, k.
-    valid: [batch, length], 0 on padding, which is left out of the shares.
+    valid: [batch, length], 0 on padding, which does not count.
   Source: Fedus et al. 2021 (Switch), eq. 4 to 6; Zoph et al. 2022 (ST-MoE), eq. 5.
   """
   num_experts = logits.shape[-1]
@@ -61,9 +61,10 @@ class Routing:
   Attributes:
     gates: [batch, length, k], weight of each chosen expert, float32.
     slots: [batch, length, k], the token's slot among the slots of all experts, ordered by expert;
-      the number of slots if there was no room.
-    choices: [batch, slots], which of a row's length * k choices is in a slot; length * k if empty.
-    num_experts: experts of the layer.
+      the number of slots if the expert was full.
+    choices: [batch, slots], index of the choice (of a row's length * k choices) in each slot;
+      length * k if empty.
+    num_experts: number of experts of the layer.
   """
 
   gates: jax.Array
@@ -97,8 +98,8 @@ def choose(
   Args:
     logits: [batch, length, experts] in float32.
     experts_per_token: experts chosen per token, k.
-    normalize: whether the gates of a token add up to 1, or are probabilities among all experts.
-      None for k > 1: a single gate would always be 1, with nothing to learn.
+    normalize: whether the gates of a token are divided by their sum, instead of being probabilities
+      among all experts. None means k > 1: a single gate would always be 1 and not learn.
   """
   probabilities = jax.nn.softmax(logits)
   ids = shard(jax.lax.top_k(logits, experts_per_token)[1], 'batch', 'length', None)
@@ -119,8 +120,8 @@ def route(
   Args:
     logits: [batch, length, experts] in float32.
     experts_per_token: experts chosen per token, k.
-    capacity: tokens of a row that each expert has room for; earlier tokens come first.
-    normalize: of the gates, as in `choose`.
+    capacity: number of tokens of a row that each expert takes; earlier tokens come first.
+    normalize: whether gates are normalized, as in `choose`.
   """
   batch, length, experts = logits.shape
   ids, gates = choose(logits, experts_per_token=experts_per_token, normalize=normalize)
@@ -129,10 +130,10 @@ def route(
     capacity = min(capacity, length)
   num_choices = length * experts_per_token
   ids = ids.reshape(batch, num_choices)
-  order, ranks, starts = grouped(ids, experts + 1)  # the last group has no room in the row
+  order, ranks, starts = grouped(ids, experts + 1)  # the last group: dropped choices
   kept = (ids < experts) & (ranks < capacity)
   slots = jnp.where(kept, ids * capacity + ranks, experts * capacity)
-  places = starts[:, :-1, None] + jnp.arange(capacity)  # of each slot in `order`
+  places = starts[:, :-1, None] + jnp.arange(capacity)  # index in `order` of each slot
   filled = places < starts[:, 1:, None]
   choices = jnp.take_along_axis(order, jnp.minimum(places, num_choices - 1).reshape(batch, -1), -1)
   return Routing(
@@ -147,8 +148,8 @@ def grouped(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.
   """Groups equal `ids` [batch, n], keeping their order.
 
   Returns:
-    [batch, n], the index of the id at each place, group after group; [batch, n], the rank of each
-    id in its group; [batch, groups], the first place of each group.
+    [batch, n], indices of the ids sorted by group; [batch, n], the rank of each id in its group;
+    [batch, groups], the first index of each group in that order.
   """
   order = jnp.argsort(ids, axis=-1, stable=True)
   places = jnp.argsort(order, axis=-1)  # the inverse permutation
@@ -158,11 +159,11 @@ def grouped(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.
 
 
 def _ranks_in_split_row(ids: jax.Array, num_experts: int) -> jax.Array:
-  """Returns the rank of each of `ids` [batch, local length, k] among equal ones in its row."""
+  """Returns the rank of each id in `ids` [batch, local length, k] among equal ids in its row."""
   batch, local, k = ids.shape
   length = local * jax.lax.axis_size('context')
   by_place = jax.lax.all_gather(ids, 'context', axis=1, tiled=True)
-  places = np.argsort(length_order(length, length // local))  # of each position
+  places = np.argsort(length_order(length, length // local))  # index of each position
   _, ranks, _ = grouped(by_place[:, places].reshape(batch, -1), num_experts)
   return jnp.take(ranks.reshape(batch, length, k), local_positions(length), axis=1)
 
@@ -171,12 +172,12 @@ def _ranks_in_split_row(ids: jax.Array, num_experts: int) -> jax.Array:
 def take(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
   """Returns x[b, index[b, i]] for all b and i; 0 where the index is beyond the end.
 
-  Its gradient is a gather too: JAX's would be a scatter-add, which GPUs sum in any order.
+  The gradient is also a gather: JAX's default is a scatter-add, which GPUs sum in any order.
 
   Args:
     x: [batch, n, features].
     index: [batch, m].
-    back: [batch, n, k], places in `index` that hold n; m if there are fewer than k.
+    back: [batch, n, k], where `index` refers to n; padded with m.
   """
   del back
   return _gather(x, index)

@@ -1,7 +1,7 @@
 """Parameters that act on each position or head separately: scales of norms, and biases.
 
 If `model` splits positions (sequence parallelism) or heads, each device has only its part of the
-gradient. A training step then passes such a parameter as [copies, ...], one copy per device along
+gradient. A training step then passes these parameters as [copies, ...], one copy per device along
 `model`, and sums the gradients of the copies once (partitioning/arrays/per_device_copies.py).
 """
 
@@ -27,7 +27,7 @@ def param_along(
 ) -> jax.Array:
   """Returns the float32 parameter `name` of a module, of `shape` or [copies, *shape].
 
-  A kernel that was given as `Quantized` is returned as such.
+  Returns a `Quantized` kernel unchanged.
 
   Args:
     module: the module that owns it, while it is called.
@@ -35,8 +35,8 @@ def param_along(
     init: (key, shape, dtype) -> values.
     axes: names of its dimensions.
     shape: shape of one copy.
-    along: activation axis on whose parts it acts separately, or None. A `kv_heads` dimension may
-      also hold several copies of each head.
+    along: activation axis whose parts use separate copies of the parameter, or None. A `kv_heads`
+      dimension may also hold several copies of each head.
   """
   if module.has_variable('params', name):
     value = module.get_variable('params', name)
@@ -58,14 +58,14 @@ def combine(
     operation: (x, parameter) -> [..., positions or heads, features], elementwise such as
       `jnp.multiply`, or `jnp.matmul` for a parameter of rank 2.
     x: [..., positions or heads, features].
-    parameter: of `rank` dimensions, or [copies, ...].
-    rank: dimensions of one copy.
+    parameter: parameter with `rank` dimensions, or [copies, ...].
+    rank: number of dimensions of one copy.
   """
   if parameter.ndim == rank:
     return operation(x, parameter)
   copies = parameter.shape[0]
   if x.ndim < 3 or x.shape[-2] % copies:
-    return operation(x, parameter[0])  # not split here: correct, but summed at this use
+    return operation(x, parameter[0])  # not split here: correct, but its gradient is summed here
   parts = x.reshape(*x.shape[:-2], copies, -1, x.shape[-1])
   y = operation(parts, parameter[:, None] if rank == 1 else parameter)
   return y.reshape(*x.shape[:-1], -1)

@@ -1,8 +1,8 @@
 """Scores of a classifier from its confusion matrix [true class, predicted class].
 
-If rows have several labels, or words form entities, hits [class, (right, predicted, true)] take
-the place of the matrix. The counts of both can be added over batches, steps and processes. A mean
-of per-batch F1 scores or correlations would be a different number.
+If rows have several labels, or words form entities, hits [class, (right, predicted, true)] replace
+the matrix. The counts of both can be added over batches, steps and processes. A mean of per-batch
+F1 scores or correlations would be a different number.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_SHOWN_CHARACTERS = 40  # of the name of a class
+_SHOWN_CHARACTERS = 40  # maximum shown length of a class name
 
 
 def accuracy(matrix: np.ndarray) -> float:
@@ -27,14 +27,14 @@ def majority(matrix: np.ndarray) -> float:
 
 
 def f1_by_class(matrix: np.ndarray) -> np.ndarray:
-  """Returns 2 * correct / (true + predicted) of each class; NaN for one that never occurs."""
+  """Returns 2 * correct / (true + predicted) of each class; NaN for classes that never occur."""
   true, predicted = matrix.sum(1), matrix.sum(0)
   with np.errstate(invalid='ignore'):
     return 2 * np.diag(matrix) / (true + predicted)
 
 
 def macro_f1(matrix: np.ndarray) -> float:
-  """Returns the mean F1 of the classes that occur as label or prediction; NaN if none does."""
+  """Returns the mean F1 of classes that occur as label or prediction; NaN if no class occurs."""
   values = f1_by_class(matrix)
   known = ~np.isnan(values)
   return float(values[known].mean()) if known.any() else float('nan')
@@ -43,8 +43,8 @@ def macro_f1(matrix: np.ndarray) -> float:
 def matthews_corrcoef(matrix: np.ndarray) -> float:
   """Returns the correlation of labels and predictions, -1 to 1; 0 if either has only one class.
 
-  Gorodkin's R_K (2004), which for two classes equals Matthews' coefficient. NaN if `matrix` is
-  empty.
+  This is Gorodkin's R_K (2004), which for two classes equals Matthews' coefficient. NaN if `matrix`
+  is empty.
   """
   total = matrix.sum()
   if not total:
@@ -76,12 +76,12 @@ def scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
 def hit_scores(hits: np.ndarray, *, prefix: str = '') -> dict[str, float]:
   """Returns micro_precision, micro_recall, micro_f1 and macro_f1, named `prefix + name`.
 
-  The micro scores are those of all classes together, 0 without a prediction or a label. macro_f1 is
-  the mean F1 of the classes that occur as label or prediction; it is left out if none does.
+  Micro scores count all classes together, and are 0 without predictions or labels. macro_f1 is the
+  mean F1 of classes that occur as label or prediction; it is left out if no class occurs.
 
   Args:
     hits: counts [class, (right, predicted, true)].
-    prefix: of the names.
+    prefix: prefix of the names.
   """
   right, predicted, true = hits.sum(0)
   known = hits[:, 1] + hits[:, 2] > 0
@@ -96,22 +96,22 @@ def hit_scores(hits: np.ndarray, *, prefix: str = '') -> dict[str, float]:
 
 
 def f1_of_hits(hits: np.ndarray) -> np.ndarray:
-  """Returns 2 * right / (predicted + true) of each class; NaN for one that never occurs."""
+  """Returns 2 * right / (predicted + true) of each class; NaN for classes that never occur."""
   with np.errstate(invalid='ignore'):
     return 2 * hits[:, 0] / (hits[:, 1] + hits[:, 2])
 
 
 def all_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-  """Returns `count` names: classes that the data does not have are called 'unused 3'.
+  """Returns `count` names; classes that the data does not have are named 'unused 3'.
 
-  Without `names`, classes are called by their numbers.
+  Without `names`, returns class numbers.
   """
   word = 'unused ' if names else ''
   return (*names, *(f'{word}{i}' for i in range(len(names), count)))[:count]
 
 
 def shown_names(names: Sequence[str]) -> list[str]:
-  """Returns names for tables and pictures: on one line, and not too long for either."""
+  """Returns names for tables and pictures: on one line, and cut if too long."""
   lines = (''.join(c if c.isprintable() else ' ' for c in name) for name in names)
   return [
     line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 3] + '...'

@@ -1,4 +1,4 @@
-"""A picture of a confusion matrix: which classes the model distinguishes, and which it mixes up."""
+"""Draws a confusion matrix: which classes the model distinguishes, and which it confuses."""
 
 import os
 import pathlib
@@ -18,12 +18,12 @@ def plot_confusion(
 ) -> pathlib.Path:
   """Draws `matrix` [true, predicted]; returns the path of the picture.
 
-  Color and number of a square give the percentage of the true class with that prediction. The axis
-  labels give the number of examples per class.
+  Color and number of a square show the percentage of the true class with that prediction. The axis
+  labels show the number of examples per class.
 
   Args:
     matrix: counts [classes, classes].
-    class_names: in the order of class numbers.
+    class_names: class names in the order of class numbers.
     png_path: picture to write; its folder must exist.
     title: text above the picture; the scores follow below it.
   Raises:
@@ -53,7 +53,7 @@ def plot_confusion(
   if count <= MAX_WRITTEN_CLASSES:
     for row, column in zip(*np.nonzero(matrix)):
       share = shares[row, column]
-      if share >= 0.005:  # 0% would only be clutter
+      if share >= 0.005:  # omit 0%
         axes.text(
           column,
           row,

@@ -1,4 +1,4 @@
-"""How well the products of embeddings follow scores given by people."""
+"""Correlations between products of embeddings and human scores."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ def ranks(x: np.ndarray) -> np.ndarray:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-  """Returns the correlation of two arrays [n]; NaN if the numbers of one are equal as float32."""
+  """Returns the correlation of two arrays [n]; NaN if an array is constant in float32."""
   if _is_constant(x) or _is_constant(y):
     return float('nan')
   x, y = x - x.mean(), y - y.mean()
@@ -34,7 +34,7 @@ def pair_scores(pairs: np.ndarray, *, prefix: str = '') -> dict[str, float]:
 
   Args:
     pairs: [examples, (product, score, weight)]; examples of weight 0 do not count.
-    prefix: of the names.
+    prefix: prefix of the names.
   """
   products, scores, _ = pairs[pairs[:, 2] > 0].T
   if len(np.unique(scores)) < 2:

@@ -1,4 +1,4 @@
-"""The end of a run: its pictures, and a text about its files and what to do next."""
+"""The end of a run: draws its pictures, and describes its files and possible next steps."""
 
 import logging
 import math
@@ -31,14 +31,15 @@ def closing_text(
   """Draws the loss curve and the confusion matrix; returns a text for the end of the run.
 
   Args:
-    folder: of the run; the pictures go there.
+    folder: folder of the run, to which the pictures are written.
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
-    rates: learning rate of the last step, and of the next one in a run of twice as many steps.
+    rates: learning rate of the last step, and of the next step in a run of twice as many steps.
     guess_loss: loss of guessing, a line in the picture; None for no line.
-    confusion: matrix [true class, predicted class]; None if there is none.
-    class_names: of the data, which may have fewer than `confusion`; None numbers the classes.
-    logged: what the loggers wrote in `folder`.
+    confusion: matrix [true class, predicted class]; None if the model has no classes.
+    class_names: class names of the data, which may be fewer than in `confusion`; None to use
+      numbers.
+    logged: files that the loggers wrote in `folder`.
     export_problem: why the model cannot be exported to Hugging Face; '' if it can.
   """
   files = [*logged, 'config.gin', 'config_origins.txt']
@@ -88,7 +89,7 @@ def draw_confusion(
   """Writes confusion.csv and, if matplotlib is installed, confusion.png.
 
   Args:
-    folder: of the run.
+    folder: folder of the run.
     confusion, class_names, step: as for `closing_text`.
   Returns:
     the names of the files, and a table for the terminal.

@@ -1,13 +1,13 @@
-"""`MODEL_DIR/goodput.jsonl`: where the wall time of a run goes, across kills and restarts.
+"""`MODEL_DIR/goodput.jsonl`: the wall time of a run by phase, across kills and restarts.
 
-Process 0 appends lines of JSON; nothing in the file is ever changed. Each line has the seconds of
-every phase since its process started, so a lost or damaged line loses nothing:
+Process 0 appends lines of JSON and never changes existing lines. Each line has the seconds of every
+phase since its process started, so later lines make up for a lost or damaged line:
 
     {"run": "9f3a61c2", "at": 1795399860.1, "first_step": 40, "step": 64, "phase": "productive",
      "seconds": {"init": 3.1, "compile": 20.2, "restore": 1.9, "productive": 50.3, "save": 0.4}}
 
-A thread writes one every 30 seconds, whatever the process does; so do a save, an evaluation and the
-end of a run. The loop itself only reads a clock. `metrics/goodput_accounts.py` adds the lines up.
+A thread writes a line every 30 seconds; further lines are written at a save, an evaluation and the
+end of a run. The loop itself only reads a clock. `metrics/goodput_accounts.py` adds up the lines.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from t5x_gpu.runtime import process_exit
 
 GOODPUT = 'goodput.jsonl'
 SECONDS_BETWEEN_LINES = 30.0
-# Names of waits and pauses of the step timer -> the phase that they are here.
+# Name of a wait or pause of the step timer -> phase.
 _PHASES = {
   'input_wait': 'input',
   'dispatch': 'productive',
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Goodput(contextlib.AbstractContextManager):
-  """Keeps account of the phases of this process; writes them once `open` has named a folder.
+  """Tracks the time in each phase; starts writing when `open` names a folder.
 
       with Goodput(enabled=is_main_process()) as goodput:   # 'init'
         with goodput.phase('compile'): ...
@@ -53,11 +53,11 @@ class Goodput(contextlib.AbstractContextManager):
         goodput.ends('done')
 
   Args:
-    enabled: True on the process that writes; the others only measure.
-    age_seconds: time before this object was made that counts as 'init', imports for example.
+    enabled: True on the process that writes; other processes only measure.
+    age_seconds: time before this object was created that counts as 'init', for example imports.
     clock: returns seconds that never decrease.
     now: returns seconds since 1970.
-    period_seconds: between two lines of the thread.
+    period_seconds: seconds between two lines of the thread.
   """
 
   def __init__(
@@ -72,8 +72,8 @@ class Goodput(contextlib.AbstractContextManager):
     self._enabled, self._clock, self._now = enabled, clock, now
     self._period = period_seconds
     self._run = uuid.uuid4().hex[:8]
-    self._lock = threading.Lock()  # held for microseconds: the loop takes it
-    self._write_lock = threading.Lock()  # a disk may hang
+    self._lock = threading.Lock()  # held only for microseconds, because the loop takes it
+    self._write_lock = threading.Lock()  # a separate lock, because a disk may hang
     self._phase, self._since = 'init', clock()
     self._seconds = {'init': age_seconds}
     self._first_step: Optional[int] = None
@@ -100,19 +100,19 @@ class Goodput(contextlib.AbstractContextManager):
 
     Args:
       name: 'productive', 'compile', ..., or the name of a pause in the step timer.
-      unless: asked at the end; if true, the seconds count as the phase around this one.
+      unless: called at the end; if true, the seconds count as the enclosing phase.
     """
     name = _PHASES.get(name, name)
     before = self._enter(name if name in goodput_accounts.PHASES else goodput_accounts.OTHER)
     if name in ('save', 'eval'):
-      self.write()  # at a save: what is lost if the run restarts from it begins here
+      self.write()  # at a save: a restart from the checkpoint loses only the steps after this line
     try:
       yield
     finally:
       self._enter(before, counted_as=before if unless() else None)
 
   def _enter(self, name: str, *, counted_as: Optional[str] = None) -> str:
-    """Begins a phase; returns the one that ends."""
+    """Begins a phase; returns the phase that ends."""
     with self._lock:
       ending = self._phase
       self._count(counted_as or ending)
@@ -151,16 +151,16 @@ class Goodput(contextlib.AbstractContextManager):
     """Writes lines to `folder` from now on.
 
     Args:
-      folder: MODEL_DIR, or what is copied there. It may be another one than before.
+      folder: MODEL_DIR, or the local folder that is copied to it. May change between calls.
       first_step: number of steps taken before the first state; None while unknown.
-      facts: JSON-ready, of this start: 'total_steps', 'devices', 'host', ...
+      facts: JSON-ready facts about this start: 'total_steps', 'devices', 'host', ...
     """
     self._first_step = self._step = first_step
     if not self._enabled:
       return
     first = self._path is None
     self._path = pathlib.Path(folder) / GOODPUT
-    with contextlib.suppress(OSError):  # of the renaming; the write below will warn
+    with contextlib.suppress(OSError):  # if renaming fails, the write below will warn
       set_aside_unless_file(self._path)
     self.write(facts=facts)
     if first:
@@ -172,7 +172,7 @@ class Goodput(contextlib.AbstractContextManager):
       self.write()
 
   def ends(self, reason: str) -> None:
-    """Records how the run ends: 'done', 'SIGTERM', ...; no step follows."""
+    """Records how the run ends: 'done', 'SIGTERM', ...; called after the last step."""
     self._end = reason
     self._enter(goodput_accounts.OTHER)
     self.write()
@@ -185,11 +185,11 @@ class Goodput(contextlib.AbstractContextManager):
       return
     self._closed.set()
     self.ends(reason)
-    with contextlib.suppress(ValueError):  # this is that call
+    with contextlib.suppress(ValueError):  # this may be the call that would be cancelled
       process_exit.cancel_before_exit(self._left_at_once)
 
   def write(self, *, facts: Optional[Mapping[str, Any]] = None) -> None:
-    """Appends a line. A disk that is full or gone costs lines, not the run: it warns once."""
+    """Appends a line. If the disk is full or gone, warns once; the run continues without lines."""
     if self._path is None:
       return
     with self._write_lock:
@@ -204,12 +204,12 @@ class Goodput(contextlib.AbstractContextManager):
         self._has_failed = True
 
   def summary(self) -> str:
-    """Returns a line on all runs in the folder so far; '' on processes that do not write."""
+    """Returns a line about all runs in the folder so far; '' on processes that do not write."""
     accounts = self._accounts()
     return goodput_accounts.summary(accounts) if accounts else ''
 
   def interruption(self) -> str:
-    """Returns a line on what the last interruption cost; '' if there was none."""
+    """Returns a line about the cost of the last interruption; '' if there was none."""
     accounts = self._accounts()
     return goodput_accounts.interruption(accounts) if accounts else ''
 
@@ -219,7 +219,7 @@ class Goodput(contextlib.AbstractContextManager):
     self.write()
     try:
       ledger = goodput_accounts.read_ledger(self._path)
-    except (OSError, ValueError) as e:  # accounts do not stop a run
+    except (OSError, ValueError) as e:  # best effort: must not stop a run
       _log.warning('No goodput: %s cannot be read: %s.', self._path, e)
       return None
     return goodput_accounts.accounts_of(ledger) if ledger.runs else None

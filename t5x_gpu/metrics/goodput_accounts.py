@@ -1,4 +1,4 @@
-"""Reads `goodput.jsonl` and adds up where the wall time went, over all starts of a run."""
+"""Reads `goodput.jsonl` and adds up the wall time by phase, over all starts of a run."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ from t5x_gpu.config.json_schema import (
 from t5x_gpu.terminal.bars import format_seconds
 
 PRODUCTIVE, LOST, DOWNTIME, OTHER = 'productive', 'lost', 'downtime', 'other'
-DONE = 'done'  # how a run ends that has taken all its steps
-# What a process measures, and what follows from several of them.
+DONE = 'done'  # the end of a run that has taken all its steps
+# Phases that a process measures; further categories follow from several processes.
 PHASES = (PRODUCTIVE, 'init', 'compile', 'restore', 'input', 'save', 'eval', OTHER)
 CATEGORIES = (*PHASES, LOST, DOWNTIME)
 MEANING = {
@@ -54,9 +54,9 @@ class Line:
   """One line of the ledger.
 
   Attributes:
-    at: when it was written, in seconds since 1970.
+    at: time of writing, in seconds since 1970.
     step: the last finished step; None before the first state.
-    phase: what the process was doing.
+    phase: current phase of the process.
     seconds: phase -> seconds since the process started.
   """
 
@@ -72,14 +72,14 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessLines:
-  """What one process wrote, from its start to its end or its kill.
+  """The lines of one process, from its start to its end or kill.
 
   Attributes:
-    run: its identifier.
-    lines: by time, at least one.
+    run: identifier of the process.
+    lines: lines ordered by time, at least one.
     first_step: step that it started from; None if it never had a state.
     end: 'done', 'SIGTERM', 'TrainingError', ...; None if it was killed or still runs.
-    facts: of its start.
+    facts: facts about its start.
   """
 
   run: str
@@ -103,8 +103,8 @@ class Ledger:
   """The content of a ledger.
 
   Attributes:
-    runs: by the time of their start.
-    damaged: numbers of the lines that cannot be read, from 1.
+    runs: processes ordered by start time.
+    damaged: numbers of unreadable lines, from 1.
   """
 
   runs: Sequence[ProcessLines]
@@ -155,12 +155,12 @@ def _known(seconds: Mapping[str, float]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessAccount:
-  """Where the time of one process went.
+  """The time of one process by category.
 
   Attributes:
-    process: what it wrote.
-    seconds: category -> seconds; its downtime is that before its start.
-    lost_steps: steps that a later process trained again.
+    process: the lines of the process.
+    seconds: category -> seconds; downtime is the time before its start.
+    lost_steps: number of steps that a later process trained again.
   """
 
   process: ProcessLines
@@ -170,13 +170,13 @@ class ProcessAccount:
 
 @dataclasses.dataclass(frozen=True)
 class Accounts:
-  """Where the wall time of a run went, over all its processes.
+  """The wall time of a run by category, over all its processes.
 
   Attributes:
-    processes: by the time of their start.
+    processes: processes ordered by start time.
     seconds: category -> seconds, in the order of `CATEGORIES`.
-    wall_seconds: from the start of the first process to the last line, without the time between a
-      finished run and the start that trains it on.
+    wall_seconds: time from the start of the first process to the last line, without the time
+      between the end of a finished run and the start that extends it.
   """
 
   processes: Sequence[ProcessAccount]
@@ -185,7 +185,7 @@ class Accounts:
 
   @property
   def goodput(self) -> float:
-    """Share of the wall time in which steps were trained that count, from 0 to 1."""
+    """Share of the wall time spent on steps that count, from 0 to 1."""
     return self.seconds[PRODUCTIVE] / max(math.fsum(self.seconds.values()), 1e-9)
 
   @property
@@ -194,7 +194,7 @@ class Accounts:
 
 
 def accounts_of(ledger: Ledger) -> Accounts:
-  """Returns where the time went; `ledger` has at least one process."""
+  """Returns the time by category; `ledger` has at least one process."""
   processes, between = [], 0.0
   for i, run in enumerate(ledger.runs):
     # Steps after the earliest later start were trained again.
@@ -220,7 +220,7 @@ def accounts_of(ledger: Ledger) -> Accounts:
 
 
 def _productive_after(run: ProcessLines, step: int) -> float:
-  """Returns the seconds that a process trained steps after `step`, in proportion within a line."""
+  """Returns the seconds of training steps after `step`; interpolates within a line."""
   lost = 0.0
   known = [line for line in run.lines if line.step is not None]
   for a, b in itertools.pairwise(known):
@@ -252,7 +252,7 @@ def _percent(share: float) -> str:
 
 
 def interruption(accounts: Accounts) -> str:
-  """Returns what the last interruption cost; '' if there was none."""
+  """Returns a sentence about the cost of the last interruption; '' if there was none."""
   if len(accounts.processes) < 2:
     return ''
   before, now = accounts.processes[-2:]

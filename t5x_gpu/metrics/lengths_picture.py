@@ -1,4 +1,4 @@
-"""The lengths of packed examples: a histogram as text and as a picture."""
+"""Shows the lengths of packed examples as a histogram: as text and as a picture."""
 
 import os
 import pathlib

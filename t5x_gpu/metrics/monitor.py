@@ -1,4 +1,4 @@
-"""The speed per device, the memory high-water, the GPUs' sensors and the slowest process."""
+"""Monitors speed per device, peak memory, GPU sensors and the slowest process."""
 
 import contextlib
 import logging
@@ -12,18 +12,18 @@ from t5x_gpu.runtime.health.rank_reports import RankReport, RankReports, Slowest
 
 _log = logging.getLogger(__name__)
 
-# A host that works this share of the step longer than the others is worth a warning.
+# Warn if a host works this share of the step longer than other hosts.
 _MOST_BEHIND = 0.1
 
 
 class Monitor(contextlib.ExitStack):
-  """Numbers of one window of steps; every process makes them, process 0 logs them.
+  """Numbers of one window of steps; every process computes them, process 0 logs them.
 
   Args:
-    speed: what a step costs.
-    local_devices: of this process.
-    sensors: of its GPUs.
-    ranks: exchange of reports.
+    speed: cost of a step.
+    local_devices: devices of this process.
+    sensors: sensors of its GPUs.
+    ranks: exchanges reports between processes.
   """
 
   def __init__(
@@ -82,7 +82,7 @@ class Monitor(contextlib.ExitStack):
       self._warned.add(report.rank)
       _log.warning(
         'Slow host: %s spends %.3f s per step there, %.3f s more than the median of %d processes; '
-        '%.3f s of it is waiting for input. A step takes %.3f s.',
+        '%.3f s are spent waiting for input. A step takes %.3f s.',
         report.name,
         report.host_seconds,
         last.seconds_behind,

@@ -1,4 +1,4 @@
-"""`loss.png` of a run, from its metrics file."""
+"""Draws `loss.png` of a run from its metrics file."""
 
 import importlib
 import math
@@ -13,7 +13,7 @@ from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import writers
 
-# Okabe-Ito colors: color-blind readers can distinguish them, also in grey print.
+# Okabe-Ito colors, which color-blind readers can distinguish, also in grey print.
 _TRAIN, _EVAL, _GREY, _RATE = '#0072B2', '#D55E00', '#666666', '#009E73'
 
 
@@ -28,8 +28,8 @@ def smooth(values: Sequence[float], *, span: float) -> list[float]:
   """Returns `values` smoothed over about `span` neighbors, without lag.
 
   Local linear regression with Gaussian weights (Fan and Gijbels 1996, section 2.2). An exponential
-  average was tried first: it lagged above a falling loss by a tenth of the picture, and its last
-  value was not the current loss. Values that are not finite are ignored.
+  average was tried first: it lagged behind a falling loss by a tenth of the picture, and its last
+  value was not the current loss. Ignores values that are not finite.
   """
   y = np.asarray(values, np.float64)
   known = np.isfinite(y)
@@ -49,7 +49,7 @@ def smooth(values: Sequence[float], *, span: float) -> list[float]:
   determinant = s0 * s2 - s1 * s1
   with np.errstate(divide='ignore', invalid='ignore'):
     line, mean = (s2 * t0 - s1 * t1) / determinant, t0 / s0
-  # With one known neighbor there is no slope; with none, no value.
+  # One known neighbor does not determine a slope; without neighbors, there is no value.
   out = np.where(determinant > 1e-9 * s0 * s2, line, mean)
   return np.where(s0 > 1e-12, out, np.nan).tolist()
 
@@ -84,9 +84,9 @@ def save_figure(figure: Any, png_path: str | os.PathLike, **options: Any) -> pat
   """Writes a figure to `png_path`, replacing an older picture only when complete; returns the path.
 
   Args:
-    figure: from `new_figure`.
+    figure: result of `new_figure`.
     png_path: picture to write; its folder must exist.
-    options: of matplotlib's savefig.
+    options: options of matplotlib's savefig.
   """
   with atomic_write(png_path) as temporary:
     figure.savefig(temporary, format='png', **options)
@@ -109,7 +109,7 @@ def _draw_losses(
   guess_loss: Optional[float],
 ) -> None:
   steps, values = _finite(*train)
-  dense = len(steps) > 30  # few points: the raw line is the curve
+  dense = len(steps) > 30  # few points are drawn without smoothing
   if dense:
     smoothed = smooth(values, span=min(len(values) / 20, 200))
     axes.plot(steps, values, color=_TRAIN, linewidth=0.8, alpha=0.35, label='train, each log')
@@ -138,7 +138,7 @@ def _draw_losses(
       label=f'evaluation ({values[-1]:.3f})',
     )
   lost = sorted({s for s, v in (*zip(*train), *zip(*evals)) if not math.isfinite(v)})
-  if lost:  # along the lower edge: they have no value
+  if lost:  # drawn along the lower edge, because they have no value
     axes.plot(
       lost,
       [0.02] * len(lost),
@@ -172,8 +172,8 @@ def plot_losses(
 ) -> Optional[pathlib.Path]:
   """Draws train and evaluation loss with the learning rate below; returns the path of the picture.
 
-  The raw train loss is pale, with the smoothed curve on top. Nothing is drawn, and None returned,
-  while the file has no loss yet.
+  The raw train loss is pale, with the smoothed curve on top. Returns None, without a picture, if
+  the file has no loss yet.
 
   Args:
     metrics_jsonl_path: file written by `JsonLinesWriter`.

@@ -1,4 +1,4 @@
-"""Records what the training loop measures, in files and on the screen.
+"""Records the measurements of the training loop, in files and on the screen.
 
 A step counts only when the devices have finished it.
 """
@@ -33,16 +33,15 @@ class Recorder(contextlib.ExitStack):
           if log: recorder.log(step)
 
   Args:
-    model_dir: folder of the metric files. Records after `first_step`, from an earlier attempt, are
-      removed.
+    model_dir: folder of the metric files. Removes records of an earlier attempt after `first_step`.
     total_steps, first_step: the last step of the run, and the step at which this process starts.
     tokens_per_step: tokens of the global batch, including padding.
     is_main: True on the one process that writes and prints.
     step_done: called with (step, sums as numbers) for every finished step.
     goodput: records the phases of the loop.
-    loggers: where metrics go.
-    run_name: for services; None for the last folder of `model_dir`.
-    monitor: adds the speed per device and what other processes report; None for neither.
+    loggers: destinations of the metrics.
+    run_name: name for services; None for the last folder of `model_dir`.
+    monitor: adds the speed per device and reports of other processes; None for neither.
   """
 
   def __init__(
@@ -123,7 +122,7 @@ class Recorder(contextlib.ExitStack):
     step, sums = self._in_flight
     self._in_flight = None
     with self.timer.device_wait():
-      jax.block_until_ready(sums)  # of every device here: to_host fetches one of the copies
+      jax.block_until_ready(sums)  # on all local devices: to_host fetches only one copy
       numbers = reduce.to_host(sums)
     self.timer.step_done()
     self._goodput.step_done(step)
@@ -141,9 +140,9 @@ class Recorder(contextlib.ExitStack):
     """Writes one record: means since the last record, and an evaluation's metrics if given.
 
     Args:
-      step: the last one.
-      evaluation: metrics.
-      evaluated: what they were computed on, '18 rows', for the terminal.
+      step: the last step.
+      evaluation: metrics of an evaluation.
+      evaluated: data of the evaluation, '18 rows', for the terminal.
     """
     self.finish()
     times = self.timer.window()
@@ -167,7 +166,7 @@ class Recorder(contextlib.ExitStack):
 
 
 def _counted(numbers: reduce.Sums) -> reduce.Sums:
-  """Returns the sums that count in means: of a skipped step, the finite ones."""
+  """Returns the sums that count in means; for a skipped step, only the finite sums."""
   if not numbers.get('skipped', (0.0, 1.0))[0]:
     return numbers
   return {name: pair for name, pair in numbers.items() if np.all(np.isfinite(pair[0]))}

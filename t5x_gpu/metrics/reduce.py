@@ -35,7 +35,7 @@ class Means:
   Attributes:
     values: name -> sum / weight. NaN or infinite only if the sum is, so a diverged loss shows.
     empty: names with a total weight of 0 (for example an evaluation split without target tokens).
-      They have no value, because 0 or NaN would look like one.
+      They have no value, because 0 or NaN would look like a result.
   """
 
   values: dict[str, float]
@@ -65,9 +65,9 @@ def _on_host(x: Any) -> Any:
 
 
 def add(left: Mapping[str, tuple[float, float]], right: Mapping[str, tuple[float, float]]) -> Sums:
-  """Returns the pairwise total of two host-side `Sums`; a name in only one of them is kept.
+  """Returns the pairwise total of two host-side `Sums`; keeps names that only one of them has.
 
-  The rows of `PAIRS` follow each other.
+  The rows of `PAIRS` are concatenated.
   """
   total = {name: (_on_host(s), float(w)) for name, (s, w) in left.items()}
   for name, (s, w) in right.items():
@@ -118,7 +118,7 @@ class Accumulator:
       self._fetch(_MAX_PENDING // 2)
 
   def _fetch(self, count: int) -> None:
-    # One device_get for all: copies run in parallel instead of one round trip per scalar.
+    # One device_get for all sums: copies run in parallel instead of one round trip per scalar.
     for sums in jax.device_get(self._pending[:count]):
       self._total = add(self._total, to_host(sums))
     del self._pending[:count]

@@ -1,4 +1,4 @@
-"""Speed per device: tokens/s, TFLOP/s and MFU of a model on its mesh, and the memory high-water."""
+"""Speed per device: tokens/s, TFLOP/s and MFU of a model on its mesh; and peak memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from t5x_gpu.runtime.cluster.topology import Device
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpeed:
-  """What a step of a model costs on each device.
+  """The cost of a step on each device.
 
   Attributes:
-    tokens: of a step, per device; padding included.
-    flops: model FLOPs of a step, per device, without what the hardware recomputes.
+    tokens: tokens of a step, per device; padding included.
+    flops: model FLOPs of a step, per device, without recomputation.
     peak_flops: dense peak of the device in FLOP/s for the model's dtype; None if unknown.
-    dtype: of the matmuls.
+    dtype: dtype of the matmuls.
   Source: Chowdhery et al. 2022 (PaLM), appendix B; models/flops.py.
   """
 
@@ -31,7 +31,7 @@ class ModelSpeed:
   dtype: str
 
   def mfu(self, step_seconds: float) -> Optional[float]:
-    """Returns the model FLOPs utilisation, 0 to 1; None if the peak is unknown."""
+    """Returns the model FLOPs utilization, 0 to 1; None if the peak is unknown."""
     return mfu(self.flops, step_seconds=step_seconds, peak_flops=self.peak_flops)
 
   def tflops_per_second(self, step_seconds: float) -> float:
@@ -56,7 +56,7 @@ def model_speed(
   """Returns the costs of a step.
 
   Args:
-    model: its FLOPs and dtype count.
+    model: the model, for its FLOPs and dtype.
     shapes: feature -> [batch, length] of the global batch.
     devices: all devices of the run.
   """
@@ -70,6 +70,6 @@ def model_speed(
 
 
 def peak_memory_bytes(devices: Sequence[Any]) -> Optional[int]:
-  """Returns the most memory that was in use on one of `devices`; None if they do not say."""
+  """Returns the peak memory in use on any of `devices`; None if they do not report it."""
   peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
   return max((peak for peak in peaks if peak is not None), default=None)

@@ -16,7 +16,7 @@ from typing import Optional
 # Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
 _ETA_STEPS = 200
 _INPUT_WAIT, _DISPATCH, _DEVICE_WAIT = 'input_wait', 'dispatch', 'device_wait'
-# Pauses between steps that profiles know -> their names in texts.
+# Pause between steps in profiles -> its name in texts.
 PROFILED_PAUSES = {'save': 'save', 'eval': 'evaluation'}
 
 
@@ -27,7 +27,7 @@ class StepTimes:
   Attributes:
     step_seconds: mean seconds per step.
     median_step_seconds: median seconds per step, which one slow step does not change.
-    tokens_per_second: of all devices together.
+    tokens_per_second: tokens per second of all devices together.
     input_wait_fraction: share of the step seconds spent waiting for the next batch.
     dispatch_seconds: mean seconds per step until the devices have their work.
     host_seconds: mean seconds per step in which the host does not wait for devices.
@@ -109,7 +109,7 @@ class StepTimer:
     self._recent: collections.deque[tuple[float, float]] = collections.deque(maxlen=_ETA_STEPS)
 
   def restart(self) -> None:
-    """Restarts the current step, so that set-up since the timer was made does not count."""
+    """Restarts the current step, so that setup since the timer was created does not count."""
     self._started = self._clock()
     self._paused = self._waited = 0.0
 
@@ -203,10 +203,10 @@ class StepTimer:
 
 
 def pauses_that_took_time(parts: Mapping[str, Optional[float]]) -> dict[str, float]:
-  """Returns the name in texts -> seconds per step of each pause that is known and above 0.
+  """Returns name in texts -> seconds per step, for each pause that is known and above 0.
 
   Args:
-    parts: the `parts` of an anatomy.json.
+    parts: `parts` of an anatomy.json.
   """
   known = {text: parts.get(name) for name, text in PROFILED_PAUSES.items()}
   return {text: seconds for text, seconds in known.items() if seconds is not None and seconds > 0}
@@ -215,7 +215,7 @@ def pauses_that_took_time(parts: Mapping[str, Optional[float]]) -> dict[str, flo
 def mfu(
   model_flops_per_step: float, *, step_seconds: float, peak_flops: Optional[float]
 ) -> Optional[float]:
-  """Returns the model FLOPs utilisation, 0 to 1; None if unknown, or above 1, with a warning.
+  """Returns the model FLOPs utilization, 0 to 1; None if unknown, or above 1, with a warning.
 
   Args:
     model_flops_per_step: FLOPs of the model on the global batch, without recomputation.

@@ -1,6 +1,6 @@
 """Writers for metrics: JSON lines, TensorBoard event files, or several at once.
 
-Only the main process writes; the others use `MultiWriter([])`, which writes nothing.
+Only the main process writes; other processes use `MultiWriter([])`, which does nothing.
 Keys: `train/loss`, `train/accuracy`, `train/grad_norm`, `train/learning_rate`,
 `train/step_seconds`, `train/tokens_per_second`, `train/input_wait_fraction`, `eval/loss`, ...
 """
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _NONFINITE = '_nonfinite'
 _NONFINITE_VALUES = ('nan', 'inf', '-inf')
 _RECORD = Fields({'step': Whole()})
-_FLUSH_SECONDS = 10  # of TensorBoard's curves that a kill may lose
+_FLUSH_SECONDS = 10  # a kill may lose this many seconds of TensorBoard's curves
 
 
 class MetricWriter(Protocol):
@@ -41,17 +41,17 @@ class MetricWriter(Protocol):
     """Records `values` (Python, numpy or jax scalars) at `step`."""
 
   def truncate_after(self, step: int) -> None:
-    """Removes what an earlier attempt wrote at steps above `step`."""
+    """Removes records of an earlier attempt at steps above `step`."""
 
   def flush(self) -> None:
-    """Makes everything written so far durable."""
+    """Makes all records so far durable."""
 
   def close(self) -> None:
     """Flushes and closes the files. Writing afterwards is an error; closing again is not."""
 
 
 def check_names(names: Iterable[str]) -> None:
-  """Raises DataError for a name that a metric cannot have in a file."""
+  """Raises DataError for metric names that a file cannot contain."""
   for name in names:
     problem = 'is reserved' if _is_reserved(name) else ''
     try:
@@ -73,8 +73,8 @@ def _is_reserved(name: str) -> bool:
 def to_json_line(step: int, values: Mapping[str, float]) -> str:
   """Returns one line of valid JSON, ending in a newline, with `step` first.
 
-  Integers stay integers; floats keep all digits, so that two runs can be compared bitwise. A value
-  that is not finite becomes null, and `KEY_nonfinite` is 'nan', 'inf' or '-inf'.
+  Integers stay integers; floats keep all digits, so that two runs can be compared bit for bit. A
+  value that is not finite becomes null, and `KEY_nonfinite` is 'nan', 'inf' or '-inf'.
   """
   record: dict[str, Any] = {'step': int(step)}
   for key, value in values.items():
@@ -190,7 +190,7 @@ class JsonLinesWriter:
     self._file = open(self.path, 'ab', buffering=0)
 
   def flush(self) -> None:
-    """Makes the file survive a crash of the machine, not only of the process."""
+    """Makes the records survive a crash of the machine, not only of the process."""
     if not self._file.closed:
       os.fsync(self._file.fileno())
 
@@ -201,7 +201,7 @@ class JsonLinesWriter:
 
 @contextlib.contextmanager
 def _hidden(*names: str) -> Iterator[None]:
-  """Makes modules look as if they were not installed, unless they are imported already."""
+  """Makes modules look as if they were not installed, unless they are already imported."""
   hidden = [name for name in names if name not in sys.modules]
   sys.modules.update(dict.fromkeys(hidden))
   try:
@@ -214,7 +214,7 @@ def _hidden(*names: str) -> Iterator[None]:
 class TensorBoardWriter:
   """Writes scalars as TensorBoard event files, without TensorFlow.
 
-  It does not use tensorboardX's SummaryWriter, which writes in a thread: on a full disk that thread
+  Does not use tensorboardX's SummaryWriter, which writes in a thread: on a full disk the thread
   dies, and the run then waits forever for it to take the next event.
 
   Args:
@@ -226,7 +226,7 @@ class TensorBoardWriter:
   def __init__(self, log_dir: str | os.PathLike):
     self.log_dir = pathlib.Path(log_dir)
     try:
-      with _hidden('torch', 'boto3'):  # seconds of each start, for parts that are not used here
+      with _hidden('torch', 'boto3'):  # importing them takes seconds, for parts not used here
         importlib.import_module('tensorboardX')
         self._records, self._protos, self._scalars = (
           importlib.import_module(f'tensorboardX.{name}')
@@ -237,7 +237,7 @@ class TensorBoardWriter:
         f'TensorBoard files need {e.name}, which is not installed.',
         fix="Run: pip install 'tensorboardX>=2.6.4,<3'",
       ) from e
-    self._file: Any = None  # opened by the first write: an empty run leaves no file
+    self._file: Any = None  # opened by the first write, so that an empty run leaves no file
     self._purge_step: Optional[int] = None
     self._flushed = 0.0
 
@@ -291,7 +291,7 @@ class TensorBoardWriter:
 
 
 class MultiWriter:
-  """Forwards everything to each of `writers`."""
+  """Forwards all calls to each of `writers`."""
 
   def __init__(self, writers: Sequence[MetricWriter]):
     self.writers = tuple(writers)

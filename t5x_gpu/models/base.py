@@ -1,4 +1,4 @@
-"""What the three models share: sizes, batches, and the way through one stack of layers."""
+"""Base classes of the models: sizes, batches, and running one stack of layers."""
 
 import abc
 from collections.abc import Callable, Mapping
@@ -34,12 +34,12 @@ class TransformerModel(abc.ABC):
 
   @property
   def num_outcomes(self) -> int:
-    """Tokens that the model chooses from."""
+    """Number of tokens that the model chooses from."""
     return self.config.vocab_size
 
   @property
   def _num_label_classes(self) -> Optional[int]:
-    """Classes of the labels in a batch; None without labels."""
+    """Number of classes of the labels in a batch; None without labels."""
     return None
 
   @property
@@ -49,12 +49,12 @@ class TransformerModel(abc.ABC):
 
   @property
   def _texts_in_row(self) -> int:
-    """Least number of texts in a row; the positions of each start at 0."""
+    """Minimum number of texts in a row; the positions of each text start at 0."""
     return 1
 
   @property
   def _label_names(self) -> tuple[str, ...]:
-    """Names of these classes; empty for those of the data."""
+    """Names of the label classes; () to use the data's names."""
     return ()
 
   @abc.abstractmethod
@@ -64,7 +64,7 @@ class TransformerModel(abc.ABC):
   def batch_spec(
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
-    """Returns shapes and dtypes of the features that `loss` takes.
+    """Returns shapes and dtypes of the features that `loss` reads.
 
     Raises:
       ModelError: rows are longer than the model's limit.
@@ -106,7 +106,7 @@ class OneStackModel(TransformerModel):
   `loss` calls `embed`, `run_layers` and `head`; a pipeline runs them on different stages.
 
   Attributes:
-    side: 'encoder' or 'decoder', what its features begin with; decoders are causal.
+    side: 'encoder' or 'decoder', the prefix of its features; decoders are causal.
   """
 
   side: ClassVar[str]
@@ -162,7 +162,7 @@ class OneStackModel(TransformerModel):
   def head(
     self, params: Params, x: Activation, batch: DeviceBatch, *, dropout_key: Optional[jax.Array]
   ) -> Sums:
-    """Returns sums over what is predicted from `x`, the output of the last layer."""
+    """Returns sums over the predictions from `x`, the output of the last layer."""
 
   def _after_layers(
     self, params: Params, batch: DeviceBatch, dropout_key: Optional[jax.Array]
@@ -180,7 +180,7 @@ class OneStackModel(TransformerModel):
     return self.head({**params, **after.params}, x, batch, dropout_key=dropout_key)
 
   def _logits_kernel(self, params: Params, batch: DeviceBatch) -> Params:
-    """Returns those of `params` that the logits alone gather."""
+    """Returns the subset of `params` that only the logits gather."""
     if 'logits_dense' in params:
       return {'logits_dense': params['logits_dense']}
     table = params.get('token_embedder', {})
@@ -190,7 +190,7 @@ class OneStackModel(TransformerModel):
 
   @abc.abstractmethod
   def _info(self, batch: DeviceBatch) -> TokenInfo:
-    """Returns what attention must know of the tokens."""
+    """Returns the segments and positions that attention needs."""
 
   def _positions(self, batch: DeviceBatch) -> jax.Array:
     """Returns the position of each token in its example; a packed row holds several examples."""
@@ -215,7 +215,7 @@ def _check_length(config: TransformerConfig, spec: BatchSpec, texts_in_row: int)
       f'{name} has {length} positions{" per text" * (texts_in_row > 1)}, but the model '
       + (f'has learned vectors for {limit}.' if learned else f'was made for {limit}.'),
       fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit * texts_in_row} tokens, or, '
-      + ('for a model that starts from scratch, ' if learned else 'to train it for longer ones, ')
+      + ('for a model that starts from scratch, ' if learned else 'to train it for longer rows, ')
       + f'{parameter} = {length}.',
       parameters=('TASK_FEATURE_LENGTHS', parameter),
     )

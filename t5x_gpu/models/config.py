@@ -1,4 +1,4 @@
-"""Hyper-parameters of a transformer, checked when they are set."""
+"""Hyperparameters of a transformer, checked when they are set."""
 
 import dataclasses
 import logging
@@ -34,22 +34,22 @@ DROPOUT_PLACES = (
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-  """Sizes and choices of one stack of layers; the defaults are those of T5.1.1.
+  """Sizes and choices of one stack of layers; the defaults are T5.1.1's.
 
   Attributes:
-    vocab_size: token ids, at least the vocabulary's size; a multiple of 128 suits GPUs.
-    num_layers: layers of the stack.
+    vocab_size: number of token ids, at least the vocabulary's size; a multiple of 128 suits GPUs.
+    num_layers: number of layers of the stack.
     embed_dim: features of the residual stream.
-    num_heads: attention heads.
-    head_dim: features of one head; heads x head_dim need not be embed_dim.
+    num_heads: number of attention heads.
+    head_dim: features of one head; num_heads x head_dim need not be embed_dim.
     mlp_dim: hidden features of the MLP, or of each expert.
     mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP.
       'gelu' is the tanh approximation; 'gelu_exact' is BERT's.
     mlp_bias: whether the linear maps of the MLP have a bias.
-    dropout_rate: of embeddings, attention, MLP features, block outputs, the last output and the
-      classifier's input, except where a rate of that place is given.
+    dropout_rate: dropout rate of embeddings, attention, MLP features, block outputs, the last
+      output and the classifier's input, unless a field below sets another rate.
     embedding_dropout, attention_dropout, mlp_dropout, residual_dropout, output_dropout,
-      classifier_dropout: rates of one place; None for dropout_rate.
+      classifier_dropout: rates that replace dropout_rate; None for dropout_rate.
     dtype: precision of the computation, 'float32', 'bfloat16' or 'fp8' (docs/precision.md);
       parameters and softmax are float32.
     logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
@@ -64,17 +64,18 @@ class TransformerConfig:
     num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for no table.
     num_kv_heads: key and value heads, each shared by several query heads (GQA; 1 is MQA); None for
       num_heads.
-    query_pre_attn_scalar: attention logits are divided by its square root; usually head_dim. None
-      for T5, whose query initializer includes the factor.
+    query_pre_attn_scalar: attention logits are divided by the square root of this number, usually
+      head_dim. None for T5, whose query initializer includes the factor.
     attention_softcap, logits_softcap: cap on attention logits and vocabulary logits,
       cap * tanh(logits / cap) (Gemma-2); None for no cap.
     qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
     qk_norm_kind: 'head', over the features of each head; 'head_plus_one', which multiplies by
-      1 + scale (Gemma-3); 'all_heads', over those of all heads together (OLMo-2).
+      1 + scale (Gemma-3); 'all_heads', over the features of all heads together (OLMo-2).
     attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
-    attention: how attention is computed: 'auto' chooses by what the devices and the sizes allow;
-      'dense', 'chunked' or 'tokamax' by name (docs/attention.md). The result is the same.
-    windows: layer i sees windows[i % len(windows)] positions back, including itself; 0 for all.
+    attention: backend of the attention: 'auto' chooses the best one that devices and sizes allow;
+      or 'dense', 'chunked', 'tokamax' (docs/attention.md). The result is the same.
+    windows: tokens in layer i attend to windows[i % len(windows)] positions, including their own;
+      0 for all.
     norm: 'rms'; 'rms_plus_one', which multiplies by 1 + scale (Gemma); 'layer', with a bias.
     norm_epsilon: epsilon of all norms.
     norm_position: 'pre'; 'post', after each residual sum (BERT); 'sandwich', before and after
@@ -84,26 +85,26 @@ class TransformerConfig:
     scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
     init_stddev: standard deviation of the initial values of all kernels and tables; None for T5's
       initializers.
-    remat_policy: what a layer stores for the backward pass, which recomputes the rest: 'none'
-      everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with weights, 'offload'
-      the same in host memory, 'full' only its input (models/remat.py).
+    remat_policy: activations that a layer stores for the backward pass, which recomputes the rest:
+      'none' stores everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with
+      weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
     scan_unroll: layers per iteration of the scan over layers; more costs compile time and saves
       loop overhead. Parameters are always stacked [layers, ...].
-    num_experts: experts in place of each MLP (a mixture of experts); 0 for a dense MLP.
-    num_experts_per_token: experts that each token uses.
-    expert_capacity_factor: room in each expert for the tokens of a row; 1 is exactly enough if
-      they are spread evenly. Tokens without room skip the experts. None is dropless: every expert
-      takes all tokens that choose it, sorted by expert (layers/dropless.py).
-    normalize_gates: whether the gates of a token's experts are divided by their sum (Mixtral), or
-      are probabilities among all experts. None for more than one expert per token.
-    loss_chunks: parts of the length in which logits and loss are computed, one at a time, so that
-      all logits are never in memory together. None chooses parts whose logits fit 256 MiB, and does
-      not split small logits; 0 stores all logits.
+    num_experts: number of experts that replace each MLP (a mixture of experts); 0 for a dense MLP.
+    num_experts_per_token: number of experts that each token uses.
+    expert_capacity_factor: capacity of each expert for the tokens of a row; 1 is exactly enough if
+      tokens are spread evenly. Tokens beyond the capacity skip the experts. None is dropless: every
+      expert takes all tokens that choose it, sorted by expert (layers/dropless.py).
+    normalize_gates: True divides the gates of a token's experts by their sum (Mixtral); False uses
+      the probabilities among all experts. None is True for more than one expert per token.
+    loss_chunks: number of chunks of the length in which logits and loss are computed, one at a
+      time, so that memory never holds all logits. None chooses chunks whose logits fit 256 MiB, and
+      does not split small logits; 0 stores all logits.
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
-    fp8_scaling: what sets the scales of FP8 operands: 'current' values, or 'delayed': the largest
+    fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state (docs/precision.md).
-    fp8_history: steps; more are slower to forget an outlier.
+    fp8_history: number of steps; with more steps, an outlier affects the scales for longer.
     fp8_margin: with 'delayed', scales leave room for values 2^fp8_margin times as large.
     fp8_logits: whether the loss, too, multiplies 8-bit operands if `dtype` is 'fp8'.
   """
@@ -188,7 +189,7 @@ class TransformerConfig:
       )
 
   def check_stack(self, *, causal: bool) -> None:
-    """Raises ModelError for what is impossible in a decoder (`causal`), or else in an encoder."""
+    """Raises ModelError for settings that a decoder (`causal`), or else an encoder, cannot have."""
     problem = self._bucket_problem(causal=causal)
     problems = [] if problem is None else [problem]
     if causal and self.num_token_types:
@@ -205,7 +206,7 @@ class TransformerConfig:
     )
 
   def _bad_numbers(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, what is wrong) of numbers out of range."""
+    """Yields (parameter, problem) for numbers out of range."""
     optional = ('query_pre_attn_scalar', 'attention_softcap', 'logits_softcap', 'init_stddev')
     given = [name for name in optional if getattr(self, name) is not None]
     none, at_least_0 = 'must be at least 1, or 0 for none.', 'must be at least 0.'
@@ -253,7 +254,7 @@ class TransformerConfig:
       yield 'windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).'
 
   def _bad_choices(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, what is wrong) of names that are not among the allowed ones."""
+    """Yields (parameter, problem) for unknown names."""
     hints = {'dtype': precision_hint, 'attention': choose.hint}
     for parameter, allowed in (
       ('relative_bias', RELATIVE_BIAS),
@@ -275,7 +276,7 @@ class TransformerConfig:
         yield parameter, f'is not one of {hint}'
 
   def _contradictions(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, what is wrong) of values that exclude each other."""
+    """Yields (parameter, problem) for values that exclude each other."""
     if self.max_length > 0 and self.num_positions > 0:
       yield (
         'max_length',
@@ -290,7 +291,7 @@ class TransformerConfig:
         f'{", ".join(map(str, legal))}.',
       )
     buckets = [self._bucket_problem(causal=causal) for causal in (True, False)]
-    if None not in buckets:  # `check_stack` knows which of both it is
+    if None not in buckets:  # `check_stack` knows whether the stack is causal
       yield from buckets
     if not self.mlp_activations:
       yield 'mlp_activations', "has no activation: ('relu',) is a plain MLP."
@@ -349,22 +350,22 @@ class TransformerConfig:
 
   @property
   def rope_switch(self) -> Optional[int]:
-    """Tokens of the longest example with short rotary factors; None without long ones."""
+    """Length of the longest example that uses short rotary factors; None without long factors."""
     lengths = [r.original_length for r in self.rope_of_layers if r and r.depends_on_length]
     return lengths[0] if lengths else None
 
   @property
   def matmul_width(self) -> int:
-    """Features that matmuls with weights compute per token and layer; experts are left out."""
+    """Output features of all matmuls with weights, per token and layer, without experts."""
     width = (self.num_heads + 2 * self.kv_heads) * self.head_dim + self.embed_dim
     return width + (0 if self.num_experts else len(self.mlp_activations) * self.mlp_dim)
 
   @property
   def kernel_init(self) -> Optional[Initializer]:
-    """Initializer of all kernels; None for T5's, which differ."""
+    """Initializer of all kernels; None for T5's initializers, which differ by kernel."""
     return None if self.init_stddev is None else nn.initializers.normal(self.init_stddev)
 
   @property
   def length_limit(self) -> Optional[int]:
-    """Longest row that the model takes, in tokens; None for any length."""
+    """Maximum length of a row in tokens; None for any length."""
     return self.num_positions or self.max_length or None

@@ -28,8 +28,8 @@ class DecoderOnlyModel(OneStackModel):
     config: sizes of the decoder.
     z_loss: coefficient of log(Z)^2 in the loss.
     label_smoothing: probability given to the other tokens.
-    inputs_bidirectional_attention: let inputs see each other both ways (prefix LM); only used for
-      tasks that have 'inputs'.
+    inputs_bidirectional_attention: let inputs attend to each other in both directions (prefix LM);
+      only used for tasks that have 'inputs'.
     layer: module class of a layer; docs/add_a_model.md writes a custom one.
   """
 
@@ -83,7 +83,7 @@ class DecoderOnlyModel(OneStackModel):
     """Returns [batch, length, embed] after the last norm and dropout."""
     return self._finish(params, x, batch, dropout_key)
 
-  # The name in 0.2, which models of users call and override.
+  # The name in 0.2, which users' models call and override.
   def _finish(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
@@ -143,8 +143,8 @@ class DecoderOnlyModel(OneStackModel):
     Args:
       params: parameters of the model.
       prompts: [batch, prompt_length] decoder inputs, padded on the left.
-      lengths: [batch] tokens of each prompt.
-      slots: tokens that the caches can hold, prompt included.
+      lengths: [batch] number of tokens of each prompt.
+      slots: number of tokens that the caches can hold, prompt included.
     """
     state = begin(
       self.config,
@@ -169,10 +169,10 @@ class DecoderOnlyModel(OneStackModel):
     return self._extend(params, tokens[:, None], state)
 
   def _again(self, params: Params, state: DecodingState, rows: jax.Array) -> DecodingState:
-    """Returns `state` with new keys and values in `rows` [batch], which get long rotary factors."""
+    """Returns `state` with keys and values of `rows` [batch] computed with long rotary factors."""
     own = state.caches.own
     start = state.replace(caches=state.caches.replace(own=own.replace(slot=jnp.int32(0))))
-    # Slots of tokens to come are filled too; they are written again before they are read.
+    # Also fills slots of future tokens, which are overwritten before they are read.
     return state.of_rows(rows, self._extend(params, state.tokens, start)[1])
 
   def _extend(

@@ -1,4 +1,4 @@
-"""Configuration of text generation: how tokens are chosen, and how many."""
+"""Configuration of text generation: how tokens are chosen, and their number."""
 
 import dataclasses
 from typing import Optional
@@ -13,31 +13,31 @@ BEAM_RULES = ('t5x', 'huggingface')
 class DecodingConfig:
   """How a model continues prompts: greedily, by sampling, or with a beam search.
 
-  The text depends only on its prompt and the parameters; a sample also on `seed`, the prompt's
-  number and the decode's number. It never depends on the batch or the devices.
+  The text depends only on its prompt and the parameters; a sample also depends on `seed`, the
+  number of the prompt and the number of the decode. It never depends on the batch or the devices.
 
   Attributes:
-    max_decode_length: most tokens to add to a prompt, including the stop token.
-    num_decodes: continuations of each prompt: samples, or the best beams.
+    max_decode_length: maximum number of tokens to add to a prompt, including the stop token.
+    num_decodes: number of continuations of each prompt: samples, or the best beams.
     temperature: 0 picks the most probable token, 1 samples from the model's distribution; a higher
       value flattens it.
     top_k: sample among the k most probable tokens; 0 for all.
     top_p: sample among the most probable tokens whose probabilities add up to this (after top_k).
-    num_beams: beams of a beam search; 1 for no search.
+    num_beams: number of beams of a beam search; 1 for no search.
     length_penalty: exponent that favors longer texts; 0 ranks by probability alone.
     beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
-      when no open beam can overtake a finished one; open beams at max_decode_length rank behind
+      when no open beam can overtake a finished beam; open beams at max_decode_length rank behind
       (T5X does not divide their log-probabilities). 'huggingface' divides by length **
       length_penalty, lets only the first num_beams candidates finish, counts open beams as finished
       at max_decode_length, and stops as `transformers` does with early_stopping=False.
     stop_tokens: ids that end a text, in addition to the vocabulary's end of sequence.
     start_token: decoder input before the first token: 0 for models trained here, whose inputs are
-      shifted by one; None for a decoder that gets the prompt unshifted (Llama, GPT-2), which then
-      needs at least one token.
+      shifted by one; None for a decoder with unshifted inputs (Llama, GPT-2), whose prompt needs at
+      least one token.
     zero_is_padding: never write id 0. Commands set False for decoder-only models whose tokenizer
-      has a word with that id (GPT-2, Llama 3, Qwen: '!').
+      has a word with id 0 (GPT-2, Llama 3, Qwen: '!').
     seed: seed of samples.
-    batch_size: prompts at a time, rounded up to what the mesh divides.
+    batch_size: number of prompts at a time, rounded up to a size that the mesh divides.
   Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
   """
 
@@ -107,11 +107,11 @@ class DecodingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-  """A prompt that a run continues at its end, to show what the model has learned.
+  """A prompt that the model continues at the end of the run, to show what it has learned.
 
   Attributes:
     prompt: the text to continue.
-    num_tokens: tokens to add; prompt and continuation together must fit the training length.
+    num_tokens: number of tokens to add; prompt and continuation must fit the training length.
     temperature: 0 picks the most probable token, 1 samples from the model's distribution.
   """
 
@@ -121,12 +121,12 @@ class SampleConfig:
 
 
 def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
-  """Raises ConfigError unless prompt and new tokens, at least one each, fit `length` tokens."""
+  """Raises ConfigError unless prompt and new tokens, at least one of each, fit `length` tokens."""
   room = length - prompt_length
   if prompt_length >= 1 and 1 <= num_tokens <= room:
     return
   raise ConfigError(
-    f'The sample has {prompt_length} prompt tokens and {num_tokens} new ones; both '
+    f'The sample has {prompt_length} prompt tokens and {num_tokens} new tokens; both '
     f'must be at least 1, and together at most {length}.',
     fix=f'Set SampleConfig.prompt to a text of 1 to {length - 1} tokens.'
     if prompt_length < 1 or room < 1

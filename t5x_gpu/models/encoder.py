@@ -1,4 +1,4 @@
-"""Encoder model: classes or numbers of texts, tags of words, embeddings, or masked tokens."""
+"""Encoder model: predicts classes, numbers, tags or masked tokens, or embeds texts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -45,21 +45,21 @@ class EncoderModel(OneStackModel):
 
   Attributes:
     config: sizes of the encoder.
-    head_type: 'classification' of whole rows, 'token_classification', which gives each word a tag,
-      'regression', a number for each row, 'embedding' of texts as vectors, or 'mlm', which
-      predicts masked tokens.
-    num_classes: classes, or tags.
-    pooling: vector of a row: 'first_token_tanh' (BERT: the first token, a linear map and tanh),
-      'first_token', or the 'mean' of all tokens.
+    head_type: 'classification' of whole rows, 'token_classification' (a tag for each word),
+      'regression' (a number for each row), 'embedding' (texts as vectors), or 'mlm' (prediction of
+      masked tokens).
+    num_classes: number of classes or tags.
+    pooling: how a row becomes a vector: 'first_token_tanh' (BERT: the first token, a linear map and
+      tanh), 'first_token', or the 'mean' of all tokens.
     head_mlp_dim: hidden features of an MLP between pooling and classes; 0 for no MLP.
     label_smoothing: probability given to the other classes or tokens.
     z_loss: coefficient of log(Z)^2 in the loss.
     token_types: whether rows with labels carry token types, which distinguish the two texts of a
-      pair; None if the config has several types. False continues runs that were started without.
-    problem_type: of 'classification': 'single_label_classification', or
+      pair; None means True if the config has several types. False continues runs started without.
+    problem_type: kind of 'classification': 'single_label_classification', or
       'multi_label_classification', in which a row has any number of classes.
-    class_names: of the classes or tags, in the order of their numbers; the labels of the data get
-      these numbers. Empty: the data numbers its classes. Tags need names.
+    class_names: names of the classes or tags, in the order of their numbers; the labels of the data
+      get these numbers. Empty to let the data number its classes. Tags need names.
     normalize: divide embeddings by their length, so that their products are cosines.
     temperature: divides the products of embeddings in the loss.
     layer: module class of a layer; docs/add_a_model.md writes a custom one.
@@ -215,7 +215,7 @@ class EncoderModel(OneStackModel):
   def _vectors(
     self, params: Params, x: Activation, batch: DeviceBatch
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns [batch, 3, embed] of the texts of each row, in float32, and which exist."""
+    """Returns text vectors [batch, 3, embed] in float32, and whether each text exists."""
     x, segments = self._stack.finish(params, x), self._info(batch).segments
     vectors, exist = pool_texts(x, segments, self._positions(batch), kind=self.pooling)
     if self.normalize:
@@ -257,7 +257,7 @@ class EncoderModel(OneStackModel):
         batch[SCORES],
         batch['rows'],
         batch[LABEL_WEIGHTS],
-        # A pipeline knows only the rows of a microbatch.
+        # A pipeline stage has only the rows of a microbatch.
         with_pairs=dropout_key is None and not is_manual('stage'),
       )
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)

@@ -32,8 +32,8 @@ class EncoderDecoderModel(TransformerModel):
   stages. Between layers both activations are passed on, (encoder, decoder).
 
   Attributes:
-    config: sizes of both; num_layers is the decoder's.
-    num_encoder_layers: None for as many as the decoder has.
+    config: sizes of both stacks; num_layers is the decoder's.
+    num_encoder_layers: number of encoder layers; None for the decoder's number.
     z_loss: coefficient of log(Z)^2 in the loss.
     label_smoothing: probability given to the other tokens.
     layer: module class of a layer; docs/add_a_model.md writes a custom one.
@@ -149,14 +149,14 @@ class EncoderDecoderModel(TransformerModel):
     """Returns `x` after the layers of `params[stack]['layers']`.
 
     Args:
-      x: the output of both stacks so far; the decoder's layers need the encoder's final one.
+      x: the output of both stacks so far; the decoder's layers need the encoder's final output.
       stack: 'encoder' or 'decoder'.
       params, batch, dropout_key, first_layer: as in LayeredModel.
     """
     of_encoder, of_decoder = x
     if stack == 'encoder':
       return self._run_encoder(params, of_encoder, batch, dropout_key, first_layer), of_decoder
-    # Recomputed here: the encoder's final norm costs less than carrying its output between layers.
+    # Recomputed here: the encoder's final norm costs less than passing its output between layers.
     encoded = self._finish(params, of_encoder, batch, 'encoder', dropout_key)
     return of_encoder, self._decoder.run(
       params['decoder'],
@@ -279,8 +279,8 @@ class EncoderDecoderModel(TransformerModel):
     Args:
       params: parameters of the model.
       prompts: [batch, prompt_length] decoder inputs, padded on the left; usually a start token.
-      lengths: [batch] tokens of each prompt.
-      slots: tokens that the caches can hold, prompt included.
+      lengths: [batch] number of tokens of each prompt.
+      slots: number of tokens that the caches can hold, prompt included.
       encoder_tokens: [batch, inputs_length].
       encoder_segments: [batch, inputs_length], 1 on tokens, 0 on padding.
     """

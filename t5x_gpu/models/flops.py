@@ -1,4 +1,4 @@
-"""Model FLOPs: the matmuls of the model, without what the hardware recomputes."""
+"""Model FLOPs: the matmuls of the model, without recomputation."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from t5x_gpu.partitioning.layer_stacks import ONLY
 
 
 def seen_keys(window: int, length: float, *, causal: bool = True) -> float:
-  """Returns how many keys of a row of `length` a query sees in a layer with a window.
+  """Returns the number of keys that a query attends to in a layer with a window.
 
-  The count is that of a query far from both ends of the row. Without a window it is `length`, also
-  if causal.
+  The count is for a query far from both ends of the row. Without a window it is `length`, also for
+  causal attention.
 
   Args:
-    window: positions back that a query sees, including itself; 0 for no window.
-    length: keys of the row.
-    causal: whether the window reaches back only; otherwise it reaches as far ahead.
+    window: number of positions back, including the query's own; 0 for no window.
+    length: number of keys of the row.
+    causal: whether the window only reaches back; otherwise it reaches equally far ahead.
   """
   if window == 0:
     return length
@@ -29,11 +29,11 @@ def transformer_flops_per_token(
 ) -> float:
   """Returns FLOPs of forward and backward per position of a row of `length` tokens.
 
-  2 FLOPs per weight and position in the forward pass, twice that in the backward pass. A layer's
-  attention counts length x length pairs, also if causal, though a kernel may skip those in the
-  future. A layer with a window counts length x min(window, length) pairs. The output projection
-  counts, the embedding lookup does not. Of the experts, only those that a token uses count, and no
-  empty slots.
+  Counts 2 FLOPs per weight and position in the forward pass, and twice as many in the backward
+  pass. Attention of a layer counts length x length pairs, also if causal, although a kernel may
+  skip future pairs. A layer with a window counts length x min(window, length) pairs. The output
+  projection counts, the embedding lookup does not. Only the experts that a token uses count; empty
+  slots do not.
 
   Args:
     config: sizes of the stack, and the windows of its layers.
@@ -76,7 +76,7 @@ def encoder_decoder_flops_per_row(
     of_encoder, encoder_length, token_logits=False, causal=False
   )
   decoder = transformer_flops_per_token(c, decoder_length)
-  # Keys and values of cross attention are those of the inputs.
+  # Cross attention computes keys and values of the inputs.
   kernels = c.kv_heads * encoder_length + c.num_heads * decoder_length
   pairs = c.num_heads * encoder_length * decoder_length
   cross = c.num_layers * c.head_dim * (12.0 * c.embed_dim * kernels + 12 * pairs)
@@ -84,11 +84,11 @@ def encoder_decoder_flops_per_row(
 
 
 def row_lengths(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-  """Returns stack -> tokens of a row that it reads.
+  """Returns stack -> number of tokens per row that the stack reads.
 
   Args:
-    model: with several stacks, its features begin with their names, as 'encoder_input_tokens' does;
-      of any other model, the first feature counts.
+    model: if it has several stacks, its features begin with the stack names, such as
+      'encoder_input_tokens'; for other models, the first feature counts.
     shapes: feature -> [batch, length] or [batch].
   """
   stacks = OptionalMembers(model).stacks
@@ -100,16 +100,16 @@ def row_lengths(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
 
 
 def step_tokens(model: Model, shapes: Mapping[str, Sequence[int]]) -> int:
-  """Returns the tokens of a step, padding included; inputs and targets of an encoder-decoder.
+  """Returns the number of tokens of a step with padding, in all stacks together.
 
   Args:
-    model: whose tokens they are.
+    model: the model.
     shapes: feature -> [batch, length] or [batch] of the global batch.
   """
   return next(iter(shapes.values()))[0] * sum(row_lengths(model, shapes).values())
 
 
 def step_flops(model: Model, shapes: Mapping[str, Sequence[int]]) -> float:
-  """Returns model FLOPs of a step, without what the hardware recomputes; args as `step_tokens`."""
+  """Returns model FLOPs of a step, without recomputation; arguments as in `step_tokens`."""
   flops_per_row = OptionalMembers(model).flops_per_row
   return next(iter(shapes.values()))[0] * flops_per_row(row_lengths(model, shapes))

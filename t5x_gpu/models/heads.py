@@ -41,7 +41,7 @@ class TokenLogits(nn.Module):
       x = _scaled(c, x)
       logits = _table_logits(x, table)
     else:
-      # Accumulated and kept in float32: the softmax over the vocabulary needs the precision.
+      # Accumulated and stored in float32: the softmax over the vocabulary needs the precision.
       dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
       logits = DenseGeneral(
         (c.vocab_size,),
@@ -97,7 +97,7 @@ def token_loss(
 ) -> Sums:
   """Returns sums over target tokens, as `cross_entropy` of `token_logits`.
 
-  The logits are not stored where they are large (TransformerConfig.loss_chunks).
+  Large logits are not stored (TransformerConfig.loss_chunks).
 
   Args:
     config, params, x, token_embedder: see `token_logits`.
@@ -126,7 +126,7 @@ def token_log_probs(
 ) -> jax.Array:
   """Returns the log-probability of each target token, float32 [batch, length].
 
-  The logits are not stored where they are large (TransformerConfig.loss_chunks).
+  Large logits are not stored (TransformerConfig.loss_chunks).
 
   Args:
     config, params, x, token_embedder: see `token_logits`.
@@ -167,12 +167,12 @@ def _table_logits(x: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def num_loss_chunks(config: TransformerConfig, batch: int, length: int, *, vocab_parts: int) -> int:
-  """Returns in how many parts of the length to compute the loss; 0 if all logits are stored.
+  """Returns the number of chunks of the length for the loss; 0 to store all logits.
 
   Args:
-    config: of the decoder.
+    config: config of the decoder.
     batch, length: positions on one device.
-    vocab_parts: ways in which the vocabulary is split.
+    vocab_parts: number of shards of the vocabulary.
   """
   if config.loss_chunks is not None:
     return min(config.loss_chunks, length)
@@ -181,7 +181,7 @@ def num_loss_chunks(config: TransformerConfig, batch: int, length: int, *, vocab
 
 
 def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
-  """Returns the input of tied logits: the table has unit variance, the product would grow."""
+  """Returns the scaled input of tied logits; the table has unit variance, so they would grow."""
   if not config.scale_tied_logits:
     return x
   return x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
@@ -192,10 +192,10 @@ class ClassifierHead(nn.Module):
 
   Attributes:
     config: sizes of the encoder.
-    num_classes: outputs.
+    num_classes: number of outputs.
     tanh_layer: start with a linear map and tanh (BERT's pooler).
-    mlp_dim: hidden features of an MLP before the classes, split like those of the layers; 0 for
-      none.
+    mlp_dim: hidden features of an MLP before the classes, sharded like the layers' MLP; 0 for no
+      MLP.
   """
 
   config: TransformerConfig
@@ -214,7 +214,7 @@ class ClassifierHead(nn.Module):
 
   @nn.compact
   def __call__(self, row: jax.Array, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
-    """Returns [batch, classes] in float32 from [batch, embed]; or of tokens, with the length.
+    """Returns [batch, classes] in float32 from [batch, embed]; or the same with a length axis.
 
     Args:
       row: pooled output of the last norm, or [batch, length, embed] of all tokens.
@@ -272,10 +272,10 @@ class MaskedTokenHead(nn.Module):
 
 
 def masked_token_logits(x: jax.Array, bias: jax.Array, table: jax.Array) -> jax.Array:
-  """Returns [batch, length, vocab] in float32 of what `MaskedTokenHead` returned.
+  """Returns logits [batch, length, vocab] in float32 from the result of `MaskedTokenHead`.
 
   Args:
-    x, bias: of the head.
+    x, bias: result of the head.
     table: [vocab, embed] token table.
   """
   return shard(_table_logits(x, table) + bias, 'batch', 'length', 'vocab')

@@ -1,13 +1,13 @@
 """Cross entropy of a linear map to the vocabulary, without ever storing the logits.
 
 Logits [batch, length, vocab] in float32 are the largest array of most language models: 8 GiB for
-8,192 tokens and 256k entries, several times over with their gradient. Here a loop takes a few
-positions of every row, computes their logits, adds up the loss, and multiplies the gradient of
-the logits into the gradients of `x` and of the kernel right away. Only one chunk of logits is alive
+8,192 tokens and 256k entries, and several times that with their gradient. Here a loop takes a few
+positions of every row, computes their logits, adds up the loss, and immediately multiplies the
+gradient of the logits into the gradients of `x` and of the kernel. Only one chunk of logits is live
 at a time. Nothing is computed twice: there are three matmuls, as without chunks.
 
-The forward pass already computes the gradients of the summed loss; the backward pass scales them by
-its cotangent. This works because the loss is one scalar.
+The forward pass already computes the gradients of the summed loss; the backward pass multiplies
+them by the cotangent of the loss. This works because the loss is a scalar.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ import numpy as np
 from t5x_gpu.partitioning.axis_rules import shard, varying
 from t5x_gpu.partitioning.quantized import E4M3, E5M2, largest_value, scale_of, to_8_bits
 
-# At most this for the logits of one chunk on one device. Each chunk reads and writes the gradient
-# of the kernel once: with chunks of 128 tokens that would take longer than the matmuls.
+# Limit for the logits of one chunk on one device. Each chunk reads and writes the kernel's gradient
+# once, which takes longer than the matmuls for chunks of 128 tokens.
 CHUNK_BYTES = 256 * 2**20
-# Below this, storing the logits costs little, and one large matmul is faster than a loop.
+# Below this size, storing the logits costs little, and one large matmul is faster than a loop.
 PLAIN_BYTES = 64 * 2**20
 
 
@@ -37,7 +37,7 @@ class TokenLoss:
   Attributes:
     z_loss: coefficient of log(Z)^2.
     label_smoothing: probability spread evenly over the other tokens.
-    softcap: logits become softcap * tanh(logits / softcap); None leaves them.
+    softcap: logits become softcap * tanh(logits / softcap); None leaves them unchanged.
   """
 
   z_loss: float = 0.0
@@ -49,13 +49,13 @@ class TokenLoss:
   ) -> tuple[dict[str, jax.Array], Optional[jax.Array]]:
     """Returns ({'loss', 'cross_entropy', 'z_loss', 'accuracy'}, d loss / d logits).
 
-    Everything is a comparison and a sum over `vocab`, no gather and no argmax: where `vocab` is
-    split over devices, only three numbers per token travel.
+    Uses only comparisons and sums over `vocab`, no gather or argmax: if `vocab` is split over
+    devices, only three numbers per token are communicated.
 
     Args:
       logits: [batch, length, vocab] in float32, before the softcap; may be split over `vocab`.
       targets: [batch, length] token ids.
-      with_gradient: computes the second result; else it is None.
+      with_gradient: whether to compute the second result; otherwise it is None.
     Returns:
       Arrays [batch, length], and [batch, length, vocab].
     Source: Szegedy et al. 2016 (smoothing); Chowdhery et al. 2022, section 5 (z-loss).
@@ -72,7 +72,7 @@ class TokenLoss:
     on, off = 1.0 - self.label_smoothing, self.label_smoothing / max(vocab_size - 1, 1)
     nll = log_z - target_logit
     if self.label_smoothing:
-      # The entropy of the smoothed target is subtracted: a perfect prediction costs 0.
+      # Subtract the entropy of the smoothed target, so that a perfect prediction costs 0.
       entropy = -(on * np.log(on) + (vocab_size - 1) * off * np.log(off))
       nll = log_z - (on - off) * target_logit - off * jnp.sum(bent, axis=-1) - entropy
     z = self.z_loss * jax.lax.square(log_z)
@@ -93,7 +93,7 @@ class TokenLoss:
 
 
 def choose_num_chunks(batch: int, length: int, *, vocab_size: int) -> int:
-  """Returns how many chunks keep the logits of one within CHUNK_BYTES; 0 to store them all.
+  """Returns the number of chunks that keep a chunk's logits within CHUNK_BYTES; 0 to store all.
 
   Args:
     batch, length: positions on one device.
@@ -118,23 +118,23 @@ def linear_cross_entropy(
 ) -> dict[str, jax.Array]:
   """Returns sums over tokens: 'loss', 'cross_entropy', 'z_loss', 'accuracy'.
 
-  Differentiate 'loss'. 'cross_entropy' has a gradient if there is no z-loss, which makes it the
-  same function; with a z-loss its gradient is NaN rather than wrong (store the logits instead:
-  TransformerConfig.loss_chunks = 0). 'accuracy' has none.
+  Differentiate 'loss'. 'cross_entropy' has a gradient only without z-loss, where it equals 'loss';
+  with a z-loss its gradient is NaN rather than wrong (store the logits instead:
+  TransformerConfig.loss_chunks = 0). 'accuracy' has no gradient.
 
   Args:
-    terms: (x [batch, length, features], kernel [features, vocab]), whose products are the logits
-      when added: the map to the vocabulary, and the low-rank update of an adapter. `x` is in the
-      dtype of the matmuls. A kernel whose gradient nobody uses costs no matmul for it.
+    terms: pairs (x [batch, length, features], kernel [features, vocab]); the logits are the sum of
+      their products: the map to the vocabulary, and the low-rank update of an adapter. `x` is in
+      the dtype of the matmuls. If the gradient of a kernel is unused, its matmul is skipped.
     bias: [vocab] added to the logits, or None.
     targets: [batch, length] token ids.
-    weights: [batch, length] of the tokens; 0 leaves one out. They get no gradient.
+    weights: [batch, length], weights of the tokens, 0 to leave a token out; without gradient.
     token_loss: the loss of one token.
-    num_chunks: parts of the length computed one after the other, at least 1. A length that they do
-      not divide is padded.
-    vocab_first: kernels are [vocab, features], as a token table is. (XLA's CPU compiler refuses the
-      gradient of a transposed kernel in bfloat16: jax 0.10.)
-    fp8: multiply 8-bit operands, with a scale per kernel and one per chunk of other operands.
+    num_chunks: number of chunks of the length, computed one after the other; at least 1. The length
+      is padded to a multiple.
+    vocab_first: whether kernels are [vocab, features], like a token table. (XLA's CPU compiler
+      refuses the gradient of a transposed kernel in bfloat16: jax 0.10.)
+    fp8: multiply 8-bit operands, with one scale per kernel, and one per chunk for other operands.
   """
   length = targets.shape[1]
   chunk = math.ceil(length / num_chunks)
@@ -159,8 +159,9 @@ def linear_log_probs(
 ) -> jax.Array:
   """Returns the log-probability of each target token, float32 [batch, length].
 
-  For losses that are not sums over tokens: the gradients of the logits are known only after all
-  tokens. So the backward pass computes the logits of each chunk again; there are four matmuls.
+  For losses that are not sums over tokens, so that the gradients of the logits are known only after
+  all tokens. The backward pass therefore recomputes the logits of each chunk; there are four
+  matmuls.
 
   Args:
     terms, targets, num_chunks, vocab_first: as in `linear_cross_entropy`.
@@ -176,7 +177,7 @@ def linear_log_probs(
     a = jnp.pad(a, ((0, 0), (0, count * chunk - length), *((0, 0),) * (a.ndim - 2)))
     return jnp.moveaxis(a.reshape(batch, count, chunk, *a.shape[2:]), 1, 0)
 
-  # In float32 outside of the loop, so that it adds up the gradients of kernels in float32.
+  # Converted outside of the loop, so that the loop adds up kernel gradients in float32.
   kernels = [kernel.astype(jnp.float32) for _, kernel in terms]
 
   @jax.checkpoint
@@ -193,7 +194,7 @@ def linear_log_probs(
   return jnp.moveaxis(found, 0, 1).reshape(batch, count * chunk)[:, :length]
 
 
-# An operand of a matmul, and its scale: None for one that is not in 8 bits.
+# An operand of a matmul, and its scale; None if the operand is not in 8 bits.
 _Operand = tuple[jax.Array, Optional[jax.Array]]
 
 
@@ -211,7 +212,7 @@ class _Sweep:
     return ''.join(name[0] for name in self.axes)
 
   def __call__(self, operands: Any, *, with_gradients: bool) -> tuple[Any, Any]:
-    """Returns (sums, gradients of inputs, kernels and bias); gradients are None if not wanted."""
+    """Returns (sums, gradients of inputs, kernels and bias); None instead of unwanted gradients."""
     inputs, kernels, bias, targets, weights = operands
     in_dtype = [self._operand(kernel.astype(x.dtype)) for x, kernel in zip(inputs, kernels)]
     zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
@@ -257,7 +258,7 @@ class _Sweep:
     return shard(logits, 'batch', 'length', 'vocab')
 
   def _add(self, gradients: Any, dlogits: Any, inputs: Any, kernels: Any, start: Any) -> Any:
-    """Returns `gradients` with those of one chunk, whose logits have the gradient `dlogits`."""
+    """Returns `gradients` plus the gradients of one chunk, whose logits' gradient is `dlogits`."""
     dinputs, dkernels, dbias = gradients
     if dbias is not None:
       dbias = dbias + jnp.sum(dlogits, axis=(0, 1))
@@ -275,13 +276,13 @@ class _Sweep:
 
 
 def _product(equation: str, a: _Operand, b: _Operand) -> jax.Array:
-  """Returns the einsum of two operands, added up in float32."""
+  """Returns the einsum of two operands, accumulated in float32."""
   product = jnp.einsum(equation, a[0], b[0], preferred_element_type=jnp.float32)
   return product if a[1] is None else product * (a[1] * b[1])
 
 
 def _zeros_like(shape: Any, dtype: Any, *, operands: Any) -> jax.Array:
-  """Returns zeros that vary over the manual axes over which any of `operands` does."""
+  """Returns zeros that vary over the same manual axes as any of `operands`."""
   axes = dict.fromkeys(a for x in operands for a in jax.typeof(x).manual_axis_type.varying)
   return varying(jnp.zeros(shape, dtype), tuple(axes))
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): a frozen model, and two small factors next to each chosen kernel.
 
-The kernel W acts as W + (alpha / rank) a b; only a and b are trained. The product a b is never
-formed: x a b is two small matmuls, no gradient of W is computed, and updates too small for W's
-dtype still count. b starts at 0, so the adapted model starts equal to the original.
+The effective kernel is W + (alpha / rank) a b; only a and b are trained. The product a b is never
+formed: x a b is two small matmuls, the gradient of W is not computed, and updates that are too
+small for W's dtype still count. b starts at 0, so the adapted model starts equal to the original.
 Source: Hu et al. 2021 (LoRA), section 4.1.
 """
 
@@ -40,7 +40,7 @@ _OF_PARAMS = (
   'decode_step',
 )
 _KERNEL = '/kernel'
-# In a decoder, what multiplies the encoder's tokens.
+# Kernels in a decoder that multiply the encoder's tokens.
 _OF_ENCODER = re.compile('/cross_attention/(key|value)/')
 _error = functools.partial(ModelError, docs='finetune.md#lora')
 
@@ -49,16 +49,17 @@ _error = functools.partial(ModelError, docs='finetune.md#lora')
 class LoraModel:
   """A model with adapters; a custom model must use the linear maps of layers/dense.py.
 
-  It has all methods of the model that it wraps. Parameters keep their paths, so a checkpoint of the
-  wrapped model can start it; next to each adapted `kernel` are `lora_a` [inputs, rank] and `lora_b`
-  [rank, features].
+  It has all methods of the wrapped model. Parameters keep their paths, so a run can start from a
+  checkpoint of the wrapped model; next to each adapted `kernel` are `lora_a` [inputs, rank] and
+  `lora_b` [rank, features].
 
   Attributes:
     model: the model to adapt.
     rank: rank of the factors.
     alpha: the product of the factors is multiplied by alpha / rank.
     pattern: regular expression that matches the whole path of each kernel to adapt.
-    also_train: the same for parameters to train without adapters, r'classifier/.*'; None for none.
+    also_train: regular expression for parameters to train without adapters, r'classifier/.*'; None
+      to train only adapters.
   """
 
   model: Model
@@ -109,7 +110,7 @@ class LoraModel:
     flat = flax.traverse_util.flatten_dict(self.model.init(rng, spec), sep='/')
     self._check(flat)
     for path in self._adapted(flat):
-      # The key depends on the path, so adding another adapter does not change this one.
+      # The key depends on the path, so another adapter does not change this adapter's key.
       key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
       prefix = path.removesuffix('kernel')
       for name, factor in zip(FACTORS, self._new_factors(key, flat[path])):
@@ -123,7 +124,7 @@ class LoraModel:
     sides = _sides(kernel)
     stack, inputs, features = ([kernel.value.shape[i] for i in dims] for dims in sides)
     of_stack, of_inputs, of_features = ([kernel.names[i] for i in dims] for dims in sides)
-    # As in Hu et al.'s code: uniform, with a third of the variance that preserves the norm.
+    # As in Hu et al.'s code: uniform, with a third of the norm-preserving variance.
     limit = 1.0 / math.sqrt(math.prod(inputs))
     a = jax.random.uniform(key, (*stack, *inputs, self.rank), jnp.float32, -limit, limit)
     b = jnp.zeros((*stack, self.rank, *features), jnp.float32)
@@ -159,7 +160,7 @@ class LoraModel:
       )
 
   def _scaled(self, params: Params) -> Params:
-    """Returns `params` with the second factors multiplied by the scale, so layers ignore it."""
+    """Returns `params` with `lora_b` multiplied by the scale, so that layers need not apply it."""
     if isinstance(params, tuple):  # one entry per layer
       return tuple(map(self._scaled, params))
     return {
@@ -179,10 +180,10 @@ class LoraModel:
     return self.flops_per_row(dict.fromkeys(stacks, length)) / length
 
   def flops_per_row(self, lengths: Mapping[str, int]) -> float:
-    """Returns model FLOPs of one training step per row; `lengths` is stack -> its tokens.
+    """Returns model FLOPs of one training step per row; `lengths` is stack -> number of tokens.
 
-    Frozen kernels have no weight gradient: 4 FLOPs per weight instead of 6. Of `also_train`, only
-    kernels of layers count.
+    Frozen kernels have no weight gradient: 4 FLOPs per weight instead of 6. Of the parameters in
+    `also_train`, only kernels of layers count.
     """
     flops = OptionalMembers(self.model).flops_per_row(lengths)
     flops -= self._frozen_flops_per_row(lengths) / 3
@@ -200,10 +201,10 @@ class LoraModel:
     return flops
 
   def _frozen_flops_per_row(self, lengths: Mapping[str, int]) -> float:
-    """Returns FLOPs of the wrapped model's kernels on a row, all trained; no attention."""
+    """Returns FLOPs of the wrapped model's kernels on a row, all trained, without attention."""
     whole = OptionalMembers(self.model).flops_per_row
-    # Attention grows with the square of the lengths up to any window, so this leaves what grows
-    # with the lengths. Rows scaled to at most one token are not longer than any window.
+    # Attention grows with the square of the lengths up to any window, so the difference below keeps
+    # only terms linear in the lengths. Rows scaled to one token are not longer than any window.
     one = 1 / max(lengths.values())
     long, short = (whole({s: n * scale for s, n in lengths.items()}) for scale in (one, one / 2))
     return (4 * short - long) / one
@@ -222,7 +223,7 @@ class LoraModel:
 
 
 def without_factors(params: Params) -> Params:
-  """Returns the parameters of the wrapped model, without the factors that are added to them."""
+  """Returns the parameters of the wrapped model, without the adapters' factors."""
   if isinstance(params, tuple):  # one entry per layer
     return tuple(map(without_factors, params))
   return {
@@ -242,7 +243,7 @@ def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
 
   Args:
     path: '/'-joined path of any parameter.
-    get: path -> the factor, or None if there is none.
+    get: path -> the factor, or None if it does not exist.
   """
   if not path.endswith(_KERNEL):
     return None, None
@@ -270,9 +271,9 @@ def merged_kernel(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
 
 
 def _sides(kernel: NamedParam) -> Optional[tuple[list[int], list[int], list[int]]]:
-  """Returns the dimensions of stack, inputs and features of a kernel; None if it has no two sides.
+  """Returns the dimensions of stack, inputs and features of a kernel; None if it cannot be adapted.
 
-  One side is the residual stream, `embed`; the other has the remaining dimensions.
+  One side is the residual stream, `embed`; the other side has the remaining dimensions.
   """
   names = kernel.names
   stack = [i for i, name in enumerate(names) if name in STACKS]

@@ -10,13 +10,13 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.linear_cross_entropy import TokenLoss
 from t5x_gpu.partitioning.axis_rules import is_manual
 
-# Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
-# The sums of 'confusion' and 'hits' are matrices of counts; 'pairs' has a row per example.
+# Metric name -> (sum, weight), float32 scalars. The division is over the whole global batch and log
+# window. 'confusion' and 'hits' are matrices of counts; 'pairs' has a row per example.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
 def check_loss_options(model: str, *, z_loss: float, label_smoothing: float) -> None:
-  """Raises ModelError if `z_loss` or `label_smoothing` of the model class `model` is impossible."""
+  """Raises ModelError if `z_loss` or `label_smoothing` of the model class `model` is invalid."""
   for name, value, is_good in (
     ('z_loss', z_loss, z_loss >= 0.0),
     ('label_smoothing', label_smoothing, 0.0 <= label_smoothing < 1.0),
@@ -30,7 +30,7 @@ def check_loss_options(model: str, *, z_loss: float, label_smoothing: float) -> 
 
 
 def refuse_router_losses(model: str, config: TransformerConfig) -> None:
-  """Raises ModelError for router losses of a model class whose tokens are not all targets."""
+  """Raises ModelError for router losses if not all tokens of the model class are targets."""
   if config.charges_routers:
     raise ModelError(
       f'{model} does not support router losses: they are averaged over target tokens, and not all '
@@ -66,7 +66,7 @@ def cross_entropy(
 
 
 def weighted_sums(sums: Mapping[str, jax.Array], weights: jax.Array) -> Sums:
-  """Returns `sums`, each with the sum of all `weights` [batch, length]."""
+  """Returns `sums`, each paired with the sum of all `weights` [batch, length]."""
   weight = jnp.sum(weights.astype(jnp.float32))
   return {name: (value, weight) for name, value in sums.items()}
 
@@ -103,7 +103,8 @@ def of_examples(
 ) -> Sums:
   """Returns the sums of `cross_entropy` over examples.
 
-  If the length is split, every device along `context` has the logits of whole rows; one counts.
+  If the length is split, every device along `context` has the logits of whole rows; only one
+  device counts them.
 
   Args:
     logits: [batch, classes], float32.

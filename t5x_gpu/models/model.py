@@ -1,6 +1,6 @@
-"""The interface of a model. Any object with the members of `Model` is one; nothing is inherited.
+"""The interface of a model. Any object with the members of `Model` is a model, without inheritance.
 
-The other protocols add what some features need. A model has all or none of their members:
+The other protocols add members for some features. A model has all or none of their members:
   LayeredModel: pipelines, accumulation by layer, and the table of layers of `parity`.
   TextModel: `infer`, samples and task metrics. ScoringModel: `infer --score`, too.
   PreferenceModel: DpoModel.
@@ -28,17 +28,17 @@ from t5x_gpu.partitioning.layer_stacks import ONLY
 # a leading axis [layers, ...].
 Params = Any
 _ABSENT = object()
-# A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], which dropout
-# needs; and 'encoder_places', 'decoder_places' [length] of tokens in rows that are split.
+# A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], row numbers for
+# dropout; and 'encoder_places', 'decoder_places' [length], positions of tokens in split rows.
 DeviceBatch = Mapping[str, jax.Array]
 
 
 class Model(Protocol):
-  """What every model has."""
+  """The members that every model must have."""
 
   @property
   def num_outcomes(self) -> int:
-    """Number of tokens or classes that the model chooses from; log of it is the first loss."""
+    """Number of tokens or classes that the model chooses from; its log is the initial loss."""
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the name of the feature converter (data/features.py) that makes the model's batches.
@@ -61,7 +61,7 @@ class Model(Protocol):
   def logical_sizes(self) -> dict[str, int]:
     """Returns logical axis -> size, of all axes that a mesh may split (partitioning/axis_rules.py).
 
-    With 'layers', and 'encoder_layers' if an encoder has another number of them.
+    Includes 'layers', and 'encoder_layers' if the encoder has a different number of layers.
     """
 
   def flops_per_token(self, length: int) -> float:
@@ -88,7 +88,7 @@ class Model(Protocol):
 class LayeredModel(Model, Protocol):
   """A model whose `loss` is `head(run_layers(embed(...)))`.
 
-  If it has several, `OptionalMembers.stacks`, `run_layers` also takes `stack`, the name of one.
+  If it has several stacks (`OptionalMembers.stacks`), `run_layers` also takes the name of a stack.
   """
 
   def embed(
@@ -108,8 +108,8 @@ class LayeredModel(Model, Protocol):
     """Returns `x` after the layers in `params['layers']`.
 
     Args:
-      params: of the model; 'layers' may hold consecutive layers of the stack only.
-      x: what `embed` or earlier layers returned.
+      params: parameters of the model; 'layers' may hold only some consecutive layers of the stack.
+      x: output of `embed` or of earlier layers.
       batch: as for `loss`.
       dropout_key: None for no dropout.
       first_layer: index in the stack of the first of these layers.
@@ -129,14 +129,14 @@ class TextModel(Model, Protocol):
   ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
-    If `feature_converter` is 'encoder_decoder', it also takes `encoder_tokens` [batch, length] and
-    `encoder_segments` [batch, length], 1 on tokens and 0 on padding.
+    If `feature_converter` is 'encoder_decoder', the method also takes `encoder_tokens` [batch,
+    length] and `encoder_segments` [batch, length], 1 on tokens and 0 on padding.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       prompts: [batch, prompt_length] decoder inputs, padded on the left.
-      lengths: [batch] tokens of each prompt.
-      slots: tokens that the caches must hold, prompt included.
+      lengths: [batch] number of tokens of each prompt.
+      slots: number of tokens that the caches must hold, prompt included.
     """
 
   def decode_step(
@@ -177,9 +177,9 @@ class ClassifierModel(Model, Protocol):
 
 
 class OptionalMembers:
-  """Members that a model may have; the values here are those of a model without them.
+  """Members that a model may have, with the defaults for models without them.
 
-  `OptionalMembers(model).tags` is the model's `tags`, or False. A base class with these values
+  `OptionalMembers(model).tags` is the model's `tags`, or False. A base class with these defaults
   would hide the members of a model that LoraModel or DpoModel wraps.
 
   Attributes:
@@ -188,15 +188,15 @@ class OptionalMembers:
       'decoder').
     gathers_layers: `run_layers` runs layers with `scan_layers`. Data parallelism then sums a
       layer's gradients as soon as they are known.
-    couples_rows: the loss of a row depends on other rows, so the batch cannot be split in time.
+    couples_rows: the loss of a row depends on other rows, so microbatches would change the loss.
     classifies: each row has one label, rather than a target per token.
     tags: each word has a label: `logits` are [batch, length, classes].
     regresses: each row has a number.
     embeds: each text becomes a vector.
-    class_names: of the classes or tags, in the order of their numbers.
-    label_smoothing, z_loss: of the loss per token.
-    is_trained: whether the parameter at a '/'-joined path is trained. Frozen parameters get no
-      gradient and no optimizer state. None: all are trained.
+    class_names: names of the classes or tags, in the order of their numbers.
+    label_smoothing, z_loss: coefficients of the loss per token.
+    is_trained: predicate on the parameter path; None trains everything. Frozen parameters do not
+      have gradients or optimizer state.
   """
 
   config: Any = None
@@ -218,17 +218,17 @@ class OptionalMembers:
   def __getattribute__(self, name: str) -> Any:
     if name.startswith('_'):
       return super().__getattribute__(name)
-    getattr(type(self), name)  # an AttributeError for a name that is not declared
+    getattr(type(self), name)  # raises AttributeError for undeclared names
     value = getattr(self._model, name, _ABSENT)
     return super().__getattribute__(name) if value is _ABSENT else value
 
   @property
   def guess_loss(self) -> Optional[float]:
-    """The loss of a model that guesses; None if it depends on the data."""
+    """The loss of a model that guesses uniformly; None if it depends on the data."""
     return math.log(self._model.num_outcomes) if self._model.num_outcomes > 1 else None
 
   def flops_per_row(self, lengths: Mapping[str, int]) -> float:
-    """Returns FLOPs of forward and backward of a row; `lengths` is stack -> its tokens."""
+    """Returns FLOPs of forward and backward of a row; `lengths` is stack -> number of tokens."""
     length = next(iter(lengths.values()))
     return self._model.flops_per_token(length) * length
 
@@ -243,10 +243,10 @@ class OptionalMembers:
 
 
 def missing_members(model: Any, protocol: type) -> list[str]:
-  """Returns the members of `protocol`, those it inherits included, that `model` does not have."""
+  """Returns the members of `protocol`, including inherited ones, that `model` does not have."""
 
   def is_missing(name: str) -> bool:
-    # A class that derives from a protocol inherits its empty members.
+    # A class that derives from a protocol inherits the protocol's empty members.
     owner = next((base for base in type(model).__mro__ if name in vars(base)), None)
     return not hasattr(model, name) or getattr(owner, '_is_protocol', False)
 
@@ -275,7 +275,8 @@ def encodes_texts(model: Model) -> bool:
 def config_of(model: Model) -> Optional[TransformerConfig]:
   """Returns the model's `config`; None for a custom model without a TransformerConfig.
 
-  It limits the length of prompts, gives experts room in decoding and makes hints more precise.
+  The config limits the length of prompts, sets expert capacity in decoding, and makes hints more
+  precise.
   """
   config = OptionalMembers(model).config
   return config if isinstance(config, TransformerConfig) else None
@@ -294,7 +295,7 @@ def compute_dtype(model: Model) -> Any:
 
 
 def check_model(model: Any) -> None:
-  """Raises ModelError unless `model` has all members of `Model`, called as the trainer does."""
+  """Raises ModelError unless `model` has all members of `Model`, with the expected signatures."""
   name = model.__name__ if isinstance(model, type) else type(model).__name__
   if isinstance(model, type):
     raise ModelError(
@@ -340,7 +341,7 @@ def _declaration(name: str) -> str:
 
 
 def _can_be_called(model: Any, name: str) -> bool:
-  """Returns whether a method of `model` takes the parameters that `Model` declares."""
+  """Returns whether a method of `model` accepts the parameters that `Model` declares."""
   _, *parameters = inspect.signature(getattr(Model, name)).parameters.values()
   positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
   keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -15,10 +15,10 @@ Params = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-  """How a model computes.
+  """The number formats of a model's computation.
 
   Attributes:
-    dtype: of activations and matmuls; reductions, softmax and statistics of norms are float32.
+    dtype: dtype of activations and matmuls; reductions, softmax and norm statistics are float32.
     fp8: whether the matmuls with `KERNELS` multiply 8-bit operands (layers/fp8.py).
   """
 
@@ -26,31 +26,31 @@ class Precision:
   fp8: bool = False
 
 
-# 'current': the scale of a tensor is that of its largest value. 'delayed': of the largest value of
-# earlier steps, which is known before the tensor is.
+# 'current': the scale of a tensor follows from its largest value. 'delayed': from the largest value
+# of earlier steps, which is known before the tensor is computed.
 SCALINGS = ('current', 'delayed')
 
 PRECISIONS: dict[str, Precision] = {
   'float32': Precision(jnp.float32),
   'bfloat16': Precision(jnp.bfloat16),
   'fp8': Precision(jnp.bfloat16, fp8=True),
-  # FP8 without the rounding of bfloat16: what `parity` compares.
+  # FP8 without the rounding of bfloat16, for comparisons in `parity`.
   'fp8_float32': Precision(jnp.float32, fp8=True),
 }
 
-# Precision -> the same without the rounding of bfloat16; 'float32' for all others.
+# Precision -> the same precision without the rounding of bfloat16; 'float32' for others.
 IN_FLOAT32 = dict.fromkeys(('fp8', 'fp8_float32'), 'fp8_float32')
 
 
 def precision_hint(value: object) -> str:
-  """Returns the precisions for users, and the one that a name of another one means."""
+  """Returns a list of precisions for users, and the precision that `value` probably means."""
   names = [name for name in PRECISIONS if name != 'fp8_float32']
   is_8_bits = re.search(r'^f(p|loat)?_?8|e[45]m[23]', str(value).lower())
   return ', '.join(names) + '.' + did_you_mean('fp8' if is_8_bits else value, names)
 
 
 def fp8_problems(config: Any) -> Iterator[tuple[str, str]]:
-  """Yields (parameter, what is wrong) of a TransformerConfig's settings of FP8 without effect."""
+  """Yields (parameter, problem) for FP8 settings of a TransformerConfig that have no effect."""
   precision = PRECISIONS.get(config.dtype)
   for field in dataclasses.fields(config):
     if not field.name.startswith('fp8_') or getattr(config, field.name) == field.default:
@@ -68,20 +68,20 @@ def fp8_problems(config: Any) -> Iterator[tuple[str, str]]:
 _OF_DELAYED = ('fp8_history', 'fp8_margin')
 _OR_DROP = ', or leave it out.'
 
-# Names of a block's kernels that are used in 8 bits. Those of a group share a scale, because where
-# the features are split, one matmul computes all of them.
+# Names of a block's kernels that are multiplied in 8 bits. Kernels of a group share a scale: if
+# features are split, one matmul computes the whole group.
 KERNELS = (r'query|key|value', r'out', r'wi|wi_\d+', r'wo')
-# Next to a kernel under delayed scaling: the largest values that set its scales [layers, Operand].
+# Stored next to a kernel for delayed scaling: the largest values, for the scales [layers, Operand].
 AMAX = 'amax'
 LEAVES = ('kernel', AMAX)
-# Blocks in which those names are something else.
+# Blocks in which those names have a different meaning.
 _OTHERS = ('moe',)
 
 
 def in_8_bits(layers: Params) -> Params:
   """Returns stacked parameters of layers with `KERNELS` as `quantized.InEightBits`.
 
-  Call it before the loop over the layers, with parameters that are not yet whole. The scales of
+  Call it before the loop over the layers, with parameters that are not yet gathered. The scales of
   all kernels then cost one collective per step.
 
   Args:
@@ -116,11 +116,11 @@ def amaxes_like(layers: Params, make: Callable[[Any], Any]) -> Params:
 
 
 def _on_groups(params: Params, function: Callable[[list[Params]], list[Params]]) -> Params:
-  """Returns `params` with `function` of the maps of each group, in a fixed order.
+  """Returns `params` with `function` applied to the linear maps of each group, in a fixed order.
 
   Args:
     params: parameters [layers, ...] by block.
-    function: of parameters with a 'kernel', such as those of query, key and value.
+    function: takes a list of parameters with a 'kernel', such as query, key and value.
   """
   result = dict(params)
   for group in KERNELS:
@@ -137,7 +137,7 @@ def _on_groups(params: Params, function: Callable[[list[Params]], list[Params]])
   return result
 
 
-# Compute capability from which NVIDIA GPUs multiply FP8.
+# Minimum compute capability of NVIDIA GPUs that multiply FP8.
 FP8_CAPABILITY = 8.9
 
 
@@ -146,8 +146,8 @@ def check_devices(fp8: bool, devices: Sequence[Any]) -> None:
 
   Args:
     fp8: whether the model's matmuls are in FP8.
-    devices: of the mesh, or GpuTargets. Those without a `compute_capability` pass, such as CPUs,
-      which emulate FP8.
+    devices: devices of the mesh, or GpuTargets. Devices without a `compute_capability` pass, such
+      as CPUs, which emulate FP8.
   """
   capabilities = {
     (d.device_kind, d.compute_capability) for d in devices if getattr(d, 'compute_capability', None)

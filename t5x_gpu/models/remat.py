@@ -1,6 +1,6 @@
-"""What a layer stores for its backward pass, by name; the rest is computed again (remat).
+"""Rematerialization policies by name: what a layer stores for its backward pass.
 
-| name | stored per layer | computed again |
+| name | stored per layer | recomputed |
 |---|---|---|
 | `none` | everything | nothing |
 | `dots` | the layer's input and outputs of all matmuls and kernels | norms, activations, softmax |
@@ -9,7 +9,7 @@
 | `full` | the layer's input | the whole layer |
 
 Gathered FSDP weights are never stored: `fsdp.keep_policy`.
-Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are those of T5X.
+Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are the same as in T5X.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
-# (primitive, *arguments, **parameters) -> whether to store its results, or where.
+# (primitive, *arguments, **parameters) -> whether, or where, to store the results.
 Policy = Callable[..., Any]
 LAYER_INPUT = 'layer_input'
 # Matrix products, and kernels, which contain them.
@@ -55,10 +55,10 @@ POLICIES: dict[str, Optional[Policy]] = {
 }
 
 
-# Policies by what they keep in the memory of the device, the most first.
+# Policies ordered by device memory, largest first.
 BY_MEMORY = ('none', 'dots', 'minimal', 'full', 'offload')
 
 
 def named_input(x: jax.Array) -> jax.Array:
-  """Returns the input of a layer, [batch, length, embed], under the name that policies look for."""
+  """Returns the input of a layer, [batch, length, embed], with the name that policies look for."""
   return checkpoint_name(x, LAYER_INPUT)

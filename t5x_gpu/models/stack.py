@@ -1,7 +1,7 @@
 """The parts of all model families: embeddings, and a stack of layers with its final norm.
 
-Both are plain objects whose methods take the parameters. The families combine them differently and
-add different heads.
+Both are plain objects whose methods take the parameters. Model families combine them differently
+and add different heads.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def dropout_rng(
     key: key of the step.
     batch: has 'rows', and the positions of tokens if rows are split over devices.
     part: name of the part.
-    side: 'encoder' or 'decoder': whose tokens are dropped.
+    side: 'encoder' or 'decoder': the stack whose tokens are dropped.
   """
   if key is None:
     return None
@@ -133,7 +133,7 @@ class Embeddings:
     x = dropout(x, c.dropout('embedding'), rng)
     if not c.charges_routers:
       return x
-    # Zeros that vary over the mesh as `x` does.
+    # Zeros that vary over the same mesh axes as `x`.
     return Routed(x, jnp.where(False, x[..., :2].astype(jnp.float32), 0.0))
 
   @property
@@ -163,7 +163,7 @@ def output(x: Activation) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-  """Layers, the relative bias that they share, and the norm after the last one.
+  """Layers, the relative bias that they share, and the norm after the last layer.
 
   Attributes:
     config: sizes and choices, except the number of layers.
@@ -194,7 +194,7 @@ class Stack:
     }
     if c.relative_bias == 'shared':
       params['relpos_bias'] = relative_table(c).init(keys['relpos_bias'])['params']
-    if c.norm_position != 'post':  # else the last layer has one
+    if c.norm_position != 'post':  # else the last layer ends with a norm
       params[self.final_norm] = make_norm(c).init(keys[self.final_norm], x)['params']
     return params
 
@@ -250,7 +250,7 @@ class Stack:
       caches: keys and values of earlier tokens.
       cached: positions and segments of all slots of `caches`, including the new tokens.
       encoder_info: positions and segments of the encoder's tokens.
-      encoded: output of the encoder in the first call; None once the caches hold it.
+      encoded: output of the encoder in the first call; None afterwards, when caches hold it.
     """
     shared = self._shared(params, info, positions, encoder_info, encoded, cached=cached)
     return self._scan(params, output(x), shared, caches=caches)[:2]
@@ -311,7 +311,7 @@ class Stack:
     lengths = None
     if c.rope_switch is not None and cached is None:
       lengths = example_lengths(info, positions)
-    elif c.rope_switch is not None:  # while decoding, an example ends with its newest token
+    elif c.rope_switch is not None:  # while decoding, the newest token is the example's last
       lengths = positions[:, -1:] + 1
     rotation = rotations(c.rope_of_layers, positions, c.head_dim, lengths=lengths)
     return StackInputs(

@@ -1,7 +1,7 @@
 """One transformer layer, and the scan over all layers of a stack.
 
-Every family uses this layer with other choices: encoder or decoder; norms before, after or around
-each block; one attention, or two in the decoder of an encoder-decoder.
+Model families use this layer with different choices: encoder or decoder; norms before, after or
+around each block; one attention, or two in the decoder of an encoder-decoder.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class StackInputs:
 
 @flax.struct.dataclass
 class LayerCaches:
-  """Keys and values while decoding: of the decoder's own tokens, and of the encoder's."""
+  """Keys and values while decoding, of the decoder's tokens and of the encoder's tokens."""
 
   own: KVCache
   encoder: Optional[KVCache] = None
@@ -74,7 +74,7 @@ def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
 
 
 def attention_need(config: TransformerConfig) -> AttentionNeed:
-  """Returns what the self-attention of this configuration asks of a backend."""
+  """Returns the requirements of this configuration's self-attention on a backend."""
   return AttentionNeed(
     dtype=jnp.dtype(config.compute_dtype).name,
     head_dim=config.head_dim,
@@ -87,11 +87,11 @@ def attention_need(config: TransformerConfig) -> AttentionNeed:
 def check_attention(
   config: Optional[TransformerConfig], device: jax.Device, *, context: Optional[str] = None
 ) -> None:
-  """Raises ModelError if the attention that a model asks for by name cannot run.
+  """Raises ModelError if the attention backend that a model names cannot run.
 
   Args:
-    config: of the model; a model without one asks for nothing.
-    device: where it would run.
+    config: config of the model; None for a model without one, which passes.
+    device: device that would run it.
     context: as in `AttentionNeed`.
   """
   if config is not None:
@@ -147,7 +147,7 @@ class TransformerLayer(nn.Module):
     def rng(site: str) -> Optional[DropoutRng]:
       return dropout_rng and dropout_rng.at(site)
 
-    # Repeated here so that what the loop carries, and stores for the backward pass, is split too.
+    # Repeated here so that the loop's carry, which the backward pass stores, is also split.
     x = shard(x, 'batch', 'residual_length', 'embed')
     bias, own, of_encoder = shared.bias, None, None
     if caches is not None:
@@ -273,7 +273,7 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
   stacked = jax.vmap(lambda key: layer.init(key, *inputs)['params'])(
     jax.random.split(rng, num_layers)
   )
-  # A parameter without names is left alone: `split_names` reports all of them to the user.
+  # Parameters without names are unchanged: `split_names` reports all of them to the user.
   return jax.tree.map(
     lambda p: p.replace(names=('layers', *p.names)) if is_named(p) else p, stacked, is_leaf=is_named
   )
@@ -301,8 +301,8 @@ def scan_layers(
       with the parameters of each layer (`generation.by_layer`) runs without a loop, for decoding.
     x: [batch, length, embed].
     shared: inputs that all layers share.
-    config: its dtype, remat_policy and scan_unroll are used. While decoding, matmuls are not in
-      8 bits: they wait for memory, and one token of each row would set the scale of all.
+    config: dtype, remat_policy and scan_unroll are used. While decoding, matmuls are not in 8 bits:
+      they are bound by memory, and one token of each row would set the scale for all rows.
     dropout_rng: None for no dropout.
     first_layer: index of the first of these layers in the stack.
     caches: keys and values, while decoding.

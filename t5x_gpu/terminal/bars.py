@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with an ETA on a terminal, an occasional line elsewhere."""
+"""Shows progress of long work: a bar with an ETA on a terminal, an occasional line elsewhere."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ import rich.progress
 from t5x_gpu.terminal.logging_setup import stamp
 
 SECONDS_BETWEEN_LINES = 30  # without a terminal
-Advance = Callable[[int], None]  # takes the number done since the last call
+Advance = Callable[[int], None]  # takes the amount done since the last call
 Total = Union[int, None, Callable[[], Optional[int]]]  # the function returns None while unknown
 Show = Callable[[str, Total], AbstractContextManager[Advance]]  # (title, total) -> shows a bar
 
@@ -102,7 +102,7 @@ def bar(
   """Shows the progress of the work inside the context; other arguments as in `Count`.
 
   Args:
-    note: returns text to show behind it.
+    note: returns text to show after the progress.
     stream: where to print; None for the current `sys.stdout`.
     enabled: True on the one process that shows anything.
   """
@@ -153,7 +153,7 @@ class BackgroundCounts(contextlib.AbstractContextManager):
 
     def run() -> None:
       number = 0
-      with contextlib.suppress(Exception):  # the consumer of the items sees the error too
+      with contextlib.suppress(Exception):  # the consumer of the items also gets the error
         for _ in items:
           number += 1
           if self._stop.is_set():

@@ -1,4 +1,4 @@
-"""Output of commands that copy files: lines, with a time when written to a file, and bars."""
+"""Output of commands that copy files: lines, with a timestamp in files, and progress bars."""
 
 import contextlib
 import resource
@@ -25,9 +25,9 @@ class Console:
     """Shows the progress of the work inside the context, then prints its time and speed.
 
     Args:
-      title: what happens to the bytes, 'written'.
+      title: past participle for the bytes: 'written'.
       num_bytes: number of bytes.
-      done: bytes already done by an earlier process.
+      done: number of bytes done by an earlier process.
     """
     start = time.monotonic()
     with bar(title, num_bytes, done=done, bytes=True) as advance:

@@ -1,4 +1,4 @@
-"""Types of command-line flags for argparse, which turns their error into a message."""
+"""Types of command-line flags for argparse, which turns their errors into messages."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ def positive_int(text: str) -> int:
 
 
 def byte_size(text: str) -> int:
-  """Returns the bytes of '2GiB', '500MB' or '1000'."""
+  """Returns the number of bytes in '2GiB', '500MB' or '1000'."""
   match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMG]I?B)?', text.strip(), re.IGNORECASE)
   if not match or float(match[1]) <= 0:
     raise argparse.ArgumentTypeError(f'{text!r} is not a size such as 2GiB or 500MB')

@@ -1,4 +1,4 @@
-"""One log format, without the log lines of libraries that do not matter to the user.
+"""One log format for all libraries, without log lines that are irrelevant to users.
 
     quiet_environment()                       # before importing jax, whose C++ reads it once
     setup(jax.process_index(), process_count=jax.process_count())
@@ -20,7 +20,7 @@ from absl import logging as absl_logging
 
 from t5x_gpu.terminal.printable import printable
 
-# Loggers that set their own level somewhere, so the root's level does not apply.
+# Loggers that set their own level, so the root's level does not apply.
 _THIRD_PARTY = (
   'absl',
   'etils',
@@ -39,7 +39,7 @@ _OURS = ('t5x_gpu', '__main__')
 
 
 def is_verbose() -> bool:
-  """Returns whether T5X_GPU_VERBOSE asks for the log lines of all libraries."""
+  """Returns whether T5X_GPU_VERBOSE turns on the log lines of all libraries."""
   return os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
 
 
@@ -47,7 +47,7 @@ def stamp(stream: TextIO, *, seconds: Optional[float] = None) -> str:
   """Returns `11-20 14:05:21 `, the start of a line in a file; '' for a terminal.
 
   Args:
-    stream: where the line goes.
+    stream: stream of the line.
     seconds: seconds since 1970; None for now.
   """
   if stream.isatty():
@@ -58,8 +58,8 @@ def stamp(stream: TextIO, *, seconds: Optional[float] = None) -> str:
 def quiet_environment() -> None:
   """Sets environment variables that C++ libraries read when they load, unless the user set them.
 
-  Level 1 keeps XLA's warnings and errors (out of memory, failed rematerialisation). jax would set
-  the same, but not if TensorFlow is imported first.
+  Level 1 keeps XLA's warnings and errors (out of memory, failed rematerialization). jax would set
+  the same level, but not if TensorFlow is imported first.
   """
   if is_verbose():
     return
@@ -108,7 +108,7 @@ class _FirstOfEachWarning(logging.Filter):
 
 
 def _drop_known(record: logging.LogRecord) -> bool:
-  """Drops Orbax's warnings about a stop, one per thread: the run announces it itself."""
+  """Drops Orbax's warnings about a stop, one per thread: the run announces the stop itself."""
   return 'Reached preemption sync point' not in str(record.msg)
 
 
@@ -124,11 +124,11 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def setup(process_index: int = 0, *, process_count: int = 1) -> None:
-  """Sends all logging and Python warnings to stderr in our format. May be called again.
+  """Sends all logging and Python warnings to stderr in our format. May be called repeatedly.
 
   Args:
     process_index: index of this process. Only process 0 logs INFO; all processes log warnings.
-    process_count: number of processes. With several, each line names its process.
+    process_count: number of processes. With several processes, each line names its process.
   """
   verbose = is_verbose()
   # absl first: its first message would add another handler to the root logger.

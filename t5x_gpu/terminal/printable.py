@@ -1,9 +1,9 @@
-"""Text of files without what a terminal would obey: escape sequences, control characters."""
+"""Makes text of files safe for a terminal: no escape sequences or control characters."""
 
 import re
 
-# All but line breaks and tabs. U+0080 to U+009F are escape sequences of one character. Surrogates,
-# which names of files may have, cannot be printed.
+# Excludes line breaks and tabs. U+0080 to U+009F are escape sequences of one character. Surrogates,
+# which file names may contain, cannot be printed.
 _CONTROL = re.compile(r'[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]')
 
 

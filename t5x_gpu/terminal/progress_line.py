@@ -1,9 +1,8 @@
 """The progress of a run: a live line on a terminal, plain lines elsewhere.
 
     step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23
-
-Plain lines begin with the time. Only the main process shows anything. The terminal is restored
-however the run ends.
+Plain lines begin with the time. Only the main process prints. The terminal is always restored at
+the end of the run.
 """
 
 import atexit
@@ -25,7 +24,7 @@ from t5x_gpu.terminal.bars import Advance, Count, Total, format_seconds
 from t5x_gpu.terminal.logging_setup import stamp
 from t5x_gpu.terminal.printable import printable
 
-# Lines of the run that stay above the live line, so that the falling loss is visible at the end.
+# Number of lines that stay above the live line, so that the falling loss is visible at the end.
 _LINES_KEPT = 10
 _MIN_BAR, _MAX_BAR = 10, 40
 
@@ -87,8 +86,8 @@ class ProgressLine:
     self._step = first_step
     self._enabled = enabled
     self._stream = sys.stdout if stream is None else stream
-    # rich honours NO_COLOR, COLUMNS and TERM. With FORCE_COLOR it treats a pipe as a terminal, so
-    # we decide ourselves: a log file always gets plain lines.
+    # rich honors NO_COLOR, COLUMNS and TERM. With FORCE_COLOR it treats a pipe as a terminal, so
+    # this class decides itself: a log file always gets plain lines.
     can_move = self._stream.isatty() and os.environ.get('TERM', '') not in ('dumb', 'unknown', '')
     self._is_live = enabled and (can_move if live is None else live)
     self._console = rich.console.Console(
@@ -102,7 +101,7 @@ class ProgressLine:
     self._eta_end: Optional[float] = None
     self._kept = 0
     self._part: Optional[Count] = None
-    self._unprinted = ''  # the last line of numbers, if only the live line has shown it
+    self._unprinted = ''  # the last line of numbers, if it only appeared in the live line
 
   def __enter__(self) -> Self:
     if self._is_live:
@@ -123,7 +122,7 @@ class ProgressLine:
     self.close()
 
   def close(self) -> None:
-    """Restores the terminal, including its cursor. May be called again."""
+    """Restores the terminal, including its cursor. May be called repeatedly."""
     live, self._live = self._live, None
     if live is not None:
       live.stop()
@@ -190,7 +189,7 @@ class ProgressLine:
     if self._live is not None:
       self._console.print(line, markup=False, emoji=False)
       return
-    # Without rich: a plain line is never wrapped to 80 columns or colored.
+    # Without rich, so that a plain line is never wrapped to 80 columns or colored.
     encoding = getattr(self._stream, 'encoding', None) or 'utf-8'
     line = stamp(self._stream) + line
     self._stream.write(line.encode(encoding, 'replace').decode(encoding) + '\n')
@@ -211,7 +210,7 @@ class ProgressLine:
     def room() -> int:
       return width - len(head) - 2 - sum(len(field) + 3 for field in fields)
 
-    # Without room, fields disappear in this order, then the bar. The loss stays.
+    # If space is short, fields disappear in this order, then the bar. The loss stays.
     for name in ('acc', 'wait', 'tok/s', 'ETA'):
       if room() >= _MIN_BAR:
         break

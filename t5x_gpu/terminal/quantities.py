@@ -1,4 +1,4 @@
-"""Times and large numbers in words."""
+"""Formats times and large numbers."""
 
 
 def seconds(value: float) -> str:

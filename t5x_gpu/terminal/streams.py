@@ -1,8 +1,8 @@
-"""Standard output and error that cannot end a command.
+"""Makes standard output and error safe: their failures cannot end a command.
 
-A full disk behind `> log`, a closed pipe (`| head`, a `tee` that died), a terminal that is gone or
-one whose reader stalls: Python raises from `print`, exits with 120, or waits forever. A run must
-not lose its steps to that. After `outlive`, text that a stream does not take goes to
+With a full disk behind `> log`, a closed pipe (`| head`, a `tee` that died), or a terminal that is
+gone or stalls, Python raises from `print`, exits with 120, or waits forever. A run must not lose
+its steps to such a failure. After `outlive`, text that a stream does not accept goes to
 `MODEL_DIR/terminal.log` once `keep_in` has named the folder, and the run continues.
 """
 
@@ -19,17 +19,17 @@ from typing import Any, Optional
 
 TERMINAL_LOG = 'terminal.log'
 STALL_SECONDS = 10.0  # `| less` and Ctrl-S stop a stream without an error
-_HELD_BYTES = 1 << 20  # until the folder is known, or while its disk is full
+_HELD_BYTES = 1 << 20  # kept in memory until the folder is known, or while its disk is full
 _NAMES = {1: 'Standard output', 2: 'Standard error'}
 
 
 class _Kept:
-  """The text that no stream took: in a file, or held while there is none."""
+  """Text that a stream did not accept: in a file, or in memory until there is a file."""
 
   def __init__(self) -> None:
     self._path: Optional[pathlib.Path] = None
     self._held = b''
-    self._lock = threading.RLock()  # a signal handler may interrupt its owner
+    self._lock = threading.RLock()  # a signal handler may interrupt the owner of the lock
 
   def add(self, text: bytes) -> None:
     with self._lock:
@@ -56,11 +56,10 @@ class Stream(io.FileIO):
 
   Args:
     descriptor: 1 or 2.
-    stall_seconds: how long a reader may read nothing before the stream counts as lost.
-
-  Attributes:
+    stall_seconds: the stream counts as lost after its reader has stalled for this long.
+    Attributes:
     outlives: whether text that cannot be written is kept instead of raising OSError.
-    failure: why the last write failed; None if it did not.
+    failure: why the last write failed; None if it succeeded.
   """
 
   def __init__(self, descriptor: int, *, stall_seconds: float = STALL_SECONDS):
@@ -70,7 +69,7 @@ class Stream(io.FileIO):
     self._stall_seconds = stall_seconds
 
   def write(self, data: Any) -> int:
-    # A pipe that is ready takes PIPE_BUF bytes without blocking, maybe not more.
+    # A pipe that is ready accepts PIPE_BUF bytes without blocking, but possibly no further bytes.
     piece = bytes(memoryview(data)[: select.PIPE_BUF])
     try:
       self._wait()
@@ -90,7 +89,7 @@ class Stream(io.FileIO):
     return written
 
   def _wait(self) -> None:
-    # A signal handler or another thread may write meanwhile, and a poll object refuses two callers.
+    # A signal handler or another thread may write concurrently, and a poll object refuses that.
     poll = select.poll()
     poll.register(self.fileno(), select.POLLOUT)
     if not self.outlives:
@@ -113,9 +112,9 @@ _streams: dict[int, Stream] = {}
 
 
 def install() -> None:
-  """Replaces `sys.stdout` and `sys.stderr` of a command; text for stderr that fails is dropped.
+  """Replaces `sys.stdout` and `sys.stderr` of a command; drops stderr text that cannot be written.
 
-  A stream that the caller has redirected, as tests and notebooks do, stays.
+  Does not replace a stream that the caller has redirected, as tests and notebooks do.
   """
   for descriptor, name in ((1, 'stdout'), (2, 'stderr')):
     old = getattr(sys, name)
@@ -138,36 +137,36 @@ def install() -> None:
 
 
 def outlive() -> None:
-  """Makes this command continue without its standard output, whose text is kept or dropped."""
+  """Makes this command continue if standard output fails; its text is then kept or dropped."""
   if 1 in _streams:
     _streams[1].outlives = True
 
 
 def keep_in(folder: Optional[str | os.PathLike], *, process_index: int = 0) -> None:
-  """Appends text that a stream does not take to `terminal.log` in this folder.
+  """Appends text that a stream does not accept to `terminal.log` in this folder.
 
   Args:
     folder: MODEL_DIR; None keeps the text in memory.
-    process_index: of the run; a process other than 0 writes `terminal_INDEX.log`.
+    process_index: index of this process; processes other than 0 write `terminal_INDEX.log`.
   """
   name = TERMINAL_LOG if process_index == 0 else f'terminal_{process_index}.log'
   _kept.keep_in(None if folder is None else pathlib.Path(folder) / name)
 
 
 def lost_output() -> Optional[OSError]:
-  """Returns why standard output, the product of this command, could not be written; else None."""
+  """Returns why standard output, the result of this command, could not be written; or None."""
   stream = _streams.get(1)
   return stream.failure if stream is not None and not stream.outlives else None
 
 
 def stdout_is_lost() -> bool:
-  """Returns whether the last write to standard output failed for good: nobody will read again."""
+  """Returns whether the last write to standard output failed permanently: the reader is gone."""
   failure = _streams[1].failure if 1 in _streams else None
   return failure is not None and failure.errno in (errno.EPIPE, errno.EBADF, errno.EIO)
 
 
 def wait_for_stdout() -> None:
-  """Waits, without an end, until standard output takes text or fails."""
+  """Waits, without a time limit, until standard output accepts text or fails."""
   if 1 in _streams:
     poll = select.poll()
     poll.register(_streams[1].fileno(), select.POLLOUT)

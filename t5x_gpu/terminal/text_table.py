@@ -1,4 +1,4 @@
-"""Rows of cells as aligned columns."""
+"""Formats rows of cells as aligned columns."""
 
 from collections.abc import Sequence
 

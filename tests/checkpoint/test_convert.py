@@ -282,7 +282,7 @@ def test_tensors_left_over_and_missing_are_named_with_the_closest(tmp_path, refu
   tensors['model.layers.1.mlp.gate.weight'] = tensors.pop('model.layers.1.mlp.gate_proj.weight')
   tensors['model.layers.0.mlp.up_proj.weight'] = np.zeros((48, 31), np.float32)
   write_model(tmp_path / 'a', CONFIGS['llama'], tensors)
-  text = refuses('not those of the llama model', tmp_path / 'a', tmp_path / 'ours')
+  text = refuses('do not match the llama model', tmp_path / 'a', tmp_path / 'ours')
   assert (
     'missing: model.layers.1.mlp.gate_proj.weight [48, 32]. Did you mean '
     "'model.layers.1.mlp.gate.weight'"
@@ -351,7 +351,7 @@ def test_another_family_is_named(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['gpt2'])
   (tmp_path / 'a' / 'config.json').write_text(json.dumps(CONFIGS['llama']))
   refuses(
-    'says that this is a llama model, but the tensors are those of gpt2',
+    'says that this is a llama model, but the tensors belong to gpt2',
     tmp_path / 'a',
     tmp_path / 'ours',
   )

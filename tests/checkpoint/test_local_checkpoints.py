@@ -421,7 +421,10 @@ def test_the_start_reports_kept_steps_and_an_earlier_run_of_the_path(tmp_path, c
   assert (
     f'local checkpoints: every 2 steps in {tmp_path / NAMES[0]}, the last 2 are kept' in caplog.text
   )
-  assert 'MB on the only host: they survive processes that end, not its loss' in caplog.text
+  assert (
+    'MB on the only host: they survive killed processes, but not the loss of the host'
+    in caplog.text
+  )
   assert f'{old} has' in caplog.text and f'of an earlier run in {tmp_path / "model"}' in caplog.text
   assert f'rm -r {old}' in caplog.text and listing(tmp_path) == before
   assert tier.due(2) is tier and tier.due(3) is None

@@ -190,7 +190,9 @@ def test_overriding_a_binding_that_uses_macros_gives_a_note_not_an_error(load):
 
 def test_a_command_line_override_that_changes_nothing_is_an_error(load):
   text = problems_of(load, bindings=['train.total_steps=5', 'TRAIN_STEPS=7'])
-  assert text == '--gin.TRAIN_STEPS changes nothing: what used TRAIN_STEPS is overridden.'
+  assert (
+    text == '--gin.TRAIN_STEPS has no effect: the bindings that use TRAIN_STEPS are overridden.'
+  )
 
 
 def test_bindings_of_decorated_configurables_count_as_used(project, load):

@@ -1,4 +1,4 @@
-"""A process's part of a state in host memory, from where it is written in the background."""
+"""Copies a process's part of a state to host memory, for writing in the background."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, by_name, chunk_of_sh
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-  """What one process writes of an array. Each element belongs to one process.
+  """The part of an array that this process writes. Each element belongs to one process.
 
   Attributes:
     name: '/'-joined path.
-    shape, dtype: of the whole array.
-    chunk: shape of what is read as a whole; no chunk spans two shards.
-    parts: (place, values in host memory).
+    shape, dtype: shape and dtype of the whole array.
+    chunk: shape of a chunk; no chunk spans two shards.
+    parts: (slices of the whole array, values in host memory).
   """
 
   name: str
@@ -27,7 +27,7 @@ class HostArray:
   parts: Sequence[tuple[tuple[slice, ...], np.ndarray]]
 
   def pieces(self, *, most_bytes: int) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yields (place, values) of whole chunks, of about `most_bytes` each."""
+    """Yields (slices, values), whole chunks of about `most_bytes` each."""
     for place, values in self.parts:
       starts = [s.indices(n)[0] for s, n in zip(place, self.shape)]
       piece = piece_shape(values.shape, self.chunk, itemsize=values.itemsize, most_bytes=most_bytes)

@@ -1,8 +1,8 @@
 """The parameters of a checkpoint, read and written in slices.
 
-The files are Orbax's (zarr arrays in one OCDBT store). A converter writes parameters and step, and
-optimizer state if the other format has it; everything that reads the checkpoint of a run reads
-these, too.
+The files are in Orbax's format (zarr arrays in one OCDBT store). A converter writes parameters and
+step, and optimizer state if the other format has it. Code that reads the checkpoints of runs also
+reads converted ones.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class ParamsReader(StateReader):
   Args:
     source, step, step_setting: see `StateReader`.
   Raises:
-    CheckpointError: there is none, or it cannot be read.
+    CheckpointError: no checkpoint exists, or it cannot be read.
   """
 
   def __init__(self, source: Source, *, step: Optional[int] = None, step_setting: str = ''):
@@ -45,14 +45,14 @@ class ParamsReader(StateReader):
 def read_params(source: Source, abstract_params: Any, *, step: Optional[int] = None) -> Any:
   """Returns the parameters of a checkpoint on the devices of `abstract_params`.
 
-  Each process reads the parts that its devices hold. The checkpoint may be of a run, or a converted
-  one, which has only parameters.
+  Each process reads the parts that its devices hold. Converted checkpoints, which have only
+  parameters, can be read too.
 
   Args:
     source: a checkpoint, MODEL_DIR, or the folder of one checkpoint.
     abstract_params: tree of ShapeDtypeStructs with shardings (`Program.abstract_saved.params`);
       layers in the order of the model (`Program.in_run_order` comes after).
-    step: which checkpoint of MODEL_DIR; None for the latest.
+    step: step of the checkpoint; None for the latest.
   Raises:
     CheckpointError: no such checkpoint, or its parameters differ; lists all differences.
   """
@@ -77,10 +77,10 @@ def read_params(source: Source, abstract_params: Any, *, step: Optional[int] = N
 
 
 def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
-  """Raises CheckpointError if parameters differ from those that were saved; see `check_restored`.
+  """Raises CheckpointError if parameters differ from the saved ones; see `check_restored`.
 
   Args:
-    reader: of the checkpoint they come from.
+    reader: reader of the checkpoint that the parameters come from.
     params: '/'-joined path in the checkpoint -> parameter, on any mesh.
   """
   try:
@@ -103,8 +103,8 @@ def tree_problems(
   had_by: str,
   limit: int = 8,
 ) -> list[str]:
-  """Returns a line per tensor that is missing (with the closest names), left over or of another
-  shape, at most `limit` of each kind; [] if there is no difference.
+  """Returns a line per tensor that is missing (with the closest names), left over or has another
+  shape, at most `limit` lines of each kind; [] if nothing differs.
 
   A reference model (models/preference/dpo.py) may be left over.
   """
@@ -129,9 +129,9 @@ class ParamsWriter(contextlib.AbstractContextManager):
     folder: the checkpoint's parent; exists.
     step: updates done.
     shapes: '/'-joined path -> shape, all float32.
-    chunks: the same -> shape of a chunk, which `write` should fill.
+    chunks: '/'-joined path -> shape of a chunk, which `write` should fill.
     about: JSON-ready, for the manifest: where the parameters come from.
-    compress: pays off where values were narrower than float32, so that half of the bytes are zero.
+    compress: pays off if values were narrower than float32, so that half of the bytes are zero.
     opt_state: tree of ShapeDtypeStructs of the optimizer state; None for parameters only.
     opt_chunks: '/'-joined path in `opt_state` -> shape of a chunk.
   """
@@ -187,7 +187,7 @@ class ParamsWriter(contextlib.AbstractContextManager):
     self._sums[name].add_at(place, value)
 
   def close(self) -> None:
-    """Writes what is pending, and the metadata."""
+    """Writes pending data and the metadata."""
     self._writer.close(
       manifest={
         **make_manifest(self._tree, mesh_shape={}, data={}, next_batch_hash=''),

@@ -1,8 +1,8 @@
 """The arrays of a checkpoint, read in slices, with only a few pieces in memory.
 
-The files are Orbax's (zarr arrays in one OCDBT store). Readers see layers as one array with a
-leading axis, even if the files have an array per layer (`layers_0`, `layers_1`): the manifest lists
-those under 'unstacked'.
+The files are in Orbax's format (zarr arrays in one OCDBT store). Readers see layers as one array
+with a leading axis, even if the files have an array per layer (`layers_0`, `layers_1`): the
+manifest lists such arrays under 'unstacked'.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class Checkpoint:
   """One checkpoint of an open MODEL_DIR, which lists the steps and reads the metadata once.
 
   Attributes:
-    model_dir: of the checkpoint.
-    step: of the checkpoint.
+    model_dir: the open MODEL_DIR.
+    step: step of the checkpoint.
   """
 
   model_dir: ModelDir
@@ -72,9 +72,9 @@ def find_checkpoint(
 
   Args:
     path: MODEL_DIR, or the folder of one checkpoint.
-    step: which checkpoint; None for the latest.
+    step: step of the checkpoint; None for the latest.
   Raises:
-    CheckpointError: there is none, or `path` is the checkpoint of another step.
+    CheckpointError: no checkpoint exists, or `path` is the checkpoint of another step.
   """
   model_dir = as_model_dir(path)
   folder = model_dir.path
@@ -100,7 +100,7 @@ def find_checkpoint(
 
 
 def _checkpoint_in(opened: ModelDir) -> Optional[Checkpoint]:
-  """Returns the checkpoint whose folder is `opened`; None if that is a MODEL_DIR."""
+  """Returns the checkpoint whose folder is `opened`; None if `opened` is a MODEL_DIR."""
   number = re.fullmatch(rf'{PREFIX}_(\d+)', opened.path.name)
   if not number:
     return None
@@ -118,18 +118,18 @@ class StateReader:
 
   Args:
     source: the checkpoint, or where `find_checkpoint` finds it.
-    step: which checkpoint of MODEL_DIR; None for the latest.
-    prefix: of the arrays to read, 'params/'; removed from their names.
-    cache_bytes: for chunks that are read in parts; None for the size of the largest of them.
+    step: step of the checkpoint; None for the latest.
+    prefix: reads only arrays whose names start with this, e.g. 'params/', and strips it.
+    cache_bytes: cache size for chunks that are read in parts; None to fit the largest chunks.
     step_setting: how the user selects another step, for errors: '--step'.
   Attributes:
-    checkpoint: which one it is.
-    path, step: of the checkpoint.
-    saved, manifest: its metadata.
+    checkpoint: the checkpoint that was found.
+    path, step: folder and step of the checkpoint.
+    saved, manifest: metadata of the checkpoint.
     shapes, dtypes: '/'-joined path -> shape, dtype.
   Raises:
-    CheckpointError: there is none, or it cannot be read.
-    AccessError: it cannot be opened; all methods raise it too.
+    CheckpointError: no checkpoint exists, or it cannot be read.
+    AccessError: the checkpoint cannot be opened; all methods raise this too.
   """
 
   def __init__(
@@ -170,8 +170,8 @@ class StateReader:
     self.shapes: dict[str, Shape] = {name: tuple(shape) for name, (shape, _) in arrays.items()}
     self.dtypes = {name: np.dtype(dtype) for name, (_, dtype) in arrays.items()}
     self._unstacked = frozenset(self.manifest.get(UNSTACKED, ()))
-    self._index = context()  # where chunks are not read
-    # A run may write what a device holds as one chunk: several layers, which are asked for in turn.
+    self._index = context()  # for opening arrays without reading chunks
+    # A run may write a device's whole shard as one chunk: several layers, which are read in turn.
     if cache_bytes is None:
       largest = max(map(self.chunk_bytes, self.shapes), default=0)
       cache_bytes = 4 * largest if largest > PIECE_BYTES else 0  # query, key and value together
@@ -211,7 +211,7 @@ class StateReader:
   def pieces(
     self, name: str, *, most_bytes: int = PIECE_BYTES
   ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yields (place, values) of the parts of an array, of about `most_bytes` each."""
+    """Yields (slices, values) of the parts of an array, about `most_bytes` each."""
     shape = self.shapes[name]
     piece = piece_shape(
       shape, self.chunk_shape(name), itemsize=self.dtypes[name].itemsize, most_bytes=most_bytes
@@ -226,13 +226,14 @@ class StateReader:
     advance: Callable[[int], None] = lambda num_bytes: None,
     most_bytes: int = PIECE_BYTES,
   ) -> str:
-    """Returns what is wrong with the values of an array; '' if they match their checksum, or can be
-    read and have none.
+    """Returns the reason why the values of an array are damaged.
+
+    Returns '' if they match their checksum, or are readable and no checksum was stored.
 
     Args:
-      name: of the array.
+      name: name of the array.
       advance: called with the number of bytes read since the last call.
-      most_bytes: maximum size of what is read at once.
+      most_bytes: maximum number of bytes to read at once.
     """
     want, sums = recorded(self.manifest).get(self._prefix + name), HostSums(self.shapes[name])
     try:
@@ -258,7 +259,7 @@ class StateReader:
 
   @functools.cache  # noqa: B019 - a reader lives as long as its command
   def _parts(self, name: str) -> list[str]:
-    """Returns the names of the files' arrays that hold one of ours."""
+    """Returns the stored array names of one logical array (one per layer if unstacked)."""
     full = self._prefix + name
     return layer_names(full, self.shapes[name][0]) if self._is_unstacked(name) else [full]
 
@@ -293,14 +294,14 @@ def read_state(source: Source, target: Any) -> Any:
   """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
 
   Raises:
-    AccessError: it cannot be opened, or storage did not answer.
-    Exception: of many kinds; the checkpoint is damaged.
+    AccessError: the checkpoint cannot be opened, or storage did not answer.
+    Exception: any kind; the checkpoint is damaged.
   """
   try:
     reader = StateReader(source)
   except AccessError:
     raise
-  except CheckpointError as e:  # as any damage: the caller falls back to an older checkpoint
+  except CheckpointError as e:  # like other damage: the caller falls back to an older checkpoint
     raise ValueError(e.what) from e
   return jax.tree_util.tree_map_with_path(
     lambda keys, like: read_array(
@@ -311,7 +312,7 @@ def read_state(source: Source, target: Any) -> Any:
 
 
 def has_other_arrays(manifest: Mapping[str, Any], target: Any) -> bool:
-  """Returns whether the files have other arrays than `target`: then Orbax cannot read them."""
+  """Returns whether the arrays differ from `target`, so that Orbax cannot read them."""
   return (
     bool(manifest.get(UNSTACKED)) or manifest['arrays'].keys() != describe_arrays(target).keys()
   )
@@ -324,7 +325,7 @@ def layer_names(name: str, num_layers: int) -> list[str]:
 
 
 def stacked_arrays(shapes: Mapping[str, Shape]) -> list[str]:
-  """Returns the arrays whose first axis is the layers of a stack."""
+  """Returns the arrays whose first axis counts the layers of a stack."""
   return [n for n, shape in shapes.items() if re.search(rf'(^|/){STACK}/', n) and shape]
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, written in slices: the same files that Orbax writes."""
+"""Writes the arrays of a checkpoint in slices, in the same format as Orbax."""
 
 import errno
 import json
@@ -21,11 +21,11 @@ from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, context
 from t5x_gpu.checkpoint.storage.storage_errors import is_outage, reason_of, storage_error
 from t5x_gpu.errors import CheckpointError
 
-# Pays off where values were narrower than their dtype. For float32 that was bfloat16: 2.1 times the
-# speed of ZSTD, and 4% smaller.
+# Pays off if values were narrower than their dtype: for float32 arrays whose values were bfloat16,
+# 2.1 times the speed of ZSTD, and files 4% smaller.
 BLOSC = {'id': 'blosc', 'cname': 'lz4', 'clevel': 1, 'shuffle': 1}
-ZSTD = {'id': 'zstd', 'level': 1}  # Orbax's
-FLUSH_BYTES = 32 << 20  # written at once: some large files rather than one per layer
+ZSTD = {'id': 'zstd', 'level': 1}  # Orbax's default
+FLUSH_BYTES = 32 << 20  # bytes written at once: a few large files rather than one per layer
 
 
 class StateWriter:
@@ -38,11 +38,11 @@ class StateWriter:
     folder: the checkpoint's parent; exists.
     step: updates done.
     arrays: '/'-joined path -> (shape, dtype).
-    chunks: the same -> shape of a chunk, which `write` should fill.
+    chunks: '/'-joined path -> shape of a chunk, which `write` should fill.
     unstacked: the arrays to store as one per layer; their chunks have one layer.
     compressor: `BLOSC`, `ZSTD`, or None.
     flush_bytes: write when this much is waiting.
-    resume: the arrays exist, from a writer that got no further than `flush`.
+    resume: continue with the arrays of an earlier writer, which stopped after `flush`.
     process: index of this process if several write; None for one alone.
   """
 
@@ -100,7 +100,7 @@ class StateWriter:
     """Returns the result; for a remote path, raises StorageError or CheckpointError as `_wait`."""
     try:
       return future.result()
-    except ValueError as e:  # TensorStore's, whatever the reason
+    except ValueError as e:  # TensorStore raises it for every reason
       if not isinstance(self.path, RemotePath):
         raise
       what = f'{self.path} cannot be written'
@@ -143,11 +143,11 @@ class StateWriter:
     self._transaction, self._pending = ts.Transaction(), 0
 
   def _wait(self) -> None:
-    """Returns once what was started is stored.
+    """Waits until all started writes are stored.
 
     Raises:
-      OSError: it cannot be written to the disk.
-      StorageError: object storage refused it, or did not answer.
+      OSError: the disk cannot be written to.
+      StorageError: object storage refused the write, or did not answer.
       CheckpointError: object storage failed for another reason.
     """
     if self._writing is not None:
@@ -160,13 +160,14 @@ class StateWriter:
         raise OSError(number, full if number == errno.ENOSPC else str(e)[:300]) from e
 
   def flush(self) -> None:
-    """Returns once everything is stored; raises as `_wait`."""
+    """Waits until everything is stored; raises as `_wait`."""
     self._start_to_write()
     self._wait()
 
   def merge(self, *, num_processes: int) -> None:
-    """Makes one index over the stores of all processes, whose files stay where they are, as Orbax
-    does it. Raises as `flush`.
+    """Writes one index over the stores of all processes, as Orbax does; their files stay in place.
+
+    Raises as `flush`.
     """
 
     def opened(folder: AnyPath) -> ts.KvStore:
@@ -188,14 +189,14 @@ class StateWriter:
   def close(
     self, *, manifest: Mapping[str, Any], data: Mapping[str, Any], empty: Mapping[str, Any]
   ) -> None:
-    """Writes what is pending, and all other files that Orbax writes; checks that all can be opened.
+    """Writes pending data and Orbax's metadata files; checks that all arrays can be opened.
 
     Args:
       manifest: JSON-ready; sealed here.
       data: JSON-ready.
-      empty: of `empty_leaves`.
+      empty: result of `empty_leaves`.
     Raises:
-      OSError: it cannot be written to the disk, or cannot be opened afterwards.
+      OSError: the disk cannot be written to, or the arrays cannot be opened afterwards.
     """
     self.flush()
     try:
@@ -233,7 +234,7 @@ class StateWriter:
     )
 
   def _parts(self, name: str) -> list[tuple[str, Shape]]:
-    """Returns (name, shape) of the files' arrays that hold one of ours."""
+    """Returns (name, shape) of the stored arrays of one logical array."""
     shape = self._arrays[name][0]
     if name in self._unstacked:
       return [(part, tuple(shape[1:])) for part in layer_names(name, shape[0])]
@@ -241,12 +242,12 @@ class StateWriter:
 
 
 def _store_of_process(state: AnyPath, process: int) -> AnyPath:
-  """Returns the folder of a process's own store; the name is Orbax's."""
+  """Returns the folder of one process's store, named as Orbax names it."""
   return state / f'ocdbt.process_{process}'
 
 
 def empty_leaves(tree: Any) -> dict[str, Any]:
-  """Returns what Orbax's tree has in addition to arrays: None and empty containers."""
+  """Returns the leaves without arrays that Orbax also stores: None and empty containers."""
 
   def is_empty(x: Any) -> bool:
     return x is None or isinstance(x, (Mapping, list, tuple)) and not x
@@ -261,7 +262,7 @@ def empty_leaves(tree: Any) -> dict[str, Any]:
         )
         for key in path
       ]
-      # A NamedTuple is what Orbax calls None.
+      # Orbax stores an empty NamedTuple as None.
       kind = (
         'Dict'
         if isinstance(x, Mapping)
@@ -279,7 +280,7 @@ def empty_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _key_metadata(keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
-  # Orbax's own: 1 is the index of a sequence, 2 the key of a mapping.
+  # Orbax's numbers: 1 is the index of a sequence, 2 the key of a mapping.
   return [{'key': name, 'key_type': kind} for name, kind in keys]
 
 
@@ -296,6 +297,6 @@ def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
 
 
 def write_json(path: AnyPath, value: Any) -> None:
-  """Writes a file, and makes its folder."""
+  """Writes a file, creating its folder."""
   path.parent.mkdir(exist_ok=True)
   path.write_text(json.dumps(value), 'utf-8')

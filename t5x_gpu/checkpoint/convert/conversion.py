@@ -17,7 +17,7 @@ from t5x_gpu.terminal.console import Console
 
 CHECKS = ('auto', 'transformers', 'own', 'tensors')
 
-# Takes a batch; returns its logits and the name of what computed them.
+# Takes a batch; returns its logits and the name of the reference.
 Reference = Callable[[Mapping[str, Any]], tuple[Any, str]]
 
 
@@ -27,23 +27,23 @@ class ConversionRequest:
 
   Attributes:
     source: folder to convert.
-    model_dir: `source`, open; only checkpoints of ours are read through it.
-    target: new folder; it must not exist, or be empty.
+    model_dir: `source`, open; used only if `source` is a t5x_gpu checkpoint.
+    target: new folder; must not exist, or be empty.
     read_gin: (a gin model file) -> its model.
     model: the model according to the user's gin file; None to derive it from the source.
-    family: Hugging Face family; None for the one that the source has or looks like.
-    like: a Hugging Face model, or a converted one, whose names, dtypes, tokenizer and config.json
-      the new one takes; None for those stored in the source.
-    step: which of our checkpoints; None for the latest.
-    dtype: dtype of the new tensors, a key of `FLOATS`; None for that of `like`, or float32.
+    family: Hugging Face family; None to take it from the source or guess it.
+    like: a Hugging Face or converted model whose names, dtypes, tokenizer and config.json the new
+      model takes; None to take the ones stored in the source.
+    step: step of the t5x_gpu checkpoint; None for the latest.
+    dtype: dtype of the new tensors, a key of `FLOATS`; None for the dtypes of `like`, or float32.
     drop: patterns of Hugging Face tensors to leave out.
     max_file_bytes: maximum size of a safetensors file.
-    check: one of `CHECKS`; 'transformers' only where it is installed.
+    check: one of `CHECKS`; 'transformers' only if it is installed.
     tolerance: largest difference of logits, relative to the largest logit.
-    lora: the model with adapters, if `source` has adapters; `model` is then the model it wraps.
-    vocabulary: of the run, as DatasetConfig.vocabulary; None if its gin file does not say.
-    read_text: (manifest of the checkpoint) -> how `infer` reads and ends texts, to write it for
-      Hugging Face; None for a model whose files already say so. Raises UserError.
+    lora: the model with adapters, if `source` has adapters; `model` is then the wrapped model.
+    vocabulary: DatasetConfig.vocabulary of the run; None if its gin file does not set it.
+    read_text: (manifest of the checkpoint) -> how `infer` reads and ends texts, to be written for
+      Hugging Face; None for a model whose files already contain it. Raises UserError.
   """
 
   source: pathlib.Path
@@ -76,11 +76,11 @@ def check_logits(
   """Compares logits; raises CheckpointError if they differ or do not fit into memory.
 
   Args:
-    request, console: of the conversion.
+    request, console: request and console of the conversion.
     model: the converted model.
     shapes: shapes of its parameters.
     reference: computes the logits to compare with.
-    ours: returns our parameters.
+    ours: returns the t5x_gpu parameters.
   """
   if request.check == 'tensors':
     console.say('check: logits were NOT compared (--check=tensors)')
@@ -96,7 +96,7 @@ def check_logits(
 
 
 def own_reference(model: ModelFields, weights: ForeignWeights) -> Reference:
-  """Returns what computes logits with our own model from the other files' tensors."""
+  """Returns a reference that loads the foreign tensors into the t5x_gpu model."""
   return lambda batch: (
     logits_check.our_logits(model, logits_check.params_of_files(weights), batch),
     "our own model with the other files' tensors",
@@ -104,7 +104,7 @@ def own_reference(model: ModelFields, weights: ForeignWeights) -> Reference:
 
 
 def hf_reference(request: ConversionRequest, hf: HfModel) -> Reference:
-  """Returns what computes the logits of a Hugging Face model: transformers, if installed."""
+  """Returns the reference for a Hugging Face model: transformers, if installed."""
   if request.check == 'transformers' or (
     request.check == 'auto' and logits_check.has_transformers()
   ):

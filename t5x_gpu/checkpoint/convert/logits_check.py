@@ -1,8 +1,8 @@
 """Compares the logits of two models on random tokens, to check that they have the same weights.
 
-The reference is `transformers` if it is installed. Otherwise it is our own model with the other
-files' tensors: that shows that the files hold the same weights, not that Hugging Face computes the
-same logits.
+The reference is `transformers` if it is installed. Otherwise it is the t5x_gpu model with the
+foreign tensors, which shows that the files hold the same weights, but not that Hugging Face
+computes the same logits.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from t5x_gpu.runtime.host import available_memory
 TOLERANCE = 1e-4  # relative to the largest logit; absolute if that is below 1
 ROWS, LENGTH = 2, 48
 LONGEST_TABLE = 2048  # positions; a row fills a learned table up to this size
-# Windows, and the examples with short rotary factors, are cut to this size in both models, so that
-# short rows are longer than all of them.
+# In both models, sliding windows and the length limit of short rotary factors are cut to this size,
+# so that short rows are longer than both.
 WINDOW = 16
 _COPIES_IN_MEMORY = 3.0  # of the parameters; measured: 2.1 to 2.8
 _AUTO_CLASSES = {
@@ -45,7 +45,7 @@ _AUTO_CLASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-  """How close two sets of logits are.
+  """The difference between two sets of logits.
 
   Attributes:
     against: name of the reference.
@@ -71,7 +71,7 @@ class Agreement:
 
 
 def random_batches(model: ModelFields) -> list[dict[str, np.ndarray]]:
-  """Returns batches whose logits depend on all that config.json names."""
+  """Returns batches whose logits depend on all settings in config.json."""
   switch = model.config.rope_switch
   short = [] if switch is None else [random_batch(model, length=min(switch, WINDOW))]
   return [random_batch(model), *short]
@@ -166,7 +166,7 @@ def compare(
   against: str,
   tolerance: float = TOLERANCE,
 ) -> Agreement:
-  """Returns how close two sets of logits are; raises CheckpointError beyond `tolerance`."""
+  """Returns the difference of two sets of logits; raises CheckpointError beyond `tolerance`."""
   index = counted(model, batch)
   ours, other = ours[index], other[index]
   agreement = Agreement(
@@ -182,7 +182,7 @@ def compare(
 
 
 def params_of_files(weights: ForeignWeights) -> Any:
-  """Returns our parameter tree from other files, on the CPU."""
+  """Returns the t5x_gpu parameter tree from foreign files, on the CPU."""
   ours = {path: np.empty(shape, np.float32) for path, shape in weights.table.our_shapes.items()}
   for path, place, value, _ in weights.our_pieces():
     ours[path][place] = value
@@ -193,7 +193,7 @@ def params_of_files(weights: ForeignWeights) -> Any:
 
 
 def params_of_checkpoint(reader: ParamsReader) -> Any:
-  """Returns the parameter tree of our checkpoint, on the CPU."""
+  """Returns the parameter tree of a t5x_gpu checkpoint, on the CPU."""
   return flax.traverse_util.unflatten_dict(
     {
       path: jax.device_put(reader.read_at(path, ()), _cpu())
@@ -255,10 +255,10 @@ def torch_logits(
   """Returns the logits of a model of transformers, or vectors [rows, 1, embed] of an embedding.
 
   Args:
-    theirs: the model, in evaluation mode.
-    model: the same model as ours.
-    batch: of `random_batch`.
-    **options: of its call.
+    theirs: the transformers model, in evaluation mode.
+    model: the same model in t5x_gpu.
+    batch: result of `random_batch`.
+    **options: options of the model call.
   """
   torch = importlib.import_module('torch')
 

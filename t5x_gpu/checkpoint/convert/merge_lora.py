@@ -1,4 +1,4 @@
-"""A checkpoint with adapters as a checkpoint of the plain model: read that way, or written."""
+"""Merges adapters into a checkpoint: while reading it, or into a new checkpoint."""
 
 import dataclasses
 import pathlib
@@ -21,13 +21,13 @@ from t5x_gpu.terminal.console import Console
 
 
 class MergedParams:
-  """The parameters of the model that a LoraModel wraps, with the interface of ParamsReader.
+  """The parameters of the wrapped model with adapters merged; same interface as ParamsReader.
 
   Kernels are merged with their factors as they are read, so only one piece is in memory.
 
   Args:
-    reader: a checkpoint of the LoraModel.
-    lora: that model.
+    reader: reader of a checkpoint of `lora`.
+    lora: the model with adapters.
   Raises:
     CheckpointError: the checkpoint has no adapters.
   """
@@ -58,7 +58,7 @@ class MergedParams:
     if path not in self._factors:
       return kernel
     a, b = self._factors[path]
-    rank_at = len(self._reader.shapes[a]) - 1  # the stack and input dimensions come before it
+    rank_at = len(self._reader.shapes[a]) - 1  # the rank follows the stack and input dimensions
     num_stack = rank_at + len(self._reader.shapes[b]) - 1 - len(self.shapes[path])
     place = (*place, *[slice(None)] * (len(self.shapes[path]) - len(place)))
     stack, inputs, features = place[:num_stack], place[num_stack:rank_at], place[rank_at:]
@@ -76,7 +76,7 @@ class MergedParams:
 
 
 def merge_lora(request: ConversionRequest, console: Console) -> None:
-  """Writes our checkpoint and model.gin of the model that `request.lora` wraps."""
+  """Writes the t5x_gpu checkpoint and model.gin of the model that `request.lora` wraps."""
   model, lora = request.model, request.lora
   reader = ParamsReader(request.model_dir, step=request.step, step_setting='--step')
   merged = MergedParams(reader, lora)

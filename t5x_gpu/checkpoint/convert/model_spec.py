@@ -1,4 +1,4 @@
-"""A model as plain fields, the common form of config.json and gin model files.
+"""A model as plain fields: the form shared by config.json and gin model files.
 
 Converters compare, build and write models through it, without gin.
 """
@@ -23,7 +23,7 @@ MODELS = {
   'encoder': EncoderModel,
   'encoder_decoder': EncoderDecoderModel,
 }
-# Settings of a run: not in config.json, or without effect on logits.
+# Settings of a run that config.json lacks or that do not affect logits.
 RUN_FIELDS = (
   'attention',
   'dropout_rate',
@@ -42,7 +42,7 @@ RUN_FIELDS = (
   *DROPOUT_PLACES,
 )
 LOSS_OPTIONS = ('z_loss', 'label_smoothing', 'temperature')
-# Defaults of the other model arguments, which parameters or logits depend on.
+# Other model arguments that affect parameters or logits, with their defaults.
 OPTIONS = {
   kind: {
     f.name: f.default
@@ -58,7 +58,7 @@ class ModelFields:
   """The arguments of a model.
 
   Attributes:
-    kind: a key of `MODELS`, the module of models/ that defines it.
+    kind: a key of `MODELS`: the module of models/ that defines the model.
     config: its TransformerConfig.
     options: arguments listed in `OPTIONS` that differ from their defaults.
   """
@@ -89,7 +89,7 @@ class ModelFields:
     return {name: tuple(a.shape) for name, a in flat.items()}
 
   def sizes(self) -> dict[str, int]:
-    """Returns the sizes of all axes that name tables use."""
+    """Returns axis -> size, for all axes in name tables."""
     c, options = self.config, self.options
     encoder_layers = options.get('num_encoder_layers')
     regresses = options.get('head_type') == 'regression'
@@ -115,7 +115,7 @@ class ModelFields:
 
 
 def describe(model: Any) -> ModelFields:
-  """Returns the fields of a model from models/; raises CheckpointError for any other."""
+  """Returns the fields of a model from models/; raises CheckpointError for other models."""
   for kind, cls in MODELS.items():
     if type(model) is cls:
       name, module = (getattr(model.layer, a, '') for a in ('__qualname__', '__module__'))
@@ -137,7 +137,7 @@ def describe(model: Any) -> ModelFields:
 
 
 def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
-  """Returns (field, value in a, value in b) of all fields that differ, without run settings."""
+  """Returns (field, value in a, value in b) for each field that differs; ignores run settings."""
   ours, theirs = _comparable(a), _comparable(b)
   return [
     (name, ours.get(name), theirs.get(name))
@@ -147,7 +147,7 @@ def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
 
 
 def _comparable(model: ModelFields) -> dict[str, Any]:
-  """Returns the fields that matter for logits, normalized: equal models have equal fields."""
+  """Returns the fields that affect logits, normalized so that equal models have equal fields."""
   c = model.config
   values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in RUN_FIELDS}
   values['num_kv_heads'] = c.kv_heads
@@ -160,7 +160,7 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
     del values['qk_norm_kind']
   if c.relative_bias == 'none':
     del values['num_relpos_buckets'], values['max_relpos_distance']
-  if model.kind == 'encoder':  # its heads use neither
+  if model.kind == 'encoder':  # heads of encoders use neither setting
     del values['logits_via_embedding'], values['scale_tied_logits']
   elif not c.logits_via_embedding:
     del values['scale_tied_logits']
@@ -175,7 +175,7 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
     options = {'head_type': 'mlm'}
   if options.get('head_type') == 'token_classification':
     options = {name: options[name] for name in ('head_type', 'num_classes', 'head_mlp_dim')}
-  if options.get('head_type') == 'embedding':  # the rest is not in config.json
+  if options.get('head_type') == 'embedding':  # config.json lacks the other options
     options = {'head_type': 'embedding'}
   if options.get('head_type') == 'regression':
     options = {name: options[name] for name in ('head_type', 'pooling', 'head_mlp_dim')}
@@ -186,11 +186,11 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
 
 
 def gin_text(model: ModelFields, *, title: str) -> str:
-  """Returns a gin model file, to include like those of gin_configs/models/.
+  """Returns a gin model file, to include like a file of gin_configs/models/.
 
   Args:
-    model: the model that it describes.
-    title: text of its first comment.
+    model: the model to describe.
+    title: text of the first comment.
   """
   cls, c = MODELS[model.kind].__name__, model.config
   macros = {

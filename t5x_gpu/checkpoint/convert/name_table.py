@@ -1,8 +1,7 @@
-"""Name tables: which of our parameters is which tensor of another format.
+"""Name tables: map t5x_gpu parameters ("ours") to tensors of another format ("theirs").
 
-A table is a list of `Rule`s. Each works in both directions, so tensors that are read through a
-table and written through it again are bit-identical. Tensors are converted in pieces, which bounds
-the memory.
+A table is a list of `Rule`s. Rules work in both directions: tensors that are read through a table
+and written through it again are bit-identical. Converting in pieces bounds the memory.
 """
 
 import dataclasses
@@ -30,24 +29,26 @@ class Tensors(Protocol):
     """Returns name -> dtype."""
 
   def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
-    """Returns rows `start` to `stop` of a tensor, in its own dtype."""
+    """Returns rows `start` to `stop` of a tensor, in its stored dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """One of our parameters, and the tensors of another format that hold it.
+  """Maps one t5x_gpu parameter to the foreign tensors that hold it.
 
   Attributes:
     ours: '/'-joined path of the parameter.
-    theirs: name of the tensor; '{}' stands for the number of a layer or of an expert, which ours
-      stacks.
-    axes: 'heads.kv embed -> embed heads kv': their dimensions, each a product of axes joined by
-      '.', then ours without the stacked axes. Without an arrow, both are the same.
-    stack: names of our stacked axes, one for each '{}': 'layers', or 'layers experts'.
-    part: (axis, index), if their tensor has an axis that ours lacks: where query, key and value
-      are one tensor, each of ours is one index of it.
-    block: place among the parameters whose rows follow each other in their tensor, where queries,
-      keys and values are one tensor but not of one size; `axes` are those of the block.
+    theirs: name of the foreign tensor; '{}' stands for the number of a layer or expert, which the
+      parameter stacks.
+    axes: 'heads.kv embed -> embed heads kv': dimensions of the foreign tensor, each a product of
+      axes joined by '.', then dimensions of the parameter without stacked axes. Without an arrow,
+      both have the same dimensions.
+    stack: names of the parameter's stacked axes, one for each '{}': 'layers', or 'layers experts'.
+    part: (axis, index) if the foreign tensor has an axis that the parameter lacks: where query, key
+      and value are one tensor, each parameter is one index of that axis.
+    block: position of the parameter if several parameters follow each other in the rows of one
+      foreign tensor: where queries, keys and values of different sizes are one tensor. `axes` then
+      describe the block of this parameter.
   """
 
   ours: str
@@ -71,7 +72,7 @@ class Rule:
 
   @property
   def stacks(self) -> tuple[str, ...]:
-    """Our stacked axes; () without any."""
+    """The parameter's stacked axes; () if none."""
     return tuple(self.stack.split()) if self.is_stacked else ()
 
   def is_part_of(self, axis: str) -> bool:
@@ -84,7 +85,7 @@ class RuleUse:
 
   Attributes:
     rule: the rule.
-    numbers: places on `rule.stacks`.
+    numbers: indices along `rule.stacks`.
   """
 
   rule: Rule
@@ -93,11 +94,11 @@ class RuleUse:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-  """Rows of one of their tensors, and where they go in ours.
+  """A row range of a foreign tensor and its destination slices.
 
   Attributes:
-    start, stop: rows of their tensor.
-    slices: path -> the part of our parameter that these rows hold.
+    start, stop: rows of the foreign tensor.
+    slices: path -> the slice of the parameter that these rows hold.
   """
 
   start: int
@@ -106,14 +107,14 @@ class TensorSlice:
 
 
 class Table:
-  """Rules with sizes: all tensors of both formats, and how to convert between them.
+  """Converts between all parameters of a model and the tensors of the other format.
 
   Args:
     rules: the rules of one model.
     sizes: axis -> size.
   Attributes:
-    our_shapes, their_shapes: by name.
-    uses: name of their tensor -> the rules that read it.
+    our_shapes, their_shapes: name -> shape, of parameters and of foreign tensors.
+    uses: name of a foreign tensor -> the rules that read it.
   """
 
   def __init__(self, rules: Sequence[Rule], sizes: Mapping[str, int]):
@@ -139,11 +140,11 @@ class Table:
     return math.prod(self._sizes[axis] for axis in axes)
 
   def pieces(self, name: str) -> Iterator[TensorSlice]:
-    """Yields the pieces of their tensor, at most PIECE_BYTES each, in the order of its rows."""
+    """Yields the pieces of a foreign tensor, at most PIECE_BYTES each, in row order."""
     uses, offset = self.uses[name], 0
     blocks = [uses] if uses[0].rule.block is None else [[use] for use in uses]
     for of_block in blocks:
-      first = of_block[0].rule.their_axes[0][0]  # parts of one tensor have the same axes
+      first = of_block[0].rule.their_axes[0][0]  # all parts of one tensor have the same axes
       size = self._product(of_block[0].rule.their_axes[0])
       count = 1 if of_block[0].rule.is_part_of(first) else self._sizes[first]
       rows = size // count
@@ -165,7 +166,7 @@ class Table:
     return (*use.numbers, *inner)
 
   def chunks(self) -> dict[str, Shape]:
-    """Returns path -> chunk shape on disk, so that each piece fills whole chunks."""
+    """Returns path -> chunk shape on disk, chosen so that each piece fills whole chunks."""
     out: dict[str, Shape] = {}
     for name, uses in self.uses.items():
       for piece in self.pieces(name):
@@ -176,7 +177,7 @@ class Table:
     return out
 
   def to_ours(self, name: str, rows: np.ndarray, piece: TensorSlice) -> dict[str, np.ndarray]:
-    """Returns path -> the values, in float32, that `rows`, a piece of their tensor, hold."""
+    """Returns path -> float32 values of the parameters that `rows`, a foreign piece, hold."""
     out = {}
     for use in self.uses[name]:
       if use.rule.ours not in piece.slices:
@@ -191,7 +192,7 @@ class Table:
     return out
 
   def to_theirs(self, name: str, ours: Mapping[str, np.ndarray], *, num_rows: int) -> np.ndarray:
-    """Returns rows of their tensor from the slices of our parameters named by `pieces`."""
+    """Returns rows of a foreign tensor from the parameter slices that `pieces` named."""
     out = np.empty((num_rows, *self.their_shapes[name][1:]), np.float32)
     for use in self.uses[name]:
       rule, flat = use.rule, _flat(use.rule)
@@ -206,7 +207,7 @@ class Table:
     return out
 
   def _split(self, rule: Rule, shape: Shape) -> Shape:
-    """Returns the shape of rows of their tensor with a separate dimension for each axis."""
+    """Returns the shape of foreign rows with a separate dimension for each axis."""
     inner = tuple(self._sizes[axis] for axis in _flat(rule))
     others = math.prod(self._sizes[axis] for axis in rule.their_axes[0][1:])
     return (shape[0] // others, *inner[1:])  # only these rows of the first axis

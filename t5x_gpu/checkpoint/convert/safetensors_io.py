@@ -1,8 +1,8 @@
-"""Hugging Face's safetensors files, read and written in slices. Nothing is ever unpickled.
+"""Reads and writes Hugging Face's safetensors files in slices. Nothing is ever unpickled.
 
 A file is eight bytes with the length of the header, the header (JSON: name -> dtype, shape, byte
-offsets), and the data. A model of several files has an index. Files are read with plain reads: the
-pages of a memory map would count as this process's memory.
+offsets), and the data. A model of several files has an index. Files are read with plain reads,
+because the pages of a memory map would count as this process's memory.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -69,10 +69,10 @@ class SafetensorsFolder:
 
   Attributes:
     headers: file name -> text of its header.
-    shapes, dtypes: by name of the tensor.
+    shapes, dtypes: name of the tensor -> shape, dtype.
   Raises:
-    CheckpointError: no such files (pickles are refused), or a file is truncated, garbled or does
-      not match the index.
+    CheckpointError: the folder has no safetensors files (pickles are refused), or a file is
+      truncated, garbled or does not match the index.
   """
 
   def __init__(self, folder: str | os.PathLike):
@@ -100,7 +100,7 @@ class SafetensorsFolder:
     return {name: entry.dtype for name, entry in self._entries.items()}
 
   def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
-    """Returns rows `start` to `stop` of a tensor, in its own dtype."""
+    """Returns rows `start` to `stop` of a tensor, in its stored dtype."""
     entry = self._entries[name]
     rows = slice(start, stop).indices(entry.shape[0])[:2] if entry.shape else (0, 1)
     row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
@@ -198,7 +198,7 @@ def _read_header(path: pathlib.Path) -> str:
 
 
 def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry]]:
-  """Yields the tensors of a file in the order of their bytes; raises CheckpointError."""
+  """Yields the tensors of a file, ordered by byte offset; raises CheckpointError."""
   begin, size = 8 + len(header.encode()), path.stat().st_size
   try:
     tensors = tensors_of(header)
@@ -274,10 +274,10 @@ class _UnknownDtype(ValueError):
 
 
 def tensors_of(header: str) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
-  """Returns (name, dtype, shape) of the tensors that a header lists, in the order of their bytes.
+  """Returns (name, dtype, shape) of the tensors in a header, ordered by byte offset.
 
   Raises:
-    ValueError: it is not a header, or its tensors overlap or leave gaps.
+    ValueError: the text is not a header, or its tensors overlap or leave gaps.
   """
   parsed = parse_json(header, _HEADER_SCHEMA)
   parsed.pop('__metadata__', None)

@@ -1,7 +1,7 @@
-"""T5X's checkpoints, read in slices: the legacy format, and Orbax's with or without OCDBT.
+"""Reads T5X checkpoints in slices: the legacy format, and Orbax's with or without OCDBT.
 
 A legacy checkpoint is a msgpack file `checkpoint` with the small arrays, and a zarr folder for each
-large one. TensorStore reads both formats; TensorFlow, T5X and pickle are not involved.
+large array. TensorStore reads both formats; TensorFlow, T5X and pickle are not involved.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ class T5xArrays:
 
   Args:
     path: folder of the checkpoint.
-    arrays: name -> the array itself, or TensorStore's spec of it.
-    context: of TensorStore.
+    arrays: name -> the array itself, or its TensorStore spec.
+    context: TensorStore context.
   Attributes:
     path: as above.
-    shapes, dtypes: by name.
+    shapes, dtypes: name -> shape, dtype.
   Raises:
     CheckpointError: an array cannot be opened.
   """
@@ -72,7 +72,7 @@ class T5xArrays:
     return ts.open(array, open=True, read=True, context=self._context).result()
 
   def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
-    """Returns rows `start` to `stop` of an array, in its own dtype."""
+    """Returns rows `start` to `stop` of an array, in its stored dtype."""
     array = self._open(name)
     rows = array[start : array.shape[0] if stop is None else stop]
     if isinstance(array, np.ndarray):
@@ -91,11 +91,11 @@ class T5xCheckpoint(T5xArrays):
   """The parameters of a T5X checkpoint, by path: 'decoder/layers_0/mlp/wi_0/kernel'.
 
   Args:
-    folder: `checkpoint_<step>`, or its parent, which means the latest one in it.
+    folder: `checkpoint_<step>`, or its parent folder to read the latest checkpoint in it.
   Attributes:
     step: number of training steps.
   Raises:
-    CheckpointError: there is no such checkpoint, or it cannot be read.
+    CheckpointError: the checkpoint does not exist, or cannot be read.
   """
 
   def __init__(self, folder: str | os.PathLike):
@@ -110,10 +110,10 @@ class T5xCheckpoint(T5xArrays):
     super().__init__(path, parameters, context)
 
   def moments(self) -> T5xArrays:
-    """Returns the arrays of the optimizer: Adafactor's are 'decoder/decoder_norm/scale/v', ...
+    """Returns the optimizer's arrays; for Adafactor, 'decoder/decoder_norm/scale/v', ...
 
     Raises:
-      CheckpointError: one of them cannot be opened.
+      CheckpointError: an array cannot be opened.
     """
     with _errors_as_ours(self.path):
       return T5xArrays(self.path, self._moments(), self._context)
@@ -121,7 +121,7 @@ class T5xCheckpoint(T5xArrays):
 
 @contextlib.contextmanager
 def _errors_as_ours(path: pathlib.Path) -> Iterator[None]:
-  """Raises CheckpointError for whatever NumPy, msgpack and TensorStore raise for damaged files."""
+  """Turns the errors of NumPy, msgpack and TensorStore for damaged files into CheckpointError."""
   try:
     yield
   except _BROKEN as e:
@@ -139,7 +139,7 @@ def is_t5x(folder: pathlib.Path) -> bool:
 
 
 def _latest(folder: pathlib.Path) -> Optional[pathlib.Path]:
-  # A ModelDir lists only what is named as ours; T5X's may be links, or have leading zeros.
+  # A ModelDir lists only checkpoints named by t5x_gpu; T5X's may be links or have leading zeros.
   steps = {
     int(m[1]): p
     for p in folder.glob('checkpoint_*')
@@ -152,7 +152,8 @@ def _kind(folder: pathlib.Path) -> str:
   if (folder / 'checkpoint').is_file():
     return 'legacy'
   state = _orbax_state(folder)
-  return 'orbax' if state and not (folder / 'manifest').exists() else ''  # a manifest means ours
+  # Only t5x_gpu writes a manifest.
+  return 'orbax' if state and not (folder / 'manifest').exists() else ''
 
 
 def _orbax_state(folder: pathlib.Path) -> Optional[pathlib.Path]:
@@ -173,7 +174,7 @@ def _checkpoint_folder(folder: pathlib.Path) -> pathlib.Path:
   return found
 
 
-# Step, parameters, and what returns the arrays of the optimizer.
+# Step, parameters, and a function that returns the arrays of the optimizer.
 _Contents = tuple[int, dict[str, Any], Callable[[], dict[str, Any]]]
 
 
@@ -192,7 +193,7 @@ def _legacy_arrays(folder: pathlib.Path, tree: Mapping[str, Any]) -> dict[str, A
   flat = flax.traverse_util.flatten_dict(tree, sep='/', is_leaf=lambda _, value: 'driver' in value)
   arrays = {}
   for name, value in flat.items():
-    if isinstance(value, dict):  # stored next to `checkpoint`, wherever that was written
+    if isinstance(value, dict):  # stored next to `checkpoint`, which may have been moved
       last = value['kvstore']['path'].rstrip('/').split('/')[-1]
       if last == '..':
         raise ValueError(f'{name} is outside of the folder')

@@ -1,7 +1,7 @@
-"""T5X's Adafactor state as ours: v_row, v_col and v become `row`, `column` and `full`.
+"""Converts T5X's Adafactor state: v_row, v_col and v become `row`, `column` and `full`.
 
-T5X calls the moment that keeps the smaller dimension of a plain matrix v_row; ours has names for
-the dimensions. Everything else is a name table like that of the parameters.
+For a plain matrix, T5X's v_row is the moment that keeps the smaller dimension; t5x_gpu's Adafactor
+chooses by the names of the dimensions. Otherwise the name table works as for parameters.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from t5x_gpu.training.adafactor import (
   standard_logical_factor_rules,
 )
 
-ABSENT = (1,)  # the shape of what a parameter does not have
-# Settings of our Adafactor that a run of T5X may correspond to; the last is `factored = False`.
+ABSENT = (1,)  # the shape of a moment that a parameter does not have
+# Adafactor settings here that a T5X run may correspond to; the last is `factored = False`.
 _SETTINGS = (
   *({'layers': layers} for layers in LAYERS),
   {'layers': 'joined_heads', 'min_dim_size_to_factor': 2**31 - 1},
@@ -42,8 +42,8 @@ class T5xMoments:
   """The second moments of a T5X checkpoint.
 
   Attributes:
-    weights: the arrays, with the table that maps them to ours: 'layers/mlp/wo/kernel/row'.
-    settings: those under which our Adafactor has these arrays; None if `min_dim_size_to_factor`
+    weights: T5X's arrays, with the table that maps them to 'layers/mlp/wo/kernel/row', ...
+    settings: the Adafactor settings that give the same arrays; None if `min_dim_size_to_factor`
       was not 128.
   """
 
@@ -52,12 +52,12 @@ class T5xMoments:
 
   @property
   def shapes(self) -> Mapping[str, Shape]:
-    """Returns path -> shape of our arrays."""
+    """Returns path -> shape of the converted arrays."""
     return self.weights.table.our_shapes
 
   @property
   def opt_state(self) -> Any:
-    """Returns the tree of shapes of our optimizer state."""
+    """Returns the tree of shapes of the converted optimizer state."""
     return _tree(self.shapes)
 
   def __str__(self) -> str:
@@ -79,7 +79,7 @@ def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
   """Returns the second moments of a checkpoint, for the optimizer state of `model`.
 
   Raises:
-    CheckpointError: there are none, or they are not those of our Adafactor.
+    CheckpointError: the checkpoint has no moments, or they do not match t5x_gpu's Adafactor.
   """
   arrays = checkpoint.moments()
   if not arrays.shapes:
@@ -101,12 +101,12 @@ def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
     if name not in table.their_shapes and shape == ABSENT:
       del names[name]
   weights = ForeignWeights(table, arrays, Names(names))
-  weights.check(what='the arrays of the optimizer are not those of T5X', fix=_FIX)
+  weights.check(what='the arrays of the optimizer do not match T5X', fix=_FIX)
   return T5xMoments(weights, _settings(model, table.our_shapes))
 
 
 def _rules(rule: Rule, params: Mapping[str, Shape], moments: Mapping[str, Shape]) -> Sequence[Rule]:
-  """Returns the rules of the moments of the parameter of `rule`."""
+  """Returns the rules for the moments of the parameter that `rule` maps."""
   first = rule.theirs.format(0) if rule.is_stacked else rule.theirs
   if moments.get(f'{first}/v_row', ABSENT) == ABSENT == moments.get(f'{first}/v_col', ABSENT):
     return [dataclasses.replace(rule, ours=f'{rule.ours}/full', theirs=f'{rule.theirs}/v')]
@@ -143,11 +143,11 @@ def _factored_dims(rule: Rule, shape: Shape) -> tuple[Sequence[int], Sequence[in
 
 
 def _keeps_columns(rule: Rule, kept: set[str], dropped: Sequence[str]) -> bool:
-  """Returns whether a moment that keeps these axes is our `column`."""
+  """Returns whether a moment that keeps these axes is `column` in t5x_gpu."""
   roles = {_role(axis) for axis in (*kept, *dropped)}
   if {'row', 'column'} <= roles:
     return 'column' in {_role(axis) for axis in kept}
-  return rule.our_axes[0] in dropped  # a matrix without roles: ours has its first dimension as row
+  return rule.our_axes[0] in dropped  # without roles, t5x_gpu's row is the first dimension
 
 
 def _role(axis: str) -> str:
@@ -164,7 +164,7 @@ def _tree(shapes: Mapping[str, Shape]) -> Any:
 
 
 def _settings(model: ModelFields, shapes: Mapping[str, Shape]) -> Optional[Mapping[str, Any]]:
-  """Returns the first of `_SETTINGS` under which our Adafactor has these arrays, or None."""
+  """Returns the first of `_SETTINGS` that gives Adafactor these arrays, or None."""
   want = describe_arrays(_tree(shapes))
   params, names = split_names(jax.eval_shape(lambda: model.build().init(jax.random.key(0), None)))
   for settings in _SETTINGS:

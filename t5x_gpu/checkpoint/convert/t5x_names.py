@@ -1,8 +1,8 @@
-"""T5X's parameters as ours: encoder-decoder or decoder-only T5, scanned or not.
+"""Name tables for T5X's parameters: encoder-decoder or decoder-only T5, scanned or not.
 
-The examples t5 and decoder_only join heads and their features in one dimension; scalable_t5 keeps
-them apart. Without scan, each layer has its own parameters, `layers_0`, `layers_1`. With scan, they
-are stacked along dimension 1, or 0 if the user chose so.
+T5X's examples t5 and decoder_only join heads and their features in one dimension; scalable_t5 has
+two dimensions. Without scan, each layer has separate parameters, `layers_0`, `layers_1`. With scan,
+layers are stacked along dimension 1, or 0 if the user chose so.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ class T5xLayers:
 
   Attributes:
     prefix: 'decoder/layers_{}' or, scanned, 'decoder/layers'.
-    scan_axis: dimension that stacks the layers; None if each layer has its own parameters.
+    scan_axis: dimension that stacks the layers; None if each layer has separate parameters.
     num_layers: number of layers.
     bias: name of the relative bias of each layer, or None.
-    joined: whether kernels of attention have heads and features as one dimension.
+    joined: whether attention kernels join heads and features in one dimension.
   """
 
   prefix: str
@@ -45,7 +45,7 @@ class T5xLayers:
     return f'{self.num_layers} layers, {scan}, heads {heads}'
 
   def shape(self, shapes: Mapping[str, Shape], path: str) -> Shape:
-    """Returns the shape of one layer's parameter; () if there is none."""
+    """Returns the shape of one layer's parameter; () if it does not exist."""
     shape = list(shapes.get(f'{self.prefix.format(0)}/{path}', ()))
     if shape and self.scan_axis is not None:
       del shape[self.scan_axis]
@@ -65,7 +65,7 @@ def t5x_layers(shapes: Mapping[str, Shape]) -> dict[str, T5xLayers]:
       )
     elif scanned:
       stack, prefix = scanned[1], f'{scanned[1]}/{scanned[2]}'
-      # With as many layers as features, the shape is ambiguous; T5X's default is 1.
+      # If num_layers = embed_dim, the shape is ambiguous; T5X's default is 1.
       axis = 0 if shape[0] != embed and shape[1] == embed else 1
       num_layers = shape[axis]
     else:
@@ -83,13 +83,13 @@ def t5x_model(shapes: Mapping[str, Shape]) -> ModelFields:
   """Returns the model with these parameters; a gated MLP is assumed to use GELU, as in T5.1.1.
 
   Raises:
-    CheckpointError: not a T5, or the shapes do not give the number of heads.
+    CheckpointError: the model is not a T5, or the shapes do not determine the number of heads.
   """
   layers = t5x_layers(shapes)
   table = shapes.get('token_embedder/embedding', shapes.get('decoder/token_embedder/embedding'))
   if 'decoder' not in layers or table is None:
     raise CheckpointError(
-      'The parameters are not those of a T5 or a T5X decoder: '
+      'The parameters do not belong to a T5 or a T5X decoder: '
       f'{", ".join(sorted(shapes)[:4])}, ...',
       fix='Give a checkpoint of t5x/examples/t5, scalable_t5 or decoder_only.',
     )

@@ -1,6 +1,6 @@
-"""Tensors on their way through a name table: matched by name, copied in pieces, read back.
+"""Converts tensors through a name table: matches names, copies in pieces, reads back.
 
-Nothing here holds more than one piece of a tensor.
+At most one piece of a tensor is in memory.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ FLOATS = {
 }
 
 Advance = Callable[[int], None]  # takes the number of bytes done since the last call
-# Our path, the part of that parameter, its values, and how many bytes were read for it.
+# Path of a t5x_gpu parameter, slices, values, and the number of bytes read for them.
 OurPiece = tuple[str, Place, np.ndarray, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-  """How the tensor names of some files map to the family's table.
+  """Maps the tensor names of files to the family's table.
 
   Attributes:
     of_table: name in the table -> name in the files.
-    copies: name in the files -> name of the tensor that it equals.
-    unused: names in the files of tensors without weights, or dropped by the user.
+    copies: name in the files -> name of an equal tensor.
+    unused: names of tensors that are not weights, or that the user dropped.
   """
 
   of_table: Mapping[str, str]
@@ -52,7 +52,7 @@ class ForeignWeights:
   """Tensors in files of another format.
 
   Attributes:
-    table: maps them to our parameters.
+    table: maps the tensors to t5x_gpu parameters.
     tensors: the files.
     names: how the files name the tensors of the table.
   """
@@ -69,7 +69,7 @@ class ForeignWeights:
     )
 
   def our_pieces(self) -> Iterator[OurPiece]:
-    """Yields every piece of our parameters, in float32."""
+    """Yields all pieces of the t5x_gpu parameters, in float32."""
     for name in self.table.uses:
       for piece in self.table.pieces(name):
         rows = self.tensors.read(self.names.of_table[name], piece.start, piece.stop)
@@ -77,10 +77,10 @@ class ForeignWeights:
           yield path, piece.slices[path], value, rows.nbytes // len(piece.slices)
 
   def check(self, *, what: str, fix: str) -> None:
-    """Raises CheckpointError unless the files have the table's tensors, no others, all floats.
+    """Raises CheckpointError unless the files have exactly the table's tensors, all floats.
 
     Args:
-      what: first words of the error, 'The tensors of FOLDER are not those of a llama model'.
+      what: first words of the error, 'The tensors of FOLDER do not match a llama model'.
       fix: what the user should do.
     """
     have = {name: self.tensors.shapes[actual] for name, actual in self.names.of_table.items()}
@@ -109,7 +109,7 @@ def match_names(source: Tensors, family: Family, *, drop: Sequence[str] = ()) ->
 
   Args:
     source: the files.
-    family: the family of their model.
+    family: the family of the model.
     drop: patterns of names to leave out.
   """
 
@@ -135,7 +135,7 @@ def match_names(source: Tensors, family: Family, *, drop: Sequence[str] = ()) ->
 
 
 def without_copies(names: Names, table: Table) -> Names:
-  """Returns `names` without copies, except those that the table needs as separate tensors."""
+  """Returns `names` without copies, except copies that the table needs as separate tensors."""
   copies = {
     a: b
     for a, b in names.copies.items()
@@ -179,7 +179,7 @@ def compare_with_ours(
   *,
   advance: Advance = lambda size: None,
 ) -> None:
-  """Raises CheckpointError unless our checkpoint, read back, equals `pieces` bit for bit."""
+  """Raises CheckpointError unless the written t5x_gpu checkpoint equals `pieces` bit for bit."""
   for path, place, value, size in pieces:
     if not _same_bits(reader.read_at(path, place), value):
       raise CheckpointError(
@@ -190,7 +190,7 @@ def compare_with_ours(
 
 
 def _their_pieces(reader: ParamsReader, table: Table) -> Iterator[tuple[str, int, np.ndarray]]:
-  """Yields (name in the table, first row, rows in float32) of every piece of their tensors."""
+  """Yields (name in the table, first row, rows in float32) for every piece of foreign tensors."""
   for name in table.uses:
     for piece in table.pieces(name):
       ours = {path: reader.read_at(path, place) for path, place in piece.slices.items()}
@@ -200,7 +200,7 @@ def _their_pieces(reader: ParamsReader, table: Table) -> Iterator[tuple[str, int
 def copy_to_theirs(
   reader: ParamsReader, table: Table, names: Names, writer: SafetensorsWriter, *, advance: Advance
 ) -> list[str]:
-  """Writes all tensors; returns the names of those that a narrower dtype has rounded.
+  """Writes all tensors; returns the names of tensors that a narrower dtype has rounded.
 
   Raises:
     CheckpointError: a value is too large for the dtype.
@@ -228,7 +228,7 @@ def copy_to_theirs(
 
 
 def compare_with_theirs(reader: ParamsReader, written: ForeignWeights, *, advance: Advance) -> None:
-  """Raises CheckpointError unless `written`, read back, equals our checkpoint in its dtypes."""
+  """Raises CheckpointError unless `written`, read back, equals the checkpoint in its dtypes."""
   tensors, names = written.tensors, written.names
   for name, start, exact in _their_pieces(reader, written.table):
     actual = names.of_table[name]

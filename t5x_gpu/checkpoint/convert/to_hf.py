@@ -1,4 +1,4 @@
-"""The conversion of our checkpoint to a Hugging Face model.
+"""Converts a t5x_gpu checkpoint to a Hugging Face model.
 
 The folder appears only after every tensor has been read back and the logits have been compared.
 """
@@ -49,11 +49,11 @@ _SHOWN = 300  # characters of the reason why a run cannot be exported
 
 
 class _ScaledParams:
-  """A reader whose parameters of these names are multiplied by powers of two, which is exact.
+  """A reader that multiplies some parameters by a power of two, which is exact.
 
   Args:
-    reader: of all parameters.
-    factor: of those whose path matches `pattern`.
+    reader: reader of all parameters.
+    factor: factor for parameters whose path matches `pattern`.
   """
 
   def __init__(self, reader: Any, factor: float, pattern: str):
@@ -67,10 +67,11 @@ class _ScaledParams:
 
 
 def folded(model: ModelFields, family: str) -> tuple[ModelFields, float, str]:
-  """Returns the model with the attention scale of `family`, and what queries are multiplied by.
+  """Folds the attention scale of a model into its queries, to match the scale of `family`.
 
-  The last is a pattern of the parameters that take the factor: kernel and bias of the queries, or
-  the scale of their norm. Without an exact factor, a power of two, the model stays as it is.
+  Returns the model with the scale of `family`, the factor, and a pattern of the parameters to
+  multiply: kernel and bias of the queries, or the scale of their norm. If the factor is not a power
+  of two, and so not exact, the model is unchanged.
   """
   c = model.config
   scale = None if family in ('t5', 'umt5') else float(c.head_dim)
@@ -89,7 +90,7 @@ def folded(model: ModelFields, family: str) -> tuple[ModelFields, float, str]:
 
 
 def export_problem(model: Any) -> str:
-  """Returns why a model of a run cannot be exported to Hugging Face; '' if it can."""
+  """Returns the reason why a model cannot be exported to Hugging Face; '' if it can."""
   try:
     fields = describe(without_adapters(policy_of(model)))
     family = guess_family(fields)
@@ -101,7 +102,7 @@ def export_problem(model: Any) -> str:
 
 
 def convert_ours(request: ConversionRequest, console: Console) -> None:
-  """Writes a Hugging Face model from our checkpoint; adapters are merged into the kernels."""
+  """Writes a Hugging Face model from a t5x_gpu checkpoint; adapters are merged into the kernels."""
   reader: Any = ParamsReader(request.model_dir, step=request.step, step_setting='--step')
   if request.lora is not None:
     reader = MergedParams(reader, request.lora)
@@ -186,7 +187,7 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
 
 
 def _text_of(request: ConversionRequest, reader: Any) -> tuple[Optional[RunText], str]:
-  """Returns how `infer` reads and ends texts, or None; and why the run does not say."""
+  """Returns how `infer` reads and ends texts; or None and the reason why it is unknown."""
   try:
     return request.read_text(reader.manifest), ''
   except UserError as e:
@@ -216,7 +217,7 @@ def _model_of(record: HfRecord) -> ModelFields:
 def _hf_config(
   model: ModelFields, family: str, like: Optional[HfRecord], ids: Mapping[str, Any]
 ) -> str:
-  """Returns the text of config.json; `like`'s own text if it describes this model and `ids`."""
+  """Returns the text of config.json; the text in `like` if it describes this model and `ids`."""
   if like is not None:
     theirs = _model_of(like)
     longer = model.config.max_length not in (0, theirs.config.max_length)
@@ -225,7 +226,7 @@ def _hf_config(
         return (like.folder / CONFIG).read_text('utf-8')
       return json.dumps({**like.config, **ids}, indent=2) + '\n'
   config = to_hf(model, family=family, like=like.config if like else None)
-  # transformers' defaults may be beyond the token table.
+  # transformers' default ids may lie outside the token table.
   unknown = {} if like else dict.fromkeys(('bos_token_id', 'eos_token_id'))
   return json.dumps({**unknown, **config, **ids}, indent=2) + '\n'
 
@@ -233,7 +234,7 @@ def _hf_config(
 def _hf_layout(
   request: ConversionRequest, table: Table, like: Optional[HfRecord]
 ) -> tuple[Mapping[str, str], Optional[str], Names]:
-  """Returns headers, index and names: those of `like` if it has the same tensors, else new ones."""
+  """Returns headers, index and names, taken from `like` if it has the same tensors."""
   if like is not None and request.dtype is None and not like.names.unused:
     known = {
       name: shape for header in like.headers.values() for name, _, shape in tensors_of(header)

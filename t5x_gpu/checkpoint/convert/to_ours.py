@@ -1,4 +1,4 @@
-"""Conversions to our format, from Hugging Face and from T5X.
+"""Converts Hugging Face models and T5X checkpoints to t5x_gpu checkpoints.
 
 The folder appears only after every tensor has been read back and the logits have been compared.
 """
@@ -42,7 +42,7 @@ _INCLUDE = 'Include it in place of a file of gin_configs/models/.'
 
 
 def convert_hf(request: ConversionRequest, console: Console) -> None:
-  """Writes our checkpoint, model.gin and hf/ from a Hugging Face model."""
+  """Writes a t5x_gpu checkpoint, model.gin and hf/ from a Hugging Face model."""
   hf = open_hf(request.source, family=request.family, drop=request.drop)
   if request.model is not None:
     _check_same(request.model, hf.model, f'{request.source / CONFIG}')
@@ -82,13 +82,13 @@ def convert_hf(request: ConversionRequest, console: Console) -> None:
 
 
 def convert_t5x(request: ConversionRequest, console: Console) -> None:
-  """Writes our checkpoint and model.gin from a T5X checkpoint; with its state of Adafactor."""
+  """Writes a t5x_gpu checkpoint, with Adafactor state, and model.gin from a T5X checkpoint."""
   files = T5xCheckpoint(request.source)
   model = request.model or t5x_model(files.shapes)
   table = t5x_table(model, files.shapes)
   weights = ForeignWeights(table, files, Names({n: n for n in files.shapes}))
   weights.check(
-    what=f'The parameters of {files.path} are not those of the model',
+    what=f'The parameters of {files.path} do not match the model',
     fix='Name the model file that belongs to them: --gin_file=model.gin.',
   )
   console.say(f'from: {files.path}: T5X, step {files.step}, {counted(table.our_shapes)}')
@@ -115,7 +115,7 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
 
 
 def _moments(model: ModelFields, files: T5xCheckpoint, console: Console) -> Optional[T5xMoments]:
-  """Returns the second moments, or None after printing why they cannot be taken."""
+  """Returns the second moments, or None after printing why they cannot be converted."""
   try:
     moments = t5x_moments(model, files)
   except CheckpointError as e:
@@ -161,21 +161,21 @@ def write_ours(
   origin: str = 'converted',
   moments: Optional[T5xMoments] = None,
 ) -> None:
-  """Writes our checkpoint and model.gin, reads both back and compares the logits.
+  """Writes a t5x_gpu checkpoint and model.gin, reads both back and compares the logits.
 
   Args:
-    request, console: of the conversion.
+    request, console: request and console of the conversion.
     model: the model that the parameters belong to.
-    shapes: shapes of its parameters, by path.
-    pieces: yields all their parts; called twice.
-    chunks: shapes of chunks on disk, by path.
+    shapes: path -> shape of each parameter.
+    pieces: yields all pieces of the parameters; called twice.
+    chunks: path -> shape of the chunks on disk.
     num_source_bytes: sum of the sizes that `pieces` yields.
     step: step of the new checkpoint.
     about: origin of the parameters, for the manifest.
     reference: computes the logits to compare with.
     write_extra: (folder) -> writes further files.
     origin: how the parameters were made, for the comment in model.gin.
-    moments: the optimizer state, if the checkpoint shall have one.
+    moments: the optimizer state; None to write parameters only.
   """
   size = num_bytes(shapes) + (num_bytes(moments.shapes) if moments else 0)
   with new_folder(request.target, num_bytes=size) as folder:

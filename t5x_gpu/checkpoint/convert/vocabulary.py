@@ -1,7 +1,7 @@
-"""The vocabulary of a run in the folder of a model that is made from it.
+"""Exports the vocabulary of a run to the folder of a converted model.
 
-For Hugging Face it becomes a tokenizer.json with the ids of `infer`: what starts a prompt, what
-ends it. generation_config.json lists the ids that end an answer.
+For Hugging Face it becomes a tokenizer.json with the ids that `infer` puts before and after a
+prompt. generation_config.json lists the ids that end an answer.
 """
 
 import base64
@@ -22,8 +22,8 @@ from t5x_gpu.models.decoding import DecodingConfig
 
 _FILES = ('huggingface', 'sentencepiece')
 TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
-# The class of transformers that takes everything from tokenizer.json, as our vocabulary does. The
-# classes of the families replace its template or its splitting.
+# transformers' class that takes everything from tokenizer.json, as t5x_gpu's vocabulary does. The
+# classes of the families replace the template or the splitting in that file.
 _CLASS = 'PreTrainedTokenizerFast'
 # Types of pieces in a SentencePiece model.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -34,12 +34,12 @@ class RunText:
   """How `infer` turns prompts into ids and ends answers.
 
   Attributes:
-    vocabulary: as DatasetConfig.vocabulary names it, or the class of a task's own.
+    vocabulary: DatasetConfig.vocabulary, or the class name of a task's vocabulary.
     size: number of its ids, sentinels included.
     ends: ids after a prompt.
-    decoding: of `infer`, with the ids that end an answer.
+    decoding: the settings of `infer`, with the ids that end an answer.
     is_chat: whether the chat template writes the prompts, from the first id on.
-    note: what the run could not say, for the console; '' if nothing.
+    note: a console line on settings that are unknown; '' if all are known.
   """
 
   vocabulary: str
@@ -51,11 +51,11 @@ class RunText:
 
 
 def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
-  """Puts a vocabulary into the folder of a model of ours; a tokenizer that it has stays.
+  """Adds a vocabulary to a converted model, unless it already has a tokenizer.
 
   Args:
-    name: as DatasetConfig.vocabulary names it; None if the run does not say.
-    target: the folder.
+    name: DatasetConfig.vocabulary; None if unknown.
+    target: folder of the model.
   Returns:
     What was done, for the console.
   """
@@ -69,12 +69,12 @@ def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
 
 
 def export_vocabulary(name: Optional[str], folder: pathlib.Path, *, is_t5: bool) -> str:
-  """Puts a vocabulary into the folder of a Hugging Face model.
+  """Adds a vocabulary to the folder of a Hugging Face model.
 
   Args:
-    name: as DatasetConfig.vocabulary names it; None if the run does not say.
-    folder: of the model.
-    is_t5: whether it is of a T5 family, whose SentencePiece file has a name of its own.
+    name: DatasetConfig.vocabulary; None if unknown.
+    folder: folder of the model.
+    is_t5: whether the model is of a T5 family, which names its SentencePiece file differently.
   Returns:
     What was done, for the console.
   """
@@ -85,7 +85,7 @@ def export_vocabulary(name: Optional[str], folder: pathlib.Path, *, is_t5: bool)
 
 
 def _copy(name: Optional[str], folder: pathlib.Path, *, sentencepiece: str) -> str:
-  """Copies the files of a tokenizer; returns why not, or ''."""
+  """Copies the files of a tokenizer; returns the reason if that is impossible, or ''."""
   if not name:
     return 'the gin file does not name it'
   kind, _, path = name.partition(':')
@@ -107,8 +107,8 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
   """Writes the tokenizer of a run for Hugging Face, with the ids that `infer` uses.
 
   Args:
-    text: of the run.
-    folder: of the model.
+    text: how the run reads and ends texts.
+    folder: folder of the model.
     is_t5: as for `export_vocabulary`.
   Returns:
     What was done, for the console.
@@ -129,7 +129,7 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
     names['pad_token'] = tokens[0]
   path = folder / TOKENIZER_CONFIG
   own = read_json(path, dict) if kind == 'huggingface' and path.is_file() else {}
-  # Spaces before punctuation stay as the model writes them.
+  # Keep the spaces before punctuation that the model writes.
   changed = {**own, **names, 'tokenizer_class': _CLASS, 'clean_up_tokenization_spaces': False}
   if not text.is_chat:
     start = () if is_t5 or text.decoding.start_token is None else (text.decoding.start_token,)
@@ -144,7 +144,7 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
   if not is_t5:
     changed['padding_side'] = 'left'
   if not changed.get('pad_token') and changed.get('eos_token'):
-    changed['pad_token'] = changed['eos_token']  # for batches; masked there
+    changed['pad_token'] = changed['eos_token']  # only pads batches, where it is masked
   _write(folder / TOKENIZER, tokenizer)
   _write(path, changed)
   return text.vocabulary
@@ -179,7 +179,7 @@ def _set_template(
 
   first = part('A', 0)
   if (tokenizer.get('post_processor') or {}).get('single') == first:
-    return  # T5's own
+    return  # T5's template
   special = {
     tokens[i]: {'id': tokens[i], 'ids': [i], 'tokens': [tokens[i]]} for i in (*start, *ends)
   }
@@ -203,13 +203,13 @@ def _tokenizer(model: Mapping[str, Any], added: Sequence[Any], **parts: Any) -> 
 
 
 def _sentinels(first: int, size: int) -> list[tuple[int, str]]:
-  """Returns (id, token) of the sentinels from id `first` to `size`; they descend, as in T5."""
+  """Returns (id, token) of the sentinels from id `first` to `size`, numbered downward as in T5."""
   return [(i, f'<extra_id_{size - 1 - i}>') for i in range(first, size)]
 
 
 def _byte_tokenizer(size: int) -> dict[str, Any]:
   """Returns SeqIO's ByteVocabulary, with `size` ids, as a tokenizer.json."""
-  # ByteLevel names bytes by characters; those that cannot be printed come after 255.
+  # ByteLevel writes bytes as characters; unprintable bytes become characters above 255.
   printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printed]
   characters = {byte: chr(byte) for byte in printed}
@@ -290,7 +290,7 @@ def _sentencepiece_tokenizer(
 
 
 def _merges(pieces: Sequence[tuple[str, float]]) -> list[list[str]]:
-  """Returns the merges of a BPE model of SentencePiece: pairs of pieces, the best joined first."""
+  """Returns the merges of a SentencePiece BPE model: pairs of pieces, best merge first."""
   ids = {token: number for number, (token, _) in enumerate(pieces)}
   found = []
   for token, score in pieces:
@@ -301,16 +301,16 @@ def _merges(pieces: Sequence[tuple[str, float]]) -> list[list[str]]:
 
 
 def token_ids(text: RunText, model: ModelFields, like: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the token ids of config.json: what starts and ends a text of the run, and padding.
+  """Returns the token ids for config.json: start and end of a text, and padding.
 
   Args:
-    text: of the run.
-    model: of the run.
-    like: config.json of the model that it was trained from, or empty.
+    text: how the run reads and ends texts.
+    model: model of the run.
+    like: config.json of the model that the run started from, or empty.
   """
   decoding, is_t5 = text.decoding, model.kind == 'encoder_decoder'
   ends = list(decoding.stop_tokens)
-  # Without padding, none: transformers does not train the row of padding in the token table.
+  # A run without padding gets no pad id: transformers would not train that row of the token table.
   padding = 0 if decoding.zero_is_padding else like.get('pad_token_id')
   ids: dict[str, Any] = {
     'eos_token_id': ends[0] if len(ends) == 1 else ends or None,
@@ -331,13 +331,13 @@ def generation_config(
   """Returns generation_config.json, and console lines about settings that it cannot hold.
 
   Args:
-    text, model: of the run.
-    ids: of `token_ids`.
+    text, model: texts and model of the run.
+    ids: result of `token_ids`.
   """
   decoding, notes = text.decoding, []
   content = {name: number for name, number in ids.items() if number is not None}
   if 'pad_token_id' not in content and decoding.stop_tokens:
-    content['pad_token_id'] = decoding.stop_tokens[0]  # after the end of a text in a batch
+    content['pad_token_id'] = decoding.stop_tokens[0]  # fills rows after the end of their text
   if decoding.zero_is_padding:
     content['suppress_tokens'] = [0]
   limit = model.config.num_positions
@@ -347,9 +347,7 @@ def generation_config(
     content['max_new_tokens'] = decoding.max_decode_length
   encoder_layers = model.options.get('num_encoder_layers')
   if encoder_layers is not None and encoder_layers < model.config.num_layers:
-    content['use_cache'] = (
-      False  # transformers 5 makes caches for as many layers as the encoder has
-    )
+    content['use_cache'] = False  # transformers 5 sizes the cache by the number of encoder layers
   content['do_sample'] = decoding.temperature > 0
   if decoding.temperature > 0:
     content |= {name: getattr(decoding, name) for name in ('temperature', 'top_k', 'top_p')}

@@ -1,7 +1,8 @@
-"""Puts one local checkpoint together in MODEL_DIR, from the parts that the hosts have.
+"""Assembles one local checkpoint in MODEL_DIR from the parts on the hosts.
 
-Each process copies its share of the parts into a staging folder, in the format of all other
-checkpoints. A rename makes it one. The checksums of the parts add up to those of the arrays.
+Each process copies its share of the parts into a staging folder, in the format of durable
+checkpoints. A rename commits the folder. The checksums of an array's parts add up to the checksum
+of the array.
 """
 
 import base64
@@ -41,11 +42,11 @@ VISIBLE_SECONDS = 120  # longer than NFS caches the contents of a folder (60 s)
 
 @dataclasses.dataclass
 class CopyOutcome:
-  """What a process has copied; sent to the others as JSON.
+  """The parts that a process has copied; sent to the other processes as JSON.
 
   Attributes:
     done: [array, start, checksum] of boxes that are written.
-    bad: [array, start, file, reason, whether the file may be intact] of boxes that cannot be read.
+    bad: [array, start, file, reason, whether the file may be intact] of unreadable boxes.
     problem: why MODEL_DIR cannot be written; '' if it can.
   """
 
@@ -55,16 +56,16 @@ class CopyOutcome:
 
 
 class Assembly:
-  """One local checkpoint, put together in MODEL_DIR. All processes make one and call `run`.
+  """Assembles one local checkpoint in MODEL_DIR. All processes create one and call `run`.
 
   Args:
-    model_dir: of the run; afterwards it knows the new checkpoint.
-    candidate: the local checkpoint, and who has which part.
+    model_dir: MODEL_DIR of the run; lists the new checkpoint afterwards.
+    candidate: the local checkpoint, with the holders of each part.
     found: the files of this process.
     target: the TrainState of this run.
     dry_run: only read and check.
   Attributes:
-    refused: why parts could not be read that may be intact; the same on all processes.
+    refused: reasons for parts that cannot be read, but may be intact; the same on all processes.
   """
 
   def __init__(
@@ -87,10 +88,10 @@ class Assembly:
     self.refused: list[str] = []
 
   def run(self, *, fallback: str) -> Optional[Saved]:
-    """Returns the promoted checkpoint; None if parts are missing, or it is of another model.
+    """Returns the promoted checkpoint; None if parts are missing, or it belongs to another model.
 
     Args:
-      fallback: what the run then continues from, unless there is an older local checkpoint.
+      fallback: words for logs: the checkpoint that the run would otherwise continue from.
     Raises:
       CheckpointError: MODEL_DIR cannot be written.
     """
@@ -164,7 +165,7 @@ class Assembly:
     return not lacking
 
   def _copy_all(self, fallback: str) -> Optional[dict[str, str]]:
-    """Returns array -> checksum once all boxes are copied; None if one cannot be read anywhere."""
+    """Returns array -> checksum once all boxes are copied; None if no copy of a box can be read."""
     holders = {box: list(who) for box, who in self._candidate.holders.items()}
     shapes = {array: shape for array, _, shape in holders}
     sums = {name: [0, 0] for name in self._names}
@@ -196,12 +197,12 @@ class Assembly:
     return {name: to_text(both) for name, both in sums.items()}
 
   def _prepare(self) -> None:
-    """Makes an empty staging folder."""
+    """Creates an empty staging folder."""
     problem = ''
     if distributed.is_main_process() and not self._dry_run:
       try:
         if os.path.lexists(self._staging):
-          set_aside(self._staging, 'it is not a folder of ours')
+          set_aside(self._staging, 'it is not a staging folder')
         self._staging.mkdir()
       except OSError as e:
         problem = e.strerror or str(e)
@@ -212,7 +213,7 @@ class Assembly:
   def _assigned(
     self, todo: set[Box], holders: Mapping[Box, Sequence[tuple[int, int]]]
   ) -> list[tuple[Box, int]]:
-    """Returns (box, file) of what this process copies; all processes copy about as many bytes."""
+    """Returns the (box, file) pairs that this process copies; balances bytes over processes."""
     loads: collections.Counter = collections.Counter()
     mine = []
     for box in sorted(todo, key=lambda box: (-self._bytes(box), box)):
@@ -257,7 +258,7 @@ class Assembly:
         outcome.done.append([array, start, part.checksum])
       if self._writer is not None:
         self._writer.flush()
-    except (OSError, ValueError) as e:  # TensorStore's while it makes arrays are ValueErrors
+    except (OSError, ValueError) as e:  # TensorStore raises ValueError while it creates arrays
       outcome.problem = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
     return outcome
 
@@ -280,7 +281,7 @@ class Assembly:
           data={'iterator': self._facts['data_state']},
           empty=empty_leaves(self._target.saved()),
         )
-        if is_real_folder(final):  # it could not be read
+        if is_real_folder(final):  # an unreadable checkpoint of the same step
           os.rename(final, free_name(self._folder / f'corrupt_{PREFIX}_{step}'))
         os.rename(self._writer.path, final)
       except (OSError, ValueError) as e:

@@ -6,8 +6,8 @@
     header    JSON: facts of the save, and name, start, shape, dtype, checksum, offset of each part
     parts     raw bytes, each from a multiple of 64
 
-The checksum of a part is that of checkpoint/storage/checksums.py. The checksums of an array's parts
-add up to the checksum of the array, which the manifest of a durable checkpoint has.
+The checksums of an array's parts (checkpoint/storage/checksums.py) add up to the checksum of the
+array, which is in the manifest of a durable checkpoint.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ class Part:
 
   Attributes:
     name: '/'-joined path of the array.
-    start: of the box in the array.
-    shape: of the box.
-    dtype: of the array.
-    checksum: of the box at its place in the array.
-    offset: of its bytes behind the header.
+    start: first index of the box in the array.
+    shape: shape of the box.
+    dtype: dtype of the array.
+    checksum: checksum of the box at its position in the array.
+    offset: offset of its bytes after the header.
   """
 
   name: str
@@ -68,9 +68,9 @@ class LocalFile:
   """A file with an intact header and the right length.
 
   Attributes:
-    path: of the file.
-    facts: of the save; JSON-ready.
-    parts: what is in it.
+    path: path of the file.
+    facts: facts about the save; JSON-ready.
+    parts: the parts in the file.
     data_start: offset of the first part.
   """
 
@@ -83,10 +83,10 @@ class LocalFile:
     """Returns a part's values.
 
     Args:
-      part: of `parts`.
-      shape: of the whole array.
+      part: one of `parts`.
+      shape: shape of the whole array.
     Raises:
-      ValueError: they are not the values that were written.
+      ValueError: the values differ from those that were written.
       OSError: the file cannot be read.
     """
     dtype = jnp.dtype(part.dtype)
@@ -120,15 +120,14 @@ def write_local_file(
 ) -> None:
   """Writes a file, which appears under its name only when it is complete.
 
-  Nothing is forced to disk: what a killed process wrote stays, and checksums find what a power
-  failure destroys.
+  Skips fsync: the data survive a killed process, and checksums find damage by a power failure.
 
   Args:
-    path: of the file; an existing one is replaced.
-    facts: of the save; JSON-ready.
-    parts: (name, shape of the array, start of the box, its values) of each.
+    path: path of the file; replaced if it exists.
+    facts: facts about the save; JSON-ready.
+    parts: (name, shape of the array, start of the box, values of the box) for each part.
   Raises:
-    OSError: no space, for example; nothing is left then.
+    OSError: no space, for example. Leaves no file behind.
   """
   described, offset = [], 0
   for name, shape, start, values in parts:
@@ -153,11 +152,11 @@ def _for_user_alone(path: str, flags: int) -> int:
 
 
 def open_local_file(path: pathlib.Path) -> LocalFile:
-  """Returns a file by its header; its parts are not read.
+  """Opens a file and reads its header, but not its parts.
 
   Raises:
-    ValueError: it is truncated, or its header is damaged.
-    OSError: it cannot be read.
+    ValueError: the file is truncated, or its header is damaged.
+    OSError: the file cannot be read.
   """
   with open_regular(path) as f:
     start = f.read(_PRELUDE.size)

@@ -1,4 +1,4 @@
-"""The parts of a state that a process keeps, copied to host memory."""
+"""Copies the parts of a state that a process keeps to host memory."""
 
 from collections.abc import Mapping
 from typing import Any, Optional
@@ -16,12 +16,11 @@ HostPart = tuple[str, Shape, Shape, np.ndarray]  # name, shape of the array, sta
 def copy_parts(state: Any, copies: ReplicaPlan, *, process: int) -> Optional[list[HostPart]]:
   """Returns the parts of `state` that `process` keeps.
 
-  None if its host lacks the memory, after sending the other hosts their parts.
-
-  All processes must call it.
+  Returns None if the host lacks the memory; other hosts still receive their parts from it. All
+  processes must call this function.
 
   Args:
-    state: with the shardings that the copies were planned for; may be overwritten afterwards.
+    state: the state, with the shardings of the plan; may be overwritten afterwards.
     copies: which process keeps which parts.
     process: index of this process.
   """
@@ -49,7 +48,7 @@ def copy_parts(state: Any, copies: ReplicaPlan, *, process: int) -> Optional[lis
   for part in own:
     take(part, shards[part.array][part.device])
   del shards
-  # One array at a time: a device has room for one more shard, not for its neighbor's state.
+  # One array at a time: device memory fits one extra shard, not a copy of the neighbor's state.
   for i, pairs in sorted(copies.sent.items()):
     received = _shards(send(arrays[i], pairs), places)
     for part in sent:
@@ -60,7 +59,7 @@ def copy_parts(state: Any, copies: ReplicaPlan, *, process: int) -> Optional[lis
 
 
 def _shards(array: jax.Array, places: Mapping[Any, int]) -> dict[int, jax.Array]:
-  """Returns position in the flat mesh -> what the device there holds."""
+  """Returns position in the flat mesh -> shard of the device at that position."""
   return {places[shard.device]: shard.data for shard in array.addressable_shards}
 
 
@@ -68,7 +67,7 @@ def _on_host(shard: jax.Array, part: KeptBox, dtype: Any) -> np.ndarray:
   """Returns the values of a part, in memory that no device uses."""
   values = np.asarray(shard)
   if next(iter(shard.devices())).platform == 'cpu':
-    values = values.copy()  # else a view of a buffer that the step reuses
-  if part.is_sent:  # as integers, with an axis for devices
+    values = values.copy()  # otherwise a view of a buffer that the step reuses
+  if part.is_sent:  # sent as integers, with an axis for devices
     values = np.ascontiguousarray(values).reshape(-1).view(jnp.dtype(dtype))
   return values.reshape(part.shape)

@@ -1,4 +1,4 @@
-"""The parts of local checkpoints that the processes of a run find; the same list on all of them."""
+"""Lists the parts of local checkpoints that the processes of a run find; equal on all processes."""
 
 import collections
 import contextlib
@@ -18,8 +18,8 @@ from t5x_gpu.config.json_schema import check
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.host import boot_id
 
-Box = tuple[int, Shape, Shape]  # array (of the sorted names), start, shape
-Holder = tuple[int, int]  # process, number of the file among those that it found
+Box = tuple[int, Shape, Shape]  # index of the array among the sorted names, start, shape
+Holder = tuple[int, int]  # process, index of the file among the files it found
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ class LocalFiles:
   """The files that this process found, and what all processes found.
 
   Attributes:
-    files: of this process.
+    files: files of this process.
     of_all: for every process, {'step', 'attempt', 'process', 'parts'} of each of its files.
-    damaged: (step, reason) of files of any process that are truncated or garbled.
+    damaged: (step, reason) of truncated or garbled files on any process.
     refused: (step, reason) of files that their process cannot open, which may be intact.
   """
 
@@ -43,15 +43,15 @@ class LocalFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A local checkpoint, or what is left of it.
+  """A local checkpoint, or the remaining parts of one.
 
   Attributes:
     step: updates done.
-    attempt: of the run; parts of different attempts do not fit together.
-    files: who has files of it.
-    processes: those of the run that wrote it whose files were found.
-    holders: box -> who has it.
-    damaged: why files of it cannot be read.
+    attempt: attempt of the run; parts of different attempts do not fit together.
+    files: holders of its files.
+    processes: the writing run's processes whose files were found.
+    holders: box -> its holders.
+    damaged: why some of its files cannot be read.
   """
 
   step: int
@@ -66,11 +66,11 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Loca
   """Returns the files of a run, each found by one process.
 
   Args:
-    folder: of the run on this host; need not exist.
-    run: name of the run, which is in the files as well.
+    folder: folder of the run on this host; need not exist.
+    run: name of the run, which its files also contain.
     newer_than: a step; files of this and older steps are not opened.
   Raises:
-    AccessError: the folder cannot be listed; on all processes.
+    AccessError: the folder cannot be listed; raised on all processes.
   """
   # Processes of one host see the same folder: each opens a share of its files.
   folders = distributed.gather_json(_identity(folder))
@@ -115,7 +115,7 @@ def _identity(folder: pathlib.Path) -> str:
 
 
 def _check_facts(file: LocalFile, step: int) -> None:
-  """Raises ValueError unless a file names its step, and each part lies inside one of its arrays."""
+  """Raises ValueError unless the file contains its step, and all parts lie inside their arrays."""
   check(file.facts, LOCAL_FACTS)
   if file.facts['step'] != step:
     raise ValueError(f'it is of step {file.facts["step"]}')
@@ -131,7 +131,7 @@ def _check_facts(file: LocalFile, step: int) -> None:
 
 
 def _summary(file: LocalFile) -> dict[str, Any]:
-  """Returns what the other processes get of a file; arrays by number, as names are long."""
+  """Returns the summary of a file for other processes, with array indices instead of names."""
   number = {name: i for i, name in enumerate(sorted(file.facts['manifest']['arrays']))}
   return {
     **{key: file.facts[key] for key in ('step', 'attempt', 'process')},
@@ -165,11 +165,11 @@ def candidates(found: LocalFiles) -> list[Candidate]:
 
 
 def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
-  """Returns what is missing, 'the parts of process 1 on gpu-002 are missing'.
+  """Returns a sentence such as 'the parts of process 1 on gpu-002 are missing'.
 
   Args:
     candidate: the local checkpoint.
-    hosts: of the processes that wrote it.
+    hosts: hosts of the processes that wrote it.
   """
   by_host = collections.defaultdict(list)
   for process, host in enumerate(hosts):

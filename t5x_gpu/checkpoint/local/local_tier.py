@@ -1,8 +1,8 @@
 """Local checkpoints: every few steps, each process saves its part of the state on its own host.
 
-The step loop waits for the copy to host memory, and for what hosts send each other; a thread then
-writes. Local checkpoints are an extra: a local save that fails is reported, and tried again at the
-next period. Only the checkpoints in MODEL_DIR are guaranteed.
+The step loop waits for the copy to host memory and for the transfers between hosts; a thread then
+writes the file. Local checkpoints are best effort: a failed save is reported, and tried again at
+the next period. Only the checkpoints in MODEL_DIR are guaranteed.
 """
 
 import base64
@@ -57,13 +57,14 @@ class LocalTier:
   """The local checkpoints of one process.
 
   Args:
-    folder: of this host, with a folder for each run.
-    model_dir: of the run.
-    copies: which process keeps which parts of the states that `save` will get.
-    hosts: of the processes.
+    folder: local folder of this host, with a subfolder for each run.
+    model_dir: MODEL_DIR of the run.
+    copies: which process keeps which parts of the states passed to `save`.
+    hosts: hosts of the processes.
     period: steps between local checkpoints.
-    process: index of this one.
-    attempt: the same on all processes: parts of different attempts do not fit together.
+    process: index of this process.
+    attempt: id of this attempt, equal on all processes: parts of different attempts do not fit
+      together.
   """
 
   pause = 'local_save'  # the name of a save in the step timer
@@ -90,14 +91,14 @@ class LocalTier:
     self._has_warned = False
 
   def due(self, step: int) -> Optional[Self]:
-    """Returns itself if `step` is one to save, else None."""
+    """Returns itself if `step` should be saved, else None."""
     return self if step % self._period == 0 else None
 
   def __enter__(self) -> Self:
-    """Makes the folder; MODEL_DIR exists by now and belongs to this run.
+    """Creates the folder; MODEL_DIR exists by now and belongs to this run.
 
     Raises:
-      CheckpointError: other users can write to it; on all processes.
+      CheckpointError: other users can write to the folder; raised on all processes.
     """
     run = distributed.broadcast_json(
       ensure_run_id(self.model_dir) if distributed.is_main_process() else None
@@ -108,7 +109,7 @@ class LocalTier:
       make_private(self._run_folder)
       if self._is_first_of_host:
         (self._run_folder / ABOUT).write_text(json.dumps({'model_dir': str(self.model_dir)}))
-        # Left by killed processes. Nobody else writes yet: `save` waits for all processes.
+        # Left by killed processes. No other process writes yet: `save` waits for all of them.
         for path in self._run_folder.glob(f'step_*{TEMPORARY}'):
           path.unlink(missing_ok=True)
       self._left_over = [path for path in self._run_folder.glob('step_*') if self._is_mine(path)]
@@ -120,8 +121,10 @@ class LocalTier:
     return self
 
   def _is_mine(self, path: pathlib.Path) -> bool:
-    """Returns whether this process removes a file of an earlier attempt: each removes its own
-    index; the first process of a host also those whose index is not on this host.
+    """Returns whether this process must remove a file of an earlier attempt.
+
+    Each process removes files of its index. The first process of a host also removes files of
+    processes that are not on this host.
     """
     match = FILE_NAME.fullmatch(path.name)
     if match is None or is_real_folder(path):
@@ -136,13 +139,13 @@ class LocalTier:
   def save(self, step: int, state: Any, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
     """Starts to write this process's part of a step; returns once `state` may be overwritten.
 
-    All processes must call it. While one of them is still writing the step before, none saves:
-    otherwise no step would be complete on two hosts.
+    All processes must call it. If one process is still writing the previous step, all skip this
+    step; otherwise no step would be complete on two hosts.
 
     Args:
       step: updates done.
-      state: with the shardings that the copies were planned for.
-      data_state: for `BatchIterator.set_state`.
+      state: the state, with the shardings of the plan.
+      data_state: argument of `BatchIterator.set_state`.
       manifest: see checkpoint/manifest.py.
     """
     jax.block_until_ready(state)  # two collectives at once can deadlock on CPU
@@ -176,7 +179,7 @@ class LocalTier:
     self._thread.start()
 
   def _write(self, step: int, facts: Mapping[str, Any], parts: Sequence[HostPart]) -> None:
-    """Writes the file and removes older ones; runs in a thread."""
+    """Writes the file and removes older files; runs in a thread."""
     try:
       write_local_file(self._path(step), facts=facts, parts=parts)
       stays = {step, *([self._complete] if self._complete is not None else self._saved[-1:])}
@@ -190,14 +193,14 @@ class LocalTier:
         f'{write_problem(e, self.folder)}. '
         f'The run tries again every {self._period} steps.'
       )
-    except Exception as e:  # an extra must not end the run
+    except Exception as e:  # a local checkpoint is best effort: it must not end the run
       self._warn(f'Step {step} could not be saved: {type(e).__name__}: {e}')
 
   def _path(self, step: int) -> pathlib.Path:
     return self._run_folder / f'step_{step}.process_{self._process}'
 
   def _remove_left_over(self) -> None:
-    """Removes what earlier attempts of this run left on this host."""
+    """Removes files that earlier attempts of this run left on this host."""
     left, self._left_over = self._left_over, []
     for path in left:
       if _attempt_of(path) != self._attempt:
@@ -214,18 +217,18 @@ class LocalTier:
       )
 
   def wait(self) -> None:
-    """Returns once nothing is being written."""
+    """Waits until the write in progress ends."""
     if self._thread is not None:
       self._thread.join()
 
   def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-    """Removes the files if all went well: MODEL_DIR has a newer checkpoint."""
+    """Removes the files after a run without error: MODEL_DIR has a newer checkpoint."""
     self.wait()
     if error is None:
       self._remove_left_over()
       for step in self._saved:
         self._path(step).unlink(missing_ok=True)
-      # The last process of the host finds only the file about the run.
+      # For the last process of the host, only the file that describes the run is left.
       if not any(self._run_folder.glob('step_*')):
         (self._run_folder / ABOUT).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another process was faster
@@ -233,20 +236,20 @@ class LocalTier:
 
 
 class NoLocalTier(contextlib.nullcontext):
-  """In place of a LocalTier, for a run without local checkpoints."""
+  """Replaces LocalTier in a run without local checkpoints."""
 
   def due(self, step: int) -> None:
     del step
 
 
 def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier | NoLocalTier:
-  """Returns what saves local checkpoints, after checking that they fit on every host.
+  """Returns the run's LocalTier, after checking that local checkpoints fit on every host.
 
-  Logs where they will be. Writes nothing.
+  Logs their location. Writes nothing.
 
   Args:
     config: CheckpointConfig.
-    model_dir: of the run.
+    model_dir: MODEL_DIR of the run.
     state: shapes with the shardings of the run.
   Raises:
     CheckpointError: a folder cannot be written, is too small, or is inside MODEL_DIR.
@@ -290,7 +293,7 @@ def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier |
 
 
 def _name_other_runs(local: pathlib.Path, model_dir: pathlib.Path) -> None:
-  """Logs which other runs have files here, as those are neither used nor removed."""
+  """Logs which other runs have files here, because they are neither used nor removed."""
   own = read_run_id(model_dir)
   for folder in sorted(path for path in local.glob('*') if path.is_dir() and path.name != own):
     files = [path for path in folder.glob('step_*') if FILE_NAME.fullmatch(path.name)]

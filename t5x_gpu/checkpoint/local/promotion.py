@@ -1,8 +1,8 @@
-"""At a restart, the newest complete local checkpoint becomes a checkpoint in MODEL_DIR.
+"""At a restart, promotes the newest complete local checkpoint to a checkpoint in MODEL_DIR.
 
-The processes report to each other which parts they find. The newest local checkpoint that has every
-part, and is newer than the last readable checkpoint, is written into MODEL_DIR as
-checkpoint_<step>. So it restores onto any mesh and any number of processes, with the same checks.
+The processes exchange lists of the parts they find. If the newest local checkpoint with all parts
+is newer than the last readable checkpoint, it is written into MODEL_DIR as checkpoint_<step>. So it
+restores onto any mesh and any number of processes, with the same checks.
 """
 
 import pathlib
@@ -24,15 +24,15 @@ from t5x_gpu.runtime import distributed
 def check_with_local(
   model_dir: ModelDir, local: LocalTier | NoLocalTier, *, target: Any, dry_run: bool
 ) -> Optional[Saved]:
-  """Returns the latest checkpoint, as `check_model_dir` does, after promoting a newer local one.
+  """Returns the latest checkpoint, as `check_model_dir`, after promoting a newer local checkpoint.
 
   Locks MODEL_DIR, so that the answer stays true until the run releases it.
 
   Args:
     model_dir: need not exist.
-    local: of this run.
+    local: local checkpoints of this run.
     target: the TrainState (or its shapes) of this run.
-    dry_run: change nothing, lock nothing; log and return what would be promoted.
+    dry_run: only log and return the checkpoint that would be promoted; change and lock nothing.
   Raises:
     CheckpointError: as `check_model_dir`; or a local checkpoint cannot be written to MODEL_DIR.
   """
@@ -48,14 +48,14 @@ def check_with_local(
 def promote_newer(
   local: LocalTier | NoLocalTier, model_dir: ModelDir, newer_than: Optional[int], *, target: Any
 ) -> Optional[int]:
-  """Returns the step of the newest complete local checkpoint, after promoting it; None without one.
+  """Promotes the newest complete local checkpoint and returns its step; None if there is none.
 
   For a run that has locked MODEL_DIR and finds a damaged checkpoint when it reads the arrays.
 
   Args:
-    local: of this run.
-    model_dir: of this run.
-    newer_than: the step of the next older checkpoint; None without one.
+    local: local checkpoints of this run.
+    model_dir: MODEL_DIR of this run.
+    newer_than: the step of the next older checkpoint; None if there is none.
     target: the TrainState (or its shapes) of this run.
   Raises:
     CheckpointError: a local checkpoint cannot be written to MODEL_DIR.
@@ -86,10 +86,10 @@ def _first_complete(
   durable: Optional[int],
   dry_run: bool = False,
 ) -> Optional[Saved]:
-  """Returns the first of `waiting` that can be promoted, after promoting it; None if none can.
+  """Promotes and returns the first candidate of `waiting` that is complete; None if none is.
 
   Raises:
-    AccessError: parts of a newer one cannot be opened, and may be intact.
+    AccessError: parts of a newer candidate cannot be opened, but may be intact.
   """
   fallback = 'the seed' if durable is None else f'checkpoint_{durable}'
 

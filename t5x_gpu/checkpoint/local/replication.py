@@ -1,9 +1,9 @@
-"""Which host keeps which part of a state, so that any one host may be lost.
+"""Decides which host keeps which part of a state, so that any one host may be lost.
 
-Every box of every array is kept twice, on two hosts. Where two hosts hold it anyway (data
-parallelism), each writes what it has. Where only one host holds it (fsdp over all hosts), its
-values are sent to the next host, array by array, by a collective permute, which takes the memory of
-one shard and no additional ports.
+Every box of every array is kept on two hosts. If two hosts hold a box anyway (data parallelism),
+each writes its copy. If only one host holds it (fsdp over all hosts), its values are sent to the
+next host, array by array, by a collective permute, which needs the memory of one shard and no
+additional ports.
 
 This is a pure function of shardings and hosts: all processes compute the same.
 """
@@ -22,16 +22,16 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.topology import Device
 
 Shape = tuple[int, ...]
-Pairs = tuple[tuple[int, int], ...]  # (from, to), places in the flat mesh
+Pairs = tuple[tuple[int, int], ...]  # (from, to), positions in the flat mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-  """Which process drives a device, and on which host a process is.
+  """Maps devices to processes, and processes to hosts.
 
   Attributes:
-    names: of the host of each process.
-    keys: equal for processes that fail together.
+    names: host name of each process.
+    keys: failure domain of each process; equal for processes that fail together.
     process_of: device -> index of its process.
   """
 
@@ -44,7 +44,7 @@ class Hosts:
     return len(set(self.keys))
 
   def is_first_of_host(self, process: int) -> bool:
-    """Returns whether no process of a lower index shares the host."""
+    """Returns whether the process has the lowest index on its host."""
     return self.keys.index(self.keys[process]) == process
 
 
@@ -65,11 +65,11 @@ class KeptBox:
   """A box that a process keeps.
 
   Attributes:
-    array: place of the array among those of the state.
-    start: of the box.
-    shape: of the box.
-    device: place in the flat mesh of the device that hands it over.
-    is_sent: whether that device gets it from another host.
+    array: index of the array in the state.
+    start: first index of the box.
+    shape: shape of the box.
+    device: position in the flat mesh of the device that provides the box.
+    is_sent: whether that device receives the box from another host.
   """
 
   array: int
@@ -85,10 +85,10 @@ class ReplicaPlan:
 
   Attributes:
     by_process: the parts that each process keeps.
-    bytes_of: their size, for each process.
-    sent: array -> how its shards move; without the arrays that need not move.
-    sent_bytes: of one local checkpoint, over all processes.
-    num_copies: of each box, on as many hosts.
+    bytes_of: size of the parts that each process keeps.
+    sent: array -> how its shards move; only arrays that must move.
+    sent_bytes: bytes sent for one local checkpoint, over all processes.
+    num_copies: number of copies of each box, each on a different host.
   """
 
   by_process: tuple[tuple[KeptBox, ...], ...]
@@ -105,16 +105,16 @@ class ReplicaPlan:
     """Returns how much of each local checkpoint a host keeps, and how many hosts may be lost."""
     most = gigabytes(max(self.bytes_on_host(hosts, i) for i in range(len(hosts.keys))))
     if hosts.num_hosts == 1:
-      return f'{most} on the only host: they survive processes that end, not its loss'
+      return f'{most} on the only host: they survive killed processes, but not the loss of the host'
     if self.num_copies == 1:
       return (
-        f'{most} on a host, each part once, as one host has more than half of the devices: a '
-        'host that is lost takes its part with it'
+        f'{most} on a host, each part once, because one host has more than half of the devices: '
+        'losing a host loses its parts'
       )
     sent = (
       f'{gigabytes(self.sent_bytes)} are sent to another host'
       if self.sent
-      else 'nothing is sent, as two hosts hold every part anyway'
+      else 'nothing is sent, because two hosts already hold every part'
     )
     return (
       f'{most} on a host, each part on two of {hosts.num_hosts}, so any one may be lost; {sent}'
@@ -131,7 +131,7 @@ def plan_copies(state: Any, hosts: Hosts) -> ReplicaPlan:
 
   Args:
     state: tree of arrays or shapes with NamedShardings of one mesh.
-    hosts: of the devices.
+    hosts: hosts of the devices.
   """
   arrays = jax.tree.leaves(state)
   devices = list(arrays[0].sharding.mesh.devices.flat)
@@ -147,7 +147,7 @@ def plan_copies(state: Any, hosts: Hosts) -> ReplicaPlan:
     kept[process].append(part)
     loads[process] += num_bytes
 
-  # Large arrays first: the small ones then even out the loads.
+  # Large arrays first: small arrays then even out the loads.
   for i in sorted(range(len(arrays)), key=lambda i: -_bytes(arrays[i], arrays[i].shape)):
     pairs = []
     for (start, shape), holders in _boxes(arrays[i], devices).items():
@@ -185,8 +185,9 @@ def _boxes(array: Any, devices: Sequence[Device]) -> dict[tuple[Shape, Shape], l
 
 
 def _to_next_host(host_of: Sequence[str]) -> Optional[list[int]]:
-  """Returns for each position in the mesh the matching one on another host; None if a host has more
-  than half of the devices.
+  """Returns for each mesh position its partner on another host.
+
+  Returns None if a host has more than half of the devices.
   """
   order = list(dict.fromkeys(host_of))
   by_host = sorted(range(len(host_of)), key=lambda d: (order.index(host_of[d]), d))
@@ -200,7 +201,7 @@ def _to_next_host(host_of: Sequence[str]) -> Optional[list[int]]:
 
 
 def send(array: jax.Array, pairs: Pairs) -> jax.Array:
-  """Returns for every device the shard that it received, [devices, ...]; zeros if it received none.
+  """Returns the shard that every device received, [devices, ...]; zeros if it received none.
 
   All processes must call it. Floats are sent as unsigned integers: some links round floats.
   """

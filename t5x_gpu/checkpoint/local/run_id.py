@@ -1,4 +1,4 @@
-"""MODEL_DIR/run.id names the run, so that its files in other places can be recognized."""
+"""MODEL_DIR/run.id names the run, so that its files in other folders can be recognized."""
 
 import contextlib
 import json
@@ -13,13 +13,13 @@ from t5x_gpu.config.set_aside import check_not_refused, set_aside_damaged
 from t5x_gpu.errors import CheckpointError
 
 RUN_ID = 'run.id'
-# `name` becomes that of a folder on local disks: it must not be '../..'. `folder` is MODEL_DIR when
-# the file was written.
+# `name` becomes the name of a folder on local disks: it must not be '../..'. `folder` is MODEL_DIR
+# at the time of writing.
 _SCHEMA = Fields({'name': Text('[0-9a-f]{16}'), 'folder': str}, others=False)
 
 
 def read_run_id(folder: pathlib.Path) -> Optional[str]:
-  """Returns the name of the run in `folder`; None without one, or if it is that of another run.
+  """Returns the name of the run in `folder`; None if it has none, or the name of another run.
 
   A MODEL_DIR that was moved keeps its name. A copy is another run: while the original exists, the
   name belongs to the original.
@@ -32,7 +32,7 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
   except ValueError:
     return None
   except OSError as e:
-    check_not_refused(e, folder / RUN_ID)  # without its name, the run loses its local checkpoints
+    check_not_refused(e, folder / RUN_ID)  # without the name, the run loses its local checkpoints
     return None
   here, there = str(folder.resolve()), pathlib.Path(kept['folder'])
   with contextlib.suppress(OSError, ValueError):
@@ -42,7 +42,7 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
 
 
 def ensure_run_id(folder: pathlib.Path) -> str:
-  """Returns the name of the run in `folder`, after giving it one if needed. For one process.
+  """Returns the name of the run in `folder`; creates it if needed. Called on one process.
 
   A damaged file is renamed, with a warning.
   """

@@ -1,4 +1,4 @@
-"""Where local checkpoints are kept, and how often; errors come before anything compiles."""
+"""Checks folder, period and space of local checkpoints, before anything compiles."""
 
 import functools
 import os
@@ -94,10 +94,10 @@ def check_space(
   """Raises CheckpointError, on all processes, unless every host has room for local checkpoints.
 
   Args:
-    folder: of this process; need not exist, and is not made.
-    copies: who keeps what.
-    hosts: of the processes.
-    run: name of the run, whose files there will be replaced; None for a new run.
+    folder: local folder of this process; need not exist, and is not created.
+    copies: which process keeps which parts.
+    hosts: hosts of the processes.
+    run: name of the run, whose files in the folder will be replaced; None for a new run.
   """
   found = distributed.gather_json([str(folder), *_look_at(folder, run)])
   # In a test, one process simulates several: they share its folder.
@@ -123,13 +123,13 @@ def check_space(
 
 
 def danger_of(folder: pathlib.Path) -> str:
-  """Returns why other users could put files into a folder; '' if they cannot, or it is missing.
+  """Returns why other users could write to a folder; '' if they cannot, or the folder is missing.
 
-  A checkpoint is trusted by its checksums, which anybody can compute.
+  Checksums do not help against other users, because anybody can compute them.
   """
   try:
     own, link = folder.stat(), folder.lstat()
-  except OSError:  # it is missing, or cannot be used at all
+  except OSError:  # the folder is missing or unusable
     return ''
   me = os.geteuid()
   if own.st_uid != me or link.st_uid not in (me, 0):
@@ -150,7 +150,7 @@ def _user_name(number: int) -> str:
 def not_private(danger: str, *, where: str = '') -> CheckpointError:
   """Returns the error for a folder that is unsafe because of `danger` (see `danger_of`)."""
   return CheckpointError(
-    f'{danger}{where}. Whoever can write there can change what a restart continues from.',
+    f'{danger}{where}. Users who can write there can change the state that a restart loads.',
     fix=f"Set {DIR} = '/dev/shm/$USER', or another folder that does not exist or belongs to "
     'you alone: chmod go-w FOLDER. A run makes missing folders for their user alone.',
     parameters=(DIR,),
@@ -159,11 +159,11 @@ def not_private(danger: str, *, where: str = '') -> CheckpointError:
 
 
 def make_private(folder: pathlib.Path) -> None:
-  """Makes a folder of local checkpoints, and the missing ones above it, for this user alone.
+  """Creates a folder of local checkpoints and its missing parents, accessible only to this user.
 
   Raises:
-    CheckpointError: other users can write to it or to the folder above it.
-    OSError: it cannot be made.
+    CheckpointError: other users can write to the folder or its parent.
+    OSError: the folder cannot be created.
   """
   for missing in [f for f in (*folder.parents[::-1], folder) if not f.exists()]:
     missing.mkdir(mode=0o700, exist_ok=True)
@@ -174,8 +174,10 @@ def make_private(folder: pathlib.Path) -> None:
 
 
 def _look_at(folder: pathlib.Path, run: Optional[str]) -> tuple[str, str, int]:
-  """Returns why others could change local checkpoints in a folder, why no file can be written where
-  it is or will be, and how many bytes fit.
+  """Returns three facts about a folder: security problem, write problem, and free bytes.
+
+  The problems are reasons why other users could change local checkpoints, and why the folder cannot
+  be written or created; '' if there is no problem.
   """
   danger = danger_of(folder) or (danger_of(folder / run) if run else '')
   there = next(f for f in (folder, *folder.parents) if f.exists())
@@ -189,7 +191,7 @@ def _look_at(folder: pathlib.Path, run: Optional[str]) -> tuple[str, str, int]:
     return danger, write_problem(e, there), 0
   free = stats.f_bavail * stats.f_frsize
   available = available_memory() if _is_memory(there) else None
-  if available is not None:  # a tmpfs may be larger than what the host has left
+  if available is not None:  # a tmpfs may be larger than the host's free memory
     free = min(free, available)
   return danger, '', free + own
 

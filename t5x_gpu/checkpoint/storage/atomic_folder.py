@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all; a killed command can continue an unfinished one."""
+"""Folders that appear complete or not at all; a killed command can continue its folder."""
 
 import contextlib
 import errno
@@ -24,13 +24,13 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file 
 
 @contextlib.contextmanager
 def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib.Path]:
-  """Yields an empty folder, which becomes `target` if the block succeeds; else it is removed.
+  """Yields an empty folder, which becomes `target` if the block succeeds and is removed otherwise.
 
-  What a killed process left is removed by the next one with the same target.
+  The next process with the same target removes leftovers of a killed process.
 
   Args:
     target: must be missing or empty.
-    num_bytes: about how much will be written.
+    num_bytes: estimated size of the folder.
   Raises:
     CheckpointError: see `Journal`.
   """
@@ -56,19 +56,19 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
 
 
 class Journal(contextlib.AbstractContextManager):
-  """The unfinished folder of `target`, and how much of it is done.
+  """The unfinished folder of `target`, with a record of the progress.
 
-  One process at a time has it, if the file system supports locks.
+  Only one process at a time can open it, if the file system supports locks.
 
   Next to `target` is `.NAME.unfinished` with `new`, which becomes `target`, and the journal. The
-  same work, started again after a kill, continues from there.
+  same work, started again after a kill, continues from the journal.
 
   Args:
     target: must be missing or empty.
     work: JSON-ready, everything that the result depends on; leftovers of other work are removed.
-    num_bytes: about how much will be written in all.
+    num_bytes: estimated total size.
   Attributes:
-    folder: to write into.
+    folder: folder to write into.
     entry: the last `note`, perhaps of an earlier process; None at the beginning.
   Raises:
     CheckpointError: the target exists, cannot be written, another process is writing it, or the
@@ -84,7 +84,7 @@ class Journal(contextlib.AbstractContextManager):
     self._work = _digest(work)
     self.entry: Optional[dict[str, Any]] = None
     if self._target.exists() and (not self._target.is_dir() or any(self._target.iterdir())):
-      if not self.folder.exists():  # a kill after the last step
+      if not self.folder.exists():  # killed after the last step
         shutil.rmtree(self._unfinished, ignore_errors=True)
       raise CheckpointError(
         f'{self._target} exists and is not empty; nothing is overwritten.',
@@ -127,7 +127,7 @@ class Journal(contextlib.AbstractContextManager):
     return lock
 
   def _open(self, num_bytes: int) -> None:
-    """Continues the journal if it is of this work, else starts one."""
+    """Continues the journal if it belongs to this work, else starts a new one."""
     with contextlib.suppress(FileNotFoundError, ValueError):
       kept = read_json(self._path, _SCHEMA)
       if kept['work'] == self._work and self.folder.is_dir():
@@ -163,7 +163,7 @@ class Journal(contextlib.AbstractContextManager):
     self.discard()
 
   def discard(self) -> None:
-    """Removes the unfinished folder, and gives up the lock."""
+    """Removes the unfinished folder and releases the lock."""
     if self._lock.closed:  # removed before; another process may be using the name by now
       return
     shutil.rmtree(self.folder, ignore_errors=True)
@@ -187,7 +187,7 @@ def open_journal(target: AnyPath, *, work: Any, num_bytes: int) -> 'Journal | Re
 class RemoteJournal(contextlib.AbstractContextManager):
   """An unfinished folder in object storage, with the methods of `Journal`.
 
-  It is written in place, with `reshard.json` as the journal. No reader takes it for a checkpoint
+  Objects are written in place, with `reshard.json` as the journal. Readers ignore the checkpoint
   until it is committed at the end.
 
   Args:
@@ -195,10 +195,10 @@ class RemoteJournal(contextlib.AbstractContextManager):
       removed.
     work: JSON-ready, everything that the result depends on.
   Attributes:
-    folder: to write into.
+    folder: folder to write into.
     entry: the last `note`, perhaps of an earlier process; None at the beginning.
   Raises:
-    CheckpointError: something else is there, or it cannot be written.
+    CheckpointError: the target has other objects, or cannot be written.
   """
 
   def __init__(self, target: RemotePath, *, work: Any):
@@ -218,7 +218,7 @@ class RemoteJournal(contextlib.AbstractContextManager):
         kept = read_json(self._path, _SCHEMA)
       if kept.get('work') == self._work:
         self.entry = kept['entry']
-      if self.entry is None:  # arrays may exist: a kill between writing and noting them
+      if self.entry is None:  # a process killed between writing and `note` may have left arrays
         target.remove_tree(last=[_REMOTE_JOURNAL])
     if self.entry is None:
       self.note(None)

@@ -1,12 +1,13 @@
 """Checksums of arrays that do not depend on how an array is split: sums over its elements.
 
-Each element is mixed with its place in the whole array to 32 bits, in two ways, and the results are
-summed mod 2^32. So the sums of parts add up exactly to that of the array, in any order: of shards
-on devices, which XLA adds up, or of pieces that a reader of files has in memory. They find damage;
-they do not resist somebody who constructs two arrays with the same sum.
+Each element is mixed with its position in the whole array to 32 bits, in two ways, and the results
+are summed mod 2^32. So the sums of parts add up exactly to the sum of the array, in any order:
+parts are shards on devices, which XLA adds up, or pieces that a reader has in memory. Checksums
+find damage; they do not resist an attacker who constructs two arrays with the same sum.
 
-The place of an element is two words, so that arrays may have more than 2^32 elements: a column, the
-index over as many of the last dimensions as fit into 32 bits, and a row, the index over the others.
+The position of an element is two words, so that arrays may have more than 2^32 elements: a column,
+the index over as many of the last dimensions as fit into 32 bits, and a row, the index over the
+other dimensions.
 Mixing: https://github.com/skeeto/hash-prospector#two-round-functions (lowbias32, a bijection).
 """
 
@@ -27,31 +28,31 @@ _log = logging.getLogger(__name__)
 
 KEY, METHOD = 'checksums', 'sum of lowbias32, 1'
 MOST_COLUMNS = 2**32
-# At restore: all arrays of a small state, some of a large one.
+# A restore checks all arrays of a state up to this size, and some arrays of a larger state.
 SMALL_BYTES = 64 << 20
 SAMPLED = 4
-HOST_BYTES = 1 << 20  # arrays up to this are summed where no program must be compiled for them
+HOST_BYTES = 1 << 20  # arrays up to this are summed on the host, without compiling a program
 
 _ROW, _COLUMN = 0x9E3779B1, 0x85EBCA77  # odd
 _LANE = 0xC2B2AE3D
 _ROUNDS, _LAST_SHIFT = ((16, 0x7FEB352D), (15, 0x846CA68B)), 16  # lowbias32
-_HIGH_WORD = 0x80000000  # where the second half of a 64-bit element has its row
-_BLOCK = 1 << 15  # elements; what NumPy works on stays in the cache of a core
+_HIGH_WORD = 0x80000000  # added to the row for the second half of a 64-bit element
+_BLOCK = 1 << 15  # elements; a block stays in the cache of a core
 
 
 def recorded(manifest: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the checksums of arrays in a manifest; empty if it is older than checksums."""
+  """Returns the checksums in a manifest; {} if an older version without checksums wrote it."""
   kept = manifest.get(KEY) or {}
   return kept['arrays'] if kept.get('method') == METHOD else {}
 
 
 def record(checksums: Mapping[str, str]) -> dict[str, Any]:
-  """Returns these checksums as a manifest records them."""
+  """Returns the manifest entry for checksums."""
   return {KEY: {'method': METHOD, 'arrays': dict(checksums)}}
 
 
 def to_text(sums: Sequence[Any]) -> str:
-  """Returns both sums as 16 hexadecimal digits, as manifests keep them."""
+  """Returns both sums as 16 hexadecimal digits, the form in manifests."""
   return ''.join(f'{int(s) % 2**32:08x}' for s in sums)
 
 
@@ -68,10 +69,10 @@ def split_dims(shape: Sequence[int], *, most_columns: int = MOST_COLUMNS) -> int
 
 
 def checksums_of(tree: Any) -> dict[str, str]:
-  """Returns the checksum of every array of `tree` by its '/'-joined path, as the manifest has it.
+  """Returns '/'-joined path -> checksum of every array of `tree`, for the manifest.
 
-  Arrays may be split over devices and processes; every process gets all sums. It costs reading the
-  arrays once from device memory.
+  Arrays may be split over devices and processes; every process gets all sums. The cost is one read
+  of the arrays from device memory.
   """
   return _texts(by_name(tree))
 
@@ -90,7 +91,7 @@ def _texts(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_for_host(x: Any) -> bool:
-  """Returns whether the host is faster: it need not compile a program for the shape."""
+  """Returns whether the host is faster, because it does not compile a program for the shape."""
   return x.nbytes <= HOST_BYTES and (
     not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
   )
@@ -152,10 +153,10 @@ def _device_words(array: jax.Array) -> list[jax.Array]:
 
 
 def _mixed(bits: jax.Array, row: jax.Array, column: jax.Array) -> list[jax.Array]:
-  """Returns what elements add to each of the two sums."""
+  """Returns the contribution of elements to each of the two sums."""
   uint32 = jnp.uint32
   place = _lowbias32((row * uint32(_ROW)) ^ (column * uint32(_COLUMN) + uint32(1)))
-  # The place is used in two ways: what cancels in one sum does not in the other.
+  # The position enters in two ways: errors that cancel in one sum do not cancel in the other.
   return [_lowbias32(bits ^ place), _lowbias32(bits + place * uint32(_LANE))]
 
 
@@ -172,8 +173,8 @@ class HostSums:
   """The sums of an array that is added in parts, each element once.
 
   Args:
-    shape: of the whole array.
-    start: text of the sums of the parts that were added before.
+    shape: shape of the whole array.
+    start: checksum text of the parts that were added before.
     most_columns: see `split_dims`.
   """
 
@@ -213,7 +214,7 @@ class HostSums:
   def _add_block(
     self, bits: np.ndarray, rows: np.ndarray, columns: np.ndarray, buffers: Sequence[np.ndarray]
   ) -> None:
-    """Adds what `_mixed` returns, in preallocated memory: twice as fast, 620 MB/s."""
+    """Adds the result of `_mixed`, in preallocated memory: twice as fast, 620 MB/s."""
     place, x, scratch = buffers
     np.multiply(columns, np.uint32(_COLUMN), out=place)
     np.add(place, np.uint32(1), out=place)
@@ -230,7 +231,7 @@ class HostSums:
   def add_at(self, place: Sequence[slice | int], part: np.ndarray) -> None:
     """Adds the part that is indexed by `place`: whole numbers and slices without steps."""
     place = (*place, *[slice(None)] * (len(self._shape) - len(place)))
-    # An index drops its dimension, a slice of one does not.
+    # An index drops its dimension, a slice of length one does not.
     shape = [
       1 if isinstance(i, int) else len(range(*i.indices(n))) for i, n in zip(place, self._shape)
     ]
@@ -279,16 +280,16 @@ def _host_words(array: np.ndarray) -> list[np.ndarray]:
 
 
 def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix: str = '') -> None:
-  """Raises ValueError if the values of a restored tree differ from those that were saved.
+  """Raises ValueError if the values of a restored tree differ from the saved values.
 
-  Checks all arrays of a small tree, else a few that depend on the step. Logs if the manifest has no
-  checksums.
+  Checks all arrays of a small tree, else a few arrays that depend on the step. Logs if the manifest
+  has no checksums.
 
   Args:
-    tree: as restored, on any mesh.
-    manifest: of the checkpoint.
-    step: of the checkpoint.
-    prefix: of the names of `tree` in the manifest: 'params/'.
+    tree: the restored tree, on any mesh.
+    manifest: manifest of the checkpoint.
+    step: step of the checkpoint.
+    prefix: prefix of the tree's names in the manifest: 'params/'.
   """
   want = recorded(manifest)
   if not want:
@@ -298,7 +299,7 @@ def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix:
     )
     return
   arrays = {prefix + name: x for name, x in by_name(tree).items()}
-  # An array that is read with another dtype has other bits.
+  # An array that is read with another dtype has different bits.
   known = sorted(
     n
     for n, x in arrays.items()

@@ -1,9 +1,9 @@
-"""Checkpoints in object storage: which exist, how a save begins, and how it ends.
+"""Lists, begins, commits and removes checkpoints in object storage.
 
-Nothing can be renamed there, so a checkpoint is written under its final name. The last object,
+Objects cannot be renamed, so a checkpoint is written under its final name. The last object,
 `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`, names the
-writer: it distinguishes what a kill left from what somebody else put there, and is removed last
-when a checkpoint is removed. All other objects are those of a checkpoint on disk.
+writer: it distinguishes leftovers of a killed process from other users' objects, and a removal
+deletes it last. All other objects are the same as the files of a checkpoint on disk.
 """
 
 import json
@@ -21,7 +21,7 @@ _AFTER_PREFIX = 'checkpoint`'  # the next character after '_'
 
 
 def _marks(folder: RemotePath) -> dict[int, set[str]]:
-  """Returns step -> which of the names above are in its folder, committed or not."""
+  """Returns step -> the markers (names above) in its folder, committed or not."""
   found: dict[int, set[str]] = {}
   for name in folder.files(first=_PREFIX, stop=_AFTER_PREFIX):
     match = re.fullmatch(rf'{_PREFIX}(0|[1-9][0-9]*)/(.*)', name)
@@ -38,7 +38,7 @@ def remote_steps(folder: RemotePath) -> list[int]:
 
 
 def remove_left_over(folder: RemotePath) -> list[int]:
-  """Removes what kills left of saves and removals; returns the steps.
+  """Finishes saves and removals that were killed, by removing their objects; returns the steps.
 
   The caller holds the lock of `folder`.
   """
@@ -56,7 +56,7 @@ def begin(path: RemotePath) -> None:
   Replaces a checkpoint that was set aside as unreadable.
 
   Raises:
-    CheckpointError: there is a checkpoint, or something else.
+    CheckpointError: the folder has a checkpoint or other objects.
   """
   names = set(path.files())
   if names and not names & {UNDER_WAY, SET_ASIDE}:
@@ -83,20 +83,20 @@ def _claim(path: RemotePath) -> None:
 
 
 def commit(path: RemotePath) -> None:
-  """Commits a checkpoint; everything else must be written by now."""
+  """Commits a checkpoint; all other objects must be written by now."""
   (path / COMMIT).write_text(f'Committed {_now()}.\n')
   (path / UNDER_WAY).unlink(missing_ok=True)
 
 
 def remove(path: RemotePath) -> None:
-  """Removes a checkpoint; after a kill it is uncommitted, and `remove_left_over` does the rest."""
+  """Removes a checkpoint. Uncommits it first: `remove_left_over` finishes a killed removal."""
   _claim(path)
   (path / COMMIT).unlink(missing_ok=True)
   path.remove_tree(last=[UNDER_WAY])
 
 
 def set_aside(path: RemotePath, reason: str) -> None:
-  """Makes an unreadable checkpoint not count; its objects stay until its step is saved again."""
+  """Uncommits an unreadable checkpoint; its objects stay until its step is saved again."""
   (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
 
 

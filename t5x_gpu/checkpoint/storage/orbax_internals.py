@@ -1,10 +1,10 @@
-"""Everything that relies on private parts of Orbax (0.12.8), and the public API it waits for.
+"""Everything that relies on private parts of Orbax (0.12.8), and the public API that is missing.
 
-Where no issue of google/orbax is named, we know of none.
+We know of an issue of google/orbax only where it is named.
 
-Orbax closes its event loop when one of the reads or writes of a checkpoint fails, without
-cancelling the others (asyncio_utils.run_sync). Those end when TensorStore is done with them, and
-each would print a stack: for a save, at any time, as it runs in the background.
+Orbax closes its event loop when a read or write of a checkpoint fails, without cancelling the
+others (asyncio_utils.run_sync). The other operations end when TensorStore finishes them, and each
+would print a stack; for a save, which runs in the background, at any time.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-# What `_CHECKPOINT_METADATA` names as the writers of our items. The strings are paths of private
-# modules. Missing: names that do not change when Orbax moves a module.
+# Handlers of the items in a checkpoint, for `_CHECKPOINT_METADATA`. The strings are paths of
+# private modules. Missing: names that do not change when Orbax moves a module.
 HANDLERS = {
   'data': ocp.JsonCheckpointHandler.typestr(),
   'manifest': ocp.JsonCheckpointHandler.typestr(),
@@ -46,8 +46,9 @@ def set_deleter(manager: ocp.CheckpointManager, deleter: Any) -> None:
 def save_has_failed(manager: ocp.CheckpointManager) -> bool:
   """Returns whether the save in the background has failed by now.
 
-  Missing: a `check_for_errors` that reports it, google/orbax#605. That was closed, but the method
-  stays silent until `wait_until_finished`, as the thread that commits has taken the error.
+  Missing: a `check_for_errors` that reports it, google/orbax#605. The issue is closed, but the
+  method still reports nothing before `wait_until_finished`, because the commit thread holds the
+  error.
   """
   return bool(
     manager._finalize_thread.map(
@@ -66,15 +67,16 @@ class _LiteralPath(type(epath.Path('/'))):
 def check_before_commit(
   handler: ocp.PyTreeCheckpointHandler, check: Callable[[pathlib.Path], None]
 ) -> None:
-  """Makes `handler` merge the files of all processes wherever they are, and check the result.
+  """Makes `handler` merge the files of all processes in any folder, and check the result.
 
-  Orbax finds these files by a pattern that begins with the folder's own path. Where none match, it
-  logs a warning and commits a checkpoint without an index. Missing: `glob.escape` of that path.
+  Orbax finds these files by a glob pattern that begins with the path of the folder. If no file
+  matches, it logs a warning and commits a checkpoint without an index. Missing: `glob.escape` of
+  that path.
 
   Args:
-    handler: of the state.
-    check: called on process 0 with the folder of the item, before the step counts; raises if the
-      arrays cannot be read.
+    handler: handler of the state.
+    check: called on process 0 with the folder of the item, before the commit; raises if the arrays
+      cannot be read.
   """
   finalize = handler.finalize
 
@@ -88,14 +90,14 @@ def check_before_commit(
   handler.finalize = finalize_and_check
 
 
-# Missing, for all of the following: Orbax cancels and awaits the reads or writes that it gives up.
+# Missing, for all of the following: Orbax should cancel and await work that it abandons.
 
 
 def read_tree(handler: ocp.PyTreeCheckpointHandler, folder: pathlib.Path, target: Any) -> Any:
   """Returns the arrays in `folder` as a tree like `target`.
 
-  Not the `restore` of a manager or a Checkpointer: in it, processes wait for one that could not
-  read its part.
+  Avoids `restore` of a manager or a Checkpointer, in which all processes would wait for a process
+  that could not read its part.
   """
   args = ocp.args.PyTreeRestore(
     target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
@@ -105,7 +107,7 @@ def read_tree(handler: ocp.PyTreeCheckpointHandler, folder: pathlib.Path, target
 
 @contextlib.contextmanager
 def silence_abandoned_work() -> Iterator[None]:
-  """From now on, work that Orbax abandons ends silently; within the block also what never began."""
+  """From now on, silences work that Orbax abandons; within the block, also work never begun."""
   logging.getLogger('absl').addFilter(_drop_stacks)
   logging.getLogger('asyncio').addFilter(_drop_tasks)
   if not isinstance(sys.unraisablehook, _DropCallbacks):
@@ -116,9 +118,9 @@ def silence_abandoned_work() -> Iterator[None]:
 
 
 def wait_for_abandoned_reads() -> None:
-  """Returns once the reads that Orbax abandoned have ended; after a few seconds at the latest.
+  """Waits until the reads that Orbax abandoned have ended, but at most a few seconds.
 
-  Call it within `silence_abandoned_work`, after the `except` block, which still holds them.
+  Call it within `silence_abandoned_work`, after the `except` block, which still refers to them.
   """
   deadline = time.monotonic() + GIVEN_UP_SECONDS
   gc.collect()
@@ -133,13 +135,15 @@ def _drop_stacks(record: logging.LogRecord) -> bool:
 
 
 def _drop_tasks(record: logging.LogRecord) -> bool:
-  """asyncio names the source file of a task whose exception nobody retrieved."""
+  """Drops asyncio's records of Orbax tasks whose exception was never retrieved."""
   return _ORBAX not in record.getMessage()
 
 
 class _DropCallbacks:
-  """sys.unraisablehook without callbacks of TensorStore into a closed loop, and without reads of
-  Orbax that are thrown away before they end.
+  """sys.unraisablehook that ignores two kinds of errors.
+
+  These are callbacks of TensorStore into a closed loop, and Orbax's reads that are destroyed before
+  they end.
   """
 
   def __init__(self, hook: Any):
@@ -155,5 +159,5 @@ class _DropCallbacks:
 
 
 def _is_of_orbax(o: Any) -> bool:
-  # Not isinstance: it asks for __class__, and objects of torch answer with a warning.
+  # Not isinstance: it reads __class__, which makes objects of torch warn.
   return type(o) is types.CoroutineType and _ORBAX in o.cr_code.co_filename

@@ -1,9 +1,10 @@
 """Where checkpoints are: folders of this machine, or object storage (`s3://`, `gs://`).
 
-Only this module knows the difference. A `RemotePath` has those methods of `pathlib.Path` that
-readers of checkpoints call, but is not an os.PathLike, so that functions for files refuse it.
-TensorStore talks to the storage, for arrays and small objects alike, so nothing else needs to be
-installed. It reads secrets from the environment or from files; our code never holds them.
+Only this module knows the difference. A `RemotePath` has the methods of `pathlib.Path` that readers
+of checkpoints call, but is not an os.PathLike, so that functions for files refuse it.
+
+TensorStore talks to the storage, for arrays and small objects alike, so no other client needs to be
+installed. It reads secrets from the environment or from files; t5x_gpu never handles them.
 Source: https://google.github.io/tensorstore/kvstore/s3/index.html and .../gcs/index.html
 """
 
@@ -33,26 +34,27 @@ from t5x_gpu.config.set_aside import access_error
 from t5x_gpu.config.user_paths import user_path
 from t5x_gpu.errors import ConfigError, UserError
 
-# 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: an outage of a minute passes unnoticed. TensorStore's own
-# default would hang for a quarter of an hour before it reports that nobody answers.
+# 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: an outage of a minute passes unnoticed. TensorStore's
+# default would hang for a quarter of an hour before it reports that the storage does not answer.
 RETRIES = {'max_retries': 8, 'initial_delay': '500ms', 'max_delay': '16s'}
-# This long after an outage, requests are not repeated: a run must not take minutes more to exit.
+# For this long after an outage, requests are not retried: a run must not take minutes to exit.
 _SOON_SECONDS = 60.0
-INDEX_CACHE_BYTES = 64 << 20  # of the index in which every array is looked up
+INDEX_CACHE_BYTES = 64 << 20  # cache for the index, in which every array is looked up
 _error = functools.partial(ConfigError, docs='checkpoints.md#object-storage')
 
 
 @dataclasses.dataclass(frozen=True)
 class RemotePath:
-  """A place in object storage, as `pathlib.Path` is one on a disk.
+  """A path in object storage, with an interface like `pathlib.Path`.
 
-  There are no folders, only objects whose names have slashes: mkdir does nothing, and a folder
-  exists if something is in it. Any failure but a missing object raises CheckpointError with a fix.
+  Object storage has no folders, only objects whose names have slashes: mkdir does nothing, and a
+  folder exists if it has an object. Any failure except a missing object raises CheckpointError with
+  a fix.
 
   Attributes:
     scheme: 's3' or 'gs'.
-    bucket: its name.
-    key: what follows, without slashes at the ends.
+    bucket: name of the bucket.
+    key: path in the bucket, without slashes at the ends.
   """
 
   scheme: str
@@ -77,7 +79,7 @@ class RemotePath:
     return dataclasses.replace(self, key=self.key.rpartition('/')[0])
 
   def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-    """Does nothing: there are no folders."""
+    """Does nothing: object storage has no folders."""
 
   def is_file(self) -> bool:
     return self._ask('read', lambda: self._above.read(self.name)).state == 'value'
@@ -89,7 +91,7 @@ class RemotePath:
     return self.is_file() or self.is_dir()
 
   def files(self, *, first: str = '', stop: str = '') -> list[str]:
-    """Returns the names of all objects in this folder, from `first` to before `stop`, in order."""
+    """Returns the sorted names of all objects in this folder, from `first` to before `stop`."""
     keys = self._ask('listed', lambda: kvstore(self).list(ts.KvStore.KeyRange(first, stop)))
     return sorted(key.decode() for key in keys)
 
@@ -103,7 +105,7 @@ class RemotePath:
     return self.read_bytes().decode(encoding)
 
   def write_bytes(self, data: bytes) -> int:
-    """Writes an object, all of it or nothing."""
+    """Writes an object atomically."""
     self._ask('written', lambda: self._above.write(self.name, data))
     return len(data)
 
@@ -126,7 +128,7 @@ class RemotePath:
     self._ask('removed', lambda: self._above.write(self.name, None))
 
   def remove_tree(self, *, last: Sequence[str] = ()) -> None:
-    """Removes all objects in this folder, those in `last` after the others."""
+    """Removes all objects in this folder, the objects in `last` after the others."""
     for names in ([n for n in self.files() if n not in last], last):
       store = kvstore(self)
       for future in [store.write(name, None) for name in names]:
@@ -140,7 +142,7 @@ class RemotePath:
     global _outage_seen
     try:
       return request().result()
-    except Exception as e:  # TensorStore's are ValueErrors, whatever the reason
+    except Exception as e:  # TensorStore raises ValueError for every reason
       if is_outage(e):
         _outage_seen = time.monotonic()
       raise storage_error(e, f'{self} cannot be {what}', self.scheme) from None
@@ -154,10 +156,10 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
 
   Args:
     text: a folder, `s3://BUCKET/FOLDER` or `gs://BUCKET/FOLDER`.
-    parameter: of gin, for errors.
+    parameter: the gin parameter, for errors.
   Raises:
-    ConfigError: an address of another kind, or without a folder; a folder that TensorStore cannot
-      use.
+    ConfigError: the scheme is not supported, the address has no folder, or TensorStore cannot use
+      the folder.
   """
   if isinstance(text, RemotePath):
     return text
@@ -194,7 +196,7 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
 
 
 def _without_dots(key: str) -> str:
-  """Returns the name of an object without `.` and `..`; those that leave the bucket stay."""
+  """Returns the name of an object with `.` and `..` resolved; `..` that leave the bucket stay."""
   parts: list[str] = []
   for part in key.split('/'):
     if part == '..' and parts and parts[-1] != '..':
@@ -205,7 +207,7 @@ def _without_dots(key: str) -> str:
 
 
 def _usable(path: pathlib.Path, *, parameter: str) -> pathlib.Path:
-  """Returns `path`; raises ConfigError if TensorStore refuses it, or would write elsewhere."""
+  """Returns `path`; raises ConfigError if TensorStore refuses it, or would use another path."""
   given = kvstore_spec(path)['path']
   try:
     if ts.KvStore.Spec({'driver': 'file', 'path': given}).path == given:
@@ -224,8 +226,8 @@ def local_path(text: Union[str, os.PathLike, RemotePath], *, what: str) -> pathl
   """Returns a folder of this machine, absolute; raises ConfigError for object storage.
 
   Args:
-    text: what the user gave.
-    what: accepts folders only, 'average --to'.
+    text: the user's input.
+    what: the setting that accepts only folders: 'average --to'.
   """
   path = as_path(text)
   if isinstance(path, RemotePath):
@@ -243,7 +245,7 @@ def is_remote(path: AnyPath) -> bool:
 
 @contextlib.contextmanager
 def access_errors(path: AnyPath) -> Iterator[None]:
-  """Within, an error that says nothing about the bytes in `path` becomes AccessError.
+  """Context that turns errors unrelated to the bytes in `path` into AccessError.
 
   All other errors pass: a file is missing, truncated or garbled.
   """
@@ -251,7 +253,7 @@ def access_errors(path: AnyPath) -> Iterator[None]:
     yield
   except UserError:
     raise
-  except Exception as e:  # Orbax and TensorStore raise many kinds
+  except Exception as e:  # Orbax and TensorStore raise many kinds of errors
     if isinstance(path, RemotePath):
       if is_outage(e):
         raise storage_error(e, f'{path} cannot be read', path.scheme) from None
@@ -275,7 +277,7 @@ def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
   region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION')
   if endpoint:
     spec['endpoint'] = _checked_endpoint(endpoint)
-    region = region or 'us-east-1'  # what servers other than Amazon's assume
+    region = region or 'us-east-1'  # the default of S3 servers other than Amazon's
   if region:
     spec['aws_region'] = region
   # Otherwise it prints a page of warnings about configuration files that do not exist.
@@ -296,7 +298,7 @@ def _checked_endpoint(endpoint: str) -> str:
 
 
 def context(*, cache_bytes: int = 0) -> ts.Context:
-  """Returns limits for TensorStore: memory for chunks, retries if a server does not answer."""
+  """Returns limits for TensorStore: cache size for chunks, retries if a server does not answer."""
   return ts.Context(
     {
       'cache_pool': {'total_bytes_limit': cache_bytes},

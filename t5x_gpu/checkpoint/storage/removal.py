@@ -1,7 +1,7 @@
 """Deletes checkpoints on a disk so that a kill cannot leave half of one.
 
-A checkpoint is first renamed to `.removed_checkpoint_<step>`, which no reader takes for a
-checkpoint. The next run that locks MODEL_DIR finishes the deletion.
+A checkpoint is first renamed to `.removed_checkpoint_<step>`, which readers ignore. The next run
+that locks MODEL_DIR finishes the deletion.
 """
 
 import logging
@@ -26,7 +26,7 @@ def remove_checkpoint(folder: pathlib.Path, step: int) -> None:
 
 
 def finish_removals(folder: pathlib.Path) -> list[int]:
-  """Deletes what a kill left of checkpoints that were being deleted; returns their steps.
+  """Finishes deletions that were killed; returns the steps.
 
   The caller holds the lock of `folder`.
   """
@@ -54,7 +54,7 @@ class RenamingDeleter:
     self._folder, self._is_main = folder, is_main
 
   def delete(self, step: int) -> None:
-    """Deletes a checkpoint. A failure is only logged, as the run loses nothing."""
+    """Deletes a checkpoint. A failure is only logged, because it does not harm the run."""
     if self._is_main:
       try:
         remove_checkpoint(self._folder, step)

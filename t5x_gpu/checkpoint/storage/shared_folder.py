@@ -1,8 +1,8 @@
-"""Checks at the start that all processes see one MODEL_DIR; else the first save would hang.
+"""Checks at startup that all processes see the same MODEL_DIR; otherwise the first save would hang.
 
-Process 0 writes a file with a new name, and all others look for it. An NFS client may cache
-attributes of folders for a minute (acdirmax): reading the parent folders makes it ask the server,
-and a new name is not in its cache.
+Process 0 writes a file with a new name, and all other processes look for it. An NFS client may
+cache attributes of folders for a minute (acdirmax): reading the parent folders makes it ask the
+server, and a new name is not in its cache.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from t5x_gpu.errors import CheckpointError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
 
-# Longer than a slow file server takes. A process that sees the file at once does not wait.
+# Longer than a slow file server takes. A process that sees the file immediately does not wait.
 LOOK_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 
@@ -26,16 +26,17 @@ _POLL_SECONDS = 0.1
 def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> ModelDir:
   """Returns MODEL_DIR, open, after checking that all processes see the same folder.
 
-  Object storage is checked, too: hosts may talk to different servers. A single process checks
-  nothing.
+  Object storage is checked, too: hosts may talk to different servers. A single process skips the
+  check.
 
   Args:
-    model_dir: of the run.
-    dry_run: remove the folder again if it did not exist. A run keeps it: a folder that is removed
-      and made again gives other hosts stale handles.
+    model_dir: MODEL_DIR of the run.
+    dry_run: remove the folder again if it did not exist. A run keeps it: removing and creating it
+      again would give other hosts stale handles.
   Raises:
-    ConfigError: an address that is not supported.
-    CheckpointError: process 0 cannot write there, or others do not see its file; on all processes.
+    ConfigError: the address is not supported.
+    CheckpointError: process 0 cannot write to MODEL_DIR, or another process does not see the file;
+      raised on all processes.
   """
   folder = as_path(model_dir, parameter='train.model_dir')
   if distributed.process_count() > 1:
@@ -64,7 +65,7 @@ def _nonce(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
       with contextlib.suppress(OSError):
         (folder / name).unlink(missing_ok=True)
     for new in made:
-      with contextlib.suppress(OSError):  # somebody has put something there
+      with contextlib.suppress(OSError):  # another process has written to the folder
         new.rmdir()
 
 
@@ -74,7 +75,7 @@ def _sees(folder: AnyPath, name: str) -> bool:
   while True:
     if not isinstance(folder, RemotePath):
       _refresh(folder)
-    with contextlib.suppress(OSError):  # no right to look there, a stale handle
+    with contextlib.suppress(OSError):  # no permission, or a stale handle
       if (folder / name).is_file():
         return True
     if time.monotonic() > deadline:

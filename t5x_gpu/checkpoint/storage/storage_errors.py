@@ -1,7 +1,7 @@
-"""Failures of disks and of object storage as errors with a fix; no secret is in any of them.
+"""Turns failures of disks and object storage into errors with a fix, without secrets.
 
-TensorStore raises ValueErrors, whatever the reason: their text says whether the system refused a
-file, or storage did not answer, or the bytes are bad.
+TensorStore raises ValueError for every reason: only its text distinguishes whether the system
+refused a file, storage did not answer, or the bytes are damaged.
 """
 
 import os
@@ -15,11 +15,11 @@ S3, GS = 's3', 'gs'
 
 
 class StorageError(AccessError):
-  """Storage refused a request or did not answer; what is stored there may be intact."""
+  """Storage refused a request or did not answer; the stored data may be intact."""
 
 
 def system_error(e: Optional[BaseException]) -> Optional[OSError]:
-  """Returns the error of the system that `e` stems from, if it says nothing about a file's bytes.
+  """Returns the system error that caused `e`, unless it is about the bytes of a file.
 
   Looks through Orbax's errors, which name neither file nor reason.
   """
@@ -34,7 +34,7 @@ def system_error(e: Optional[BaseException]) -> Optional[OSError]:
   return None
 
 
-# TensorStore reads them, except for the endpoint and the region, which are passed on to it.
+# TensorStore reads these variables itself, except endpoint and region, which t5x_gpu passes on.
 VARIABLES = {
   S3: (
     'AWS_ACCESS_KEY_ID',
@@ -64,7 +64,7 @@ def without_secrets(text: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-  """Returns why TensorStore failed: its first line, without the server's whole answer."""
+  """Returns TensorStore's reason: the first line, without the server's whole answer."""
   text = str(error).split('\n')[0]
   return without_secrets(re.split(r' ?\[\w[\w-]*=', text)[0])[:300]
 
@@ -86,9 +86,9 @@ def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
   """Returns the error for a request that storage refused or did not answer.
 
   Args:
-    error: TensorStore's.
-    what: failed, 's3://bucket/run cannot be written'.
-    scheme: of the address.
+    error: error of TensorStore.
+    what: the failure: 's3://bucket/run cannot be written'.
+    scheme: scheme of the address.
   """
   if isinstance(error, UserError):
     return error

@@ -1,4 +1,4 @@
-"""The mean of the parameters of several checkpoints, as a checkpoint of parameters."""
+"""Writes the mean of several checkpoints' parameters as a parameter checkpoint."""
 
 import pathlib
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, console: Cons
     target: new folder, which appears at the end.
     console: shows the progress.
   Raises:
-    CheckpointError: the checkpoints are of different models, or one is damaged.
+    CheckpointError: the checkpoints belong to different models, or one is damaged.
   """
   last = readers[-1]
   for reader in readers[:-1]:

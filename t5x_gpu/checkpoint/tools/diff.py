@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in names, shapes, dtypes and values."""
+"""Compares names, shapes, dtypes and values of two checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The contents and manifest of a checkpoint, without reading any array."""
+"""Describes contents and manifest of a checkpoint without reading any array."""
 
 import math
 from typing import Any, Optional
@@ -18,7 +18,7 @@ def describe(source: Source, *, step: Optional[int] = None) -> dict[str, Any]:
 
   Args:
     source: a checkpoint, MODEL_DIR, or the folder of one checkpoint.
-    step: which checkpoint of MODEL_DIR; None for the latest.
+    step: step of the checkpoint; None for the latest.
   Raises:
     CheckpointError: there is no checkpoint, or it cannot be read.
   """
@@ -71,7 +71,7 @@ def disk_bytes(path: AnyPath) -> Optional[int]:
 
 
 def description_text(d: dict[str, Any]) -> str:
-  """Returns the result of `describe` for people: a line per array, then the rest."""
+  """Returns the result of `describe` as text: a line per array, then the other facts."""
   lines = [f'{d["path"]}: step {d["step"]}' + (f', written {d["written"]}' if d['written'] else '')]
   width = max(map(len, d['arrays']), default=0)
   for name, a in d['arrays'].items():

@@ -1,7 +1,7 @@
 """Deletes the checkpoints that a rule does not keep, and nothing else.
 
-Only folders with one of our committed checkpoints count. checkpoint/storage/removal.py describes
-what remains if the process is killed during a deletion.
+Only folders with a committed t5x_gpu checkpoint count. checkpoint/storage/removal.py describes the
+leftovers of a killed deletion.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class PrunePlan:
   """Which checkpoints of a MODEL_DIR to keep and which to remove.
 
   Attributes:
-    model_dir: whose checkpoints they are.
+    model_dir: the open MODEL_DIR.
     kept: step -> reason.
     removed: step -> bytes on disk.
   """
@@ -34,10 +34,10 @@ class PrunePlan:
 def plan_prune(model_dir: ModelDir, keep: Keep) -> PrunePlan:
   """Returns which checkpoints of a folder would be removed; changes nothing.
 
-  A folder that cannot be read as a checkpoint stays and is not counted.
+  A folder that is not a readable checkpoint stays and is not counted.
 
   Raises:
-    CheckpointError: there is no checkpoint, a step to keep is missing, or none would stay.
+    CheckpointError: there is no checkpoint, a step to keep is missing, or no checkpoint would stay.
   """
   folder = model_dir.path
   steps, values, kept = [], {}, {}

@@ -1,7 +1,7 @@
-"""Rewrites a checkpoint with other chunks, dtypes or groups of layers, without model or devices.
+"""Rewrites a checkpoint with other chunks, dtypes or stacking of layers, without model or devices.
 
 Arrays are copied in pieces whose size follows from a budget of host memory. The largest chunk of
-the source may take an eighth of that budget.
+the source may take an eighth of the budget.
 """
 
 import ast
@@ -149,7 +149,7 @@ def _bytes_of_first(reader: StateReader, plan: ReshardPlan, pieces: int) -> int:
 
 
 def _read(reader: StateReader, name: str, place: tuple[slice, ...], most_bytes: int) -> np.ndarray:
-  """Returns a part of an array, read chunk by chunk: TensorStore would read all at once."""
+  """Returns a part of an array, read chunk by chunk: TensorStore would read all chunks at once."""
   itemsize = reader.dtypes[name].itemsize
   grid = piece_shape(
     reader.shapes[name],
@@ -211,7 +211,7 @@ def _manifest(
 
 
 def _empty(reader: StateReader, request: ReshardRequest) -> dict[str, Any]:
-  """Returns the nodes without arrays of Orbax's tree, except those of a dropped optimizer."""
+  """Returns the nodes of Orbax's tree without arrays, leaving out a dropped optimizer."""
   tree = read_json(reader.path / 'state' / '_METADATA', TREE)['tree_metadata']
   return {
     key: leaf

@@ -1,4 +1,4 @@
-"""What a resharded checkpoint will contain: arrays, dtypes and chunks, within a memory budget."""
+"""Plans arrays, dtypes and chunks of a resharded checkpoint within a memory budget."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError
 
 LEAST_MEMORY = 16 << 20
-# The budget in chunks of the source: memory holds what is read three times (compressed, as a chunk,
-# as a piece of it), likewise what is written, and chunks stay cached from one piece to the next.
+# Budget in chunks of the source: memory holds input data three times (compressed, as a chunk, as a
+# piece), output data three times, and chunks cached from one piece to the next.
 _CHUNKS_IN_MEMORY = 8
 _PIECES_IN_MEMORY = 16
 _OPTIMIZER, _PARAMS = 'opt_state/', 'params/'
@@ -29,14 +29,15 @@ class ReshardRequest:
     source: MODEL_DIR, or the folder of one checkpoint. `source` and `target` may be in object
       storage.
     target: new MODEL_DIR.
-    step: which checkpoint; None for the latest.
-    dtype: new dtype of floating parameters; None keeps theirs.
-    optimizer_dtype: new dtype of the optimizer's floating arrays; None keeps theirs.
+    step: step of the checkpoint; None for the latest.
+    dtype: new dtype of floating-point parameters; None to keep it.
+    optimizer_dtype: new dtype of the optimizer's floating-point arrays; None to keep it.
     drop_optimizer: leave the optimizer's arrays out.
     layout: number of parts for the largest dimension of each array, for the next, and so on: (8, 2)
-      matches what a mesh of fsdp=8 and model=2 reads. Empty keeps the chunks.
+      matches the shards of a mesh with fsdp=8 and model=2. Empty keeps the chunks.
     chunk_bytes: maximum size of a chunk.
-    unscan: True for one array per layer, False for one of all layers, None to keep the source's.
+    unscan: True for one array per layer, False for one array with all layers, None to keep the
+      source's stacking.
     verify: read everything back at the end.
     memory: budget for array data in host memory, in bytes.
   """
@@ -56,7 +57,7 @@ class ReshardRequest:
 
 @dataclasses.dataclass(frozen=True)
 class ReshardPlan:
-  """What will be written.
+  """The arrays of the new checkpoint.
 
   Attributes:
     arrays: '/'-joined path -> (shape, dtype).
@@ -80,7 +81,7 @@ class ReshardPlan:
 
 
 def plan_reshard(reader: StateReader, request: ReshardRequest) -> ReshardPlan:
-  """Returns what will be written; does not read any array.
+  """Returns the arrays of the new checkpoint; does not read any array.
 
   Raises:
     CheckpointError: the budget is too small for the chunks of the source.
@@ -111,7 +112,7 @@ def plan_reshard(reader: StateReader, request: ReshardRequest) -> ReshardPlan:
       chunk = _laid_out(shape, request.layout, first=1 if name in stacked else 0)
     if name in unstacked:
       chunk = (1, *chunk[1:])
-    # The wider of both dtypes: memory also holds the piece before its conversion.
+    # The wider of both dtypes: memory also holds the unconverted piece.
     itemsize = max(dtype.itemsize, reader.dtypes[name].itemsize)
     chunks[name] = smaller_chunk(chunk, itemsize=itemsize, most_bytes=_max_chunk_bytes(request))
   return ReshardPlan(arrays, chunks, unstacked)

@@ -24,7 +24,7 @@ class VerifyResult:
   Attributes:
     num_arrays: number of arrays read.
     num_unknown: number of arrays without a checksum: readable, but not verified.
-    damaged: array -> what is wrong with it.
+    damaged: array -> reason.
   """
 
   num_arrays: int
@@ -44,7 +44,7 @@ def verify(
   Args:
     reader: the checkpoint.
     advance: called with the number of bytes read since the last call.
-    num_threads: each has one piece in memory, and the chunks that contain it.
+    num_threads: number of threads; each holds one piece and the chunks that contain it.
     most_bytes: maximum size of a piece.
   """
   want = recorded(reader.manifest)

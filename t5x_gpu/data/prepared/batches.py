@@ -1,7 +1,8 @@
-"""Batches of rows that `python -m t5x_gpu.prepare` has packed: `prepared:DIR`, through Grain.
+"""Reads batches of rows packed by `python -m t5x_gpu.prepare`: `prepared:DIR`, through Grain.
 
-The global batch at step t is a function of (data, rates, seed, t). Any step is reached at once, and
-each process reads only the rows for its devices. This imports neither TensorFlow nor SeqIO.
+The global batch at step t is a function of (data, rates, seed, t). Seeking to any step is
+immediate, and each process reads only the rows for its devices. Imports neither TensorFlow nor
+SeqIO.
 """
 
 import concurrent.futures
@@ -53,16 +54,16 @@ class PreparedBatches:
   """A `BatchIterator` over rows that can be read by number.
 
   Args:
-    rows: number of the row -> its record.
-    num_rows: how many rows there are; None if they are endless.
+    rows: row number -> record.
+    num_rows: number of rows; None if endless.
     names: order of the features in a record.
-    spec: of the batches.
-    name: of the data, for messages.
+    spec: spec of the batches.
+    name: name of the data, for messages.
     fingerprint: facts that identify the data, its order and its batches.
     files: facts about the source files, to compare them between hosts.
-    class_names: of the labels, or None.
+    class_names: class names of the labels, or None.
   Attributes:
-    rows_read: how many rows were decoded so far.
+    rows_read: number of rows decoded so far.
   """
 
   def __init__(
@@ -81,7 +82,7 @@ class PreparedBatches:
     self._watched = tuple(watched)
     self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
     self._name, self._fingerprint, self._files = name, dict(fingerprint), files
-    # Rows of earlier versions have none.
+    # Rows of earlier versions lack masks.
     self._missing_masks = {m: s for m, s in row_masks(spec.shapes).items() if m not in names}
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
     self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='prepared_rows')
@@ -103,7 +104,7 @@ class PreparedBatches:
     return batch.features
 
   def peek(self) -> Batch:
-    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    """Returns the next batch without consuming it. Raises StopIteration at the end."""
     return self._batch().features
 
   def _batch(self) -> LazyBatch:
@@ -117,7 +118,7 @@ class PreparedBatches:
     return batch
 
   def _read_ahead(self) -> None:
-    """Starts to read the next batches: of each the rows that were accessed in the last one."""
+    """Prefetches the next batches, only the rows that this process accessed in the last batch."""
     rows = tuple(sorted(self._last.asked)) if self._last is not None else ()
     size = self._spec.batch_size
     for step in range(self._step, self._step + _PREFETCH_BATCHES):
@@ -131,7 +132,7 @@ class PreparedBatches:
 
     def read(numbers: Sequence[int], arrays: dict[str, np.ndarray]) -> None:
       for number in numbers:
-        # The last batch of an evaluation is filled up with zeros: padding with weight 0.
+        # The last batch of an evaluation is padded with zeros, which have weight 0.
         if self._num_rows is None or first + number < self._num_rows:
           self._decode(first + number, arrays, number)
 
@@ -157,7 +158,7 @@ class PreparedBatches:
     return self.counted_state()
 
   def counted_state(self, *, ago: int = 0) -> bytes:
-    """Returns the state of `ago` batches before; see `FileBatchIterator`."""
+    """Returns the state `ago` batches earlier; see `FileBatchIterator`."""
     return json.dumps(
       {
         'prepared': 1,
@@ -168,12 +169,12 @@ class PreparedBatches:
     ).encode()
 
   def set_state(self, state: bytes) -> None:
-    """Continues where `get_state` was called, at once. Raises DataError if the data differs."""
+    """Continues where `get_state` was called, immediately. Raises DataError if the data differ."""
     self._step = resumed_step(state, _STATE, module=__name__, now=self._fingerprint)
     self._ahead.clear()
 
   def describe(self) -> Mapping[str, Any]:
-    """Returns the facts that identify the data, and what is guaranteed about its order."""
+    """Returns the facts that identify the data, and the guarantee about its order."""
     return {
       'mixture_or_task_name': self._name,
       **self._fingerprint,
@@ -208,11 +209,11 @@ def open_batches(
   """Returns the batches of 'prepared:DIR'.
 
   Args:
-    config: what to open. Its packing, lengths and vocabulary must be those of DIR.
-    spec: what the model takes, `features.batch_spec(...)`.
+    config: what to open. Packing, lengths and vocabulary must be the same as in DIR.
+    spec: the batches that the model accepts, `features.batch_spec(...)`.
     feature_converter: a key of `features.LAYOUTS`.
     repeat: start over at the end of each task, in another order. Otherwise take every row once, and
-      fill up the last batch with rows of weight 0.
+      pad the last batch with rows of weight 0.
   Raises:
     DataError: DIR was not prepared for this model, is not finished, or has changed.
   """
@@ -253,7 +254,7 @@ def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]
   """Returns task -> its records in the order of the files; leaves out tasks without rows."""
   found = {}
   for name, member in index.members.items():
-    # With the numbers of rows, Grain need not open every file to count them.
+    # With the row ranges, Grain does not open every file to count its rows.
     paths = [
       f'{folder / index.split / shard.file}[0:{shard.rows}]'
       for shard in member.shards
@@ -296,21 +297,21 @@ def _shard_files(index: Index) -> list[str]:
 
 
 def _any_index(config: DatasetConfig) -> Index:
-  """Returns the index of the split, or of another split, which has the same kind of text."""
+  """Returns the index of the split, or of another split of the same preparation."""
   splits = sorted(path.parent.name for path in folder_of(config).glob(f'*/{INDEX}'))
   split = config.split if config.split in splits or not splits else splits[0]
   return read_index(folder_of(config), split=split)
 
 
 def source_config(config: DatasetConfig) -> DatasetConfig:
-  """Returns the config of the task or mixture that was prepared; opening it may need its files."""
+  """Returns the config of the prepared task or mixture; opening it may need the source files."""
   given = _any_index(config).source_config
   own = {**given, 'vocabulary': config.vocabulary or given['vocabulary']}
   return dataclasses.replace(config, **own, mixture_rates=None)
 
 
 def text_config(config: DatasetConfig) -> DatasetConfig:
-  """Returns a config for `vocabulary`: only the vocabulary if its name is enough to open it."""
+  """Returns a config for `vocabulary`: only the vocabulary, if its name suffices to open it."""
   index = _any_index(config)
   given = index.vocabularies.get('targets', next(iter(index.vocabularies.values())))
   if not given['by_name']:

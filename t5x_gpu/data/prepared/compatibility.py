@@ -1,4 +1,4 @@
-"""Do prepared rows fit the model and the config of a run?"""
+"""Checks that prepared rows fit the model and the config of a run."""
 
 import collections
 import json
@@ -18,10 +18,10 @@ def check_model(
   """Raises DataError, with all differences, unless the rows fit this model and config.
 
   Args:
-    index: of the prepared split.
-    config: of the run.
-    spec: what the model takes.
-    feature_converter: of the model.
+    index: index of the prepared split.
+    config: dataset config of the run.
+    spec: the batches that the model accepts.
+    feature_converter: the model's feature converter.
   """
   asked = {
     'feature_converter': feature_converter,
@@ -73,7 +73,7 @@ def check_model(
 
 
 def _text_problems(index: Index, config: DatasetConfig, *, feature_converter: str) -> Iterator[str]:
-  """Yields how the text became other tokens than the run's config says."""
+  """Yields differences between the tokenization of the rows and the run's config."""
   variables = json.loads(json.dumps(config.chat_template_variables))
   prepared_with = index.source_config.get('chat_template_variables')
   if variables and variables != prepared_with:
@@ -89,7 +89,7 @@ def _text_problems(index: Index, config: DatasetConfig, *, feature_converter: st
 
 
 def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
-  """Returns model feature -> exclusive bound of its ids: those in the rows and the vocabulary's."""
+  """Returns model feature -> exclusive bound of its ids, in the rows and in the vocabulary."""
   bounds: dict[str, int] = collections.defaultdict(int)
   for member in index.members.values():
     for shard in member.shards:

@@ -1,4 +1,4 @@
-"""index.json of a prepared split: what the rows are, their files, and the files' digests.
+"""index.json of a prepared split: format of the rows, files, and digests of the files.
 
 DIR/train/index.json                              written last: without it the split is unfinished
 DIR/train/TASK/00003-of-00016.arrayrecord         packed rows, see shard_writer.py
@@ -36,7 +36,7 @@ _NAME = 'DatasetConfig.mixture_or_task_name'
 
 
 def _shard_problem(shard: Mapping[str, Any]) -> str:
-  """Returns what is wrong with the entry of a shard; '' if it is valid."""
+  """Returns why the entry of a shard is invalid; '' if it is valid."""
   file = pathlib.PurePosixPath(shard['file'])
   if file.is_absolute() or '..' in file.parts or '\0' in shard['file']:
     return 'its file is outside the folder'
@@ -69,8 +69,8 @@ SHARD = Also(
   ),
   _shard_problem,
 )
-# Content of index.json; the classes below have the same fields, except that `source_config` is
-# called made_from there.
+# Content of index.json; the classes below have the same fields, except that index.json calls
+# `source_config` made_from.
 _SCHEMA = Fields(
   {
     'format': Whole(FORMAT, FORMAT),
@@ -113,14 +113,14 @@ class Shard:
 
   Attributes:
     file: path below the folder of the split; '' for a shard without rows, which has no file.
-    rows, tokens, bytes: their numbers; tokens without padding.
-    sha256: of the whole file.
+    rows, tokens, bytes: number of rows, tokens (without padding) and bytes.
+    sha256: sha256 of the whole file.
     sample: sha256 of a few blocks of the file, quick to check.
-    largest: feature -> largest number in it.
+    largest: feature -> largest number in the feature.
     lengths: histogram of the lengths of packed examples: exponent e -> number of examples with
       2**(e-1) < length <= 2**e.
-    records, damaged: records of the source that were read, and those of them that were skipped
-      because they are damaged; 0 if they are not counted, or if another shard counts them.
+    records, damaged: number of source records read, and number of damaged records skipped; 0 if
+      they are not counted, or if another shard counts them.
   """
 
   file: str
@@ -142,8 +142,8 @@ class MixtureMember:
   Attributes:
     rate: its share in the mixture, not normalized.
     source: facts that identify the source data.
-    num_shards: how many there will be.
-    shards: those that are written.
+    num_shards: number of shards of the finished split.
+    shards: the shards written so far.
   """
 
   rate: float
@@ -169,7 +169,7 @@ class MixtureMember:
 
   @property
   def records(self) -> RecordCounts:
-    """Records of the source that were read, and those that are damaged."""
+    """Number of source records read, and of damaged records."""
     return RecordCounts(
       sum(shard.records for shard in self.shards), sum(shard.damaged for shard in self.shards)
     )
@@ -177,15 +177,15 @@ class MixtureMember:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-  """Content of a prepared split. All but the members' shards is known before the rows are made.
+  """Content of a prepared split. All fields except the members' shards are known in advance.
 
   Attributes:
-    source_config: fields of the DatasetConfig that name the text.
+    source_config: fields of the DatasetConfig that select the text.
     split, feature_converter, task_feature_lengths, pack, loss_on_targets_only: as in training.
     features: model feature -> its length, 0 for a number per row; in the order of the records.
     vocabularies: task feature -> {'name', 'fingerprint', 'size', 'by_name'}; by_name: whether
       DatasetConfig.vocabulary accepts the name.
-    class_names: of the labels, or None.
+    class_names: class names of the labels, or None.
     packing: {'seed', 'shuffle'}: the order in which examples were packed.
     members: task -> its shards.
     versions: package -> version that made the rows.
@@ -216,7 +216,7 @@ class Index:
 
   @property
   def tokens_per_row(self) -> int:
-    """Positions of a row, those of padding included."""
+    """Number of positions of a row, padding included."""
     return sum(length for name, length in self.features.items() if name in self.counted)
 
   @property
@@ -226,7 +226,7 @@ class Index:
 
   @property
   def padding(self) -> float:
-    """Share of the positions that are padding."""
+    """Share of padding among the positions."""
     return 1 - self.tokens / max(1, self.rows * self.tokens_per_row)
 
   def _facts(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Index:
     return json.dumps(self._facts(), indent=1)
 
   def plan(self) -> dict[str, Any]:
-    """Returns what determines the rows: everything but shards, names and paths."""
+    """Returns the fields that determine the rows: all except shards, names and paths."""
     facts = json.loads(json.dumps(self._facts()))
     for member in facts['members'].values():
       del member['shards']
@@ -254,7 +254,7 @@ def counted_features(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def from_json(text: str | bytes) -> Index:
-  """Returns the index in `text`. Raises ValueError for anything else."""
+  """Returns the index in `text`. Raises ValueError if `text` is not an index."""
   values = parse_json(text, _SCHEMA)
   members = {}
   for name, member in values.pop('members').items():
@@ -273,7 +273,8 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
   """Returns the index of a split in `folder`, the DIR of `prepare`.
 
   Raises:
-    DataError: no such folder or split, an unfinished split, or an index of another format.
+    DataError: the folder or split does not exist, the split is unfinished, or its index has another
+      format.
   """
   folder = pathlib.Path(folder).expanduser()
   path = folder / split / INDEX

@@ -1,7 +1,7 @@
 """A global batch whose rows are read on access.
 
 Every process has the global batch but accesses only the rows for its devices
-(`Layout.put_batch`), so the others are never read. Using an array as a whole reads all rows.
+(`Layout.put_batch`), so other rows are never read. Using an array as a whole reads all rows.
 """
 
 import threading
@@ -24,11 +24,11 @@ class LazyBatch:
     spec: shapes and dtypes.
     read: reads rows into the arrays of all features.
   Attributes:
-    asked: numbers of the rows that were accessed by index, not as part of a whole array.
+    asked: row numbers that were accessed by index, not as part of a whole array.
   """
 
   def __init__(self, spec: BatchSpec, *, read: ReadRows):
-    # The pages of np.zeros use memory only once something is written to them.
+    # The pages of np.zeros use memory only after a write.
     self._arrays = {name: np.zeros(spec.shapes[name], spec.dtypes[name]) for name in spec.shapes}
     self._have = np.zeros(spec.batch_size, bool)
     self._read = read
@@ -37,7 +37,7 @@ class LazyBatch:
     self.features = {name: LazyArray(self, name) for name in spec.shapes}
 
   def need(self, rows: Sequence[int]) -> None:
-    """Reads those of `rows` that are not read yet."""
+    """Reads the rows among `rows` that have not been read yet."""
     with self._lock:
       missing = [row for row in rows if not self._have[row]]
       if missing:

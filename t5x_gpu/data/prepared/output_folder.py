@@ -1,4 +1,4 @@
-"""The folder of a split while `prepare` works on it: to start, continue and finish.
+"""The folder of a split while `prepare` works on it: starts, continues and finishes a split.
 
 Finished shards survive any interruption: a shard appears only when it is complete, `.unfinished`
 records it, and index.json comes last.
@@ -35,7 +35,7 @@ class SplitFolder:
   Attributes:
     path: DIR/SPLIT.
     plan: its index, without shards.
-    finished: shards that are there and unchanged.
+    finished: shards that exist and are unchanged.
   """
 
   path: pathlib.Path
@@ -56,10 +56,10 @@ class SplitFolder:
     """Writes index.json and returns the index.
 
     Args:
-      written: the shards that were missing.
+      written: the shards written by this call.
       max_corrupt_fraction: share of the records of each task's source that may be damaged.
     Raises:
-      DataError: a task without rows, too much damage in its source, or a full disk.
+      DataError: a task has no rows or too many damaged records, or the disk is full.
     """
     parts = {**self.finished, **written}
     members = {
@@ -94,7 +94,7 @@ def open_split(path: pathlib.Path, plan: Index) -> Iterator[SplitFolder]:
 
   Args:
     path: DIR/SPLIT; created if it does not exist.
-    plan: what to prepare.
+    plan: the split to prepare.
   Raises:
     DataError: the folder holds other files or other prepared data, or another process uses it.
   """
@@ -138,7 +138,7 @@ def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> Spli
     raise DataError(
       f'Another process is preparing {path}.', fix='Wait for it, or give another --output.'
     ) from e
-  _remove_partial(path)  # of a run that was killed
+  _remove_partial(path)  # left by a killed run
   finished = _finished(path, plan)
   complete = len(finished) == sum(m.num_shards for m in plan.members.values())
   if not ((path / INDEX).exists() and complete):
@@ -195,7 +195,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: pathlib
 
 
 def _finished(path: pathlib.Path, plan: Index) -> Parts:
-  """Returns the shards that are unchanged, after checking every byte of them."""
+  """Returns the unchanged shards, after checking every byte."""
   found: Parts = {}
   with contextlib.suppress(FileNotFoundError, ValueError):
     index = from_json(read_bytes(path / INDEX))

@@ -1,4 +1,4 @@
-"""The order of rows: a pure function of (tasks, rates, seed, number of the row).
+"""The order of rows: a pure function of (tasks, rates, seed, row number).
 
 Tasks are interleaved as evenly as their rates allow. Each task starts over, in another order, when
 it is exhausted, independently of the others.
@@ -18,13 +18,13 @@ _RATES = 'DatasetConfig.mixture_rates'
 
 
 class EvenMixture(grain.transforms.DatasetSelectionMap):
-  """Maps row k of a mixture to (task, number of the row in that task).
+  """Maps row k of a mixture to (task, row number in the task).
 
-  Of the first n rows, task i has n * rate[i], give or take one per task. The first task takes its
-  share of all rows, the second its share of the rest, and so on.
+  Task i gets n * rate[i] of the first n rows, give or take one per task. The first task takes its
+  share of all rows, the second task its share of the rest, and so on.
 
   Args:
-    rates: of the tasks, positive; they need not sum to 1.
+    rates: rates of the tasks, positive; they need not sum to 1.
   """
 
   def __init__(self, rates: Sequence[float]):
@@ -35,7 +35,7 @@ class EvenMixture(grain.transforms.DatasetSelectionMap):
     return ENDLESS
 
   def __getitem__(self, index: int) -> tuple[int, int]:
-    # `before` rows reached this task; it passed `passed` of them on to the next tasks.
+    # `before` rows reached this task; `passed` of them continue to the next tasks.
     left, before = sum(self._units), index
     for task, units in enumerate(self._units):
       left -= units
@@ -53,13 +53,13 @@ def mixed_rows(
   seed: Optional[int],
   repeat: bool,
 ) -> grain.MapDataset:
-  """Returns the rows in the order of training, endless, or of evaluation, each row once.
+  """Returns the rows in training order (endless) or evaluation order (each row once).
 
   Args:
     tasks: name -> its rows, in the order of the files.
     rates: name -> share; training leaves out tasks with rate 0.
-    seed: of the order; None for the order of the files. Training shuffles each epoch of each task
-      separately. Evaluation shuffles the rows of all tasks together and ignores the rates.
+    seed: seed of the order; None for the order of the files. Training shuffles each epoch of each
+      task separately. Evaluation shuffles the rows of all tasks together and ignores the rates.
     repeat: True for training.
   """
   if not repeat:
@@ -84,7 +84,7 @@ def checked_rates(
   """Returns task -> rate, summing to 1.
 
   Args:
-    given: DatasetConfig.mixture_rates; tasks that it leaves out get rate 0. None for `own`.
+    given: DatasetConfig.mixture_rates; missing tasks get rate 0. None for `own`.
     own: rates of the mixture.
     rows: task -> number of rows.
   Raises:

@@ -1,4 +1,4 @@
-"""Statistics of packed rows: examples, padding, lengths; rows and their targets as text."""
+"""Statistics of packed rows (examples, padding, lengths), and rows and targets as text."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from t5x_gpu.data.prepared.index import counted_features
 
 @dataclasses.dataclass(frozen=True)
 class TokenSpan:
-  """Consecutive tokens of one example in a row, all with a loss or all without.
+  """Consecutive tokens of one example in a row, all with or all without a loss.
 
   Attributes:
     feature: model feature of the tokens.
@@ -42,7 +42,7 @@ def pieces(
   """Yields the pieces of a row.
 
   Args:
-    row: of `row_of`.
+    row: result of `row_of`.
     decode: ids -> text.
   """
   for feature in counted_features(row):
@@ -51,7 +51,7 @@ def pieces(
     segments = is_token(row, feature).astype(np.int32) if segments is None else segments
     weights = row.get(f'{stack}_loss_weights')
     has_loss = np.ones(len(tokens), bool) if weights is None else weights > 0
-    # Of a conversation, the first token is an input alone; other texts begin with input 0.
+    # The first token of a conversation is only an input; other texts begin with input 0.
     inputs = row.get('decoder_input_tokens') if feature == 'decoder_target_tokens' else None
     changes = np.flatnonzero((np.diff(segments) != 0) | np.diff(has_loss)) + 1
     last = 0
@@ -67,15 +67,15 @@ def pieces(
 
 
 def num_with_loss(row: Mapping[str, np.ndarray]) -> Optional[int]:
-  """Returns the tokens of a decoder-only model's row that have a loss; None for other rows."""
+  """Returns the number of tokens with a loss in a row of a decoder-only model; else None."""
   weights = None if 'encoder_input_tokens' in row else row.get('decoder_loss_weights')
   return None if weights is None else int((weights > 0).sum())
 
 
 def example_lengths(row: Mapping[str, np.ndarray]) -> list[int]:
-  """Returns the tokens of each example in a row: inputs and targets together, without padding.
+  """Returns the number of tokens of each example: inputs and targets together, without padding.
 
-  Segment ids separate packed examples; without them a row is one example.
+  Segment ids separate packed examples; without segment ids, a row is one example.
   """
   total = np.zeros(1, np.int64)
   for name in counted_features(row):
@@ -93,7 +93,7 @@ class RowStats:
   """Sums over rows.
 
   Attributes:
-    rows, tokens, positions: their numbers; positions are tokens and padding.
+    rows, tokens, positions: counts; positions are tokens and padding.
     lengths: exponent e -> number of examples with 2**(e-1) < length <= 2**e.
   """
 
@@ -107,7 +107,7 @@ class RowStats:
     return 1 - self.tokens / max(1, self.positions)
 
   def add(self, row: Mapping[str, np.ndarray]) -> None:
-    """Counts a row, unless it is all padding: such rows only fill a batch."""
+    """Counts a row, unless it is all padding, which only fills up a batch."""
     tokens = sum(int(is_token(row, name).sum()) for name in counted_features(row))
     if tokens:
       self.rows, self.tokens = self.rows + 1, self.tokens + tokens
@@ -116,7 +116,7 @@ class RowStats:
 
 
 def target_of(row: Mapping[str, np.ndarray], names: Sequence[str]) -> str:
-  """Returns the class, classes, tags or number of a row, in words; '' if it has none."""
+  """Returns the class, classes, tags or number of a row as text; '' if it has none."""
 
   def named(number: int) -> str:
     return names[number] if 0 <= number < len(names) else str(number)

@@ -1,4 +1,4 @@
-"""Are the shards of a prepared split still the files that `prepare` wrote?"""
+"""Checks that the shards of a prepared split are still the files that `prepare` wrote."""
 
 import concurrent.futures
 import os
@@ -10,19 +10,19 @@ from t5x_gpu.data.prepared.index import Index, Shard, unopened
 from t5x_gpu.data.sources.file_digests import sample_digest, sha256_of
 from t5x_gpu.errors import listed, task_error
 
-_SAMPLED_SHARDS = 32  # whose samples are compared when training opens the data
+_SAMPLED_SHARDS = 32  # number of shards whose samples are compared when training opens the data
 _THREADS = 16
 
 
 def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str]) -> str:
-  """Returns what is wrong with a shard; '' if it is unchanged.
+  """Returns how a shard has changed; '' if it is unchanged.
 
   Args:
-    folder: of the split.
+    folder: folder of the split.
     shard: its entry in the index.
     content: what to compare in addition to the size: None, 'sample' (a few blocks) or 'all'.
   Raises:
-    DataError: it cannot be opened, which says nothing about its rows.
+    DataError: the shard cannot be opened; its rows may be intact.
   """
   if not shard.rows:
     return ''
@@ -52,8 +52,9 @@ def check_shards(
 
   Args:
     folder: DIR of `prepare`.
-    index: of the split.
-    content: 'sample' compares sizes, and some blocks of at most 32 shards; 'all' every byte.
+    index: index of the split.
+    content: 'sample' compares sizes, and some blocks of at most 32 shards; 'all' compares every
+      byte.
   """
   split = pathlib.Path(folder).expanduser() / index.split
   shards = [shard for member in index.members.values() for shard in member.shards if shard.rows]

@@ -1,14 +1,14 @@
-"""Writes a shard of rows; it appears only when it is complete. Also the format of a row.
+"""Writes a shard of rows, which appears only when it is complete; defines the format of a row.
 
 A record holds the features of a row in the order of the names in `index.json`, each as
 
     1 byte    the type of its numbers: B, H, I for unsigned integers of 1, 2, 4 bytes, i for signed
-              integers of 4 (labels may be negative); the smallest that holds them all
+              integers of 4 (labels may be negative); the smallest type that fits
     numbers   little-endian, one per position of the feature; one for a label
 
 Segment ids and weights take one byte each, positions and most vocabularies two. ArrayRecord
 compresses every record separately (zstd), so any record can be read alone. Input tokens, which
-repeat the targets shifted by one, then take almost no space. Reading needs only numpy.
+repeat the targets shifted by one, take almost no space after compression. Reading needs only numpy.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from t5x_gpu.errors import DataError
 
 _KINDS = {kind: np.dtype(f'<{kind}') for kind in 'BHIi'}
 # One record per compressed group, so that each can be read alone. Measured on rows of 1024 tokens
-# (8 kB): zstd:1 makes 1.6 kB and reads in 19 us, no compression 8.3 kB in 13 us.
+# (8 kB): zstd:1 takes 1.6 kB and reads in 19 us; no compression takes 8.3 kB and 13 us.
 WRITER_OPTIONS = 'group_size:1,zstd:1'
 
 
@@ -69,9 +69,9 @@ def decode_into(record: bytes, arrays: Mapping[str, np.ndarray], row: int) -> No
   """Decodes a record into row `row` of `arrays`, which have the order of the record.
 
   Args:
-    record: of `encode_row`.
+    record: result of `encode_row`.
     arrays: feature -> [batch, length] or [batch].
-    row: which row.
+    row: index of the row.
   Raises:
     ValueError: the record does not have these features and lengths.
   """
@@ -92,12 +92,12 @@ PARTIAL = '.partial'
 _REPORT_ROWS = 100
 _SAFE = frozenset('abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-')
 
-# Takes the rows and tokens that were written since the last call.
+# Takes the number of rows and tokens written since the last call.
 Report = Callable[[int, int], None]
 
 
 def folder_name(task: str) -> str:
-  """Returns the name of the folder of a task's shards."""
+  """Returns the name of the folder for a task's shards."""
   return ''.join(c if c in _SAFE else '_' for c in task).lstrip('.') or '_'
 
 
@@ -128,12 +128,12 @@ def write_shard(
     rows: feature -> [length] or a number.
     split: folder of the split.
     task: name of the task.
-    part, num_parts: which shard, of how many.
+    part, num_parts: index of the shard, number of shards.
     names: features in the order of the record.
     report: called with the progress.
     records: called after all rows; returns the number of source records behind them.
   Raises:
-    DataError: the disk is full, or loses what is written to it.
+    DataError: the disk is full, or loses written data.
   """
   file = f'{folder_name(task)}/{part:05d}-of-{num_parts:05d}.arrayrecord'
   path = split / file

@@ -1,8 +1,8 @@
 """Worker processes that write shards, one after the other, and report their progress.
 
 We avoid concurrent.futures: it reports neither the shard a killed worker was writing nor the signal
-that killed it, nor rows in between. The workers end when their parent does, however it ends: their
-pipe breaks.
+that killed it, nor progress within a shard. When the parent ends for any reason, the pipe breaks
+and the workers end.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class ShardJob:
 
   Attributes:
     config, spec, feature_converter: as for `data_module.open_preparation`.
-    folder: of the split.
+    folder: folder of the split.
     task: name of the task.
-    part, num_parts: which shard of how many.
+    part, num_parts: index of the shard, number of shards.
   """
 
   config: DatasetConfig
@@ -53,7 +53,7 @@ class RowsWritten:
 def write_shards(
   jobs: Sequence[ShardJob], *, num_workers: int
 ) -> Iterator[tuple[ShardJob, Union[RowsWritten, Shard]]]:
-  """Yields progress and finished shards until all jobs are done; ends the workers in any case.
+  """Yields progress and finished shards until all jobs are done; always ends the workers.
 
   Raises:
     UserError: a worker failed. Finished shards are kept.

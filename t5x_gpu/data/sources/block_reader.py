@@ -1,4 +1,6 @@
-"""Any form of file as a tf.data reader that can be saved: it reads blocks of rows by number.
+"""A tf.data reader for any form of file, with a position that can be saved.
+
+Reads blocks of rows by number.
 
 A Python call per row is slow, and a Python generator cannot be saved. So Python reads a block of
 256 rows by its number and keeps the file open for the next block; TensorFlow saves the number.
@@ -21,9 +23,9 @@ from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 
 ROWS_PER_BLOCK = 256
-# Several iterators may read a source at once (a check, training, evaluation), 32 files each.
+# Several iterators (a check, training, evaluation) may read a source concurrently, 32 files each.
 _MAX_OPEN = 128
-# What libraries raise for a file that is truncated or has another format.
+# Errors of libraries for a file that is truncated or has another format.
 _BROKEN = (
   OSError,
   EOFError,
@@ -42,16 +44,15 @@ class BlockReader:
   """A reader for `DocumentSource`: {feature: text, 'document_end': True} of each row.
 
   Args:
-    form: of the files.
+    form: form of the files.
     columns: feature -> column. Any text in the column of `document_end` marks an end.
-    num_files: of the source.
-    chosen: the user chose the columns, so they are part of the fingerprint.
-
-  Attributes:
-    form: of the files.
+    num_files: number of files of the source.
+    chosen: whether the user chose the columns; then they are part of the fingerprint.
+    Attributes:
+    form: form of the files.
     damage: counts damaged records.
-    problem: the DataError that stopped the reading. TensorFlow passes only text out of its threads,
-      so the iterator looks here when tf.data fails.
+    problem: the DataError that stopped the reader. TensorFlow passes only text out of its threads,
+      so the iterator reads the error from here when tf.data fails.
   """
 
   def __init__(
@@ -63,7 +64,7 @@ class BlockReader:
     self.damage = Damage(num_files)
     self.problem: Optional[DataError] = None
     self._lock = threading.Lock()
-    # (path, number) -> (the block if it is read already, iterator of the following blocks).
+    # (path, number) -> (the block if it has been read, iterator over the following blocks).
     self._open: collections.OrderedDict[tuple[str, int], tuple[list[_Block], Iterator[_Block]]] = (
       collections.OrderedDict()
     )
@@ -73,7 +74,7 @@ class BlockReader:
     names = list(self.columns)
 
     def has_block(number: tf.Tensor) -> tf.Tensor:
-      # Stateless for TensorFlow: a block is a function of path and number.
+      # Stateless for TensorFlow: a block is a pure function of path and number.
       there = tf.numpy_function(self._has, [path, number], tf.bool, stateful=False)
       return tf.ensure_shape(there, [])
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, which can be read from any row on. No TF."""
+"""Reads rows of Parquet and Arrow files, starting at any row. No TF."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ def _record_rows(
 def _plain_records(
   batch: pa.RecordBatch, *, path: str, first: int
 ) -> Iterator[tuple[Union[dict[str, Any], DataError], str]]:
-  """Yields (column -> value or what is wrong with it, place) of each row."""
+  """Yields (column -> value, or an error; file and row) of each row."""
   kinds = {field.name: field.type for field in batch.schema}
   for number, record in enumerate(batch.to_pylist(), first + 1):
     where = f'{path}, row {number}'
@@ -68,13 +68,13 @@ def _plain_records(
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
-  """Returns a value of a table as JSON lines would have it.
+  """Returns a value of a table in the form it would have in JSON lines.
 
-  All structs of a column have the same fields, so those that a row does not have are null. They
-  are left out: chat templates write what they find. Nulls in the JSON of `arrow.json` stay.
+  All structs of a column have the same fields, so fields that a row lacks are null. They are left
+  out, because chat templates write all fields. Nulls in the JSON of `arrow.json` stay.
 
   Raises:
-    ValueError: text that is not JSON in a column of `arrow.json`, or bytes that are not UTF-8.
+    ValueError: text in a column of `arrow.json` is not JSON, or bytes are not UTF-8.
   """
   if value is None:
     return None
@@ -96,7 +96,7 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
 
 
 def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
-  """Returns the texts of a column as UTF-8, None for nulls; a DataError for what is not text."""
+  """Returns the texts of a column as UTF-8, None for nulls, a DataError for other values."""
   kind = column.type
   if isinstance(kind, pa.BaseExtensionType):
     if kind.extension_name == _JSON_TYPE:
@@ -127,7 +127,7 @@ def _json_text(text: str, name: str) -> Union[bytes, DataError]:
 def _reading(
   columns: Sequence[str], names: Sequence[str], path: str, records: Optional[RecordForm]
 ) -> tuple[list[str], Callable[..., Iterator[Row]]]:
-  """Returns the columns of the file `path` to read, of all its `names`, and how to read them."""
+  """Returns the columns to read among `names`, and the function that reads their rows."""
   optional, read = [], _batch_rows
   if records is not None:
     columns, optional = columns[:1], [name for name in records.optional if name in names]
@@ -198,7 +198,7 @@ ARROW = FileForm('arrow', _arrow_columns, _arrow_rows)
 def parquet_records(
   path: str, columns: Sequence[str]
 ) -> Iterator[tuple[Union[dict[str, Any], DataError], str]]:
-  """Yields (column -> value or what is wrong with it, place) of each row of a Parquet file."""
+  """Yields (column -> value, or an error; file and row) of each row of a Parquet file."""
   first = 0
   with parquet.ParquetFile(path) as f:
     for batch in f.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):

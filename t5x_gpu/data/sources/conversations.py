@@ -1,9 +1,9 @@
-"""A conversation, or a preference, in a JSON object: checked. Errors name file and line. No TF.
+"""Checks conversations and preferences in JSON objects. Errors name file and line. No TF.
 
-Two forms of conversations are read: `messages`, a list of {"role": ..., "content": ...} (OpenAI,
-TRL), and ShareGPT's `conversations`, a list of {"from": ..., "value": ...}. A preference is two
-answers, `chosen` and `rejected`, to a `prompt`: texts, or lists of messages (TRL). Without a
-prompt, it is what both answers begin with.
+Two forms of conversations are supported: `messages`, a list of {"role": ..., "content": ...}
+(OpenAI, TRL), and ShareGPT's `conversations`, a list of {"from": ..., "value": ...}. A preference
+is two answers, `chosen` and `rejected`, to a `prompt`: texts, or lists of messages (TRL). Without a
+`prompt`, the common beginning of both answers is the prompt.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from t5x_gpu.errors import DataError, did_you_mean
 MESSAGES, SHAREGPT, TOOLS = 'messages', 'conversations', 'tools'
 CHOSEN, REJECTED, PROMPT = 'chosen', 'rejected', 'prompt'
 ROLES = ('system', 'user', 'assistant', 'tool')
-# ShareGPT's names of roles; its newer files also have those above.
+# ShareGPT's names of roles; newer files also use `ROLES`.
 _SPEAKERS = {'human': 'user', 'gpt': 'assistant', 'observation': 'tool'}
 _FORM = (
   '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -37,8 +37,8 @@ class RecordForm:
   """How a JSON object, or a row of a table, becomes a row.
 
   Attributes:
-    row: (record, key=, where=) -> the row, or what is wrong with the record.
-    optional: columns of a table that are read, besides the key, if they exist.
+    row: (record, key=, where=) -> the row, or an error.
+    optional: columns of a table that are read, in addition to the key, if they exist.
   """
 
   row: Callable[..., Row]
@@ -46,16 +46,16 @@ class RecordForm:
 
 
 def conversation_key(names: Sequence[str]) -> Optional[str]:
-  """Returns which of the keys `names` holds a conversation; None if none does."""
+  """Returns the key among `names` that holds a conversation, or None."""
   return next((name for name in (MESSAGES, SHAREGPT) if name in names), None)
 
 
 def conversation_row(record: Mapping[str, Any], *, key: str, where: str) -> Row:
-  """Returns (conversation as UTF-8 JSON: {'messages', 'tools'}, `where`), or what is wrong.
+  """Returns (conversation as UTF-8 JSON: {'messages', 'tools'}, `where`), or a DataError.
 
   Args:
     record: a JSON object, or a row of a table.
-    key: of the messages.
+    key: key of the messages.
     where: file and line, for errors.
   """
   return _row(_conversation, record, key=key, where=where)
@@ -91,11 +91,11 @@ def preference_row(
 ) -> Row:
   """Returns (preference as UTF-8 JSON: {'prompt', 'chosen', 'rejected', 'tools'}, `where`).
 
-  The first three are texts, or lists of messages. If the record is wrong, returns a DataError.
+  The first three are texts, or lists of messages. Returns a DataError for an invalid record.
 
   Args:
     record: a JSON object, or a row of a table.
-    key: of the chosen answer.
+    key: key of the chosen answer.
     where: file and line, for errors.
     rejected, prompt: keys of the rejected answer and of the prompt.
   """
@@ -106,7 +106,7 @@ CONVERSATIONS = RecordForm(conversation_row, (TOOLS,))
 
 
 def preferences(*, rejected: str = REJECTED, prompt: str = PROMPT) -> RecordForm:
-  """Returns how records become preferences; arguments as in `preference_row`."""
+  """Returns the RecordForm of preferences; arguments as in `preference_row`."""
   row = functools.partial(preference_row, rejected=rejected, prompt=prompt)
   return RecordForm(row, (rejected, prompt, TOOLS))
 
@@ -142,7 +142,7 @@ def _preference(
 
 
 def _of_texts(asked: Any, answers: Mapping[str, str], *, where: str) -> list[str]:
-  """Returns prompt and answers; without a prompt, the first text that the answers share."""
+  """Returns prompt and answers; without a prompt, uses the common beginning of the answers."""
   if asked is None:
     asked = os.path.commonprefix(list(answers.values()))
     asked = asked.removesuffix(' ')  # tokens begin, rather than end, with a space
@@ -165,7 +165,7 @@ def _of_texts(asked: Any, answers: Mapping[str, str], *, where: str) -> list[str
 def _of_messages(
   asked: Any, answers: Mapping[str, list], *, prompt: str, where: str
 ) -> list[list[dict[str, Any]]]:
-  """Returns prompt and answers; without a list of messages, the first ones that answers share."""
+  """Returns prompt and answers; without a prompt, uses the common first messages of the answers."""
   both = [checked_messages(answer, key=name, where=where) for name, answer in answers.items()]
   if isinstance(asked, list):
     asked = checked_messages(asked, key=prompt, where=where)
@@ -191,10 +191,10 @@ def _of_messages(
 
 
 def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, Any]]:
-  """Returns messages with 'role' and 'content'; other fields stay, blank ones are left out.
+  """Returns messages with 'role' and 'content'; keeps other fields, drops blank messages.
 
   Raises:
-    DataError: not a list of messages, an unknown role, or content that is not text.
+    DataError: the value is not a list of messages, a role is unknown, or content is not text.
   """
   if not isinstance(messages, list) or not messages:
     found = 'nothing' if messages is None else _shown(messages)
@@ -210,7 +210,7 @@ def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, A
 def checked_tools(record: Mapping[str, Any], *, where: str) -> Optional[list[Any]]:
   """Returns the tools that the assistant may call, for the template, or None."""
   tools, fix = record.get(TOOLS), 'Write the list itself, or its JSON, or leave it out.'
-  if isinstance(tools, str):  # tables often hold their JSON
+  if isinstance(tools, str):  # tables often hold tools as JSON text
     try:
       tools = json_value(tools)
     except ValueError as e:

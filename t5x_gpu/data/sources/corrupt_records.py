@@ -1,4 +1,4 @@
-"""Counts records that cannot be parsed, logs the first ones, and stops if there are too many."""
+"""Counts records that cannot be parsed, logs the first few, and stops if there are too many."""
 
 import dataclasses
 import logging
@@ -7,7 +7,7 @@ from typing import Optional
 
 from t5x_gpu.errors import DataError
 
-# With fewer records a share means little, so it is taken of at least this many.
+# A share of fewer records would mean little, so the denominator is at least this.
 _FEWEST_JUDGED = 1000
 _REASONS_SHOWN = 3
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RecordCounts:
-  """How many records were read, including blank ones, and how many of them are damaged."""
+  """Number of records read, including blank records, and number of damaged records."""
 
   read: int = 0
   damaged: int = 0
@@ -32,11 +32,11 @@ def check_share(
   """Raises DataError if more of `records` are damaged than `max_fraction` allows.
 
   Args:
-    records: what was read.
+    records: counts of the records read.
     max_fraction: DatasetConfig.max_corrupt_fraction.
-    fewest: take the share of at least this many records.
+    fewest: minimum denominator of the share.
     of: source of the records, for the message.
-    last: what is wrong with the last damaged record.
+    last: error of the last damaged record.
   """
   allowed = max_fraction * max(records.read, fewest)
   if records.damaged <= allowed:
@@ -55,12 +55,11 @@ class Damage:
   """Damaged records that this process has found in the files of one source.
 
   Args:
-    num_files: of the source.
-
-  Attributes:
-    max_fraction: largest share of damaged records among those that this process has read; until all
-      files are read, among at least 1000.
-    records: read so far; each counts once, even if it is read again.
+    num_files: number of files of the source.
+    Attributes:
+    max_fraction: largest share of damaged records among the records that this process has read;
+      until all files are read, the denominator is at least 1000.
+    records: counts so far; each record counts once, even if it is read again.
   """
 
   def __init__(self, num_files: int):
@@ -68,7 +67,7 @@ class Damage:
     self.max_fraction = 0.0
     self.records = RecordCounts()
     self._in_parts = False
-    self._counted: dict[str, int] = {}  # path -> number of records that are counted
+    self._counted: dict[str, int] = {}  # path -> number of counted records
     self._in_file: dict[str, int] = {}
     self._finished: set[str] = set()
     self._refused: set[str] = set()
@@ -76,7 +75,7 @@ class Damage:
     self._over: Optional[DataError] = None
 
   def begin_part(self) -> None:
-    """Starts a new count, for one part of the files. `check_share` judges all parts together."""
+    """Starts a new count for one part of the files. `check_share` checks all parts together."""
     self._in_parts = True
     self.records = RecordCounts()
     self._counted.clear()
@@ -84,10 +83,10 @@ class Damage:
     self._refused.clear()
 
   def count(self, path: str, *, first: int, num_records: int, damaged: Sequence[DataError]) -> None:
-    """Counts records `first` to `first + num_records` of a file, unless that is done.
+    """Counts records `first` to `first + num_records` of a file, unless already counted.
 
     Raises:
-      DataError: more damage than `max_fraction`.
+      DataError: the share of damaged records exceeds `max_fraction`.
     """
     self._raise_again()
     if first < self._counted.get(path, 0):
@@ -103,11 +102,11 @@ class Damage:
     self._judge_new(damaged)
 
   def refuse(self, where: str, problem: DataError) -> None:
-    """Counts a record that is counted as read, but that a later step refuses; each once.
+    """Counts a record, already counted as read, that a later step refuses. Counts it only once.
 
     Args:
-      where: place of the record.
-      problem: why.
+      where: file and position of the record.
+      problem: the reason.
     Raises:
       DataError: as `count` does.
     """
@@ -136,11 +135,11 @@ class Damage:
       self._judge(damaged[-1], fewest=0 if all_read else _FEWEST_JUDGED)
 
   def end_of_file(self, path: str, *, num_records: int) -> None:
-    """Notes that a file is read to its end. Raises DataError as `count` does.
+    """Records that a file has been read to its end. Raises DataError as `count` does.
 
     Args:
-      path: of the file.
-      num_records: in the file; an earlier process may have counted some of them.
+      path: path of the file.
+      num_records: number of records in the file; an earlier process may have counted some of them.
     """
     self._raise_again()
     if path in self._finished:
@@ -157,8 +156,8 @@ class Damage:
   def _raise_again(self) -> None:
     """Raises the error again if there was too much damage: read-ahead may have found it first.
 
-    tf.data asks again for each row of a batch and formats the traceback every time, so the
-    traceback must not grow.
+    tf.data retries for each row of a batch and formats the traceback every time, so the traceback
+    must not grow.
     """
     if self._over is not None:
       raise self._over.with_traceback(None)

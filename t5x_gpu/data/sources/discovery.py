@@ -1,4 +1,4 @@
-"""The files that documents come from: those that match a pattern, and the standard library's."""
+"""Finds the files with documents: files that match a pattern, or the standard library."""
 
 import glob
 import hashlib
@@ -12,14 +12,14 @@ from t5x_gpu.data.sources.file_digests import relative_names
 from t5x_gpu.data.sources.file_patterns import find_files, unreadable
 from t5x_gpu.errors import listed, task_error
 
-# One file in this many goes to the validation split.
+# One in this many files goes to the validation split.
 VALIDATION_ONE_IN = 20
 _HEAD_BYTES = 65536
 log = logging.getLogger(__name__)
 
 
 def fingerprint(files: Sequence[str]) -> dict[str, Any]:
-  """Returns number, total bytes and a hash of `files`, the same in any folder.
+  """Returns number, total bytes and a hash of `files`; the same in any folder.
 
   The hash covers relative path, size and the first 64 KiB of each file.
   """
@@ -39,11 +39,11 @@ def fingerprint(files: Sequence[str]) -> dict[str, Any]:
 def matching_files(pattern: str) -> list[str]:
   """Returns the sorted files that match `pattern`.
 
-  `**` goes into folders; a folder stands for all files in it. Empty files are skipped. As far as
-  the path exists, it is itself: with a folder `set[1]`, that name is not a pattern for `set1`.
+  `**` matches nested folders; a folder matches all files in it. Empty files are skipped. The part
+  of the path that exists is taken literally: if a folder `set[1]` exists, it does not match `set1`.
 
   Raises:
-    DataError: no file matches, all that match are empty, or one cannot be read.
+    DataError: no file matches, all matching files are empty, or a file cannot be read.
   """
   expanded = os.path.expanduser(pattern)
   if os.path.isdir(expanded):
@@ -88,7 +88,7 @@ def _with_literal_folders(pattern: str) -> str:
   return pattern
 
 
-# Tests, vendored packages and code tables: bulky, and not what people mean by Python source.
+# Tests, vendored packages and code tables: bulky, and not typical Python source.
 _SKIPPED_FOLDERS = {
   'test',
   'tests',
@@ -111,7 +111,7 @@ def standard_library_files() -> dict[str, list[str]]:
   A hash of the relative path assigns the split: about 1 file in 20 goes to validation.
 
   Raises:
-    DataError: the interpreter does not have its library in source form.
+    DataError: the interpreter's library is not in source form.
   """
   root = sysconfig.get_paths()['stdlib']
   files: dict[str, list[str]] = {'train': [], 'validation': []}

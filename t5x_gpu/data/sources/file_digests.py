@@ -1,4 +1,4 @@
-"""What identifies the content of files, and their names relative to a common folder. No TF."""
+"""Digests of files, and file names relative to a common folder. No TF."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ _BLOCK_BYTES = 4096
 
 
 def relative_names(paths: Iterable[str]) -> dict[str, str]:
-  """Returns name -> path; names are relative to the folder common to all, so a copy has the same.
+  """Returns name -> path; names are relative to the common folder, so that copies have equal names.
 
   Objects in remote storage (`gs://...`) keep their full names.
   """

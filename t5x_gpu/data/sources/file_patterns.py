@@ -1,4 +1,4 @@
-"""The files that a pattern matches, each real file once, even with loops of symbolic links."""
+"""Finds the files that a pattern matches, each real file once, also with symbolic link loops."""
 
 import glob
 import logging
@@ -12,7 +12,7 @@ from t5x_gpu.errors import DataError, listed, task_error
 _LISTED = 3
 log = logging.getLogger(__name__)
 _Inode = tuple[int, int]  # device and number
-# On every ext4 volume; only root may read it, and it never holds a data set.
+# Every ext4 volume has this folder; only root may read it, and it never holds a data set.
 _LOST_AND_FOUND = 'lost+found'
 
 
@@ -25,11 +25,11 @@ def unreadable(path: str, e: OSError) -> DataError:
 
 
 def find_files(pattern: str) -> list[str]:
-  """Returns the files that `pattern` matches, sorted; `**` goes into folders.
+  """Returns the files that `pattern` matches, sorted; `**` matches nested folders.
 
-  A file with several names is listed once, by device and inode. A name with an ending is preferred
-  (Hugging Face's cache links to blobs without endings), then a name without links. The log lists
-  skipped links.
+  A file with several names (same device and inode) is listed once. A name with an extension is
+  preferred (Hugging Face's cache links to blobs without extensions), then a name without links. The
+  log lists skipped links.
 
   Raises:
     DataError: a file or folder cannot be read.
@@ -60,7 +60,7 @@ def find_files(pattern: str) -> list[str]:
 
 
 def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
-  """Yields what `glob.glob(pattern, recursive=True)` does, but visits folders below `**` once."""
+  """Yields the same as `glob.glob(pattern, recursive=True)`, but visits folders below `**` once."""
   parts = pattern.split(os.sep)
   if '**' not in parts:
     _check_folders(parts)
@@ -77,7 +77,7 @@ def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
 
 
 def _check_folders(parts: list[str]) -> None:
-  """Raises DataError for a folder on the way to the pattern's files that glob would skip."""
+  """Raises DataError for an unreadable folder in the pattern's path, which glob would skip."""
   for i in range(1, len(parts)):
     lists = glob.has_magic(parts[i])
     for folder in glob.glob(os.sep.join(parts[:i]) + os.sep):
@@ -91,18 +91,19 @@ def _check_folders(parts: list[str]) -> None:
 
 
 def _enter(folder: str) -> None:
-  """Raises OSError if the files in `folder` cannot be reached: it lacks the right to search it."""
+  """Raises OSError without permission to search `folder`."""
   os.stat(os.path.join(folder, os.curdir))
 
 
 def _is_file(path: str) -> bool:
-  """Returns os.path.isfile(path); raises DataError if the system does not let it look there."""
+  """Returns os.path.isfile(path); raises DataError if the system denies access."""
   return stat.S_ISREG(_mode(path))
 
 
 def _mode(path: str | os.PathLike) -> int:
-  """Returns the mode of a file; 0 for a broken link. A file must not vanish from the data because
-  its server does not answer.
+  """Returns the mode of a file; 0 for a broken link.
+
+  Raises DataError if the file server does not answer: the file must not silently leave the data.
   """
   try:
     return os.stat(path).st_mode
@@ -155,7 +156,7 @@ def _check_opens(path: str) -> None:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-  """Returns what identifies a file, even on a FUSE file system that repeats its inodes."""
+  """Returns the identity of a file, also for FUSE file systems that reuse inodes."""
   status = os.stat(path)
   return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""A line of JSON lines as an object, or as its texts. Errors name file and line. No TF."""
+"""Parses a line of JSON lines into an object or its texts. Errors name file and line. No TF."""
 
 import json
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ def json_value(text: bytes | str) -> Any:
   """Returns the value of JSON text.
 
   Raises:
-    ValueError: it is not JSON, is nested more than `MOST_DEPTH` levels deep, or an object in it has
-      different values under one key.
+    ValueError: the text is not JSON or is nested more than `MOST_DEPTH` levels deep, or an object
+      has different values under one key.
   """
   try:
     value = json.loads(text, object_pairs_hook=_object)
   except RecursionError:
     raise ValueError('it is nested too deeply') from None
   marks = (b'[', b'{') if isinstance(text, bytes) else ('[', '{')
-  # What reads a value later recurses, too.
+  # Later readers of the value recurse, too.
   if sum(map(text.count, marks)) > MOST_DEPTH and is_deeper(value, MOST_DEPTH):
     raise ValueError(f'it is nested more than {MOST_DEPTH} levels deep')
   return value
@@ -41,10 +41,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_object(line: bytes | str, *, where: str, keys: Sequence[str] = ()) -> dict[str, Any]:
-  """Returns the object in `line`. Raises DataError, naming `where` (file:line), for all else.
+  """Returns the object in `line`. Raises DataError, naming `where` (file:line), if it has none.
 
   Args:
-    line: of the file.
+    line: a line of the file.
     where: file and line, for errors.
     keys: string keys that the object should have; only errors use them.
   """

@@ -1,6 +1,6 @@
-"""Rows of files that are read from the front: lines, JSON lines, .csv and .tsv. No TF.
+"""Reads rows of sequential files: lines, JSON lines, .csv and .tsv. No TF.
 
-All may be compressed (.gz, .zst). To continue at a row, they are read again up to it.
+Files may be compressed (.gz, .zst). To continue at a row, a file is read again up to that row.
 """
 
 import csv
@@ -24,12 +24,13 @@ from t5x_gpu.data.sources.rows import (
 )
 from t5x_gpu.errors import DataError
 
-# Of a csv field. Python's own limit, 128 kB, is too little for a book; without a limit a quote that
-# was never closed would swallow the file.
+# Maximum length of a csv field. Python's default of 128 kB is too small for a book; without a
+# limit, an unclosed quote would swallow the file.
 _MAX_FIELD = 10_000_000
-# Text files are read in spans of this many lines (about 2.5 kB of source code): the state is small.
+# Text files are read in spans of this many lines (about 2.5 kB of source code), to keep the state
+# small.
 LINES_PER_SPAN = 64
-_NAMED_LINES = 3  # of a file
+_NAMED_LINES = 3  # lines per file that the log names
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +66,7 @@ def _utf8_lines(lines: Iterable[bytes], *, path: str, first: int) -> Iterator[by
 
 
 class _Repaired:
-  """Lines with U+FFFD for bytes that are not UTF-8; the log counts them, once per file."""
+  """Replaces bytes that are not UTF-8 by U+FFFD; logs their number once per file."""
 
   def __init__(self):
     self._named: set[tuple[str, int]] = set()
@@ -102,7 +103,7 @@ def _span_rows(
   skip: int,
   checked: Callable[..., Iterator[bytes]] = _utf8_lines,
 ) -> Iterator[Row]:
-  """Yields (64 lines, mark): the mark is not empty for the last span of the file."""
+  """Yields (64 lines, mark); only the last span of the file has a non-empty mark."""
   first = skip * LINES_PER_SPAN
   with open_text(path) as f:
     lines = itertools.islice(limited_lines(f, path), first, None)
@@ -115,7 +116,7 @@ def _span_rows(
 
 
 def _json_keys(path: str) -> list[str]:
-  """Returns the keys of the first object; none for a file of blank lines."""
+  """Returns the keys of the first object; [] for a file of blank lines."""
   for number, line in _numbered(path, 0):
     if line.strip():
       return list(json_object(line, where=f'{path}:{number}', keys=['text']))
@@ -175,15 +176,15 @@ def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
 def csv_records(
   path: str, form: str, *, errors: str = 'strict'
 ) -> Iterator[tuple[Union[list[str], DataError], str, int]]:
-  """Yields (fields or what is wrong with them, place, lines that are lost) of each row.
+  """Yields (fields or an error, file:line, number of lost lines) of each row.
 
-  The first row that is not blank is the header. Blank rows have no fields. An open quote swallows
-  lines: they are lost.
+  The first row that is not blank is the header. Blank rows have no fields. Lines swallowed by an
+  unclosed quote are lost.
 
   Args:
-    path: of the file.
-    form: 'csv' or 'tsv', which has tabs between columns and no quoting.
-    errors: of the decoding, as for `bytes.decode`.
+    path: path of the file.
+    form: 'csv', or 'tsv', which has tabs between columns and no quoting.
+    errors: error handling of the decoding, as for `bytes.decode`.
   """
   csv.field_size_limit(_MAX_FIELD)
   header: list[str] = []
@@ -234,7 +235,7 @@ def _csv_rows(path: str, columns: Sequence[str], skip: int, *, form: str) -> Ite
   require_columns(names, columns, path)
   at = [names.index(name) for name in columns]
   number, in_header = 0, True
-  # Bytes that are not UTF-8 pass through: only the row that has them is damaged.
+  # Bytes that are not UTF-8 pass through, so that only their row is damaged.
   for fields, where, num_lost in csv_records(path, form, errors='surrogateescape'):
     if in_header:
       in_header = not fields

@@ -1,4 +1,4 @@
-"""Rows of TFRecord and ArrayRecord files: tf.train.Examples, or a text per ArrayRecord."""
+"""Reads rows of TFRecord and ArrayRecord files: tf.train.Examples, or a text per ArrayRecord."""
 
 import itertools
 import struct
@@ -46,10 +46,10 @@ def _masked_crc32c(data: bytes) -> int:
 
 
 def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
-  """Yields (record, whether its checksum fits) from number `skip` on.
+  """Yields (record, whether its checksum matches) from number `skip` on.
 
-  TensorFlow compares checksums at 100 to 170 MB/s but cannot continue after a wrong one. This
-  reader can, at 4 MB/s. For compressed files the codec's checksum counts.
+  TensorFlow compares checksums at 100 to 170 MB/s but cannot continue after a wrong checksum. This
+  reader can, at 4 MB/s. For compressed files only the codec's checksum is compared.
   """
   if not is_compressed(path):
     options = tf.data.Options()
@@ -86,21 +86,21 @@ def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
 
 
 def _example(record: bytes) -> tf.train.Features:
-  """Returns the features of a tf.train.Example. Raises ValueError for anything else."""
+  """Returns the features of a tf.train.Example. Raises ValueError if the record is not one."""
   try:
     return tf.train.Example.FromString(record).features.feature
-  except Exception as e:  # protobuf's DecodeError; its module is not public
+  except Exception as e:  # protobuf's DecodeError, whose module is not public
     raise ValueError(str(e) or type(e).__name__) from e
 
 
 def _example_columns(record: bytes) -> list[str]:
-  """Returns the names of the texts in a tf.train.Example."""
+  """Returns the names of the text features in a tf.train.Example."""
   features = _example(record)
   return sorted(name for name in features if features[name].bytes_list.value)
 
 
 def _example_row(record: bytes, *, columns: Sequence[str], where: str) -> Row:
-  """Returns the texts `columns` of a tf.train.Example, or what is wrong with it."""
+  """Returns the texts `columns` of a tf.train.Example, or an error."""
   try:
     features = _example(record)
   except ValueError as e:
@@ -151,7 +151,7 @@ def _array_records(path: str, skip: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _first_example(path: str) -> list[str]:
-  """Returns the columns of the first record; none if it is not a tf.train.Example."""
+  """Returns the columns of the first record; [] if it is not a tf.train.Example."""
   for _, record in _array_records(path, 0):
     try:
       return _example_columns(record)

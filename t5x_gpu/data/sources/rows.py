@@ -1,7 +1,7 @@
-"""Files of any form as numbered rows: each is a tuple of texts, blank, or damaged. No TF.
+"""Files of any form as numbered rows: each row is a tuple of texts, blank, or damaged. No TF.
 
-A `FileForm` gives the names of a file's columns, and iterates over its rows from any row on. The
-features come from columns with the usual names, or with those that the user gives:
+A `FileForm` lists the columns of a file, and iterates over its rows starting at any row. The
+features come from columns with the usual names, or from columns that the user chooses:
 
     csv:data/*.csv                              columns text, or inputs and targets
     csv:data/*.csv#text=body                    column body is the text
@@ -25,10 +25,10 @@ from t5x_gpu.errors import DataError, did_you_mean, task_error
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
 _READ_AHEAD_BYTES = 1 << 20
-# The longest line, and the longest text of a row. A tokenizer needs many times its size: a row of
-# 1.5 GB, a .gz file of 1.4 MB, takes all memory of a host. The 100 MB of text8 are one line.
+# Limit for a line, and for a text in a row. A tokenizer needs many times the size of its text: a
+# row of 1.5 GB, from a .gz file of 1.4 MB, takes all memory of a host. text8 is one line of 100 MB.
 MAX_TEXT_BYTES = 256 << 20
-# What the user may choose columns for.
+# Sets of features for which the user may choose columns.
 _CHOICES = (
   {'text'},
   {'targets'},
@@ -37,7 +37,7 @@ _CHOICES = (
   {'chosen', 'rejected'},
   {'chosen', 'rejected', 'prompt'},
 )
-# The longer marks come first: the mark of UTF-32 begins like that of UTF-16.
+# Longer marks come first: the mark of UTF-32 begins with the mark of UTF-16.
 _OTHER_ENCODINGS = {
   codecs.BOM_UTF32_LE: 'UTF-32',
   codecs.BOM_UTF32_BE: 'UTF-32',
@@ -51,12 +51,12 @@ Row = Union[tuple[bytes, ...], None, DataError]
 
 @dataclasses.dataclass(frozen=True)
 class FileForm:
-  """How files of one form are read.
+  """How to read files of one form.
 
   Attributes:
     name: 'csv', 'parquet', ...
     columns: path -> names of its columns.
-    rows: (path, names of columns, rows to skip) -> the other rows.
+    rows: (path, names of columns, number of rows to skip) -> the remaining rows.
     errors: 'replace' if bytes that are not UTF-8 become U+FFFD, as in `bytes.decode`.
   """
 
@@ -80,10 +80,10 @@ def is_compressed(path: str) -> bool:
 
 
 def open_text(path: str) -> BinaryIO:
-  """Returns the bytes of a UTF-8 file as `open_stream` does, without its byte order mark.
+  """Opens a UTF-8 file like `open_stream`, without its byte order mark.
 
   Raises:
-    DataError: it begins with the byte order mark of another encoding.
+    DataError: the file begins with the byte order mark of another encoding.
   """
   f = open_stream(path)
   try:
@@ -107,9 +107,9 @@ def limited_lines(f: Any, name: str) -> Iterator[Any]:
 
   Args:
     f: the file, at its beginning.
-    name: of the file, for errors.
+    name: name of the file, for errors.
   Raises:
-    DataError: a line is longer than `MAX_TEXT_BYTES`. At most that much of it is in memory.
+    DataError: a line is longer than `MAX_TEXT_BYTES`, which bounds the memory.
   """
   for number in itertools.count(1):
     line = f.readline(MAX_TEXT_BYTES + 1)
@@ -133,7 +133,7 @@ def too_long(where: str) -> DataError:
 def check_line_lengths(path: str) -> None:
   """Raises DataError if a line of a file that is not compressed exceeds `MAX_TEXT_BYTES`.
 
-  It looks for the last line end in each stretch of that length, and so reads one MiB of 256.
+  Looks for the last line end in each stretch of that length, and so reads only one MiB of 256.
   """
   size, begin = os.path.getsize(path), 0
   with open(path, 'rb') as f:
@@ -151,9 +151,9 @@ def head(path: str) -> tuple[bool, bool]:
   """Returns (has a UTF-8 byte order mark, has carriage returns in its first or last MiB).
 
   Args:
-    path: of a file that is not compressed.
+    path: path of an uncompressed file.
   Raises:
-    DataError: it begins with the byte order mark of another encoding.
+    DataError: the file begins with the byte order mark of another encoding.
   """
   with open_text(path) as f:
     has_mark, has_returns = f.tell() > 0, b'\r' in f.peek()
@@ -172,7 +172,7 @@ def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
 
 
 def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:
-  """Returns the row of `values`: None if all are blank, a DataError if some are, or not UTF-8."""
+  """Returns the row of `values`; None if all are blank; a DataError if some are, or not UTF-8."""
   empty = [name for name, value in zip(columns, values) if not value or not value.strip()]
   if len(empty) == len(values):
     return None
@@ -191,7 +191,7 @@ def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], wh
 
 
 def split_columns(spelled: str) -> tuple[str, Optional[list[tuple[str, str]]]]:
-  """Returns the pattern, and the (name, column) pairs after `#`; None without any.
+  """Returns the pattern, and the (name, column) pairs after `#`, or None.
 
   Columns may contain commas, # and =: a pair begins with a word and =.
   """
@@ -202,10 +202,10 @@ def split_columns(spelled: str) -> tuple[str, Optional[list[tuple[str, str]]]]:
 
 
 def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
-  """Returns the pattern, and feature -> column for columns chosen after `#`; None without any.
+  """Returns the pattern, and feature -> column for columns chosen after `#`, or None.
 
   Raises:
-    DataError: the chosen columns are none of `_CHOICES`.
+    DataError: the features are not in `_CHOICES`.
   """
   pattern, pairs = split_columns(spelled)
   if pairs is None:
@@ -228,14 +228,14 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
 def feature_columns(
   names: Sequence[str], *, chosen: Optional[Mapping[str, str]], where: str
 ) -> dict[str, str]:
-  """Returns feature -> column: the chosen ones, else columns `inputs` and `targets`, or `text`.
+  """Returns feature -> column: chosen columns, else columns `inputs` and `targets`, or `text`.
 
   Args:
     names: columns of the file.
     chosen: feature -> column, or None.
     where: the file, for errors.
   Raises:
-    DataError: the file does not have these columns, or several of one name.
+    DataError: the file lacks a column, or has several with the same name.
   """
   if chosen is None:
     if 'inputs' in names and 'targets' in names:

@@ -1,8 +1,8 @@
 """Files and labelled texts as SeqIO data sources: a stable order, resumable at any point.
 
-SeqIO's own FileDataSource shuffles *paths*, which become part of the saved iterator state and tie
-it to one machine. `DocumentSource` shuffles indices into a sorted list, so a state can be restored
-wherever the same files are.
+SeqIO's FileDataSource shuffles *paths*, which become part of the saved iterator state and tie it to
+one machine. `DocumentSource` shuffles indices into a sorted list, so a state can be restored on any
+machine that has the same files.
 """
 
 import functools
@@ -25,8 +25,8 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from t5x_gpu.runtime.cluster.agreement import Facts
 
-# Files that are open at once. The stream takes a span from each in turn, so that neighbors come
-# from many files.
+# Number of files open at once. The stream takes a span from each file in turn, so that consecutive
+# spans come from many files.
 FILES_AT_ONCE = 32
 # Shuffle buffer for rows of a table; the saved state contains their numbers.
 SHUFFLED_ROWS = 65536
@@ -41,7 +41,7 @@ class DocumentSource(seqio.DataSource):
     files: returns split -> paths in a stable order; called once, when the data is opened. Or a list
       of paths: then a hash of each document's text assigns it to train or validation.
     reader: makes examples from one file.
-    splits: the keys of what `files` returns.
+    splits: the keys of the result of `files`.
   """
 
   def __init__(
@@ -87,11 +87,11 @@ class DocumentSource(seqio.DataSource):
     return documents.filter(lambda x: _is_validation(x) == (split == 'validation'))
 
   def fingerprint(self, split: str) -> dict[str, Any]:
-    """Returns what identifies the data of `split`."""
+    """Returns facts that identify the data of `split`."""
     return self._facts(self.list_shards(split))
 
   def fingerprint_by_hash(self) -> dict[str, Any]:
-    """Returns the fingerprint that any split has if a hash assigns the documents to splits."""
+    """Returns the fingerprint of any split, as if a hash assigned the documents to splits."""
     return self._facts(sorted(itertools.chain.from_iterable(self._list_files().values())))
 
   def _facts(self, files: Sequence[str]) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class DocumentSource(seqio.DataSource):
 
   @property
   def damage(self) -> Optional[Damage]:
-    """Counts damaged records; None if the reader does not."""
+    """Counts damaged records; None if the reader does not count them."""
     return getattr(self._reader, 'damage', None)
 
   @property
   def problem(self) -> Optional[DataError]:
-    """The error that stopped the reader, if it keeps it."""
+    """The error that stopped the reader, if the reader records it."""
     return getattr(self._reader, 'problem', None)
 
 
@@ -133,10 +133,10 @@ class LabelledSource(seqio.DataSource):
   """Labelled texts in memory: {'inputs': text, 'label': class number}, for pairs also 'text2'.
 
   Args:
-    texts: returns them; called once, when the data is opened.
-    splits: of the texts.
-    files: source of the texts.
-    label: name of the feature with the class number, or with a list of them.
+    texts: returns the texts; called once, when the data is opened.
+    splits: splits of the texts.
+    files: source files of the texts.
+    label: name of the feature with the class number, or with a list of class numbers.
   """
 
   def __init__(
@@ -172,7 +172,7 @@ class LabelledSource(seqio.DataSource):
   ) -> tf.data.Dataset:
     del unused
     table = self._texts()
-    # The function below captures them, so they are not part of the saved state.
+    # The function below captures the columns, so they are not part of the saved state.
     columns = {
       'inputs': _column(table.texts[split], tf.string),
       self._label: _column(table.labels[split], tf.int32),
@@ -187,7 +187,7 @@ class LabelledSource(seqio.DataSource):
     return numbers.map(lambda i: {name: tf.gather(x, i) for name, x in columns.items()})
 
   def fingerprint(self, split: str) -> dict[str, Any]:
-    """Returns what identifies the rows of `split`."""
+    """Returns facts that identify the rows of `split`."""
     table, digest = self._texts(), hashlib.sha256()
     for text, label in zip(table.texts[split], table.labels[split]):
       digest.update(f'{label}\0{text}\0'.encode(errors='replace'))
@@ -207,7 +207,7 @@ _FILE_SOURCES = (DocumentSource, seqio.FileDataSource, seqio.TfdsDataSource)
 
 
 def tfds_builder(source: seqio.TfdsDataSource, split: str) -> tfds.core.DatasetBuilder:
-  """Returns the dataset that `split` is read from; a source may name one for each split."""
+  """Returns the dataset of `split`; a source may name a different dataset for each split."""
   loader = source.tfds_dataset
   if loader.tfds_splits is None:
     return loader.builder
@@ -256,7 +256,7 @@ def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
 
 
 def source_paths(source: seqio.DataSource, *, split: str) -> list[str]:
-  """Returns the files of `split`; none if the fingerprint covers all their content."""
+  """Returns the files of `split`; [] if the fingerprint covers their whole content."""
   if not isinstance(source, _FILE_SOURCES):
     return []
   return [
@@ -278,5 +278,5 @@ def reading_problem(source: seqio.DataSource) -> Optional[DataError]:
 
 
 def damage_of(source: seqio.DataSource) -> Optional[Damage]:
-  """Returns what counts the damaged records of `source`; None if nothing does."""
+  """Returns the counter of damaged records of `source`; None if it does not have one."""
   return getattr(source, 'damage', None)

@@ -1,11 +1,11 @@
-"""The files that a streaming run reads, and whether any of them has changed since the run began.
+"""Detects changes of the files that a streaming run reads, since the run began.
 
-At the start a run records size, times and some blocks of every file in MODEL_DIR/source_files.json.
-While it trains, a thread of process 0 adds the sha256 of all bytes. A restart compares: a file with
-the same size, times and blocks counts as unchanged; a file with other times is read in full and
+At startup a run records size, times and some blocks of every file in MODEL_DIR/source_files.json.
+During training, a thread of process 0 adds the sha256 of all bytes. A restart compares: a file with
+the same size, times and blocks counts as unchanged; a file with different times is read in full and
 compared with its sha256.
 
-`FileWatch` looks at the files while the run trains.
+`FileWatch` checks the files during training.
 """
 
 import concurrent.futures
@@ -31,17 +31,18 @@ from t5x_gpu.errors import DataError, listed, task_error
 
 NAME = 'source_files.json'
 _VERSION = 1
-# Smaller files are hashed in full at the start; of larger ones, this many blocks.
+# Files up to this size are hashed in full at startup; larger files only in sampled blocks.
 _WHOLE_BYTES = 64 * 1024
 _SAMPLES = 8
-# Opening files takes a round trip each on a network file system.
+# On a network file system, opening each file takes a round trip.
 _THREADS = 16
 _READ_BYTES = 1 << 20
-# In the background: 4% of a core that hashes 1.8 GB/s, and little of a disk's bandwidth.
+# Limit in the background: 4% of a core that hashes 1.8 GB/s, and little of a disk's bandwidth.
 _BYTES_PER_SECOND = 64 * 2**20
 _SECONDS_BETWEEN_WRITES = 30.0
 _JOIN_SECONDS = 10.0
-# So many files are looked at before every step. Looks at more may take this share of the time.
+# Up to this many files are checked before every step. Checks of more files may take this share of
+# the time.
 _FEW = 8
 _SHARE_OF_LOOKS = 0.003
 NOT_COMPARED = (
@@ -60,10 +61,10 @@ class SourceFile:
   """The state of a file at one moment.
 
   Attributes:
-    size: in bytes.
+    size: size in bytes.
     modified_ns, changed_ns: mtime and ctime; 0 if the storage does not have them.
-    sample: hash of some blocks; empty for objects in remote storage.
-    sha256: of all bytes; empty until it is known.
+    sample: hash of some blocks; '' for objects in remote storage.
+    sha256: sha256 of all bytes; '' until it is known.
   """
 
   size: int
@@ -81,7 +82,7 @@ class SourceFile:
 
 
 def scan(path: str) -> SourceFile:
-  """Returns a local file as it is now. Raises DataError if it cannot be read."""
+  """Returns the current state of a local file. Raises DataError if it cannot be read."""
   try:
     stat = os.stat(path)
     if stat.st_size <= _WHOLE_BYTES:
@@ -132,7 +133,7 @@ class SourceFiles:
     self._stop = threading.Event()
 
   def to_json(self) -> bytes:
-    """Returns the record that `check` takes."""
+    """Returns the record for `check`."""
     tasks: dict[str, dict[str, Any]] = {}
     for (task, name), file in list(self.files.items()):
       tasks.setdefault(task, {})[name] = dataclasses.astuple(file)
@@ -141,11 +142,11 @@ class SourceFiles:
   def check(self, record: bytes, *, where: str) -> None:
     """Raises DataError if a file has changed since `record` was written.
 
-    The fingerprint of the data covers the names of all files, so added and removed files are not
-    compared here.
+    Added and removed files are not compared here, because the fingerprint of the data covers the
+    names of all files.
 
     Args:
-      record: what `to_json` returned.
+      record: result of `to_json`.
       where: file of the record, for messages.
     """
     try:
@@ -165,7 +166,7 @@ class SourceFiles:
       elif was.same_times(now):
         self.files[key] = was
       elif now.sha256:
-        continue  # a small file, compared in full already
+        continue  # a small file, already compared in full
       elif was.sha256:
         to_hash[key] = path
       elif was.modified_ns != now.modified_ns:
@@ -197,7 +198,7 @@ class SourceFiles:
     before: Mapping[tuple[str, str], SourceFile],
     changed: list[str],
   ) -> None:
-    """Hashes the local files `to_hash` in full; adds those that differ to `changed`."""
+    """Hashes the local files `to_hash` in full; adds files that differ to `changed`."""
     if changed or not to_hash:
       return
     total = sum(self.files[key].size for key in to_hash)
@@ -217,7 +218,7 @@ class SourceFiles:
   def kept_in(self, folder: pathlib.Path) -> Iterator[None]:
     """Keeps the record in `folder` up to date, and hashes the files in the background.
 
-    A damaged record there is renamed, with a warning.
+    Renames a damaged record, with a warning.
     """
     if not self.files:
       yield
@@ -237,14 +238,14 @@ class SourceFiles:
     try:
       with atomic_write(folder / NAME) as new:
         new.write_bytes(self.to_json())
-    except OSError as e:  # the run will fail when it writes a checkpoint there
+    except OSError as e:  # the run will fail when it writes a checkpoint to the folder
       log.warning('%s cannot be written: %s. %s', folder / NAME, e.strerror, NOT_COMPARED)
 
   def _hash_all(self, folder: pathlib.Path) -> None:
-    if sys.platform == 'linux':  # elsewhere the id may be that of a process
+    if sys.platform == 'linux':  # on other systems the id may refer to the process
       with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    known: dict[str, str] = {}  # several tasks may read one file
+    known: dict[str, str] = {}  # several tasks may read the same file
     written, pause = time.monotonic(), _SECONDS_BETWEEN_WRITES
     for key, path in self._paths.items():
       if self.files[key].sha256 or '://' in path:
@@ -262,7 +263,7 @@ class SourceFiles:
     self._write(folder)
 
   def _hash_slowly(self, path: str, at_start: SourceFile) -> str:
-    """Returns the sha256 of a file; empty if the run ends first or the file has changed."""
+    """Returns the sha256 of a file; '' if the run ends first or the file has changed."""
     digest = hashlib.sha256()
     try:
       with open(path, 'rb', buffering=0) as f:
@@ -281,10 +282,10 @@ class SourceFiles:
 
 
 class FileWatch:
-  """Has any of these files changed since this object was made: size, mtime, inode?
+  """Reports files whose size, mtime or inode has changed since this object was created.
 
-  With a new inode alone, the sampled blocks decide: FUSE mounts (sshfs, gcsfuse, rclone) give an
-  unchanged file a new inode once they have forgotten it.
+  If only the inode has changed, the sampled blocks decide: FUSE mounts (sshfs, gcsfuse, rclone)
+  give an unchanged file a new inode after evicting it from their cache.
 
   Args:
     paths: local files.
@@ -303,8 +304,8 @@ class FileWatch:
     """Returns a line for each file that has changed.
 
     Args:
-      step: whose batch was read last; `unchanged_at` becomes this step if no file has changed.
-      now: look in any case, not only if the last look was long enough ago.
+      step: step of the last batch read; `unchanged_at` becomes this step if no file has changed.
+      now: always check, not only if the last check was long enough ago.
     """
     start = time.monotonic()
     if self._changed or not (now or start >= self._next_look):
@@ -332,7 +333,7 @@ class FileWatch:
     if before is None or now is None or before[:2] != now[:2]:
       return False
     sample = _sample(path)
-    if sample is None:  # an outage: the next look compares again
+    if sample is None:  # an outage: the next check compares again
       return True
     if sample != self._samples[path]:
       return False
@@ -344,7 +345,7 @@ class FileWatch:
       stat = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
       return None
-    except OSError:  # an outage of the storage says nothing about the file
+    except OSError:  # during an outage of the storage, the file may be unchanged
       return self._before.get(path)
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
@@ -367,7 +368,7 @@ def _difference(before: Optional[_Identity], now: Optional[_Identity]) -> str:
 def _set_aside_if_damaged(path: pathlib.Path) -> None:
   if not os.path.lexists(path):
     return
-  with contextlib.suppress(OSError):  # of the renaming; the first write will warn
+  with contextlib.suppress(OSError):  # if renaming fails, the first write will warn
     try:
       _parse(read_bytes(path))
     except (OSError, *_DAMAGED) as e:
@@ -379,7 +380,7 @@ def _lines(texts: Sequence[str]) -> str:
 
 
 def _parse(record: bytes) -> dict[tuple[str, str], SourceFile]:
-  """Returns what `to_json` wrote. Raises ValueError, TypeError, ... for anything else."""
+  """Parses the result of `to_json`. Raises ValueError, TypeError, ... for other bytes."""
   content = json.loads(record)
   if content['version'] != _VERSION:
     raise ValueError(f'version {content["version"]!r}')

@@ -8,7 +8,7 @@ from t5x_gpu.data.sources.rows import not_utf8
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 
-# Matches exactly what `bytes.decode` accepts: RE2 knows neither surrogates nor overlong forms.
+# Matches exactly the bytes that `bytes.decode` accepts: RE2 rejects surrogates and overlong forms.
 _UTF8 = r'[\x{0}-\x{d7ff}\x{e000}-\x{10ffff}]*'
 
 
@@ -19,9 +19,8 @@ class Utf8Reader:
 
   Args:
     read: `read_spans` or `read_lines`.
-
   Attributes:
-    problem: the DataError that stopped the reading; see `BlockReader`.
+    problem: the DataError that stopped the reader; see `BlockReader`.
   """
 
   def __init__(self, read: Callable[..., tf.data.Dataset]):
@@ -63,7 +62,7 @@ def read_spans(
   lines = tf.data.TextLineDataset(path).map(lambda line: line + '\n')
   spans = lines.batch(LINES_PER_SPAN).map(lambda some: checked(tf.strings.reduce_join(some)))
   nothing = tf.constant('')
-  # One behind: what follows a span shows whether it is the last.
+  # Delayed by one: a span is the last if no span follows it.
   return (
     spans.concatenate(tf.data.Dataset.from_tensors(nothing))
     .scan(

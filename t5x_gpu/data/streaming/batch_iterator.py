@@ -41,10 +41,10 @@ _HEADER = Fields(
   },
   optional={'pipeline': Whole()},
 )
-# Of an iterator checkpoint of TensorFlow.
+# Files of TensorFlow's iterator checkpoint.
 _FILES = ('position.index', 'position.data-00000-of-00001')
-_COMPRESSION = 3  # 6 is 2% smaller and takes 2.5 times as long.
-# Batches that are read twice at the start if a restart would have to read them again.
+_COMPRESSION = 3  # level 6 is 2% smaller and takes 2.5 times as long
+# Number of batches to read twice at startup, if a restart would have to read batches again.
 _COMPARED = 3
 # These packages determine order and content.
 _PACKAGES = ('tensorflow', 'seqio', 'tensorflow-text', 'sentencepiece', 'tokenizers')
@@ -56,16 +56,15 @@ class SeqioBatches:
 
   Args:
     make_dataset: returns the dataset of batches.
-    name: of the task, for messages.
-    spec: of the batches.
+    name: name of the task, for messages.
+    spec: spec of the batches.
     fingerprint: facts that identify the data and its order.
     problem: returns the error of a reader when tf.data fails.
-    pad_last: fill up the last batch with rows of zeros.
+    pad_last: pad the last batch with rows of zeros.
     file_facts: returns facts about the source files, to compare them between hosts.
     paths: returns task -> its source files.
-    class_names: of the labels, or None.
-    pipeline: version of the operations in the dataset. Another version cannot continue from their
-      buffers.
+    class_names: class names of the labels, or None.
+    pipeline: version of the dataset's operations; buffers of another version cannot be continued.
     by_hash: see `check_same_data`.
   """
 
@@ -95,14 +94,13 @@ class SeqioBatches:
     self._pad_last = pad_last
     self._paths = paths
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
-    self._stateful_op = ''  # whose position TensorFlow cannot save
+    self._stateful_op = ''  # an operation whose position TensorFlow cannot save
     self._start()
 
   def _start(self) -> None:
-    """Starts over. A second iterator over one shuffled dataset would have another order, so this
-    builds the dataset again as well."""
+    """Starts over, with a new dataset: a second iterator over a shuffled dataset changes order."""
     self._iterator = iter(self._make_dataset())
-    self._names = sorted(self._iterator.element_spec)  # `with_masks` makes the other features
+    self._names = sorted(self._iterator.element_spec)  # `with_masks` adds the other features
     self._pending: Optional[Batch] = None
     self._batches_taken = 0
 
@@ -116,7 +114,7 @@ class SeqioBatches:
     return batch
 
   def peek(self) -> Batch:
-    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    """Returns the next batch without consuming it. Raises StopIteration at the end."""
     if self._pending is None:
       if self._iterator is None:
         raise StopIteration
@@ -129,7 +127,8 @@ class SeqioBatches:
         failure = 'the source has no example when it is read again'
       except tf.errors.OpError as e:
         failure = first_line(e)
-      if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
+      # Not in `except`: the frames of `e` would keep the iterator, whose threads hang at exit.
+      if failure:
         raise self._problem() or DataError(
           f'Reading batch {self._batches_taken} of {self._name!r} failed: {failure}',
           fix='Check that the files of the task are complete and readable.',
@@ -167,15 +166,15 @@ class SeqioBatches:
     return batch
 
   def prepare_to_resume(self) -> None:
-    """Finds out whether the position can be saved; call it before a batch is taken.
+    """Finds out whether the position can be saved; call it before consuming a batch.
 
     Raises:
-      DataError: it cannot, and the pipeline gives other batches when it is read again.
+      DataError: the position cannot be saved, and reading the pipeline again gives other batches.
     """
     self._position()
     if not self._stateful_op:
       return
-    # Otherwise parallel calls that draw random numbers would give them to examples in any order.
+    # Otherwise parallel calls would assign their random numbers to examples in any order.
     tf.config.experimental.enable_op_determinism()
     first, _ = self._read_some()
     second, seconds = self._read_some()
@@ -204,17 +203,17 @@ class SeqioBatches:
     self._start()
     hashes: list[str] = []
     start = 0.0
-    with contextlib.suppress(DataError):  # a source that has nothing more to give
+    with contextlib.suppress(DataError):  # the source is exhausted
       for batch in itertools.islice(self, _COMPARED):
         start = start or time.perf_counter()
         hashes.append(batch_hash(batch))
     return hashes, (time.perf_counter() - start) / max(1, len(hashes) - 1)
 
   def _position(self) -> bytes:
-    """Returns the position of the iterator, buffers included; empty if it cannot be saved.
+    """Returns the position of the iterator, buffers included; b'' if it cannot be saved.
 
-    Only parts of the pipeline that have begun are saved, so this may turn out late: at the second
-    part of `concatenate`, for example.
+    TensorFlow saves only parts of the pipeline that have begun, so a failure may come late: at the
+    second part of `concatenate`, for example.
     """
     if not self._stateful_op:
       try:
@@ -229,7 +228,7 @@ class SeqioBatches:
   def get_state(self) -> bytes:
     """Returns position and buffers, compressed, with a fingerprint of the data.
 
-    The position is empty where it cannot be saved; then `set_state` reads the batches again.
+    The position is empty if it cannot be saved; then `set_state` reads the batches again.
     """
     position = self._position()
     return self._state(self._batches_taken, position, (position and self._pending) or {})
@@ -254,12 +253,12 @@ class SeqioBatches:
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called.
 
-    A state of another version of TensorFlow or t5x_gpu may not mean the same, and some pipelines
-    have no position that can be saved. Then this reads the batches that were already taken again
-    and drops them, which is exact but slower; the log says so.
+    A state from another version of TensorFlow or t5x_gpu may have a different meaning, and the
+    position of some pipelines cannot be saved. In these cases, reads the earlier batches again and
+    drops them, which is exact but slower, and is logged.
 
     Raises:
-      DataError: not a state of this module, or other data; the message names what differs.
+      DataError: the state is not of this module, or the data differ; the message lists differences.
     """
     header, position, tail = _parse_state(state)
     now = json.loads(json.dumps(self._fingerprint))
@@ -286,7 +285,7 @@ class SeqioBatches:
       self._read_again(taken)
 
   def _read_again(self, number: int) -> None:
-    """Takes batches, to get to where they were taken before."""
+    """Consumes batches up to an earlier position."""
     start = time.monotonic()
     for _ in range(number):
       next(self)
@@ -303,7 +302,7 @@ class SeqioBatches:
     return with_masks(pending, self._spec.shapes)
 
   def describe(self) -> Mapping[str, Any]:
-    """Returns the facts that identify the data, and what is guaranteed about its order."""
+    """Returns the facts that identify the data, and the guarantee about its order."""
     return {
       'mixture_or_task_name': self._name,
       **self._fingerprint,
@@ -317,7 +316,7 @@ class SeqioBatches:
     return [path for paths in self._paths().values() for path in paths]
 
   def source_files(self) -> SourceFiles:
-    """Returns the source files, as they are now."""
+    """Returns the current state of the source files."""
     return SourceFiles(self._paths(), stat_remote=seqio_sources.remote_file)
 
   def close(self) -> None:
@@ -351,7 +350,7 @@ def _to_bytes(iterator: tf.data.Iterator) -> bytes:
 
 
 def _from_bytes(state: bytes, iterator: tf.data.Iterator) -> None:
-  """Moves a new `iterator` over the same dataset to where `state` was taken.
+  """Moves a new `iterator` over the same dataset to the position in `state`.
 
   Raises:
     ValueError: `_to_bytes` did not write these bytes, or this TensorFlow cannot read them for this

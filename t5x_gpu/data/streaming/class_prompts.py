@@ -1,4 +1,4 @@
-"""Texts to classify, with special tokens and cut as in training."""
+"""Encodes texts to classify, with special tokens and truncation as in training."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +24,16 @@ from t5x_gpu.data.vocabularies.vocabularies import (
 )
 from t5x_gpu.errors import DataError
 
-# Field of a prompt that holds the second text of a pair.
+# Field of a prompt with the second text of a pair.
 TEXT2 = 'text2'
 
 
 @dataclasses.dataclass(frozen=True)
 class ClassText:
-  """Text -> ids for a classifier; `prompts.PromptText` is the same for a model that writes text.
+  """Text -> ids for a classifier; `prompts.PromptText` is the equivalent for generative models.
 
   Attributes:
-    config: of the task.
+    config: dataset config of the task.
     length: tokens of a row in training; longer texts are cut.
     inputs: the feature with the text.
     of_words: whether each word is encoded alone, to get a tag.
@@ -62,7 +62,7 @@ class ClassText:
     return end_id(self.inputs.vocabulary)
 
   def encode(self, prompt: Prompt) -> EncodedRow:
-    """Returns a prompt's text, or pair of texts, as in training.
+    """Returns the row of a prompt's text, or pair of texts, as in training.
 
     Raises:
       DataError: the second text is not a string.
@@ -129,7 +129,7 @@ class ClassText:
 
 
 def _spelled(example: Mapping[str, Any], names: Optional[Sequence[str]]) -> Optional[str]:
-  """Returns the true classes, separated by commas, or number; None if they are not known."""
+  """Returns the true classes, separated by commas, or the true number; None if unknown."""
   if 'score' in example:
     return f'{example["score"] / SCORE_UNIT:.10g}'
   numbers = np.atleast_1d(example[LABEL if LABEL in example else 'labels'])
@@ -144,11 +144,11 @@ def class_text(
   """Returns text -> ids for the classifier of `config`; built-in tasks do not need their files.
 
   Args:
-    config: of the task.
-    model_vocab_size: ids of the model.
+    config: dataset config of the task.
+    model_vocab_size: number of ids of the model.
     of_words: whether the model gives each word a tag.
   Raises:
-    DataError: no such vocabulary, or more ids than the model has.
+    DataError: the vocabulary does not exist, or has more ids than the model.
   """
   kind = task_lookup.kind(config)
   if config.vocabulary is not None:

@@ -14,7 +14,7 @@ _MODEL_LABELS = {'label': features.LABEL, 'labels': features.LABELS, 'score': fe
 
 
 class _EncoderConverter(seqio.FeatureConverter):
-  """A converter whose sequences are all as long as the inputs."""
+  """A converter whose sequences all have the length of the inputs."""
 
   def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
     """Returns model feature -> length, 1 for numbers."""
@@ -26,14 +26,14 @@ class _EncoderConverter(seqio.FeatureConverter):
 class EncoderClassificationConverter(_EncoderConverter):
   """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1.
 
-  With 'labels', a list of classes, instead: the row has 'encoder_labels', class numbers plus one.
-  With 'score', a number in ten-thousandths: the row has 'scores'.
+  With 'labels', a list of classes, the row has 'encoder_labels', class numbers plus one, instead.
+  With 'score', a number in ten-thousandths, the row has 'scores'.
 
   Args:
     label: the task feature: 'label', 'labels' or 'score'.
     types: whether rows have 'encoder_token_types', which are 0 if the task does not have
       'token_types'.
-    **options: SeqIO's.
+    **options: options of SeqIO's converter.
   """
 
   PACKING_FEATURE_DTYPES = None
@@ -112,13 +112,16 @@ class EncoderTagsConverter(_EncoderConverter):
         row['encoder_positions'] = x['inputs_positions']
       return row
 
-    # Plus one: packing treats zeros as padding and would cut them off.
+    # Plus one, because packing treats zeros as padding and would cut them off.
     marked = ds.map(lambda x: {**x, 'tags': x['tags'] + 1})
     return self._pack_or_pad(marked, task_feature_lengths).map(model_features)
 
 
 class EncoderTextSetsConverter(_EncoderConverter):
-  """{'inputs': tokens of all texts, 'segments': text of each, 'places', 'score'} -> a row each."""
+  """{'inputs': tokens of all texts, 'segments': text number of each token, 'places', 'score'}.
+
+  Each example becomes a row.
+  """
 
   TASK_FEATURES = {'inputs': TOKENS, 'segments': TOKENS, 'places': TOKENS, 'score': _NUMBER}
   MODEL_FEATURES = {
@@ -158,10 +161,10 @@ class EncoderTextSetsConverter(_EncoderConverter):
 class EncoderMlmConverter(_EncoderConverter):
   """{'inputs': tokens, some masked, 'targets': all tokens} -> rows of a masked language model.
 
-  SeqIO's EncoderFeatureConverter takes the loss where the input is the mask token. BERT also takes
-  it where a token was replaced by another or left unchanged, so the task marks these places by a
-  feature 'loss_mask' of zeros and ones. Without it, the loss is taken where inputs and targets
-  differ, which is the same as SeqIO's if the task only masks tokens.
+  SeqIO's EncoderFeatureConverter computes the loss where the input is the mask token. BERT also
+  predicts tokens that were replaced by another token or left unchanged, so the task marks all
+  predicted positions in a feature 'loss_mask' of zeros and ones. Without 'loss_mask', the loss
+  counts where inputs and targets differ, which equals SeqIO's if the task only masks tokens.
   """
 
   TASK_FEATURES = {'inputs': TOKENS, 'targets': TOKENS}
@@ -184,7 +187,7 @@ class EncoderMlmConverter(_EncoderConverter):
         message=("'inputs' and 'targets' of a masked language model have different lengths"),
       )
       taken = x.get(LOSS_MASK, tf.not_equal(x['inputs'], x['targets']))
-      # The weight plus one: packing treats zeros as padding and would cut them off.
+      # The weight plus one, because packing treats zeros as padding and would cut them off.
       return {**x, LOSS_MASK: 1 + tf.cast(taken, tf.int32)}
 
     def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -2,7 +2,7 @@
 
 The metrics are SeqIO's objects, used as in `seqio.Evaluator`: targets are the text before
 tokenization if the task keeps it (else decoded), predictions are decoded, both go through the
-task's postprocessor, and each metric sees the whole split of one task.
+task's postprocessor, and each metric gets the whole split of one task.
 """
 
 import copy
@@ -32,8 +32,8 @@ class SeqioEvaluatedTask:
   """A SeqIO task with metrics; see `task_metrics.EvaluatedTask`.
 
   Args:
-    task: what to evaluate.
-    examples: its split, as numpy.
+    task: the task to evaluate.
+    examples: the examples of its split, as numpy arrays.
   """
 
   def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]]):
@@ -47,7 +47,7 @@ class SeqioEvaluatedTask:
     self._targets = text_vocabulary(vocabulary)
     self.eos_id: Optional[int] = self._targets.eos_id
     self.zero_is_a_word = self._targets.zero_is_a_word
-    # SeqIO's metrics take texts of one length; a vocabulary decodes up to the first end.
+    # SeqIO's metrics take texts of equal length; a vocabulary decodes up to the first end.
     has_end = self.zero_is_a_word and self.eos_id is not None
     self._after_text = self.eos_id if has_end else vocabulary.pad_id
     self.inputs = [_ids(example.get(_INPUTS, ())) for example in examples]
@@ -62,7 +62,7 @@ class SeqioEvaluatedTask:
     return found
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
-    """Returns metric -> value; leaves out, with one warning each, values that are not numbers.
+    """Returns metric -> value. Leaves out values that are not numbers, with one warning each.
 
     Raises:
       DataError: a metric or postprocessor of the task fails, or two metrics have the same name.
@@ -130,10 +130,10 @@ def _ids(x: Any) -> list[int]:
 
 
 def task_names(config: DatasetConfig) -> tuple[str, ...]:
-  """Returns the tasks of a mixture that have the split; for a task, its own name.
+  """Returns the tasks of a mixture that have the split; for a task, its name.
 
   Raises:
-    ConfigError, DataError: no such task; no task with that split.
+    ConfigError, DataError: the task does not exist, or no task has the split.
   """
   found = task_lookup.lookup(config)
   if not isinstance(found, seqio.Mixture):

@@ -1,6 +1,6 @@
-"""Name -> feature converter: those of SeqIO, and ours.
+"""Feature converters by name, from SeqIO and t5x_gpu.
 
-`t5x_gpu.data.features` describes, without TF, what each of them returns.
+`t5x_gpu.data.features` describes their results without TF.
 """
 
 import functools
@@ -23,11 +23,11 @@ from t5x_gpu.errors import DataError
 
 
 class LmConverter(seqio.LMFeatureConverter):
-  """SeqIO's; a task with 'decoder_inputs' and 'loss_mask' (a conversation) has its own of both.
+  """SeqIO's converter, which also uses a task's 'decoder_inputs' and 'loss_mask' (conversations).
 
   Args:
-    loss_on_targets_only: take the loss where the mask is 1; otherwise on all tokens.
-    **options: SeqIO's.
+    loss_on_targets_only: compute the loss where the mask is 1; otherwise on all tokens.
+    **options: options of SeqIO's converter.
   """
 
   def __init__(self, *, loss_on_targets_only: bool = True, **options: Any):
@@ -64,7 +64,7 @@ class LmConverter(seqio.LMFeatureConverter):
 class PreferenceConverter(seqio.LMFeatureConverter):
   """Pairs of texts -> rows in which the two texts of each pair are consecutive segments.
 
-  Segments 1 and 2 are the chosen and the rejected text of the first pair, 3 and 4 of the second.
+  Segments 1 and 2 are the chosen and rejected texts of the first pair, 3 and 4 of the second pair.
   Without packing, a row has one pair.
   """
 
@@ -126,17 +126,17 @@ assert CONVERTERS.keys() == features.LAYOUTS.keys()
 def feature_converter(
   name: str, *, pack: bool, loss_on_targets_only: bool = True
 ) -> seqio.FeatureConverter:
-  """Returns the converter called `name`.
+  """Returns the converter named `name`.
 
   Args:
     name: a key of `CONVERTERS`.
     pack: put several examples into one row.
-    loss_on_targets_only: 'prefix_lm': weight 0 on the inputs. 'lm': on what a conversation has
-      besides the assistant's messages.
+    loss_on_targets_only: 'prefix_lm': weight 0 on the inputs. 'lm': weight 0 on all parts of a
+      conversation except the assistant's messages.
   Raises:
-    ConfigError: no such converter.
-    DataError: `loss_on_targets_only=False` without inputs in the sequence of the targets (with
-      'lm': in the conversion); `pack` with one label per row.
+    ConfigError: the converter is unknown.
+    DataError: `loss_on_targets_only=False`, but the sequence of the targets has no inputs (raised
+      during the conversion for 'lm'); `pack` with one label per row.
   """
   features.check_pack(name, pack=pack)
   if name in ('lm', 'prefix_lm'):
@@ -165,18 +165,18 @@ def model_rows(
   class_numbers: Optional[Sequence[int]] = None,
   masks: Mapping[str, str],
 ) -> tf.data.Dataset:
-  """Returns rows of model features, without `masks` where id 0 is certainly padding.
+  """Returns rows of model features, without `masks` if id 0 is certainly padding.
 
-  There the operations equal version 0.2's, so its buffers continue; `batches.with_masks` adds
-  the masks.
+  Without masks, the operations equal those of version 0.2, whose buffers can then be continued;
+  `batches.with_masks` adds the masks.
 
   Args:
-    examples: of the task.
+    examples: examples of the task.
     converter: `feature_converter(name, ...)`.
-    name: of the converter.
+    name: name of the converter.
     task_feature_lengths: task feature -> tokens.
-    output_features: of the task.
-    class_numbers: class number of the task -> that of the model; None for the same.
+    output_features: output features of the task.
+    class_numbers: class number in the task -> class number in the model; None if they are equal.
     masks: `row_masks` of the rows.
   """
   tokens, vocabularies = features.layout(name).tokens, _vocabularies(name, output_features)
@@ -202,21 +202,21 @@ def model_rows(
 
 
 def gets_ids_plus_one(name: str, output_features: Mapping[str, seqio.Feature]) -> bool:
-  """Returns whether SeqIO gets ids plus one, since it packs and weighs what is not 0."""
+  """Returns whether SeqIO gets ids plus one, because it takes id 0 for padding."""
   return not all(map(never_gives_zero, _vocabularies(name, output_features).values()))
 
 
 def _vocabularies(
   name: str, output_features: Mapping[str, seqio.Feature]
 ) -> dict[str, seqio.Vocabulary]:
-  """Returns task feature -> vocabulary, for the features that hold tokens."""
+  """Returns task feature -> vocabulary, for the features with tokens."""
   parts = {part for parts in features.layout(name).tokens.values() for part in parts}
   parts |= {DECODER_INPUTS} & output_features.keys()
   return {part: output_features[part].vocabulary for part in sorted(parts)}
 
 
 def _above_zero(ids: tf.Tensor, vocabulary: seqio.Vocabulary) -> tf.Tensor:
-  """Returns `ids` plus one, without zeros at the end that only a preprocessor can have added."""
+  """Returns `ids` plus one, without zeros that a preprocessor has added at the end."""
   if not text_may_have_zero(vocabulary):
     places = tf.where(ids != 0, tf.range(1, tf.size(ids) + 1), 0)
     ids = ids[: tf.reduce_max(tf.concat([[0], places], 0))]

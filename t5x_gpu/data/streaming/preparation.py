@@ -1,8 +1,8 @@
-"""Packed rows of SeqIO Tasks and Mixtures, part by part: `prepare` writes them.
+"""Makes packed rows of SeqIO Tasks and Mixtures, part by part, for `prepare`.
 
 A task is cut into a fixed number of parts, and each part is tokenized and packed separately. So the
-rows depend on the number of parts, but not on how many processes share the work. With one part they
-are the rows of the streaming path.
+rows depend on the number of parts, but not on the number of processes. With one part, they equal
+the rows of the streaming path.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line, task_error
 from t5x_gpu.runtime.host import versions
 
-PART_BYTES = 64 * 2**20  # of source per part, by default
+PART_BYTES = 64 * 2**20  # source bytes per part, by default
 _MIN_PARTS = 4
-# Every part reads the whole source if it has fewer files than parts.
+# If the source has fewer files than parts, every part reads the whole source.
 _MAX_READINGS = 16
 _PACKAGES = ('t5x_gpu', 'seqio', 'tensorflow', 'array-record')
 _NAMED = ('byte', 'sentencepiece:', 'huggingface:', 'words:')
@@ -39,11 +39,11 @@ class Preparation:
   """Makes the rows of a task or mixture.
 
   Attributes:
-    config: which one; its shuffle and seed give the order in which examples are packed.
+    config: the task or mixture; shuffle and seed determine the order in which examples are packed.
     converter_name: a key of `features.LAYOUTS`.
     lengths: model feature -> length, 0 for a number per row; in the order of the records.
     vocab_sizes: model feature -> exclusive bound of the model's ids.
-    class_names: of the model, or empty.
+    class_names: class names of the model, or empty.
   """
 
   config: DatasetConfig
@@ -65,7 +65,7 @@ class Preparation:
     """Returns the index without shards.
 
     Args:
-      num_parts: of each task; None for one per 64 MiB of its source, 4 at least.
+      num_parts: number of parts of each task; None for one part per 64 MiB of source, at least 4.
     """
     config, members = self.config, {}
     for name, task in self._members().items():
@@ -104,9 +104,9 @@ class Preparation:
 
     Args:
       member: name of the task.
-      part, num_parts: which, of how many.
+      part, num_parts: index of the part, number of parts.
     Raises:
-      DataError: text that cannot be read, or ids that the model does not have.
+      DataError: text cannot be read, or ids exceed the model's.
     """
     config, task = self.config, self._members()[member]
     if (damage := seqio_sources.damage_of(task.source)) is not None:
@@ -115,7 +115,7 @@ class Preparation:
     converter = make_converter(
       self.converter_name, pack=config.pack, loss_on_targets_only=config.loss_on_targets_only
     )
-    # The same seed in all parts: if a source cannot be cut, each part takes every n-th example.
+    # All parts use the same seed: if a source cannot be cut, each part takes every n-th example.
     info = None if num_parts == 1 else seqio.ShardInfo(index=part, num_shards=num_parts)
     options = deterministic_options(1)  # the other cores work on other parts
     try:
@@ -140,9 +140,9 @@ class Preparation:
       ) from e
 
   def records(self, member: str, *, part: int, num_parts: int) -> RecordCounts:
-    """Returns the records read for the part whose `rows` came last, so that all parts add up.
+    """Returns the number of records read for the part whose `rows` were made last.
 
-    If every part reads all files, only the first part counts them.
+    The counts of all parts add up: if every part reads all files, only the first part counts them.
     """
     source = self._members()[member].source
     damage = seqio_sources.damage_of(source)

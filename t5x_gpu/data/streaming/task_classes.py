@@ -17,8 +17,8 @@ def class_names(task: TaskOrMixture, of_model: Sequence[str] = ()) -> Optional[t
   """Returns the names of the classes in batches; None without labels or without names.
 
   Args:
-    task: with labels.
-    of_model: names of the model's classes, which come first.
+    task: a task with labels.
+    of_model: names of the model's classes, which take precedence.
   """
   for feature in task.output_features.values():
     if isinstance(feature.vocabulary, ClassVocabulary):
@@ -27,9 +27,9 @@ def class_names(task: TaskOrMixture, of_model: Sequence[str] = ()) -> Optional[t
 
 
 def class_numbers(task: TaskOrMixture, of_model: Sequence[str]) -> Optional[list[int]]:
-  """Returns class number of the task -> class number of the model; None if they are the same.
+  """Returns class number in the task -> class number in the model; None if they are equal.
 
-  A class of the task is one of the model by its name, or, if all are whole numbers, by its place.
+  Classes are matched by name, or, if all names in the task are whole numbers, by position.
 
   Raises:
     DataError: the model does not have a class of the task.

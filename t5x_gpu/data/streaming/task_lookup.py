@@ -38,7 +38,7 @@ from t5x_gpu.errors import (
 )
 
 _NAME = 'DatasetConfig.mixture_or_task_name'
-# A copy with another vocabulary is called TASK.MARK; SeqIO then calls the tasks of a mixture
+# A copy with another vocabulary is named TASK.MARK; SeqIO then names the tasks of a mixture
 # MIXTURE.MARK.TASK.
 _MARK = '.with_vocabulary'
 _LISTED = 12
@@ -62,7 +62,7 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
 
   Raises:
     ConfigError: `mixture_or_task_module` cannot be imported.
-    DataError: no such task, no such file, no such vocabulary.
+    DataError: the task, a file or the vocabulary does not exist.
   """
   if config.mixture_or_task_module:
     _import(config.mixture_or_task_module)
@@ -114,7 +114,7 @@ def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
 
 
 def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
-  """Returns `feature` with the vocabulary `name` and as many sentinels; classes stay."""
+  """Returns `feature` with vocabulary `name` and the same number of sentinels; keeps classes."""
   if isinstance(feature.vocabulary, seqio.PassThroughVocabulary):
     return feature
   vocabulary = named_vocabulary(name, extra_ids=feature.vocabulary.extra_ids)
@@ -133,7 +133,7 @@ def _import(module: str) -> None:
   try:
     importlib.import_module(module)
   except ModuleNotFoundError as e:
-    # Is it the task module that is missing, or a module that it imports?
+    # Distinguish a missing task module from a missing module that it imports.
     missing = e.name if e.name and not f'{module}.'.startswith(f'{e.name}.') else None
     raise ConfigError(
       f'DatasetConfig.mixture_or_task_module = {module!r} cannot be imported: '
@@ -200,7 +200,7 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
 def check(
   task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
 ) -> None:
-  """Raises DataError unless `task` has the split, features and ids that the model takes."""
+  """Raises DataError unless `task` has the split, and features and ids that the model accepts."""
   check_split(task, config)
   preference.check_pairs(
     task, name=config.mixture_or_task_name, feature_converter=feature_converter
@@ -272,10 +272,10 @@ def examples(
 ) -> tf.data.Dataset:
   """Returns the examples of `config`'s split, before packing; `num_epochs=None` repeats forever.
 
-  With `part`, every n-th file or example only: see seqio.Task.get_dataset.
+  With `part`, returns only every n-th file or example: see seqio.Task.get_dataset.
 
   Functions are traced without AutoGraph first: rewriting their source takes 0.5 to 2 s at every
-  start, and most do not need it. TensorFlow raises an error for those that do.
+  start, and most functions do not need it. TensorFlow raises an error for functions that do.
   """
 
   def build() -> tf.data.Dataset:
@@ -325,7 +325,7 @@ def numpy_examples(task: TaskOrMixture, config: DatasetConfig) -> Iterator[Mappi
 def check_not_empty(task: TaskOrMixture, config: DatasetConfig) -> None:
   """Raises DataError if the split has no example after preprocessing.
 
-  Repeating an empty dataset would hang, so this reads one example of one unshuffled epoch first.
+  Repeating an empty dataset would hang, so this function first reads one unshuffled example.
   """
   failure, found = '', False
   try:
@@ -333,7 +333,8 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig) -> None:
     found = any(True for _ in one_epoch.take(1))
   except (tf.errors.OpError, ValueError, AssertionError) as e:
     failure = first_line(e)
-  if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
+  # Not in `except`: the frames of `e` would keep the iterator, whose threads hang at exit.
+  if failure:
     raise reading_problem(task) or task_error(
       f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
       fix='Check the files and the preprocessors of the task.',

@@ -1,4 +1,4 @@
-"""Prompts of SeqIO tasks, and text <-> ids the way a task does it: see `prompts.PromptText`."""
+"""Prompts of SeqIO tasks, and text <-> ids with a task's vocabularies: see `prompts.PromptText`."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class TaskText:
   """Text <-> ids of a task, or of a vocabulary; see `prompts.PromptText`.
 
   Attributes:
-    config: of the task, or with an empty `mixture_or_task_name` of a vocabulary.
+    config: names a task, or only a vocabulary if `mixture_or_task_name` is empty.
     task: None if there is only a vocabulary.
     inputs: the feature for prompts; None if prompts are the beginning of the targets.
     targets: the feature that the model writes.
@@ -65,7 +65,7 @@ class TaskText:
     if isinstance(vocabulary, HuggingFaceVocabulary):
       start = vocabulary.template_start
     elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and vocabulary.bos_id >= 0:
-      start = vocabulary.bos_id  # models of Llama 2 and Gemma put it first; T5 does not have one
+      start = vocabulary.bos_id  # Llama 2 and Gemma put it first; T5 does not have one
     return start
 
   @property
@@ -78,7 +78,7 @@ class TaskText:
       return False
     try:
       self._chat_template()
-    except DataError:  # pairs of texts may be without one
+    except DataError:  # pairs of texts do not need a template
       return False
     return True
 
@@ -150,14 +150,14 @@ class TaskText:
 def prompt_text(
   config: DatasetConfig, *, feature_converter: str, model_vocab_size: int, has_inputs: bool
 ) -> TaskText:
-  """Returns text <-> ids of the task of `config`, or of its vocabulary if its name is empty.
+  """Returns text <-> ids of the task of `config`, or of its vocabulary if the task name is empty.
 
   Args:
     config, feature_converter, model_vocab_size, has_inputs: as for
       `data_module.DataModule.prompt_text`.
   Raises:
-    ConfigError, DataError: no such task or vocabulary, more ids than the model has, or a task
-      without 'targets'.
+    ConfigError, DataError: the task or vocabulary does not exist, has more ids than the model, or
+      the task has no 'targets'.
   """
   if config.mixture_or_task_name:
     task = task_lookup.lookup(config)

@@ -7,7 +7,7 @@
 
 tables.py has csv:PATTERN, jsonl:PATTERN and the like. Documents that are longer than the sequence
 are cut into pieces, not dropped; only the end of a document has the end-of-sequence id. A hash of
-the text (of each span of 64 lines in `text_files`) puts about 1 in 20 into the validation split.
+the text (of each span of 64 lines in `text_files`) assigns about 1 in 20 to the validation split.
 """
 
 import functools
@@ -24,9 +24,9 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import did_you_mean, task_error
 
-# Of examples. The buffer is part of the saved state: 1000 x 256 tokens are 1 MB uncompressed.
+# In examples. The buffer is part of the saved state: 1000 x 256 tokens are 1 MB uncompressed.
 SHUFFLE_BUFFER = 1000
-# T5X's name for the same data -> ours, unless a module has registered T5X's.
+# T5X's task name -> built-in task with the same data; T5X's task takes precedence if registered.
 ALIASES = {'wmt_t2t_ende_v003': 'wmt_ende'}
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ def chunk_documents(
   sequence_length: Optional[Mapping[str, int]],
   output_features: Mapping[str, seqio.Feature],
 ) -> tf.data.Dataset:
-  """Yields pieces of at most `sequence_length['targets']` tokens; the last ends in EOS.
+  """Yields pieces of at most `sequence_length['targets']` tokens; the last piece ends in EOS.
 
   Takes {'targets': token ids, 'document_end': bool}: a document may consist of several spans, and
-  only the one with `document_end` gets the EOS.
+  only the span with `document_end` gets the EOS.
   """
   feature = output_features['targets']
   length = (sequence_length or {}).get('targets')
@@ -61,7 +61,7 @@ def chunk_documents(
 
 
 def features(*names: str, extra_ids: int = 0) -> dict[str, seqio.Feature]:
-  """Returns text features of these names, all with one byte vocabulary."""
+  """Returns text features with these names, all with the byte vocabulary."""
   vocabulary = named_vocabulary('byte', extra_ids=extra_ids)
   return {name: seqio.Feature(vocabulary=vocabulary, add_eos=True) for name in names}
 
@@ -69,12 +69,12 @@ def features(*names: str, extra_ids: int = 0) -> dict[str, seqio.Feature]:
 TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
 _LM_PREPROCESSORS = (TOKENIZE, chunk_documents)
 _SUPERVISED_PREPROCESSORS = (TOKENIZE, seqio.preprocessors.append_eos_after_trim)
-# A task with the buffer of all ours.
+# seqio.Task with the shuffle buffer of all built-in tasks.
 make_task = functools.partial(seqio.Task, shuffle_buffer_size=SHUFFLE_BUFFER)
 
 
 def register(task: seqio.Task) -> None:
-  """Makes `task` known to SeqIO by its name."""
+  """Registers `task` with SeqIO under its name."""
   seqio.TaskRegistry.add_provider(task.name, task)
 
 
@@ -100,7 +100,7 @@ register(
 def _texts(
   name: str, read: seqio_sources.Reader, form: FileForm, repaired: FileForm, spelled: str
 ) -> seqio.Task:
-  """Returns a task over text files, read by `read`; by a `BlockReader` if they need decoding."""
+  """Returns a task over text files, read by `read`, or by a `BlockReader` if they need decoding."""
   pattern, errors = _pattern_and_errors(spelled)
   files = discovery.matching_files(pattern)
   reader: seqio_sources.Reader = text_readers.Utf8Reader(read)
@@ -183,9 +183,9 @@ register(
 )
 
 OWN_TASKS = ('python_source', 'wmt_ende')
-# Names (before a colon, if they have one) of tasks that may give one text per example.
+# Names (without the part after a colon) of tasks that may have one text per example.
 TEXTS = ('python_source', 'text_files', 'text_lines')
-# The name before the colon -> what makes the task from the rest.
+# The name before the colon -> function that makes the task from the part after it.
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
   'text_files': functools.partial(
     _texts, 'text_files', text_readers.read_spans, SPANS, REPAIRED_SPANS

@@ -1,7 +1,7 @@
-"""Conversations as a task: the tokenizer's chat template makes the ids, and says where the loss is.
+"""Conversations as a task: the tokenizer's chat template determines the ids and the loss mask.
 
 The template writes a conversation from its first token on, so that token is the first decoder input
-(other texts begin with input 0, as in SeqIO). The model reads and is trained on what it would be in
+(other texts begin with input 0, as in SeqIO). The model gets the same inputs and targets as in
 transformers.
 """
 
@@ -24,16 +24,16 @@ from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError
 
 _WHERE = 'where'  # feature of the source: file:line
-_NAMED = 3  # conversations of a kind that the log names; then it counts them
+_NAMED = 3  # number of conversations of a kind that the log names; it only counts further ones
 log = logging.getLogger(__name__)
 
 
 class LongExamples:
-  """Logs examples that are longer than a row: the first ones of each kind, then their number.
+  """Logs examples that are longer than a row: the first few of each kind, then their number.
 
   Args:
-    kind: what they are, in the plural.
-    reason: why some are left out: what does not come before the end of the row.
+    kind: the kind of examples, in the plural: 'conversations'.
+    reason: why some are left out, continued by 'before the end of the row'.
   """
 
   def __init__(self, kind: str, reason: str):
@@ -43,8 +43,8 @@ class LongExamples:
     self._left_out: list[int] = []
 
   def log(self, where: bytes, size: int, length: int, *, left_out: bool) -> None:
-    """Logs one of `size` tokens, in a row of `length`, that is cut or left out."""
-    if where in self._seen:  # in another epoch
+    """Logs an example of `size` tokens, in a row of `length`, that is cut or left out."""
+    if where in self._seen:  # logged in an earlier epoch
       return
     self._seen.add(where)
     found = self._left_out if left_out else self._cut
@@ -66,11 +66,11 @@ class LongExamples:
 
 
 class Templated:
-  """A preprocessor of examples that a chat template may write.
+  """A preprocessor for examples that a chat template may format.
 
   Attributes:
     MARKS: features in addition to 'targets' and 'decoder_inputs', an integer for each token.
-    variables: of the template, DatasetConfig.chat_template_variables.
+    variables: variables of the template, DatasetConfig.chat_template_variables.
   """
 
   MARKS: tuple[str, ...] = (LOSS_MASK,)
@@ -82,7 +82,7 @@ class Templated:
   def _map(
     self, dataset: tf.data.Dataset, tokens: Callable[[bytes, bytes], Sequence[np.ndarray]]
   ) -> tf.data.Dataset:
-    """Maps `tokens` of content and place, which has no target for what is left out."""
+    """Maps `tokens` over (content, place); drops examples without a target."""
     names = ('targets', DECODER_INPUTS, *self.MARKS)
 
     def features(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -94,7 +94,7 @@ class Templated:
     return dataset.map(features).filter(lambda x: tf.size(x['targets']) > 0)
 
   def _refuse(self, where: str, error: DataError) -> None:
-    """Counts an example as damage as far as that is allowed; else raises, for the reader too."""
+    """Counts a damaged example; raises, also in the reader, once too many are damaged."""
     try:
       self._reader.damage.refuse(where, error)
     except DataError as too_many:
@@ -105,14 +105,14 @@ class Templated:
 class Conversations(Templated):
   """A preprocessor: {'targets': messages as JSON, 'where'} -> tokens and loss mask.
 
-  It gives 'decoder_inputs' and 'targets', the tokens without the last and without the first, and
-  'loss_mask', 1 where the target is the assistant's. Conversations that are longer than a row are
-  cut at its end; without a token of the assistant before it they are left out. The log names the
-  first of both and counts them.
+  Yields 'decoder_inputs' (the tokens without the last), 'targets' (the tokens without the first),
+  and 'loss_mask', 1 where the target belongs to the assistant. Conversations that are longer than a
+  row are cut at the end of the row, and left out if the assistant has no token before it. The log
+  names the first cut and left out conversations, and counts all.
 
   Args:
-    reader: of the files; the error of a conversation becomes its `problem`, or is counted as damage
-      as far as that is allowed.
+    reader: reader of the files. An invalid conversation counts as damage; its error becomes the
+      reader's `problem` once too many are damaged.
   """
 
   def __init__(self, reader: BlockReader):
@@ -171,18 +171,18 @@ def templated_task(
   """Returns a task over files whose rows `preprocessor` tokenizes.
 
   Args:
-    name: of the task.
-    files: all of them.
+    name: name of the task.
+    files: all files.
     preprocessor: `Conversations`, or `Preferences` of t5x_gpu/data/tasks/preference.py.
-    form: of the files, whose rows are what `preprocessor` reads.
-    key: of the messages, or of the chosen answer.
-    by_split: split -> files; without it a hash assigns rows to splits.
-    chosen: the user chose the key.
+    form: form of the files; `preprocessor` must support its rows.
+    key: key of the messages, or of the chosen answer.
+    by_split: split -> files; None if a hash assigns rows to splits.
+    chosen: whether the user chose the key.
   """
   reader = BlockReader(
     form, columns={'targets': key, _WHERE: _WHERE}, num_files=len(files), chosen=chosen
   )
-  text = seqio.Feature(named_vocabulary('byte'), add_eos=False)  # the template writes the end
+  text = seqio.Feature(named_vocabulary('byte'), add_eos=False)  # the template writes the end mark
   mark = seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False)
   return builtin.make_task(
     name,
@@ -197,7 +197,7 @@ def templated_task(
 
 
 def templated(task: seqio.Task | seqio.Mixture) -> list[Templated]:
-  """Returns the preprocessors of `task` that a chat template serves."""
+  """Returns the preprocessors of `task` that use a chat template."""
   return [
     preprocessor
     for part in seqio.get_subtasks(task)
@@ -212,7 +212,7 @@ def is_chat(task: seqio.Task | seqio.Mixture) -> bool:
 
 
 def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Mapping[str, Any]]) -> None:
-  """Sets the variables of the chat template; raises DataError if `task` has none."""
+  """Sets the variables of the chat template; raises DataError if `task` has no chat template."""
   found = templated(task)
   for preprocessor in found:
     preprocessor.variables = variables
@@ -227,7 +227,7 @@ def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Mapping[
 
 
 def template_facts(task: seqio.Task | seqio.Mixture) -> dict[str, Any]:
-  """Returns what identifies the chat template of `task`; nothing for other tasks."""
+  """Returns facts that identify the chat template of `task`; {} for other tasks."""
   if not is_chat(task):
     return {}
   found = templated(task)

@@ -1,13 +1,13 @@
 """Tasks of encoders: texts with classes, tags or numbers, and texts that belong together.
 
-  python_source_classification   which standard-library package a snippet is from: on every machine
-  cola                           is an English sentence acceptable: GLUE's CoLA through TFDS
+  python_source_classification   the standard-library package of a snippet: on every machine
+  cola                           acceptability of an English sentence: GLUE's CoLA through TFDS
   cola_tsv:PATTERN               the same from CoLA's own .tsv files for train and dev
   classification:FORM:PATTERN    .csv, .tsv, .jsonl or Parquet files with any columns, pairs too
   imdb_csv:PATTERN               classification:csv:PATTERN
   multi_label:FORM:PATTERN       the same files with any number of labels per row
   regression:FORM:PATTERN        the same files with a number per row
-  stsb                           how alike two sentences are, 0 to 5: GLUE's STS-B through TFDS
+  stsb                           similarity of two sentences, 0 to 5: GLUE's STS-B through TFDS
   token_classification:FORM:...  words, and a tag for each: .jsonl or Parquet
   sentence_pairs:FORM:PATTERN    two texts that belong together, for sentence embeddings
 
@@ -33,7 +33,7 @@ from t5x_gpu.errors import task_error
 
 _NUMBERS = seqio.Feature(seqio.PassThroughVocabulary(2**31 - 1), add_eos=False)
 _SCORE = dataclasses.replace(_NUMBERS, rank=0)
-# Fewest steps of 1 / SCORE_UNIT between the lowest and the highest number of a regression.
+# Minimum number of steps of 1 / SCORE_UNIT between the lowest and highest number of a regression.
 _LEAST_STEPS = 100
 
 
@@ -41,7 +41,7 @@ def features(class_names: Sequence[str], *, label: str = 'label') -> dict[str, s
   """Returns the output features of a task with these classes; byte vocabulary.
 
   Args:
-    class_names: in the order of their numbers.
+    class_names: class names in the order of their numbers.
     label: 'label', a number; 'labels', a list; or 'tags', one per word.
   """
   vocabulary = ClassVocabulary(class_names)
@@ -80,7 +80,7 @@ def _from_files(
 
 
 def cola_tsv(pattern: str) -> seqio.Task:
-  """Returns CoLA from its own files. Raises DataError (file:line) for other files."""
+  """Returns CoLA from its original files. Raises DataError (file:line) for other files."""
   return _from_files(
     'cola_tsv', pattern, read=labelled_tables.read_cola, class_names=labelled_tables.COLA_CLASSES
   )
@@ -90,11 +90,11 @@ def classification(spelled: str, *, name: str = 'classification') -> seqio.Task:
   """Returns a classification task over texts, or pairs of texts, in files with any columns.
 
   Args:
-    spelled: 'FORM:PATTERN', maybe followed by '#text=COLUMN,label=COLUMN', for pairs also
+    spelled: 'FORM:PATTERN', optionally followed by '#text=COLUMN,label=COLUMN', for pairs also
       'text2=COLUMN'.
-    name: of the task; checkpoints record it.
+    name: name of the task; checkpoints record it.
   Raises:
-    DataError: no such form, file or column, or a bad row (named by file and place).
+    DataError: the form, file or column does not exist, or a row is invalid (named by file and row).
   """
   reader, pattern = labelled_files.parse(spelled)
   return _from_files(name, pattern, read=reader)
@@ -104,7 +104,7 @@ def multi_label(spelled: str) -> seqio.Task:
   """Returns a task of texts, or pairs of texts, with any number of labels; see `classification`.
 
   Args:
-    spelled: 'FORM:PATTERN', maybe followed by '#text=COLUMN,labels=COLUMN'.
+    spelled: 'FORM:PATTERN', optionally followed by '#text=COLUMN,labels=COLUMN'.
   Raises:
     DataError: as for `classification`.
   """
@@ -116,7 +116,7 @@ def token_classification(spelled: str) -> seqio.Task:
   """Returns a task of words with tags.
 
   Args:
-    spelled: 'FORM:PATTERN', maybe followed by '#tokens=COLUMN,tags=COLUMN'.
+    spelled: 'FORM:PATTERN', optionally followed by '#tokens=COLUMN,tags=COLUMN'.
   Raises:
     DataError: as for `classification`.
   """
@@ -128,7 +128,7 @@ def regression(spelled: str) -> seqio.Task:
   """Returns a task of texts, or pairs of texts, with a number each; see `classification`.
 
   Raises:
-    DataError: as for `classification`; the numbers of the training rows hardly differ.
+    DataError: as for `classification`; or the numbers of the training rows hardly differ.
   """
   reader, pattern = labelled_files.parse(spelled, kind='regression')
   files = discovery.matching_files(pattern)
@@ -151,10 +151,10 @@ def regression(spelled: str) -> seqio.Task:
 
 
 def sentence_pairs(spelled: str) -> seqio.Task:
-  """Returns a task of texts that belong together, maybe with a hard negative or a score.
+  """Returns a task of texts that belong together, optionally with a hard negative or a score.
 
   Args:
-    spelled: 'FORM:PATTERN', maybe followed by '#anchor=COLUMN,positive=COLUMN,negative=COLUMN'.
+    spelled: 'FORM:PATTERN', optionally with '#anchor=COLUMN,positive=COLUMN,negative=COLUMN'.
   Raises:
     DataError: as for `classification`.
   """
@@ -230,7 +230,7 @@ builtin.register(
 )
 
 OWN_TASKS = ('python_source_classification', 'cola', 'stsb')
-# Registered task -> source of the same data in files, for those who cannot prepare TFDS.
+# Registered task -> source of the same data in files, for users who cannot prepare TFDS.
 FROM_FILES: Mapping[str, str] = {
   'cola': 'cola_tsv:FOLDER/*.tsv',
   'stsb': 'regression:tsv:FOLDER/*.tsv#text=sentence1,text2=sentence2,label=score',

@@ -17,7 +17,7 @@ def frame_inputs(
   sequence_length: Optional[Mapping[str, int]],
   output_features: Mapping[str, seqio.Feature],
 ) -> tf.data.Dataset:
-  """Yields {'inputs': [CLS] if there is one, the first tokens that fit, the end id, 'label'}."""
+  """Yields {'inputs': [CLS] if it exists, as many tokens as fit, end id, 'label'}."""
   feature = output_features['inputs']
   room = _room(sequence_length, taken=objectives.frame_size(feature))
   return dataset.map(
@@ -31,7 +31,7 @@ def frame_pairs(
   sequence_length: Optional[Mapping[str, int]],
   output_features: Mapping[str, seqio.Feature],
 ) -> tf.data.Dataset:
-  """Yields {'inputs': [CLS] if there is one, text, end id, second text, end id, 'token_types'}.
+  """Yields {'inputs': [CLS] if it exists, text, end id, second text, end id, 'token_types'}.
 
   A pair that is too long loses tokens from the end of its longer text (Devlin et al. 2019, A.2).
   """
@@ -62,10 +62,10 @@ def frame_words(
   sequence_length: Optional[Mapping[str, int]],
   output_features: Mapping[str, seqio.Feature],
 ) -> tf.data.Dataset:
-  """Yields {'inputs': [CLS] if there is one, the words' tokens, end id, 'tags', 'words': text}.
+  """Yields {'inputs': [CLS] if it exists, the words' tokens, end id, 'tags', 'words': text}.
 
-  Each word is encoded alone (`is_split_into_words` in transformers). 'tags' has, at the first token
-  of a word, its class number plus one, and 0 elsewhere. Words that do not fit are left out.
+  Each word is encoded separately (`is_split_into_words` in transformers). At the first token of a
+  word, 'tags' has the class number plus one; elsewhere 0. Words that do not fit are left out.
   """
   feature = output_features['inputs']
   room = _room(sequence_length, taken=objectives.frame_size(feature))
@@ -97,9 +97,9 @@ def frame_text_sets(
 ) -> tf.data.Dataset:
   """Yields {'inputs': the texts one after the other, 'segments', 'places', 'score'}.
 
-  Each text has [CLS], if there is one, and the end id, and is cut to its share of the row: a half
-  for two texts, a third for three. 'segments' numbers the texts from 1, 'places' the tokens of a
-  text from 0.
+  Each text has [CLS], if it exists, and the end id, and is cut to its share of the row: a half for
+  two texts, a third for three. 'segments' numbers the texts from 1; 'places' numbers the tokens of
+  each text from 0.
   """
   feature = output_features['inputs']
   taken = objectives.frame_size(feature)
@@ -135,7 +135,7 @@ def _labels(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
-  """Returns how many of `first` and `second` tokens (ints or scalar tensors) to keep in `room`."""
+  """Returns how many of `first` and `second` tokens to keep in `room`; ints or scalar tensors."""
   at_most = tf.maximum if tf.is_tensor(first) else max
   at_least = tf.minimum if tf.is_tensor(first) else min
   first = at_least(first, at_most(room - second, (room + 1) // 2))
@@ -143,7 +143,7 @@ def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
 
 
 def _room(sequence_length: Optional[Mapping[str, int]], *, taken: int) -> Optional[int]:
-  """Returns how many tokens of text fit, given `taken` special ids; None for any number."""
+  """Returns how many tokens of text fit in addition to `taken` special ids; None if unlimited."""
   length = (sequence_length or {}).get('inputs')
   room = None if length is None else length - taken
   if room is not None and room < 1:

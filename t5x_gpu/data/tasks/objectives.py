@@ -1,12 +1,12 @@
 """Objectives that mask parts of a text: T5's span corruption and BERT's masked tokens.
 
 SeqIO leaves these to the t5 package, which t5x_gpu does not need. They are SeqIO preprocessors,
-steps of a Task between tokens and features:
+applied by a Task between tokenization and feature conversion:
 
     preprocessors=(seqio.preprocessors.tokenize, objectives.span_corruption)
 
-The masked tokens are drawn from (seed, number of the example in the stream). So a run is
-reproducible, and every epoch masks other tokens.
+The masked tokens are drawn from (seed, index of the example in the stream). So a run is
+reproducible, and every epoch masks different tokens.
 """
 
 import functools
@@ -24,14 +24,14 @@ NOISE_DENSITY, MEAN_SPAN_LENGTH = 0.15, 3.0
 # Devlin et al. 2019, section 3.1: 15% of the tokens become prediction targets; 80% of these are
 # masked, 10% are replaced by another token, 10% stay unchanged.
 MASKED_SHARE, HIDDEN_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
-DEFAULT_LENGTH = 512  # without task_feature_lengths
+DEFAULT_LENGTH = 512  # if task_feature_lengths is not set
 
 Lengths = Optional[Mapping[str, int]]
 Features = Mapping[str, seqio.Feature]
 
 
 def cut(dataset: tf.data.Dataset, *, max_tokens: int, min_tokens: int) -> tf.data.Dataset:
-  """Yields {'targets': piece}: each text in equal pieces of at most `max_tokens`.
+  """Yields {'targets': piece}: each text cut into equal pieces of at most `max_tokens`.
 
   Texts shorter than `min_tokens` are skipped.
   """
@@ -56,16 +56,16 @@ def framed(tokens: tf.Tensor, feature: seqio.Feature) -> tf.Tensor:
 
 
 def frame_size(feature: seqio.Feature) -> int:
-  """Returns how many ids `framed` adds."""
+  """Returns the number of ids that `framed` adds."""
   return int(vocabularies.start_id(feature.vocabulary) is not None) + int(feature.add_eos)
 
 
 def noise_counts(
   length: int, *, noise_density: float = NOISE_DENSITY, mean_span_length: float = MEAN_SPAN_LENGTH
 ) -> tuple[int, int]:
-  """Returns (masked tokens, spans of them) for a text of `length` >= 2 tokens.
+  """Returns (number of masked tokens, number of spans) for a text of `length` >= 2 tokens.
 
-  Products and quotients are rounded in float32, as T5 computes them.
+  Rounds products and quotients in float32, as T5 does.
   """
   single = np.float32
   hidden = min(max(int(np.round(single(length) * single(noise_density))), 1), length - 1)
@@ -76,7 +76,7 @@ def noise_counts(
 def tokens_for(
   *, inputs: int, targets: int, counts: Callable[[int], tuple[int, int]] = noise_counts
 ) -> int:
-  """Returns the length of the longest text whose inputs and targets, with ends, fit; 0 if none.
+  """Returns the length of the longest text whose inputs and targets, with ends, fit; 0 if no text.
 
   T5's random_spans_helper: 568 tokens for inputs of 512 and targets of 114.
   """
@@ -89,7 +89,7 @@ def tokens_for(
 
 
 def _partition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Returns sizes [parts], each at least 1, drawn uniformly from all that sum to `total`."""
+  """Returns random sizes [parts], each at least 1, uniform over all choices that sum to `total`."""
   order = tf.argsort(tf.random.stateless_uniform([total - 1], seed))
   cuts = tf.sort(order[: parts - 1]) + 1
   ends = tf.concat([cuts, [total]], axis=0)
@@ -99,7 +99,7 @@ def _partition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor
 def noise_mask(
   length: tf.Tensor, *, hidden: tf.Tensor, spans: tf.Tensor, seed: tf.Tensor
 ) -> tf.Tensor:
-  """Returns booleans [length], True where masked: `spans` spans, the first after a kept token."""
+  """Returns booleans [length] with `spans` masked spans (True); the first token is never masked."""
   seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 2))
   sizes = tf.stack(
     [_partition(length - hidden, spans, seeds[0]), _partition(hidden, spans, seeds[1])], axis=1
@@ -176,7 +176,7 @@ def span_corruption(
 def masked_lm(
   dataset: tf.data.Dataset, sequence_length: Lengths, output_features: Features
 ) -> tf.data.Dataset:
-  """Yields BERT's {'inputs': some tokens masked, 'targets': all tokens, 'loss_mask': which}.
+  """Yields BERT's {'inputs': some tokens masked, 'targets': all tokens, 'loss_mask': 0 or 1}.
 
   Each text {'targets': tokens} is cut to the length. Each piece gets the start id ([CLS]), if the
   vocabulary has one, and the end id; these are never masked.

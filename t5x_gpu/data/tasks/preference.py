@@ -1,9 +1,9 @@
 """Preferences as a task: pairs of a chosen and a rejected answer to the same prompt, as tokens.
 
 Both texts of a pair are in the same row, one after the other, each with the prompt. The tokens are
-those of TRL's DPOTrainer: messages are written by the chat template; of texts, prompt and answer
-are tokenized separately, and the answer ends with the end-of-text id. As in conversations, the
-first token is the first decoder input.
+the same as in TRL's DPOTrainer: the chat template formats messages; for plain texts, prompt and
+answer are tokenized separately, and the answer ends with the end-of-text id. As in conversations,
+the first token is the first decoder input.
 """
 
 import functools
@@ -27,15 +27,16 @@ from t5x_gpu.errors import DataError, task_error
 class Preferences(Templated):
   """A preprocessor: {'targets': preference as JSON, 'where'} -> tokens of both texts, and marks.
 
-  It gives 'decoder_inputs' and 'targets', the tokens of each text without the last and without the
-  first; 'loss_mask', 1 where the target is the answer's; and 'pair_places', 1, 2, ... in the
-  chosen text and again in the rejected one. If a pair is longer than a row, the longer text is cut
-  at its end until both fit, or both to half a row. If no token of an answer remains, the pair is
-  left out. The log names the first of both and counts them.
+  Yields 'decoder_inputs' (each text's tokens without the last), 'targets' (each text's tokens
+  without the first), 'loss_mask' (1 where the target belongs to the answer) and 'pair_places' (1,
+  2, ... in the chosen text and again in the rejected text). If a pair is longer than a row, the
+  longer text is cut at its end until both fit, or both are cut to half a row. If no token of an
+  answer remains, the pair is left out. The log names the first cut and left out pairs, and counts
+  all.
 
   Args:
-    reader: of the files; the error of a pair becomes its `problem`, or is counted as damage as far
-      as that is allowed.
+    reader: reader of the files. An invalid pair counts as damage; its error becomes the reader's
+      `problem` once too many are damaged.
   """
 
   MARKS = (LOSS_MASK, PAIR_PLACES)
@@ -51,7 +52,7 @@ class Preferences(Templated):
     output_features: Mapping[str, seqio.Feature],
   ) -> tf.data.Dataset:
     vocabulary = output_features['targets'].vocabulary
-    # Pairs of texts need none.
+    # Pairs of plain texts do not need a template.
     template = functools.cache(lambda: ChatTemplate(vocabulary, self.variables))
     length = (sequence_length or {}).get('targets')
     return self._map(dataset, functools.partial(self._tokens, vocabulary, template, length))
@@ -124,12 +125,12 @@ def _text_tokens(
 
 
 def has_pairs(task: seqio.Task | seqio.Mixture) -> bool:
-  """Returns whether the examples of `task` are pairs."""
+  """Returns whether the examples of `task` are preference pairs."""
   return PAIR_PLACES in task.output_features
 
 
 def check_pairs(task: seqio.Task | seqio.Mixture, *, name: str, feature_converter: str) -> None:
-  """Raises DataError unless both task and model have pairs, or neither has."""
+  """Raises DataError if only the task, or only the model, has pairs."""
   wanted = feature_converter == 'preference'
   if wanted == has_pairs(task):
     return
@@ -149,11 +150,11 @@ def check_pairs(task: seqio.Task | seqio.Mixture, *, name: str, feature_converte
 
 
 def template_facts(task: seqio.Task | seqio.Mixture) -> dict[str, Any]:
-  """Returns what identifies the chat template that pairs may use; nothing for other tasks."""
+  """Returns facts that identify the chat template for pairs; {} for other tasks."""
   vocabulary = task.output_features['targets'].vocabulary if has_pairs(task) else None
   if not isinstance(vocabulary, HuggingFaceVocabulary):
     return {}
   try:
     return {'chat_template': ChatTemplate(vocabulary, templated(task)[0].variables).fingerprint}
-  except DataError:  # pairs of texts need none
+  except DataError:  # pairs of plain texts do not need a template
     return {}

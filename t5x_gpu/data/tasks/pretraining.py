@@ -1,7 +1,7 @@
-"""Tasks that mask parts of a text, over any text that a language model can be trained on.
+"""Tasks that mask parts of a text, over any text source of a language model.
 
   python_source_span_corruption   T5's objective on the standard library, for encoder-decoders
-  python_source_mlm               BERT's objective on it, for encoders
+  python_source_mlm               BERT's objective on the standard library, for encoders
   span_corruption:TEXT, mlm:TEXT  the same over TEXT: python_source, text_files:PATTERN,
                                   text_lines:PATTERN, or files with a column of text (tables.py)
 
@@ -14,14 +14,14 @@ from t5x_gpu.data.tasks import builtin, chat, objectives, preference, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import did_you_mean, task_error
 
-NUM_SENTINELS = 100  # T5's
+NUM_SENTINELS = 100  # as in T5
 _FILE_TASKS = {**builtin.PATTERN_TASKS, **tables.PATTERN_TASKS}
-# Names (before a colon, if they have one) of tasks that may give one text per example.
+# Names (without the part after a colon) of tasks that may have one text per example.
 TEXTS = (*builtin.TEXTS, *tables.PATTERN_TASKS)
 
 
 def _source(text: str, *, objective: str) -> seqio.DataSource:
-  """Returns the source of {'targets': text} called `text`, such as 'text_files:PATTERN'."""
+  """Returns the source of {'targets': text} named `text`, such as 'text_files:PATTERN'."""
   kind, colon, pattern = text.partition(':')
   if kind not in TEXTS or bool(colon) == (kind == 'python_source'):
     raise task_error(
@@ -58,12 +58,12 @@ def _make(
 
 
 def span_corruption(text: str, *, name: str = '') -> seqio.Task:
-  """Returns T5's span corruption of `text`. Raises DataError if there is no such text."""
+  """Returns T5's span corruption of the source `text`. Raises DataError if it does not exist."""
   return _make('span_corruption', objectives.span_corruption, text, NUM_SENTINELS, name)
 
 
 def mlm(text: str, *, name: str = '') -> seqio.Task:
-  """Returns BERT's masked language model of `text`. Raises DataError if there is no such text."""
+  """Returns BERT's masked language model of the source `text`. Raises DataError if unknown."""
   return _make('mlm', objectives.masked_lm, text, 1, name)
 
 

@@ -49,7 +49,7 @@ FORMS = {
   'tfrecord': TFRECORD,
   'arrayrecord': ARRAYRECORD,
 }
-# Form -> what makes the same with conversations or preferences.
+# Form -> function that makes the form with conversations or preferences.
 _RECORDS: Mapping[str, Callable[[RecordForm], FileForm]] = {
   'jsonl': line_formats.record_lines,
   'parquet': functools.partial(of_records, PARQUET),
@@ -57,9 +57,9 @@ _RECORDS: Mapping[str, Callable[[RecordForm], FileForm]] = {
 }
 # Files that `save_to_disk` writes into a dataset's folder and into the folders of its splits.
 _DATASET, _SPLITS = 'state.json', 'dataset_dict.json'
-_CACHED = 'cache-'  # begins the names of files with results of `map`, which are not the data
+_CACHED = 'cache-'  # name prefix of files with cached results of `map`, which are not data
 log = logging.getLogger(__name__)
-# Endings of the data files of Hugging Face's datasets -> their form.
+# Extension of data files of Hugging Face datasets -> form.
 _HUGGINGFACE_FORMS = {
   '.arrow': ARROW,
   '.parquet': PARQUET,
@@ -91,7 +91,7 @@ def _task(
     records = _RECORDS[form.name](CONVERSATIONS)
     options.update(preprocessor=chat.Conversations, form=records, key=key)
     return chat.templated_task(name, files, **options)
-  if chosen and form is line_formats.JSON_LINES:  # a record may be damaged, also the first one
+  if chosen and form is line_formats.JSON_LINES:  # the first record may be damaged
     columns = dict(chosen)
   else:
     names, judged = _first_columns(name, form, files)
@@ -132,7 +132,7 @@ def _messages(
   """Returns the key of the messages if the files hold conversations, else None.
 
   Raises:
-    DataError: they hold texts as well, or conversations in a form that has only texts.
+    DataError: the files also hold texts, or the form supports only texts, not conversations.
   """
   if chosen is not None:
     key = chosen.get(MESSAGES)
@@ -155,7 +155,7 @@ def _messages(
 
 
 def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[list[str], str]:
-  """Returns the columns of the first file with a row, and that file."""
+  """Returns the columns of the first file with a row, and the file."""
   damaged: Optional[DataError] = None
   for path in files:
     try:
@@ -164,7 +164,7 @@ def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[lis
       if name != 'hf_dataset' or form is not line_formats.JSON_LINES:
         raise
       damaged, names = damaged or e, []  # another file may show the columns
-    except Exception as e:  # pyarrow and array_record each have their own
+    except Exception as e:  # pyarrow and array_record raise different errors
       if isinstance(e, OSError) and not is_missing(e):
         raise unreadable(path, e) from e
       raise task_error(
@@ -192,10 +192,10 @@ def _from_files(name: str, spelled: str) -> seqio.Task:
 
 
 def _saved_last(files: Sequence[str]) -> list[str]:
-  """Returns `files` without those that an earlier `save_to_disk` left in the same folder.
+  """Returns `files` without leftovers of an earlier `save_to_disk` into the same folder.
 
   Raises:
-    DataError: a file of the dataset is missing, or the file that lists them is damaged.
+    DataError: a file of the dataset is missing, or the list of its files is damaged.
   """
   current: dict[str, set[str]] = {}  # folder -> names of the files or folders in it
   for path in files:
@@ -205,7 +205,7 @@ def _saved_last(files: Sequence[str]) -> list[str]:
     try:
       about = read_json(path, dict)
       names = about.get('splits') if name == _SPLITS else about.get('_data_files')
-      if names is None:  # of another program
+      if names is None:  # the file belongs to another program
         continue
       names = set(names) if name == _SPLITS else {entry['filename'] for entry in names}
       gone = sorted(x for x in names if not os.path.exists(os.path.join(folder, x)))
@@ -244,10 +244,10 @@ def _not_saved(what: str) -> DataError:
 
 
 def hf_dataset(spelled: str) -> seqio.Task:
-  """Returns a task over a folder of a Hugging Face dataset; folders or file names give the split.
+  """Returns a task over a folder of a Hugging Face dataset; folder or file names name the split.
 
   Raises:
-    DataError: no such folder, no data files in it, or files of several forms.
+    DataError: the folder does not exist, has no data files, or has files of several forms.
   """
   folder, chosen = pattern_and_columns(spelled)
   files = _saved_last(discovery.matching_files(folder))
@@ -287,10 +287,10 @@ def hf_dataset(spelled: str) -> seqio.Task:
 def text_pairs(pattern: str) -> seqio.Task:
   """Returns a supervised task from .tsv or .jsonl files.
 
-  The words train, dev, test in the file names give the split; without them a hash does.
+  The words train, dev, test in the file names determine the split; without them, a hash does.
 
   Raises:
-    DataError: no file matches; files of both forms, or of neither. Lines that are not pairs raise
+    DataError: no file matches, or files have both forms or neither. Lines that are not pairs raise
       when they are read, naming file:line.
   """
   files = discovery.matching_files(pattern)

@@ -19,10 +19,10 @@ def _select(dataset: tf.data.Dataset, columns: Mapping[str, str]) -> tf.data.Dat
 
 
 def tfds(spelled: str) -> seqio.Task:
-  """Returns a task over text columns of a prepared dataset; its splits are the dataset's own.
+  """Returns a task over text columns of a prepared dataset, with the dataset's splits.
 
   Raises:
-    DataError: it is not prepared, or does not have these columns.
+    DataError: the dataset is not prepared, or does not have these columns.
   """
   name, chosen = pattern_and_columns(spelled)
   if ':' not in name:

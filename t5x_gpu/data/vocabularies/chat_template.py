@@ -1,8 +1,8 @@
-"""The chat template of a Hugging Face tokenizer: messages -> text and ids, and whose they are.
+"""The chat template of a Hugging Face tokenizer: messages -> text, ids, and a loss mask.
 
 A template is a Jinja program that comes with the tokenizer. As in transformers, it runs in Jinja's
-sandbox: it sees the messages and the special tokens, and can neither import nor open anything. The
-functions and filters that it may use are those of transformers, with one difference: the date is
+sandbox: it sees the messages and the special tokens, and can neither import modules nor open files.
+It may use the same functions and filters as in transformers, with one difference: the date is
 always the same, so that the data of a run do not depend on the day.
 """
 
@@ -25,11 +25,12 @@ from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
 
 TEMPLATE_FILE, CONFIG_FILE = 'chat_template.jinja', 'tokenizer_config.json'
-# Of `strftime_now`: the date that the template of Llama 3.1 has without a clock.
+# Result of `strftime_now`: the date that Llama 3.1's template uses without a clock.
 DATE = datetime.datetime(2024, 7, 26)
-# What `{% generation %}` writes around its content: two noncharacters, which no text has.
+# Marks that `{% generation %}` writes around its content: two noncharacters, which never occur in
+# text.
 _BEGIN, _END = '\ufdd0', '\ufdd1'
-_OLDEST_JINJA = (3, 1, 6)  # in earlier versions there are ways out of the sandbox
+_OLDEST_JINJA = (3, 1, 6)  # templates can escape the sandbox of earlier versions
 _SHOWN = 40
 _PARAMETERS = ('DatasetConfig.vocabulary',)
 
@@ -43,11 +44,11 @@ class ChatTemplate:
   Args:
     vocabulary: the tokenizer.
     variables: name -> value, for the template; they replace special tokens of the same name.
-  Raises:
-    DataError: not a Hugging Face tokenizer, no template or a broken one, or no Jinja.
-
-  Attributes:
-    file: of the template.
+    Raises:
+    DataError: the vocabulary is not a Hugging Face tokenizer, its template is missing or broken, or
+      Jinja is not installed.
+    Attributes:
+    file: file of the template.
   """
 
   def __init__(self, vocabulary: seqio.Vocabulary, variables: Optional[Mapping[str, Any]] = None):
@@ -66,14 +67,14 @@ class ChatTemplate:
 
   @property
   def fingerprint(self) -> str:
-    """16 hex digits of the template and its variables; those of the tokenizer are its own."""
+    """Digest of the template and its variables, 16 hex digits; the tokenizer has its own."""
     facts = [self._sources, self._variables] if self._variables else self._sources
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
   def prompt(
     self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
-    """Returns SeqIO's ids of `messages` and of what begins the assistant's answer."""
+    """Returns SeqIO's ids of `messages` and of the start of the assistant's answer."""
     text = self._render(messages, tools, where=where, add_generation_prompt=True)
     return self._vocabulary.encode(_unmarked(text)[0])
 
@@ -82,18 +83,18 @@ class ChatTemplate:
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns SeqIO's ids [n] of a conversation, int32, and 1 where the assistant writes, else 0.
 
-    What the assistant writes is inside the template's `{% generation %}`. In a template without, it
-    is what a message of the assistant adds to the text of the messages before it with the
-    generation prompt, up to the special token that ends it. A token that is partly the assistant's
-    counts as the assistant's, as in transformers.
+    The template's `{% generation %}` encloses the assistant's text. Without `{% generation %}`, the
+    assistant's text of a message is the difference between the text up to the message, and the text
+    of the earlier messages with the generation prompt, up to the special token that ends the
+    message. As in transformers, a token that is partly the assistant's counts as the assistant's.
 
     Args:
-      messages: with 'role' and 'content'.
-      tools: that the assistant may call, as JSON schemas.
+      messages: messages with 'role' and 'content'.
+      tools: tools that the assistant may call, as JSON schemas.
       where: file and line, for errors.
-      first: the first message to mark; what the assistant wrote before it counts as a prompt.
+      first: the first message to mark; earlier messages of the assistant count as prompts.
     Raises:
-      DataError: the template refuses the messages, or does not show what the assistant writes.
+      DataError: the template refuses the messages, or does not show the assistant's text.
     """
     text, spans = self._text_and_spans(messages, tools, where=where, first=first)
     ids, offsets = self._vocabulary.encode_with_offsets(text)
@@ -106,7 +107,7 @@ class ChatTemplate:
     return np.asarray(ids, np.int32), mask
 
   def turn_end(self) -> Optional[int]:
-    """Returns SeqIO's id of the special token that ends what the assistant writes, or None."""
+    """Returns SeqIO's id of the special token that ends the assistant's text, or None."""
     messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
     ids, mask = self.tokens(messages, where=f'The chat template {str(self.file)!r}')
     last = int(ids[np.flatnonzero(mask)[-1]]) if mask.any() else None
@@ -142,7 +143,7 @@ class ChatTemplate:
   def _text_and_spans(
     self, messages: Sequence[Message], tools: Optional[list], *, where: str, first: int
   ) -> tuple[str, list[Span]]:
-    """Returns a conversation as text, and the characters that the assistant writes from `first`."""
+    """Returns a conversation as text, and the assistant's character ranges from message `first`."""
     if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
       raise DataError(
         f'{where} has U+FDD0 or U+FDD1, which are not Unicode characters.', fix='Remove them.'
@@ -160,7 +161,7 @@ class ChatTemplate:
   def _written(
     self, text: str, messages: Sequence[Message], i: int, tools: Optional[list], *, where: str
   ) -> Span:
-    """Returns the range of `text`, all messages, that the assistant writes in message `i`."""
+    """Returns the range in `text`, the text of all messages, of the assistant's message `i`."""
     before = self._render(messages[:i], tools, where=where, add_generation_prompt=True)
     through = self._render(messages[: i + 1], tools, where=where)
     begin = len(before)
@@ -175,10 +176,10 @@ class ChatTemplate:
     return begin, begin + len(written) if ends_itself else end
 
   def _end(self, text: str, through: str, begin: int, message: Message) -> Optional[int]:
-    """Returns where `message` ends in `text`, if it is shorter there than as the last message.
+    """Returns where `message` ends in `text`, if its text there is shorter than as last message.
 
-    Templates of Qwen 3 write empty thoughts into the last answer alone. There the answer follows
-    the generation prompt, and what ends it is the same in both.
+    Templates of Qwen 3 write empty thoughts only into the last answer. In both texts, the answer
+    follows the generation prompt and has the same end mark.
     """
     content = message.get('content', '').strip()
     if not content or not text.startswith(content, begin):
@@ -192,12 +193,12 @@ class ChatTemplate:
       (k for k, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other))
     )
     return DataError(
-      f'{where}: the chat template {str(self.file)!r} does not show what the assistant writes in '
+      f"{where}: the chat template {str(self.file)!r} does not show the assistant's text in "
       f'message {i + 1}: the text of the messages up to there is not the beginning of the whole '
-      f'text. From character {at} on it has {other[at : at + _SHOWN]!r}, the whole has '
+      f'text. From character {at} on it has {other[at : at + _SHOWN]!r}, the whole text has '
       f'{text[at : at + _SHOWN]!r}.',
-      fix=f'Put {{% generation %}} and {{% endgeneration %}} in {self.file.name} around what the '
-      'assistant writes.',
+      fix=f'Put {{% generation %}} and {{% endgeneration %}} in {self.file.name} around the '
+      "assistant's text.",
       parameters=_PARAMETERS,
       docs='finetune.md#chat',
     )
@@ -216,7 +217,7 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 
 
 def _sources(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
-  """Returns the file with the chat template, and name -> template; one is called 'default'."""
+  """Returns the file with the chat template, and name -> template, including 'default'."""
   file, found = folder / TEMPLATE_FILE, None
   try:
     if file.is_file():
@@ -249,7 +250,7 @@ def _sources(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> Any:
-  """Returns a Jinja template in its sandbox. Raises DataError if it cannot be read."""
+  """Returns a sandboxed Jinja template. Raises DataError if it cannot be parsed."""
   jinja2 = _jinja2()
   environment = _environment(jinja2)
   try:
@@ -284,7 +285,7 @@ def _environment(jinja2: Any) -> Any:
   """Returns the environment of transformers' templates: options, filters and functions."""
 
   class Generation(jinja2.ext.Extension):
-    """`{% generation %}`: marks what the assistant writes."""
+    """`{% generation %}`: marks the assistant's text."""
 
     tags = {'generation'}
 
@@ -297,7 +298,7 @@ def _environment(jinja2: Any) -> Any:
       return f'{_BEGIN}{caller()}{_END}'
 
   class Namespace(jinja2.utils.Namespace):
-    """Jinja's, without names that begin with an underscore: those are Python's own."""
+    """Jinja's namespace without names that begin with an underscore, which are Python internals."""
 
     def __init__(*args: Any, **kwargs: Any):
       for name in dict(*args[1:], **kwargs):
@@ -334,7 +335,7 @@ def _to_json(
   separators: Any = None,
   sort_keys: bool = False,
 ) -> str:
-  """Jinja's own filter escapes HTML."""
+  """Replaces Jinja's filter, which escapes HTML."""
   return json.dumps(
     value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
   )

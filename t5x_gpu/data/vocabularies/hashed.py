@@ -1,7 +1,7 @@
 """A vocabulary without a file or training: every word is hashed into one of N ids.
 
-For small models and a first look at new data: a word is one position instead of five bytes. The ids
-cannot be decoded back to text.
+Useful for small models and a first look at new data: a word takes one position instead of about
+five bytes. The ids cannot be decoded back to text.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 
 # Ids 0 and 1 are padding and end of text; every word has an id, so there is no unknown id.
 EOS_ID, NUM_SPECIAL = 1, 2
-# A run of letters, a run of digits, or one mark of any other kind; in the syntax of RE2 (TF).
+# A run of letters, a run of digits, or a single other mark; in the syntax of RE2 (TF).
 _PIECE = r'([\pL\pM]+|\pN+|[^\s\pL\pM\pN])'
 
 
@@ -21,8 +21,8 @@ class HashedWordsVocabulary(seqio.Vocabulary):
   Different words may share an id. Case matters, white space does not.
 
   Args:
-    num_words: ids for words.
-    extra_ids: sentinels after them.
+    num_words: number of ids for words.
+    extra_ids: number of sentinels after the word ids.
   """
 
   def __init__(self, num_words: int, *, extra_ids: int = 0):
@@ -54,7 +54,7 @@ class HashedWordsVocabulary(seqio.Vocabulary):
     return NUM_SPECIAL + tf.cast(tf.strings.to_hash_bucket_fast(words, self.num_words), tf.int32)
 
   def _decode(self, ids: Iterable[int]) -> str:
-    """Returns '<17> <4203>', since the words are not known, without padding and end."""
+    """Returns '<17> <4203>', because the words are unknown; without padding and end."""
     return ' '.join(f'<{i}>' for i in map(int, ids) if i >= NUM_SPECIAL)
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, read by package `tokenizers`.
 
-Ids are the tokenizer's own, and any of them may be 0: a word (GPT-2, Llama 3 and Qwen: '!'), the
-end of a text (GPT-NeoX), padding that a text names ('<pad>').
+Ids are the tokenizer's ids, and id 0 may have any meaning: a word (GPT-2, Llama 3 and Qwen: '!'),
+the end of a text (GPT-NeoX), or padding, which a text may contain by name ('<pad>').
 """
 
 import functools
@@ -30,11 +30,12 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
   """Text <-> token ids of a `tokenizer.json`, without its template of special tokens.
 
   Args:
-    path: tokenizer.json, or its folder; tokenizer_config.json (or special_tokens_map.json) in that
+    path: tokenizer.json, or its folder; tokenizer_config.json (or special_tokens_map.json) in the
       folder names the special tokens.
-    extra_ids: sentinels after the tokenizer's own ids, for a tokenizer without sentinels.
+    extra_ids: number of sentinels after the tokenizer's ids, for a tokenizer without sentinels.
   Raises:
-    DataError: no such file, not a tokenizer, special tokens without an id, or no `tokenizers`.
+    DataError: the file does not exist or is not a tokenizer, special tokens lack an id, or
+      `tokenizers` is not installed.
   """
 
   def __init__(self, path: str | os.PathLike, *, extra_ids: int = 0):
@@ -43,7 +44,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     self._tokenizer = _load(self.path)
     self._named = _special_tokens(self.path, self._tokenizer)
     size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-    # Some tokenizers have gaps between ids: the highest id counts.
+    # Some tokenizers have gaps between ids, so the size is the highest id plus one.
     self._own_size = max(size, 1 + max(self._tokenizer.get_vocab().values(), default=0))
     padding = (self._named['pad_token'],) if 'pad_token' in self._named else _PADDING
     is_free = self._tokenizer.id_to_token(0) in (None, *padding)
@@ -61,18 +62,18 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @property
   def start_id(self) -> Optional[int]:
-    """Precedes a text for an encoder: BERT's [CLS]."""
+    """Id that precedes a text for an encoder: BERT's [CLS]."""
     return self._id('cls_token')
 
   @functools.cached_property
   def template_start(self) -> Optional[int]:
-    """What the tokenizer's template puts before a text: <bos> of Llama and Gemma; or None."""
+    """Id that the tokenizer's template puts before a text, such as <bos> of Llama; or None."""
     ids = self._tokenizer.encode('', add_special_tokens=True).ids
     return ids[0] if ids and ids[0] == self.bos_id else None
 
   @property
   def pad_id(self) -> int:
-    """What SeqIO writes after the end of a text that it decodes; `_decode` drops it."""
+    """Id that SeqIO writes after the end of a text before decoding; `_decode` drops it."""
     return -1 if self.zero_is_a_word else 0
 
   @property
@@ -81,7 +82,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @property
   def eos_id(self) -> Optional[int]:
-    """Ends a text; for BERT that is [SEP]."""
+    """Id that ends a text; for BERT, [SEP]."""
     return self._id('eos_token', 'sep_token')
 
   @property
@@ -94,7 +95,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def sentinel_ids(self) -> tuple[int, ...]:
-    """The tokenizer's own <extra_id_0>, <extra_id_1>, ... (T5); empty if it does not have them."""
+    """The tokenizer's <extra_id_0>, <extra_id_1>, ... (T5); () if it does not have sentinels."""
     found: list[int] = []
     while (number := self.id_of(f'<extra_id_{len(found)}>')) is not None:
       found.append(number)
@@ -102,18 +103,18 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @property
   def special_tokens(self) -> dict[str, str]:
-    """'eos_token' -> its text, for the special tokens that the files of the tokenizer name."""
+    """'eos_token' -> its text, for the special tokens named in the tokenizer's files."""
     return dict(self._named)
 
   @functools.cached_property
   def added_tokens(self) -> dict[int, str]:
-    """Id -> text of the tokens that no text is split into: <bos>, <|im_end|>, ..."""
+    """Id -> text of added tokens, which splitting never produces: <bos>, <|im_end|>, ..."""
     added = self._tokenizer.get_added_tokens_decoder()
     return {number: token.content for number, token in added.items()}
 
   @functools.cached_property
   def ordinary_ids(self) -> np.ndarray:
-    """Ids [n], int32, of text pieces: all but padding, special and added tokens."""
+    """Ids [n], int32, of text pieces: all ids except padding, special and added tokens."""
     special = set(self._tokenizer.get_added_tokens_decoder())
     special |= {self._tokenizer.token_to_id(token) for token in self._named.values()}
     special |= set() if self.zero_is_a_word else {0}
@@ -121,7 +122,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """16 hex digits of the tokenizer and its special tokens."""
+    """Digest of the tokenizer and its special tokens, 16 hex digits."""
     digest = hashlib.sha256(self.path.read_bytes())
     digest.update(json.dumps(self._named, sort_keys=True).encode())
     return digest.hexdigest()[:16]
@@ -134,7 +135,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     return self._tokenizer.encode(s, add_special_tokens=False).ids
 
   def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the ids of `text`, and for each the range of its characters."""
+    """Returns the ids of `text`, and the character range of each id."""
     encoding = self._tokenizer.encode(text, add_special_tokens=False)
     return encoding.ids, encoding.offsets
 
@@ -143,7 +144,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def _decode(self, ids: Iterable[int]) -> str:
-    # `seqio.Vocabulary.decode` keeps the EOS; sentinels that we added are unknown to the tokenizer.
+    # `seqio.Vocabulary.decode` keeps the EOS; the tokenizer does not know sentinels that we added.
     dropped = {self.eos_id, self.start_id, self.pad_id}
     kept = [i for i in map(int, ids) if i not in dropped]
     return self._tokenizer.decode(kept, skip_special_tokens=False)
@@ -217,7 +218,7 @@ def _load(path: pathlib.Path) -> Any:
       fix='Point DatasetConfig.vocabulary at a tokenizer.json that the tokenizers package, or '
       'save_pretrained of a fast tokenizer, has written.',
     ) from e
-  # SeqIO cuts and pads rows; the settings in the file are for single sentences.
+  # SeqIO cuts and pads rows; the file's settings are for single sentences.
   tokenizer.no_padding()
   tokenizer.no_truncation()
   return tokenizer
@@ -229,7 +230,7 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
   for name in (
     'special_tokens_map.json',
     'tokenizer_config.json',
-  ):  # the second overrides the first
+  ):  # the second file overrides the first
     file = path.with_name(name)
     if not file.is_file():
       continue

@@ -20,7 +20,7 @@ class ClassVocabulary(seqio.PassThroughVocabulary):
   """The classes of a label: number <-> name.
 
   Args:
-    names: class names, in the order of their numbers.
+    names: class names in the order of their numbers.
   """
 
   def __init__(self, names: Sequence[str]):
@@ -75,15 +75,15 @@ class TextVocabulary:
 
 
 def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
-  """Returns SeqIO's vocabulary called `name`.
+  """Returns SeqIO's vocabulary named `name`.
 
   Args:
     name: 'byte' (259 ids), 'sentencepiece:FILE', 'huggingface:FOLDER' or 'words:N' (words hashed
       into N ids; no file).
-    extra_ids: sentinels after the last id, counted from the end as in T5. A Hugging Face tokenizer
-      keeps its own sentinels if it has as many (for one sentinel, [MASK] is enough).
+    extra_ids: number of sentinels after the last id, counted from the end as in T5. A Hugging Face
+      tokenizer uses its own sentinels if it has enough (for one sentinel, [MASK] is enough).
   Raises:
-    DataError: another name, or a file that is missing or broken.
+    DataError: the name is unknown, or the file is missing or broken.
   """
   if name == 'byte':
     return seqio.ByteVocabulary(extra_ids=extra_ids)
@@ -127,12 +127,12 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
 
 
 def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
-  """Raises DataError if a task's own SentencePiece model cannot be read (T5's needs network)."""
+  """Raises DataError if a task's SentencePiece model cannot be read (T5's model needs network)."""
   if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
     return
   try:
     _ = vocabulary.vocab_size  # Loads the file.
-  except Exception as e:  # as above, and TensorFlow's for gs://
+  except Exception as e:  # as above, and TensorFlow's errors for gs://
     raise DataError(
       f'{task!r} has the vocabulary {vocabulary.sentencepiece_model_file}, which '
       f'cannot be read: {first_line(e)[:300]}',
@@ -160,23 +160,23 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
 def zero_is_a_word(vocabulary: seqio.Vocabulary) -> bool:
   """Returns whether id 0 is a token of texts, or their end, rather than padding."""
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
-    return vocabulary.tokenizer.pad_id() != 0  # by default it is <unk>, and there is no padding
+    return vocabulary.tokenizer.pad_id() != 0  # by default, id 0 is <unk> and padding has no id
   return getattr(vocabulary, 'zero_is_a_word', False) or vocabulary.eos_id == 0
 
 
 def text_may_have_zero(vocabulary: seqio.Vocabulary) -> bool:
-  """Returns whether a text may have id 0: also by the name of a padding token, '<pad>'."""
+  """Returns whether a text may have id 0, also if it contains the padding token's name, '<pad>'."""
   return isinstance(vocabulary, HuggingFaceVocabulary) or zero_is_a_word(vocabulary)
 
 
 def never_gives_zero(vocabulary: seqio.Vocabulary) -> bool:
-  """Returns whether id 0 is certainly padding; the ids of a custom vocabulary are not known."""
+  """Returns whether id 0 is certainly padding; False for custom vocabularies."""
   known = (seqio.ByteVocabulary, HashedWordsVocabulary, seqio.SentencePieceVocabulary)
   return isinstance(vocabulary, known) and not zero_is_a_word(vocabulary)
 
 
 def vocabulary_fingerprint(vocabulary: seqio.Vocabulary) -> str:
-  """Returns what identifies `vocabulary` in a checkpoint: the content of its file, not its path."""
+  """Returns facts that identify `vocabulary` in a checkpoint: content of its file, not its path."""
   kind = vocabulary_name(vocabulary)
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
     digest = hashlib.sha256(vocabulary.sp_model).hexdigest()[:16]
@@ -218,7 +218,7 @@ def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
 
 
 def end_id(vocabulary: seqio.Vocabulary) -> int:
-  """Returns the id that ends a text. Raises DataError if `vocabulary` has none."""
+  """Returns the id that ends a text. Raises DataError if `vocabulary` does not have one."""
   if vocabulary.eos_id is None or vocabulary.eos_id < 0:  # SentencePiece returns -1
     raise DataError(
       f'{vocabulary_name(vocabulary)!r} has no end-of-text id, and this task needs one.',
@@ -230,21 +230,21 @@ def end_id(vocabulary: seqio.Vocabulary) -> int:
 
 
 def sentinel_ids(vocabulary: seqio.Vocabulary) -> tuple[int, ...]:
-  """Returns the ids that mark masked spans, in order; they descend, as in T5."""
+  """Returns the ids that mark masked spans, in order; descending, as in T5."""
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.sentinel_ids:
     return vocabulary.sentinel_ids
   return tuple(vocabulary.vocab_size - 1 - i for i in range(vocabulary.extra_ids))
 
 
 def mask_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
-  """Returns the id of a masked token: [MASK], or else the first sentinel; None without either."""
+  """Returns the id for masked tokens: [MASK], or the first sentinel; None without either."""
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.mask_id is not None:
     return vocabulary.mask_id
   return next(iter(sentinel_ids(vocabulary)), None)
 
 
 def ordinary_ids(vocabulary: seqio.Vocabulary) -> np.ndarray:
-  """Returns the ids [n], int32, of text pieces: not padding, end, unknown or a sentinel."""
+  """Returns the ids [n], int32, of text pieces: not padding, end, unknown or sentinels."""
   if isinstance(vocabulary, HuggingFaceVocabulary):
     return vocabulary.ordinary_ids
   special = {vocabulary.eos_id, vocabulary.unk_id, *sentinel_ids(vocabulary)}

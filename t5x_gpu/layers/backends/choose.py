@@ -1,4 +1,4 @@
-"""The choice of an attention backend: by name, or by what serves a stack on the mesh's devices."""
+"""Chooses an attention backend: by name, or the best one for a stack on the mesh's devices."""
 
 import contextlib
 import contextvars
@@ -27,10 +27,10 @@ from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method
 from t5x_gpu.runtime.main_log import log_once
 
-# What a run may ask for.
+# Values that a run may request.
 REQUESTS = ('auto', 'dense', 'chunked', 'tokamax')
 PARAMETER = 'TransformerConfig.attention'
-# Names of other libraries and of kernels -> what to request instead.
+# Names of other libraries and of kernels -> request to use instead.
 _INSTEAD = {
   **dict.fromkeys(
     ('flash', 'flash_attention', 'mosaic', 'mosaic_gpu', 'triton', 'pallas'),
@@ -40,11 +40,12 @@ _INSTEAD = {
   'takes its place.',
 }
 
-# Rows up to this length are dense where no kernel serves them (benchmarks/attention_cpu.py: 325 ms
-# of CPU time against 364 ms in blocks of 128 at 256, 881 ms against 578 ms at 512).
+# Rows up to this length use dense attention if no kernel supports them. CPU time of dense attention
+# and of blocks of 128 (benchmarks/attention_cpu.py): 325 and 364 ms at length 256, 881 and 578 ms
+# at length 512.
 LONGEST_DENSE = 256
-# What a kernel may store per layer: the gradient of a relative bias per row and head, before it
-# sums them, and the mask of Triton's backward pass.
+# Limit for the arrays that a kernel stores per layer: unsummed gradients of a relative bias, per
+# row and head, and the mask of Triton's backward pass.
 MOST_STORED_BYTES = 2**30
 
 _listed: contextvars.ContextVar[Optional[list['Choice']]] = contextvars.ContextVar(
@@ -58,9 +59,9 @@ class Choice:
 
   Attributes:
     name: key of `BACKENDS`.
-    reason: in a few words, for the log.
-    no_kernel: why no kernel computes it on a GPU; '' if one does.
-    remedy: what would let one.
+    reason: the reason in a few words, for the log.
+    no_kernel: why no GPU kernel computes the attention; '' if a kernel does.
+    remedy: the change that would allow a kernel.
   """
 
   name: str
@@ -74,9 +75,9 @@ class Choice:
 
 @contextlib.contextmanager
 def listed_choices() -> Iterator[list[Choice]]:
-  """Context that lists the choices in all that is traced within it, each once.
+  """Context that lists the distinct choices of all tracing within it.
 
-  The log has them too, but only those that the process has not printed before.
+  The log only has choices that the process has not logged before.
   """
   token = _listed.set([])
   try:
@@ -86,7 +87,7 @@ def listed_choices() -> Iterator[list[Choice]]:
 
 
 def hint(value: object) -> str:
-  """Returns `REQUESTS`, and which of them an unknown one means."""
+  """Returns a list of `REQUESTS`, with a suggestion for an unknown request."""
   instead = _INSTEAD.get(str(value).lower())
   meant = did_you_mean(value, REQUESTS) if instead is None else f' {instead}'
   return ', '.join(REQUESTS) + '.' + meant
@@ -97,10 +98,10 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
 
   Args:
     request: one of `REQUESTS`.
-    need: what the stack asks of a backend.
-    device: what the step runs on.
+    need: requirements of the stack.
+    device: hardware that the step runs on.
   Raises:
-    ModelError: the requested backend does not serve the stack there.
+    ModelError: the requested backend does not support the stack on the device.
   """
   of = f'{device.kind}, {need.dtype}, heads of {need.head_dim}'
   if need.context is not None:
@@ -111,7 +112,7 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
   for name in named:
     if not lacks(BACKENDS[name], need, device):
       return _asked_for(name, need, device, of)
-  # Those for this device; if there are none, those for its platform.
+  # Backends for this device; if there are none, backends for its platform.
   near = [name for name in named if not hardware_lacks(BACKENDS[name], device)] or [
     name for name in named if BACKENDS[name].platform in (None, device.platform)
   ]
@@ -126,7 +127,7 @@ def choose(request: str, need: AttentionNeed, device: Hardware) -> Choice:
 
 
 def _asked_for(name: str, need: AttentionNeed, device: Hardware, of: str) -> Choice:
-  choice, best = Choice(name, f'asked for; {of}'), _best(need, device, of)
+  choice, best = Choice(name, f'requested; {of}'), _best(need, device, of)
   if device.platform != 'gpu' or BACKENDS[name].platform == 'gpu':
     return choice
   reason = best.no_kernel or f'{PARAMETER} = {name!r}'
@@ -151,7 +152,7 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
     why_not = f'a kernel would store {gib}'
     remedy = 'more NUM_MICROBATCHES or shorter rows, which store less'
   elif device.platform == 'gpu':
-    # The kernel that lacks least: for this GPU, if there is one.
+    # The kernel that lacks the least; a kernel for this GPU, if one exists.
     name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
     why_not = f'no kernel, {name}: {lacks(BACKENDS[name], need, device)[0]}'
     remedy = 'a model or GPU that a kernel serves (docs/attention.md)'
@@ -174,14 +175,14 @@ def make_attention(
   need: Optional[AttentionNeed] = None,
   request: Optional[str] = None,
 ) -> Attention:
-  """Returns the attention of a batch: over `context` if the active rules split the length.
+  """Returns the attention of a batch, over `context` if the active rules split the length.
 
   Args:
     kind: attention of the stack.
     info: positions and segments of the queries, and of the keys unless `kv_info` is given.
     kv_info: positions and segments of the encoder's tokens or of the slots of a cache.
     need: dtype, head size and features of the stack; its lengths are filled in here.
-    request: one of `REQUESTS`; None where there is nothing to choose (decoding), for plain JAX.
+    request: one of `REQUESTS`; None for plain JAX without a choice (decoding).
   Raises:
     ModelError: as `choose`.
   """
@@ -210,7 +211,7 @@ def make_attention(
 def attention_by(
   name: str, kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
 ) -> Attention:
-  """Returns the attention of a batch by the backend `name` of `BACKENDS`, whatever it serves."""
+  """Returns the attention of a batch by the backend `name` of `BACKENDS`, without a check."""
   kv, is_split = info if kv_info is None else kv_info, context_method() is not None
   if name == 'chunked':
     return (ContextAttention if is_split else ChunkedAttention)(info, kv, kind)
@@ -222,6 +223,6 @@ def attention_by(
 
 
 def check(request: str, need: AttentionNeed, device: jax.Device) -> None:
-  """Raises ModelError if a backend asked for by name cannot serve `need` on `device`."""
+  """Raises ModelError if a backend requested by name does not support `need` on `device`."""
   if request != 'auto':
     choose(request, need, Hardware.of(device))

@@ -1,7 +1,7 @@
 """Attention in blocks of queries and keys, in plain JAX: memory linear in the length.
 
-`ChunkedAttention` has whole rows on a device, `ContextAttention` a part of them. Both compute the
-logits of one block at a time, forward and backward, and skip blocks in which no query sees a key.
+`ChunkedAttention` has whole rows on a device, `ContextAttention` a part of each row. Both compute
+the logits of one block at a time, forward and backward, and skip blocks that are fully masked.
 The relative bias is looked up per block, so its gradient goes to the table without an array
 [q_length, kv_length].
 """
@@ -19,7 +19,7 @@ from t5x_gpu.partitioning.axis_rules import context_method
 from t5x_gpu.partitioning.context_parallel import gathered_attention
 from t5x_gpu.partitioning.ring_attention import largest_block, ring_attention
 
-# Largest block, in positions; shorter ones skip more, longer ones make larger matmuls.
+# Largest block, in positions; shorter blocks skip more, longer blocks make larger matmuls.
 BLOCK_LENGTH = 128
 
 
@@ -66,7 +66,7 @@ class ChunkedAttention:
 
 
 def _with_blocks(length: int, block: int) -> int:
-  """Returns `length`, or more if it divides into small blocks only (a prime number)."""
+  """Returns `length`, or more if `length` only divides into small blocks (a prime number)."""
   if length <= block or 2 * largest_block(length, block) > block:
     return length
   return -(-length // block) * block

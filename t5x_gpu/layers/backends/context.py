@@ -1,10 +1,10 @@
 """Attention by kernels over rows that are split over the mesh axis `context`.
 
-A kernel gets whole arrays of queries and keys and one range of keys per query. The keys that a
-query sees are a range of positions, and the positions of a device are in order: among the keys of
-one device they are a range too. Ring: one call per device whose keys pass by; the softmaxes are
-joined by their maxima and sums. Gather: one call with the gathered keys, in the order of positions.
-No device stores logits.
+A kernel gets whole arrays of queries and keys, and one range of keys per query. A query attends to
+a range of positions, and positions are ordered on each device, so it also attends to a range of the
+keys on one device. Ring: one call per device whose keys pass by; softmaxes are combined by their
+maxima and sums. Gather: one call with the gathered keys, in the order of positions. No device
+stores logits.
 Source: Liu et al. 2023 (Ring Attention); Dao 2023 (FlashAttention-2), section 3.1.
 """
 
@@ -43,8 +43,8 @@ class KernelContextAttention:
   """Attention over a part of each row by one kernel.
 
   Attributes:
-    q_positions, kv_positions: [q_length], [kv_length], of the local queries and keys.
-    ranges: positions of the keys that each local query sees, without a window.
+    q_positions, kv_positions: [q_length], [kv_length], positions of the local queries and keys.
+    ranges: positions of the keys that each local query attends to, without a window.
     kind: attention of the stack.
     kernel: as in TokamaxAttention.
     multiple: local parts are padded to a multiple of this length.
@@ -101,7 +101,7 @@ def kernel_context_attention(
   """Returns the attention of a batch whose rows are split, by one of Tokamax's kernels.
 
   Args:
-    kind, info, kv_info: as in `make_attention`, of the local positions.
+    kind, info, kv_info: as in `make_attention`, for the local positions.
     kernel: as in TokamaxAttention.
     multiple: as in KernelContextAttention.
   """
@@ -118,8 +118,8 @@ class _Part:
 
   Attributes:
     call: the kernels.
-    buckets: of the relative bias.
-    length: of whole rows.
+    buckets: buckets of the relative bias.
+    length: length of whole rows.
     multiple: as in KernelContextAttention.
   """
 
@@ -144,9 +144,9 @@ class _Part:
   def ranges(
     self, start: jax.Array, end: jax.Array, kv_positions: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (start, end, whether there is a key) among the keys of one device.
+    """Returns (start, end, whether the range has a key) among the keys of one device.
 
-    Kernels need a key: a query without one gets the nearest, and its result is not used.
+    Kernels need a key: a query without keys gets the nearest key, and its result is not used.
     """
     start, end = num_before(start, kv_positions), num_before(end, kv_positions)
     sees = start < end
@@ -202,7 +202,7 @@ def _ring_backward(part: _Part, saved, dout):
     key, value, positions = visitor
     first, after, sees = part.ranges(start, end, positions)
     bias, pull = jax.vjp(lambda table: part.bias(table, q_positions, positions), table)
-    # exp(logit - row_max) is 0 for a query that sees none of these keys.
+    # exp(logit - row_max) is 0 for a query that attends to none of these keys.
     row_max = jnp.where(sees[:, None], total, -MASKED)
     args = query, part.longer(key), part.longer(value), bias, first, after
     dq, dk, dv, dbias = part.call.backward((*args, out, row_max, full_like(total, 1.0)), dout)

@@ -1,4 +1,4 @@
-"""What every attention backend offers to the layers, and what it must know about a stack."""
+"""The interface of attention backends, and the facts about a stack that they need."""
 
 import dataclasses
 from typing import Any, Optional, Protocol
@@ -12,7 +12,7 @@ from t5x_gpu.layers.positions import RelativeBuckets
 class Attention(Protocol):
   """Attends from queries [batch, q_length, heads, kv] to keys [batch, kv_length, kv_heads, kv].
 
-  Query head h attends to key and value head h // (heads / kv_heads). Made once per batch, from
+  Query head h attends to key and value head h // (heads / kv_heads). Created once per batch, from
   positions and segments of its tokens, and called in every layer. The type of a bias depends on the
   backend; a bias shared between layers is computed once.
   """
@@ -28,7 +28,7 @@ class Attention(Protocol):
     bias: Any,
     window: Optional[jax.Array] = None,
   ) -> jax.Array:
-    """Returns [batch, q_length, heads, kv]; `window` is the positions back that a query sees."""
+    """Returns [batch, q_length, heads, kv]; `window` is the number of positions to attend to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AttentionKind:
   """The attention of a stack, the same for every batch.
 
   Attributes:
-    causal: a query does not see later positions, except inside a prefix.
+    causal: a query does not attend to later positions, except inside a prefix.
     softcap: cap on the logits, or None.
     buckets: buckets of the relative bias.
   """

@@ -1,6 +1,6 @@
-"""What each attention backend serves, as data; the table in docs/attention.md is made of it.
+"""The features that each attention backend supports; docs/attention.md shows them as a table.
 
-The head sizes of kernels are those whose forward and backward pass compile for the GPU.
+The listed head sizes of kernels are sizes whose forward and backward passes compile for the GPU.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Optional
 import jax
 from jax.extend import backend
 
-# Lowest and first excluded compute capability.
+# Lowest compute capability, and first capability that is excluded.
 Capabilities = tuple[float, float]
 
 
@@ -21,17 +21,17 @@ class Serves:
 
   Attributes:
     name: backend, and its kernel.
-    gpus: the devices that it runs on, in words.
+    gpus: names of the supported devices, as text.
     platform: 'cpu' or 'gpu'; None for any.
-    capabilities: of the GPUs that it runs on; None for any.
-    dtypes: of queries, keys and values; () for any.
-    head_dims: smallest and largest features per head, both included; None for any.
-    softcap, relative_bias: whether it has them with their gradients.
-    softcap_with_bias: whether it has both at once: the cap first, then the bias.
-    context: whether it serves rows that are split over `context`.
+    capabilities: compute capabilities of supported GPUs; None for any.
+    dtypes: supported dtypes of queries, keys and values; () for any.
+    head_dims: smallest and largest number of features per head; None for any.
+    softcap, relative_bias: whether it supports the feature with its gradient.
+    softcap_with_bias: whether it supports both together: the cap first, then the bias.
+    context: whether it supports rows that are split over `context`.
     stores_mask: whether its backward pass stores a boolean mask [batch, length, length].
-    multiple: length to whose multiples rows are padded on the way in.
-    memory: largest array of a layer besides queries, keys and values, in words.
+    multiple: rows are padded to a multiple of this length.
+    memory: description of the largest array of a layer, besides queries, keys and values.
   """
 
   name: str
@@ -49,7 +49,7 @@ class Serves:
   multiple: int = 1
 
 
-# What all backends serve; their numeric tests have a case of each.
+# Features that all backends support; their numeric tests have a case for each.
 SERVED_BY_ALL = (
   'packed rows',
   'padding',
@@ -100,7 +100,7 @@ BACKENDS = {
       softcap_with_bias=False,
       stores_mask=True,
     ),
-    # The way of the kernels, with Tokamax's definition of attention in their place.
+    # Follows the code path of kernels, with Tokamax's definition of attention in place of a kernel.
     Serves(
       'tokamax reference',
       'CPU, for tests',
@@ -119,8 +119,8 @@ class Hardware:
   Attributes:
     platform: 'cpu' or 'gpu'.
     kind: name of the device.
-    capability: CUDA compute capability of a GPU; None if it is not known.
-    has_packages: whether it has the packages of all kernels, whatever is installed here (a plan).
+    capability: CUDA compute capability of a GPU; None if unknown.
+    has_packages: whether to assume that the packages of all kernels are installed (for a plan).
   """
 
   platform: str
@@ -147,15 +147,15 @@ def hardware() -> Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionNeed:
-  """What the attention of a stack asks of a backend.
+  """Requirements of a stack's attention on a backend.
 
   Attributes:
-    dtype: of queries, keys and values.
+    dtype: dtype of queries, keys and values.
     head_dim: features of a head.
-    softcap, relative_bias: whether it has one.
-    q_length, kv_length: positions of a row; None where they are not known yet.
-    rows: of a device; None where they are not known yet.
-    rows_and_heads: rows of a device times its query heads; None where they are not known yet.
+    softcap, relative_bias: whether the attention has a cap or a bias.
+    q_length, kv_length: number of positions of a row; None if not known yet.
+    rows: number of rows on a device; None if not known yet.
+    rows_and_heads: number of rows on a device times its query heads; None if not known yet.
     context: how keys reach the queries of rows that are split over `context`, 'ring' or 'gather';
       None for whole rows.
   """
@@ -172,7 +172,7 @@ class AttentionNeed:
 
 
 def hardware_lacks(serves: Serves, device: Hardware) -> list[str]:
-  """Returns why `serves` does not run on `device`, whatever it computes; [] if it does."""
+  """Returns reasons why `serves` does not run on `device` at all; [] if it does."""
   found = []
   if serves.platform not in (None, device.platform):
     found.append(f'it runs on {serves.gpus}, not on {device.kind}')
@@ -185,7 +185,7 @@ def hardware_lacks(serves: Serves, device: Hardware) -> list[str]:
 
 
 def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
-  """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
+  """Returns a phrase for each feature that `serves` lacks for `need` on `device`; [] if none."""
   found = hardware_lacks(serves, device)
   package, kernel = serves.name.split()[0], ' ' in serves.name
   if kernel and not device.has_packages and importlib.util.find_spec(package) is None:
@@ -209,7 +209,7 @@ def lacks(serves: Serves, need: AttentionNeed, device: Hardware) -> list[str]:
 
 
 def that_serve(need: AttentionNeed, device: Hardware) -> Sequence[str]:
-  """Returns the names of all backends that serve `need` on `device`."""
+  """Returns the names of all backends that support `need` on `device`."""
   return [name for name, serves in BACKENDS.items() if not lacks(serves, need, device)]
 
 

@@ -1,8 +1,8 @@
 """Attention by the kernels of Tokamax (OpenXLA): Mosaic on Hopper and Blackwell, Triton on others.
 
 A kernel gets one range of keys per query instead of a mask array: packing, padding, prefixes and
-windows cost no memory. Its result is that of dense attention, except on padding, which reaches no
-token. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
+windows cost no memory. Its result equals dense attention, except on padding, which does not affect
+any token. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class TokamaxAttention:
   """Attention over whole rows by one kernel.
 
   Attributes:
-    q, kv: positions and segments of queries and keys, perhaps longer than those of a call.
-    ranges: keys that each query sees, without a window.
+    q, kv: positions and segments of queries and keys, possibly padded beyond the length of a call.
+    ranges: keys that each query attends to, without a window.
     kind: attention of the stack.
     kernel: 'mosaic_gpu', 'triton', or 'reference': Tokamax's definition in plain JAX.
     whole_rows: queries and keys have the same positions 0, 1, 2, ...
@@ -62,7 +62,7 @@ class TokamaxAttention:
     causal = self.kind.causal and self.whole_rows and self.q.prefix is None
     call = KernelCall(self.kernel, causal, self.kind.softcap)
     q_length, kv_length = self.q.segments.shape[-1], self.kv.segments.shape[-1]
-    # Of a row whose masks are not ranges, nothing is right: its loss must not look as if it were.
+    # For rows whose masks are not ranges, the result is wrong: `scale` makes their loss NaN.
     scale = ranges.scale[:, :, None, None].astype(query.dtype)
     out = attend(
       call,
@@ -103,15 +103,15 @@ def tokamax_attention(
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-  """The two kernels of attention, and their static arguments.
+  """The forward and backward kernels of attention, and their static arguments.
 
-  Tokamax's own custom_vjp loses the marks of what varies over manual axes: its gradients are then
-  refused. Here its kernels are called apart, and `on_own_part` marks their results. Neither method
-  may be differentiated.
+  Tokamax's custom_vjp loses the marks of arrays that vary over manual axes, so JAX refuses its
+  gradients. Here both kernels are called separately, and `on_own_part` marks their results. Neither
+  method may be differentiated.
 
   Attributes:
     kernel: as in TokamaxAttention.
-    causal: no query sees a later key, so that ranges have no end.
+    causal: no query attends to a later key, so that ranges have no end.
     softcap: cap on the logits, or None.
   """
 
@@ -128,7 +128,7 @@ class KernelCall:
     start: jax.Array,
     end: Optional[jax.Array],
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the output, and maximum and sum of each softmax, float32 [batch, heads, q_length].
+    """Returns the output, and maxima and sums of the softmaxes, float32 [batch, heads, q_length].
 
     Args:
       query, key, value: as in Attention, without a scale of the logits.
@@ -188,7 +188,7 @@ def attend(
   start: jax.Array,
   end: Optional[jax.Array],
 ) -> jax.Array:
-  """Returns the output of `call.forward`, to be differentiated by everything but the ranges."""
+  """Returns the output of `call.forward`; differentiable in all arguments except the ranges."""
   return _forward(call, query, key, value, bias, start, end)[0]
 
 
@@ -224,7 +224,7 @@ def _kernel(name: str) -> Any:
 
 
 def _reference_gradients(statistics, out, dout, query, key, value, *, bias, mask, **options):
-  """Returns the gradients by formula: differentiating Tokamax's definition would need its marks."""
+  """Returns the gradients by formula: Tokamax's definition lacks the marks for autodiff."""
   row_max, row_sum = (x[..., None] for x in statistics)
   by_head = lambda x: jnp.repeat(x, query.shape[2] // x.shape[2], axis=2)  # noqa: E731
   by_kv_head = lambda x: x.reshape(*key.shape[:3], -1, x.shape[-1]).sum(3)  # noqa: E731

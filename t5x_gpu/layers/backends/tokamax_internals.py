@@ -1,6 +1,6 @@
-"""Everything that relies on private parts of Tokamax (0.0.12), and the public API it waits for.
+"""Everything that relies on private parts of Tokamax (0.0.12), and the public API that is missing.
 
-We know of no issue of openxla/tokamax. jax-ml/jax#32484 asked for the statistics of the softmax
+No issue of openxla/tokamax is known to us. jax-ml/jax#32484 asked for the statistics of the softmax
 from `jax.nn.dot_product_attention`, and was closed.
 """
 
@@ -20,13 +20,13 @@ _ATTENTION = 'tokamax._src.ops.attention'
 
 @functools.cache
 def library(module: str = 'tokamax') -> Any:
-  """Returns a module of Tokamax, imported when a run needs it: it takes seconds.
+  """Returns a module of Tokamax, imported only when needed, because it takes seconds.
 
   Missing: an import that defines no absl flags, and one warning for all untuned kernels.
   """
   from absl import flags
 
-  if not flags.FLAGS.is_parsed():  # else it would read the flags of our command line
+  if not flags.FLAGS.is_parsed():  # otherwise absl would read the flags of our command line
     flags.FLAGS.mark_as_parsed()
   logging.getLogger('absl').addFilter(_is_news)
   return importlib.import_module(module)
@@ -50,13 +50,13 @@ def plain_attention(vjp: Callable[..., dict[str, Any]]) -> Any:
 
 
 def range_mask(start: jax.Array, end: Optional[jax.Array], *, is_causal: bool) -> Any:
-  """Returns a mask that lets each query see the keys from `start` to before `end`.
+  """Returns a mask that lets each query attend to keys from `start` to before `end`.
 
   Missing: ranges that differ by query in `tokamax.dot_product_attention`.
 
   Args:
     start, end: int32 [batch, q_length]; None for no end.
-    is_causal: no query sees a later key.
+    is_causal: no query attends to a later key.
   """
   return library(f'{_ATTENTION}.base').Mask(
     k_start=start[:, None], k_end=None if end is None else end[:, None], is_causal=is_causal
@@ -66,8 +66,8 @@ def range_mask(start: jax.Array, end: Optional[jax.Array], *, is_causal: bool) -
 def has_ragged_dot(kernel: str) -> bool:
   """Returns whether the installed Tokamax has `ragged_dot` in Pallas, as 'mosaic' or 'triton'.
 
-  Since Tokamax 0.0.15 the Triton kernel needs jax-triton, which is not lowered without a GPU; it
-  has never been tried here.
+  Since Tokamax 0.0.15 the Triton kernel needs jax-triton, which cannot be lowered without a GPU;
+  this kernel is untested here.
   """
   module = {'mosaic': 'pallas_mosaic_gpu', 'triton': 'pallas_triton'}[kernel]
   package = library('tokamax._src.ops.ragged_dot.api').__package__
@@ -77,8 +77,8 @@ def has_ragged_dot(kernel: str) -> bool:
 def _is_news(record: logging.LogRecord) -> bool:
   if not record.msg.startswith('Autotuning cache miss'):
     return True
-  # Once instead of once per kernel. Tokamax 0.0.17 has tuned entries of B200 and TPUs alone.
+  # Logged once instead of once per kernel. Tokamax 0.0.17 has tuned entries only for B200 and TPUs.
   log_once(
-    'Tokamax: no tuned block sizes for this GPU and these shapes; kernels use its default ones'
+    'Tokamax: no tuned block sizes for this GPU and these shapes; kernels use default block sizes'
   )
   return False

@@ -1,4 +1,4 @@
-"""A writer that sends metrics to a service from its own thread, and never stops the run."""
+"""A writer that sends metrics to a service from a separate thread, and never stops the run."""
 
 import collections
 import logging
@@ -11,7 +11,7 @@ from t5x_gpu.metrics.loggers.secrets import redacted
 
 _log = logging.getLogger(__name__)
 
-CAPACITY = 10_000  # records that wait for a service that is down; about 10 MB
+CAPACITY = 10_000  # maximum number of records queued for a service that is down; about 10 MB
 CLOSE_SECONDS = 30.0
 _LONGEST_WAIT = 60.0
 
@@ -23,20 +23,20 @@ class Client(Protocol):
     """Sends numbers."""
 
   def close(self, *, failed: bool) -> None:
-    """Ends the run there."""
+    """Ends the run at the service."""
 
 
 class BackgroundWriter:
   """A MetricWriter in front of a `Client`. Use it as a context manager.
 
-  A client that fails is tried again after 1, 2, 4, ... 60 s, with one warning. Records wait in
-  memory; beyond `capacity` the oldest is dropped. metrics.jsonl has them all.
+  A failed client is retried after 1, 2, 4, ... 60 s, with one warning. Records wait in memory;
+  beyond `capacity` the oldest record is dropped. metrics.jsonl has all records.
 
   Args:
-    name: for messages.
+    name: name of the service, for messages.
     connect: returns the client; called in the thread.
-    capacity: records that may wait.
-    close_seconds: how long the end of the run waits for them.
+    capacity: maximum number of waiting records.
+    close_seconds: how long the end of the run waits for queued records.
     first_wait: seconds until the first retry.
   """
 
@@ -76,13 +76,13 @@ class BackgroundWriter:
       self._changed.notify()
 
   def truncate_after(self, step: int) -> None:
-    """Does nothing: a service keeps what it has; repeated steps are written again."""
+    """Does nothing: a service keeps its records; repeated steps are written again."""
 
   def flush(self) -> None:
     """Does nothing: the thread sends records as soon as it can."""
 
   def close(self) -> None:
-    """Sends what waits, for at most `close_seconds`."""
+    """Sends queued records, for at most `close_seconds`."""
     if self._closed:
       return
     self._closed = True
@@ -131,7 +131,7 @@ class BackgroundWriter:
         wait = min(2 * wait, _LONGEST_WAIT)
 
   def _warn(self, e: Exception) -> None:
-    """Warns about the first failure; the run logs elsewhere meanwhile."""
+    """Warns about the first failure; other loggers continue meanwhile."""
     if not self._warned:
       self._warned = True
       _log.warning(

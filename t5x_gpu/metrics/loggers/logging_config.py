@@ -1,4 +1,4 @@
-"""Where a run sends its metrics: `LOGGERS` in gin files.
+"""Configures where a run sends its metrics: `LOGGERS` in gin files.
 
 Keys and passwords are not settings: W&B and MLflow read them from the environment
 (docs/monitor.md).
@@ -14,7 +14,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 
 TERMINAL, JSON_LINES, TENSORBOARD = 'terminal', 'jsonl', 'tensorboard'
 WANDB, MLFLOW = 'wandb', 'mlflow'
-# Logger -> what it writes in MODEL_DIR.
+# Logger -> file or folder that it writes in MODEL_DIR.
 FILES = {JSON_LINES: 'metrics.jsonl', TENSORBOARD: 'tensorboard/', WANDB: 'wandb/'}
 DEFAULT = (TERMINAL, JSON_LINES, TENSORBOARD)
 # Logger -> the module that it needs and the extra of setup.py that installs it.
@@ -25,7 +25,7 @@ _PASSWORD = re.compile(r'://[^/\s]*@')
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-  """Which loggers a run has, and how to name it there.
+  """Which loggers a run has, and its name in them.
 
   Attributes:
     loggers: any of 'terminal', 'jsonl', 'tensorboard', 'wandb', 'mlflow'.
@@ -65,7 +65,7 @@ class LoggingConfig:
         parameters=('LoggingConfig.wandb_mode',),
       )
     if self.mlflow_tracking_uri and _PASSWORD.search(self.mlflow_tracking_uri):
-      # Not shown: configurations are printed and uploaded.
+      # The error does not show the URI: configurations are printed and uploaded.
       raise ConfigError(
         'LoggingConfig.mlflow_tracking_uri contains a user name or password.',
         fix='Remove it from the URI, and set the environment variables MLFLOW_TRACKING_USERNAME '
@@ -78,7 +78,7 @@ class LoggingConfig:
 
   @property
   def files(self) -> list[str]:
-    """What the loggers write in MODEL_DIR."""
+    """Files and folders that the loggers write in MODEL_DIR."""
     return [path for name, path in FILES.items() if self.has(name)]
 
   def check_installed(self) -> None:

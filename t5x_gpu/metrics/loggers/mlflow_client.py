@@ -12,7 +12,7 @@ from t5x_gpu.metrics.loggers.logging_config import MLFLOW, LoggingConfig
 from t5x_gpu.metrics.loggers.run_ids import RunIds
 
 _PARAMS_PER_CALL = 100  # MLflow's limit
-_MOST_CHARACTERS = 500  # of a parameter's value, in every store
+_MOST_CHARACTERS = 500  # maximum length of a parameter's value that every store accepts
 _NOT_IN_KEYS = re.compile(r'[^\w\-./ ]')
 
 
@@ -20,11 +20,11 @@ class MlflowClient:
   """One run in MLflow, with the configuration of this run and its files.
 
   Args:
-    config: names the run.
-    ids: has its id, or keeps a new one.
-    run_name: shown by MLflow.
-    settings: configuration values by name; MLflow never changes those of a run that exists.
-    files: to upload, again for every start.
+    config: project, and name of the run.
+    ids: stores the id of the run.
+    run_name: name shown by MLflow.
+    settings: configuration values by name; MLflow never changes the values of an existing run.
+    files: files to upload at every start.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""`open_loggers`: the writers of a run, as `LoggingConfig` chooses them."""
+"""Opens the writers of a run that `LoggingConfig` selects."""
 
 import ast
 import functools
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 def open_loggers(
   config: LoggingConfig, folder: str | os.PathLike, *, run_name: str
 ) -> tuple[list[MetricWriter], list[BackgroundWriter]]:
-  """Returns the writers of files, and those of services, which are not yet started.
+  """Returns the writers for files, and the writers for services, which are not yet started.
 
   Args:
-    config: which loggers.
-    folder: of the run's files.
-    run_name: for services, unless `config` has a name.
+    config: selects the loggers.
+    folder: folder of the run's files.
+    run_name: name for services, unless `config` has a name.
   Raises:
     ConfigError: the metrics file cannot be opened.
   """
@@ -58,7 +58,7 @@ def open_loggers(
 
 
 def _settings() -> dict[str, Any]:
-  """Returns the configuration values of this run by name, those that nothing sets included."""
+  """Returns the configuration values of this run by name, including defaults."""
   found = provenance.current()
   if found is None:
     return {}
@@ -66,7 +66,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-  """Returns numbers and text as such, so that services can sort by them."""
+  """Returns the number or text that `text` spells, so that services can sort by it."""
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Ids of a run at W&B and MLflow, kept in MODEL_DIR: a resumed run continues the same run there."""
+"""Stores the run's ids at W&B and MLflow in MODEL_DIR, so that a resumed run continues them."""
 
 import json
 import os
@@ -13,7 +13,7 @@ _IDS = MapOf(Text(r'[A-Za-z0-9_-]{1,128}'))
 
 
 class RunIds:
-  """Logger name -> id of the run there.
+  """Logger name -> id of the run at the service.
 
   Args:
     folder: MODEL_DIR. A damaged file in it is renamed, with a warning.

@@ -17,16 +17,16 @@ _INIT_SECONDS = 60.0
 class WandbClient:
   """One run at W&B, with the configuration of this run and its files.
 
-  A step that was logged before a crash and is computed again after it appears twice: W&B's own step
-  counter cannot go back, so the step is a metric.
+  A step that was logged before a crash and is repeated after it appears twice: W&B's step counter
+  cannot go back, so the step is a metric.
 
   Args:
-    config: names the run.
-    ids: has its id, or keeps a new one.
-    folder: MODEL_DIR; `wandb/` in it takes W&B's files.
-    run_name: shown by W&B.
+    config: project, and name of the run.
+    ids: stores the id of the run.
+    folder: MODEL_DIR; W&B writes to `wandb/` in it.
+    run_name: name shown by W&B.
     settings: configuration values by name.
-    files: of `folder`, to upload.
+    files: files of `folder` to upload.
   """
 
   def __init__(
@@ -41,7 +41,7 @@ class WandbClient:
   ):
     wandb = importlib.import_module('wandb')
     run_id = ids.get(WANDB)
-    if run_id is None:  # kept first: a run that is killed in `init` continues it
+    if run_id is None:  # stored first, so that a run killed in `init` continues with the same id
       run_id = uuid.uuid4().hex[:12]
       ids.keep(WANDB, run_id)
     self._run = wandb.init(
@@ -55,10 +55,10 @@ class WandbClient:
       config=dict(settings),
       allow_val_change=True,
       settings=wandb.Settings(
-        console='off',  # it would replace stdout, which may be a progress bar
+        console='off',  # W&B would replace stdout, which may be a progress bar
         silent=True,
         init_timeout=_INIT_SECONDS,
-        login_timeout=1,  # asks for no key on a terminal
+        login_timeout=1,  # do not prompt for a key on a terminal
       ),
     )
     self._run.define_metric(_STEP)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of an EncoderModel."""
+"""Checks the arguments of an EncoderModel."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ PROBLEMS = (SINGLE_LABEL, MULTI_LABEL)
 
 
 def check_encoder(model: Any) -> None:
-  """Raises ModelError for arguments of an EncoderModel that are impossible, or do not fit."""
+  """Raises ModelError for invalid or contradictory arguments of an EncoderModel."""
   check_loss_options('EncoderModel', z_loss=model.z_loss, label_smoothing=model.label_smoothing)
   if model.head_type != 'mlm':
     refuse_router_losses('EncoderModel', model.config)

@@ -1,4 +1,4 @@
-"""Vectors of rows, or of the texts of a row, from the vectors of their tokens."""
+"""Pools token vectors into vectors of rows, or of the texts in a row."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import is_manual, shard
 
-TEXTS_PER_ROW = 3  # of embeddings: a text, the one that belongs to it, a hard negative
+TEXTS_PER_ROW = 3  # in rows for embeddings: a text, its positive text, a hard negative
 POOLINGS = ('first_token_tanh', 'first_token', 'mean')
 
 
@@ -26,7 +26,7 @@ def pool(x: jax.Array, info: TokenInfo, *, kind: str) -> jax.Array:
 def pool_texts(
   x: jax.Array, segments: jax.Array, positions: jax.Array, *, kind: str
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns vectors [batch, 3, embed] in float32 of the texts of each row, and which exist.
+  """Returns text vectors [batch, 3, embed] in float32, and whether each text exists.
 
   Args:
     x: [batch, length, embed] after the last norm.
@@ -42,7 +42,7 @@ def pool_texts(
 
 
 def _mean(x: jax.Array, taken: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns means [batch, texts, embed] of the tokens that are taken, and their number.
+  """Returns means [batch, texts, embed] of the taken tokens, and their number.
 
   Args:
     x: [batch, length, embed].

@@ -18,12 +18,13 @@ def of_label_sets(
 ) -> Sums:
   """Returns sums over examples with any number of labels: 'loss', 'subset_accuracy'.
 
-  The loss of an example is the mean over classes of the binary cross entropy, as torch's
-  BCEWithLogitsLoss. An example is right if its classes with positive logits are its labels.
+  The loss of an example is the mean over classes of the binary cross entropy, as in torch's
+  BCEWithLogitsLoss. An example is correct if its labels are exactly the classes with positive
+  logits.
 
   Args:
     logits: [batch, classes], float32; whole rows, as in `of_examples`.
-    labels: [batch, length] class numbers plus one, 0 for none; the length may be split.
+    labels: [batch, length] class numbers plus one, 0 for no label; the length may be split.
     weights: [batch]; 0 leaves an example out.
     with_hits: add 'hits', see `hits_of`.
   """
@@ -51,7 +52,7 @@ def of_numbers(
   Args:
     predicted: [batch], float32; whole rows, as in `of_examples`.
     scores: [batch], the true numbers in ten-thousandths.
-    rows: [batch] numbers of the rows in the global batch.
+    rows: [batch] indices of the rows in the global batch.
     weights: [batch]; 0 leaves an example out.
     with_pairs: add 'pairs' [global batch, 3]: prediction, true number, weight.
   """
@@ -82,14 +83,15 @@ def of_text_sets(
   temperature: float,
   with_pairs: bool,
 ) -> Sums:
-  """Returns sums of InfoNCE over rows: which of all texts of the global batch belongs to the first?
+  """Returns sums of InfoNCE over rows: finds the text that matches the first text of a row.
 
-  The second texts of all rows are candidates, and the third, hard negatives, where they exist.
+  Candidates are the second texts of all rows in the global batch, and their third texts (hard
+  negatives), where they exist.
 
   Args:
-    vectors: [batch, 3, embed], float32, of the texts of these rows.
-    exists: [batch, 3], whether a row has that text.
-    rows: [batch] numbers of the rows in the global batch.
+    vectors: [batch, 3, embed], float32, vectors of the texts of these rows.
+    exists: [batch, 3], whether a row has the text.
+    rows: [batch] indices of the rows in the global batch.
     weights: [batch]; 0 leaves a row out, also as a negative.
     scores: [batch] similarity of the first two texts, on any scale.
     temperature: divides the products of vectors.
@@ -128,9 +130,10 @@ def of_text_sets(
 def hits_of(
   right: jax.Array, predicted: jax.Array, true: jax.Array, weights: jax.Array
 ) -> jax.Array:
-  """Returns sums of `weights` [..., classes, 3]: where right, predicted, true; all [..., classes].
+  """Returns sums of `weights` [..., classes, 3] over examples that are right, predicted, and true.
 
-  Precision, recall and F1 follow from them, also after adding batches.
+  All arguments are [..., classes]. Precision, recall and F1 follow from the sums, also after adding
+  batches.
   """
   kinds = jnp.stack([right, predicted, true], -1).astype(jnp.float32) * weights[..., None]
   return kinds.reshape(-1, *kinds.shape[-2:]).sum(0)
@@ -144,16 +147,17 @@ def entity_hits(
   *,
   names: Sequence[str],
 ) -> jax.Array:
-  """Returns 'hits' [types, 3] of entities: right in type, first and last word; predicted; true.
+  """Returns 'hits' [types, 3]: number of right, predicted and true entities.
 
-  If the length is split, one device along `context` counts.
+  An entity is right if type, first and last word are right. If the length is split, only one device
+  along `context` counts.
 
   Args:
     predicted: [batch, length] numbers of tags.
     labels: [batch, length] numbers of tags plus one, 0 except at the first token of a word.
     segments: [batch, length] number of the example in a packed row.
     positions: [length] positions of these tokens.
-    names: of the tags.
+    names: names of the tags.
   Source: data/entities.py.
   """
   if is_manual('context'):

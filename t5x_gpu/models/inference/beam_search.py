@@ -17,8 +17,8 @@ class Beams:
   Attributes:
     tokens: [batch, beams, max_decode_length] of open texts.
     log_probabilities: [batch, beams] of open texts; -inf in unused beams.
-    length: tokens of every open text.
-    done: finished texts; score -inf in unused places.
+    length: number of tokens of every open text.
+    done: finished texts; score -inf in unused slots.
     open: [batch], whether another token could change `done`.
   """
 
@@ -31,17 +31,17 @@ class Beams:
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearch:
-  """A search that keeps `num_rows_per_prompt` open texts, and as many finished ones.
+  """A search that keeps `num_rows_per_prompt` open texts, and the same number of finished texts.
 
-  Each step takes the best candidates among all next tokens of all open texts: enough of them that
-  open texts remain even if all stop tokens rank first.
+  Each step takes the best candidates among all next tokens of all open texts: enough candidates
+  that open texts remain even if all stop tokens rank first.
 
   Attributes:
     numbers: [batch], number of each prompt; negative for rows without a prompt.
-    num_rows_per_prompt: beams.
+    num_rows_per_prompt: number of beams.
     max_decode_length, length_penalty, stop_tokens, zero_is_padding: as in DecodingConfig.
     is_huggingface: DecodingConfig.beam_rule is 'huggingface', not 't5x'.
-  Source: Wu et al. 2016, section 7; T5X's and transformers' rules where those leave a choice.
+  Source: Wu et al. 2016, section 7; T5X's and transformers' rules where the paper leaves a choice.
   """
 
   numbers: jax.Array
@@ -58,7 +58,7 @@ class BeamSearch:
     tokens = jnp.zeros((batch, beams, self.max_decode_length), jnp.int32)
     return Beams(
       tokens,
-      none.at[:, 0].set(0.0),  # all beams start equal, so one is enough
+      none.at[:, 0].set(0.0),  # all beams start equal, so one beam is enough
       jnp.int32(0),
       Continuations(tokens, jnp.zeros((batch, beams), jnp.int32), none),
       self.numbers >= 0,
@@ -110,9 +110,9 @@ class BeamSearch:
     return (length if self.is_huggingface else (5.0 + length) / 6.0) ** self.length_penalty
 
   def _may_improve(self, best_open: jax.Array, done: Continuations, length: jax.Array) -> jax.Array:
-    """Returns [batch], whether an open text may still get a better score than a finished one."""
+    """Returns [batch], whether an open text may still get a better score than a finished text."""
     penalty = self._penalty(length)
-    if not self.is_huggingface:  # the penalty at the most favorable length
+    if not self.is_huggingface:  # uses the penalty at the most favorable length
       penalty = jnp.maximum(penalty, self._penalty(self.max_decode_length))
     return (best_open > -jnp.inf) & (best_open / penalty > done.scores.min(-1))
 
@@ -120,7 +120,7 @@ class BeamSearch:
     return carry.open.any()
 
   def result(self, carry: Beams) -> Continuations:
-    """Returns finished texts, followed by open ones if a prompt has too few."""
+    """Returns finished texts, followed by open texts if a prompt has too few."""
     done = carry.done
     num_done = jnp.sum(done.scores > -jnp.inf, axis=-1, keepdims=True)
     place = jnp.arange(self.num_rows_per_prompt)

@@ -1,4 +1,4 @@
-"""Class probabilities of texts or words, and numbers or vectors of texts, on any mesh."""
+"""Computes classes of texts or words, and numbers or vectors of texts, on any mesh."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from t5x_gpu.partitioning.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class ClassifierConfig:
-  """How texts are classified.
+  """How to classify texts.
 
   Attributes:
-    max_length: most tokens of a row, as in training.
-    batch_size: texts at a time.
+    max_length: maximum number of tokens of a row, as in training.
+    batch_size: number of texts at a time.
     outcome: 'classes' (one per text), 'labels' (any number per text), 'tags' (one per word),
       'numbers' (one per text) or 'vectors'.
   """
@@ -36,11 +36,11 @@ class Classifier:
 
   Args:
     model: a model that classifies.
-    params: on `layout`; None for a dry run.
+    params: parameters on `layout`; None for a dry run.
     layout: mesh and rules of training.
     config: length and batch size.
   Attributes:
-    batch_size: texts at a time: `config.batch_size`, rounded up to what the mesh divides.
+    batch_size: number of texts at a time: `config.batch_size`, rounded up for the mesh.
   """
 
   def __init__(
@@ -70,8 +70,8 @@ class Classifier:
   ) -> list[Any]:
     """Returns one result per prompt: the class probabilities, [number] or the vector.
 
-    A model that classifies words returns a list with one entry per word; None marks a word that has
-    no token in the row.
+    For a model that classifies words, a result is a list with one entry per word; None marks a word
+    without a token in the row.
     """
     del numbers
     found: list[Any] = []
@@ -85,7 +85,7 @@ class Classifier:
   def _batch(self, prompts: Sequence[EncodedRow]) -> dict[str, np.ndarray]:
     length = min(padded_length(max(map(len, prompts))), self.config.max_length)
     tokens, segments, types = np.zeros((3, self.batch_size, length), np.int32)
-    tokens[:, 0] = segments[:, 0] = 1  # rows without a text need something to attend to
+    tokens[:, 0] = segments[:, 0] = 1  # rows without a text need a token to attend to
     for row, prompt in enumerate(prompts):
       tokens[row, : len(prompt)] = prompt.tokens
       segments[row, : len(prompt)] = 1
@@ -98,7 +98,7 @@ class Classifier:
 
 
 def _of_words(tokens: np.ndarray, row: EncodedRow) -> list[Optional[list[float]]]:
-  """Returns the probabilities [classes] of each word, from those of all tokens."""
+  """Returns the probabilities [classes] of each word, from the probabilities of all tokens."""
   return [tokens[place].tolist() if place >= 0 else None for place in row.words]
 
 

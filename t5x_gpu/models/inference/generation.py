@@ -39,7 +39,7 @@ class Generated:
   """One continuation of a prompt.
 
   Attributes:
-    tokens: its ids, including the stop token.
+    tokens: ids of the continuation, including the stop token.
     score: its log-probability; in a beam search, after the length penalty.
     is_complete: whether it ends with a stop token, not at max_decode_length.
   """
@@ -52,13 +52,13 @@ class Generated:
 def by_layer(model: Model, params: Params, *, layout: Layout) -> Params:
   """Returns `params` with each stack of layers as a tuple of layers, for faster decoding.
 
-  Every token reads all weights once; a loop over a stack would copy each layer first. Compiling
-  takes longer. Each stacked array is deleted once its layers exist, so only one is in memory twice.
-  Returned as they are: the parameters of pipeline stages and of custom models.
+  Decoding a token reads all weights once; a loop over a stack would copy each layer first. In
+  exchange, compiling takes longer. Each stacked array is deleted once its layers exist, so only one
+  array is in memory twice. Parameters of pipeline stages and of custom models are unchanged.
 
   Args:
     model: the model.
-    params: on `layout`; do not use them afterwards.
+    params: parameters on `layout`; do not use them afterwards.
     layout: mesh and rules.
   """
   if layout.mesh.shape['stage'] > 1 or not isinstance(
@@ -90,15 +90,15 @@ class Generator:
   """Continues prompts, and computes log-probabilities of given continuations.
 
   Args:
-    model: continues prompts.
-    params: on `layout`, layers in the order of the model; stacked, or from `by_layer`.
+    model: the model.
+    params: parameters on `layout`, layers in model order; stacked, or the result of `by_layer`.
     layout: mesh and rules of training.
     config: how to choose tokens.
     compiler_options: XLA option -> value.
   Attributes:
-    batch_size: prompts at a time: `config.batch_size`, rounded up to what the mesh divides.
+    batch_size: number of prompts at a time: `config.batch_size`, rounded up for the mesh.
   Raises:
-    ConfigError: the model does not write text, or a start or stop token is impossible.
+    ConfigError: the model does not generate text, or a start or stop token is invalid.
   """
 
   def __init__(
@@ -129,7 +129,7 @@ class Generator:
 
   @property
   def prompt_bytes(self) -> int:
-    """Least bytes of keys and values for one prompt on a device; 0 without a TransformerConfig."""
+    """Minimum bytes of keys and values per prompt on a device; 0 without a TransformerConfig."""
     config, c = self.config, config_of(without_adapters(self._prompts.model))
     if c is None:
       return 0
@@ -153,10 +153,10 @@ class Generator:
   ) -> list[list[Generated]]:
     """Returns `num_decodes` continuations of each prompt, best first.
 
-    A beam search returns fewer if there are not as many possible texts.
+    A beam search returns fewer if fewer texts are possible.
 
     Args:
-      prompts: ids of each; they go to the encoder if the model has one.
+      prompts: ids of each prompt; the encoder reads them if the model has one.
       numbers: number of each prompt, on which its samples depend; 0, 1, 2, ... by default.
       advance: called after each batch with the number of prompts in it.
     """
@@ -196,7 +196,7 @@ class Generator:
     """Returns the log-probability of each target after its prompt.
 
     Args:
-      prompts, targets: ids of each; targets include the end of sequence.
+      prompts, targets: ids of each prompt and target; targets include the end of sequence.
       advance: called after each batch with the number of targets in it.
     Raises:
       DataError: a prompt does not fit, or a target is empty.
@@ -250,9 +250,9 @@ def _check_tokens(model: Model, config: DecodingConfig) -> None:
 
 
 def _without_dropping(model: Model) -> Model:
-  """Returns `model` with room for every token in every expert.
+  """Returns `model` with capacity for every token in every expert.
 
-  Tokens written one at a time never compete for room, so those of the prompt must not either.
+  Tokens generated one at a time never compete for capacity, so prompt tokens must not either.
   """
   inner = policy_of(model)
   inner = without_adapters(model) if inner is model else inner
@@ -295,7 +295,7 @@ def _generate(
   if 'encoder_tokens' in batch:
     more['encoder_tokens'] = batch['encoder_tokens']
     taken = inspect.signature(without_adapters(model).start_decoding).parameters
-    # A model that was written for 0.2 does not take segments.
+    # Models written for 0.2 do not take segments.
     if 'encoder_segments' in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
       more['encoder_segments'] = batch['encoder_segments']
   slots = prompts.shape[1] + config.max_decode_length - 1  # the last token is never read again
@@ -336,7 +336,7 @@ def sample(
   Args:
     model, params, layout: as in Generator.
     prompt: [prompt_length] ids, at least one.
-    length: training length in tokens; prompt and continuation together must fit it.
+    length: training length in tokens; limits prompt and continuation together.
     num_tokens, temperature: as in SampleConfig.
     zero_is_padding, seed: as in DecodingConfig.
   Raises:

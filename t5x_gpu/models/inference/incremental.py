@@ -1,4 +1,4 @@
-"""The state of decoding between two tokens."""
+"""The decoding state between two tokens."""
 
 from typing import Optional
 
@@ -23,9 +23,9 @@ class DecodingState:
   Attributes:
     caches: keys and values of all layers.
     first: [batch], slot of each row's first token.
-    prefix: [batch, slots], 1 on prompt tokens that see each other both ways, or None.
+    prefix: [batch, slots], 1 on prompt tokens with bidirectional attention, or None.
     encoder_segments: [batch, kv_length], 1 on the encoder's tokens, 0 on padding; or None.
-    tokens: [batch, slots] ids so far, if keys and values may have to be computed again; or None.
+    tokens: [batch, slots] ids so far, if keys and values may have to be recomputed; or None.
   """
 
   caches: LayerCaches
@@ -79,7 +79,7 @@ class DecodingState:
   def beams(self, index: jax.Array) -> 'DecodingState':
     """Returns the state in which beam b of a prompt continues beam `index[:, b]`.
 
-    Beams of a prompt share its length and its encoder, so these do not move.
+    Beams of a prompt have the same length and encoder output, which therefore do not move.
 
     Args:
       index: [batch, beams]; the rows of the state are ordered by prompt, then beam.
@@ -123,18 +123,18 @@ def begin(
   Args:
     config: sizes of the decoder.
     num_layers: layers of the decoder.
-    lengths: [batch] tokens of each prompt.
-    prompt_length: tokens of the padded prompts.
-    slots: tokens that the caches can hold, prompt included.
-    bidirectional_prompt: whether tokens of a prompt see each other both ways.
+    lengths: [batch] number of tokens of each prompt.
+    prompt_length: length of the padded prompts.
+    slots: number of tokens that the caches can hold, prompt included.
+    bidirectional_prompt: whether tokens of a prompt attend to each other in both directions.
     encoder_segments: [batch, kv_length], 1 on the encoder's tokens.
-    keeps_tokens: whether the model computes keys and values of earlier tokens again when an example
-      becomes longer than `config.rope_switch`.
+    keeps_tokens: whether the model recomputes keys and values of earlier tokens when an example
+      exceeds `config.rope_switch`.
   Raises:
-    ModelError: it does not, but an example may become so long.
+    ModelError: the model does not recompute them, but an example may exceed `config.rope_switch`.
   """
   batch, ways = lengths.shape[0], split_ways('kv_heads')
-  # As many as `MultiHeadAttention` computes: at least one per device.
+  # The same number as in `MultiHeadAttention`: at least one per device.
   kv_heads = config.kv_heads if config.kv_heads % ways == 0 else ways
 
   def cache(slots: int) -> KVCache:
@@ -152,7 +152,7 @@ def begin(
     if not keeps_tokens:
       raise ModelError(
         f'This model cannot decode more than original_length = {config.rope_switch} tokens of '
-        f"rotary positions with scaling = 'longrope'; {slots} were asked for.",
+        f"rotary positions with scaling = 'longrope'; {slots} were requested.",
         fix='Set DecodingConfig.max_decode_length lower, or use a DecoderOnlyModel.',
         parameters=('DecodingConfig.max_decode_length', 'RotaryEmbedding.scaling'),
       )
@@ -167,7 +167,7 @@ def begin(
 
 
 def advance(state: DecodingState, caches: LayerCaches, tokens: jax.Array) -> DecodingState:
-  """Returns the state after more `tokens` [batch, new], whose keys and values are in `caches`."""
+  """Returns the state after new `tokens` [batch, new], whose keys and values are in `caches`."""
   slot, kept = caches.own.slot, state.tokens
   if kept is not None:
     kept = shard(jax.lax.dynamic_update_slice(kept, tokens, (0, slot)), 'batch', None)

@@ -1,6 +1,7 @@
-"""Prompts and targets as rows of a batch: checked, then padded to a few lengths.
+"""Checks prompts and targets, and pads them into rows of a batch.
 
-Each length and batch size is compiled once, so lengths are powers of two and batches have one size.
+Each length and batch size is compiled once, so lengths are powers of two, and all batches have the
+same size.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from t5x_gpu.errors import DataError
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.model import Model, config_of
 
-SHORTEST = 16  # tokens; shorter rows are padded to it
+SHORTEST = 16  # tokens; shorter rows are padded to this length
 
 
 def padded_length(length: int) -> int:
@@ -22,12 +23,12 @@ def padded_length(length: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatches:
-  """Makes batches of `batch_size` rows; rows without a prompt fill the last one.
+  """Makes batches of `batch_size` rows; rows without a prompt fill the last batch.
 
   Attributes:
-    model: continues the prompts. If it has an encoder, prompts go there.
-    config: how.
-    batch_size: rows.
+    model: the model. If it has an encoder, the encoder reads the prompts.
+    config: how to decode.
+    batch_size: number of rows.
   """
 
   model: Model
@@ -58,9 +59,9 @@ class PromptBatches:
     """Raises DataError unless the model has positions for a prompt and the tokens after it.
 
     Args:
-      length: tokens of the prompt.
+      length: number of tokens of the prompt.
       where: origin of the prompt, for the error.
-      targets: tokens after it; 0 for max_decode_length.
+      targets: number of tokens after the prompt; 0 for max_decode_length.
     """
     c = self.config
     if length < 1 and (self._has_encoder or c.start_token is None):
@@ -103,13 +104,13 @@ class PromptBatches:
   ) -> dict[str, np.ndarray]:
     """Returns a batch to generate from.
 
-    'prompts' [batch, length] are decoder inputs, padded on the left; 'lengths' [batch] their
-    tokens; 'numbers' [batch], -1 for a row without a prompt; with an encoder 'encoder_tokens' and
-    'encoder_segments' [batch, inputs_length], padded on the right.
+    The features are 'prompts' [batch, length], decoder inputs padded on the left; 'lengths'
+    [batch], the number of their tokens; 'numbers' [batch], -1 for a row without a prompt; and, with
+    an encoder, 'encoder_tokens' and 'encoder_segments' [batch, inputs_length], padded on the right.
 
     Args:
-      prompts: ids of each, at most `batch_size`.
-      numbers: of the prompts; samples depend on them.
+      prompts: ids of each prompt; at most `batch_size` prompts.
+      numbers: numbers of the prompts; samples depend on them.
     """
     begins = [self._start if self._has_encoder else (*self._start, *prompt) for prompt in prompts]
     width = 1 if self._has_encoder else padded_length(max(map(len, begins)))
@@ -159,7 +160,7 @@ class PromptBatches:
   def _encoder_rows(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns tokens and segment ids, [2, batch, length]."""
     rows = np.zeros((2, self.batch_size, padded_length(max(map(len, prompts)))), np.int32)
-    rows[:, :, 0] = 1  # rows without a prompt need something to attend to
+    rows[:, :, 0] = 1  # rows without a prompt need a token to attend to
     for row, prompt in enumerate(prompts):
       rows[0, row, : len(prompt)] = prompt
       rows[1, row, : len(prompt)] = 1

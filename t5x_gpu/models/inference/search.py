@@ -1,7 +1,7 @@
-"""The decoding loop, and greedy search and sampling.
+"""The decoding loop, greedy search and sampling.
 
-A search chooses the next tokens and decides when to stop; the loop calls the model. The other
-search is in `beam_search`.
+A search chooses the next tokens and decides when to stop; the loop calls the model. `beam_search`
+has the beam search.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Continuations:
 
   Attributes:
     tokens: [batch, decodes, max_decode_length], padded with 0 after the stop token.
-    lengths: [batch, decodes] tokens of each, including the stop token.
+    lengths: [batch, decodes] number of tokens, including the stop token.
     scores: [batch, decodes] log-probability; in a beam search, after the length penalty.
   """
 
@@ -35,11 +35,11 @@ class Continuations:
 
 
 class Search(Protocol):
-  """How tokens are chosen; the type of `carry` is up to the search.
+  """How to choose tokens; each search has its own type of `carry`.
 
   Attributes:
     num_rows_per_prompt: rows of the batch per prompt.
-    max_decode_length: most tokens to add.
+    max_decode_length: maximum number of tokens to add.
   """
 
   num_rows_per_prompt: int
@@ -84,7 +84,7 @@ def run(
     state = state.repeat(search.num_rows_per_prompt)
 
   def choose(number: Any, logits: jax.Array, carry: Any, state: DecodingState) -> Any:
-    logits = shard(logits, 'batch', None)  # not split over vocab: the choice needs all tokens
+    logits = shard(logits, 'batch', None)  # not split over vocab: choosing needs all tokens
     carry, tokens, beams = search.choose(number, logits, carry)
     return tokens, carry, state if beams is None else state.beams(beams)
 
@@ -103,7 +103,7 @@ def run(
 
 
 def without_padding(scores: jax.Array, *, zero_is_padding: bool) -> jax.Array:
-  """Returns `scores` [..., vocab] with -inf for padding (id 0), unless it is a word."""
+  """Returns `scores` [..., vocab] with -inf for padding (id 0), unless id 0 is a word."""
   if not zero_is_padding:
     return scores
   return jnp.where(jnp.arange(scores.shape[-1]) == 0, -jnp.inf, scores)
@@ -115,12 +115,12 @@ def is_stop(tokens: jax.Array, stop_tokens: tuple[int, ...]) -> jax.Array:
 
 
 def most_probable(logits: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
-  """Returns logits [rows, vocab] with all but the most probable tokens at -inf; at least one stays.
+  """Returns logits [rows, vocab] with all but the most probable tokens at -inf; keeps at least one.
 
   Args:
     logits: [rows, vocab], divided by the temperature.
-    top_k: tokens that stay, plus ties with the last of them; 0 for all.
-    top_p: probability of the tokens that stay, among the top_k.
+    top_k: number of tokens to keep, plus ties with the last of them; 0 for all.
+    top_p: total probability of the tokens to keep, among the top_k.
   """
   if 0 < top_k < logits.shape[-1]:
     logits = jnp.where(logits >= jax.lax.top_k(logits, top_k)[0][:, -1:], logits, -jnp.inf)
@@ -138,8 +138,8 @@ class Texts:
 
   Attributes:
     tokens: [rows, max_decode_length], 0 where no token has been written.
-    lengths: [rows] tokens.
-    log_probabilities: [rows], of all tokens, under the model.
+    lengths: [rows] number of tokens.
+    log_probabilities: [rows], of all tokens under the model.
     finished: [rows], whether a stop token ended the text.
   """
 
@@ -154,9 +154,9 @@ class Sampling:
   """Greedy decoding (temperature 0) or sampling.
 
   Attributes:
-    numbers: [batch], number of each prompt; with the seed and the decode's number it determines a
-      sample. Negative for rows without a prompt, which only fill the batch.
-    num_rows_per_prompt: decodes per prompt.
+    numbers: [batch], number of each prompt; determines a sample, together with the seed and the
+      number of the decode. Negative for rows without a prompt, which only fill the batch.
+    num_rows_per_prompt: number of decodes per prompt.
     max_decode_length, temperature, top_k, top_p, stop_tokens, zero_is_padding, seed: as in
       DecodingConfig.
   """

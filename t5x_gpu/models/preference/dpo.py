@@ -1,10 +1,10 @@
 """Direct preference optimization: a model learns which of two answers people prefer.
 
-A row of a batch holds pairs of texts: chosen and rejected answers to the same prompt, in turn. The
-log-probability of an answer is the sum over its tokens. The loss compares how much more likely each
-answer has become than it was under a reference model, which is the model before the training. So
-the reference is a frozen copy of the first parameters. With adapters (lora.py) no copy is needed:
-the reference is the model without them.
+A row of a batch holds pairs of texts: chosen and rejected answers to the same prompt, alternating.
+The log-probability of an answer is the sum over its tokens. The loss compares how much more likely
+each answer has become than under a reference model, which is the model before training: a frozen
+copy of the initial parameters. With adapters (lora.py) no copy is needed: the reference is the
+model without adapters.
 Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
 """
 
@@ -33,10 +33,10 @@ from t5x_gpu.models.model import (
 from t5x_gpu.models.preference.pairs import sums_of_pairs
 from t5x_gpu.partitioning.axis_rules import is_manual
 
-# The reference's parameters: the same paths below this name.
+# The reference's parameters have the same paths below this name.
 REFERENCE = 'reference_model'
 _OF_PARAMS = ('logits', 'start_decoding', 'decode_step')
-# Of a model in parts, which this one is not: its loss needs two passes.
+# Members of LayeredModel, which DpoModel does not have, because its loss needs two passes.
 _PARTS = ('embed', 'run_layers', 'head', 'stacks', 'gathers_layers')
 _error = functools.partial(ModelError, docs='finetune.md#preferences')
 
@@ -61,7 +61,7 @@ def _ipo(difference: jax.Array, beta: float, label_smoothing: float) -> jax.Arra
   return jnp.square(difference - 1.0 / (2.0 * beta))
 
 
-# (log-ratio of the chosen minus that of the rejected answer, beta, label_smoothing) -> loss.
+# (log-ratio of the chosen minus log-ratio of the rejected answer, beta, label_smoothing) -> loss.
 LOSSES: Mapping[str, Callable[[jax.Array, float, float], jax.Array]] = {
   'sigmoid': _sigmoid,
   'hinge': _hinge,
@@ -73,13 +73,13 @@ LOSSES: Mapping[str, Callable[[jax.Array, float, float], jax.Array]] = {
 class DpoModel:
   """A decoder-only model, or a LoraModel of one, that is trained on preferences.
 
-  Its metrics are those of TRL's DPOTrainer, averaged over pairs. The parameters of the model keep
-  their paths. Without adapters there is a second, frozen tree of them, 'reference_model'; it has no
-  optimizer state, and checkpoints hold it.
+  Reports the metrics of TRL's DPOTrainer, averaged over pairs. The parameters of the model keep
+  their paths. Without adapters, there is a second, frozen parameter tree, 'reference_model', which
+  has no optimizer state and is part of checkpoints.
 
   Attributes:
     model: the model to train.
-    beta: how strongly the model is held to the reference; more is closer.
+    beta: strength of the pull toward the reference; more is closer.
     loss_type: a key of `LOSSES`. With 'ipo', log-ratios are divided by the tokens of the answer, as
       in TRL.
     label_smoothing: probability that a pair is labelled the wrong way round (cDPO); for 'sigmoid'.
@@ -145,7 +145,7 @@ class DpoModel:
       )
 
   def __getattr__(self, name: str) -> Any:
-    # Copies and pickles ask before `model` is set.
+    # Copying and pickling read attributes before `model` is set.
     if name.startswith('__') or name == 'model' or name in _PARTS:
       raise AttributeError(name)
     value = getattr(self.model, name)
@@ -164,7 +164,7 @@ class DpoModel:
 
   @property
   def guess_loss(self) -> float:
-    """The loss of a model that is equal to the reference, as at the start."""
+    """The loss if the model equals the reference, as at the start."""
     return float(LOSSES[self.loss_type](jnp.zeros(()), self.beta, self.label_smoothing))
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
@@ -197,7 +197,7 @@ class DpoModel:
     return OptionalMembers(self.model).is_adapter(path)
 
   def source_of(self, path: str) -> str:
-    """Returns where a parameter is in a checkpoint to start from: the reference begins equal."""
+    """Returns a parameter's path in a checkpoint to start from; the reference begins as a copy."""
     return path.removeprefix(f'{REFERENCE}/')
 
   def flops_per_token(self, length: int) -> float:
@@ -205,7 +205,7 @@ class DpoModel:
     return self.model.flops_per_token(length) + self._plain.flops_per_token(length) / 3
 
   def flops_per_row(self, lengths: Mapping[str, int]) -> float:
-    """Returns the same per row; `lengths` is stack -> its tokens."""
+    """Returns FLOPs of a training step per row; `lengths` is stack -> number of tokens."""
     policy, reference = OptionalMembers(self.model), OptionalMembers(self._plain)
     return policy.flops_per_row(lengths) + reference.flops_per_row(lengths) / 3
 
@@ -215,10 +215,10 @@ class DpoModel:
     """Returns sums over pairs: 'loss' and the metrics of TRL.
 
     Args:
-      params: of `init`.
+      params: result of `init`.
       batch: 'decoder_segment_ids' are 1 and 2 for the chosen and the rejected answer of the first
-        pair in a row, 3 and 4 for the next one.
-      dropout_key: of the model that is trained; the reference has no dropout.
+        pair in a row, 3 and 4 for the next pair.
+      dropout_key: key for the trained model; the reference has no dropout.
     """
     policy = _policy(params)
     frozen = without_factors(policy) if self._has_adapters else params[REFERENCE]
@@ -230,8 +230,8 @@ class DpoModel:
     """Returns the sums of `loss` from log-probabilities of the target tokens, [batch, length].
 
     Args:
-      log_probs: of the model that is trained.
-      reference: of the reference model.
+      log_probs: log-probabilities under the trained model.
+      reference: log-probabilities under the reference model.
       batch: as for `loss`.
     """
     weights, segments = batch['decoder_loss_weights'], batch['decoder_segment_ids']
@@ -239,7 +239,7 @@ class DpoModel:
       sums_of_pairs(x, segments) for x in (log_probs * weights, reference * weights, weights)
     )
     is_pair = (counts > 0).all(-1).astype(jnp.float32)
-    if is_manual('context'):  # every device along `context` has the sums of whole rows; one counts
+    if is_manual('context'):  # all devices along `context` have sums of whole rows; only one counts
       is_pair = jnp.where(jax.lax.axis_index('context') == 0, is_pair, 0.0)
     ratios = logps - reference
     scores = ratios / jnp.maximum(counts, 1.0) if self.loss_type == 'ipo' else ratios
@@ -260,12 +260,12 @@ class DpoModel:
 
 
 def _policy(params: Params) -> Params:
-  """Returns the parameters of the model that is trained."""
+  """Returns the parameters of the trained model."""
   return {name: value for name, value in params.items() if name != REFERENCE}
 
 
 def is_reference(path: str) -> bool:
-  """Returns whether a parameter is of the reference's copy, which only its own run needs."""
+  """Returns whether a parameter belongs to the reference's copy, which only its run needs."""
   return path.startswith(f'{REFERENCE}/')
 
 

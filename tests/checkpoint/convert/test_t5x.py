@@ -252,7 +252,7 @@ def test_broken_checkpoints_are_refused(tmp_path, written):
 
 
 def test_parameters_of_no_t5_are_refused():
-  with pytest.raises(CheckpointError, match='not those of a T5'):
+  with pytest.raises(CheckpointError, match='do not belong to a T5'):
     t5x_model({'encoder/conv/kernel': (3, 3)})
   shapes = {n: v.shape for n, v in initial('decoder_only').items() if 'relpos' not in n}
   with pytest.raises(CheckpointError, match='--gin_file=model.gin|no relative position bias'):

@@ -97,7 +97,7 @@ def test_without_an_end_token_the_white_space_after_an_answer_ends_it(tmp_path):
 def test_a_template_that_does_not_show_the_answers_is_refused_with_the_way_out(tmp_path):
   counts = '{{ messages | length }}' + helpers_chat.CHATML
   _, template = opened(write_tokenizer(tmp_path, counts))
-  with pytest.raises(DataError, match='does not show what the assistant writes') as e:
+  with pytest.raises(DataError, match='does not show the assistant.s text') as e:
     template.tokens(TALKS[0], where='a.jsonl:7')
   assert 'a.jsonl:7' in str(e.value) and 'message 2' in str(e.value)
   assert '{% generation %}' in e.value.fix and 'character 0' in e.value.what

@@ -1,4 +1,4 @@
-"""config.json of BERT as the fields of our models, and back; see `hf.families`."""
+"""Reads and writes BERT's config.json; see `hf.families`."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ _BERT_HEADS = {
 
 
 def _unnamed(classes: int) -> tuple[str, ...]:
-  """Returns the names that transformers gives to classes without a name."""
+  """Returns transformers' names for unnamed classes."""
   return tuple(f'LABEL_{i}' for i in range(classes))
 
 

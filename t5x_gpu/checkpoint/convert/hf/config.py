@@ -1,4 +1,4 @@
-"""Hugging Face's config.json as the fields of our models, and back.
+"""Converts Hugging Face's config.json into the fields of t5x_gpu models, and back.
 
 `from_hf` reads one. `to_hf` writes one and reads it back: a field that the family does not have is
 an error, never left out silently.
@@ -45,7 +45,7 @@ CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   'mixtral': MIXTRAL,
   'qwen3_moe': QWEN3_MOE,
 }
-# Models that people bring as often as those: why they are refused, and what to do.
+# Popular models that are refused: the reason, and what to do instead.
 _EXPERTS = 'Supported families with experts: mixtral and qwen3_moe.'
 _ENCODERS = 'Supported encoders: bert, which includes many models for embeddings and retrieval.'
 _TEXT_TO_TEXT = 'Supported encoder-decoders: t5 (T5, T5.1.1, Flan-T5, UL2, ByT5), mt5 and umt5.'
@@ -66,11 +66,11 @@ _REFUSED = {
   'longt5': ('a T5 with local or transient-global attention', _TEXT_TO_TEXT),
   't5gemma': ('an encoder-decoder whose encoder attends in windows to both sides', _TEXT_TO_TEXT),
 }
-# Keys on what differs by layer: written as a whole, none is kept from another config.json.
+# Keys of settings that differ by layer. They are written together: none is kept from `like`.
 _LAYER_KEYS = (*rotary.READ, 'rope_local_base_freq', 'layer_types', 'sliding_window')
 LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
 _MAX_INT = 2**31
-# Types of the keys that are read, unless absent or null.
+# Required types of keys, unless absent or null.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
   'a whole number from 0': (
     (int,),
@@ -114,10 +114,10 @@ _mismatch = functools.partial(
 
 
 def family_of(config: Json) -> str:
-  """Returns the key of `hf.names.FAMILIES`.
+  """Returns the family of a config.json, a key of `hf.names.FAMILIES`.
 
   Raises:
-    CheckpointError: another model, or values of the wrong type.
+    CheckpointError: the model is not supported, or values have the wrong type.
   """
   wrong = [
     f'{key} = {config[key]!r} (must be {kind})'
@@ -142,7 +142,7 @@ def family_of(config: Json) -> str:
     raise CheckpointError(
       f'config.json has quantization_config (quant_method = {method!r}): these are quantised '
       'weights.',
-      fix='Convert the model that they were made from, in float32, bfloat16 or float16.',
+      fix='Convert the original model in float32, bfloat16 or float16.',
       docs='convert.md#refused',
     )
   model_type = config.get('model_type')
@@ -179,7 +179,7 @@ def family_of(config: Json) -> str:
 
 
 def with_defaults(config: Json) -> dict[str, Any]:
-  """Returns `config` with the family's values, those of transformers, for keys that are missing.
+  """Returns `config` with transformers' defaults of the family for missing keys.
 
   Raises:
     CheckpointError: two keys that mean the same have different values.
@@ -197,10 +197,10 @@ def with_defaults(config: Json) -> dict[str, Any]:
 
 
 def training_differences(config: Json, model: ModelFields) -> list[str]:
-  """Returns how a run of `model` would differ from one of transformers, in sentences.
+  """Returns sentences on how training `model` here differs from training with transformers.
 
   Args:
-    config: its config.json.
+    config: config.json of the model.
     model: the model.
   """
   c, notes = model.config, []
@@ -238,17 +238,17 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     has_tensor: (name) -> whether the files hold a tensor that is not a copy of another. For T5,
       nothing else shows whether logits are tied.
   Raises:
-    CheckpointError: unknown family, missing keys, or values that our models do not support.
+    CheckpointError: unknown family, missing keys, or values that t5x_gpu does not support.
   """
   family = family_of(config)
   reader = CONFIG_FAMILIES[family]
   unknown = [f'{key} = {value!r}' for key, value in config.items() if key not in reader.known]
   if unknown:
     raise CheckpointError(
-      f'config.json of this {family} model has keys that are not known here: {", ".join(unknown)}.'
+      f'config.json of this {family} model has unknown keys: {", ".join(unknown)}.'
       + (f' {_NOT_EXECUTED}' if 'auto_map' in config else ''),
-      fix='Remove those that have no effect on the logits; the comparison of logits shows whether '
-      'you are right. With the others the model cannot be converted.',
+      fix='Remove the keys that do not affect the logits; the comparison of logits shows whether '
+      'you are right. A model whose logits depend on one of them cannot be converted.',
       docs='convert.md#keys',
     )
   config = with_defaults(config)
@@ -289,7 +289,8 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   Raises:
     CheckpointError: lists all fields of the model that the family does not have.
   """
-  config = dict(like or {'pad_token_id': None})  # defaults of transformers may be beyond a table
+  # transformers' default pad_token_id may lie outside the token table.
+  config = dict(like or {'pad_token_id': None})
   others = (*CONFIG_FAMILIES[family].other_names, *CONFIG_FAMILIES[family].repeats)
   for key in (*_LAYER_KEYS, 'original_max_position_embeddings', *others):
     config.pop(key, None)
@@ -326,7 +327,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
 
 
 def guess_family(model: ModelFields) -> str:
-  """Returns the family whose models are most like this one."""
+  """Returns the family that is most similar to `model`."""
   c = model.config
   if model.kind != 'decoder_only':
     text_to_text = 'umt5' if c.relative_bias == 'per_layer' else 't5'

@@ -1,4 +1,4 @@
-"""config.json of the families whose layers have experts in place of an MLP: Mixtral, Qwen-3-MoE."""
+"""Reads and writes config.json of mixture-of-experts families: Mixtral, Qwen-3-MoE."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ from t5x_gpu.checkpoint.convert.hf.keys import Json, Keys
 from t5x_gpu.checkpoint.convert.hf.llama import Traits, family
 
 _KEYS: Keys = {'num_experts_per_token': 'num_experts_per_tok'}
-# transformers computes what every token chooses, so nothing is dropped.
+# transformers computes every expert that a token chooses, so no token is dropped.
 _FIELDS = {'expert_capacity_factor': None}
-# Of training alone; transformers adds the loss only with `output_router_logits`.
+# Used only in training; transformers adds the loss only with `output_router_logits`.
 _TRAINING: Json = {'router_aux_loss_coef': 0.001, 'output_router_logits': False}
 
 MIXTRAL = family(
@@ -64,9 +64,9 @@ QWEN3_MOE = family(
     'norm_topk_prob': False,
   },
   uses=frozenset({'layer_types'}),
-  # `intermediate_size` is that of layers without experts
+  # `intermediate_size` is the MLP size of layers without experts
   no_effect=frozenset({'intermediate_size', 'max_window_layers'}),
-  other_names={'num_local_experts': 'num_experts'},  # of transformers 5
+  other_names={'num_local_experts': 'num_experts'},  # renamed in transformers 5
   decoder_sparse_step=(1,),
   mlp_only_layers=([], None),
   # Keys of published files that transformers ignores.

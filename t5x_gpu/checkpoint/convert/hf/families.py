@@ -1,7 +1,7 @@
-"""config.json of T5, UMT5 and GPT-2 as the fields of our models, and back.
+"""Reads and writes config.json of T5, UMT5 and GPT-2.
 
-A family has a table for the keys that hold one of our fields unchanged, a function that reads the
-rest, one that writes it, and lists of the keys that it knows. `hf.bert` has BERT, `hf.llama` the
+A family has a table of keys that map to a TransformerConfig field unchanged, functions that read
+and write the remaining keys, and lists of the known keys. `hf.bert` has BERT, `hf.llama` the
 families derived from Llama.
 """
 
@@ -44,7 +44,8 @@ _T5: Keys = {
 def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
   """T5 1.0 ties its logits and scales them; T5.1.1, mT5, ByT5 and UMT5 have an output layer.
 
-  transformers 5 writes tie_word_embeddings = True for all of them, so only the tensors show which.
+  transformers 5 writes tie_word_embeddings = True for all of them, so only the tensors show whether
+  logits are tied.
   """
   gated, _, act = config['feed_forward_proj'].rpartition('-')
   if gated not in ('', 'gated'):
@@ -173,7 +174,7 @@ T5 = ConfigFamily(
     'dropout_rate': 0.1,
     'tie_word_embeddings': True,
   },
-  # Our decoders start with id 0, as do those of T5, mT5 and ByT5.
+  # The decoders of t5x_gpu start with id 0, as T5, mT5 and ByT5 do.
   {'is_decoder': (False,), 'decoder_start_token_id': (0, None), 'pruned_heads': ({}, None)},
   no_effect=frozenset({'n_positions', 'classifier_dropout', 'id2label', 'problem_type'}),
 )
@@ -181,7 +182,7 @@ UMT5 = dataclasses.replace(
   T5,
   architectures=('UMT5ForConditionalGeneration',),
   defaults={**T5.defaults, 'feed_forward_proj': 'gated-gelu'},
-  # Of the conversion from T5X: how its layers were stored.
+  # Left by the conversion from T5X: how its layers were stored.
   no_effect=T5.no_effect | {'scalable_attention'},
 )
 GPT2 = ConfigFamily(

@@ -40,7 +40,7 @@ from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.errors import CheckpointError
 
 CONFIG = 'config.json'
-# Copied along with the weights. Only the ids of the tokenizer files are read.
+# Files copied along with the weights. Of the tokenizer files, only the ids are read.
 CARRIED = (
   CONFIG,
   GENERATION,
@@ -86,15 +86,15 @@ _RECORD = Fields(
 
 @dataclasses.dataclass(frozen=True)
 class HfModel:
-  """A Hugging Face model that we support.
+  """A supported Hugging Face model.
 
   Attributes:
     folder: the folder of its files.
     family: a key of `hf.names.FAMILIES`.
-    model: our model with the same configuration.
-    weights: its tensors, with the table for our parameters.
+    model: the t5x_gpu model with the same configuration.
+    weights: its tensors, with the name table.
     headers: file name -> header of the safetensors file.
-    training: sentences on what a run of `model` would not do as the original's training did.
+    training: sentences on how training `model` here differs from the original training.
     ends: sentences on files that disagree on the tokens that end a text.
   """
 
@@ -132,7 +132,7 @@ def open_hf(
   names = match_names(tensors, FAMILIES[found], drop=drop)
   _check_token_table(folder, config, tensors, names, found)
   num_layers = max(config.get(key) or 0 for key in LAYERS)
-  if num_layers > len(tensors.shapes):  # a table with so many layers would fill the memory
+  if num_layers > len(tensors.shapes):  # a name table with that many layers would fill the memory
     raise _error(
       f'{folder / CONFIG} describes {num_layers:,} layers, but the files have only '
       f'{len(tensors.shapes):,} tensors.',
@@ -154,7 +154,7 @@ def open_hf(
   table = Table(rules, sizes)
   weights = ForeignWeights(table, tensors, without_copies(names, table))
   weights.check(
-    what=f'The tensors of {folder} are not those of the {found} model that its {CONFIG} describes',
+    what=f'The tensors of {folder} do not match the {found} model that its {CONFIG} describes',
     fix=f'Use weights and {CONFIG} of the same model. To ignore tensors that are left over, drop '
     "them by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
@@ -204,7 +204,7 @@ def _check_token_table(
     others = [name for name, other in FAMILIES.items() if other.token_table in names.of_table]
     if others:
       raise _error(
-        f'{folder / CONFIG} says that this is a {family} model, but the tensors are those of '
+        f'{folder / CONFIG} says that this is a {family} model, but the tensors belong to '
         f'{" or ".join(others)}: they include {FAMILIES[others[0]].token_table} but not {wanted}.',
         fix=f'Use the {CONFIG} that came with the weights.',
       )
@@ -233,7 +233,7 @@ def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence
 
 
 def write_record(hf: HfModel, target: pathlib.Path) -> None:
-  """Records the names and layout of the weights, so that the conversion back is exact."""
+  """Records names and layout of the weights, so that converting back gives the same files."""
   names = hf.weights.names
   (target / RECORD).write_text(
     json.dumps(
@@ -257,10 +257,10 @@ def _index_text(folder: pathlib.Path) -> Optional[str]:
 
 @dataclasses.dataclass(frozen=True)
 class HfRecord:
-  """What `write_record` wrote, or the same read from a Hugging Face model.
+  """Names and layout of Hugging Face weights: read from a record, or from the model itself.
 
   Attributes:
-    folder: has config.json and the tokenizer files.
+    folder: folder with config.json and the tokenizer files.
     family: as in HfModel.
     names: as in ForeignWeights.
     headers: file name -> header of the safetensors file.
@@ -282,7 +282,7 @@ def read_record(folder: pathlib.Path) -> Optional[HfRecord]:
   """Returns the record of a converted checkpoint or Hugging Face model; None if it has none.
 
   Raises:
-    CheckpointError: it cannot be read.
+    CheckpointError: the record cannot be read.
   """
   for place in (folder, folder / 'hf'):
     if (place / RECORD).is_file():

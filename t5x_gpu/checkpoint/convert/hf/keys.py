@@ -1,4 +1,4 @@
-"""What the readers of all families share: their tables of keys, activations, and sizes."""
+"""Shared by the readers of all families: tables of keys, activations, and sizes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,7 +8,8 @@ from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError, did_you_mean
 from t5x_gpu.models.config import TransformerConfig
 
-# Their names -> ours. Their 'gelu' is exact; ours is the tanh approximation.
+# transformers' names -> t5x_gpu's. transformers' 'gelu' is exact; t5x_gpu's is the tanh
+# approximation.
 ACTIVATIONS = {
   'relu': 'relu',
   'silu': 'silu',
@@ -31,16 +32,16 @@ class ConfigFamily:
   """How to read and write the config.json of a family.
 
   Attributes:
-    architectures: the supported ones; errors suggest the first.
+    architectures: supported architectures; errors suggest the first.
     read: (config.json, has_tensor) -> the model. `has_tensor(name)` returns whether the files hold
       a tensor that is not a copy of another.
     write: the model -> the keys that describe it.
-    used: keys that `read` reads, in addition to those of `fixed` and `defaults`.
-    defaults: key -> value if it is missing, as in transformers. A null is not missing.
-    fixed: key -> the only values that our models support, if the key is present.
-    no_effect: further keys without effect on the numbers of this family.
-    other_names: key -> the key of `used` or `defaults` that means the same.
-    repeats: key that transformers ignores -> the key whose value it repeats; another value is
+    used: keys that `read` reads, in addition to `fixed` and `defaults`.
+    defaults: key -> transformers' value if the key is missing. A null is not missing.
+    fixed: key -> the supported values, if the key is present.
+    no_effect: further keys that do not affect this family's logits.
+    other_names: alias -> the key of `used` or `defaults` that means the same.
+    repeats: key that transformers ignores -> the key whose value it repeats; a different value is
       refused.
   """
 
@@ -61,10 +62,10 @@ class ConfigFamily:
     return self.used | self.no_effect | {key for keys in others for key in keys}
 
 
-# Keys of every family without effect on the numbers: names and versions, what transformers returns,
-# token ids and settings of generation (read from generation_config.json and the tokenizer), how new
-# weights are drawn, and what other programs left: trainers, transformers.js, sentence-transformers
-# (the activation of a cross-encoder's score comes after the logits).
+# Keys that do not affect the logits of any family: names and versions, transformers' output
+# options, token ids and settings of generation (read from generation_config.json and the
+# tokenizer), initialization of new weights, and leftovers of other programs: trainers,
+# transformers.js, sentence-transformers (a cross-encoder applies its activation after the logits).
 NO_EFFECT = frozenset(
   """
   _name_or_path _commit_hash _attn_implementation_autoset attn_implementation transformers_version
@@ -87,12 +88,12 @@ _COMMON = frozenset({'architectures', 'model_type', 'dtype', 'torch_dtype'})
 
 
 def used(keys: 'Keys', *more: str) -> frozenset[str]:
-  """Returns the keys of config.json in `keys`, `more` and those that every family reads."""
+  """Returns the config.json keys of `keys`, `more`, and the keys that every family reads."""
   return _COMMON | {*keys.values(), *more}
 
 
 def read_keys(config: Json, keys: Keys) -> dict[str, Any]:
-  """Returns our fields; raises KeyError for a missing key."""
+  """Returns TransformerConfig fields; raises KeyError for a missing key."""
   return {field: config[key] for field, key in keys.items()}
 
 
@@ -102,12 +103,12 @@ def write_keys(c: TransformerConfig, keys: Keys) -> dict[str, Any]:
 
 
 def read_dropout(config: Json, keys: Keys, **others: float) -> dict[str, float]:
-  """Returns our rates of dropout.
+  """Returns the dropout fields of TransformerConfig.
 
   Args:
     config: config.json.
-    keys: our field -> key, for 'dropout_rate' and for places where the family sets another rate.
-    others: rates of the places for which the family has no key.
+    keys: field -> key of config.json, for 'dropout_rate' and for the other rates of the family.
+    others: field -> rate, for rates without a key in the family.
   """
   rates = {field: config[key] for field, key in keys.items()}
   rate = rates.pop('dropout_rate', 0.0)
@@ -116,9 +117,9 @@ def read_dropout(config: Json, keys: Keys, **others: float) -> dict[str, float]:
 
 
 def write_dropout(c: TransformerConfig, keys: Keys) -> dict[str, float]:
-  """Returns the keys of config.json for the rates of dropout.
+  """Returns the config.json keys for the dropout rates.
 
-  A key named like our field is left out unless the field is set.
+  A key with the same name as its field is left out unless the field is set.
   """
   return {
     key: c.dropout_rate if field == 'dropout_rate' else c.dropout(field.removesuffix('_dropout'))
@@ -128,7 +129,7 @@ def write_dropout(c: TransformerConfig, keys: Keys) -> dict[str, float]:
 
 
 def activation(name: str) -> str:
-  """Returns our name of an activation; raises CheckpointError for an unknown one."""
+  """Returns t5x_gpu's name of an activation; raises CheckpointError for unknown names."""
   if name not in ACTIVATIONS:
     raise CheckpointError(
       f'config.json says activation {name!r}.{did_you_mean(name, ACTIVATIONS)}',
@@ -152,7 +153,7 @@ def head_dim(config: Json) -> int:
 
 
 def divided(config: Json, size: str, parts: str) -> int:
-  """Returns one key divided by another; raises CheckpointError if it is not a whole number."""
+  """Returns `size` / `parts`; raises CheckpointError if that is not a whole number."""
   if not config[parts] or config[size] % config[parts]:
     raise CheckpointError(
       f'config.json says {size} = {config[size]}, which {parts} = {config[parts]} does not divide.',

@@ -1,6 +1,6 @@
-"""Which layers of a Hugging Face model have a window, by family: read and written.
+"""Reads and writes which layers of a Hugging Face model use sliding-window attention.
 
-A Mistral has one window for all layers. Qwen and Gemma name a kind for each layer in `layer_types`,
+Mistral has one window for all layers. Qwen and Gemma name a kind for each layer in `layer_types`,
 or follow the pattern of their family.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class LayerKinds:
-  """How a family names the windows of its layers.
+  """How a family stores the windows of its layers.
 
   Attributes:
     read: (config.json) -> the window of each layer, 0 for none.
@@ -29,7 +29,7 @@ class LayerKinds:
 
 
 def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
-  """Returns the shortest tuple that, repeated, gives every layer its value; () without layers."""
+  """Returns the shortest tuple whose repetition gives `values`; () if `values` is empty."""
   sizes = range(1, len(values) + 1)
   n = next((n for n in sizes if all(v == values[i % n] for i, v in enumerate(values))), 0)
   return tuple(values[:n])
@@ -38,11 +38,11 @@ def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
 def kind_of_each(
   config: Json, *, default: Callable[[Json], Sequence[str]], window: Optional[int]
 ) -> Sequence[str]:
-  """Returns `layer_types`, or the kinds that `default` gives if config.json has none.
+  """Returns `layer_types`, or the result of `default` if config.json has no `layer_types`.
 
   Raises:
-    CheckpointError: a kind that our models do not have, not one for each layer, or layers with a
-      window where config.json has none.
+    CheckpointError: a kind is not supported, the number of kinds is not the number of layers, or
+      layers have a window but config.json does not set its size.
   """
   given, layers = config.get('layer_types'), config['num_hidden_layers']
   kinds = default(config) if given is None else given
@@ -90,18 +90,18 @@ def by_type(*, default: Callable[[Json], Sequence[str]], switched: bool = False)
 
 
 def every_second(config: Json) -> Sequence[str]:
-  """Returns the kinds of Gemma-2's layers: each second one sees all positions."""
+  """Returns the kinds of Gemma-2's layers: every second layer attends to all positions."""
   return by_sliding_window_pattern({**config, 'sliding_window_pattern': 2})
 
 
 def by_sliding_window_pattern(config: Json) -> Sequence[str]:
-  """Returns the kinds of Gemma-3's layers: each n-th one sees all positions."""
+  """Returns the kinds of Gemma-3's layers: every n-th layer attends to all positions."""
   n, layers = config['sliding_window_pattern'], config['num_hidden_layers']
   return [SLIDING if (i + 1) % n else FULL for i in range(layers)]
 
 
 def windows_without_rope(config: Json) -> Sequence[str]:
-  """Returns the kinds of SmolLM-3's layers: those without rotary positions have the window."""
+  """Returns the kinds of SmolLM-3's layers: layers without rotary positions have the window."""
   uses = config['use_sliding_window'] and config['sliding_window'] is not None
   return [SLIDING if uses and not has_rope else FULL for has_rope in layers_with_rope(config)]
 
@@ -122,7 +122,7 @@ def layers_with_rope(config: Json) -> Sequence[bool]:
 
 
 def from_max_window_layers(config: Json) -> Sequence[str]:
-  """Returns the kinds of Qwen's layers: the first `max_window_layers` see all positions."""
+  """Returns the kinds of Qwen's layers: the first `max_window_layers` attend to all positions."""
   uses = config['use_sliding_window'] and config['sliding_window'] is not None
   return [
     SLIDING if uses and i >= config['max_window_layers'] else FULL
@@ -154,7 +154,7 @@ ALL_SEE_ALL = LayerKinds(lambda config: [0] * config['num_hidden_layers'], lambd
 ONE_WINDOW = LayerKinds(
   _of_every_layer, lambda windows: {'sliding_window': max(windows) if any(windows) else None}
 )
-# The same if `use_sliding_window` is true; else none.
+# The same window for all layers if `use_sliding_window` is true; otherwise no window.
 ONE_SWITCHED_WINDOW = LayerKinds(
   lambda config: _of_every_layer(
     config if config['use_sliding_window'] else {**config, 'sliding_window': None}

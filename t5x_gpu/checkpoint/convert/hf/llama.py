@@ -1,6 +1,6 @@
-"""config.json of Llama and of the families derived from it as the fields of our models, and back.
+"""Reads and writes config.json of Llama and the families derived from it.
 
-A family is a `Traits`: what it adds to Llama. One reader and one writer serve all of them.
+A `Traits` lists how a family differs from Llama. One reader and one writer serve all families.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _DEFAULTS: Json = {
   'tie_word_embeddings': False,
 }
 
-# The last two are in files of Phi-4 and SmolLM-2; transformers ignores them.
+# The last two keys are in files of Phi-4 and SmolLM-2; transformers ignores them.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
   'is_decoder': (False, True),
   'pruned_heads': ({}, None),
@@ -58,18 +58,18 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-  """What distinguishes a family from Llama.
+  """How a family differs from Llama.
 
   Attributes:
     name: its `model_type`.
     architecture: its class in transformers.
     keys: further fields of TransformerConfig -> keys of config.json.
-    fields: fields of TransformerConfig that every model of the family has. Without
-      'attention_bias', the key of this name is read.
+    fields: TransformerConfig fields with the same value in every model of the family. If
+      'attention_bias' is not among them, it is read from config.json.
     layers: which layers have a window.
-    rotary: their rotary positions.
+    rotary: how rotary positions are stored.
     activation: the key of the MLP's activation.
-    dropout: rates of dropout -> their keys.
+    dropout: dropout fields -> keys of config.json.
   """
 
   name: str
@@ -181,7 +181,7 @@ LLAMA = family(
   },
   # transformers ignores windows of a Llama
   no_effect=_WINDOW_KEYS | {'layer_types', 'pretraining_tp'},
-  activation=('swiglu',),  # Falcon-3's word for what `hidden_act` says
+  activation=('swiglu',),  # Falcon-3 repeats `hidden_act` under this name
 )
 MISTRAL = family(
   Traits(
@@ -213,7 +213,7 @@ QWEN2 = family(
   Traits('qwen2', 'Qwen2ForCausalLM', fields={'attention_bias': 'qkv'}, layers=_QWEN_LAYERS),
   {'head_dim': None, **_QWEN},  # hidden_size / num_attention_heads
   uses=frozenset({'layer_types'}),
-  no_effect=frozenset({'attention_bias'}),  # queries, keys and values always have one
+  no_effect=frozenset({'attention_bias'}),  # queries, keys and values always have a bias
   use_mrope=(False,),
   mlp_bias=(False,),
 )
@@ -329,11 +329,11 @@ PHI3 = family(
     'resid_pdrop': 0.0,
   },
   uses=frozenset({'layer_types'}),
-  # transformers drops no embeddings, and has its own code
+  # transformers does not drop embeddings, and has its own code for the model
   no_effect=frozenset({'auto_map', 'embd_pdrop', 'use_sliding_window'}),
   attention_bias=(False,),
   mlp_bias=(False,),
-  # every layer attends to all, positions are not stretched further
+  # every layer attends to all positions, without further position scaling
   full_attn_mod=(1,),
   interpolate_factor=(1,),
 )

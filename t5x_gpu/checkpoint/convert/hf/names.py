@@ -1,8 +1,8 @@
-"""Name tables of Hugging Face's models: which of our parameters is which tensor, by family.
+"""Name tables of Hugging Face models: which parameter is which tensor, by family.
 
-Their linear layers store the kernel as [out, in]. GPT-2's store [in, out], with query, key and
-value in one tensor. A family also lists which tensors may be duplicates (an output layer tied to
-the token table), which are not weights (masks), and how to rename tensors of older files.
+Hugging Face's linear layers store the kernel as [out, in]. GPT-2 stores [in, out], with query, key
+and value in one tensor. A family also lists tensors that may be duplicates (an output layer tied to
+the token table), tensors that are not weights (masks), and how to rename tensors of older files.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Rule
 from t5x_gpu.models.config import TransformerConfig
 
-# A tensor of files in which the kernels of a layer's experts are joined.
+# Files with this tensor store the kernels of all experts of a layer in one tensor.
 JOINED = 'model.layers.0.mlp.experts.gate_up_proj'
 
 
@@ -34,7 +34,7 @@ class Family:
     rules: (model) -> the name table.
     token_table: name of the tensor with one row per token.
     same: (name, name of the tensor that it duplicates), for duplicates that files may contain.
-    nothing: patterns of tensors without weights.
+    nothing: patterns of tensors that are not weights.
     renamed: (pattern, replacement) for the names in older files.
     joined: (model) -> the table for files with the `JOINED` tensors; None if the family has none.
   """
@@ -232,11 +232,11 @@ def _expert_blocks(c: TransformerConfig, *, experts: Sequence[Rule]) -> list[Rul
 def _llama(
   model: ModelFields, *, blocks: Callable[[TransformerConfig], list[Rule]] = _llama_blocks
 ) -> list[Rule]:
-  """Returns the table of Llama's relatives, which differ in norms, biases and tying.
+  """Returns the table of Llama-like models, which differ in norms, biases and tying.
 
   Args:
     model: the model.
-    blocks: (its configuration) -> the rules of attention and MLP.
+    blocks: (TransformerConfig) -> the rules of attention and MLP.
   """
   c = model.config
   attention, mlp = 'self_attention_layer_norm', 'mlp_layer_norm'
@@ -308,7 +308,7 @@ _T5 = Family(
     ('decoder.embed_tokens.weight', 'shared.weight'),
     ('lm_head.weight', 'shared.weight'),
   ),
-  # The T5 1.0 files on the Hub contain it, but no model ever read it.
+  # The T5 1.0 files on the Hub contain this tensor, but no model ever read it.
   nothing=(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight',),
 )
 FAMILIES: dict[str, Family] = {
@@ -321,7 +321,7 @@ FAMILIES: dict[str, Family] = {
       ('cls.predictions.decoder.weight', 'bert.embeddings.word_embeddings.weight'),
       ('cls.predictions.decoder.bias', 'cls.predictions.bias'),
     ),
-    # A BertModel has names without 'bert.'; embeddings do not use its pooler.
+    # BertModel's names do not start with 'bert.'; embeddings do not use its pooler.
     nothing=(r'bert\.embeddings\.position_ids', r'pooler\.dense\.(weight|bias)'),
     renamed=(
       (r'^(?=(embeddings|encoder)\.)', 'bert.'),

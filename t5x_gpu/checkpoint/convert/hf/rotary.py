@@ -1,7 +1,7 @@
-"""Rotary positions in config.json, read and written.
+"""Reads and writes the rotary positions in config.json.
 
-Most families have the same for all layers. Gemma-3 has other positions for layers with a window,
-and some layers of SmolLM-3 have none.
+Most families have the same positions for all layers. Gemma-3 has different positions for layers
+with a window, and some layers of SmolLM-3 do not use any.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.layers.rotary import yarn_attention_factor
 
-Ropes = Sequence[Optional[RotaryEmbedding]]  # of each layer
+Ropes = Sequence[Optional[RotaryEmbedding]]  # one per layer
 
-# RotaryEmbedding -> rope_parameters. transformers moves the length of these kinds there, or takes
-# max_position_embeddings.
+# Field of RotaryEmbedding -> key of rope_parameters. For these kinds, transformers moves the length
+# into rope_parameters, or uses max_position_embeddings.
 _LENGTH = {'original_length': 'original_max_position_embeddings'}
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
   'linear': {'factor': 'factor'},
@@ -44,16 +44,17 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
   },
   'dynamic': {'factor': 'factor'},
 }
-# Of all families but Phi-3, whose code is the only one that decodes with 'longrope' as it scores.
+# Kinds that all families except Phi-3 support. Only Phi-3 supports 'longrope': no other code in
+# transformers decodes with it as it scores.
 _KINDS = ('default', 'linear', 'llama3', 'yarn', 'dynamic')
-# Keys of rope_parameters: of all kinds, and of one. Those of another kind have no effect.
+# Keys of rope_parameters: for all kinds, and per kind. Keys of other kinds have no effect.
 KEYS_OF_ALL = ('rope_type', 'type', 'rope_theta', 'partial_rotary_factor')
 KEYS_OF_KIND: Mapping[str, Sequence[str]] = {
   kind: sorted((*names.values(), *(('mscale', 'mscale_all_dim') if kind == 'yarn' else ())))
   for kind, names in _SCALINGS.items()
 }
 _KEYS = {*KEYS_OF_ALL, *(key for keys in KEYS_OF_KIND.values() for key in keys)}
-# Names of the first releases. LlamaYarn wrote `finetuned`, which every model with YaRN is.
+# Names in the first releases. LlamaYarn also wrote `finetuned`, which is true of all YaRN models.
 _OLD_KINDS = {'su': 'longrope'}
 _OLD_KEYS = {'finetuned': (True, None)}
 # Keys of config.json that most families have.
@@ -62,13 +63,13 @@ READ = ('rope_theta', 'rope_scaling', 'rope_parameters')
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-  """How a family names the rotary positions of its layers.
+  """How a family stores the rotary positions of its layers.
 
   Attributes:
     read: (config.json, window of each layer) -> the positions of each layer.
     write: (positions of each layer, window of each layer) -> the keys of config.json.
     keys: the keys that `read` reads.
-    defaults: those of transformers.
+    defaults: transformers' defaults.
   """
 
   read: Callable[[Json, Sequence[int]], Ropes]
@@ -81,7 +82,7 @@ def _read(config: Json, **options: Any) -> RotaryEmbedding:
   """Returns the rotary positions of `rope_parameters` (transformers 5) or `rope_scaling`.
 
   Raises:
-    CheckpointError: they contradict each other, or are of a kind that our models do not have.
+    CheckpointError: the keys contradict each other, or the kind is not supported.
   """
   old, new = (
     _one(config, config.get(key), **options) for key in ('rope_scaling', 'rope_parameters')
@@ -99,7 +100,7 @@ def _read(config: Json, **options: Any) -> RotaryEmbedding:
 def _one(
   config: Json, rope: Optional[Json], *, kinds: Sequence[str] = _KINDS, partial: bool = False
 ) -> RotaryEmbedding:
-  """Returns the positions of one object of `config`.
+  """Returns the rotary positions that one object of `config` describes.
 
   Args:
     config: config.json, with 'rope_theta'.
@@ -139,7 +140,7 @@ def _one(
 
 
 def _with_defaults(kind: str, rope: Json, config: Json) -> dict[str, Any]:
-  """Returns `rope` with transformers' values for keys of this kind that are missing."""
+  """Returns `rope` with transformers' values for missing keys of this kind."""
   rope, longest = dict(rope), config['max_position_embeddings']
   key = _LENGTH['original_length']
   if key in _SCALINGS[kind].values():
@@ -163,7 +164,7 @@ def _with_defaults(kind: str, rope: Json, config: Json) -> dict[str, Any]:
 
 
 def _mscale(factor: float, weight: float) -> float:
-  """Returns YaRN's multiplier of queries and keys, as DeepSeek weights it."""
+  """Returns YaRN's multiplier of queries and keys, with DeepSeek's weight."""
   return 1.0 + weight * (yarn_attention_factor(factor) - 1.0)
 
 
@@ -186,7 +187,7 @@ def _parameters(rope: RotaryEmbedding) -> dict[str, Any]:
 
 
 def _write(rope: Optional[RotaryEmbedding]) -> dict[str, Any]:
-  """Returns the keys for the same positions in all layers."""
+  """Returns the keys if all layers have the same positions."""
   if rope is None:
     return {}
   # transformers 4 reads the first two, transformers 5 the last.
@@ -203,7 +204,7 @@ ONE = Rotary(
 
 
 def _read_local_and_global(config: Json, windows: Sequence[int]) -> Ropes:
-  """Returns Gemma-3's positions; transformers adds `rope_scaling` to those of full attention."""
+  """Returns Gemma-3's positions; `rope_scaling` applies only to full-attention layers."""
   given = config.get('rope_parameters') or {}
   scaling = config.get('rope_scaling') or {}
   unknown = sorted(given.keys() - {FULL, SLIDING}) + (['type'] if 'type' in scaling else [])
@@ -229,7 +230,7 @@ def _read_local_and_global(config: Json, windows: Sequence[int]) -> Ropes:
 
 
 def _write_local_and_global(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
-  """Returns Gemma-3's keys; a kind of layer that the model lacks has transformers' positions."""
+  """Returns Gemma-3's keys; kinds of layers that the model lacks get transformers' defaults."""
 
   def of(kind: bool, theta: float) -> RotaryEmbedding:
     found = [rope for rope, window in zip(ropes, windows) if bool(window) == kind and rope]

@@ -1,4 +1,4 @@
-"""Rules of name tables that several families of Hugging Face share: attention, MLPs, experts."""
+"""Name table rules that several Hugging Face families share: attention, MLPs, experts."""
 
 from collections.abc import Sequence
 
@@ -77,8 +77,8 @@ def expert_rules(ours: str, theirs: str, names: tuple[str, str, str]) -> list[Ru
 
   Args:
     ours: path of the router and the experts.
-    theirs: first part of the names of their tensors.
-    names: of the activated branch, the other branch and the output.
+    theirs: prefix of the Hugging Face tensor names.
+    names: names of the activated branch, the other branch and the output.
   """
   kernels = (('wi_0', 'mlp embed'), ('wi_1', 'mlp embed'), ('wo', 'embed mlp'))
   return [
@@ -96,7 +96,7 @@ def expert_rules(ours: str, theirs: str, names: tuple[str, str, str]) -> list[Ru
 
 
 def joined_expert_rules(ours: str, theirs: str) -> list[Rule]:
-  """Returns the rules for a router and gated experts that are two tensors in each layer.
+  """Returns the rules for a router and gated experts whose kernels are two tensors per layer.
 
   transformers 5 writes them with `save_original_format=False`. Arguments as in `expert_rules`.
   """

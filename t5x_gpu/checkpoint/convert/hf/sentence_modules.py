@@ -1,4 +1,4 @@
-"""The modules of sentence-transformers around an encoder: how its tokens become a text's vector.
+"""sentence-transformers' modules around an encoder: how token states become a text's vector.
 
 `modules.json` lists them: the encoder, a pooling with its own config.json, and perhaps a
 normalization. Without that file, sentence-transformers takes the mean of the tokens.
@@ -19,7 +19,8 @@ FILES = (MODULES, 'sentence_bert_config.json', 'config_sentence_transformers.jso
 _POOLING, _NORMALIZE = '1_Pooling', '2_Normalize'
 _TYPE = 'sentence_transformers.models.'
 _MODULES = ListOf(Fields({'type': str, 'path': str}))
-# Our names -> theirs. Of several modes, theirs joins the vectors.
+# t5x_gpu's names -> sentence-transformers'. Several modes at once, which join vectors there, are
+# refused.
 _MODES = {'first_token': 'cls_token', 'mean': 'mean_tokens'}
 
 
@@ -27,7 +28,7 @@ def read_modules(folder: pathlib.Path) -> Optional[dict[str, Any]]:
   """Returns the arguments of `EncoderModel` that modules.json sets; None without that file.
 
   Raises:
-    CheckpointError: a file cannot be read, or names something that our models do not have.
+    CheckpointError: a file cannot be read, or names something that is not supported.
   """
   path = folder / MODULES
   if not path.is_file():
@@ -65,12 +66,12 @@ def _refused(path: pathlib.Path, what: str) -> CheckpointError:
 
 
 def write_modules(model: ModelFields, folder: pathlib.Path, *, is_new: bool) -> None:
-  """Writes modules.json and the files that it names, unless those in `folder` say the same.
+  """Writes modules.json and the files that it names, unless `folder` has equivalent files.
 
   Args:
     model: an embedding model.
-    folder: of a Hugging Face model.
-    is_new: whether the folder does not follow an original, which may have had no such file.
+    folder: folder of a Hugging Face model.
+    is_new: False if the folder reproduces an original model, which may have lacked modules.json.
   """
   options = {**OPTIONS['encoder'], **model.options}
   wanted = {name: options[name] for name in ('pooling', 'normalize')}

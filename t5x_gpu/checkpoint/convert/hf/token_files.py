@@ -1,4 +1,4 @@
-"""Token ids in the files next to the weights: of the tokenizer, and of what starts a text."""
+"""Checks the token ids in files next to the weights: tokenizer, start and end tokens."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ _error = functools.partial(CheckpointError, docs='convert.md#refused')
 def check_start(folder: pathlib.Path) -> None:
   """Raises CheckpointError if generation_config.json starts a decoder with an id other than 0.
 
-  Our decoders start with 0; config.json is checked with its other keys.
+  t5x_gpu's decoders start with 0. config.json's start id is checked with its other keys.
   """
   path = folder / GENERATION
   start = _read(path).get('decoder_start_token_id')
@@ -34,7 +34,7 @@ def check_start(folder: pathlib.Path) -> None:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-  """Returns a JSON object, empty without the file."""
+  """Returns the JSON object in a file; {} if the file does not exist."""
   try:
     return read_json(path, dict) if path.is_file() else {}
   except (ValueError, OSError) as e:
@@ -45,12 +45,12 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def end_differences(
   folder: pathlib.Path, config: Mapping[str, Any], *, vocab_size: int
 ) -> list[str]:
-  """Returns where the files disagree on the tokens that end a text, in sentences.
+  """Returns sentences on where the files disagree about the tokens that end a text.
 
   Args:
-    folder: of the files.
+    folder: folder of the files.
     config: its config.json.
-    vocab_size: of the model.
+    vocab_size: vocabulary size of the model.
   """
   ends: dict[str, list[Any]] = {}
   for file, content in (('config.json', config), (GENERATION, _read(folder / GENERATION))):

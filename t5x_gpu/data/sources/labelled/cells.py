@@ -1,6 +1,6 @@
-"""One field of a row as a text, a label, labels or a number.
+"""Parses a field of a row as a text, a label, labels or a number.
 
-Errors (DataError) name the place and the column.
+Errors (DataError) name the row and the column.
 """
 
 import math
@@ -10,8 +10,8 @@ from t5x_gpu.data.features import SCORE_UNIT
 from t5x_gpu.data.sources.rows import NAME
 from t5x_gpu.errors import DataError
 
-LARGEST_SCORE = 200_000  # in ten-thousandths it fits into 4 bytes
-_SEPARATOR = ','  # of the labels in one field of .csv and .tsv
+LARGEST_SCORE = 200_000  # in ten-thousandths, fits into 4 bytes
+_SEPARATOR = ','  # between the labels in a field of .csv and .tsv
 
 
 def refuse(what: str, *, fix: str) -> NoReturn:
@@ -33,7 +33,7 @@ def cell_listed(value: Any, column: str, where: str) -> list[Any]:
 
 
 def cell_text(value: Any, column: str, where: str) -> str:
-  """Returns a text that is not empty."""
+  """Returns a non-empty text."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or isinstance(value, str) and not value.strip():
     refuse(f'{where} has no text in {column!r}.', fix='Fill it in, or remove the row.')
@@ -46,7 +46,7 @@ def cell_text(value: Any, column: str, where: str) -> str:
 
 
 def _checked(value: str, column: str, where: str) -> str:
-  """Returns a text that UTF-8 can hold."""
+  """Returns a text that UTF-8 can encode."""
   try:
     value.encode()
   except UnicodeEncodeError as e:

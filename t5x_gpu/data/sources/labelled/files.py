@@ -40,9 +40,9 @@ class _Kind:
   """The columns of one kind of rows.
 
   Attributes:
-    usual: names that are found in upper or lower case; the first ones follow `#` in a spelling.
+    usual: default names, matched in upper or lower case; also the names to use after `#`.
     more: further names after `#` -> field of `LabelColumns`.
-    finds_more: whether these are found by their names as well.
+    finds_more: whether the names in `more` are also found without `#`.
   """
 
   usual: tuple[tuple[str, str], ...]
@@ -72,7 +72,7 @@ KINDS = {
   ),
 }
 
-# Values of a row by column, and the place of the row.
+# Values of a row by column, and file and position of the row.
 _Record = tuple[Mapping[str, Any], str]
 
 
@@ -81,10 +81,10 @@ class LabelColumns:
   """Names of columns.
 
   Attributes:
-    text: of the text, of words, or of the first text of a sentence pair.
-    label: of the label, labels or tags, or of the second text of a sentence pair.
-    text2: of the second text of a pair with a label, or of the hard negative; or None.
-    score: of the score of a sentence pair, or None.
+    text: column of the text, the words, or the first text of a sentence pair.
+    label: column of the label, labels or tags, or the second text of a sentence pair.
+    text2: column of the second text of a pair with a label, or of the hard negative; or None.
+    score: column of the score of a sentence pair, or None.
   """
 
   text: str
@@ -104,10 +104,10 @@ class LabelledReader:
 
   Attributes:
     form: a key of `FORMS`.
-    columns: None for those with the usual names.
-    kind: 'classification', one label per row; 'multi_label', any number of them;
+    columns: None to find columns by their usual names.
+    kind: 'classification', one label per row; 'multi_label', any number of labels;
       'token_classification', a list of words and a list of their tags; 'regression', a number per
-      row; or 'sentence_pairs', two texts, maybe with a third, a hard negative, or with a score.
+      row; or 'sentence_pairs', two texts, optionally with a third (a hard negative) or a score.
   """
 
   form: str
@@ -115,7 +115,7 @@ class LabelledReader:
   kind: str = 'classification'
 
   def __call__(self, path: str) -> list[LabelledRow]:
-    """Returns all rows. Raises DataError, naming the place, if any is bad."""
+    """Returns all rows. Raises DataError, naming file and row, if a row is invalid."""
     try:
       rows = [
         _labelled_row(values, columns, where, kind=self.kind)
@@ -147,10 +147,10 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
   """Returns reader and pattern of 'FORM:PATTERN' or 'FORM:PATTERN#text=COLUMN,label=COLUMN'.
 
   Args:
-    spelled: what follows the name of the task.
+    spelled: the part after the name of the task.
     kind: see `LabelledReader`.
   Raises:
-    DataError: no such form, or the columns are not a text and a label.
+    DataError: the form is unknown, or the columns are not a text and a label.
   """
   (text, label), more = KINDS[kind].usual[0], KINDS[kind].more
   form, _, rest = spelled.partition(':')
@@ -183,7 +183,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
 def _columns(
   names: Sequence[str], chosen: Optional[LabelColumns], kind: str, where: str
 ) -> LabelColumns:
-  """Returns the columns to read, out of `names`."""
+  """Returns the columns to read among `names`."""
   if chosen is None:
     lower = [name.lower() for name in names]
     found = {name: names[i] for i, name in enumerate(lower) if lower.count(name) == 1}

@@ -1,6 +1,6 @@
-"""Snippets of the standard library, labelled by their package: real text on every machine.
+"""Snippets of the standard library, labelled by package: real text available on every machine.
 
-Names, idioms and comments reveal the package, and training never sees the files of validation.
+Names, idioms and comments reveal the package. Training never sees the files of validation.
 """
 
 import functools
@@ -33,12 +33,12 @@ PACKAGES = (
   'xml',
   'xmlrpc',
 )
-# With its end of sequence a snippet fills at most 256 byte tokens.
+# With its end-of-sequence token, a snippet has at most 256 byte tokens.
 MAX_BYTES = 255
 # The rest of a file is dropped if it is shorter.
 MIN_BYTES = 32
-# Files go to validation, in the order of a hash, until it has the first share of a package's bytes.
-# A file that would exceed the second share stays in training.
+# Files go to validation, in the order of a hash, until validation has the first share of a
+# package's bytes. A file that would exceed the second share stays in training.
 VALIDATION_SHARE, MAX_VALIDATION_SHARE = 0.15, 0.45
 
 
@@ -100,7 +100,7 @@ def python_snippets() -> LabelledTexts:
   """Returns snippets of `PACKAGES` by split; each file is in one split.
 
   Raises:
-    DataError: the interpreter does not have these packages in source form.
+    DataError: the interpreter's packages are not in source form.
   """
   root = sysconfig.get_paths()['stdlib']
   texts: dict[str, list[str]] = {'train': [], 'validation': []}

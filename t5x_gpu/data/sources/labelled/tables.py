@@ -1,7 +1,7 @@
 """Labelled texts by split, from rows of files; errors name file and line. No TF.
 
 A labelled data set is small compared to pretraining text (IMDb: 66 MB), so it is read and checked
-in full when it is opened: a bad row shows then, not in the third epoch.
+in full at startup: an invalid row is reported immediately, not in the third epoch.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from t5x_gpu.data.sources.discovery import VALIDATION_ONE_IN
 from t5x_gpu.errors import DataError, did_you_mean, listed
 
 _NAME = ('DatasetConfig.mixture_or_task_name',)
-# Words in a file's name -> the split that it belongs to.
+# Word in a file name -> split of the file.
 _SPLIT_WORDS = {
   'train': 'train',
   'training': 'train',
@@ -33,7 +33,7 @@ COLA_CLASSES = ('unacceptable', 'acceptable')
 
 @dataclasses.dataclass(frozen=True)
 class LabelledRow:
-  """A text and its labels as spelled in the file; `where` is file:line.
+  """A text and its labels as spelled in the file.
 
   Attributes:
     text: the text, or its words.
@@ -53,9 +53,9 @@ class LabelledTexts:
   """Labelled texts by split.
 
   Attributes:
-    class_names: names in the order of their numbers.
-    texts: split -> texts, each maybe a tuple of words.
-    labels: split -> class numbers of these texts: one, or a list for each.
+    class_names: names in the order of the class numbers.
+    texts: split -> texts; a text may be a tuple of words.
+    labels: split -> class number, or list of class numbers, of each text.
     texts2: split -> the second texts of pairs; None without pairs.
   """
 
@@ -72,10 +72,10 @@ def _refuse(what: str, *, fix: str) -> NoReturn:
 def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
   """Returns split -> files, by the words train, dev, valid, validation, test in the file names.
 
-  None: no name has such a word, so a hash of the text assigns the split.
+  Returns None if no name has such a word; a hash of the text then assigns the split.
 
   Raises:
-    DataError: some names have such a word and others do not.
+    DataError: only some names have such a word.
   """
   by_split: dict[str, list[str]] = {}
   unnamed = []
@@ -89,7 +89,7 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
     _refuse(
       f'The names of {len(files) - len(unnamed)} files give their split ('
       + ', '.join(os.path.basename(p) for p in sum(by_split.values(), [])[:4])
-      + f'), those of {len(unnamed)} do not: '
+      + f'), the names of {len(unnamed)} do not: '
       + ', '.join(os.path.basename(p) for p in unnamed[:4])
       + '.',
       fix='Narrow the pattern, or put train, dev or test into each name. If no name has such a '
@@ -99,9 +99,9 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
 
 
 def clear_splits(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
-  """Returns split -> files if all names have such a word and some files are for training.
+  """Returns split -> files if all names contain a split and some files are for training.
 
-  None: a hash assigns the split.
+  Returns None otherwise; a hash then assigns the split.
   """
   splits = [_split_of(path) for path in files]
   if None not in splits and 'train' in splits:
@@ -133,7 +133,7 @@ def read_cola(path: str) -> list[LabelledRow]:
   """Returns the rows of a .tsv file of CoLA: source, label 0 or 1, author's mark, sentence.
 
   Raises:
-    DataError, with file:line: another number of columns, another label, no sentence, no rows.
+    DataError, with file:line: a wrong number of columns, an unknown label, no sentence, or no rows.
   """
   rows = []
   try:
@@ -179,7 +179,7 @@ def _read(read: Reader, path: str, size: int, modified_ns: int) -> tuple[Labelle
 
 
 def _rows_by_split(files: Sequence[str], read: Reader) -> dict[str, list[LabelledRow]]:
-  """Returns split -> rows; 'train' has none of 'validation' yet if no file is for validation."""
+  """Returns split -> rows by file names; does not split off a validation set yet."""
   by_split = files_by_split(files) or {'train': list(files)}
   if 'train' not in by_split:
     _refuse(
@@ -207,7 +207,7 @@ def _with_validation(rows: dict[str, list[LabelledRow]]) -> dict[str, list[Label
 
 
 def scored_texts(files: Sequence[str], *, read: Reader) -> LabelledTexts:
-  """Returns texts, or tuples of texts, by split, as `labelled_texts`; their labels are scores."""
+  """Returns texts, or tuples of texts, by split, as `labelled_texts`; labels are scores."""
   return _by_split(
     _with_validation(_rows_by_split(files, read)), label=lambda row: int(row.labels[0])
   )
@@ -242,17 +242,17 @@ def labelled_texts(
 ) -> LabelledTexts:
   """Returns all rows of `files` by split.
 
-  The file names give the split (`files_by_split`). Without a file for validation, a hash of the
-  text puts about 1 row in 20 there.
+  The file names determine the split (`files_by_split`). Without a validation file, a hash of the
+  text assigns about 1 row in 20 to validation.
 
   Args:
     files: paths.
     read: reads a file; equal readers share a cache.
-    class_names: in order. None: the labels of the training rows; numbers in numerical order, words
-      in alphabetical order.
-    several: rows have any number of labels.
+    class_names: class names in order. None to use the labels of the training rows; numbers in
+      numerical order, words in alphabetical order.
+    several: whether rows have any number of labels.
   Raises:
-    DataError: a bad row; fewer than two classes; a label that training does not have.
+    DataError: an invalid row; fewer than two classes; a label that is not in the training rows.
   """
   rows = _rows_by_split(files, read)
   used = {label: row for row in reversed(rows['train']) for label in row.labels}
