@@ -1,4 +1,4 @@
-"""Package metadata. Released versions only; the ranges are the ones that the tests run on."""
+"""Package metadata. Released versions only; the tests run on these ranges."""
 
 import pathlib
 

@@ -16,7 +16,7 @@ def write_tfds(data_dir, name, rows, *, features=None):
     data_dir: the folder of all datasets, as of --tfds_data_dir.
     name: 'glue/cola:1.0.0'.
     rows: split -> examples.
-    features: of the dataset; None for those that TFDS has for it.
+    features: features of the dataset; None for TFDS's features.
   Returns:
     The folder of the dataset.
   """

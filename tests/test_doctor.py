@@ -436,7 +436,7 @@ def test_each_process_prints_its_own_failures_with_its_host_and_number(tmp_path)
     f'{socket.gethostname()}, process 1: FAIL  devices     jax runs on cpu, 1 expected' in second
   ), second
   assert [doctor.returncode for doctor in doctors] == [1, 1]
-  assert 'all-reduce' not in first + second  # nobody waits for GPUs that are not there
+  assert 'all-reduce' not in first + second  # no process waits for missing GPUs
 
 
 @pytest.mark.slow  # two processes that measure, like the test above

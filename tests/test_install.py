@@ -122,7 +122,7 @@ def test_installed_package_is_the_one_that_ran(installed, tmp_path):
 
 
 def test_requirements_are_what_the_tests_run_on(installed):
-  # Else the tests would say nothing about what users get.
+  # Else the tests would not test the package that users get.
   (distribution,) = importlib.metadata.distributions(path=[str(installed)])
   requirements = [Requirement(text) for text in distribution.requires]
   wrong = [

@@ -80,7 +80,7 @@ def test_code_blocks_parse(path):
 
 
 def settings_of(text: str) -> list[tuple[int, str]]:
-  """Returns (line, gin) of the blocks that set something, whatever they are marked as."""
+  """Returns (line, gin) of the blocks that set a value, for any language mark."""
   indented = re.finditer(r'(?:^    .*\n)+', prose(text), re.MULTILINE)
   found = [(n, code) for n, _, code in fenced(text)]
   found += [(text.count('\n', 0, m.start()) + 1, textwrap.dedent(m[0])) for m in indented]

@@ -50,12 +50,12 @@ ATTACKS = {
   ),
   'a module that does it on import': ('import evil', 'mlp_dim = @evil.get()', ''),
   'a reference that is not called': ('import evil', 'mlp_dim = @evil.get', ''),
-  'through a module of ours': (
+  'through a t5x_gpu module': (
     'from t5x_gpu import launch',
     'mlp_dim = @launch.subprocess.getoutput()',
     "launch.subprocess.getoutput.cmd = 'touch ran'\n",
   ),
-  'a function of ours': (
+  'a t5x_gpu function': (
     'from t5x_gpu import cli',
     'mlp_dim = @cli.run_main()',
     'cli.run_main.main = @evil.get',
@@ -83,7 +83,7 @@ def folder(tmp_path, monkeypatch):
 
 
 # Those that fail without our help: their values have the wrong types, or their names clash.
-FAIL_ANYWAY = ('in a list', 'as a key', 'a function of ours')
+FAIL_ANYWAY = ('in a list', 'as a key', 'a t5x_gpu function')
 
 
 def attacked(text: str, name: str) -> str:

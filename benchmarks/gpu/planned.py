@@ -29,7 +29,7 @@ def planned(
   Args:
     program, run: what is measured.
     step: as jax compiled it.
-    device_kind: of the card.
+    device_kind: device kind of the card.
     results: file of earlier results, whose ceilings replace assumed ones in `calibrated_seconds`.
   """
   gpu = target_of_kind(device_kind)

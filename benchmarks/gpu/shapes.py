@@ -93,7 +93,7 @@ class Shape:
     family: 'decoder', 'encoder' (masked language model) or 'encoder_decoder'.
     config: arguments of TransformerConfig, without dropout.
     rope: rotary positions.
-    rows: of a batch, the largest first; the first that fits into memory is timed.
+    rows: batch sizes, largest first; the first that fits into memory is timed.
     length: tokens of a row (of each of inputs and targets for 'encoder_decoder').
     remat_policy: of our step; PyTorch's stores everything.
   """

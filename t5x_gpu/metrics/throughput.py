@@ -94,16 +94,16 @@ class StepTimer:
     self._total_steps = total_steps
     self._step = first_step
     self._inside: Optional[str] = None  # name of the current wait or pause
-    # Of the current step:
+    # Current step:
     self._started = clock()
     self._paused = 0.0
     self._waited = 0.0
-    # Of the window:
+    # Per window:
     self._seconds: list[float] = []
     self._wait_seconds = 0.0
     self._parts = dict.fromkeys((_DISPATCH, _DEVICE_WAIT), 0.0)
     self._pauses: dict[str, float] = {}
-    # Of the whole process:
+    # For the whole process:
     self.totals: collections.Counter[str] = collections.Counter()  # seconds by name
     # For the ETA: (step seconds, seconds of pauses in the step).
     self._recent: collections.deque[tuple[float, float]] = collections.deque(maxlen=_ETA_STEPS)

@@ -50,7 +50,7 @@ def written(tmp_path_factory):
     mesh = json.loads((folder / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())['mesh']
     assert mesh == dict(topologies.program(name).layout.mesh.shape)
   meshes = {json.dumps(dict(topologies.program(name).layout.mesh.shape)) for name in NAMES}
-  assert len(meshes) == 17  # circular_2 has that of stage_2
+  assert len(meshes) == 17  # circular_2 has the same layout as stage_2
   return folders
 
 

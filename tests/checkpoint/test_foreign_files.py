@@ -65,7 +65,7 @@ FOREIGN = [
 
 
 def entries(folder: pathlib.Path) -> dict:
-  """Returns every entry below `folder`, links as such, but those of the run."""
+  """Returns every entry below `folder` except the run's, without following links."""
 
   def kind(path: pathlib.Path):
     return (

@@ -111,7 +111,7 @@ def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, chan
 
 
 def index_of(folder: pathlib.Path, *, file: str) -> Index:
-  content = b'rows of somebody'
+  content = b'rows of another'
   shard = Shard(
     file=file,
     rows=3,

@@ -70,7 +70,7 @@ def facts_of(state, step: int, **changes):
 
 
 def tiers_of(tmp_path, layout: str, hosts: Hosts, *, attempt: str = 'first') -> list[LocalTier]:
-  """Returns the tier of each process; its folder is that of its host."""
+  """Returns the tier of each process, in the folder of its host."""
   model_dir = tmp_path / 'model'
   model_dir.mkdir(exist_ok=True)
   copies = plan_copies(program(layout).abstract_state, hosts)
@@ -105,7 +105,7 @@ def save_all(tmp_path, layout: str, hosts: Hosts, *steps: int, **options) -> Non
 
 
 def tier_that_sees(tmp_path, layout: str) -> LocalTier:
-  """Returns that of a process which finds the folder `seen`."""
+  """Returns the tier of a process that finds the folder `seen`."""
   copies = plan_copies(program(layout).abstract_state, TOGETHER)
   return LocalTier(
     tmp_path / 'seen',
@@ -166,7 +166,7 @@ def test_every_part_is_kept_on_two_hosts_and_sent_only_where_it_must_be(layout, 
     for device, index in holders.items():
       hosts_of[str(index)].add(hosts.keys[hosts.process_of(device)])
     assert (i in copies.sent) == (min(map(len, hosts_of.values())) == 1)
-  # No process carries much more than its share, whatever the others hold.
+  # No process carries much more than its share, for any distribution of the parts.
   assert max(copies.bytes_of) <= 1.3 * sum(copies.bytes_of) / len(copies.bytes_of)
 
 

@@ -272,9 +272,9 @@ def test_a_first_save_that_the_storage_cuts_off_fails_although_nothing_can_be_li
 )
 def test_errors_name_the_problem_and_the_variables_that_are_read(server, what, options, part):
   with server.used(**options), pytest.raises(CheckpointError) as failed:
-    check_model_dir('s3://nobody-has-this/run', target=abstract(new_state()))
+    check_model_dir('s3://no-such-bucket/run', target=abstract(new_state()))
   text = str(failed.value)
-  assert part in text and 's3://nobody-has-this/run' in text
+  assert part in text and 's3://no-such-bucket/run' in text
   assert 'AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY' in text
   assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in text]
 

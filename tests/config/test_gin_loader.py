@@ -225,7 +225,7 @@ def test_config_layer_imports_neither_jax_nor_tensorflow():
 
 
 def test_a_module_run_with_dash_m_finds_its_importable_entry(project):
-  """`python -m app.main` has two `train`: __main__.train, and the one that the gin file names."""
+  """`python -m app.main` has two `train`: __main__.train, and the function in the gin file."""
   write(
     project / 'app/main.py',
     'from t5x_gpu.config import gin_loader\n'

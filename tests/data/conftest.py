@@ -27,7 +27,7 @@ def _text_folder(tmp_path):
 
 @pytest.fixture(name='mixed_rows', scope='session')
 def _mixed_rows(tmp_path_factory):
-  """A prepared mixture of 6 : 3 : 1 with packed rows of 32 tokens; nobody may change it."""
+  """A prepared mixture of 6 : 3 : 1 with packed rows of 32 tokens; tests must not change it."""
   folder = tmp_path_factory.mktemp('mixed_rows')
   prepare_here('mixed', folder, num_parts=2)
   prepare_here('mixed', folder, num_parts=1, split='validation')

@@ -227,7 +227,7 @@ def test_two_at_once_are_distinguished(copied):
   assert prepare_here('mixed', copied) == 'nothing to do' and not unfinished.exists()
 
 
-@pytest.mark.slow  # as the one of the checkpoints, which is in make test
+@pytest.mark.slow  # like the test of the checkpoints, which is in make test
 def test_a_full_disk_is_named_and_the_finished_shards_stay(tmp_path):
   with small_disk(tmp_path / 'disk', size='200k') as disk:
     with pytest.raises(DataError, match='No space left on device.*Finished shards are kept'):

@@ -120,7 +120,7 @@ def test_a_dataset_that_tfds_does_not_know_is_named(tmp_path):
 
 
 def of_two_datasets(folder, *, data_dir='named'):
-  """A task whose splits are those of two datasets, in a folder that it names or the usual one."""
+  """A task whose splits come from two datasets, in a folder that it names or the usual folder."""
   options = {'data_dir': str(folder)} if data_dir == 'named' else {}
   source = seqio.TfdsDataSource(
     splits={

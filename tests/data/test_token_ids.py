@@ -1,4 +1,4 @@
-"""No id has a meaning by its number: each token of a text has a loss, whatever its id is."""
+"""No id has a meaning by its number: each token of a text has a loss, for any id."""
 
 import collections
 import json

@@ -17,7 +17,7 @@ from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import RelativeBuckets
 from tests.gpu.helpers_numerics import ON_GPU, assert_close
 
-# Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
+# Libraries may warn about the jax of a GPU machine, which does not affect numbers.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 BATCH, LENGTH, HEADS, HEAD_DIM = (2, 512, 8, 64) if ON_GPU else (2, 64, 4, 8)
@@ -84,7 +84,7 @@ def segments(ends: tuple[int, ...], length: int) -> np.ndarray:
 
   Args:
     ends: as in Case.
-    length: of a row.
+    length: length of a row.
   """
   rows = []
   for shift in range(BATCH):

@@ -8,7 +8,7 @@ import pytest
 from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul
 from tests.gpu.helpers_numerics import ON_GPU, assert_close
 
-# Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
+# Libraries may warn about the jax of a GPU machine, which does not affect numbers.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 BLOCK, INPUTS, FEATURES = (128, 256, 512) if ON_GPU else (8, 64, 128)

@@ -8,7 +8,7 @@ from t5x_gpu.models.linear_cross_entropy import TokenLoss, linear_cross_entropy
 from t5x_gpu.models.losses import cross_entropy
 from tests.gpu.helpers_numerics import ON_GPU, assert_close
 
-# Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
+# Libraries may warn about the jax of a GPU machine, which does not affect numbers.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 TOKENS, EMBED, VOCAB = (1000, 512, 32000) if ON_GPU else (50, 16, 100)

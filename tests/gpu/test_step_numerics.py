@@ -17,7 +17,7 @@ from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
 from tests.gpu.helpers_numerics import ON_GPU, error, errors
 
-# Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
+# Libraries may warn about the jax of a GPU machine, which does not affect numbers.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 ROWS, LENGTH = (8, 256) if ON_GPU else (4, 32)

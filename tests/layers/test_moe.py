@@ -66,7 +66,7 @@ def reference(params, x, ids, kept):
   """Returns what every expert makes of every token, weighted by the gates; gated GELU.
 
   Args:
-    params: of a MoeMlp.
+    params: parameters of a MoeMlp.
     x: [batch, length, embed].
     ids, kept: [batch, length, k] the chosen experts and whether they had room.
   """
@@ -188,7 +188,7 @@ def test_the_router_chooses_in_float32_whatever_the_dtype(x):
   params['wo'] = {'kernel': params['wo']['kernel'].at[0].set(0.0)}
   out = apply(module, params, np.abs(x).astype(jnp.bfloat16))
   assert out.dtype == jnp.bfloat16
-  assert (np.asarray(out, np.float32) != 0).any(-1).all()  # nobody went to expert 0
+  assert (np.asarray(out, np.float32) != 0).any(-1).all()  # no token went to expert 0
 
 
 def test_experts_are_drawn_as_so_many_mlps():

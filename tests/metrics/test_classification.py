@@ -1,4 +1,4 @@
-"""Scores of classification are the textbook's, whatever the batches, and the picture shows them."""
+"""Scores of classification equal the textbook's for any batches, and the picture shows them."""
 
 import csv
 import math

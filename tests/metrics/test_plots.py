@@ -1,4 +1,4 @@
-"""Pictures are drawn from whatever a run left, and the smoothed curve is where the loss is."""
+"""Pictures are drawn from the files of any run, and the smoothed curve follows the loss."""
 
 import json
 import math

@@ -248,7 +248,7 @@ def test_adapters_of_one_stack_of_an_encoder_decoder_train_as_on_one_device(layo
 
 @pytest.mark.slow
 def test_no_gradient_of_a_frozen_kernel_is_computed():
-  """A step has fewer FLOPs: 4 of 6 per weight, and those of the factors."""
+  """A step has fewer FLOPs: 4 of 6 per weight, plus the FLOPs of the factors."""
   base = DecoderOnlyModel(config(dropout_rate=0.0, scan_unroll=4))
 
   def flops(model) -> float:

@@ -121,6 +121,6 @@ def test_only_the_gpu_that_was_measured_takes_the_values(found_here):
   assert calibrated(file, h100, mine).gemm_efficiency == pytest.approx(0.7)
   check_is_used(file, [b200, h100])
   check_is_used('none', [b200])
-  with pytest.raises(ConfigError, match='says nothing about NVIDIA B200 or NVIDIA H200') as e:
+  with pytest.raises(ConfigError, match='does not apply to NVIDIA B200 or NVIDIA H200') as e:
     check_is_used(file, [b200, h200])
   assert '--gpu=h100' in e.value.fix and '--gin.Assumptions.gemm_efficiency=0.7' in e.value.fix

@@ -1,4 +1,4 @@
-"""Output that nobody takes does not end a command that has another product."""
+"""Output without a reader does not end a command that has another product."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Adafactor is T5X's, whatever the sizes: on scanned parameters, on layers one by one, and with
+"""Adafactor equals T5X's for all sizes: on scanned parameters, on layers one by one, and with
 heads joined with their features."""
 
 import jax

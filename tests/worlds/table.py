@@ -32,7 +32,7 @@ class World:
   """A kind of place.
 
   Attributes:
-    name: of the world, unique.
+    name: name of the world, unique.
     kind: worlds of different kinds can be combined.
     change: changes a plain Place.
     flows: names of the flows that this world can reach.

@@ -101,7 +101,7 @@ def combined() -> list[tuple[tuple[World, ...], str]]:
   found = []
   for _ in range(max(map(len, kinds))):
     flow, worlds = next(flows), []
-    for kind in kinds:  # the one that has waited longest
+    for kind in kinds:  # the world that has waited longest
       worlds.append(next(w for w in kind if flow not in w.changes))
       kind.remove(worlds[-1])
       kind.append(worlds[-1])

@@ -86,7 +86,7 @@ class LocalFile:
       part: one of `parts`.
       shape: shape of the whole array.
     Raises:
-      ValueError: the values differ from those that were written.
+      ValueError: the values differ from the written values.
       OSError: the file cannot be read.
     """
     dtype = jnp.dtype(part.dtype)

@@ -167,7 +167,7 @@ def model_rows(
 ) -> tf.data.Dataset:
   """Returns rows of model features, without `masks` if id 0 is certainly padding.
 
-  Without masks, the operations equal those of version 0.2, whose buffers can then be continued;
+  Without masks, the operations are the same as in version 0.2, whose buffers can be continued;
   `batches.with_masks` adds the masks.
 
   Args:

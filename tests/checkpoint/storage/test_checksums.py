@@ -1,4 +1,4 @@
-"""Checksums are those of the values alone: of no sharding, no order of parts, no program."""
+"""Checksums depend only on the values, not on sharding, order of parts, or program."""
 
 import json
 import random

@@ -37,7 +37,7 @@ def test_prune_shows_first_and_then_removes_what_it_showed(tmp_path):
 
 def test_prune_removes_nothing_that_it_does_not_know(tmp_path):
   folder = folder_with(tmp_path, 10, 20)
-  (folder / 'checkpoint_5').mkdir()  # somebody's own
+  (folder / 'checkpoint_5').mkdir()  # another user's file
   (folder / 'checkpoint_5/notes').write_text('mine')
   shutil.copytree(folder / 'checkpoint_10', folder / 'checkpoint_15')
   shutil.rmtree(folder / 'checkpoint_15/manifest')

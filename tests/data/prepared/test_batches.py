@@ -286,7 +286,7 @@ def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, op
   assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
   with pytest.raises(DataError, match="'mixed' has no metrics"):
     data_module.open_evaluated_tasks(config, feature_converter='lm')
-  other = dataclasses.replace(config, split='another')  # whatever split it is, the text is its
+  other = dataclasses.replace(config, split='another')  # for every split
   assert data_module.open_vocabulary(other, feature_converter='lm').name == 'byte'
   assert data_module.open_class_names(other) is None
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.tf
 
 
 def write_lines(path, num_good, *, bad=()):
-  """Writes JSON lines, those of the numbers `bad` (from 1) broken."""
+  """Writes JSON lines; the lines with the numbers `bad` (from 1) are broken."""
   lines = [f'{{"text": "good {i}"}}' for i in range(1, num_good + len(bad) + 1)]
   for number in bad:
     lines[number - 1] = '{"text": "cut'

@@ -364,7 +364,7 @@ def test_tables_have_the_messages_of_json_lines_without_nulls_that_nobody_wrote(
   tmp_path, kind, form
 ):
   records = [_calls('weather', city='Lima'), _calls('add', a='1', b='2')] * 20
-  if kind == 'json':  # whose nulls somebody wrote
+  if kind == 'json':  # with explicit nulls
     records[0]['messages'][1]['tool_calls'][0]['function']['arguments']['unit'] = None
   table = _json_table(records) if kind == 'json' else pa.Table.from_pylist(records)
   (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))

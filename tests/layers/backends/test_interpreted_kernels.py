@@ -1,6 +1,6 @@
 """Tokamax's Triton kernels, interpreted by Pallas on the CPU, equal plain JAX in float32.
 
-Cases, inputs and bands are those of tests/gpu. Mosaic's kernels cannot be interpreted: see
+Cases, inputs and bands are the same as in tests/gpu. Mosaic's kernels cannot be interpreted: see
 docs/decisions.md.
 """
 

@@ -231,7 +231,7 @@ def test_a_run_of_an_mlflow_server_is_continued_over_http(project, monkeypatch, 
   import mlflow
 
   address, folder = mlflow_server
-  monkeypatch.setenv('MLFLOW_TRACKING_USERNAME', 'somebody')
+  monkeypatch.setenv('MLFLOW_TRACKING_USERNAME', 'a-user')
   monkeypatch.setenv('MLFLOW_TRACKING_PASSWORD', KEY)
   flags = (
     "--gin.LOGGERS=('terminal', 'jsonl', 'mlflow')",

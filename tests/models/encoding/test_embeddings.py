@@ -1,4 +1,4 @@
-"""Embeddings: a text's vector does not depend on its row, the loss is that of the global batch."""
+"""Embeddings: a text's vector does not depend on its row; the loss covers the global batch."""
 
 import dataclasses
 

@@ -55,7 +55,7 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def params_of(model, seed: int = 0):
-  """Returns parameters, those of the policy other than the reference's."""
+  """Returns parameters; the policy's differ from the reference's."""
   params, _ = split_names(model.init(jax.random.key(seed), None))
   other, _ = split_names(model.init(jax.random.key(seed + 1), None))
   flat, other = (flax.traverse_util.flatten_dict(x, sep='/') for x in (params, other))

@@ -12,7 +12,7 @@ from t5x_gpu.training.guards.spikes import LEAST_NORMS, WINDOW, SpikeConfig, cho
 from tests.helpers_train import TINY_GIN, WATCHED_BATCHES, Project
 
 # In batches of $SPIKES the weights say so, and the model makes the loss of each row NaN.
-SPIKY = '''"""Batches of synthetic and a model for which those of $SPIKES spoil the loss."""
+SPIKY = '''"""Batches of synthetic and a model whose loss the batches in $SPIKES spoil."""
 
 import os
 

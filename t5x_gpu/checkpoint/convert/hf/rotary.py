@@ -91,7 +91,7 @@ def _read(config: Json, **options: Any) -> RotaryEmbedding:
     raise CheckpointError(
       f'config.json says rope_scaling = {config["rope_scaling"]} and rope_parameters = '
       f'{config["rope_parameters"]}, which differ.',
-      fix='Remove the one that does not belong to the weights; transformers uses rope_scaling.',
+      fix='Remove the key that does not belong to the weights; transformers uses rope_scaling.',
       docs='convert.md#families',
     )
   return old if config.get('rope_scaling') else new

@@ -401,7 +401,7 @@ def test_class_names_of_bert_are_kept():
   assert written['id2label'] == {'0': 'bad', '1': 'so', '2': 'good'}
   unnamed = {**CONFIGS['bert_classification'], 'id2label': {'0': 'LABEL_0', '1': 'LABEL_1'}}
   assert 'class_names' not in model_of(unnamed).options
-  # A model without names keeps those of the config.json that it is like.
+  # A model without names keeps the names in the config.json of `like`.
   plain = dataclasses.replace(model, options={**model.options, 'class_names': ()})
   like = to_hf(plain, family='bert', like=VARIANTS['bert_multi_label'])
   assert like['id2label'] == written['id2label']

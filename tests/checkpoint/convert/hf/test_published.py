@@ -1,6 +1,6 @@
 """The config.json files as published are read, and describe the models of gin_configs/models.
 
-Only the keys: token ids and versions are left out where they are those of every family.
+Only the keys: token ids and versions that every family has are left out.
 """
 
 import math
