@@ -404,7 +404,7 @@ def test_a_calibration_is_of_one_gpu(gin_file, tmp_path):
   found = [got[gpu]['assumptions']['memory_efficiency'] for gpu in got]
   assert [e['value'] for e in found] == [pytest.approx(0.85), 0.8]
   assert [e['source'].startswith('measured: ') for e in found] == [True, False]
-  with pytest.raises(ConfigError, match='says nothing about NVIDIA B200'):
+  with pytest.raises(ConfigError, match='does not apply to NVIDIA B200'):
     planned(gin_file, tmp_path, *dry, '--gpu=b200')
 
 

@@ -81,7 +81,7 @@ def check_is_used(flag: Optional[str], gpus: Sequence[GpuTarget]) -> None:
     planned = ' or '.join(dict.fromkeys(gpu.device_kind for gpu in gpus))
     settings = ' '.join(f'--gin.Assumptions.{name}={v:.3g}' for name, v in found.values.items())
     raise ConfigError(
-      f'--calibrate={flag} was measured on {found.gpu.device_kind}, which says nothing about '
+      f'--calibrate={flag} was measured on {found.gpu.device_kind}, which does not apply to '
       f'{planned}.',
       fix=f'Plan with --gpu={found.gpu.name}; or, if you expect the same of your GPU, write '
       f'{settings}.',
