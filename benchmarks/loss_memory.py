@@ -52,7 +52,7 @@ def measure(tokens: int, embed: int, vocab: int, *, gpu: str) -> list[dict[str, 
         'embed_dim': embed,
         'vocab_size': vocab,
         'num_chunks': num_chunks,
-        'temporary_bytes': memory_of(compiled).temporary_bytes,
+        'temporary_bytes': memory_of(compiled, compiled.as_text()).temporary_bytes,
         'flops': flops_per_device(lowered.as_text('hlo')),
       }
     )

@@ -63,6 +63,7 @@ def batches(num: int) -> list[dict[str, np.ndarray]]:
       'decoder_target_tokens': targets,
       'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
       'decoder_loss_weights': np.ones_like(targets),
+      'decoder_segment_ids': np.ones_like(targets),
     }
     for targets in rows
   ]

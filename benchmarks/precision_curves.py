@@ -63,6 +63,7 @@ def text_batches(num_steps: int) -> Iterator[dict[str, np.ndarray]]:
       'decoder_input_tokens': rows[:, :-1],
       'decoder_target_tokens': rows[:, 1:],
       'decoder_loss_weights': np.ones((BATCH, LENGTH), np.int32),
+      'decoder_segment_ids': np.ones((BATCH, LENGTH), np.int32),
     }
 
 
