@@ -86,10 +86,7 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
     yield from health.quick_checks(expect_gpus=request.expect_gpus)
     applied = xla_flags.prepare_environment(request.preset, environ=dict(os.environ))
     yield Check(
-      'xla flags',
-      WARN if applied.warnings else OK,
-      applied.line.removeprefix('xla preset: '),
-      '\n'.join(applied.warnings),
+      'xla flags', WARN if applied.warnings else OK, applied.summary, '\n'.join(applied.warnings)
     )
     topology = (
       run_with_deadline.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)

@@ -1,42 +1,73 @@
-"""Errors that a user can fix: what happened, the value, what is allowed, the fix.
+"""Errors that a user can fix, as values: what happened, what is allowed, the fix, the page.
 
 Raise them before anything compiles. Use `assert` for our own invariants. Commands print a
-`UserError` without a traceback and exit with code 1 (`t5x_gpu.cli`).
+`UserError` without a traceback and exit with code 1 (`t5x_gpu.cli`). Nothing parses these texts:
+code that decides something reads the fields of `Problem`.
 """
 
+import dataclasses
 import difflib
 import functools
-import re
 from collections.abc import Iterable, Sequence
 
-_PARAMETER = re.compile(r'\b(?:[A-Z]\w*|train)\.[a-z]\w*|\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b')
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """One thing that is wrong. A check returns a list of them.
+
+  Attributes:
+    what: what happened and what is allowed, with the values and the computed numbers, as full
+      sentences.
+    fix: what to do about it, with real parameter names and values that would work.
+    parameters: gin parameters involved (`'Partitioner.num_partitions'`); commands append where each
+      was set (`config.provenance`).
+  """
+
+  what: str
+  fix: str = ''
+  parameters: tuple[str, ...] = ()
+
+  def text(self, indent: str = '  ') -> str:
+    """Returns `what`, and the lines of `fix` below it with `indent`."""
+    return '\n'.join([self.what, *(indent + line for line in self.fix.splitlines())])
 
 
 class UserError(Exception):
-  """An error with a fix.
+  """An error with a fix: one `Problem`, or several under a title.
 
   Args:
-    what: what happened, with the offending values and computed numbers, as full sentences.
-    fix: what to do about it, with real parameter names and values that would work.
-    parameters: gin parameters involved (`'Partitioner.num_partitions'`); commands append where each
-      was set (`config.provenance`). By default those that `what` and `fix` name.
+    what: `Problem.what`; the title of `problems` if there are several.
+    fix: `Problem.fix`; if there are `problems`, one fix for all of them.
+    parameters: `Problem.parameters`; if there are `problems`, more parameters than they name.
     docs: page and anchor under docs/, `'mesh.md#sizes'`.
+    problems: at least one; by default the one that the other arguments describe.
   """
 
-  def __init__(self, what: str, *, fix: str = '', parameters: Iterable[str] = (), docs: str = ''):
-    self.what = what
-    self.fix = fix
-    self.parameters = tuple(parameters or dict.fromkeys(_PARAMETER.findall(f'{what} {fix}')))
-    self.docs = docs
+  def __init__(
+    self,
+    what: str,
+    *,
+    fix: str = '',
+    parameters: Iterable[str] = (),
+    docs: str = '',
+    problems: Sequence[Problem] = (),
+  ):
+    if len(problems) == 1:
+      what, fix = problems[0].what, '\n'.join(filter(None, (problems[0].fix, fix)))
+    named = [*(name for problem in problems for name in problem.parameters), *parameters]
+    self.parameters = tuple(dict.fromkeys(named))
+    self.problems = tuple(problems)
+    if len(problems) < 2:
+      self.problems = (Problem(what, fix, self.parameters),)
+    else:
+      numbered = (f'  {i}. {problem.text(" " * 5)}' for i, problem in enumerate(problems, 1))
+      what = '\n'.join([f'{what}: {len(problems)} problems.', *numbered])
+    self.what, self.fix, self.docs = what, fix, docs
     super().__init__(what)
 
   def __str__(self) -> str:
-    lines = [self.what]
-    if self.fix:
-      lines += ['  ' + line for line in self.fix.splitlines()]
-    if self.docs:
-      lines.append(f'  See docs/{self.docs}')
-    return '\n'.join(lines)
+    page = f'\n  See docs/{self.docs}' if self.docs else ''
+    return Problem(self.what, self.fix).text() + page
 
 
 class ConfigError(UserError):
@@ -85,6 +116,14 @@ class OutOfMemoryError(UserError):
 
 class TrainingError(UserError):
   """A run that must stop: the loss is not finite, or a step failed."""
+
+
+def bad_setting(settings: object, name: str, reason: str) -> Problem:
+  """Returns the problem `name = value reason` of a dataclass that gin configures by its name."""
+  return Problem(
+    f'{name} = {getattr(settings, name)!r} {reason}',
+    parameters=(f'{type(settings).__name__}.{name}',),
+  )
 
 
 def first_line(e: BaseException) -> str:

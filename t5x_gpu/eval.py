@@ -157,6 +157,7 @@ def _dataset(config: EvalConfig, split: Optional[str]) -> DatasetConfig:
       'There is no data to evaluate on: train.train_eval_dataset_cfg is not set.',
       fix='Bind train.train_eval_dataset_cfg = @train_eval/batches.DatasetConfig() '
       'as gin_configs/runs/pretrain.gin does.',
+      parameters=('train.train_eval_dataset_cfg',),
     )
   return dataset if split is None else dataclasses.replace(dataset, split=split)
 
@@ -184,6 +185,7 @@ def _check_checkpoints(model_dir: ModelDir, wanted: Wanted, *, watch: bool) -> N
     fix=f'Its steps are {", ".join(map(str, steps))}.'
     if steps
     else 'Give the folder of the run, --gin.MODEL_DIR=..., or wait for its checkpoints: --watch.',
+    parameters=('MODEL_DIR',),
   )
 
 

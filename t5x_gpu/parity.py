@@ -121,6 +121,7 @@ def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) 
         e.what,
         fix='Compare a smaller model of the same architecture, such as '
         '--gin.TransformerConfig.num_layers=2, and fewer rows: one device takes the whole batch.',
+        parameters=('TransformerConfig.num_layers',),
         docs='parallelism.md#memory',
       ) from None
 

@@ -81,16 +81,19 @@ class CheckpointConfig:
         raise CheckpointError(
           f'CheckpointConfig.{name} = {value} must be at least 1.',
           fix=f'Set CheckpointConfig.{name} to a number of {what}.',
+          parameters=(f'CheckpointConfig.{name}',),
         )
       if name.startswith('keep_') and value is not None and self.keep is None:
         raise CheckpointError(
           f'CheckpointConfig.{name} = {value}, but keep = None keeps all.',
           fix=f'Set CheckpointConfig.keep = 1, or {name} = None.',
+          parameters=(f'CheckpointConfig.{name}', 'CheckpointConfig.keep'),
         )
     if self.best_is not in BEST_IS:
       raise CheckpointError(
         f'CheckpointConfig.best_is = {self.best_is!r} is not supported.',
         fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
+        parameters=('CheckpointConfig.best_is',),
       )
     check_local_settings(self.local_checkpoint_dir, self.local_period, period=self.period)
 
@@ -120,6 +123,7 @@ class CheckpointConfig:
         f'CheckpointConfig.best_metric = {self.best_metric!r} is not a metric of an evaluation.'
         + did_you_mean(group, EVALUATIONS),
         fix="Set it to 'eval/loss', 'eval/accuracy', ... or 'infer_eval/TASK/METRIC'.",
+        parameters=('CheckpointConfig.best_metric',),
       )
     period = dict(zip(EVALUATIONS, eval_periods, strict=True))[group]
     if not period or math.lcm(period, self.period) >= total_steps:
@@ -202,6 +206,7 @@ class Checkpointer(BaseCheckpointer):
     return CheckpointError(
       f'{self.path(step)} exists and was not overwritten.',
       fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
     )
 
   def check(self) -> None:

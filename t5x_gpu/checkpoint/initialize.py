@@ -65,6 +65,7 @@ class RestoreConfig:
       raise ConfigError(
         f'RestoreConfig.mode = {self.mode!r}.{did_you_mean(self.mode, MODES)}',
         fix='Choose one of\n' + '\n'.join(f'  {mode!r}: {what}' for mode, what in MODES.items()),
+        parameters=('RestoreConfig.mode',),
         docs='finetune.md#what-a-run-starts-from',
       )
     if (self.pattern is not None) != (self.mode == 'partial'):
@@ -92,6 +93,7 @@ class RestoreConfig:
         raise ConfigError(
           f'RestoreConfig.{name}: {pattern!r} is not a regular expression: {e}.',
           fix='See docs.python.org/3/library/re.html.',
+          parameters=(f'RestoreConfig.{name}',),
         ) from e
 
 
@@ -243,6 +245,7 @@ def _matches_nothing(
     + did_you_mean(plain, names),
     fix="It must match a whole path, as r'layers/.*' does. The paths are "
     f'{", ".join(listed(names, _NAMED))}.',
+    parameters=(f'RestoreConfig.{parameter}',),
   )
 
 
@@ -264,22 +267,16 @@ def _check(
   for name, source in taken.items():  # several may have one source: keep a wrong shape
     if tuple(want[name]) != tuple(reader.shapes.get(source, ())):
       asked[source] = want[name]
-  problems = tree_problems(asked, have, wanted_by='this model', had_by='the checkpoint')
-  if config.mode == 'partial':  # do not suggest names that `pattern` does not match
-    problems = [
-      p
-      + (
-        did_you_mean(p.split()[1], reader.shapes.keys() - sources, limit=2)
-        if p.startswith('missing: ')
-        else ''
-      )
-      for p in problems
-    ]
+  unused = sorted(reader.shapes.keys() - sources) if config.mode == 'partial' else ()
+  problems = tree_problems(
+    asked, have, wanted_by='this model', had_by='the checkpoint', unused=unused
+  )
   if not problems:
     if not taken:
       raise _error(
         f'{reader.path} has none of the requested parameters.',
         fix='Set another RestoreConfig.path.',
+        parameters=('RestoreConfig.path',),
       )
     return
   fits = {name for name, source in taken.items() if want[name] == reader.shapes.get(source)}

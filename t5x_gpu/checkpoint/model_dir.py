@@ -261,6 +261,7 @@ def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointE
     f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
     + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
     fix='Set another MODEL_DIR to start from scratch, or move these folders away.',
+    parameters=('MODEL_DIR',),
   )
 
 
@@ -286,6 +287,7 @@ def check_same_model(
       + '\n  '.join(different),
       fix='Set another MODEL_DIR for this model, or go back to the configuration of '
       f'{folder / "config.gin"}. Nothing was overwritten.',
+      parameters=('MODEL_DIR',),
     )
 
 
@@ -301,4 +303,5 @@ def check_writable(folder: AnyPath) -> None:
       f'MODEL_DIR = {str(folder)!r} cannot be written to: {write_problem(e, folder)}.',
       fix='Set MODEL_DIR to a folder you can write to, with free space '
       '(--gin.MODEL_DIR=runs/my_run).',
+      parameters=('MODEL_DIR',),
     ) from e

@@ -78,8 +78,6 @@ class Owner:
 
   def stale_because(self, me: 'Owner', age_seconds: float) -> str:
     """Returns why `me` may take over the lock of this owner; '' if it may not."""
-    if self.is_same_process(me):
-      return 'it is this one'
     if self.job and self.job == me.job and self.attempt < me.attempt:
       return f'it is an earlier attempt of Slurm job {me.job}'
     if self.kernel == me.kernel:
@@ -97,7 +95,7 @@ class Owner:
 
 
 def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
-  """Returns why an existing lock is stale; None if there is no lock. Changes nothing.
+  """Returns why another process's lock is stale; None if there is none. Changes nothing.
 
   Args:
     folder: MODEL_DIR.
@@ -115,6 +113,8 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
     owner, touched = found
     if owner is None:
       return f'{path} cannot be read'
+    if owner.is_same_process(me):
+      return None
     age = (time.time() if isinstance(path, RemotePath) else _now(folder)) - touched
     reason = owner.stale_because(me, age)
     if reason:
@@ -126,6 +126,7 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
         fix='Wait for that run or end it, or set another MODEL_DIR. The lock of a run on another '
         f'host expires {STALE_SECONDS} s after its last heartbeat; if you are sure that the '
         f'run is gone, remove {path}.',
+        parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
     if seen is None:
@@ -161,6 +162,7 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
       f'MODEL_DIR = {str(path.parent)!r} belongs to another run: {path.name} there was renewed '
       'less than two minutes ago, by a user whose file you may not read.',
       fix='Wait for that run or end it, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
       docs='watchdog.md#two-runs-on-one-model_dir',
     ) from e
   except (OSError, ValueError) as e:  # a folder, a loop of links, bytes that are not UTF-8
@@ -188,7 +190,7 @@ class RunLock:
     self._folder = folder
     self._path = folder / LOCK
     reason = check_lock(folder, wait=wait)
-    if reason and 'it is this one' not in reason:
+    if reason:
       _log.info('Taking over %s: %s.', self._path, reason)
     self._me = _this_process(folder)
     self._write()
@@ -216,6 +218,7 @@ class RunLock:
         'more is written.',
         fix="If that is this run's restart, ignore this. Otherwise give each run its own "
         'MODEL_DIR.',
+        parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
     return owner is not None
@@ -265,6 +268,7 @@ class RunLock:
       raise CheckpointError(
         f'{self._path} cannot be written: {e.strerror or e}.',
         fix='Set MODEL_DIR to a folder you can write to, with free space.',
+        parameters=('MODEL_DIR',),
       ) from e
 
 
@@ -276,6 +280,7 @@ def check_exists(folder: AnyPath) -> None:
       'the run. This checkpoint was not saved.',
       fix='Put the folder back and start the same command again: it continues from the latest '
       'checkpoint there. Without the folder the run starts over.',
+      parameters=('MODEL_DIR',),
     )
 
 

@@ -41,7 +41,7 @@ from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import CheckpointError, first_line
 from t5x_gpu.runtime import distributed
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
@@ -128,7 +128,7 @@ class Start:
       return read_array(self.reader, source, like)
     except (ValueError, OSError) as e:
       raise CheckpointError(
-        f'{source} of {self.reader.path} cannot be read: {str(e).splitlines()[0][:300]}',
+        f'{source} of {self.reader.path} cannot be read: {first_line(e)[:300]}',
         fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
         parameters=('RestoreConfig.path', 'RestoreConfig.step'),
       ) from e

@@ -11,7 +11,7 @@ from typing import Any
 from gin import config_parser
 
 from t5x_gpu.config.statements import Macro, Reference, Statement, instances
-from t5x_gpu.errors import ConfigError, all_problems
+from t5x_gpu.errors import ConfigError, Problem
 
 # Constructors of these classes do not import modules, read files or call functions named in gin.
 # Modules named in a DatasetConfig are imported when it is opened: see `may_import` in
@@ -46,7 +46,7 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
     ConfigError: `wanted` needs more than plain values and `ALLOWED`; names file:line.
   """
   found = list(found)
-  problems: list[str] = []
+  problems: list[Problem] = []
   imports = _imports(found, problems, shown=shown)
   names = {id(s): _name(s, imports) for s in found if _is_binding(s)}
   todo = [
@@ -69,14 +69,17 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
         leads_to.add(name)
       else:
         problems.append(
-          f'{shown}:{statement.location.line_num} names {reference}, which is not a '
-          'model or setting of t5x_gpu and could run any code.'
+          Problem(
+            f'{shown}:{statement.location.line_num} names {reference}, which is not a '
+            'model or setting of t5x_gpu and could run any code.'
+          )
         )
     used |= leads_to
     todo += [s for s in found if _is_binding(s) and names[id(s)] in leads_to]
   if problems:
     raise ConfigError(
-      all_problems(problems, title=f'{shown} is more than data'),
+      f'{shown} is more than data',
+      problems=problems,
       fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
       'elsewhere.\nIf you trust it, add --trust_gin, which runs the file. Or give your own '
       'gin file: --gin_file=FILE.',
@@ -99,7 +102,7 @@ def _is_dynamic(statement: config_parser.ImportStatement) -> bool:
   return statement.is_from and statement.module == '__gin__.dynamic_registration'
 
 
-def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[str, str]:
+def _imports(found: Iterable[Any], problems: list[Problem], *, shown: str) -> dict[str, str]:
   """Returns imported name -> module; adds unresolvable imports to `problems`.
 
   Returns {} without dynamic registration, because names then do not come from the file's imports.
@@ -108,13 +111,14 @@ def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[s
   for statement in found:
     place = f'{shown}:{statement.location.line_num}'
     if isinstance(statement, config_parser.IncludeStatement):
-      problems.append(f'{place} includes {statement.filename!r}, another file.')
+      problems.append(Problem(f'{place} includes {statement.filename!r}, another file.'))
     elif isinstance(statement, config_parser.ImportStatement):
       name = statement.bound_name()
       is_whole = statement.is_from or statement.alias
       module = statement.module if is_whole else statement.module.partition('.')[0]
       if imports.setdefault(name, module) != module:
-        problems.append(f'{place} imports {module} as {name!r}, which is already {imports[name]}.')
+        already = f'which is already {imports[name]}'
+        problems.append(Problem(f'{place} imports {module} as {name!r}, {already}.'))
   is_dynamic = any(isinstance(s, config_parser.ImportStatement) and _is_dynamic(s) for s in found)
   return imports if is_dynamic else {}
 

@@ -1,6 +1,6 @@
 """Mistakes that gin accepts: unknown scopes, unused bindings, wrong types, lost overrides.
 
-Each check returns problems as text with file:line; `gin_loader.load` raises them all at once.
+Each check returns problems with file:line; `gin_loader.load` raises them all at once.
 """
 
 import inspect
@@ -14,14 +14,14 @@ from gin import config as gin_config
 from t5x_gpu.config import bindings as bindings_lib
 from t5x_gpu.config import resolve, type_checks
 from t5x_gpu.config.bindings import Binding, Bindings, Call
-from t5x_gpu.errors import did_you_mean
+from t5x_gpu.errors import Problem, did_you_mean
 
 _CONFIG_SCOPE = re.compile(r'config_scope\(\s*[\'"]([\w./]+)[\'"]')
 
 
 def problems(
   bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
-) -> list[str]:
+) -> list[Problem]:
   """Returns all problems of bindings that gin accepted.
 
   Args:
@@ -75,7 +75,7 @@ def _decorated(scopes: set[bindings_lib.Scopes]) -> list[Call]:
   ]
 
 
-def _macro_circles(bindings: Bindings) -> list[str]:
+def _macro_circles(bindings: Bindings) -> list[Problem]:
   found = {}
   for start in bindings.final():
     path, binding = [], start
@@ -87,13 +87,12 @@ def _macro_circles(bindings: Bindings) -> list[str]:
       binding = inner and bindings.macro(inner)
     if path and binding is start:
       text = ' -> '.join(f'%{b.key} ({b.origin})' for b in path)
-      found.setdefault(
-        frozenset(path), f'Macros refer to each other in a circle: {text} -> %{start.key}.'
-      )
+      circle = f'Macros refer to each other in a circle: {text} -> %{start.key}.'
+      found.setdefault(frozenset(path), Problem(circle))
   return list(found.values())
 
 
-def _lost_overrides(bindings: Bindings) -> list[str]:
+def _lost_overrides(bindings: Bindings) -> list[Problem]:
   """Returns problems with bindings that are overridden by a file included later."""
   result = []
   for last in bindings.final():
@@ -102,8 +101,11 @@ def _lost_overrides(bindings: Bindings) -> list[str]:
       depth = len(earlier.stack)
       if 0 < depth < len(later.stack) and later.stack[:depth] == earlier.stack:
         result.append(
-          f'{earlier.origin} sets {earlier.key} = {earlier.text}, and {later.origin}, '
-          f'included after it, sets it to {later.text}. Move the include above that line.'
+          Problem(
+            f'{earlier.origin} sets {earlier.key} = {earlier.text}, and {later.origin}, '
+            f'included after it, sets it to {later.text}.',
+            'Move the include above that line.',
+          )
         )
   return result
 
@@ -115,7 +117,7 @@ def _unused(
   roots: Sequence[Call],
   refused: Sequence[Call],
   scopes: set[bindings_lib.Scopes],
-) -> list[str]:
+) -> list[Problem]:
   """Returns unused bindings, except bindings that only other unused bindings refer to."""
   operative = {
     found[-1] for call in reached for found in bindings.applied(call.selector, call.scopes).values()
@@ -130,10 +132,12 @@ def _unused(
       scope = tuple(b.scope.split('/')) if b.scope else ()
       inner = bindings.calls(bindings_lib.calls_in(b.value, scopes=scope), overridden=True)
       consequences |= _applied(bindings, inner) - {b}
-  result = [_unused_text(b, bindings, reached, scopes) for b in idle if b not in consequences]
+  result = [_unused_problem(b, bindings, reached, scopes) for b in idle if b not in consequences]
   for b in bindings.final():
     if b in excused and b not in operative and b.from_command_line:
-      result.append(f'{b.origin} has no effect: the bindings that use {b.key} are overridden.')
+      result.append(
+        Problem(f'{b.origin} has no effect: the bindings that use {b.key} are overridden.')
+      )
   return result
 
 
@@ -146,9 +150,9 @@ def _applied(bindings: Bindings, calls: Sequence[Call]) -> set[Binding]:
   }
 
 
-def _unused_text(
+def _unused_problem(
   binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[bindings_lib.Scopes]
-) -> str:
+) -> Problem:
   if binding.is_macro:
     used = {
       '/'.join(r.scopes)
@@ -165,25 +169,27 @@ def _unused_text(
       or did_you_mean(binding.key, used - {binding.key})
     )
     if binding.from_command_line:
-      return f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}'
-    return f'{binding.origin}: macro {binding.key} is set, and nothing uses it.{hint}'
+      return Problem(f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}')
+    return Problem(f'{binding.origin}: macro {binding.key} is set, and nothing uses it.{hint}')
   scope = tuple(binding.scope.split('/')) if binding.scope else ()
   known = sorted('/'.join(s) for s in scopes if s and not _is_macro_name(s, bindings))
   if scope not in scopes:
     hint = did_you_mean(binding.scope, known) or (
       f' Scopes in use: {", ".join(known)}.' if known else ' No reference uses a scope.'
     )
-    return f'{binding.origin}: no reference enters scope {binding.scope!r} of {binding.key}.{hint}'
+    entered = f'no reference enters scope {binding.scope!r} of {binding.key}.{hint}'
+    return Problem(f'{binding.origin}: {entered}')
   elsewhere = sorted({'/'.join(c.scopes) for c in reached if c.selector == binding.selector})
   name = bindings_lib.short_name(binding.selector)
   if scope and elsewhere:
-    return (
+    return Problem(
       f'{binding.origin}: {binding.key} is set, but no @{binding.scope}/{name} is used. '
       f'It is used as ' + ', '.join(f'@{s}/{name}' if s else f'@{name}' for s in elsewhere) + '.'
     )
-  return (
+  return Problem(
     f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} '
-    'leads to it from the entry point. Remove the binding, or bind the reference.'
+    'leads to it from the entry point.',
+    'Remove the binding, or bind the reference.',
   )
 
 
@@ -206,8 +212,8 @@ def _is_macro_name(scope: bindings_lib.Scopes, bindings: Bindings) -> bool:
   )
 
 
-def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
-  result: dict[Binding, str] = {}
+def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[Problem]:
+  result: dict[Binding, Problem] = {}
   for call in reached:
     configurable = gin_config._REGISTRY[call.selector]
     if configurable.module == 'gin':
@@ -225,16 +231,16 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
         if typed:
           wrong = type_checks.mismatch(value, hints[arg], typed=typed)
         text = typed or source.text
-        result[binding] = f'{source.origin}: {binding.key} = {text}{through}: {wrong}'
+        result[binding] = Problem(f'{source.origin}: {binding.key} = {text}{through}: {wrong}')
   return list(result.values())
 
 
-def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[str]:
+def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[Problem]:
   """Returns required parameters and macros that are not set, with how to set them.
 
   Skips the parameters of the entry function in `without`.
   """
-  result: dict[str, str] = {}
+  result: dict[str, Problem] = {}
   roots = [entry]
   own = {
     arg: b
@@ -259,7 +265,7 @@ def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> 
 
 
 def _required(
-  call: Call, bound: dict[str, Binding], *, skip: Sequence[str], result: dict[str, str]
+  call: Call, bound: dict[str, Binding], *, skip: Sequence[str], result: dict[str, Problem]
 ) -> None:
   name = '/'.join((*call.scopes, bindings_lib.short_name(call.selector)))
   used = f', which {call.binding.key} uses ({call.binding.origin})' if call.binding else ''
@@ -267,24 +273,20 @@ def _required(
     needed = any(parameter.default is x for x in (inspect.Parameter.empty, gin_config.REQUIRED))
     if needed and arg not in bound and arg not in skip:
       key = f'{name}.{arg}'
-      result.setdefault(
-        key, f'{key} is required{used}. Set it in a gin file or by --gin.{key}=VALUE'
-      )
+      result.setdefault(key, Problem(f'{key} is required{used}.', _set_it(key)))
 
 
-def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, str]) -> None:
+def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, Problem]) -> None:
   macros = {b.key for b in bindings.ordered if b.is_macro}
   for b in bound.values():
     for reference in bindings_lib.references(b.value):
       if bindings_lib.is_required(reference):
-        result.setdefault(
-          b.key, f'{b.key} is required ({b.origin}). Set it in a gin file or by --gin.{b.key}=VALUE'
-        )
+        result.setdefault(b.key, Problem(f'{b.key} is required ({b.origin}).', _set_it(b.key)))
       elif bindings_lib.is_macro(reference) and bindings.macro(reference) is None:
         name = '/'.join(reference.scopes)
-        result.setdefault(
-          name,
-          f'{b.key} = {b.text} at {b.origin}, and nothing sets {name}.'
-          f'{did_you_mean(name, macros)} Set it in a gin file or by '
-          f'--gin.{name}=VALUE',
-        )
+        unset = f'{b.key} = {b.text} at {b.origin}, and nothing sets {name}.'
+        result.setdefault(name, Problem(f'{unset}{did_you_mean(name, macros)}', _set_it(name)))
+
+
+def _set_it(name: str) -> str:
+  return f'Set it in a gin file or by --gin.{name}=VALUE'

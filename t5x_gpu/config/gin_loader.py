@@ -15,7 +15,7 @@ from t5x_gpu.config import gin_checks, provenance, resolve
 from t5x_gpu.config.bindings import Bindings, Call, is_required
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.reader import Reader
-from t5x_gpu.errors import ConfigError, all_problems
+from t5x_gpu.errors import ConfigError, Problem
 
 ENTRY = 't5x_gpu.train.train'
 Entry = Union[str, Callable[..., Any]]
@@ -68,7 +68,7 @@ class LoadedConfig:
       without = [name for name in resolve.parameters(configurable) if name not in only]
     missing = gin_checks.missing(self.bindings, call, without=without)
     if missing:
-      raise ConfigError(all_problems(missing, title='Required values are not set'))
+      raise ConfigError('Required values are not set', problems=missing)
     bound = gin.get_bindings(call.selector, resolve_references=False)
     return {k: copy.deepcopy(v) for k, v in bound.items() if k not in without}
 
@@ -132,14 +132,18 @@ def load(
   if not reader.unreadable:
     unbound = [str(e) for e, call in zip(entries, roots) if call is None]
     problems += [
-      f'No gin file configures {name}: include one of gin_configs/runs/, or import '
-      'its module and bind its parameters.'
+      Problem(
+        f'No gin file configures {name}.',
+        'Include one of gin_configs/runs/, or import its module and bind its parameters.',
+      )
       for name in unbound
     ]
     if not unbound:
       problems += gin_checks.problems(bound, roots, lost=reader.lost)
   if problems:
-    raise ConfigError(all_problems(problems, title='The configuration cannot be used'))
+    error = ConfigError('The configuration cannot be used', problems=problems)
+    error.docs = reader.docs
+    raise error
   report, notes = provenance.collect(bound, roots)
   return LoadedConfig(
     entry=entries, provenance=report, bindings=bound, notes=(*reader.notes, *notes)

@@ -19,7 +19,7 @@ from t5x_gpu.config import bindings as bindings_lib
 from t5x_gpu.config import data_only, overrides, resolve, statements
 from t5x_gpu.config.bindings import Binding
 from t5x_gpu.config.gin_files import GinFiles
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, Problem, first_line
 
 
 @contextlib.contextmanager
@@ -49,7 +49,8 @@ class Reader:
     self.files = files
     self.read_as_data = read_as_data
     self.bindings: list[Binding] = []
-    self.problems: list[str] = []
+    self.problems: list[Problem] = []
+    self.docs = ''  # page of a refused file
     self.notes: list[str] = []
     self.lost: list[gin_config.ConfigurableReference] = []  # references in refused bindings
     self.unreadable = False  # a whole file or module is missing, which causes more problems
@@ -91,7 +92,11 @@ class Reader:
         self._stack.pop()
     except ConfigError as e:
       self.unreadable = True
-      self.problems.append(str(e))
+      self._refuse(e)
+
+  def _refuse(self, e: ConfigError) -> None:
+    self.problems.append(Problem(e.what, e.fix, e.parameters))
+    self.docs = self.docs or e.docs
 
   def _read_statements(
     self, found: Iterable[statements.Statement], *, shown: str, context: gin_config.ParseContext
@@ -119,9 +124,8 @@ class Reader:
           continue
         first = lines.setdefault((binding.scope, binding.selector, binding.arg), line)
         if first != line:
-          self.problems.append(
-            f'{at} binds {binding.key} a second time; {shown}:{first} does too. Keep one of them.'
-          )
+          twice = f'{at} binds {binding.key} a second time; {shown}:{first} does too.'
+          self.problems.append(Problem(twice, 'Keep one of them.'))
 
   def read_command_line(self, texts: Sequence[str], *, origin: str = '') -> None:
     """Binds each 'KEY=VALUE'; for computed values, `origin` replaces '--gin.KEY'."""
@@ -130,7 +134,7 @@ class Reader:
         try:
           override = overrides.parse_override(text)
         except ConfigError as e:
-          self.problems.append(str(e))
+          self._refuse(e)
           continue
         scope, selector, arg = config_parser.parse_binding_key(override.key)
         self._bind(
@@ -151,7 +155,7 @@ class Reader:
     except Exception as e:  # Users' modules may raise anything on import.
       self.unreadable = True
       self._failed_imports.add((id(context), statement.bound_name()))
-      self.problems.append(f'{at}: {resolve.import_problem(statement, e)}')
+      self.problems.append(Problem(f'{at}: {resolve.import_problem(statement, e)}'))
 
   def _configurable(
     self, selector: str, *, at: str, context: gin_config.ParseContext, arg: str = ''
@@ -162,12 +166,12 @@ class Reader:
       try:
         return context.get_configurable(selector)
       except Exception as e:
-        problem = f'gin cannot configure {selector}: {str(e).splitlines()[0]}'
+        problem = f'gin cannot configure {selector}: {first_line(e)}'
     failed = (id(context), selector.split('.')[0]) in self._failed_imports
     once = (at.rpartition(':')[0], selector)
     if not failed and once not in self._refused:
       self._refused.add(once)
-      self.problems.append(f'{at}: {problem}')
+      self.problems.append(Problem(f'{at}: {problem}'))
     return None
 
   def _bind(
@@ -186,7 +190,7 @@ class Reader:
       configurable = self._configurable(selector, at=origin, context=context, arg=arg)
       problem = configurable and resolve.parameter_problem(configurable, arg)
       if problem:
-        self.problems.append(f'{origin}: {problem}')
+        self.problems.append(Problem(f'{origin}: {problem}'))
       accepted = configurable is not None and not problem
     else:
       name = f'{scope}/{selector}' if scope else selector

@@ -13,7 +13,7 @@ from typing import Any, Optional
 from gin import config as gin_config
 from gin import config_parser
 
-from t5x_gpu.errors import did_you_mean
+from t5x_gpu.errors import did_you_mean, first_line
 
 _DYNAMIC = 'from __gin__ import dynamic_registration'
 
@@ -190,9 +190,8 @@ def import_problem(statement: config_parser.ImportStatement, error: BaseExceptio
   missing = getattr(error, 'name', None) or ''
   if not isinstance(error, ModuleNotFoundError) or not f'{module}.'.startswith(f'{missing}.'):
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    message = str(error).splitlines()[0] if str(error) else ''
     return (
-      f'Importing {module} failed: {type(error).__name__}: {message} '
+      f'Importing {module} failed: {type(error).__name__}: {first_line(error)} '
       f'({frame.filename}:{frame.lineno}).'
     )
   parent, _, name = missing.rpartition('.')

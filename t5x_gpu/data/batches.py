@@ -61,6 +61,7 @@ class BatchSpec:
       raise ShapeError(
         'The batch does not match the model (shape, dtype):\n  ' + '\n  '.join(wrong),
         fix='Make TASK_FEATURE_LENGTHS, BATCH_SIZE and the feature converter agree.',
+        parameters=('TASK_FEATURE_LENGTHS', 'BATCH_SIZE'),
       )
 
 
@@ -180,6 +181,7 @@ class DatasetConfig:
         f'DatasetConfig.chat_template_variables = {dict(variables)!r}: {problem}.',
         fix='Set names that the template reads to texts, numbers or booleans, as in '
         "{'enable_thinking': False}.",
+        parameters=('DatasetConfig.chat_template_variables',),
         docs='finetune.md#chat',
       )
 

@@ -172,6 +172,7 @@ def _check(module: types.ModuleType) -> None:
     raise ConfigError(
       f'DatasetConfig.module = {module.__name__!r} is not a data module: ' + '\n  '.join(problems),
       fix='Define the missing functions, or name another module.',
+      parameters=('DatasetConfig.module',),
       docs='add_a_data_source.md',
     )
 
@@ -192,6 +193,7 @@ def _module(config: DatasetConfig) -> Any:
       f'DatasetConfig.module = {name!r} cannot be imported: {e}.',
       fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
       "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches, which needs neither.",
+      parameters=('DatasetConfig.module',),
     ) from e
   _check(module)
   return module
@@ -311,6 +313,7 @@ def open_text(
     raise ConfigError(
       f'The batches of {config.module} have no text: the module has no function {function!r}.',
       fix=f'Set DatasetConfig.module to its default, {_TEXT_MODULE!r}.',
+      parameters=('DatasetConfig.module',),
     )
   return make(config, **options)
 

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import STACK_TOKENS, BatchSpec, assumed_mask
-from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
+from t5x_gpu.errors import ConfigError, DataError, Problem, did_you_mean
 
 # SeqIO makes all features int32, loss weights included; so does T5X.
 DTYPE = 'int32'
@@ -220,11 +220,12 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
       "for an encoder over the inputs, 'encoder_decoder'."
     )
   raise DataError(
-    all_problems(problems, title='task_feature_lengths') + '\n'
-    f'  Feature converter {feature_converter!r} takes '
+    'task_feature_lengths',
+    problems=[Problem(problem) for problem in problems],
+    fix=f'Feature converter {feature_converter!r} takes '
     + ' and '.join(repr(name) for name in wanted)
-    + f', task_feature_lengths = {dict(task_feature_lengths)}.',
-    fix=f'Set TASK_FEATURE_LENGTHS = {example}.' + hint,
+    + f', task_feature_lengths = {dict(task_feature_lengths)}.\n'
+    f'Set TASK_FEATURE_LENGTHS = {example}.' + hint,
     parameters=('DatasetConfig.task_feature_lengths',),
   )
 

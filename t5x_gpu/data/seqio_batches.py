@@ -134,6 +134,7 @@ def open_batches(
       'DatasetConfig.mixture_rates works only for prepared:DIR; '
       f'{config.mixture_or_task_name!r} has the rates that it was registered with.',
       fix='Remove it, or prepare the mixture once (docs/data.md) and train on prepared:DIR.',
+      parameters=('DatasetConfig.mixture_rates',),
     )
   features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
   features.check_pack(feature_converter, pack=config.pack)

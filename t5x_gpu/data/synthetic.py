@@ -175,6 +175,7 @@ class SyntheticBatches:
       raise DataError(
         f'Synthetic batches cannot make feature {name!r}.',
         fix="Set DatasetConfig.module = 't5x_gpu.data.seqio_batches'.",
+        parameters=('DatasetConfig.module',),
       )
     return np.broadcast_to(row, shape).copy()
 

@@ -145,6 +145,7 @@ def read_request(
     raise ConfigError(
       'This gin file configures a model but no run, so it does not set MODEL_DIR.',
       fix='Add --checkpoint=FOLDER, or pass the gin file of a run.',
+      parameters=('MODEL_DIR',),
     )
   else:
     run, dataset = None, DatasetConfig('', {}, '', 1)
@@ -212,6 +213,7 @@ def gin_file_of(checkpoint: Optional[str]) -> str:
     raise ConfigError(
       'Neither --checkpoint nor --gin_file is given.',
       fix='Give the MODEL_DIR of a run, as in --checkpoint=runs/demo',
+      parameters=('MODEL_DIR',),
     )
   for name in (RUN_GIN, MODEL_GIN):
     if (folder / name).is_file():
@@ -220,11 +222,13 @@ def gin_file_of(checkpoint: Optional[str]) -> str:
     raise ConfigError(
       f'--checkpoint={folder} does not exist (working directory: {os.getcwd()}).',
       fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote.',
+      parameters=('MODEL_DIR',),
     )
   raise ConfigError(
     f'{folder} has neither {RUN_GIN} nor {MODEL_GIN}, which would describe the model.',
     fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote, '
     'or --gin_file=... as for the training.',
+    parameters=('MODEL_DIR',),
   )
 
 

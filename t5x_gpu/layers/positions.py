@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.errors import ModelError, all_problems, did_you_mean
+from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
 from t5x_gpu.layers import rotary
 from t5x_gpu.layers.rotary import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, with_axes
@@ -187,12 +187,9 @@ class RotaryEmbedding:
     problems = list(self._problems())
     if problems:
       raise ModelError(
-        all_problems(
-          [f'{name} = {getattr(self, name)!r} {text}' for name, text in problems],
-          title='The rotary positions are impossible',
-        ),
+        'The rotary positions are impossible',
+        problems=[bad_setting(self, name, text) for name, text in problems],
         fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
-        parameters=[f'RotaryEmbedding.{name}' for name, _ in problems],
       )
 
   def _problems(self) -> Iterator[tuple[str, str]]:

@@ -206,7 +206,7 @@ class Goodput(contextlib.AbstractContextManager):
   def summary(self) -> str:
     """Returns a line about all runs in the folder so far; '' on processes that do not write."""
     accounts = self._accounts()
-    return goodput_accounts.summary(accounts) if accounts else ''
+    return f'goodput {goodput_accounts.summary(accounts)}' if accounts else ''
 
   def interruption(self) -> str:
     """Returns a line about the cost of the last interruption; '' if there was none."""

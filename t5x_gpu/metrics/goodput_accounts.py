@@ -233,7 +233,7 @@ def _productive_after(run: ProcessLines, step: int) -> float:
 
 
 def summary(accounts: Accounts) -> str:
-  """Returns `goodput 93% of 0:12:10: compile 3%, input 2%, save 1%`."""
+  """Returns `93% of 0:12:10: compile 3%, input 2%, save 1%`."""
   total = max(math.fsum(accounts.seconds.values()), 1e-9)
   shares = {name: accounts.seconds[name] / total for name in CATEGORIES if name != PRODUCTIVE}
   parts = [
@@ -244,7 +244,7 @@ def summary(accounts: Accounts) -> str:
   starts = len(accounts.processes)
   over = f' ({starts} starts)' if starts > 1 else ''
   rest = ': ' + ', '.join(parts) if parts else ''
-  return f'goodput {_percent(accounts.goodput)} of {format_seconds(total)}{over}{rest}'
+  return f'{_percent(accounts.goodput)} of {format_seconds(total)}{over}{rest}'
 
 
 def _percent(share: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import flax.linen as nn
 
-from t5x_gpu.errors import ModelError, all_problems, did_you_mean
+from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
 from t5x_gpu.layers.attention import BIASES, FEATURE_NORMS
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.dense import Initializer
@@ -180,11 +180,10 @@ class TransformerConfig:
 
   def _refuse(self, problems: Sequence[tuple[str, str]]) -> None:
     if problems:
-      texts = [f'{parameter} = {getattr(self, parameter)!r} {text}' for parameter, text in problems]
       raise ModelError(
-        all_problems(texts, title='The model cannot be built'),
+        'The model cannot be built',
+        problems=[bad_setting(self, name, text) for name, text in problems],
         fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
-        parameters=[f'TransformerConfig.{parameter}' for parameter, _ in problems],
         docs='models.md#settings',
       )
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Optional
 
-from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
+from t5x_gpu.errors import ConfigError, Problem, bad_setting, did_you_mean
 from t5x_gpu.models.model import Model, TextModel, missing_members, writes_text
 
 BEAM_RULES = ('t5x', 'huggingface')
@@ -57,11 +57,10 @@ class DecodingConfig:
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'stop_tokens', tuple(self.stop_tokens))
-    problems, parameters = [], []
+    problems: list[Problem] = []
 
     def refuse(parameter: str, text: str) -> None:
-      problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
-      parameters.append(f'DecodingConfig.{parameter}')
+      problems.append(bad_setting(self, parameter, text))
 
     for parameter in ('max_decode_length', 'num_decodes', 'num_beams', 'batch_size'):
       if getattr(self, parameter) < 1:
@@ -99,9 +98,9 @@ class DecodingConfig:
         )
     if problems:
       raise ConfigError(
-        all_problems(problems, title='Text cannot be decoded'),
+        'Text cannot be decoded',
+        problems=problems,
         fix='Set them in gin or with --gin.DecodingConfig.NAME=VALUE.',
-        parameters=parameters,
       )
 
 

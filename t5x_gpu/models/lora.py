@@ -71,7 +71,9 @@ class LoraModel:
   def __post_init__(self) -> None:
     if self.rank < 1:
       raise _error(
-        f'LoraModel.rank = {self.rank} must be at least 1.', fix='Set LoraModel.rank = 8.'
+        f'LoraModel.rank = {self.rank} must be at least 1.',
+        fix='Set LoraModel.rank = 8.',
+        parameters=('LoraModel.rank',),
       )
     for name in ('pattern', 'also_train'):
       try:
@@ -80,6 +82,7 @@ class LoraModel:
         raise ModelError(
           f'LoraModel.{name} = {getattr(self, name)!r} is not a regular expression: {e}.',
           fix='See docs.python.org/3/library/re.html.',
+          parameters=(f'LoraModel.{name}',),
         ) from e
 
   def __getattr__(self, name: str) -> Any:
@@ -142,6 +145,7 @@ class LoraModel:
         f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
         fix='It must match a whole path. The kernels are:\n  ' + '\n  '.join(kernels),
+        parameters=('LoraModel.pattern',),
       )
     wrong = [path for path in adapted if path not in kernels]
     if wrong:
@@ -151,12 +155,14 @@ class LoraModel:
         + '.',
         fix='Kernels of experts and their routers cannot have adapters. These kernels can:\n  '
         + '\n  '.join(kernels),
+        parameters=('LoraModel.pattern',),
       )
     if self.also_train is not None and not any(re.fullmatch(self.also_train, p) for p in flat):
       raise _error(
         f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
         fix='It must match whole paths. The parameters are:\n  ' + '\n  '.join(flat),
+        parameters=('LoraModel.also_train',),
       )
 
   def _scaled(self, params: Params) -> Params:

@@ -111,6 +111,7 @@ class Partitioner:
         raise MeshError(
           f'Partitioner.{name} = {value!r} is not one of {", ".join(map(repr, legal))}.{hint}',
           fix=f'Set Partitioner.{name} to one of them.',
+          parameters=(f'Partitioner.{name}',),
           docs='parallelism.md',
         )
 

@@ -54,7 +54,7 @@ def view(run: RunRecord, *, now: Optional[float] = None, unicode: bool = True) -
     ('speed', _speed(run)),
     ('profile', _profile(profile, now) if profile else ''),
     ('eval', _evaluation(run)),
-    ('goodput', summary(run.accounts).removeprefix('goodput ') if run.accounts else ''),
+    ('goodput', summary(run.accounts) if run.accounts else ''),
     ('mixture', _mixture(run)),
     ('saved', _saved(run)),
     ('sample', _sample(run, unicode=unicode)),

@@ -45,7 +45,7 @@ def goodput_section(runs: Sequence[RunRecord]) -> Section:
         full=max(sum(run.accounts.seconds.values()) for run in known.values()),
       ),
       *(
-        element('p', f'{name}: ' if len(known) > 1 else None, summary(run.accounts), '.')
+        element('p', f'{name}: ' if len(known) > 1 else None, f'goodput {summary(run.accounts)}.')
         for name, run in known.items()
       ),
       _meaning(),
@@ -142,6 +142,6 @@ def state_of(run: RunRecord, *, now: float) -> str:
   """Returns 'done', 'running', 'stopped by SIGTERM', ...; '' if no file says."""
   if not run.accounts:
     return ''
-  end = ended(run.accounts.processes[-1], is_last=True, now=now)
-  plain = end in (DONE, 'running') or end.startswith('silent')
-  return end if plain else f'ended by {end}'
+  last = run.accounts.processes[-1]
+  end = ended(last, is_last=True, now=now)
+  return f'ended by {end}' if last.process.end not in (None, '', DONE) else end

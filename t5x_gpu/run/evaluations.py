@@ -104,6 +104,7 @@ class Evaluations:
         'The confusion matrix that the run draws at its end cannot be drawn with the class names '
         f'{", ".join(map(repr, listed(shown_names(names), _LISTED)))}: {first_line(e)}.',
         fix='Rename the classes, in the data or in EncoderModel.class_names.',
+        parameters=('EncoderModel.class_names',),
         docs='tasks.md#your-own-classification-data',
       ) from e
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Optional, Self
 
-from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.errors import ConfigError, UserError, first_line
 from t5x_gpu.runtime import heartbeats, process_exit
 from t5x_gpu.runtime.cluster.coordination import Store, delay_aborts, within
 from t5x_gpu.runtime.heartbeats import Beat
@@ -179,7 +179,7 @@ class Watchdog:
       process_zero, verdict = self._board.news()
       beats = self._board.beats() if self._index == 0 else {}
     except Exception as e:
-      self._trouble = str(e).partition('\n')[0]
+      self._trouble = first_line(e)
       return
     self._contact, self._trouble = self._clock(), 'no answer'
     self._process_zero = process_zero or self._process_zero

@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
+from t5x_gpu.errors import ConfigError, Problem, did_you_mean
 from t5x_gpu.partitioning.axis_rules import AXES, AxisNames
 
 ROLES = {
@@ -104,25 +104,35 @@ class Adafactor:
 
   def __post_init__(self) -> None:
     rules = self.logical_factor_rules or {}
+    rules_of, layers_of = 'Adafactor.logical_factor_rules', 'Adafactor.layers'
     problems = [
-      f'Adafactor.logical_factor_rules: {name!r} is not an axis.{did_you_mean(name, AXES)}'
+      Problem(
+        f'{rules_of}: {name!r} is not an axis.{did_you_mean(name, AXES)}', parameters=(rules_of,)
+      )
       for name in rules
       if name not in AXES
     ]
     problems += [
-      f'Adafactor.logical_factor_rules: {name!r} has the role {role!r}, not one of '
-      f'{", ".join(ROLES)}.{did_you_mean(role, ROLES)}'
+      Problem(
+        f'{rules_of}: {name!r} has the role {role!r}, not one of {", ".join(ROLES)}.'
+        + did_you_mean(role, ROLES),
+        parameters=(rules_of,),
+      )
       for name, role in rules.items()
       if role not in ROLES
     ]
     if self.layers is not None and self.layers not in LAYERS:
       problems.append(
-        f'Adafactor.layers = {self.layers!r} is not one of {", ".join(LAYERS)}.'
-        + did_you_mean(self.layers, LAYERS)
+        Problem(
+          f'{layers_of} = {self.layers!r} is not one of {", ".join(LAYERS)}.'
+          + did_you_mean(self.layers, LAYERS),
+          parameters=(layers_of,),
+        )
       )
     if problems:
       raise ConfigError(
-        all_problems(problems, title='The optimizer cannot be built'),
+        'The optimizer cannot be built',
+        problems=problems,
         fix='Set them with --gin.Adafactor.NAME=VALUE.',
       )
 

@@ -175,6 +175,7 @@ class RunMemory:
         f'has {self.host}.',
         fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = {devices}), or give the job '
         f'more host memory: at least {show(copies)}.',
+        parameters=('Partitioner.fsdp',),
         docs='parallelism.md#memory',
       )
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
+from t5x_gpu.errors import ConfigError, Problem, did_you_mean
 from t5x_gpu.partitioning.axis_rules import AxisNames
 
 Params = Any
@@ -67,14 +67,18 @@ class AdamW:
 
   def __post_init__(self) -> None:
     problems = [
-      f'AdamW.{name} = {value!r} is not one of {", ".join(MOMENT_DTYPES)}.'
-      + did_you_mean(value, MOMENT_DTYPES)
+      Problem(
+        f'AdamW.{name} = {value!r} is not one of {", ".join(MOMENT_DTYPES)}.'
+        + did_you_mean(value, MOMENT_DTYPES),
+        parameters=(f'AdamW.{name}',),
+      )
       for name in ('mu_dtype', 'nu_dtype')
       if (value := getattr(self, name)) not in MOMENT_DTYPES
     ]
     if problems:
       raise ConfigError(
-        all_problems(problems, title='The optimizer cannot be built'),
+        'The optimizer cannot be built',
+        problems=problems,
         fix='Set them with --gin.AdamW.NAME=VALUE.',
         docs='performance.md#moments-in-bfloat16',
       )

@@ -84,6 +84,7 @@ def replica_factor(scaling: Optional[str], num_replicas: int) -> float:
       f"train.learning_rate_scaling = {scaling!r} is not one of None, 'linear', 'sqrt'."
       f'{did_you_mean(str(scaling), ("linear", "sqrt"))}',
       fix='Set train.learning_rate_scaling to one of them.',
+      parameters=('train.learning_rate_scaling',),
     )
   return factors[scaling]
 

@@ -104,4 +104,5 @@ def check_microbatches(batch_size: int, num_microbatches: int) -> None:
     raise ConfigError(
       f'BATCH_SIZE = {batch_size} cannot be divided into num_microbatches = {num_microbatches}.',
       fix=f'Set train.num_microbatches to one of {", ".join(map(str, legal))}.',
+      parameters=('BATCH_SIZE', 'train.num_microbatches'),
     )

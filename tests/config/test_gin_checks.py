@@ -167,7 +167,7 @@ def test_an_include_below_may_not_take_back_a_value(project, load):
   write(project / 'my.gin', "BATCH_SIZE = 8\ninclude 'gin_configs/runs/run.gin'\n")
   assert (
     'my.gin:1 sets BATCH_SIZE = 8, and gin_configs/runs/run.gin:5, included after it, '
-    'sets it to 128. Move the include above that line.'
+    'sets it to 128.\n  Move the include above that line.'
   ) in problems_of(load)
 
 

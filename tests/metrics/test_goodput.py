@@ -77,7 +77,7 @@ def test_phases_of_one_process_sum_to_its_wall_time(tmp_path, clock):
   assert found.goodput == pytest.approx(15 / 39)
   assert found.processes[0].process.end == 'done'
   assert goodput_accounts.summary(found) == (
-    'goodput 38% of 0:00:39: compile 26%, input 13%, eval 10%, init 8%, save 5%'
+    '38% of 0:00:39: compile 26%, input 13%, eval 10%, init 8%, save 5%'
   )
   assert goodput_accounts.interruption(found) == ''
 

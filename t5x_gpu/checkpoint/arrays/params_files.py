@@ -7,7 +7,7 @@ reads converted ones.
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
 import flax.traverse_util
@@ -101,16 +101,24 @@ def tree_problems(
   *,
   wanted_by: str,
   had_by: str,
+  unused: Collection[str] = (),
   limit: int = 8,
 ) -> list[str]:
   """Returns a line per tensor that is missing (with the closest names), left over or has another
   shape, at most `limit` lines of each kind; [] if nothing differs.
 
   A reference model (models/preference/dpo.py) may be left over.
+
+  Args:
+    want, have: name -> shape.
+    wanted_by, had_by: who wants and has them, for the text.
+    unused: further names that may be meant by a missing one.
+    limit: lines of each kind.
   """
   over = sorted(n for n in have.keys() - want.keys() if not is_reference(n))
+  meant = [*over, *unused]
   missing = [
-    f'missing: {n} {list(want[n])}.{did_you_mean(n, over, limit=2)}'
+    f'missing: {n} {list(want[n])}.{did_you_mean(n, meant, limit=2)}'
     for n in sorted(want.keys() - have.keys())
   ]
   left_over = [f'left over: {n} {list(have[n])}.' for n in over]

@@ -84,6 +84,7 @@ def find_checkpoint(
       raise CheckpointError(
         f'{folder} is the checkpoint of step {named.step}, not of step {step}.',
         fix=f'Give its MODEL_DIR, {folder.parent}, or leave the step out.',
+        parameters=('MODEL_DIR',),
       )
     return named
   steps = model_dir.steps
@@ -95,6 +96,7 @@ def find_checkpoint(
       fix=f'Its steps are {", ".join(map(str, steps))}.'
       if steps
       else 'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.',
+      parameters=('MODEL_DIR',),
     )
   return Checkpoint(model_dir, steps[-1] if step is None else step)
 

@@ -62,6 +62,7 @@ def ensure_run_id(folder: pathlib.Path) -> str:
       raise CheckpointError(
         f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',
         fix='Set MODEL_DIR to a folder you can write to, with free space.',
+        parameters=('MODEL_DIR',),
       ) from e
   return name
 

@@ -38,6 +38,7 @@ def check_local_settings(
       f'{PERIOD} = {local_period}, but {DIR} = None: there is nowhere to save to.',
       fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder on its local disk, or "
       f'{PERIOD} = None.',
+      parameters=(PERIOD, DIR),
     )
   if local_period is None:
     tenth = min(fitting, key=lambda n: (abs(n - period / 10), n))
@@ -76,6 +77,7 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
     raise _error(
       f'{DIR} = {local_checkpoint_dir!r}: ${unset[0]} is not set.',
       fix=f'Set it for every process: export {unset[0]}=..., or write the folder out.',
+      parameters=(DIR,),
     )
   folder = user_path(os.path.expandvars(local_checkpoint_dir))
   inner, outer = folder.resolve(), model_dir.resolve()
@@ -84,6 +86,7 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
       f'{DIR} = {str(folder)!r} is inside MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
       'memory of each host, which is faster than the file system that all share.',
       fix=f"Set {DIR} = '/dev/shm/$USER', or a folder of the host's own disk.",
+      parameters=(DIR, 'MODEL_DIR'),
     )
   return folder
 
@@ -109,6 +112,7 @@ def check_space(
       raise _error(
         f'{DIR} = {its_folder!r} cannot be written to by process {index} on {host}: {problem}.',
         fix=f"Set {DIR} to a folder you can write to on every host, such as '/dev/shm/$USER'.",
+        parameters=(DIR,),
       )
     needed = SLOTS * copies.bytes_on_host(hosts, index)
     if free < needed:

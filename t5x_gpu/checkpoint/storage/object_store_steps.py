@@ -69,6 +69,7 @@ def begin(path: RemotePath) -> None:
         'Nothing was overwritten.'
       ),
       fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
     )
   _claim(path)
   path.joinpath(COMMIT).unlink(missing_ok=True)

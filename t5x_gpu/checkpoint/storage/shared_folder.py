@@ -102,5 +102,6 @@ def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:
     'processes do not see it:\n  ' + '\n  '.join(listed(hosts, 8)),
     fix='Set MODEL_DIR to an absolute path on a file system that all hosts mount, or to object '
     'storage (s3://BUCKET/FOLDER). Every process writes its part of a checkpoint there.',
+    parameters=('MODEL_DIR',),
     docs='slurm.md#what-hosts-must-share',
   )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import PREPARED, BatchSpec, DatasetConfig, row_masks
 from t5x_gpu.data.prepared.index import Index
-from t5x_gpu.errors import DataError, all_problems
+from t5x_gpu.errors import DataError, Problem
 
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
@@ -57,7 +57,8 @@ def check_model(
   if problems:
     folder = config.mixture_or_task_name.removeprefix(PREPARED)
     raise DataError(
-      all_problems(problems, title=f'{folder} was prepared for another model'),
+      f'{folder} was prepared for another model',
+      problems=[Problem(problem) for problem in problems],
       fix='Prepare it for this model: python -m t5x_gpu.prepare --gin_file=MY.gin '
       '--output=OTHER_DIR'
       f"\n(with MIXTURE_OR_TASK_NAME = '{index.source_config['mixture_or_task_name']}'"

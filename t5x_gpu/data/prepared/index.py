@@ -46,7 +46,7 @@ def _shard_problem(shard: Mapping[str, Any]) -> str:
     return f'it has {shard["rows"]:,} rows in {shard["bytes"]:,} bytes'
   return (
     ''
-    if all(re.fullmatch('[0-9]{1,2}', e) for e in shard['lengths'])
+    if all(re.fullmatch('[0-9]{1,2}', exponent) for exponent in shard['lengths'])
     else 'a key of its length histogram is not an exponent'
   )
 

@@ -27,7 +27,7 @@ from t5x_gpu.data.prepared.index import UNFINISHED, Shard
 from t5x_gpu.data.prepared.row_stats import RowStats
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.file_digests import sample_digest, sha256_of
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 _KINDS = {kind: np.dtype(f'<{kind}') for kind in 'BHIi'}
 # One record per compressed group, so that each can be read alone. Measured on rows of 1024 tokens
@@ -211,7 +211,7 @@ def _write(
 
 def _disk_error(path: pathlib.Path, error: OSError) -> DataError:
   free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
-  reason = error.strerror or str(error).splitlines()[0][:300]
+  reason = error.strerror or first_line(error)[:300]
   return DataError(
     f'{path} could not be written: {reason} ({free / 1e6:,.0f} MB are free there). Finished '
     'shards are kept.',

@@ -48,6 +48,7 @@ def check_share(
     + (f' The last one: {last.what}' if last else ''),
     fix='Correct the files, or allow more: DatasetConfig.max_corrupt_fraction = '
     f'{min(1.0, share * 1.2):.2g}',
+    parameters=('DatasetConfig.max_corrupt_fraction',),
   )
 
 
@@ -127,6 +128,7 @@ class Damage:
         damaged[0].what,
         fix=f'{damaged[0].fix}\nOr skip such records: '
         'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
+        parameters=('DatasetConfig.max_corrupt_fraction',),
       )
       self._over.docs = damaged[0].docs
       raise self._over

@@ -202,5 +202,6 @@ def _examples(
     raise DataError(
       f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',
       fix='Set DatasetConfig.split to one with data.',
+      parameters=('DatasetConfig.split',),
     )
   return examples

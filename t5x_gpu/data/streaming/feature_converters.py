@@ -152,6 +152,7 @@ def _no_mask(name: str) -> DataError:
     'are not in the sequence of its targets.',
     fix="Leave DatasetConfig.loss_on_targets_only at True, or use feature converter 'prefix_lm', "
     'or train on conversations (jsonl with messages).',
+    parameters=('DatasetConfig.loss_on_targets_only',),
   )
 
 

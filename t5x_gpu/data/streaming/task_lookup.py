@@ -99,6 +99,7 @@ def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
     raise DataError(
       f'DatasetConfig.max_corrupt_fraction = {fraction} is not between 0 and 1.',
       fix='Set it to a share of the records; 0.0 tolerates no damaged record.',
+      parameters=('DatasetConfig.max_corrupt_fraction',),
     )
   found = [seqio_sources.damage_of(part.source) for part in seqio.get_subtasks(task)]
   for damage in found:
@@ -146,6 +147,7 @@ def _import(module: str) -> None:
         else 'Write it as in an import statement (my_project.tasks), and run where that import '
         'works, or install the project.'
       ),
+      parameters=('DatasetConfig.mixture_or_task_module',),
     ) from e
 
 
@@ -185,8 +187,12 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
     prepare_tfds.check_prepared(task, config)
   except DataError as e:
     files = classification.FROM_FILES.get(config.mixture_or_task_name)
-    e.fix += f"\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'." if files else ''
-    raise
+    if not files:
+      raise
+    fix = f"{e.fix}\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'."
+    raise DataError(
+      e.what, fix=fix, parameters=e.parameters, docs='tasks.md#tensorflow-datasets'
+    ) from e
   splits = sorted(task.splits)
   if config.split not in splits:
     raise NoExamplesError(
@@ -194,6 +200,7 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
       + did_you_mean(config.split, splits)
       + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
       fix='Set DatasetConfig.split to one of these.',
+      parameters=('DatasetConfig.split',),
     )
 
 

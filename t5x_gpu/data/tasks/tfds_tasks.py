@@ -7,7 +7,7 @@ from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.sources.rows import feature_columns, pattern_and_columns
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError, task_error
+from t5x_gpu.errors import DataError, first_line, task_error
 
 _ANY_VERSION = '*.*.*'  # TFDS uses the highest prepared version
 
@@ -33,7 +33,7 @@ def tfds(spelled: str) -> seqio.Task:
     info = source.tfds_dataset.info
     splits = sorted(info.splits)
   except prepare_tfds.TFDS_ERRORS as e:
-    raise _not_prepared(name, str(e)) from e
+    raise _not_prepared(name, first_line(e)) from e
   if not splits:
     raise _not_prepared(name, f'{info.full_name} has no split in {info.data_dir}')
   texts = [
@@ -54,7 +54,7 @@ def tfds(spelled: str) -> seqio.Task:
 
 def _not_prepared(name: str, reason: str) -> DataError:
   return task_error(
-    f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
+    f'tfds:{name} is not prepared: {reason[:200]}',
     fix=f'Prepare it once: {prepare_tfds.prepare_command([name])}\n'
     'and give every run --tfds_data_dir=DIR (runs download nothing).',
     docs='tasks.md#tensorflow-datasets',

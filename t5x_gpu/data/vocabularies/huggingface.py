@@ -217,6 +217,7 @@ def _load(path: pathlib.Path) -> Any:
       f'{str(path)!r} cannot be read as a tokenizer: {e}',
       fix='Point DatasetConfig.vocabulary at a tokenizer.json that the tokenizers package, or '
       'save_pretrained of a fast tokenizer, has written.',
+      parameters=('DatasetConfig.vocabulary',),
     ) from e
   # SeqIO cuts and pads rows; the file's settings are for single sentences.
   tokenizer.no_padding()

@@ -99,6 +99,7 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
         f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
         'whole number from 1 to 2**30 - 1.',
         fix="Set DatasetConfig.vocabulary to 'words:8192', for example.",
+        parameters=('DatasetConfig.vocabulary',),
       )
     return HashedWordsVocabulary(int(number), extra_ids=extra_ids)
   if not name.startswith(_PREFIX):
@@ -114,6 +115,7 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       f'The SentencePiece model {path!r} does not exist (working directory: {os.getcwd()}).',
       fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
       'file that spm_train writes.',
+      parameters=('DatasetConfig.vocabulary',),
     )
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
   try:
@@ -122,6 +124,7 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
     raise DataError(
       f'{path!r} cannot be read as a SentencePiece model: {e}',
       fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
+      parameters=('DatasetConfig.vocabulary',),
     ) from e
   return vocabulary
 

@@ -144,17 +144,18 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
     'bias gradients': need.relative_bias * 2 * positions * (need.rows_and_heads or 0),
     'masks': bool(able) and BACKENDS[able[0]].stores_mask * positions * (need.rows or 0),
   }
-  why_not, remedy = '', ''
+  why_not, no_kernel, remedy = '', '', ''
   if able and sum(stored.values()) <= MOST_STORED_BYTES:
     return Choice(able[0], of)
   if able:
     gib = ' and '.join(f'{n / 2**30:.1f} GiB of {what}' for what, n in stored.items() if n)
-    why_not = f'a kernel would store {gib}'
+    why_not = no_kernel = f'a kernel would store {gib}'
     remedy = 'more NUM_MICROBATCHES or shorter rows, which store less'
   elif device.platform == 'gpu':
     # The kernel that lacks the least; a kernel for this GPU, if one exists.
     name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
-    why_not = f'no kernel, {name}: {lacks(BACKENDS[name], need, device)[0]}'
+    no_kernel = f'{name}: {lacks(BACKENDS[name], need, device)[0]}'
+    why_not = f'no kernel, {no_kernel}'
     remedy = 'a model or GPU that a kernel serves (docs/attention.md)'
     if need.dtype not in BACKENDS[name].dtypes:
       remedy = f'TransformerConfig.dtype = {BACKENDS[name].dtypes[0]!r}'
@@ -164,7 +165,7 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
   else:
     name = 'chunked' if positions > LONGEST_DENSE**2 else 'dense'
     reason = f'{device.kind}, rows of {max(need.q_length or 0, need.kv_length or 0)}{because}'
-  return Choice(name, reason, why_not.removeprefix('no kernel, '), remedy)
+  return Choice(name, reason, no_kernel, remedy)
 
 
 def make_attention(

@@ -70,6 +70,7 @@ class LoggingConfig:
         'LoggingConfig.mlflow_tracking_uri contains a user name or password.',
         fix='Remove it from the URI, and set the environment variables MLFLOW_TRACKING_USERNAME '
         'and MLFLOW_TRACKING_PASSWORD.',
+        parameters=('LoggingConfig.mlflow_tracking_uri',),
       )
 
   def has(self, name: str) -> bool:

@@ -23,6 +23,7 @@ def check_encoder(model: Any) -> None:
         f'EncoderModel.{name} = {value!r} is not one of {", ".join(allowed)}.'
         f'{did_you_mean(value, allowed)}',
         fix=f'Set EncoderModel.{name} to one of them.',
+        parameters=(f'EncoderModel.{name}',),
       )
   if model.has_classes:
     _check_classes(model)
@@ -35,6 +36,7 @@ def check_encoder(model: Any) -> None:
       'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
       f'{model.config.num_token_types}: the model has no embeddings of token types.',
       fix='Set TransformerConfig.num_token_types = 2, or leave EncoderModel.token_types out.',
+      parameters=('EncoderModel.token_types', 'TransformerConfig.num_token_types'),
     )
 
 
@@ -43,6 +45,7 @@ def _check_classes(model: Any) -> None:
     raise ModelError(
       f'EncoderModel.num_classes = {model.num_classes}: classification needs two classes or more.',
       fix='Set EncoderModel.num_classes to 2 or more.',
+      parameters=('EncoderModel.num_classes',),
     )
   count = len(set(model.class_names))
   if model.class_names and (count != len(model.class_names) or count != model.num_classes):

@@ -231,11 +231,13 @@ def _check_tokens(model: Model, config: DecodingConfig) -> None:
       'DecodingConfig.start_token = None, but the decoder of an encoder-decoder gets no prompt and '
       'needs a first token.',
       fix='Set DecodingConfig.start_token = 0.',
+      parameters=('DecodingConfig.start_token',),
     )
   if config.zero_is_padding and 0 in config.stop_tokens:
     raise ConfigError(
       'DecodingConfig.stop_tokens has id 0, which is padding here and is never written.',
       fix='Use ids of at least 1.',
+      parameters=('DecodingConfig.stop_tokens',),
     )
   named = {
     'stop_tokens': config.stop_tokens,
@@ -246,6 +248,7 @@ def _check_tokens(model: Model, config: DecodingConfig) -> None:
       raise ConfigError(
         f'DecodingConfig.{name} has id {max(ids)}; the model has {model.num_outcomes} ids.',
         fix=f'Use ids below {model.num_outcomes}.',
+        parameters=(f'DecodingConfig.{name}',),
       )
 
 

@@ -73,6 +73,7 @@ class PromptBatches:
           if self._has_encoder
           else ', or set DecodingConfig.start_token to the id that precedes a text in training.'
         ),
+        parameters=('DecodingConfig.start_token',),
       )
     model, new = config_of(self.model), targets or c.max_decode_length
     limit = None if model is None else model.length_limit

@@ -96,23 +96,30 @@ class DpoModel:
 
   def _check_options(self) -> None:
     if not self.beta > 0:
-      raise _error(f'DpoModel.beta = {self.beta} must be above 0.', fix='Set DpoModel.beta = 0.1.')
+      raise _error(
+        f'DpoModel.beta = {self.beta} must be above 0.',
+        fix='Set DpoModel.beta = 0.1.',
+        parameters=('DpoModel.beta',),
+      )
     if self.loss_type not in LOSSES:
       raise _error(
         f'DpoModel.loss_type = {self.loss_type!r}.' + did_you_mean(str(self.loss_type), LOSSES),
         fix=f'Set it to one of {", ".join(map(repr, LOSSES))}.',
+        parameters=('DpoModel.loss_type',),
       )
     if not 0 <= self.label_smoothing < 0.5:
       raise _error(
         f'DpoModel.label_smoothing = {self.label_smoothing} is not between 0 and 0.5: half of the '
         'labels would be wrong.',
         fix='Set DpoModel.label_smoothing = 0.0, or the share of wrong labels.',
+        parameters=('DpoModel.label_smoothing',),
       )
     if self.label_smoothing and self.loss_type != 'sigmoid':
       raise _error(
         f'DpoModel.label_smoothing = {self.label_smoothing} does nothing with loss_type = '
         f'{self.loss_type!r}.',
         fix="Set DpoModel.label_smoothing = 0.0, or DpoModel.loss_type = 'sigmoid'.",
+        parameters=('DpoModel.label_smoothing', 'DpoModel.loss_type'),
       )
 
   def _check_model(self) -> None:
@@ -121,12 +128,14 @@ class DpoModel:
       raise _error(
         f'DpoModel cannot train a {type(plain).__name__}: it has no method token_log_probs.',
         fix='Set DpoModel.model to a DecoderOnlyModel, or a LoraModel of one.',
+        parameters=('DpoModel.model',),
       )
     if self._has_adapters and self.model.also_train is not None:
       raise _error(
         f'LoraModel.also_train = {self.model.also_train!r}: these parameters would change, and '
         'with them the reference, which is the model without its adapters.',
         fix='Remove LoraModel.also_train, or train all parameters: DpoModel.model = %MODEL.',
+        parameters=('LoraModel.also_train', 'DpoModel.model'),
       )
     has = OptionalMembers(plain)
     for name, value in (('z_loss', has.z_loss), ('label_smoothing', has.label_smoothing)):
@@ -142,6 +151,7 @@ class DpoModel:
       raise _error(
         f'DpoModel does not support dtype = {config.dtype!r}.',
         fix="Set PRECISION (TransformerConfig.dtype) = 'bfloat16'.",
+        parameters=('TransformerConfig.dtype',),
       )
 
   def __getattr__(self, name: str) -> Any:

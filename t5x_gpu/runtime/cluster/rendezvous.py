@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from t5x_gpu.errors import ClusterError, listed, number_ranges
+from t5x_gpu.errors import ClusterError, Problem, listed, number_ranges
 from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember, Meeting
@@ -232,7 +232,7 @@ class _Guest:
     self._me = me
     self._secret = secret
     self._timeout_seconds = timeout_seconds
-    self._failures: dict[str, str] = {}  # address -> the last reason
+    self._failures: dict[str, Problem] = {}  # by address, the last
 
   def meet(self) -> Meeting:
     started = time.monotonic()
@@ -249,7 +249,7 @@ class _Guest:
         if meeting is not None:
           return meeting
       waited = time.monotonic() - started
-      no_name = all('resolve' in self._failures[address] for address in addresses)
+      no_name = all(self._failures[address].fix == _CORRECT_NAME for address in addresses)
       if waited > self._timeout_seconds or (no_name and waited > dns_seconds):
         raise self._unreachable(waited)
       time.sleep(RETRY_SECONDS)
@@ -272,9 +272,10 @@ class _Guest:
         own_host, service = addresses.local_host(connection), answer.get('service')
         reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
       except signed_lines.UNREADABLE:
-        self._failures[address] = (
+        self._failures[address] = Problem(
           'another program (or version of t5x_gpu) listens there, '
-          'or process 0 ended while this process waited'
+          'or process 0 ended while this process waited',
+          _FIND_PROCESS_0,
         )
         return None
     if 'members' in answer and is_proven:
@@ -291,11 +292,8 @@ class _Guest:
         f'{answer["refused"]}.',
         fix='Start each process once, all with the same count, address, versions and secret.',
       )
-    self._failures[address] = str(
-      answer.get(
-        'refused', f'the program that listens there has another {job_secret.VARIABLE}, or none'
-      )
-    )
+    other = f'the program that listens there has another {job_secret.VARIABLE}, or none'
+    self._failures[address] = Problem(str(answer.get('refused', other)), _FIND_PROCESS_0)
     return None
 
   def _hello(self) -> dict[str, Any]:
@@ -306,24 +304,9 @@ class _Guest:
     }
 
   def _unreachable(self, waited: float) -> ClusterError:
-    reasons = '; '.join(f'{address}: {reason}' for address, reason in self._failures.items())
-    text = ' '.join(self._failures.values())
-    if 'resolve' in text:
-      fix = (
-        'Set --coordinator_address to a name that all hosts know (getent hosts NAME), or to '
-        'an IP address of the first host.'
-      )
-    elif 'timed out' in text:
-      fix = (
-        'A firewall, or the wrong network: open the port between the hosts, or set '
-        '--coordinator_address to an address of process 0 on a network that all hosts share.'
-      )
-    else:
-      fix = (
-        'Look at the first lines of process 0: it did not start, or listens elsewhere. All '
-        'processes need the same --coordinator_address, on the host of process 0. If that '
-        f'host has several networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.'
-      )
+    reasons = '; '.join(f'{address}: {failure.what}' for address, failure in self._failures.items())
+    fixes = {failure.fix for failure in self._failures.values()}
+    fix = next(fix for fix in (_CORRECT_NAME, _OPEN_PORT, _FIND_PROCESS_0) if fix in fixes)
     return _error(
       f'Process {self._me.process_index} of {self._cluster.process_count} (on '
       f'{self._me.hostname}) could not reach process 0 for {waited:.0f} s. {reasons}.',
@@ -331,11 +314,28 @@ class _Guest:
     )
 
 
-def _failure(e: OSError, host: str) -> str:
+# What to do about a failed connection, the most specific first.
+_CORRECT_NAME = (
+  'Set --coordinator_address to a name that all hosts know (getent hosts NAME), or to an IP '
+  'address of the first host.'
+)
+_OPEN_PORT = (
+  'A firewall, or the wrong network: open the port between the hosts, or set --coordinator_address '
+  'to an address of process 0 on a network that all hosts share.'
+)
+_FIND_PROCESS_0 = (
+  'Look at the first lines of process 0: it did not start, or listens elsewhere. All processes '
+  'need the same --coordinator_address, on the host of process 0. If that host has several '
+  f'networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.'
+)
+
+
+def _failure(e: OSError, host: str) -> Problem:
   if isinstance(e, socket.gaierror):
-    return f'the name {host!r} does not resolve (DNS: {e.strerror})'
+    return Problem(f'the name {host!r} does not resolve (DNS: {e.strerror})', _CORRECT_NAME)
   if isinstance(e, ConnectionRefusedError):
-    return 'connection refused (the host answers, but nothing listens on the port)'
+    refused = 'connection refused (the host answers, but nothing listens on the port)'
+    return Problem(refused, _FIND_PROCESS_0)
   if isinstance(e, TimeoutError):
-    return f'timed out (no answer within {TRY_SECONDS} s)'
-  return f'{e.strerror or e}'
+    return Problem(f'timed out (no answer within {TRY_SECONDS} s)', _OPEN_PORT)
+  return Problem(f'{e.strerror or e}', _FIND_PROCESS_0)

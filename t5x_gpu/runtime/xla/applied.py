@@ -48,13 +48,18 @@ class Applied:
 
   @property
   def line(self) -> str:
-    """One line: `xla preset: h200 single-host (default), ..., 1 flag dropped: not in jaxlib`."""
+    """One line for the log: `xla preset: ` and `summary`."""
+    return f'xla preset: {self.summary}'
+
+  @property
+  def summary(self) -> str:
+    """One line: `h200 single-host (default), ..., 1 flag dropped: not in jaxlib`."""
     if self.generation is None:
-      text = f'xla preset: nothing to set, no GPU ({self.reason})'
+      text = f'nothing to set, no GPU ({self.reason})'
     else:
       hosts = 'single-host' if self.num_hosts == 1 else f'{self.num_hosts} hosts'
       text = (
-        f'xla preset: {self.generation or self.gpu} {hosts} ({self.preset}), '
+        f'{self.generation or self.gpu} {hosts} ({self.preset}), '
         f'{_count(len(self.compile_options), "compile option")}, '
         f'{_count(len(self.xla_flags), "flag")}, '
         f'{_count(len(self.env) + len(self.jax_config), "variable")}'

@@ -43,7 +43,8 @@ for name, value in json.loads(sys.argv[1]).items():
   try:
     client.compile_and_load(module, devices, options)
   except Exception as error:
-    refused[name] = str(error).split(': ', 1)[-1].splitlines()[0]
+    reason = str(error).split(': ', 1)[-1].splitlines()[0]
+    refused[name] = '' if reason.startswith('No such compile option') else reason
 print(json.dumps(refused))
 """
 
@@ -124,14 +125,7 @@ def refused_options(
     return {}
   refused = _cached(system, 'options', dict(options), lambda: _options_in_child(dict(options)))
   # Without a child nothing is known; a wrong option would only raise a Python error later.
-  return (
-    {}
-    if refused is None
-    else {
-      name: f'not in {system}' if reason.startswith('No such compile option') else reason
-      for name, reason in refused.items()
-    }
-  )
+  return {name: reason or f'not in {system}' for name, reason in (refused or {}).items()}
 
 
 def flag_name(flag: str) -> str:
@@ -170,6 +164,7 @@ def _flags_in_child(flags: list[str]) -> tuple[Optional[bool], str]:
 
 
 def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
+  """Returns name -> reason ('' for an unknown name), None if no child could be run."""
   done = _child(_TRY_OPTIONS, json.dumps(options))
   return json.loads(done.output) if done.code == 0 else None
 
