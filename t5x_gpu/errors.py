@@ -155,12 +155,3 @@ def number_ranges(numbers: Iterable[int], *, separator: str = ',') -> str:
 def listed(items: Sequence[str], most: int) -> list[str]:
   """Returns the first `most` items, and 'and 3 more' if there are others."""
   return [*items[:most], *([f'and {len(items) - most} more'] if len(items) > most else [])]
-
-
-def all_problems(problems: list[str], *, title: str) -> str:
-  """Returns one text for several problems, numbered when there is more than one."""
-  if len(problems) == 1:
-    return problems[0]
-  return f'{title}: {len(problems)} problems.\n' + '\n'.join(
-    f'  {i}. {problem}' for i, problem in enumerate(problems, 1)
-  )

@@ -205,7 +205,7 @@ def plan(
     raise ConfigError(
       f'--nproc={num_processes}, but {visible} GPUs are visible on this machine'
       f'{" through CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in env else ""}.',
-      fix=f'Set --nproc to {cluster_choices(visible)}.'
+      fix=f'Set --nproc to a number that divides {visible}.'
       if visible
       else 'Add --no_gpu for CPU devices, or run nvidia-smi to see why there are none.',
     )
@@ -242,12 +242,6 @@ def plan(
       )
     plans.append(ProcessPlan(child, binding, 'GPU ' + ','.join(map(str, ids)) if ids else 'CPU'))
   return plans
-
-
-def cluster_choices(visible: int) -> str:
-  """Returns '1, 2, 4 or 8' for 8 GPUs."""
-  choices = [str(n) for n in range(1, visible + 1) if visible % n == 0]
-  return ' or '.join([', '.join(choices[:-1]), choices[-1]] if choices[1:] else choices)
 
 
 def free_address() -> str:

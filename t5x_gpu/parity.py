@@ -24,7 +24,6 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import IN_FLOAT32
-from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.topology import Device, Topology
@@ -184,7 +183,7 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
     raise ConfigError(
       f'--devices={number} --hosts={hosts}: every host has the same number of '
       'devices, at least one.',
-      fix=f'Give --hosts one of {", ".join(map(str, divisors(number)))}.'
+      fix=f'Give --hosts a number that divides {number}.'
       if number >= 1
       else 'Give --devices of at least 1.',
     )

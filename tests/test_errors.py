@@ -20,7 +20,6 @@ PACKAGE = pathlib.Path(t5x_gpu.__file__).parent
 # nor a type for the case.
 FOREIGN = {
   '_is_news': 'tokamax',
-  '_model_error': 'the checks of mesh and model, which still return sentences',
   '_position': 'seqio and TensorFlow',
   '_refused_by_child': 'XLA',
   '_save_error': 'Orbax',
@@ -29,7 +28,6 @@ FOREIGN = {
   'compile_errors': 'XLA',
   'damage': 'XLA',
   'is_outage': 'TensorStore',
-  'lay_out': 'the checks of mesh and model, which still return sentences',
   'read': 'tokenize of Python',
   'reason_of': 'TensorStore',
   'storage_error': 'TensorStore',

@@ -181,9 +181,9 @@ def test_every_misfit_is_reported_at_once_with_where_it_was_set(tmp_path):
       'gin_configs/parallel/3d.gin:6, through %NUM_PARTITIONS at gin_configs/parallel/3d.gin:9.',
     ],
     ['  BATCH_SIZE', '--gin.BATCH_SIZE.'],
+    ['  Partitioner.data', 'gin_configs/parallel/3d.gin:11.'],
     ['  TransformerConfig.num_layers', '--gin.TransformerConfig.num_layers.'],
     ['  Partitioner.stage', 'gin_configs/parallel/3d.gin:10.'],
-    ['  Partitioner.data', 'gin_configs/parallel/3d.gin:11.'],
   ]
 
 

@@ -5,7 +5,6 @@ form from checkpoints, and keys and values of the prompts in a batch. For traini
 training/memory.py.
 """
 
-import math
 from typing import Any, Optional
 
 from t5x_gpu.errors import OutOfMemoryError
@@ -59,29 +58,25 @@ def _check(
   cache = f', keys and values of {prompts:,} prompts at least {show(more)}' if more else ''
   raise OutOfMemoryError(
     f'The parameters take {show(size)} on each of {devices}{cache}. Each has {limit}.',
-    fix=_what_fits(layout, size, limit.bytes, prompt_bytes),
+    fix=_fix(layout, limit.bytes - size, prompt_bytes),
     parameters=('Partitioner.fsdp', *(('DecodingConfig.batch_size',) if more else ())),
     docs='parallelism.md#memory',
   )
 
 
-def _what_fits(layout: Layout, size: int, limit: int, prompt_bytes: int) -> str:
-  """Returns settings that fit: fewer prompts at a time, or parameters split further."""
-  mesh = layout.mesh.shape
-  if prompt_bytes and limit - size >= prompt_bytes:
-    most = (limit - size) // prompt_bytes * layout.batch_parts
-    return f'Set DecodingConfig.batch_size = {most} or less.'
-  room = limit - prompt_bytes
-  if room <= 0:
-    return 'Set DecodingConfig.max_decode_length lower: not even one prompt fits.'
-  ways, whole = mesh['data'] * mesh['fsdp'], size * (mesh['fsdp'] if layout.zero_stage == 3 else 1)
-  if whole / ways <= room:
+def _fix(layout: Layout, room: int, prompt_bytes: int) -> str:
+  """Returns what makes room: fewer prompts at one time, or parameters split further.
+
+  Args:
+    layout: mesh and rules.
+    room: bytes that the parameters leave on a device.
+    prompt_bytes: keys and values of one prompt.
+  """
+  if room < 0 or not prompt_bytes:
     return (
-      f'Set Partitioner.fsdp = {ways} and Partitioner.zero_stage = 3: about {show(whole / ways)} '
-      'of parameters.'
+      'Split the parameters over more devices: Partitioner.fsdp above '
+      f'{layout.mesh.shape["fsdp"]}, with zero_stage = 3.'
     )
-  more = 2 ** math.ceil(math.log2(whole / ways / room))
-  return (
-    f'These fit: {layout.mesh.size * more} devices with as much memory each, Partitioner.fsdp = '
-    f'{ways * more}: about {show(whole / ways / more)} of parameters.'
-  )
+  if room < prompt_bytes:
+    return 'Set DecodingConfig.max_decode_length lower: not even one prompt fits.'
+  return f'Set DecodingConfig.batch_size = {room // prompt_bytes * layout.batch_parts} or less.'

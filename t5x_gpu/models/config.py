@@ -283,11 +283,9 @@ class TransformerConfig:
         'length: leave it out.',
       )
     if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
-      legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
       yield (
         'num_kv_heads',
-        f'does not divide num_heads = {self.num_heads}: set it to one of '
-        f'{", ".join(map(str, legal))}.',
+        f'does not divide num_heads = {self.num_heads}: set it to a number that does.',
       )
     buckets = [self._bucket_problem(causal=causal) for causal in (True, False)]
     if None not in buckets:  # `check_stack` knows whether the stack is causal
@@ -352,12 +350,6 @@ class TransformerConfig:
     """Length of the longest example that uses short rotary factors; None without long factors."""
     lengths = [r.original_length for r in self.rope_of_layers if r and r.depends_on_length]
     return lengths[0] if lengths else None
-
-  @property
-  def matmul_width(self) -> int:
-    """Output features of all matmuls with weights, per token and layer, without experts."""
-    width = (self.num_heads + 2 * self.kv_heads) * self.head_dim + self.embed_dim
-    return width + (0 if self.num_experts else len(self.mlp_activations) * self.mlp_dim)
 
   @property
   def kernel_init(self) -> Optional[Initializer]:

@@ -20,7 +20,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
-from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_multiples
 
 # The one vocabulary for shapes in docstrings, parameters and rules.
 AXES: dict[str, str] = {
@@ -129,12 +128,10 @@ def partition_spec(
     parts = math.prod(mesh_shape[a] for a in axes)
     if size % parts:
       split = ' x '.join(f'{a}={mesh_shape[a]}' for a in axes)
-      legal = any_of(divisors(math.gcd(size, parts)))
       raise MeshError(
         f'{what}: {name} = {size} cannot be split {parts} ways ({split}).',
-        fix=f'Set its {name} to {any_of(nearest_multiples(size, parts))}, set '
-        f'{" x ".join(axes)} = {legal}, or name the dimension None to keep it whole on '
-        'every device.',
+        fix=f'Set its {name} to a multiple of {parts}, or name the dimension None to keep it whole '
+        'on every device.',
       )
     entries.append(axes[0] if len(axes) == 1 else axes or None)
   return PartitionSpec(*entries)

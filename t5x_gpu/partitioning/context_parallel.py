@@ -10,18 +10,17 @@ Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention
 work; Llama Team 2024 (Llama 3), section 3.3.2: a chunk from both ends per device, and gathering.
 """
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning import manual_collectives
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
-from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
 from t5x_gpu.partitioning.ring_attention import (
   BLOCK_LENGTH,
   LogitsFn,
@@ -44,30 +43,21 @@ def check(
   mesh_shape: Mapping[str, int],
   *,
   method: str = 'ring',
-  parameter: str = 'length',
   multiple_of: int = 1,
-  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
-) -> list[str]:
-  """Returns one sentence with its fix if the length cannot be split over `context`, else [].
+) -> list[Problem]:
+  """Returns the problem if the length cannot be split over `context`, else [].
 
   Args:
     sizes: array axis -> size; reads 'length'.
     mesh_shape: mesh axis -> size.
     method: 'ring' or 'gather'.
-    parameter: parameter that sets the length, for the fix.
-    multiple_of: other divisor of the length, for the fix.
-    legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
+    multiple_of: another number that the length must be a multiple of.
   """
   ways, length = mesh_shape.get('context', 1), sizes.get('length', 0)
   if fits(length, ways, method):
     return []
   chunks = 2 * ways
-  nearest = _nearest_lengths(length, math.lcm(chunks, multiple_of), ways, method)
-  # Another axis must take the devices that `context` gives up, so its size divides all devices.
-  possible = (
-    divisors(math.prod(mesh_shape.values())) if legal_sizes is None else legal_sizes['context']
-  )
-  legal = [c for c in possible if fits(length, c, method)]
+  unit = chunks
   what = (
     f'does not divide over 2 x context={ways} (= {chunks}): each device takes one chunk from '
     'the front and one from the back, to balance the work of causal attention.'
@@ -77,9 +67,13 @@ def check(
       f'over 2 x context={ways} makes chunks of {length // chunks}, which ring attention '
       f'can only process in blocks of {largest_block(length // ways)}: far too slow.'
     )
+    unit = chunks * BLOCK_LENGTH // 8  # such chunks have a large enough divisor: see `fits`
   return [
-    f'length = {length} {what} Set {parameter} = {any_of(nearest)}'
-    + (f', or Partitioner.context = {any_of(legal)}.' if legal else '.')
+    Problem(
+      f'length = {length} {what}',
+      f'Set TASK_FEATURE_LENGTHS so that their sum is a multiple of {math.lcm(unit, multiple_of)}.',
+      ('TASK_FEATURE_LENGTHS', 'Partitioner.context'),
+    )
   ]
 
 
@@ -96,19 +90,6 @@ def fits(length: int, ways: int, method: str) -> bool:
     and length % (2 * ways) == 0
     and (method != 'ring' or 8 * largest_block(2 * chunk) >= min(chunk, BLOCK_LENGTH))
   )
-
-
-def _nearest_lengths(length: int, unit: int, ways: int, method: str) -> list[int]:
-  """Returns the nearest multiples of `unit` below and above `length` that fit, without 0."""
-  below, above = length // unit * unit, (length // unit + 1) * unit
-  return [
-    n
-    for n in (
-      next((n for n in range(below, 0, -unit) if fits(n, ways, method)), 0),
-      next(n for n in itertools.count(above, unit) if fits(n, ways, method)),
-    )
-    if n
-  ]
 
 
 def length_order(length: int, ways: int) -> np.ndarray:

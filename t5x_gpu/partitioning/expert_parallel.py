@@ -10,14 +10,12 @@ layer.
 Source: Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch Transformer).
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Optional
+from collections.abc import Mapping
 
 import jax
 
+from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.axis_rules import AxisRules, is_manual
-from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_multiples
 
 
 def rules() -> AxisRules:
@@ -25,42 +23,33 @@ def rules() -> AxisRules:
   return AxisRules(parameters={'experts': ('expert',)}, activations={'batch': ('expert',)})
 
 
-def check(
-  sizes: Mapping[str, int],
-  mesh_shape: Mapping[str, int],
-  *,
-  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
-  with_data: Optional[Mapping[str, Sequence[int]]] = None,
-) -> list[str]:
-  """Returns one sentence with its fix if there are no experts or they do not divide, else [].
+def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> list[Problem]:
+  """Returns the problem if there are no experts or they do not divide, else [].
 
   Args:
     sizes: array axis -> size; reads 'experts', absent or 0 for a model without experts.
     mesh_shape: mesh axis -> size.
-    legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
-    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is
-      wrong, and a layout is then suggested, not another model.
   """
   ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
   if ways == 1 or (experts > 0 and experts % ways == 0):
     return []
+  parameters = ('TransformerConfig.num_experts', 'Partitioner.expert')
   if not experts:
     return [
-      f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
-      'Partitioner.expert = 1 and use these devices for Partitioner.fsdp or Partitioner.data.'
+      Problem(
+        f'expert={ways} splits experts, but this model has none: its MLPs are dense.',
+        'Set Partitioner.expert = 1 and use these devices for Partitioner.fsdp or '
+        'Partitioner.data.',
+        parameters,
+      )
     ]
-  # Another axis must take the devices that `expert` gives up, so its size divides all devices.
-  possible = {'expert': divisors(math.prod(mesh_shape.values()))}
-  fix = []
-  for legal, also in ((legal_sizes or possible, ''), (with_data, ' and Partitioner.data = -1')):
-    fitting = [n for n in (legal or {}).get('expert', ()) if experts % n == 0]
-    if fitting and not fix:
-      fix.append(f'Partitioner.expert = {any_of(fitting)}{also}')
-  if with_data is None or not fix:
-    fix.insert(0, f'TransformerConfig.num_experts = {any_of(nearest_multiples(experts, ways))}')
   return [
-    f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
-    f'device. Set {", or ".join(fix)}.'
+    Problem(
+      f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
+      'device.',
+      f'Set Partitioner.expert to a number that divides {experts}.',
+      parameters,
+    )
   ]
 
 

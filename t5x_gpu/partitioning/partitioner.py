@@ -6,11 +6,10 @@ Adds up the rules of all parallelisms and checks all sizes against them before a
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.errors import MeshError, all_problems, did_you_mean
+from t5x_gpu.errors import MeshError, Problem, did_you_mean
 from t5x_gpu.partitioning import (
   context_parallel,
   data_parallel,
@@ -22,13 +21,8 @@ from t5x_gpu.partitioning import (
 from t5x_gpu.partitioning.axis_rules import AxisRules, Table
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh.mesh import SizeHint, build_mesh, check_model_sizes
-from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
-from t5x_gpu.partitioning.mesh.mesh_sizes import (
-  OUTER_AXES,
-  SIZE_PARAMETERS,
-  MeshSizes,
-  resolve_mesh_sizes,
-)
+from t5x_gpu.partitioning.mesh.mesh_problems import divisors
+from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES, MeshSizes, resolve_mesh_sizes
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
 from t5x_gpu.runtime.cluster.topology import Device, Topology
@@ -36,13 +30,12 @@ from t5x_gpu.runtime.cluster.topology import Device, Topology
 # Array axis -> the parameter that sets its size, for errors.
 SET_BY = {
   'batch': 'BATCH_SIZE',
-  'length': 'the sum of TASK_FEATURE_LENGTHS',
   'heads': 'TransformerConfig.num_heads',
   'mlp': 'TransformerConfig.mlp_dim',
   'embed': 'TransformerConfig.embed_dim',
   'vocab': 'TransformerConfig.vocab_size',
 }
-# Those that make another model. If nothing else is wrong, errors suggest another mesh instead.
+# Sizes that make another model: errors suggest another mesh instead.
 WIDTHS = ('heads', 'mlp', 'embed', 'vocab')
 # Axes that other functions check.
 OWN_CHECKS = ('layers', 'encoder_layers', 'stacks', 'length', 'experts', 'kv_heads', 'kv')
@@ -164,13 +157,12 @@ class Partitioner:
     sizes = self.mesh_sizes(topology)
     problems = self._problems(sizes, logical_sizes, num_microbatches)
     if problems:
-      of_run = (topology, logical_sizes, num_microbatches, len(problems))
-      better = self._better_sizes(*of_run)
-      with_data = None
-      widths = rf'({"|".join(WIDTHS)}|kv_heads) = '
-      if len(problems) == 1 or all(re.match(widths, problem) for problem in problems):
-        with_data = dataclasses.replace(self, data=-1)._better_sizes(*of_run)
-      raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better, with_data))
+      raise MeshError(
+        'The model does not fit the mesh',
+        problems=problems,
+        fix='To find a layout that fits: python -m t5x_gpu.plan --search',
+        docs='mesh.md#sizes',
+      )
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
     note = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
     by_layer = num_microbatches > 1 and self.accumulate_by == 'layer' and sizes.total['fsdp'] > 1
@@ -213,21 +205,9 @@ class Partitioner:
     return math.prod(sizes.total[axis] for axis in self.rules().activations['batch'])
 
   def _problems(
-    self,
-    sizes: MeshSizes,
-    logical_sizes: Mapping[str, int],
-    num_microbatches: int,
-    legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
-    with_data: Optional[Mapping[str, Sequence[int]]] = None,
-  ) -> list[str]:
-    """Returns one sentence for everything in the model that does not fit the mesh.
-
-    Args:
-      sizes: of the mesh.
-      logical_sizes, num_microbatches: as in `lay_out`.
-      legal_sizes: mesh axis -> sizes to suggest.
-      with_data: mesh axis -> sizes to suggest together with data = -1, if one thing is wrong.
-    """
+    self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int
+  ) -> list[Problem]:
+    """Returns everything in the model that does not fit a mesh of `sizes`."""
     rules, total = self.rules(), sizes.total
     pipeline = self._pipeline(sizes, logical_sizes, num_microbatches)
     between = math.prod(total[axis] for axis in rules.activations.get('residual_length', ()))
@@ -241,22 +221,17 @@ class Partitioner:
         sizes,
         generic,
         {name: table.get(name, ()) for name in generic},
-        hints=self._hints(sizes, logical_sizes, num_microbatches, pipeline),
-        legal_sizes=legal_sizes,
-        with_data=with_data,
+        hints=self._hints(sizes, num_microbatches, pipeline),
       )
     ]
     problems += context_parallel.check(
       logical_sizes,
       total,
       method=self.context_attention,
-      parameter=SET_BY['length'],
       multiple_of=between if self.sequence_parallel else 1,
-      legal_sizes=legal_sizes,
     )
-    suggested = dict(legal_sizes=legal_sizes, with_data=with_data)
-    problems += tensor_parallel.check(logical_sizes, total, **suggested)
-    problems += expert_parallel.check(logical_sizes, total, **suggested)
+    problems += tensor_parallel.check(logical_sizes, total)
+    problems += expert_parallel.check(logical_sizes, total)
     if pipeline is not None:
       problems += pipeline_parallel.check(
         logical_sizes,
@@ -267,84 +242,35 @@ class Partitioner:
         batch_parts=self._batch_parts(sizes),
         num_microbatches=num_microbatches,
         skip_idle=pipeline.skip_idle,
-        **suggested,
       )
     return list(dict.fromkeys(problems))  # both tables may split an axis in the same way
 
   def _hints(
-    self,
-    sizes: MeshSizes,
-    logical_sizes: Mapping[str, int],
-    num_microbatches: int,
-    pipeline: Optional[Pipeline],
+    self, sizes: MeshSizes, num_microbatches: int, pipeline: Optional[Pipeline]
   ) -> dict[str, SizeHint]:
-    """Returns array axis -> how a user can make it fit."""
+    """Returns array axis -> how a problem describes its size."""
     rows = 1  # a device's rows must be a multiple of this
     if pipeline is not None:
       rows = self.num_pipeline_microbatches or (
         pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows
       )
-    unit = max(rows, 1) * self._batch_parts(sizes)
-    fewer = [
-      n for n in divisors(num_microbatches) if logical_sizes.get('batch', 1) % (n * unit) == 0
-    ]
     context = sizes.total['context']
     return {
       **{name: SizeHint(by, is_width=name in WIDTHS) for name, by in SET_BY.items()},
       'batch': SizeHint(
         'BATCH_SIZE',
         each_of=num_microbatches,
-        multiple_of=num_microbatches * unit,
-        or_else=f'NUM_MICROBATCHES = {any_of(fewer)}' if fewer else '',
+        multiple_of=num_microbatches * max(rows, 1) * self._batch_parts(sizes),
       ),
       'residual_length': SizeHint(
-        SET_BY['length'],
+        'TASK_FEATURE_LENGTHS',
         'With Partitioner.sequence_parallel, length',
         multiple_of=2 * context if context > 1 else 1,
-        or_else='Partitioner.sequence_parallel = False',
+        rule='so that their sum is a multiple of',
       ),
     }
-
-  def _better_sizes(
-    self,
-    topology: Topology,
-    logical_sizes: Mapping[str, int],
-    num_microbatches: int,
-    num_problems: int,
-  ) -> dict[str, list[int]]:
-    """Returns mesh axis -> sizes that reduce the number of problems when only that axis changes."""
-    better: dict[str, list[int]] = {axis: [] for axis in SIZE_PARAMETERS}
-    for axis, parameter in SIZE_PARAMETERS.items():
-      for size in divisors(topology.num_devices):
-        try:
-          changed = dataclasses.replace(self, **{parameter: size})
-          problems = changed._problems(
-            changed.mesh_sizes(topology), logical_sizes, num_microbatches
-          )
-        except MeshError:
-          continue
-        if len(problems) < num_problems:
-          better[axis].append(size)
-    return better
 
 
 def _without_fsdp(table: Table) -> Table:
   """Returns `table` without `fsdp`, which splits arrays of any size (fsdp_dims.py)."""
   return {name: tuple(axis for axis in axes if axis != 'fsdp') for name, axes in table.items()}
-
-
-def _model_error(problems: Sequence[str]) -> MeshError:
-  """Returns one error for all `problems`, with the parameters that they mention."""
-  named = [
-    name
-    for problem in problems
-    for name in re.findall(
-      r'\b(?:Partitioner|TransformerConfig|EncoderDecoderModel)\.\w+|\b[A-Z]+_[A-Z_]+\b', problem
-    )
-  ]
-  axes = [axis for problem in problems for axis in re.findall(r'\b([a-z]+)=\d', problem)]
-  parameters = list(dict.fromkeys([*named, *(f'Partitioner.{SIZE_PARAMETERS[a]}' for a in axes)]))
-  what, fix = all_problems(list(problems), title='The model does not fit the mesh'), ''
-  if len(problems) == 1:
-    what, fix = re.split(r'(?<=[.?]) (?=Set )', problems[0], maxsplit=1)
-  return MeshError(what, fix=fix, parameters=parameters, docs='mesh.md#sizes')

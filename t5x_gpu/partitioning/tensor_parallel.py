@@ -9,11 +9,11 @@ fit, or the batch per GPU gets too small.
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Optional
 
+from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.axis_rules import AxisRules
-from t5x_gpu.partitioning.mesh.mesh_problems import any_of
 
 SPLIT = dict.fromkeys(('heads', 'kv_heads', 'mlp', 'vocab'), ('model',))
 
@@ -42,50 +42,25 @@ def devices_per_kv_head(sizes: Mapping[str, int], mesh_shape: Mapping[str, int])
   return model // kv_heads if kv_heads and model > kv_heads and model % kv_heads == 0 else 1
 
 
-def check(
-  sizes: Mapping[str, int],
-  mesh_shape: Mapping[str, int],
-  *,
-  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
-  with_data: Optional[Mapping[str, Sequence[int]]] = None,
-) -> list[str]:
-  """Returns one sentence with its fix if key and value heads can be neither split nor shared.
+def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> list[Problem]:
+  """Returns the problem if key and value heads can be neither split nor shared, else [].
 
   The other axes only have to be divisible, which `check_model_sizes` checks.
 
   Args:
     sizes: array axis -> size; reads 'heads' and 'kv_heads'.
     mesh_shape: mesh axis -> size.
-    legal_sizes: mesh axis -> sizes to suggest.
-    with_data: mesh axis -> sizes to suggest together with data = -1.
   """
-  model, heads, kv_heads = (
-    mesh_shape.get('model', 1),
-    sizes.get('heads', 0),
-    sizes.get('kv_heads', 0),
-  )
-  if kv_heads in (0, heads) or kv_heads % model == 0 or model % kv_heads == 0:
+  model, kv_heads = mesh_shape.get('model', 1), sizes.get('kv_heads', 0)
+  if kv_heads in (0, sizes.get('heads', 0)) or kv_heads % model == 0 or model % kv_heads == 0:
     return []
-
-  def fits(kv_heads: int, model: int) -> bool:
-    return kv_heads % model == 0 or model % kv_heads == 0
-
-  def possible(legal: Optional[Mapping[str, Sequence[int]]]) -> list[int]:
-    return [n for n in (legal or {}).get('model', ()) if fits(kv_heads, n)]
-
-  fixes = []
-  if possible(legal_sizes):
-    fixes = [f'Partitioner.num_partitions = {any_of(possible(legal_sizes))}']
-  elif possible(with_data):
-    fixes = [
-      f'Partitioner.num_partitions = {any_of(possible(with_data))} and Partitioner.data = -1'
-    ]
-  if with_data is None or not fixes:
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and fits(n, model)]
-    fixes.insert(0, f'TransformerConfig.num_kv_heads = {any_of(legal)}')
   return [
-    f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: key and value heads '
-    f'can be neither split evenly nor shared evenly. Set {", or ".join(fixes)}.'
+    Problem(
+      f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: key and value '
+      'heads can be neither split evenly nor shared evenly.',
+      f'Set Partitioner.num_partitions to a number that divides {kv_heads}, or to a multiple.',
+      ('TransformerConfig.num_kv_heads', 'Partitioner.num_partitions'),
+    )
   ]
 
 

@@ -15,7 +15,7 @@ from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 
-# Parameters of Partitioner that give the sizes of the axes, some of them in several ways.
+# Parameters of Partitioner that set the sizes of axes; some set the same size.
 SIZES = (*SIZE_PARAMETERS.values(), 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')
 _MICROBATCHES = (2, 4, 8, 16, 32)
 
@@ -34,12 +34,12 @@ class Change:
 
   @property
   def kinds(self) -> set[str]:
-    """What the settings belong to: 'Partitioner', 'TransformerConfig', ..."""
+    """Classes of the settings: 'Partitioner', 'TransformerConfig', ..."""
     return {setting.split('.')[0] for setting in self.settings}
 
   @property
   def keeps_precision(self) -> bool:
-    """Whether all is as precise as before: the moments of the optimizer may not be."""
+    """Whether the change keeps every dtype, including the optimizer's moments."""
     return 'AdamW' not in self.kinds
 
 
@@ -59,10 +59,14 @@ def with_another(first: Change, topology: Topology) -> Iterator[Change]:
 
 
 def on_all_of(config: PlanConfig, topology: Topology) -> Iterator[Change]:
-  """Yields the run with what saves most memory, in layouts of all devices of another `topology`.
+  """Yields the run with the settings that save most memory, in layouts of all devices.
 
-  The batch grows to the next size that the layout divides. Microbatches stay, if they divide the
-  rows of a device, or have one row each.
+  The batch grows to the next size that the layout divides. The number of microbatches stays if it
+  divides the rows of a device; else each microbatch has one row.
+
+  Args:
+    config: the run.
+    topology: may have more or fewer devices than the run's.
   """
   [saving] = list(_remat(config))[-1:] or [Change((), config)]
   moments = [_joined(saving, change) for change in _moments(saving.config)]
@@ -86,14 +90,15 @@ def on_all_of(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 
 
 def _joined(first: Change, second: Change) -> Change:
-  """Returns two changes as one; `second` starts from the run that `first` gives."""
+  """Returns two changes as one; `second` was made from the run of `first`."""
   return Change((*first.settings, *second.settings), second.config)
 
 
 def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Any]:
-  """Returns the parameters that are not default in `wanted`, or not in `given`, which it replaces.
+  """Returns the parameters that are not default in `wanted` or in `given`.
 
-  A run keeps what its own gin files set, so those that become default again are among them.
+  A run keeps the settings of its own gin files, so parameters that return to their default are
+  included.
   """
   return {
     field.name: getattr(wanted, field.name)
@@ -130,10 +135,9 @@ def _layouts(config: PlanConfig, topology: Topology) -> Iterator[Change]:
 
 
 def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitioner]:
-  """Yields layouts of all devices: fsdp, fsdp inside hosts (hsdp), fsdp with model, and fsdp in
-  place of data.
+  """Yields layouts of all devices: fsdp, hsdp, fsdp with model, and fsdp in place of data.
 
-  What neither splits the run nor saves memory stays as it is `given`.
+  Parameters of `given` that neither split the run nor save memory stay.
   """
   hosts, each, total = topology.num_hosts, topology.devices_per_host, topology.num_devices
   options: list[dict[str, Any]] = [dict(data=1, fsdp=total)]
@@ -154,7 +158,7 @@ def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitione
 
 
 def _fsdp_for_data(given: Partitioner, topology: Topology) -> Optional[dict[str, Any]]:
-  """Returns `given` with all of `data` in fsdp; None if no axis is left that it could keep."""
+  """Returns the sizes of `given` with `data` moved into fsdp; None if no other axis splits it."""
   by_host = given.ici_mesh_shape is not None or given.dcn_mesh_shape is not None
   try:
     moved = given if by_host else dataclasses.replace(given, data=1, fsdp=-1)
@@ -176,7 +180,7 @@ def _same_mesh(one: Partitioner, other: Partitioner, topology: Topology) -> bool
 
 
 def _differing(wanted: Partitioner, given: Partitioner) -> tuple[str, ...]:
-  """Returns the settings that make `wanted` of `given`."""
+  """Returns the settings that turn `given` into `wanted`."""
   return tuple(
     f'Partitioner.{name} = {value!r}'
     for name, value in layout_settings(wanted, given).items()
@@ -184,7 +188,7 @@ def _differing(wanted: Partitioner, given: Partitioner) -> tuple[str, ...]:
   )
 
 
-# A layout that splits nothing, in the parameters that `_partitioners` decides.
+# Defaults of the parameters that `_partitioners` sets: a layout that splits nothing.
 _WHOLE = {
   field.name: field.default
   for field in dataclasses.fields(Partitioner)

@@ -8,7 +8,6 @@ from typing import Optional
 import jax
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 
 GPUS_PER_HOST = 8
@@ -50,11 +49,9 @@ def topology_of(
     return _by_hosts(flag, total, hosts)
   each = min(GPUS_PER_HOST, max(total, 1)) if gpus_per_host is None else gpus_per_host
   if total < 1 or each < 1 or total % each:
-    legal = ', '.join(map(str, divisors(total))) if total > 0 else ''
-    near = [n for n in (total - total % each, total + each - total % each) if n] if each > 0 else []
     raise ConfigError(
       f'{flag}={total} cannot be divided into hosts of --gpus_per_host={each}.',
-      fix=f'--gpus_per_host may be {legal}; or ask for {" or ".join(map(str, near)) or 8} GPUs.'
+      fix=f'Give --gpus_per_host a number that divides {total}.'
       if total > 0
       else f'Give {flag} of at least 1.',
       docs='plan.md#flags',
@@ -64,10 +61,9 @@ def topology_of(
 
 def _by_hosts(flag: str, num_devices: int, num_hosts: int) -> Topology:
   if num_devices < 1 or num_hosts < 1 or num_devices % num_hosts:
-    legal = divisors(num_devices) if num_devices > 0 else []
     raise ConfigError(
       f'{flag}={num_devices} cannot be divided among --hosts={num_hosts}.',
-      fix=f'{flag} is the number of all GPUs; --hosts may be {", ".join(map(str, legal))}.'
+      fix=f'{flag} is the number of all GPUs; give --hosts a number that divides it.'
       if num_devices > 0
       else f'Give {flag} of at least 1.',
       docs='plan.md#flags',

@@ -1,8 +1,8 @@
-"""A run that does not fit: the cheapest changes with which it does, each compiled to be sure.
+"""The cheapest changes with which a run fits, each compiled to be sure.
 
-Candidates are predicted by formula, which takes milliseconds; those that fit are compiled in the
-order of their time until three are found. If none fits, `least_gpus` looks for the number of GPUs
-on which one does, by formula.
+Formulas predict all candidates in milliseconds. Candidates that fit are compiled, the fastest
+first, until three are found. If none fits, `least_gpus` looks for the number of GPUs on which a
+candidate fits, by formula.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from t5x_gpu.terminal import quantities
 NUMBER = 3
 # Numbers of hosts that `least_gpus` tries at most; three or four do.
 _TRIES = 32
-# No prediction is this exact: of steps that differ by less, precision and memory decide.
+# Predictions are less exact: between steps that differ by less, precision and memory decide.
 EQUAL = 1.005
-# Formulas are within 10% of what XLA allocates.
+# Formulas are within 10% of XLA's allocation.
 ALMOST = 1.1
 
 # (the run, where) -> its prediction
@@ -80,7 +80,7 @@ def remedies(
     seen.add(key)
     try:
       exact = prediction if compiled is None else compiled(change.config, topology)
-    except UserError:  # it does not compile for this GPU: FP8 in no product, for example
+    except UserError:  # does not compile for this GPU, e.g. no matmul can use FP8
       continue
     if exact.memory.fits:
       found.append(Remedy(change, exact, compiled is not None))
@@ -90,9 +90,9 @@ def remedies(
 
 
 def _ranked(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
-  """Yields the fastest first.
+  """Yields the candidates, the fastest first.
 
-  Of those that are equally fast: what keeps its precision, changes fewest kinds of settings, needs
+  Order of equally fast candidates: keeps the precision, changes the fewest kinds of settings, needs
   the least memory.
   """
   left = sorted(candidates, key=lambda c: c[1].seconds_per_step)
@@ -117,7 +117,7 @@ def _may_fit(prediction: Prediction) -> bool:
 def _predicted(
   changes: Iterable[Change], topology: Topology, by_formula: Predict
 ) -> Iterator[_Candidate]:
-  """Yields the changes that are legal, with their predictions."""
+  """Yields the legal changes with their predictions."""
   for change in changes:
     try:
       prediction = by_formula(change.config, topology)
@@ -129,11 +129,11 @@ def _predicted(
 def least_gpus(
   config: PlanConfig, topology: Topology, *, by_formula: Predict
 ) -> tuple[Optional[Remedy], Prediction]:
-  """Returns (how the run fits on `topology`, else on the fewest GPUs; its smallest step there).
+  """Returns (the remedy on `topology`, else on the fewest GPUs; the prediction of its step).
 
-  The fewest GPUs do not depend on how many `topology` has: a host or part of one, else whole hosts,
-  until a step of `on_all_of` is legal and fits. There is none if one row, whose activations more
-  GPUs do not split, is too large.
+  Tries part of a host, a host, then more whole hosts, until a step of `on_all_of` is legal and
+  fits; so the fewest GPUs do not depend on `topology`. There is no remedy if one row is too large,
+  because more GPUs do not split its activations.
   """
   on = functools.cache(lambda where: _smallest(config, where, by_formula))
   asked, remedy = on(topology)
@@ -159,14 +159,14 @@ def least_gpus(
 
 
 def _on_part_of_a_host(config: PlanConfig, each: int, by_formula: Predict) -> Optional[Remedy]:
-  """Returns how the run fits on the fewest GPUs of a host that has `each`; None if on all alone."""
+  """Returns the remedy on the fewest of a host's `each` GPUs; None if it needs all of them."""
   number = 1
   while number < each:
     smallest, remedy = _smallest(config, Topology(1, number), by_formula)
     if remedy:
       return remedy
     least = 0
-    if smallest:  # What any layout splits, at best.
+    if smallest:  # no layout splits more than the state
       memory = smallest[1].memory
       state = sum(memory.components.get(name, 0) for name in (PARAMETERS, OPTIMIZER))
       least = math.ceil(number * state / memory.pool_bytes)
@@ -177,8 +177,8 @@ def _on_part_of_a_host(config: PlanConfig, each: int, by_formula: Predict) -> Op
 def _smallest(
   config: PlanConfig, topology: Topology, by_formula: Predict
 ) -> tuple[Optional[_Candidate], Optional[Remedy]]:
-  """Returns (the smallest of the legal steps if there is one and none fits; one that fits)."""
-  # Those that change the batch least come first.
+  """Returns (None, a remedy) if a step fits, else (the smallest legal step, None)."""
+  # The smallest changes of the batch come first.
   options = sorted(on_all_of(config, topology), key=lambda c: c.config.train_dataset_cfg.batch_size)
   predicted = []
   for change, prediction in _predicted(options, topology, by_formula):
@@ -189,7 +189,7 @@ def _smallest(
 
 
 def _least_hosts(change: Change, prediction: Prediction) -> Optional[int]:
-  """Returns how many hosts hold what more of them split; None if the rest alone is too large."""
+  """Returns how many hosts hold the memory that they split; None if the rest is too large."""
   memory, rows = prediction.memory, change.config.train_dataset_cfg.batch_size
   split = [PARAMETERS, OPTIMIZER, GRADIENTS, STACK]
   if rows * prediction.mesh.get('model', 1) > prediction.num_gpus:  # several rows on each
@@ -222,7 +222,7 @@ def advice(
   by_formula: Predict,
   compiled: Optional[Predict],
 ) -> tuple[list[Remedy], str]:
-  """Returns the remedies of a run that does not fit, and all of it as text."""
+  """Returns the remedies of a run that does not fit, and the advice as text."""
   found = remedies(config, topology, by_formula=by_formula, compiled=compiled)
   if found:
     return found, f'With these changes it fits:\n{text(found, before)}'
@@ -230,7 +230,7 @@ def advice(
 
 
 def nothing_fits(config: PlanConfig, topology: Topology, *, by_formula: Predict) -> str:
-  """Returns how much the smallest step needs, and how many GPUs would do."""
+  """Returns the memory of the smallest step, and the number of GPUs on which it fits, as text."""
   remedy, smallest = least_gpus(config, topology, by_formula=by_formula)
   least = show(smallest.memory.needed_bytes)
   on = topology.count(topology.num_devices)

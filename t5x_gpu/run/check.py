@@ -1,4 +1,4 @@
-"""`check`: every check of a run that needs neither its data nor a compile."""
+"""`check`: all checks that need neither the data of a run nor a compile."""
 
 import contextlib
 import dataclasses
@@ -40,9 +40,9 @@ class CheckedRun:
     run: its settings.
     model_dir: its folder, the same path on every host; locked, except in a dry run.
     program: the model on its mesh.
-    memory: what a step needs and what the devices have.
+    memory: memory that a step needs, and memory of the devices.
     local: keeps the local checkpoints.
-    start: what a run without a checkpoint starts from.
+    start: origin of the parameters if the run has no checkpoint.
     saved: the checkpoint to continue from; None for a new run.
   """
 
@@ -75,7 +75,7 @@ class CheckedRun:
     )
 
   def dry_run_text(self) -> str:
-    """Returns what a dry run says at its end; prints the choices of attention, as a run does."""
+    """Returns the last lines of a dry run; prints the choices of attention, as a run does."""
     self.program.train_step.trace(self.program.abstract_state, self.program.abstract_batch)
     config = config_of(self.run.model)
     precision = '' if config is None else f'precision: {config.dtype}\n'
@@ -86,7 +86,7 @@ class CheckedRun:
 def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   """Returns the run with its program and its starting point; prints the mesh and the model.
 
-  All processes must call it. The caller releases the `model_dir` of the result.
+  All processes must call `check`. The caller releases the `model_dir` of the result.
 
   Args:
     run: its settings.
@@ -94,8 +94,8 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   Raises:
     ConfigError, MeshError, ModelError, ShapeError: settings that contradict each other.
     OutOfMemoryError: the run cannot fit.
-    CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or there is
-      nothing to start from.
+    CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or the
+      checkpoint to start from is missing.
   """
   model_dir = shared_model_dir(run.model_dir, dry_run=dry_run)
   check_periods(
@@ -147,12 +147,13 @@ def _with_moments_of(
 ) -> tuple[Run, Program]:
   """Returns run and program with the Adafactor.layers of the checkpoint that the run continues.
 
-  Only if the run does not set it. Versions before 0.3 had no such setting, and other moments.
+  A run that sets Adafactor.layers keeps its value. Versions before 0.3 did not have the setting and
+  stored other moments.
 
   Args:
-    model_dir: of the run.
-    run, program: with the default.
-    build: (run) -> its program.
+    model_dir: folder of the run.
+    run, program: the run and its program with the default of Adafactor.layers.
+    build: run -> program.
   """
   if not isinstance(run.optimizer, Adafactor) or run.optimizer.layers is not None:
     return run, program
@@ -174,7 +175,7 @@ def _with_moments_of(
 
 def _continued(model_dir: ModelDir, start: Optional[RestoreConfig]) -> Optional[Mapping[str, Any]]:
   """Returns the manifest of the checkpoint whose optimizer state the run takes, or None."""
-  with contextlib.suppress(OSError, ValueError, UserError):  # whoever restores it reports it
+  with contextlib.suppress(OSError, ValueError, UserError):  # restoring reports the error
     if model_dir.steps:
       return model_dir.manifest(model_dir.steps[-1])
     if start is not None and start.mode in ('resume', 'new_data'):

@@ -1,9 +1,9 @@
-"""`Run`: a training run as gin configured it, typed; and the parts of it that other commands read.
+"""`Run`: the typed settings of a training run; `EvalConfig`: the settings that `eval` reads.
 
-This folder is the top floor of the library: a run has settings of every folder below, from the mesh
-to checkpoints and evaluation. Above it are only the commands. Those that need less read a smaller
-class on a lower floor: StepConfig (training/), InferConfig (evaluation/), RunDataConfig (data/).
-`config.gin_loader.configured` makes all of them.
+A run has settings of every folder below this one, from the mesh to checkpoints and evaluation. Only
+commands import this folder. Commands that need fewer settings read a smaller class of a lower
+folder: StepConfig (training/), InferConfig (evaluation/), RunDataConfig (data/).
+`config.gin_loader.configured` makes all these classes.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from t5x_gpu.training.step_config import StepConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(StepConfig):
-  """What `eval` reads: the model, its checkpoints and the data to evaluate on.
+  """Settings of `eval`: the model, its checkpoints and the data to evaluate on.
 
   Attributes:
     model_dir: folder of checkpoints, metrics and the configuration.
-    total_steps: updates in all, including those of earlier starts.
+    total_steps: updates in all, including the updates of earlier starts.
     train_eval_dataset_cfg: data for the evaluation loss; None for no evaluation.
     infer_eval_dataset_cfg: tasks whose metrics are computed (docs/eval.md); None for none.
     decoding_cfg: how to decode predictions for metrics; None for greedy decoding.
@@ -40,7 +40,7 @@ class EvalConfig(StepConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(EvalConfig):
-  """A training run; each attribute is the parameter of `train` with its name.
+  """A training run; each attribute is the parameter of `train` with the same name.
 
   Attributes:
     checkpoint_cfg: when to save, how many checkpoints to keep.
@@ -49,8 +49,8 @@ class Run(EvalConfig):
     eval_steps: batches of each evaluation.
     infer_eval_period: steps between evaluations of tasks; None for one at the end.
     sample_cfg: text to continue at the end; None for none.
-    initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
-    watchdog_cfg: deadlines after which a run that hangs ends.
+    initialize_from: checkpoint to start from while `model_dir` has none; None for the seed.
+    watchdog_cfg: deadlines that end a run that hangs.
     logging_cfg: where metrics go.
     profile_cfg: when the run takes profiles of itself.
   """

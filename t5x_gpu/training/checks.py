@@ -34,11 +34,11 @@ def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool)
 
 
 def check_first_loss(loss: Optional[float], model: Model) -> None:
-  """Warns if the loss of an untrained model is far from that of guessing.
+  """Warns if the first loss of a new model is far from the loss of guessing.
 
   Args:
     loss: None for a batch without target tokens or a model without this metric: no warning.
-    model: provides the loss of guessing.
+    model: computes the loss of guessing.
   """
   if loss is None:
     return

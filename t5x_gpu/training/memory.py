@@ -1,14 +1,13 @@
-"""Checks that a run fits into the memory of its devices and hosts; if not, names what would fit.
+"""Checks that a run fits into the memory of its devices and hosts.
 
-Before the compile the estimate is a lower bound from shapes: state, gradients, and the activations
-that no setting avoids. Those are the inputs of every layer for one microbatch, in 16 bits, and the
-logits in memory at one time, whose memory gradients may reuse. A run that exceeds the bound cannot
-work. After the compile, XLA reports the actual size. See docs/parallelism.md#memory.
+Before the compile the estimate is a lower bound from shapes: state, gradients, the inputs of every
+layer for one microbatch, in 16 bits, and the logits live at one time; gradients may later reuse
+that memory. A run that exceeds the bound cannot work. After the compile, XLA reports the actual
+size. See docs/parallelism.md#memory.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any, Optional, Self
 
 import jax
@@ -16,7 +15,6 @@ import jax
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.model import Model, classifies, config_of, encodes_texts
-from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.runtime.memory import Limit, run_limits, show
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
@@ -30,8 +28,6 @@ class StepMemory:
     params, opt_state, gradients: of the state and the step.
     activations: everything else.
     is_compiled: whether XLA reported these sizes; else they are a lower bound.
-    inputs, matmuls: lower bounds of what layers store for the backward pass: their inputs, and
-      outputs of matmuls with weights.
   """
 
   params: int
@@ -39,8 +35,6 @@ class StepMemory:
   gradients: int
   activations: int
   is_compiled: bool = False
-  inputs: int = 0
-  matmuls: int = 0
 
   @property
   def total(self) -> int:
@@ -82,8 +76,6 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMe
     opt_state=bytes_per_device(state.opt_state),
     gradients=bytes_per_device(gradients),
     activations=inputs,
-    inputs=inputs,
-    matmuls=inputs * config.matmul_width // config.embed_dim if config is not None else 0,
   )
   # The logits are gone before most gradients are computed.
   return dataclasses.replace(need, activations=inputs + max(logits - need.gradients, 0))
@@ -99,7 +91,6 @@ class RunMemory:
     host: of the host with the least memory; None if unknown.
     program: of the run.
     num_microbatches: of the run.
-    remat_policy: of the model, if it has one.
     num_machines: of the run; a host of the topology may be a rack of machines.
   """
 
@@ -108,7 +99,6 @@ class RunMemory:
   host: Optional[Limit]
   program: Program
   num_microbatches: int
-  remat_policy: Optional[str] = None
   num_machines: int = 1
 
   @property
@@ -134,7 +124,7 @@ class RunMemory:
     rest = total - (self.need.total - self.need.activations)
     need = dataclasses.replace(self.need, activations=max(rest, 0), is_compiled=True)
     result = dataclasses.replace(self, need=need)
-    result.check(least=self.need)
+    result.check()
     return result
 
   def line(self) -> str:
@@ -143,24 +133,16 @@ class RunMemory:
     least = '' if self.need.is_compiled else 'at least '
     return f'memory: {least}{show(self.need.total)} on each device{of}: {self.need}'
 
-  def check(self, *, least: Optional[StepMemory] = None) -> None:
-    """Raises OutOfMemoryError, with settings that would fit, unless the run fits.
-
-    Args:
-      least: the lower bound, if `need` is exact.
-    """
+  def check(self) -> None:
+    """Raises OutOfMemoryError unless the run fits."""
     need, limit = self.need, self.limit
     topology = self.program.layout.topology
     if limit is not None and need.total > limit.bytes:
       source = 'as compiled' if need.is_compiled else 'by a lower bound, before compiling'
-      options = list(_what_fits(self, least or need))
       raise OutOfMemoryError(
         f'A step on {topology.count(topology.num_devices)} needs {show(need.total)} on each '
         f'({source}): {need}. Each has {limit}.',
-        fix='These fit:\n' + '\n'.join(f'  {option}' for option in options)
-        if options
-        else 'Splitting the batch over more devices of this size is not enough. Split each row as '
-        'well: Partitioner.num_partitions (model) or Partitioner.context.',
+        fix=f'{self._fix()}\nTo compare what fits and its cost: python -m t5x_gpu.plan',
         parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
         docs='parallelism.md#memory',
       )
@@ -168,16 +150,33 @@ class RunMemory:
     # Hosts with the same state may share the work of a save.
     copies = _bytes(self.program.abstract_saved) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
-      hosts = self.num_machines * math.ceil(copies / self.host.bytes)
-      devices = hosts * topology.num_devices // self.num_machines
       raise OutOfMemoryError(
         f'Each save copies at least {show(copies)} of the state to the memory of each host, which '
         f'has {self.host}.',
-        fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = {devices}), or give the job '
-        f'more host memory: at least {show(copies)}.',
+        fix='Give the job more host memory, or split the state over more hosts with '
+        'Partitioner.fsdp.',
         parameters=('Partitioner.fsdp',),
         docs='parallelism.md#memory',
       )
+
+  def _fix(self) -> str:
+    """Returns which setting makes the largest part of a step smaller."""
+    need, layout = self.need, self.program.layout
+    rows = self.program.spec.batch_size // (layout.batch_parts * self.num_microbatches)
+    if need.total - need.activations > self.limit.bytes:
+      return (
+        'Parameters, optimizer state and gradients alone are too large: split them over more '
+        f'devices, with Partitioner.fsdp above {layout.mesh.shape["fsdp"]} and zero_stage = 3.'
+      )
+    if rows > 1:
+      return (
+        f'Set train.num_microbatches (now {self.num_microbatches}) to a larger number that divides '
+        f'{self.num_microbatches * rows}, the rows of a device: fewer are then in memory at a time.'
+      )
+    return (
+      'Each device has one row at a time: split it with Partitioner.context or num_partitions, or '
+      'recompute more of it (TransformerConfig.remat_policy).'
+    )
 
   def _check_padding(self) -> None:
     """Raises OutOfMemoryError if a state that is padded in memory cannot be saved or restored.
@@ -191,13 +190,11 @@ class RunMemory:
       return
     ways = program.layout.mesh.shape['fsdp']
     sizes = {n.fsdp.size for n in jax.tree.leaves(program.names) if n.fsdp and n.fsdp.size % ways}
-    fits = max(n for n in range(1, ways) if all(size % n == 0 for size in sizes))
     raise OutOfMemoryError(
       f'fsdp = {ways} does not divide {", ".join(map(str, sorted(sizes)))}, so the state is padded '
       f'in memory: {show(stored)} on each device. A save and a restore also take {show(saved)} '
       f'there for the state without padding. Each device has {limit}.',
-      fix=f'Set Partitioner.fsdp = {fits}, which divides'
-      + (f', and data = {ways // fits}.' if ways % fits == 0 else '.'),
+      fix='Set Partitioner.fsdp to a number that divides them.',
       parameters=('Partitioner.fsdp',),
       docs='parallelism.md#any-fsdp',
     )
@@ -209,7 +206,7 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Ru
   Raises:
     OutOfMemoryError: the run does not fit; raised on all processes.
   """
-  layout, config = program.layout, config_of(model)
+  layout = program.layout
   limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
   memory = RunMemory(
     estimate(program, model, num_microbatches=num_microbatches),
@@ -217,7 +214,6 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Ru
     limits.host,
     program,
     num_microbatches,
-    None if config is None else config.remat_policy,
     limits.num_machines,
   )
   memory.check()
@@ -226,74 +222,3 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Ru
 
 def _bytes(tree: Any) -> int:
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-
-def _remat_that_fits(memory: RunMemory, least: StepMemory) -> Iterator[str]:
-  """Yields remat policies that keep less on the device than the current one, by lower bounds."""
-  if memory.remat_policy is None or not memory.need.is_compiled:
-    return
-  current = BY_MEMORY.index(memory.remat_policy)
-  for policy, more in (('minimal', least.matmuls), ('full', 0), ('offload', -least.inputs)):
-    size = least.total + more
-    if BY_MEMORY.index(policy) > current and size <= memory.limit.bytes:
-      yield f'TransformerConfig.remat_policy = {policy!r}: at least {show(size)}'
-
-
-def _what_fits(memory: RunMemory, least: StepMemory) -> Iterator[str]:
-  """Yields settings with which a step fits and its size then, the smallest change first."""
-  need, limit = memory.need, memory.limit.bytes
-  layout, num_microbatches = memory.program.layout, memory.num_microbatches
-  mesh, stage = layout.mesh.shape, layout.zero_stage
-  fixed = need.total - need.activations
-  rows = memory.program.spec.batch_size // (layout.batch_parts * num_microbatches)
-  factors = [f for f in range(2, rows + 1) if rows % f == 0]
-  by_row = need.activations / max(rows, 1)  # with one row per device and microbatch
-
-  smaller = next((f for f in factors if fixed + need.activations / f <= limit), None)
-  if smaller:
-    of_layers = mesh['fsdp'] > 1 and stage > 1 and layout.accumulate_by == 'layer'
-    also = " with Partitioner.accumulate_by = 'microbatch'" if of_layers else ''
-    size = show(fixed + need.activations / smaller)
-    yield f'train.num_microbatches = {num_microbatches * smaller}{also}: about {size}'
-    yield f'BATCH_SIZE = {memory.program.spec.batch_size // smaller}: about {size}'
-  yield from _remat_that_fits(memory, least)
-
-  # Without FSDP, and split over `ways` devices by each stage of ZeRO.
-  params, opt_state, gradients = (
-    need.params * (mesh['fsdp'] if stage == 3 else 1),
-    need.opt_state * mesh['fsdp'],
-    need.gradients * (mesh['fsdp'] if stage > 1 else 1),
-  )
-
-  def split(zero_stage: int, ways: int) -> float:
-    parts = (opt_state, gradients, params)
-    return sum(part / ways if i < zero_stage else part for i, part in enumerate(parts))
-
-  ways = mesh['data'] * mesh['fsdp']
-  for activations, rest in (
-    (need.activations, ''),
-    (by_row, f' and train.num_microbatches = {num_microbatches * rows}'),
-  ):
-    stages = [
-      z
-      for z in (1, 2, 3)
-      if split(z, ways) + activations <= limit and (ways, z) != (mesh['fsdp'], stage) and ways > 1
-    ]
-    if stages:
-      yield (
-        f'Partitioner.fsdp = {ways} with Partitioner.zero_stage = {stages[0]}{rest}: about '
-        f'{show(split(stages[0], ways) + activations)}'
-      )
-      return
-  if by_row < limit and not smaller:
-    more = 2
-    while split(3, ways * more) + by_row > limit:
-      more *= 2
-    activations = (
-      need.activations if (split(3, ways * more) + need.activations <= limit) else by_row
-    )
-    few = '' if activations == need.activations else ', one row at a time'
-    yield (
-      f'{layout.mesh.size * more} devices with as much memory each, Partitioner.fsdp = '
-      f'{ways * more}{few}: about {show(split(3, ways * more) + activations)}'
-    )

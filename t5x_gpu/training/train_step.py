@@ -100,9 +100,8 @@ def _global_norm(tree: Any) -> jax.Array:
 def check_microbatches(batch_size: int, num_microbatches: int) -> None:
   """Raises ConfigError unless the batch divides into microbatches."""
   if num_microbatches < 1 or batch_size % num_microbatches:
-    legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
     raise ConfigError(
       f'BATCH_SIZE = {batch_size} cannot be divided into num_microbatches = {num_microbatches}.',
-      fix=f'Set train.num_microbatches to one of {", ".join(map(str, legal))}.',
+      fix=f'Set train.num_microbatches to a number that divides {batch_size}.',
       parameters=('BATCH_SIZE', 'train.num_microbatches'),
     )

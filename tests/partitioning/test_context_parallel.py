@@ -423,29 +423,27 @@ def test_rules_split_the_length():
   assert rules('gather') == AxisRules(activations=split, context_method='gather')
 
 
-def test_an_error_for_a_length_that_does_not_divide_names_the_nearest_lengths():
+def test_a_length_that_does_not_divide_is_a_problem_with_its_rule():
   mesh_shape = {'data': 2, 'context': 4, 'model': 1}
   assert check({'length': 64, 'batch': 3}, mesh_shape) == []
   assert check({'length': 7}, {'data': 8, 'context': 1}) == []
-  balance = (
-    'each device takes one chunk from the front and one from the back, to balance the work of '
-    'causal attention.'
+  [problem] = check({'length': 100}, mesh_shape, multiple_of=12)
+  assert problem.what == (
+    'length = 100 does not divide over 2 x context=4 (= 8): each device takes one chunk from the '
+    'front and one from the back, to balance the work of causal attention.'
   )
-  assert check({'length': 100}, mesh_shape, parameter='TARGETS_LENGTH') == [
-    f'length = 100 does not divide over 2 x context=4 (= 8): {balance} '
-    'Set TARGETS_LENGTH = 96 or 104, or Partitioner.context = 1 or 2.'
-  ]
-  assert check({'length': 5}, mesh_shape) == [
-    f'length = 5 does not divide over 2 x context=4 (= 8): {balance} '
-    'Set length = 8, or Partitioner.context = 1.'
-  ]
+  assert problem.fix == 'Set TASK_FEATURE_LENGTHS so that their sum is a multiple of 24.'
+  assert problem.parameters == ('TASK_FEATURE_LENGTHS', 'Partitioner.context')
 
 
 def test_a_chunk_without_divisors_is_refused_by_the_ring():
   mesh_shape = {'data': 4, 'context': 2}  # 4124 = 2 x 2 x 1031
-  assert check({'length': 4124}, mesh_shape) == [
+  [problem] = check({'length': 4124}, mesh_shape)
+  assert problem.what == (
     'length = 4124 over 2 x context=2 makes chunks of 1031, which ring attention can only process '
-    'in blocks of 1: far too slow. Set length = 4120 or 4128, or Partitioner.context = 1.'
-  ]
+    'in blocks of 1: far too slow.'
+  )
+  assert problem.fix == 'Set TASK_FEATURE_LENGTHS so that their sum is a multiple of 512.'
+  assert not any(check({'length': 512 * n}, mesh_shape) for n in range(1, 100))
   assert check({'length': 4124}, mesh_shape, method='gather') == []
   assert check({'length': 4 * 1021}, mesh_shape) == []  # a prime, but one block

@@ -264,7 +264,7 @@ def distance(got, want):
 
 
 # A size that the test makes odd -> the mesh axes that split it, and parameters. The error must name
-# one of them. If nothing else is wrong, it suggests another mesh, not another model.
+# one of them.
 MODEL = 'Partitioner.num_partitions'
 SIZES = {
   'num_layers': (('stage',), ('TransformerConfig.num_layers', 'Partitioner.stage')),

@@ -26,8 +26,7 @@ def check_local_settings(
   """Raises CheckpointError unless local checkpoints evenly divide the time between durable ones."""
   if local_checkpoint_dir is None and local_period is None:
     return
-  fitting = [n for n in range(1, period) if period % n == 0]
-  if not fitting:
+  if period == 1:
     raise _error(
       f'{PERIOD} = {local_period}, but every step is saved to MODEL_DIR: period = {period}.',
       fix=f'Set {DIR} = None and {PERIOD} = None, or CheckpointConfig.period = 10 or more.',
@@ -41,23 +40,16 @@ def check_local_settings(
       parameters=(PERIOD, DIR),
     )
   if local_period is None:
-    tenth = min(fitting, key=lambda n: (abs(n - period / 10), n))
     raise _error(
       f'{DIR} = {local_checkpoint_dir!r}, but {PERIOD} = None does not say how often.',
-      fix=f'Set {PERIOD} = {tenth}, or another number that divides CheckpointConfig.period = '
-      f'{period}.',
+      fix=f'Set {PERIOD} to a number that divides CheckpointConfig.period = {period}.',
       parameters=(DIR, PERIOD),
     )
-  if local_period not in fitting:
-    below = max((n for n in fitting if n < local_period), default=None)
-    above = min((n for n in fitting if n > local_period), default=None)
-    near = ' or '.join(str(n) for n in (below, above) if n is not None)
-    step = max(local_period, 1)
+  if not 1 <= local_period < period or period % local_period:
     raise _error(
       f'{PERIOD} = {local_period} must divide CheckpointConfig.period = {period}, and be less: '
       'local checkpoints are those between saves to MODEL_DIR.',
-      fix=f'Set {PERIOD} = {near}, or CheckpointConfig.period = '
-      f'{max(-(-period // step), 2) * step}.',
+      fix=f'Set {PERIOD} to a number below {period} that divides it.',
       parameters=(PERIOD, 'CheckpointConfig.period'),
     )
 

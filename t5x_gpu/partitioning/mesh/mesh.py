@@ -1,8 +1,8 @@
-"""The device mesh: devices arranged by the sizes of `mesh_sizes`, with chatty axes inside a host.
+"""The device mesh: devices arranged so that the axes that communicate most stay inside a host.
 
 Device number h * devices_per_host + d is device d of host h. Both h and d are written in mixed
-radix, h with the sizes across hosts and d with the sizes inside a host. The index on an axis of the
-mesh combines its two digits, the one across hosts first. So each host holds one block of the mesh.
+radix, h with the sizes across hosts and d with the sizes inside a host. The index on a mesh axis
+combines both digits, the digit across hosts first. So each host holds one block of the mesh.
 """
 
 import dataclasses
@@ -13,14 +13,8 @@ from typing import Any, Optional
 import jax
 import numpy as np
 
-from t5x_gpu.errors import did_you_mean
-from t5x_gpu.partitioning.mesh.mesh_problems import (
-  any_of,
-  divisors,
-  legal_partitions,
-  nearest_multiples,
-  product_words,
-)
+from t5x_gpu.errors import Problem, did_you_mean
+from t5x_gpu.partitioning.mesh.mesh_problems import any_of, legal_partitions, product_words
 from t5x_gpu.partitioning.mesh.mesh_sizes import (
   MESH_AXES,
   SIZE_PARAMETERS,
@@ -75,8 +69,8 @@ def build_mesh(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> 
 def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> np.ndarray:
   """Returns `devices`, host-major, as an array [stage, data, fsdp, context, expert, model].
 
-  The host blocks are those of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, but the
-  devices do not need any attributes.
+  Host blocks equal the blocks of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, but the
+  devices do not need attributes.
   """
   ici = [sizes.ici[axis] for axis in MESH_AXES]
   dcn = [sizes.dcn[axis] for axis in MESH_AXES]
@@ -124,22 +118,22 @@ def _link_words(sizes: MeshSizes, axis: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SizeHint:
-  """How a message describes one model size.
+  """How a problem describes one model size.
 
   Attributes:
-    set_by: the gin parameter or macro to change.
-    words: its name in the message; the axis name by default.
+    set_by: the gin parameter or macro that sets it.
+    words: its name in the problem; the axis name by default.
     each_of: number of equal parts, computed in turn, that are each split.
-    multiple_of: another number that suggested sizes must be a multiple of.
-    or_else: another fix, a parameter with its value.
-    is_width: another size would make another model.
+    multiple_of: another number that the size must be a multiple of.
+    rule: what to do with `set_by`, up to the number.
+    is_width: another size would make another model, so the fix is another mesh.
   """
 
   set_by: str
   words: str = ''
   each_of: int = 1
   multiple_of: int = 1
-  or_else: str = ''
+  rule: str = 'to a multiple of'
   is_width: bool = False
 
 
@@ -149,77 +143,49 @@ def check_model_sizes(
   rules: Mapping[str, tuple[str, ...]],
   *,
   hints: Optional[Mapping[str, SizeHint]] = None,
-  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
-  with_data: Optional[Mapping[str, Sequence[int]]] = None,
-) -> list[str]:
-  """Returns one sentence with its fix for every model size that its mesh axes do not divide.
+) -> list[Problem]:
+  """Returns a problem for every model size that its mesh axes do not divide.
 
   Args:
     sizes: of the mesh.
     logical_sizes: array axis -> size, {'heads': 12, 'batch': 128}.
     rules: array axis -> mesh axes that split it, () for none.
     hints: array axis -> how to describe it; its name by default.
-    legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
-    with_data: mesh axis -> sizes that fit if `data` takes the remaining devices; None to suggest
-      other sizes of the model, too.
   """
   problems = []
   for name, size in logical_sizes.items():
     if name not in rules:
-      problems.append(f'{name} = {size} has no sharding rule.{did_you_mean(name, rules)}')
+      missing = f'{name} = {size} has no sharding rule.{did_you_mean(name, rules)}'
+      problems.append(Problem(missing))
       continue
     unknown = [axis for axis in rules[name] if axis not in MESH_AXES]
     if unknown:
       problems.append(
-        f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
-        f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}'
+        Problem(
+          f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
+          f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}'
+        )
       )
       continue
     hint = (hints or {}).get(name) or SizeHint(name)
-    ways = {axis: sizes.total[axis] for axis in rules[name]}
+    ways = {axis: sizes.total[axis] for axis in rules[name] if sizes.total[axis] > 1}
     if size % (math.prod(ways.values()) * hint.each_of):
       each = f' in each of {hint.each_of} microbatches' if hint.each_of > 1 else ''
       problems.append(
-        f'{hint.words or name} = {size} does not divide over {product_words(ways)}'
-        f'{each}. {_size_fix(sizes, hint, size, ways, legal_sizes, with_data)}'
+        Problem(
+          f'{hint.words or name} = {size} does not divide over {product_words(ways)}{each}.',
+          _size_fix(sizes, hint, size, ways),
+          (hint.set_by, *(f'Partitioner.{SIZE_PARAMETERS[axis]}' for axis in ways)),
+        )
       )
   return problems
 
 
-def _size_fix(
-  sizes: MeshSizes,
-  hint: SizeHint,
-  size: int,
-  ways: Mapping[str, int],
-  legal_sizes: Optional[Mapping[str, Sequence[int]]],
-  with_data: Optional[Mapping[str, Sequence[int]]],
-) -> str:
-  """Returns the nearest sizes of the model, and of the mesh if changing one axis is enough."""
+def _size_fix(sizes: MeshSizes, hint: SizeHint, size: int, ways: Mapping[str, int]) -> str:
+  """Returns the rule for a size that does not divide over the mesh axes `ways`."""
+  if hint.is_width and list(ways) == ['model']:
+    hosts = Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values()))
+    legal = [n for n in sum(legal_partitions(hosts), ()) if size % n == 0]
+    return f'Set Partitioner.num_partitions = {any_of(legal)}.'
   unit = math.lcm(math.prod(ways.values()) * hint.each_of, hint.multiple_of)
-  fixes = [f'{hint.set_by} = {any_of(nearest_multiples(size, unit))}']
-  used = [axis for axis, way in ways.items() if way > 1]
-  if len(used) == 1:
-    # Another axis must take the devices that this one gives up, so its size divides all devices.
-    legal = divisors(sizes.num_devices)
-    if used == ['model']:
-      inside, across = legal_partitions(
-        Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values()))
-      )
-      legal = inside + across
-    fitting = [
-      value
-      for value in (legal if legal_sizes is None else legal_sizes[used[0]])
-      if size % (value * hint.each_of) == 0
-    ]
-    also = ''
-    instead = hint.is_width and with_data is not None
-    if not fitting and instead:
-      fitting = [value for value in with_data[used[0]] if size % (value * hint.each_of) == 0]
-      also = ' and Partitioner.data = -1'
-    if fitting:
-      fixes.append(f'Partitioner.{SIZE_PARAMETERS[used[0]]} = {any_of(fitting)}{also}')
-      if instead:
-        del fixes[0]
-  if hint.or_else:
-    fixes.append(hint.or_else)
-  return f'Set {", or ".join(fixes)}.'
+  return f'Set {hint.set_by} {hint.rule} {unit}.'

@@ -1,71 +1,45 @@
-"""Problems with mesh sizes, each with the nearest sizes that fit."""
+"""Problems with mesh sizes: the sizes, their rule, and what to set."""
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
-from t5x_gpu.errors import MeshError, all_problems
+from t5x_gpu.errors import MeshError, Problem
 from t5x_gpu.runtime.cluster.topology import Topology
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-  """One problem: what happened, the fix, and the Partitioner parameters involved."""
-
-  what: str
-  fix: str
-  parameters: tuple[str, ...] = ()
-
-
 class Problems(list[Problem]):
-  """What is wrong, in the order in which it was found."""
+  """Problems in the order in which checks found them."""
 
   def add(self, what: str, fix: str, *parameters: str) -> None:
-    self.append(Problem(what, fix, parameters))
+    """Appends a problem with `parameters` of Partitioner."""
+    self.append(Problem(what, fix, tuple(f'Partitioner.{name}' for name in parameters)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-  """What the sizes must fill: all devices, the devices of a host, or the hosts.
+  """The slots that sizes must fill: all devices, the devices of a host, or the hosts.
 
   Attributes:
     number: number of slots; the sizes must multiply to it.
     words: '16 GPUs', 'The 8 GPUs of a host', '2 hosts'.
     names: axis -> the user's name for its size.
-    parameters: the gin parameters that set the sizes.
+    parameters: axis -> the parameter of Partitioner that sets its size.
     where: ' in ici_mesh_shape', if the names alone are ambiguous.
-    multiple_of: a run can be started with more slots, in multiples of this; 0 if it cannot.
-    more_words: format of a number of slots, '{} GPUs'.
-    legal: axis -> legal sizes, for axes with restrictions.
   """
 
   number: int
   words: str
   names: Mapping[str, str]
-  parameters: tuple[str, ...]
+  parameters: Mapping[str, str]
   where: str = ''
-  multiple_of: int = 0
-  more_words: str = '{}'
-  legal: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def raise_all(problems: Problems) -> None:
   """Raises one MeshError for all `problems`; does nothing if there are none."""
-  if not problems:
-    return
-  names = dict.fromkeys(name for problem in problems for name in problem.parameters)
-  parameters = tuple(f'Partitioner.{name}' for name in names)
-  if len(problems) == 1:
-    raise MeshError(
-      problems[0].what, fix=problems[0].fix, parameters=parameters, docs='mesh.md#sizes'
-    )
-  raise MeshError(
-    all_problems([f'{p.what} {p.fix}' for p in problems], title='The mesh is impossible'),
-    parameters=parameters,
-    docs='mesh.md#sizes',
-  )
+  if problems:
+    raise MeshError('The mesh is impossible', problems=problems, docs='mesh.md#sizes')
 
 
 def is_size(value: Any) -> bool:
@@ -101,7 +75,7 @@ def check_sizes(
 
 
 def legal_partitions(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns every legal `num_partitions`: those inside a host, and those that span whole hosts."""
+  """Returns every legal `num_partitions`: (inside a host, across whole hosts)."""
   inside = tuple(divisors(topology.devices_per_host))
   across = tuple(
     topology.devices_per_host * hosts for hosts in divisors(topology.num_hosts) if hosts > 1
@@ -114,7 +88,7 @@ def partitions_problem(
   num_partitions: int,
   *,
   given_as: str = '',
-  parameters: tuple[str, ...] = ('num_partitions',),
+  parameters: tuple[str, ...] = ('Partitioner.num_partitions',),
 ) -> Optional[Problem]:
   """Returns the problem with `num_partitions` on `topology`; None if it is legal.
 
@@ -125,7 +99,7 @@ def partitions_problem(
     topology: hosts and devices per host.
     num_partitions: size of `model`.
     given_as: how the user set it, if not as num_partitions: ' (model_parallel_submesh = ...)'.
-    parameters: the parameters that set it.
+    parameters: gin parameters that set the size.
   """
   inside, across = legal_partitions(topology)
   if num_partitions in inside + across:
@@ -153,82 +127,33 @@ def partitions_problem(
   return Problem(what + '.', fix + '.', parameters)
 
 
-def product_problem(slots: Slots, sizes: Mapping[str, int]) -> Problem:
-  """Returns the problem that `sizes`, none of them -1, do not multiply to `slots.number`."""
-  product = math.prod(sizes.values())
-  nearest = nearest_sizes(slots, sizes, exact=True)
-  gives = f' (each gives {slots.number})' if len(nearest) > 1 else ''
-  fix = f'Set {_changes_words(slots, nearest)}{slots.where}{gives}'
-  if slots.multiple_of and (product % slots.multiple_of == 0 or product <= slots.multiple_of):
-    fix += f', or start {slots.more_words.format(product)}'
-  return Problem(
-    f'{slots.words} cannot form {product_words(sizes)}. The sizes must multiply to {slots.number}.',
-    fix + '.',
-    slots.parameters,
-  )
-
-
-def fill_problem(slots: Slots, sizes: Mapping[str, int], open_axis: str) -> Problem:
-  """Returns the problem that `sizes` do not leave a whole number for `open_axis`."""
-  fixed = {axis: size for axis, size in sizes.items() if axis != open_axis}
-  product = math.prod(fixed.values())
-  fix = f'Set {_changes_words(slots, nearest_sizes(slots, fixed, exact=False))}{slots.where}'
-  if slots.multiple_of:
-    unit = math.lcm(product, slots.multiple_of)
-    fix += f', or start {slots.more_words.format((slots.number // unit + 1) * unit)}'
-  return Problem(
-    f'{slots.words} cannot form {product_words(fixed)} with '
-    f'{slots.names[open_axis]} taking the rest: {slots.number} is not a multiple of {product}.',
-    fix + '.',
-    slots.parameters,
-  )
-
-
-def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> list[dict[str, int]]:
-  """Returns the smallest changes of `sizes` that fit, each as {axis: new size}.
+def slots_problem(slots: Slots, sizes: Mapping[str, int], *, open_axis: Optional[str]) -> Problem:
+  """Returns the problem that `sizes` do not fill the slots.
 
   Args:
-    slots: what the sizes must fill.
-    sizes: the sizes that do not fit.
-    exact: whether the product must be `slots.number`; otherwise it must divide it.
+    slots: the slots to fill.
+    sizes: axis -> size; none of them is -1.
+    open_axis: the axis that takes the rest, so that the product of `sizes` must divide the number
+      of slots; None if the product must be that number.
   """
-  free = [axis for axis, size in sizes.items() if size > 1 or axis == 'data']
-  for fewest in range(1, len(free) + 1):
-    changes = [
-      change
-      for axes in itertools.combinations(free, fewest)
-      for change in _changes(slots, sizes, axes, exact=exact)
-    ]
-    if changes:
-      break
-
-  def distance(change):
-    return sum(abs(math.log(value / sizes[axis])) for axis, value in change.items())
-
-  changes.sort(key=lambda change: (distance(change), list(change), list(change.values())))
-  if fewest == 1:
-    # For every axis the nearest value, in the order of the axes.
-    best = {}
-    for change in changes:
-      best.setdefault(next(iter(change)), change)
-    return [best[axis] for axis in free if axis in best]
-  return changes[:2]
-
-
-def _changes(
-  slots: Slots, sizes: Mapping[str, int], axes: tuple[str, ...], *, exact: bool
-) -> Iterator[dict[str, int]]:
-  """Yields every change of all `axes`, and only of them, that fits."""
-  kept = math.prod(size for axis, size in sizes.items() if axis not in axes)
-  if slots.number % kept:
-    return
-  for values in _products_within(slots.number // kept, len(axes)):
-    change = dict(zip(axes, values))
-    if (not exact or math.prod(values) * kept == slots.number) and all(
-      value != sizes[axis] and value in slots.legal.get(axis, (value,))
-      for axis, value in change.items()
-    ):
-      yield change
+  named = [axis for axis, size in sizes.items() if size != 1] or ['data']
+  names = any_of((slots.names[axis] for axis in named), word='and')
+  what = f'{slots.words} cannot form {product_words(sizes)}'
+  if open_axis is None:
+    what += f'. The sizes must multiply to {slots.number}.'
+    fix = (
+      f'Set {names} so that the product is {slots.number}{slots.where}; data = -1 takes '
+      'what the others leave.'
+    )
+  else:
+    product = math.prod(sizes.values())
+    what += (
+      f' with {slots.names[open_axis]} taking the rest: {slots.number} is not a multiple of '
+      f'{product}.'
+    )
+    fix = f'Set {names} so that the product divides {slots.number}{slots.where}.'
+  parameters = dict.fromkeys(f'Partitioner.{slots.parameters[axis]}' for axis in named)
+  return Problem(what, fix, tuple(parameters))
 
 
 def divisors(number: int) -> list[int]:
@@ -237,15 +162,10 @@ def divisors(number: int) -> list[int]:
   return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def nearest_multiples(size: int, unit: int) -> list[int]:
-  """Returns the nearest multiples of `unit` below and above `size`, without 0."""
-  return [n for n in (size // unit * unit, (size // unit + 1) * unit) if n > 0]
-
-
-def any_of(values: Iterable[Any]) -> str:
-  """Returns '1, 2, 4 or 8'."""
+def any_of(values: Iterable[Any], *, word: str = 'or') -> str:
+  """Returns '1, 2, 4 or 8'; '' for no values."""
   words = [str(value) for value in values]
-  return words[0] if len(words) == 1 else f'{", ".join(words[:-1])} or {words[-1]}'
+  return ', '.join(words[:-1]) + f' {word} ' + words[-1] if len(words) > 1 else ''.join(words)
 
 
 def sizes_words(sizes: Mapping[str, int]) -> str:
@@ -259,20 +179,3 @@ def product_words(sizes: Mapping[str, int]) -> str:
   """Returns 'data=2 x fsdp=4 (= 8)', or 'data=2'."""
   words = sizes_words(sizes)
   return f'{words} (= {math.prod(sizes.values())})' if ' x ' in words else words
-
-
-def _products_within(number: int, count: int) -> Iterator[tuple[int, ...]]:
-  """Yields all tuples of `count` sizes whose product divides `number`."""
-  if count == 0:
-    yield ()
-    return
-  for first in divisors(number):
-    for rest in _products_within(number // first, count - 1):
-      yield (first, *rest)
-
-
-def _changes_words(slots: Slots, changes: list[dict[str, int]]) -> str:
-  return any_of(
-    ' with '.join(f'{slots.names[axis]} = {value}' for axis, value in change.items())
-    for change in changes
-  )

@@ -17,12 +17,10 @@ from t5x_gpu.partitioning.mesh.mesh_problems import (
   Problems,
   Slots,
   check_sizes,
-  fill_problem,
   is_size,
-  legal_partitions,
   partitions_problem,
-  product_problem,
   raise_all,
+  slots_problem,
 )
 from t5x_gpu.runtime.cluster.topology import Topology
 
@@ -48,7 +46,7 @@ class MeshSizes:
     notes: reasons for the sizes, for the log.
     warnings: choices that are legal but probably slow.
 
-  Equal sizes are equal whatever is noted of them.
+  Comparison ignores notes and warnings.
   """
 
   total: Mapping[str, int]
@@ -156,7 +154,7 @@ def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh, problems:
       topology,
       sizes['model'],
       given_as=f' (the product of model_parallel_submesh = {submesh})',
-      parameters=('model_parallel_submesh',),
+      parameters=('Partitioner.model_parallel_submesh',),
     )
   if bad:
     problems.append(bad)
@@ -164,16 +162,8 @@ def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh, problems:
     return sizes
   names = dict(SIZE_PARAMETERS)
   if submesh is not None:
-    names['model'] = 'the product of model_parallel_submesh'
-  slots = Slots(
-    topology.num_devices,
-    topology.count(topology.num_devices),
-    names=names,
-    parameters=(*OUTER_AXES, 'num_partitions' if submesh is None else 'model_parallel_submesh'),
-    multiple_of=topology.devices_per_host,
-    more_words=f'{{}} {topology.device_word}s',
-    legal={'model': sum(legal_partitions(topology), ())},
-  )
+    names['model'] = 'model_parallel_submesh'
+  slots = Slots(topology.num_devices, topology.count(topology.num_devices), names, parameters=names)
   _fill(sizes, problems, slots, open_axis='model' if bad else None)
   return sizes
 
@@ -187,26 +177,16 @@ def _fill(
     sizes: changed in place; each is legal by itself, at most one is -1.
     problems: list to add to.
     slots: what the sizes must fill.
-    open_axis: treat this axis as not set, because its size must change anyway.
+    open_axis: treat this axis as not set, because its size is already refused.
   """
   fixed = {axis: size for axis, size in sizes.items() if size != -1 and axis != open_axis}
-  rest = math.prod(fixed.values())
+  product = math.prod(fixed.values())
   left_over = next((axis for axis, size in sizes.items() if size == -1), open_axis)
-  named = {axis for axis, size in sizes.items() if size != 1}
-  slots = dataclasses.replace(
-    slots,
-    parameters=tuple(
-      dict.fromkeys(
-        parameter for axis, parameter in zip(slots.names, slots.parameters) if axis in named
-      )
-    ),
-  )
-  if left_over is None and rest != slots.number:
-    problems.append(product_problem(slots, sizes))
-  elif left_over is not None and slots.number % rest:
-    problems.append(fill_problem(slots, fixed, left_over))
-  elif left_over is not None:
-    sizes[left_over] = slots.number // rest
+  fits = slots.number % product == 0 if left_over else product == slots.number
+  if not fits:
+    problems.append(slots_problem(slots, fixed, open_axis=left_over))
+  elif left_over:
+    sizes[left_over] = slots.number // product
 
 
 def _split_over_hosts(topology: Topology, sizes: Sizes, submesh) -> MeshSizes:
@@ -271,7 +251,7 @@ def _hybrid_sizes(
     topology,
     sizes['model'],
     given_as=' (by ici_mesh_shape and dcn_mesh_shape)',
-    parameters=('ici_mesh_shape', 'dcn_mesh_shape'),
+    parameters=('Partitioner.ici_mesh_shape', 'Partitioner.dcn_mesh_shape'),
   )
   if bad:
     problems.append(bad)
@@ -280,7 +260,7 @@ def _hybrid_sizes(
 
 
 def _part_sizes(topology: Topology, parameter: str, shape, count: int, problems: Problems) -> Sizes:
-  """Returns one of the two shapes with all axes and the -1 filled in; the product is `count`."""
+  """Returns `shape` with all axes and the -1 filled in; the sizes multiply to `count`."""
   ones = dict.fromkeys(MESH_AXES, 1)
   inside = parameter == 'ici_mesh_shape'
   if not isinstance(shape, Mapping):
@@ -312,10 +292,8 @@ def _part_sizes(topology: Topology, parameter: str, shape, count: int, problems:
       count,
       devices_words if inside else '1 host' if count == 1 else f'{count} hosts',
       names={axis: axis for axis in MESH_AXES},
-      parameters=(parameter,) * len(MESH_AXES),
+      parameters=parameters,
       where=f' in {parameter}',
-      multiple_of=0 if inside else 1,
-      more_words='{} hosts',
     ),
   )
   return sizes

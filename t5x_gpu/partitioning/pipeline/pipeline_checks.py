@@ -1,12 +1,10 @@
-"""Checks of a pipeline's settings; each problem comes with the nearest sizes that work."""
+"""Checks of a pipeline's settings."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Optional
 
-from t5x_gpu.errors import did_you_mean
-from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_multiples
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import SCHEDULES
+from t5x_gpu.errors import Problem
 
 # The parameters that a user sets, for errors.
 SET_BY = {
@@ -31,10 +29,8 @@ def check(
   batch_parts: int = 1,
   num_microbatches: int = 1,
   skip_idle: bool = True,
-  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
-  with_data: Optional[Mapping[str, Sequence[int]]] = None,
-) -> list[str]:
-  """Returns one sentence with its fix for every problem that keeps the pipeline from running.
+) -> list[Problem]:
+  """Returns everything that keeps the pipeline from running.
 
   Args:
     sizes: array axis -> size; reads 'layers', 'encoder_layers' (if it differs), 'stacks' (1 by
@@ -46,24 +42,25 @@ def check(
     batch_parts: product of the mesh axes that split rows.
     num_microbatches: parts of gradient accumulation; each goes through the pipeline separately.
     skip_idle: whether stages without work skip their layers; with a ring they cannot.
-    legal_sizes: mesh axis -> sizes to suggest; None for any.
-    with_data: mesh axis -> sizes to suggest together with data = -1; given if nothing else is
-      wrong, and a layout is then suggested, not another model.
   """
   stages = mesh_shape.get('stage', 1)
   if stages == 1:
     return []
   num_stacks = sizes.get('stacks', 1)
   counts = {name: sizes[name] for name in ('layers', 'encoder_layers') if name in sizes}
-  problems = _schedule_problems(schedule, repeats, stages, counts, num_stacks)
+  problems = _schedule_problems(schedule, repeats, stages, num_stacks)
   if num_stacks > 1 and not skip_idle:
     problems.append(
-      f"{SET_BY['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
-      f'for all devices, but some of the {stages} stages may be in the decoder while others are '
-      f"in the encoder. Set {SET_BY['context_attention']} = 'gather'."
+      _problem(
+        f"{SET_BY['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
+        f'for all devices, but some of the {stages} stages may be in the decoder while others are '
+        'in the encoder.',
+        f"Set {SET_BY['context_attention']} = 'gather'.",
+        'context_attention',
+        'stage',
+      )
     )
-  if counts:
-    problems += _layer_problems(counts, stages, max(repeats, 1), legal_sizes, with_data)
+  problems += _layer_problems(counts, stages, max(repeats, 1))
   return problems + _microbatch_problems(
     schedule,
     num_pipeline_microbatches,
@@ -74,139 +71,94 @@ def check(
   )
 
 
-def _schedule_problems(
-  schedule: str, repeats: int, stages: int, counts: Mapping[str, int], num_stacks: int
-) -> list[str]:
-  if schedule not in SCHEDULES:
-    return [
-      f'{SET_BY["schedule"]} = {schedule!r} is not a pipeline schedule.'
-      f'{did_you_mean(str(schedule), SCHEDULES)} Set it to '
-      f'{any_of(map(repr, SCHEDULES))}.'
-    ]
+def _problem(what: str, fix: str, *names: str) -> Problem:
+  return Problem(what, fix, tuple(SET_BY[name] for name in names))
+
+
+def _schedule_problems(schedule: str, repeats: int, stages: int, num_stacks: int) -> list[Problem]:
+  set_circular = f"Set {SET_BY['schedule']} = 'circular'."
+  set_gpipe = f"Set {SET_BY['schedule']} = 'gpipe'."
   if repeats < 1:
-    return [
-      f'{SET_BY["repeats"]} = {repeats} must be at least 1. Set it to 1, or to 2 or more with '
-      f"{SET_BY['schedule']} = 'circular'."
-    ]
-  more = (
-    '2 or more'
-    if not counts or any(n % stages for n in counts.values())
-    else (_more_repeats(math.gcd(*counts.values()), stages))
-  )
+    what = f'{SET_BY["repeats"]} = {repeats} must be at least 1.'
+    return [_problem(what, f'Set {SET_BY["repeats"]} = 1.', 'repeats')]
   if schedule == '1f1b' and num_stacks > 1:
-    return [_refuse_1f1b(repeats, more, stages, num_stacks)]
+    what = (
+      f"{SET_BY['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed "
+      f'the {stages} stages; with an encoder and a decoder it passes them {num_stacks} times.'
+    )
+    return [_problem(what, set_circular if repeats > 1 else set_gpipe, 'schedule', 'repeats')]
   if schedule == 'circular' and repeats == 1:
-    fix = f'{SET_BY["repeats"]} = {more}, or ' if more else ''
     times = 'once' if num_stacks == 1 else f'once per stack of layers, {num_stacks} times'
-    return [
+    what = (
       f'The circular schedule with {SET_BY["repeats"]} = 1 is gpipe: each microbatch passes '
-      f"the {stages} stages {times}. Set {fix}{SET_BY['schedule']} = 'gpipe'."
-    ]
+      f'the {stages} stages {times}.'
+    )
+    return [_problem(what, set_gpipe, 'schedule', 'repeats')]
   if schedule != 'circular' and repeats > 1:
-    return [
+    what = (
       f'{SET_BY["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
-      f'{stages} stages once{" per stack of layers" if num_stacks > 1 else ""}. Set '
-      f"{SET_BY['schedule']} = 'circular', or {SET_BY['repeats']} = 1."
-    ]
+      f'{stages} stages once{" per stack of layers" if num_stacks > 1 else ""}.'
+    )
+    return [_problem(what, set_circular, 'repeats', 'schedule')]
   return []
 
 
-def _refuse_1f1b(repeats: int, more: str, stages: int, num_stacks: int) -> str:
-  """Returns the sentence for a model with several stacks; `more` has the legal repeats above 1."""
-  if repeats > 1:
-    fix = f"{SET_BY['schedule']} = 'circular'"
-  else:
-    circular = f", or {SET_BY['schedule']} = 'circular' and {SET_BY['repeats']} = {more}"
-    fix = f"{SET_BY['schedule']} = 'gpipe'{circular if more else ''}"
-  return (
-    f"{SET_BY['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed "
-    f'the {stages} stages; with an encoder and a decoder it passes them {num_stacks} times. '
-    f'Set {fix}.'
-  )
-
-
-def _more_repeats(layers: int, stages: int) -> str:
-  """Returns the legal numbers of blocks per stage above 1; '' if there are none."""
-  legal = divisors(layers // stages)[1:]
-  return any_of(legal) if legal else ''
-
-
-def _layer_problems(
-  counts: Mapping[str, int],
-  stages: int,
-  repeats: int,
-  legal_sizes: Optional[Mapping[str, Sequence[int]]],
-  with_data: Optional[Mapping[str, Sequence[int]]],
-) -> list[str]:
+def _layer_problems(counts: Mapping[str, int], stages: int, repeats: int) -> list[Problem]:
   """Returns the problem with the layer counts of all stacks, if any.
 
   Args:
     counts: 'layers' or 'encoder_layers' -> layers.
-    stages, repeats: of the pipeline.
-    legal_sizes, with_data: as in `check`.
+    stages, repeats: settings of the pipeline.
   """
-  blocks, common = stages * repeats, math.gcd(*counts.values())
+  blocks = stages * repeats
   wrong = {name: count for name, count in counts.items() if count % blocks}
   if not wrong:
     return []
-  what = f'stage={stages}' + (f' x {repeats} blocks each (= {blocks})' if repeats > 1 else '')
+  over = f'stage={stages}' + (f' x {repeats} blocks each (= {blocks})' if repeats > 1 else '')
   others = ''.join(
     f' ({name} = {count} does)' for name, count in counts.items() if name not in wrong
   )
-  fitting, fix = [n // repeats for n in divisors(common) if n % repeats == 0], []
-  for legal, also in ((legal_sizes, ''), (with_data, ' and Partitioner.data = -1')):
-    possible = [n for n in fitting if legal is None or n in legal['stage']]
-    if possible and not fix:
-      fix.append(f'{SET_BY["stage"]} = {any_of(possible)}{also}')
-  if repeats > 1 and common % stages == 0:
-    more = _more_repeats(common, stages)
-    if more:
-      fix.append(f'{SET_BY["repeats"]} = {more}')
-  if with_data is None or not fix:
-    multiples = {name: any_of(nearest_multiples(n, blocks)) for name, n in wrong.items()}
-    fix.insert(0, ' and '.join(f'{SET_BY[name]} = {text}' for name, text in multiples.items()))
   said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
-  return [
-    f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{others}. '
-    f'Set {", or ".join(fix)}.'
-  ]
+  what = f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {over}{others}.'
+  common = math.gcd(*counts.values())
+  if repeats == 1:
+    fix = f'Set {SET_BY["stage"]} to a number that divides {common}.'
+    return [_problem(what, fix, *wrong, 'stage')]
+  fix = f'Set {SET_BY["stage"]} and {SET_BY["repeats"]} so that their product divides {common}.'
+  return [_problem(what, fix, *wrong, 'stage', 'repeats')]
 
 
 def _microbatch_problems(
   schedule: str, microbatches: int, stages: int, batch: Optional[int], parts: int, num_stacks: int
-) -> list[str]:
+) -> list[Problem]:
+  """Returns the problem with the microbatches of the pipeline, if any.
+
+  Args:
+    schedule, stages, num_stacks: settings of the pipeline.
+    microbatches: parts into which a device's rows are cut.
+    batch: global rows; None if unknown.
+    parts: number of equal parts of the batch; the pipeline cuts each of them.
+  """
   least = stages if schedule == 'circular' or num_stacks > 1 else 1
   # Other checks report a batch that the mesh or the accumulation does not divide.
   rows = batch // parts if batch and batch % parts == 0 else None
-  legal = [n for n in divisors(rows) if n >= least] if rows else []
+  name = SET_BY['microbatches']
   if microbatches < least:
     where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
-    reason = (
-      f'{SET_BY["microbatches"]} = {microbatches} must be at least 1.'
+    what = (
+      f'{name} = {microbatches} must be at least 1.'
       if microbatches < 1
-      else f'{SET_BY["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
+      else f'{name} = {microbatches} is fewer than the {stages} stages: {where} '
       'the first microbatch would return to stage 0 before the last has started.'
     )
-    if rows is not None and not legal:  # too few rows for any number
-      others = (
-        ''
-        if num_stacks > 1
-        else (f", or {SET_BY['schedule']} = 'gpipe' and {SET_BY['repeats']} = 1")
-      )
-      return [
-        f'{reason} Set {SET_BY["batch"]} = {parts * stages} and {SET_BY["microbatches"]} = '
-        f'{stages}{others}.'
-      ]
-    return [f'{reason} Set it to {any_of(legal) if legal else f"{least} or more"}.']
-  if rows is None or rows % microbatches == 0:
+  elif rows is None or rows % microbatches == 0:
     return []
-  unit = parts * microbatches
-  nearest = [n for n in (batch // unit * unit, (batch // unit + 1) * unit) if n]
-  fix = f'{SET_BY["batch"]} = {any_of(nearest)}'
-  if legal:
-    fix = f'{SET_BY["microbatches"]} = {any_of(legal)}, or {fix}'
-  each = f'{rows} rows' if parts == 1 else f'the {rows} rows of each of {parts} parts'
-  return [
-    f'batch = {batch}: {each} cannot be cut into {SET_BY["microbatches"]} = {microbatches}. '
-    f'Set {fix}.'
-  ]
+  else:
+    each = f'{rows} rows' if parts == 1 else f'the {rows} rows of each of {parts} parts'
+    what = f'batch = {batch}: {each} cannot be cut into {name} = {microbatches}.'
+  if rows is not None and rows < least:  # too few for any number
+    fix = f'Set {SET_BY["batch"]} to a multiple of {parts * max(least, microbatches)}.'
+  else:
+    rule = [f'divides {rows}'] * bool(rows) + [f'is at least {least}'] * (least > 1 or not rows)
+    fix = f'Set {name} to a number that {" and ".join(rule)}.'
+  return [_problem(what, fix, 'batch', 'microbatches')]

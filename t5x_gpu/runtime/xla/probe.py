@@ -179,7 +179,7 @@ def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.Com
 
 def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dict[str, str]]:
   stamp = system.library.stat().st_mtime_ns if system.library else 0
-  key = json.dumps([1, kind, str(system), str(system.library), stamp, question])
+  key = json.dumps([2, kind, str(system), str(system.library), stamp, question])
   path = cache_folder() / f'{hashlib.sha256(key.encode()).hexdigest()[:32]}.json'
   try:
     kept = read_json(path, Fields({'question': str, 'refused': MapOf(str)}))

@@ -19,20 +19,20 @@ HOSTS = Hosts(NAMES, NAMES, lambda device: device.id // 2)
 
 
 @pytest.mark.parametrize(
-  'local, local_period, period, words',
+  'local, local_period, period, fix',
   [
-    ('/dev/shm/x', 7, 100, 'local_period = 5 or 10, or CheckpointConfig.period = 105'),
-    ('/dev/shm/x', 100, 100, 'local_period = 50'),
-    ('/dev/shm/x', 0, 100, 'local_period = 1'),
-    ('/dev/shm/x', None, 100, 'local_period = 10'),
+    ('/dev/shm/x', 7, 100, 'local_period to a number below 100 that divides it'),
+    ('/dev/shm/x', 100, 100, 'local_period to a number below 100'),
+    ('/dev/shm/x', 0, 100, 'local_period to a number below 100'),
+    ('/dev/shm/x', None, 100, 'local_period to a number that divides CheckpointConfig.period'),
     ('/dev/shm/x', 1, 1, 'period = 10 or more'),
     (None, 10, 100, "local_checkpoint_dir = '/dev/shm/$USER'"),
   ],
 )
-def test_periods_that_cannot_be_are_refused_with_those_that_can(local, local_period, period, words):
+def test_periods_that_cannot_be_are_refused_with_their_rule(local, local_period, period, fix):
   with pytest.raises(CheckpointError) as e:
     CheckpointConfig(period=period, local_checkpoint_dir=local, local_period=local_period)
-  assert words in str(e.value)
+  assert fix in e.value.fix and e.value.parameters
 
 
 def test_a_folder_in_model_dir_and_a_variable_that_is_not_set_are_refused(tmp_path, monkeypatch):

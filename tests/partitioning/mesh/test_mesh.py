@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
+from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.mesh.mesh import (
   MESH_AXES,
   SizeHint,
@@ -157,37 +158,50 @@ def test_model_sizes_that_divide_have_no_problems():
   )
 
 
-def test_every_indivisible_model_size_is_named_with_nearest_legal_values():
+def test_every_model_size_that_does_not_divide_is_a_problem_with_its_rule():
   sizes = resolve_mesh_sizes(Topology(1, 8), num_partitions=4, fsdp=2)
+  heads = SizeHint('TransformerConfig.num_heads', is_width=True)
+  batch = SizeHint('BATCH_SIZE', each_of=2, multiple_of=3)
   assert check_model_sizes(
     sizes,
     {'batch': 3, 'heads': 6, 'mlp': 1024, 'embed': 5},
     RULES,
-    hints={'heads': SizeHint('TransformerConfig.num_heads'), 'batch': SizeHint('BATCH_SIZE')},
+    hints={'heads': heads, 'batch': batch},
   ) == [
-    'batch = 3 does not divide over fsdp=2. Set BATCH_SIZE = 2 or 4, or Partitioner.fsdp = 1.',
-    'heads = 6 does not divide over model=4. Set TransformerConfig.num_heads = 4 or 8, or '
-    'Partitioner.num_partitions = 1 or 2.',
-    'embed = 5 does not divide over fsdp=2. Set embed = 4 or 6, or Partitioner.fsdp = 1.',
+    Problem(
+      'batch = 3 does not divide over fsdp=2 in each of 2 microbatches.',
+      'Set BATCH_SIZE to a multiple of 12.',
+      ('BATCH_SIZE', 'Partitioner.fsdp'),
+    ),
+    Problem(
+      'heads = 6 does not divide over model=4.',
+      'Set Partitioner.num_partitions = 1 or 2.',
+      ('TransformerConfig.num_heads', 'Partitioner.num_partitions'),
+    ),
+    Problem(
+      'embed = 5 does not divide over fsdp=2.',
+      'Set embed to a multiple of 2.',
+      ('embed', 'Partitioner.fsdp'),
+    ),
   ]
 
 
 def test_a_size_over_two_axes_names_their_product():
   sizes = resolve_mesh_sizes(Topology(2, 8), fsdp=4)
-  (problem,) = check_model_sizes(sizes, {'batch': 20}, RULES)
-  assert problem == (
-    'batch = 20 does not divide over data=4 x fsdp=4 (= 16). Set batch = 16 or 32.'
-  )
+  [problem] = check_model_sizes(sizes, {'batch': 20}, RULES)
+  assert problem.what == 'batch = 20 does not divide over data=4 x fsdp=4 (= 16).'
+  assert problem.fix == 'Set batch to a multiple of 16.'
 
 
-def test_only_partitions_legal_on_the_hosts_are_advised():
+def test_only_partitions_legal_on_the_hosts_are_listed():
   # 6 heads divide by 3 and 6 too, but 8 devices of a host do not.
   sizes = resolve_mesh_sizes(Topology(3, 8), num_partitions=4)
-  (problem,) = check_model_sizes(sizes, {'heads': 6}, RULES)
-  assert problem.endswith('Partitioner.num_partitions = 1 or 2.')
+  hints = {'heads': SizeHint('TransformerConfig.num_heads', is_width=True)}
+  [problem] = check_model_sizes(sizes, {'heads': 6}, RULES, hints=hints)
+  assert problem.fix == 'Set Partitioner.num_partitions = 1 or 2.'
 
 
 def test_names_without_rule_and_rules_without_axis_are_problems():
   sizes = resolve_mesh_sizes(Topology(1, 8))
-  assert "Did you mean 'heads'?" in check_model_sizes(sizes, {'head': 6}, RULES)[0]
-  assert "Did you mean 'model'?" in check_model_sizes(sizes, {'x': 6}, {'x': ('modle',)})[0]
+  assert "Did you mean 'heads'?" in check_model_sizes(sizes, {'head': 6}, RULES)[0].what
+  assert "Did you mean 'model'?" in check_model_sizes(sizes, {'x': 6}, {'x': ('modle',)})[0].what

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.layer_stacks import ONLY
 from t5x_gpu.partitioning.pipeline import pipeline_parallel as pp
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
@@ -446,70 +447,79 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
   assert problems(stage=1, layers=7, schedule='?', num_pipeline_microbatches=99) == []
 
 
+LAYERS, STAGE = 'TransformerConfig.num_layers', 'Partitioner.stage'
+SCHEDULE, REPEATS = 'Partitioner.pipeline_schedule', 'Partitioner.pipeline_repeats'
+MICROBATCHES = 'Partitioner.num_pipeline_microbatches'
+
+
 @pytest.mark.parametrize(
-  'options, text',
+  'options, problem',
   [
     (
       dict(layers=14),
-      'layers = 14 does not divide over stage=4. Set '
-      'TransformerConfig.num_layers = 12 or 16, or Partitioner.stage = 1, 2, 7 or 14.',
-    ),
-    (
-      dict(layers=14, with_data={'stage': ()}),
-      'layers = 14 does not divide over stage=4. Set Partitioner.stage = 1, 2, 7 or 14.',
-    ),
-    (
-      dict(layers=14, legal_sizes={'stage': ()}, with_data={'stage': (2, 4)}),
-      'layers = 14 does not divide over stage=4. Set Partitioner.stage = 2 and '
-      'Partitioner.data = -1.',
-    ),
-    (
-      dict(layers=13, legal_sizes={'stage': (4,)}, with_data={'stage': (4,)}),
-      'layers = 13 does not divide over stage=4. Set TransformerConfig.num_layers = 12 or 16.',
+      Problem(
+        'layers = 14 does not divide over stage=4.',
+        'Set Partitioner.stage to a number that divides 14.',
+        (LAYERS, STAGE),
+      ),
     ),
     (
       dict(layers=20, schedule='circular', repeats=2),
-      'layers = 20 does not divide over stage=4 x 2 blocks each (= 8). Set '
-      'TransformerConfig.num_layers = 16 or 24, or Partitioner.stage = 1, 2, 5 or 10, or '
-      'Partitioner.pipeline_repeats = 5.',
+      Problem(
+        'layers = 20 does not divide over stage=4 x 2 blocks each (= 8).',
+        'Set Partitioner.stage and Partitioner.pipeline_repeats so that their product divides 20.',
+        (LAYERS, STAGE, REPEATS),
+      ),
     ),
     (
       dict(num_pipeline_microbatches=6),
-      'batch = 32: the 16 rows of each of 2 parts cannot be cut into '
-      'Partitioner.num_pipeline_microbatches = 6. Set Partitioner.num_pipeline_microbatches = '
-      '1, 2, 4, 8 or 16, or BATCH_SIZE = 24 or 36.',
+      Problem(
+        'batch = 32: the 16 rows of each of 2 parts cannot be cut into '
+        'Partitioner.num_pipeline_microbatches = 6.',
+        'Set Partitioner.num_pipeline_microbatches to a number that divides 16.',
+        ('BATCH_SIZE', MICROBATCHES),
+      ),
     ),
     (
       dict(num_pipeline_microbatches=0),
-      'Partitioner.num_pipeline_microbatches = 0 must be at least 1. Set it to 1, 2, 4, 8 or 16.',
+      Problem(
+        'Partitioner.num_pipeline_microbatches = 0 must be at least 1.',
+        'Set Partitioner.num_pipeline_microbatches to a number that divides 16.',
+        ('BATCH_SIZE', MICROBATCHES),
+      ),
     ),
     (
       dict(schedule='circular', repeats=3, num_pipeline_microbatches=2),
-      'Partitioner.num_pipeline_microbatches = 2 is fewer than the 4 stages: under the circular '
-      'schedule the first microbatch would return to stage 0 before the last has started. Set it '
-      'to 4, 8 or 16.',
+      Problem(
+        'Partitioner.num_pipeline_microbatches = 2 is fewer than the 4 stages: under the circular '
+        'schedule the first microbatch would return to stage 0 before the last has started.',
+        'Set Partitioner.num_pipeline_microbatches to a number that divides 16 and is at least 4.',
+        ('BATCH_SIZE', MICROBATCHES),
+      ),
     ),
     (
       dict(schedule='circular'),
-      'The circular schedule with Partitioner.pipeline_repeats = 1 is gpipe: each microbatch '
-      'passes the 4 stages once. Set Partitioner.pipeline_repeats = 3, or '
-      "Partitioner.pipeline_schedule = 'gpipe'.",
+      Problem(
+        'The circular schedule with Partitioner.pipeline_repeats = 1 is gpipe: each microbatch '
+        'passes the 4 stages once.',
+        "Set Partitioner.pipeline_schedule = 'gpipe'.",
+        (SCHEDULE, REPEATS),
+      ),
     ),
     (
       dict(repeats=3),
-      'Partitioner.pipeline_repeats = 3, but under gpipe each microbatch passes the 4 stages once. '
-      "Set Partitioner.pipeline_schedule = 'circular', or Partitioner.pipeline_repeats = 1.",
-    ),
-    (
-      dict(schedule='1F1B'),
-      "Partitioner.pipeline_schedule = '1F1B' is not a pipeline schedule. Did you mean '1f1b'? Set "
-      "it to 'gpipe', '1f1b' or 'circular'.",
+      Problem(
+        'Partitioner.pipeline_repeats = 3, but under gpipe each microbatch passes the 4 stages '
+        'once.',
+        "Set Partitioner.pipeline_schedule = 'circular'.",
+        (REPEATS, SCHEDULE),
+      ),
     ),
   ],
-  ids=lambda value: '' if isinstance(value, dict) else value[:24],
+  ids=lambda value: '' if isinstance(value, dict) else value.what[:24],
 )
-def test_check_names_the_nearest_sizes_that_work(options, text):
-  assert problems(**options) == [text]
+def test_check_finds_each_problem_with_its_rule(options, problem):
+  assert problems(**options) == [problem]
 
 
 def test_check_reports_all_problems_at_once():
