@@ -5,7 +5,7 @@
 The 134M decoder with AdamW, 1.6 GB of random float32, on one device. Saves and dd take turns; both
 end with everything on disk (sync), and before each reading the files are dropped from the page
 cache. `stall` is how long the step loop waits. The resharder runs in a separate process, whose
-peak memory is compared with that of one that reshards next to nothing.
+peak memory is compared with a process that reshards a tiny checkpoint.
 """
 
 import argparse
@@ -175,7 +175,7 @@ def main() -> None:
     run['over_base_bytes'] = run['peak_bytes'] - base['peak_bytes']
     print(
       f'reshard --memory={memory}: {mega / (run["seconds"] - base["seconds"]):.0f} MB/s, peak '
-      f'{run["over_base_bytes"] / 2**20:.0f} MiB over that of next to nothing'
+      f'{run["over_base_bytes"] / 2**20:.0f} MiB over the peak with a tiny checkpoint'
     )
   OUT.write_text(
     json.dumps(

@@ -2,8 +2,8 @@
 
     python benchmarks/convert.py [--model gin_configs/models/gpt2_medium.gin] [--folder /tmp]
 
-Hugging Face to ours and back, without and with the check of logits, from float32 and bfloat16.
-Megabytes are those of the safetensors file; peak memory is the process's, its imports included.
+Hugging Face to t5x_gpu and back, without and with the check of logits, from float32 and bfloat16.
+Megabytes refer to the safetensors file; peak memory is the process's, imports included.
 """
 
 import argparse

@@ -96,7 +96,7 @@ def measure(path: str, folder: str, length: int, seconds: float) -> dict[str, An
 
 
 def prepare(folder: pathlib.Path, length: int) -> dict[str, float]:
-  """Prepares the text and returns what it took."""
+  """Prepares the text and returns the time it took."""
   gin = folder / 'data.gin'
   gin.write_text(GIN + f"TASK_FEATURE_LENGTHS = {{'targets': {length}}}\n")
   start, before = time.perf_counter(), os.times()

@@ -76,7 +76,7 @@ def measure(
 ) -> dict[str, Any]:
   """Returns seconds and tokens per second of both, and their ratio.
 
-  The least CPU seconds are given, too: those of other programs are not in them.
+  The smallest CPU seconds are returned too; they exclude other programs.
   """
   prompts = np.random.default_rng(0).integers(1, theirs.config.vocab_size, (batch, PROMPT))
   layout = Partitioner().lay_out(

@@ -245,7 +245,7 @@ def check_losses(layouts: Mapping[str, Layout]) -> None:
     off = max(abs(a - b) / b for a, b in zip(layout.losses, base))
     if not off < 1e-3:
       raise SystemExit(
-        f'{name}: its losses {layout.losses} are not those of '
+        f'{name}: its losses {layout.losses} differ from the losses of '
         f'{SETTINGS[name].base}, {base}: nothing here can be compared.'
       )
 
@@ -328,7 +328,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
 
 
 def chosen(text: Optional[str]) -> list[str]:
-  """Returns the names of layouts, in our order, with those that they are compared with."""
+  """Returns the names of layouts, in table order, with the layouts that they are compared with."""
   wanted = set(SETTINGS) if text is None else set(text.split(','))
   if not wanted <= set(SETTINGS):
     raise SystemExit(

@@ -29,7 +29,7 @@ EVAL_PERIOD = None
 
 
 def start(folder: pathlib.Path, name: str) -> dict:
-  """Returns the seconds of one run of one step, and what it said of its cache."""
+  """Returns the seconds of one run of one step, and its log line about the cache."""
   (folder / 'run.gin').write_text(GIN)
   environment = {
     **os.environ,

@@ -1,10 +1,10 @@
-"""Shows what tensor parallelism leaves of a BERT-Large on one device; writes tp_memory.json.
+"""Memory of BERT-Large on one device under tensor parallelism; writes tp_memory.json.
 
     python benchmarks/tp_memory.py [--batch 8] [--length 512]
 
 Compiles a training step for 1, 2, 4 and 8 fake devices of one replica, with and without sequence
 parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model is
-that of gin_configs/models/bert_large.gin with masked language modelling, and its 30,522 tokens
+gin_configs/models/bert_large.gin with masked language modelling and its 30,522 tokens
 padded to 30,592, which eight devices divide. CPUs hold attention weights whole, as do GPUs
 without a fused kernel.
 """

@@ -29,32 +29,32 @@ This page is generated from the table in `t5x_gpu/runtime/xla/table.py`:
 
     python scripts/docs_tables.py xla_flags > docs/xla_flags.md
 
-A run is correct without any of these. They decide whether communication hides behind computation,
-how much memory XLA takes, and what is printed when something fails.
+A run is correct without any of these settings. They decide whether communication overlaps with
+computation, how much memory XLA takes, and which messages a failure prints.
 
 ## Presets
 
 {presets}
 
-What a preset sets depends on the GPU (A100, H100, H200, B200 and their variants; others get the
-rows for every GPU), on whether the run has one host or several, and on the mesh. On a machine
+The settings of a preset depend on the GPU (A100, H100, H200, B200 and their variants; others get
+the rows for every GPU), on whether the run has one host or several, and on the mesh. On a machine
 without GPU it sets nothing. Each run prints one line:
 
     {line}
 
 ## Your own flags
 
-- **Yours win.** A flag in `XLA_FLAGS`, or a variable that is set, replaces ours.
+- **Your flags win.** A flag in `XLA_FLAGS`, or a variable that is set, replaces the preset's.
 - **Unknown flags are dropped, with a warning.** XLA ends the process at an unknown name, and names
   change with every release. A child process tries all flags on the installed jaxlib (0.3 s; the
   answer is cached in `~/.cache/t5x_gpu`, so later starts take a millisecond).
 - **Flags of older scripts** are translated or dropped, see [below](#older-flags).
-- `XLA_FLAGS='${{XLA_FLAGS}} --xla_...'` in single quotes loses what was set before: the shell
+- `XLA_FLAGS='${{XLA_FLAGS}} --xla_...'` in single quotes loses all earlier flags: the shell
   expands nothing in single quotes. Use double quotes.
 - `XLA_CLIENT_MEM_FRACTION` and `XLA_PYTHON_CLIENT_MEM_FRACTION` mean the same. jax refuses to start
   with both, so the second, older one is then dropped.
 
-`python -m t5x_gpu.doctor` prints under `xla flags` what a run would print.
+`python -m t5x_gpu.doctor` prints the same line as a run, under `xla flags`.
 
 """
 _NOTES = """\
@@ -156,7 +156,7 @@ def keys_table() -> str:
   lines.append(
     '- old names: `type` of `rope_type`, and `su` of `longrope`. `finetuned` has no effect if true.'
   )
-  lines.append('- without effect: those of another kind. Others are refused.')
+  lines.append('- without effect: keys of another kind. Other keys are refused.')
   title = '**inside of `rope_scaling` and `rope_parameters`**'
   out.append('\n'.join([title, '', *(_wrapped(line) for line in lines)]))
   return '\n\n'.join(out) + '\n'

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PICTURE = ROOT / 'docs' / 'images' / 'report.png'
 SIZE = '1000,1130'  # down to the end of the second chart
 DEMO = '--gin_file=gin_configs/examples/demo.gin'
-KILLED_AFTER = 240  # of 400 steps; the last checkpoint before it is that of step 200
+KILLED_AFTER = 240  # of 400 steps; the last checkpoint before it is checkpoint_200
 
 
 def train_and_kill_once(model_dir: pathlib.Path, *flags: str, after: int) -> None:

@@ -122,7 +122,7 @@ def _name_of(path: str) -> str:
 
 
 def convert(path: str, folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, int]:
-  """Returns documents per set, after writing those of one shard; all there or not marked done."""
+  """Writes the documents of one shard, atomically; returns their number per set."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
   sets = frozenset(settings['sets']) if settings['sets'] is not None else None
   files = _Files(

@@ -25,7 +25,7 @@ COMMANDS = {
   'reshard': 'rewrite a checkpoint with other dtypes, chunks or groups of layers',
   'config': 'show or explain the values of a configuration',
 }
-# Folders have these names, so the commands have other modules.
+# Folders have the names of these commands, so their modules are named differently.
 MODULES = {name: f'{name}_tools' for name in ('checkpoint', 'config', 'data')}
 
 

@@ -33,19 +33,19 @@ from t5x_gpu.training.summary import size_line
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """One measurement; None for what is unknown.
+  """One measurement; None for unknown values.
 
   Attributes:
-    device_kind, num_devices, dtype, jax_version: of the devices and the program.
-    num_params, batch_size, length: of the model and the global batch.
-    compile_seconds: of the train step.
+    device_kind, num_devices, dtype, jax_version: the devices and the program.
+    num_params, batch_size, length: sizes of the model and the global batch.
+    compile_seconds: time to compile the training step.
     step_seconds: median of the timed steps.
     cpu_seconds_per_step: CPU time of this process, which other load on the machine does not change.
     tokens_per_second: all devices together, padding included.
     model_tflops_per_second_per_device: FLOPs of models/flops.py, per device.
-    mfu: the same over the dense peak of the device and dtype.
+    mfu: these FLOPs per second over the dense peak of the device and dtype.
     peak_bytes: high-water mark of device memory.
-    losses: of the first and last timed step, to see that the model trains.
+    losses: losses of the first and last timed step, to see that the model trains.
   """
 
   device_kind: str

@@ -34,7 +34,8 @@ True, None, [1, 2], %MACRO and @module.name() mean the same as in gin. To see wh
 """
 
 _LOGS = 'Leave it out: log lines go to stderr. T5X_GPU_VERBOSE=1 adds the lines of all libraries.'
-# Flags of T5X's commands (t5x/train.py, t5x/main.py, absl) that ours lack -> what to do instead.
+# Flags of T5X's commands (t5x/train.py, t5x/main.py, absl) that t5x_gpu lacks -> what to do
+# instead.
 T5X_FLAGS = {
   '--alsologtostderr': _LOGS,
   '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
@@ -51,7 +52,7 @@ T5X_FLAGS = {
 }
 
 
-# Environment variable: exit code of errors that a retry cannot fix, for schedulers that retry.
+# Environment variable with the exit code for errors that a retry cannot fix.
 CONFIG_ERROR_CODE = 'T5X_GPU_CONFIG_ERROR_CODE'
 _CONFIG_ERRORS = (ConfigError, MeshError, ModelError, ShapeError)
 
@@ -65,12 +66,12 @@ class Args:
   """The parsed command line.
 
   Attributes:
-    gin_files: in the order given; later ones override earlier ones.
+    gin_files: gin files in the order given; later files override earlier ones.
     bindings: 'KEY=VALUE' of each `--gin.KEY=VALUE`, in order.
     gin_search_paths: more folders to search for gin files.
     tfds_data_dir: folder of TensorFlow Datasets, or None.
     dry_run: parse, check, print, exit.
-    extra: the flags that the command itself added.
+    extra: values of the command's own flags.
   """
 
   gin_files: tuple[str, ...]
@@ -93,10 +94,10 @@ class Args:
     )
 
   def load_with_classes(self) -> gin_loader.LoadedConfig:
-    """Returns the configuration as `load`; the data decides NUM_CLASSES if the user does not.
+    """Returns the configuration as `load`, with NUM_CLASSES from the data unless the user sets it.
 
-    The user does not if its last value is the default in a file of gin_configs/models. A run that
-    has begun keeps its number.
+    The value counts as unset if it is the default in a file of gin_configs/models. A run that has
+    already begun keeps its number of classes.
 
     Raises:
       ConfigError, DataError: the data cannot be read.
@@ -155,12 +156,12 @@ def parse_args(
   """Returns the parsed flags; prints and exits on --help.
 
   Args:
-    prog: as the user types it, 'python -m t5x_gpu.train'.
-    description: what the command does, one or two sentences.
-    argv: without the program's name; None for those of this process.
+    prog: the command as users type it, 'python -m t5x_gpu.train'.
+    description: one or two sentences on what the command does.
+    argv: arguments without the program's name; None for the arguments of this process.
     extra: adds the command's flags; their values are in `Args.extra`.
     gin_file_required: whether --gin_file is required.
-    without_config: for commands without a configuration: what to do instead of giving one.
+    without_config: for commands without a configuration: advice if one is given.
     examples: the end of --help; `{prog}` in it is replaced.
   Raises:
     ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file, or flags
@@ -239,7 +240,7 @@ def _add_config_flags(parser: argparse.ArgumentParser, *, shown: bool) -> None:
 
 
 def _split(values: list[str]) -> tuple[str, ...]:
-  """Returns the paths of comma-separated lists; a path that exists may have commas itself."""
+  """Returns the paths in comma-separated lists; an existing path may itself contain commas."""
   lists = ([value] if os.path.exists(value) else value.split(',') for value in values)
   return tuple(part.strip() for parts in lists for part in parts if part.strip())
 
@@ -335,8 +336,8 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
 
   `T5X_GPU_CONFIG_ERROR_CODE` replaces the 1 for configuration errors (docs/slurm.md).
 
-  Prints a `UserError` without a traceback, followed by where each of its parameters was set. One
-  process of several exits at once on an error, since it and the others would wait for each other.
+  Prints a `UserError` without a traceback, followed by where each of its parameters was set. In a
+  run of several processes, an error exits at once, since the processes would wait for each other.
   """
   import_interrupts.open_closed_streams()
   streams.install()
@@ -354,7 +355,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     print(process_exit.label() + 'Interrupted.', file=sys.stderr)
     code = 130
   except Exception as error:
-    if error is not streams.lost_output():  # our bug: show all of it
+    if error is not streams.lost_output():  # a bug in t5x_gpu: show the whole traceback
       print(process_exit.label() + printable(traceback.format_exc()), end='', file=sys.stderr)
     code = 1
   with contextlib.suppress(OSError):
@@ -372,7 +373,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
 
 def describe_error(error: UserError) -> str:
   """Returns `MeshError: ...`, the fix, and the origin of each gin parameter involved."""
-  # gin re-raises a subclass whose __str__ appends gin's call stack, so call ours.
+  # gin re-raises a subclass whose __str__ appends gin's call stack, so call UserError's __str__.
   text = f'{type(error).__name__}: {UserError.__str__(error)}'
   lines = [sentence for name in error.parameters for sentence in provenance.origin_sentences(name)]
   return printable('\n'.join([text, *('  ' + line for line in lines)]))

@@ -55,13 +55,13 @@ includes.
 The last example merges the adapters of a LoRA run into the kernels.
 """
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
-# For gin_loader, an entry point with the model as its only argument.
+# Entry point for gin_loader; its only argument is the model.
 _MODEL_ENTRY = 't5x_gpu.checkpoint.convert.model_spec.describe'
 
 
 @dataclasses.dataclass(frozen=True)
 class _ModelConfig:
-  """The one setting of a run that a conversion needs."""
+  """The setting of a run that every conversion needs."""
 
   model: Any
 
@@ -77,7 +77,7 @@ def kind_of(model_dir: ModelDir) -> str:
   """Returns the format of the files in a folder, a key of `FORMATS`.
 
   Raises:
-    CheckpointError: there is no checkpoint in it.
+    CheckpointError: the folder has no checkpoint.
   """
   folder = model_dir.path
   if not folder.is_dir():
@@ -95,7 +95,7 @@ def kind_of(model_dir: ModelDir) -> str:
 
 
 def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFields:
-  """Returns the fields of the model of gin files; arguments as in `object_of_gin`."""
+  """Returns the fields of the model in gin files; arguments as in `object_of_gin`."""
   return describe(without_adapters(policy_of(object_of_gin(files, **options))))
 
 
@@ -121,7 +121,7 @@ def object_of_gin(
   search_paths: Sequence[str] = (),
   as_data: bool = False,
 ) -> Any:
-  """Returns the model of gin files: those of a run, or a model file, which only sets MODEL.
+  """Returns the model of gin files: files of a run, or a model file, which only sets MODEL.
 
   Args:
     files: paths of the gin files.
@@ -158,12 +158,13 @@ def read_run_text(
 ) -> Optional[RunText]:
   """Returns how `infer` reads and ends texts with a checkpoint.
 
-  Returns None for an encoder, and for a converted model that was not trained here: its files say.
+  Returns None for an encoder, and for a converted model that was not trained further: its own files
+  define the texts.
 
   Args:
-    flags: of this command.
-    gin_files: of the command line; if empty, the gin file in the folder.
-    manifest: of the checkpoint.
+    flags: flags of this command.
+    gin_files: gin files on the command line; if empty, the gin file in the folder is used.
+    manifest: manifest of the checkpoint.
     **options: as for `read_request`.
   Raises:
     UserError: the task or its vocabulary cannot be opened.
@@ -185,7 +186,7 @@ def read_run_text(
   note, task = '', request.dataset
   try:
     text = open_prompt_text(request)
-  except UserError as e:  # its task may be elsewhere, or not trusted
+  except UserError as e:  # the task may be on another machine, or not trusted
     if task.vocabulary is None:
       raise
     note = f'the task cannot be opened, so only its vocabulary counts: {first_line(e)}'
@@ -315,7 +316,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   usage = 'python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER'
   cli.check_given(usage, **{'from': extra.source, 'to': extra.to})
   if not args.dry_run:
-    streams.outlive()  # the product is files
+    streams.outlive()  # the command writes files, so it continues without standard output
   source = local_path(extra.source, what='convert --from')
   model_dir = ModelDir(source)
   kind = kind_of(model_dir)

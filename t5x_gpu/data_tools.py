@@ -42,7 +42,7 @@ EXAMPLES = """examples:
   {prog} check prepared:/data/rows             every byte against its checksum
 """
 _COLORS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
-_BENCH_ROWS = 64  # of a batch, without a gin file
+_BENCH_ROWS = 64  # rows of a batch, without a gin file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class _Data:
 
   @property
   def index(self) -> Optional[Index]:
-    """Of prepared rows; None for other data."""
+    """The index of prepared rows; None for other data."""
     name = self.config.mixture_or_task_name
     if not name.startswith(PREPARED):
       return None
@@ -155,7 +155,7 @@ def _rows(batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarra
 def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str, Any]]:
   """Returns statistics of the first rows, and `describe()` of the batches.
 
-  A mixture is read as in training, because one pass over it would end with its smallest task.
+  A mixture is read as in training, because a single pass would end with its smallest task.
   """
   facts = row_stats.RowStats()
   is_mixture = len(data_module.open_task_names(data.config)) > 1
@@ -200,7 +200,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
 def stats(
   data: _Data, *, num_rows: int, picture: Optional[str], console: rich.console.Console
 ) -> None:
-  """Prints shares of tasks, lengths and padding: of all prepared rows, else of `num_rows` rows."""
+  """Prints shares of tasks, lengths and padding, for all prepared rows or else `num_rows` rows."""
   index = data.index
   if index is None:
     facts, about = _facts(data, num_rows)
@@ -238,11 +238,11 @@ def stats(
 def _print_shares(
   data: _Data, about: Mapping[str, Any], *, num_rows: int, console: rich.console.Console
 ) -> None:
-  """Prints each task's share of the tokens of a mixture, from its rate and some of its rows.
+  """Prints each task's share of a mixture's tokens, from the task's rate and some of its rows.
 
   Args:
     data: prints nothing unless it is a mixture.
-    about: `describe()` of its batches.
+    about: `describe()` of the data's batches.
     num_rows: rows to read, of all tasks together.
   """
   rates = {
@@ -267,7 +267,7 @@ def _print_shares(
 
 
 def _model_speed(data: _Data, given: Optional[float]) -> tuple[Optional[float], str]:
-  """Returns the model's tokens/s, None if unknown, and the source of that number."""
+  """Returns the model's tokens/s (None if unknown) and where the number comes from."""
   if given is not None:
     return given, '--eats'
   path = pathlib.Path(os.path.expanduser(data.model_dir or '')) / 'metrics.jsonl'

@@ -2,7 +2,7 @@
 
 Prints one line per check (ok, warn or FAIL) with the finding and the fix. Exits with 1 on a FAIL.
 Started like a run of several processes (srun, mpirun, ...), it checks every host and measures the
-links between them. Process 0 prints all checks, the others only what is not ok.
+links between them. Process 0 prints all checks, the others only problems.
 """
 
 import argparse
@@ -42,11 +42,11 @@ class DoctorRequest:
 
   Attributes:
     model_dir: folder whose disk is measured.
-    expect_gpus: GPUs that jax must see on this machine, over all its processes; None for all that
-      the machine has.
+    expect_gpus: GPUs that jax must see on this machine, over all its processes; None for all GPUs
+      of the machine.
     preset: XLA preset to try.
     timeout_seconds: deadline of each child process.
-    cluster: this process among those of the doctor.
+    cluster: this process among the doctor's processes.
     cluster_flags: the flags that define `cluster`, if any.
   """
 
@@ -59,7 +59,7 @@ class DoctorRequest:
 
   @property
   def is_first_here(self) -> bool:
-    """Whether this process checks what the processes of a host share."""
+    """Whether this process checks resources that the processes of a host share."""
     return not self.cluster.local_process_index  # None if unknown: then every process does
 
   @property
@@ -140,7 +140,7 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
   yield gpu_checks.check_clocks(found.get('clocks'), gpus=gpus)
   if request.cluster.process_count == 1 and gpus < 2:
     yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
-  elif seen.status != FAIL:  # a process with CPU devices would make all the others wait
+  elif seen.status != FAIL:  # a process with CPU devices would make all other processes wait
     join = int(max(request.timeout_seconds, 1))
     found, problem = _measure(
       'all_reduce', request, f'--join_seconds={join}', seconds=seconds + join
@@ -153,7 +153,7 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
 def _measure(
   what: str, request: DoctorRequest, *flags: str, seconds: float
 ) -> tuple[Mapping[str, Any], str]:
-  """Returns what a measuring child printed, and its last line if it failed."""
+  """Returns the output of a measuring child, and its last line if it failed."""
   # PREALLOCATE: do not take 90% of a GPU's memory, which another job may be using.
   environ = {
     'CUDA_DEVICE_ORDER': 'PCI_BUS_ID',
@@ -257,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
-  """Prints each check (process 0) or those that are not ok (others); returns the exit code."""
+  """Prints each check (process 0) or only the problems (others); returns the exit code."""
   statuses = []
   failed = []
   who = (

@@ -1,8 +1,8 @@
 """Evaluate checkpoints on held-back data: `python -m t5x_gpu.eval --gin_file=MY.gin`.
 
-Takes the gin file of the run. Computes over the whole split: the loss, scores of classes, and for
-tasks with metric_fns SeqIO's metrics of predictions and likelihoods. Evaluates one checkpoint, all
-of a MODEL_DIR, or those that a run still writes. Checkpoints with results are skipped.
+Takes the gin file of the run. Computes, over the whole split: the loss, scores of classes, and, for
+tasks with metric_fns, SeqIO's metrics of predictions and likelihoods. Evaluates one checkpoint, all
+checkpoints of a MODEL_DIR, or new checkpoints of a running run. Skips checkpoints with results.
 """
 
 import argparse
@@ -51,12 +51,12 @@ METRICS = ('all', 'loss', 'tasks')
 
 
 def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool = False) -> int:
-  """Evaluates the checkpoints that `options` ask for; returns the exit code.
+  """Evaluates the checkpoints that `options` select; returns the exit code.
 
   Args:
-    config: of the run.
+    config: configuration of the run.
     options: the flags of `_add_flags`.
-    dry_run: build, open and check everything, print what would be done, write nothing.
+    dry_run: build, open and check everything, print the plan, write nothing.
   """
   model_dir = shared_model_dir(config.model_dir, dry_run=dry_run)
   dataset = _dataset(config, options.split)
@@ -114,7 +114,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
 def _evaluate_one(
   checkpoint: Checkpoint, evaluator: CheckpointEvaluator, *, show: Show = silent
 ) -> Optional[Mapping[str, float]]:
-  """Returns the metrics of a checkpoint; None if the run has removed it. All processes call it."""
+  """Returns a checkpoint's metrics; None if the run has removed it. All processes must call it."""
   params = read_if_there(checkpoint, evaluator.program)
   if params is None:
     log(
@@ -192,7 +192,7 @@ def _check_checkpoints(model_dir: ModelDir, wanted: Wanted, *, watch: bool) -> N
 def _facts(
   config: EvalConfig, dataset: DatasetConfig, options: argparse.Namespace
 ) -> dict[str, Any]:
-  """Returns what the metrics depend on, besides the checkpoint and the code."""
+  """Returns the settings that affect the metrics, besides the checkpoint and the code."""
   decoding, tasks = config.decoding_cfg, config.infer_eval_dataset_cfg
   return {
     'mixture_or_task_name': dataset.mixture_or_task_name,
@@ -203,7 +203,7 @@ def _facts(
     'metrics': options.metrics,
     'loss_on_targets_only': dataset.loss_on_targets_only,
     'batches': options.batches,
-    # With a number of batches, the batch size sets the number of examples.
+    # With --batches, the batch size determines the number of examples.
     'batch_size': dataset.batch_size if options.batches else None,
     'examples': options.examples,
     'infer_eval': tasks and tasks.mixture_or_task_name,
@@ -262,7 +262,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     'python -m t5x_gpu.eval', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
   if not args.dry_run:
-    streams.outlive()  # the product is files
+    streams.outlive()  # the command writes files, so it continues without standard output
   cluster = cluster_lib.detect_here(args.extra)
   loaded = args.load_with_classes()
   config = gin_loader.configured(loaded, EvalConfig)
@@ -272,7 +272,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == '__main__':
-  # Under its own name: gin files import t5x_gpu.train, and there must be one of each module.
+  # Imported under its own name: gin files import t5x_gpu.eval, and a module must not exist twice.
   from t5x_gpu.eval import main as main_
 
   cli.run_main(main_)

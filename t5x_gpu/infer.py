@@ -1,7 +1,7 @@
 """Run a trained model: `python -m t5x_gpu.infer --checkpoint=runs/demo --prompts=FILE`.
 
 Reads prompts from a file, standard input or a SeqIO task. Writes continuations, or probabilities of
-given ones, as JSON lines in the same order. A run that was killed continues where it stopped.
+given continuations, as JSON lines in the same order. Started again after a kill, it continues.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
         raise
       records = {'what': e.what, 'fix': e.fix}
   records = distributed.broadcast_json(records)
-  if isinstance(records, dict):  # an error of process 0 is raised on every process
+  if isinstance(records, dict):  # process 0 failed: raise its error on every process
     raise DataError(records['what'], fix=records['fix'])
   return [Prompt(**record) for record in records][: args.examples]
 
@@ -76,7 +76,7 @@ def _with_inputs(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
 
 
 def talk(job: InferJob, *, chat: bool = False) -> None:
-  """Continues each line of standard input until it ends; with `chat`, it is one conversation."""
+  """Continues each line of standard input until it ends; with `chat`, as one conversation."""
   if distributed.process_count() > 1:
     raise ConfigError(
       '--interactive reads from one terminal; this run has '
@@ -128,7 +128,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--vocabulary',
     metavar='NAME',
-    help=('huggingface:FOLDER, sentencepiece:FILE, byte (default: that of the task or the model)'),
+    help=(
+      'huggingface:FOLDER, sentencepiece:FILE, byte (default: the vocabulary of the task or model)'
+    ),
   )
   group.add_argument(
     '--output',
@@ -194,7 +196,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   flags = args.extra
-  if flags.trust_gin:  # not `say`: no device may be used yet
+  if flags.trust_gin:  # not `say`: it uses devices, and it is too early for that
     print(cli.trusted(gin_file_of(flags.checkpoint)), file=sys.stderr, flush=True)
   request = read_request(
     flags, args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
@@ -221,7 +223,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == '__main__':
-  # Under its own name: gin files import t5x_gpu.infer, and there must be one of each module.
+  # Imported under its own name: gin files import t5x_gpu.infer, and a module must not exist twice.
   from t5x_gpu.infer import main as main_
 
   cli.run_main(main_)

@@ -32,7 +32,7 @@ DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
 TAIL_LINES = 30
 KILL_SECONDS = 10
-# Processes that were asked to stop exit one after the other, the last when the save is done.
+# Processes that were asked to stop exit one after the other, the last after the save.
 STOPPED_CODES = (0, 85, 130)
 STOPPED_SECONDS = 120
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -57,12 +57,12 @@ class ProcessPlan:
 
 
 class Group:
-  """Local processes that live and die together.
+  """Local processes that start and end together.
 
   Args:
-    command: for each process.
+    command: command line of each process.
     plans: one per process.
-    end_together: whether the first that fails ends the others.
+    end_together: whether the first failing process ends the others.
   """
 
   def __init__(
@@ -103,12 +103,12 @@ class Group:
       for line in lines:
         self._tails[index].append(line)
         with self._lock:
-          # While the reader stalls, the pipe of the process fills, and the process keeps its text.
+          # While the reader stalls, the process's pipe fills, and the process keeps its text.
           streams.wait_for_stdout()
           sys.stdout.buffer.write(prefix + line.rstrip(b'\n') + b'\n')
           sys.stdout.buffer.flush()
         if streams.stdout_is_lost():
-          # Without a reader the process has lost its output, too, and keeps it in MODEL_DIR.
+          # Without a reader, the process has lost its output too, and keeps it in MODEL_DIR.
           return
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
@@ -172,8 +172,8 @@ class Group:
 def _end_with_launcher() -> None:
   """Makes this new process stop as on SIGTERM if the launcher is killed; Linux only.
 
-  It would otherwise train on, without a terminal, where nobody looks for it. It runs between fork
-  and exec, where a lock that another thread held at the fork stays locked: no import, no print.
+  Otherwise it would continue to train without a terminal, unnoticed. This runs between fork and
+  exec, where a lock that another thread held at the fork stays locked: no import, no print.
   """
   if _prctl is not None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -191,11 +191,11 @@ def plan(
   """Returns how to start each process.
 
   Args:
-    num_processes: on this machine.
+    num_processes: processes on this machine.
     use_gpus: False for CPU devices.
     numa_mode: 'auto', 'off' or a file.
-    env: of the launcher.
-    gpus: of this machine, in PCI order.
+    env: the launcher's environment.
+    gpus: GPUs of this machine, in PCI order.
     address: 'host:port' for process 0.
   Raises:
     ConfigError: the GPUs cannot be divided evenly.
@@ -227,8 +227,8 @@ def plan(
       job_secret.VARIABLE: secret,
     }
     if use_gpus:
-      # CUDA must use PCI order like NVML and nvidia-smi, or a process would be bound to cores near
-      # another process's GPU.
+      # CUDA must use PCI order like NVML and nvidia-smi; otherwise a process would be bound to
+      # cores near another process's GPU.
       child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
       child.setdefault('NCCL_SOCKET_IFNAME', '=lo')  # all processes are on this host
     else:
@@ -296,7 +296,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     for path in launch_scripts.write(pathlib.Path(flags.write_scripts)):
       print(path)
     return 0
-  streams.outlive()  # each process decides for itself what a lost output means
+  streams.outlive()  # each process decides for itself how to handle lost output
   launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()
   nproc = flags.nproc

@@ -1,8 +1,8 @@
 """Check that a gin file's model trains on its mesh as on one device: `python -m t5x_gpu.parity`.
 
-Runs a few steps of the model twice, in float32 (matmuls in FP8 stay so): on a mesh of N devices,
+Runs a few steps of the model twice, in float32 (FP8 matmuls stay FP8): on a mesh of N devices,
 simulated unless --real is given, and on one device without parallelism. Needs neither data nor a
-GPU. Exits with code 1 if an output of a layer, a gradient, update, loss or norm differs
+GPU. Exits with code 1 if a layer's output, a gradient, an update, the loss or a norm differs
 (docs/parity.md).
 """
 
@@ -49,7 +49,7 @@ equal.
 """
 TOLERANCE = 1e-5
 FP8_TOLERANCE = 0.0625  # the largest rounding error of E4M3, see docs/precision.md
-# Four roundings of 2^-8, of terms twice as large as their sum.
+# Four roundings of 2^-8, of terms that are twice as large as their sum.
 BFLOAT16_GRADIENT_TOLERANCE = 2.0**-5
 FAKE = 'xla_force_host_platform_device_count'
 
@@ -81,11 +81,11 @@ def build(
 ) -> tuple[Program, Program]:
   """Returns the program on the mesh, and the program on one device to compare with.
 
-  The latter takes the whole batch at once, without accumulation.
+  The program on one device takes the whole batch at once, without accumulation.
 
   Args:
-    config: of the run.
-    topology, devices: of the mesh.
+    config: configuration of the run.
+    topology, devices: hosts and devices of the mesh.
   Raises:
     MeshError, ConfigError, ShapeError: as a run of the gin file would.
   """
@@ -106,11 +106,11 @@ def build(
 
 
 def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) -> None:
-  """Raises OutOfMemoryError unless the mesh has room for a step, and one device for all of it.
+  """Raises OutOfMemoryError unless a step fits on the mesh, and the whole step on one device.
 
   Args:
     programs: from `build`.
-    config: of the run.
+    config: configuration of the run.
   """
   for program, num_microbatches in zip(programs, (config.num_microbatches, 1)):
     try:
@@ -126,7 +126,7 @@ def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) 
 
 
 def default_tolerance(config: StepConfig) -> float:
-  """Returns the largest relative difference that the rounding of a run explains."""
+  """Returns the largest relative difference that rounding can explain in a run."""
   if uses_fp8(config.model):
     return FP8_TOLERANCE
   in_bfloat16 = config.partitioner.gradient_dtype == 'bfloat16'
@@ -148,8 +148,8 @@ def parity(
   """Returns the differences of the two programs of `build` over some steps.
 
   Args:
-    config: of the run.
-    programs: from `build` of the same.
+    config: configuration of the run.
+    programs: from `build` with the same configuration.
     num_steps: updates to compare.
     tolerance: largest relative difference allowed.
     xla: settings to compile with.
@@ -216,7 +216,7 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
 
 
 def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None:
-  """Prints rows, the first of them as heads, in bold if the terminal is wide enough."""
+  """Prints rows; the first row is the header, in bold if the terminal is wide enough."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   if console.is_terminal and sum(widths) + 3 * len(widths) <= console.width:
     table = rich.table.Table(*rows[0], box=None, header_style='bold')

@@ -1,8 +1,8 @@
-"""Show what a gin file would do on N GPUs, without one: `python -m t5x_gpu.plan --gpus=64`.
+"""Show what a gin file would do on N GPUs, without having any: `python -m t5x_gpu.plan --gpus=64`.
 
-First whether it fits, how fast it is, when it ends and what bounds it; then memory, time and
-traffic by part. No data is read and nothing is allocated. XLA compiles the real training step for
-GPUs that this machine need not have. `--show sharding` and `--show remat` print more about one
+First whether it fits, how fast it is, when it ends and what limits it; then memory, time and
+traffic by part. Reads no data and allocates nothing. XLA compiles the real training step for the
+GPUs, which this machine does not need. `--show sharding` and `--show remat` print more about one
 question.
 """
 
@@ -136,7 +136,7 @@ def _show_remat(
 def _show_sharding(
   config: PlanConfig, program: Program, gpus: Optional[DescribedGpus], json_file: Optional[str]
 ) -> None:
-  """Prints what a step sends; for a GPU, also what XLA compiles for it."""
+  """Prints the traffic of a step and, for a GPU, the step as XLA compiles it."""
   plan = sharding.make_plan(program)
   print('\n' + sharding.traffic_text(plan), flush=True)
   step = compile_step(config, gpus) if gpus else None
@@ -148,7 +148,7 @@ def _show_sharding(
 def _show_prediction(
   config: PlanConfig, program: Program, planner: Planner, args: cli.Args, variants: what_if.Variants
 ) -> None:
-  """Prints the prediction and what the flags ask of it, and writes it if --json is given."""
+  """Prints the prediction and the results of other flags, and writes JSON if --json is given."""
   extra, topology = args.extra, program.layout.topology
   predicted = planner.by_formula if args.dry_run else planner.exactly
   prediction = predicted(config, topology)
@@ -167,7 +167,7 @@ def _show_prediction(
   if extra.scale:
     numbers = what_if.numbers(extra.scale, '--scale')
     scaled = what_if.scaled(config, topology, planner, prediction, numbers)
-    how = f'rows per GPU as now ({what_if.how(prediction)})'
+    how = f'the same rows per GPU ({what_if.how(prediction)})'
     print(f'\nOn other numbers of GPUs, {how}\n{scaling.scale_table(scaled)}')
     content['scale'] = {n: outcome_json(p) for n, p in scaled.items()}
   if extra.what_if:
@@ -192,7 +192,8 @@ def _show_prediction(
 
 
 def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> int:
-  """Prints the fastest variants of the run and writes the best, after Ctrl-C those found so far.
+  """Prints the fastest variants and writes the best one; after Ctrl-C, the best so far.
+
 
   Returns the exit code: 1 if none fits, so that there is no file.
   """
@@ -207,7 +208,7 @@ def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args:
     if found.scores:
       _print_found(found, config, topology, planner, args)
   if not found.scores:
-    planner.program(config, topology)  # raises why this layout does not work; no other does
+    planner.program(config, topology)  # raises why this layout fails; all others fail as well
   return int(not found.scores or found.best(found.scores[0].variant.dtype) is None)
 
 
@@ -232,7 +233,7 @@ def _print_found(
 
 
 def _configured(args: cli.Args, more: Sequence[str] = ()) -> tuple[PlanConfig, Assumptions]:
-  """Returns the run, and what the plan assumes, as gin configured them; `more` are bindings."""
+  """Returns the run and the plan's assumptions as configured by gin; `more` are extra bindings."""
   files, bindings = (ASSUMPTIONS, *args.gin_files), (*args.bindings, *more)
   loaded = dataclasses.replace(args, gin_files=files, bindings=bindings).load(
     entry=(gin_loader.ENTRY, Assumptions), placeholders=UNREAD
@@ -258,7 +259,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files and prints the plan; --out draws it, --json writes it."""
   level = 'TF_CPP_MIN_LOG_LEVEL'
   if os.environ.get(level, '1') == '1' and not logging_setup.is_verbose():
-    os.environ[level] = '2'  # no warnings about memory: the plan says whether a step fits
+    os.environ[level] = '2'  # no memory warnings: the plan prints whether a step fits
   logging_setup.quiet_environment()
   args = cli.parse_args(
     'python -m t5x_gpu.plan', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES

@@ -96,7 +96,7 @@ def _splits(run: RunDataConfig, names: list[str], num_parts: Optional[int]) -> l
 
 
 def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int) -> Optional[Index]:
-  """Writes the missing shards; returns the index, None if the split was complete before."""
+  """Writes the missing shards; returns the index, or None if the split was already complete."""
   if not folder.todo and (folder.path / INDEX).exists():
     return None
   jobs = [
@@ -164,7 +164,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   extra = args.extra
   cli.check_given('Add --output=DIR, a folder for the rows.', output=extra.output)
   if not args.dry_run:
-    streams.outlive()  # the product is files
+    streams.outlive()  # the command writes files, so it continues without standard output
   logging_setup.quiet_environment()
   loaded = args.load_with_classes()
   logging_setup.setup()
@@ -199,7 +199,7 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 if __name__ == '__main__':
-  # Under its own name, because the workers import it too.
+  # Imported under its own name, because the workers import it too.
   from t5x_gpu.prepare import main as main_
 
   cli.run_main(main_)

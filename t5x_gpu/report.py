@@ -1,4 +1,4 @@
-"""Writes a report of a run, or of several side by side: one HTML file that opens offline."""
+"""Writes a report of one or several runs: one HTML file that opens offline."""
 
 import argparse
 import pathlib

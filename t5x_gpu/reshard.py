@@ -117,7 +117,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   usage = f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER'
   cli.check_given(usage, **{'from': extra.source, 'to': extra.target})
   if not args.dry_run:
-    streams.outlive()  # the product is files
+    streams.outlive()  # the command writes files, so it continues without standard output
   if extra.drop_optimizer and extra.optimizer_dtype:
     raise ConfigError(
       '--optimizer_dtype has no effect with --drop_optimizer.', fix='Leave one of the two out.'

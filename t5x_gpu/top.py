@@ -28,8 +28,8 @@ EXAMPLES = """examples:
 It only reads files of MODEL_DIR.
 """
 _SECONDS = 2.0
-_SECONDS_REMOTE = 30.0  # a run copies its files there only when it saves
-_SHARE_OF_TIME = 0.1  # for reading files: a slow file server is asked less often
+_SECONDS_REMOTE = 30.0  # a run copies files to object storage only when it saves
+_SHARE_OF_TIME = 0.1  # spent reading files: a slow file server is read less often
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
   try:
     _follow(source, console, unicode=unicode)
-  except KeyboardInterrupt:  # how one leaves
+  except KeyboardInterrupt:  # the way to quit
     pass
   return 0
 

@@ -1,7 +1,8 @@
 """Train a model: `python -m t5x_gpu.train --gin_file=gin_configs/examples/demo.gin`.
 
 Read this file first: `train_run` is a run from its first check to its last line, and `take_steps`
-its loop. Their parts are in run/, in the order of time: config, begin, check, data, live, finish.
+is its loop. Its stages are modules of run/, in the order they run: config, begin, check, data,
+live, finish.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def train(
 ) -> int:
   """Trains a model. Gin files set these parameters; `Run` describes each.
 
-  The names are T5X's where T5X's `train` has the same parameter.
+  A parameter that T5X's `train` also has keeps its T5X name.
   """
   return train_run(Run(**locals()))
 
@@ -95,7 +96,7 @@ def train_run(
   """Trains until `run.total_steps`, from the latest checkpoint in `run.model_dir` if there is one.
 
   Args:
-    run: its settings.
+    run: settings of the run.
     watchdog: notified after every step; created if None.
     xla: settings to compile with; None for XLA's defaults.
     write_config: called with the run's folder on process 0 once nothing can stop the run from
@@ -114,7 +115,7 @@ def train_run(
   if only_compile:
     log(precompile(plan, xla=xla))
     return 0
-  with plan.model_dir:  # until the end of the run, no other run may write there
+  with plan.model_dir:  # until the run ends, no other run may write there
     if plan.is_done:
       log(plan.already_done_text())
       return 0
@@ -138,9 +139,9 @@ def _train_checked(
 ) -> int:
   run = plan.run
   if plan.model_dir.steps and not plan.model_dir.is_remote:
-    goodput.open(plan.model_dir.path)  # a restart that fails counts too
+    goodput.open(plan.model_dir.path)  # a failed restart counts too
   live, state = open_run(plan, xla=xla, goodput=goodput)
-  plan.model_dir.lock()  # the compile and the restore may have taken long
+  plan.model_dir.lock()  # compile and restore may have taken long
   streams.keep_in(live.checkpointer.files.folder, process_index=jax.process_index())
   if write_config is not None and distributed.is_main_process():
     write_config(str(live.checkpointer.files.folder))
@@ -166,7 +167,7 @@ def take_steps(
   Raises:
     TrainingError: a step is not finite.
     CheckpointError: a checkpoint cannot be written.
-    DataError: the training text has changed, or a metric of a task fails; the step is saved.
+    DataError: the training text has changed, or a task metric fails; the step is saved.
   """
   run, data, checkpointer = live.plan.run, live.data, live.checkpointer
   recorder = open_recorder(live, watchdog)
@@ -200,7 +201,7 @@ def take_steps(
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
           try:
             metrics = data.evaluations.run(step, state, show=recorder.show)
-          except DataError as e:  # a metric of the user: the step is saved first
+          except DataError as e:  # a custom metric failed: save the step first
             problem, is_last = e, True
       if is_last or metrics or step == 1 or step % run.log_period == 0:
         recorder.log(step, metrics, evaluated=data.evaluations.evaluated)
@@ -224,7 +225,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   preemption.catch_early()
   catch_early()
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=_add_flags)
-  if not args.dry_run:  # whose product is its output
+  if not args.dry_run:  # a dry run exists for its output
     streams.outlive()
   cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)
@@ -232,7 +233,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   loaded = args.load_with_classes()
   run = gin_loader.configured(loaded, Run)
   xla = distributed.start(cluster, run.distributed_cfg, xla_preset=run.xla_preset)
-  # From here on this process uses devices, which may never answer.
+  # From here on this process uses devices, which may hang forever.
   with Watchdog(
     run.watchdog_cfg,
     process_index=cluster.process_index,
@@ -262,7 +263,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == '__main__':
-  # Gin files import t5x_gpu.train; running `__main__` would make a second copy of the module.
+  # Gin files import t5x_gpu.train; running `__main__` would create a second copy of the module.
   from t5x_gpu.train import main as main_
 
   cli.run_main(main_)

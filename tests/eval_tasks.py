@@ -23,7 +23,7 @@ def mean_score(targets, scores):
 
 
 def marked(text, *, example, is_target):
-  """A postprocessor that shows what it was called with."""
+  """A postprocessor that returns its arguments."""
   assert 'inputs' in example
   return ('target: ' if is_target else 'prediction: ') + text
 

@@ -1,4 +1,4 @@
-"""A tokenizer with chat templates in the style of those that people bring, and conversations."""
+"""A tokenizer with chat templates in the style of published ones, and conversations."""
 
 import json
 
@@ -68,7 +68,7 @@ TEXTS = (
 
 
 def talk(*texts, system=None):
-  """Returns messages of the user and the assistant in turn."""
+  """Returns alternating messages of the user and the assistant."""
   roles = ('user', 'assistant') * len(texts)
   first = [] if system is None else [{'role': 'system', 'content': system}]
   return first + [{'role': role, 'content': text} for role, text in zip(roles, texts)]

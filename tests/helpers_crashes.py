@@ -1,4 +1,4 @@
-"""What is asked of a MODEL_DIR after something has gone wrong in it."""
+"""Checks of a MODEL_DIR after a crash."""
 
 import pathlib
 import re
@@ -19,7 +19,7 @@ MACROS = {
 
 
 def files_of_saves(model_dir: pathlib.Path) -> int:
-  """Returns how many files of saves that are not committed lie there; they may come and go."""
+  """Returns the number of files of uncommitted saves; it may change at any time."""
   try:
     return sum(p.is_file() for p in model_dir.glob('checkpoint_*.orbax-checkpoint-tmp*/**/*'))
   except OSError:  # renamed or removed meanwhile
@@ -44,14 +44,14 @@ def until(run: Process, condition: Callable[[], bool]) -> bool:
 
 
 def damaged(model_dir: pathlib.Path, step: int) -> dict[str, str]:
-  """Returns what is wrong with a committed checkpoint, by array; reads all of it."""
+  """Returns the problems of a committed checkpoint, by array; reads the whole checkpoint."""
   verdict = verify(StateReader(model_dir, step=step), advance=lambda num_bytes: None)
   assert verdict.num_arrays > 20 and not verdict.num_unknown
   return dict(verdict.damaged)
 
 
 def assert_reported(err: str, *parts: str) -> None:
-  """Fails unless the run ended with an error of ours in which all `parts` stand."""
+  """Fails unless the run ended with a UserError that contains all `parts`."""
   assert re.search('^(Checkpoint|Training|Config)Error: ', err, re.MULTILINE), err
   for part in parts:
     assert part in err, f'{part!r} is not in:\n{err}'

@@ -13,9 +13,9 @@ import pytest
 
 
 def mount(folder: pathlib.Path, *, size: str, inodes: int = 0) -> str:
-  """Mounts `folder`, made if need be, as a file system of `size` ('2m'); returns why it cannot be.
+  """Mounts `folder`, created if missing, as a file system of `size` ('2m'); returns any problem.
 
-  It has so many inodes; 0 for many.
+  `inodes` is the number of inodes; 0 for many.
 
   Mounting takes root. CI and containers have it, some users' machines do not.
   """
@@ -46,7 +46,7 @@ def small_disk(folder: pathlib.Path, *, size: str, inodes: int = 0) -> Iterator[
 
 
 def fill(disk: pathlib.Path, *, leave_bytes: int = 0) -> pathlib.Path:
-  """Returns a file on the disk that leaves so much room, to within 4 KiB."""
+  """Returns a file on the disk that leaves this much room, to within 4 KiB."""
   filler = disk / 'filler'
   with open(filler, 'ab', buffering=0) as f, contextlib.suppress(OSError):
     while True:

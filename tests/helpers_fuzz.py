@@ -1,4 +1,4 @@
-"""Damages files at random, and tries what reads them: only errors of ours may come out.
+"""Damages files at random, and runs their readers: only UserErrors may be raised.
 
     fuzz(Target(folder, files, use), count=100, seed=0)
 
@@ -61,7 +61,7 @@ HOSTILE = (
   '[' * 100_000 + ']' * 100_000,
   '{"a":' * 3000 + '1' + '}' * 3000,
 )
-# Files in MODEL_DIR, besides those of checkpoints, that a start of a run opens.
+# Files in MODEL_DIR, besides checkpoints, that a start of a run opens.
 START_FILES = frozenset(
   {
     'config.gin',
@@ -82,7 +82,7 @@ Seal = Callable[[bytes], bytes]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """Files of one kind, and what reads them.
+  """Files of one kind, and their reader.
 
   Attributes:
     folder: where they are; what `use` adds to it is removed again.
@@ -147,7 +147,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def restore(folder: pathlib.Path, contents: Mapping[str, bytes]) -> None:
-  """Makes `folder` what it was; only what differs is written."""
+  """Restores `folder`; writes only the files that differ."""
   parents = {str(parent) for name in contents for parent in pathlib.PurePath(name).parents}
   for base, folders, files in os.walk(folder, topdown=False):
     for name in (*files, *folders):
@@ -215,7 +215,7 @@ REPLACEMENTS = (
 
 
 def replace(path: pathlib.Path, kind: str) -> str:
-  """Puts something else in the place of a file: one of `REPLACEMENTS`."""
+  """Replaces a file by one of `REPLACEMENTS`."""
   path.unlink(missing_ok=True)
   if kind in ('folder', 'full folder'):
     path.mkdir()
@@ -264,7 +264,7 @@ def _json(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Random
 
 
 def _holds(value: Any, holder: Any) -> bool:
-  """Returns whether `holder` is `value` or inside of it: a swap would make a ring."""
+  """Returns whether `holder` is `value` or inside it, so that a swap would make a cycle."""
   return value is holder or any(
     _holds(child, holder)
     for child in (

@@ -165,14 +165,14 @@ def hlo(name: str) -> str:
 
 @functools.cache
 def collectives(name: str) -> list[Collective]:
-  """Returns what the step exchanges, without single numbers: sums of the loss, and norms."""
+  """Returns the collectives of the step, without scalars such as sums of the loss, and norms."""
   return [
     c for c in inventory(hlo(name), program(name).layout.mesh.shape) if math.prod(c.shape) > 1
   ]
 
 
 def timetable(name: str) -> Timetable:
-  """Returns who does what when in the pipeline of a case."""
+  """Returns the timetable of the pipeline of a case."""
   pipeline = program(name).layout.pipeline
   return Timetable(
     pipeline.schedule,
@@ -190,7 +190,7 @@ def ticks(name: str) -> int:
 
 
 def busy(name: str) -> float:
-  """Returns in which part of its ticks a stage has work."""
+  """Returns the share of its ticks in which a stage has work."""
   return timetable(name).num_units / ticks(name)
 
 

@@ -21,7 +21,7 @@ def blocks(page: str, language: str) -> list[str]:
 def run(
   folder: pathlib.Path, command: str, *options: str, devices: int = 2, package: pathlib.Path = ROOT
 ) -> str:
-  """Returns what a command of a page prints, run in `folder` on simulated devices.
+  """Returns the output of a command of a page, run in `folder` on simulated devices.
 
   Args:
     folder: the user's folder.

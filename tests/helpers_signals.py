@@ -1,4 +1,4 @@
-"""Processes that tests start have default signals, whatever started the tests.
+"""Gives processes that tests start the default signals, however the tests were started.
 
 `make test &` in a script, nohup and some CI runners ignore SIGINT or SIGHUP, and an ignored signal
 stays ignored in every program that the tests start. A handler does not: `exec` resets it.
@@ -19,7 +19,7 @@ _STILL_IGNORED = 'T5X_GPU_TESTS_IGNORE'  # for the workers of pytest-xdist, whic
 def start_programs_with_default_signals() -> None:
   """Replaces each ignored or blocked signal by a handler that does nothing.
 
-  This process still survives the signal; the programs that it starts do not inherit that.
+  This process still survives the signal; programs that it starts do not inherit the handler.
   """
   still = os.environ.get(_STILL_IGNORED, '').split()
   ignored = [s for s in SIGNALS if signal.getsignal(s) is signal.SIG_IGN or s.name in still]

@@ -27,7 +27,7 @@ IMPATIENT = {'max_retries': 2, 'initial_delay': '50ms', 'max_delay': '100ms'}
 
 
 class StorageServer:
-  """A server in its own process, which never outlives the block.
+  """A server in a separate process, which ends with the block.
 
   Args:
     folder: for its log.
@@ -48,7 +48,7 @@ class StorageServer:
 
   @property
   def environment(self) -> dict[str, str]:
-    """Returns what a client has to have set."""
+    """Returns the environment variables that a client needs."""
     return {
       'AWS_ENDPOINT_URL': self.endpoint,
       'AWS_ACCESS_KEY_ID': KEY_ID,
@@ -109,7 +109,7 @@ class StorageServer:
 
 
 class Gate:
-  """A door before a server, which a test can shut while requests go through it.
+  """A proxy in front of a server, which a test can shut during requests.
 
   Args:
     port: of the server.

@@ -1,4 +1,4 @@
-"""Writes the same rows as a file of every form that a task reads."""
+"""Writes the same rows as a file in every format that a task reads."""
 
 import csv
 import json
@@ -78,7 +78,7 @@ FORMS = {
 
 
 def write_form(form, folder, rows, *, name='part', ending=''):
-  """Writes `rows` under `folder`; returns what the task of `form` is spelled like."""
+  """Writes `rows` under `folder`; returns the name of the task that reads `form`."""
   folder.mkdir(exist_ok=True)
   own, write = FORMS[form]
   write(folder / f'{name}{own}{ending}', rows)

@@ -92,7 +92,7 @@ class Tiers:
 
   @pytest.hookimpl(wrapper=True)
   def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: Any) -> Iterator[Any]:
-    """Marks as slow what `@pytest.mark.quick_cases(PATTERN, ...)` of a test leaves out."""
+    """Marks the cases that `@pytest.mark.quick_cases(PATTERN, ...)` leaves out as slow."""
     found = yield
     items = [item for item in found or () if isinstance(item, pytest.Function)]
     marker = (

@@ -51,7 +51,7 @@ class Split:
 
   @property
   def num_axes(self) -> int:
-    """Returns over how many axes of the mesh the devices are spread."""
+    """Returns the number of mesh axes over which the devices are spread."""
     given = [
       self.partitioner.get(name, 1) for name in ('fsdp', 'num_partitions', 'stage', 'context')
     ]
@@ -112,7 +112,7 @@ def train_step(name: str) -> Any:
 
 @functools.cache
 def forward(name: str) -> Any:
-  """Returns what computes the loss alone: it compiles in a fifth of the time of the step."""
+  """Returns a function of the loss alone; compiles in a fifth of the time of the step."""
   p = program(name)
   return p.eval_step.lower(p.abstract_state.params, p.abstract_batch).compile(
     compiler_options=QUICK
@@ -125,7 +125,7 @@ def put(name: str, batch: Any) -> Any:
 
 
 def loss_of(sums: Mapping[str, Any]) -> float:
-  """Returns the mean of what a step or `forward` sums up."""
+  """Returns the mean from the sums of a step or of `forward`."""
   return float(sums['loss'][0] / sums['loss'][1])
 
 
@@ -183,7 +183,7 @@ def read(folder: os.PathLike, name: str) -> Restored:
 
 
 def data_of(restored: Restored) -> SyntheticBatches:
-  """Returns the batches of a run that continues; raises DataError if they are not its own."""
+  """Returns the batches of a run that continues; raises DataError if they differ from the run's."""
   batches = data()
   resume_data(batches, data_state=restored.data_state, manifest=restored.manifest)
   return batches

@@ -136,7 +136,7 @@ class Result:
 
 
 class Process:
-  """A run in its own process. As a context manager it never outlives the block."""
+  """A run in a separate process. As a context manager it ends with the block."""
 
   def __init__(self, folder: pathlib.Path, start: Callable[[pathlib.Path, pathlib.Path], Any]):
     self._folder = folder
@@ -186,7 +186,7 @@ class Process:
     assert self.popen.wait(DEADLINE_SECONDS) == -signal.SIGKILL
 
   def finish(self) -> int:
-    """Returns the exit code, once it has ended by itself."""
+    """Returns the exit code, after the run has ended by itself."""
     return self.popen.wait(DEADLINE_SECONDS)
 
 

@@ -29,7 +29,7 @@ LATER = ('matplotlib.backends.backend_agg', 't5x_gpu.data.synthetic', 't5x_gpu.t
 
 
 class Forked:
-  """A run; what `subprocess.Popen` is for a program."""
+  """A run, with an interface like `subprocess.Popen`."""
 
   def __init__(self, warm: 'WarmStart', pid: int):
     self._warm, self.pid, self._code = warm, pid, None
@@ -56,7 +56,7 @@ class Forked:
 
 
 class WarmStart:
-  """The process that forks runs. As a context manager neither it nor they outlive the block.
+  """The process that forks runs. As a context manager, all of them end with the block.
 
   Args:
     compiled: where all of them keep what XLA compiles.

@@ -27,7 +27,7 @@ RULES_PER_EXAMPLE = 10
 
 
 class Log:
-  """Counts what is reported, prints it if asked to, and keeps the last example for a failure."""
+  """Counts reports, prints them if asked to, and keeps the last example for a failure."""
 
   def __init__(self, *, verbose: bool):
     self._verbose = verbose

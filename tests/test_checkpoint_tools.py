@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.checkpoint: what it shows is what is there, and it removes nothing else."""
+"""python -m t5x_gpu.checkpoint: it shows the true contents, and removes only what it announced."""
 
 import json
 import os

@@ -231,7 +231,7 @@ def test_files_that_texts_mention_exist():
   none(problems)
 
 
-# Python files of others, and those that a page has the reader write.
+# Python files of other projects, and files that a page has the reader write.
 FOREIGN_FILES = re.compile(r't5x/|my_\w+\.py|faulty_data\.py|gpu_attention_benchmark\.py')
 PY = r'((?:\w+/)*\w+\.py)\b'
 IDENTIFIER = r'([A-Za-z_]\w*(?:\.\w+)*)'

@@ -258,7 +258,7 @@ def test_parallel_and_run_files_go_together(tmp_path, parallel, run):
   assert program.layout.mesh.shape['model'] == 2
 
 
-# Those of published models are in tests/models/test_published_sizes.py.
+# Sizes of published models are in tests/models/test_published_sizes.py.
 @by_name('model', [path for path in PARTS['models'] if path.stem.startswith('decoder')])
 def test_model_files_state_their_parameter_count(tmp_path, model):
   loaded = gin_loader.load(

@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.infer: prompts in, JSON lines out, whatever interrupts it."""
+"""python -m t5x_gpu.infer: prompts in, JSON lines out, also after interruptions."""
 
 import contextlib
 import errno

@@ -54,7 +54,7 @@ MIXTURE_OR_TASK_NAME = 'multi_label:jsonl:%s/*.jsonl'
 
 
 def run_of(folder, gin, row_of):
-  """Returns a run that was trained on 32 rows; row i is that of number i."""
+  """Returns a run that was trained on 32 rows; row i encodes the number i."""
   data = folder / 'data'
   data.mkdir()
   for name in ('train', 'dev'):

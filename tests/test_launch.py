@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.launch: processes that start, are bound, speak and end together."""
+"""python -m t5x_gpu.launch: processes start, are bound to cores, print and end together."""
 
 import array
 import ctypes

@@ -207,7 +207,7 @@ def test_every_folder_has_a_twin_in_tests():
 
 
 def test_init_files_are_empty():
-  # That of the package is the first of its files to run: it sees to Ctrl-C during the imports.
+  # The package's __init__ is its first file to run: it handles Ctrl-C during the imports.
   assert [p for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == [
     PACKAGE / '__init__.py'
   ]

@@ -1,4 +1,4 @@
-"""The plan of a small model: its tables, picture and numbers, and what it refuses."""
+"""The plan of a small model: its tables, picture, numbers and errors."""
 
 import itertools
 import json

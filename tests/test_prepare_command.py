@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.prepare: killed, interrupted, gone on with; and a run on what it leaves."""
+"""python -m t5x_gpu.prepare: killed, interrupted, continued; and a run on its output."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.reshard: the same values, whatever was killed on the way, in bounded memory."""
+"""python -m t5x_gpu.reshard: equal values, also after kills, in bounded memory."""
 
 import json
 import os
@@ -349,7 +349,7 @@ def test_two_processes_do_not_write_one_folder(tmp_path, source):
 
 
 def peak_bytes(*flags: str) -> int:
-  """Returns the most memory that a reshard has had in its own process."""
+  """Returns the peak memory of a reshard in a separate process."""
   code = (
     'import resource, sys; from t5x_gpu import reshard; reshard.main(sys.argv[1:]); '
     'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)'

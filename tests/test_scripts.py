@@ -1,4 +1,4 @@
-"""The launch scripts parse, quote, and hand on what they are given; schedulers are stood in for."""
+"""The launch scripts parse, quote and forward their arguments; schedulers are simulated."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_the_kubernetes_job_gives_each_pod_what_it_needs():
     for i in range(count)
   ]
   assert [info.process_index for info in infos] == list(range(count))
-  # A pod of an indexed job is called JOB-INDEX, and its address is that of its subdomain.
+  # A pod of an indexed job is called JOB-INDEX, and has its subdomain's address.
   assert service['spec']['clusterIP'] == 'None' and pod['subdomain'] == service['metadata']['name']
   first = f'{job["metadata"]["name"]}-0.{pod["subdomain"]}:'
   assert infos[0].coordinator_address.startswith(first)

@@ -28,7 +28,7 @@ cli.run_main(train.main)
 
 @pytest.fixture(scope='module')
 def untouched(tmp_path_factory, warm) -> dict[int, float]:
-  """The losses of twenty steps that nobody interrupts."""
+  """The losses of twenty uninterrupted steps."""
   project = Project(tmp_path_factory.mktemp('untouched'), warm=warm)
   with project.start(**MACROS, SAVE_PERIOD=100) as run:
     assert run.finish() == 0, run.err
@@ -42,7 +42,7 @@ def project(tmp_path, warm) -> Project:
 
 
 def finishes(project: Project, untouched, **macros) -> None:
-  """The same command continues, and its losses are those of the run that nobody interrupted."""
+  """The same command continues, with the losses of an uninterrupted run."""
   with project.start(**MACROS, **macros) as run:
     assert run.finish() == 0, run.err
   assert project.metrics() == untouched

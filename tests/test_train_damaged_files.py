@@ -1,4 +1,4 @@
-"""A restart continues from a good checkpoint, whatever happened to the small files next to it."""
+"""A restart continues from a good checkpoint, even if the small files next to it are damaged."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.helpers_crashes import MACROS
 from tests.helpers_fuzz import replace
 from tests.helpers_train import Project
 
-# Those of `START_FILES` that every run has; the fuzz tests damage the others too.
+# The `START_FILES` that every run has; the fuzz tests damage the others too.
 SMALL = ('config.gin', 'config_origins.txt', 'metrics.jsonl', LOCK, GOODPUT)
 SKIPPED = {GOODPUT: ('garbage',)}  # a file whose bad lines are skipped
 DEEP = b'[' * 100_000 + b']' * 100_000

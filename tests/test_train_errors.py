@@ -1,4 +1,4 @@
-"""What a user can get wrong: an error that names the fix, and not a byte in MODEL_DIR.
+"""Mistakes of users: an error that names the fix, and not a byte in MODEL_DIR.
 
 Most mistakes are found by `check` or `open_data`, which these tests call. A few go through the
 command: there, run and dry run end with exit code 1 and print the same words.

@@ -91,7 +91,7 @@ def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
   assert (
     f'Starting from {base.model_dir}/checkpoint_4 (warm_start): {count} of {count} parameters'
   ) in result.out
-  assert 'untrained' not in result.err  # the first loss is not that of guessing, and should not be
+  assert 'untrained' not in result.err  # the first loss is better than guessing
   assert sorted(project.metrics()) == [1]
   want, got = parameters(base.model_dir, 4), parameters(project.model_dir, 1)
   for name in want:

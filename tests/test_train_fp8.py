@@ -1,4 +1,4 @@
-"""A run in FP8 with all that a run has: FSDP, accumulation, remat, checkpoints, restarts."""
+"""A run in FP8 with FSDP, accumulation, remat, checkpoints and restarts."""
 
 import pytest
 

@@ -40,7 +40,7 @@ MACROS = {
   'SAVE_PERIOD': 2,
   'TRAIN_STEPS': 4,
   'TransformerConfig.num_layers': 4,
-  # Other batches than those of training: fewer microbatches of a pipeline.
+  # Batches that differ from training: fewer microbatches of a pipeline.
   'BATCH_SIZE': 16,
   'train_eval/DatasetConfig.batch_size': 8,
 }
@@ -76,7 +76,7 @@ def start(folder, layout: str):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """Returns run(layout) -> its project after four steps, saved at 2 and 4, and what it said."""
+  """Returns run(layout) -> its project after four steps, saved at 2 and 4, and its output."""
   with pytest.MonkeyPatch.context() as patch:
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""What a run leaves in MODEL_DIR, and what it says; what a dry run prints instead."""
+"""The files that a run leaves in MODEL_DIR, and its output; the output of a dry run."""
 
 import json
 import shutil

@@ -207,7 +207,7 @@ def test_a_training_run_whose_server_is_killed_leaves_with_1_and_its_error(
       run.let_go()
       code, err = run.finish(), run.err
   assert code == 1, err
-  # Whichever thread notices first: that of the lock, or a save.
+  # Whichever thread notices first: the lock's, or the save's.
   assert len(re.findall('^(?:Checkpoint|Storage)Error: ', err, re.MULTILINE)) == 1, err
   assert 'AWS_ENDPOINT_URL' in err
   assert 'terminate called' not in err and 'Traceback' not in err

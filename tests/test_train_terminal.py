@@ -1,4 +1,4 @@
-"""A run does not need its terminal: it trains, saves and ends as if nobody had taken that away."""
+"""A run does not need its terminal: without it, it trains, saves and ends as usual."""
 
 import signal
 

@@ -73,7 +73,7 @@ def test_a_mixture_without_its_data_stops_before_it_compiles(tmp_path):
 
 
 def run_t5(tmp_path, name):
-  """Returns a finished run on a task of T5's registry, in a process of its own."""
+  """Returns a finished run on a task of T5's registry, in a separate process."""
   project = Project(tmp_path, gin=GIN)
   package = str(pathlib.Path(importlib.util.find_spec('t5').origin).parents[1])
   script = (

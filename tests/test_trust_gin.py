@@ -1,4 +1,4 @@
-"""The gin file of a checkpoint folder is data: no command runs what it names, unless asked to."""
+"""The gin file of a checkpoint folder is data: no command runs its code, unless asked to."""
 
 import re
 import shutil
@@ -82,7 +82,7 @@ def folder(tmp_path, monkeypatch):
   sys.modules.pop('evil', None)
 
 
-# Those that fail without our help: their values have the wrong types, or their names clash.
+# Files that fail on their own: their values have the wrong types, or their names clash.
 FAIL_ANYWAY = ('in a list', 'as a key', 'a t5x_gpu function')
 
 

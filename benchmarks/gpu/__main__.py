@@ -105,7 +105,7 @@ def read(path: pathlib.Path) -> Results:
 
 
 def left(args: argparse.Namespace, results: Results) -> list[Part]:
-  """Returns the parts to run: untried parts first, then those that failed."""
+  """Returns the parts to run: untried parts first, then failed parts."""
   chosen = [part for part in PARTS if part.name in args.parts]
   if not args.again:
     chosen = [part for part in chosen if not finished(results.get(part.name), args)]

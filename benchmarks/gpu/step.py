@@ -104,7 +104,7 @@ def measure(
     small: sizes for a CPU.
     xla: settings of the process, whose compile options are used.
     results: file of earlier results, whose ceilings calibrate the plan; None for no calibration.
-    plan_for: device kind of the plan; None for that of the first device.
+    plan_for: device kind of the plan; None for the first device's.
   Raises:
     Missing: this version cannot compute in `precision`.
     OutOfMemoryError: not even the fewest rows fit.
@@ -141,7 +141,7 @@ class Compiled:
     step: as jax compiled it.
     seconds: that it took.
     attention: the backends that the step uses, and why.
-    predicted_bytes: what it needs by the check at the start of a run; None if unknown.
+    predicted_bytes: memory predicted by the check at the start of a run; None if unknown.
   """
 
   program: Program

@@ -22,7 +22,7 @@ ACTIVATIONS = {
 
 
 class Config:
-  """Sizes of a stack; the names and defaults are those of TransformerConfig."""
+  """Sizes of a stack, with the names and defaults of TransformerConfig."""
 
   num_positions = num_token_types = 0
   mlp_bias = embedding_norm = logits_via_embedding = False

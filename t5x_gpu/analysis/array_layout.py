@@ -20,8 +20,8 @@ class ArrayLayout:
     split: per dimension, the mesh axes of size > 1 that split it.
     parts: number of parts per dimension.
     item_bytes: bytes of one element.
-    parameter: for optimizer state, the parameter that it belongs to, if any.
-    padding: (true size, with zeros at its end) of the dimension that is padded; None for none.
+    parameter: for optimizer state, the parameter that it belongs to, or None.
+    padding: (true size, zeros at the end) of the padded dimension; None without padding.
   """
 
   name: str
@@ -117,7 +117,7 @@ def state_layouts(state: Any, names: Any) -> tuple[list[ArrayLayout], list[Array
 
 
 def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], int]:
-  """Returns parameter -> bytes of optimizer state per device; None -> those of no parameter."""
+  """Returns parameter -> its optimizer state's bytes per device; None -> bytes of no parameter."""
   found: collections.Counter = collections.Counter()
   for array in optimizer:
     found[array.parameter] += array.bytes_per_device

@@ -90,14 +90,14 @@ def partitioned_hlo(lowered: Any) -> str:
   """Returns the program of one device as HLO text, right after XLA's SPMD partitioner.
 
   Args:
-    lowered: from `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled with as few
-      optimizations as possible; for one device it is only printed, because nothing is partitioned.
+    lowered: from `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled with minimal
+      optimization; for one device it is only printed, because nothing is partitioned.
   """
   return partitioned(lowered)[0]
 
 
 def partitioned(lowered: Any) -> tuple[str, Any]:
-  """Returns (`partitioned_hlo`, the compiled program, whose memory is that of a CPU)."""
+  """Returns (`partitioned_hlo`, the compiled program, whose memory is the CPU program's)."""
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_hlo_') as folder:
     with _no_compilation_cache():
       compiled = lowered.compile(
@@ -114,8 +114,8 @@ def partitioned(lowered: Any) -> tuple[str, Any]:
 def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
   """Returns every collective of a program, in program order.
 
-  Collectives with only one device per group are left out. If each device uses only
-  its part of an all-reduce, it is listed as a reduce-scatter, which XLA turns it into on GPUs.
+  Collectives with only one device per group are left out. If each device uses only its part of an
+  all-reduce, it is listed as a reduce-scatter, because XLA turns it into one on GPUs.
 
   Args:
     hlo: from `partitioned_hlo`, or the text of a compiled GPU program.
@@ -130,7 +130,7 @@ def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
 
 def collectives_of(module: Module, visit: Visit, mesh_shape: Mapping[str, int]) -> list[Collective]:
-  """Returns the collectives of one instruction of `module.walk()`: one per array that it sends."""
+  """Returns the collectives of one instruction of `module.walk()`, one per array that it sends."""
   instruction = visit.instruction
   kind = instruction.opcode.removesuffix('-start')
   if kind not in KINDS:

@@ -10,14 +10,14 @@ from t5x_gpu.models.model import Model, config_of, uses_fp8
 
 
 def fp8_lines(step: Any, model: Model, mesh: jax.sharding.Mesh) -> list[str]:
-  """Returns how the step of a model in FP8 multiplies, as a line for the log; [] in others.
+  """Returns a log line on how the step of a model in FP8 multiplies; [] for other models.
 
-  Whatever compiles a step to run it calls this.
+  All code that compiles a step in order to run it must call this function.
 
   Args:
     step: the compiled step.
-    model: its model.
-    mesh: that it was compiled for.
+    model: the step's model.
+    mesh: the mesh that the step was compiled for.
   Raises:
     ModelError: on GPUs, if no matmul is in FP8.
   """
@@ -33,10 +33,10 @@ def fp8_lines(step: Any, model: Model, mesh: jax.sharding.Mesh) -> list[str]:
 
 
 def check_fp8_gemms(hlo: str) -> str:
-  """Returns how many matmuls of a program for a GPU are in FP8, as a line for the log.
+  """Returns a log line with the number of FP8 matmuls in a program for a GPU.
 
   Raises:
-    ModelError: none is: the run would be as slow as without FP8, and less precise.
+    ModelError: there are none: the run would be as slow as without FP8, and less precise.
   """
   kernels = count_kernels(hlo)
   fp8, others = kernels['fp8_gemm'].runs, kernels['gemm'].runs

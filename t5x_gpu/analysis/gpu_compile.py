@@ -1,12 +1,11 @@
-"""The training step of a run, compiled for GPUs that this machine need not have.
+"""The training step of a run, compiled for GPUs that this machine does not need to have.
 
     gpus = described_gpus('h100', num_hosts=1, gpus_per_host=8)
     step = compile_step(config, gpus)
     step.memory.total_bytes, step.kernels['fp8_gemm'].runs, step.overlaps
 
-What comes out is XLA's own result for that GPU: buffers, kernels and schedule. Missing are
-autotuning (a real run may tile a matmul differently, or take cuBLAS where Triton stands here) and
-durations.
+The result is XLA's own for that GPU: buffers, kernels and schedule. Autotuning is missing (a real
+run may tile a matmul differently, or use cuBLAS where this has Triton), and so are durations.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ class CompiledMemory:
     output_bytes: results that do not reuse the memory of an argument.
     temporary_bytes: activations, gradients, logits and workspaces, at their peak.
     host_bytes: activations in the host's memory (remat_policy 'offload').
-    workspace_bytes: of the temporaries, the largest workspace of a call of cuBLAS or cuDNN.
+    workspace_bytes: largest workspace of a cuBLAS or cuDNN call; part of the temporaries.
   """
 
   argument_bytes: int
@@ -54,7 +53,7 @@ class CompiledMemory:
 
   @property
   def total_bytes(self) -> int:
-    """What the step needs, without NCCL's buffers and fragmentation."""
+    """Bytes that the step needs, without NCCL's buffers and fragmentation."""
     return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
 
@@ -63,12 +62,12 @@ class CompiledStep:
   """A training step compiled for described GPUs.
 
   Attributes:
-    program: what was compiled.
-    gpus: for which GPUs.
+    program: the program that was compiled.
+    gpus: the GPUs that it was compiled for.
     hlo: the scheduled program of one GPU, as text.
     memory: bytes on one GPU.
-    compile_options: of the run's XLA preset.
-    trace_seconds, compile_seconds: how long it took here.
+    compile_options: options of the run's XLA preset.
+    trace_seconds, compile_seconds: durations on this machine.
   """
 
   program: Program
@@ -90,7 +89,7 @@ class CompiledStep:
 
   @functools.cached_property
   def overlaps(self) -> list[Overlap]:
-    """Bytes per kind of collective and mesh axes, and how much of them is hidden."""
+    """Bytes per kind of collective and mesh axes, with the hidden part."""
     return overlaps(self.hlo, self.program.layout.mesh.shape)
 
 
@@ -98,8 +97,8 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
   """Returns the training step of a run as XLA compiles it for `gpus`, with the run's XLA preset.
 
   Raises:
-    MeshError, ConfigError, ShapeError, ModelError: as `program_of_run`; for a model in FP8, if the
-      GPU has no FP8, or none of the step's matmuls is in it; and as `compile_errors`.
+    MeshError, ConfigError, ShapeError, ModelError: as `program_of_run` and `compile_errors`; for a
+      model in FP8 also if the GPU has no FP8, or the step has no FP8 matmul.
   """
   fp8 = uses_fp8(config.model)
   check_devices(fp8, [gpus.target])
@@ -145,7 +144,7 @@ def memory_of(compiled: Any, hlo: str) -> CompiledMemory:
 
 @contextlib.contextmanager
 def _preset(name: str, gpus: DescribedGpus) -> Iterator[xla_flags.Applied]:
-  """Context with the settings of an XLA preset that the compiler reads, as a run has them."""
+  """Context with the settings of an XLA preset that the compiler reads, as in a run."""
   applied = xla_flags.prepare_environment(
     name,
     gpu=gpus.target.device_kind,

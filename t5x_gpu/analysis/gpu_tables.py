@@ -1,4 +1,4 @@
-"""What a step compiled for GPUs needs, calls and sends, as text and for JSON."""
+"""Memory, kernels and collectives of a step compiled for GPUs, as text and JSON."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from t5x_gpu.terminal.text_table import table
 
 
 def gpu_text(step: CompiledStep) -> str:
-  """Returns memory, matrix kernels, and bytes with their overlap, of one GPU and step."""
+  """Returns memory, matrix kernels, and bytes with their overlap, for one GPU and step."""
   target = step.gpus.target
   return '\n'.join(
     [
@@ -49,7 +49,7 @@ def _sent(step: CompiledStep) -> str:
 
 
 def gpu_json(step: CompiledStep) -> dict[str, Any]:
-  """Returns the same for JSON; kernels as in `kernels.KINDS`."""
+  """Returns the contents of `gpu_text` for JSON; kernels as in `kernels.KINDS`."""
   memory = step.memory
   return {
     'gpu': step.gpus.target.name,

@@ -3,7 +3,7 @@
 XLA's own cost analysis counts the body of each loop once. Right after the SPMD partitioner, no pass
 has written `known_trip_count` yet, so the trip count is derived from the loop: the start of its
 counter, the step, and the limit.
-Source: https://openxla.org/xla/operation_semantics; the text format is that of jaxlib 0.10 to 0.12.
+Source: https://openxla.org/xla/operation_semantics; text format of jaxlib 0.10 to 0.12.
 """
 
 import dataclasses
@@ -213,7 +213,7 @@ class Module:
     return max(0, -(-(end + (direction == 'LE') - start) // step))
 
   def _growth(self, body: Computation, index: int) -> Optional[int]:
-    """Returns what an iteration of `body` adds to element `index` of the carried tuple."""
+    """Returns the increment of element `index` of the carried tuple per iteration of `body`."""
     add = _element(body, body.root, index)
     if add is None or add.opcode != 'add':
       return None
@@ -226,7 +226,7 @@ class Module:
     return step if counter == index else None
 
   def source(self, instruction: Instruction) -> str:
-    """Returns 'path/file.py:line' of the Python code that it comes from; '' if unknown."""
+    """Returns 'path/file.py:line' of the instruction's Python code; '' if unknown."""
     frame = re.search(r'\bstack_frame_id=(\d+)', instruction.rest)
     if frame:
       return self.sources.get(int(frame.group(1)), '')
@@ -250,7 +250,7 @@ def _element(computation: Computation, name: str, index: int) -> Optional[Instru
 
 
 def parse(text: str) -> Module:
-  """Returns the parsed module: of `lowered.as_text('hlo')`, a dump, or `compiled.as_text()`.
+  """Returns the parsed module of `lowered.as_text('hlo')`, a dump, or `compiled.as_text()`.
 
   Raises:
     ValueError: the text has no entry computation.

@@ -18,7 +18,7 @@ KINDS = {
   'triton': 'Pallas kernel in Triton',
   'cudnn': 'attention or fused graph of cuDNN',
 }
-# Targets of custom calls; the first that is part of the target's name counts.
+# Targets of custom calls; the first entry that is part of the target's name counts.
 _TARGETS = (
   ('$f8', 'fp8_gemm'),
   ('$mx', 'fp8_gemm'),
@@ -53,9 +53,9 @@ def count_kernels(hlo: str) -> Mapping[str, KernelCount]:
 
 
 def workspace_bytes(hlo: str) -> int:
-  """Returns the largest workspace that a program gives to a call of a library; 0 without any.
+  """Returns the largest workspace of a library call in a program; 0 if there is none.
 
-  A call of cuBLAS or cuDNN returns its workspace as a further array of bytes.
+  A call of cuBLAS or cuDNN returns its workspace as an additional array of bytes.
 
   Args:
     hlo: `compiled.as_text()` of a program for a GPU.
@@ -93,7 +93,7 @@ class Kernels:
     return {kind: KernelCount(calls[kind], runs[kind]) for kind in KINDS}
 
   def kind(self, computation: Computation, instruction: Instruction) -> Optional[str]:
-    """Returns which of `KINDS` an instruction of `computation` is; None for any other."""
+    """Returns an instruction's kind, one of `KINDS`; None for any other instruction."""
     if instruction.opcode == 'custom-call':
       target = instruction.attribute('custom_call_target') or ''
       return next((kind for part, kind in _TARGETS if part in target), None)
@@ -111,7 +111,7 @@ class Kernels:
     return self._in_called(instruction) is not None
 
   def _in_called(self, instruction: Instruction) -> Optional[str]:
-    """Returns the first kind of kernel in what an instruction runs, however deep."""
+    """Returns the first kind of kernel that an instruction runs, at any depth."""
     if instruction.opcode == 'while':
       return self._inside(self._module.body(instruction))
     return next(filter(None, map(self._inside, self._module.called(instruction))), None)
@@ -126,7 +126,7 @@ class Kernels:
     return self._found[name]
 
   def _outside_fusions(self) -> Iterator[Visit]:
-    """Yields the visits of instructions that are kernels, not parts of one."""
+    """Yields the visits of instructions that are kernels rather than parts of a kernel."""
     fused: set[str] = set()
     for visit in self._module.walk():
       inside = visit.computation.name in fused

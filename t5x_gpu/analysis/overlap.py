@@ -1,4 +1,4 @@
-"""How much of what a step sends is hidden behind matrix kernels, in the order of XLA's schedule.
+"""How many of the bytes sent are hidden behind matrix kernels, in the order of XLA's schedule.
 
     for row in overlaps(compiled.as_text(), program.layout.mesh.shape):
       print(row.kind, row.axes, row.num_bytes, row.share)
@@ -32,7 +32,7 @@ class Overlap:
   Attributes:
     kind, axes: as in `Collective`.
     num_bytes: bytes that each device sends per step.
-    hidden_bytes: those of collectives during which a matrix kernel runs.
+    hidden_bytes: bytes of collectives during which a matrix kernel runs.
   """
 
   kind: str

@@ -1,10 +1,10 @@
-"""What each remat policy costs in a run: temporaries of a step, and matrix products on top.
+"""The cost of each remat policy in a run: temporaries of a step, and additional matrix products.
 
     costs = remat_costs(config, build)
     print(remat_text(costs, current="minimal"))
 
-FLOPs are counted in the program that XLA splits for simulated devices. Temporaries are those of
-that program compiled for the CPU, or for a GPU that need not be there.
+FLOPs are counted in the program that XLA splits for simulated devices. Temporaries come from that
+program compiled for the CPU, or for a GPU that this machine does not need.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from t5x_gpu.terminal.text_table import table
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.step_config import StepConfig
 
-# From the least to the most that is computed again.
+# From the least to the most recomputation.
 ORDER = ('none', 'dots', 'minimal', 'offload', 'full')
 assert set(ORDER) == set(REMAT_POLICIES)
 
@@ -35,10 +35,10 @@ class RematCost:
   """The cost of one policy, per device and step.
 
   Attributes:
-    policy: of TransformerConfig.remat_policy.
+    policy: value of TransformerConfig.remat_policy.
     temporary_bytes: activations, gradients, logits and workspaces at their peak.
     host_bytes: activations in host memory; None on the CPU, where 'offload' moves nothing.
-    flops: of matrix products.
+    flops: FLOPs of matrix products.
   """
 
   policy: str
@@ -56,16 +56,16 @@ def remat_costs(
   """Returns the cost of every policy, in the order of `ORDER`.
 
   Args:
-    config: of the run.
+    config: configuration of the run.
     build: makes the program for simulated devices.
-    gpus: for which temporaries are compiled; None for the simulated devices.
+    gpus: GPUs for which temporaries are compiled; None for the simulated devices.
   Raises:
     ModelError: the model has no remat_policy.
   """
   costs = []
   for policy in ORDER:
     changed = dataclasses.replace(config, model=with_config(config.model, remat_policy=policy))
-    with silent():  # it would name kernels of simulated devices
+    with silent():  # would print kernel choices for simulated devices
       program = build(changed)
       lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     hlo, compiled = partitioned(lowered)
@@ -82,7 +82,7 @@ def with_config(model: Model, **changes: Any) -> Model:
   """Returns `model` with other values in its TransformerConfig.
 
   Raises:
-    ModelError: it has no TransformerConfig.
+    ModelError: the model has no TransformerConfig.
   """
   if isinstance(model, (LoraModel, DpoModel)):
     return dataclasses.replace(model, model=with_config(model.model, **changes))
@@ -101,7 +101,7 @@ def remat_text(costs: Sequence[RematCost], *, current: str, gpu: Optional[str] =
   """Returns the table of `costs`.
 
   Args:
-    costs: of all policies.
+    costs: costs of all policies.
     current: policy of the run, which is marked.
     gpu: name of the GPU for which temporaries were compiled; None for the CPU.
   """
@@ -133,5 +133,5 @@ def remat_text(costs: Sequence[RematCost], *, current: str, gpu: Optional[str] =
 
 
 def remat_json(costs: Sequence[RematCost], *, current: str) -> dict[str, Any]:
-  """Returns the same for JSON."""
+  """Returns the contents of `remat_text` for JSON."""
   return {'current': current, 'policies': [dataclasses.asdict(cost) for cost in costs]}

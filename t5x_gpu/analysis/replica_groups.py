@@ -13,7 +13,8 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
 
   Args:
     attributes: the text after the operands. XLA prints groups in four ways: {{0,1},{2,3}};
-      [2,2]<=[2,2]T(1,0); mesh['a'=2,'b'=2] {'b'}; and the last with device_ids=([2,2]T(1,0)).
+      [2,2]<=[2,2]T(1,0); mesh['a'=2,'b'=2] {'b'}; and this last form with
+      device_ids=([2,2]T(1,0)).
     num_devices: number of devices in the program; `replica_groups={}` means all of them.
   """
   mesh = re.search(
@@ -35,7 +36,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-  """Returns the flat array for '[4,2]T(1,0)': 0 to 7 in that shape, transposed."""
+  """Returns the flat array for '[4,2]T(1,0)': 0 to 7 in this shape, transposed."""
   shape, _, order = text.partition('T')
   numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
   return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)

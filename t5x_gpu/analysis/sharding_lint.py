@@ -1,8 +1,8 @@
 """Finds probable mistakes in the layout of a compiled step: needless copies and collectives.
 
 The compiler gathers an array rather than raise an error, so a wrong layout is only slow or out of
-memory. `purpose` guesses what a collective is for from its shape and its place in the program.
-`lint` reports what none of the parallelisms in use explains.
+memory. `purpose` guesses the purpose of a collective from its shape and its place in the program.
+`lint` reports collectives that none of the parallelisms in use explains.
 """
 
 import collections
@@ -28,12 +28,12 @@ TRAFFIC_SHARE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class ParameterMatch:
-  """A parameter that has the shape of a collective's array.
+  """A parameter with the shape of a collective's array.
 
   Attributes:
-    parameter: its layout.
-    is_layer: whether the array is one layer, not the whole stack.
-    copies: number of arrays of this shape that one device makes of it: its layers, or 1.
+    parameter: layout of the parameter.
+    is_layer: whether the array is one layer rather than the whole stack.
+    copies: number of arrays of this shape per device: the parameter's layers, or 1.
   """
 
   parameter: ArrayLayout
@@ -92,7 +92,7 @@ def purpose(collective: Collective, shapes: ParameterShapes) -> str:
   name = collective.op_name
   backward = 'transpose(' in name
   in_loss = 'jvp(' in name or backward
-  in_step = in_loss or 'shard_map' in name  # else it is the update
+  in_step = in_loss or 'shard_map' in name  # otherwise it is in the update
   if math.prod(collective.shape) == 1:
     return OTHER if in_step else OPTIMIZER
   if SCOPE in name:
@@ -120,7 +120,7 @@ class Finding:
   Attributes:
     rule: 'replicated', 'gathered' or 'repeated'.
     what: the problem, with numbers and the name of the parameter or operation.
-    fix: what to do about it.
+    fix: advice.
     num_bytes: bytes that each device holds or sends needlessly.
   """
 
@@ -138,7 +138,7 @@ def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) ->
 
   Args:
     program: a training.program.Program.
-    collectives: those of its training step; None compiles it here.
+    collectives: collectives of its training step; None compiles the step here.
   """
   mesh_shape = program.layout.mesh.shape
   if collectives is None:
@@ -171,7 +171,7 @@ def replicated(
   """Returns large arrays that every device holds whole although the rules could split them.
 
   Args:
-    parameters, optimizer: their layouts.
+    parameters, optimizer: layouts of parameters and optimizer state.
     mesh_shape: mesh axis -> size.
     rules: 'parameter' and 'optimizer state' -> mesh axis -> the array axes that it splits.
   """
@@ -197,7 +197,7 @@ def replicated(
             f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
             f'{array.num_bytes / total:.0%} of the state) is whole on every device, although '
             f'{axis} = {mesh_shape[axis]} could split it.',
-            f'{axis} splits dimensions named {names}, but those of this array are '
+            f'{axis} splits dimensions named {names}, but the array has the dimensions '
             f'{", ".join(str(n or "-") for n in array.names)}. Rename one in with_axes.',
             array.num_bytes - array.num_bytes // mesh_shape[axis],
           )
@@ -302,7 +302,7 @@ def repeated(
   parameters: Sequence[ArrayLayout],
   mesh_shape: Mapping[str, int],
 ) -> list[Finding]:
-  """Returns gradient reductions that run more often than there are gradients of their shape."""
+  """Returns reductions that run more often than gradients of that shape exist."""
   shapes = ParameterShapes(parameters, mesh_shape)
   groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
   for c in collectives:

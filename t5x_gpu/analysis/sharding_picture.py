@@ -29,9 +29,9 @@ def draw(
 ) -> pathlib.Path:
   """Draws one row per parameter and returns the path of the picture.
 
-  The left side shows the array as a rectangle cut into its parts, one color per mesh axis; the
-  part of device 0 is framed. The right side shows the bytes that a device holds of the array and of
-  its optimizer state.
+  The left side shows the array as a rectangle cut into its parts, one color per mesh axis; the part
+  of device 0 is framed. The right side shows a device's bytes of the array and of its optimizer
+  state.
 
   Args:
     parameters, optimizer: layouts, from `state_layouts`.

@@ -23,7 +23,8 @@ def mib(num_bytes: float) -> str:
 def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:
   """Returns one line per parameter with its optimizer state, and the totals per device.
 
-  The line names the axes if the state is split over more of them (ZeRO-1 and 2).
+  A parameter's line names the axes of its state if the state is split over more axes (ZeRO-1 and
+  2).
   """
   state = optimizer_bytes(optimizer)
   apart = {
@@ -66,7 +67,7 @@ def device_picture(
   *,
   what: str = 'parameter',
 ) -> str:
-  """Returns a column per device: its position on the mesh, and which part it holds of each array.
+  """Returns a column per device: its position on the mesh, and its part of each array.
 
   Devices with the same letter hold the same part. Arrays with the same layout share a line.
 
@@ -74,7 +75,7 @@ def device_picture(
     arrays: layouts.
     sizes: sizes of the mesh.
     devices: position (mesh axis -> index) of each device, host after host.
-    what: word for one of the arrays.
+    what: word for an array.
   """
   shown = devices[:MAX_DEVICES_DRAWN]
   per_host = math.prod(sizes.ici.values())
@@ -126,12 +127,12 @@ class TrafficRow:
   """Collectives of one kind over the same axes for the same purpose.
 
   Attributes:
-    purpose, kind, axes: the same for all of them.
+    purpose, kind, axes: the same for all these collectives.
     link: 'inside a host' or 'network'.
-    count: number that run in a step.
+    count: number of runs in a step.
     num_bytes: bytes that a device sends for them in a step.
     flags: why the count is uncertain, or ''.
-    largest: the one that sends the most bytes.
+    largest: the collective that sends the most bytes.
   """
 
   purpose: str
@@ -204,7 +205,7 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
 
 
 def place(collective: Collective) -> str:
-  """Returns the end of its path, 'mlp/wo/dot_general', with 'backward' in front if it is that."""
+  """Returns the end of its path, 'mlp/wo/dot_general', after 'backward' if it is in that pass."""
   name = collective.op_name
   words = [
     word

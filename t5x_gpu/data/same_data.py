@@ -135,7 +135,7 @@ def check_numbering(saved: Mapping[str, Any], vocabulary: Any) -> None:
     if now and old and old[1] == now[1] and int(old[2]) == int(now[2]) + 1:
       raise DataError(
         f'The checkpoint was trained by an earlier version of t5x_gpu, where id 0 was padding: the '
-        f"token with id 0 of {now[1]} had id {now[2]}. Now ids are the tokenizer's ids.",
+        f'token with id 0 of {now[1]} had id {now[2]}. This version uses the ids of the tokenizer.',
         fix='Use version 0.2 for this checkpoint, or train again.',
         parameters=('DatasetConfig.vocabulary',),
         docs='tasks.md#vocabularies',

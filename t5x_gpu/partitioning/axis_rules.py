@@ -1,9 +1,9 @@
-"""THE table of array axis names, and the only two ways in which layers touch sharding.
+"""The table of array axis names, and the only two ways in which layers touch sharding.
 
 `shard(x, *names)` constrains an activation; `with_axes(init, names)` names the axes of a parameter.
-Both use the names in `AXES`. The active `AxisRules`, the sum of the rules of each parallelism file,
+Both use the names in `AXES`. The active `AxisRules` (the sum of the rules of all parallelism files)
 map a name to the mesh axes that split it. An unknown name, two dimensions on one mesh axis, and a
-size that does not divide are errors; Flax's own rules accept all three silently and then train
+size that does not divide are errors. Flax's own rules accept all three silently and then train
 replicated.
 """
 
@@ -153,7 +153,7 @@ _active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar(
 def use_rules(
   rules: AxisRules, mesh_shape: Mapping[str, int], *, manual_axes: Sequence[str] = ()
 ) -> Iterator[None]:
-  """Makes `shard` follow `rules`. Enter it inside the traced function; jit would not cache by it.
+  """Makes `shard` follow `rules`. Enter it inside the traced function: jit's cache ignores it.
 
   Args:
     rules: sum of the rules of every parallelism.
@@ -261,12 +261,11 @@ def with_axes(
   init: Callable[..., jax.Array], names: Names, *, along: Optional[str] = None
 ) -> Callable[..., NamedParam]:
   """Returns an initializer whose parameter carries `names`.
-
   Args:
     init: (key, shape, ...) -> values.
-    names: one per dimension.
-    along: activation axis on whose parts the parameter acts separately, for modules that accept
-      copies of it (layers/sharded_bias_params.py).
+    names: axis name per dimension.
+    along: the activation axis if the parameter acts on its parts separately and its module accepts
+      copies of the parameter (layers/sharded_bias_params.py).
   """
 
   def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
@@ -295,8 +294,9 @@ class AxisNames:
 
   Attributes:
     names: one per dimension.
-    along: activation axis on whose parts it acts separately, or None.
-    fsdp: what `fsdp` splits in place of the axis in the rules; None for that axis.
+    along: the activation axis if the parameter acts on its parts separately, else None.
+    fsdp: the axis that `fsdp` splits instead of the axis in the rules; None for the axis in the
+      rules.
   """
 
   names: tuple[Optional[str], ...]

@@ -156,11 +156,11 @@ def traffic_per_step(
     length: tokens of the whole sequence.
     head_dim: features of a head.
     context: size of the axis.
-    dtype_bytes: bytes per value of keys and values. Sums of their gradients travel in float32, but
-      the first hop carries values in that dtype, and XLA converts those of values before the last.
+    dtype_bytes: bytes per value of keys and values. Gradients travel as sums in float32, except
+      that the first hop of all gradients and the last hop of the values' gradients use this dtype.
     method: 'ring' or 'gather'.
-    num_forwards: 2 if the backward pass recomputes layers, else 1. XLA joins the only hop of keys
-      and values over two devices with that of the recomputation.
+    num_forwards: 2 if the backward pass recomputes layers, else 1. Over two devices, XLA merges the
+      single hop of the keys and values with the recomputation's hop.
     info_bytes: bytes of one device's kv_info (positions, segment ids).
   """
   assert method in METHODS, method

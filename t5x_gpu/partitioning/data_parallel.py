@@ -19,13 +19,13 @@ def traffic_per_step(
 ) -> dict[str, float]:
   """Returns the bytes that a device sends per training step to sum gradients, in a ring.
 
-  Once per step, whatever the number of microbatches, in one collective over all axes.
+  Gradients are sent once per step for any number of microbatches, in one collective over all axes.
 
   Args:
     gradient_bytes: bytes of the gradients of one device, in float32.
     replicas: devices with the same parameters: the product of `data`, `context` and every other
       axis that does not split them.
-    in_bfloat16: whether they are sent so: half the bytes, in two collectives.
+    in_bfloat16: whether gradients are sent in bfloat16: half the bytes, in two collectives.
   """
   once = (replicas - 1) / replicas * gradient_bytes
   if in_bfloat16:

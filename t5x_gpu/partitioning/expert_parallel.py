@@ -5,8 +5,8 @@ What moves: in every layer with experts each token goes to the devices of its ex
 all-to-all each way, forward and backward. All slots of the experts travel, also empty ones:
 (n - 1) / n of batch x experts x capacity x embed values per all-to-all over n devices. Gradients of
 experts are not reduced over `expert`. Under tensor parallelism each device of `model` sends the
-same. When: the experts do not fit on one GPU. Keep it inside a host: it communicates in every
-layer.
+same bytes. When: the experts do not fit on one GPU. Keep it inside a host: it communicates in
+every layer.
 Source: Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch Transformer).
 """
 
@@ -111,7 +111,7 @@ def traffic_per_step(
 
   Args:
     batch: rows of one device per step, over all microbatches.
-    num_experts, embed_dim: of the model.
+    num_experts, embed_dim: sizes of the model.
     capacity: tokens of a row that an expert has room for, from `layers.routing.capacity`. Dropless:
       length * min(k, n) / n, for n experts of a device.
     num_layers: layers of one device.

@@ -1,15 +1,15 @@
 """Fully sharded data parallelism (ZeRO): also splits optimizer state, gradients and parameters.
 
-What is split: `batch` of activations over `fsdp`, and by `zero_stage` also `embed` (or another
-dimension, see fsdp_dims.py) of
-  1. the optimizer state: gradients are reduce-scattered once per step, the updated parameters
-     gathered once;
-  2. and gradients: each layer's are reduce-scattered as soon as the backward pass has them;
+What is split: `batch` of activations over `fsdp`. `zero_stage` adds `embed` (or another dimension,
+see fsdp_dims.py) of
+ 1. the optimizer state: gradients are reduce-scattered once per step, the updated parameters
+    gathered once;
+ 2. and gradients: each layer's are reduce-scattered as soon as the backward pass has them;
   3. and parameters: each layer's are gathered before use, forward and again backward.
 What moves, per device and step, for P bytes of parameters over n devices: (n - 1) / n x 2 P for
 stages 1 and 2 (like plain data parallelism), x 3 P for stage 3. The number of microbatches does not
 matter: stages 2 and 3 take all of them through a layer together (training/breadth_first.py). In a
-pipeline, stage 3 gathers the parameters of a stage once per step; what is stored stays split.
+pipeline, stage 3 gathers the parameters of a stage once per step; stored parameters stay split.
 When: parameters and optimizer state do not fit on one GPU. Try it before tensor parallelism.
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
@@ -55,8 +55,9 @@ def traffic_per_step(
   Gradients of parameters that `fsdp` does not split are all-reduced as under data parallelism.
 
   Args:
-    layers_size, other_size: elements of the layers of one device and of all other parameters, not
-      divided by `fsdp`. Without a table whose rows are looked up in parts (layers/embedding.py).
+    layers_size, other_size: elements of the layers of one device, and of all other parameters,
+      before division by `fsdp`. Exclude a table whose rows are looked up in parts
+      (layers/embedding.py).
     fsdp: size of the axis.
     zero_stage: see above.
     dtype_bytes: bytes per value when stage 3 gathers, in the compute dtype. The rest is float32.
@@ -74,7 +75,7 @@ def traffic_per_step(
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """How a parameter is split, and over what else its gradient is summed.
+  """How a parameter is split, and over which other mesh axes its gradient is summed.
 
   Dimensions are counted from the last one (-1), because a scan removes the first.
 
@@ -84,7 +85,7 @@ class Dims:
     padding: zeros that make the parts equal, or None.
     sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
     ahead: whether the loop over layers communicates one layer ahead (layer_loop.py).
-    sent: to send the gradient in bfloat16; None for float32.
+    sent: how the gradient is sent in bfloat16; None to send float32.
   """
 
   fsdp: Optional[int] = None
@@ -105,10 +106,10 @@ def dims_of(
   """Returns how a parameter is split between steps, without the sums of its gradient.
 
   Args:
-    names: of the parameter.
+    names: axis names of the parameter.
     table: array axis -> mesh axes, of the optimizer state.
     mesh_shape: mesh axis -> size.
-    sent: for gradients that `in_bfloat16` allows; None for float32.
+    sent: how gradients that `in_bfloat16` allows are sent in bfloat16; None to send float32.
   """
   own = own_table(names, table)
 
@@ -126,7 +127,7 @@ def dims_of(
 def in_bfloat16(names: Sequence[Optional[str]]) -> bool:
   """Returns whether the gradient of a parameter can be sent in bfloat16.
 
-  Those of vectors (scales of norms, biases) stay in float32. They are small, and one all-reduce
+  Gradients of vectors (scales of norms, biases) stay in float32. They are small, and one all-reduce
   carries several.
   """
   return sum(name != 'layers' for name in names) > 1
@@ -141,10 +142,10 @@ class Split:
     full: the whole parameter if every device has it (stage 2, pipelines), else None.
     dims: the dimensions that are split.
     earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
-      over `dims.sums`; None for none.
+      over `dims.sums`; None if there are no earlier microbatches.
     first: for a stack of layers, a port [of the whole parameter of one layer] that takes the
       gradient of the first layer before it is reduced (first_layer.py); its value is never read.
-      None to reduce it like those of the other layers.
+      None to reduce the first layer's gradient like the other layers' gradients.
   """
 
   part: jax.Array
@@ -161,7 +162,7 @@ class Split:
 
   @property
   def is_gathered(self) -> bool:
-    """Whether using it takes an all-gather."""
+    """Whether using the parameter takes an all-gather."""
     return self.full is None and self.dims.fsdp is not None
 
 
@@ -206,9 +207,9 @@ def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None
   """Returns this device's part of the sum of `gradient` over `fsdp` and `dims.sums`, in float32.
 
   Args:
-    gradient: of the whole parameter, from this device's rows.
+    gradient: gradient of the whole parameter, from this device's rows.
     dims: how the parameter is split.
-    earlier: as in `Split`; added before the sums that it lacks.
+    earlier: as in `Split`; added before summing over the axes along which it is not yet summed.
   """
   gradient = gradient.astype(jnp.float32)
   if earlier is not None and earlier.shape == gradient.shape:
@@ -228,7 +229,7 @@ def total(gradient: jax.Array, dims: Dims) -> jax.Array:
 def summed(parameter: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
   """Returns `parameter`; the backward pass sums its gradient over `dims.sums`.
 
-  For a parameter that is used in several places: the sum is of the whole gradient, once.
+  For a parameter with several uses: reduces its gradient once, after adding all uses.
   """
   if not dims.sums and earlier is None:
     return parameter
@@ -265,8 +266,8 @@ def _use_backward(dtype: Any, dims: Dims, kept: Any, gradient: jax.Array) -> Any
 _use = jax.custom_vjp(_use_primal, nondiff_argnums=(0, 1))
 _use.defvjp(_use_forward, _use_backward)
 
-# Primitives that compute a layer's weights from its parameters. Their results are not kept for the
-# backward pass: otherwise all layers would be whole at once.
+# Primitives that compute a layer's weights from its parameters. Their results are not stored for
+# the backward pass; otherwise the weights of all layers would be whole at once.
 _MOVES = frozenset(
   {
     'all_gather',

@@ -1,10 +1,10 @@
-"""Where a model's parameters hold its layers: in one stack, or in several that run in turn.
+"""Where a model keeps the parameters of its layers: in one stack, or in several that run in turn.
 
 The layers of most models are `params['layers']`. A model with several stacks names them in the
-order in which they run, as in `stacks = ('encoder', 'decoder')`, and keeps the layers of each in
-`params[name]['layers']`. The activation between its layers is a tuple with a member per stack, all
-returned by `embed`. `run_layers` gets the name of a stack, changes that member, and may read those
-of earlier stacks. The head reads the last member.
+order in which they run, as in `stacks = ('encoder', 'decoder')`, and keeps the layers of each stack
+in `params[name]['layers']`. The activation between its layers is a tuple with a member per stack,
+all returned by `embed`. `run_layers` gets the name of a stack, changes the stack's member, and may
+read the members of earlier stacks. The head reads the last member.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class RunsLayers(Protocol):
   """The part of a model that runs layers."""
 
   def run_layers(self, params: Params, x: Any, batch: Any, **options: Any) -> Any:
-    """Returns `x` after the layers in `params`; with several stacks, after those of `stack`."""
+    """Returns `x` after the layers in `params`, or after the layers of `stack` if given."""
 
 
 def layers_of(params: Params, stack: str) -> Any:
@@ -65,7 +65,7 @@ def with_part(x: Any, stacks: Sequence[str], stack: str, part: Any) -> Any:
 
 
 def prefix_of(stack: str) -> str:
-  """Returns the prefix of the paths of a stack's layers: 'layers', or 'encoder/layers'."""
+  """Returns the path prefix of a stack's layers: 'layers', or 'encoder/layers'."""
   return 'layers' if stack == ONLY else f'{stack}/layers'
 
 

@@ -47,7 +47,7 @@ class Layout:
     zero_stage: see partitioning/fsdp.py.
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by, overlap_layers: see partitioning/manual_region.py.
-    gradient_dtype: in which gradients are sent, 'float32' or 'bfloat16'.
+    gradient_dtype: dtype in which gradients are sent, 'float32' or 'bfloat16'.
     notes: notes for the user, one line each.
   """
 
@@ -82,7 +82,7 @@ class Layout:
 
   @property
   def for_decoding(self) -> 'Layout':
-    """The same mesh for decoding, where a length of one token cannot be split.
+    """The same mesh for decoding, where the length is one token and cannot be split.
 
     Devices along `context` then repeat each other's work. All stages take part in every layer;
     XLA moves the layer's parameters to them.
@@ -103,12 +103,12 @@ class Layout:
   def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
     """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
 
-    Arrays that divide over `fsdp` with padding only are split over a factor of it.
+    Arrays that `fsdp` divides only with padding are split over a factor of `fsdp`.
 
     Args:
       abstract: arrays or shapes, without padding.
       names: tree of AxisNames.
-      table: array axis -> mesh axes; that of parameters by default.
+      table: array axis -> mesh axes; by default the table of parameters.
     """
     table = self.rules.parameters if table is None else table
 
@@ -126,7 +126,7 @@ class Layout:
     Args:
       abstract: arrays or shapes, without padding.
       names: tree of AxisNames.
-      table: array axis -> mesh axes; that of parameters by default.
+        table: array axis -> mesh axes; by default the table of parameters.
     """
     table = self.rules.parameters if table is None else table
 
@@ -144,7 +144,7 @@ class Layout:
     return jax.tree.map(self._chosen, names, abstract)
 
   def padded(self, tree: Any, names: Any, table: Table) -> Any:
-    """Returns global arrays as `stored`; to be traced."""
+    """Returns global arrays with the padding of `stored`; to be traced."""
     options = dict(table=table, mesh_shape=self.mesh.shape)
     return jax.tree.map(lambda n, x: fsdp_dims.padded(x, n, **options), names, tree)
 
@@ -190,7 +190,7 @@ class Layout:
     }
 
   def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns what training and evaluation take: as `put`, positions in the order of `context`."""
+    """Returns a batch for training and evaluation: as `put`, but in the order of `context`."""
     ways = self.mesh.shape['context']
     if ways > 1:
       batch = {
@@ -211,7 +211,7 @@ class Layout:
 
   @property
   def reorders_layers(self) -> bool:
-    """Whether the layers of a stage are adjacent in memory, in another order than the model's."""
+    """Whether the layers of a stage are adjacent in memory, so not in the model's order."""
     return self.pipeline is not None and self.pipeline.repeats > 1
 
   def in_run_order(self, tree: Any, names: Any) -> Any:
@@ -269,7 +269,7 @@ class LaidOut:
   def lower(self, *args: Any) -> Any:
     """Returns JAX's lowered function; call `.compile()` on it for an executable.
 
-    The mesh may be of GPUs that this machine lacks: enter `deviceless.kernels_for` before.
+    The mesh may have GPUs that this machine lacks; enter `deviceless.kernels_for` first.
     """
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)

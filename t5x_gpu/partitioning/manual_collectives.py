@@ -4,14 +4,14 @@
 an automatic axis, XLA would first gather all parts on every device; here each part is sent alone.
 Call these only where they are not differentiated: in the two functions of a `jax.custom_vjp`.
 
-Terms of a sum can be sent in bfloat16. A sum of bfloat16 by NCCL has the type of its data, and is
-rounded at each hop of a ring (ncclAllReduce takes one datatype,
+Terms of a sum can be sent in bfloat16. NCCL adds bfloat16 data in bfloat16, and rounds at each hop
+of a ring (ncclAllReduce takes one datatype,
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html). Here an all-to-all brings
 the terms of a device's part together, and the device adds them in float32. An all-reduce then
-gathers the sums, rounded. That is as many values as in a ring. Each term is rounded once, by at
-most 2^-8 of its value; so is the sum of an all-reduce, which is the same on all devices. Over
-several hosts, the devices of a host add theirs first, so that as many values cross the network as
-in a ring; the sums of hosts are rounded once more.
+gathers the rounded sums. This sends as many values as a ring. Each term is rounded once, by at most
+2^-8 of its value; the sum of an all-reduce is rounded once too, equally on all devices. Over
+several hosts, the devices of a host first add their terms, so that as many values cross the network
+as in a ring; the hosts' sums are rounded once more.
 """
 
 import contextlib
@@ -26,26 +26,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-# In the names of the operations that send gradients in bfloat16.
+# Part of the names of operations that send gradients in bfloat16.
 SCOPE = 'gradients_in_bfloat16'
 
 
 @dataclasses.dataclass(frozen=True)
 class InBfloat16:
-  """That gradients are sent in bfloat16, and which devices share a host.
+  """Settings for gradients sent in bfloat16: which devices share a host.
 
   Attributes:
-    inside: (mesh axis, its part inside a host) of every axis that crosses hosts.
+    inside: (mesh axis, size of its part inside a host) for each axis that crosses hosts.
   """
 
   inside: tuple[tuple[str, int], ...] = ()
 
   def hosts(self, axes: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
-    """Returns for each host the places along `axes`, flattened, of its devices; all if it is one.
+    """Returns per host the flat places of its devices along `axes`; all places for a single host.
 
     Args:
       axes: mesh axes.
-      sizes: of the axes.
+      sizes: sizes of the axes.
     """
     inside = dict(self.inside)
     by_host: dict[tuple[int, ...], list[int]] = {}
@@ -62,7 +62,7 @@ def all_gather(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = 
     x: this device's part.
     axis: a manual mesh axis.
     dim: the dimension, counted from the last one (-1).
-    model_dim: the dimension that `model` splits, counted the same way; None for none.
+    model_dim: the dimension that `model` splits, counted the same way, or None.
   """
   return _on_each_part(
     lambda part: jax.lax.all_gather(part, axis, axis=part.ndim + dim, tiled=True), x, model_dim
@@ -82,7 +82,7 @@ def psum_scatter(
   Args:
     x: a term of the sum.
     axis, dim, model_dim: as in `all_gather`.
-    sent: to send in bfloat16; the result is float32. None to send and add in the dtype of `x`.
+    sent: how to send in bfloat16; the result is float32. None sends and adds in the dtype of `x`.
   """
 
   def scatter(part: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def _own_sum(parts: jax.Array, axes: tuple[str, ...], sent: InBfloat16) -> jax.A
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-  """Returns `x` in bfloat16. XLA may drop a conversion to it and back, but not the rounding."""
+  """Returns `x` rounded to bfloat16. XLA may drop a pair of conversions, but not this rounding."""
   return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 

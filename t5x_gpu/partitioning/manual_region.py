@@ -52,9 +52,9 @@ class Region:
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one; 'microbatch' takes a microbatch through all layers first.
-    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py), in a
-      pipeline that of the last backward tick (layer_sums.py).
-    sent: to send gradients in bfloat16; None for float32.
+    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py). In a
+      pipeline, only the loop of the last backward tick does (layer_sums.py).
+    sent: how gradients are sent in bfloat16; None to send float32.
   """
 
   rules: AxisRules
@@ -79,7 +79,7 @@ class Region:
   def reduces_in_backward(self) -> bool:
     """Whether gradients are summed over `fsdp` as soon as a layer has them (ZeRO-2 and 3).
 
-    Not in a pipeline, whose stages have few layers and many microbatches: there, parameters are
+    False in a pipeline, whose stages have few layers and many microbatches: there, parameters are
     gathered and gradients summed once per step.
     """
     return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
@@ -93,7 +93,7 @@ class Region:
   def sums_in_last_tick(self) -> bool:
     """Whether the last backward tick of a pipeline sums the gradients of its layers.
 
-    Not if a stage has several blocks of layers: that tick computes only one of them.
+    False if a stage has several blocks of layers: that tick computes only one of them.
     """
     return (
       self.overlap_layers
@@ -113,7 +113,7 @@ class Region:
   def sums_in_backward(self) -> bool:
     """Whether the backward pass sums each gradient over all axes, not only over `fsdp`.
 
-    Communication then runs while other gradients are computed. Not in a pipeline, and not under
+    Communication then runs while other gradients are computed. False in a pipeline, and under
     ZeRO-1, which scatters gradients once, at the end.
     """
     ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
@@ -128,7 +128,7 @@ class Region:
     return self._specs(names, self.rules.parameters)
 
   def gradient_specs(self, names: Any) -> Any:
-    """Returns a tree of PartitionSpecs of reduced gradients, the same as of optimizer state."""
+    """Returns a tree of PartitionSpecs of reduced gradients, equal to the optimizer state's."""
     return self._specs(names, self.rules.state)
 
   def padded_parts(self, params: Any, names: Any) -> Any:
@@ -157,7 +157,7 @@ class Region:
     }
 
   def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns `batch` plus global row numbers and positions, which local arrays do not show.
+    """Returns `batch` with global row numbers and positions, which local arrays do not contain.
 
     'rows' [batch] is the index of each example. If the length is split, 'encoder_places' and
     'decoder_places' [length] are the positions of the tokens of encoder and decoder features.
@@ -187,15 +187,15 @@ class Region:
 
     Args:
       parts: differentiated parts, split by `part_specs`; or copies of them.
-      params: parameters as stored between steps; under ZeRO-2 they are whole and are used.
+      params: parameters as stored between steps; ZeRO-2 uses these, which are whole.
       names: tree of AxisNames.
-      sums: whether the backward pass also sums gradients over the axes of `sum_axes`. It then
-        takes `parts` that do not vary over those, and returns such gradients.
-      earlier: with `sums`, gradients of earlier microbatches, not summed over those axes.
+      sums: whether the backward pass also sums gradients over the axes of `sum_axes`. `parts` then
+        must not vary over these axes, and neither do the gradients.
+      earlier: with `sums`, gradients of earlier microbatches, not summed over these axes.
       in_layers: whether the model calls `fsdp.whole` on each layer, so that a layer's gradients are
-        summed when they are known; else with those of the other layers.
-      first_stack: tree of bools: which parameters are of the layers that run first, and can have
-        ports (first_layer.py); None for none.
+        summed as soon as they are known; otherwise all layers' gradients are summed together.
+      first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
+        have a port (first_layer.py); None for no ports.
     """
 
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:
@@ -239,9 +239,10 @@ class Region:
     """Returns stored parameters, gathered over `fsdp`; cannot be differentiated through.
 
     Args:
-      params: as stored.
+      params: parameters as stored.
       names: tree of AxisNames.
-      dtype: in which they are sent; the result has their own, for the sums of its gradients.
+      dtype: dtype in which parameters are sent. The result keeps their own dtype, so that gradients
+        are summed in it.
     """
 
     def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
@@ -262,7 +263,7 @@ class Region:
     return jax.tree.map(self._copies.make, names, parts)
 
   def sum_copies(self, grads: Any, parts: Any, names: Any) -> Any:
-    """Returns the gradients of `parts` from those of `copies(parts, names)`."""
+    """Returns the gradients of `parts`, given the gradients of `copies(parts, names)`."""
     return jax.tree.map(self._copies.total, names, grads, parts)
 
   @property
@@ -270,7 +271,7 @@ class Region:
     return PerDeviceCopies(self.rules, self.mesh_shape)
 
   def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
-    """Returns the axes over which a gradient is summed, and which do not split its parameter."""
+    """Returns the axes over which a gradient is summed and that do not split its parameter."""
     table = own_table(axis_names, self.rules.parameters)
     own = {a for name in axis_names.names for a in table.get(name, ())}
     if self._dims(axis_names).fsdp is not None:
@@ -292,8 +293,8 @@ class Region:
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns local gradients summed over all devices, split by `gradient_specs`.
 
-    Gradients that are reduced over the same axes in float32 share one collective. Those that the
-    last tick of a pipeline has summed stay as they are.
+    Gradients that are reduced over the same axes in float32 share one collective. Gradients that
+    the last tick of a pipeline has already summed are returned unchanged.
     """
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
@@ -319,7 +320,7 @@ class Region:
     """Returns `function` of local arrays as a function of global arrays.
 
     Args:
-      function: of local arrays.
+      function: function of local arrays.
       in_specs, out_specs: PartitionSpecs of its arguments and results.
       marked: whether arrays that are the same on all devices are passed marked as varying.
     """
@@ -337,13 +338,13 @@ class Region:
     return varying(x, self.axes)
 
   def largest(self, tree: Any) -> Any:
-    """Returns local numbers' maximum over all devices."""
+    """Returns the maximum of local numbers over all devices."""
     if not self.axes:
       return tree
     return jax.lax.pmax(jax.tree.map(self.varying, tree), self.axes)
 
   def total(self, tree: Any) -> Any:
-    """Returns local numbers summed over all devices."""
+    """Returns the sum of local numbers over all devices."""
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)

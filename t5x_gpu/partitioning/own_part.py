@@ -1,8 +1,8 @@
-"""Calls of kernels that the compiler cannot split: each device computes the part that it holds.
+"""Calls of kernels that the compiler cannot split: each device computes its own part.
 
-The mesh axes that are manual already (partitioning/manual_region.py) hold local arrays. The other
-ones, usually only `model`, are automatic: XLA would gather every argument of a kernel on every
-device. Rows and heads are independent in attention, so each part can be computed alone.
+Along mesh axes that are already manual (partitioning/manual_region.py), arrays are local. The other
+axes, usually only `model`, are automatic: XLA would gather every argument of a kernel on every
+device. In attention, rows and heads are independent, so each part can be computed alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from t5x_gpu.partitioning.axis_rules import Names, split_axes, varying
 def on_own_part(
   function: Callable[..., Any], names: Sequence[Optional[Names]], out_names: Any
 ) -> Callable[..., Any]:
-  """Returns `function` of whole arrays, computed by each device on its parts of them.
+  """Returns `function` of whole arrays as a function that each device computes on its parts.
 
   Call it only where it is not differentiated: in the two functions of a `jax.custom_vjp`. Results
   are marked as varying over all manual axes, because kernels lose the marks.
 
   Args:
-    function: of arrays and Nones.
+    function: function of arrays and Nones.
     names: axis names of each argument; None for an argument that is None.
-    out_names: the same for the results, a tuple of Names.
+    out_names: axis names of the results, a tuple of Names.
   """
   mesh = jax.sharding.get_abstract_mesh()
   manual = tuple(mesh.manual_axes)
@@ -33,7 +33,7 @@ def on_own_part(
   if not automatic:
     assert not manual, mesh  # `model` never is
     return function
-  # Without the check of marks: a kernel has none on its results.
+  # Marks are not checked: the results of a kernel have none.
   parts = jax.shard_map(
     lambda *args: function(*unmarked(args)),
     in_specs=tuple(_spec(of) for of in names),
@@ -43,8 +43,9 @@ def on_own_part(
   )
 
   def marked(*args: Any) -> Any:
-    # A scan moves what depends only on its constants out of the loop, also out of a nested region,
-    # whose residuals then have shardings that XLA refuses. The barrier ties all arguments together.
+    # A scan hoists work that depends only on its constants, also out of a nested region. The
+    # hoisted residuals then have shardings that XLA refuses. The barrier ties all arguments
+    # together.
     results = parts(*jax.lax.optimization_barrier(args))
     return jax.tree.map(lambda x: varying(x, manual), results)
 
@@ -52,11 +53,12 @@ def on_own_part(
 
 
 def unmarked(x: Any) -> Any:
-  """Returns the arrays of a tree without their marks; call it in a region that checks none.
+  """Returns a tree's arrays without their marks; call it in a region that does not check marks.
 
-  Since jax 0.11 such a region keeps the marks of its arguments, and kernels of Pallas refuse them.
-  The result of any operation there has none; this one costs nothing in the compiled program. Its
-  gradient is zero, so call it only in the two functions of a `jax.custom_vjp`.
+  Since jax 0.11 such a region keeps the marks of its arguments, and Pallas kernels refuse them. The
+  result of any operation in the region has no marks; the operation used here costs nothing in the
+  compiled program. Its gradient is zero, so call it only in the two functions of a
+  `jax.custom_vjp`.
   """
   return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, x.dtype), x)
 

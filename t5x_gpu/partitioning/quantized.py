@@ -1,8 +1,8 @@
 """Arrays in 8-bit floating point, with one scale per tensor.
 
 A scale is a power of two. Multiplying by it is then exact, so a value rounds to the same 8 bits
-under any scale, unless it is 2^14 times smaller than the largest one. Two devices with other rows,
-and so with other scales, still agree. The price is up to one bit of range at the top.
+under any scale, unless it is 2^14 times smaller than the largest value. Two devices with different
+rows, and so with different scales, still agree. The price is up to one bit of range at the top.
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning), sections 3 and 4.
 """
 
@@ -36,12 +36,12 @@ class Quantized:
   """An array whose value is `values * scale`.
 
   Attributes:
-    values: in 8 bits; those of an activation as uint8 (layers/fp8.py).
+    values: values in 8 bits; an activation's as uint8 (layers/fp8.py).
     scale: float32 scalar, a power of two.
-    port: an array of the same shape that is never read, so compilers drop it. Its gradient is that
-      of the array: `values` would take one in 8 bits only.
-    amax: of a kernel under delayed scaling: float32 [Operand], the largest values that set the
-      scales of its matmuls. Its gradient is the largest values of this step. None without.
+    port: an array of the same shape that is never read, so compilers drop it. Its gradient is the
+      array's gradient: the gradient of `values` could only have 8 bits.
+    amax: for a kernel under delayed scaling: float32 [Operand], the largest values that set the
+      scales of its matmuls. Its gradient holds the largest values of this step. Otherwise None.
   """
 
   values: jax.Array
@@ -83,7 +83,7 @@ def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
 def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
   """Returns the smallest powers of two by which `largest` divided is in the range of `dtype`.
 
-  They are NaN where `largest` is not finite, so that an overflow is seen.
+  A scale is NaN where `largest` is not finite, so that an overflow is noticed.
 
   Args:
     largest: largest absolute values, float32 of any shape.
@@ -107,7 +107,7 @@ def to_8_bits(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def saturated(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-  """Returns `to_8_bits`, with values out of range at its end, but infinities as NaN."""
+  """Returns `to_8_bits`, with values out of range clipped, but infinities as NaN."""
   most = float(jnp.finfo(dtype).max)
   values = jnp.clip(x * (1.0 / scale).astype(x.dtype), -most, most)
   return jnp.where(jnp.isfinite(x), values, jnp.nan).astype(dtype)
@@ -130,7 +130,7 @@ def amaxes_of(tree: Any) -> list[jax.Array]:
 
 
 def with_amaxes(tree: Any, amaxes: Sequence[jax.Array]) -> Any:
-  """Returns `tree` with `amaxes` in place of those of `amaxes_of`."""
+  """Returns `tree` with the arrays of `amaxes_of` replaced by `amaxes`."""
   rest = iter(amaxes)
   return jax.tree.map(
     lambda x: x.replace(amax=next(rest)) if is_quantized(x) and x.amax is not None else x,
@@ -140,9 +140,9 @@ def with_amaxes(tree: Any, amaxes: Sequence[jax.Array]) -> Any:
 
 
 def copies(x: jax.Array, count: int) -> jax.Array:
-  """Returns [count, ...] of an `amax`, one per microbatch; its gradient is the largest of theirs.
+  """Returns [count, ...] of an `amax`, one per microbatch; its gradient is the copies' maximum.
 
-  That of an array that several microbatches use would be their sum.
+  Without copies, autodiff would add the microbatches' values instead of taking their maximum.
   """
   return _copies(count, x)
 
@@ -159,14 +159,14 @@ _copies.defvjp(
 
 @flax.struct.dataclass
 class InEightBits:
-  """Kernels stacked [layers, ...], with their values in 8 bits, which are made once per step.
+  """Kernels stacked [layers, ...], with values in 8 bits that are computed once per step.
 
   Attributes:
-    param: what is differentiated, an array or a Split.
-    values: of the part of a Split, or of the whole array.
+    param: the differentiated parameter, an array or a Split.
+    values: 8-bit values of the part of a Split, or of the whole array.
     scale: [layers], float32.
     amax: [layers, Operand], as in `Quantized`.
-    largest: [layers], the largest value of this step, for the gradient of `amax`; None without it.
+    largest: [layers], the largest value of this step, which is the gradient of `amax`; or None.
   """
 
   param: Any
@@ -179,13 +179,13 @@ class InEightBits:
 def in_8_bits(
   groups: Sequence[Sequence[Any]], amaxes: Optional[Sequence[Sequence[jax.Array]]] = None
 ) -> list[list[InEightBits]]:
-  """Returns kernels in 8 bits; those of a group share the scale of a layer.
+  """Returns kernels in 8 bits; the kernels of a group share one scale per layer.
 
-  One collective finds the largest values of all parts. Delayed scaling takes none here.
+  One collective finds the largest values of all parts. Delayed scaling does not need a collective.
 
   Args:
     groups: kernels stacked [layers, ...], arrays or Splits.
-    amaxes: [layers, Operand] of each kernel, for delayed scaling; those of a group have the same
+    amaxes: [layers, Operand] of each kernel, for delayed scaling; kernels of a group have the same
       largest value of kernels.
   """
 
@@ -227,9 +227,9 @@ def in_8_bits(
 
 
 def whole(tree: Any, dtype: Any) -> Any:
-  """Returns `fsdp.whole`, which gathers kernels that are `InEightBits` in 8 bits.
+  """Returns `fsdp.whole`, but gathers kernels that are `InEightBits` in 8 bits.
 
-  Those become `Quantized`. The gradient of a part is summed over `fsdp` in float32, as always.
+  These become `Quantized`. The gradient of a part is summed over `fsdp` in float32, as always.
 
   Args:
     tree: parameters of one layer.
@@ -248,7 +248,7 @@ def whole(tree: Any, dtype: Any) -> Any:
 
 
 def is_parameter(x: Any) -> bool:
-  """Returns whether `x` is a parameter in any form but an array; an `is_leaf` for tree maps."""
+  """Returns whether `x` is a parameter other than a plain array; an `is_leaf` for tree maps."""
   return isinstance(x, (InEightBits, Quantized)) or fsdp.is_split(x)
 
 
@@ -259,16 +259,16 @@ def is_gathered(parameter: Any) -> bool:
 
 
 def is_ahead(parameter: Any) -> bool:
-  """Returns whether the loop over layers communicates it one layer ahead (layer_loop.py)."""
+  """Returns whether the loop over layers communicates the parameter one layer ahead."""
   p = parameter.param if isinstance(parameter, InEightBits) else parameter
   return fsdp.is_split(p) and p.dims.ahead
 
 
 def are_summed_at_end(layers: Sequence[Any]) -> list[bool]:
-  """Returns which gradients of a stack the loop over layers sums after it, all layers at once.
+  """Returns, per parameter, whether the loop over layers sums its gradients after the loop.
 
-  Beside parameters that fsdp splits, those that it does not are a few kilobytes. Their all-reduce
-  would keep the gathers and reductions of the rest from running next to a layer's matmuls.
+  Unsplit parameters are a few kilobytes. Reducing them inside the loop would delay the large
+  collectives, so the gradients of all layers are reduced once, after it.
   """
   if not any(map(is_gathered, layers)):
     return [False] * len(layers)
@@ -276,13 +276,13 @@ def are_summed_at_end(layers: Sequence[Any]) -> list[bool]:
 
 
 def part(parameter: Any) -> jax.Array:
-  """Returns the array of a parameter, or of its gradient, that is differentiated."""
+  """Returns the differentiated array of a parameter, or of its gradient."""
   p = parameter.param if isinstance(parameter, InEightBits) else parameter
   return p.part if fsdp.is_split(p) else p
 
 
 def without_first(parameter: Any) -> tuple[Any, Optional[jax.Array]]:
-  """Returns a parameter without its port for the gradient of the first layer, and the port."""
+  """Returns a parameter without its port for the first layer's gradient, and the port."""
   if isinstance(parameter, InEightBits):
     param, port = without_first(parameter.param)
     return parameter.replace(param=param), port
@@ -292,12 +292,12 @@ def without_first(parameter: Any) -> tuple[Any, Optional[jax.Array]]:
 
 
 def not_reduced(gradient: Any) -> jax.Array:
-  """Returns the gradient of a whole parameter, of one of its uses, in float32."""
+  """Returns the gradient of a whole parameter, from one of its uses, in float32."""
   return (gradient.port if is_quantized(gradient) else gradient).astype(jnp.float32)
 
 
 def as_gradient(parameter: Any, gradient: jax.Array) -> Any:
-  """Returns the gradient of `part(parameter)` as that of `parameter`."""
+  """Returns a gradient of `part(parameter)` in the form of a gradient of `parameter`."""
   if isinstance(parameter, InEightBits):
     return InEightBits(as_gradient(parameter.param, gradient), None, None)
   if fsdp.is_split(parameter):
@@ -305,7 +305,7 @@ def as_gradient(parameter: Any, gradient: jax.Array) -> Any:
   return gradient
 
 
-# How a parameter is split, and whether its parts are gathered; None for one that is not split.
+# How a parameter is split, and whether its parts are gathered; None if it is not split.
 _Use = Optional[tuple[fsdp.Dims, bool]]
 
 

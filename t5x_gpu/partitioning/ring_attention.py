@@ -1,6 +1,7 @@
 """Attention over a sequence whose length is split: keys and values travel to the queries.
 
 Call `ring_attention` where `axis` is manual (inside `jax.shard_map`), with the local part of every
+Call `ring_attention` where `axis` is manual (inside `jax.shard_map`), with the local part of every
 array. It returns the local part of dense attention over the whole length. Keys and values pass from
 neighbor to neighbor during the computation; a device holds at most two parts of them. The caller
 defines mask and bias: `logits_fn` gets one block of queries and one of keys, with information per
@@ -29,9 +30,9 @@ from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 
 # Largest block of local queries or keys, in positions.
 BLOCK_LENGTH = 1024
-# Vanishes in a float32 softmax. Finite, so that a row with nothing to attend to stays finite too.
+# Vanishes in a float32 softmax. Finite, so that a row that attends to no key stays finite too.
 MASKED = -1e10
-# Name of what attention computes for its backward pass, for `jax.checkpoint`.
+# Name of the results that attention stores for its backward pass, for `jax.checkpoint`.
 RESULTS = 'attention_results'
 
 # (logits_params, query [batch, q, heads, kv], key [batch, k, kv_heads, kv], q_info, kv_info) ->
@@ -66,10 +67,10 @@ def ring_attention(
 ) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv] of the local queries.
 
-  Equals dense attention, including gradients, also for a row that may attend to nothing: its
-  softmax over MASKED is uniform over the whole length. The backward pass keeps the arguments, the
-  output, and maximum and sum of each row's softmax. (Not their logsumexp: in float32, -1e10 +
-  log(sum) is -1e10.)
+  Equals dense attention, including gradients, also for a row that may attend to no key: its softmax
+  over MASKED is uniform over the whole length. The backward pass keeps the arguments, the output,
+  and the maximum and sum of each row's softmax. (Not their logsumexp: in float32, -1e10 + log(sum)
+  is -1e10.)
 
   Args:
     query: [batch, q_length, heads, kv], local; like all arguments, varying over the manual axes.
@@ -114,7 +115,7 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
         )
         return new_max, weights.sum(-1), mix
 
-      def skip():  # the same result, given that every logit is MASKED
+      def skip():  # same result: every logit is MASKED
         weight = jnp.exp(MASKED - old_max)
         mix = per_row(weight) * visiting_value.sum(1, keepdims=True, dtype=jnp.float32)
         return old_max, weight * visiting_value.shape[1], mix
@@ -218,7 +219,7 @@ _ring.defvjp(_forward, _backward)
 def visit_all(axis: Optional[str], meet: Callable[..., Any], sums: Any, visitor: Any) -> Any:
   """Returns `sums` after `sums = meet(sums, visitor)` with the `visitor` of every device of `axis`.
 
-  Each device begins with its own; None for no other device.
+  Each device begins with its own visitor. With axis None there are no others.
   """
 
   def step(carry, _):
@@ -248,7 +249,7 @@ def send_around(
   ways = 1 if axis is None else jax.lax.axis_size(axis)
   if ways == 1:
     return meet(grads, visitor)
-  # First and last step are outside of the loop, so that neither zeros nor unused keys travel.
+  # The first and last step are outside of the loop, so that neither zeros nor unused keys travel.
   arriving = _pass_on(visitor, axis)
   grads, dkv = meet(grads, visitor)
   (grads, visitor, dkv), _ = jax.lax.scan(step, (grads, arriving, dkv), length=ways - 2)

@@ -32,15 +32,15 @@ def traffic_per_step(
   A layer sends the same bytes as under tensor parallelism alone: each all-reduce of an activation
   becomes a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
   its gradient scattered; the embedding's sum is scattered and its gradient gathered. In addition,
-  gradients of the norms' scales are summed once, since each device has seen only its positions
-  (layers/sharded_bias_params.py).
+  gradients of the norms' scales are summed once, because each device computes them from its own
+  positions only (layers/sharded_bias_params.py).
 
   Args:
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed, references: as in
       `tensor_parallel.traffic_per_step`. With `recomputed`, both inputs of a layer are gathered
       again.
-    chunked_loss: whether the loss takes the length in chunks, which all devices have: the gradient
-      of its input is then summed on all of them, not scattered.
+    chunked_loss: whether the loss takes the length in chunks, which all devices compute. The
+      gradient of its input is then summed on all devices instead of scattered.
   """
   share, tokens = (model - 1) / model, batch * length
   activation, in_float32 = tokens * embed_dim * dtype_bytes, tokens * embed_dim * 4

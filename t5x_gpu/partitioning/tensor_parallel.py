@@ -3,9 +3,9 @@
 What is split: `heads`, `kv_heads`, `mlp` and `vocab` of parameters and activations over `model`
 (T5X's num_partitions). The first matmul of a pair is split by columns, the second by rows, so a
 block needs one all-reduce of its output, forward and backward. If there are fewer `kv_heads`
-(grouped queries) than devices, every device holds all of them and computes the one that its queries
-need. What moves: activations, twice per layer each way; keep it on NVLink. When: a layer does not
-fit, or the batch per GPU gets too small.
+(grouped queries) than devices, every device holds all of them and computes only the head that its
+queries need. What moves: activations, twice per layer each way; keep it on NVLink. When: a layer
+does not fit, or the batch per GPU gets too small.
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
@@ -110,9 +110,9 @@ def traffic_per_step(
     num_layers: layers of one device.
     model: size of the axis.
     dtype_bytes: bytes per value of activations.
-    recomputed: outputs of a layer that the backward pass sums again: 1 under remat_policy 'full',
-      where the second is not needed; 2 in a pipeline, which recomputes whole stages.
-    references: further forward passes, without a backward pass (DPO).
+    recomputed: outputs per layer that the backward pass sums again: 1 under remat_policy 'full',
+      which does not need the second output; 2 in a pipeline, which recomputes whole stages.
+    references: additional forward passes without a backward pass (DPO).
     shared_kv_size: elements of key and value kernels that all devices hold, whose gradients are
       summed.
   """

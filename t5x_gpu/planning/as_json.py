@@ -1,4 +1,4 @@
-"""A prediction as data for other programs."""
+"""A prediction as JSON."""
 
 import dataclasses
 from typing import Any, Union
@@ -9,7 +9,7 @@ from t5x_gpu.planning.prediction import Prediction
 
 
 def prediction_json(p: Prediction) -> dict[str, Any]:
-  """Returns everything that a prediction holds; seconds, bytes, FLOPs, and shares of 1."""
+  """Returns all values of a prediction; seconds, bytes, FLOPs, and shares of 1."""
   memory, time = p.memory, p.time
   return {
     'gpu': p.gpu.name,
@@ -58,7 +58,7 @@ def prediction_json(p: Prediction) -> dict[str, Any]:
 
 
 def outcome_json(outcome: Union[Prediction, UserError]) -> dict[str, Any]:
-  """Returns `prediction_json`, or the error in its place."""
+  """Returns `prediction_json`, or the error instead."""
   if isinstance(outcome, UserError):
     return {'error': str(outcome)}
   return prediction_json(outcome)

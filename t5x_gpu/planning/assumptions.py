@@ -1,11 +1,11 @@
-"""What a prediction assumes about hardware that is not there: each figure with its source.
+"""A prediction's assumptions about hardware that is not there, each figure with its source.
 
 Set them in a gin file for `plan` alone, or on its command line:
 
     python -m t5x_gpu.plan --gin_file=my.gin --gpu=h100 --gin.Assumptions.network_gigabits=200
 
-`calibration.py` replaces shares of the peak by measured ones. `Assumptions.effective` is what holds
-on a GPU, and where each figure comes from.
+`calibration.py` replaces shares of the peak by measured values. `Assumptions.effective` returns the
+values for a GPU, each with its source.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ _TE = (
 _DGX = 'https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html'
 
 # Shares of the bytes of an axis that XLA's schedule hides behind matrix kernels, for a plan that
-# cannot compile for GPUs: those of steps of 134M to 8B on 8 and 64 H100, tests/aot/recorded.json.
+# cannot compile for GPUs. From steps of 134M to 8B on 8 and 64 H100, tests/aot/recorded.json.
 HIDDEN = {'stage': 0.0, 'data': 0.85, 'fsdp': 0.8, 'context': 0.8, 'expert': 0.3, 'model': 0.4}
 
 
 class Effective(NamedTuple):
-  """A figure that a prediction uses, and where it comes from."""
+  """A figure that a prediction uses, and its source."""
 
   value: Any
   source: str
@@ -39,24 +39,24 @@ class Assumptions:
   """Efficiencies (shares of a datasheet's peak) and speeds of links.
 
   Attributes:
-    gemm_efficiency: of matrix products large enough to fill the GPU; None for 0.7 before Hopper and
-      0.6 since, whose clock falls under that load.
-    fp8_gemm_efficiency: of those in FP8, conversions to FP8 included.
-    mosaic_efficiency, triton_efficiency: of attention kernels, forward and backward.
-    memory_efficiency: of the memory bandwidth, for everything that is not a matrix product.
-    kernel_seconds: from the start of a kernel to the start of the next, at least.
-    nvlink_efficiency: of NVLink's bandwidth in one direction, in a ring of NCCL.
-    network_gigabits: of the network adapters of one GPU, in Gbit/s; None for the GPU's usual ones.
-    network_efficiency: of the network, in a ring of NCCL.
-    collective_seconds: to start a collective.
+    gemm_efficiency: for matrix products large enough to fill the GPU; None for 0.7 before Hopper
+      and 0.6 since, because Hopper's clock falls under this load.
+    fp8_gemm_efficiency: for FP8 matrix products, including conversions to FP8.
+    mosaic_efficiency, triton_efficiency: for attention kernels, forward and backward.
+    memory_efficiency: share of the memory bandwidth, for everything except matrix products.
+    kernel_seconds: minimum time from the start of a kernel to the start of the next.
+    nvlink_efficiency: share of NVLink's bandwidth in one direction, in a ring of NCCL.
+    network_gigabits: Gbit/s of the network adapters of one GPU; None for the GPU's usual adapters.
+    network_efficiency: share of the network's bandwidth, in a ring of NCCL.
+    collective_seconds: time to start a collective.
     nvlink_hop_seconds, network_hop_seconds: latency of a step of a ring.
-    hidden_shares: mesh axis -> share of its bytes that travel behind matrix kernels, where the
-      step was not compiled for a GPU; axes that are left out keep the default.
-    busy_share: of the time of matrix kernels during which a collective may run.
+    hidden_shares: mesh axis -> share of its bytes that travel behind matrix kernels, if the step
+      was not compiled for a GPU; missing axes keep the default.
+    busy_share: share of the time of matrix kernels during which a collective may run.
     fragmentation: share of the temporaries that the allocator loses between arrays.
-    save_gigabytes: written per second by one host to the storage of checkpoints.
-    sources: parameter -> where its value comes from, if neither from gin nor the default; a
-      calibration and a compiled step add theirs.
+    save_gigabytes: GB/s that one host writes to the storage of checkpoints.
+    sources: parameter -> source of its value, if it is neither from gin nor the default; set by a
+      calibration and by a compiled step.
   """
 
   gemm_efficiency: Optional[float] = None
@@ -118,17 +118,17 @@ class Assumptions:
     return self.network_gigabits or gpu.network_gigabits
 
   def hidden_share(self, axes: tuple[str, ...]) -> float:
-    """Returns the share of the bytes over `axes` that is hidden: that of the least hidden axis."""
+    """Returns the hidden share of the bytes over `axes`, which is the least hidden axis's share."""
     return min(self._shares()[axis] for axis in axes)
 
   def _shares(self) -> dict[str, float]:
     return {**HIDDEN, **self.hidden_shares}
 
   def effective(self, gpu: GpuTarget) -> dict[str, Effective]:
-    """Returns parameter -> the value that holds on `gpu`, and where that comes from.
+    """Returns parameter -> its value for `gpu`, with the source.
 
     The source is 'measured: ...', 'set in gin' for a value that differs from the default, or the
-    source of the default.
+    default's source.
     """
     default = Assumptions()
     of_gpu = {
@@ -144,7 +144,7 @@ class Assumptions:
       elif given != getattr(default, name):
         source = 'set in gin'
       elif name in _OF_HOPPER and float(gpu.compute_capability) >= 10:
-        source = f'that of Hopper, not known for {gpu.device_kind}. {source}'
+        source = f"Hopper's value, not known for {gpu.device_kind}. {source}"
       found[name] = Effective(of_gpu.get(name, given), source)
     return found
 
@@ -153,7 +153,7 @@ def _is_share(name: str) -> bool:
   return name.endswith(('_efficiency', '_share')) or name == 'fragmentation'
 
 
-# Parameter -> where its default comes from.
+# Parameter -> source of its default.
 SOURCES = {
   'gemm_efficiency': 'Hopper: 599 TFLOP/s in the GEMMs of a layer on H200 NVL, of 989 of the die: '
   f'{_TE}; before: Rosetta-Pax 5B on A100 (docs/plan.md#checks)',
@@ -177,5 +177,5 @@ SOURCES = {
   'save_gigabytes': 'a round figure for parallel storage; benchmarks/checkpoints.py measures yours',
 }
 assert {*SOURCES, 'sources'} == {field.name for field in dataclasses.fields(Assumptions)}
-# Defaults that were measured on Hopper, and are taken for later GPUs too.
+# Defaults that were measured on Hopper and are also used for later GPUs.
 _OF_HOPPER = ('gemm_efficiency', 'fp8_gemm_efficiency', 'mosaic_efficiency', 'triton_efficiency')

@@ -1,4 +1,4 @@
-"""What bounds a step, and how much faster it would be without it, in one sentence."""
+"""One sentence on what limits a step, and how much faster the step would be without it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from t5x_gpu.planning.formulas.work import ATTENTION, MODEL, OPTIMIZER, WEIGHTS
 from t5x_gpu.planning.prediction import MICROBATCHES, PIPELINE, REMAT, Prediction
 from t5x_gpu.terminal.quantities import seconds as shown
 
-# Below this share of the step, nothing is worth removing but the matrix products' own time.
+# Below this share of the step, no cost is worth removing, except the matrix products' own time.
 _WORTH = 0.05
 
 
@@ -17,9 +17,9 @@ class Cost:
   """A part of the step that a change could remove.
 
   Attributes:
-    what: in words, the subject of a sentence.
-    seconds: per step.
-    remedy: what to change.
+    what: the cost in words, as the subject of a sentence.
+    seconds: seconds per step.
+    remedy: change that would reduce it.
   """
 
   what: str
@@ -37,19 +37,19 @@ _REMEDIES = {
 }
 _RECOMPUTATION = {
   REMAT: "a remat_policy that stores more ('minimal', 'dots', 'none'), where memory is left",
-  PIPELINE: 'a layout without pipeline stages, which compute theirs again with every remat_policy',
+  PIPELINE: 'a layout without pipeline stages, which recompute layers with every remat_policy',
   MICROBATCHES: 'fewer NUM_MICROBATCHES, or '
-  "Partitioner.accumulate_by = 'microbatch', which gathers parameters for each of them",
+  "Partitioner.accumulate_by = 'microbatch', which gathers parameters for each microbatch",
 }
 
 
 def costs(prediction: Prediction) -> list[Cost]:
-  """Returns what a step spends besides its necessary work, the largest first."""
+  """Returns the costs of a step besides its necessary work, largest first."""
   return sorted(_costs(prediction), key=lambda cost: -cost.seconds)
 
 
 def sentence(prediction: Prediction) -> str:
-  """Returns what bounds the step, and what removing it would give."""
+  """Returns a sentence on what limits the step and what removing it would save."""
   total = prediction.seconds_per_step
   found = costs(prediction)
   if found and found[0].seconds >= _WORTH * total:
@@ -74,9 +74,9 @@ def sentence(prediction: Prediction) -> str:
 
 
 def _faster_dtype(prediction: Prediction) -> str:
-  """Returns the precision that would be faster on this GPU, as the first words of a list, or ''."""
+  """Returns the precision that would be faster on this GPU, to begin a list with, or ''."""
   if any(part.part == MODEL for part in prediction.time.parts):
-    return ''  # a custom model has its own
+    return ''  # a custom model has its own precision
   if prediction.dtype == 'float32':
     return 'bfloat16, '
   return 'FP8, ' if prediction.dtype == 'bfloat16' and prediction.gpu.has_fp8 else ''

@@ -1,7 +1,7 @@
-"""Assumptions measured on a GPU: the results of scripts/bench_gpu.sh in place of the defaults.
+"""Assumptions measured on a GPU: results of scripts/bench_gpu.sh replace the defaults.
 
-A plan looks for results of its GPU by itself: in benchmarks/results, where they are kept, and in
-build/bench_gpu, where the script writes them; of this folder and of the repository.
+A plan looks for results of its GPU in benchmarks/results, which keeps them, and in build/bench_gpu,
+where the script writes them; both in the current folder and in the repository.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget
 NONE = 'none'
 FOLDERS = ('benchmarks/results', 'build/bench_gpu')
 _REPOSITORY = pathlib.Path(__file__).parents[2]
-# The length of rows whose attention stands for all.
+# Row length whose attention efficiency is used for all lengths.
 _LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """What a file of results measures.
+  """Measured values from a file of results.
 
   Attributes:
     values: parameter of Assumptions -> measured value.
-    gpu: on which they were measured.
+    gpu: GPU on which they were measured.
     path: the file.
   """
 
@@ -36,7 +36,7 @@ class Calibration:
   path: pathlib.Path
 
   def applied(self, assumed: Assumptions) -> Assumptions:
-    """Returns `assumed` with the measured values, whose source is the file."""
+    """Returns `assumed` with the measured values, naming the file as their source."""
     measured = dict.fromkeys(self.values, f'measured: {self.gpu.device_kind}, {self.path}')
     return dataclasses.replace(assumed, **self.values, sources={**assumed.sources, **measured})
 
@@ -48,13 +48,13 @@ class Calibration:
 
 
 def calibrated(flag: Optional[str], gpu: GpuTarget, assumed: Assumptions) -> Assumptions:
-  """Returns what a plan assumes of `gpu`: with what was measured on it, and on no other GPU.
+  """Returns a plan's assumptions about `gpu`, with values measured on this GPU.
 
   Args:
-    flag: --calibrate, a file whose values replace all others; 'none' for no calibration; None for
-      one of the results of `gpu` that are here, which replace only defaults.
-    gpu: that a prediction is for.
-    assumed: as gin configured it.
+    flag: --calibrate: a file whose values replace all others, or 'none' for no calibration. None
+      looks for existing results of `gpu`, which replace only defaults.
+    gpu: GPU of the prediction.
+    assumed: assumptions as configured by gin.
   Raises:
     ConfigError: `flag` is not such a file.
   """
@@ -73,7 +73,7 @@ def calibrated(flag: Optional[str], gpu: GpuTarget, assumed: Assumptions) -> Ass
 
 
 def check_is_used(flag: Optional[str], gpus: Sequence[GpuTarget]) -> None:
-  """Raises ConfigError if --calibrate is a file of a GPU that is not one of `gpus`."""
+  """Raises ConfigError if --calibrate is a file of a GPU that is not in `gpus`."""
   if flag in (None, NONE):
     return
   found = read(pathlib.Path(flag))
@@ -90,12 +90,12 @@ def check_is_used(flag: Optional[str], gpus: Sequence[GpuTarget]) -> None:
 
 
 def find(gpu: GpuTarget, folders: Sequence[pathlib.Path]) -> Optional[Calibration]:
-  """Returns the calibration of `gpu` that measures most in these folders; of two, the newer."""
+  """Returns the calibration of `gpu` with the most values in these folders, or the newest such."""
   found = []
   for path in (path for folder in folders for path in folder.glob('*.json')):
     try:
       calibration = read(path)
-    except ConfigError:  # another benchmark's results
+    except ConfigError:  # results of another benchmark
       continue
     if calibration.gpu == gpu:
       found.append(calibration)
@@ -106,7 +106,7 @@ def read(path: pathlib.Path) -> Calibration:
   """Returns the calibration in `path`, the results.json of scripts/bench_gpu.sh.
 
   Raises:
-    ConfigError: no such file, another kind of file, a run with tiny sizes, or an unknown GPU.
+    ConfigError: the file is missing or of another kind, has only tiny sizes, or an unknown GPU.
   """
   results = _results(path)
   rows, cards = [], set()
@@ -176,7 +176,7 @@ def _measured(rows: list[Mapping[str, Any]], gpu: GpuTarget) -> Iterator[tuple[s
 
 
 def _attention(rows: list[Mapping[str, Any]], kernel: str) -> Optional[float]:
-  """Returns TFLOP/s forward and backward of a kernel, on rows as near as possible to 4096."""
+  """Returns TFLOP/s forward and backward of a kernel, on rows closest to 4096."""
   timed = [
     (abs(row['length'] - _LENGTH), row['backward']['tflops'])
     for row in rows

@@ -1,4 +1,4 @@
-"""How many GPUs a plan is for, and devices that stand for them: simulated CPUs."""
+"""The number of GPUs of a plan, and simulated CPU devices that stand in for them."""
 
 import os
 import re
@@ -11,7 +11,8 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 
 GPUS_PER_HOST = 8
-# JAX makes 4,096 simulated devices and their layout in 9 s, but 16,384 not in ten minutes.
+# JAX creates 4,096 simulated devices and their layout in 9 s; for 16,384 ten minutes do not
+# suffice.
 MOST_GPUS = 4096
 _COUNT_FLAG = '--xla_force_host_platform_device_count'
 
@@ -23,14 +24,14 @@ def topology_of(
   devices: Optional[int] = None,
   hosts: Optional[int] = None,
 ) -> Topology:
-  """Returns the topology of the flags; by default one host with 8 GPUs.
+  """Returns the topology that the flags describe; by default one host with 8 GPUs.
 
   Args:
-    gpus, devices: all GPUs; one of them.
-    gpus_per_host, hosts: GPUs of a host (8, or all if there are fewer), or the hosts that share all
-      GPUs equally; one of them.
+    gpus, devices: total number of GPUs; give one of them.
+    gpus_per_host, hosts: GPUs of a host (8, or all if fewer), or number of hosts that share all
+      GPUs equally; give one of them.
   Raises:
-    ConfigError: both of a pair, or hosts that differ in their GPUs.
+    ConfigError: both of a pair are given, or hosts would differ in their GPUs.
   """
   given = {
     '--gpus': gpus, '--devices': devices, '--gpus_per_host': gpus_per_host, '--hosts': hosts
@@ -78,10 +79,10 @@ def simulated_devices(
   """Returns simulated CPU devices; call it before JAX starts a backend.
 
   Args:
-    number: how many.
+    number: number of devices.
     environ: os.environ; its XLA_FLAGS are changed until the backend has started.
   Raises:
-    ConfigError: more than MOST_GPUS, or more than JAX has started with.
+    ConfigError: more than MOST_GPUS, or more devices than JAX has already started with.
   """
   if number > MOST_GPUS:
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Flags of `plan` that contradict each other: errors before anything is compiled."""
+"""Checks for flags of `plan` that contradict each other, before anything is compiled."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from t5x_gpu.errors import ConfigError
 
 PREDICTION, SHARDING, REMAT = 'prediction', 'sharding', 'remat'
 SHOWN = (PREDICTION, SHARDING, REMAT)
-# Flags that change or extend a prediction, and mean nothing to what --show prints in its place.
+# Flags that change or extend a prediction, and have no effect on the output of --show.
 _OF_PREDICTIONS = ('scale', 'what_if', 'calibrate', 'html')
 
 

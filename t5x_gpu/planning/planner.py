@@ -57,7 +57,7 @@ class Planner:
   def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
     """Returns a prediction from formulas alone; errors as `program`.
 
-    Formulas read sizes alone, so the topology may have more GPUs than there are simulated devices.
+    Formulas only read sizes, so the topology may have more GPUs than there are simulated devices.
     """
     enough = itertools.islice(itertools.cycle(self.devices), topology.num_devices)
     program = dataclasses.replace(self, devices=list(enough)).program(config, topology)
@@ -81,7 +81,7 @@ class Planner:
 
   @silent()
   def silently(self, config: PlanConfig, topology: Topology) -> Prediction:
-    """Returns what `exactly` does, and shows nothing."""
+    """Returns the result of `exactly`, without showing progress."""
     of_plan = dict(gpu=self.gpu, assumed=self.assumed)
     if not self.compiles:
       program = self.program(config, topology)

@@ -1,10 +1,10 @@
-"""`Prediction`: what a run would need and how fast it would be, on GPUs that are not there.
+"""`Prediction`: the needs and speed of a run on GPUs that are not there.
 
     prediction = predict(program, config, gpu=find_target('h100'), assumed=Assumptions())
     prediction.memory.fits, prediction.seconds_per_step, prediction.mfu, prediction.days
 
-By formula alone it takes milliseconds; a compiled step replaces the memory, and has which bytes
-are sent and how many of them are hidden.
+By formula alone it takes milliseconds. A compiled step replaces the memory, the bytes sent, and the
+share of them that is hidden.
 """
 
 import collections
@@ -39,18 +39,18 @@ from t5x_gpu.training.program import Program
 from t5x_gpu.training.step_config import StepConfig
 
 SECONDS_PER_DAY = 86400
-# What memory and traffic come from, from the least to the most exact.
+# Sources of memory and traffic, from the least to the most exact.
 FORMULA, PARTITIONED, COMPILED = 'formula', 'partitioned', 'compiled'
-# What makes the backward pass compute layers again. The last two do so with every remat_policy.
+# Reasons for recomputing layers in the backward pass. The last two apply with every remat_policy.
 REMAT, PIPELINE, MICROBATCHES = 'remat_policy', 'pipeline', 'microbatches by layer'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(StepConfig):
-  """What a plan reads of a run.
+  """The settings of a run that a plan reads.
 
   Attributes:
-    total_steps: updates in all.
+    total_steps: total number of updates.
   """
 
   total_steps: int
@@ -61,8 +61,8 @@ class CheckpointCost:
   """One checkpoint of the run.
 
   Attributes:
-    num_bytes: of all its arrays.
-    seconds: to write it, while the run continues.
+    num_bytes: bytes of all its arrays.
+    seconds: time to write it, while the run continues.
   """
 
   num_bytes: int
@@ -75,22 +75,22 @@ class Prediction:
 
   Attributes:
     gpu: the kind of GPU.
-    num_gpus, num_hosts: how many.
+    num_gpus, num_hosts: number of GPUs and hosts.
     mesh: mesh axis -> size, of axes larger than 1.
-    num_params: of the model.
+    num_params: parameters of the model.
     params_by_part: part of the model, 'layers/mlp' -> its parameters.
-    recomputes_for: why the backward pass computes layers again: REMAT, PIPELINE or MICROBATCHES;
-      '' if it does not.
-    dtype: of the matrix products.
+    recomputes_for: why the backward pass recomputes layers: REMAT, PIPELINE or MICROBATCHES; '' if
+      it does not.
+    dtype: dtype of the matrix products.
     attention: the backend of each stack of layers, and why.
-    tokens_per_step: of the global batch, padding included; inputs and targets.
-    model_flops_per_step: of the model on the global batch, without recomputation.
+    tokens_per_step: tokens of the global batch, padding included; inputs and targets.
+    model_flops_per_step: FLOPs of the model on the global batch, without recomputation.
     peak_flops: dense FLOP/s of one GPU in `dtype`.
-    total_steps: of the run.
-    memory: on each GPU.
-    formula_sent: what each GPU sends, by formula.
-    time: of a step.
-    checkpoint: what a save writes.
+    total_steps: steps of the run.
+    memory: memory on each GPU.
+    formula_sent: traffic of each GPU by formula.
+    time: time of a step.
+    checkpoint: size and duration of a save.
     source: FORMULA, PARTITIONED (traffic of the program that XLA splits for CPUs) or COMPILED.
     assumed: efficiencies and links.
   """
@@ -159,12 +159,12 @@ def predict(
   """Returns the prediction for a run.
 
   Args:
-    program: of the run, on devices of any kind.
-    config: of the run.
-    gpu: what would compute it.
+    program: the run's program, on devices of any kind.
+    config: the run's settings.
+    gpu: the GPU to predict for.
     assumed: efficiencies and links.
     compiled: the step, compiled for `gpu`.
-    partitioned: `partitioned_hlo` of the step, where it is not compiled for `gpu`.
+    partitioned: `partitioned_hlo` of the step, if it is not compiled for `gpu`.
   """
   layout, model = program.layout, config.model
   shape = step_shape(program, model, num_microbatches=config.num_microbatches, gpu=gpu)

@@ -1,4 +1,4 @@
-"""A line with what a plan is doing, and for how many seconds."""
+"""A progress line with a plan's current activity and its seconds."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ import rich.progress
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-  """Context that shows `what` and its seconds on a terminal; elsewhere prints it when it is done.
+  """Context that shows `what` and its seconds on a terminal; elsewhere prints it when done.
 
   Args:
     what: 'compiling the step for 64 x H100'.

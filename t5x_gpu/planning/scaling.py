@@ -39,7 +39,7 @@ def what_if_table(name: str, outcomes: Mapping[str, Outcome]) -> str:
 def what_if_rows(
   name: str, outcomes: Mapping[str, Outcome]
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-  """Returns (a head with the values of `name`, then a row per figure; notes about the values)."""
+  """Returns (a header with the values of `name`, then a row per figure; notes about the values)."""
   titles = (name, 's/step', 'tokens/s', 'MFU', 'memory per GPU', 'fits', 'to the end', 'GPU hours')
   columns, notes = [titles], []
   for value, p in outcomes.items():

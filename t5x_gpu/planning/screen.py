@@ -22,20 +22,20 @@ from t5x_gpu.terminal.quantities import count, duration, seconds
 from t5x_gpu.terminal.text_table import table
 
 NOT_AT_PEAK = 'not at the peak'
-# Freed before the moment when most memory is in use, or not there yet.
+# Freed before the moment of peak memory, or not allocated yet.
 OFTEN_ABSENT = (GRADIENTS, LAYER, WEIGHTS, LOSS)
-NO_TRAFFIC = 'nothing: one GPU, or all compute the same'
+NO_TRAFFIC = 'nothing: one GPU, or all GPUs do the same work'
 CAVEATS = {
   COMPILED: '',
   FORMULA: 'Nothing was compiled: memory, bytes and overlap are formulas (docs/plan.md#checks).',
   'partitioned': 'The CUDA plugin of JAX is not installed, so nothing was compiled for the GPU: '
-  "bytes are those of XLA's partitioner, memory and overlap are formulas. For XLA's own figures: "
+  "bytes come from XLA's partitioner, memory and overlap from formulas. For XLA's own figures: "
   "pip install 't5x_gpu[plan]'.",
 }
 
 
 def first_screen(p: Prediction) -> str:
-  """Returns whether the run fits, how fast it is, when it ends, and what bounds it."""
+  """Returns whether the run fits, how fast it is, when it ends, and what limits it."""
   mesh = ' x '.join(f'{axis} {size}' for axis, size in p.mesh.items()) or 'one device'
   lines = [
     f'{p.num_params:,} parameters on {p.num_gpus} x {p.gpu.device_kind} '
@@ -52,12 +52,12 @@ def first_screen(p: Prediction) -> str:
 
 
 def caveats(p: Prediction) -> list[str]:
-  """Returns what a reader must know about the figures: where they come from, what they lack."""
+  """Returns caveats about the figures: their sources, and what they leave out."""
   return [*filter(None, [CAVEATS[p.source], gpu_caveat(p)])]
 
 
 def gpu_caveat(p: Prediction) -> str:
-  """Returns what a plan does not model of this kind of GPU; '' for nothing."""
+  """Returns what a plan does not model for this kind of GPU, or ''."""
   domain, each = p.gpu.nvlink_domain, p.num_gpus // p.num_hosts
   if domain <= max(each, GPUS_PER_HOST):
     return ''
@@ -68,7 +68,7 @@ def gpu_caveat(p: Prediction) -> str:
 
 
 def fits_line(memory: MemoryUse) -> str:
-  """Returns whether a step fits, what it needs and has, and how much is left or missing."""
+  """Returns a line: whether a step fits, memory needed and available, memory left or missing."""
   verdict = 'FITS' if memory.fits else 'DOES NOT FIT'
   return (
     f'{verdict}: needs {show(memory.needed_bytes)} per GPU, has {show(memory.pool_bytes)}: '
@@ -105,13 +105,13 @@ def tables(p: Prediction) -> str:
 
 
 def parameter_rows(p: Prediction) -> list[tuple[str, ...]]:
-  """Returns a head, and the parts of the model, the largest first."""
+  """Returns a header, and the parts of the model, largest first."""
   rows = [('part', 'parameters', 'share')]
   return rows + [(n, f'{v:,}', f'{v / p.num_params:.0%}') for n, v in p.params_by_part.items()]
 
 
 def memory_rows(memory: MemoryUse) -> list[tuple[str, ...]]:
-  """Returns the components by formula, next to what XLA allocates; the first row is the head."""
+  """Returns a header, and the components by formula next to XLA's allocation."""
   compiled = memory.compiled
   compiled_cells = {}
   if compiled is not None:
@@ -136,7 +136,7 @@ def memory_rows(memory: MemoryUse) -> list[tuple[str, ...]]:
 
 
 def time_rows(time: StepTime) -> list[tuple[str, ...]]:
-  """Returns a head, the parts of a step, what it waits for, and the sum."""
+  """Returns table rows: header, computation by part, exposed communication, total."""
   total = time.seconds
   rows = [('part', 'kernels', 'ms', 'share', 'TFLOP', 'GB', 'bound by')]
   for part in time.parts:
@@ -165,10 +165,10 @@ def time_rows(time: StepTime) -> list[tuple[str, ...]]:
 
 
 def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
-  """Returns a head and the collectives: bytes by formula and compiled, link, time, hidden share.
+  """Returns a header and the collectives: bytes by formula and compiled, link, time, hidden share.
 
-  The share is that of the time. It may be below that of the bytes in XLA's schedule, since the
-  matrix kernels do not take long enough to hide all that is behind them.
+  The hidden share refers to time. It may be smaller than the hidden share of the bytes in XLA's
+  schedule, because the matrix kernels may be too short to hide all collectives behind them.
   """
   by_formula = {(s.kind, s.axes): s.num_bytes for s in p.formula_sent}
   rows = [('kind', 'mesh axis', 'link', 'MiB', 'MiB by formula', 'ms', 'hidden', 'ms exposed')]
@@ -192,7 +192,7 @@ def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
 
 
 def assumption_rows(p: Prediction) -> list[tuple[str, ...]]:
-  """Returns a head, and every assumption with its value and the source of it."""
+  """Returns a header, and every assumption with its value and source."""
   effective = p.assumed.effective(p.gpu).items()
   return [
     ('name', 'value', 'source of the value'),

@@ -1,4 +1,4 @@
-"""The sharding of a run and the traffic of its step, as XLA splits it for simulated devices."""
+"""The sharding of a run and the traffic of its step, split by XLA for simulated devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class ShardingPlan:
   Attributes:
     program: the model on its mesh.
     parameters, optimizer: layout of each array.
-    collectives: of a training step.
-    flops_per_device: of a step's matrix products.
+    collectives: collectives of a training step.
+    flops_per_device: FLOPs of a step's matrix products.
     findings: possible problems.
   """
 
@@ -37,12 +37,12 @@ class ShardingPlan:
   findings: Sequence[Finding]
 
 
-@silent()  # it would name kernels of simulated devices
+@silent()  # would print kernel choices for simulated devices
 def make_plan(program: Program, hlo: Optional[str] = None) -> ShardingPlan:
   """Returns the plan of a program; compiles its training step unless `hlo` is given.
 
   Args:
-    program: on simulated devices.
+    program: program on simulated devices.
     hlo: `partitioned_hlo` of its training step.
   """
   hlo = hlo or partitioned_hlo(
@@ -102,7 +102,7 @@ def _in_host_order(program: Program) -> list[Device]:
 
 
 def traffic_text(plan: ShardingPlan) -> str:
-  """Returns what a step sends and computes, and the findings of the lint."""
+  """Returns the traffic and computation of a step, and the findings of the lint."""
   rows = sharding_tables.traffic(plan.collectives, plan.parameters, plan.program.layout.sizes)
   lines = [
     'What a training step sends',
@@ -137,7 +137,7 @@ def as_json(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def layout_json(program: Program) -> dict[str, Any]:
-  """Returns what is known of the sharding before the step is compiled."""
+  """Returns the sharding, as far as it is known before the step is compiled."""
   sizes = program.layout.sizes
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
 

@@ -1,7 +1,7 @@
 """The same run on other numbers or kinds of GPUs, or with other values, by formula.
 
-What the compiled step hides behind its matrix kernels takes the place of the assumed shares, and
-the run itself keeps its own prediction.
+The shares that the compiled step hides behind its matrix kernels replace the assumed shares. The
+run itself keeps its own prediction.
 """
 
 import collections
@@ -18,11 +18,11 @@ from t5x_gpu.planning.prediction import COMPILED, PlanConfig, Prediction
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
 
-# A prediction, or why there is none.
+# A prediction, or an error.
 Outcome = Union[Prediction, UserError]
-# (more gin bindings, GPU) -> the run with them, and what its plan assumes of that GPU
+# (more gin bindings, GPU) -> the run with these bindings, and the plan's assumptions about that GPU
 Configured = Callable[[Sequence[str], GpuTarget], tuple[PlanConfig, Assumptions]]
-# value -> (GPU, run, what its plan assumes)
+# value -> (GPU, run, the plan's assumptions)
 Variants = Mapping[str, tuple[GpuTarget, PlanConfig, Assumptions]]
 _QUOTED_OR_ONE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 
@@ -31,7 +31,7 @@ def numbers(text: str, flag: str) -> list[int]:
   """Returns the numbers of '1,8,64'.
 
   Raises:
-    ConfigError: they are not numbers of 1 or more.
+    ConfigError: an entry is not a number of 1 or more.
   """
   parts = [part.strip() for part in text.split(',')]
   if not all(part.isdigit() and int(part) > 0 for part in parts):
@@ -47,7 +47,7 @@ def name_and_values(text: str) -> tuple[str, list[str]]:
   """Returns the parts of 'NAME=VALUE,VALUE'; a value may be a dict, list, tuple or string.
 
   Raises:
-    ConfigError: it is something else, or an unknown GPU.
+    ConfigError: the text has another form, or names an unknown GPU.
   """
   name, _, values = text.partition('=')
   found = _split(values)
@@ -77,10 +77,10 @@ def _split(text: str) -> list[str]:
 
 
 def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuTarget) -> Variants:
-  """Returns the run, on `gpu`, with each of the values of `name`.
+  """Returns the run on `gpu` with each of the values of `name`.
 
   Raises:
-    ConfigError, ModelError: no such parameter, or a value that it does not take.
+    ConfigError, ModelError: the parameter does not exist, or does not take a value.
   """
   if name == 'gpu':
     gpus = {value: find_target(value) for value in values}
@@ -91,11 +91,12 @@ def variants(name: str, values: Sequence[str], configured: Configured, gpu: GpuT
 def changed(
   runs: Variants, topology: Topology, planner: Planner, given: tuple[PlanConfig, Prediction]
 ) -> dict[str, Outcome]:
-  """Returns the predictions of `variants`; `given` is the run as it is."""
+  """Returns the predictions of `variants`; `given` is the current run's."""
   config, prediction = given
   found: dict[str, Outcome] = {}
   for value, (gpu, run, assumed) in runs.items():
-    # Schedules are functions: two of the same values are not equal. They do not change a plan.
+    # Schedules are functions, which compare unequal even with equal values. They do not change a
+    # plan.
     same = dataclasses.replace(run, learning_rate=config.learning_rate) == config
     if same and (gpu, assumed) == (planner.gpu, planner.assumed):
       found[value] = prediction
@@ -154,7 +155,7 @@ def with_overlap_of(given: Prediction, assumed: Assumptions) -> Assumptions:
 
 
 def how(given: Prediction) -> str:
-  """Returns where the figures of other runs come from, in words."""
+  """Returns in words how the figures of other runs were computed."""
   if given.source == COMPILED:
-    return 'by formula, with the overlap of the compiled step; the run as it is: compiled'
+    return 'by formula, with the overlap of the compiled step; the current run as compiled'
   return 'by formula'

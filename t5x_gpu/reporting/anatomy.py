@@ -37,7 +37,7 @@ _SCHEMA = Fields(
 
 
 def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
-  """Returns where the time of a step goes, by profile, with the longest operations."""
+  """Returns the parts of a step's time, by profile, with the longest operations."""
   content: list[Child] = []
   for run in runs:
     prefix = f'{run.name}, ' if len(runs) > 1 else ''
@@ -61,7 +61,7 @@ def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
 
 
 def latest_profile(run: RunRecord) -> tuple[Optional[Mapping[str, Any]], list[str]]:
-  """Returns the readable profile of process 0 with the last steps, and what cannot be read."""
+  """Returns the readable profile of process 0 with the last steps, and the unreadable ones."""
   unreadable: list[str] = []
   paths = [p for p in run.folder.glob('profiles/*/anatomy.json') if p.parent.name.isdecimal()]
   for path in sorted(paths, key=lambda p: int(p.parent.name), reverse=True):
@@ -71,7 +71,7 @@ def latest_profile(run: RunRecord) -> tuple[Optional[Mapping[str, Any]], list[st
 
 
 def _profiles(folder: pathlib.Path) -> tuple[list[Mapping[str, Any]], list[str]]:
-  """Returns the latest profiles, by step and process, and which cannot be read."""
+  """Returns the latest profiles, by step and process, and the unreadable ones."""
   unreadable: list[str] = []
   paths = folder.glob('profiles/*/anatomy.json')
   found = [p for path in paths if (p := _read(path, folder, unreadable))]

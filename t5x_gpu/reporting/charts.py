@@ -1,7 +1,7 @@
 """Charts as HTML and inline SVG: curves, and bars of several parts.
 
-Only lines are in the SVG, which stretches to any width. Text is HTML, so it is as large on a phone
-as on a screen. Values appear when the pointer is over the chart, and in a table below it.
+The SVG contains only lines and stretches to any width. Text is HTML, so it has the same size on a
+phone as on a screen. Values appear when the pointer is over the chart, and in a table below it.
 """
 
 import bisect
@@ -16,12 +16,12 @@ from t5x_gpu.reporting.markup import Child, add, element
 from t5x_gpu.reporting.page import table
 from t5x_gpu.reporting.scales import Format, Points, Scale, fewer, scale_of, short_number, ticks
 
-NUM_COLORS = 10  # of the style
-_NUM_PATTERNS = 4  # solid, and p1 to p3 of the style: dashes of curves, stripes of bars
-_SIZE = 1000  # of the SVG's own coordinates, both ways
+NUM_COLORS = 10  # colors in the style
+_NUM_PATTERNS = 4  # solid, and the style's p1 to p3: dashes of curves, stripes of bars
+_SIZE = 1000  # width and height in the SVG's own coordinates
 _MOST_POINTS = 1200
 _MOST_HOVERS = 150  # places along x that show values
-_MOST_ROWS = 40  # of the table below
+_MOST_ROWS = 40  # rows of the table below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Series:
   """One curve.
 
   Attributes:
-    name: in the legend; '' for none.
+    name: name in the legend; '' for none.
     points: (x, y), by x. NaN and infinity leave a gap.
     color: number of its color, from 0; the same number looks the same everywhere on a page. From
       NUM_COLORS on, colors repeat with other dashes.
@@ -47,12 +47,12 @@ class Axis:
   """How an axis is drawn.
 
   Attributes:
-    label: its name with its unit.
-    is_log: logarithmic.
+    label: name of the axis with its unit.
+    is_log: whether it is logarithmic.
     low: the axis begins here if no value is below it.
-    text: a number of this axis -> its text at ticks.
-    exact: its text in the table and under the pointer; None for `text`.
-    whole: ticks are whole numbers.
+    text: formats a number at a tick.
+    exact: formats a number in the table and under the pointer; None for `text`.
+    whole: whether ticks are whole numbers.
   """
 
   label: str
@@ -79,7 +79,7 @@ def line_chart(
 
   Args:
     series: the curves; the first is drawn last, on top.
-    title: above the chart.
+    title: title above the chart.
     x, y: the axes.
     marks: (x, text) of vertical lines, such as restarts.
     limits: (y, text) of horizontal lines, such as the memory of a GPU.
@@ -171,7 +171,7 @@ def _look(prefix: str, number: int) -> list[str]:
 
   Args:
     prefix: 'c' for strokes, 'b' for backgrounds.
-    number: of the color.
+    number: number of the color.
   """
   repeat, color = divmod(number, NUM_COLORS)
   pattern = repeat % _NUM_PATTERNS
@@ -235,7 +235,7 @@ def _hovers(series: Sequence[Series], across: Scale, x: Axis, y: Axis) -> list[E
 
 
 def _values_table(series: Sequence[Series], x: Axis, y: Axis) -> Optional[ET.Element]:
-  """Returns the values at some x, folded away."""
+  """Returns a collapsed table with the values at some x."""
   places = _places(series, _MOST_ROWS)
   if not places:
     return None
@@ -255,7 +255,7 @@ def _values_table(series: Sequence[Series], x: Axis, y: Axis) -> Optional[ET.Ele
 
 
 def legend(entries: Sequence[tuple[str, int]], kinds: Sequence[str] = ()) -> ET.Element:
-  """Returns names with their colors; `kinds` are those of `Series`, '' if they do not matter."""
+  """Returns names with their colors; `kinds` as in `Series`, '' for the default."""
   return element(
     'ul',
     *(
@@ -282,11 +282,11 @@ def stacked_bars(
 
   Args:
     rows: name of the row -> part -> amount; parts of 0 are not drawn.
-    title: above the bars.
-    colors: part -> number of its color, in the order in which parts are drawn. Other parts
-      follow, with the next numbers.
-    text: of an amount.
-    full: the amount of a bar of full width; None for the longest.
+    title: title above the bars.
+    colors: part -> number of its color, in drawing order. Other parts follow, with the next
+      numbers.
+    text: formats an amount.
+    full: the amount of a bar of full width; None for the longest bar's.
     limit: (amount, name) that a line marks, such as the memory of a GPU.
     in_table: whether a table with all amounts follows.
   """

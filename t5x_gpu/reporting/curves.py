@@ -11,7 +11,7 @@ from t5x_gpu.reporting.page import Section, folded, table, views
 from t5x_gpu.reporting.run_record import RunRecord
 from t5x_gpu.reporting.scales import Points
 
-_DENSE = 30  # with more points, the smoothed curve is drawn over the raw one
+_DENSE = 30  # with more points, a smoothed curve is drawn over the raw curve
 _STEP = Axis('step', exact=lambda v: f'{v:,.0f}', whole=True)
 _LOG_STEP = Axis('step', is_log=True, exact=lambda v: f'{v:,.0f}')
 _MOST_TABLE_STEPS = 12
@@ -34,7 +34,7 @@ def _smoothed(points: Points) -> Points:
 
 
 def _training_curves(runs: Sequence[RunRecord], key: str, *, name: str = '') -> list[Series]:
-  """Returns a curve per run, with the raw values behind it if they are many."""
+  """Returns a curve per run, with the raw values behind it if there are many."""
   found = []
   for color, run in enumerate(runs):
     points = run.series(key)
@@ -42,7 +42,7 @@ def _training_curves(runs: Sequence[RunRecord], key: str, *, name: str = '') -> 
       continue
     label = run.name if len(runs) > 1 else name or key
     if len(points) > _DENSE:
-      one = len(runs) == 1  # with several, the legend would be long
+      one = len(runs) == 1  # with several runs, the legend would be long
       smoothed = f'{label}, smoothed' if one else label
       found.append(Series(smoothed, _smoothed(points), color))
       found.append(Series(label if one else '', points, color, 'pale'))
@@ -115,7 +115,7 @@ def _chart(
 
 
 def speed_section(runs: Sequence[RunRecord]) -> Optional[Section]:
-  """Returns tokens per second, step seconds, the wait for input, and MFU where it is known."""
+  """Returns tokens per second, step seconds, the wait for input, and MFU if known."""
   charts = [
     _chart(runs, key, title, unit=unit, low=0.0)
     for key, title, unit in (

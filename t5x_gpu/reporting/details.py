@@ -13,12 +13,12 @@ from t5x_gpu.reporting.run_record import RunRecord
 
 _MOST_SAMPLES = 20
 _MOST_SHARES = 30
-# Facts about the data that have their own place, or say nothing about it.
+# Facts about the data that are shown elsewhere or carry no information.
 _NOT_LISTED = ('rates', 'libraries', 'guarantee', 'repeat')
 
 
 def configuration_section(runs: Sequence[RunRecord]) -> Section:
-  """Returns in what the runs differ, what the users set, and every value with its origin."""
+  """Returns three tables: settings that differ, settings that users changed, all settings."""
   content: list[Child] = []
   if len(runs) > 1:
     content.append(_differences(runs))
@@ -105,7 +105,7 @@ def _data(run: RunRecord) -> Mapping[str, Any]:
 
 
 def mixture_shares(run: RunRecord, *, most: int = _MOST_SHARES) -> dict[str, float]:
-  """Returns task -> share of the mixture, the largest first; those after `most` as 'others'."""
+  """Returns task -> share of the mixture, largest first; tasks after `most` as 'others'."""
   rates = _data(run).get('rates')
   if not isinstance(rates, dict) or not all(_is_rate(v) for v in rates.values()):
     return {}
@@ -126,7 +126,7 @@ def _text(value: Any) -> str:
 
 
 def samples_section(runs: Sequence[RunRecord]) -> Optional[Section]:
-  """Returns the texts that the runs wrote, the latest first."""
+  """Returns the texts that the runs wrote, latest first."""
   content: list[Child] = []
   for run in runs:
     for sample in reversed(run.samples[-_MOST_SAMPLES:]):

@@ -22,7 +22,7 @@ from t5x_gpu.terminal.progress_line import format_loss
 
 _BLOCKS, _ASCII = '▁▂▃▄▅▆▇█', '_.-=+*%#'
 _SPARKS = 40
-_SPEED_SECONDS = 900.0  # the speed is that of the last quarter of an hour
+_SPEED_SECONDS = 900.0  # the shown speed is the mean of the last quarter of an hour
 _MOST_PROBLEMS = 3
 _PARTS = ('compute', 'exposed_communication', 'input_wait')
 _MOST_SHARES = 4
@@ -33,8 +33,8 @@ def view(run: RunRecord, *, now: Optional[float] = None, unicode: bool = True) -
   """Returns the screen.
 
   Args:
-    run: what its files say.
-    now: seconds since 1970; None for now.
+    run: the run's record.
+    now: seconds since 1970; None for the current time.
     unicode: whether the terminal can show blocks.
   """
   now = time.time() if now is None else now
@@ -102,7 +102,7 @@ def _progress(run: RunRecord, now: float) -> rich.console.RenderableType:
 
 
 def sparkline(values: Sequence[float], *, unicode: bool = True) -> str:
-  """Returns a curve of one line; values that are not finite are `!`."""
+  """Returns a one-line curve; values that are not finite are `!`."""
   blocks = _BLOCKS if unicode else _ASCII
   known = [v for v in values if math.isfinite(v)]
   low, high = min(known, default=0.0), max(known, default=0.0)

@@ -8,7 +8,7 @@ Child = Union[ET.Element, str, int, float, None]
 
 # Not allowed in HTML, except tab and newline; lone surrogates cannot be written as UTF-8.
 _FORBIDDEN = re.compile('[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]')
-_NOT_ESCAPED = ('script', 'style')  # by the serializer
+_NOT_ESCAPED = ('script', 'style')  # the serializer does not escape their text
 
 
 def clean(text: object) -> str:
@@ -22,10 +22,10 @@ def element(tag: str, *children: Child, **attributes: object) -> ET.Element:
       element('p', 'loss ', element('b', 2.31), class_='note')
 
   Args:
-    tag: of HTML or SVG.
+    tag: an HTML or SVG tag.
     *children: elements and text, in order; None is left out.
     **attributes: `class_` is class, `aria_label` is aria-label; None is left out, True has no
-      value. A link leads to a place on the same page.
+      value. A link may only lead to a place on the same page.
   """
   if tag in _NOT_ESCAPED or not str(attributes.get('href', '#')).startswith('#'):
     raise ValueError(f'A report has no <{tag}> like this: {attributes}')
@@ -54,7 +54,7 @@ def document(title: str, body: ET.Element, *, style: str) -> str:
   """Returns a page in one file. Its security policy forbids scripts and every request.
 
   Args:
-    title: of the window.
+    title: title of the window.
     body: a `body` element.
     style: CSS. It is not escaped, so it must not come from a run.
   """

@@ -14,9 +14,9 @@ class Section:
   """A part of a page.
 
   Attributes:
-    name: its anchor, letters and dashes.
-    title: its heading.
-    content: what it shows.
+    name: anchor, letters and dashes.
+    title: heading.
+    content: content below the heading.
     intro: a sentence below the heading; '' for none.
   """
 
@@ -31,8 +31,8 @@ class Tile:
   """A number at the top of a page.
 
   Attributes:
-    name: what it is.
-    value: as text.
+    name: name of the number.
+    value: the number as text.
     note: a few words below it.
     tone: 'good', 'bad' or ''.
   """
@@ -55,8 +55,8 @@ def page(
   """Returns a self-contained HTML page.
 
   Args:
-    title: its heading.
-    sections: in order.
+    title: heading of the page.
+    sections: sections in order.
     subtitle: a line below the heading.
     tiles: the most important numbers.
     notes: warnings above the first section.
@@ -115,13 +115,13 @@ def table(
   caption: str = '',
   texts: Sequence[int] = (0,),
 ) -> ET.Element:
-  """Returns a table, which scrolls sideways by itself on a narrow screen.
+  """Returns a table that scrolls sideways on a narrow screen.
 
   Args:
     head: names of the columns.
     rows: cells.
-    caption: above the table; '' for none.
-    texts: columns of text, which are aligned to the left; the others hold numbers.
+    caption: text above the table; '' for none.
+    texts: columns of text, which are aligned to the left; the other columns hold numbers.
   """
 
   def cell(tag: str, column: int, content: Child, **attributes: object) -> ET.Element:
@@ -148,10 +148,10 @@ def views(name: str, contents: Mapping[str, Child]) -> ET.Element:
   """Returns several views of the same data; radio buttons choose one (mouse, keyboard, touch).
 
   Args:
-    name: of the choice, unique on the page.
-    contents: name of the view -> what it shows, at most four; the first is shown at first.
+    name: name of the choice, unique on the page.
+    contents: name of the view -> its content, at most four; the first is shown initially.
   """
-  if not 0 < len(contents) <= 4:  # the style knows four
+  if not 0 < len(contents) <= 4:  # the style defines four
     raise ValueError(f'{len(contents)} views')
   parts: list[Child] = []
   for i, view in enumerate(contents):
@@ -162,5 +162,5 @@ def views(name: str, contents: Mapping[str, Child]) -> ET.Element:
 
 
 def folded(title: str, *content: Child, is_open: bool = False) -> Optional[ET.Element]:
-  """Returns content that a click or a key unfolds."""
+  """Returns content that a click or a key expands."""
   return element('details', element('summary', title), *content, open=is_open)

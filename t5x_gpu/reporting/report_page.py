@@ -15,8 +15,8 @@ from t5x_gpu.reporting.time_spent import goodput_section, progress_section, stat
 from t5x_gpu.terminal.bars import format_seconds
 from t5x_gpu.terminal.progress_line import format_loss
 
-# Each returns its section, or None if the runs have nothing for it. Another section is one more
-# function here: it reads what it needs from `RunRecord.folder`.
+# Each returns its section, or None if the runs have no data for it. To add a section, add a
+# function here; it reads its data from `RunRecord.folder`.
 SECTIONS: tuple[Callable[[Sequence[RunRecord]], Optional[Section]], ...] = (
   loss_section,
   goodput_section,
@@ -64,7 +64,7 @@ def _number(value: Optional[float]) -> str:
 
 
 def _tiles(run: RunRecord) -> list[Tile]:
-  """Returns the numbers at the top, as far as they are known."""
+  """Returns the numbers at the top of the page, if known."""
   tiles = []
   loss, evaluated = run.last('train/loss'), run.last('eval/loss')
   if loss is not None:

@@ -1,4 +1,4 @@
-"""The configuration of a run from its files, and in what several runs differ."""
+"""The configuration of a run from its files, and the differences between runs."""
 
 import dataclasses
 import pathlib
@@ -16,7 +16,7 @@ _LINE = re.compile(
   rf'(?P<origin>\S.*?:\d+|--gin\.\S+|default|{OF_DATA}|{OF_RUN})'
   r'(?:\s{3,}overrides (?P<overrides>.*))?\s*'
 )
-IN_EVERY_RUN = ('MODEL_DIR', 'train.model_dir')  # differs always, and says nothing
+IN_EVERY_RUN = ('MODEL_DIR', 'train.model_dir')  # always differs, which is of no interest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,10 @@ class ReportedSetting:
   """A value of a run.
 
   Attributes:
-    value: as gin text.
-    through: the macro that gives it, '%BATCH_SIZE', or ''.
+    value: value as gin text.
+    through: the macro that sets it, '%BATCH_SIZE', or ''.
     origin: 'my.gin:7', '--gin.BATCH_SIZE', 'default', 'the training data', or '' if unknown.
-    overrides: what it overrode, or ''.
+    overrides: the overridden value, or ''.
   """
 
   value: str
@@ -67,7 +67,7 @@ def _text(path: pathlib.Path, problems: list[str]) -> Optional[str]:
 
 
 def earlier_changes(folder: pathlib.Path, problems: list[str]) -> list[list[str]]:
-  """Returns, for each configuration that the run had before, `KEY: old -> new`."""
+  """Returns, for each earlier configuration of the run, its changes as `KEY: old -> new`."""
   numbers = sorted(
     int(match[1])
     for path in folder.glob('config_*.gin')
@@ -83,7 +83,7 @@ def differences(
 ) -> list[tuple[str, list[Optional[ReportedSetting]]]]:
   """Returns the keys whose values differ, with the setting of each run or None.
 
-  A parameter that differs only because its macro does is left out.
+  A parameter that differs only because of its macro is left out.
   """
   known = [run for run in runs if run]
   different = {

@@ -1,7 +1,7 @@
-"""A run as its files tell it: metrics, ledger, configuration, checkpoints, evaluations, samples.
+"""The record of a run in its files: metrics, ledger, configuration, checkpoints, evaluations.
 
-Reads files only, without a lock or a GPU, so it works on a run that another machine is
-training right now. What is damaged is skipped, counted and named.
+Only reads files, without a lock or a GPU, so it works on a run that another machine is training
+right now. Damaged parts are skipped, counted and named.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from t5x_gpu.reporting.run_config import ReportedSetting
 Records = list[dict[str, Any]]
 _T = TypeVar('_T')
 _EVAL_FOLDER = 'eval'
-_MOST_NAMED = 10  # damaged lines
+_MOST_NAMED = 10  # damaged lines that a message names
 _NO_METRICS = (
   f'There is no {METRICS}, so losses and speed are not shown. If it was lost, copy it into the '
   "folder again; a run writes it if LOGGERS has 'jsonl'."
@@ -39,20 +39,20 @@ _NO_METRICS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-  """What the files of MODEL_DIR say.
+  """The contents of MODEL_DIR.
 
   Attributes:
-    name: the shortest end of its path that tells it from the other runs of a report.
-    folder: of its small files.
-    metrics: of metrics.jsonl, by step.
-    accounts: where the wall time went; None for a run without a ledger.
+    name: the shortest end of the path that distinguishes it from the report's other runs.
+    folder: folder of its small files.
+    metrics: contents of metrics.jsonl, by step.
+    accounts: how the wall time was spent; None for a run without a ledger.
     settings: key -> value and origin.
     earlier: a list of changes for each earlier configuration.
     checkpoints: committed steps, ascending.
-    manifest: of the latest checkpoint that can be read; empty if there is none.
+    manifest: manifest of the latest readable checkpoint; empty if there is none.
     evaluations: name -> records of `python -m t5x_gpu.eval`.
     samples: texts that the run wrote.
-    problems: what is missing or could not be read, as sentences.
+    problems: sentences about missing or unreadable files.
   """
 
   name: str
@@ -69,12 +69,12 @@ class RunRecord:
 
   @functools.cached_property
   def facts(self) -> Mapping[str, Any]:
-    """What the ledger says about the last start: 'devices', 'total_steps', ..."""
+    """The ledger's facts about the last start: 'devices', 'total_steps', ..."""
     return self.accounts.processes[-1].process.facts if self.accounts else {}
 
   @property
   def total_steps(self) -> Optional[int]:
-    """The last step of the run; None if no file says."""
+    """The last step of the run; None if no file records it."""
     found = self.facts.get('total_steps')
     if found is None and (setting := self.settings.get('train.total_steps')):
       found = int(setting.value) if setting.value.isdecimal() else None
@@ -82,14 +82,14 @@ class RunRecord:
 
   @property
   def step(self) -> Optional[int]:
-    """The last finished step that a file knows; the last saved one without metrics and ledger."""
+    """The last finished step that is recorded; without metrics and ledger, the last saved step."""
     steps = [self.metrics[-1]['step']] if self.metrics else []
     if self.accounts and (step := self.accounts.processes[-1].process.last.step) is not None:
       steps.append(step)
     return max(steps or self.checkpoints, default=None)
 
   def series(self, key: str) -> list[tuple[float, float]]:
-    """Returns (step, value) of a metric, ascending; the last record of a step counts."""
+    """Returns (step, value) of a metric, ascending; the last record of each step counts."""
     return sorted({r['step']: float(r[key]) for r in self.metrics if key in r}.items())
 
   def last(self, key: str) -> Optional[float]:
@@ -104,8 +104,8 @@ def read_run(
 
   Args:
     model_dir: a folder, or an address in object storage, from which the small files are copied.
-    name: for the record; '' for the path as given.
-    copies: folder for what is copied out of object storage; None for a temporary one.
+    name: name for the record; '' for the path as given.
+    copies: folder for files copied from object storage; None for a temporary folder.
   Raises:
     ConfigError: there is no such folder, or it is not the folder of a run.
   """
@@ -123,7 +123,7 @@ def read_run(
     problems.append(_damaged_text(GOODPUT, ledger.damaged))
   metrics = _records(folder / METRICS, parse_line, problems)
   checkpoints, manifest = _checkpoints(opened, problems)
-  # A run makes the file before its first step.
+  # A run creates this file before its first step.
   if checkpoints and not (folder / METRICS).exists():
     problems.append(_NO_METRICS)
   has_begun = any((folder / name).exists() for name in (CONFIG, LOCK, GOODPUT, METRICS))
@@ -155,7 +155,7 @@ def read_runs(model_dirs: Sequence[str]) -> list[RunRecord]:
   Args:
     model_dirs: folders, or addresses in object storage.
   Raises:
-    ConfigError: a folder is named twice; also what `read_run` raises.
+    ConfigError: a folder is named twice; also the errors of `read_run`.
   """
   _check_named_once(model_dirs)
   parts = [str(as_path(name)).rstrip('/').split('/') for name in model_dirs]
@@ -168,7 +168,7 @@ def read_runs(model_dirs: Sequence[str]) -> list[RunRecord]:
 
 
 def _check_named_once(model_dirs: Sequence[str]) -> None:
-  """Raises ConfigError if a folder is named twice: charts know runs by their names."""
+  """Raises ConfigError if a folder is named twice: charts identify runs by name."""
   seen: dict[Any, str] = {}
   for name in model_dirs:
     path = as_path(name)
@@ -218,7 +218,7 @@ def _not_a_run(folder: pathlib.Path, shown: str) -> ConfigError:
 def _read(
   path: pathlib.Path, read: Callable[[pathlib.Path], _T], problems: list[str]
 ) -> Optional[_T]:
-  """Returns what `read` makes of a file; None if there is no file, or it cannot be read."""
+  """Returns the result of `read` on a file; None if the file is missing or unreadable."""
   try:
     return read(path)
   except FileNotFoundError:
@@ -257,7 +257,7 @@ def _damaged_text(name: str, lines: Sequence[int]) -> str:
 def _checkpoints(
   model_dir: ModelDir, problems: list[str]
 ) -> tuple[Sequence[int], Mapping[str, Any]]:
-  """Returns the committed steps, and the manifest of the latest that can be read."""
+  """Returns the committed steps, and the manifest of the latest readable checkpoint."""
   steps = model_dir.steps
   for step in reversed(steps):
     try:

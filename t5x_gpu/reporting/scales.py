@@ -1,4 +1,4 @@
-"""Where numbers lie on an axis, its ticks, and fewer points of a long curve."""
+"""The position of numbers on an axis, its ticks, and fewer points of a long curve."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ class Scale:
     return (value - self.low) / (self.high - self.low)
 
   def shows(self, value: float) -> bool:
-    """Returns whether a value has a place on the axis."""
+    """Returns whether a value has a position on the axis."""
     return math.isfinite(value) and (value > 0 or not self.is_log)
 
 
@@ -33,7 +33,7 @@ def scale_of(
 
   Args:
     values: may be empty.
-    is_log: logarithmic.
+    is_log: whether the axis is logarithmic.
     low: the axis begins here if no value is below it.
     margin: share of the axis that stays free at both ends.
   """
@@ -58,7 +58,7 @@ def ticks(scale: Scale, *, most: int = 6, whole: bool = False) -> list[float]:
 
   Args:
     scale: the axis.
-    most: at most this many.
+    most: maximum number of ticks.
     whole: only whole numbers.
   """
   if scale.is_log:
@@ -84,7 +84,7 @@ def ticks(scale: Scale, *, most: int = 6, whole: bool = False) -> list[float]:
 def fewer(points: Points, *, most: int) -> Points:
   """Returns at most about `most` points of a curve, with the lowest and highest of each stretch.
 
-  So a single bad step stays visible among 100,000.
+  A single bad step therefore stays visible among 100,000.
   """
   if len(points) <= most:
     return points

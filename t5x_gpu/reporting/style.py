@@ -1,4 +1,4 @@
-"""The style of our pages: light and dark, wide and narrow, and on paper."""
+"""The style of t5x_gpu's pages: light and dark, wide and narrow, and on paper."""
 
 # Okabe and Ito's colors, which color-blind readers can distinguish; lighter on a dark page.
 _LIGHT = (

@@ -23,7 +23,7 @@ from t5x_gpu.terminal.bars import format_seconds
 
 # Category -> number of its color.
 COLORS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
-SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
+SILENT_SECONDS = 120.0  # a living process writes to its ledger every 30 s
 _ENDS = {'KeyboardInterrupt': 'Ctrl-C', 'SIGINT': 'Ctrl-C'}  # as a person ends a run
 _NO_LEDGER = (
   'has no goodput.jsonl: the file was lost, the run has not started, or an earlier version of '
@@ -32,7 +32,7 @@ _NO_LEDGER = (
 
 
 def goodput_section(runs: Sequence[RunRecord]) -> Section:
-  """Returns where the wall time went."""
+  """Returns a section on how the wall time was spent."""
   known = {run.name: run for run in runs if run.accounts}
   content: list[Child] = []
   if known:
@@ -88,7 +88,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _steps_by_time(run: RunRecord, unit: int) -> Points:
-  """Returns (units of so many seconds since the first start, step); a gap between processes."""
+  """Returns (units of `unit` seconds since the first start, step); a gap between processes."""
   begin = run.accounts.processes[0].process.start
   points: Points = []
   for account in run.accounts.processes:
@@ -139,7 +139,7 @@ def _starts(run: RunRecord, *, named: bool) -> ET.Element:
 
 
 def state_of(run: RunRecord, *, now: float) -> str:
-  """Returns 'done', 'running', 'stopped by SIGTERM', ...; '' if no file says."""
+  """Returns 'done', 'running', 'stopped by SIGTERM', ...; '' if no file records it."""
   if not run.accounts:
     return ''
   last = run.accounts.processes[-1]

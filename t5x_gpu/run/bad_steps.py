@@ -1,4 +1,4 @@
-"""Steps that were skipped or are not finite: counted, and their batches written to MODEL_DIR."""
+"""Bad steps, skipped or not finite: counts them, and writes their batches to MODEL_DIR."""
 
 import collections
 import logging
@@ -18,17 +18,17 @@ from t5x_gpu.training.guards.spikes import SpikeConfig
 _log = logging.getLogger(__name__)
 
 FOLDER = 'spikes'
-_KEPT = 3  # batches: one step is in flight, and the next one may have been read
+_KEPT = 3  # batches: one step is in flight, and the next batch may already be read
 
 
 class BadSteps:
-  """Looks at each finished step.
+  """Checks each finished step.
 
   Args:
     config: how many steps may be skipped, and how many batches are written.
     folder: MODEL_DIR.
     first_step: number of steps taken before this process started.
-    vocabulary: returns what decodes ids into text; None where there is no text.
+    vocabulary: returns a vocabulary that decodes ids into text, or None if there is no text.
   """
 
   def __init__(
@@ -95,7 +95,7 @@ class BadSteps:
       np.savez_compressed(folder / f'{name}.npz', **arrays)
       text = f'step {step}: {reason}\n{_text(arrays, self._vocabulary())}'
       (folder / f'{name}.txt').write_text(text, encoding='utf-8')
-    except Exception as e:  # a vocabulary of the user may raise anything; the run is worth more
+    except Exception as e:  # a custom vocabulary may raise anything; it must not end the run
       _log.warning('The batch of step %d cannot be written: %s', step, first_line(e))
 
 

@@ -31,9 +31,9 @@ def begin(
   """Sets up logging and the program cache; prints configuration, processes, XLA and health.
 
   Args:
-    run, loaded: the configured run, and what it was loaded from.
+    run, loaded: the configured run, and the configuration files that it was loaded from.
     cluster, xla: the processes, and the settings to compile with.
-    gin_files, gin_search_paths: of the command line.
+    gin_files, gin_search_paths: as on the command line.
   Raises:
     ConfigError: the processes have different configurations.
   """
@@ -54,7 +54,7 @@ def begin(
 
 
 def _first_screen(run: Run, cluster: ClusterInfo, xla: Applied, loaded: LoadedConfig) -> list[str]:
-  """Returns what the run found out about its processes, XLA and its configuration."""
+  """Returns lines about the run's processes, XLA and configuration."""
   ends = []
   if cluster.end_time is not None:
     at = time.strftime('%m-%d %H:%M:%S', time.localtime(cluster.end_time))

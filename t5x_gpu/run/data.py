@@ -1,4 +1,4 @@
-"""`open_data`: the training data of a run where it continues, and the data of its evaluations."""
+"""`open_data`: a run's training data at the position where it continues, and evaluation data."""
 
 import dataclasses
 import json
@@ -28,10 +28,10 @@ class RunData:
   """The open data of a run.
 
   Attributes:
-    batches: for training; the next one is that of the next step.
+    batches: training batches, starting with the batch of the next step.
     source_files: the files that `batches` reads.
-    watch: notices when any of them changes.
-    evaluations: with their data.
+    watch: detects changes of these files.
+    evaluations: the run's evaluations, with their data.
   """
 
   batches: BatchIterator
@@ -51,11 +51,11 @@ def open_data(plan: CheckedRun) -> RunData:
   """Returns the data of a run, checked against its model and its checkpoint.
 
   Raises:
-    ConfigError, DataError: data that cannot be read, does not fit the model, or is not what the
-      checkpoint was trained on; a sample that does not fit; an unknown `best_metric`.
+    ConfigError, DataError: the data cannot be read, does not fit the model, or differs from the
+      data that the checkpoint was trained on; a sample does not fit; unknown `best_metric`.
   """
   run, program, saved = plan.run, plan.program, plan.saved
-  if run.sample_cfg is not None:  # an error now rather than after the last step
+  if run.sample_cfg is not None:  # fail now rather than after the last step
     check_writes_text(run.model)
     prompt = vocabulary_of(run).encode(run.sample_cfg.prompt)
     vocabulary_of(run).decode([int(i) for i in prompt])
@@ -75,11 +75,11 @@ def open_data(plan: CheckedRun) -> RunData:
 
 
 def _rehearse_save(plan: CheckedRun, batches: BatchIterator) -> None:
-  """Does once, in memory, what a save and a restart do with the data.
+  """Rehearses, in memory, how a save and a restart handle the data.
 
   Raises:
-    DataError: the state or the description of the data cannot be saved, or the state does not lead
-      back to the next batch.
+    DataError: the state or the description of the data cannot be saved, or restoring the state
+      does not give the next batch.
   """
   next_hash = batch_hash(batches.peek())
   try:
@@ -92,14 +92,14 @@ def _rehearse_save(plan: CheckedRun, batches: BatchIterator) -> None:
       next_batch_hash=next_hash,
     )
     json.dumps(sealed(manifest, data=data))
-    if not plan.continues_data:  # else the restart has done the same
+    if not plan.continues_data:  # otherwise the restart has already tested this
       batches.set_state(state)
       found = batch_hash(batches.peek())
       if found != next_hash:
         raise ValueError(f'after set_state(get_state()) the next batch is another one ({found})')
   except UserError:
     raise
-  except Exception as e:  # the data module may be the user's
+  except Exception as e:  # a custom data module may raise anything
     raise DataError(
       f'The position in the data of {module_of(plan.run.train_dataset_cfg)} cannot be saved: '
       f'{type(e).__name__}: {first_line(e)}.',
@@ -119,7 +119,7 @@ def vocabulary_of(run: Run) -> Any:
 
 
 def text_vocabulary_of(run: Run) -> Any:
-  """Returns the vocabulary of the training data; None for batches without text."""
+  """Returns the vocabulary of the training data; None if batches have no text."""
   try:
     return vocabulary_of(run)
   except ConfigError:

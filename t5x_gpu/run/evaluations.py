@@ -38,15 +38,15 @@ _LISTED = 6
 
 
 class Evaluations:
-  """The evaluations of a run that are due after some of its steps, and all after the last one.
+  """The evaluations of a run: some are due after some steps, all after the last step.
 
   Args:
-    run: its settings.
-    program: of the run.
+    run: the run's settings.
+    program: the run's program.
     loss: evaluates the loss, every `run.eval_period` steps; None for no such evaluation.
     tasks: evaluates tasks, every `run.infer_eval_period` steps; None for no such evaluation.
   Attributes:
-    evaluated: '18 rows', of the last evaluation.
+    evaluated: number of rows in the last evaluation, '18 rows'.
   """
 
   def __init__(
@@ -58,7 +58,7 @@ class Evaluations:
 
   @property
   def confusion(self) -> Optional[np.ndarray]:
-    """[true class, predicted class] of the last evaluation, if the model classifies."""
+    """The [true class, predicted class] counts of the last evaluation, if the model classifies."""
     return self._loss and self._loss.confusion
 
   def check_same_on_hosts(self, training: BatchIterator) -> None:
@@ -69,7 +69,7 @@ class Evaluations:
     )
 
   def rehearse(self, keep: Keep) -> None:
-    """Does once, with dummy numbers, what evaluations and the end of the run do with their data.
+    """Rehearses, with dummy numbers, what evaluations and the end of the run do with their results.
 
     Args:
       keep: compares a metric.
@@ -92,14 +92,14 @@ class Evaluations:
 
   def _draw(self, confusion: np.ndarray) -> None:
     names = all_names(self.class_names(), len(confusion))
-    longest = sorted(names, key=len)[-MAX_WRITTEN_CLASSES:]  # 1,000 take many seconds
+    longest = sorted(names, key=len)[-MAX_WRITTEN_CLASSES:]  # drawing 1,000 names is slow
     ones = np.ones((len(longest), len(longest)))
     try:
       with tempfile.TemporaryDirectory() as folder:
         draw_confusion(folder, ones, longest, step=self._run.total_steps)
     except UserError:
       raise
-    except Exception as e:  # of matplotlib, or a name that is not text
+    except Exception as e:  # matplotlib failed, or a name is not text
       raise DataError(
         'The confusion matrix that the run draws at its end cannot be drawn with the class names '
         f'{", ".join(map(repr, listed(shown_names(names), _LISTED)))}: {first_line(e)}.',
@@ -109,7 +109,7 @@ class Evaluations:
       ) from e
 
   def class_names(self) -> tuple[str, ...]:
-    """Returns the names of the classes of the training data; empty without any."""
+    """Returns the class names of the training data; () if it has none."""
     return class_names_of(self._run.model, self._run.train_dataset_cfg)
 
   def _loss_is_due(self, step: int) -> bool:
@@ -143,10 +143,10 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
   """Returns the evaluations of a training run; opens their data.
 
   Args:
-    run: its settings.
-    program: of the run.
-    loss_required: something needs the loss. Otherwise, and without `run.eval_period`, an empty
-      split is not an error: the run trains without this evaluation.
+    run: the run's settings.
+    program: the run's program.
+    loss_required: whether something needs the loss. Otherwise, and without `run.eval_period`, an
+      empty split is not an error: the run trains without this evaluation.
   Raises:
     ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
       `open_task_evaluator`.

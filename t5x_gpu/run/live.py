@@ -46,7 +46,7 @@ _LISTED = 5  # files that have changed
 
 @dataclasses.dataclass(frozen=True)
 class LiveRun:
-  """A run that can take steps. Its state is not in here: every step replaces it.
+  """A run that can take steps. It does not hold the state, which every step replaces.
 
   Attributes:
     plan: the checked run.
@@ -74,10 +74,10 @@ class LiveRun:
     return step_tokens(self.plan.run.model, self.plan.program.spec.shapes)
 
   def next_batch(self, step: int) -> Optional[Batch]:
-    """Returns the batch of `step`; None if its text cannot be read because a file has changed.
+    """Returns the batch of `step`; None if a changed file makes its text unreadable.
 
     Raises:
-      DataError: it cannot be read for another reason, or there are several processes.
+      DataError: the batch is unreadable for another reason, or there are several processes.
     """
     try:
       return next(self.data.batches)
@@ -92,7 +92,7 @@ class LiveRun:
     return self.plan.program.layout.put_batch(batch)
 
   def saver_due(self, step: int, *, is_last: bool) -> AnyCheckpointer | LocalTier | None:
-    """Returns what saves after `step`; None for no checkpoint."""
+    """Returns the saver to use after `step`; None for no checkpoint."""
     if is_last or step % self.plan.run.checkpoint_cfg.period == 0:
       return self.checkpointer
     return self.plan.local.due(step)
@@ -111,7 +111,8 @@ class LiveRun:
     """
     batches = self.data.batches
     data_state, next_hash = batches.get_state(), batch_hash(batches.peek())
-    # Looked for after the state was taken: if no file has changed by now, it has no changed text.
+    # Look after taking the state: if no file has changed by now, the state contains no changed
+    # text.
     changed = distributed.broadcast_json(self.data.watch.look(step, now=True))
     if changed:
       self._stop_at_changed_text(changed, step, state, metrics=metrics)
@@ -124,10 +125,10 @@ class LiveRun:
     """Ends the run because source files have changed.
 
     Args:
-      changed: a line for each file.
-      step, state: the last step.
-      ago: number of batches that were read since `step`.
-      stop: with several processes, this is process 0, and all of them stop after a later step.
+      changed: one line per changed file.
+      step, state: the last step and its state.
+      ago: number of batches read since `step`.
+      stop: with several processes this is process 0, and all processes stop after a later step.
     Raises:
       DataError: this is the only process.
     """
@@ -144,12 +145,12 @@ class LiveRun:
     ago: int = 0,
     metrics: Optional[Mapping[str, float]] = None,
   ) -> None:
-    """Saves the state after `step` if all its text was read before the change, then raises.
+    """Saves the state after `step` if all its text was read before the change; then raises.
 
     Args:
-      changed: a line for each file.
-      step, state, metrics: to save.
-      ago: number of batches that were read since `step`.
+      changed: one line per changed file.
+      step, state, metrics: the step to save, its state and its metrics.
+      ago: number of batches read since `step`.
     Raises:
       DataError: always, except after the last step.
     """
@@ -211,13 +212,13 @@ class LiveRun:
     """Checks the numbers of a step that the devices have finished.
 
     Raises:
-      TrainingError: one of them is not finite.
-      CheckpointError: a save in the background failed.
+      TrainingError: a number is not finite.
+      CheckpointError: a background save failed.
     """
     self.checkpointer.check()
     bad = self.bad_steps.step_done(step, sums)
     if bad:
-      self.checkpointer.wait()  # the save in progress is of a good state
+      self.checkpointer.wait()  # the save in progress has a good state
       steps = self.checkpointer.steps()
       saved = f'checkpoint_{steps[-1]} is intact.' if steps else 'No checkpoint exists yet.'
       raise TrainingError(
@@ -237,7 +238,7 @@ def open_run(
 ) -> tuple[LiveRun, TrainState]:
   """Returns the run and the state of its next step; opens the data while XLA compiles.
 
-  The state is the latest checkpoint of MODEL_DIR, else that of another run, else a fresh one.
+  The state comes from MODEL_DIR's latest checkpoint, else from another run, else it is fresh.
 
   Args:
     plan: the checked run.
@@ -283,12 +284,12 @@ def _compile_and_open(
       lowered = traced.lower()
     check_same_step(lowered)
     if opening.done():
-      opening.result()  # data that opens quickly raises its errors before the compile
+      opening.result()  # errors of data that opens quickly are raised before the compile
     log('compiling the training step')
     with compile_errors(kind):
       train_step = lowered.compile(compiler_options=compile_options(program, xla))
     memory = plan.memory.compiled(train_step)
-    fresh = None if plan.saved else program.init()  # compiles too, while the data opens
+    fresh = None if plan.saved else program.init()  # also compiles, while the data opens
     data = opening.result()
   data.check_same_on_hosts()
   log(memory.line())
@@ -300,7 +301,7 @@ def _compile_and_open(
 
 @contextlib.contextmanager
 def _in_thread(work: Callable[[], Any]) -> Iterator[concurrent.futures.Future]:
-  """Runs `work` next to the block; a block that fails or is interrupted does not wait for it."""
+  """Runs `work` concurrently with the block; a failed or interrupted block does not wait for it."""
   pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data')
   future = pool.submit(work)
   try:
@@ -314,14 +315,14 @@ def _in_thread(work: Callable[[], Any]) -> Iterator[concurrent.futures.Future]:
 
 
 def _continue_from(restored: Restored, plan: CheckedRun, data: RunData, step: int) -> None:
-  # If `open_data` knew another step, the latest checkpoint could not be read.
+  # If `open_data` used another step, the latest checkpoint could not be read.
   if plan.start.takes_data and (not plan.saved or plan.saved.step != step):
     resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
   log(f'Continuing from {restored.path}.')
 
 
 def _changed_rate(plan: CheckedRun, folder: pathlib.Path, step: int) -> str:
-  """Returns both learning rates if the schedule is not the one of the last start; else ''."""
+  """Returns a warning with both learning rates if the schedule has changed since the last start."""
   path = folder / 'metrics.jsonl'
   if not is_main_process() or not path.is_file():
     return ''
@@ -339,7 +340,7 @@ def _changed_rate(plan: CheckedRun, folder: pathlib.Path, step: int) -> str:
 
   *earlier, last = sorted(rates)
   first = earlier[-1] if earlier else last - 1
-  # A record has the mean since the one before it.
+  # A record is the mean over the steps since the previous record.
   window = [rate(first), rate((first + last) // 2), rate(last - 1)]
   if 0.9 * min(window) <= rates[last] <= 1.1 * max(window):
     return ''
@@ -350,7 +351,7 @@ def _changed_rate(plan: CheckedRun, folder: pathlib.Path, step: int) -> str:
 
 
 def start_facts(live: LiveRun) -> dict[str, Any]:
-  """Returns what the ledger says about this start of the run."""
+  """Returns facts about this start of the run, for the ledger."""
   devices = live.plan.program.layout.mesh.devices
   return {
     'total_steps': live.plan.run.total_steps,

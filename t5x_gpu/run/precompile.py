@@ -1,4 +1,4 @@
-"""`--precompile`: compiles the programs of a run into the cache, for the runs that follow."""
+"""`--precompile`: compiles the programs of a run into the cache, for later runs."""
 
 import dataclasses
 import time
@@ -26,11 +26,11 @@ def check_cache() -> None:
 
 
 def precompile(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> str:
-  """Compiles initialization, training step and evaluation; returns what it did, for the log.
+  """Compiles initialization, training step and evaluation; returns a summary for the log.
 
   Args:
     plan: the checked run.
-    xla: settings to compile with, as the run will.
+    xla: settings to compile with, the same as the run's.
   Raises:
     OutOfMemoryError: the compiled step does not fit.
     ModelError: as `compile_errors` and `fp8_lines`.

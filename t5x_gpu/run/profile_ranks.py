@@ -1,7 +1,8 @@
 """The device time of every process during one profile, collected by process 0.
 
-A process announces its trace, and later publishes what it found: process 0 knows whom to wait
-for. A signal reaches processes at steps that differ by one or two: traces that overlap are one.
+A process announces its trace when it begins and publishes the device time when it ends, so
+process 0 knows which processes to wait for. A signal reaches processes at steps that differ by one
+or two; traces that overlap count as one profile.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class ProfileRanks:
   """Exchanges device times.
 
   Args:
-    store: that all processes share; None for a single process.
+    store: store that all processes share; None for a single process.
   """
 
   def __init__(self, store: Optional[Store]):
@@ -39,12 +40,13 @@ class ProfileRanks:
   def collect(
     self, *, first_step: int, last_step: int, time_of_devices: DeviceTime, of_all: bool
   ) -> list[dict[str, Any]]:
-    """Returns rank, host and device time of each process on process 0, of this one elsewhere.
+    """Returns rank, host and device time: of every process on process 0, of this process elsewhere.
 
     Args:
-      first_step, last_step: of this process's trace.
-      time_of_devices: of this process.
-      of_all: whether every process takes this trace; else only those that announced theirs.
+      first_step, last_step: steps of this process's trace.
+      time_of_devices: device time of this process.
+      of_all: whether every process takes this trace; otherwise only processes that announced one
+        do.
     """
     times = dataclasses.asdict(time_of_devices)
     self._publish(first_step, last_step, times)
@@ -73,7 +75,7 @@ class ProfileRanks:
     )
 
   def _overlapping(self, first: int, last: int) -> dict[int, Any]:
-    """Returns rank -> what it published about its latest trace that overlaps these steps."""
+    """Returns rank -> published contents of its latest trace that overlaps these steps."""
     pairs = within(_ASK_SECONDS, lambda: self._store.key_value_dir_get(_KEY)) or []
     found = {}
     for key, text in pairs:

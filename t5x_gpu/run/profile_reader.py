@@ -1,4 +1,4 @@
-"""Reads the traces of a run in a thread: writes anatomy.json and prints what it says."""
+"""Reads the traces of a run in a thread: writes anatomy.json and prints the findings."""
 
 import collections
 import dataclasses
@@ -39,12 +39,13 @@ class TraceRequest:
   """A trace to read.
 
   Attributes:
-    folder: of the trace.
-    kept: whether it stays.
-    first_step, last_step, reason: of the trace; until it ends, `last_step` is the planned one.
-    of_all: whether all processes take it.
+    folder: folder of the trace.
+    kept: whether to keep the trace after reading it.
+    first_step, last_step, reason: traced steps, and why; until the trace ends, `last_step` is the
+      planned last step.
+    of_all: whether all processes take the trace.
     totals: seconds of this process by name.
-    seconds_per_step: of the traced steps.
+    seconds_per_step: mean duration of the traced steps.
     parts: seconds per step by name, as the host measured them.
   """
 
@@ -60,16 +61,16 @@ class TraceRequest:
 
 
 class ProfileReader:
-  """Reads traces one after the other; the run warns about a trace that it cannot read.
+  """Reads traces one after the other; warns about a trace that it cannot read.
 
   Args:
     step_text: returns the compiled step as HLO text.
     mesh_shape: mesh axis -> size.
-    speed: what a step costs.
-    device: one of them, for its kind.
-    num_devices: of the run.
+    speed: cost of a step.
+    device: one of the devices, for its kind.
+    num_devices: devices of the run.
     shown: MODEL_DIR/profiles as the user wrote it.
-    store: that all processes share; None for a single process.
+    store: store that all processes share; None for a single process.
   """
 
   def __init__(
@@ -91,7 +92,7 @@ class ProfileReader:
     self._thread: Optional[threading.Thread] = None
 
   def begins(self, request: TraceRequest) -> None:
-    """Lets the other processes know that a trace has begun."""
+    """Informs the other processes that a trace has begun."""
     first, last = request.first_step, request.last_step
     self._do(lambda: self._ranks.begins(first_step=first, last_step=last))
 
@@ -123,7 +124,7 @@ class ProfileReader:
   def _read_or_warn(self, request: TraceRequest) -> None:
     try:
       self._read(request)
-    except Exception as e:  # the run is worth more than its profile
+    except Exception as e:  # a failed profile must not end the run
       _log.warning('The profile of step %d cannot be read: %s', request.first_step, first_line(e))
     finally:
       if not request.kept:

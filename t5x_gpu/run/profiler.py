@@ -1,8 +1,8 @@
-"""Profiles that a run takes of itself, and what they say about its steps.
+"""Profiles that a run takes of itself, and their findings.
 
-A trace starts before a step and ends after the last of its steps, or before an evaluation. All
-processes trace the steps of `PROFILE_STEPS`; process 0 keeps its trace, and compares the others.
-Each process writes to its own folder.
+A trace starts before a step and ends after its last step, or before an evaluation. All processes
+trace the steps of `PROFILE_STEPS`; process 0 keeps its trace and compares the others. Each process
+writes to its own folder.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _early: list[int] = []
 
 
 def catch_early() -> None:
-  """Remembers SIGUSR2 until the steps begin: it would end the process."""
+  """Remembers SIGUSR2 until the steps begin; otherwise the signal would end the process."""
   _early.clear()
   signal.signal(SIGNAL, lambda number, frame: _early.append(number))
 
@@ -48,11 +48,11 @@ class Profiler:
   """Takes traces. Use it as a context manager around the steps.
 
   Args:
-    config: when.
+    config: when to take traces.
     recorder: its timer measures the steps; it gets the metrics of a profile.
     folder: MODEL_DIR/profiles.
     reader: reads traces in a thread.
-    ends_before: whether something long follows a step, which a trace must not hold.
+    ends_before: whether a step is followed by long work, which a trace must not include.
     first_step: number of steps taken before this process started.
   """
 
@@ -68,8 +68,8 @@ class Profiler:
   ):
     self._config, self._recorder, self._folder = config, recorder, folder
     self._reader, self._ends_before, self._first_step = reader, ends_before, first_step
-    self._request: Optional[TraceRequest] = None  # of the trace that is being taken
-    self._last = 0  # its last step
+    self._request: Optional[TraceRequest] = None  # for the trace in progress
+    self._last = 0  # last step of this trace
     self._signalled = bool(_early)
     self._slow_taken = self._broken = False
     self._previous: Any = None
@@ -80,7 +80,7 @@ class Profiler:
 
   def __exit__(self, *exc_info: Any) -> None:
     signal.signal(SIGNAL, self._previous)
-    if self._request is not None:  # the run ends inside of a trace
+    if self._request is not None:  # the run ends during a trace
       self._stop(self._request.last_step, drain=exc_info[0] is None)
     self._reader.close()
     self._collect()
@@ -91,7 +91,7 @@ class Profiler:
 
   @contextlib.contextmanager
   def step(self, step: int) -> Iterator[None]:
-    """Context of one step: takes its trace if that is due."""
+    """Context of one step; starts and ends traces that are due."""
     self._collect()
     if self._request is None:
       reason = self._due(step)
@@ -108,7 +108,7 @@ class Profiler:
         self._stop(step, drain=True)
 
   def _due(self, step: int) -> str:
-    """Returns why a trace begins with `step`; '' for none."""
+    """Returns the reason to begin a trace with `step`, or ''."""
     config = self._config
     if self._broken:
       return ''
@@ -134,7 +134,7 @@ class Profiler:
       with self._recorder.timer.pause('profile'):
         folder = self._folder / name
         if kept:
-          shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of this run
+          shutil.rmtree(folder, ignore_errors=True)  # left by an earlier start of this run
           folder.mkdir(parents=True)
         else:
           folder = pathlib.Path(tempfile.mkdtemp(prefix='t5x_gpu_profile_'))
@@ -181,7 +181,7 @@ class Profiler:
       self._reader.read(request)
 
   def _collect(self) -> None:
-    """Gives the recorder the numbers of the profiles that have been read."""
+    """Passes the numbers of finished profiles to the recorder."""
     for values in self._reader.finished():
       self._recorder.add(values)
 

@@ -1,4 +1,4 @@
-"""`open_recorder`: what a live run measures and where that goes."""
+"""`open_recorder`: the measurements of a live run and their destinations."""
 
 import os
 

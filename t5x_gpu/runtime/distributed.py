@@ -26,7 +26,7 @@ from t5x_gpu.runtime.cluster.members import ClusterMember
 from t5x_gpu.runtime.cluster.rendezvous import meet
 from t5x_gpu.runtime.xla import flags as xla_flags
 
-# A difference is shown up to this many characters per process.
+# A difference is shown with up to this many characters per process.
 SHOWN_CHARACTERS = 300
 SAME_START = 'Start every process with the same files, flags and versions of the code.'
 
@@ -38,12 +38,12 @@ class DistributedConfig:
   """How long processes wait for each other.
 
   Attributes:
-    initialization_timeout_seconds: until all processes must have started; queues and file systems
-      can be slow.
+    initialization_timeout_seconds: deadline for all processes to start; queues and file systems can
+      be slow.
     heartbeat_timeout_seconds: a process that is silent for longer counts as dead. Shorter than
       Slurm's SlurmdTimeout (300 s), so that the processes of a disconnected host have ended
       before the job restarts elsewhere.
-    shutdown_timeout_seconds: until all must have ended, after the first one has.
+    shutdown_timeout_seconds: deadline for all processes to end, once the first has ended.
   """
 
   initialization_timeout_seconds: int = 300
@@ -60,14 +60,14 @@ class DistributedConfig:
 
 
 def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -> xla_flags.Applied:
-  """Joins this process to the others of its run; returns the XLA settings in force.
+  """Joins this process to the other processes of its run; returns the XLA settings in force.
 
   Call it before anything uses a device.
 
   Args:
     cluster: from `cluster.detect`.
     config: how long to wait for the other processes.
-    xla_preset: of XLA and NCCL settings.
+    xla_preset: preset of XLA and NCCL settings.
   Raises:
     ClusterError: see `initialize`.
   """
@@ -76,7 +76,7 @@ def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -
 
 
 def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
-  """Joins this process to the others of its run; returns False if it is the only one.
+  """Joins this process to the other processes of its run; returns False if it is alone.
 
   Call it before anything uses a device.
 
@@ -91,7 +91,7 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
     if cluster.local_device_ids:
       jax.config.update('jax_cuda_visible_devices', ','.join(map(str, cluster.local_device_ids)))
     return False
-  # CUDA must number GPUs as NVML does, by which we identify them; set it before CUDA starts.
+  # CUDA must number GPUs as NVML does, because GPUs are identified by NVML. Set before CUDA starts.
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
   code = same_code.facts()
   me = dataclasses.replace(members_lib.describe_this_process(cluster), code=agreement.digest(code))
@@ -107,7 +107,7 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
     if meeting.own_host:
       coordination.let_gloo_listen_on(meeting.own_host)
     # 'deactivate': from Slurm's variables JAX would give each process one GPU, the one with the
-    # number of its local rank (jax._src.clusters.cluster).
+    # number of the process's local rank (jax._src.clusters.cluster).
     jax.distributed.initialize(
       meeting.address,
       cluster.process_count,
@@ -118,7 +118,7 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
       initialization_timeout=config.initialization_timeout_seconds,
       heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
       shutdown_timeout_seconds=config.shutdown_timeout_seconds,
-      # Sets device.slice_index, so that JAX's create_hybrid_device_mesh sees our hosts.
+      # Sets device.slice_index, so that JAX's create_hybrid_device_mesh sees the same hosts.
       partition_index=domains.index(meeting.members[cluster.process_index].domain),
     )
   _members[:] = meeting.members
@@ -149,11 +149,11 @@ def _bypass_proxies(address: str) -> None:
     if host
   ]
   os.environ['no_grpc_proxy'] = ','.join([*hosts, addresses.split(address)[0]])
-  jax.config.update('jax_check_proxy_envs', False)  # would warn and advise to unset them
+  jax.config.update('jax_check_proxy_envs', False)  # would warn and advise to unset the proxies
 
 
 def members() -> tuple[ClusterMember, ...]:
-  """Returns what each process sent about itself, by process index; () for a single process."""
+  """Returns the facts that each process sent, by process index; () for a single process."""
   return tuple(_members)
 
 
@@ -163,12 +163,12 @@ def hostnames() -> tuple[str, ...]:
 
 
 def num_hosts() -> int:
-  """Returns how many hosts (domains of fast links) the processes are on; 1 for a single process."""
+  """Returns the number of hosts (domains of fast links) of the run; 1 for a single process."""
   return len({member.domain for member in _members}) or 1
 
 
 def num_machines() -> int:
-  """Returns how many machines the processes are on; several may be one host of `num_hosts`."""
+  """Returns the number of machines of the run; a host of `num_hosts` may be several machines."""
   return len({member.host_key for member in _members}) or process_count()
 
 
@@ -193,10 +193,10 @@ def is_main_process() -> bool:
 
 
 def broadcast_json(value: Any) -> Any:
-  """Returns what process 0 passed, on every process; the others' `value` is ignored.
+  """Returns process 0's value on every process; the others' `value` is ignored.
 
   Args:
-    value: anything that JSON can hold.
+    value: a JSON value.
   """
   if process_count() == 1:
     return value
@@ -207,10 +207,10 @@ def broadcast_json(value: Any) -> Any:
 
 
 def gather_json(value: Any) -> list[Any]:
-  """Returns what every process passed, by process index, on every process.
+  """Returns every process's value, by process index, on every process.
 
   Args:
-    value: anything that JSON can hold.
+    value: a JSON value.
   """
   if process_count() == 1:
     return [value]
@@ -222,11 +222,11 @@ def gather_json(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def errors_together() -> Iterator[None]:
-  """A UserError of the block, on any process, is raised on all of them at the end of the block.
+  """At the end of the block, raises the first UserError of any process on all processes.
 
-  All processes enter the block. If they wait for each other in it (a collective, a gather), the
-  part before that wait needs a block of its own: one that fails there would leave the others
-  waiting.
+  All processes must enter the block. If they wait for each other inside it (a collective, a
+  gather), put the code before the wait into a separate block: otherwise a process that fails before
+  the wait would leave the others waiting.
   """
   error: Optional[UserError] = None
   try:
@@ -237,7 +237,7 @@ def errors_together() -> Iterator[None]:
 
 
 def raise_together(error: Optional[UserError]) -> None:
-  """Raises, on all processes, the first error that one of them passes; None for no error."""
+  """Raises the first error of any process on all processes. Pass None for no error."""
   if process_count() == 1:
     if error is not None:
       raise error
@@ -260,14 +260,14 @@ def raise_together(error: Optional[UserError]) -> None:
 def assert_equal_across_hosts(
   value: Any, name: str, *, fix: str = SAME_START, error: type[UserError] = ConfigError
 ) -> None:
-  """Raises `error`, on every process, unless all passed an equal `value`.
+  """Raises `error`, on every process, unless `value` is equal on all.
 
   Processes exchange only a hash unless there is a difference to show.
 
   Args:
-    value: anything that JSON can hold; dictionaries may differ in order.
-    name: of the value, for the message: 'The configuration'.
-    fix: what to do if they differ.
+    value: a JSON value; dictionaries may differ in order.
+    name: the value's name for the message: 'The configuration'.
+    fix: advice if the values differ.
     error: class to raise; schedulers do not retry a ConfigError.
   """
   if process_count() == 1:
@@ -293,10 +293,10 @@ def assert_equal_across_hosts(
 
 
 def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[str]:
-  """Returns a line per fact in which processes differ, the same on all of them; [] for none.
+  """Returns a line per fact that differs between processes, the same on all of them.
 
   Args:
-    facts: of this process; see runtime/cluster/agreement.py.
+    facts: facts of this process; see runtime/cluster/agreement.py.
     only_common: ignore facts that only some processes have.
   """
   return agreement.differences(
@@ -310,9 +310,9 @@ def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[st
 
 
 def check_same_modules() -> None:
-  """Raises ClusterError, on every process, unless all have the same user modules imported by now.
+  """Raises ClusterError, on every process, unless all have imported the same user modules so far.
 
-  `initialize` has compared those that were imported before it ran.
+  `initialize` has compared the modules that were imported before it ran.
   """
   if process_count() > 1:
     same_code.raise_if_any(differences(same_code.user_modules(), only_common=True))

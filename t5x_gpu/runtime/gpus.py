@@ -1,4 +1,4 @@
-"""The GPUs of this machine, found without jax or CUDA: neither starts, nothing is allocated.
+"""Finds the GPUs of this machine without starting jax or CUDA and without allocating memory.
 
 `find_gpus` needs only files and nvidia-smi. `physical_gpus` uses NVML, the library behind
 nvidia-smi: it sees the GPUs that the container or the scheduler's cgroup allows, in the order of
@@ -33,7 +33,7 @@ class MachineGpus:
 
   Attributes:
     kind: name of the first GPU, as in `jax.Device.device_kind`; None without GPU.
-    count: on the machine, whether or not CUDA_VISIBLE_DEVICES names them.
+    count: number of GPUs on the machine; ignores CUDA_VISIBLE_DEVICES unless it hides all GPUs.
     reason: source of the count, or why there are none.
   """
 
@@ -155,9 +155,9 @@ def own_gpus(
   """Returns the UUIDs of the GPUs that a process will use; () if unknown.
 
   Args:
-    gpus: of this machine, in CUDA's order.
-    env: its CUDA_VISIBLE_DEVICES and JAX_PLATFORMS count.
-    local_device_ids: which of the visible GPUs; None for all.
+    gpus: GPUs of this machine, in CUDA's order.
+    env: the process's environment: CUDA_VISIBLE_DEVICES and JAX_PLATFORMS matter.
+    local_device_ids: which of the visible GPUs it uses; None for all.
   """
   if env.get('JAX_PLATFORMS') == 'cpu' or not gpus:
     return ()

@@ -1,8 +1,8 @@
 """Dense peak FLOP/s and memory of GPUs, by the name that the driver gives them.
 
-Vendors also print figures "with sparsity", twice the dense ones; our matmuls can only reach the
-dense ones. A device that is not in the table is unknown (None): an MFU against a guessed peak would
-be a wrong number that looks right.
+Vendors also print figures "with sparsity", twice the dense figures; matmuls here reach only the
+dense figures. A device that is not in the table is unknown (None): an MFU against a guessed peak
+would be a wrong number that looks right.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Gpu:
     teraflops: dtype -> dense peak in 1e12 FLOP/s. float32 is the peak of the CUDA cores; matmuls of
       float32 arrays may use 'tf32' (`jax_default_matmul_precision`).
     memory_bytes: nominal; a program gets slightly less.
-    source: of the figures.
+    source: URL or document of the figures.
   """
 
   kind: str
@@ -58,7 +58,7 @@ class Gpu:
   source: str
 
 
-# Peaks of a row, in this order. 0: the GPU has no units for it, or the figure is unknown.
+# Dtypes of the peaks in a row, in this order. 0: not supported by the GPU, or unknown.
 _COLUMNS = ('bfloat16', 'float16', 'fp8', 'tf32', 'float32')
 _A100 = (312, 312, 0, 156, 19.5)
 _H100_SXM = (989.4, 989.4, 1978.9, 494.7, 66.9)

@@ -1,4 +1,4 @@
-"""What each process of a run reports about itself every second, and which process is behind.
+"""What each process of a run reports every second, and which process is behind.
 
     heartbeats:
       process 2 on gpu-07 (pid 4711): step 41, phase 'step' for 301 s, in my_data.py:27 (__next__)
@@ -23,7 +23,7 @@ import jaxlib
 
 from t5x_gpu.errors import listed
 
-SHOWN = 32  # processes in a report; in a run of thousands each prints a report
+SHOWN = 32  # processes in a report; in a run of thousands, every process prints a report
 # Errors of a collective whose other end is gone, bare or wrapped, without names.
 _BROKEN = re.compile(
   '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
@@ -39,14 +39,14 @@ class Beat:
 
   Attributes:
     rank: process index.
-    host, pid: of the process.
-    count: goes up by one with each.
+    host, pid: host and process id.
+    count: number of this heartbeat.
     step: the last finished step.
-    phase: the current phase, `seconds` old.
-    where: file, line and function of its main thread.
+    phase: the current phase, which began `seconds` ago.
+    where: file, line and function of the main thread.
     waits: whether the main thread is inside JAX: it waits for devices, so for other processes.
     broken: whether one of its collectives failed because another process is gone.
-    left: whether this is its last heartbeat.
+    left: whether this is the process's last heartbeat.
   """
 
   rank: int
@@ -120,11 +120,11 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
-  """Returns a line per process, those behind first, then who is behind.
+  """Returns a line per process, those behind first, then a list of the processes behind.
 
   Args:
     beats: the last heartbeat of each process.
-    process_count: of the run.
+    process_count: number of processes in the run.
   """
   late = behind(list(beats.values()))
   order = late + [beat for _, beat in sorted(beats.items()) if beat not in late]

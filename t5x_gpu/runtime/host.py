@@ -1,4 +1,4 @@
-"""What Linux reports about this host and this process, and what is installed here."""
+"""Facts that Linux reports about this host and process, and installed versions."""
 
 import importlib.metadata
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Optional
 
 ROOT = pathlib.Path('/')
-_MOST_AGE_SECONDS = 24 * 3600  # beyond it the kernel's clocks cannot be compared (containers)
+_MOST_AGE_SECONDS = 24 * 3600  # above it, the kernel's clocks are not comparable (containers)
 _is_command = False
 
 
@@ -39,13 +39,13 @@ def memory_bytes(field: str, *, root: pathlib.Path = ROOT) -> Optional[int]:
 
 
 def this_is_a_command() -> None:
-  """Records that all of this process serves one command, its imports included."""
+  """Records that this whole process, including its imports, serves one command."""
   global _is_command
   _is_command = True
 
 
 def seconds_since_start() -> float:
-  """Returns the age of this process; 0 if it serves other work too (a notebook), or is unknown."""
+  """Returns the age of this process; 0 if unknown, or if it also does other work (a notebook)."""
   if not _is_command:
     return 0.0
   try:
@@ -57,7 +57,7 @@ def seconds_since_start() -> float:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-  """Returns package -> version of those that are installed."""
+  """Returns package -> version of the installed `packages`."""
   found = {}
   for package in packages:
     try:

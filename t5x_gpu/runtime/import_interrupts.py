@@ -1,4 +1,4 @@
-"""Before a command imports: Ctrl-C gives one line and exit code 130; no standard stream is closed.
+"""Runs before a command imports: Ctrl-C prints one line and exits with 130; opens closed streams.
 
 Imports take seconds, and a KeyboardInterrupt inside them ends in a traceback, or in an abort from a
 C extension. This module runs before all of them, so it imports almost nothing.
@@ -12,7 +12,7 @@ _replaced = []  # handlers of Ctrl-C
 
 
 def leave_during_imports() -> None:
-  """Makes Ctrl-C exit if Python was started as `python -m t5x_gpu...`; else does nothing."""
+  """Makes Ctrl-C exit if Python was started as `python -m t5x_gpu...`; otherwise does nothing."""
   if sys.argv[:1] == ['-m']:  # while Python looks for the module, whose name precedes its flags
     name = sys.orig_argv[-len(sys.argv)].removeprefix('-m')
     if name.partition('.')[0] == 't5x_gpu':
@@ -21,10 +21,10 @@ def leave_during_imports() -> None:
 
 
 def open_closed_streams() -> None:
-  """Opens /dev/null for each standard stream that was closed, as by `>&-`.
+  """Opens /dev/null for each standard stream that was closed, for example by `>&-`.
 
-  The next file to be opened would get its descriptor: a library's message on standard error would
-  end up inside a checkpoint.
+  Otherwise the next file to be opened would get the stream's descriptor, and a library's message on
+  standard error would end up inside a checkpoint.
   """
   for descriptor in (0, 1, 2):
     try:
@@ -36,7 +36,7 @@ def open_closed_streams() -> None:
 def leave() -> None:
   """Makes Ctrl-C exit with 130 and one line, until `raise_again`."""
   handler = signal.getsignal(signal.SIGINT)
-  if callable(handler) and handler is not _leave_now:  # nohup ignores it, for one
+  if callable(handler) and handler is not _leave_now:  # nohup, for example, ignores SIGINT
     _replaced.append(handler)
     signal.signal(signal.SIGINT, _leave_now)
 

@@ -1,4 +1,4 @@
-"""A second Ctrl-C ends the process at once, whatever the main thread is waiting for.
+"""A second Ctrl-C ends the process at once, even if the main thread waits for a device.
 
 Python runs a signal handler only when the main thread is back in Python. A main thread that waits
 for a device is inside XLA, maybe forever, so a handler alone never sees Ctrl-C. But Python's C code
@@ -18,7 +18,7 @@ from typing import Any, Optional, Self, TypeVar
 from t5x_gpu.terminal.streams import write_stderr
 
 EXIT_INTERRUPTED = 130
-_HANDLER_SECONDS = 0.5  # if the program still runs by then, it names the place where it waits
+_HANDLER_SECONDS = 0.5  # if the program still runs by then, prints where the main thread waits
 _OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
 _Handler = TypeVar('_Handler', bound=Callable[..., Any])
@@ -28,7 +28,7 @@ _handled, _raised = threading.Event(), threading.Event()
 def stops_on_interrupt(handler: _Handler) -> _Handler:
   """Marks a SIGINT handler: its first call asks the program to stop, a second Ctrl-C exits.
 
-  Handlers without the mark, such as that of `launch`, decide for themselves.
+  Handlers without the mark, such as `launch`'s, decide for themselves.
   """
 
   def marked(*args: Any) -> Any:
@@ -99,7 +99,8 @@ class SecondInterruptLeaves:
         self._interrupted = True
         # A thread cannot know whether the handler will run, so it waits.
         if not self._next_interrupt(reading, _HANDLER_SECONDS):
-          # A handler that only sets a flag has said so. The exception may be waiting for a thread.
+          # A handler that only sets a flag prints a message itself. An exception may wait for a
+          # thread.
           if not self._is_over and (_raised.is_set() or not _handled.is_set()):
             write_stderr(
               f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '

@@ -16,7 +16,7 @@ _silent = False
 
 @contextlib.contextmanager
 def on_stderr() -> Iterator[None]:
-  """Context in which messages go to standard error, for commands whose output others read."""
+  """Context in which messages go to standard error, for commands whose output programs read."""
   global _on_stderr
   before, _on_stderr = _on_stderr, True
   try:
@@ -27,9 +27,9 @@ def on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-  """Context without messages, for programs on devices that stand for others.
+  """Context without messages, for programs on devices that stand in for others.
 
-  A text of `log_once` counts as printed.
+  Texts passed to `log_once` count as printed.
   """
   global _silent
   before, _silent = _silent, True

@@ -1,4 +1,4 @@
-"""How much memory this process may use, on a device and on its host."""
+"""How much memory this process may use on a device and on its host."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ class Limit:
 
   Attributes:
     bytes: the bound.
-    source: of the number: "the host's memory".
+    source: where the number comes from: "the host's memory".
   """
 
   bytes: int
@@ -41,7 +41,7 @@ def host_limit(root: pathlib.Path = host_lib.ROOT) -> Optional[Limit]:
   Swap does not count: a training run that swaps makes no progress.
 
   Args:
-    root: of the file system.
+    root: root of the file system.
   """
   limits = list(_cgroups(root))
   if total := host_lib.memory_bytes('MemTotal', root=root):
@@ -74,8 +74,8 @@ def device_limit(
   """Returns the memory that each of this process's `devices` may use; None if unknown.
 
   Args:
-    devices: of one platform.
-    devices_per_host: the number of CPU devices that share the memory of their host.
+    devices: devices of one platform.
+    devices_per_host: number of CPU devices that share their host's memory.
     host: from `host_limit`.
   """
   if devices[0].platform == 'cpu':
@@ -88,7 +88,7 @@ def device_limit(
     )
     return Limit(host.bytes // devices_per_host, source)
   limits = [(device.memory_stats() or {}).get('bytes_limit') for device in devices]
-  # The cuda_async allocator may exceed `bytes_limit`, which is only what it keeps reserved.
+  # The cuda_async allocator may exceed `bytes_limit`, which only limits the memory it reserves.
   is_bound = os.environ.get('XLA_PYTHON_CLIENT_ALLOCATOR', '').lower() != 'cuda_async'
   if all(limits) and is_bound:
     return Limit(min(limits), "bytes_limit of the device's memory_stats")
@@ -98,12 +98,12 @@ def device_limit(
 
 @dataclasses.dataclass(frozen=True)
 class RunLimits:
-  """What each device and each host of a run may use.
+  """The memory that each device and each host of a run may use.
 
   Attributes:
-    device: of the device with the least memory; None if unknown.
-    host: of the host with the least memory; None if unknown.
-    num_machines: of the run.
+    device: limit of the device with the least memory; None if unknown.
+    host: limit of the host with the least memory; None if unknown.
+    num_machines: number of machines of the run.
   """
 
   device: Optional[Limit]
@@ -112,11 +112,11 @@ class RunLimits:
 
 
 def run_limits(devices: Sequence[Device], *, num_devices: int) -> RunLimits:
-  """Returns the limits of the run; all processes must call it.
+  """Returns the limits of the run. Collective: all processes must call it.
 
   Args:
-    devices: of this process.
-    num_devices: of all processes.
+    devices: devices of this process.
+    num_devices: number of devices of all processes.
   """
   machines, host = distributed.num_machines(), host_limit()
   own = device_limit(devices, host=host, devices_per_host=max(num_devices // machines, 1))

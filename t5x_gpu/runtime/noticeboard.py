@@ -1,4 +1,4 @@
-"""What the watchdogs of a run post in the store of process 0: heartbeats and verdicts."""
+"""The entries of a run's watchdogs in the store of process 0: heartbeats and verdicts."""
 
 import dataclasses
 import json
@@ -9,10 +9,10 @@ from t5x_gpu.runtime.heartbeats import Beat
 
 EXIT_ERROR = 1  # another rank failed with an error
 EXIT_STUCK = 86  # this or another rank made no progress
-EXIT_RANK_DEAD = 87  # another rank gave no sign of life
+EXIT_RANK_DEAD = 87  # another rank sent no heartbeat
 STUCK, DEAD, FAILED = 'stuck', 'dead', 'failed'
 _BEATS = 't5x_gpu_watchdog/beats'
-_MAIN = 't5x_gpu_watchdog/main'  # what every process reads: process 0's heartbeat, and verdicts
+_MAIN = 't5x_gpu_watchdog/main'  # read by every process: process 0's heartbeat, and verdicts
 _END = 't5x_gpu_watchdog/end'
 
 
@@ -36,7 +36,7 @@ class Noticeboard:
 
   Args:
     store: key-value store that all processes share.
-    rank: of this process.
+    rank: index of this process.
   """
 
   def __init__(self, store: Store, *, rank: int):
@@ -60,7 +60,7 @@ class Noticeboard:
     return {beat.rank: beat for beat in beats}
 
   def news(self) -> tuple[Optional[Beat], Optional[EndReason]]:
-    """Returns process 0's heartbeat and the verdict of the lowest key, None for what is missing."""
+    """Returns process 0's heartbeat and the verdict with the lowest key; None if missing."""
     beat, verdict = None, None
     for key, text in sorted(self._store.key_value_dir_get(_MAIN)):
       if key.endswith('/beat'):
@@ -70,7 +70,7 @@ class Noticeboard:
     return beat, verdict
 
   def wait_for_end(self, *, seconds: float) -> None:
-    """Returns once every process has come to the end of its block; raises if one does not come."""
+    """Returns once every process has reached the end of its block; raises if one does not."""
     self._store.wait_for_all(_END, seconds=seconds)
 
   def has_ended(self) -> bool:

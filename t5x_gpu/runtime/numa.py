@@ -1,7 +1,7 @@
 """Which CPU cores are near a GPU (from sysfs), and binding a process to them.
 
-A process on the other socket reaches its GPU over the link between the sockets. So does its memory:
-Linux allocates it on the node where the process runs.
+A process on the other socket reaches its GPU, and the memory that Linux allocates for it, over the
+link between the sockets.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ def bind_to_gpus(
   """Returns the cores near these GPUs.
 
   Args:
-    pci_addresses: as in /sys/bus/pci/devices, '0000:1b:00.0'.
+    pci_addresses: addresses as in /sys/bus/pci/devices, '0000:1b:00.0'.
     allowed: cores that the container or scheduler lets this process use (os.sched_getaffinity).
-    root: of the file system.
+    root: root of the file system.
   """
   if not pci_addresses:
     return CoreBinding(None, 'not bound: no GPU')
@@ -106,7 +106,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 @contextlib.contextmanager
 def running_on(cpus: frozenset[int] | None) -> Iterator[None]:
-  """Binds the calling thread, and what it starts, to `cpus`; None changes nothing.
+  """Binds the calling thread, and threads and processes it starts, to `cpus`; None does nothing.
 
   Raises:
     ConfigError: this machine does not have these cores, or this process may not use them.

@@ -1,4 +1,4 @@
-"""Which phase of a run this process is in, since when, and until when it may stay there."""
+"""Which phase of a run this process is in, since when, and for how long it may stay there."""
 
 import dataclasses
 import statistics
@@ -15,7 +15,7 @@ class PhaseState:
   Attributes:
     step: the last finished step.
     phase: 'set-up', 'compile', 'step', ...
-    seconds: in this phase so far.
+    seconds: time in this phase so far.
     deadline: seconds after which the process counts as stuck.
   """
 
@@ -30,7 +30,7 @@ class PhaseClock:
 
   Args:
     phase, deadline: the first phase.
-    clock: returns seconds that never go back.
+    clock: returns seconds from a monotonic clock.
   """
 
   def __init__(self, phase: str, deadline: float, *, clock: Callable[[], float]):
@@ -38,7 +38,7 @@ class PhaseClock:
     self._lock = threading.Lock()
     self._phase, self._deadline, self._since = phase, deadline, clock()
     self._step = 0
-    self._step_seconds: list[float] = []  # of the last steps
+    self._step_seconds: list[float] = []  # recent steps
 
   def state(self) -> PhaseState:
     """Returns the current phase."""

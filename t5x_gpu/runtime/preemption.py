@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP: requests to stop after a step, not exceptions inside it.
 
-Several processes must stop after the same step: one that left earlier would leave the others
-waiting in a collective. A scheduler may signal only one of them, so they agree on the step through
+Several processes must stop after the same step: a process that left earlier would leave the others
+waiting in a collective. A scheduler may signal only one process, so they agree on the step through
 JAX's preemption service. That service handles SIGTERM (a Python handler would silently disable it);
 the other signals are forwarded to it as a SIGTERM.
 """
@@ -19,7 +19,7 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.interrupts import stops_on_interrupt
 from t5x_gpu.terminal.streams import write_stderr
 
-# Slurm's --signal=USR1 comes before the time limit; SIGTERM at the limit and on preemption; SIGHUP
+# Slurm's --signal=USR1 comes before the time limit, SIGTERM at the limit and on preemption, SIGHUP
 # when the terminal or the SSH connection is gone.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
@@ -29,15 +29,15 @@ EXIT_PREEMPTED = 85
 _SAVING = 'finishing this step, then saving and exiting.'
 
 _early: list[signal.Signals] = []
-_job_end: list[float] = []  # seconds since 1970, if the scheduler gives it
+_job_end: list[float] = []  # seconds since 1970, if the scheduler reports it
 
 
 def catch_early() -> None:
   """Remembers PREEMPTION_SIGNALS until a StopRequest takes over.
 
-  During compilation they would end the process with an exit code that a scheduler reads as failure.
-  A second one still does, except SIGHUP: shell and kernel both send it. Once several processes have
-  joined, JAX takes over SIGTERM.
+  During compilation these signals would end the process with an exit code that a scheduler reads as
+  failure. A second signal still does, except SIGHUP, which both shell and kernel send. Once several
+  processes have joined, JAX takes over SIGTERM.
   """
   _early.clear()
   for number in PREEMPTION_SIGNALS:
@@ -71,11 +71,11 @@ class StopRequest:
           ...
           if stop.reached(step): save and leave
 
-  A second SIGTERM does not: at a time limit Slurm sends two, while the run is saving.
+  A second SIGTERM is ignored: at a time limit Slurm sends two, while the run is saving.
 
   Args:
-    before_end_seconds: stop this long before the end time given to `expect_end`: some schedulers
-      (PBS) send no signal that leaves time to save.
+    before_end_seconds: stop this long before the end time given to `expect_end`, because some
+      schedulers (PBS) send no signal that leaves time to save.
     now: returns seconds since 1970.
   """
 
@@ -128,7 +128,7 @@ class StopRequest:
     """Asks all processes to stop after a step that they agree on, as a stop signal does.
 
     Args:
-      text: says why, and what will be saved.
+      text: message with the reason and what will be saved.
     """
     if self.signal is None:
       self._request(signal.SIGTERM, text)

@@ -1,7 +1,8 @@
 """How a process exits. Does not import jax, so that every command can use it.
 
-A process of several that raises must not exit the usual way: JAX's exit handler would wait minutes
-for the others, which wait for this one in a collective, and its exit code would be lost.
+In a run of several processes, a process that raises must not exit the usual way: JAX's exit handler
+would wait minutes for the others, which wait for this process in a collective, and its exit code
+would be lost.
 """
 
 import atexit
@@ -33,7 +34,7 @@ def label() -> str:
 
 
 def abandon_threads() -> None:
-  """Records that threads of this process may wait forever; a failure exits without them."""
+  """Records that threads of this process may wait forever; a failure exits without joining them."""
   _left_behind.set()
 
 
@@ -70,17 +71,17 @@ def leave(code: int, *, failed: bool) -> NoReturn:
   """Exits with `code`; at once, without exit handlers, if this process of several has `failed`.
 
   A single process also exits at once if it failed and its threads were abandoned: Python would wait
-  for some, and abort (`terminate called`) because of those inside TensorStore.
+  for some threads, and abort (`terminate called`) because of TensorStore's threads.
 
-  A process of several with a nonzero code exits at once, too: as soon as the first one has exited,
-  srun sends SIGTERM to the others. JAX ignores SIGTERM until its exit handler restores it, so that
-  process would end with 143.
+  A process of several with a nonzero code exits at once, too: as soon as the first process has
+  exited, srun sends SIGTERM to the others. JAX ignores SIGTERM until its exit handler restores it,
+  so such a process would end with 143.
   """
   if label() and (failed or code) or failed and _left_behind.is_set():
     sys.stdout.flush()
     sys.stderr.flush()
     if label() and _others['index'] == 0:
-      # JAX aborts the others when process 0 is gone: leave them time to print their errors.
+      # JAX aborts the others once process 0 is gone: leave them time to print their errors.
       time.sleep(MAIN_PROCESS_SECONDS)
     leave_at_once(code)
   sys.exit(code)
@@ -88,9 +89,9 @@ def leave(code: int, *, failed: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-  """Makes SIGTERM and SIGHUP raise inside the block, so that nothing half-written stays behind.
+  """Makes SIGTERM and SIGHUP raise inside the block, so that no half-written files stay behind.
 
-  An ignored SIGHUP stays ignored: nohup asks for that.
+  SIGHUP stays ignored under nohup.
   """
 
   def leave_now(number: int, frame: Any) -> NoReturn:

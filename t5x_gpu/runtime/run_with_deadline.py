@@ -30,10 +30,10 @@ class CommandResult:
 def run(
   command: Sequence[str], *, seconds: float, environ: Optional[Mapping[str, str]] = None
 ) -> CommandResult:
-  """Returns what `command` printed, shortly after `seconds` at the latest.
+  """Returns the result of `command`, shortly after `seconds` at the latest.
 
-  SIGKILL does not end a process that waits in the kernel, for a broken GPU or a lost file server.
-  `subprocess.run` would wait for it; this function leaves it behind.
+  SIGKILL does not end a process that waits in the kernel, for a broken GPU or an unreachable file
+  server. `subprocess.run` would wait for it; this function leaves it behind.
 
   Args:
     command: program and arguments.
@@ -57,7 +57,7 @@ def run(
       child.wait(seconds)
     except subprocess.TimeoutExpired:
       problem = f'no answer within {seconds:g} s'
-    finally:  # also on Ctrl-C, which the child's separate session does not receive
+    finally:  # also after Ctrl-C, which the child's separate session does not receive
       if child.returncode is None:
         os.killpg(child.pid, signal.SIGKILL)
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""Ends a run that hangs or loses a process, and names that process.
+"""Ends a run that hangs or loses a process, and names the process.
 
 JAX waits forever for a rank that is alive but stuck. For a dead rank it waits until its heartbeats
 time out, and does not name it (https://github.com/jax-ml/jax/issues/38503). So each process has two
@@ -37,8 +37,8 @@ from t5x_gpu.runtime.noticeboard import (
 from t5x_gpu.runtime.phases import PhaseClock
 from t5x_gpu.terminal.streams import write_stderr
 
-# Periods without a heartbeat until a rank is dead, once collectives have failed: with CPU devices
-# gloo aborts whole processes some time after that.
+# Periods without a heartbeat until a rank is dead, once collectives have failed: on CPU devices
+# gloo then aborts whole processes after some time.
 _BROKEN_PERIODS = 3
 _ASK_SECONDS = 3  # for a request whose answer is optional
 
@@ -53,7 +53,7 @@ class WatchdogConfig:
     step_factor: a step this many times slower than the median step is stuck.
     save_seconds, eval_seconds: one save, one evaluation.
     dead_seconds: a rank without a heartbeat for this long is dead.
-    period_seconds: between heartbeats.
+    period_seconds: time between heartbeats.
   """
 
   compile_seconds: float = 3600
@@ -83,14 +83,14 @@ class Watchdog:
         for step in ...:
           watchdog.step_done(step)
 
-  The block ends on all processes together: a process that is done waits for those still saving.
+  The block ends on all processes together: a finished process waits for those still saving.
 
   Args:
     config: deadlines.
-    process_index, process_count: of the run.
+    process_index, process_count: index of this process and number of processes in the run.
     store: key-value store that all processes share; None for a single process.
     leave: called with the exit code after the report.
-    clock: returns seconds that never go back.
+    clock: returns seconds from a monotonic clock.
   """
 
   def __init__(
@@ -114,7 +114,7 @@ class Watchdog:
     self._num_beats = 0
     self._last_beats: dict[
       int, tuple[int, float]
-    ] = {}  # rank -> count of its last beat, since when
+    ] = {}  # rank -> count of its last heartbeat, and when it arrived
     self._dead: set[int] = set()
     self._contact, self._trouble = clock(), 'no answer'  # last contact with process 0; its failure
     self._process_zero: Optional[Beat] = None
@@ -137,7 +137,7 @@ class Watchdog:
     return self
 
   def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-    """Waits for the others to get here, or posts why this process fails."""
+    """Waits until all processes reach the end of the block, or posts why this process fails."""
     clean = error is None or isinstance(error, SystemExit) and not error.code
     if self._store is not None:
       if not clean:
@@ -146,7 +146,7 @@ class Watchdog:
         self._phases.enter('end', self._config.save_seconds)
         try:
           self._board.wait_for_end(seconds=self._config.save_seconds)
-        except Exception:  # One of them is gone. The verdict names it and ends this process.
+        except Exception:  # A process is gone. The verdict names it and ends this process.
           self._wait_for_verdict()
     self._stop.set()
     for thread in self._threads:
@@ -246,13 +246,13 @@ class Watchdog:
   def _follow(self, verdict: EndReason) -> None:
     """Leaves because of another process's verdict, unless this process is leaving with an error.
 
-    All processes find a user's mistake, each a moment after the other.
+    A user's mistake raises on all processes at slightly different times.
     """
     started = time.monotonic()
     while True:
       patience = self._config.period_seconds * (2 if verdict.kind == FAILED else 0)
       if isinstance(self._own_error(), UserError):
-        patience = (  # commits a save in progress, unless a process that it needs is gone
+        patience = (  # commits a save in progress, unless a process that the save needs is gone
           self._config.dead_seconds if verdict.kind == FAILED else 5 * self._config.period_seconds
         )
       if time.monotonic() - started >= patience:
@@ -262,7 +262,7 @@ class Watchdog:
     self._report(verdict)
 
   def _own_error(self) -> Optional[BaseException]:
-    """Returns the exception with which the main thread is leaving."""
+    """Returns the exception that is ending the main thread."""
     error: Any = sys._current_exceptions().get(self._main_thread)
     return error[1] if isinstance(error, tuple) else error  # a tuple in Python 3.11
 
@@ -283,14 +283,14 @@ class Watchdog:
     self._board.post_beat(beat)
 
   def _wait_for_verdict(self) -> None:
-    """Returns only if no rank is declared dead; else the watching thread ends this process."""
+    """Returns only if no rank is declared dead; otherwise the watching thread ends this process."""
     self._stop.wait(self._config.dead_seconds + 4 * self._config.period_seconds)
 
   def _explain(self, error: BaseException) -> None:
     """Posts why this process fails.
 
-    The error of a collective does not name the process that is gone. So wait for the verdict of
-    process 0, which names it and ends this process.
+    The error of a collective does not name the process that is gone. So this waits for the verdict
+    of process 0, which names it and ends this process.
     """
     if heartbeats.is_broken(error):
       self._wait_for_verdict()

@@ -1,7 +1,7 @@
 """Adafactor: second moments kept as a row and a column instead of a matrix.
 
 T5X's rules: axis names decide which dimensions are rows, columns or a stack of separate parameters.
-A size counts only for what T5X holds as a plain matrix.
+Size decides only for parameters that T5X holds as plain matrices.
 Source: Shazeer and Stern 2018, algorithm 4; hyper-parameters as T5 (Raffel et al. 2020); rules of
 t5x/adafactor.py.
 """
@@ -26,7 +26,7 @@ ROLES = {
 }
 # How T5X holds the layers of a model: that decides which kernels are plain matrices.
 LAYERS = {
-  'scanned': 'in one array (scan_layers): kernels of layers are factored whatever their size',
+  'scanned': 'in one array (scan_layers): kernels of layers are factored at any size',
   'separate': 'one by one: kernels of a layer with two dimensions are factored by size',
   'joined_heads': 'one by one, heads and features in one dimension: all kernels by size',
 }
@@ -86,9 +86,9 @@ class Adafactor:
     logical_factor_rules: axis name -> role, a key of `ROLES`, where it differs from the standard
       rules; None for the standard ones. A kernel is factored if it has rows and columns and no
       dimension is 'none'.
-    layers: how T5X would hold the layers, a key of `LAYERS`; ours are always stacked. Parameters
-      outside of the layers with two dimensions are factored by size in any case. None is 'scanned';
-      but a run that continues checkpoints continues their moments (run/check.py).
+    layers: how T5X would hold the layers, a key of `LAYERS`; t5x_gpu always stacks them. Matrices
+      outside of the layers are factored by size in any case. None is 'scanned', except that a run
+      that continues from a checkpoint keeps the checkpoint's factoring (run/check.py).
   Raises:
     ConfigError: an unknown axis, role or `layers`.
   """

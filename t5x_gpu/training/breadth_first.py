@@ -1,9 +1,9 @@
 """Gradient accumulation that takes all microbatches through a layer before the next layer.
 
 If each microbatch went through all layers first, split parameters (ZeRO-3) would be gathered, and
-their gradients reduced, for every microbatch. Here this happens once per layer and step, whatever
-the number of microbatches. Stored are the input of every layer for all rows, and the activations
-inside one layer for one microbatch: the backward pass recomputes layers.
+their gradients reduced, for every microbatch. Here both happen once per layer and step, for any
+number of microbatches. Memory holds every layer's input for all rows, and one layer's activations
+for one microbatch: the backward pass recomputes layers.
 Source: Lamy-Poirier 2023 (Breadth-First Pipeline Parallelism), section 4.2.
 """
 
@@ -44,7 +44,7 @@ def loss(
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
-    model: parameters are gathered in its `compute_dtype`.
+    model: the model; parameters are gathered in its `compute_dtype`.
     params: parameters in the region; leaves of 'layers' are stacked.
     batch: all local rows.
     microbatches: the same rows as arrays [num_microbatches, rows, ...].
@@ -53,7 +53,7 @@ def loss(
   """
 
   def whole(tree: Any) -> Any:
-    # In float32, so that the gradients of the microbatches add up in it.
+    # In float32, so that the gradients of the microbatches add up in float32.
     weights = quantized.whole(tree, compute_dtype(model))
     return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
 

@@ -1,9 +1,9 @@
 """Delayed scaling: FP8 scales from the largest values of earlier steps.
 
-The history of every matmul in FP8 is part of the state, apart from the parameters: the optimizer,
-clipping, weight decay and the averaging of checkpoints do not see it. Inside a step the model gets
-one number per operand (`Quantized.amax`), and "gradients" of these are the largest values of this
-step: the largest, not the sum, over microbatches and devices.
+Every matmul in FP8 has a history. It is part of the state but not of the parameters, so the
+optimizer, clipping, weight decay and the averaging of checkpoints ignore it. In a step the model
+gets one number per operand (`Quantized.amax`), and the "gradient" of this number is the largest
+value of the step: the maximum, not the sum, over microbatches and devices.
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning); NVIDIA Transformer Engine,
 `recipe.DelayedScaling` with amax_compute_algo='max'.
 """
@@ -24,14 +24,14 @@ from t5x_gpu.partitioning.layer_stacks import ONLY, layers_of
 from t5x_gpu.partitioning.manual_region import Region
 from t5x_gpu.partitioning.quantized import Operand
 
-# Largest values of activations, kernels and gradients in a first step. A guess that is 2^10 times
-# too large costs no precision, because 8-bit values have exponents; one too small clips.
+# Largest values of activations, kernels and gradients in the first step. A guess that is 2^10 times
+# too large costs no precision, because 8-bit values have exponents; a guess too small clips.
 _FIRST = (32.0, 4.0, 64.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8History:
-  """The largest values of the last steps, [layers, Operand, length] for each kernel.
+  """The largest values of recent steps, [layers, Operand, length] for each kernel.
 
   They are stored in a tree as 'layers/mlp/wo/amax', like the kernel's path. 0 stands for a step
   without a value.
@@ -68,7 +68,7 @@ class Fp8History:
     return jax.tree.map(amax, history)
 
   def after(self, history: Any, seen: Any) -> Any:
-    """Returns the history with the largest values of this step in place of the oldest ones."""
+    """Returns the history with this step's largest values in place of the oldest ones."""
     return jax.tree.map(
       lambda values, new: jnp.concatenate([new[..., None], values[..., :-1]], axis=-1),
       history,
@@ -77,7 +77,7 @@ class Fp8History:
 
 
 def history_names(history: Any) -> Any:
-  """Returns a tree of AxisNames; every device has all of the history."""
+  """Returns a tree of AxisNames; every device has the whole history."""
   return jax.tree.map(lambda _: AxisNames((None, None, None)), history)
 
 
@@ -85,7 +85,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
   """Returns the history of a model with delayed scaling; None for others.
 
   Raises:
-    ModelError: `region`, of the step, is a pipeline.
+    ModelError: `region`, the step's region, is a pipeline.
   """
   config = config_of(model)
   if config is None or not config.fp8 or config.fp8_scaling != 'delayed':

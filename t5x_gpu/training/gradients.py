@@ -1,10 +1,10 @@
 """Gradients of the summed loss over the global batch, and the loss alone.
 
 Losses are sums over target tokens, so accumulation, parallelism and padding cannot change them.
-Gradients are accumulated on each device and summed over devices once per step: a layer's in the
-backward pass of the last microbatch, as soon as they are known, so that the network works while
-other layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a layer
-before the next one. ZeRO-1 sums at the end, and so does a pipeline, but see its layer_sums.py.
+Gradients are accumulated on each device and summed over devices once per step: each layer's as soon
+as the backward pass of the last microbatch has them, so that the network works while other layers
+compute. If `fsdp` splits parameters or gradients, all microbatches go through a layer before the
+next layer. ZeRO-1 sums at the end. So does a pipeline, unless its last tick sums (layer_sums.py).
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ GradientsFn = Callable[[Any, Any, Batch, jax.Array], tuple[Any, Sums, Any]]
 
 @flax.struct.dataclass
 class _Found:
-  """What a pass over some rows finds.
+  """The results of a pass over some rows.
 
   Attributes:
     grads: gradients of the summed loss.
-    sums: of the loss and other metrics.
+    sums: sums of the loss and other metrics.
     amaxes: gradients of `amaxes`: the largest values of FP8 operands.
   """
 
@@ -54,7 +54,7 @@ class _Found:
   amaxes: Any
 
   def plus(self, other: '_Found') -> '_Found':
-    """Returns what both passes find."""
+    """Returns the results of both passes together."""
     grads, sums = jax.tree.map(jnp.add, (self.grads, self.sums), (other.grads, other.sums))
     return _Found(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
 
@@ -69,8 +69,9 @@ def make_gradients(
 ) -> GradientsFn:
   """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
 
-  `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without.
-  `amaxes` set the scales of FP8 operands (fp8_history.py); those returned are of this step.
+  `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
+  padding. The input `amaxes` set the scales of FP8 operands (fp8_history.py); the output `amaxes`
+  are from this step.
 
   Args:
     model: a LayeredModel for a pipeline or accumulation by layer.
@@ -172,7 +173,7 @@ def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) ->
 
 
 def _for_model(region: Region, model: Model) -> Region:
-  """Returns the region; without sums in the last tick if the model does not call `fsdp.whole`."""
+  """Returns the region, without sums in the last tick if the model does not call `fsdp.whole`."""
   if region.sums_in_last_tick and not OptionalMembers(model).gathers_layers:
     return dataclasses.replace(region, overlap_layers=False)
   return region
@@ -194,7 +195,7 @@ def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
 def _loss(
   model: Model, params: Any, batch: Batch, dropout_key: jax.Array, count: Optional[int]
 ) -> Sums:
-  """Returns the sums of local rows; with a `count`, of that many microbatches layer by layer."""
+  """Returns the sums of local rows; with `count`, in `count` microbatches layer by layer."""
   if count is None:
     return model.loss(params, batch, dropout_key=dropout_key)
   same, microbatches = _split_rows(batch, count)
@@ -203,7 +204,7 @@ def _loss(
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-  """A model for the pipeline, with the arguments bound that all microbatches share."""
+  """A model for the pipeline, with the arguments that all microbatches share already bound."""
 
   model: LayeredModel
   same: Batch
@@ -253,9 +254,9 @@ def _find_in_pipeline(
   sums: bool = False,
   earlier: Any = None,
 ) -> _Found:
-  """Returns what the local rows find; `complete` adds parameters without gradients.
+  """Returns the results of the local rows; `complete` adds parameters without gradients.
 
-  With `sums`, gradients of layers are summed over devices, with those of `earlier` microbatches.
+  With `sums`, gradients of layers, including `earlier` microbatches', are summed over devices.
   """
   pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
   grads, of_rows = pipeline_parallel.value_and_grad(
@@ -305,9 +306,9 @@ def _summed(
 def _accumulate_then_sum(
   find: Callable[..., _Found], parts: Any, batch: Batch, num_microbatches: int, region: Region
 ) -> _Found:
-  """Returns what all microbatches find; the last one sums gradients over devices.
+  """Returns the results of all microbatches; the last one sums gradients over devices.
 
-  Its backward pass adds those of the earlier microbatches before it sums.
+  Its backward pass first adds the gradients of the earlier microbatches.
   """
   if num_microbatches == 1:
     return find(parts, batch, sums=True)
@@ -325,7 +326,7 @@ def _accumulate(
   num_microbatches: int,
   region: Region,
 ) -> _Found:
-  """Returns what all microbatches of local rows find."""
+  """Returns the results of all microbatches of local rows."""
   if num_microbatches == 1:
     return find(parts, batch)
   same, microbatches = _split_rows(batch, num_microbatches)
@@ -335,7 +336,7 @@ def _accumulate(
 def _accumulated(
   find: Callable[[Any, Batch], _Found], parts: Any, microbatches: Batch, same: Batch, region: Region
 ) -> _Found:
-  """Returns what `microbatches` [count, rows, ...] find."""
+  """Returns the results of `microbatches` [count, rows, ...]."""
 
   def body(carry: _Found, microbatch: Batch) -> tuple[_Found, None]:
     return carry.plus(find(parts, {**microbatch, **same})), None

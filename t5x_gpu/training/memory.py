@@ -1,8 +1,8 @@
 """Checks that a run fits into the memory of its devices and hosts.
 
-Before the compile the estimate is a lower bound from shapes: state, gradients, the inputs of every
-layer for one microbatch, in 16 bits, and the logits live at one time; gradients may later reuse
-that memory. A run that exceeds the bound cannot work. After the compile, XLA reports the actual
+Before compiling, the estimate is a lower bound from shapes: state, gradients, the inputs of every
+layer for one microbatch, in 16 bits, and the logits live at one time; gradients may later reuse the
+logits' memory. A run that exceeds the bound cannot work. After compiling, XLA reports the actual
 size. See docs/parallelism.md#memory.
 """
 
@@ -22,12 +22,12 @@ from t5x_gpu.training.summary import bytes_per_device
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-  """What a training step takes on one device, in bytes.
+  """Memory of a training step on one device, in bytes.
 
   Attributes:
-    params, opt_state, gradients: of the state and the step.
+    params, opt_state, gradients: bytes of the state and of the gradients.
     activations: everything else.
-    is_compiled: whether XLA reported these sizes; else they are a lower bound.
+    is_compiled: whether XLA reported these sizes; otherwise they are a lower bound.
   """
 
   params: int
@@ -77,21 +77,21 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMe
     gradients=bytes_per_device(gradients),
     activations=inputs,
   )
-  # The logits are gone before most gradients are computed.
+  # The logits are freed before most gradients are computed.
   return dataclasses.replace(need, activations=inputs + max(logits - need.gradients, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class RunMemory:
-  """What a run needs and has.
+  """The memory that a run needs, and the memory that it has.
 
   Attributes:
-    need: on each device.
-    limit: of the device with the least memory; None if unknown.
-    host: of the host with the least memory; None if unknown.
-    program: of the run.
-    num_microbatches: of the run.
-    num_machines: of the run; a host of the topology may be a rack of machines.
+    need: memory needed on each device.
+    limit: memory of the smallest device; None if unknown.
+    host: memory of the smallest host; None if unknown.
+    program: the run's program.
+    num_microbatches: the run's microbatches.
+    num_machines: the run's machines; a host of the topology may be a rack of machines.
   """
 
   need: StepMemory
@@ -107,7 +107,7 @@ class RunMemory:
     return self.program.layout.mesh.devices.flat[0].platform == 'cpu'
 
   def compiled(self, step: Any) -> Self:
-    """Returns this with the sizes that XLA reports for the compiled `step`.
+    """Returns a copy with the sizes that XLA reports for the compiled `step`.
 
     Raises:
       OutOfMemoryError: as `check`.
@@ -181,8 +181,8 @@ class RunMemory:
   def _check_padding(self) -> None:
     """Raises OutOfMemoryError if a state that is padded in memory cannot be saved or restored.
 
-    Both hold the state twice on a device for a while: as a run stores it, and without the padding,
-    split over fewer devices (partitioning/arrays/fsdp_dims.py).
+    A save and a restore temporarily hold the state twice on a device: as the run stores it, and
+    without the padding, split over fewer devices (partitioning/arrays/fsdp_dims.py).
     """
     program, limit = self.program, self.limit
     stored, saved = map(bytes_per_device, (program.abstract_state, program.abstract_saved))
@@ -201,7 +201,7 @@ class RunMemory:
 
 
 def check_memory(program: Program, model: Model, *, num_microbatches: int) -> RunMemory:
-  """Returns the memory that the run needs and has; all processes must call it.
+  """Returns the memory that the run needs and has. Collective: all processes must call it.
 
   Raises:
     OutOfMemoryError: the run does not fit; raised on all processes.

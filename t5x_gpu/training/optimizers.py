@@ -1,7 +1,7 @@
 """The optimizer interface, and AdamW.
 
-An optimizer gets the learning rate of each step, so the logged rate is the one that was used, and
-axis names, so its state is split over the mesh like the parameters.
+An optimizer gets each step's learning rate, so the logged rate is the rate that was used. It also
+gets axis names, so its state is split over the mesh like the parameters.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ class AdamW:
     weight_decay: times the learning rate, per step; for matrices, not for norm scales or biases.
     mu_dtype, nu_dtype: dtype in which the first and second moment are stored, 'float32' or
       'bfloat16'; the arithmetic is in float32. The second moment is rounded stochastically:
-      bfloat16 has steps of 0.4 to 0.8%, and rounding to the nearest would lose what a step adds,
-      (1 - b2) of it.
+      adjacent bfloat16 values differ by 0.4 to 0.8%, so rounding to the nearest would lose a step's
+      change, which is a fraction 1 - b2.
   Source: Loshchilov and Hutter 2019, algorithm 2; the arithmetic is optax's. Stochastic rounding:
     Zamirai et al. 2020 (arXiv:2010.06192).
   """
@@ -120,7 +120,7 @@ class AdamW:
     )
 
   def _stored(self, state: OptState, names: Any) -> OptState:
-    """Returns optax's `state` with the moments in the dtypes in which they are kept."""
+    """Returns optax's `state` with the moments in the dtypes in which they are stored."""
     adam, *rest = state
     mu, nu = adam.mu, adam.nu
     if self.mu_dtype != 'float32':
@@ -132,7 +132,7 @@ class AdamW:
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
-  """Returns `x`, finite and float32, as bfloat16: rounded up or down so that the mean is exact."""
+  """Returns `x`, finite and float32, rounded up or down to bfloat16 so that the mean is exact."""
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
   kept = (bits + noise) & jnp.uint32(0xFFFF0000)
@@ -155,5 +155,8 @@ def _keys(names: Any, step: jax.Array) -> Any:
 
 
 def _decays(path: Any, names: AxisNames) -> bool:
-  """Returns whether a parameter is a matrix; biases of heads have two axes too."""
+  """Returns whether weight decay applies to a parameter.
+
+  It applies to matrices; biases of heads, which also have two axes, are excluded.
+  """
   return path[-1].key != 'bias' and len([x for x in names.names if x != 'layers']) >= 2

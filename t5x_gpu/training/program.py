@@ -41,13 +41,13 @@ class Program:
     spec: the global batch.
     names: TrainState of AxisNames.
     abstract_state: TrainState of shapes and shardings as the run stores it between steps.
-    abstract_saved: the same as checkpoints hold it, without padding; the target of a restore.
+    abstract_saved: the shapes and shardings in a checkpoint, without padding; the restore target.
     init: () -> TrainState on the mesh, as the run stores it; the same values on any topology.
     train_step: (state, batch) -> (state, sums); donates the old state.
     eval_step: (params, batch) -> sums; takes batches of any size.
     learning_rate_factor: scale of the schedule due to the number of replicas.
     trained: which parameters the step changes.
-    spikes: which steps it skips.
+    spikes: which steps are skipped.
   """
 
   layout: Layout
@@ -63,7 +63,7 @@ class Program:
   spikes: SpikeConfig = SpikeConfig()
 
   def in_model_order(self, state: TrainState) -> TrainState:
-    """Returns `state` as checkpoints keep it: layers in the model's order, without padding."""
+    """Returns `state` as checkpoints store it: layers in the model's order, without padding."""
 
     def saved(state: TrainState) -> TrainState:
       return self.layout.in_model_order(form.unpadded(state), self.names)
@@ -152,8 +152,8 @@ def build_program(
   """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
 
   Args:
-    model, optimizer, schedule: of models/ (or custom, checked against `Model`) and training/.
-    partitioner: how to split it over `devices` of `topology`.
+    model, optimizer, schedule: from models/ (or custom, checked against `Model`) and training/.
+    partitioner: how to split the model over `devices` of `topology`.
     task_feature_lengths, batch_size, pack: the global batch.
     num_microbatches, learning_rate_scaling: as in `make_gradients` and `replica_factor`.
     seed, max_grad_norm, loss_normalizing_factor, spikes: as in `make_train_step`.
@@ -268,7 +268,7 @@ def _lay_out(
   devices: list[Device],
   num_microbatches: int,
 ) -> Layout:
-  """Returns the layout; rows of an encoder and of a decoder may differ in length, both must fit."""
+  """Returns the layout. Rows of an encoder and a decoder may differ in length; both must fit."""
   lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
   sizes = {
     **model.logical_sizes(),
@@ -299,8 +299,8 @@ def program_of_run(
   """Returns the program of a run.
 
   Args:
-    config: of the run.
-    topology, devices: of the mesh.
+    config: the run's configuration.
+    topology, devices: hosts and devices of the mesh.
     dataset: sets the shapes of the batch; None for the training data.
   Raises:
     MeshError, ConfigError, ShapeError: as `build_program`.

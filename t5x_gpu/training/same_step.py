@@ -1,4 +1,4 @@
-"""Checks that all processes lowered the same training step; XLA compiles it on each of them.
+"""Checks that all processes lowered the same training step; each process compiles its own.
 
 This finds differences that digests of the code do not show: an environment variable, other GPUs, a
 module that reads a file of its host.

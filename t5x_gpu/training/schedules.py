@@ -1,7 +1,7 @@
 """Learning-rate schedules: plain functions of the step, with linear warm-up.
 
 Each returns `schedule(step) -> float32 scalar`; `step` counts from 0, as in T5X. A run that is
-shorter than its warm-up never leaves it.
+shorter than its warm-up never finishes warming up.
 """
 
 import functools
@@ -55,9 +55,9 @@ def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float
 
 
 def with_total_steps(schedule: Schedule, total_steps: int) -> Schedule:
-  """Returns the schedule of a run of `total_steps`; itself if it does not depend on them.
+  """Returns the schedule for a run of `total_steps`, or `schedule` if the total does not matter.
 
-  Schedules of users are taken as if they did not.
+  Custom schedules are assumed not to depend on the total.
   """
   remake = getattr(schedule, 'remake', None)
   return schedule if remake is None else remake(total_steps=total_steps)

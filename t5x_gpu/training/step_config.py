@@ -1,4 +1,4 @@
-"""What determines a training step: the part of a run that plan, bench and parity need."""
+"""The settings of a training step: the settings of a run that plan, bench and parity need."""
 
 import dataclasses
 from typing import Optional
@@ -17,16 +17,16 @@ class StepConfig:
   """Settings of a training step and of the processes that compute it, named as `train.NAME` in gin.
 
   Attributes:
-    model: of models/, or a custom model with the same methods.
+    model: a model from models/, or a custom model with the same methods.
     train_dataset_cfg: training data; its lengths and batch size are the shapes of the step.
     partitioner: how to split the run over the devices.
-    optimizer: of training/optimizers or training/adafactor.
+    optimizer: from training/optimizers or training/adafactor.
     learning_rate: schedule, a function of the step.
     random_seed: for initialization and dropout; DatasetConfig.seed sets the order of the data.
     num_microbatches: parts of the batch that are computed one after the other, to save memory.
     max_grad_norm: global norm to which gradients are clipped; None for no clipping.
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
-    learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for none.
+    learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for no scaling.
     spike_cfg: which steps to skip.
     distributed_cfg: how long the processes wait for each other.
     xla_preset: preset of XLA and NCCL settings (docs/xla_flags.md).

@@ -25,11 +25,11 @@ class StoredState:
   spikes: SpikeConfig = SpikeConfig()
 
   def first(self, state: TrainState) -> TrainState:
-    """Returns the first state as it is stored."""
+    """Returns the first state, padded as the run stores it."""
     return self.padded(state).replace(grad_norms=self.spikes.no_norms())
 
   def padded(self, state: TrainState) -> TrainState:
-    """Returns a state as it is stored."""
+    """Returns a state with padding."""
     layout, names = self.layout, self.names
     return state.replace(
       params=layout.padded(state.params, names.params, layout.rules.parameters),
@@ -45,7 +45,7 @@ class StoredState:
     )
 
   def abstract(self, shapes: TrainState) -> TrainState:
-    """Returns shapes with shardings of a state as it is stored."""
+    """Returns shapes with shardings of a state as the run stores it."""
     layout, names = self.layout, self.names
     step = jax.ShapeDtypeStruct(shapes.step.shape, shapes.step.dtype, sharding=layout.replicated)
     return TrainState(
@@ -57,7 +57,7 @@ class StoredState:
     )
 
   def abstract_saved(self, shapes: TrainState) -> TrainState:
-    """Returns shapes with shardings of a state as checkpoints hold it, without padding."""
+    """Returns shapes with shardings of a state as checkpoints store it, without padding."""
     layout, names = self.layout, self.names
     shardings = TrainState(
       step=layout.replicated,

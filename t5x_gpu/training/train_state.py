@@ -20,9 +20,9 @@ class TrainState(flax.struct.PyTreeNode):
     step: int32 scalar, updates so far.
     params: tree of float32 parameters; layers are stacked on a leading `layers` axis.
     opt_state: the optimizer's tree, for the trained parameters.
-    fp8_history: largest values of earlier steps (training/fp8_history.py); empty without.
-    grad_norms: of the last steps, for guards/spikes.py, in a run that needs them. A checkpoint has
-      them in its manifest.
+    fp8_history: largest values of earlier steps (training/fp8_history.py); empty if not used.
+    grad_norms: gradient norms of recent steps, for guards/spikes.py; None if not used. A checkpoint
+      stores them in its manifest.
   """
 
   step: jax.Array
@@ -32,7 +32,7 @@ class TrainState(flax.struct.PyTreeNode):
   grad_norms: Any = None
 
   def saved(self) -> dict[str, Any]:
-    """Returns field -> tree as checkpoints hold it: no `grad_norms`, no empty `fp8_history`."""
+    """Returns field -> tree as checkpoints store it: no `grad_norms`, no empty `fp8_history`."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     del fields['grad_norms']
     return {name: tree for name, tree in fields.items() if name != 'fp8_history' or tree}

@@ -46,13 +46,14 @@ def make_train_step(
     optimizer: a training.optimizers.Optimizer.
     schedule: step -> learning rate.
     names: tree of AxisNames of the parameters.
-    seed: of dropout; the key of a step is fold_in(seed, step), on any topology and after a resume.
+    seed: seed of dropout; a step's key is fold_in(seed, step), on any topology and after a resume.
     max_grad_norm: global norm to which gradients are clipped; None for no clipping.
-    loss_normalizing_factor: divisor of the summed loss and its gradients. None for the number of
-      target tokens. 1.0, which is T5X's None, sums: batches with more tokens weigh more.
+    loss_normalizing_factor: divisor of the summed loss and its gradients. None divides by the
+      number of target tokens. 1.0, which is T5X's None, keeps the sum: batches with more tokens
+      weigh more.
     trained: which parameters are trained, the same as for `gradients`.
     form: how the state is stored between steps; None for its true shapes.
-    history: of FP8 with delayed scaling; None without.
+    history: FP8 history of a model with delayed scaling; None without.
     spikes: which steps to skip.
   """
   names, _ = trained.split(names)

@@ -1,6 +1,6 @@
 """Which parameters are trained.
 
-The others have no gradient, optimizer state, update or weight decay. A model with a method
+Frozen parameters have no gradient, optimizer state, update or weight decay. A model with a method
 `is_trained(path)`, such as LoraModel, chooses; other models train all parameters.
 """
 
@@ -42,5 +42,5 @@ class Trained:
 
 
 def trained_of(model: Model) -> Trained:
-  """Returns which parameters of a model are trained."""
+  """Returns the trained parameters of a model."""
   return Trained(OptionalMembers(model).is_trained)

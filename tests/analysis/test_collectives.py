@@ -1,4 +1,4 @@
-"""Functions whose collectives are known: kinds, mesh axes, bytes and counts are read off right."""
+"""The kinds, mesh axes, bytes and counts of known collectives are read correctly."""
 
 import functools
 

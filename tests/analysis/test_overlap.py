@@ -1,4 +1,4 @@
-"""Matrix kernels of compiled GPU programs, and what they hide of the traffic."""
+"""Matrix kernels of compiled GPU programs, and the traffic that they hide."""
 
 import textwrap
 

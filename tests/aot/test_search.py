@@ -80,7 +80,7 @@ def test_no_sampled_neighbor_of_the_best_is_faster(case):
     and score.variant not in found.compiled
     and score.needed_bytes <= score.pool_bytes
   ]
-  assert found.given in found.compiled.values(), 'the run as it is'
+  assert found.given in found.compiled.values(), 'the current run'
   works = [p for p in found.compiled.values() if p.dtype == 'bfloat16' and p.memory.fits]
   fastest = min(p.seconds_per_step for p in works)
   assert found.estimate(best) <= EQUAL * fastest

@@ -1,7 +1,7 @@
 """Run by test_faults: one import of everything, then the ranks of each run by fork.
 
 Reads a run per line, {"count", "folder", "port", "fault", "argv", "hosts"}; rank i of it writes
-to folder/rank_i.txt, and takes itself for a host of its own if "hosts" is true. Answers ENDS
+to folder/rank_i.txt, and counts as a separate host if "hosts" is true. Answers ENDS
 [[exit code, time], ...]. Ranks that are stopped (SIGSTOP) would never end: they are killed once all
 others have ended.
 """

@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces on one switch, whose links can be cut.
+"""Separate hosts on this machine: network namespaces on one switch, whose links can be cut.
 
     with NetLab(num_hosts=2) as lab:
       process = lab.start(0, ['python', '-m', ...])

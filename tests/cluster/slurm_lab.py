@@ -61,7 +61,7 @@ FirstJobId={first_job}
 
 
 class SlurmLab:
-  """The daemons, and what one asks of them. As a context manager it leaves no process behind."""
+  """The daemons, with commands to them. As a context manager it leaves no process behind."""
 
   def __init__(
     self, folder: pathlib.Path, *, num_nodes: int = 2, num_cpus: int = 8, num_gpus: int = 2
@@ -195,7 +195,7 @@ class SlurmLab:
     return int(done.stdout)
 
   def srun(self, *arguments: str) -> list[str]:
-    """Returns the lines that a job of its own prints."""
+    """Returns the lines that a separate job prints."""
     return self._run(['srun', *arguments]).splitlines()
 
   def job(self, number: int | str) -> dict[str, str]:
@@ -218,7 +218,7 @@ class SlurmLab:
     self._run(['scancel', f'--signal={name}', '--batch', str(number)])
 
   def stop(self) -> None:
-    """Ends jobs, daemons, and whatever outlived them."""
+    """Ends jobs, daemons, and any processes that outlived them."""
     ids = subprocess.run(
       ['squeue', '-h', '-o', '%A'], env=self.env, text=True, capture_output=True
     ).stdout.split()
@@ -228,7 +228,8 @@ class SlurmLab:
     for file in (*(self.folder / 'run').glob('*.pid'), self.folder / 'munge' / 'pid'):
       if file.exists() and _name(pid := int(file.read_text())) in DAEMONS:
         _end(pid)
-    # Step daemons, and tasks that lost theirs, carry the name of this cluster's configuration.
+    # Step daemons, and tasks that lost their daemon, carry the name of this cluster's
+    # configuration.
     mark = f'SLURM_CONF={self.folder}/slurm.conf'.encode()
     for path in pathlib.Path('/proc').glob('[0-9]*/environ'):
       try:
@@ -251,7 +252,7 @@ def _free_port() -> int:
 
 
 def _name(pid: int) -> Optional[str]:
-  """Returns the command of a process; None if it has ended, also if nobody has waited for it."""
+  """Returns the command of a process; None if it has ended, also as a zombie."""
   try:
     text = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except OSError:

@@ -1,6 +1,6 @@
 """Processes that disagree in code, data or MODEL_DIR stop before the first step and say why.
 
-Each rank has its own working folder, as hosts have that share no file system.
+Each rank has its own working folder, like hosts without a shared file system.
 """
 
 import pathlib
@@ -109,7 +109,7 @@ def hosts(tmp_path, warm):
 
 
 def refused(ended: list[tuple[int, str]], *parts: str) -> None:
-  """Fails unless both ranks ended with an error in which all `parts` stand."""
+  """Fails unless both ranks ended with an error that contains all `parts`."""
   for code, text in ended:
     assert code == 1, text
     for part in parts:

@@ -104,6 +104,6 @@ def test_processes_give_the_losses_and_parameters_of_one(
   assert ours.keys() == theirs.keys()
   for path, value in theirs.items():
     np.testing.assert_allclose(ours[path], value, rtol=0, atol=1e-5, err_msg=path)
-  # Checksums that processes have added up are those that one reader finds in the files.
+  # Checksums added up by processes equal the checksums that one reader computes from the files.
   verdict = verify(StateReader(project.model_dir), advance=lambda num_bytes: None)
   assert not verdict.damaged and not verdict.num_unknown and verdict.num_arrays > 20

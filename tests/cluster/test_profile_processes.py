@@ -1,4 +1,4 @@
-"""Profiles of several processes: which of them keep traces, where, and what process 0 compares."""
+"""Profiles of several processes: kept traces, their folders, and the comparison by process 0."""
 
 import json
 import socket

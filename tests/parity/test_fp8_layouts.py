@@ -61,7 +61,7 @@ def first_step(program, with_params=lambda params: params):
 
   Args:
     program: is compiled once.
-    with_params: gives the parameters to start from those of `program`.
+    with_params: parameters of `program` -> parameters to start from.
   """
   [batch] = uneven_batches(program.spec, seed=1, num_batches=1)
   batch = program.layout.put_batch(batch)
@@ -129,7 +129,7 @@ def by_an_ulp(seed: int):
 
 
 def differences(got, want):
-  """Returns path -> norm of the difference of gradients, relative to that of `want`.
+  """Returns path -> norm of the difference of gradients, relative to the norm of `want`.
 
   Without the biases of keys: they shift all logits of a query alike, so their gradient is rounding
   alone.

@@ -1,4 +1,4 @@
-"""What Hugging Face's `generate` writes: ours is the same, to a token.
+"""t5x_gpu generates the same tokens as Hugging Face's `generate`.
 
 Greedily, by beam search, and sampled with the same random numbers.
 

@@ -1,4 +1,4 @@
-"""Models of every Hugging Face family: the gradients of each layout are those of one device."""
+"""Models of every Hugging Face family have the gradients of one device under each layout."""
 
 import functools
 

@@ -123,7 +123,7 @@ RARE = {
 
 
 class _Memory:
-  """The tensors of a torch model, read as those of files."""
+  """The tensors of a torch model, read like tensors in files."""
 
   def __init__(self, tensors):
     self._tensors = tensors
@@ -324,7 +324,7 @@ def their_model(config: dict, seed: int):
 
 
 def tensors_of(config: dict, model) -> dict[str, np.ndarray]:
-  """Returns the weights by the names of files, without copies and what no model of ours has."""
+  """Returns the weights by their names in files, without copies and unsupported weights."""
   family = FAMILIES[config['model_type']]
   tensors = {name: value.numpy() for name, value in model.state_dict().items()}
   for pattern, new in family.renamed:

@@ -371,7 +371,7 @@ def build(case: Case, num_devices: int, optimizer: Any = None) -> Program:
 
 
 def run(program: Program, options: Mapping[str, Any] = QUICK) -> dict[str, Any]:
-  """Returns what STEPS steps give, by name; trees as dictionaries from path to array.
+  """Returns the results of STEPS steps by name; trees as dictionaries from path to array.
 
   Args:
     program: a layout.

@@ -72,7 +72,7 @@ def trained(program: Program) -> tuple[list[float], TrainState]:
 
 
 def compare_moments(state: TrainState) -> None:
-  """Compares the second moments with those that T5X has saved after the same steps."""
+  """Compares the second moments with T5X's saved ones after the same steps."""
   flat = dict(np.load(FIXTURE / 'init_params.npz'))
   with tempfile.TemporaryDirectory() as folder:
     with tarfile.open(FIXTURE / 'checkpoint_orbax.tar.xz') as archive:

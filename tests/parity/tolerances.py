@@ -6,7 +6,7 @@ REFERENCE_LOSS = 1e-4
 # of runs whose losses differ by up to REFERENCE_LOSS.
 REFERENCE_MOMENTS = 2e-4
 # Absolute and relative tolerance of logits against another implementation, float32: for the same
-# parameters of T5X, and for those of Hugging Face, whose models sum in other orders.
+# parameters of T5X and of Hugging Face, whose models sum in other orders.
 REFERENCE_LOGITS = 1e-5
 HUGGING_FACE_LOGITS = 1e-4
 # Relative to the largest of a parameter: gradients against Hugging Face's.

@@ -1,4 +1,4 @@
-"""Sharding by names cannot fail in silence."""
+"""Sharding by names cannot fail silently."""
 
 import flax.linen as nn
 import jax

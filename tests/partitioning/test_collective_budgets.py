@@ -1,4 +1,4 @@
-"""What a training step sends, counted in the partitioned program: as often as it must, no more.
+"""The traffic of a training step, counted in the partitioned program: no more than necessary.
 
 Bytes are compared with the `traffic_per_step` of the parallelisms in use, for each set of mesh axes
 that a collective crosses.

@@ -141,7 +141,7 @@ def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   others = [c for c in chosen(found, axis='expert') if c.kind != 'all-to-all']
   assert {c.dtype for c in others if c.kind == 'all-gather'} == {'s32'}
   assert {c.kind for c in others} == {'all-gather', 'all-reduce'}
-  # Those of layers once per layer, in the last microbatch.
+  # Gradients of layers once per layer, in the last microbatch.
   assert {c.count for c in others if c.kind == 'all-reduce'} <= {1, CONFIG.num_layers}
 
 

@@ -1,4 +1,4 @@
-"""docs/mesh.md shows what the code prints."""
+"""docs/mesh.md shows the output of the code."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""docs/parallelism.md shows what the code prints, and its example of a layer is one."""
+"""docs/parallelism.md shows the output of the code, and its example layer works."""
 
 import contextlib
 import io

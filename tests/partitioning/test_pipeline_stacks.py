@@ -1,4 +1,4 @@
-"""A model of two stacks, the second of which reads the first, goes through a pipeline unharmed."""
+"""A model of two stacks, the second of which reads the first, works in a pipeline."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What one device computes and keeps, counted in the partitioned program, against formulas."""
+"""Computation and memory of one device in the partitioned program equal the formulas."""
 
 import math
 
@@ -113,7 +113,7 @@ def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name
 def test_without_idle_ticks_a_pipeline_computes_four_thirds_of_its_layers(name):
   table = timetable(name)
   layers = 4 / 3 * 3 * C.num_layers * LAYER / 8
-  # Under 1f1b a middle stage has no head, the text has that of the last.
+  # Under 1f1b a middle stage has no head; the text has the last stage's.
   head = 3 * HEAD / 8 * (table.num_stages if table.schedule == '1f1b' else 4 / 3 / busy(name))
   assert busy(name) * flops_per_device(hlo(name)) == pytest.approx(layers + head, rel=0.03)
 

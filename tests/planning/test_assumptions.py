@@ -1,4 +1,4 @@
-"""The value of each assumption on a GPU, and where it comes from."""
+"""The value of each assumption on a GPU, and its source."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sentence about what bounds a step: what is largest, and advice that this run can follow."""
+"""The sentence on what limits a step: the largest cost, and advice that the run can follow."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a plan advises for a run that does not fit: settings that work, as a user writes them."""
+"""A plan's advice for a run that does not fit: settings that work, as a user writes them."""
 
 import dataclasses
 

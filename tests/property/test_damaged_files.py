@@ -1,4 +1,4 @@
-"""Whatever is in a file that somebody else may have written, only errors of ours come out of it."""
+"""Files with any contents, from anybody, cause only UserErrors."""
 
 import base64
 import json
@@ -377,7 +377,7 @@ def t5x(folder: pathlib.Path) -> Target:
 
 
 TARGETS = (safetensors, t5x, checkpoints, local_checkpoints, prepared_rows, small_files)
-# Mutations of `make test`; those of `make test-all` are 10,000 in all.
+# Mutations in `make test`; `make test-all` has 10,000 in all.
 QUICK = 60
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a run, in whatever order, it is in the end the run that nothing happened to.
+"""After any sequence of faults, a run ends equal to an undisturbed run.
 
 A state machine draws runs on changing layouts that are stopped or killed at some step, in the
 middle of a save or while they start, files of the newest checkpoint that are damaged, and disks
@@ -44,7 +44,7 @@ ALL_LAYOUTS = tuple(name for name, split in SPLITS.items() if split.num_axes <= 
 
 
 class Lab:
-  """What the examples share: a warm start, compiled programs, and losses to compare with."""
+  """Shared by the examples: a warm start, compiled programs, and losses to compare with."""
 
   def __init__(
     self, folder: pathlib.Path, *, layouts: Sequence[str], warm: Optional[WarmStart] = None
@@ -75,7 +75,7 @@ class Lab:
     return project.start(num_devices=split.num_devices, **MACROS, **sizes, **options)
 
   def losses(self, layout: str) -> dict[int, float]:
-    """Returns those of the run that nothing happens to."""
+    """Returns the losses of an undisturbed run."""
     if layout not in self._losses:
       project = self.project()
       with self.start(project, layout) as run:
@@ -267,7 +267,7 @@ class NothingIsLost(RuleBasedStateMachine):
         assert not helpers_crashes.damaged(self.project.model_dir, step), step
 
   def _losses(self) -> dict[int, float]:
-    """Returns what metrics.jsonl has; fails if it is not what it would be had nothing happened."""
+    """Returns the contents of metrics.jsonl; fails unless they equal an undisturbed run's."""
     path = self.project.model_dir / 'metrics.jsonl'
     records = read_json_lines(path) if path.exists() else []
     losses = {r['step']: r['train/loss'] for r in records if 'train/loss' in r}

@@ -164,7 +164,7 @@ def models(draw):
 
 
 def check(drawn):
-  """Works, whole loss with gradient traced, or is refused by an error of ours."""
+  """Works, with the loss and its gradient traced, or is refused by a UserError."""
   makes, options, fields, rope = drawn
   try:
     if rope is not None:

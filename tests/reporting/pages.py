@@ -1,4 +1,4 @@
-"""Reads a page as a browser does, without one: its tags, texts and links."""
+"""Reads the tags, texts and links of a page without a browser."""
 
 import html.parser
 import re

@@ -1,4 +1,4 @@
-"""Pages are well formed, self-contained and escape what they show; charts show every value."""
+"""Pages are well formed, self-contained and escape their contents; charts show every value."""
 
 import math
 import re

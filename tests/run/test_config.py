@@ -1,4 +1,4 @@
-"""`Run` and what gin sets are the same."""
+"""`Run` and the parameters of `train` are the same."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The data opens next to the compile."""
+"""The data opens during the compile."""
 
 import threading
 

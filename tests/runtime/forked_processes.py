@@ -114,7 +114,7 @@ def listening(index: int, processes: list[dict]) -> int:
 
 
 def hybrid(index: int, processes: list[dict]) -> int:
-  """Whether JAX's own hybrid mesh, told our hosts as slices, has the same blocks as ours."""
+  """Whether JAX's own hybrid mesh, with hosts as slices, has the same blocks as t5x_gpu's."""
   topology, devices = discover()
   mesh = build_mesh(resolve_mesh_sizes(topology, num_partitions=2), topology, devices)
 
@@ -136,7 +136,7 @@ def hybrid(index: int, processes: list[dict]) -> int:
 
 
 def stop(index: int, processes: list[dict]) -> int:
-  """A loop with a collective per step; one process gets a signal at a step of its own."""
+  """A loop with a collective per step; one process gets a signal at a different step."""
   mesh = jax.make_mesh((jax.device_count(),), ('data',))
   f = jax.jit(lambda x: x + x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P('data')))
   x = jax.make_array_from_callback(

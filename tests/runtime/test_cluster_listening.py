@@ -1,4 +1,4 @@
-"""Where process 0 listens, whom it lets in, and that a slow client blocks nobody."""
+"""Where process 0 listens, whom it accepts, and that a slow client blocks no other."""
 
 import contextlib
 import errno

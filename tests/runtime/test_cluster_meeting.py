@@ -1,4 +1,4 @@
-"""Processes meet before JAX starts; one that cannot gets the reason, and missing ones are named."""
+"""Processes meet before JAX starts; a process that cannot join gets the reason."""
 
 import contextlib
 import dataclasses

@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 240  # JAX alone would take forked_processes.JAX_SECONDS
 def run(
   scenario: str, processes: list[dict], **variables: str
 ) -> tuple[list[dict], list[int], str]:
-  """Returns what each process told, its exit code, and all output; fails if one does not end."""
+  """Returns each process's results, its exit code and all output; fails if one does not end."""
   env = {
     **os.environ,
     'JAX_PLATFORMS': 'cpu',

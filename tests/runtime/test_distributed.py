@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def run_two(folder: pathlib.Path, *, prefixes=((), ())) -> list[dict]:
-  """Returns what each of two processes printed; `prefixes` are put before their commands."""
+  """Returns the output of each of two processes; `prefixes` precede their commands."""
   address = f'127.0.0.1:{free_port()}'
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': xla_flags(2)}
   script = str(pathlib.Path(__file__).parent / 'two_processes.py')

@@ -1,4 +1,4 @@
-"""Ways out of a process that skip Python's exit handlers."""
+"""Exits of a process that skip Python's exit handlers."""
 
 import subprocess
 import sys

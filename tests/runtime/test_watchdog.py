@@ -1,4 +1,4 @@
-"""The watchdog with a clock and a store of our own; real processes are in tests/cluster."""
+"""The watchdog with a fake clock and store; real processes are in tests/cluster."""
 
 import json
 import threading
@@ -78,7 +78,7 @@ def make(clock, store=None, index=0, count=1, **config):
 
 
 def poll(dog):
-  """What both threads do in a period."""
+  """Runs both threads for one period."""
   if dog._store is not None:
     dog._talk()
   dog._watch()
@@ -284,7 +284,7 @@ def test_a_broken_collective_waits_for_the_name_of_the_dead_rank(clock, error, w
     with dog:
       raise error
   assert (time.monotonic() - started > 2) == waits
-  assert store.verdicts()[0]['kind'] == 'failed'  # nobody was declared dead: it was this one
+  assert store.verdicts()[0]['kind'] == 'failed'  # no rank was declared dead: this rank failed
 
 
 def test_an_own_user_error_on_its_way_wins_over_the_verdict_of_another_process(clock, capfd):

@@ -1,4 +1,4 @@
-"""Run by test_distributed as two real processes; prints one line of JSON with what each saw."""
+"""Run by test_distributed as two real processes; each prints its results as a line of JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Gradients of an encoder-decoder on meshes that take it layer by layer are those of one device.
+"""Encoder-decoders on meshes that take them layer by layer have the gradients of one device.
 
 With dropout and packed, uneven rows; the updates are in tests/parity/test_layouts.py.
 """

@@ -1,4 +1,4 @@
-"""Delayed scaling: what a history holds on every layout, and what the optimizer does not see."""
+"""Delayed scaling: the history is the same on every layout, and hidden from the optimizer."""
 
 import dataclasses
 

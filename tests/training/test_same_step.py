@@ -1,4 +1,4 @@
-"""What is compared of a lowered step: numbers and operations, nothing that belongs to a process."""
+"""Comparisons of lowered steps cover numbers and operations, nothing process-specific."""
 
 import jax
 import jax.numpy as jnp

@@ -20,7 +20,7 @@ CONFIG = dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4
 
 
 class Partly:
-  """A custom model: the required members of a model, and those that are named."""
+  """A custom model: the required members of a model, and the named optional ones."""
 
   def __init__(self, inner, members):
     for name in (*missing_members(object(), Model), *members):
@@ -138,7 +138,7 @@ def test_initial_parameters_are_bit_identical_on_every_mesh():
 
 
 class PlainGradientDescent:
-  """An optimizer of a user's own: no state, the step is learning rate x gradient."""
+  """A custom optimizer without state; the step is learning rate x gradient."""
 
   def init(self, params, names):
     return ()

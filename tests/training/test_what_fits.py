@@ -104,7 +104,7 @@ def test_a_compiled_step_is_held_against_the_memory_too():
 
 
 def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
-  """Devices with memory of their own: CPU devices hold the state in that of the host already."""
+  """Devices with separate memory: CPU devices already hold the state in host memory."""
   memory = memory_of(CASES['fsdp'], host=1000)
   memory.check()
   monkeypatch.setattr(RunMemory, 'on_cpu', False)

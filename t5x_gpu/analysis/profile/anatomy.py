@@ -41,9 +41,9 @@ class TopOperation:
 
   Attributes:
     name, kind, op_name: see ProgramOp.
-    seconds: per step and device.
-    share: of the step.
-    runs: per step and device.
+    seconds: seconds per step and device.
+    share: share of the step.
+    runs: runs per step and device.
   """
 
   name: str
@@ -59,11 +59,11 @@ class MeasuredCollectives:
   """All collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind, axes: of the collectives.
-    seconds: per step and device.
-    bytes: that each device sends per step, in a ring; 0 if unknown.
-    gb_per_second: their quotient in 1e9 bytes per second, the bus bandwidth of NCCL's tests.
-    runs: per step and device.
+    kind, axes: kind and mesh axes of the collectives.
+    seconds: seconds per step and device.
+    bytes: bytes that each device sends per step, in a ring; 0 if unknown.
+    gb_per_second: bytes per second / 1e9, the bus bandwidth of NCCL's tests.
+    runs: runs per step and device.
   """
 
   kind: str
@@ -80,9 +80,9 @@ class Anatomy:
 
   Attributes:
     seconds_per_step: mean, without saves and evaluations.
-    device_time: of this process's devices.
-    operations: the longest, longest first.
-    collectives: all, longest first.
+    device_time: times of this process's devices.
+    operations: the longest operations, longest first.
+    collectives: all collectives, longest first.
   """
 
   seconds_per_step: float
@@ -96,8 +96,8 @@ class Anatomy:
     """Returns the content of anatomy.json.
 
     Args:
-      parts: more parts, in seconds per step: 'input_wait', 'dispatch', 'save', 'eval'.
-      facts: more top-level fields: steps, reason, devices, speed.
+      parts: additional parts in seconds per step: 'input_wait', 'dispatch', 'save', 'eval'.
+      facts: additional top-level fields: steps, reason, devices, speed.
       ranks: the device time of each process.
     """
     return {
@@ -117,10 +117,10 @@ def anatomy(
   """Returns the anatomy of `num_steps` steps.
 
   Args:
-    operations: of a trace.
+    operations: operations of a trace.
     ops: the instructions of the step.
-    num_steps: in the trace.
-    seconds_per_step: as the run measured it.
+    num_steps: steps in the trace.
+    seconds_per_step: mean duration as measured by the run.
   """
   found = [(o, op) for o in operations if (op := ops.find(o.name)) is not None]
   num_devices = max(1, len({o.device for o, _ in found}))

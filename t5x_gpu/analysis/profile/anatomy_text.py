@@ -17,10 +17,10 @@ _PARTS = (
 
 
 def anatomy_text(anatomy: Mapping[str, Any], *, where: str) -> str:
-  """Returns what anatomy.json says, on one screen.
+  """Returns the contents of anatomy.json, on one screen.
 
   Args:
-    anatomy: its content.
+    anatomy: contents of anatomy.json.
     where: the folder of the profile, as the user wrote it.
   """
   step = anatomy['seconds_per_step']

@@ -14,11 +14,11 @@ class ProfileConfig:
   """When to take a trace, and of how many steps.
 
   Attributes:
-    steps: first and last step of a trace, as (10, 12); None for none.
-    period: takes a trace every so many steps; None for never.
-    num_steps: steps of each trace but that of `steps`.
+    steps: first and last step of a trace, as (10, 12); None for no trace.
+    period: takes a trace every `period` steps; None for never.
+    num_steps: steps of each trace, except for the trace of `steps`.
     slow_factor: takes a trace, once per start, after a step that is this many times slower than
-      the median of the last 200; None for never.
+      the median of the last 200 steps; None for never.
   """
 
   steps: Optional[Sequence[int]] = None

@@ -1,4 +1,4 @@
-"""What the instructions of a compiled step are: their kind, place in the model and bytes sent."""
+"""The instructions of a compiled step: their kind, place in the model and bytes sent."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from t5x_gpu.analysis import hlo_text
 from t5x_gpu.analysis.collectives import KINDS, collectives_of
 
-_CONTROL = ('while', 'call', 'conditional')  # the operations inside them are counted instead
+_CONTROL = ('while', 'call', 'conditional')  # only the operations inside are counted
 _COLLECTIVE_NAME = re.compile('|'.join(KINDS))
 _NCCL = re.compile(r'nccl\w*?_(AllGather|AllReduce|ReduceScatter|SendRecv|AllToAll)')
 _NCCL_KINDS = {
@@ -24,11 +24,11 @@ class ProgramOp:
   """One instruction.
 
   Attributes:
-    kind: its opcode; for a collective one of KINDS.
-    op_name: its path in the traced Python program.
+    kind: opcode; for a collective one of KINDS.
+    op_name: path in the traced Python program.
     is_collective: whether it sends data between devices.
     axes: mesh axes over which it sends.
-    bytes_sent: by each device, per run, in a ring.
+    bytes_sent: bytes sent by each device per run, in a ring.
   """
 
   kind: str
@@ -66,7 +66,7 @@ class ProgramOps:
   def find(self, name: str) -> ProgramOp | None:
     """Returns the instruction of an operation in a trace; None for control flow."""
     op = self._ops.get(name)
-    if op is None:  # a kernel that the trace does not connect to an instruction
+    if op is None:  # a kernel without a known instruction
       nccl = _NCCL.search(name)
       named = _COLLECTIVE_NAME.match(name)
       kind = _NCCL_KINDS[nccl.group(1)] if nccl else named.group() if named else ''

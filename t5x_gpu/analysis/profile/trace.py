@@ -27,8 +27,8 @@ class Operation:
 
   Attributes:
     device: local number of the device.
-    name: of the instruction, or of the kernel where the trace does not name one.
-    start_ns, end_ns: since the trace began.
+    name: name of the instruction, or of the kernel if the trace does not name an instruction.
+    start_ns, end_ns: nanoseconds since the trace began.
   """
 
   device: int
@@ -46,11 +46,11 @@ def trace_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def read_trace(folder: pathlib.Path, *, module: Optional[str] = None) -> list[Operation]:
-  """Returns the operations of a trace by begin.
+  """Returns the operations of a trace, ordered by start.
 
   Args:
-    folder: that `jax.profiler.start_trace` was given.
-    module: keeps the operations of this HLO module ('jit_train_step') alone.
+    folder: folder that was passed to `jax.profiler.start_trace`.
+    module: keeps only the operations of this HLO module ('jit_train_step').
   Raises:
     DataError: there is no trace, or it cannot be read.
   """
@@ -82,7 +82,7 @@ def _of_stream(line: Any, device: int, module: Optional[str]) -> Iterator[Operat
 
 
 def _of_cpu(lines: Sequence[Any], module: Optional[str]) -> Iterator[Operation]:
-  """Yields the thunks; one that another thread finishes ends there."""
+  """Yields the thunks; a thunk that another thread finishes ends there."""
   started, ends = [], {}
   for line in lines:
     for event in line.events:

@@ -1,9 +1,10 @@
 """The dimension of each array that `fsdp` splits, on any number of devices.
 
-`fsdp` splits `embed` if its size divides. If it does not, the first of `OTHERS` that divides and
-that no other mesh axis splits. If none does, `embed` is padded with zeros to the next multiple. No
-dimension is split over `fsdp` and `model` together: a device would gather interleaved parts of its
-share over `model`. Arrays without `embed` (biases of heads) stay whole on every device.
+`fsdp` splits `embed` if its size divides. Otherwise it splits the first dimension of `OTHERS` that
+divides and that no other mesh axis splits. If there is none, `embed` is padded with zeros to the
+next multiple. A dimension is never split over both `fsdp` and `model`: a device would gather
+interleaved parts of its share over `model`. Arrays without `embed` (biases of heads) stay whole on
+every device.
 
 Only arrays in memory are padded. Optimizers, models and checkpoints see the true shapes, so
 checkpoints do not depend on the number of devices.
@@ -29,12 +30,12 @@ COPIES = 'fsdp_copies'
 def choose(
   names: AxisNames, shape: Sequence[int], *, rules: AxisRules, mesh_shape: Mapping[str, int]
 ) -> AxisNames:
-  """Returns `names` with the dimension that `fsdp` splits, see above.
+  """Returns `names` with the dimension that `fsdp` splits, chosen as described above.
 
   Args:
-    names: of an array of parameters or optimizer state.
-    shape: its true shape.
-    rules: of the run.
+    names: axis names of an array of parameters or optimizer state.
+    shape: the array's true shape.
+    rules: rules of the run.
     mesh_shape: mesh axis -> size.
   """
   ways = mesh_shape.get(AXIS, 1)
@@ -60,8 +61,8 @@ class Padding:
 
   Attributes:
     dim: counted from the last one (-1), because a scan removes the first.
-    size: without the zeros.
-    zeros: how many.
+    size: size of the dimension without the zeros.
+    zeros: number of zeros.
   """
 
   dim: int
@@ -69,7 +70,7 @@ class Padding:
   zeros: int
 
   def added(self, x: jax.Array) -> jax.Array:
-    """Returns `x` with the zeros; `x` itself if it has them."""
+    """Returns `x` with the zeros; `x` itself if it is already padded."""
     at = x.ndim + self.dim
     if x.shape[at] != self.size:
       return x
@@ -80,7 +81,7 @@ class Padding:
     return jax.lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.dim)
 
   def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape with the zeros of an array of `shape`."""
+    """Returns the padded shape of an array of `shape`."""
     at = len(shape) + self.dim
     return tuple(n + self.zeros if i == at else n for i, n in enumerate(shape))
 
@@ -145,11 +146,11 @@ def without_padding(mesh: Mesh, padding: Optional[Padding]) -> Mesh:
 
 
 def cost_lines(stored: Any, true: Any, names: Any, *, ways: int) -> list[str]:
-  """Returns what it costs that `ways` devices do not divide some arrays; [] if they divide all.
+  """Returns the cost of arrays that do not divide over `ways` devices; [] if all divide.
 
   Args:
     stored: tree of shapes with NamedShardings, padding included.
-    true: the same without padding, as checkpoints have it.
+    true: the same tree without padding, as checkpoints store it.
     names: tree of AxisNames from `choose`.
     ways: size of `fsdp`.
   """

@@ -1,10 +1,10 @@
-"""The gradients of the first layer, summed over devices after all others.
+"""The gradients of the first layer, summed over devices after all other gradients.
 
 The backward pass ends with the embeddings, whose table is often the largest array of a model. If
-the first layer's gradients were sent before the table's, no matmul would be left to run during the
-latter. But the matmuls for the gradients of kernels can wait: nothing else needs their results. So
-the loop over layers (layer_loop.py) returns the first layer's gradients as they are, through ports;
-all others are sent while they are computed; and the first layer's come last.
+the first layer's gradients were sent before the table's gradient, no matmul would be left to hide
+the table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
+their results. So the loop over layers (layer_loop.py) returns the first layer's gradients
+unreduced, through ports; all others are sent while they are computed; the first layer's come last.
 """
 
 import functools
@@ -25,8 +25,8 @@ def with_ports(
 
   Args:
     make: parts -> parameters for a model, whose backward pass reduces their gradients.
-    parts: what is differentiated.
-    first_stack: tree of bools: which parameters are of the layers that run first.
+    parts: the differentiated parts.
+    first_stack: tree of bools: whether a parameter belongs to the layers that run first.
     axes: all manual mesh axes.
   """
   leaves, treedef = jax.tree.flatten(parts)
@@ -57,11 +57,11 @@ def _port(layer: fsdp.Split, axes: tuple[str, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _open(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
-  """Returns `parts` and `ports`, whose gradients arrive together; all but the ports' are reduced.
+  """Returns `parts` and `ports`, whose gradients arrive together; only the ports' are not reduced.
 
   Args:
     dims: (place in `parts`, how it is split) of each parameter with a port.
-    parts: list of what is differentiated.
+    parts: list of the differentiated parts.
     ports: place -> port.
     earlier: place -> gradient of earlier microbatches of the first layer, or None.
   """
@@ -75,8 +75,8 @@ def _forward(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
 
 def _backward(dims: Any, earlier: Any, gradients: Any) -> Any:
   parts, ports = gradients
-  # The first layer's collectives then start after the others are done. Where marks allow it, what
-  # uses the others waits, too: otherwise XLA delays a large one to the end of the step.
+  # The barrier starts the first layer's collectives after the others are done. Where marks allow,
+  # users of the other gradients wait too; otherwise XLA delays a large one to the end of the step.
   marks = jax.typeof(next(iter(ports.values()))).manual_axis_type if ports else None
   same = [i for i, x in enumerate(parts) if jax.typeof(x).manual_axis_type == marks]
   ports, late, _ = jax.lax.optimization_barrier((ports, [parts[i] for i in same], parts))

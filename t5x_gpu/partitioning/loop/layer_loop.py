@@ -1,9 +1,9 @@
 """The loop over the layers of a stack, with communication one layer away from computation.
 
-While a layer computes, the next one's parameters are gathered (ZeRO-3), forward and backward, and
-in the backward pass the gradients of the layer before are summed over devices. Nothing in a layer
-waits for a collective, and each has the matmuls of a whole layer to run next to. The price is the
-memory of one layer's gathered parameters and one layer's gradients, in the compute dtype.
+While a layer computes, the next layer's parameters are gathered (ZeRO-3), forward and backward. In
+the backward pass, the gradients of the layer that just finished are also summed over devices. No
+layer waits for a collective; each collective overlaps with the matmuls of a whole layer. The price
+is the memory of one layer's gathered parameters and one layer's gradients, in the compute dtype.
 
 JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
 seldom move a collective to another iteration, so the backward loop is written out here.
@@ -33,10 +33,10 @@ class UsedAfter:
   """Parameters that are used after a loop.
 
   In the backward pass their gradients are known first. They pass through the loop, which sends them
-  while its last layer computes; otherwise XLA sends them last, after all matmuls.
+  while the last layer computes; otherwise XLA sends them last, after all matmuls.
 
   Attributes:
-    params: tree of parameters; as they come out of the loop, once it has run.
+    params: tree of parameters; after the loop has run, as they come out of it.
   """
 
   params: Any
@@ -49,7 +49,7 @@ _used_after: contextvars.ContextVar[Optional[UsedAfter]] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def used_after(params: Any) -> Iterator[UsedAfter]:
-  """Context of a loop with the parameters that are used after it."""
+  """Context for a loop; `params` are used after the loop."""
   after = UsedAfter(params)
   token = _used_after.set(after)
   try:
@@ -59,7 +59,7 @@ def used_after(params: Any) -> Iterator[UsedAfter]:
 
 
 def is_used(params: Any) -> bool:
-  """Returns whether the loop over layers with these stacked parameters is this one."""
+  """Returns whether layers with these stacked parameters run in the loop of this file."""
   leaves = jax.tree.leaves(params, is_leaf=quantized.is_parameter)
   return any(quantized.is_ahead(leaf) for leaf in leaves)
 
@@ -78,14 +78,14 @@ def run(
   """Returns `carry` after all layers.
 
   Args:
-    layer: computes one layer; every array that it uses is among its arguments.
+    layer: computes one layer; every array that it uses is an argument.
     params: parameters stacked [layers, ...]: arrays, `fsdp.Split` or `quantized.InEightBits`.
     carry: input of the first layer.
     shared: tree of arrays that all layers share.
     dtype: compute dtype, as in `quantized.whole`.
     first_layer: number of the first layer.
-    policy: for `jax.checkpoint`: what a layer stores for the backward pass besides its input. None
-      for everything except weights.
+    policy: `jax.checkpoint` policy: what a layer stores for the backward pass in addition to its
+      input. None stores everything except weights.
     unroll: layers per iteration.
   """
   leaves, treedef = jax.tree.flatten(params, is_leaf=quantized.is_parameter)
@@ -114,14 +114,15 @@ def run(
 
 @flax.struct.dataclass
 class _Kept:
-  """What the forward loop keeps: its arguments, the layer, and what it stored.
+  """What the forward loop keeps: its arguments, the layer, and the residuals.
 
   Attributes:
-    stored: arrays [layers - 1, ...], of all layers but the last.
-    stored_last, ahead_last: of the last layer: the same, and its gathered weights.
-    has_port: which of the trained leaves leave the first layer's gradients to first_layer.py.
-    after_trained: which of the parameters of `UsedAfter` are differentiated.
-    shared_tree: tree of `shared`.
+    stored: residuals [layers - 1, ...] of all layers but the last.
+    stored_last, ahead_last: residuals and gathered weights of the last layer.
+    has_port: per trained leaf: whether its first layer's gradient goes through a port
+      (first_layer.py).
+    after_trained: per parameter of `UsedAfter`: whether it is differentiated.
+    shared_tree: tree structure of `shared`.
   """
 
   leaves: Any
@@ -176,7 +177,7 @@ class _Loop:
       trained=trained,
       differentiated=differentiated,
       policy=self.policy,
-      # Loops keep the two passes apart; without them, XLA would merge the recomputation with the
+      # Loops separate the two passes. Without loops, XLA would merge the recomputation with the
       # forward pass and save nothing.
       prevent_cse=self.unroll >= _num_layers(leaves),
     )
@@ -198,7 +199,11 @@ class _Loop:
     )
 
   def _forward(self, leaves: Any, carry: Any, first: jax.Array, step: Callable[..., Any]) -> Any:
-    """Returns (output, what `step` stores of all layers but the last, of the last, its weights)."""
+    """Returns the output and what the backward pass needs.
+
+    It is (output, stacked residuals of all layers but the last, residuals of the last layer,
+    gathered weights of the last layer).
+    """
 
     def body(state: Any, i: jax.Array) -> Any:
       carry, ahead = state
@@ -244,9 +249,9 @@ class _Loop:
     state = ahead, done, total
     if last:
       state = self._scan(body, state, jnp.arange(1, last), reverse=True)[0]
-      state = body(state, 0)[0]  # what it gathers is not used
+      state = body(state, 0)[0]  # the weights gathered here are not used
     _, (pending, gradient, of_shared), total = state
-    # Otherwise XLA joins these collectives with those of the layer before, and hides neither.
+    # Otherwise XLA merges these collectives with the previous layer's, and hides neither.
     if not any(kept.has_port):
       pending, _ = jax.lax.optimization_barrier((pending, total))
     total = self._with_layer(total, trained, at_end, pending, 0, skip=kept.has_port)
@@ -267,9 +272,9 @@ class _Loop:
   def _with_layer(
     self, total: Any, leaves: Any, at_end: Any, pending: Any, i: Any, *, skip: Any = None
   ) -> Any:
-    """Returns stacked gradients with those of layer `i`, summed over devices unless `at_end`.
+    """Returns stacked gradients with the gradients of layer `i` added at its index.
 
-    Those of leaves to `skip` are not added.
+    They are summed over devices unless `at_end` marks the leaf. Leaves in `skip` are not changed.
     """
 
     def added(to: jax.Array, leaf: Any, late: bool, x: Any, skipped: bool) -> jax.Array:
@@ -282,16 +287,16 @@ class _Loop:
     return [added(*of_leaf) for of_leaf in zip(total, leaves, at_end, pending, skip, strict=True)]
 
   def _summed(self, leaf: Any, gradient: jax.Array) -> jax.Array:
-    """Returns the gradient of a parameter, of one layer or of all, summed over devices."""
+    """Returns the gradient of a parameter (of one layer, or of all) summed over devices."""
     _, pull = jax.vjp(lambda p: quantized.whole(p, self.dtype), leaf)
     return quantized.part(pull(gradient)[0])
 
   def _gathered(self, leaves: Any, i: Any) -> list[Any]:
-    """Returns those weights of layer `i` that are gathered."""
+    """Returns the weights of layer `i` that need an all-gather, gathered."""
     return [quantized.whole(_at(p, i), self.dtype) for p in leaves if quantized.is_gathered(p)]
 
   def _weights(self, leaves: Any, ahead: list[Any], i: Any) -> list[Any]:
-    """Returns all weights of layer `i`, given those of `_gathered`."""
+    """Returns all weights of layer `i`, given the gathered ones from `_gathered`."""
     gathered = iter(ahead)
     return [
       next(gathered) if quantized.is_gathered(p) else quantized.whole(_at(p, i), self.dtype)
@@ -334,10 +339,10 @@ def _instantiated(x: Any) -> jax.Array:
 
 
 def _after(arrays: list[jax.Array], gradient: Any) -> list[jax.Array]:
-  """Returns `arrays`, known only once `gradient` is.
+  """Returns `arrays`, available only once `gradient` is.
 
-  The forward and the backward pass of the last layer are not in loops. Otherwise XLA would merge
-  the recomputation with the forward pass, and keep its activations during the loss.
+  The forward and the backward pass of the last layer are not in loops. Without this barrier, XLA
+  would merge the recomputation with the forward pass, and keep its activations during the loss.
   """
   first = jax.tree.leaves(gradient)[0]
   marks = jax.typeof(first).manual_axis_type

@@ -1,4 +1,4 @@
-"""One layer of the loop over layers as flat arrays: what it stores, and its backward pass."""
+"""One layer of the loop over layers, on flat arrays: its residuals and its backward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from jax.extend.core import jaxpr_as_fun
 
 
 class LayerStep:
-  """A layer as flat arrays, and its backward pass. The first call traces it, the others reuse that.
+  """A layer on flat arrays, and its backward pass. Traced at the first call only.
 
-  What JAX's backward pass needs is in part an input, such as a weight. Only the rest, and the
-  layer's input, must be stored.
+  Some of the arrays that JAX's backward pass needs are inputs, such as weights. Only the others,
+  and the layer's input, must be stored.
 
   Attributes:
-    trained: which of the weights are differentiated.
-    differentiated: which of the arrays of `shared` are.
+    trained: per weight: whether it is differentiated.
+    differentiated: per array of `shared`: whether it is differentiated.
   """
 
   def __init__(
@@ -74,11 +74,11 @@ class LayerStep:
 
 
 def chosen(which: Sequence[bool], items: Sequence[Any]) -> list[Any]:
-  """Returns those of `items` that `which` marks."""
+  """Returns the `items` that `which` marks."""
   return [item for item, chosen in zip(items, which, strict=True) if chosen]
 
 
 def merged(which: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-  """Returns `others` with the members that `which` marks replaced by those of `chosen`, in turn."""
+  """Returns `others` with the marked members replaced, in turn, by the members of `chosen`."""
   chosen = iter(chosen)
   return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]

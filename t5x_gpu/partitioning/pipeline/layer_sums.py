@@ -1,11 +1,12 @@
 """Gradients of a stage's layers, summed over devices while its last backward tick computes.
 
-Layers have gradients from every tick. After the last one, in which stage 0 works alone, the network
-would sum them all while nothing is left to compute. So that tick adds the gradients of the ticks
-before, and sums those of a layer while it computes the next (layer_loop.py).
+Every tick contributes to the gradients of layers. After the last tick, in which stage 0 works
+alone, the network would sum all gradients with no computation left to hide it. So the last tick
+adds the gradients of earlier ticks, and sums each layer's gradients while it computes the next
+layer (layer_loop.py).
 
-All stages compute it, so that they send the same at the same time. The others discard their work;
-they would wait for stage 0 anyway.
+All stages compute the last tick, so that all send the same arrays at the same time. The other
+stages discard their results; they would wait for stage 0 anyway.
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ class LayerSums:
   """How the last tick reduces gradients.
 
   Attributes:
-    dims: of each leaf of the parameters: how a layer's gradient is split and summed; None for
-      parameters outside of layers, whose gradients are left to the caller.
+    dims: per parameter: how a layer's gradient is split and summed; None for parameters outside of
+      layers, whose gradients the caller reduces.
     axes: all manual mesh axes.
   """
 
@@ -34,7 +35,7 @@ class LayerSums:
   axes: Sequence[str]
 
   def inputs(self, params: Tree) -> Tree:
-    """Returns what is differentiated: ports for layers, and the other parameters themselves.
+    """Returns the arrays to differentiate: ports for layers, the parameters themselves elsewhere.
 
     A port has the shape of a reduced gradient and takes it; its value is never read.
     """
@@ -52,7 +53,7 @@ class LayerSums:
     Args:
       inputs: from `inputs`.
       params: whole parameters.
-      earlier: gradients of the ticks before, which those of layers include.
+      earlier: gradients of earlier ticks; they are added to the gradients of layers.
     """
     return self._on_layers(
       lambda dims, port, param, before: fsdp.Split(port, param, dims, before),
@@ -63,7 +64,7 @@ class LayerSums:
     )
 
   def total(self, grads: Tree, earlier: Tree) -> Tree:
-    """Returns the gradients of `inputs` with those of earlier ticks outside of layers added."""
+    """Returns the gradients of `inputs`, plus earlier ticks' gradients outside of layers."""
     return self._on_layers(lambda dims, own, before: own, jnp.add, grads, earlier)
 
   def _on_layers(
@@ -98,9 +99,9 @@ def last_tick(
   Args:
     run: the pipeline.
     params: parameters of the model.
-    dx: gradients of the stages' inputs in the tick before.
+    dx: gradients of the stages' inputs in the previous tick.
     unit: the microbatch of stage 0.
-    grads: gradients of the ticks before.
+    grads: gradients of earlier ticks.
     layer_sums: reduces the gradients of layers.
   """
   stage, dy = jax.lax.axis_index(AXIS), run.shift(dx, back=True)

@@ -7,8 +7,8 @@ model has less traffic per step, so use it for the slowest link. When: layers do
 fsdp x model, or the network between hosts is too slow for fsdp. The price is the bubble, in which
 stages wait (`bubble_fraction`): use several times more microbatches than stages.
 
-Schedules: 'gpipe' keeps the input of every stage for every microbatch; '1f1b' keeps 2S-1 of them,
-whatever the number of microbatches; 'circular' gives each stage R blocks of layers, for a bubble R
+Schedules: 'gpipe' keeps the input of every stage for every microbatch. '1f1b' keeps 2S-1 inputs for
+any number of microbatches. 'circular' gives each stage R blocks of layers, for a bubble R
 times smaller and R times the traffic. All recompute a stage's forward pass in the backward pass.
 
 A model with two stacks (encoder and decoder) passes the stages twice: each stage has layers of
@@ -100,9 +100,9 @@ def value_and_grad(
     num_stacks: stacks of the model; 1 for '1f1b' and without skip_idle.
     skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
     complete: `params` -> all parameters, including those without gradients.
-    layer_sums: reduces the gradients of layers in the last backward tick; None for another time.
-      For one block per stage.
-    earlier: gradients to be added, as of earlier microbatches.
+    layer_sums: reduces the gradients of layers in the last backward tick; None if the caller
+      reduces them. Requires one block per stage.
+    earlier: gradients to add, for example of earlier microbatches.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
@@ -147,7 +147,7 @@ def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tr
   Args:
     run: the pipeline.
     params: parameters of the model.
-    first: activation that stages hold after the first tick; None to compute it.
+    first: activation that stages hold after the first tick; None computes it here.
   """
   table, stage = run.table, jax.lax.axis_index(AXIS)
   first_output = (table.num_blocks - 1) * table.num_microbatches
@@ -203,7 +203,7 @@ def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
   Args:
     run: the pipeline.
     params: parameters of the model.
-    outputs: [stages * head_share, ...]; only those of the last stage are valid.
+    outputs: [stages * head_share, ...]; only the last stage's are valid.
   """
   table, stage = run.table, jax.lax.axis_index(AXIS)
   share, last = table.head_share, table.num_stages - 1

@@ -1,4 +1,4 @@
-"""Shared by the schedules of `pipeline_parallel`: the model's parts, and moves between stages."""
+"""Shared by the schedules of `pipeline_parallel`: the model's parts, and sends between stages."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class Pieces(Protocol):
   def run_layers(self, params: Tree, x: Tree, microbatch: Tree, first_layer: jax.Array) -> Tree:
     """Returns x after params['layers'], which start at layer `first_layer` of the model.
 
-    With several stacks it also takes `stack`, and counts the layers of that stack.
+    With several stacks it also takes `stack`, and `first_layer` counts within that stack.
     """
 
   def head(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, tuple[Any, Any]]:

@@ -109,7 +109,7 @@ class Pipeline:
     return self.num_stages if self.num_blocks > 1 else 1
 
   def for_rows(self, rows: int) -> 'Pipeline':
-    """Returns the schedule for another number of rows; if possible, with as few microbatches.
+    """Returns the schedule for another number of rows, with as few microbatches if possible.
 
     Args:
       rows: rows of one device, at least `least_rows`.
@@ -130,10 +130,10 @@ def bubble_fraction(
 ) -> float:
   """Returns the fraction of the time of the layers in which a stage waits for others.
 
-  (S-1) / (K*R*M + S-1): of the K*R*M + S-1 forward slots a stage has work in K*R*M, and the same
-  backward. With two stacks this assumes blocks of equal duration: otherwise stages also wait for
-  the slower block. Slots of 1f1b in which all stages idle cost nothing; if idle work is computed
-  and discarded (`skip_idle=False`), they cost 2(S-1) of M + 2(S-1).
+  (S-1) / (K*R*M + S-1): a stage has work in K*R*M of K*R*M + S-1 forward slots, and likewise in the
+  backward pass. With two stacks this assumes blocks of equal duration; otherwise stages also wait
+  for the slower block. Slots of 1f1b in which all stages idle cost nothing. If idle work is
+  computed and discarded (`skip_idle=False`), they cost 2(S-1) of M + 2(S-1).
 
   Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2, which give it
   relative to the ideal time, (S-1) / (R*M); Huang et al. 2019 (GPipe), section 2.2.
@@ -176,10 +176,10 @@ def traffic_per_step(
   Args:
     schedule, num_stages, num_microbatches, repeats, num_stacks: as in `Timetable`.
     activation_bytes: bytes of a microbatch between two layers on one device, over all stacks.
-    output_bytes: the part of it that the head reads, of the last stack; None for all.
+    output_bytes: bytes of the part that the head reads (the last stack's); None for all bytes.
     shared_gradient_bytes: gradients of all parameters except layers, on one device.
-    sums_in_last_tick: whether the last tick is on its own (layer_sums.py). In 1f1b it has no
-      forward pass.
+    sums_in_last_tick: whether the last tick is computed separately (layer_sums.py). In 1f1b it
+      has no forward pass.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   if schedule == '1f1b':

@@ -1,6 +1,6 @@
-"""How long a collective takes on NVLink or the network: bandwidth, latency, ring or tree.
+"""Duration of a collective on NVLink or the network: bandwidth, latency, ring or tree.
 
-Source: the model that NCCL chooses its algorithms by, src/graph/tuning.cc; bytes of a ring as in
+Source: the model by which NCCL chooses its algorithms, src/graph/tuning.cc; bytes of a ring as in
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
@@ -18,7 +18,7 @@ NVLINK, NETWORK = 'NVLink', 'network'
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-  """What the devices of some mesh axes exchange data over.
+  """The link over which the devices of some mesh axes exchange data.
 
   Attributes:
     name: NVLINK, or NETWORK if the slowest hop is between hosts.
@@ -38,9 +38,9 @@ def link_of(
   """Returns the link of collectives of one kind over `axes`.
 
   In a ring over several hosts, each GPU of a host carries a part of the ring's bytes over its
-  network adapters: a group with k GPUs on each host has k adapters. So does an all-to-all
-  of gradients, which the devices of a host add first (manual_collectives.py). A permute or an
-  all-to-all of tokens sends what leaves the host over the GPU's own.
+  network adapters: a group with k GPUs on each host has k adapters. The same holds for an
+  all-to-all of gradients, which the devices of a host add first (manual_collectives.py). In a
+  permute or an all-to-all of tokens, bytes that leave the host use only the GPU's own adapters.
   """
   inside = math.prod(sizes.ici[axis] for axis in axes)
   hosts = math.prod(sizes.dcn[axis] for axis in axes)

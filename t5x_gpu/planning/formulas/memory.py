@@ -1,8 +1,8 @@
-"""Memory of a step on one GPU, by component: formulas, next to what XLA allocates when it compiles.
+"""Memory of a step on one GPU, by component: formulas, next to XLA's allocation when it compiles.
 
-Parameters, optimizer state and batch are exact. The rest is the peak of the backward pass: what
-layers have stored, the working set of one layer, gradients, and the loss. Which arrays are alive at
-once is XLA's choice, so these formulas are within 10% of the total (docs/plan.md#checks).
+Parameters, optimizer state and batch are exact. The rest is the peak of the backward pass: stored
+activations, the working set of one layer, gradients, and the loss. XLA chooses which arrays are
+live at the same time, so these formulas are within 10% of the total (docs/plan.md#checks).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ GRADIENTS, ACTIVATIONS, LAYER = 'gradients', 'stored activations', 'working set 
 WEIGHTS, STACK, LOSS = 'weights of a layer', 'copy of the largest stack', 'logits and loss'
 FRAGMENTATION = 'fragmentation'
 _ARGUMENTS = (PARAMETERS, OPTIMIZER, BATCH)
-# Of the GPU's memory where no preset says otherwise: XLA's default.
+# Share of the GPU's memory if no preset sets it: XLA's default.
 _DEFAULT_FRACTION = 0.75
 
 
@@ -37,9 +37,9 @@ class MemoryUse:
 
   Attributes:
     components: name -> bytes by formula; XLA's pool holds all of them.
-    compiled: what XLA allocates; None if the step was not compiled for the GPU.
-    gpu_bytes: of the GPU.
-    pool_bytes: the share of it that XLA manages; CUDA, cuBLAS and NCCL's buffers use the rest.
+    compiled: XLA's allocation; None if the step was not compiled for the GPU.
+    gpu_bytes: memory of the GPU.
+    pool_bytes: the part that XLA manages; CUDA, cuBLAS and NCCL's buffers use the rest.
   """
 
   components: Mapping[str, int]
@@ -49,27 +49,27 @@ class MemoryUse:
 
   @property
   def argument_bytes(self) -> int:
-    """Parameters, optimizer state and batch."""
+    """Bytes of parameters, optimizer state and batch."""
     return sum(self.components[name] for name in _ARGUMENTS)
 
   @property
   def formula_bytes(self) -> int:
-    """All components but the reserve for fragmentation."""
+    """Bytes of all components except the reserve for fragmentation."""
     return sum(self.components.values()) - self.components[FRAGMENTATION]
 
   @property
   def step_bytes(self) -> int:
-    """What the arrays of a step take: as compiled, if it was."""
+    """Bytes of the arrays of a step: as compiled, if it was compiled."""
     return self.formula_bytes if self.compiled is None else self.compiled.total_bytes
 
   @property
   def needed_bytes(self) -> int:
-    """What XLA's pool must have, with the reserve for fragmentation."""
+    """Bytes that XLA's pool must have, with the reserve for fragmentation."""
     return self.step_bytes + self.components[FRAGMENTATION]
 
   @property
   def left_bytes(self) -> int:
-    """What is left of XLA's pool; negative if the step does not fit."""
+    """Bytes left in XLA's pool; negative if the step does not fit."""
     return self.pool_bytes - self.needed_bytes
 
   @property
@@ -90,10 +90,10 @@ def memory_use(
 
   Args:
     program, shape: the step.
-    gpu: whose memory it is.
+    gpu: the GPU whose memory is used.
     preset: `train.xla_preset`, which sets XLA's share of the memory.
     assumed: the reserve for fragmentation.
-    compiled: what XLA allocates for this GPU.
+    compiled: XLA's allocation for this GPU.
   """
   components = _components(program, shape)
   temporary = sum(components.values()) - sum(components[name] for name in _ARGUMENTS)
@@ -116,7 +116,7 @@ def pool_fraction(preset: str, *, gpu: GpuTarget, num_hosts: int, num_gpus: int)
 
 
 def _components(program: Program, shape: StepShape) -> dict[str, int]:
-  """Returns everything but the reserve."""
+  """Returns all components except the reserve."""
   state, layout = program.abstract_state, program.layout
   trained, names = (
     program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
@@ -142,7 +142,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   weights, stack = _weights(program, shape)
   split = layout.mesh.shape['fsdp'] > 1
   head = kernel if split else 0
-  if shape.ids_in_parts:  # what was gathered for the logits is gone, and its gradient not yet sent
+  if shape.ids_in_parts:  # the logits' gathered input is freed, its gradient not yet sent
     head = head * 4 // (shape.item_bytes + 4)
   while_layers = gradients + layer + weights + stack + head
   if layout.pipeline:  # a tick computes layers and loss, and adds its gradients to the sum
@@ -160,7 +160,7 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
 
 
 def _summed_in_last_tick(program: Program) -> int:
-  """Returns the bytes of the layers' gradients where the last tick of a pipeline sums them."""
+  """Returns the bytes of the layers' gradients if the last tick of a pipeline sums them."""
   if not program.layout.region.sums_in_last_tick:
     return 0
   pairs = zip(jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params))
@@ -228,10 +228,10 @@ def _all_of_a_layer(
 
 
 def _attention_logits(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
-  """Returns the bytes of the attention logits of a layer in float32, of one pass.
+  """Returns the bytes of a layer's attention logits in float32, for one pass.
 
-  Without a kernel, a ring over `context` computes blocks of 1024 positions; XLA keeps twice all
-  logits of one hop, their masks, and some arrays of the size of a block.
+  Without a kernel, a ring over `context` computes blocks of 1024 positions; XLA keeps all logits of
+  one hop twice, their masks, and some arrays of the size of a block.
   """
   if stack.attention != ('dense' if shape.context == 1 else 'chunked'):
     return 0.0
@@ -255,8 +255,8 @@ def _working_set(shape: StepShape, c: TransformerConfig, stack: StackShape) -> f
 def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
   """Returns (a layer's weights, a copy of the largest stack of parameters).
 
-  The weights are those computed with, twice, and their gradients, whole over fsdp. The copy is what
-  fsdp gathers from, in the order in which it does.
+  The weights are in the compute dtype, twice, with their gradients, whole over fsdp. The copy has
+  the order in which fsdp gathers.
   """
   layout = program.layout
   ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
@@ -280,5 +280,5 @@ def _head(program: Program, shape: StepShape, c: TransformerConfig) -> tuple[int
   tokens = shape.head_rows / shape.passes * shape.head_length
   columns = shape.num_outcomes / shape.model
   logits = 2.5 * 4 * tokens * columns / max(shape.loss_chunks, 1)
-  split = program.layout.mesh.shape['fsdp'] > 1  # a whole gradient besides the one that is kept
+  split = program.layout.mesh.shape['fsdp'] > 1  # a whole gradient in addition to the stored part
   return int(logits), int(c.embed_dim * columns * (shape.item_bytes + 4 * split))

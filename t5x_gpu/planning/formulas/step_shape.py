@@ -1,4 +1,4 @@
-"""The sizes of a step on one device, which every formula of a plan starts from."""
+"""The sizes of a step on one device, the input of every formula of a plan."""
 
 import dataclasses
 import math
@@ -24,11 +24,11 @@ class StackShape:
   """The layers of one kind on one device.
 
   Attributes:
-    name: 'encoder', 'decoder', or 'layers' of a model with one stack.
-    num_layers: of this device.
+    name: 'encoder', 'decoder', or 'layers' for a model with one stack.
+    num_layers: layers of this device.
     length: positions of a row, on all devices.
-    causal: whether positions see only those before them.
-    cross_length: encoder positions that the layers attend to; 0 for none.
+    causal: whether positions attend only to earlier ones.
+    cross_length: encoder positions that the layers attend to; 0 without cross-attention.
     choice: backend of the self-attention on the GPU.
   """
 
@@ -50,21 +50,21 @@ class StepShape:
   """A training step on one device.
 
   Attributes:
-    config: of the model; None for a custom model without a TransformerConfig.
-    stacks: its layers; () without a config.
-    rows: of this device in a step.
-    passes: parts in which the rows go through a layer: microbatches, and those of the pipeline.
+    config: the model's config; None for a custom model without a TransformerConfig.
+    stacks: the model's layers; () without a config.
+    rows: rows of this device in a step.
+    passes: parts in which the rows go through a layer: microbatches times pipeline microbatches.
     model, context, stage: sizes of these mesh axes.
-    recomputes: what the backward pass computes again: '', 'attention', or 'layers'.
+    recomputes: what the backward pass recomputes: '', 'attention', or 'layers'.
     keeps: `remat_policy` that decides what is stored.
-    by_layer: whether a layer takes all microbatches before the next one, and is computed again.
+    by_layer: whether a layer takes all microbatches before the next layer, and is recomputed.
     sequence_parallel: whether norms and residuals are split over `model`.
     head_rows: rows whose logits the busiest device computes.
-    loss_chunks: parts of the length in which it does; 0 for all logits at once.
-    num_outcomes: of the head; 0 if it has no logits per token.
+    loss_chunks: parts of the length in which it computes logits; 0 for all logits at once.
+    num_outcomes: outcomes of the head; 0 if it has no logits per token.
     trains_kernels: whether the backward pass computes gradients of the layers' kernels.
     references: forward passes of a frozen reference model: 1 for DPO, else 0.
-    ids_in_parts: ids of a pass, of each use of the token table whose rows are looked up in parts
+    ids_in_parts: ids per pass of each use of the token table, if its rows are looked up in parts
       (layers/embedding.py).
   """
 

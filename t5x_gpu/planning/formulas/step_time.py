@@ -1,7 +1,7 @@
 """Seconds of a step: a roofline per kernel, collectives that are not hidden, and the bubble.
 
-A matrix product takes the larger of FLOPs at its efficiency and bytes at memory speed. Its
-efficiency is the assumed one times the share of the last wave of tiles that is full.
+A matrix product takes the longer of two times: FLOPs at its efficiency, or bytes at memory speed.
+Its efficiency is the assumed efficiency times the filled share of the last wave of tiles.
 Source: Williams et al. 2009 (roofline); NVIDIA, Matrix Multiplication Background User's Guide,
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
 """
@@ -28,12 +28,12 @@ class PartTime:
 
   Attributes:
     part: name, as in `work`.
-    kind: of its kernels, as in `Work`.
-    seconds: per step, without a pipeline's bubble.
-    flops, num_bytes: per step.
+    kind: kind of its kernels, as in `Work`.
+    seconds: seconds per step, without a pipeline's bubble.
+    flops, num_bytes: FLOPs and bytes per step.
     recomputed_seconds: the share of `seconds` that repeats the forward pass.
-    bound: 'compute', 'memory' or 'launch': what decides most of its time.
-    launch_seconds: what is added to the time of small kernels by their start.
+    bound: 'compute', 'memory' or 'launch': the limit of most of its time.
+    launch_seconds: extra time of small kernels due to their start.
   """
 
   part: str
@@ -53,12 +53,12 @@ class CollectiveTime:
   Attributes:
     kind, axes: as in `CollectiveTraffic`.
     link: links.NVLINK or links.NETWORK.
-    num_bytes: sent by a GPU per step.
-    calls: per step.
-    seconds: if nothing else ran.
-    hidden_share: of the bytes, behind matrix kernels in the schedule.
-    from_schedule: whether XLA's schedule for the GPU says so; else it is assumed.
-    exposed_seconds: during which the GPU waits.
+    num_bytes: bytes that a GPU sends per step.
+    calls: calls per step.
+    seconds: duration if nothing else ran.
+    hidden_share: share of the bytes that is behind matrix kernels in the schedule.
+    from_schedule: whether the share is from XLA's schedule for the GPU; otherwise it is assumed.
+    exposed_seconds: seconds during which the GPU waits.
   """
 
   kind: str
@@ -77,10 +77,10 @@ class StepTime:
   """Where the seconds of a step go.
 
   Attributes:
-    parts: what a GPU computes, the longest first.
-    collectives: what it sends, the longest exposed first.
-    bubble_fraction: of the time of the layers, in which a stage waits for others.
-    bubble_seconds: the same in seconds.
+    parts: computation of a GPU, longest first.
+    collectives: collectives of a GPU, longest exposed first.
+    bubble_fraction: share of the layers' time in which a stage waits for others.
+    bubble_seconds: the bubble in seconds.
   """
 
   parts: tuple[PartTime, ...]
@@ -114,13 +114,13 @@ def step_time(
   """Returns the time of a step.
 
   Args:
-    work: of the busiest device.
-    sent: by it.
-    sizes: of the mesh.
-    gpu: what computes.
-    dtype: of TransformerConfig, in which matrices are multiplied.
+    work: work of the busiest device.
+    sent: traffic of the busiest device.
+    sizes: sizes of the mesh.
+    gpu: the GPU that computes.
+    dtype: TransformerConfig's dtype, in which matrices are multiplied.
     assumed: efficiencies and links.
-    bubble_fraction: of the layers' time.
+    bubble_fraction: share of the layers' time.
   """
   parts, in_layers, kernels = [], 0.0, 0.0
   for w in work:
@@ -184,11 +184,11 @@ def _exposed(
   gpu: GpuTarget,
   assumed: Assumptions,
 ) -> list[CollectiveTime]:
-  """Returns the collectives with the part of their time that nothing hides.
+  """Returns the collectives with the exposed part of their time.
 
   Args:
     sent: the collectives.
-    kernels: seconds of matrix kernels, behind which at most `busy_share` of it can be hidden.
+    kernels: seconds of matrix kernels; at most `busy_share` of them can hide collectives.
   """
   rows: list[tuple[CollectiveTraffic, links.Link, float, float, Optional[float]]] = []
   for s in sent:

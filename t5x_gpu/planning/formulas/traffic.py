@@ -1,4 +1,4 @@
-"""What one device sends in a step, by mesh axes: formulas, or those of a compiled program.
+"""The bytes that one device sends in a step, by mesh axes: by formula, or from a compiled program.
 
 The formulas are `traffic_per_step` of each parallelism (partitioning/), applied to a model.
 """
@@ -38,10 +38,10 @@ class CollectiveTraffic:
   """Collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind: of `collectives.KINDS`.
+    kind: one of `collectives.KINDS`.
     axes: mesh axes, in the order of the mesh.
-    num_bytes: that a device sends in a step, in a ring.
-    calls: how many run in a step.
+    num_bytes: bytes that a device sends in a step, in a ring.
+    calls: number of collectives in a step.
     hidden_share: share of the bytes behind matrix kernels in XLA's schedule; None if unknown.
   """
 
@@ -55,11 +55,11 @@ class CollectiveTraffic:
 def compiled_traffic(
   collectives: Sequence[Collective], overlaps: Sequence[Overlap] = (), *, busy: float = 1.0
 ) -> list[CollectiveTraffic]:
-  """Returns what a compiled program sends.
+  """Returns the traffic of a compiled program.
 
   Args:
     collectives: `inventory` of the program.
-    overlaps: of the same program, if it was compiled for GPUs.
+    overlaps: overlaps of the same program, if it was compiled for GPUs.
     busy: share of a pipeline's ticks in which a stage has work (collectives in branches).
   """
   share = {(o.kind, o.axes): o.share for o in overlaps}
@@ -91,7 +91,7 @@ def busy_share(program: Program) -> float:
 
 
 def formula_traffic(program: Program, shape: StepShape) -> list[CollectiveTraffic]:
-  """Returns what a step sends by the formulas; exact up to numbers like the loss."""
+  """Returns the traffic of a step by formula; exact except for scalars such as the loss."""
   totals, calls = collections.Counter(), collections.Counter()
   for axes, traffic, runs in (*_of_parameters(program, shape), *_of_activations(program, shape)):
     axes = tuple(a for a in MESH_AXES if a in axes and program.layout.mesh.shape[a] > 1)
@@ -102,7 +102,7 @@ def formula_traffic(program: Program, shape: StepShape) -> list[CollectiveTraffi
   return [CollectiveTraffic(*key, num_bytes, calls[key]) for key, num_bytes in totals.most_common()]
 
 
-# (mesh axes, collective -> bytes, how many run)
+# (mesh axes, collective -> bytes, number of calls)
 _Traffic = Iterator[tuple[Sequence[str], Mapping[str, float], float]]
 
 
@@ -113,7 +113,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   stage = 1 if layout.pipeline else layout.zero_stage
   trained = set(_names(program.trained.split(saved)[0]))
   sizes, in_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
-  # The table of the optimizer state has what fsdp splits, whatever the stage.
+  # The optimizer state's table has the dimension that fsdp splits, for every ZeRO stage.
   for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes
@@ -122,7 +122,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
     if split:
       gathers = 1.0
       if in_layers and not is_reference(p.name):
-        # Forward and backward; a loop that is a layer ahead keeps the last one.
+        # Forward and backward; a loop that communicates one layer ahead keeps the last layer.
         gathers = 2 - (1 / p.shape[p.names.index('layers')] if layout.region.layers_ahead else 0)
       of_element = gathers * _in_8_bits(p, shape)
       gathered = of_element if stage == 3 else 4 if p.name in trained else 0
@@ -132,7 +132,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
         uses = len(shape.stacks) + shape.config.logits_via_embedding - in_parts
         yield ['fsdp'], _of_rows(shape, mesh['fsdp'], p.name in trained), 3 * in_parts
       sizes.gathered_bytes += own * gathered if uses else 0
-      # XLA joins the reduce-scatters of a table of embeddings, but not all-to-alls.
+      # XLA merges the reduce-scatters of an embedding table, but not the all-to-alls.
       separate = uses if half and stage > 1 else min(uses, 1)
       sizes.scattered[half] += separate * own if p.name in trained else 0
     if p.name in trained:
@@ -169,7 +169,7 @@ class _LayerSizes:
   """Sums over parameters, in elements or bytes of one device.
 
   Attributes:
-    gathered_bytes: whole over fsdp.
+    gathered_bytes: bytes gathered over fsdp.
     scattered: whether gradients are sent in bfloat16 -> elements, whole over fsdp.
     reduced: (mesh axes, whether in bfloat16) -> elements.
   """
@@ -181,7 +181,7 @@ class _LayerSizes:
 
 
 def _of_rows(shape: StepShape, fsdp: int, trained: bool) -> dict[str, float]:
-  """Returns the bytes of the rows of a table that are looked up in parts."""
+  """Returns the bytes of a table's rows that are looked up in parts."""
   return embedding.traffic_per_step(
     [n * shape.passes for n in shape.ids_in_parts],
     embed_dim=shape.config.embed_dim,
@@ -206,7 +206,7 @@ def _names(tree: object) -> list[str]:
 
 
 def _of_activations(program: Program, shape: StepShape) -> _Traffic:
-  """Yields what layers, ends and stages exchange; nothing for a model without a config."""
+  """Yields the traffic of layers, ends and stages; nothing for a model without a config."""
   c, layout, mesh = shape.config, program.layout, program.layout.mesh.shape
   if c is None:
     return
@@ -282,7 +282,7 @@ def _shared_kv(shape: StepShape, num_layers: int) -> int:
 
 
 def _slots(shape: StepShape, length: int, expert: int) -> float:
-  """Returns the tokens of a row that an expert has room for, on average if it takes all."""
+  """Returns the token slots per row of an expert; the average if the expert takes all tokens."""
   c = shape.config
   if c.expert_capacity_factor is None:
     own = c.num_experts // expert

@@ -1,8 +1,8 @@
-"""What one device computes in a step: FLOPs and bytes of memory traffic, by part of the model.
+"""The computation of one device in a step: FLOPs and bytes of memory traffic, by part of the model.
 
-FLOPs are counted as run: causal attention counts the pairs that a kernel computes, and what the
-backward pass computes again counts again. Bytes are those of kernels that are not matrix products,
-each of whose arrays is read and written once, as XLA fuses them.
+FLOPs are counted as run: causal attention counts the pairs that a kernel computes, and
+recomputation in the backward pass counts again. Bytes are counted for kernels that are not matrix
+products; each of their arrays is read and written once, as XLA fuses them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ EMBEDDING = 'embedding'
 WEIGHTS = 'weights and gradients'
 OPTIMIZER = 'optimizer'
 MODEL = 'model'
-# Backward: attention kernels compute five matrix products, the forward's logits among them.
+# Backward attention kernels compute five matrix products, including the forward pass's logits.
 _ATTENTION_BACKWARD = 2.5
 
 
@@ -38,13 +38,13 @@ class Work:
   Attributes:
     part: one of the names above.
     kind: 'gemm', 'fp8_gemm', 'attention' or 'memory'.
-    flops: of all runs.
-    num_bytes: read and written by all runs.
-    runs: kernels.
-    recomputed_flops: those of `flops` that repeat the forward pass.
-    recomputed_bytes: the same of `num_bytes`.
+    flops: FLOPs of all runs.
+    num_bytes: bytes read and written by all runs.
+    runs: number of kernel runs.
+    recomputed_flops: the part of `flops` that repeats the forward pass.
+    recomputed_bytes: the part of `num_bytes` that repeats the forward pass.
     size: (rows, inner, columns) of a matrix product; () for other kinds.
-    backend: of attention (layers/backends).
+    backend: attention backend (layers/backends).
     in_layers: whether a pipeline's bubble makes it longer.
   """
 
@@ -61,7 +61,7 @@ class Work:
 
 
 def step_work(shape: StepShape, program: Program, model: Any) -> list[Work]:
-  """Returns everything that the busiest device computes in a step."""
+  """Returns the whole computation of the busiest device in a step."""
   found: list[Work] = []
   if shape.config is None:
     flops = step_flops(model, program.spec.shapes)
@@ -111,7 +111,7 @@ def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterat
   )
 
 
-# Arrays read and written: of the residual stream by a block's norm and sum, of queries and keys by
+# Array reads and writes: of the residual stream by a block's norm and sum, of queries and keys by
 # rotary positions or their scale, of an MLP's hidden features (relative to its inputs).
 _BLOCK_PASSES = 4
 _HEAD_PASSES = 2
@@ -200,7 +200,7 @@ _LOGIT_PASSES = 10
 
 
 def _pairs(c: TransformerConfig, queries: int, keys: int, *, causal: bool) -> float:
-  """Returns how many (query, key) pairs of a row attention computes, on average over layers."""
+  """Returns the (query, key) pairs per row that attention computes, averaged over layers."""
   if not causal:
     return queries * keys
   total = 0.0
@@ -236,7 +236,7 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
     size=(max(tokens // chunks, 1), c.embed_dim, columns),
     in_layers=False,
   )
-  # Logits in float32 are written once, read for the largest, the sum and the gradient, which is
+  # Logits in float32 are written once, read for the maximum, the sum and the gradient, which is
   # written; each chunk reads and writes the gradient of the kernel.
   yield Work(
     part=LOGITS,
@@ -260,8 +260,8 @@ def _update(program: Program, shape: StepShape) -> Iterator[Work]:
   passes = (
     1 if layout.accumulate_by == 'layer' and layout.zero_stage > 1 and ways > 1 else (shape.passes)
   )
-  # Read in float32 and written in the compute dtype, forward and backward; a gradient is written
-  # whole in float32, then read to be reduced or added.
+  # Parameters are read in float32 and written in the compute dtype, forward and backward. A
+  # gradient is written whole in float32, then read to be reduced or added.
   converted = 2 * (params + (whole + whole / 2) / 2)
   yield Work(
     part=WEIGHTS,

@@ -1,7 +1,7 @@
-"""A drawing of a mesh: each host with its GPUs, colored by the group that they exchange data in.
+"""A drawing of a mesh: each host with its GPUs, colored by groups that exchange data.
 
 One view per mesh axis. GPUs of one color are a group along that axis; their number is the place in
-the group. Each host is its own small SVG, so a phone shows one below the other.
+the group. Each host is a separate small SVG, so a phone shows one below the other.
 """
 
 import math
@@ -30,8 +30,8 @@ def mesh_drawing(layout: Layout, collectives: Sequence[CollectiveTime]) -> list[
   """Returns the hosts and their GPUs, seen along each mesh axis larger than 1.
 
   Args:
-    layout: of the run.
-    collectives: what a GPU sends in a step.
+    layout: layout of the run.
+    collectives: collectives of a GPU in a step.
   """
   axes = [axis for axis in MESH_AXES if layout.sizes.total[axis] > 1]
   if not axes:
@@ -83,7 +83,7 @@ def _hosts(layout: Layout, axis: str) -> ET.Element:
 def _cells(
   layout: Layout, axis: str, num_hosts: int
 ) -> Iterator[tuple[int, list[tuple[int, int, str]]]]:
-  """Yields (host, its GPUs as (group, place along `axis`, all places in words))."""
+  """Yields (host, its GPUs as (group, place along `axis`, tooltip with all places))."""
   sizes, topology = layout.sizes, layout.topology
   array = device_array(sizes, topology, range(topology.num_devices))
   places = np.zeros((topology.num_devices, len(MESH_AXES)), int)

@@ -36,8 +36,8 @@ from t5x_gpu.runtime.memory import show
 _WAITING, _BUBBLE = 'waiting for collectives', 'pipeline bubble'
 _ARGUMENTS, _TEMPORARIES = 'parameters, optimizer state, batch', 'temporaries'
 _OUTPUTS = 'outputs'
-# Component or part -> number of its color, in the order in which they are drawn. Ten more is the
-# same color with a pattern: what XLA allocates, next to the parts of it that formulas know.
+# Component or part -> number of its color, in drawing order. Adding ten gives the same color with a
+# pattern: XLA's allocation, next to the parts of it that formulas know.
 _MEMORY_COLORS = {
   PARAMETERS: 0,
   OPTIMIZER: 1,
@@ -82,11 +82,11 @@ def plan_page(
 
   Args:
     p: the prediction.
-    layout: of the run.
-    title: of the page, such as the names of the gin files.
-    advice: what would make it fit, if it does not; '' for none.
-    scaled: number of GPUs -> the prediction there, or why there is none.
-    what_if: (name, value -> the prediction with it, or why there is none).
+    layout: layout of the run.
+    title: title of the page, such as the names of the gin files.
+    advice: changes that would make it fit, if it does not; '' for none.
+    scaled: number of GPUs -> the prediction, or an error.
+    what_if: (name, value -> the prediction with it, or an error).
   """
   sections = [
     _bottleneck(p),
@@ -271,7 +271,7 @@ def _scaling(scaled: Mapping[int, Outcome]) -> Section:
     for n, e in scaled.items()
     if isinstance(e, UserError)
   ]
-  intro = 'Other numbers than that of this plan are by formula, with as many rows per GPU.'
+  intro = 'Other numbers of GPUs are predicted by formula, with the same rows per GPU.'
   return Section('scaling', 'Other numbers of GPUs', content, intro)
 
 
@@ -315,7 +315,7 @@ def _scaling_table(known: Mapping[int, Prediction]) -> ET.Element:
 def _what_if(name: str, outcomes: Mapping[str, Outcome]) -> Section:
   (head, *rows), notes = scaling.what_if_rows(name, outcomes)
   content: list[Child] = [table(head, rows), *(element('p', note) for note in notes)]
-  intro = 'Values other than those of this plan are by formula.'
+  intro = 'Other values are predicted by formula.'
   return Section('what-if', 'What if', content, intro)
 
 

@@ -14,12 +14,12 @@ from t5x_gpu.runtime.memory import show
 from t5x_gpu.terminal.text_table import table
 
 _ROWS, _OTHER_LAYOUTS = 8, 4
-# Parameters of Partitioner in which layouts with the same mesh may differ.
+# Parameters of Partitioner that may differ between layouts with the same mesh.
 _MORE = ('zero_stage', 'overlap_layers', 'accumulate_by', 'pipeline_schedule')
 
 
 def search_text(found: SearchState, gpus: str) -> str:
-  """Returns what was found, as a table and in sentences.
+  """Returns the findings of a search, as a table and in sentences.
 
   Args:
     found: the result of a search.
@@ -35,7 +35,7 @@ def search_text(found: SearchState, gpus: str) -> str:
   own = found.scores[0].variant.dtype
   lines.append(table([_HEAD, *(_row(found, s) for s in ranked(found, own))], right=_RIGHT))
   if isinstance(found.given, str):
-    lines.append(f'The run as it is does not work there: {found.given.splitlines()[0]}')
+    lines.append(f'The current run does not work on these GPUs: {found.given.splitlines()[0]}')
   best = found.best(own)
   if isinstance(found.given, Prediction):
     lines.append(_beside(found.given, best and found.estimate(best)))
@@ -85,9 +85,9 @@ def _row(found: SearchState, score: Score) -> tuple[str, ...]:
 def _beside(given: Prediction, best: Optional[float]) -> str:
   needed = show(given.memory.needed_bytes)
   if not given.memory.fits:
-    return f'The run as it is does not fit: {needed} of {show(given.memory.pool_bytes)}.'
+    return f'The current run does not fit: {needed} of {show(given.memory.pool_bytes)}.'
   factor = f', {given.seconds_per_step / best:.2f}x the best' if best else ''
-  return f'The run as it is takes {screen.seconds(given.seconds_per_step)}{factor}, and {needed}.'
+  return f'The current run takes {screen.seconds(given.seconds_per_step)}{factor}, and {needed}.'
 
 
 def _layout_words(score: Score) -> str:
@@ -122,7 +122,7 @@ def gin_text(
   Args:
     found: the result of a search.
     best: the variant to write.
-    given: the run as it is, whose layout is replaced.
+    given: the run's own variant, whose layout is replaced.
     gpus: '64 x NVIDIA H200'.
     files: the gin files of the run.
   """
@@ -164,7 +164,7 @@ def gin_text(
 def _for_any_hosts(layout: Mapping[str, Any]) -> dict[str, Any]:
   """Returns `layout` with -1 for the axis that spans hosts.
 
-  It gives the same mesh on the searched GPUs, and one on other numbers of hosts.
+  The result gives the same mesh on the searched GPUs, and also works on other numbers of hosts.
   """
   spans_hosts = next((axis for axis in ('data', 'fsdp') if layout.get(axis, 1) > 1), 'data')
   return {**layout, spans_hosts: -1}

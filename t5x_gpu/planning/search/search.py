@@ -1,10 +1,10 @@
-"""The fastest way to compute a run on some GPUs: predict all by formula, compile the best.
+"""Finds the fastest way to compute a run on some GPUs: predicts all by formula, compiles the best.
 
     search(found, config, task, num_processes=2, compiles=True)
     found.best('bfloat16').variant
 
-What is compiled corrects the formulas of its relatives. The search of a precision ends when no
-other variant promises a faster step, or after `limit` compiles.
+Compiled variants correct the formulas of related ones. The search of a precision ends when no other
+variant promises a faster step, or after `limit` compiles.
 """
 
 import concurrent.futures
@@ -33,23 +33,23 @@ from t5x_gpu.planning.search.workers import Score, SearchTask
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
-# Compiles of the run's own precision, and of each other one.
+# Number of compiles for the run's own precision, and for each other precision.
 LIMIT, LIMIT_OF_OTHERS = 8, 3
-# Compiled before the next ones are chosen; a constant, so that all machines choose the same.
+# Number compiled before the next are chosen; a constant, so that all machines choose the same.
 _ROUND = 4
 
 
 @dataclasses.dataclass
 class SearchState:
-  """The variants of a run, and what is known of them.
+  """The variants of a run, and their results so far.
 
   Attributes:
-    scores: of legal variants, by formula.
+    scores: legal variants, predicted by formula.
     compiled: variant -> prediction from the compiled step.
     refused: variant -> why it does not compile.
-    given: the run as it is; or why it does not work.
-    seconds: how long the search took.
-    is_complete: whether it ended by itself.
+    given: prediction of the run's own variant, or why it does not work.
+    seconds: duration of the search.
+    is_complete: whether the search ended by itself.
   """
 
   scores: list[Score] = dataclasses.field(default_factory=list)
@@ -61,7 +61,7 @@ class SearchState:
   _ratios: dict[Any, list[float]] = dataclasses.field(default_factory=dict)
 
   def add(self, score: Score, outcome: Prediction | str) -> None:
-    """Adds what compiling a variant gave: a prediction, or why it does not compile."""
+    """Adds the result of compiling a variant: a prediction, or why it does not compile."""
     if isinstance(outcome, str):
       self.refused[score.variant] = outcome
       return
@@ -71,8 +71,10 @@ class SearchState:
       self._ratios.setdefault(relatives, []).append(ratio)
 
   def estimate(self, score: Score) -> float:
-    """Returns seconds per step: as compiled, or by formula, corrected by what compiled relatives
-    took: of the family on average, else the least of the precision.
+    """Returns seconds per step: as compiled, or by formula and corrected by compiled relatives.
+
+    The correction is the family's average ratio of compiled to formula, else the precision's
+    smallest.
     """
     if score.variant in self.compiled:
       return self.compiled[score.variant].seconds_per_step
@@ -100,7 +102,7 @@ class SearchState:
     return min(equal, key=lambda s: (self.needed_bytes(s), self.estimate(s)), default=None)
 
   def next(self, dtype: Optional[str], number: int) -> list[Score]:
-    """Returns variants that may be faster than the best, at most `number`, the fastest first.
+    """Returns variants that may be faster than the best, at most `number`, fastest first.
 
     From a family with compiled variants: all whose estimate is faster. From any other family: one,
     if it would be faster with every collective hidden.
@@ -127,14 +129,14 @@ class SearchState:
 def search(
   found: SearchState, config: PlanConfig, task: SearchTask, *, num_processes: int, compiles: bool
 ) -> None:
-  """Fills `found`, which a Ctrl-C leaves with all that is known by then.
+  """Fills `found`; after Ctrl-C it holds the results so far.
 
   Args:
-    found: what to fill.
+    found: the search state to fill.
     config: the run.
     task: how a process gets the run, and the GPUs.
-    num_processes: that predict at a time.
-    compiles: whether to compile; else all is by formula.
+    num_processes: number of processes that predict at the same time.
+    compiles: whether to compile; otherwise all predictions are by formula.
   Raises:
     ConfigError: a process was killed.
   """

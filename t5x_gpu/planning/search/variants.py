@@ -1,6 +1,6 @@
 """Variants of a run that `plan --search` compares: layouts, microbatches, remat and precision.
 
-All compute the same step, but those in another precision.
+All compute the same step, except those in another precision.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 
-# Without 'offload', whose transfers to the host are not modelled.
+# Without 'offload': transfers to the host are not modelled.
 POLICIES = ('none', 'dots', 'minimal', 'full')
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-# Positions of a row that a device keeps at least under `context`.
+# Smallest number of a row's positions on a device under `context`.
 _LEAST_LENGTH = 2048
 
-# (parameter of Partitioner, value) of all that differ from the default
+# (parameter of Partitioner, value) for all values that differ from the default
 Layout = tuple[tuple[str, Any], ...]
 
 
@@ -33,9 +33,9 @@ class Variant:
   """One way to compute the step of a run.
 
   Attributes:
-    layout: of Partitioner.
-    num_microbatches: of gradient accumulation.
-    remat_policy, dtype: of TransformerConfig; None leaves the run's own.
+    layout: parameters of Partitioner.
+    num_microbatches: microbatches of gradient accumulation.
+    remat_policy, dtype: fields of TransformerConfig; None leaves the run's own.
   """
 
   layout: Layout
@@ -44,7 +44,7 @@ class Variant:
   dtype: Optional[str] = None
 
   def applied(self, config: PlanConfig) -> PlanConfig:
-    """Returns the run `config`, computed in this way."""
+    """Returns the run `config`, computed as this variant."""
     of_model = {
       name: value
       for name in ('remat_policy', 'dtype')
@@ -60,7 +60,7 @@ class Variant:
     )
 
   def is_of(self, config: PlanConfig, topology: Topology) -> bool:
-    """Returns whether the run `config` computes its step in this way already."""
+    """Returns whether the run `config` is already computed as this variant."""
     if self.num_microbatches != config.num_microbatches:
       return False
     ours, theirs = self.applied(config), config.partitioner
@@ -75,7 +75,7 @@ class Variant:
 
 
 def precisions(config: PlanConfig, gpu: GpuTarget) -> tuple[Optional[str], ...]:
-  """Returns values of TransformerConfig.dtype: the run's own, and FP8 where it can replace it."""
+  """Returns values of TransformerConfig.dtype: the run's own, and FP8 if it can replace it."""
   of_model = config_of(config.model)
   if of_model is None:
     return (None,)
@@ -115,7 +115,7 @@ def layouts(config: PlanConfig, topology: Topology) -> Iterator[Layout]:
 
 
 def _replicas(number: int) -> Iterator[dict[str, Any]]:
-  """Yields how `number` devices share the batch: fsdp among some, replicas of these."""
+  """Yields ways in which `number` devices share the batch: replicas of groups with fsdp."""
   for fsdp in divisors(number):
     yield dict(data=number // fsdp, fsdp=fsdp)
     if fsdp > 1:
@@ -135,7 +135,7 @@ def _stages(topology: Topology, left: int) -> Iterator[dict[str, Any]]:
 
 
 def microbatches(layout: Layout) -> Iterator[tuple[Layout, int]]:
-  """Yields `layout` with numbers of microbatches; a pipeline has its own."""
+  """Yields `layout` with numbers of microbatches; a pipeline has its own microbatches."""
   sizes = dict(layout)
   yield layout, 1
   if 'stage' in sizes:
@@ -147,7 +147,7 @@ def microbatches(layout: Layout) -> Iterator[tuple[Layout, int]]:
 
 
 def with_overlap(variant: Variant) -> Optional[Variant]:
-  """Returns `variant` with overlap_layers; None where that changes nothing."""
+  """Returns `variant` with overlap_layers; None if that changes nothing."""
   sizes = dict(variant.layout)
   sends = sizes.get('fsdp', 1) > 1 or sizes.get('data', 1) > 1
   if not sends or _keeps_inputs_only(sizes, variant.num_microbatches):
@@ -156,7 +156,7 @@ def with_overlap(variant: Variant) -> Optional[Variant]:
 
 
 def _keeps_inputs_only(sizes: dict[str, Any], num_microbatches: int) -> bool:
-  """Returns whether layers are recomputed whatever the policy: pipelines, ZeRO by layer."""
+  """Returns whether layers are recomputed with every policy: pipelines, ZeRO by layer."""
   by_layer = (
     num_microbatches > 1
     and sizes.get('fsdp', 1) > 1

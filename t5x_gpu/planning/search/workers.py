@@ -1,4 +1,4 @@
-"""Processes that predict the variants of a run: by formula, and as XLA compiles them."""
+"""Processes that predict the variants of a run: by formula, and by compiling with XLA."""
 
 import concurrent.futures
 import contextlib
@@ -29,12 +29,12 @@ class Score:
   """A variant, predicted by formula.
 
   Attributes:
-    variant: of the run.
+    variant: variant of the run.
     mesh: (axis, size) of the axes larger than 1.
-    seconds: per step.
-    least_seconds: the same if all collectives were hidden.
-    needed_bytes, pool_bytes: what a GPU needs, and what XLA manages of it.
-    family: what variants have in common whose collectives XLA schedules alike.
+    seconds: seconds per step.
+    least_seconds: seconds per step if all collectives were hidden.
+    needed_bytes, pool_bytes: memory that a GPU needs, and the part of its memory that XLA manages.
+    family: properties shared by variants whose collectives XLA schedules alike.
   """
 
   variant: Variant
@@ -48,12 +48,12 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class SearchTask:
-  """What a process needs to know.
+  """The input of a process.
 
   Attributes:
-    configure: returns the run as gin configured it; importable, as each process calls it.
+    configure: returns the run as configured by gin; importable, because each process calls it.
     gpu: name of the GPU.
-    topology: of the GPUs.
+    topology: hosts and GPUs.
     assumed: efficiencies and links, calibrated.
   """
 
@@ -73,7 +73,7 @@ class Worker:
     self.config, _ = task.configure()
 
   def scores(self, layout: Layout, num_microbatches: int) -> list[Score]:
-    """Returns a layout with every policy and precision; [] if the run does not allow it."""
+    """Returns a layout with every policy and precision; [] if the run does not allow the layout."""
     config, planner = self.config, self.planner
     first = Variant(layout, num_microbatches)
     try:
@@ -102,7 +102,7 @@ class Worker:
     """Returns the prediction of a compiled variant, or why it does not compile.
 
     Args:
-      variant: None for the run as it is.
+      variant: None for the current run.
     """
     config = self.config if variant is None else variant.applied(self.config)
     try:
@@ -128,12 +128,12 @@ def _start(task: SearchTask) -> None:
 
 
 def scores(layout: Layout, num_microbatches: int) -> list[Score]:
-  """`Worker.scores` of the process."""
+  """Calls `Worker.scores` of the process."""
   return _worker.scores(layout, num_microbatches)
 
 
 def compiled(variant: Optional[Variant]) -> Prediction | str:
-  """`Worker.compiled` of the process."""
+  """Calls `Worker.compiled` of the process."""
   return _worker.compiled(variant)
 
 
@@ -145,7 +145,7 @@ def default_number() -> int:
 
 @contextlib.contextmanager
 def processes(task: SearchTask, number: int) -> Iterator[concurrent.futures.Executor]:
-  """Context with processes that compute `scores` and `compiled`; ends them however it is left.
+  """Context with processes that compute `scores` and `compiled`; ends them in any case.
 
   Raises:
     ConfigError: a process was killed.

@@ -26,7 +26,7 @@ def split(address: str, name: str = 'address') -> tuple[str, int]:
 
   Args:
     address: 'host:port'.
-    name: of the flag or variable that holds it, for the message.
+    name: the flag or variable that holds it, for the message.
   Raises:
     ConfigError: the port is missing or invalid, or an IPv6 address has no brackets.
   """
@@ -50,11 +50,11 @@ def is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Listening:
-  """Where process 0 listens.
+  """The sockets on which process 0 listens.
 
   Attributes:
     sockets: one per interface, all on one port.
-    address: the run's 'host:port' whose port was free.
+    address: the one of the run's 'host:port' addresses whose port was free.
   """
 
   sockets: tuple[socket.socket, ...]
@@ -77,15 +77,15 @@ class Listening:
 def listen(
   addresses: Iterable[str], *, bind_address: Optional[str], is_one_host: bool
 ) -> Listening:
-  """Returns sockets on the first of the run's ports that is free.
+  """Returns sockets on the first free port of the run.
 
-  They listen only on the interface of the coordinator's address. They listen on all interfaces,
-  with a warning, if that address is not this host's (NAT, a Kubernetes service), or if its name is
-  loopback here but not on other hosts (Debian's 127.0.1.1).
+  They listen only on the interface of the coordinator's address. If that address does not belong to
+  this host (NAT, a Kubernetes service), or its name is loopback here but not on other hosts
+  (Debian's 127.0.1.1), they listen on all interfaces, with a warning.
 
   Args:
     addresses: 'host:port' of process 0, best first.
-    bind_address: JAX_COORDINATOR_BIND_ADDRESS; it wins.
+    bind_address: JAX_COORDINATOR_BIND_ADDRESS; overrides `addresses`.
     is_one_host: whether all processes are known to be on this host.
   Raises:
     ClusterError: none of the ports is free.
@@ -117,14 +117,14 @@ def listen(
 
 
 def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
-  """Returns the numeric addresses of `host`, or ALL_INTERFACES if other hosts may use another."""
+  """Returns the numeric addresses of `host`; ALL_INTERFACES if other hosts may use another one."""
   try:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   except OSError as e:
     _log_all_interfaces(f'{host!r} does not resolve on this host ({e.strerror})')
     return (ALL_INTERFACES,)
-  # Link-local IPv6 addresses need an interface, which names lack; systemd lists them under the
-  # host's name.
+  # Link-local IPv6 addresses are unusable without an interface, which names lack; systemd lists
+  # them under the host's name.
   numeric = tuple(
     each
     for each in dict.fromkeys(str(info[4][0]) for info in found)
@@ -141,7 +141,7 @@ def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
 
 
 def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.socket, ...]:
-  """Returns sockets on those `hosts` that are addresses of this host, else on all interfaces."""
+  """Returns sockets on the `hosts` that are addresses of this host, else on all interfaces."""
   if ALL_INTERFACES in hosts:
     return (_server(ALL_INTERFACES, port),)
   sockets: list[socket.socket] = []
@@ -149,7 +149,7 @@ def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.so
     try:
       sockets.append(_server(host, port))
     except OSError as e:
-      # Another host's address, or IPv6 on a kernel without it.
+      # An address of another host, or IPv6 on a kernel without IPv6.
       if e.errno != errno.EADDRINUSE and not is_fixed:
         continue
       for each in sockets:

@@ -1,4 +1,4 @@
-"""Do all processes have the same facts? They exchange a digest, and names only if digests differ.
+"""Checks that all processes have the same facts: exchanges digests, and names if digests differ.
 
 Facts are `name -> (identity, shown)`: identities are compared, `shown` appears in the error.
 """
@@ -30,13 +30,13 @@ def differences(
   exchange: Callable[[Any], list[Any]],
   only_common: bool = False,
 ) -> list[str]:
-  """Returns a line per fact that differs between processes; the same lines on all of them.
+  """Returns a line per fact that differs between processes; the same lines on all processes.
 
   Args:
-    facts: of this process.
+    facts: facts of this process.
     digests: `digest(facts)` of each process.
-    hostnames: of each process.
-    process_index: of this one.
+    hostnames: host of each process.
+    process_index: index of this process.
     exchange: takes a JSON value; returns the values of all processes.
     only_common: ignore facts that only some processes have; for a few thousand facts.
   """
@@ -81,7 +81,7 @@ def who_text(processes: Sequence[int], hostnames: Sequence[str]) -> str:
 
 
 def _buckets(facts: Facts) -> list[dict[str, tuple[str, str]]]:
-  """Returns the facts in buckets; the name alone decides which bucket."""
+  """Returns the facts in buckets, chosen by the fact's name alone."""
   parts: list[dict[str, tuple[str, str]]] = [{} for _ in range(_BUCKETS)]
   for name, fact in facts.items():
     parts[hashlib.sha256(name.encode()).digest()[0] % _BUCKETS][name] = fact

@@ -37,19 +37,19 @@ _READERS = (
 
 @dataclasses.dataclass(frozen=True)
 class ClusterInfo:
-  """This process among those of its run.
+  """This process among the processes of its run.
 
   Attributes:
     kind: 'single', 'flags', or a launcher's kind: see `schedulers`.
-    process_index, process_count: from 0, over all hosts.
+    process_index, process_count: index and number of processes over all hosts, from 0.
     coordinator_address: 'host:port' where process 0 listens; None for one process.
-    other_addresses: alternatives, if that one is taken or not reachable.
+    other_addresses: alternatives, if that address is taken or not reachable.
     bind_address: 'host:port' where process 0 listens instead, behind NAT for instance.
-    local_process_index, local_process_count: on this host, None if unknown.
-    local_device_ids: which of the visible GPUs this process uses; None for all of them.
-    reason: for `kind`, in words.
-    devices_reason: for these GPUs, in words.
-    warnings: about what looks like a mistake but may be intended.
+    local_process_index, local_process_count: index and number of processes on this host, or None.
+    local_device_ids: which of the visible GPUs this process uses; None for all GPUs.
+    reason: why this `kind` was chosen.
+    devices_reason: why these GPUs were chosen.
+    warnings: settings that look like a mistake but may be intended.
     run_id: the same on all processes of a run, and different for every other run.
     node: the scheduler's name for this host.
     attempt: how often the scheduler has restarted this job.
@@ -83,7 +83,7 @@ class ClusterInfo:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-  """Adds the flags for a run of several processes that no launcher describes."""
+  """Adds the flags for a run of several processes without a supported launcher."""
   group = parser.add_argument_group('several processes (not needed with srun, mpirun, ...)')
   group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
   group.add_argument(
@@ -116,7 +116,7 @@ def detect_here(flags: argparse.Namespace) -> ClusterInfo:
 
 
 def without_old_end(found: ClusterInfo, *, now: float) -> ClusterInfo:
-  """Returns `found` without an end that has passed: its variable is of another job.
+  """Returns `found` without an end time in the past, which belongs to an earlier job.
 
   A shell or tmux that was started inside a job keeps the job's variables.
   """
@@ -142,8 +142,8 @@ def detect(
 
   Args:
     env: `os.environ`.
-    coordinator_address, process_count, process_index: the flags of these names; each that is given
-      wins over the launcher's.
+    coordinator_address, process_count, process_index: the flags of these names. A flag that is
+      given overrides the launcher's value.
     num_gpus: GPUs of this machine (`count_gpus()`), for launchers that do not set
       CUDA_VISIBLE_DEVICES; None if unknown.
     read: returns the text of a file (PBS_NODEFILE).
@@ -241,7 +241,7 @@ def _number_of(
 def ask_all(
   env: Environment, *, read: Callable[[str], str] = schedulers.read_text
 ) -> list[LauncherVariables]:
-  """Returns what each launcher says about this process; the first one decides."""
+  """Returns the variables of each launcher that started this process; the first one decides."""
   found = [reader(env) for reader in _READERS] + [schedulers.pmi(env, read=read)]
   return [each for each in found if each is not None]
 
@@ -284,8 +284,8 @@ def _addresses(explicit: Optional[str], found: LauncherVariables, count: int) ->
 def ports(job: str) -> tuple[int, ...]:
   """Returns the ports that process 0 of `job` tries, best first.
 
-  They come from a hash of job, step and attempt. JAX's own choice, job id modulo 4096, is the same
-  for two steps of one allocation.
+  They come from a hash of job, step and attempt. JAX's own choice, job id modulo 4096, gives two
+  steps of one allocation the same port.
   """
   start = zlib.crc32(job.encode())
   # A stride of 1021 (coprime to 4096) gives jobs with similar hashes different ports.
@@ -293,7 +293,7 @@ def ports(job: str) -> tuple[int, ...]:
 
 
 def count_gpus(root: pathlib.Path = pathlib.Path('/')) -> Optional[int]:
-  """Returns the number of GPUs that the NVIDIA driver shows in /dev, None if it is not loaded."""
+  """Returns the number of GPUs that the NVIDIA driver shows in /dev; None if it is not loaded."""
   devices = [p for p in (root / 'dev').glob('nvidia*') if p.name.removeprefix('nvidia').isdigit()]
   return len(devices) or None
 

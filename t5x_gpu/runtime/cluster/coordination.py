@@ -20,7 +20,7 @@ _rounds = itertools.count()
 
 
 class Store(Protocol):
-  """What the watchdog needs from the coordination service, which runs in process 0."""
+  """The watchdog's view of the coordination service, which runs in process 0."""
 
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
   def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
@@ -29,10 +29,10 @@ class Store(Protocol):
     """Returns the value of a key once it is set; raises if it is not set in time."""
 
   def wait_for_all(self, name: str, *, seconds: float) -> None:
-    """Returns once every process has called it with this name; raises if one does not come."""
+    """Returns once every process has made this call with this name; raises if one is missing."""
 
   def has_ended(self) -> bool:
-    """Returns whether process 0 has certainly ended, rather than being unreachable."""
+    """Returns whether process 0 has certainly ended, as opposed to being unreachable."""
 
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
@@ -52,10 +52,10 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 def delay_aborts() -> None:
   """Delays an abort by six seconds, so that the watchdog can report the reason.
 
-  JAX aborts from C++ within 10 ms of process 0's end, without naming it. Its callback for that
-  does not work from Python (std::bad_cast with jaxlib 0.10.2 and 0.11.2), and a thread that aborts
-  runs no Python code. But libc's sleep takes one integer, like a signal handler: it sleeps for
-  SIGABRT = 6 seconds in that thread and returns, and the abort continues.
+  JAX aborts from C++ within 10 ms of process 0's end, without naming process 0. JAX's callback for
+  this event does not work from Python (std::bad_cast with jaxlib 0.10.2 and 0.11.2), and a thread
+  that aborts runs no Python code. But libc's sleep takes one integer, like a signal handler: it
+  sleeps for SIGABRT = 6 seconds in that thread and returns, and the abort continues.
   """
   libc = ctypes.CDLL(None)
   libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
@@ -80,7 +80,7 @@ class _JaxStore:
   def has_ended(self) -> bool:
     try:
       socket.create_connection(self._address, timeout=1).close()
-    except ConnectionRefusedError:  # its host answers, but nothing listens there
+    except ConnectionRefusedError:  # the host answers, but nothing listens there
       return True
     except OSError:
       return False
@@ -94,12 +94,12 @@ def coordination_store() -> Optional[Store]:
 
 
 def exchange(value: Any) -> list[Any]:
-  """Returns what each process passed, by process index; usable before a backend starts.
+  """Returns each process's value, by process index; usable before a backend starts.
 
   All processes must call it the same number of times.
 
   Args:
-    value: anything that JSON can hold.
+    value: a JSON value.
   """
   state, key = jax_internals.distributed_state(), f't5x_gpu_exchange/{next(_rounds)}'
   state.client.key_value_set(f'{key}/{state.process_id}', json.dumps(value))
@@ -107,7 +107,7 @@ def exchange(value: Any) -> list[Any]:
     json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
     for i in range(state.num_processes)
   ]
-  # Process 0, and the store with it, may end because of these values.
+  # Process 0, which holds the store, may end because of these values.
   state.client.wait_at_barrier(f'{key}/read', timeout_in_ms=_EXCHANGE_SECONDS * 1000)
   return values
 
@@ -115,11 +115,11 @@ def exchange(value: Any) -> list[Any]:
 def let_gloo_listen_on(host: str) -> None:
   """Makes gloo (collectives of CPU devices) listen on this address; call before JAX has devices.
 
-  JAX gives gloo no address, so it uses the address of the host's name: possibly a network that the
-  run does not need, or Debian's 127.0.1.1, which other hosts cannot reach.
+  JAX gives gloo no address, so gloo uses the address of the host's name: possibly a network that
+  the run does not need, or Debian's 127.0.1.1, which other hosts cannot reach.
 
-  JAX has no public API for this. It also creates gloo for runs on GPUs, which do not need it. So if
-  gloo rejects the address, it keeps its own choice, with a warning.
+  JAX has no public API for this. JAX also creates gloo for runs on GPUs, which do not need it. So
+  if gloo rejects the address, it keeps its own choice, with a warning.
   """
   make = jax_internals.gloo_maker()
   if make is None:

@@ -1,6 +1,6 @@
-"""Everything that relies on private parts of JAX (0.10.2 to 0.12), and the public API it waits for.
+"""All uses of private parts of JAX (0.10.2 to 0.12), each with the public API that is missing.
 
-Where no issue of jax-ml/jax is named, we know of none.
+We know of no issue of jax-ml/jax unless one is named.
 JAX is imported only when a function needs it: XLA's flags must be set before.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Optional
 def backends_started() -> bool:
   """Returns whether JAX has initialized its devices, after which XLA's flags have no effect.
 
-  Missing: a public query that does not initialize them, jax-ml/jax#23320.
+  Missing: a public query that does not initialize the devices, jax-ml/jax#23320.
   """
   bridge = sys.modules.get('jax._src.xla_bridge')
   return bridge is not None and bridge.backends_are_initialized()

@@ -1,4 +1,4 @@
-"""A secret that only the processes of one job have, and how they prove that they have it.
+"""A secret that only the processes of one job have, and proofs of having it.
 
 It comes from the environment, which Linux shows only to the same user and to root. It is never
 sent: each side signs the other's random challenge together with its message (HMAC-SHA256).

@@ -8,13 +8,13 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
 
 
 def shipped() -> list[pathlib.Path]:
-  """Returns the scripts: of an installed package, or of the repository around it."""
+  """Returns the scripts of the installed package, or of the repository that contains it."""
   inside = _PACKAGE / 'scripts'
   return sorted((inside if inside.is_dir() else _PACKAGE.parent / 'scripts').glob('train*'))
 
 
 def write(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the scripts in `folder`, which is created; those that are there already stay.
+  """Writes the scripts to `folder`, which is created, and returns their paths.
 
   Raises:
     ConfigError: a file of that name has other contents. Nothing is written then.

@@ -1,8 +1,8 @@
-"""Launchers that disagree about a process: stale variables can make each task believe it is alone.
+"""Finds launchers that disagree about a process: stale variables make each task seem alone.
 
 A shell profile, a container image or an earlier job leaves RANK=0 WORLD_SIZE=1 behind, and four
-Slurm tasks train four models into one MODEL_DIR. The variables of the innermost launcher number a
-process (`cluster.detect`), so they must agree with those of the schedulers around it.
+Slurm tasks train four models into one MODEL_DIR. The innermost launcher's variables number a
+process (`cluster.detect`), so they must agree with the variables of the schedulers around it.
 """
 
 import functools
@@ -24,9 +24,9 @@ _LAUNCHERS = {
   'pbs': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
   'mpiexec': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
 }
-_EXPORTED = ('jax', 'torchrun')  # anybody may export their variables; programs set the others
+_EXPORTED = ('jax', 'torchrun')  # often set by hand; only programs set the other variables
 # These never contradict an inner launcher: Kubernetes numbers the pods of one job, and JAX's
-# variables give the process count. A pod may start several processes, a run may have several jobs.
+# variables give the process count. A pod may start several processes, a run may span several jobs.
 _NEVER_OUTER = (*_EXPORTED, 'kubernetes')
 # Ranks of launchers that give neither a count nor an address: PRRTE (prun), ALPS (aprun).
 _LONE_RANKS = ('PMIX_RANK', 'ALPS_APP_PE')
@@ -37,7 +37,7 @@ def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: b
   """Raises ClusterError if launchers contradict each other, or none gives the process index.
 
   Args:
-    found: what the launchers say; the first one decides.
+    found: variables of each launcher; the first launcher decides.
     env: `os.environ`.
     is_counted: whether --process_count is given.
   """
@@ -125,7 +125,7 @@ def _check_ranks(env: Environment) -> None:
 
 
 def _agree(inner: LauncherVariables, outer: LauncherVariables, env: Environment) -> bool:
-  """Returns whether `outer` can have started what `inner` describes."""
+  """Returns whether `outer` can have started the processes that `inner` describes."""
   if (
     outer.process_count == 1
     or _is_terminal(outer, env)

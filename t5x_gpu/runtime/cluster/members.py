@@ -1,4 +1,4 @@
-"""What the processes of a run know about each other (hosts, GPUs, versions), and checks of it."""
+"""The facts that processes of a run share (hosts, GPUs, versions), and checks of these facts."""
 
 import collections
 import dataclasses
@@ -16,21 +16,21 @@ from t5x_gpu.runtime import host
 from t5x_gpu.runtime.cluster import same_code
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 
-# Names a process's domain of fast links where that is larger than its host (an NVL72 rack).
+# Variable that names a process's domain of fast links if it is larger than its host (NVL72 rack).
 DOMAIN_VARIABLE = 'T5X_GPU_DOMAIN'
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterMember:
-  """What a process sends to the others about itself.
+  """The facts that a process sends to the others.
 
   Attributes:
-    process_index: in the run.
+    process_index: index in the run.
     hostname: from the operating system.
-    host_key: equal for processes that share a host, and only for those.
-    domain: of fast links: T5X_GPU_DOMAIN if set, else the host_key.
+    host_key: equal for processes that share a host, and only for these.
+    domain: domain of fast links: T5X_GPU_DOMAIN if set, else the host_key.
     gpus: UUIDs of the GPUs it will use, () if unknown.
-    versions: of jax and jaxlib; processes with other versions cannot join.
+    versions: versions of jax and jaxlib; processes with other versions cannot join.
     code: digest of all code and versions (runtime/cluster/same_code.py).
   """
 
@@ -51,11 +51,11 @@ class ClusterMember:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """How the processes met, once all have come.
+  """The result of the rendezvous of all processes.
 
   Attributes:
     address: 'host:port' at which this process reaches process 0; the host is numeric.
-    members: by process index.
+    members: the processes, by process index.
     own_host: numeric address of this process on the network of process 0; None if the processes use
       several networks.
     bind_address: 'host:port' on which process 0 must start JAX's service; None for other processes.
@@ -68,7 +68,7 @@ class Meeting:
 
 
 def describe_this_process(cluster: ClusterInfo) -> ClusterMember:
-  """Returns what the others learn about this process.
+  """Returns the facts that this process sends to the others.
 
   As in NCCL, processes share a host if kernel (boot id) and host name agree: two containers on one
   machine have two names, and no NVLink between them unless they share more than NCCL assumes.
@@ -89,8 +89,8 @@ def describe_this_process(cluster: ClusterInfo) -> ClusterMember:
 def check(members: Sequence[ClusterMember]) -> None:
   """Raises ClusterError if the members cannot be one run.
 
-  That is: two processes use one GPU, only some have T5X_GPU_DOMAIN or send a digest of their code,
-  or their versions of jax differ. All processes hold the same table, so all of them raise.
+  They cannot if two processes use one GPU, if only some have T5X_GPU_DOMAIN or send a digest of
+  their code, or if versions of jax differ. All processes hold the same table, so all of them raise.
   """
   users = collections.defaultdict(list)
   for member in members:

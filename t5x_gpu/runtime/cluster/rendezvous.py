@@ -5,7 +5,7 @@ minutes every process aborts with the same message and no names. Here process 0 
 processes are missing, and the others report why they cannot reach it. Hosts and GPUs of all
 processes are known before anything is allocated, and processes of other runs are refused.
 
-Each process sends what it is, and process 0 answers once all have come (`signed_lines`).
+Each process sends its facts, and process 0 answers once all have come (`signed_lines`).
 """
 
 import collections
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 TRY_SECONDS = 5  # for one connection
 RETRY_SECONDS = 0.1
 POLL_SECONDS = 0.2
-# A name that does not resolve at first seldom does later, except in Kubernetes while pods start.
+# A name that does not resolve at first seldom resolves later, except while Kubernetes starts pods.
 DNS_SECONDS = 20
 REPORT_SECONDS = 30
 _error = functools.partial(ClusterError, docs='slurm.md#they-do-not-find-each-other')
@@ -43,13 +43,13 @@ def meet(
 
   The other processes are released only once that service listens; their first connection would
   otherwise be refused, and they would retry a second later. If the block fails they are released
-  too: each finds what is wrong with the members by itself.
+  too, and each finds the problem with the members by itself.
 
   Args:
     cluster: which process this is.
-    me: what the others learn about it.
-    timeout_seconds: until all must have come.
-    secret: of the job (`job_secret.from_environment`); '' admits anybody.
+    me: the facts that this process sends.
+    timeout_seconds: deadline for all processes to come.
+    secret: the job's secret (`job_secret.from_environment`); '' admits every process.
   Raises:
     ClusterError: some processes did not come (the message names them), process 0 cannot be reached
       (with the reason), its port is in use, or two processes have the same index.
@@ -96,7 +96,7 @@ class _Host(contextlib.AbstractContextManager):
       self._release.join(TRY_SECONDS)
 
   def gather(self) -> Meeting:
-    """Returns once all have come; if some do not, tells those that came and raises."""
+    """Returns once all processes have come; otherwise informs the present ones, and raises."""
     count = self._cluster.process_count
     report_at = time.monotonic() + REPORT_SECONDS
     while not self._all_here():
@@ -127,7 +127,7 @@ class _Host(contextlib.AbstractContextManager):
   def _service_host(self) -> Optional[str]:
     """Returns the address of this host that the others used; None if they used several.
 
-    Loopback counts only if it is the only one: whoever used it can use the other address too.
+    Prefers a non-loopback address: processes that used loopback can reach it as well.
     """
     used = sorted({question.own_host for question in self._questions.values()})
     remote = [host for host in used if not addresses.is_loopback(host)]
@@ -146,7 +146,7 @@ class _Host(contextlib.AbstractContextManager):
       if member.process_index not in range(count):
         raise ValueError('process index out of range')
     except signed_lines.UNREADABLE:
-      question.connection.close()  # not one of our processes
+      question.connection.close()  # not a process of this code
       return
     refusal = ''
     if run != self._cluster.run_id:
@@ -174,7 +174,7 @@ class _Host(contextlib.AbstractContextManager):
     self._questions[member.process_index] = question
 
   def _drop_ended(self) -> None:
-    """Forgets processes that came and ended: they come again if restarted, or else are missing."""
+    """Forgets processes that came and ended; after a restart they come again."""
     for index, question in list(self._questions.items()):
       if question.is_gone():
         _log.warning(
@@ -201,7 +201,7 @@ class _Host(contextlib.AbstractContextManager):
       question.answer({'run': self._cluster.run_id, 'refused': text})
 
   def release_once_listening(self, meeting: Meeting) -> None:
-    """Frees the port for JAX's service, and answers all processes once that service listens."""
+    """Frees the port for JAX's service, and answers all processes once the service listens."""
     self._reception.close()
     host, port = addresses.split(meeting.address)
     answer = {
@@ -232,7 +232,7 @@ class _Guest:
     self._me = me
     self._secret = secret
     self._timeout_seconds = timeout_seconds
-    self._failures: dict[str, Problem] = {}  # by address, the last
+    self._failures: dict[str, Problem] = {}  # address -> latest reason
 
   def meet(self) -> Meeting:
     started = time.monotonic()

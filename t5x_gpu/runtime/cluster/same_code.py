@@ -1,7 +1,7 @@
-"""Do all processes run the same code? Sources of this package, modules of the user, versions.
+"""Checks that all processes run the same code: this package, the user's modules, versions.
 
 A host with an old checkout or another release trains without an error, but to a different loss.
-Facts are as in `agreement`: a file's identity is the sha256 of its bytes, whatever its path.
+Facts are as in `agreement`: a file's identity is the sha256 of its bytes, independent of its path.
 """
 
 import functools
@@ -17,7 +17,7 @@ from t5x_gpu.errors import ClusterError
 from t5x_gpu.runtime import host
 from t5x_gpu.runtime.cluster.agreement import Facts
 
-# Packages that compute, or decide what is computed. Versions come from metadata, without imports.
+# Packages that affect numbers. Versions come from metadata, without imports.
 _CUDA = ('12', '13')
 PACKAGES = (
   'jax',
@@ -82,7 +82,8 @@ def facts() -> Facts:
 def user_modules() -> Facts:
   """Returns facts about the modules imported so far that are not installed packages.
 
-  These are what gin files import from the working directory or PYTHONPATH, and what those import.
+  These are the modules that gin files import from the working directory or PYTHONPATH, and the
+  modules that they import in turn.
   """
   library = {pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')}
   found = {}
@@ -98,7 +99,7 @@ def user_modules() -> Facts:
 
 
 def versions() -> Facts:
-  """Returns facts about Python and `PACKAGES`; that a package is missing is a fact, too."""
+  """Returns facts about Python and `PACKAGES`; a missing package is a fact too."""
   found = {
     'python': '.'.join(platform.python_version_tuple()[:2]),
     **dict.fromkeys(PACKAGES, 'not installed'),

@@ -1,6 +1,6 @@
-"""What each scheduler and launcher says about a process in its environment variables.
+"""Reads each scheduler's and launcher's environment variables about a process.
 
-One function per scheduler; each returns what the variables say, or None if that scheduler did not
+One function per scheduler; each returns the variables' values, or None if that scheduler did not
 start this process. `cluster.detect` calls them in order and fills in the rest.
 """
 
@@ -25,15 +25,15 @@ _ASK_SECONDS = 10
 
 @dataclasses.dataclass(frozen=True)
 class LauncherVariables:
-  """What a scheduler's variables say; None for what they do not say.
+  """Values of a scheduler's variables; None for missing values.
 
   Attributes:
     kind: 'slurm', 'openmpi', ...
-    process_index, process_count: of the run.
-    local_index, local_count: among the processes of this host.
+    process_index, process_count: index and number of processes in the run.
+    local_index, local_count: index and number of processes on this host.
     hosts: names or addresses of the host of process 0, best first.
     address: 'host:port' of process 0, if the launcher also names the port.
-    job: differs between any two runs that may overlap in time: job, step, attempt.
+    job: job, step and attempt; differs between any two runs that may overlap in time.
     node: the scheduler's name for this host.
     gpus_per_process, gpus_on_host: as requested from the scheduler.
     attempt: how often the scheduler has restarted this job.
@@ -59,7 +59,7 @@ def number(env: Environment, *names: str) -> Optional[int]:
   """Returns the first of these variables that is set, as a number; None if all are unset.
 
   Raises:
-    ConfigError: its value is not a number.
+    ConfigError: the value is not a number.
   """
   for name in names:
     if env.get(name, ''):
@@ -74,7 +74,7 @@ def number(env: Environment, *names: str) -> Optional[int]:
 
 
 def slurm(env: Environment) -> Optional[LauncherVariables]:
-  """Returns what srun says; None in the batch shell itself, which is not a step.
+  """Reads srun's variables; None in the batch shell itself, which is not a step.
 
   Source: https://slurm.schedmd.com/srun.html, "Output environment variables".
   """
@@ -88,13 +88,13 @@ def slurm(env: Environment) -> Optional[LauncherVariables]:
   return LauncherVariables(
     kind='slurm',
     process_index=number(env, 'SLURM_PROCID'),
-    # Of the step: SLURM_NTASKS may be that of the whole job.
+    # The step's count: SLURM_NTASKS may be the whole job's.
     process_count=number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS', 'SLURM_NPROCS'),
     local_index=number(env, 'SLURM_LOCALID'),
     local_count=per_node[node_index] if known else None,
     hosts=(first_host(env['SLURM_STEP_NODELIST']),),
-    # A requeued job keeps its id. The attempt keeps leftovers of the old one, on a host that was
-    # disconnected, from joining the new one.
+    # A requeued job keeps its id. The attempt prevents leftovers of the old attempt, on a host that
+    # was disconnected, from joining the new one.
     job=f'{env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}.{attempt}',
     node=env.get('SLURMD_NODENAME', ''),
     gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),
@@ -105,7 +105,7 @@ def slurm(env: Environment) -> Optional[LauncherVariables]:
 
 
 def openmpi(env: Environment) -> Optional[LauncherVariables]:
-  """Returns what Open MPI's mpirun says.
+  """Reads the variables of Open MPI's mpirun.
 
   Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
   """
@@ -143,7 +143,7 @@ def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
 
 
 def flux(env: Environment) -> Optional[LauncherVariables]:
-  """Returns what `flux run` says. With several hosts it does not name the first one.
+  """Reads the variables of `flux run`. With several hosts they do not name the first one.
 
   Source: flux-environment(7) at https://flux-framework.readthedocs.io/projects/flux-core
   """
@@ -164,7 +164,7 @@ def flux(env: Environment) -> Optional[LauncherVariables]:
 
 
 def jsrun(env: Environment) -> Optional[LauncherVariables]:
-  """Returns what jsrun of LSF says. It does not name the first host.
+  """Reads the variables of LSF's jsrun. They do not name the first host.
 
   Source: https://docs.olcf.ornl.gov/systems/summit_user_guide.html#job-launcher-jsrun
   """
@@ -183,7 +183,7 @@ def jsrun(env: Environment) -> Optional[LauncherVariables]:
 
 
 def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[LauncherVariables]:
-  """Returns what mpiexec says: of HPE's PALS (Polaris), MPICH or Intel, with or without PBS.
+  """Reads the variables of mpiexec (HPE's PALS on Polaris, MPICH, Intel MPI), with or without PBS.
 
   Without PBS the host of process 0 is unknown.
 
@@ -213,7 +213,7 @@ def pbs_hosts(env: Environment, *, read: Callable[[str], str]) -> tuple[str, ...
 
 
 def torchrun(env: Environment) -> Optional[LauncherVariables]:
-  """Returns what torchrun, and scripts like it, set: RANK, WORLD_SIZE, MASTER_ADDR.
+  """Reads the variables of torchrun and similar scripts: RANK, WORLD_SIZE, MASTER_ADDR.
 
   Source: https://docs.pytorch.org/docs/stable/elastic/run.html
   """
@@ -236,9 +236,9 @@ def torchrun(env: Environment) -> Optional[LauncherVariables]:
 
 
 def jax_variables(env: Environment) -> Optional[LauncherVariables]:
-  """Returns JAX_PROCESS_INDEX and JAX_PROCESS_COUNT, or JAX_PROCESS_ID and JAX_NUM_PROCESSES.
+  """Reads JAX_PROCESS_INDEX and JAX_PROCESS_COUNT, or JAX_PROCESS_ID and JAX_NUM_PROCESSES.
 
-  JAX has no variables for the local index and count; t5x_gpu.launch sets those of torchrun.
+  JAX has no variables for the local index and count; t5x_gpu.launch sets torchrun's variables.
   """
   index = number(env, 'JAX_PROCESS_INDEX', 'JAX_PROCESS_ID')
   if index is None:
@@ -273,18 +273,18 @@ def kubernetes(env: Environment) -> Optional[LauncherVariables]:
 
 
 def job_end(env: Environment) -> Optional[float]:
-  """Returns when the job's time limit ends, in seconds since 1970; None if no variable says so.
+  """Returns when the job's time limit ends, in seconds since 1970; None if no variable has it.
 
-  The limit is the job's: it holds for every launcher inside, and without one.
+  The limit applies to the whole job, with any launcher or none.
   """
   end = number(env, END_TIME_VARIABLE, 'SLURM_JOB_END_TIME')
   return float(end) if end else None
 
 
 def ask_for_job_end(env: Environment, *, now: float) -> Optional[float]:
-  """Returns the same from Slurm (salloc, and old versions) or PBS, which set no variable.
+  """Asks Slurm (salloc, and old versions) or PBS, which set no variable, when the job ends.
 
-  It asks the controller of the whole cluster, so one process of a run should call it.
+  This queries the controller of the whole cluster, so only one process of a run should call it.
   """
   if env.get('SLURM_JOB_ID'):
     left = _seconds(_output_of('squeue', '-h', '-j', env['SLURM_JOB_ID'], '-o', '%L').strip())
@@ -295,7 +295,7 @@ def ask_for_job_end(env: Environment, *, now: float) -> Optional[float]:
       re.findall(r'^\s*(\S+) = (.*)$', _output_of('qstat', '-f', env['PBS_JOBID']), re.MULTILINE)
     )
     limit = _seconds(attributes.get('Resource_List.walltime', ''))
-    started = attributes.get('stime') or attributes.get('start_time', '')  # of OpenPBS, of Torque
+    started = attributes.get('stime') or attributes.get('start_time', '')  # OpenPBS, Torque
     with contextlib.suppress(ValueError):
       if limit is not None:
         return time.mktime(time.strptime(started, '%a %b %d %H:%M:%S %Y')) + limit
@@ -312,7 +312,7 @@ def _seconds(text: str) -> Optional[int]:
 
 
 def _output_of(*command: str) -> str:
-  """Returns what a program of the scheduler prints; '' where there is none, as in containers."""
+  """Returns the output of a scheduler's program; '' if it is not installed, as in containers."""
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS)
   except (OSError, subprocess.TimeoutExpired):

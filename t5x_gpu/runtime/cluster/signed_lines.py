@@ -21,7 +21,7 @@ from t5x_gpu.runtime.cluster import addresses, job_secret
 _log = logging.getLogger(__name__)
 
 LINE_SECONDS = 5  # for one whole line
-MAX_LINE = 1 << 22  # a table of ten thousand processes
+MAX_LINE = 1 << 22  # fits a table of ten thousand processes
 # What reading a connection and parsing untrusted JSON can raise.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -32,7 +32,7 @@ class Question:
 
   Attributes:
     message: any JSON value.
-    is_signed, is_proven: whether it has a signature, and whether that is valid for this job.
+    is_signed, is_proven: whether it has a signature, and whether the signature is valid.
     peer_host, own_host: numeric addresses of both ends.
   """
 
@@ -81,7 +81,7 @@ class Reception:
 
   Args:
     listening: sockets; `close` closes them.
-    secret: of the job.
+    secret: the job's secret.
   """
 
   def __init__(self, listening: addresses.Listening, secret: str):
@@ -169,7 +169,7 @@ def send_question(connection: socket.socket, message: Any, secret: str) -> str:
   """Sends a question, and returns the challenge for `read_answer`.
 
   Raises:
-    OSError, ValueError, ... (`UNREADABLE`): the other end is no `Reception`.
+    OSError, ValueError, ... (`UNREADABLE`): the other end is not a `Reception`.
   """
   theirs = json.loads(_read_line(connection, time.monotonic() + LINE_SECONDS))['challenge']
   text, challenge = json.dumps(message), job_secret.new()
@@ -190,10 +190,10 @@ def read_answer(
   """Returns the answer, and whether it is signed with `secret`.
 
   Args:
-    connection: on which a question was sent.
+    connection: connection on which a question was sent.
     challenge: from `send_question`.
-    secret: of the job.
-    deadline: of time.monotonic.
+    secret: the job's secret.
+    deadline: a time of time.monotonic.
   Raises:
     OSError, ValueError, ... (`UNREADABLE`): there is no answer before the deadline.
   """
@@ -203,7 +203,7 @@ def read_answer(
 
 
 def _send(connection: socket.socket, message: dict[str, str]) -> None:
-  with contextlib.suppress(OSError):  # the other end is gone; whoever waits for it will notice
+  with contextlib.suppress(OSError):  # the other end is gone; processes waiting for it will notice
     connection.sendall(json.dumps(message).encode() + b'\n')
 
 

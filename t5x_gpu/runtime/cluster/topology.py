@@ -1,4 +1,4 @@
-"""Which devices share a host: the plain value that mesh building needs.
+"""Which devices share a host: the value from which meshes are built.
 
 A *host* here is a group of devices with fast links (NVLink): one machine, or one rack-wide NVLink
 domain. It is not a process: Slurm starts one process per GPU, so `jax.local_device_count()` is 1 on
@@ -17,19 +17,19 @@ from t5x_gpu.errors import MeshError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.members import DOMAIN_VARIABLE
 
-# A `jax.Device`, or anything with its `id`, `process_index` and `platform`.
+# A `jax.Device`, or any object with its `id`, `process_index` and `platform`.
 Device = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """How many hosts there are, and how many devices each has.
+  """The number of hosts, and of devices on each host.
 
   Attributes:
     num_hosts: hosts, or NVLink domains.
     devices_per_host: the same on every host.
-    device_word: name of one device in messages. Not compared: meshes do not depend on it.
-    reason: how the hosts were identified, for the log. Not compared either.
+    device_word: name of one device in messages. Ignored in comparisons: meshes do not depend on it.
+    reason: how the hosts were identified, for the log. Ignored in comparisons.
   """
 
   num_hosts: int
@@ -86,7 +86,7 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
       if by_domain
       else 'hosts identified by host name and boot id',
     )
-  # Two names of one number; JAX 0.10 and 0.11 have both.
+  # Old and new name of the same number; JAX 0.10 and 0.11 have both.
   for attribute in ('partition_index', 'slice_index'):
     if all(getattr(device, attribute, None) is not None for device in devices):
       return group_by_host(
@@ -109,7 +109,7 @@ def group_by_host(
   """Returns the topology that `host_of` describes, and the devices in host-major order.
 
   The host of process 0 comes first. Within a host, devices are ordered by process, then id: the
-  order of the local ranks, whether Slurm distributed processes in blocks or cyclically.
+  order of the local ranks, for both block and cyclic distribution of Slurm processes.
 
   Args:
     devices: all devices of the run.

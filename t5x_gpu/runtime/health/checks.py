@@ -1,7 +1,7 @@
 """Checks of the machine and the installation, each a function that returns a `Check`.
 
 These only read files and package metadata, so they are quick and cannot hang. Checks that need
-nvidia-smi or jax are in gpu_checks.py. The doctor runs both, a training run only these.
+nvidia-smi or jax are in gpu_checks.py. The doctor runs both kinds, a training run only these.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class Check:
   """One line of the doctor's report.
 
   Attributes:
-    name: of the check.
-    status: 'ok', 'warn' (slower or riskier than need be) or 'FAIL' (a run would break or mislead).
+    name: name of the check.
+    status: 'ok', 'warn' (avoidably slow or risky) or 'FAIL' (a run would break or mislead).
     value: the finding, with units.
-    fix: what to do about it; '' if ok.
+    fix: advice; '' if ok.
   """
 
   name: str
@@ -178,7 +178,7 @@ def check_library(
   Args:
     part: 'cudnn' or 'nccl'.
     versions: from `installed_versions`.
-    gpus: on this machine.
+    gpus: number of GPUs on this machine.
     loaded: version of the library that jax loaded (91200 for 9.12.0), if known.
     built: version that the plugin was built with, if known.
   """
@@ -241,8 +241,8 @@ def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
   """Checks that /dev/shm is large enough; a container gets 64 MiB by default.
 
   Args:
-    folder: where it is mounted.
-    gpus: on this machine; NCCL uses it between several GPUs.
+    folder: mount point of shared memory.
+    gpus: number of GPUs on this machine; NCCL uses shared memory between several GPUs.
   """
   bad, fix = FAIL if gpus > 1 else WARN, 'Start the container with --ipc=host or --shm-size=16g.'
   try:
@@ -266,7 +266,7 @@ def check_host() -> Check:
 
 
 def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
-  """Returns the checks that take milliseconds; every run makes them before it starts.
+  """Returns the checks that take milliseconds; every run makes these before it starts.
 
   Args:
     expect_gpus: GPUs that must be on this machine; None for any number.

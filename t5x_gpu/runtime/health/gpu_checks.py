@@ -1,4 +1,4 @@
-"""Checks of GPUs, links, speeds and disks, from the output of nvidia-smi and of measuring children.
+"""Checks of GPUs, links, speeds and disks, from the output of nvidia-smi and of child processes.
 
 Each function takes printed output and returns a `Check`, so all can be tested without a GPU.
 """
@@ -14,7 +14,7 @@ from t5x_gpu.runtime.xla.presets import generation
 
 # Share of the datasheet: a healthy GPU reaches 65 to 85% on large bfloat16 matmuls.
 LEAST_MATMUL_SHARE = 0.55
-# Between the GPUs of one host; the slowest sets the pace of all.
+# Allowed spread between the GPUs of one host; the slowest GPU sets the pace of all.
 MOST_SPREAD = 0.1
 # One direction, bytes/s: half of the total that the data sheets print.
 NVLINK = {'a100': 300e9, 'h100': 450e9, 'h200': 450e9, 'b200': 900e9}
@@ -46,10 +46,10 @@ def check_devices(
   expected: Optional[int] = None,
   environ: Mapping[str, str],
 ) -> Check:
-  """Checks that jax sees the GPUs that it should.
+  """Checks that jax sees the expected GPUs.
 
   Args:
-    found: 'devices' of the measuring child; None if it failed before.
+    found: 'devices' of the measuring child; None if it failed before that.
     on_machine: GPUs that the driver or the PCI bus shows.
     problem: the child's last line.
     expected: GPUs that the user expects.
@@ -91,7 +91,7 @@ def check_links(topology: str, *, gpus: int) -> Check:
 
   Args:
     topology: output of `nvidia-smi topo -m`.
-    gpus: on this machine.
+    gpus: number of GPUs on this machine.
   """
   if gpus < 2:
     return Check('nvlink', OK, 'one GPU, no link needed' if gpus else 'no GPU here')
@@ -125,7 +125,7 @@ def check_matmul(
   Args:
     rates: FLOP/s per device; None if not measured.
     devices: 'devices' of the measuring child.
-    problem: why there are no rates.
+    problem: why `rates` is missing.
   """
   if not rates or devices is None:
     fix = 'If it hangs: nvidia-smi, dmesg | grep -i xid'
@@ -180,7 +180,7 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
 
   Args:
     text: a line 'current, maximum, reasons' per GPU, MHz and a bit mask.
-    gpus: that jax sees.
+    gpus: number of GPUs that jax sees.
   """
   if not gpus:
     return Check('clocks', OK, 'not measured: jax sees no GPU')

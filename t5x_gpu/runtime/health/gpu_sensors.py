@@ -1,6 +1,7 @@
 """Clocks, power, heat, slowdowns and errors of this process's GPUs, by NVML.
 
-A run reads them while it trains. A GPU that lost its bus can block NVML, so a thread does it.
+A run reads them while it trains. They are read in a thread, because a GPU that fell off its bus can
+block NVML.
 https://docs.nvidia.com/deploy/nvml-api/
 """
 
@@ -27,15 +28,15 @@ _JOIN_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class GpuReading:
-  """One GPU at one time; None or () for what it does not report.
+  """Readings of one GPU at one time; None or () for values that it does not report.
 
   Attributes:
-    uuid: of the GPU.
+    uuid: UUID of the GPU.
     sm_mhz: clock of the multiprocessors.
     watts, celsius: power draw, temperature.
-    slowdowns: why the clock is held down, apart from the power cap.
+    slowdowns: why the clock is held down, except for the power cap.
     ecc_errors: uncorrected memory errors since the driver was loaded.
-    nvlink_errors: replays, recoveries and wrong checksums of all links since then.
+    nvlink_errors: replays, recoveries and wrong checksums of all links since the driver was loaded.
   """
 
   uuid: str
@@ -48,7 +49,7 @@ class GpuReading:
 
 
 def own_uuids() -> tuple[str, ...]:
-  """Returns the GPUs of this process; () without any."""
+  """Returns the UUIDs of this process's GPUs."""
   members = distributed.members()
   if members:
     return members[distributed.process_index()].gpus
@@ -56,7 +57,7 @@ def own_uuids() -> tuple[str, ...]:
 
 
 def read(pynvml: types.ModuleType, uuid: str) -> GpuReading:
-  """Returns what NVML, which is initialized, reports of one GPU."""
+  """Returns the readings of one GPU. NVML must be initialized."""
 
   def ask(function: str, *args: Any) -> Any:
     try:
@@ -91,7 +92,7 @@ def _nvlink_errors(pynvml: types.ModuleType, handle: Any, ask: Callable[..., Any
   counts = []
   for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
     state = ask('nvmlDeviceGetNvLinkState', handle, link)
-    if state is None:  # no such link, nor any after it
+    if state is None:  # no link has this or a higher number
       break
     if state:
       counts += [
@@ -108,11 +109,11 @@ def _nvlink_errors(pynvml: types.ModuleType, handle: Any, ask: Callable[..., Any
 
 
 class GpuSensors:
-  """Reads GPUs every `period_seconds` in a thread, and warns about what harms a run.
+  """Reads GPUs every `period_seconds` in a thread, and warns about problems.
 
   Args:
-    uuids: of the GPUs; () reads nothing.
-    period_seconds: between readings.
+    uuids: UUIDs of the GPUs; () reads nothing.
+    period_seconds: time between readings.
   """
 
   def __init__(self, uuids: Sequence[str], *, period_seconds: float = PERIOD_SECONDS):

@@ -66,9 +66,9 @@ def measure_matmul(
   """Returns the FLOP/s of a `[size, size]` matmul on each device, one after the other.
 
   Args:
-    devices: local ones.
-    size: of the square matrices.
-    dtype: of operands and result.
+    devices: local devices.
+    size: side of the square matrices.
+    dtype: dtype of operands and result.
     repeats: matmuls per call; the fastest of three calls counts.
   """
 
@@ -93,11 +93,11 @@ def measure_matmul(
 def measure_all_reduce(
   devices: Sequence[Any], *, num_hosts: int = 1, num_bytes: int = GPU_ALL_REDUCE_BYTES
 ) -> dict[str, float]:
-  """Returns bytes/s of an all-reduce per tier of links: 'in_host', and 'across_hosts' of several.
+  """Returns bytes/s of an all-reduce per tier of links: 'in_host', and 'across_hosts' if several.
 
   This is the bus bandwidth of NCCL's tests, 2 (n - 1) / n times size over time: the data that each
   GPU sends, comparable to the speed of one link for any n. Across hosts, every GPU reduces with the
-  GPUs of the same rank on the other hosts, all at once: the sum over a host is its network's speed.
+  GPUs of the same rank on the other hosts, all at once; a host's sum is the speed of its network.
 
   Args:
     devices: all devices of the run, host by host.
@@ -145,7 +145,7 @@ def clocks_under_load(
   Args:
     devices: local GPUs.
     flops: FLOP/s of one GPU, from `measure_matmul`, to compute the work for `LOAD_SECONDS`.
-    gpus: UUIDs of `devices`, to leave out other GPUs, which may be idle; () if unknown.
+    gpus: UUIDs of `devices`, so that other, possibly idle GPUs are left out; () if unknown.
   """
   size = GPU_MATMUL_SIZE
   repeats = max(1, int(LOAD_SECONDS * flops / (2 * size**3)))

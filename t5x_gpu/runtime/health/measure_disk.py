@@ -1,4 +1,4 @@
-"""Measures the disk of a folder, in a child of the doctor: a lost file server may hang it.
+"""Measures the disk of a folder, in a child of the doctor: an unreachable file server may hang it.
 
     python -m t5x_gpu.runtime.health.measure_disk FOLDER
 
@@ -20,7 +20,7 @@ def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float
 
   Args:
     folder: if it does not exist, the closest existing folder above it is measured.
-    num_bytes: to write and read, in a temporary file of this size.
+    num_bytes: size of the temporary file to write and read.
   Raises:
     OSError: the folder cannot be written to.
   """

@@ -1,8 +1,8 @@
-"""What each process reports about its steps, so that process 0 can name the slowest.
+"""Reports of all processes about their steps, so that process 0 can name the slowest process.
 
-In a synchronous step all processes take the same time: those that are early wait in a collective.
-So they report the seconds that their hosts work and do not wait for devices. For the devices, a
-profile compares them (docs/monitor.md).
+In a synchronous step all processes take equally long: the fast ones wait in a collective. So they
+report the seconds in which their hosts work rather than wait for devices. A profile compares the
+devices (docs/monitor.md).
 """
 
 import contextlib
@@ -25,12 +25,12 @@ class RankReport:
 
   Attributes:
     rank: process index.
-    host: its name.
+    host: name of the host.
     step: last step of the window.
-    host_seconds: seconds per step in which its host works: input, dispatch, logging.
-    input_seconds: the part of them that waits for input.
-    peak_memory_bytes: most memory in use on one of its devices; None if unknown.
-    sm_mhz_min: lowest clock of its GPUs; None if unknown.
+    host_seconds: seconds per step in which the host works: input, dispatch, logging.
+    input_seconds: the part of `host_seconds` spent waiting for input.
+    peak_memory_bytes: largest memory in use on one of the process's devices; None if unknown.
+    sm_mhz_min: lowest clock of the process's GPUs; None if unknown.
   """
 
   rank: int
@@ -48,7 +48,7 @@ class RankReport:
 
 @dataclasses.dataclass(frozen=True)
 class Slowest:
-  """The process whose host works longest, and by how many seconds per step more than the median."""
+  """The process whose host works longest, and its seconds per step above the median."""
 
   report: RankReport
   seconds_behind: float
@@ -63,11 +63,11 @@ def slowest(reports: Sequence[RankReport]) -> Optional[Slowest]:
 
 
 class RankReports:
-  """Publishes this process's report, and on process 0 reads all. Never raises, never blocks long.
+  """Publishes this process's report; process 0 reads all. Never raises, never blocks for long.
 
   Args:
-    store: that all processes share; None for a single process.
-    rank: of this process.
+    store: store that all processes share; None for a single process.
+    rank: index of this process.
   """
 
   def __init__(self, store: Optional[Store], *, rank: int):
@@ -89,6 +89,6 @@ class RankReports:
     found = within(_ASK_SECONDS, lambda: self._store.key_value_dir_get(_KEY)) or []
     reports = []
     for _, text in found:
-      with contextlib.suppress(ValueError, TypeError):  # of another version of this code
+      with contextlib.suppress(ValueError, TypeError):  # written by another version of this code
         reports.append(RankReport(**json.loads(text)))
     return sorted(reports, key=lambda r: r.rank)

@@ -1,4 +1,4 @@
-"""The result of `flags.prepare_environment`: what was set, and how a run prints it."""
+"""The result of `flags.prepare_environment`: the settings in force, and how a run prints them."""
 
 import dataclasses
 from typing import Optional
@@ -8,23 +8,23 @@ from t5x_gpu.runtime.xla.table import Value, XlaSetting
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-  """What was set, what was not, and why.
+  """The settings that were set or dropped, with reasons.
 
   Attributes:
-    preset: its name.
+    preset: name of the preset.
     gpu: device kind, None without GPU.
     generation: 'h200', '' for a GPU that the table does not know, None without GPU.
     num_hosts: hosts of the run.
     num_gpus: GPUs of the run, None if unknown.
     compile_options: for `lowered.compile(compiler_options=...)`, in the installed jax's spelling.
-    xla_flags: all of XLA_FLAGS as it is now, one flag each.
-    env: the other variables that were set.
+    xla_flags: all flags in XLA_FLAGS now, one each.
+    env: other variables that were set.
     jax_config: values of jax.config that were set.
     dropped: flag or option -> why it is not used.
-    kept: names of settings for which the user's value was kept instead of ours.
+    kept: names of settings for which the user's value replaces the preset's.
     user_flags: names that the user set in XLA_FLAGS.
     warnings: sentences for the log.
-    settings: the rows of the table in force.
+    settings: rows of the table that apply.
     reason: how the GPU was found, or why there is none.
     jaxlib: 'jaxlib 0.10.2'.
   """
@@ -74,7 +74,7 @@ class Applied:
     return text
 
   def report(self) -> str:
-    """Returns the line, and each warning below it."""
+    """Returns the line, followed by the warnings."""
     return '\n'.join([self.line, *(f'  {warning}' for warning in self.warnings)])
 
 

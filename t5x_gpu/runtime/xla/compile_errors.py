@@ -11,10 +11,10 @@ from t5x_gpu.errors import ModelError, UserError, first_line
 
 @contextlib.contextmanager
 def compile_errors(device_kind: str) -> Iterator[None]:
-  """Context in which a traced step is lowered or compiled.
+  """Context that turns errors of lowering or compiling a step into ModelError.
 
   Args:
-    device_kind: for which device.
+    device_kind: kind of the devices to compile for.
   Raises:
     ModelError: a kernel cannot be lowered, or XLA cannot compile the step.
   """

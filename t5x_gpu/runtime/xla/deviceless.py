@@ -1,11 +1,11 @@
-"""GPUs that XLA compiles for although this machine has none, as devices for a mesh.
+"""GPUs that this machine does not have but XLA can compile for, as devices for a mesh.
 
     gpus = described_gpus('h100', num_hosts=8, gpus_per_host=8)
     with kernels_for(gpus.target):
       lowered = jax.jit(f, in_shardings=...).lower(...)       # a mesh of gpus.devices
       compiled = lowered.compile()
 
-Nothing can run on them. The CUDA plugin of JAX holds the compiler; it works without a driver and
+Nothing can run on them. The CUDA plugin of JAX contains the compiler; it works without a driver and
 without NVIDIA's libraries. `analysis/gpu_compile.py` compiles a training step this way.
 """
 
@@ -26,12 +26,12 @@ from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, find_target
 
 @dataclasses.dataclass(frozen=True)
 class DescribedGpus:
-  """GPUs of one kind, known by their description alone.
+  """GPUs of one kind that exist only as a description.
 
   Attributes:
-    target: the kind.
-    topology: hosts, and GPUs of each.
-    devices: in host-major order, for a mesh.
+    target: kind of GPU.
+    topology: hosts, and GPUs of each host.
+    devices: devices in host-major order, for a mesh.
   """
 
   target: GpuTarget
@@ -43,8 +43,8 @@ def described_gpus(name: str, *, num_hosts: int = 1, gpus_per_host: int = 8) -> 
   """Returns GPUs to compile for. On a machine without a driver, JAX's platform must be 'cpu'.
 
   Args:
-    name: as in `gpu_targets.find_target`, 'h100'.
-    num_hosts, gpus_per_host: how many; each host is a separate process.
+    name: a name in `gpu_targets.find_target`, 'h100'.
+    num_hosts, gpus_per_host: numbers of hosts and GPUs; each host is a separate process.
   Raises:
     ConfigError: no such GPU, or no CUDA plugin of the installed version of JAX.
   """
@@ -83,7 +83,7 @@ def _check_plugin(target: GpuTarget) -> None:
 
 
 def _install() -> str:
-  """Returns how to get the compiler: two wheels, without NVIDIA's libraries."""
+  """Returns instructions to install the compiler: two wheels, without NVIDIA's libraries."""
   version = importlib.metadata.version('jaxlib')
   return (
     'Install it; the download is 126 MB, and no driver or GPU is needed:\n'
@@ -93,7 +93,7 @@ def _install() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-  """What kernels ask of a device; hashable, because Tokamax puts devices into sets."""
+  """The attributes of a device that kernels read; hashable, because Tokamax puts them into sets."""
 
   device_kind: str
   compute_capability: str
@@ -105,9 +105,10 @@ class _Device:
 def kernels_for(target: GpuTarget) -> Iterator[None]:
   """Context in which kernels are chosen and lowered for `target`.
 
-  Pallas kernels, and our choice among them, ask `jax.extend.backend.get_default_device()` for
-  compute capability and core count; described devices do not have these attributes. Traces are
-  dropped before and after, because JAX would reuse those of another GPU.
+  Pallas kernels, and the code that chooses among them, ask
+  `jax.extend.backend.get_default_device()` for compute capability and core count; described devices
+  do not have these attributes. Traces are dropped before and after, because JAX would reuse the
+  traces of another GPU.
   """
   device = _Device(
     device_kind=target.device_kind,

@@ -5,9 +5,10 @@
     ...
     step.lower(...).compile(compiler_options=applied.compile_options)
 
-The user's settings win: flags in XLA_FLAGS stay, in their order, and replace ours of the same name.
-Flags that the installed jaxlib does not know are dropped with a warning, whoever set them, because
-XLA would abort. This module never imports jax, so it can run before everything else.
+The user's settings win: flags in XLA_FLAGS stay, in their order, and replace the preset's flags of
+the same name. Flags that the installed jaxlib does not know are dropped with a warning, also the
+user's, because XLA would abort. This module never imports jax, so it can run before everything
+else.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ def prepare_environment(
   num_gpus: Optional[int] = None,
   environ: Optional[MutableMapping[str, str]] = None,
 ) -> Applied:
-  """Sets up the environment and returns what it set; call once, before jax starts a backend.
+  """Sets up the environment and returns the settings; call once, before jax starts a backend.
 
   Call it in the training process, not in its launcher: a child process cannot distinguish inherited
   variables from the user's.
@@ -114,7 +115,7 @@ def _kept(
   env: Mapping[str, str],
   config: Mapping[str, Value],
 ) -> tuple[str, ...]:
-  """Returns the names of settings for which the user's value replaces ours."""
+  """Returns the names of settings for which the user's value replaces the preset's."""
   flags = {n for n in (*wanted.xla_flags, *wanted.compile_options) if canonical(n) in user_flags}
   values = {n.upper() for n in wanted.jax_config if n not in config}
   return tuple(sorted(flags | values | (wanted.env.keys() - env.keys())))
@@ -122,10 +123,10 @@ def _kept(
 
 @dataclasses.dataclass(frozen=True)
 class _MergedFlags:
-  """XLA_FLAGS with ours first, without unknown flags.
+  """XLA_FLAGS with the preset's flags first, without unknown flags.
 
   Attributes:
-    flags: one each.
+    flags: one flag each.
     user_flags: canonical names that the user set.
     dropped: flag -> reason.
     warnings: sentences for the log.
@@ -146,7 +147,7 @@ def _merge_flags(wanted: XlaPreset, text: str, system: xla_probe.Installed) -> _
     if name not in names
   ]
   flags, dropped, notes = known_flags([*ours, *theirs], system)
-  # A translated flag of the user's may be one that a compile option of ours would override.
+  # A translated flag of the user may equal a compile option that the preset would set.
   names |= {canonical(xla_probe.flag_name(flag)) for flag in flags if flag not in ours}
   return _MergedFlags(tuple(flags), frozenset(names), dropped, (*warnings, *notes))
 
@@ -212,7 +213,7 @@ def refine(
 def _usable_options(
   wanted: XlaPreset, user_flags: Collection[str], system: xla_probe.Installed
 ) -> tuple[dict[str, Value], dict[str, str]]:
-  """Returns the compile options to use, and name -> reason for those that this jaxlib refuses."""
+  """Returns the compile options to use, and name -> reason for options this jaxlib refuses."""
   options = {
     name: value
     for name, value in compile_options(wanted, system.jaxlib).items()
@@ -229,7 +230,7 @@ def compile_options(preset: XlaPreset, jax_version: Optional[str] = None) -> dic
 
   Args:
     preset: from `presets.select`.
-    jax_version: '0.11.2'; by default that of the installed jaxlib.
+    jax_version: '0.11.2'; by default the version of the installed jaxlib.
   """
   version = jax_version or xla_probe.installed().jaxlib
   return dict(_translate(name, value, version) for name, value in preset.compile_options.items())
@@ -255,7 +256,7 @@ def _is_set(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def _memory_problems(environ: MutableMapping[str, str]) -> list[str]:
-  """Returns a sentence per bad memory variable; removes the one that would make jax raise."""
+  """Returns a sentence per bad memory variable; removes the variable that would make jax raise."""
   problems = []
   new, old = _MEMORY
   if environ.get(new) and environ.get(old):

@@ -1,7 +1,7 @@
-"""GPUs that XLA can compile for without having one: what its passes ask about the hardware.
+"""GPUs that XLA can compile for without having one, with the properties that its passes read.
 
-The figures are those of openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb (Apache-2.0);
-only fields that jaxlib 0.10 to 0.12 read. This module does not import jax.
+The figures are from openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb (Apache-2.0), only
+the fields that jaxlib 0.10 to 0.12 read. This module does not import jax.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from t5x_gpu.runtime import hardware
 _SPECS = 'https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/'
 
 # Fields of stream_executor.GpuTargetConfigProto. Library versions decide which cuDNN and cuBLAS
-# rewrites XLA tries; they are those that `jax[cuda13]` installs.
+# rewrites XLA tries; these are the versions that `jax[cuda13]` installs.
 _PROTO = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -51,19 +51,19 @@ class GpuTarget:
   """One kind of GPU.
 
   Attributes:
-    name: of the command line, 'h100'.
+    name: name on the command line, 'h100'.
     device_kind: the driver's name, as in `jax.Device.device_kind` (runtime/hardware.py).
     compute_capability: '9.0', as in `jax.Device.compute_capability`.
     num_cores: streaming multiprocessors.
-    memory_bytes: what the driver reports. XLA compiles programs that need more, so compare.
+    memory_bytes: memory that the driver reports. XLA compiles programs that need more, so compare.
     memory_bandwidth: bytes per second.
-    shared_memory_per_block, shared_memory_per_core: bytes; the most that a kernel can ask for, and
-      what a multiprocessor has.
+    shared_memory_per_block, shared_memory_per_core: bytes that a kernel can request at most, and
+      bytes of a multiprocessor.
     nvlinks: active links to other GPUs.
     nvlink_bandwidth: bytes per second of one link, in one direction.
     nvlink_domain: GPUs that NVLink connects in the vendor's largest system.
-    network_gigabits: of the network adapters that a host of the vendor has for each GPU, in Gbit/s.
-    source: of the figures.
+    network_gigabits: bandwidth per GPU of the vendor's hosts' network adapters, in Gbit/s.
+    source: URL of the figures.
   """
 
   name: str
@@ -84,10 +84,10 @@ class GpuTarget:
   source: str
 
   def peak_flops(self, dtype: str) -> float:
-    """Returns the dense peak in FLOP/s; of the next wider type if it has no units for `dtype`.
+    """Returns the dense peak in FLOP/s, or the peak of the next wider type if `dtype` has no units.
 
     Args:
-      dtype: of TransformerConfig. Matrices in float32 are multiplied in TF32, JAX's default.
+      dtype: dtype of TransformerConfig. Matrices in float32 are multiplied in TF32, JAX's default.
     """
     wider = {'float32': ('tf32',), 'fp8': ('fp8', 'bfloat16'), 'fp8_float32': ('fp8', 'tf32')}
     for name in wider.get(dtype, (dtype,)):
@@ -98,11 +98,11 @@ class GpuTarget:
 
   @property
   def has_fp8(self) -> bool:
-    """Whether its tensor cores multiply eight-bit floats: Ada, Hopper and later."""
+    """Whether the tensor cores multiply eight-bit floats: Ada, Hopper and later."""
     return float(self.compute_capability) >= 8.9
 
   def config_text(self) -> str:
-    """Returns its GpuTargetConfigProto as text, for `topologies.get_topology_desc`."""
+    """Returns the GpuTargetConfigProto as text, for `topologies.get_topology_desc`."""
     major, minor = self.compute_capability.split('.')
     # sm_90a and sm_100a: wgmma, TMA and tcgen05 exist only in the accelerated feature set.
     features = 'feature_extension: ACCELERATED_FEATURES' if int(major) >= 9 else ''
@@ -123,7 +123,7 @@ def _a100(name: str, device_kind: str, *, memory_bytes: int, memory_bandwidth: i
     shared_memory_per_block=166912,
     shared_memory_per_core=167936,
     network_gigabits=200,  # DGX A100: eight HDR adapters for eight GPUs
-    nvlinks=12,  # of the SXM4 board: NVIDIA's A100 whitepaper, "12 NVLinks"
+    nvlinks=12,  # SXM4 board: NVIDIA's A100 whitepaper, "12 NVLinks"
     source=_SPECS + source,
   )
 
@@ -211,7 +211,7 @@ _ALIASES = {'a100': 'a100-80'}
 
 
 def find_target(name: str) -> GpuTarget:
-  """Returns the GPU called `name`; 'a100' is the one with 80 GB.
+  """Returns the GPU called `name`; 'a100' is the 80 GB version.
 
   Raises:
     ConfigError: no such GPU in the table.

@@ -1,6 +1,6 @@
-"""Flags of older T5X, JAX and XLA that are still in people's scripts, and their replacements.
+"""Flags of older T5X, JAX and XLA that old scripts still set, and their replacements.
 
-Used only for a flag that the installed jaxlib does not know.
+Used only for flags that the installed jaxlib does not know.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ class Legacy:
 
   Attributes:
     reason: a sentence for the user.
-    now: value -> the flags that mean the same today ('--name=value'); None if none is needed.
+    now: value -> the flags with the same meaning today ('--name=value'); None if none is needed.
   """
 
   reason: str

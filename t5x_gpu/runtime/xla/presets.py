@@ -20,10 +20,10 @@ PRESETS = {
   'none': 'sets nothing; your own XLA_FLAGS are still checked',
 }
 MIB = 2**20
-# A combined collective is as large as one layer, within these bounds: below, latency dominates;
-# above, no computation is left to hide it behind.
+# A combined collective is as large as one layer, within these bounds. Below, latency dominates;
+# above, no computation is left to overlap with it.
 LEAST_COMBINED_BYTES = 128 * MIB  # across hosts
-XLA_COMBINED_BYTES = 30 * MIB  # XLA's own, enough inside a host
+XLA_COMBINED_BYTES = 30 * MIB  # XLA's default, enough inside a host
 MOST_COMBINED_BYTES = {
   'a100': 1024 * MIB,
   'h100': 1024 * MIB,
@@ -34,17 +34,17 @@ MOST_COMBINED_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class XlaPreset:
-  """What one preset sets on one kind of machine, grouped by how it is set.
+  """The settings of one preset on one kind of machine, grouped by how they are set.
 
   Attributes:
-    name: of the preset.
+    name: name of the preset.
     generation: 'h200', '' for a GPU that the table does not know, None for no GPU.
     compile_options: for `lowered.compile(compiler_options=...)`, as jax 0.10 spells them; see
       `flags.compile_options`.
     xla_flags: name (without dashes) -> value, for the variable XLA_FLAGS.
     env: other environment variables.
-    jax_config: for `jax.config.update`.
-    settings: the rows of the table, for their reasons.
+    jax_config: values for `jax.config.update`.
+    settings: rows of the table, for their reasons.
   """
 
   name: str
@@ -74,7 +74,7 @@ def generation(device_kind: Optional[str]) -> Optional[str]:
   """
   if device_kind is None:
     return None
-  # Variants share the die of a GPU in the table: less NVLink, memory or clock, same behavior.
+  # Variants share the die of a GPU in the table, with less NVLink, memory or clock.
   for pattern, name in (
     (r'A[18]00', 'a100'),
     (r'H[18]00|GH200|H20', 'h100'),
@@ -103,7 +103,7 @@ def select(
     gpu: device kind or generation; None for a machine without GPU, where nothing is set.
     num_hosts: hosts of the run.
     num_gpus: GPUs of the run, all hosts together; None for "several".
-    mesh_axes: mesh axes larger than 1, as far as known.
+    mesh_axes: mesh axes larger than 1, if known.
     layer_bytes: size of one layer's gathered parameters; None for the smallest bound.
     layers_ahead: whether loops over layers communicate one layer ahead.
   Raises:

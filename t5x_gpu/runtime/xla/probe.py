@@ -1,8 +1,8 @@
-"""Which flags and compile options the installed jaxlib accepts: tried in a child process, cached.
+"""Which flags and compile options the installed jaxlib accepts: tested in a child process, cached.
 
-XLA ends the process at an unknown name in XLA_FLAGS, or at a value that it cannot read. Only XLA
-knows both, so a child process that imports just jaxlib (0.3 s) tries them; it reports all unknown
-flags at once. The answer is cached per jaxlib and question under ~/.cache/t5x_gpu (XDG_CACHE_HOME):
+XLA ends the process if XLA_FLAGS has an unknown name or an unreadable value. Only XLA knows both,
+so a child process that imports just jaxlib (0.3 s) tries them; it reports all unknown flags at
+once. The answer is cached per jaxlib and question under ~/.cache/t5x_gpu (XDG_CACHE_HOME):
 from the second start on it costs a millisecond.
 """
 
@@ -98,7 +98,7 @@ def refused_flags(flags: Sequence[str], *, system: Optional[Installed] = None) -
   if not flags or system.jaxlib is None:
     return {}
   refused = _cached(system, 'flags', list(flags), lambda: _refused_by_child(list(flags)))
-  if refused is None:  # No child could be started: look for the names in the library's strings.
+  if refused is None:  # no child could be started: look for the names in the library's strings
     refused = {
       flag: f'not in {system}' for flag in flags if not _has_string(system.library, flag_name(flag))
     }
@@ -140,12 +140,12 @@ def _refused_by_child(flags: list[str]) -> Optional[dict[str, str]]:
     return None
   refused = {}
   unknown = re.search(r'Unknown flags? in XLA_FLAGS: (.*)', errors)
-  if unknown:  # All of them.
+  if unknown:  # lists all of them
     names = {flag_name(word) for word in unknown.group(1).split() if word.startswith('-')}
     refused = {flag: '' for flag in flags if flag_name(flag) in names}
     flags = [flag for flag in flags if flag not in refused]
     accepted, errors = _flags_in_child(flags)
-  if not accepted:  # XLA stops at the first value that it cannot read: try each flag alone.
+  if not accepted:  # XLA stops at the first unreadable value: try each flag alone
     for flag in flags:
       accepted, errors = _flags_in_child([flag])
       if not accepted:
@@ -186,10 +186,10 @@ def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dic
     if kept['question'] == key:
       return kept['refused']
   except (OSError, ValueError):
-    pass  # Not there, or not ours to read: ask again.
+    pass  # missing or not readable: ask again
   refused = ask()
   if refused is not None:
-    try:  # Whole or not at all: the other processes of this host write the same file.
+    try:  # atomic: the other processes of this host write the same file
       path.parent.mkdir(parents=True, exist_ok=True)
       text = json.dumps({'question': key, 'refused': refused})
       write_atomically(path, text, suffix=f'.{os.getpid()}.tmp')

@@ -1,8 +1,9 @@
 """Compiled programs of earlier starts, kept by JAX in a folder of the user.
 
-On GPUs it is on; on CPU only where the user has set JAX_COMPILATION_CACHE_DIR, because jax 0.10.2
-deadlocks there when it reads programs with several mesh axes. JAX_ENABLE_COMPILATION_CACHE=false
-turns it off. Errors of the folder are warnings: JAX then compiles.
+On GPUs it is on. On CPU it is on only if the user has set JAX_COMPILATION_CACHE_DIR, because jax
+0.10.2 deadlocks there when it reads programs with several mesh axes.
+JAX_ENABLE_COMPILATION_CACHE=false turns it off. Errors of the folder are warnings: JAX then
+compiles.
 """
 
 import collections
@@ -32,10 +33,10 @@ def default_folder(environ: Mapping[str, str]) -> pathlib.Path:
 
 
 def start(platform: str, *, environ: Mapping[str, str]) -> None:
-  """Turns the cache on where it is safe, and counts what it holds; call it before any compile.
+  """Turns the cache on if it is safe, and starts counting its hits; call it before any compile.
 
   Args:
-    platform: of the devices, 'gpu' or 'cpu'.
+    platform: platform of the devices, 'gpu' or 'cpu'.
     environ: os.environ.
   """
   global _is_listening
@@ -73,7 +74,7 @@ def line() -> str:
 
 
 def _problem_with(path: pathlib.Path) -> str:
-  """Returns why the folder cannot be written; '' if it can. Makes it, readable for its user."""
+  """Creates the folder, readable for its user only; returns why it is not writable, or ''."""
   try:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path) as f:

@@ -1,8 +1,9 @@
 """The table of XLA, NCCL and memory settings: for which GPU, hosts and mesh axes, and why.
 
-XLA options come in two forms, for a reason. A *compile option* goes to `.compile()` of one
-executable: an unknown one is a Python error instead of the end of the process, and it is in the key
-of the compilation cache. An *XLA flag* (in XLA_FLAGS) is for what XLA reads at run time.
+XLA options come in two forms, for a reason. A *compile option* is passed to `.compile()` of one
+executable: an unknown name is a Python error instead of the end of the process, and the option is
+in the key of the compilation cache. An *XLA flag* (in XLA_FLAGS) is for settings that XLA reads at
+run time.
 """
 
 import dataclasses
@@ -37,18 +38,18 @@ class XlaSetting:
 
   Attributes:
     kind: 'compile_option', 'xla_flag' (in XLA_FLAGS), 'env' or 'jax_config'.
-    name: of the option, flag (without dashes), variable or jax.config value.
-    value: what we set; compile options take Python bools and ints, enums by name.
-    presets: those that include it.
+    name: name of the option, flag (without dashes), variable or jax.config value.
+    value: value to set; compile options take Python bools and ints, enums by name.
+    presets: presets that include the setting.
     reason: one sentence, with the measured number if there is one.
     source: URL.
-    generations: GPUs that it is for; empty for all, including those that the table does not know.
+    generations: GPUs to which it applies; empty for all GPUs, also unknown ones.
     hosts: 'any', 'one' or 'several'.
     axes: mesh axes, at least one of which must be larger than 1; empty for any mesh.
     without_axes: mesh axes that must all have size 1.
-    layers_ahead: whether it is for loops over layers that communicate one layer ahead
-      (partitioning/loop/layer_loop.py), or for others; None for both.
-    several_gpus: only for runs on more than one GPU.
+    layers_ahead: True if it applies to loops over layers that communicate one layer ahead
+      (partitioning/loop/layer_loop.py), False if to other loops; None for both.
+    several_gpus: whether it applies only to runs on more than one GPU.
   """
 
   kind: str
@@ -73,7 +74,7 @@ def _overlap(name: str, value: Value, reason: str, source: str, **where) -> XlaS
 
 _COMBINE = (
   'One collective per layer instead of one per 30 MiB. On 64 GPUs with O1, matmuls then hide '
-  '47 to 51% of the all-gathered bytes, against 18 to 49%. Worse within a host: 51% against '
+  '47 to 51% of the all-gathered bytes (18 to 49% without). Worse within a host: 51% instead of '
   '82% on 8 GPUs. No effect without O1.'
 )
 _PIPELINE = 'Starts this collective one iteration of the layer loop early.'
@@ -85,8 +86,8 @@ TABLE: tuple[XlaSetting, ...] = (
     'O1',
     _FAST,
     'Pipelined collectives, unrolled loops and the latency-hiding scheduler together. On 8 '
-    'H100 matmuls then hide 82% of the all-gathered bytes, against 71%, and 84% of the '
-    'reduce-scattered bytes, against none; on 8 A100 53% and 76%, against none.',
+    'H100 matmuls then hide 82% of the all-gathered bytes (71% without), and 84% of the '
+    'reduce-scattered bytes (none without); on 8 A100 53% and 76% (none without).',
     _TOOLBOX,
   ),
   XlaSetting(
@@ -109,7 +110,7 @@ TABLE: tuple[XlaSetting, ...] = (
       _TOOLBOX,
       generations=GENERATIONS,
       hosts='several',
-      # Of a loop that communicates ahead, the default joins one layer, and not more.
+      # With overlap_layers, XLA's default already combines exactly one layer.
       layers_ahead=False if kind == 'reduce_scatter' else None,
       several_gpus=True,
     )
@@ -121,7 +122,7 @@ TABLE: tuple[XlaSetting, ...] = (
     ONE_LAYER,
     ('default', 'max_overlap'),
     'One gather per layer: a loop that gathers one layer ahead then hides it behind a whole layer. '
-    'Llama-3.2 1B on 8 H100 hides 85% of the gathered bytes, against 62%.',
+    'Llama-3.2 1B on 8 H100 hides 85% of the gathered bytes (62% without).',
     _TOOLBOX,
     generations=GENERATIONS,
     hosts='one',
@@ -133,7 +134,7 @@ TABLE: tuple[XlaSetting, ...] = (
     'xla_disable_hlo_passes',
     'collective-pipeliner-backward,collective-pipeliner-forward,loop-double-buffer-transformer',
     ('default',),
-    'Our loop over layers communicates one layer ahead. O1 would move its collectives one layer '
+    'The loop over layers communicates one layer ahead. O1 would move its collectives one layer '
     'further, and unroll it: on 64 GPUs (hsdp) the sums of three layers then wait for the end.',
     _XLA,
     layers_ahead=True,
@@ -213,7 +214,7 @@ TABLE: tuple[XlaSetting, ...] = (
     'xla_gpu_enable_triton_gemm',
     False,
     ('safe', 'deterministic'),
-    'Matmuls by cuBLASLt only: compiles faster, and only a library to autotune.',
+    'Matmuls by cuBLASLt only: compiles faster, and only one library to autotune.',
     _TOOLBOX,
   ),
   XlaSetting(
@@ -310,7 +311,7 @@ TABLE: tuple[XlaSetting, ...] = (
   ),
 )
 
-# Settings that others use and we leave alone, with the reason; shown on the page.
+# Settings that other projects use and t5x_gpu leaves alone, with the reason; shown on the page.
 LEFT_ALONE: Mapping[str, str] = {
   'NCCL_NVLS_ENABLE': 'NCCL detects whether the switch can add (with some cloud fabrics it must '
   f'not). See {_NCCL}',

@@ -1,4 +1,4 @@
-"""The user's XLA_FLAGS: read, and made to fit the installed jaxlib."""
+"""Reads the user's XLA_FLAGS and adapts them to the installed jaxlib."""
 
 import pathlib
 import re
@@ -15,7 +15,7 @@ _PIPELINE = re.compile(r'xla_gpu_pipeline_(all_gather|all_reduce|reduce_scatter)
 
 
 def read_flags(text: str) -> tuple[list[str], list[str]]:
-  """Returns the flags in XLA_FLAGS, one each, and a sentence for everything else in it.
+  """Returns the flags in XLA_FLAGS, one each, and a sentence for each word that is not a flag.
 
   XLA reads a value that does not begin with '-' as a file name, and aborts if that file is missing.
   Otherwise it silently stops reading at the first word that is not a flag.

@@ -1,7 +1,7 @@
-"""Steps that are skipped: decided in the compiled step, so all hosts agree.
+"""Skipped steps: the compiled step decides, so all hosts agree.
 
-A skipped step leaves parameters and optimizer state as they are, bit by bit. The step counts on:
-the schedule and the data go forward.
+A skipped step leaves parameters and optimizer state bit-exactly unchanged. The step counter still
+advances, and so do the schedule and the data.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import numpy as np
 
 from t5x_gpu.errors import ConfigError
 
-WINDOW = 128  # the median is that of this many gradient norms
-LEAST_NORMS = 16  # before a median counts
+WINDOW = 128  # gradient norms in the median
+LEAST_NORMS = 16  # needed before the median is used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,10 @@ class SpikeConfig:
     skip_nonfinite: skip a step whose loss or gradient is not finite; the run stops otherwise.
     skip_above: skip a step whose gradient norm, before clipping, is more than this many times the
       median of the last 128 steps; None for never. It implies `skip_nonfinite`.
-    most_in_a_row: the run stops after so many skipped steps in a row.
-    group_depth: logs the gradient norm of each group of parameters, which the first `group_depth`
-      parts of their paths name; None for the global norm alone.
-    most_dumps: batches of such steps that a start of the run writes to MODEL_DIR/spikes.
+    most_in_a_row: the run stops after this many skipped steps in a row.
+    group_depth: logs the gradient norm of each group of parameters. The first `group_depth` parts
+      of a parameter's path name its group. None logs the global norm alone.
+    most_dumps: how many batches of bad steps each start of the run writes to MODEL_DIR/spikes.
   """
 
   skip_nonfinite: bool = False
@@ -62,17 +62,17 @@ class SpikeConfig:
     return self.skip_nonfinite or self.skip_above is not None
 
   def no_norms(self) -> Optional[jax.Array]:
-    """Returns the history of gradient norms before the first step; None if it is not needed."""
+    """Returns the history of gradient norms before the first step; None if the run has none."""
     return None if self.skip_above is None else jnp.full((WINDOW,), jnp.nan, jnp.float32)
 
   def abstract_norms(self, sharding: Any) -> Optional[jax.ShapeDtypeStruct]:
-    """Returns shape and sharding of the history; None if it is not needed."""
+    """Returns shape and sharding of the history; None if the run has none."""
     if self.skip_above is None:
       return None
     return jax.ShapeDtypeStruct((WINDOW,), jnp.float32, sharding=sharding)
 
   def norms_on(self, sharding: Any, values: Sequence[float]) -> Optional[jax.Array]:
-    """Returns the history that ends with `values`, oldest first; None if it is not needed."""
+    """Returns the history that ends with `values`, oldest first; None if the run has none."""
     if self.skip_above is None:
       return None
     kept = np.asarray(list(values)[-WINDOW:], np.float32)
@@ -82,7 +82,7 @@ class SpikeConfig:
   def decide(
     self, loss: jax.Array, grad_norm: jax.Array, norms: Optional[jax.Array]
   ) -> tuple[jax.Array, Optional[jax.Array]]:
-    """Returns (whether to skip the step, the history after it, without skipped steps)."""
+    """Returns (whether to skip the step, the new history, which excludes skipped steps)."""
     skip = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
     if norms is None:
       return skip, None
@@ -94,7 +94,7 @@ class SpikeConfig:
   def chosen(
     self, old: Any, new: Any, *, loss: jax.Array, grad_norm: jax.Array, norms: Optional[jax.Array]
   ) -> tuple[Any, Optional[jax.Array], dict[str, jax.Array]]:
-    """Returns (tree `old` if the step is skipped, else `new`; the history after it; metrics)."""
+    """Returns (tree `old` if the step is skipped, else `new`; the new history; metrics)."""
     if not self.skips:
       return new, norms, {}
     skip, norms = self.decide(loss, grad_norm, norms)

@@ -2,7 +2,7 @@
 
 A difference is divided by the largest absolute value of the whole array. Elementwise relative
 differences would be meaningless: a gradient of 1e-9 among gradients of 1e-2 is the rounding error
-of a sum of large terms, and another order of that sum gives another 1e-9.
+of a sum of large terms, and adding in another order gives a different 1e-9.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 from t5x_gpu.training.parity.layer_outputs import LayerOutputs
 
 # Allowed rounding of an update, in ulps of the parameter's largest value: one for the addition, the
-# rest because compilers fuse the arithmetic before it differently.
+# rest because compilers fuse the preceding arithmetic differently.
 UPDATE_ULPS = 4
 
 
@@ -24,9 +24,9 @@ class Leaf:
   """One array of a tree of parameters.
 
   Attributes:
-    path: its keys, ('layers', 'mlp', 'wo', 'kernel').
+    path: keys of the array, ('layers', 'mlp', 'wo', 'kernel').
     layers_axis: dimension on which layers are stacked; None for an array outside of the layers.
-    num_layers: size of that dimension; 1 without it.
+    num_layers: size of this dimension; 1 without it.
   """
 
   path: tuple[str, ...]
@@ -47,7 +47,7 @@ class Leaf:
     return '/'.join([*self.stack, str(layer), *self.path[len(self.stack) :]])
 
   def layer_of(self, x: np.ndarray, layer: int) -> np.ndarray:
-    """Returns the part of the array of one layer."""
+    """Returns one layer's part of the array."""
     return x if self.layers_axis is None else np.take(x, layer, self.layers_axis)
 
 
@@ -134,7 +134,7 @@ def leaves(names: Any, tree: Any) -> list[Leaf]:
 
   Args:
     names: tree of AxisNames.
-    tree: arrays or their shapes, of the same structure.
+    tree: arrays or their shapes, with the structure of `names`.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(names)
   found = []

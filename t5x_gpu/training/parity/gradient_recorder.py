@@ -21,8 +21,8 @@ class RecordedState(flax.struct.PyTreeNode):
 class Recording:
   """Updates like `optimizer`, and stores the gradient, split like the parameters.
 
-  It is the gradient that the optimizer gets: divided by the loss's weight, and clipped if the step
-  clips.
+  The stored gradient is the optimizer's input: divided by the loss's weight, and clipped if the
+  step clips.
   """
 
   optimizer: Optimizer

@@ -1,9 +1,9 @@
 """A forward and a backward pass that keep the output of every layer, and its gradient.
 
 To find where two runs diverge, the model runs in the same region with the same splits, one layer at
-a time: with the rows of all microbatches at once, and in a pipeline without a schedule, where the
-stage that holds a layer runs it and sends the result to all others. Microbatches and schedules do
-not change what a layer computes; the gradients of the training step show whether they are correct.
+a time. The rows of all microbatches run together. In a pipeline there is no schedule: the stage
+that holds a layer runs it and sends the result to all others. Microbatches and schedules do not
+change what a layer computes; the gradients of the training step show whether they are correct.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def make_layer_outputs(
   """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
 
   Args:
-    model: for which `has_layers` is true.
+    model: a model for which `has_layers` is true.
     region: how a step is split.
     names: tree of AxisNames of the parameters.
     seed: seed of dropout, as in `make_train_step`.
@@ -113,10 +113,10 @@ class _LayerByLayer:
 
   Attributes:
     model: the model.
-    region: where the methods are called.
-    params: as the model gets them in the region.
+    region: the region in which the methods are called.
+    params: parameters as the model gets them in the region.
     batch: local rows.
-    dropout_key: of the step.
+    dropout_key: key of the step.
   """
 
   model: LayeredModel
@@ -146,7 +146,7 @@ class _LayerByLayer:
       backward = functools.partial(self._backward, stack)
       dy, dxs = jax.lax.scan(backward, dy, (xs, of_layers), reverse=True)
       gradients.insert(0, dxs)
-    # Every stage computes the head, but it counts once.
+    # Every stage computes the head, but only one result counts.
     others = tuple(a for a in self.region.axes if a != 'stage')
     return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
 

@@ -1,7 +1,7 @@
 """The same training steps on a mesh and on one device, and their differences.
 
 At every step one device starts from the mesh's state, so rounding does not accumulate and each step
-is compared separately; by induction the whole run is then the same. A step is compared in three
+is compared separately; by induction the whole runs are then equal. A step is compared in three
 parts: the output of every layer and its gradient; the gradients of the parameters; the update. For
 the update, one device's optimizer gets the *mesh's* gradient: Adam turns the rounding of a tiny
 gradient into a full step, which a comparison of independent updates would report.
@@ -57,7 +57,7 @@ class RecordedRun:
 
   Args:
     program: built with `Recording` around its optimizer.
-    model, seed, max_grad_norm: of the program.
+    model, seed, max_grad_norm: as the program was built with.
     compiler_options: XLA options of the step.
   """
 
@@ -196,7 +196,7 @@ class StepDifferences:
 
 # Other metrics may jump: rounding can flip the prediction of a token, which changes the accuracy.
 JUDGED_METRICS = ('loss', 'grad_norm', 'learning_rate')
-# Random draws: one may by chance hardly change a gradient of a few numbers.
+# Number of random draws: in a single draw, a gradient of a few numbers may hardly change by chance.
 ROUNDING_DRAWS = 4
 
 
@@ -215,11 +215,11 @@ class Rounding:
 
 
 class TwoRuns:
-  """A run on a mesh and the same on one device.
+  """A run on a mesh and the same run on one device.
 
   Args:
     mesh, one: runs of the same model, optimizer, schedule and seed.
-    optimizer, schedule: of both.
+    optimizer, schedule: the optimizer and schedule of both runs.
   """
 
   def __init__(
@@ -255,7 +255,7 @@ class TwoRuns:
     """Returns the effect of rounding the parameters on one device.
 
     Two correct runs may differ by this much, for example in a gradient that is zero except for
-    rounding, such as that of a bias of attention keys.
+    rounding, such as the gradient of a bias of attention keys.
     """
     random = np.random.default_rng(0)
 
@@ -284,7 +284,7 @@ class TwoRuns:
       number: number of the step, from 1.
       state: the mesh's state before the step.
       alone: state of a run on one device that is independent of the mesh.
-      batch: batch of all of them.
+      batch: batch for all three runs.
     """
     mesh, one = self.mesh.step(state, batch), self.one.step(state, batch)
     params, opt_state = _to_host(self._update(state, mesh.gradient))

@@ -15,7 +15,7 @@ from t5x_gpu.training.parity.compare import ArrayDifference
 from t5x_gpu.training.parity.paired_run import Rounding, StepDifferences, TwoRuns
 
 # A difference counts as rounding up to this many times the effect of moving the parameters by one
-# ulp: the mesh sums in another order, which rounds more than once.
+# ulp: the mesh adds in another order, which rounds more than once.
 ROUNDING_FACTOR = 8
 
 
@@ -128,7 +128,7 @@ class _Check:
     what: name of the compared array.
     error: its relative difference.
     layer: the layer that computed it, as `LayerDifference.name`.
-    how: a hint on the cause if it is the first that differs.
+    how: a hint on the cause if this is the first difference.
   """
 
   what: str
@@ -169,7 +169,7 @@ def _gradient_of(d: ArrayDifference) -> str:
 def _judge(
   step: StepDifferences, noise: Rounding, tolerance: float
 ) -> tuple[list[str], Optional[Failure]]:
-  """Returns the differences that rounding explains, and the first failure that it does not."""
+  """Returns the differences that rounding explains, and the first failure it cannot explain."""
   excused: list[str] = []
 
   def is_beyond(what: str, error: float, rounding: float) -> bool:
@@ -209,7 +209,7 @@ def _judge(
 
 
 def _worst_parameter(layer: str, gradients: Sequence[ArrayDifference]) -> str:
-  """Returns a sentence on the layer's parameter whose gradient differs most; '' if none does."""
+  """Returns a sentence on the layer's parameter whose gradient differs most, or ''."""
   stack, is_layer, number = layer.rpartition('/')
   own = [
     (d.by_layer[int(number)], d.leaf.name(int(number)))

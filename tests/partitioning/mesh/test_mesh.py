@@ -1,4 +1,4 @@
-"""The mesh keeps chatty axes inside hosts, and is a function of the topology alone."""
+"""The mesh keeps communication-heavy axes inside hosts, and depends on the topology alone."""
 
 import dataclasses
 

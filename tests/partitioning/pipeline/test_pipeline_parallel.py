@@ -1,4 +1,4 @@
-"""Every pipeline schedule equals the sequential model, and costs what its formulas say."""
+"""Every pipeline schedule equals the sequential model, and its cost equals its formulas."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Model FLOPs are those of the time table where nothing is skipped, padded or computed again."""
+"""Model FLOPs equal the time table's where nothing is skipped, padded or computed again."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""`plan --search`: what it compares, which of it is compiled, and the gin file of the best."""
+"""`plan --search`: the variants that it compares and compiles, and the gin file of the best."""
 
 import dataclasses
 import json
@@ -222,7 +222,7 @@ def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_fi
   assert seconds == sorted(seconds)
   flags.insert(1, f'--gin_file={best}')
   assert plan.main([f for f in flags if 'fsdp' not in f] + [f'--json={again}']) == 0
-  # Of those within 0.5%, the best is the one that needs the least memory.
+  # Of variants within 0.5%, the best is the one that needs the least memory.
   assert json.loads(again.read_text())['seconds_per_step'] <= 1.005 * seconds[0]
 
 
@@ -254,7 +254,7 @@ def test_the_best_is_compiled_also_without_the_gpu_compiler(gin_file):
   out, err = started(gin_file, '--search_processes=1').communicate(timeout=400)
   first = next(line for line in out.splitlines() if line.startswith(('data', 'fsdp', 'one')))
   assert first.endswith('as compiled'), out + err
-  assert 'The run as it is takes' in out
+  assert 'The current run takes' in out
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Launch scripts are written into a folder, and never over a file that somebody changed."""
+"""Launch scripts are written into a folder, but never over a changed file."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hosts are found from the attributes of devices, whatever the number of processes."""
+"""Hosts are found from the attributes of devices, for any number of processes."""
 
 import dataclasses
 from typing import Optional

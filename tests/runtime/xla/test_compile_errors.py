@@ -1,4 +1,4 @@
-"""What cannot be compiled is an error with a fix; other errors stay what they are."""
+"""A step that cannot be compiled is an error with a fix; other errors are not changed."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""docs/xla_flags.md is what the table says."""
+"""docs/xla_flags.md agrees with the table."""
 
 import pathlib
 

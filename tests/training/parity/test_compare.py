@@ -1,4 +1,4 @@
-"""What counts as a difference of two runs, and where it is."""
+"""Which differences of two runs count, and where they are."""
 
 import numpy as np
 
