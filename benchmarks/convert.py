@@ -75,7 +75,7 @@ def main() -> None:
     base = pathlib.Path(folder)
     for dtype in ('float32', 'bfloat16'):
       theirs = base / dtype
-      # Elsewhere: a new process begins with the peak of the one that starts it.
+      # Elsewhere: a new process begins with the peak of its parent.
       with multiprocessing.get_context('spawn').Pool(1) as pool:
         pool.apply(write_model, (args.model, theirs, dtype))
       for check in ('tensors', 'auto'):

@@ -40,7 +40,7 @@ class UserError(Exception):
     fix: `Problem.fix`; if there are `problems`, one fix for all of them.
     parameters: `Problem.parameters`; if there are `problems`, more parameters than they name.
     docs: page and anchor under docs/, `'mesh.md#sizes'`.
-    problems: at least one; by default the one that the other arguments describe.
+    problems: at least one; by default the problem that the other arguments describe.
   """
 
   def __init__(

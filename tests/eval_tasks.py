@@ -29,7 +29,7 @@ def marked(text, *, example, is_target):
 
 
 def broken(targets, predictions):
-  raise ZeroDivisionError('nobody guessed right')
+  raise ZeroDivisionError('no prediction is right')
 
 
 def fails_at_the_second_call(targets, predictions):

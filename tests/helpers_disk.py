@@ -107,8 +107,8 @@ def refused(part: str, number: int) -> Iterator[None]:
   """Within, to open a file for reading fails if its path has `part`, in a process with the library.
 
   Args:
-    part: of the path; '' for none.
-    number: of the error.
+    part: part of the path; '' for none.
+    number: number of the error.
   """
   with mock.patch.dict(os.environ, REFUSED_PATH=part, REFUSED_ERRNO=str(number)):
     yield

@@ -28,7 +28,7 @@ from t5x_gpu.training.schedules import constant
 
 # Enough to read a program or its memory; nothing runs.
 QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# As users compile, whatever XLA_FLAGS says; for programs that run many steps.
+# As users compile, regardless of XLA_FLAGS; for programs that run many steps.
 OPTIMIZED = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
 
 # No size equals another that it could be mistaken for.

@@ -112,7 +112,7 @@ class Gate:
   """A proxy in front of a server, which a test can shut during requests.
 
   Args:
-    port: of the server.
+    port: port of the server.
   Attributes:
     shut_at: bytes of a request that shut it; b'' for never.
     is_shut: drops what is open, and takes nothing.

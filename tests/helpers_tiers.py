@@ -2,7 +2,7 @@
 
 - `@pytest.mark.quick_cases('one', 'two*')` above a test with parameters: the other cases are slow.
 - `make test`: a test that is not marked `slow` should take at most BUDGET seconds of CPU. The
-  summary names those that took more, and ALLOWANCE times as much fails.
+  summary names slower tests, and ALLOWANCE times as much fails.
 - `make test-quick`: no test imports TensorFlow or starts a process; files that train or compile
   many layouts are left out.
 

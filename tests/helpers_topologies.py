@@ -42,7 +42,7 @@ class Split:
   """How a run is split.
 
   Attributes:
-    num_devices: of the run.
+    num_devices: number of devices of the run.
     partitioner: arguments of Partitioner, as gin sets them.
   """
 

@@ -201,7 +201,7 @@ def test_a_dry_run_writes_nothing(project, tmp_path):
     (
       ['--name=x'],
       {'MIXTURE_OR_TASK_NAME': 'turned_broken'},
-      ['ZeroDivisionError: nobody guessed right', 'metric_fns'],
+      ['ZeroDivisionError: no prediction is right', 'metric_fns'],
     ),
     (['--name=x', '--batches=0'], {}, ["'0' is not a whole number"]),
     (['--name=x'], {'TransformerConfig.mlp_dim': 64}, ['does not match the parameters', 'mlp']),

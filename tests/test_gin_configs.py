@@ -160,7 +160,7 @@ def shardings(program: Program, *, with_state: bool = False) -> str:
   """Returns JSON: the mesh, then one line per parameter: shape, axis names, what splits them.
 
   Args:
-    program: of a run.
+    program: program of a run.
     with_state: say as well what splits the first moment of AdamW, where that is something else.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(program.abstract_state.params)

@@ -263,7 +263,7 @@ def test_help_shows_examples(capsys):
   assert '--gpus=64 --gpu=h200' in capsys.readouterr().out
 
 
-# Of its own process it starts as many devices as it is asked for, without TensorFlow or matplotlib.
+# Starts the requested number of devices in its process, without TensorFlow or matplotlib.
 BARE = """
 import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'seqio', 'matplotlib', 'tensorboardX'):

@@ -131,7 +131,7 @@ def test_the_command_makes_rows_and_says_how_to_train_on_them(project):
   ), out
   assert f"MIXTURE_OR_TASK_NAME='prepared:{rows}'" in out
   here = prepare_here('mixed_b', project.folder / 'here', num_parts=1, vocab_size=264)
-  assert here.members == index.members  # whatever process made them, to the byte
+  assert here.members == index.members  # for any number of processes, to the byte
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_dtypes_change_where_asked_and_counts_stay(source, tmp_path):
   )
   assert reader.dtypes['opt_state/0/count'] == np.int32 == reader.dtypes['step']
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
-  read = read_params(tmp_path / 'new', params)  # as a model wants them, whatever the files have
+  read = read_params(tmp_path / 'new', params)  # as a model wants them, for any layout of the files
   assert read['embed'].dtype == jnp.float32
   np.testing.assert_allclose(read['embed'], state.params['embed'], rtol=2**-8)
 

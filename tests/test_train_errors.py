@@ -215,7 +215,7 @@ def test_batches_whose_position_cannot_be_saved_are_refused(project, monkeypatch
 @pytest.mark.parametrize(
   'task, keep, says',
   [
-    ('turned_broken', {}, ["'turned_broken' failed on 2", 'ZeroDivisionError: nobody guessed']),
+    ('turned_broken', {}, ["'turned_broken' failed on 2", 'ZeroDivisionError: no prediction']),
     pytest.param(
       'turned',
       {'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'infer_eval/turned/exact'},

@@ -137,7 +137,7 @@ class Compiled:
   """A compiled training step.
 
   Attributes:
-    program: of the run.
+    program: program of the run.
     step: as jax compiled it.
     seconds: that it took.
     attention: the backends that the step uses, and why.

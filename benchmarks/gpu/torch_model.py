@@ -184,8 +184,8 @@ class Model(nn.Module):
     """Returns the mean loss of [batch, length] token ids.
 
     Args:
-      inputs: of the encoder, or of a decoder without one.
-      targets: of the logits; the decoder of an encoder-decoder reads them, shifted.
+      inputs: inputs of the encoder, or of a decoder without an encoder.
+      targets: targets of the logits; the decoder of an encoder-decoder reads them, shifted.
     """
     x = self.embed(inputs)
     if self.encoder is not None:

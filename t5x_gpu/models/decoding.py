@@ -106,7 +106,7 @@ class DecodingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-  """A prompt that the model continues at the end of the run, to show what it has learned.
+  """A prompt that the model continues at the end of the run, to show the quality of its texts.
 
   Attributes:
     prompt: the text to continue.

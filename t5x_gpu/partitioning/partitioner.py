@@ -190,7 +190,7 @@ class Partitioner:
       rows = logical_sizes['batch'] // num_microbatches // self._batch_parts(sizes)
       legal = divisors(max(rows, 1))
       count = next((n for n in legal if n >= 4 * stages), legal[-1])
-    # A ring needs all devices in every step, including those of an idle stage.
+    # A ring needs all devices in every step, including devices of an idle stage.
     ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
     return Pipeline(
       self.pipeline_schedule,

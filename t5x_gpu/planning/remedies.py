@@ -39,7 +39,7 @@ class Remedy:
 
   Attributes:
     change: the settings.
-    prediction: of the changed run.
+    prediction: prediction of the changed run.
     is_compiled: whether XLA compiled it; else it fits by formula.
   """
 

@@ -55,7 +55,7 @@ def outcome(folder: pathlib.Path, target: TrainState) -> dict[str, Any]:
 
 
 def rank(index: int, address: str, folder: pathlib.Path) -> None:
-  """Does the work of one of two processes; writes what it found to `folder`/INDEX.json."""
+  """Does the work of one of two processes; writes its result to `folder`/INDEX.json."""
   distributed.initialize(
     cluster.detect({}, coordinator_address=address, process_count=2, process_index=index)
   )

@@ -1,4 +1,4 @@
-"""What somebody else has put into MODEL_DIR is never deleted, renamed or taken for a checkpoint."""
+"""Other users' files in MODEL_DIR are never deleted, renamed or taken for a checkpoint."""
 
 import os
 import pathlib

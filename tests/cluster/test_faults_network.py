@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 DEADLINE_SECONDS = 90
 SETTINGS = {'DATA_MODULE': 'faulty_data', 'BATCH_SIZE': 12, 'LOG_PERIOD': 1}
-PORT = 61999  # of a host that nobody else has
+PORT = 61999  # a port that no other process uses
 
 
 @pytest.fixture(scope='module')

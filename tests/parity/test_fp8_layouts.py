@@ -147,7 +147,7 @@ def differences(got, want):
 def test_first_step_in_fp8_equals_one_device(name):
   case = CASES[name]
   change = dict(num_layers=2, dropout_rate=0.0) if name in FAST else dict(num_layers=4)
-  # Of a segment without keys, backends see the padding differently (masks.key_ranges).
+  # For a segment without keys, backends treat the padding differently (masks.key_ranges).
   change |= {key: value for key, value in case.config.items() if key == 'attention'}
   if shares_heads(case):
     change['dropout_rate'] = 0.0  # dropout masks of values belong to heads

@@ -149,7 +149,7 @@ def _yarn(rng: np.random.Generator) -> dict:
 
 
 def _longrope(rng: np.random.Generator, config: dict) -> dict:
-  head_dim = config['hidden_size'] // config['num_attention_heads']  # the one that they take
+  head_dim = config['hidden_size'] // config['num_attention_heads']  # the supported value
   config.update(head_dim=head_dim, original_max_position_embeddings=16)
   factors = [rng.uniform(1, 8, head_dim // 2).tolist() for _ in range(2)]
   return {'type': 'longrope', 'short_factor': factors[0], 'long_factor': factors[1]}

@@ -195,7 +195,7 @@ def test_gradients_in_bfloat16_are_named_so_and_explained(name):
   assert gathered(collectives(name), parameters, optimizer, p.layout.mesh.shape) == []
 
 
-# One layer's parameters, those outside of layers, and the one that fsdp does not split.
+# One layer's parameters, parameters outside of layers, and a parameter that fsdp does not split.
 NORM = (32,)
 LAYER = [NORM, NORM, *[(32, 8, 8)] * 3, (8, 8, 32), (32, 96), (32, 96), (96, 32)]
 STACKED = [(4, *shape) for shape in LAYER]

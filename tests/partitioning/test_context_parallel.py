@@ -228,7 +228,7 @@ def assert_close(results, expected, tolerance=1e-5):
   ids=str,
 )
 def test_ring_attention_and_all_gradients_equal_dense(mesh_shape):
-  # Every row counts in this loss, also those that may attend to nothing.
+  # Every row counts in this loss, also rows whose queries have no keys.
   assert_close(split_results(mesh_shape, *example()), results_of(*example()))
 
 

@@ -163,7 +163,7 @@ def test_gradients_of_experts_are_not_reduced_over_expert(name):
 def test_devices_of_model_route_alike_without_talking_about_it():
   of_moe = [c for c in chosen(collectives('sequence'), axis='model') if '/moe/' in c.op_name]
   sums = [c for c in of_moe if c.kind == 'all-reduce']
-  # Of the outputs of `wo`, and of the gradient of the inputs of `wi`; the last of the two
+  # Reductions of the outputs of `wo`, and of the gradient of the inputs of `wi`; the last of two
   # microbatches is compiled separately.
   assert len(sums) == 2 * 2 and all('->' in c.op_name for c in sums)
   # The rest is what sequence parallelism splits between the matmuls.

@@ -97,7 +97,8 @@ def test_a_ring_computes_the_logits_again_in_the_backward_pass_and_gathering_doe
 
 @by_case(PIPELINES)
 def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name):
-  # Of each tick the program's text has the dearest: a unit forward, again, and back (twice).
+  # For each tick, the program's text has the most expensive branch: a unit forward, again, and back
+  # (twice).
   table, model = timetable(name), size(name, 'model')
   microbatches = table.num_microbatches * 8 // table.num_stages
   layers = 4 * C.num_layers // (table.num_stages * table.repeats) * LAYER // microbatches

@@ -195,7 +195,7 @@ class NothingIsLost(RuleBasedStateMachine):
     true, or it has printed so many lines; checks what it leaves.
     """
     steps, aside = self.project.steps(), self._aside()
-    if not steps and not self._losses():  # else those of an earlier attempt, until it starts again
+    if not steps and not self._losses():  # else lines of an earlier attempt, until it starts again
       self.computed_by.clear()
     self.computed_by.add(layout)
     with self.lab.start(self.project, layout, hold_before=hold_before) as run:

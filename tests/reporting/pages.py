@@ -12,8 +12,8 @@ class Page(html.parser.HTMLParser):
   """A parsed page. Fails if a tag is not closed or closes another one.
 
   Attributes:
-    ids: of all elements.
-    links: of all `href`.
+    ids: ids of all elements.
+    links: values of all `href`.
     text: all text.
     tags: (tag, attributes) of all elements.
   """

@@ -137,7 +137,7 @@ def test_a_host_that_does_not_answer_is_reported_as_timed_out(monkeypatch):
   monkeypatch.setattr(rendezvous, 'TRY_SECONDS', 0.2)
   with socket.create_server(('127.0.0.1', 0), backlog=0) as full, contextlib.ExitStack() as stack:
     port = full.getsockname()[1]
-    for _ in range(4):  # nobody accepts: the queue of the kernel is full after one or two
+    for _ in range(4):  # no process accepts: the queue of the kernel is full after one or two
       waiting = stack.enter_context(socket.socket())
       waiting.setblocking(False)
       with contextlib.suppress(BlockingIOError):

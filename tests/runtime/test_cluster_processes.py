@@ -1,5 +1,5 @@
-"""Real processes on loopback: hosts are hosts whatever the processes, all stop at one step, nobody
-waits for one that failed."""
+"""Real processes on loopback: hosts are recognized, all processes stop at the same step, and no
+process waits for a failed one."""
 
 import json
 import os

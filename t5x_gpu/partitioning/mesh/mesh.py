@@ -147,7 +147,7 @@ def check_model_sizes(
   """Returns a problem for every model size that its mesh axes do not divide.
 
   Args:
-    sizes: of the mesh.
+    sizes: sizes of the mesh.
     logical_sizes: array axis -> size, {'heads': 12, 'batch': 128}.
     rules: array axis -> mesh axes that split it, () for none.
     hints: array axis -> how to describe it; its name by default.

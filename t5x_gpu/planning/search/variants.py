@@ -1,6 +1,6 @@
 """Variants of a run that `plan --search` compares: layouts, microbatches, remat and precision.
 
-All compute the same step, except those in another precision.
+All compute the same step, except variants in another precision.
 """
 
 import dataclasses

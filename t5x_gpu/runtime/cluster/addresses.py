@@ -54,7 +54,7 @@ class Listening:
 
   Attributes:
     sockets: one per interface, all on one port.
-    address: the one of the run's 'host:port' addresses whose port was free.
+    address: the first of the run's 'host:port' addresses whose port was free.
   """
 
   sockets: tuple[socket.socket, ...]

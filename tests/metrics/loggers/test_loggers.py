@@ -33,7 +33,7 @@ def needs(package):
 
 
 class Service:
-  """A client at the boundary to a service: down until `up`, then it keeps what it gets."""
+  """A client at the boundary to a service: down until `up`, then it keeps all records."""
 
   def __init__(self, up=True):
     self.records, self.ended = [], []

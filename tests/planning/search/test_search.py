@@ -222,7 +222,7 @@ def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_fi
   assert seconds == sorted(seconds)
   flags.insert(1, f'--gin_file={best}')
   assert plan.main([f for f in flags if 'fsdp' not in f] + [f'--json={again}']) == 0
-  # Of variants within 0.5%, the best is the one that needs the least memory.
+  # Of variants within 0.5%, the best variant needs the least memory.
   assert json.loads(again.read_text())['seconds_per_step'] <= 1.005 * seconds[0]
 
 
