@@ -3,29 +3,38 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 
 import gin
+import jax
+import numpy as np
 import pytest
 
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import attention, report, step, torch_parts
-from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu import attention, report, step, torch_parts, tuning
+from benchmarks.gpu.parts import PARTS, Missing, Part
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import time_calls
+from t5x_gpu.layers import grouped_matmul
 from t5x_gpu.layers.backends.choose import choose
 from t5x_gpu.layers.backends.serves import Hardware
+from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning import calibration
+from t5x_gpu.runtime.xla.deviceless import kernels_for
+from t5x_gpu.runtime.xla.gpu_targets import find_target
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / 'scripts' / 'bench_gpu.sh'
@@ -257,6 +266,127 @@ def test_a_plan_takes_the_ceilings_that_were_measured_before(planned_step, resul
   assert list(calibration.read(results_before).values) == ['fp8_gemm_efficiency']
 
 
+@pytest.fixture
+def times(monkeypatch):
+  """Lets Tokamax take an H100 for granted, and made-up times for its measurements.
+
+  Returns how many times the block sizes of each call were asked for.
+  """
+  tokamax = library()
+  asked = []
+
+  def autotune(call, cache_results):
+    assert not cache_results
+    asked.append(call)
+    sizes = sorted(
+      call.autotuning_configs, key=lambda size: (size == call.heuristics_config, str(size))
+    )
+    times = [tokamax.BenchmarkData(1.0, 1.0, (float(i),), {}) for i in range(1, 1 + len(sizes))]
+    if len(sizes) > 1:
+      times[0] = MemoryError('too little shared memory')
+    return library('tokamax._src.autotuning.autotuner').AutotuningData(zip(sizes, times))
+
+  monkeypatch.setattr(tokamax.BoundArguments, 'autotune', autotune)
+  monkeypatch.setattr(library('tokamax._src.ops.op'), '_AUTOTUNING_CACHE', {})
+  with kernels_for(find_target('h100')):
+    yield asked
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # Tokamax's kernels, with jax
+def test_block_sizes_are_tuned_once_and_kept(times, tmp_path, monkeypatch):
+  monkeypatch.setattr(tuning, 'ATTENTION', (2048, 4096))
+  rows = list(tuning.measure_attention(folder=tmp_path, small=True))
+  # The same small rows stand for both lengths: the second one finds them tuned.
+  assert len(rows) == len(times) and {row['for'] for row in rows} == {'attention_2048'}
+  forward, backward = rows[:2]
+  assert (forward['kernel'], backward['kernel']) == (
+    'PallasMosaicGpuFlashAttention',
+    'PallasMosaicGpuFlashAttentionVjp',
+  )
+  assert forward['arguments'] == 'q [2, 128, 2, 16], k [2, 128, 2, 16]'
+  assert backward['failed'] == 1 and backward['seconds'] < backward['default_seconds']
+  for call in times:
+    starts = tuning._with_values(call).arguments['mask'].k_start
+    assert starts.shape[:2] == (2, 1) and not starts.any()
+  table = report.table({'tune_attention': result(*rows)})
+  assert f'| {backward["kernel"]} | attention_2048 | q [2, 128, 2, 16]' in table
+  assert f'| {backward["tried"]} (1) |' in table and backward['config'] in table
+
+  # Another process.
+  monkeypatch.setattr(library('tokamax._src.ops.op'), '_AUTOTUNING_CACHE', {})
+  assert tuning.load(tmp_path) == f'{len(rows)} kernels have block sizes that were tuned before'
+  assert list(tuning.measure_attention(folder=tmp_path, small=True)) == []
+  make = attention.backends()['tokamax mosaic_gpu']
+  _, both = attention.calls(make, attention.shape_of(32, small=True), np.ones(32))
+  text = jax.jit(both.function).trace(*both.arguments)
+  text = text.lower(lowering_platforms=('cuda',)).as_text(debug_info=True)
+  chosen = re.findall(r'(\w+)=(\d+)', backward['config'])
+  assert all(f'\\22{name}\\22:{value}' in text for name, value in chosen), text
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_the_grouped_matmuls_of_experts_are_tuned_with_equal_groups(times, tmp_path):
+  rows, gradient, sizes = (
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (((256, 64), 'bfloat16'), ((256, 128), 'bfloat16'), ((4,), 'int32'))
+  )
+  sums = functools.partial(grouped_matmul._ragged_sums, 'mosaic')
+  with listed_untuned() as calls:
+    jax.jit(sums).trace(rows, gradient, sizes)
+  [call] = calls
+  row = tuning.tune(call, tmp_path)
+  assert row['arguments'] == 'lhs [256, 64], rhs [256, 128]' and row['failed'] == 1
+  assert tuning._with_values(call).arguments['group_sizes'].tolist() == [64] * 4
+  jax.clear_caches()
+  with listed_untuned() as calls:
+    jax.jit(sums).trace(rows, gradient, sizes)
+  assert calls == []
+
+
+def test_a_machine_without_kernels_tunes_none(tmp_path):
+  with pytest.raises(Missing, match='run on GPUs'):
+    list(tuning.measure_attention(folder=tmp_path, small=True))
+
+
+@pytest.mark.slow
+def test_several_gpus_are_compared_with_one(monkeypatch):
+  found = {**step.layouts(8, 2), 'pp': Partitioner(stage=3)}
+  monkeypatch.setattr(step, 'layouts', lambda *_: found)
+  *rows, failed = step.measure_gpus('decoder_134m', small=True)
+  assert [(r['layout'], r['gpus'], r['rows']) for r in rows] == [
+    ('-', 1, 2),
+    ('dp', 8, 16),
+    ('fsdp', 8, 16),
+    ('tp 2 x dp 4', 8, 16),
+  ]
+  assert rows[0]['efficiency'] == 1
+  for row in rows:
+    per_gpu = row['tokens_per_second'] / row['gpus']
+    assert row['efficiency'] == pytest.approx(per_gpu / rows[0]['tokens_per_second'])
+    assert row['losses'][0] == pytest.approx(math.log(128), abs=1)
+  assert failed['error'].startswith('MeshError')  # costs its own row only
+  table = report.table({'gpus_decoder_134m': result(*rows, failed)})
+  assert '| decoder_134m | - | 1 | 2 x 16 |' in table and '| 100% |' in table
+  assert '| decoder_134m | tp 2 x dp 4 | 8 | 16 x 16 |' in table and failed['error'] in table
+
+
+def test_tensor_parallelism_splits_as_many_heads_as_it_can():
+  assert list(step.layouts(8, 16)) == ['dp', 'fsdp', 'tp 8']
+  assert list(step.layouts(6, 16)) == ['dp', 'fsdp', 'tp 2 x dp 3']
+  assert list(step.layouts(3, 16)) == ['dp', 'fsdp']
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_one_gpu_has_nothing_to_compare_and_the_part_is_finished(tmp_path):
+  command = ['bash', SCRIPT, '--small', '--out', tmp_path, '--parts=gpus_decoder_134m']
+  env = {**os.environ, 'PYTHON': sys.executable, 'XLA_FLAGS': ''}
+  done = subprocess.run(command, env=env, text=True, capture_output=True)
+  assert done.returncode == 0, done.stderr
+  assert 'gpus_decoder_134m: skipped, 0 rows' in done.stdout and 'has one GPU' in done.stdout
+  assert 'Skipped:' in (tmp_path / 'table.md').read_text()
+
+
 def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
   plan = planned(None, None, None, device_kind=H100)
   assert plan['error'].startswith('AttributeError')
@@ -268,7 +398,7 @@ def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
 def test_the_docs_say_how_many_calls_the_limits_allow():
   calls = math.ceil(sum(part.limit_seconds for part in PARTS) / runner.SECONDS)
   text = ' '.join((ROOT / 'docs/performance.md').read_text().split())
-  assert calls == 7 and 'seven calls if every part reaches its limit' in text
+  assert calls == 10 and 'ten calls if every part reaches its limit' in text
 
 
 @pytest.mark.slow
@@ -283,4 +413,5 @@ def test_every_part_works_in_small(tmp_path):
   results = json.loads((tmp_path / 'results.json').read_text())
   assert list(results) == [part.name for part in PARTS], done.stdout
   bad = {n: r['reason'] for n, r in results.items() if r['status'] not in ('done', 'missing')}
-  assert not bad and done.stdout.count(': done,') >= len(PARTS) - 6
+  # Three parts tune kernels of GPUs, and six need PyTorch.
+  assert not bad and done.stdout.count(': done,') >= len(PARTS) - 9

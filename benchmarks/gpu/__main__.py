@@ -2,8 +2,9 @@
 
 Finished parts are kept in OUT/results.json and skipped by the next call, so a call that is cut off,
 or that runs out of its time, loses at most the part it was in. Parts that failed are tried again
-after the new ones. Written too: OUT/table.md, OUT/log.txt, and OUT/compiled with programs and tuned
-kernels, which the next call reads (or $JAX_COMPILATION_CACHE_DIR).
+after the new ones. Written too: OUT/table.md, OUT/log.txt, OUT/tuned with block sizes of Tokamax's
+kernels, and OUT/compiled with programs and XLA's tuning, which the next call reads (or
+$JAX_COMPILATION_CACHE_DIR).
 """
 
 import argparse
@@ -19,7 +20,7 @@ import time
 from typing import Any, Optional
 
 from benchmarks.gpu import machine, report
-from benchmarks.gpu.one_part import DONE, MISSING
+from benchmarks.gpu.one_part import DONE, MISSING, SKIPPED
 from benchmarks.gpu.parts import PARTS, Part, Row
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import did_you_mean
@@ -114,7 +115,9 @@ def left(args: argparse.Namespace, results: Results) -> list[Part]:
 
 def finished(result: Optional[Row], args: argparse.Namespace) -> bool:
   """Returns whether a part need not run again; one that lacks something may now find it."""
-  return result is not None and result['status'] == 'done' and result['small'] == args.small
+  return (
+    result is not None and result['status'] in ('done', 'skipped') and result['small'] == args.small
+  )
 
 
 def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float) -> None:
@@ -124,6 +127,7 @@ def run(part: Part, args: argparse.Namespace, results: Results, *, limit: float)
     rows = pathlib.Path(folder) / 'rows.json'
     command = [sys.executable, '-m', 'benchmarks.gpu.one_part', part.name, '--rows', str(rows)]
     command += ['--results', str((args.out / 'results.json').resolve())]
+    command += ['--tuned', str((args.out / 'tuned').resolve())]
     log.write(f'\n== {part.name}\n'.encode())
     log.flush()
     start = log.tell()
@@ -189,7 +193,7 @@ def _outcome(
     f.seek(start)
     lines: list[Any] = f.read().decode(errors='replace').strip().splitlines()
   last = lines[-1][:500] if lines else f'exit code {code}'
-  return ('missing' if code == MISSING else 'failed'), last
+  return {MISSING: 'missing', SKIPPED: 'skipped'}.get(code, 'failed'), last
 
 
 def write(out: pathlib.Path, results: Results) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from benchmarks.gpu.timing import time_calls
 from t5x_gpu.layers.backends.choose import attention_by, choose
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
 from t5x_gpu.layers.backends.serves import AttentionNeed, hardware, that_serve
+from t5x_gpu.layers.backends.tokamax_internals import listed_untuned
 from t5x_gpu.layers.masks import TokenInfo
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
@@ -33,11 +34,17 @@ def backends() -> dict[str, Make]:
   return {name: functools.partial(attention_by, name) for name in that_serve(NEED, hardware())}
 
 
+def shape_of(length: int, *, small: bool = False) -> tuple[int, int, int, int]:
+  """Returns [rows, length, heads, features] of queries, keys and values."""
+  if small:
+    return 2, 32, 2, 16
+  return TOKENS // length, length, HEADS, HEAD_DIM
+
+
 def measure(length: int, *, small: bool = False) -> Iterator[Row]:
   """Yields the times of each backend on rows of `length`, TOKENS in all."""
-  tokens, heads, head_dim = (64, 2, 16) if small else (TOKENS, HEADS, HEAD_DIM)
-  length = 32 if small else length
-  shape = (tokens // length, length, heads, head_dim)
+  shape = shape_of(length, small=small)
+  _, length, heads, _ = shape
   rows = dict(rows=shape[0], rows_and_heads=shape[0] * heads)
   need = dataclasses.replace(NEED, q_length=length, kv_length=length, **rows)
   auto = choose('auto', need, hardware())
@@ -52,9 +59,31 @@ def measure(length: int, *, small: bool = False) -> Iterator[Row]:
         yield row | {'error': f'{type(e).__name__}: {e}'.splitlines()[0][:200]}
 
 
-def _time(make: Make, shape: Any, packed: bool, small: bool) -> Row:
-  batch, length, heads, head_dim = shape
-  segments = np.arange(length) * (DOCUMENTS if packed else 1) // length + 1
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """Attention, forward or with its gradients.
+
+  Attributes:
+    name: 'forward' or 'backward'.
+    function, arguments: what is timed.
+    factor: FLOPs relative to the forward pass.
+  """
+
+  name: str
+  function: Callable[..., Any]
+  arguments: Sequence[Any]
+  factor: float
+
+
+def calls(make: Make, shape: Sequence[int], segments: np.ndarray) -> Sequence[Call]:
+  """Returns the calls that are timed, in bfloat16.
+
+  Args:
+    make: of `backends`.
+    shape: [rows, length, heads, features].
+    segments: [length], of every row.
+  """
+  batch, length, _, head_dim = shape
   keys = jax.random.split(jax.random.key(0), 4)
   operands = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
   info = TokenInfo(
@@ -68,22 +97,34 @@ def _time(make: Make, shape: Any, packed: bool, small: bool) -> Row:
     out, pullback = jax.vjp(lambda *qkv: forward(*qkv, info), q, k, v)
     return out, pullback(dout)
 
+  return (
+    Call('forward', forward, (*operands[:3], info), 1.0),
+    Call('backward', both, (*operands, info), 3.5),  # seven matmuls, two of them forward
+  )
+
+
+def segments_of(length: int, *, packed: bool) -> np.ndarray:
+  """Returns the segments of a row, [length]."""
+  return np.arange(length) * (DOCUMENTS if packed else 1) // length + 1
+
+
+def _time(make: Make, shape: Sequence[int], packed: bool, small: bool) -> Row:
+  batch, length, heads, head_dim = shape
+  segments = segments_of(length, packed=packed)
   _, counts = np.unique(segments, return_counts=True)
   pairs = batch * int((counts * (counts + 1) // 2).sum())
   flops = 4 * pairs * heads * head_dim
-  result = {'pairs': pairs}
-  for name, function, given, factor in (
-    ('forward', forward, operands[:3], 1.0),
-    ('backward', both, operands, 3.5),  # seven matmuls, two of them forward
-  ):
-    compiled = jax.jit(function).lower(*given, info).compile()
-    memory = compiled.memory_analysis()
-    timing = time_calls(
-      functools.partial(compiled, *given, info), jax.block_until_ready, small=small
-    )
-    result[name] = {
-      **timing.row(),
-      'tflops': factor * flops / timing.seconds / 1e12,
-      'temporary_bytes': memory.temp_size_in_bytes if memory else None,
-    }
-  return result
+  result: Row = {'pairs': pairs}
+  with listed_untuned() as untuned:
+    for call in calls(make, shape, segments):
+      compiled = jax.jit(call.function).lower(*call.arguments).compile()
+      memory = compiled.memory_analysis()
+      timing = time_calls(
+        functools.partial(compiled, *call.arguments), jax.block_until_ready, small=small
+      )
+      result[call.name] = {
+        **timing.row(),
+        'tflops': call.factor * flops / timing.seconds / 1e12,
+        'temporary_bytes': memory.temp_size_in_bytes if memory else None,
+      }
+  return {**result, 'untuned_kernels': len(untuned)}

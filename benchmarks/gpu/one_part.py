@@ -1,6 +1,7 @@
 """Runs one part of the benchmark in this process and writes its rows as they come.
 
-python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--results RESULTS.json] [--small]
+python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--results RESULTS.json] \
+  [--tuned FOLDER] [--small]
 """
 
 import argparse
@@ -12,12 +13,12 @@ import pathlib
 import sys
 import traceback
 
-from benchmarks.gpu.parts import PARTS, Missing, Row
+from benchmarks.gpu.parts import PARTS, Missing, Row, Skipped
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla import program_cache
 
-DONE, MISSING = 0, 3  # exit codes; any other is a failure
+DONE, MISSING, SKIPPED = 0, 3, 4  # exit codes; any other is a failure
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
   parser.add_argument('part', choices=[part.name for part in PARTS])
   parser.add_argument('--rows', required=True, type=pathlib.Path, help='file to write the rows to')
   parser.add_argument('--results', type=pathlib.Path, help='file with the results of other parts')
+  parser.add_argument('--tuned', type=pathlib.Path, help='folder of tuned block sizes')
   parser.add_argument('--small', action='store_true', help='sizes for a CPU')
   args = parser.parse_args()
   (part,) = (part for part in PARTS if part.name == args.part)
@@ -35,8 +37,13 @@ def main() -> int:
   try:
     options = dict(part.options, small=args.small)
     if part.is_our_step:
-      options['xla'] = xla_flags.prepare_environment('default', num_gpus=1)
+      options['xla'] = xla_flags.prepare_environment('default', num_gpus=part.num_gpus)
       options['results'] = args.results
+    if part.tokamax and args.tuned:
+      # Imported here: jax must not start before the environment is set.
+      print(importlib.import_module('benchmarks.gpu.tuning').load(args.tuned), flush=True)
+      if part.tokamax == 'tunes':
+        options['folder'] = args.tuned
     module, function = part.function.split(':')
     measure = getattr(importlib.import_module(f'benchmarks.gpu.{module}'), function)
     for row in measure(**options):
@@ -44,9 +51,9 @@ def main() -> int:
       with atomic_write(args.rows) as path:
         path.write_text(json.dumps(rows), encoding='utf-8')
       print(json.dumps(row), flush=True)
-  except Missing as e:
+  except (Missing, Skipped) as e:
     print(e, file=sys.stderr, flush=True)
-    return MISSING
+    return MISSING if isinstance(e, Missing) else SKIPPED
   except Exception as e:
     traceback.print_exc()
     with contextlib.suppress(Exception):

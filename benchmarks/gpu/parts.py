@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 Row = dict[str, Any]
 
@@ -12,6 +12,10 @@ ATTENTION = (2048, 8192, 32768, 4096, 16384)
 
 class Missing(Exception):
   """A part needs something that this machine or this version does not have."""
+
+
+class Skipped(Exception):
+  """A part measures nothing on this machine, however often it runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,9 @@ class Part:
     options: its arguments.
     is_our_step: whether to set up XLA as a training run does and pass the result as `xla`, and the
       file of earlier results, which calibrate its plan, as `results`.
+    num_gpus: GPUs that XLA is set up for; None for all of the machine.
+    tokamax: 'uses' for kernels of Tokamax with the block sizes that were tuned before, 'tunes' to
+      tune them, into a folder that the function gets as `folder`; '' for other parts.
   """
 
   name: str
@@ -32,12 +39,31 @@ class Part:
   function: str
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   is_our_step: bool = False
+  num_gpus: Optional[int] = 1
+  tokamax: str = ''
 
 
 def _ours(shape: str, precision: str = 'bfloat16') -> Part:
   options = {'name': shape, 'precision': precision}
   short = {'bfloat16': 'bf16', 'fp8': 'fp8'}[precision]
-  return Part(f'{shape}_{short}', 150, 'step:measure', options, is_our_step=True)
+  return Part(f'{shape}_{short}', 150, 'step:measure', options, is_our_step=True, tokamax='uses')
+
+
+def _on_all_gpus(shape: str) -> Part:
+  options = {'name': shape}
+  return Part(
+    f'gpus_{shape}',
+    400,
+    'step:measure_gpus',
+    options,
+    is_our_step=True,
+    num_gpus=None,
+    tokamax='uses',
+  )
+
+
+def _tunes(name: str, *shapes: str) -> Part:
+  return Part(f'tune_{name}', 250, 'tuning:measure_steps', {'names': shapes}, tokamax='tunes')
 
 
 def _torch(shape: str, compiled: str = 'layers') -> Part:
@@ -50,21 +76,29 @@ def _torch(shape: str, compiled: str = 'layers') -> Part:
 PARTS = (
   Part('ceilings', 60, 'ceilings:measure'),
   Part('ceilings_torch', 60, 'torch_step:measure_ceilings'),
+  _tunes('decoder_1.3b', 'decoder_1.3b_2048', 'decoder_1.3b_8192'),
   _ours('decoder_1.3b_2048'),
   _torch('decoder_1.3b_2048'),
   _ours('decoder_1.3b_2048', 'fp8'),
   _ours('decoder_1.3b_8192'),
   _torch('decoder_1.3b_8192'),
   _ours('decoder_1.3b_8192', 'fp8'),
-  *(Part(f'attention_{n}', 100, 'attention:measure', {'length': n}) for n in ATTENTION),
+  _on_all_gpus('decoder_1.3b_2048'),
+  Part('tune_attention', 250, 'tuning:measure_attention', tokamax='tunes'),
+  *(
+    Part(f'attention_{n}', 100, 'attention:measure', {'length': n}, tokamax='uses')
+    for n in ATTENTION
+  ),
   Part('attention_torch', 100, 'torch_parts:measure_attention'),
   Part('loss', 100, 'loss:measure'),
   Part('loss_torch', 100, 'torch_parts:measure_loss'),
+  _tunes('models', 'decoder_134m', 'gpt2_xl', 'bert_large', 't5_large'),
   *(
     make(shape)
     for shape in ('decoder_134m', 'gpt2_xl', 'bert_large', 't5_large')
     for make in (_ours, _torch)
   ),
+  _on_all_gpus('decoder_134m'),
   _torch('decoder_1.3b_2048', 'whole'),
   _torch('gpt2_xl', 'whole'),
 )

@@ -1,6 +1,6 @@
 """The results as markdown tables, with the card, the versions and the commands."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Optional
 
 from benchmarks.gpu.parts import PARTS, Row
@@ -24,7 +24,10 @@ def table(results: Mapping[str, Row]) -> str:
     _table(PLANNED, [row for row in _rows(results, *SHAPES) if 'plan' in row]),
     _table(ATTENTION, _rows(results, 'attention')),
     _table(LOSSES, _rows(results, 'loss')),
-    _problems(results),
+    _table(SCALING, _rows(results, 'gpus')),
+    _table(TUNED, _rows(results, 'tune')),
+    _list('Skipped', results, ('skipped',)),
+    _list('Not finished', results, ('missing', 'failed', 'killed')),
   ]
   return '\n\n'.join(block for block in blocks if block)
 
@@ -81,9 +84,9 @@ def _with_shares(rows: list[Row], ceiling: Mapping[str, float]) -> list[Row]:
   return result
 
 
-def _problems(results: Mapping[str, Row]) -> str:
-  found = [line(name, result) for name, result in results.items() if result['status'] != 'done']
-  return 'Not finished:\n\n' + '\n'.join(f'- {text}' for text in found) if found else ''
+def _list(title: str, results: Mapping[str, Row], statuses: Collection[str]) -> str:
+  found = [line(name, result) for name, result in results.items() if result['status'] in statuses]
+  return f'{title}:\n\n' + '\n'.join(f'- {text}' for text in found) if found else ''
 
 
 def _table(columns: Mapping[str, Any], rows: list[Row]) -> str:
@@ -174,6 +177,7 @@ STEPS = {
   'of the ceiling': lambda r: f'{r["ceiling_share"]:.0%}',
   'attention': _attention,
   'FP8 GEMMs': lambda r: f'{r["fp8_gemms"]} of {r["gemms"]}' if r['precision'] == 'fp8' else '',
+  'untuned kernels': lambda r: r['untuned_kernels'],
   'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
   'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
   'peak GiB': lambda r: _gib(r['peak_bytes']),
@@ -204,6 +208,7 @@ ATTENTION = {
   'TFLOP/s': lambda r: f'{r["forward"]["tflops"]:.3g}',
   'with backward ms (spread)': lambda r: _milliseconds(r['backward']),
   'TFLOP/s ': lambda r: f'{r["backward"]["tflops"]:.3g}',
+  'untuned kernels': lambda r: r['untuned_kernels'],
   'note': _note,
 }
 LOSSES = {
@@ -213,5 +218,30 @@ LOSSES = {
   'ms (spread)': _milliseconds,
   'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
   'temporary GiB': lambda r: _gib(r['temporary_bytes']),
+  'note': _note,
+}
+# The efficiency is tokens/s per GPU, as a share of one GPU's.
+SCALING = {
+  'on several GPUs': lambda r: r['model'],
+  'layout': lambda r: r['layout'],
+  'GPUs': lambda r: r['gpus'],
+  'batch': lambda r: f'{r["rows"]} x {r["length"]}',
+  'ms (spread)': _milliseconds,
+  'tokens/s': lambda r: f'{r["tokens_per_second"]:,.0f}',
+  'tokens/s per GPU': lambda r: f'{r["tokens_per_second_per_gpu"]:,.0f}',
+  'efficiency': lambda r: f'{r["efficiency"]:.0%}',
+  'plan ms': _or_dash(lambda r: f'{r["plan"]["seconds"] * 1e3:.3g}'),
+  'untuned kernels': lambda r: r['untuned_kernels'],
+  'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
+  'note': _note,
+}
+TUNED = {
+  'tuned kernel': lambda r: r['kernel'],
+  'for': lambda r: r['for'],
+  'arguments': lambda r: r['arguments'],
+  'block sizes tried (failed)': lambda r: f'{r["tried"]} ({r["failed"]})',
+  'default ms': _or_dash(lambda r: f'{r["default_seconds"] * 1e3:.3g}'),
+  'tuned ms': lambda r: f'{r["seconds"] * 1e3:.3g}',
+  'block sizes': lambda r: r['config'],
   'note': _note,
 }

@@ -1,4 +1,4 @@
-"""Our training step: tokens/s, model TFLOP/s and memory of one shape on one GPU.
+"""Our training step: tokens/s, model TFLOP/s and memory of one shape on one GPU, or on several.
 
 Everything is what `python -m t5x_gpu.train` uses: `program_of_run`, the compile options of the
 preset, the memory check, the check for matmuls in FP8. Batches are synthetic, and only gin files
@@ -6,6 +6,7 @@ are left out. What a plan predicts for the same step on the same card is recorde
 """
 
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Optional
 
 import jax
 
-from benchmarks.gpu.parts import Missing, Row
+from benchmarks.gpu.parts import Missing, Row, Skipped
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
@@ -21,8 +22,9 @@ from t5x_gpu.analysis.fp8_use import fp8_lines
 from t5x_gpu.analysis.kernels import count_kernels
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
-from t5x_gpu.errors import ModelError, OutOfMemoryError
+from t5x_gpu.errors import ModelError, OutOfMemoryError, first_line
 from t5x_gpu.layers.backends.choose import Choice, listed_choices
+from t5x_gpu.layers.backends.tokamax_internals import listed_untuned
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -64,7 +66,9 @@ def model_of(shape: Shape, precision: str) -> Model:
   return EncoderDecoderModel(config)
 
 
-def run_of(model: Model, shape: Shape, rows: int) -> PlanConfig:
+def run_of(
+  model: Model, shape: Shape, rows: int, partitioner: Partitioner = Partitioner()
+) -> PlanConfig:
   """Returns the run whose step is timed: AdamW, gradients clipped to 1."""
   lengths = {'targets': shape.length}
   if shape.family != 'decoder':
@@ -73,7 +77,7 @@ def run_of(model: Model, shape: Shape, rows: int) -> PlanConfig:
   return PlanConfig(
     model=model,
     train_dataset_cfg=data,
-    partitioner=Partitioner(),
+    partitioner=partitioner,
     optimizer=AdamW(weight_decay=0.1),
     learning_rate=constant(1e-4),
     max_grad_norm=1.0,
@@ -81,10 +85,10 @@ def run_of(model: Model, shape: Shape, rows: int) -> PlanConfig:
   )
 
 
-def program_of(run: PlanConfig) -> Program:
-  """Returns the training step of `run` on the first device."""
-  topology = Topology(1, 1, device_word='device')
-  return program_of_run(run, topology=topology, devices=jax.devices()[:1])
+def program_of(run: PlanConfig, num_devices: int = 1) -> Program:
+  """Returns the training step of `run` on the first devices."""
+  topology = Topology(1, num_devices, device_word='device')
+  return program_of_run(run, topology=topology, devices=jax.devices()[:num_devices])
 
 
 def measure(
@@ -111,24 +115,97 @@ def measure(
     ModelError: on a GPU, no matmul of a step in FP8 is in FP8.
   """
   shape = SHAPES[name].small() if small else SHAPES[name]
-  model = model_of(shape, precision)
-  kind = plan_for or jax.devices()[0].device_kind
-  for rows in shape.rows:
-    run = run_of(model, shape, rows)
+  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for)
+  row = _largest(shape, model_of(shape, precision), shape.rows, **options)
+  yield {'model': name, 'precision': precision, **row}
+
+
+def measure_gpus(
+  name: str,
+  *,
+  small: bool = False,
+  xla: Optional[Applied] = None,
+  results: Optional[pathlib.Path] = None,
+) -> Iterator[Row]:
+  """Yields the results of one shape on one GPU, and on all GPUs of this machine in each layout.
+
+  A layout gets as many rows per GPU as the single GPU, or fewer if they do not fit. One that fails
+  costs only its own row.
+
+  Args:
+    name: of SHAPES, a decoder.
+    small, xla, results: as in `measure`.
+  Raises:
+    Skipped: this machine has one GPU.
+    OutOfMemoryError: not even the fewest rows fit on one GPU.
+  """
+  num_gpus = jax.local_device_count()
+  if num_gpus < 2:
+    raise Skipped('this machine has one GPU; several GPUs are compared with one of them')
+  shape = SHAPES[name].small() if small else SHAPES[name]
+  model = model_of(shape, 'bfloat16')
+  options: Any = dict(small=small, xla=xla, results=results)
+  row: Row = {'model': name, 'precision': 'bfloat16'}
+  alone = _largest(shape, model, shape.rows, **options)
+  yield row | {'layout': '-', 'gpus': 1, **_scaling(alone, alone, 1)}
+  rows = [n * num_gpus for n in shape.rows if n <= alone['rows']]
+  for layout, partitioner in layouts(num_gpus, shape.config['num_heads']).items():
+    row |= {'layout': layout, 'gpus': num_gpus}
     try:
-      compiled = compile_step(run, xla)
-      row = {'model': name, 'precision': precision, **compiled.row()}
-      row['plan'] = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
-      yield row | _timed(compiled, model, shape.length, small)
-      return
+      found = _largest(shape, model, rows, partitioner, num_gpus, **options)
+      yield row | _scaling(found, alone, num_gpus)
+    except Exception as e:
+      yield row | {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
+
+
+def layouts(num_gpus: int, num_heads: int) -> dict[str, Partitioner]:
+  """Returns name -> layout of all GPUs: data parallel, fully sharded, tensor parallel."""
+  found = {
+    'dp': Partitioner(overlap_layers=True),
+    'fsdp': Partitioner(data=1, fsdp=-1, overlap_layers=True),
+  }
+  parts = math.gcd(num_gpus, num_heads)  # `model` splits heads
+  if parts > 1:
+    rest = f' x dp {num_gpus // parts}' if parts < num_gpus else ''
+    found[f'tp {parts}{rest}'] = Partitioner(num_partitions=parts)
+  return found
+
+
+def _scaling(row: Row, alone: Row, num_gpus: int) -> Row:
+  """Returns `row` with tokens/s per GPU, and its share of what one GPU does alone."""
+  per_gpu = row['tokens_per_second'] / num_gpus
+  share = per_gpu / alone['tokens_per_second']
+  return row | {'tokens_per_second_per_gpu': per_gpu, 'efficiency': share}
+
+
+def _largest(
+  shape: Shape,
+  model: Model,
+  rows: Sequence[int],
+  partitioner: Partitioner = Partitioner(),
+  num_devices: int = 1,
+  *,
+  small: bool,
+  xla: Optional[Applied],
+  results: Optional[pathlib.Path],
+  plan_for: Optional[str] = None,
+) -> Row:
+  """Returns the result with the first batch of `rows` that fits; raises as `measure`."""
+  kind = plan_for or jax.devices()[0].device_kind
+  for batch_size in rows:
+    run = run_of(model, shape, batch_size, partitioner)
+    try:
+      compiled = compile_step(run, xla, num_devices)
+      plan = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
+      return {**compiled.row(), 'plan': plan, **_timed(compiled, model, shape.length, small)}
     except OutOfMemoryError as e:
-      too_large = e
-      print(f'{name}, {rows} rows: {e}', flush=True)
+      too_large = e.with_traceback(None)  # which holds the arrays of the step
+      print(f'{batch_size} rows: {e}', flush=True)
     except jax.errors.JaxRuntimeError as e:
       if 'RESOURCE_EXHAUSTED' not in str(e):
         raise
-      too_large = e
-      print(f'{name}, {rows} rows: predicted to fit, but {str(e)[:300]}', flush=True)
+      too_large = e.with_traceback(None)  # which holds the arrays of the step
+      print(f'{batch_size} rows: predicted to fit, but {str(e)[:300]}', flush=True)
   raise too_large
 
 
@@ -142,6 +219,7 @@ class Compiled:
     seconds: that it took.
     attention: the backends that the step uses, and why.
     predicted_bytes: memory predicted by the check at the start of a run; None if unknown.
+    untuned_kernels: calls of Tokamax's kernels with default block sizes.
   """
 
   program: Program
@@ -149,6 +227,7 @@ class Compiled:
   seconds: float
   attention: Sequence[Choice]
   predicted_bytes: Optional[int]
+  untuned_kernels: int
 
   def row(self) -> Row:
     """Returns the fields of a result."""
@@ -159,30 +238,32 @@ class Compiled:
       'compile_seconds': self.seconds,
       'predicted_bytes': self.predicted_bytes,
       'attention': [dataclasses.asdict(choice) for choice in self.attention],
+      'untuned_kernels': self.untuned_kernels,
       'kernels': {kind: runs for kind, runs in kernels.items() if runs},
       'fp8_gemms': kernels['fp8_gemm'],
       'gemms': kernels['fp8_gemm'] + kernels['gemm'],
     }
 
 
-def compile_step(run: PlanConfig, xla: Optional[Applied]) -> Compiled:
-  """Returns the compiled step of `run`, after the checks of a training run.
+def compile_step(run: PlanConfig, xla: Optional[Applied], num_devices: int = 1) -> Compiled:
+  """Returns the compiled step of `run` on the first devices, after the checks of a training run.
 
   Raises:
     OutOfMemoryError: it does not fit.
     ModelError: as `fp8_lines`.
   """
-  program = program_of(run)
+  program = program_of(run, num_devices)
   memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
   begin = time.perf_counter()
-  with listed_choices() as attention:
+  with listed_choices() as attention, listed_untuned() as untuned:
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
   step = lowered.compile(compiler_options=compile_options(program, xla))
   seconds = time.perf_counter() - begin
   for line in fp8_lines(step, run.model, program.layout.mesh):
     log(line)
   need = memory.compiled(step).need
-  return Compiled(program, step, seconds, attention, need.total if need.is_compiled else None)
+  predicted = need.total if need.is_compiled else None
+  return Compiled(program, step, seconds, attention, predicted, len(untuned))
 
 
 def _timed(compiled: Compiled, model: Model, length: int, small: bool) -> Row:

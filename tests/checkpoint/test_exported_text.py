@@ -21,7 +21,16 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.checkpoint.hf_files import CONFIGS, untied, write_model
-from tests.helpers_chat import CHATML, LLAMA3, TALKS, TEXTS, write_talks, write_tokenizer
+from tests.helpers_chat import (
+  CHATML,
+  GEMMA,
+  LLAMA3,
+  TALKS,
+  TEXTS,
+  THINKING,
+  write_talks,
+  write_tokenizer,
+)
 from tests.helpers_train import Project, run_here
 
 transformers = pytest.importorskip('transformers')
@@ -235,14 +244,14 @@ LLAMA_IDS = {'pad_id': 3, 'eos_id': 2, 'unk_id': 0, 'bos_id': 1}
 )
 def test_sentencepiece_becomes_a_tokenizer(family, options, tmp_path):
   model = write_sentencepiece(tmp_path, **options)
-  write_run(
+  config = large(family, options['vocab_size'])
+  write_run(tmp_path / 'run', config, vocabulary=f'sentencepiece:{model}', ends=[options['eos_id']])
+  out, _ = check_same_answers(
     tmp_path / 'run',
-    large(family, options['vocab_size']),
-    vocabulary=f'sentencepiece:{model}',
-    ends=[options['eos_id']],
+    tmp_path,
+    bytes_in_runs=options.get('byte_fallback', False),
+    ends=untied(config) or 't5' in family,
   )
-  in_runs = options.get('byte_fallback', False)
-  out, _ = check_same_answers(tmp_path / 'run', tmp_path, bytes_in_runs=in_runs)
   assert (out / ('spiece.model' if 't5' in family else 'tokenizer.model')).is_file()
 
 
@@ -274,14 +283,18 @@ def test_a_fine_tuned_export_generates_what_infer_does(family, tmp_path):
 @pytest.mark.slow
 @pytest.mark.quick_cases('chatml-pad')
 @pytest.mark.parametrize(
-  'template, end, zero_is_a_word',
+  'family, template, end, zero_is_a_word',
   [
-    pytest.param(CHATML, '<|im_end|>', False, id='chatml-pad'),
-    pytest.param(LLAMA3, '<|eot_id|>', True, id='llama3-word'),
+    pytest.param('llama', CHATML, '<|im_end|>', False, id='chatml-pad'),
+    pytest.param('llama', LLAMA3, '<|eot_id|>', True, id='llama3-word'),
+    pytest.param('qwen2', CHATML, '<|im_end|>', False, id='qwen2-pad'),
+    pytest.param('qwen3', THINKING, '<|im_end|>', True, id='qwen3-word'),
+    pytest.param('gemma3_text', GEMMA, '<end_of_turn>', False, id='gemma3-pad'),
   ],
 )
-def test_a_chat_export_ends_its_turns(template, end, zero_is_a_word, tmp_path):
-  base = write_base(tmp_path / 'hf', large('llama'), template, zero_is_a_word=zero_is_a_word)
+def test_a_chat_export_ends_its_turns(family, template, end, zero_is_a_word, tmp_path):
+  config = large(family)
+  base = write_base(tmp_path / 'hf', config, template, zero_is_a_word=zero_is_a_word)
   run = tmp_path / 'run'
   assert convert.main([f'--from={base}', f'--to={run}', '--check=tensors']) == 0
   shutil.rmtree(run / 'checkpoint_0')
@@ -289,12 +302,12 @@ def test_a_chat_export_ends_its_turns(template, end, zero_is_a_word, tmp_path):
   ids = {token['content']: token['id'] for token in added}
   write_run(
     run,
-    large('llama'),
+    config,
     vocabulary=f'huggingface:{run}/hf',
     ends=[ids[end]],
     data=write_talks(tmp_path / 'chats.jsonl', TALKS),
   )
-  _, written = check_same_answers(run, tmp_path, chat=True)
+  _, written = check_same_answers(run, tmp_path, chat=True, ends=untied(config))
   assert written['eos_token_id'] == [ids['<eos>'], ids[end]]
 
 

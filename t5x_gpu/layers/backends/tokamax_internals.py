@@ -4,26 +4,47 @@ No issue of openxla/tokamax is known to us. jax-ml/jax#32484 asked for the stati
 from `jax.nn.dot_product_attention`, and was closed.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import jax
 
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.main_log import log_once
 
 _ATTENTION = 'tokamax._src.ops.attention'
 
 
-@functools.cache
 def library(module: str = 'tokamax') -> Any:
   """Returns a module of Tokamax, imported only when needed, because it takes seconds.
 
   Missing: an import that defines no absl flags, and one warning for all untuned kernels.
+
+  Raises:
+    ConfigError: this version of Tokamax does not work on this version of JAX.
   """
+  version = importlib.metadata.version('tokamax')
+  numbers = tuple(map(int, re.findall(r'\d+', version)[:3]))
+  if jax.__version_info__ >= (0, 11) and numbers < (0, 0, 13):
+    raise ConfigError(
+      f'tokamax {version}, which has the attention kernels, does not work on jax '
+      f'{jax.__version__}: jax 0.11 and newer need tokamax 0.0.13 or newer.',
+      fix="Run pip install --upgrade 'tokamax>=0.0.13,!=0.0.15,<0.1'.",
+      docs='attention.md#versions',
+    )
+  return _library(module)
+
+
+@functools.cache
+def _library(module: str) -> Any:
   from absl import flags
 
   if not flags.FLAGS.is_parsed():  # otherwise absl would read the flags of our command line
@@ -74,9 +95,40 @@ def has_ragged_dot(kernel: str) -> bool:
   return importlib.util.find_spec(f'{package}.{module}') is not None
 
 
+_untuned: contextvars.ContextVar[Optional[list[Any]]] = contextvars.ContextVar(
+  'untuned', default=None
+)
+
+
+@contextlib.contextmanager
+def listed_untuned() -> Iterator[list[Any]]:
+  """Context that lists calls of kernels without tuned block sizes in all that is traced within it.
+
+  Each is a `tokamax.BoundArguments` of shapes, and listed once. A call that an outer function has
+  traced before is not traced again.
+
+  Missing: `tokamax.autotuning.get_bound_args` of a lowered function, which fails with Tokamax
+  0.0.12 on jax 0.10.2.
+  """
+  token = _untuned.set([])
+  try:
+    yield _untuned.get()
+  finally:
+    _untuned.reset(token)
+
+
 def _is_news(record: logging.LogRecord) -> bool:
   if not record.msg.startswith('Autotuning cache miss'):
     return True
+  untuned = _untuned.get()
+  if untuned is not None:
+    op, _, arguments = record.args
+    adapter = library('tokamax._src.ops.op')._get_arg_spec_adapter(op)
+    if not isinstance(arguments, str):  # JSON since Tokamax 0.0.13
+      arguments = adapter.dump_json(dict(arguments))
+    call = library().BoundArguments(op, adapter.validate_json(arguments))
+    if call not in untuned:
+      untuned.append(call)
   # Logged once instead of once per kernel. Tokamax 0.0.17 has tuned entries only for B200 and TPUs.
   log_once(
     'Tokamax: no tuned block sizes for this GPU and these shapes; kernels use default block sizes'

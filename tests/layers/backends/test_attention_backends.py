@@ -1,6 +1,7 @@
 """Every attention backend against dense attention in float32: outputs and all gradients."""
 
 import dataclasses
+import importlib.metadata
 import pathlib
 
 import jax
@@ -20,6 +21,7 @@ from t5x_gpu.layers.positions import RelativeBuckets
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.transformer import attention_need
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
+from tests.helpers_train import Project
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 2, 48, 4, 16
 PACKED = np.array([[1] * 11 + [2] * 30 + [3] * 3 + [0] * 4, [4] * 7 + [9] * 41])
@@ -316,3 +318,15 @@ def test_choices_are_listed_each_once_and_again_in_a_later_context():
       for _ in range(2):
         make_attention(AttentionKind(), CASES['padding'].info(), need=need, request='auto')
     assert [str(choice) for choice in found] == [f'attention: dense (cpu, rows of {LENGTH})']
+
+
+def test_an_old_tokamax_on_a_newer_jax_is_an_error_before_the_step_compiles(tmp_path, monkeypatch):
+  version = importlib.metadata.version
+  monkeypatch.setattr(
+    importlib.metadata, 'version', lambda name: '0.0.12' if name == 'tokamax' else version(name)
+  )
+  monkeypatch.setattr(jax, '__version_info__', (0, 11, 2))
+  result = Project(tmp_path).run('--dry_run', '--gin.TransformerConfig.attention="tokamax"')
+  assert result.code == 1
+  assert 'tokamax 0.0.12, which has the attention kernels, does not work on jax' in result.err
+  assert "pip install --upgrade 'tokamax>=0.0.13" in result.err and '#versions' in result.err

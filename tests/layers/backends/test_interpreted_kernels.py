@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
+from benchmarks.gpu import tuning
 from t5x_gpu.layers.backends.serves import hardware
 from t5x_gpu.layers.backends.tokamax_internals import kernel
 from t5x_gpu.layers.grouped_matmul import kernel_for
@@ -62,6 +63,15 @@ def test_triton_equals_dense_attention_in_float32(interpreted, name):
   case = CASES[name]
   make = served_by('tokamax triton', case)
   assert_close(attend(case, make, jnp.bfloat16), exact(case), BAND)
+
+
+def test_the_block_sizes_of_triton_are_tuned(interpreted, tmp_path, monkeypatch):
+  monkeypatch.setattr(tuning, 'ATTENTION', (2048,))
+  forward, backward = tuning.measure_attention(folder=tmp_path, small=True)
+  assert forward['tried'] > 30 > forward['failed'] and backward['tried'] > backward['failed']
+  assert 'block_q=' in forward['config'] and 'block_m1=' in backward['config']
+  assert list(tuning.measure_attention(folder=tmp_path, small=True)) == []
+  assert tuning.load(tmp_path).startswith('2 kernels')
 
 
 @pytest.mark.parametrize('name', GROUPS)
