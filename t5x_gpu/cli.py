@@ -14,9 +14,17 @@ from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.config import gin_files, gin_loader, provenance
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.report import CONFIG
-from t5x_gpu.config.set_aside import check_not_refused
+from t5x_gpu.config.set_aside import check_not_refused, is_refused, reason_of, remedy
 from t5x_gpu.data.data_module import open_class_names
-from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
+from t5x_gpu.errors import (
+  AccessError,
+  ConfigError,
+  MeshError,
+  ModelError,
+  ShapeError,
+  UserError,
+  did_you_mean,
+)
 from t5x_gpu.runtime import host, import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
 from t5x_gpu.terminal import streams
@@ -355,7 +363,14 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
     print(process_exit.label() + 'Interrupted.', file=sys.stderr)
     code = 130
   except Exception as error:
-    if error is not streams.lost_output():  # a bug in t5x_gpu: show the whole traceback
+    if is_refused(error):  # wherever it happens: a file server may fail at any time
+      refused = AccessError(
+        f'{error.filename} cannot be used: {reason_of(error)}.',
+        fix=remedy(error),
+        docs='checkpoints.md#no-access',
+      )
+      print(process_exit.label() + describe_error(refused), file=sys.stderr)
+    elif error is not streams.lost_output():  # a bug in t5x_gpu: show the whole traceback
       print(process_exit.label() + printable(traceback.format_exc()), end='', file=sys.stderr)
     code = 1
   with contextlib.suppress(OSError):

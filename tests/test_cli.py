@@ -209,6 +209,18 @@ def test_ctrl_c_exits_130_and_other_errors_show_their_traceback(capsys):
   assert 'Traceback' in error and 'RuntimeError: bug' in error
 
 
+def test_a_file_that_the_system_refuses_is_named_without_a_traceback(capsys):
+  def main():
+    raise OSError(errno.EACCES, 'Permission denied', 'runs/a')
+
+  with pytest.raises(SystemExit) as e:
+    cli.run_main(main)
+  error = capsys.readouterr().err
+  assert e.value.code == 1 and 'Traceback' not in error
+  assert error.startswith('AccessError: runs/a cannot be used: Permission denied (EACCES).\n')
+  assert 'namei -l' in error and 'docs/checkpoints.md#no-access' in error
+
+
 def test_a_system_exit_of_main_keeps_its_code():
   def main():
     raise SystemExit(3)

@@ -27,6 +27,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import (
 )
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path, is_remote
 from t5x_gpu.config.atomic_write import write_problem
+from t5x_gpu.config.set_aside import access_error
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -198,10 +199,17 @@ def as_model_dir(model_dir: ModelDir | str | os.PathLike | AnyPath) -> ModelDir:
 
 
 def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
-  """Returns the missing folders among `folder` and its parents, innermost first."""
+  """Returns the missing folders among `folder` and its parents, innermost first.
+
+  Raises:
+    AccessError: a folder above one of them cannot be entered.
+  """
   if isinstance(folder, RemotePath):
     return []
-  return [f for f in (folder, *folder.parents) if not f.exists()]
+  try:
+    return [f for f in (folder, *folder.parents) if not f.exists()]
+  except OSError as e:
+    raise access_error(e) from e
 
 
 def check_model_dir(

@@ -53,6 +53,11 @@ def reason_of(e: OSError) -> str:
   return f'{e.strerror or e} ({errno.errorcode.get(e.errno, e.errno)})'
 
 
+def is_refused(e: BaseException) -> bool:
+  """Returns whether an error of the system names a file, and says nothing about its content."""
+  return isinstance(e, OSError) and e.filename is not None and e.errno in _REMEDIES
+
+
 def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
   """Returns the error for a file that cannot be opened or read now.
 

@@ -1,6 +1,7 @@
 """SeqIO batches resume exactly, repeat deterministically and pad, never drop, in evaluation."""
 
 import json
+import tempfile
 
 import numpy as np
 import pytest
@@ -93,6 +94,18 @@ def test_taking_a_state_does_not_disturb_the_stream(open_data, lines):
     got += hashes(iterator, 1)
     iterator.get_state()
   assert got == hashes(open_data(lines).iterator, 6)
+
+
+def test_a_save_needs_no_room_in_tmpdir(open_data, lines, tmp_path, monkeypatch):
+  iterator = open_data(lines).iterator
+  hashes(iterator, 3)
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'missing'))
+  state = iterator.get_state()
+  want = hashes(iterator, 3)
+  monkeypatch.undo()  # TensorFlow itself needs it to build a pipeline
+  rest = open_data(lines).iterator
+  rest.set_state(state)
+  assert hashes(rest, 3) == want
 
 
 def test_peek_takes_nothing(open_data, lines):

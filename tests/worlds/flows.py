@@ -6,8 +6,11 @@ import os
 import pathlib
 import shlex
 import time
+from collections.abc import Callable
 from typing import Any, Optional
 
+from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from tests.helpers_tokenizers import Tokenizer
 from tests.helpers_train import REPOSITORY
 from tests.helpers_xla import xla_flags
 
@@ -24,7 +27,7 @@ include 'gin_configs/parallel/dp.gin'
 include 'gin_configs/runs/pretrain.gin'
 
 config.TransformerConfig:
-  vocab_size = 264
+  vocab_size = 288
   num_layers = 1
   embed_dim = 16
   num_heads = 4
@@ -61,11 +64,14 @@ class Place:
     cwd: working folder of the commands.
     runs: folder of everything that the commands write, as the command line names it.
     data: MIXTURE_OR_TASK_NAME.
-    vocabulary: VOCABULARY, or None for bytes.
     gin_file: as the command line names it.
+    tokenizer: in the folder `tokenizer` inside `runs`; None for bytes.
+    macros: further values of the gin file.
     environment: variables of the commands; None removes one.
     before: Python that each command runs first: limits, signals, closed files.
     stdout: where the commands print, or None for the log.
+    between: called between the two trainings of a flow.
+    is_requeued: a training that stops before its last step and saves is started again, as by Slurm.
   """
 
   warm: Any
@@ -74,10 +80,13 @@ class Place:
   runs: str
   data: str
   gin_file: str
-  vocabulary: Optional[str] = None
+  tokenizer: Optional[Tokenizer] = None
+  macros: dict[str, Any] = dataclasses.field(default_factory=dict)
   environment: dict[str, Optional[str]] = dataclasses.field(default_factory=dict)
   before: str = ''
   stdout: Optional[pathlib.Path] = None
+  between: Optional[Callable[[], None]] = None
+  is_requeued: bool = False
 
   def folder(self, name: str) -> str:
     """Returns the folder `name` inside `runs`, as the command line names it."""
@@ -92,9 +101,9 @@ class Place:
     return self.cwd / (path.replace('~', home, 1) if path.startswith('~/') else path)
 
   def gin(self, **macros: Any) -> list[str]:
-    values = {'MIXTURE_OR_TASK_NAME': self.data, **macros}
-    if self.vocabulary:
-      values.setdefault('VOCABULARY', self.vocabulary)
+    values = {'MIXTURE_OR_TASK_NAME': self.data, **self.macros, **macros}
+    if self.tokenizer:
+      values['VOCABULARY'] = self.tokenizer.vocabulary.format(self.file('tokenizer'))
     return [f'--gin_file={self.gin_file}', *(f'--gin.{k}={v}' for k, v in values.items())]
 
   def start(self, command: str, *argv: str, **environment: str) -> 'Started':
@@ -128,8 +137,10 @@ class Place:
 
   def run(self, command: str, *argv: str, **environment: str) -> None:
     """Runs a command, which must end with code 0."""
-    started = self.start(command, *argv, **environment)
-    code = started.finish()
+    code = None
+    while code is None or code == EXIT_PREEMPTED and self.is_requeued:
+      started = self.start(command, *argv, **environment)
+      code = started.finish()
     if code != 0:
       raise Failed(f'{started.line}: exit code {code}\n{started.text}')
 
@@ -160,6 +171,8 @@ class Started:
 def train_and_resume(place: Place) -> Any:
   argv = place.gin(MODEL_DIR=place.folder('resumed'))
   place.run('train', *argv, '--gin.TRAIN_STEPS=2')
+  if place.between:
+    place.between()
   place.run('train', *argv)
   return _losses(place.real('resumed'))
 
@@ -173,13 +186,16 @@ def kill_and_resume(place: Place) -> Any:
   running.process.kill()
   running.finish()
   held.unlink()
+  if place.between:
+    place.between()
   place.run('train', *argv, **module)
   return _losses(place.real('killed'))
 
 
-def train(place: Place) -> None:
+def train(place: Place) -> Any:
   """Leaves a run in the folder `a`, for the flows of RUN_FIRST."""
   place.run('train', *place.gin(MODEL_DIR=place.folder('a')))
+  return _losses(place.real('a'))
 
 
 def evaluate(place: Place) -> Any:
@@ -224,7 +240,18 @@ def prepare_and_train(place: Place) -> Any:
   )
   argv = place.gin(MODEL_DIR=place.folder('p'), MIXTURE_OR_TASK_NAME=f'prepared:{rows}')
   place.run('train', *argv)
-  return _losses(place.real('p'))
+  return _losses(place.real('p')), _counted(place.real('rows'))
+
+
+def _counted(rows: pathlib.Path) -> tuple[int, int]:
+  """Returns how many texts and tokens prepared rows have, in all splits."""
+  indices = [json.loads(path.read_text()) for path in rows.glob('*/index.json')]
+  members = [member for index in indices for member in index['members'].values()]
+  shards = [shard for member in members for shard in member['shards']]
+  return (
+    sum(sum(shard['lengths'].values()) for shard in shards),
+    sum(shard['tokens'] for shard in shards),
+  )
 
 
 def launch_two(place: Place) -> Any:
@@ -248,10 +275,13 @@ def _losses(folder: pathlib.Path) -> dict[int, float]:
 
 # They begin with the run that `train` leaves.
 RUN_FIRST = ('evaluate', 'infer', 'convert_there_and_back', 'reshard')
+# Flow -> another flow, whose numbers are the same.
+SAME = {'train_and_resume': 'train', 'kill_and_resume': 'train', 'convert_there_and_back': 'infer'}
 
 FLOWS = {
   flow.__name__: flow
   for flow in (
+    train,
     train_and_resume,
     kill_and_resume,
     evaluate,

@@ -2,25 +2,39 @@
 
 A world changes a `Place`. In it every flow gives the numbers of the plain world, or the error that
 the world's `refused` names ends training before step 1. There is no third outcome.
+
+A tokenizer has other numbers: what is equal in its world is SAME of flows.py (resumed and not,
+converted and not), and prepared rows have exactly the texts and tokens that the tokenizer's own
+library counts, each text with its end. tests/data/test_token_ids.py compares streamed and prepared
+batches, id by id.
 """
 
 import codecs
 import csv
 import dataclasses
+import errno
 import gzip
 import io
 import json
+import os
 import pathlib
+import shutil
+import time
 from collections.abc import Callable, Sequence
 from typing import Optional
 
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
+import pytest
 
+from tests import helpers_tokenizers
 from tests.worlds.flows import FLOWS, Place
 
-TEXTS = [f'text {i} says {i * 7 % 11} and more' for i in range(60)]
+# Some have the name of a special token, or a word that some tokenizers do not know.
+ODD = ('more', '<pad>', '</s>', '[SEP]', 'new!')
+TEXTS = [f'text {i} says {i * 7 % 11} and {ODD[i % 5]}' for i in range(60)]
+IN_VALIDATION = (4, 29, 56)  # by the hash that assigns texts to splits
 KINDS = ('path', 'environment', 'data')
 # Prepared rows are the same in every format, and shuffled by the name of their task.
 OTHER_ORDER = ('prepare_and_train',)
@@ -38,7 +52,7 @@ class World:
     flows: names of the flows that this world can reach.
     changes: names of the flows whose numbers depend on this world, by design.
     refused: how the error begins that ends training before its first step, as a regular expression;
-      None if everything works.
+      None if everything works. With `Place.between`, training is refused after that.
   """
 
   name: str
@@ -99,8 +113,13 @@ def _home(place: Place) -> None:
   place.runs, place.data = '~/runs', 'jsonl:~/runs/texts.jsonl'
 
 
-def _unknown_user(place: Place) -> None:
-  place.runs = '~no_such_user/runs'
+def _runs(name: str) -> Callable[[Place], None]:
+  """Returns a change that names this folder on the command line, and does not make it."""
+
+  def change(place: Place) -> None:
+    place.runs = name
+
+  return change
 
 
 def _other_folder(place: Place) -> None:
@@ -133,6 +152,21 @@ def _read_only_parent(place: Place) -> None:
   place.before += NO_PRIVILEGES
 
 
+def _file_in_the_way(place: Place) -> None:
+  (place.cwd / 'runs').mkdir()
+  place.real('a').write_text('no folder')
+
+
+def _mode(mode: int) -> Callable[[Place], None]:
+  """Returns a change that gives the folder of runs this mode."""
+
+  def change(place: Place) -> None:
+    (place.cwd / 'runs').mkdir(mode=mode)
+    place.before += NO_PRIVILEGES
+
+  return change
+
+
 PATHS = [
   World('dots', 'path', _in('x/../runs', first='x')),
   World('parent', 'path', _other_folder),
@@ -145,14 +179,20 @@ PATHS = [
   World('asterisk', 'path', _in('a*b?c')),
   World('backslash', 'path', _in('a\\b'), refused='ConfigError'),
   World('lock suffix', 'path', _in('run.__lock'), refused='ConfigError'),
-  World('unknown user', 'path', _unknown_user, refused='ConfigError'),
+  World('unknown user', 'path', _runs('~no_such_user/runs'), refused='ConfigError'),
   World('percent', 'path', _in('a%20b%(x)s')),
   World('unicode', 'path', _in('größe-模型')),
   World('quotes', 'path', _in('it\'s "new"')),
+  World('new line', 'path', _in('two\nlines')),
+  World('dash', 'path', _in('-runs')),
   World('punctuation', 'path', _in('a=1,b#c@d;e&f$HOME{0}')),
   World('tilde', 'path', _in('run~1')),
   World('home', 'path', _home),
   World('200 characters', 'path', _in('n' * 200)),
+  World('300 characters', 'path', _runs('n' * 300), refused='ConfigError: The path .* too long'),
+  World('a file in the way', 'path', _file_in_the_way, refused='(Config|Checkpoint)Error'),
+  World('no right to write', 'path', _mode(0o500), refused='(Config|Access|Checkpoint)Error'),
+  World('no right to enter', 'path', _mode(0o600), refused='(Config|Access|Checkpoint)Error'),
   World('trailing slash', 'path', _in('runs/')),
   World('read-only parent', 'path', _read_only_parent),
 ]
@@ -174,6 +214,34 @@ def _before(code: str) -> Callable[[Place], None]:
   return change
 
 
+def _c_locale(place: Place) -> None:
+  variables = ('LC_ALL', 'C'), ('PYTHONUTF8', '0'), ('PYTHONIOENCODING', 'ascii')
+  place.environment.update(variables)
+  place.before += ASCII
+
+
+def _limit(name: str, value: int) -> Callable[[Place], None]:
+  return _before(f'import resource; resource.setrlimit(resource.RLIMIT_{name}, ({value},) * 2)')
+
+
+def _job_ends_soon(place: Place) -> None:
+  """Each start saves after its first step and stops; the scheduler starts it again."""
+  place.environment['SLURM_JOB_END_TIME'] = str(time.time() + 90)
+  place.is_requeued = True
+
+
+def _local_checkpoints(place: Place) -> None:
+  folder = place.base / 'local'
+  folder.mkdir(mode=0o700)
+  place.macros['CheckpointConfig.local_checkpoint_dir'] = folder
+  place.macros['CheckpointConfig.local_period'] = 1
+
+
+def _local_checkpoints_of_all(place: Place) -> None:
+  _local_checkpoints(place)
+  (place.base / 'local').chmod(0o777)
+
+
 def _stdout(path: str) -> Callable[[Place], None]:
   def change(place: Place) -> None:
     place.stdout = pathlib.Path(path)
@@ -187,6 +255,24 @@ assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0  # CLONE_NEWNS
 subprocess.run(['mount', '--make-rprivate', '/'], check=True)
 subprocess.run(['umount', '-l', '/dev/shm'], check=True)
 """
+CLOSED = """
+import os
+for descriptor in (0, 1, 2):
+  os.close(descriptor)
+"""
+# Of a process that nohup started, or some CI runners.
+IGNORED_SIGNALS = """
+import signal
+for number in (signal.SIGINT, signal.SIGHUP):
+  signal.signal(number, signal.SIG_IGN)
+"""
+# Python reads the variables only when it starts, which these processes have done.
+ASCII = """
+import locale, sys
+locale.setlocale(locale.LC_ALL, 'C')
+for stream in (sys.stdout, sys.stderr):
+  stream.reconfigure(encoding='ascii')
+"""
 BROKEN_PIPE = """
 import os
 r, w = os.pipe()
@@ -199,16 +285,12 @@ ENVIRONMENT = [
   World('no HOME', 'environment', _variables(HOME=None)),
   World('HOME missing', 'environment', _variables(HOME='/nonexistent/home')),
   World('TMPDIR missing', 'environment', _variables(TMPDIR='/nonexistent/tmp')),
-  World('C locale', 'environment', _variables(LC_ALL='C', LANG='C', PYTHONUTF8='0')),
+  World('C locale', 'environment', _c_locale),
   World('time zone', 'environment', _variables(TZ='Asia/Kathmandu')),
   World('no USER', 'environment', _variables(USER=None, LOGNAME=None)),
   World('narrow terminal', 'environment', _variables(COLUMNS='10', TERM='dumb')),
   World('umask', 'environment', _before('import os; os.umask(0o077)')),
-  World(
-    'SIGINT ignored',
-    'environment',
-    _before('import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)'),
-  ),
+  World('signals ignored', 'environment', _before(IGNORED_SIGNALS)),
   World(
     'SIGPIPE default',
     'environment',
@@ -218,13 +300,25 @@ ENVIRONMENT = [
   World('stdout closed', 'environment', _before('import os; os.close(1)')),
   World('stdout without a reader', 'environment', _before(BROKEN_PIPE)),
   World('stderr closed', 'environment', _before('import os; os.close(2)')),
-  World('stdin closed', 'environment', _before('import os; os.close(0)')),
-  World(
-    '64 file handles',
-    'environment',
-    _before('import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'),
-  ),
+  World('all streams closed', 'environment', _before(CLOSED)),
+  World('64 file handles', 'environment', _limit('NOFILE', 64)),
+  World('3 GiB of memory', 'environment', _limit('DATA', 3 << 30)),
   World('no /dev/shm', 'environment', _before(NO_SHARED_MEMORY)),
+  World('end of an earlier job', 'environment', _variables(SLURM_JOB_END_TIME='1000')),
+  World(
+    'job ends soon',
+    'environment',
+    _job_ends_soon,
+    [flow for flow in FLOWS if flow != 'kill_and_resume'],  # it ends before it is killed
+    changes=['kill_and_resume'],
+  ),
+  World('local checkpoints', 'environment', _local_checkpoints),
+  World(
+    'local checkpoints of all users',
+    'environment',
+    _local_checkpoints_of_all,
+    refused='CheckpointError: .* can be written to by other users',
+  ),
 ]
 
 # The texts, in other files and with oddities that change no text.
@@ -242,10 +336,10 @@ def _lines(*, end: str = '\n', blank: str = '') -> bytes:
   return ''.join(json.dumps({'text': t}) + end + blank for t in TEXTS).encode()
 
 
-def _separated(delimiter: str) -> bytes:
+def _separated(delimiter: str, column: str = 'text') -> bytes:
   out = io.StringIO()
   writer = csv.writer(out, delimiter=delimiter)
-  writer.writerows([['id', 'text'], *([i, t] for i, t in enumerate(TEXTS))])
+  writer.writerows([['id', column], *([i, t] for i, t in enumerate(TEXTS))])
   return out.getvalue().encode()
 
 
@@ -261,6 +355,78 @@ def _parquet(table: pa.Table) -> bytes:
 
 def _no_file(place: Place) -> None:
   place.data = f'jsonl:{place.base / "missing.jsonl"}'
+
+
+def _column_with_a_comma(place: Place) -> None:
+  _source('csv', 'odd.csv', lambda: _separated(',', 'the, text'))(place)
+  place.data += '#text=the, text'
+
+
+def _split_names(place: Place) -> None:
+  folder = place.base / 'named'
+  folder.mkdir()
+  validation = [TEXTS[i] for i in IN_VALIDATION]
+  for name, texts in (
+    ('train', [text for text in TEXTS if text not in validation]),
+    ('validation', validation),
+    ('test', ['not for training'] * 60),
+  ):
+    (folder / f'{name}.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
+  place.data = f'jsonl:{folder}/*.jsonl'
+
+
+def _saved_twice(place: Place) -> None:
+  """As two `Dataset.save_to_disk` into one folder, the first of more files."""
+  folder = place.base / 'saved'
+  folder.mkdir()
+  for texts, number in (([f'stale {i}' for i in range(90)], 3), (TEXTS, 1)):
+    names = [f'data-{i:05}-of-{number:05}.arrow' for i in range(number)]
+    for name in names:
+      table = pa.table({'text': texts})
+      with pa.OSFile(str(folder / name), 'wb') as f, pa.ipc.new_stream(f, table.schema) as out:
+        out.write_table(table)
+    state = {'_data_files': [{'filename': name} for name in names], '_split': None}
+    (folder / 'state.json').write_text(json.dumps(state))
+    (folder / 'dataset_info.json').write_text('{}')
+  place.data = f'hf_dataset:{folder}'
+
+
+def _copied_between(place: Place) -> None:
+  """The same bytes under another inode, with other times."""
+  path = place.base / 'texts.jsonl'
+
+  def copy() -> None:
+    shutil.copyfile(path, place.base / 'new')
+    os.replace(place.base / 'new', path)
+
+  place.between = copy
+
+
+def _replaced_between(place: Place) -> None:
+  path = place.base / 'texts.jsonl'
+  place.between = lambda: path.write_bytes(path.read_bytes().replace(b'says', b'said'))
+
+
+def _unreadable(place: Place) -> None:
+  (place.base / 'texts.jsonl').chmod(0)
+  place.before += NO_PRIVILEGES
+
+
+def _failing_disk(place: Place) -> None:
+  if not shutil.which('cc'):
+    pytest.skip('no C compiler')
+  place.environment |= {'REFUSED_PATH': 'texts.jsonl', 'REFUSED_ERRNO': str(errno.EIO)}
+
+
+def _long_line(place: Place) -> None:
+  """A line of 300 MB, in a file that takes no room."""
+  with open(place.base / _JSONL, 'wb') as f:
+    f.truncate(300 << 20)
+  place.data = f'jsonl:{place.base / _JSONL}'
+
+
+def _long_line_compressed() -> bytes:
+  return gzip.compress(b'{"text": "') + 300 * gzip.compress(bytes(1 << 20).replace(b'\0', b'a'))
 
 
 _JSONL = 'odd.jsonl'
@@ -325,11 +491,33 @@ DATA = [
     TRAINS,
     OTHER_ORDER,
   ),
+  World('a column with a comma', 'data', _column_with_a_comma, TRAINS, OTHER_ORDER),
+  World('jsonl with names of splits', 'data', _split_names, TRAINS, OTHER_ORDER),
+  World('save_to_disk twice', 'data', _saved_twice, TRAINS, OTHER_ORDER),
+  World('copied between two starts', 'data', _copied_between, TRAINS),
+  World(
+    'replaced between two starts',
+    'data',
+    _replaced_between,
+    TRAINS,
+    refused='DataError: The training text has changed',
+  ),
+  World('input/output error', 'data', _failing_disk, TRAINS, refused=r'DataError: .*\(EIO\)'),
+  World('no right to read', 'data', _unreadable, TRAINS, refused='DataError: .*Permission denied'),
+  World('a line of 300 MB', 'data', _long_line, TRAINS, refused='DataError: .*longer than 256 MiB'),
+  World(
+    'a compressed line of 300 MB',
+    'data',
+    _source('jsonl', 'odd.jsonl.gz', _long_line_compressed),
+    TRAINS,
+    refused='DataError: .*longer than 256 MiB',
+  ),
   World('no file', 'data', _no_file, TRAINS, refused='DataError: No file matches'),
   _refused('empty', 'DataError: All 1 files', b''),
   _refused('missing column', 'DataError', b'{"body": "a"}\n' * 60),
   _refused('nulls', 'DataError: .* has no text', b'{"text": null}\n' * 60),
   _refused('NUL', 'DataError', b'{"text": "a\0b"}\n' * 60),
+  _refused('half a surrogate pair', 'DataError', b'{"text": "\\ud800"}\n' * 60),
   _refused('UTF-16', 'DataError', _lines().decode().encode('utf-16')),
   _refused(
     'deep JSON', 'DataError', b'{"text": "a", "tools": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n'
@@ -343,4 +531,49 @@ DATA = [
   ),
 ]
 
-WORLDS = [*PATHS, *ENVIRONMENT, *DATA]
+# The tokenizers.
+
+
+def _tokenizer(kind: str) -> Callable[[Place], None]:
+  def change(place: Place) -> None:
+    folder = place.real('tokenizer')
+    folder.mkdir(parents=True)
+    place.tokenizer = helpers_tokenizers.write_tokenizer(folder, kind)
+
+  return change
+
+
+def _changed(file: str, change: Callable[[dict], None]) -> Callable[[Place], None]:
+  """Returns a change to a tokenizer with a file that `change` changed."""
+
+  def write(place: Place) -> None:
+    _tokenizer('unigram_t5')(place)
+    path = place.real('tokenizer') / file
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+  return write
+
+
+def _no_unknown(content: dict) -> None:
+  content['model']['unk_id'] = None
+
+
+TOKENIZERS = [
+  *(World(kind, 'tokenizer', _tokenizer(kind)) for kind in helpers_tokenizers.KINDS),
+  World(
+    'no end',
+    'tokenizer',
+    _changed('tokenizer_config.json', lambda names: names.pop('eos_token')),
+    refused='DataError: .* no end-of-text id',
+  ),
+  World(
+    'no unknown token',
+    'tokenizer',
+    _changed('tokenizer.json', _no_unknown),
+    refused='DataError: .* has no token for unknown',
+  ),
+]
+
+WORLDS = [*PATHS, *ENVIRONMENT, *DATA, *TOKENIZERS]

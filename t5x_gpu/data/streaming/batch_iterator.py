@@ -9,9 +9,7 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import re
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +42,7 @@ _HEADER = Fields(
 # Files of TensorFlow's iterator checkpoint.
 _FILES = ('position.index', 'position.data-00000-of-00001')
 _COMPRESSION = 3  # level 6 is 2% smaller and takes 2.5 times as long
+_folder_numbers = itertools.count()
 # Number of batches to read twice at startup, if a restart would have to read batches again.
 _COMPARED = 3
 # These packages determine order and content.
@@ -337,13 +336,24 @@ def _parse_state(state: bytes) -> tuple[dict[str, Any], bytes, bytes]:
   return header, rest[:size], rest[size:]
 
 
+@contextlib.contextmanager
+def _folder_in_memory() -> Iterator[str]:
+  """Yields a folder for TensorFlow's files: a save must not fail because TMPDIR is full."""
+  folder = f'ram://t5x_gpu_position_{next(_folder_numbers)}'
+  tf.io.gfile.makedirs(folder)
+  try:
+    yield folder
+  finally:
+    tf.io.gfile.rmtree(folder)
+
+
 def _to_bytes(iterator: tf.data.Iterator) -> bytes:
   """Returns the position of `iterator`, buffers included."""
-  with tempfile.TemporaryDirectory() as folder:
-    tf.train.Checkpoint(iterator=iterator).write(os.path.join(folder, 'position'))
+  with _folder_in_memory() as folder:
+    tf.train.Checkpoint(iterator=iterator).write(f'{folder}/position')
     parts = []
     for name in _FILES:
-      with open(os.path.join(folder, name), 'rb') as f:
+      with tf.io.gfile.GFile(f'{folder}/{name}', 'rb') as f:
         data = f.read()
       parts += [len(data).to_bytes(8, 'big'), data]
   return zlib.compress(b''.join(parts), _COMPRESSION)
@@ -360,17 +370,15 @@ def _from_bytes(state: bytes, iterator: tf.data.Iterator) -> None:
     data = zlib.decompress(state)
   except zlib.error as e:
     raise ValueError(f'damaged: {e}') from e
-  with tempfile.TemporaryDirectory() as folder:
+  with _folder_in_memory() as folder:
     for name in _FILES:
       size = int.from_bytes(data[:8], 'big')
       if len(data) < 8 + size:
         raise ValueError('cut short')
-      with open(os.path.join(folder, name), 'wb') as f:
+      with tf.io.gfile.GFile(f'{folder}/{name}', 'wb') as f:
         f.write(data[8 : 8 + size])
       data = data[8 + size :]
     try:
-      tf.train.Checkpoint(iterator=iterator).read(
-        os.path.join(folder, 'position')
-      ).assert_consumed()
+      tf.train.Checkpoint(iterator=iterator).read(f'{folder}/position').assert_consumed()
     except (tf.errors.OpError, AssertionError) as e:
       raise ValueError(first_line(e)) from e

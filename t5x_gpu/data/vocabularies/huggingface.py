@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Iterable
@@ -18,11 +19,14 @@ import numpy as np
 from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 # Usual names of the padding token, for tokenizers without a tokenizer_config.json.
 _PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
+# A runic letter, to see how a tokenizer encodes a letter that it does not know.
+_RARE = '\u16a0'
 _PARAMETERS = ('DatasetConfig.vocabulary',)
+log = logging.getLogger(__name__)
 _error = functools.partial(DataError, parameters=_PARAMETERS)
 
 
@@ -43,6 +47,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     self.path = _tokenizer_file(path)
     self._tokenizer = _load(self.path)
     self._named = _special_tokens(self.path, self._tokenizer)
+    _check_unknown(self.path, self._tokenizer)
     size = self._tokenizer.get_vocab_size(with_added_tokens=True)
     # Some tokenizers have gaps between ids, so the size is the highest id plus one.
     self._own_size = max(size, 1 + max(self._tokenizer.get_vocab().values(), default=0))
@@ -260,3 +265,29 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
       fix='Use tokenizer.json and tokenizer_config.json of the same model.',
     )
   return named
+
+
+def _check_unknown(path: pathlib.Path, tokenizer: Any) -> None:
+  """Raises DataError if a letter outside of the vocabulary is an error, and warns if it is lost.
+
+  Such a letter may come late, and its text cannot be changed within a run.
+  """
+  try:
+    ids = tokenizer.encode(_RARE, add_special_tokens=False).ids
+  except Exception as e:  # The Rust library raises Exception itself.
+    raise _error(
+      f'{str(path)!r} has no token for unknown text, so a letter outside of its vocabulary would '
+      f'end a run: {first_line(e)}.',
+      fix='Train it with an unknown token: unk_token (for a Unigram model, unk_id).',
+    ) from e
+  if not ids:
+    _warn_of_lost_letters(path)
+
+
+@functools.cache  # a run opens its tokenizer several times
+def _warn_of_lost_letters(path: pathlib.Path) -> None:
+  log.warning(
+    '%s has no token for unknown text: it drops letters outside of its vocabulary, such as %r',
+    path,
+    _RARE,
+  )

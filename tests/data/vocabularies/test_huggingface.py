@@ -352,6 +352,14 @@ def test_broken_tokenizers_are_named(bert, break_it, says):
   assert e.value.fix and e.value.parameters
 
 
+def test_a_tokenizer_that_drops_unknown_letters_is_reported(tmp_path, caplog):
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0, 'b': 1}, []))
+  save(tmp_path / 'dropping', tokenizer, {})
+  vocabulary = HuggingFaceVocabulary(tmp_path / 'dropping')
+  assert vocabulary.encode('aéb') == [0, 1]
+  assert 'it drops letters outside of its vocabulary' in caplog.text
+
+
 def test_tokenizer_without_an_end_is_named_where_an_end_is_needed(bert, open_data, tmp_path):
   (bert / 'tokenizer_config.json').unlink()
   (tmp_path / 'a.txt').write_text('hello\n' * 9)
