@@ -1,6 +1,6 @@
 """Tokenizers of each library, with special tokens at every place: at id 0, equal, absent, in texts.
 
-The name of a kind says what is unusual: which special token is first (id 0), or equal to another.
+The name of a kind is the special token that is first (id 0), or equal to another.
 """
 
 import dataclasses

@@ -96,7 +96,7 @@ def test_taking_a_state_does_not_disturb_the_stream(open_data, lines):
   assert got == hashes(open_data(lines).iterator, 6)
 
 
-def test_a_save_needs_no_room_in_tmpdir(open_data, lines, tmp_path, monkeypatch):
+def test_a_save_does_not_write_to_tmpdir(open_data, lines, tmp_path, monkeypatch):
   iterator = open_data(lines).iterator
   hashes(iterator, 3)
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'missing'))

@@ -419,7 +419,7 @@ def _failing_disk(place: Place) -> None:
 
 
 def _long_line(place: Place) -> None:
-  """A line of 300 MB, in a file that takes no room."""
+  """A line of 300 MB, in a sparse file."""
   with open(place.base / _JSONL, 'wb') as f:
     f.truncate(300 << 20)
   place.data = f'jsonl:{place.base / _JSONL}'
