@@ -54,7 +54,7 @@ def reason_of(e: OSError) -> str:
 
 
 def is_refused(e: BaseException) -> bool:
-  """Returns whether an error of the system names a file, and says nothing about its content."""
+  """Returns whether an error of the system names a file whose content may be intact."""
   return isinstance(e, OSError) and e.filename is not None and e.errno in _REMEDIES
 
 

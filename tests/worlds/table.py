@@ -260,7 +260,7 @@ import os
 for descriptor in (0, 1, 2):
   os.close(descriptor)
 """
-# Of a process that nohup started, or some CI runners.
+# nohup and some CI runners ignore these signals.
 IGNORED_SIGNALS = """
 import signal
 for number in (signal.SIGINT, signal.SIGHUP):

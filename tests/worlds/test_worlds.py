@@ -98,7 +98,7 @@ def warm(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def sessions(warm):
-  """Returns the session of some worlds; those of tokenizers stay, of the others the latest."""
+  """Returns the session of some worlds; keeps sessions with a tokenizer alone, and the latest."""
   kept, latest = {}, {}
 
   def session(worlds: tuple[World, ...]) -> Session:
