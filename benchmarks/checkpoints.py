@@ -30,8 +30,7 @@ from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.config import gin_loader
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import program_of_run
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.training.program import StepConfig, program_of_run
 from t5x_gpu.training.train_state import TrainState
 
 ROOT = pathlib.Path(__file__).parents[1]

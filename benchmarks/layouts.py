@@ -37,8 +37,7 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline.pipeline_parallel import bubble_fraction
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.terminal import logging_setup
-from t5x_gpu.training.program import Program, program_of_run
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.training.program import Program, StepConfig, program_of_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 8

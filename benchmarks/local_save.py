@@ -29,8 +29,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.planning.devices import simulated_devices
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import program_of_run
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.training.program import StepConfig, program_of_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUT = ROOT / 'benchmarks' / 'results' / 'local_save.json'

@@ -2,7 +2,7 @@
 
     python -m benchmarks.loss_memory        # with the extra [plan]; no GPU, a minute or two
 
-Compiles the loss of `models/linear_cross_entropy.py` with its gradients (by the last norm's output
+Compiles the loss of `models/losses.py` with its gradients (by the last norm's output
 and by the kernel) for one H100, with stored logits and in chunks, and reads XLA's account of memory
 and the FLOPs of its matrix products. Nothing runs.
 """
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from benchmarks.gpu.loss import chunked, stored
 from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.analysis.gpu_compile import memory_of
-from t5x_gpu.models.linear_cross_entropy import choose_num_chunks
-from t5x_gpu.runtime.xla.deviceless import described_gpus, kernels_for
+from t5x_gpu.models.losses import choose_num_chunks
+from t5x_gpu.runtime.xla.gpu_targets import described_gpus, kernels_for
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'loss_memory.json'
 # (tokens on the GPU, embed, vocabulary): multilingual T5's and Gemma's, a small one, Llama-3 8B's.

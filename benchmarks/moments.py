@@ -24,9 +24,8 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
+from t5x_gpu.training.program import build_program, bytes_per_device
 from t5x_gpu.training.schedules import cosine
-from t5x_gpu.training.summary import bytes_per_device
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'moments.json'
 BATCH, LENGTH, HELD_OUT = 8, 128, 16

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from t5x_gpu.checkpoint.convert.hf import rotary
 from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
-from t5x_gpu.runtime.xla import listing
-from t5x_gpu.runtime.xla.legacy import LEGACY
-from t5x_gpu.runtime.xla.presets import PRESETS
-from t5x_gpu.runtime.xla.table import LEFT_ALONE
+from t5x_gpu.runtime.xla import presets
+from t5x_gpu.runtime.xla.flags import LEGACY
+from t5x_gpu.runtime.xla.presets import LEFT_ALONE, PRESETS
 
 _EXAMPLE = (
   'xla preset: h200 single-host (default), 1 compile option, 1 flag, 4 variables, '
@@ -25,7 +24,7 @@ _EXAMPLE = (
 _INTRODUCTION = """\
 # XLA, NCCL and memory settings
 
-This page is generated from the table in `t5x_gpu/runtime/xla/table.py`:
+This page is generated from the table in `t5x_gpu/runtime/xla/presets.py`:
 
     python scripts/docs_tables.py xla_flags > docs/xla_flags.md
 
@@ -76,16 +75,16 @@ def xla_flags_page() -> str:
       presets='\n'.join(f'- `{name}`: {text}.' for name, text in PRESETS.items()), line=_EXAMPLE
     )
   ]
-  for kind, title in listing.KINDS.items():
+  for kind, title in presets.KINDS.items():
     rows = [
       [
         '<br>'.join(f'`{name}`' for name in names),
-        f'`{listing.shown(row)}`',
+        f'`{presets.shown_setting(row)}`',
         ', '.join(row.presets),
-        listing.where(row),
+        presets.where_set(row),
         f'{row.reason} [source]({row.source})',
       ]
-      for names, row in listing.alike(kind)
+      for names, row in presets.settings_alike(kind)
     ]
     parts.append(
       f'## {title}\n\n' + _markdown(['setting', 'value', 'presets', 'where', 'why'], rows)

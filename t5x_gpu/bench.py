@@ -13,22 +13,20 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.analysis.fp8_use import fp8_lines
+from t5x_gpu.analysis.kernels import fp8_lines
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics.speed import model_speed, peak_memory_bytes
+from t5x_gpu.metrics.monitor import model_speed, peak_memory_bytes
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla.compile_errors import compile_errors
+from t5x_gpu.runtime.xla import flags
+from t5x_gpu.runtime.xla.program_cache import compile_errors
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.memory import check_memory
-from t5x_gpu.training.program import Program, compile_options, program_of_run
-from t5x_gpu.training.step_config import StepConfig
-from t5x_gpu.training.summary import size_line
+from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run, size_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ def bench(
   *,
   num_steps: int,
   warmup_steps: int,
-  xla: Optional[xla_flags.Applied] = None,
+  xla: Optional[flags.Applied] = None,
 ) -> Result:
   """Returns the measurement of the training step of `program`.
 

@@ -15,11 +15,17 @@ from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.retention import BEST_IS, Keep
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.storage.paths import local_path
-from t5x_gpu.checkpoint.tools.average import average
-from t5x_gpu.checkpoint.tools.diff import tree_differences, value_differences
-from t5x_gpu.checkpoint.tools.inspect import describe, description_text
-from t5x_gpu.checkpoint.tools.prune import PrunePlan, plan_prune, prune
-from t5x_gpu.checkpoint.tools.verify import verify
+from t5x_gpu.checkpoint.tools.inspect import (
+  PrunePlan,
+  average,
+  describe,
+  description_text,
+  plan_prune,
+  prune,
+  tree_differences,
+  value_differences,
+  verify,
+)
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional
 
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.config import gin_files, gin_loader, provenance
+from t5x_gpu.config import gin_loader, provenance, statements
+from t5x_gpu.config.atomic_write import check_not_refused, is_refused, reason_of, remedy
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.report import CONFIG
-from t5x_gpu.config.set_aside import check_not_refused, is_refused, reason_of, remedy
 from t5x_gpu.data.data_module import open_class_names
 from t5x_gpu.errors import (
   AccessError,
@@ -25,8 +25,8 @@ from t5x_gpu.errors import (
   UserError,
   did_you_mean,
 )
-from t5x_gpu.runtime import host, import_interrupts, process_exit
-from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
+from t5x_gpu.runtime import gpus, import_interrupts, process_exit
+from t5x_gpu.runtime.process_exit import SecondInterruptLeaves
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.printable import printable
 
@@ -195,7 +195,7 @@ def parse_args(
     if bindings or any((files, values.gin_search_paths, values.tfds_data_dir, values.dry_run)):
       raise ConfigError(f'{prog} does not take a configuration.', fix=without_config)
   elif gin_file_required and not files:
-    shipped = gin_files.GinFiles().shipped('examples')
+    shipped = statements.GinFiles().shipped('examples')
     raise ConfigError(
       'No --gin_file is given.',
       fix='Give your own gin file or one of the shipped examples:\n'
@@ -350,7 +350,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   import_interrupts.open_closed_streams()
   streams.install()
   import_interrupts.raise_again()
-  host.this_is_a_command()
+  gpus.this_is_a_command()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     with SecondInterruptLeaves(leave=process_exit.leave_at_once):

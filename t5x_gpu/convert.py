@@ -16,26 +16,29 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.convert.conversion import CHECKS, ConversionRequest
 from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
 from t5x_gpu.checkpoint.convert.hf.folder import CONFIG
-from t5x_gpu.checkpoint.convert.logits_check import TOLERANCE, has_transformers
-from t5x_gpu.checkpoint.convert.merge_lora import merge_lora
+from t5x_gpu.checkpoint.convert.logits_check import (
+  CHECKS,
+  TOLERANCE,
+  ConversionRequest,
+  RunText,
+  has_transformers,
+)
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
-from t5x_gpu.checkpoint.convert.to_hf import convert_ours
+from t5x_gpu.checkpoint.convert.to_hf import convert_ours, merge_lora
 from t5x_gpu.checkpoint.convert.to_ours import convert_hf, convert_t5x
-from t5x_gpu.checkpoint.convert.vocabulary import RunText
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
+from t5x_gpu.evaluation.class_job import decoding_changes, open_prompt_text
 from t5x_gpu.evaluation.infer_request import RUN_SETTINGS, configures_run, read_request
-from t5x_gpu.evaluation.text_job import decoding_changes, open_prompt_text
 from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.models.model import encodes_texts
 from t5x_gpu.models.preference.dpo import policy_of

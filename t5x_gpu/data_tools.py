@@ -9,6 +9,7 @@ import itertools
 import os
 import pathlib
 import statistics
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -19,19 +20,51 @@ import rich.text
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import data_module, features
-from t5x_gpu.data.batches import PREPARED, Batch, BatchIterator, BatchSpec, DatasetConfig
-from t5x_gpu.data.prepared import row_stats
-from t5x_gpu.data.prepared.index import Index, read_index
-from t5x_gpu.data.prepared.shard_checks import check_shards
+from t5x_gpu.data.batches import (
+  PREPARED,
+  Batch,
+  BatchIterator,
+  BatchSpec,
+  DatasetConfig,
+  RunDataConfig,
+)
+from t5x_gpu.data.prepared import shard_writer
+from t5x_gpu.data.prepared.index import Index, check_shards, counted_features, read_index
 from t5x_gpu.data.prompts import decode_all
-from t5x_gpu.data.run_data import RunDataConfig
-from t5x_gpu.data.speed import measure
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics.lengths_picture import lengths_table, plot_lengths
+from t5x_gpu.metrics.plots import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
+
+# Measures how fast batches can be read: tokens per second, and per second of one core.
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+  """Tokens per second of wall time and of CPU time, without padding; number of timed batches."""
+
+  tokens_per_second: float
+  tokens_per_core_second: float
+  batches: int
+
+
+def measure(batches: BatchIterator, *, seconds: float) -> Speed:
+  """Returns the speed of reading whole batches; the first batch is not timed."""
+
+  def read(batch: Batch) -> int:
+    return sum(int(features.is_token(batch, name).sum()) for name in counted_features(batch))
+
+  read(next(batches))
+  start, cpu, number, tokens = time.perf_counter(), time.process_time(), 0, 0
+  while number == 0 or time.perf_counter() - start < seconds:
+    tokens += read(next(batches))
+    number += 1
+  return Speed(
+    tokens / (time.perf_counter() - start), tokens / max(time.process_time() - cpu, 1e-9), number
+  )
+
 
 PROG = 'python -m t5x_gpu.data'
 EXAMPLES = """examples:
@@ -148,16 +181,16 @@ def _opened(args: cli.Args) -> _Data:
 
 def _rows(batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:
   """Yields the first rows."""
-  rows = (row_stats.row_of(x, i) for x in batches for i in range(len(next(iter(x.values())))))
+  rows = (shard_writer.row_of(x, i) for x in batches for i in range(len(next(iter(x.values())))))
   return itertools.islice(rows, number)
 
 
-def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str, Any]]:
+def _facts(data: _Data, num_rows: int) -> tuple[shard_writer.RowStats, Mapping[str, Any]]:
   """Returns statistics of the first rows, and `describe()` of the batches.
 
   A mixture is read as in training, because a single pass would end with its smallest task.
   """
-  facts = row_stats.RowStats()
+  facts = shard_writer.RowStats()
   is_mixture = len(data_module.open_task_names(data.config)) > 1
   with data.batches(repeat=is_mixture) as batches:
     for row in _rows(batches, num_rows):
@@ -169,25 +202,25 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
   """Prints rows, each example in another color; dim where the loss does not count."""
   vocabulary = data_module.open_vocabulary(data.config, feature_converter=data.feature_converter)
   names = data.spec.class_names or data_module.open_class_names(data.config) or ()
-  facts = row_stats.RowStats()
+  facts = shard_writer.RowStats()
   with data.batches(repeat=True) as batches:
     rows = list(_rows(batches, num_rows))
   for number, row in enumerate(rows):
-    one = row_stats.RowStats()
+    one = shard_writer.RowStats()
     one.add(row)
     facts.add(row)
-    with_loss = row_stats.num_with_loss(row)
+    with_loss = shard_writer.num_with_loss(row)
     loss = '' if with_loss in (None, one.tokens) else f', loss on {with_loss}'
     console.print(
       f'row {number}: {sum(one.lengths.values())} examples, {one.tokens} of '
       f'{one.positions} positions, padding {one.padding:.1%}{loss}',
       style='bold',
     )
-    if target := row_stats.target_of(row, names):
+    if target := shard_writer.target_of(row, names):
       console.print(rich.text.Text(printable(f'  {target}')))
     feature = None
     decode = functools.partial(decode_all, vocabulary)
-    for piece in row_stats.pieces(row, decode=decode):
+    for piece in shard_writer.pieces(row, decode=decode):
       if piece.feature != feature:
         feature = piece.feature
         console.print(f'  {feature}', style='dim')

@@ -16,16 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
-from t5x_gpu.runtime import gpus as gpu_detect
-from t5x_gpu.runtime import run_with_deadline
+from t5x_gpu.runtime import gpus as gpus_lib
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.health import checks as health
-from t5x_gpu.runtime.health import gpu_checks
+from t5x_gpu.runtime.health import checks as checks_lib
 from t5x_gpu.runtime.health.checks import FAIL, OK, WARN, Check
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla import listing
-from t5x_gpu.runtime.xla import presets as xla_presets
+from t5x_gpu.runtime.xla import flags as flags_lib
+from t5x_gpu.runtime.xla import presets
 
 EXAMPLES = """examples:
   {prog}
@@ -74,7 +71,7 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
   Args:
     request: what to check.
   """
-  on_machine = max(gpu_detect.find_gpus({}).count, len(gpu_detect.pci_numa_nodes()))
+  on_machine = max(gpus_lib.find_gpus({}).count, len(gpus_lib.pci_numa_nodes()))
   nvlink = True
   yield Check(
     'processes',
@@ -83,27 +80,27 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
     '\n'.join(request.cluster.warnings),
   )
   if request.is_first_here:
-    yield from health.quick_checks(expect_gpus=request.expect_gpus)
-    applied = xla_flags.prepare_environment(request.preset, environ=dict(os.environ))
+    yield from checks_lib.quick_checks(expect_gpus=request.expect_gpus)
+    applied = flags_lib.prepare_environment(request.preset, environ=dict(os.environ))
     yield Check(
       'xla flags', WARN if applied.warnings else OK, applied.summary, '\n'.join(applied.warnings)
     )
     topology = (
-      run_with_deadline.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)
+      gpus_lib.run_with_deadline(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)
       if on_machine > 1
       else None
     )
-    links = gpu_checks.check_links(topology.output if topology else '', gpus=on_machine)
+    links = checks_lib.check_links(topology.output if topology else '', gpus=on_machine)
     nvlink = 'NV' in links.value
     yield links
   yield from _examine_devices(request, on_machine=on_machine, nvlink=nvlink)
   if request.is_first_here:
-    done = run_with_deadline.run(
+    done = gpus_lib.run_with_deadline(
       [sys.executable, '-m', 't5x_gpu.runtime.health.measure_disk', request.model_dir],
       seconds=request.timeout_seconds,
     )
-    yield gpu_checks.check_disk(
-      gpu_checks.json_lines(done.output).get('disk'),
+    yield checks_lib.check_disk(
+      checks_lib.json_lines(done.output).get('disk'),
       folder=request.model_dir,
       problem=done.problem or _last_line(done.errors),
     )
@@ -115,7 +112,7 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
   found, problem = _measure('devices', request, seconds=seconds)
   devices = found.get('devices')
   chosen = request.cluster.local_device_ids
-  seen = gpu_checks.check_devices(
+  seen = checks_lib.check_devices(
     devices,
     on_machine=len(chosen) if chosen else on_machine,
     expected=request.expected_here,
@@ -125,19 +122,19 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
   yield seen
   gpus = devices['count'] if devices and devices['platform'] != 'cpu' else 0
   if request.is_first_here:
-    versions = health.installed_versions()
-    yield health.check_library(
+    versions = checks_lib.installed_versions()
+    yield checks_lib.check_library(
       'cudnn',
       versions,
       gpus=max(gpus, on_machine),
       loaded=(devices or {}).get('cudnn'),
       built=(devices or {}).get('cudnn_built'),
     )
-    yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
+    yield checks_lib.check_library('nccl', versions, gpus=max(gpus, on_machine))
   if devices is None:
     return  # reported above: jax did not start
-  yield gpu_checks.check_matmul(found.get('matmul'), devices=devices, problem=problem)
-  yield gpu_checks.check_clocks(found.get('clocks'), gpus=gpus)
+  yield checks_lib.check_matmul(found.get('matmul'), devices=devices, problem=problem)
+  yield checks_lib.check_clocks(found.get('clocks'), gpus=gpus)
   if request.cluster.process_count == 1 and gpus < 2:
     yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
   elif seen.status != FAIL:  # a process with CPU devices would make all other processes wait
@@ -145,7 +142,7 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
     found, problem = _measure(
       'all_reduce', request, f'--join_seconds={join}', seconds=seconds + join
     )
-    check = gpu_checks.check_all_reduce(found, nvlink=nvlink, problem=problem)
+    check = checks_lib.check_all_reduce(found, nvlink=nvlink, problem=problem)
     if request.is_first_here or check.status == FAIL:  # one warning per host is enough
       yield check
 
@@ -160,7 +157,7 @@ def _measure(
     **os.environ,
     'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
   }
-  done = run_with_deadline.run(
+  done = gpus_lib.run_with_deadline(
     [
       sys.executable,
       '-m',
@@ -174,7 +171,7 @@ def _measure(
     environ=environ,
   )
   ended = f'ended by {signal.Signals(-done.code).name}' if (done.code or 0) < 0 else ''
-  return gpu_checks.json_lines(done.output), done.problem or ended or _last_line(done.errors)
+  return checks_lib.json_lines(done.output), done.problem or ended or _last_line(done.errors)
 
 
 def _last_line(text: str) -> str:
@@ -209,7 +206,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--preset',
     default='default',
     metavar='NAME',
-    help=f'XLA preset to try: {", ".join(xla_presets.PRESETS)}',
+    help=f'XLA preset to try: {", ".join(presets.PRESETS)}',
   )
   group.add_argument(
     '--timeout_seconds',
@@ -238,9 +235,9 @@ def main(argv: Sequence[str]) -> int:
     'To check a run, use python -m t5x_gpu.train --dry_run.',
     examples=EXAMPLES,
   )
-  xla_presets.check_preset(args.extra.preset)
+  presets.check_preset(args.extra.preset)
   if args.extra.flags:
-    print(listing.table(), end='')
+    print(presets.preset_table(), end='')
     return 0
   cluster = cluster_lib.detect_here(args.extra)
   request = DoctorRequest(

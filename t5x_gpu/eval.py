@@ -17,16 +17,21 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
-from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable
+from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable, shared_model_dir
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.entities import entity_kinds
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.evaluation.checkpoint_evaluator import CheckpointEvaluator
-from t5x_gpu.evaluation.checkpoint_queue import Wanted, read_if_there, steps_to_evaluate
-from t5x_gpu.evaluation.eval_results import EvalResults, short, table
+from t5x_gpu.evaluation.checkpoint_evaluator import (
+  CheckpointEvaluator,
+  EvalResults,
+  Wanted,
+  read_if_there,
+  short,
+  steps_to_evaluate,
+  table,
+)
 from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.metrics import classification
 from t5x_gpu.models.model import Model, OptionalMembers
@@ -35,9 +40,9 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal import logging_setup, streams
-from t5x_gpu.terminal.bars import Show, bar, silent
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
+from t5x_gpu.terminal.progress_line import Show, bar, silent
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -146,7 +151,7 @@ def _report(
     log(classification.hits_table(hits, classification.all_names(kinds, len(hits))))
   if confusion is not None:
     names = classification.all_names(names, len(confusion))
-    log(classification.table(confusion, names))
+    log(classification.confusion_table(confusion, names))
     results.add_confusion(step, confusion, names)
 
 
@@ -273,6 +278,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 if __name__ == '__main__':
   # Imported under its own name: gin files import t5x_gpu.eval, and a module must not exist twice.
-  from t5x_gpu.eval import main as main_
 
-  cli.run_main(main_)
+  cli.run_main(main)

@@ -18,9 +18,9 @@ from t5x_gpu import cli
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
 from t5x_gpu.data.sources.rows import limited_lines
 from t5x_gpu.errors import ConfigError, DataError, task_error
+from t5x_gpu.evaluation.class_job import open_job
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results
 from t5x_gpu.evaluation.infer_request import gin_file_of, read_request
-from t5x_gpu.evaluation.text_job import open_job
 from t5x_gpu.runtime import distributed, main_log
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.terminal import logging_setup
@@ -224,6 +224,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 if __name__ == '__main__':
   # Imported under its own name: gin files import t5x_gpu.infer, and a module must not exist twice.
-  from t5x_gpu.infer import main as main_
 
-  cli.run_main(main_)
+  cli.run_main(main)

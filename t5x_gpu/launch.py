@@ -22,11 +22,43 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import gpus as nvml
+from t5x_gpu.runtime import gpus as gpus_lib
 from t5x_gpu.runtime import numa
-from t5x_gpu.runtime.cluster import cluster, job_secret, launch_scripts, launcher_conflicts
+from t5x_gpu.runtime.cluster import cluster, rendezvous, schedulers
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
+
+# Writes the launch scripts of Slurm, PBS, Open MPI and Kubernetes, which a wheel carries too.
+
+_PACKAGE = pathlib.Path(__file__).resolve().parents[0]
+
+
+def shipped_scripts() -> list[pathlib.Path]:
+  """Returns the scripts of the installed package, or of the repository that contains it."""
+  inside = _PACKAGE / 'scripts'
+  return sorted((inside if inside.is_dir() else _PACKAGE.parent / 'scripts').glob('train*'))
+
+
+def write_scripts(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Writes the scripts to `folder`, which is created, and returns their paths.
+
+  Raises:
+    ConfigError: a file of that name has other contents. Nothing is written then.
+  """
+  texts = {folder / path.name: path.read_bytes() for path in shipped_scripts()}
+  changed = [p for p, text in texts.items() if p.exists() and p.read_bytes() != text]
+  if changed:
+    raise ConfigError(
+      f'{", ".join(map(str, changed))} would be overwritten.',
+      fix='Name another folder, or move the changed files.',
+      docs='slurm.md',
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  for path, text in texts.items():
+    path.write_bytes(text)
+    path.chmod(0o755 if path.suffix == '.sh' else 0o644)
+  return list(texts)
+
 
 DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
@@ -185,7 +217,7 @@ def plan(
   use_gpus: bool,
   numa_mode: str,
   env: Mapping[str, str],
-  gpus: Sequence[nvml.PhysicalGpu],
+  gpus: Sequence[gpus_lib.PhysicalGpu],
   address: str,
 ) -> list[ProcessPlan]:
   """Returns how to start each process.
@@ -213,7 +245,7 @@ def plan(
   if numa_mode not in ('auto', 'off'):
     bindings = numa.read_bindings(numa_mode, num_processes=num_processes)
   plans, each = [], visible // num_processes
-  secret = env.get(job_secret.VARIABLE) or job_secret.new()
+  secret = env.get(rendezvous.SECRET_VARIABLE) or rendezvous.new_secret()
   for index in range(num_processes):
     ids = list(range(index * each, (index + 1) * each))
     child = {
@@ -224,7 +256,7 @@ def plan(
       'LOCAL_WORLD_SIZE': str(num_processes),
       'LOCAL_RANK': str(index),
       'PYTHONUNBUFFERED': '1',
-      job_secret.VARIABLE: secret,
+      rendezvous.SECRET_VARIABLE: secret,
     }
     if use_gpus:
       # CUDA must use PCI order like NVML and nvidia-smi; otherwise a process would be bound to
@@ -234,7 +266,7 @@ def plan(
     else:
       child['JAX_PLATFORMS'] = 'cpu'
     if numa_mode == 'auto':
-      own = nvml.own_gpus(gpus, child, ids) if use_gpus else ()
+      own = gpus_lib.own_gpus(gpus, child, ids) if use_gpus else ()
       binding = numa.bind_to_gpus([g.pci_address for g in gpus if g.uuid in own], allowed=allowed)
     else:
       binding = (
@@ -293,12 +325,12 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   flags = args.extra
   if flags.write_scripts is not None:
-    for path in launch_scripts.write(pathlib.Path(flags.write_scripts)):
+    for path in write_scripts(pathlib.Path(flags.write_scripts)):
       print(path)
     return 0
   streams.outlive()  # each process decides for itself how to handle lost output
-  launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
-  gpus = [] if flags.no_gpu else nvml.physical_gpus()
+  schedulers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
+  gpus = [] if flags.no_gpu else gpus_lib.physical_gpus()
   nproc = flags.nproc
   if nproc is None:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)

@@ -27,16 +27,21 @@ from t5x_gpu.models.precision import IN_FLOAT32
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.topology import Device, Topology
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.terminal import logging_setup, text_table
+from t5x_gpu.runtime.xla import flags as flags_lib
+from t5x_gpu.terminal import console as console_lib
+from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.memory import check_memory
-from t5x_gpu.training.parity.gradient_recorder import Recording
-from t5x_gpu.training.parity.paired_run import RecordedRun, TwoRuns
-from t5x_gpu.training.parity.report import Report, compare_runs
-from t5x_gpu.training.parity.tables import as_dict, layer_rows, parameter_rows, step_rows
-from t5x_gpu.training.program import Program, compile_options, program_of_run
+from t5x_gpu.training.parity.paired_run import RecordedRun, Recording, TwoRuns
+from t5x_gpu.training.parity.report import (
+  Report,
+  as_dict,
+  compare_runs,
+  layer_rows,
+  parameter_rows,
+  step_rows,
+)
+from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run
 from t5x_gpu.training.schedules import Schedule
-from t5x_gpu.training.step_config import StepConfig
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -143,7 +148,7 @@ def parity(
   *,
   num_steps: int = 3,
   tolerance: float = TOLERANCE,
-  xla: Optional[xla_flags.Applied] = None,
+  xla: Optional[flags_lib.Applied] = None,
 ) -> Report:
   """Returns the differences of the two programs of `build` over some steps.
 
@@ -224,7 +229,7 @@ def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None
       table.add_row(*row)
     console.print(table)
     return
-  print(text_table.table(rows))
+  print(console_lib.table(rows))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -276,7 +281,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   config = gin_loader.configured(loaded, StepConfig)
   fp8 = uses_fp8(config.model)
   tolerance = args.extra.tolerance or default_tolerance(config)
-  xla = xla_flags.prepare_environment(config.xla_preset) if args.extra.real else None
+  xla = flags_lib.prepare_environment(config.xla_preset) if args.extra.real else None
   programs = build(config, topology=topology, devices=devices)
   batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels are [batch]
   float32 = (

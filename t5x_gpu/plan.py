@@ -16,29 +16,84 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
-from t5x_gpu.analysis import sharding_picture
 from t5x_gpu.analysis.array_layout import state_layouts
 from t5x_gpu.analysis.gpu_compile import compile_step
-from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
 from t5x_gpu.config.atomic_write import write_atomically
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import config_of
-from t5x_gpu.planning import remedies, scaling, screen, sharding, what_if
-from t5x_gpu.planning.as_json import outcome_json, prediction_json
-from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import calibrated, check_is_used
+from t5x_gpu.planning import remedies, screen, sharding, what_if
+from t5x_gpu.planning.assumptions import Assumptions, calibrated, check_is_used
 from t5x_gpu.planning.devices import simulated_devices, topology_of
-from t5x_gpu.planning.flag_checks import PREDICTION, REMAT, SHARDING, SHOWN, check_flags
 from t5x_gpu.planning.page.plan_page import plan_page
-from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import PlanConfig
-from t5x_gpu.planning.search import results, search, workers
+from t5x_gpu.planning.prediction import PlanConfig, Planner
+from t5x_gpu.planning.screen import outcome_json, prediction_json
+from t5x_gpu.planning.search import search, workers
+from t5x_gpu.planning.sharding import gpu_json, gpu_text
 from t5x_gpu.runtime.cluster.topology import Device, Topology
-from t5x_gpu.runtime.xla.deviceless import DescribedGpus, described_gpus
-from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget, find_target
+from t5x_gpu.runtime.xla.gpu_targets import (
+  TARGETS,
+  DescribedGpus,
+  GpuTarget,
+  described_gpus,
+  find_target,
+)
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
+
+# Checks for flags of `plan` that contradict each other, before anything is compiled.
+
+PREDICTION, SHARDING, REMAT = 'prediction', 'sharding', 'remat'
+SHOWN = (PREDICTION, SHARDING, REMAT)
+# Flags that change or extend a prediction, and have no effect on the output of --show.
+_OF_PREDICTIONS = ('scale', 'what_if', 'calibrate', 'html')
+
+
+def check_flags(extra: argparse.Namespace, *, dry_run: bool) -> None:
+  """Raises ConfigError for flags that do not work together."""
+  _check_show(extra, dry_run)
+  _check_search(extra)
+
+
+def _given(extra: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+  return [f'--{name}' for name in names if getattr(extra, name)]
+
+
+def _check_show(extra: argparse.Namespace, dry_run: bool) -> None:
+  others = _given(extra, _OF_PREDICTIONS)
+  if extra.show != PREDICTION and others:
+    raise ConfigError(
+      f'--show={extra.show} makes no prediction, so it does not work with {" and ".join(others)}.',
+      fix=f'Leave out --show, or {" and ".join(others)}.',
+      docs='plan.md#flags',
+    )
+  if extra.show == REMAT and dry_run and extra.json:
+    raise ConfigError(
+      '--json has nothing to write with --show=remat --dry_run: the costs of remat policies are '
+      'known when they are compiled.',
+      fix='Leave out --dry_run or --json.',
+      docs='plan.md#remat',
+    )
+
+
+def _check_search(extra: argparse.Namespace) -> None:
+  others = _given(extra, ('scale', 'what_if', 'out', 'html'))
+  others += [f'--show={extra.show}'] if extra.show != PREDICTION else []
+  if extra.search is not None and others:
+    raise ConfigError(
+      f'--search cannot be combined with {" and ".join(others)}: it looks for another layout.',
+      fix='Search with --search=best.gin; then plan with --gin_file=best.gin and these flags.',
+      docs='plan.md#search',
+    )
+  if extra.search_processes is not None and (extra.search is None or extra.search_processes < 1):
+    raise ConfigError(
+      f'--search_processes={extra.search_processes} must be at least 1 and needs --search: it is '
+      'the number of variants predicted at the same time.',
+      fix='Write --search=best.gin --search_processes=2, for example.',
+      docs='plan.md#search',
+    )
+
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -168,13 +223,13 @@ def _show_prediction(
     numbers = what_if.numbers(extra.scale, '--scale')
     scaled = what_if.scaled(config, topology, planner, prediction, numbers)
     how = f'the same rows per GPU ({what_if.how(prediction)})'
-    print(f'\nOn other numbers of GPUs, {how}\n{scaling.scale_table(scaled)}')
+    print(f'\nOn other numbers of GPUs, {how}\n{what_if.scale_table(scaled)}')
     content['scale'] = {n: outcome_json(p) for n, p in scaled.items()}
   if extra.what_if:
     name, _ = what_if.name_and_values(extra.what_if)
     outcomes = what_if.changed(variants, topology, planner, (config, prediction))
     how, changed = what_if.how(prediction), (name, outcomes)
-    print(f'\nWhat if ({how})\n{scaling.what_if_table(name, outcomes)}')
+    print(f'\nWhat if ({how})\n{what_if.what_if_table(name, outcomes)}')
     content['what_if'] = {value: outcome_json(p) for value, p in outcomes.items()}
   print('\n' + screen.tables(prediction), flush=True)
   _write(extra.json, content)
@@ -220,14 +275,14 @@ def _print_found(
   args: cli.Args,
 ) -> None:
   gpus = f'{topology.num_devices} x {planner.gpu.device_kind}'
-  print(results.search_text(found, gpus), flush=True)
-  _write(args.extra.json, results.search_json(found))
+  print(search.search_text(found, gpus), flush=True)
+  _write(args.extra.json, search.search_json(found))
   best = found.best(found.scores[0].variant.dtype)
   if best is None:
     smallest = min(found.scores, key=lambda s: s.needed_bytes).variant.applied(config)
     print(remedies.nothing_fits(smallest, topology, by_formula=planner.by_formula))
     return
-  text = results.gin_text(found, best, given=config, gpus=gpus, files=args.gin_files)
+  text = search.gin_text(found, best, given=config, gpus=gpus, files=args.gin_files)
   _write(args.extra.search, text)
   print(f'\n{args.extra.search or "As a gin file (--search=FILE writes it)"}:\n\n{text}', end='')
 
@@ -251,7 +306,7 @@ def _write(path: Optional[str], content: dict[str, Any] | str) -> None:
 
 def _draw(program: Program, path: str, title: str) -> None:
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
-  sharding_picture.draw(parameters, optimizer, path, title=title)
+  sharding.draw_shardings(parameters, optimizer, path, title=title)
   print(f'Picture: {path}')
 
 

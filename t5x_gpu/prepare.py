@@ -17,16 +17,15 @@ import rich.console
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig, RunDataConfig
 from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import ShardJob, write_shards
-from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup, streams
-from t5x_gpu.terminal.bars import bar
 from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.progress_line import bar
 
 EXAMPLES = """examples:
   {prog} --gin_file=my.gin --output=/data/my_rows
@@ -200,6 +199,5 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 if __name__ == '__main__':
   # Imported under its own name, because the workers import it too.
-  from t5x_gpu.prepare import main as main_
 
-  cli.run_main(main_)
+  cli.run_main(main)

@@ -13,10 +13,9 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
-from t5x_gpu.checkpoint.storage.chunks import CHUNK_BYTES
+from t5x_gpu.checkpoint.storage.checksums import CHUNK_BYTES
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.checkpoint.tools.reshard import reshard
-from t5x_gpu.checkpoint.tools.reshard_plan import ReshardRequest
+from t5x_gpu.checkpoint.tools.reshard import ReshardRequest, reshard
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup, streams

@@ -11,11 +11,10 @@ import rich.live
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.run_files import temporary_folder
+from t5x_gpu.checkpoint.run_files import SAMPLES, temporary_folder
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.evaluation.samples import SAMPLES
 from t5x_gpu.metrics.goodput import GOODPUT
-from t5x_gpu.metrics.loggers.open_loggers import METRICS
+from t5x_gpu.metrics.loggers.background import METRICS
 from t5x_gpu.reporting.live_view import view
 from t5x_gpu.reporting.run_record import RunRecord, read_run
 

@@ -24,21 +24,18 @@ from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.run.begin import begin, write_config
-from t5x_gpu.run.check import CheckedRun, check
+from t5x_gpu.run.check import CheckedRun, begin, check, write_config
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
-from t5x_gpu.run.live import LiveRun, open_run, start_facts
-from t5x_gpu.run.precompile import check_cache, precompile
+from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
 from t5x_gpu.run.profiler import catch_early, open_profiler
-from t5x_gpu.run.record import open_recorder
-from t5x_gpu.runtime import distributed, host, preemption
+from t5x_gpu.runtime import distributed, gpus, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
-from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.optimizers import Optimizer
@@ -88,7 +85,7 @@ def train_run(
   run: Run,
   *,
   watchdog: Optional[Watchdog] = None,
-  xla: Optional[xla_flags.Applied] = None,
+  xla: Optional[flags.Applied] = None,
   write_config: Optional[Callable[[str], None]] = None,
   dry_run: bool = False,
   only_compile: bool = False,
@@ -124,7 +121,7 @@ def train_run(
       log(plan.dry_run_text())
       return 0
     with Goodput(
-      enabled=distributed.is_main_process(), age_seconds=host.seconds_since_start()
+      enabled=distributed.is_main_process(), age_seconds=gpus.seconds_since_start()
     ) as goodput:
       return _train_checked(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
 
@@ -134,7 +131,7 @@ def _train_checked(
   goodput: Goodput,
   *,
   watchdog: Watchdog,
-  xla: Optional[xla_flags.Applied],
+  xla: Optional[flags.Applied],
   write_config: Optional[Callable[[str], None]],
 ) -> int:
   run = plan.run
@@ -264,6 +261,5 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == '__main__':
   # Gin files import t5x_gpu.train; running `__main__` would create a second copy of the module.
-  from t5x_gpu.train import main as main_
 
-  cli.run_main(main_)
+  cli.run_main(main)

@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.base_checkpointer import Restored
-from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored
+from t5x_gpu.checkpoint.initialize import resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import batch_hash
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.models.config import TransformerConfig

@@ -20,21 +20,19 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import attention, report, step, torch_parts, tuning
+from benchmarks.gpu import __main__, attention, report, torch_parts, tuning
+from benchmarks.gpu import step as step_lib
 from benchmarks.gpu.parts import PARTS, Missing, Part
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.layers import grouped_matmul
-from t5x_gpu.layers.backends.choose import choose
-from t5x_gpu.layers.backends.serves import Hardware
+from t5x_gpu.layers.backends.choose import Hardware, choose
 from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.planning import calibration
-from t5x_gpu.runtime.xla.deviceless import kernels_for
-from t5x_gpu.runtime.xla.gpu_targets import find_target
+from t5x_gpu.planning import assumptions
+from t5x_gpu.runtime.xla.gpu_targets import find_target, kernels_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / 'scripts' / 'bench_gpu.sh'
@@ -95,29 +93,29 @@ def test_an_interrupted_run_continues_with_the_remaining_parts(tmp_path):
 def test_a_part_that_reaches_its_limit_is_killed_and_costs_only_itself(tmp_path):
   args = argparse.Namespace(out=tmp_path, small=True)
   results = {}
-  runner.run(Part('loss', 100, 'loss:measure'), args, results, limit=0.3)
+  __main__.run(Part('loss', 100, 'loss:measure'), args, results, limit=0.3)
   result = results['loss']
   assert (result['status'], result['rows']) == ('killed', [])
   assert result['reason'] == 'reached its limit of 0 s' and result['seconds'] < 60
-  assert not runner.finished(result, args)
+  assert not __main__.finished(result, args)
 
 
 @pytest.mark.parametrize('own', [None, '/elsewhere'])
 def test_a_killed_part_does_not_compile_again(own, tmp_path, monkeypatch):
   """Its process keeps compiled programs and tuned kernels in the folder of results."""
-  monkeypatch.delenv(runner.COMPILED, raising=False)
+  monkeypatch.delenv(__main__.COMPILED, raising=False)
   if own:
-    monkeypatch.setenv(runner.COMPILED, own)
+    monkeypatch.setenv(__main__.COMPILED, own)
   on_gpu, on_cpu = (
-    runner.environment(argparse.Namespace(out=tmp_path, small=small)) for small in (False, True)
+    __main__.environment(argparse.Namespace(out=tmp_path, small=small)) for small in (False, True)
   )
-  assert on_gpu[runner.COMPILED] == (own or str(tmp_path / 'compiled'))
-  assert on_cpu.get(runner.COMPILED) == own
+  assert on_gpu[__main__.COMPILED] == (own or str(tmp_path / 'compiled'))
+  assert on_cpu.get(__main__.COMPILED) == own
 
 
 def test_an_unknown_part_is_refused_with_the_closest_one(capsys):
   with pytest.raises(SystemExit):
-    runner.main(['--parts=ceiling'])
+    __main__.main(['--parts=ceiling'])
   assert "no part 'ceiling'" in capsys.readouterr().err
 
 
@@ -129,9 +127,9 @@ def test_new_parts_run_before_those_that_failed_and_finished_ones_do_not():
     names[1]: {**result(), 'status': 'failed'},
     names[2]: result(small=True),
   }
-  assert [part.name for part in runner.left(args, results)] == [*names[3:], names[1], names[2]]
+  assert [part.name for part in __main__.left(args, results)] == [*names[3:], names[1], names[2]]
   args.again = True
-  assert len(runner.left(args, results)) == len(names)
+  assert len(__main__.left(args, results)) == len(names)
 
 
 def test_the_first_calls_are_not_timed():
@@ -165,7 +163,9 @@ def test_pytorch_times_a_model_with_as_many_parameters(name):
   from benchmarks.gpu.torch_model import Model
 
   shape = SHAPES[name]
-  program = step.program_of(step.run_of(step.model_of(shape, 'bfloat16'), shape, shape.rows[-1]))
+  program = step_lib.program_of(
+    step_lib.run_of(step_lib.model_of(shape, 'bfloat16'), shape, shape.rows[-1])
+  )
   with torch.device('meta'):
     theirs = sum(p.numel() for p in Model(shape).parameters())
   assert theirs == program.num_params
@@ -186,7 +186,7 @@ def test_models_are_those_of_the_gin_files(name, path, differs):
     gin.parse_config_file(str(ROOT / f'gin_configs/models/{path}.gin'))
     theirs = gin.query_parameter('%MODEL').scoped_configurable_fn().config
     gin.clear_config()
-  ours = step.model_of(SHAPES[name], 'bfloat16').config
+  ours = step_lib.model_of(SHAPES[name], 'bfloat16').config
   fields = TransformerConfig.__dataclass_fields__
   different = {f for f in fields if getattr(ours, f) != getattr(theirs, f)}
   assert {f for f in different if 'dropout' not in f} == differs
@@ -219,7 +219,9 @@ def results_before(tmp_path_factory):
 def planned_step(results_before):
   """The row of a step on this CPU, with a plan for an H100."""
   with contextlib.redirect_stdout(io.StringIO()) as printed:
-    [row] = step.measure('decoder_134m', 'fp8', small=True, plan_for=H100, results=results_before)
+    [row] = step_lib.measure(
+      'decoder_134m', 'fp8', small=True, plan_for=H100, results=results_before
+    )
   assert 'precision: fp8, emulated' in printed.getvalue()  # on a GPU the same call refuses
   return row
 
@@ -263,7 +265,7 @@ def test_a_plan_takes_the_ceilings_that_were_measured_before(planned_step, resul
   assert planned_step['plan']['calibrated_seconds'] > planned_step['plan']['seconds']
   before = json.loads(results_before.read_text())
   results_before.write_text(json.dumps({**before, 'decoder_134m_fp8': result(planned_step)}))
-  assert list(calibration.read(results_before).values) == ['fp8_gemm_efficiency']
+  assert list(assumptions.read(results_before).values) == ['fp8_gemm_efficiency']
 
 
 @pytest.fixture
@@ -350,9 +352,9 @@ def test_a_machine_without_kernels_tunes_none(tmp_path):
 
 @pytest.mark.slow
 def test_several_gpus_are_compared_with_one(monkeypatch):
-  found = {**step.layouts(8, 2), 'pp': Partitioner(stage=3)}
-  monkeypatch.setattr(step, 'layouts', lambda *_: found)
-  *rows, failed = step.measure_gpus('decoder_134m', small=True)
+  found = {**step_lib.layouts(8, 2), 'pp': Partitioner(stage=3)}
+  monkeypatch.setattr(step_lib, 'layouts', lambda *_: found)
+  *rows, failed = step_lib.measure_gpus('decoder_134m', small=True)
   assert [(r['layout'], r['gpus'], r['rows']) for r in rows] == [
     ('-', 1, 2),
     ('dp', 8, 16),
@@ -371,9 +373,9 @@ def test_several_gpus_are_compared_with_one(monkeypatch):
 
 
 def test_tensor_parallelism_splits_as_many_heads_as_it_can():
-  assert list(step.layouts(8, 16)) == ['dp', 'fsdp', 'tp 8']
-  assert list(step.layouts(6, 16)) == ['dp', 'fsdp', 'tp 2 x dp 3']
-  assert list(step.layouts(3, 16)) == ['dp', 'fsdp']
+  assert list(step_lib.layouts(8, 16)) == ['dp', 'fsdp', 'tp 8']
+  assert list(step_lib.layouts(6, 16)) == ['dp', 'fsdp', 'tp 2 x dp 3']
+  assert list(step_lib.layouts(3, 16)) == ['dp', 'fsdp']
 
 
 @pytest.mark.process
@@ -396,7 +398,7 @@ def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
 
 
 def test_the_docs_say_how_many_calls_the_limits_allow():
-  calls = math.ceil(sum(part.limit_seconds for part in PARTS) / runner.SECONDS)
+  calls = math.ceil(sum(part.limit_seconds for part in PARTS) / __main__.SECONDS)
   text = ' '.join((ROOT / 'docs/performance.md').read_text().split())
   assert calls == 10 and 'ten calls if every part reaches its limit' in text
 

@@ -11,8 +11,8 @@ import pytest
 
 from t5x_gpu import checkpoint_tools
 from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
+from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.checksums import checksums_of
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint.storage.test_checksums import flip_a_bit

@@ -7,7 +7,7 @@ import pytest
 from t5x_gpu import __main__, cli, launch
 from t5x_gpu.config import gin_loader, provenance, report
 from t5x_gpu.errors import AccessError, ConfigError, MeshError
-from t5x_gpu.reporting import run_config
+from t5x_gpu.reporting import run_record
 from tests.helpers_disk import refused_to_python
 
 PROG = 'python -m t5x_gpu.train'
@@ -246,7 +246,7 @@ def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_pa
   number()
   assert provenance.origin_sentences('NUM_CLASSES') == ['NUM_CLASSES is set by the training data.']
   report.write(provenance.current(), tmp_path)
-  assert run_config.read_settings(tmp_path, [])['NUM_CLASSES'].origin == 'the training data'
+  assert run_record.read_settings(tmp_path, [])['NUM_CLASSES'].origin == 'the training data'
   (tmp_path / 'config.gin').write_text('# of a run\nNUM_CLASSES = 4\n')
   assert number()[0] == 4
   assert 'by the start of this run' in provenance.origin_sentences('NUM_CLASSES')[0]

@@ -12,14 +12,13 @@ import time
 import jax
 import pytest
 
-from t5x_gpu import __main__, doctor, launch
+from t5x_gpu import __main__, launch
+from t5x_gpu import doctor as doctor_lib
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import gpus as gpu_detect
-from t5x_gpu.runtime import run_with_deadline
+from t5x_gpu.runtime import gpus as gpus_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.health import checks as health
-from t5x_gpu.runtime.health import gpu_checks, measure_disk
-from t5x_gpu.runtime.health import measure as health_measure
+from t5x_gpu.runtime.health import checks as checks_lib
+from t5x_gpu.runtime.health import measure, measure_disk
 from t5x_gpu.runtime.health.checks import FAIL, OK, WARN
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -86,7 +85,7 @@ def test_report_on_this_machine(tmp_path):
 
 @pytest.mark.slow
 def test_missing_gpus_fail_in_words(tmp_path):
-  if gpu_detect.find_gpus({}).count:
+  if gpus_lib.find_gpus({}).count:
     pytest.skip('this machine has GPUs')
   done = run_doctor('--expect_gpus=8', cwd=tmp_path)
   assert done.returncode == 1
@@ -97,7 +96,7 @@ def test_missing_gpus_fail_in_words(tmp_path):
 
 
 def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_continues(monkeypatch, tmp_path):
-  run = run_with_deadline.run
+  run = gpus_lib.run_with_deadline
 
   def hanging(command, *, seconds, environ=None):
     if 'devices' in command:
@@ -105,9 +104,11 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_continues(monkeypatc
       seconds = 0.3
     return run(command, seconds=seconds, environ=environ)
 
-  monkeypatch.setattr(run_with_deadline, 'run', hanging)
+  monkeypatch.setattr(gpus_lib, 'run_with_deadline', hanging)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  checks = {c.name: c for c in doctor.examine(doctor.DoctorRequest(model_dir=str(tmp_path)))}
+  checks = {
+    c.name: c for c in doctor_lib.examine(doctor_lib.DoctorRequest(model_dir=str(tmp_path)))
+  }
   assert checks['devices'].status == FAIL
   assert 'no answer within 0.3 s' in checks['devices'].value
   assert 'MB/s' in checks['disk'].value
@@ -115,23 +116,23 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_continues(monkeypatc
 
 def test_deadlines_hold_and_keep_what_was_printed():
   begin = time.monotonic()
-  done = run_with_deadline.run(['sh', '-c', 'echo first; sleep 60'], seconds=0.3)
+  done = gpus_lib.run_with_deadline(['sh', '-c', 'echo first; sleep 60'], seconds=0.3)
   assert time.monotonic() - begin < 30
   assert (done.code, done.output, done.problem) == (None, 'first\n', 'no answer within 0.3 s')
-  assert run_with_deadline.run(['no-such-program'], seconds=1).problem.startswith(
+  assert gpus_lib.run_with_deadline(['no-such-program'], seconds=1).problem.startswith(
     'no-such-program: No such'
   )
 
 
 def test_gin_files_are_refused():
   with pytest.raises(ConfigError, match='does not take a configuration'):
-    doctor.main(['--gin_file=gin_configs/examples/demo.gin'])
+    doctor_lib.main(['--gin_file=gin_configs/examples/demo.gin'])
   with pytest.raises(ConfigError, match="Did you mean 'default'"):
-    doctor.main(['--preset=defualt'])
+    doctor_lib.main(['--preset=defualt'])
 
 
 def test_flags_prints_the_table(capsys):
-  assert doctor.main(['--flags']) == 0
+  assert doctor_lib.main(['--flags']) == 0
   assert 'xla_gpu_enable_latency_hiding_scheduler=True' in capsys.readouterr().out
   assert 'doctor' in __main__.COMMANDS
 
@@ -193,7 +194,7 @@ def test_flags_prints_the_table(capsys):
   ],
 )
 def test_packages_that_do_not_belong_together(versions, gpus, status, text):
-  check = health.check_packages(versions, gpus=gpus)
+  check = checks_lib.check_packages(versions, gpus=gpus)
   assert check.status == status and text in check.fix and bool(check.fix) == (status != OK)
 
 
@@ -209,7 +210,7 @@ def test_packages_that_do_not_belong_together(versions, gpus, status, text):
   ],
 )
 def test_drivers(driver, plugin, on_bus, expected, status, text):
-  check = health.check_driver(driver, {plugin: '0.11.2'}, on_bus=on_bus, expected=expected)
+  check = checks_lib.check_driver(driver, {plugin: '0.11.2'}, on_bus=on_bus, expected=expected)
   assert check.status == status and text in check.fix
 
 
@@ -230,7 +231,7 @@ def test_drivers(driver, plugin, on_bus, expected, status, text):
   ],
 )
 def test_a_quiet_fall_back_to_the_cpu_fails(found, on_machine, expected, environ, status, text):
-  check = gpu_checks.check_devices(
+  check = checks_lib.check_devices(
     found, on_machine=on_machine, expected=expected, environ=environ, problem='cuDNN is missing'
   )
   assert check.status == status and text in check.value and bool(check.fix) == (status != OK)
@@ -253,15 +254,15 @@ Legend:
   [('NV18', OK, '6 pairs by NV18'), ('SYS', WARN, '5 pairs by NV18, 1 pairs by SYS')],
 )
 def test_links_between_gpus(cell, status, text):
-  check = gpu_checks.check_links(TOPOLOGY.format(a=cell), gpus=4)
+  check = checks_lib.check_links(TOPOLOGY.format(a=cell), gpus=4)
   assert (check.status, check.value) == (status, text)
 
 
 def test_without_any_nvlink_it_is_said():
   topology = TOPOLOGY.format(a='PHB').replace('NV18', 'PHB')
-  assert 'No NVLink' in gpu_checks.check_links(topology, gpus=4).fix
-  assert gpu_checks.check_links('', gpus=4).status == WARN
-  assert gpu_checks.check_links('', gpus=1).status == OK
+  assert 'No NVLink' in checks_lib.check_links(topology, gpus=4).fix
+  assert checks_lib.check_links('', gpus=4).status == WARN
+  assert checks_lib.check_links('', gpus=1).status == OK
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_without_any_nvlink_it_is_said():
   ],
 )
 def test_matmul_is_held_against_the_datasheet(rates, status, text):
-  check = gpu_checks.check_matmul(rates, devices=H100, problem='died')
+  check = checks_lib.check_matmul(rates, devices=H100, problem='died')
   assert check.status == status and text in check.value
   if rates and rates[-1] == 500e12:
     assert 'GPU 7 is slower' in check.fix
@@ -292,7 +293,7 @@ TOGETHER = {'topology': '2 hosts x 8 GPUs', 'kind': 'NVIDIA H100 80GB HBM3'}
   ],
 )
 def test_all_reduce_is_held_against_the_links(rates, status, text):
-  check = gpu_checks.check_all_reduce({'together': TOGETHER, 'all_reduce': rates})
+  check = checks_lib.check_all_reduce({'together': TOGETHER, 'all_reduce': rates})
   assert check.status == status and text in check.value
 
 
@@ -305,7 +306,7 @@ def test_all_reduce_is_held_against_the_links(rates, status, text):
   ],
 )
 def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_got(found, text):
-  check = gpu_checks.check_all_reduce(found, problem='no answer within 60 s')
+  check = checks_lib.check_all_reduce(found, problem='no answer within 60 s')
   assert (check.status, check.value) == (FAIL, text) and check.fix
 
 
@@ -318,33 +319,33 @@ def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_got(found, tex
   ],
 )
 def test_clocks_and_what_slows_them(text, status, value):
-  check = gpu_checks.check_clocks(text, gpus=2)
+  check = checks_lib.check_clocks(text, gpus=2)
   assert check.status == status and value in check.value
 
 
 def test_limits_of_the_process(tmp_path):
   plenty = {'nofile': 65536, 'nproc': -1, 'memlock': 65536}
-  assert health.check_ulimits(plenty, infiniband=tmp_path).status == OK
-  assert 'ulimit -n' in health.check_ulimits(plenty | {'nofile': 1024}).fix
+  assert checks_lib.check_ulimits(plenty, infiniband=tmp_path).status == OK
+  assert 'ulimit -n' in checks_lib.check_ulimits(plenty | {'nofile': 1024}).fix
   (tmp_path / 'mlx5_0').touch()
-  assert 'ulimit -l' in health.check_ulimits(plenty, infiniband=tmp_path).fix
+  assert 'ulimit -l' in checks_lib.check_ulimits(plenty, infiniband=tmp_path).fix
 
 
 def test_small_shared_memory_breaks_several_gpus(monkeypatch):
   size = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 1, 1, 1, 0, 255))  # 64 MiB
   monkeypatch.setattr(os, 'statvfs', lambda folder: size)
-  assert health.check_shared_memory(gpus=8).status == FAIL
-  check = health.check_shared_memory(gpus=0)
+  assert checks_lib.check_shared_memory(gpus=8).status == FAIL
+  check = checks_lib.check_shared_memory(gpus=0)
   assert check.status == WARN and '--ipc=host' in check.fix
 
 
 def test_an_older_cudnn_than_jax_was_built_with_fails():
   versions = {'nvidia-cudnn-cu13': '9.10.0'}
-  check = health.check_library('cudnn', versions, gpus=8, loaded=91000, built=91200)
+  check = checks_lib.check_library('cudnn', versions, gpus=8, loaded=91000, built=91200)
   assert check.status == FAIL and 'nvidia-cudnn-cu13' in check.fix
-  assert health.check_library('cudnn', versions, gpus=8, loaded=91201, built=91200).status == OK
-  assert health.check_library('nccl', {}, gpus=8).status == WARN
-  assert health.check_library('nccl', {}, gpus=0).status == OK
+  assert checks_lib.check_library('cudnn', versions, gpus=8, loaded=91201, built=91200).status == OK
+  assert checks_lib.check_library('nccl', {}, gpus=8).status == WARN
+  assert checks_lib.check_library('nccl', {}, gpus=0).status == OK
 
 
 def test_numa_nodes_of_gpus_come_from_the_bus(tmp_path):
@@ -358,28 +359,28 @@ def test_numa_nodes_of_gpus_come_from_the_bus(tmp_path):
     folder.mkdir()
     for name, text in (('vendor', vendor), ('class', kind), ('numa_node', node)):
       (folder / name).write_text(text + '\n')
-  nodes = gpu_detect.pci_numa_nodes(tmp_path)
+  nodes = gpus_lib.pci_numa_nodes(tmp_path)
   assert nodes == {'0000:1b:00.0': 0, '0000:9b:00.0': 1}
-  assert health.check_numa(nodes, num_nodes=2).status == OK
-  assert health.check_numa({'0000:1b:00.0': -1}, num_nodes=2).status == WARN
-  assert health.check_numa({'0000:1b:00.0': -1}, num_nodes=1).status == OK
+  assert checks_lib.check_numa(nodes, num_nodes=2).status == OK
+  assert checks_lib.check_numa({'0000:1b:00.0': -1}, num_nodes=2).status == WARN
+  assert checks_lib.check_numa({'0000:1b:00.0': -1}, num_nodes=1).status == OK
 
 
 def test_all_reduce_is_measured_per_tier():
   devices = jax.devices()
-  rates = health_measure.measure_all_reduce(devices, num_hosts=2, num_bytes=2**16)
+  rates = measure.measure_all_reduce(devices, num_hosts=2, num_bytes=2**16)
   assert set(rates) == {'in_host', 'across_hosts'} and min(rates.values()) > 0
-  assert list(health_measure.measure_all_reduce(devices[:2], num_bytes=2**16)) == ['in_host']
-  assert len(health_measure.measure_matmul(devices[:2], size=64, dtype='float32', repeats=2)) == 2
+  assert list(measure.measure_all_reduce(devices[:2], num_bytes=2**16)) == ['in_host']
+  assert len(measure.measure_matmul(devices[:2], size=64, dtype='float32', repeats=2)) == 2
 
 
 def test_a_folder_that_cannot_be_written_to_fails(tmp_path):
   with pytest.raises(OSError) as e:
     measure_disk.measure_disk('/proc/me')
-  check = gpu_checks.check_disk(None, folder='/proc/me', problem=str(e.value))
+  check = checks_lib.check_disk(None, folder='/proc/me', problem=str(e.value))
   assert check.status == FAIL and '--model_dir' in check.fix
   slow = {'write': 20e6, 'read': 1e9, 'sync_seconds': 0.01, 'free': 1e12}
-  assert '10 min' in gpu_checks.check_disk(slow, folder='.').fix
+  assert '10 min' in checks_lib.check_disk(slow, folder='.').fix
 
 
 def start_two(tmp_path, *flags):
@@ -427,7 +428,7 @@ def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_print
 
 @pytest.mark.slow
 def test_each_process_prints_its_own_failures_with_its_host_and_number(tmp_path):
-  if gpu_detect.find_gpus({}).count:
+  if gpus_lib.find_gpus({}).count:
     pytest.skip('this machine has GPUs')
   doctors = start_two(tmp_path, '--expect_gpus=1', '--timeout_seconds=20')
   first, second = outputs(doctors)
@@ -450,7 +451,7 @@ def test_json_of_several_processes_is_a_line_each(tmp_path):
 
 def measure_links(*flags, seconds, index=0):
   """Returns the check of an all-reduce by one of two processes."""
-  done = run_with_deadline.run(
+  done = gpus_lib.run_with_deadline(
     [
       sys.executable,
       '-m',
@@ -463,7 +464,7 @@ def measure_links(*flags, seconds, index=0):
     seconds=seconds,
     environ={'PYTHONPATH': str(ROOT), 'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu'},
   )
-  return gpu_checks.check_all_reduce(gpu_checks.json_lines(done.output), problem=done.problem)
+  return checks_lib.check_all_reduce(checks_lib.json_lines(done.output), problem=done.problem)
 
 
 @pytest.mark.slow
@@ -513,15 +514,15 @@ def test_a_process_that_hangs_ends_the_measuring_at_its_deadline_and_it_is_said(
   ],
 )
 def test_processes_of_one_host_share_what_is_expected_of_it(cluster, expect, here, first):
-  request = doctor.DoctorRequest(model_dir='.', expect_gpus=expect, cluster=cluster)
+  request = doctor_lib.DoctorRequest(model_dir='.', expect_gpus=expect, cluster=cluster)
   assert (request.expected_here, request.is_first_here) == (here, first)
 
 
 @pytest.mark.gpu
 def test_matmul_on_a_gpu_stays_below_its_datasheet():
-  rates = health_measure.measure_matmul(jax.local_devices()[:1], size=8192, dtype='bfloat16')
-  found = health_measure.describe_devices()
-  check = gpu_checks.check_matmul(rates, devices=found)
+  rates = measure.measure_matmul(jax.local_devices()[:1], size=8192, dtype='bfloat16')
+  found = measure.describe_devices()
+  check = checks_lib.check_matmul(rates, devices=found)
   assert check.status == OK, check
-  clocks = health_measure.clocks_under_load(jax.local_devices()[:1], rates[0])
-  assert 'MHz under load' in gpu_checks.check_clocks(clocks, gpus=1).value
+  clocks = measure.clocks_under_load(jax.local_devices()[:1], rates[0])
+  assert 'MHz under load' in checks_lib.check_clocks(clocks, gpus=1).value

@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
-from t5x_gpu import eval as eval_lib
+from t5x_gpu import eval
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.evaluation import checkpoint_queue
+from t5x_gpu.evaluation import checkpoint_evaluator
 from t5x_gpu.metrics.writers import read_json_lines
 from tests import eval_tasks
 from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, run_here
@@ -54,7 +54,7 @@ def project(tmp_path_factory):
 
 def evaluate(project, *flags, num_devices=1, **macros):
   with compiled_kept_in(project._compiled):
-    return run_here(lambda: eval_lib.main(project.argv(*flags, **macros)), num_devices=num_devices)
+    return run_here(lambda: eval.main(project.argv(*flags, **macros)), num_devices=num_devices)
 
 
 def records(project, name='validation'):
@@ -245,8 +245,8 @@ def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(projec
 
 
 def steps_of(folder, monkeypatch, *, timeout=60.0, last_step=6, wanted='all', done=()):
-  monkeypatch.setattr(checkpoint_queue, 'POLL_SECONDS', 0.001)
-  return checkpoint_queue.steps_to_evaluate(
+  monkeypatch.setattr(checkpoint_evaluator, 'POLL_SECONDS', 0.001)
+  return checkpoint_evaluator.steps_to_evaluate(
     ModelDir(folder), wanted=wanted, done=done, last_step=last_step, timeout=timeout
   )
 
@@ -269,7 +269,7 @@ def test_watching_waits_for_the_first_checkpoint(tmp_path, monkeypatch):
     if len(naps) == 3:
       (tmp_path / 'checkpoint_6').mkdir()
 
-  monkeypatch.setattr(checkpoint_queue.time, 'sleep', nap)
+  monkeypatch.setattr(checkpoint_evaluator.time, 'sleep', nap)
   assert list(steps_of(tmp_path, monkeypatch)) == [6]
   assert len(naps) == 3
 
@@ -298,14 +298,14 @@ def test_watching_a_run_that_is_done_ends(evaluated):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monkeypatch):
-  read = checkpoint_queue.read_params
+  read = checkpoint_evaluator.read_params
 
   def removed_first(checkpoint, *args):
     if checkpoint.step == 2:
       shutil.rmtree(checkpoint.path)
     return read(checkpoint, *args)
 
-  monkeypatch.setattr(checkpoint_queue, 'read_params', removed_first)
+  monkeypatch.setattr(checkpoint_evaluator, 'read_params', removed_first)
   kept = evaluated.folder / 'kept'
   shutil.copytree(evaluated.model_dir / 'checkpoint_2', kept)
   try:

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from t5x_gpu import eval as eval_lib
-from t5x_gpu import infer
+from t5x_gpu import eval, infer
 from t5x_gpu.config import gin_loader
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import Project, compiled_kept_in, run_here
@@ -69,7 +68,7 @@ def call(main, project, *flags):
 
 def test_it_learns_and_is_evaluated(project):
   assert project.metrics('eval/accuracy')[60] > 0.9
-  result = call(eval_lib.main, project, *project.argv())
+  result = call(eval.main, project, *project.argv())
   assert result.code == 0, result.err
   (record,) = read_json_lines(project.model_dir / 'eval' / 'validation.jsonl')
   assert record['eval/accuracy'] == pytest.approx(project.metrics('eval/accuracy')[60])

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from t5x_gpu import eval as eval_lib
-from t5x_gpu import infer
+from t5x_gpu import eval, infer
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import Project, run_here
 
@@ -84,7 +83,7 @@ def test_a_tagger_finds_the_words_that_it_learned(tmp_path):
 
   project = run_of(tmp_path, TAGS, row_of)
   assert project.metrics('eval/micro_f1')[60] == 1.0
-  result = run_here(lambda: eval_lib.main(list(project.argv())), num_devices=1)
+  result = run_here(lambda: eval.main(list(project.argv())), num_devices=1)
   assert result.code == 0, result.err
   (record,) = read_json_lines(project.model_dir / 'eval' / 'validation.jsonl')
   for name in ('micro_precision', 'micro_recall', 'micro_f1', 'macro_f1', 'accuracy', 'loss'):

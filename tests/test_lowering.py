@@ -17,14 +17,18 @@ import pytest
 from jax.sharding import AbstractDevice, AxisType, Mesh, PartitionSpec
 
 from t5x_gpu.config import gin_loader
-from t5x_gpu.layers.backends.choose import attention_by, choose, listed_choices
-from t5x_gpu.layers.backends.serves import AttentionNeed, hardware
+from t5x_gpu.layers.backends.choose import (
+  AttentionNeed,
+  attention_by,
+  choose,
+  hardware,
+  listed_choices,
+)
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.runtime.xla.deviceless import kernels_for
-from t5x_gpu.runtime.xla.gpu_targets import find_target
+from t5x_gpu.runtime.xla.gpu_targets import find_target, kernels_for
 from t5x_gpu.training.program import program_of_run
 from tests.layers.backends import test_attention_backends
 

@@ -25,12 +25,11 @@ from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.runtime.memory import Limit, RunLimits
+from t5x_gpu.runtime.hardware import Limit, RunLimits
 from t5x_gpu.training import memory
 from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import StepConfig, bytes_per_device
 from t5x_gpu.training.schedules import constant
-from t5x_gpu.training.step_config import StepConfig
-from t5x_gpu.training.summary import bytes_per_device
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
 
 ROWS = DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8)

@@ -15,13 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from t5x_gpu import checkpoint_tools, infer, reshard
-from t5x_gpu import eval as eval_lib
+from t5x_gpu import checkpoint_tools, eval, infer, reshard
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, read_params
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.storage.chunks import boxes
-from t5x_gpu.checkpoint.tools import reshard as resharding
-from t5x_gpu.checkpoint.tools import reshard_plan
+from t5x_gpu.checkpoint.storage.checksums import boxes
+from t5x_gpu.checkpoint.tools import reshard as reshard_lib
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.training.train_state import TrainState
@@ -305,7 +303,7 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
   def stop(*args, **options):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(resharding.StateWriter, 'close', stop)
+  monkeypatch.setattr(reshard_lib.StateWriter, 'close', stop)
   result = run(f'--from={source}', f'--to={tmp_path / "new"}', '--unscan')
   assert result.code == 130 and 'new is unfinished.' in result.out
   assert (tmp_path / '.new.unfinished/new').exists() and not (tmp_path / 'new').exists()
@@ -325,7 +323,7 @@ def test_a_full_disk_is_named_and_the_same_command_continues_when_there_is_room(
     first = run(*flags)
     assert first.code == 1 and '0.00 GB are free' in first.err and not list(disk.iterdir())
     # Somebody else takes the room that there was.
-    monkeypatch.setattr(reshard_plan.ReshardPlan, 'num_bytes', 0)
+    monkeypatch.setattr(reshard_lib.ReshardPlan, 'num_bytes', 0)
     result = run(*flags)
     assert result.code == 1 and 'No space left on device' in result.err, result.err
     assert 'the same command then continues' in result.err
@@ -340,7 +338,7 @@ def test_a_full_disk_is_named_and_the_same_command_continues_when_there_is_room(
 
 def test_two_processes_do_not_write_one_folder(tmp_path, source):
   work = {'a': 1}
-  with resharding.Journal(tmp_path / 'new', work=work, num_bytes=1):
+  with reshard_lib.Journal(tmp_path / 'new', work=work, num_bytes=1):
     result = run(f'--from={source}', f'--to={tmp_path / "new"}')
   assert result.code == 1 and 'Another process is writing' in result.err
 
@@ -407,7 +405,7 @@ def test_eval_and_infer_find_the_same_in_an_unscanned_checkpoint(tmp_path):
   losses, texts = [], []
   for project in (whole, layers):
     with compiled_kept_in(tmp_path / 'compiled'):
-      evaluated = run_here(lambda: eval_lib.main(project.argv(TRAIN_STEPS=10)), num_devices=1)
+      evaluated = run_here(lambda: eval.main(project.argv(TRAIN_STEPS=10)), num_devices=1)
       written = run_here(
         lambda: infer.main(
           [

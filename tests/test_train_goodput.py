@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from t5x_gpu.metrics.goodput import GOODPUT
-from t5x_gpu.metrics.goodput_accounts import accounts_of, read_ledger
+from t5x_gpu.metrics.goodput import GOODPUT, accounts_of, read_ledger
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import Project
 

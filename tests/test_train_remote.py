@@ -6,15 +6,12 @@ import re
 
 import pytest
 
-from t5x_gpu import eval as eval_lib
-from t5x_gpu import infer, report, top
-from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu import eval, infer, report, top
+from t5x_gpu.checkpoint.model_dir import COMMIT, UNDER_WAY, committed_steps
+from t5x_gpu.checkpoint.run_files import RunFiles, SampleConfig, append_sample
 from t5x_gpu.checkpoint.run_lock import LOCK
-from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
-from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.evaluation.samples import SampleConfig, append_sample
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
 from tests.helpers_train import Project, run_here
 from tests.parity.tolerances import MESH_LOSS
@@ -245,7 +242,7 @@ def test_checkpoints_in_storage_are_evaluated_as_during_training_and_continue_pr
   macros = {'TRAIN_STEPS': 2, 'SAVE_PERIOD': 2, 'EVAL_STEPS': 100, 'Z_LOSS': 0.0}
   trained = project.run(MODEL_DIR=address, num_devices=1, **macros)
   assert trained.code == 0, trained.err
-  found = run_here(lambda: eval_lib.main(project.argv(MODEL_DIR=address, **macros)), num_devices=1)
+  found = run_here(lambda: eval.main(project.argv(MODEL_DIR=address, **macros)), num_devices=1)
   assert found.code == 0, found.err
   record = json.loads((as_path(address) / 'eval/validation.jsonl').read_text())
   [trained_loss] = [

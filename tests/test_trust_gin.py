@@ -6,14 +6,13 @@ import sys
 
 import pytest
 
-from t5x_gpu import convert, infer, parity, reshard, train
-from t5x_gpu import eval as eval_script
+from t5x_gpu import convert, eval, infer, parity, reshard, train
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.config import gin_loader, report
-from t5x_gpu.config.gin_files import GinFiles
+from t5x_gpu.config.statements import GinFiles
 from t5x_gpu.data import data_module
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.trust import check_trusted
+from t5x_gpu.data.data_module import check_trusted
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation import infer_request
 from tests.helpers_prepared import prepare_here
@@ -316,7 +315,7 @@ def test_other_commands_do_not_read_the_file(hostile, run, folder):
     f'--gin.MODEL_DIR={path}',
     '--gin.DATA_MODULE=t5x_gpu.data.synthetic',
   ]
-  evaluated = run_here(lambda: eval_script.main([*given, '--batches=1']), num_devices=1)
+  evaluated = run_here(lambda: eval.main([*given, '--batches=1']), num_devices=1)
   compared = run_here(lambda: parity.main(given), num_devices=1)
   resharded = run_here(lambda: reshard.main([f'--from={path}', f'--to={folder}/new']))
   shutil.rmtree(path / 'checkpoint_3')  # it has parameters alone

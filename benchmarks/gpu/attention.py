@@ -11,9 +11,8 @@ import numpy as np
 
 from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import time_calls
-from t5x_gpu.layers.backends.choose import attention_by, choose
+from t5x_gpu.layers.backends.choose import AttentionNeed, attention_by, choose, hardware, that_serve
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
-from t5x_gpu.layers.backends.serves import AttentionNeed, hardware, that_serve
 from t5x_gpu.layers.backends.tokamax_internals import listed_untuned
 from t5x_gpu.layers.masks import TokenInfo
 

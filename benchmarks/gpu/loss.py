@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import time_calls
-from t5x_gpu.models.linear_cross_entropy import TokenLoss, choose_num_chunks, linear_cross_entropy
-from t5x_gpu.models.losses import cross_entropy
+from t5x_gpu.models.losses import TokenLoss, choose_num_chunks, cross_entropy, linear_cross_entropy
 
 VOCABULARIES = (32768, 131072, 262144)
 TOKENS, EMBED = 8192, 2048

@@ -15,8 +15,7 @@ import traceback
 
 from benchmarks.gpu.parts import PARTS, Missing, Row, Skipped
 from t5x_gpu.config.atomic_write import atomic_write
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla import program_cache
+from t5x_gpu.runtime.xla import flags, program_cache
 
 DONE, MISSING, SKIPPED = 0, 3, 4  # exit codes; any other is a failure
 
@@ -33,11 +32,11 @@ def main() -> int:
   (part,) = (part for part in PARTS if part.name == args.part)
   rows: list[Row] = []
   # The folder is the runner's, in the environment; this counts what is read from it.
-  program_cache.start('cpu' if args.small else 'gpu', environ=os.environ)
+  program_cache.start_cache('cpu' if args.small else 'gpu', environ=os.environ)
   try:
     options = dict(part.options, small=args.small)
     if part.is_our_step:
-      options['xla'] = xla_flags.prepare_environment('default', num_gpus=part.num_gpus)
+      options['xla'] = flags.prepare_environment('default', num_gpus=part.num_gpus)
       options['results'] = args.results
     if part.tokamax and args.tuned:
       # Imported here: jax must not start before the environment is set.
@@ -59,7 +58,7 @@ def main() -> int:
     with contextlib.suppress(Exception):
       print(f'{type(e).__name__}: {str(e).strip().splitlines()[0]}', file=sys.stderr, flush=True)
     return 1
-  print(program_cache.line(), flush=True)
+  print(program_cache.cache_line(), flush=True)
   return DONE
 
 

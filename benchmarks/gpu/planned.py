@@ -6,11 +6,10 @@ from typing import Any, Optional
 from benchmarks.gpu.parts import Row
 from t5x_gpu.analysis.gpu_compile import CompiledStep, memory_of
 from t5x_gpu.errors import ConfigError, first_line
-from t5x_gpu.planning import calibration
+from t5x_gpu.planning import assumptions
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.prediction import PlanConfig, predict
-from t5x_gpu.runtime.xla.deviceless import DescribedGpus
-from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, target_of_kind
+from t5x_gpu.runtime.xla.gpu_targets import DescribedGpus, GpuTarget, target_of_kind
 from t5x_gpu.training.program import Program
 
 
@@ -72,7 +71,7 @@ def _calibration(results: Optional[pathlib.Path], gpu: GpuTarget) -> Optional[As
   if results is None:
     return None
   try:
-    found = calibration.read(results)
+    found = assumptions.read(results)
   except ConfigError:  # the first part of a run, or sizes for a CPU
     return None
   return found.applied(Assumptions()) if found.gpu == gpu else None

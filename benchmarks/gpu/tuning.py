@@ -20,7 +20,7 @@ from benchmarks.gpu.parts import ATTENTION, Missing, Row
 from benchmarks.gpu.shapes import SHAPES
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import OutOfMemoryError, first_line
-from t5x_gpu.layers.backends.serves import hardware
+from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
 from t5x_gpu.training.memory import check_memory
 

@@ -8,6 +8,8 @@ from typing import Any, Optional
 
 import jax
 
+from t5x_gpu.terminal.console import table
+
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
@@ -135,3 +137,48 @@ def part_held(
       index = index * mesh_shape[axis] + place[axis]
     held.append(index)
   return tuple(held)
+
+
+def mib(num_bytes: float) -> str:
+  """Returns `num_bytes` in MiB, with two decimals."""
+  return f'{num_bytes / 2**20:,.2f}'
+
+
+def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:
+  """Returns one line per parameter with its optimizer state, and the totals per device.
+
+  A parameter's line names the axes of its state if the state is split over more axes (ZeRO-1 and
+  2).
+  """
+  state = optimizer_bytes(optimizer)
+  apart = {
+    array.parameter: f' (state over {" and ".join(array.mesh_axes)})'
+    for array in split_apart(parameters, optimizer)
+  }
+  rows = [('parameter', 'shape', 'axes', 'split over', 'MiB/device', 'optimizer MiB/device')]
+  for p in parameters:
+    rows.append(
+      (
+        p.name,
+        ' x '.join(map(str, p.shape)),
+        ' '.join(n or '-' for n in p.names),
+        p.split_words + apart.get(p.name, ''),
+        mib(p.bytes_per_device),
+        mib(state[p.name]),
+      )
+    )
+  if state[None]:
+    rows.append(('(no parameter)', '', '', '', '', mib(state[None])))
+  totals = sum(p.bytes_per_device for p in parameters), sum(state.values())
+  on_one_device = sum(p.true_bytes for p in parameters), sum(a.true_bytes for a in optimizer)
+  rows.append(('total', '', '', '', *map(mib, totals)))
+  rows.append(('on one device', '', '', '', *map(mib, on_one_device)))
+  return table(rows, right=(4, 5))
+
+
+def split_apart(
+  parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
+) -> list[ArrayLayout]:
+  """Returns the optimizer's arrays that are split over more axes than their parameter."""
+  axes = {p.name: set(p.mesh_axes) for p in parameters}
+  return [a for a in optimizer if a.parameter in axes and set(a.mesh_axes) - axes[a.parameter]]

@@ -8,6 +8,7 @@ The result is XLA's own for that GPU: buffers, kernels and schedule. Autotuning 
 run may tile a matmul differently, or use cuBLAS where this has Triton), and so are durations.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,19 +19,106 @@ from typing import Any
 
 import jax
 
-from t5x_gpu.analysis.collectives import Collective, inventory
-from t5x_gpu.analysis.fp8_use import check_fp8_gemms
-from t5x_gpu.analysis.kernels import KernelCount, count_kernels, workspace_bytes
-from t5x_gpu.analysis.overlap import Overlap, overlaps
+from t5x_gpu.analysis import hlo_text
+from t5x_gpu.analysis.collectives import Collective, collectives_of, inventory
+from t5x_gpu.analysis.hlo_text import Computation
+from t5x_gpu.analysis.kernels import (
+  KernelCount,
+  Kernels,
+  check_fp8_gemms,
+  count_kernels,
+  workspace_bytes,
+)
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import check_devices
-from t5x_gpu.runtime.xla import deviceless
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla.compile_errors import compile_errors
-from t5x_gpu.runtime.xla.deviceless import DescribedGpus
-from t5x_gpu.runtime.xla.table import Value
-from t5x_gpu.training.program import Program, compile_options, program_of_run
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.runtime.xla import flags, gpu_targets
+from t5x_gpu.runtime.xla.gpu_targets import DescribedGpus
+from t5x_gpu.runtime.xla.presets import Value
+from t5x_gpu.runtime.xla.program_cache import compile_errors
+from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run
+
+# How many of the bytes sent are hidden behind matrix kernels, in the order of XLA's schedule.
+#
+#     for row in overlaps(compiled.as_text(), program.layout.mesh.shape):
+#       print(row.kind, row.axes, row.num_bytes, row.share)
+#
+# A collective counts as hidden if a matrix kernel, or a loop with one in it, stands between its
+# start and its done. That is an order, not a duration: the kernel may be shorter than the transfer.
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+  """A collective and the number of matrix kernels (or loops with some) that run during it."""
+
+  collective: Collective
+  kernels_during: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+  """All collectives of one kind over the same mesh axes.
+
+  Attributes:
+    kind, axes: as in `Collective`.
+    num_bytes: bytes that each device sends per step.
+    hidden_bytes: bytes of collectives during which a matrix kernel runs.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  num_bytes: int
+  hidden_bytes: int
+
+  @property
+  def share(self) -> float:
+    return self.hidden_bytes / self.num_bytes
+
+
+def overlaps(hlo: str, mesh_shape: Mapping[str, int]) -> list[Overlap]:
+  """Returns the sums per kind and mesh axes, the largest first.
+
+  Args:
+    hlo: `compiled.as_text()` of a program for a GPU; its instructions are in scheduled order.
+    mesh_shape: mesh axis -> size, in the order of the mesh.
+  """
+  total, hidden = collections.Counter(), collections.Counter()
+  for scheduled in schedule(hlo, mesh_shape):
+    collective = scheduled.collective
+    key = collective.kind, collective.axes
+    total[key] += collective.bytes_per_call
+    hidden[key] += collective.bytes_per_call if scheduled.kernels_during else 0
+  return [Overlap(*key, num_bytes, hidden[key]) for key, num_bytes in total.most_common()]
+
+
+def schedule(hlo: str, mesh_shape: Mapping[str, int]) -> list[Scheduled]:
+  """Returns every collective of a scheduled program, in program order; arguments as `overlaps`."""
+  module = hlo_text.parse(hlo)
+  kernels = Kernels(module)
+  during: dict[str, dict[str, int]] = {}  # computation -> start -> kernels until its done
+  found = []
+  for visit in module.walk():
+    collectives = collectives_of(module, visit, mesh_shape)
+    if collectives:
+      name = visit.computation.name
+      if name not in during:
+        during[name] = _kernels_during(visit.computation, kernels)
+      number = during[name].get(visit.instruction.name, 0)
+      found += [Scheduled(collective, number) for collective in collectives]
+  return found
+
+
+def _kernels_during(computation: Computation, kernels: Kernels) -> dict[str, int]:
+  """Returns the name of each `...-start` -> matrix kernels between it and its `...-done`."""
+  running: set[str] = set()
+  during: collections.Counter[str] = collections.Counter()
+  for name, instruction in computation.instructions.items():
+    if kernels.kind(computation, instruction) or kernels.multiplies(instruction):
+      during.update(running)
+    if instruction.opcode.endswith('-start'):
+      running.add(name)
+    elif instruction.opcode.endswith('-done'):
+      running.discard(instruction.operands[0])
+  return during
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +190,7 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
   """
   fp8 = uses_fp8(config.model)
   check_devices(fp8, [gpus.target])
-  with deviceless.kernels_for(gpus.target), _preset(config.xla_preset, gpus) as preset:
+  with gpu_targets.kernels_for(gpus.target), _preset(config.xla_preset, gpus) as preset:
     program = program_of_run(config, topology=gpus.topology, devices=list(gpus.devices))
     options = compile_options(program, preset) or {}
     start = time.monotonic()
@@ -143,9 +231,9 @@ def memory_of(compiled: Any, hlo: str) -> CompiledMemory:
 
 
 @contextlib.contextmanager
-def _preset(name: str, gpus: DescribedGpus) -> Iterator[xla_flags.Applied]:
+def _preset(name: str, gpus: DescribedGpus) -> Iterator[flags.Applied]:
   """Context with the settings of an XLA preset that the compiler reads, as in a run."""
-  applied = xla_flags.prepare_environment(
+  applied = flags.prepare_environment(
     name,
     gpu=gpus.target.device_kind,
     num_hosts=gpus.topology.num_hosts,

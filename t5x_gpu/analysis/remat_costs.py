@@ -11,19 +11,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.analysis.array_layout import mib
 from t5x_gpu.analysis.collectives import flops_per_device, partitioned
 from t5x_gpu.analysis.gpu_compile import compile_step
-from t5x_gpu.analysis.sharding_tables import mib
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import REMAT_POLICIES
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.runtime.main_log import silent
-from t5x_gpu.runtime.xla.deviceless import DescribedGpus
-from t5x_gpu.terminal.text_table import table
-from t5x_gpu.training.program import Program
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.runtime.xla.gpu_targets import DescribedGpus
+from t5x_gpu.terminal.console import table
+from t5x_gpu.training.program import Program, StepConfig
 
 # From the least to the most recomputation.
 ORDER = ('none', 'dots', 'minimal', 'offload', 'full')

@@ -15,7 +15,7 @@ from typing import Any, Optional
 from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.partitioning.axis_rules import Table
-from t5x_gpu.partitioning.manual_collectives import SCOPE
+from t5x_gpu.partitioning.fsdp import SCOPE
 
 PARAMETER, GRADIENT, ACTIVATION = 'parameter gather', 'gradient reduction', 'activation'
 OPTIMIZER, OTHER = 'optimizer', 'other'

@@ -5,41 +5,395 @@ are deleted only after that. Each checkpoint holds three items: the state's arra
 data iterator, and the manifest.
 """
 
+import abc
+import base64
 import contextlib
 import dataclasses
 import errno
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Optional, Self
 
+import jax
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.array_files import check_array_files
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, has_other_arrays, read_state
-from t5x_gpu.checkpoint.base_checkpointer import BaseCheckpointer
-from t5x_gpu.checkpoint.local.settings import check_local_settings
-from t5x_gpu.checkpoint.manifest import sealed
-from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep, Preservation
+from t5x_gpu.checkpoint.arrays.state_reader import (
+  Checkpoint,
+  StateReader,
+  has_other_arrays,
+  read_state,
+)
+from t5x_gpu.checkpoint.local.local_tier import check_local_settings
+from t5x_gpu.checkpoint.manifest import known_part, sealed
+from t5x_gpu.checkpoint.model_dir import (
+  PREFIX,
+  UNREADABLE,
+  ModelDir,
+  Saved,
+  as_model_dir,
+  check_array_files,
+  check_same_model,
+  check_writable,
+  error_line,
+  none_can_be_read,
+  remove_cut_short,
+)
+from t5x_gpu.checkpoint.retention import (
+  BEST_IS,
+  EVALUATIONS,
+  Keep,
+  Preservation,
+  RenamingDeleter,
+  finish_removals,
+)
+from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
-from t5x_gpu.checkpoint.saved_checkpoint import PREFIX, Saved, remove_cut_short
-from t5x_gpu.checkpoint.storage.chunks import save_args
+from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record, save_args
 from t5x_gpu.checkpoint.storage.orbax_internals import (
   check_before_commit,
   read_tree,
   save_has_failed,
   set_deleter,
   silence_abandoned_work,
+  wait_for_abandoned_reads,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.checkpoint.storage.removal import RenamingDeleter, finish_removals
-from t5x_gpu.config.atomic_write import write_problem
-from t5x_gpu.config.set_aside import free_name
-from t5x_gpu.errors import CheckpointError, did_you_mean
-from t5x_gpu.runtime import process_exit
+from t5x_gpu.checkpoint.storage.paths import AnyPath, access_errors
+from t5x_gpu.config.atomic_write import free_name, write_problem
+from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
+from t5x_gpu.runtime import distributed, process_exit
+from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+# The base class of the checkpointers for disks and for object storage.
+
+# (model_dir, newer_than) -> step of the newer local checkpoint that was moved into `model_dir`, or
+# None.
+Promote = Callable[[ModelDir, Optional[int]], Optional[int]]
+
+
+def nothing_local(model_dir: ModelDir, newer_than: Optional[int]) -> Optional[int]:
+  """The `Promote` of a run without local checkpoints."""
+  del model_dir, newer_than
+
+
+def saved_data(data_state: bytes) -> dict[str, str]:
+  """Returns the state of a `BatchIterator` in the form that checkpoints store."""
+  return {'iterator': base64.b64encode(data_state).decode()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """A checkpoint that has been read.
+
+  Attributes:
+    path: folder of the checkpoint.
+    state: the training state, on the mesh of this run.
+    data_state: argument of `BatchIterator.set_state`.
+    manifest: see checkpoint/manifest.py.
+  """
+
+  path: AnyPath
+  state: TrainState
+  data_state: bytes
+  manifest: Mapping[str, Any]
+
+
+class BaseCheckpointer(abc.ABC):
+  """The checkpoints of one MODEL_DIR, locked at least until the end of the `with` block.
+
+  The end of the block waits for the save in progress, also after an error of the run, but not after
+  an interrupt. It always releases MODEL_DIR, unless the caller had locked it.
+
+  Args:
+    model_dir: MODEL_DIR of the run; created if missing.
+    keep: which checkpoints stay; all of them if `keep.last` is None.
+  Attributes:
+    files: where the run writes its small files.
+  Raises:
+    CheckpointError: MODEL_DIR cannot be created or written to, or another run writes to it.
+  """
+
+  pause = 'save'  # the name of a save in the step timer
+
+  def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
+    self._is_main = jax.process_index() == 0
+    model_dir = as_model_dir(model_dir)
+    self._dir, self._keep = model_dir, keep
+    self._values: dict[int, float] = {}  # step -> value of the metric that `keep.best` compares
+    if self._is_main or not model_dir.is_remote:
+      check_writable(model_dir.path)
+    self._releases = not model_dir.is_locked
+    model_dir.lock()
+    for step in self._remove_left_over() if self._is_main else ():
+      _log.info(
+        'Deleted the rest of checkpoint_%d: an earlier process ended while saving or deleting it.',
+        step,
+      )
+    self.files = RunFiles(model_dir.path, is_main=self._is_main)
+    with distributed.errors_together():
+      for step in model_dir.steps if keep.best else ():
+        with contextlib.suppress(*UNREADABLE):  # a damaged checkpoint is not among the best
+          self._note_value(step, model_dir.manifest(step))
+
+  def _note_value(self, step: int, manifest: Mapping[str, Any]) -> None:
+    value = self._keep.value_of(manifest.get('metrics') or {})
+    if value is not None:
+      self._values[step] = value
+
+  def path(self, step: int) -> AnyPath:
+    return self._dir.checkpoint(step)
+
+  @abc.abstractmethod
+  def _remove_left_over(self) -> list[int]:
+    """Removes leftovers of killed processes; returns the steps of the removed checkpoints.
+
+    Process 0 calls it. It has the lock, so no other run is saving.
+    """
+
+  @abc.abstractmethod
+  def steps(self) -> list[int]:
+    """Returns the committed steps, oldest first."""
+
+  # ---- Saving ------------------------------------------------------------------------------------
+
+  def save(
+    self, step: int, state: TrainState, *, data_state: bytes, manifest: Mapping[str, Any]
+  ) -> None:
+    """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
+
+    Raises:
+      CheckpointError: this or an earlier save failed (no older checkpoint was deleted), or another
+        run has taken over MODEL_DIR (nothing is written).
+      ConfigError: the evaluation did not report `keep.metric`. Raised after the commit.
+    """
+    self._prepare_to_save(step)
+    unknown_metric = None
+    try:
+      self._note_value(step, manifest)
+    except ConfigError as e:
+      unknown_metric = e
+    manifest = {**manifest, **record(checksums_of(state))}
+    data = saved_data(data_state)
+    self._start_to_save(step, state, data=data, manifest=manifest)
+    if unknown_metric is not None:
+      self.wait()
+      raise unknown_metric
+
+  @abc.abstractmethod
+  def _prepare_to_save(self, step: int) -> None:
+    """Raises CheckpointError unless this run owns MODEL_DIR and `checkpoint_<step>` is free."""
+
+  @abc.abstractmethod
+  def _start_to_save(
+    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
+  ) -> None:
+    """Starts to write; returns once `state` may be overwritten."""
+
+  @abc.abstractmethod
+  def check(self) -> None:
+    """Raises CheckpointError if the save in progress has failed by now."""
+
+  @abc.abstractmethod
+  def wait(self) -> None:
+    """Waits until everything is committed; raises CheckpointError if that failed."""
+
+  def _last_good(self) -> str:
+    """Returns a sentence on where a restart continues, for the error of a failed save."""
+    steps = self.steps()
+    return (
+      f'The last good one is checkpoint_{steps[-1]}; a restart continues from it.'
+      if steps
+      else 'No checkpoint has been committed yet.'
+    )
+
+  def close(self) -> None:
+    """Ends background work and releases MODEL_DIR. Everything is committed by now."""
+    self._stop()
+    self._release()
+
+  def _release(self) -> None:
+    if self._releases:
+      self._dir.release()
+
+  @abc.abstractmethod
+  def _stop(self) -> None:
+    """Ends background work."""
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+    try:
+      if error is None:
+        self.wait()
+        self.close()
+      elif isinstance(error, Exception) and not isinstance(error, CheckpointError):
+        try:
+          self.wait()
+        except CheckpointError as e:
+          _log.error('%s', e)
+    finally:
+      self._release()
+
+  # ---- Restoring ---------------------------------------------------------------------------------
+
+  def restore_latest(
+    self, target: TrainState, *, promote: Promote = nothing_local
+  ) -> Optional[Restored]:
+    """Returns the latest readable checkpoint on the mesh of `target`; None if there is none.
+
+    Unreadable checkpoints are set aside, with a warning that names the checkpoint used instead.
+
+    Args:
+      target: shapes, dtypes and shardings of this run.
+      promote: called when a checkpoint cannot be read, before the next older checkpoint is tried.
+    Raises:
+      CheckpointError: the checkpoint belongs to another model, no checkpoint can be read, or the
+        storage does not answer.
+    """
+    try:
+      return self._restore_latest(target, promote)
+    except BaseException:
+      self._release()  # the run ends before it has written anything
+      raise
+
+  def _restore_latest(self, target: TrainState, promote: Promote) -> Optional[Restored]:
+    steps = self.steps()
+    reasons: dict[int, str] = {}
+    while steps:
+      step = steps.pop()
+      with silence_abandoned_work():
+        restored, damage = self._try_to_restore(step, target)
+        if damage:
+          reasons[step] = damage
+          wait_for_abandoned_reads()
+      if restored is not None:
+        if reasons:
+          self._dir.lock()  # reading may have taken long
+          self._set_all_aside(reasons, used=step)
+        return restored
+      self._dir.lock()
+      promoted = promote(self._dir, steps[-1] if steps else None)
+      if promoted is not None:
+        steps.append(promoted)
+        self._reload()
+        if promoted in reasons:  # it was renamed to make room
+          _log.warning('checkpoint_%d could not be read (%s).', promoted, reasons.pop(promoted))
+          promote = nothing_local  # nothing newer is left
+    if reasons:
+      raise none_can_be_read(self._dir.path, reasons)
+    return None
+
+  def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[Restored], str]:
+    """Returns the checkpoint, or None and the reason; the same on all processes."""
+    path, restored = self.path(step), None
+
+    def read() -> None:
+      nonlocal restored
+      saved = self._dir.saved(step)
+      check_same_model(self._dir.path, step, saved.manifest, target=target)
+      state = self._read_state(saved, known_part(saved.manifest, target))
+      restored = Restored(path, state, saved.data_state, saved.manifest)
+
+    def check() -> None:
+      check_restored(restored.state, restored.manifest, step=step)
+
+    # Two rounds: the processes compute checksums together, once all have read their parts.
+    for do in (read, check):
+      reason = ''
+      with distributed.errors_together():
+        reason = damage(do, path)
+      found = distributed.gather_json(reason)
+      if any(found):
+        if not all(found):
+          self._check_damaged_for_all(step, found)
+        return None, next(filter(None, found))
+    return restored, ''
+
+  def _check_damaged_for_all(self, step: int, reasons: Sequence[str]) -> None:
+    """Raises CheckpointError if the files are intact and some hosts damage the data they read.
+
+    Each process reads different parts, so a single process may see the damage in a file. The
+    processes that saw no damage divide all arrays of the checkpoint among them and read those.
+
+    Args:
+      step: step of the checkpoint.
+      reasons: why each process cannot read it; '' for processes that can.
+    """
+    witnesses = [process for process, reason in enumerate(reasons) if not reason]
+    problem = ''
+    with distributed.errors_together():
+      if distributed.process_index() in witnesses:
+        number = witnesses.index(distributed.process_index())
+        problem = _first_problem(Checkpoint(ModelDir(self._dir.path), step), number, len(witnesses))
+    if any(distributed.gather_json(problem)):
+      return
+    others = [process for process, reason in enumerate(reasons) if reason]
+    raise CheckpointError(
+      f'{self.path(step)} cannot be read by {who_text(others, distributed.hostnames())}: '
+      f'{reasons[others[0]]}. All other processes find it intact.',
+      fix='Check the mount and the memory of that host, or start the run without it. Nothing was '
+      'moved or removed.',
+      docs='checkpoints.md#no-access',
+    )
+
+  @abc.abstractmethod
+  def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
+    """Returns the arrays of a checkpoint on the mesh of `target`; may raise any error."""
+
+  def _set_all_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
+    for step, reason in reasons.items():
+      self._dir.removed(step)
+      if self._is_main:
+        _log.warning(
+          'checkpoint_%d cannot be read (%s) and %s. Continuing from checkpoint_%d.',
+          step,
+          reason,
+          self._set_aside(step, reason),
+          used,
+        )
+    self._reload()
+
+  @abc.abstractmethod
+  def _set_aside(self, step: int, reason: str) -> str:
+    """Makes room for a new save of `step`; returns words for the log: 'is kept as NAME'."""
+
+  @abc.abstractmethod
+  def _reload(self) -> None:
+    """Called on all processes after checkpoints were promoted or set aside."""
+
+
+def damage(do: Callable[[], None], path: AnyPath) -> str:
+  """Returns the reason if `do` fails because files in `path` are damaged; '' if it succeeds."""
+  try:
+    with access_errors(path):
+      do()
+  except (UserError, MemoryError):
+    raise
+  except Exception as e:  # Orbax and TensorStore raise many kinds of errors
+    if 'RESOURCE_EXHAUSTED' in str(e):
+      raise  # too little memory does not mean that the checkpoint is damaged
+    return error_line(e)
+  return ''
+
+
+def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
+  """Returns the first damaged array with the reason; '' if all match their checksums.
+
+  Checks the arrays number, number + count, ...
+  """
+  try:
+    reader = StateReader(checkpoint)
+  except AccessError:
+    raise
+  except CheckpointError as e:
+    return e.what
+  return next(filter(None, map(reader.problem, sorted(reader.shapes)[number::count])), '')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,34 +4,355 @@ All checks take milliseconds and read no array: the sizes of the array files sho
 complete. So a run, or a dry run, reports problems before it compiles.
 """
 
+import base64
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import pathlib
+import re
+import secrets
+import shutil
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import jax
+import tensorstore as ts
 
-from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, differences
-from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
-from t5x_gpu.checkpoint.saved_checkpoint import (
-  UNREADABLE,
-  Saved,
-  checkpoint_path,
-  committed_steps,
-  error_line,
-  is_real_folder,
-  read_manifest,
-  read_saved,
+from t5x_gpu.checkpoint.manifest import (
+  ARRAY_METADATA,
+  DATA,
+  MANIFEST,
+  TREE,
+  WITHOUT_DATA,
+  check_seal,
+  differences,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path, is_remote
-from t5x_gpu.config.atomic_write import write_problem
-from t5x_gpu.config.set_aside import access_error
-from t5x_gpu.errors import AccessError, CheckpointError
+from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
+from t5x_gpu.checkpoint.storage.paths import (
+  AnyPath,
+  RemotePath,
+  access_errors,
+  as_path,
+  context,
+  is_remote,
+  kvstore_spec,
+  reason_of,
+)
+from t5x_gpu.config.atomic_write import access_error, write_problem
+from t5x_gpu.config.json_schema import open_regular, parse_json, read_json
+from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.agreement import who_text
 
 _log = logging.getLogger(__name__)
+
+# Checks in milliseconds whether the array files of a checkpoint are complete. Reads no array.
+#
+# Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
+# checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
+# whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
+# Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+
+_MOST_METADATA_BYTES = 1 << 20  # of one array
+
+
+def check_only_files(folder: str | os.PathLike) -> None:
+  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
+
+  Orbax and TensorStore would wait for a pipe forever.
+  """
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        check_only_files(entry)
+      elif not entry.is_file():  # follows links
+        raise ValueError(f'{entry.path} is not a file')
+
+
+def check_array_files(folder: AnyPath) -> None:
+  """Raises OSError or ValueError unless each piece of each array lies inside its file.
+
+  Finds missing or truncated files, a damaged index, and metadata that would make TensorStore end
+  the process. Does not find bytes that changed inside a file. Takes about 3 ms for every 1000
+  pieces (one per array and shard). Objects in storage cannot be truncated, so remote files only
+  need to exist, and their metadata is not checked.
+
+  Args:
+    folder: folder of the item in the checkpoint, `checkpoint_<step>/state`.
+  """
+  ends: dict[str, int] = {}
+  metadata: dict[str, list[tuple[str, int, int]]] = {}  # file -> key, offset and length in it
+  try:
+    base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
+    manifest = ts.ocdbt.dump(base).result()
+    root = manifest['versions'][-1]['root'].get('location') if manifest else None
+    if root is None:
+      raise ValueError('manifest.ocdbt lists no arrays')
+    for key, entry in _entries(base, root):
+      if 'indirect_value' not in entry:  # short values are in the index itself
+        _check_metadata(key, entry.get('inline_value', b''))
+        continue
+      # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
+      place, offset, length = entry['indirect_value'].rsplit(':', 2)
+      file = ''.join(place.split(':')[1:])
+      ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+      if _name(key) in ARRAY_METADATA:
+        metadata.setdefault(file, []).append((key, int(offset), int(length)))
+  except (LookupError, TypeError, AttributeError, RuntimeError) as e:  # of a damaged index
+    raise ValueError(f'the index of the arrays is damaged: {type(e).__name__}: {e}') from e
+  if isinstance(folder, RemotePath):
+    missing = sorted(ends.keys() - set(folder.files()))
+    if missing:
+      raise ValueError(f'{missing[0]} is missing')
+    return
+  for file, end in ends.items():
+    size = (folder / file).stat().st_size
+    if size < end:
+      raise ValueError(f'{file} is truncated: it has {size:,} of at least {end:,} bytes')
+  for file, places in metadata.items():
+    with open_regular(folder / file) as f:
+      for key, offset, length in places:
+        if length > _MOST_METADATA_BYTES:
+          raise ValueError(f'{key} has {length:,} bytes, and {_MOST_METADATA_BYTES:,} is the limit')
+        f.seek(offset)
+        _check_metadata(key, f.read(length))
+
+
+def _entries(
+  base: ts.KvStore, node: str, prefix: bytes = b''
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+  """Yields key and entry of each value below a node of the index."""
+  for entry in ts.ocdbt.dump(base, node).result()['entries']:
+    if 'location' in entry:
+      yield from _entries(base, entry['location'], prefix + entry['subtree_common_prefix'])
+    else:
+      yield (prefix + entry['key']).decode(errors='replace'), entry
+
+
+def _name(key: str) -> str:
+  return key.rpartition('/')[2]
+
+
+def _check_metadata(key: str, content: bytes) -> None:
+  """Raises ValueError if `content` is the metadata of an array, but not valid."""
+  if _name(key) in ARRAY_METADATA:
+    try:
+      parse_json(content, ARRAY_METADATA[_name(key)])
+    except ValueError as e:
+      raise ValueError(f'{key} is damaged: {e}') from e
+
+
+# Lists, begins, commits and removes checkpoints in object storage.
+#
+# Objects cannot be renamed, so a checkpoint is written under its final name. The last object,
+# `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`, names the
+# writer: it distinguishes leftovers of a killed process from other users' objects, and a removal
+# deletes it last. All other objects are the same as the files of a checkpoint on disk.
+
+COMMIT, UNDER_WAY, SET_ASIDE = 'commit_success.txt', 'under_way.json', 'cannot_be_read.txt'
+_PREFIX = 'checkpoint_'
+_AFTER_PREFIX = 'checkpoint`'  # the next character after '_'
+
+
+def _marks(folder: RemotePath) -> dict[int, set[str]]:
+  """Returns step -> the markers (names above) in its folder, committed or not."""
+  found: dict[int, set[str]] = {}
+  for name in folder.files(first=_PREFIX, stop=_AFTER_PREFIX):
+    match = re.fullmatch(rf'{_PREFIX}(0|[1-9][0-9]*)/(.*)', name)
+    if match:
+      found.setdefault(int(match[1]), set()).update({match[2]} & {COMMIT, UNDER_WAY, SET_ASIDE})
+  return found
+
+
+def remote_steps(folder: RemotePath) -> list[int]:
+  """Returns the steps of the committed checkpoints in `folder`, oldest first."""
+  return sorted(
+    step for step, marks in _marks(folder).items() if COMMIT in marks and SET_ASIDE not in marks
+  )
+
+
+def remove_left_over(folder: RemotePath) -> list[int]:
+  """Finishes saves and removals that were killed, by removing their objects; returns the steps.
+
+  The caller holds the lock of `folder`.
+  """
+  left = sorted(
+    step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
+  )
+  for step in left:
+    (folder / f'{_PREFIX}{step}').remove_tree(last=[UNDER_WAY])
+  return left
+
+
+def begin(path: RemotePath) -> None:
+  """Marks `path` as a checkpoint that is being written.
+
+  Replaces a checkpoint that was set aside as unreadable.
+
+  Raises:
+    CheckpointError: the folder has a checkpoint or other objects.
+  """
+  names = set(path.files())
+  if names and not names & {UNDER_WAY, SET_ASIDE}:
+    raise CheckpointError(
+      f'{path} '
+      + (
+        'exists and was not overwritten.'
+        if COMMIT in names
+        else f'has {len(names)} objects, but is not a checkpoint: {COMMIT} is missing. '
+        'Nothing was overwritten.'
+      ),
+      fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
+    )
+  _claim(path)
+  path.joinpath(COMMIT).unlink(missing_ok=True)
+  if names:
+    for name in sorted(names - {UNDER_WAY, COMMIT}):
+      path.joinpath(name).unlink(missing_ok=True)
+
+
+def _claim(path: RemotePath) -> None:
+  about = {'host': socket.gethostname(), 'pid': os.getpid(), 'since': _now()}
+  (path / UNDER_WAY).write_text(json.dumps(about) + '\n')
+
+
+def commit(path: RemotePath) -> None:
+  """Commits a checkpoint; all other objects must be written by now."""
+  (path / COMMIT).write_text(f'Committed {_now()}.\n')
+  (path / UNDER_WAY).unlink(missing_ok=True)
+
+
+def remove(path: RemotePath) -> None:
+  """Removes a checkpoint. Uncommits it first: `remove_left_over` finishes a killed removal."""
+  _claim(path)
+  (path / COMMIT).unlink(missing_ok=True)
+  path.remove_tree(last=[UNDER_WAY])
+
+
+def set_aside(path: RemotePath, reason: str) -> None:
+  """Uncommits an unreadable checkpoint; its objects stay until its step is saved again."""
+  (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
+
+
+def _now() -> str:
+  return time.strftime('%Y-%m-%d %H:%M:%S %Z')
+
+
+# One checkpoint in MODEL_DIR: where it is, whether it is committed, and its metadata.
+
+PREFIX = 'checkpoint'
+CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
+# Errors that `read_saved` raises for files that are missing, truncated or garbled.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+  """The metadata of a checkpoint.
+
+  Attributes:
+    step: number of updates at the time of the save.
+    data_state: argument of `BatchIterator.set_state`.
+    manifest: see checkpoint/manifest.py.
+  """
+
+  step: int
+  data_state: bytes
+  manifest: Mapping[str, Any]
+
+
+def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
+  """Returns the folder of the checkpoint of `step`."""
+  return folder / f'{PREFIX}_{step}'
+
+
+def committed_steps(folder: AnyPath) -> list[int]:
+  """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
+
+  Ignores interrupted saves, files, links, and names that only resemble `checkpoint_<step>`.
+
+  Raises:
+    AccessError: the folder cannot be listed.
+  """
+  if isinstance(folder, RemotePath):
+    return remote_steps(folder)
+  steps = []
+  # Not Path.glob: without permission to list the folder, it finds nothing, and a run would start
+  # from scratch.
+  with access_errors(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with os.scandir(folder) as entries:
+      for entry in entries:
+        match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+          steps.append(int(match[1]))
+  return sorted(steps)
+
+
+def is_real_folder(path: pathlib.Path) -> bool:
+  """Returns whether `path` is itself a folder, not a link to one."""
+  return path.is_dir() and not path.is_symlink()
+
+
+def remove_cut_short(folder: pathlib.Path) -> None:
+  """Removes partial saves of killed processes, each up to the size of a checkpoint."""
+  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
+    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
+      is_real_folder(path)
+    ):
+      shutil.rmtree(path, ignore_errors=True)  # best effort; leftovers are harmless
+
+
+def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
+  """Returns the manifest of a checkpoint; other files may be damaged.
+
+  Raises:
+    OSError, ValueError: the manifest is missing, truncated, garbled, or does not match
+      `schemas.MANIFEST`.
+    AccessError: the manifest cannot be opened.
+  """
+  checkpoint = checkpoint_path(folder, step)
+  with access_errors(checkpoint):
+    return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
+
+
+def read_saved(
+  folder: AnyPath, step: int, *, manifest: Optional[Mapping[str, Any]] = None
+) -> Saved:
+  """Returns the metadata of a checkpoint, if all of its files are complete.
+
+  Finds array files that are missing or truncated; does not read their contents.
+
+  Args:
+    folder: MODEL_DIR.
+    step: step of the checkpoint.
+    manifest: its manifest, if it was read before.
+  Raises:
+    OSError, ValueError, KeyError, TypeError: something is missing, truncated or garbled.
+    AccessError: something cannot be opened.
+  """
+  checkpoint = checkpoint_path(folder, step)
+  if manifest is None:
+    manifest = read_manifest(folder, step)
+  with access_errors(checkpoint):
+    if not isinstance(checkpoint, RemotePath):
+      check_only_files(checkpoint)
+    data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
+    check_seal(manifest, data=data)
+    read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
+    check_array_files(checkpoint / 'state')
+  return Saved(step, base64.b64decode(data['iterator']), manifest)
+
+
+def error_line(e: Exception) -> str:
+  """Returns the reason for an error in one line."""
+  while type(e) is Exception and isinstance(e.__cause__, Exception):
+    e = e.__cause__  # Orbax's error names neither file nor reason
+  return f'{type(e).__name__}: {reason_of(e)[:200]}'
 
 
 class ModelDir(contextlib.AbstractContextManager):
@@ -313,3 +634,98 @@ def check_writable(folder: AnyPath) -> None:
       '(--gin.MODEL_DIR=runs/my_run).',
       parameters=('MODEL_DIR',),
     ) from e
+
+
+# Checks at startup that all processes see the same MODEL_DIR; otherwise the first save would hang.
+#
+# Process 0 writes a file with a new name, and all other processes look for it. An NFS client may
+# cache attributes of folders for a minute (acdirmax): reading the parent folders makes it ask the
+# server, and a new name is not in its cache.
+
+# Longer than a slow file server takes. A process that sees the file immediately does not wait.
+LOOK_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+
+
+def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> ModelDir:
+  """Returns MODEL_DIR, open, after checking that all processes see the same folder.
+
+  Object storage is checked, too: hosts may talk to different servers. A single process skips the
+  check.
+
+  Args:
+    model_dir: MODEL_DIR of the run.
+    dry_run: remove the folder again if it did not exist. A run keeps it: removing and creating it
+      again would give other hosts stale handles.
+  Raises:
+    ConfigError: the address is not supported.
+    CheckpointError: process 0 cannot write to MODEL_DIR, or another process does not see the file;
+      raised on all processes.
+  """
+  folder = as_path(model_dir, parameter='train.model_dir')
+  if distributed.process_count() > 1:
+    with _nonce(folder, dry_run=dry_run) as name:
+      seen = distributed.gather_json([_sees(folder, name), str(folder)])
+    blind = [i for i, (sees, _) in enumerate(seen) if not sees]
+    if blind:
+      raise _not_shared(blind, [path for _, path in seen])
+  return ModelDir(folder)
+
+
+@contextlib.contextmanager
+def _nonce(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
+  """Yields the name of a file that process 0 wrote into the folder; removes it at the end."""
+  name, made = '', []
+  try:
+    if distributed.is_main_process():
+      if dry_run and not isinstance(folder, RemotePath):
+        made = [f for f in (folder, *folder.parents) if not f.exists()]
+      check_writable(folder)
+      name = f'.shared_{secrets.token_hex(8)}'
+      (folder / name).write_bytes(b'ok')
+    yield distributed.broadcast_json(name)
+  finally:
+    if name:
+      with contextlib.suppress(OSError):
+        (folder / name).unlink(missing_ok=True)
+    for new in made:
+      with contextlib.suppress(OSError):  # another process has written to the folder
+        new.rmdir()
+
+
+def _sees(folder: AnyPath, name: str) -> bool:
+  """Returns whether this process sees the file within `LOOK_SECONDS`."""
+  deadline = time.monotonic() + LOOK_SECONDS
+  while True:
+    if not isinstance(folder, RemotePath):
+      _refresh(folder)
+    with contextlib.suppress(OSError):  # no permission, or a stale handle
+      if (folder / name).is_file():
+        return True
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(_POLL_SECONDS)
+
+
+def _refresh(folder: pathlib.Path) -> None:
+  """Reads the beginning of each parent folder, so that NFS asks the server."""
+  for above in (*reversed(folder.parents), folder):
+    with contextlib.suppress(OSError), os.scandir(above) as entries:
+      next(entries, None)
+
+
+def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:
+  names = distributed.hostnames()
+  by_host: dict[str, list[int]] = {}
+  for process in blind:
+    by_host.setdefault(names[process] if names else '', []).append(process)
+  hosts = [f'{who_text(who, names)}: {paths[who[0]]}' for who in by_host.values()]
+  return CheckpointError(
+    f'MODEL_DIR = {paths[0]!r} is not one folder for all processes. Process 0'
+    f'{f" ({names[0]})" if names else ""} wrote a file there; {len(blind)} of {len(paths)} '
+    'processes do not see it:\n  ' + '\n  '.join(listed(hosts, 8)),
+    fix='Set MODEL_DIR to an absolute path on a file system that all hosts mount, or to object '
+    'storage (s3://BUCKET/FOLDER). Every process writes its part of a checkpoint there.',
+    parameters=('MODEL_DIR',),
+    docs='slurm.md#what-hosts-must-share',
+  )

@@ -7,36 +7,93 @@ for another process. The objects are the same files that `Checkpointer` writes t
 """
 
 import contextlib
+import dataclasses
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import jax
+import numpy as np
 
-from t5x_gpu.checkpoint.arrays.host_arrays import HostArray, copy_to_host
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, read_state
-from t5x_gpu.checkpoint.arrays.state_writer import ZSTD, StateWriter, empty_leaves
-from t5x_gpu.checkpoint.base_checkpointer import BaseCheckpointer
-from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir
-from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.saved_checkpoint import Saved
-from t5x_gpu.checkpoint.storage.object_store_steps import (
+from t5x_gpu.checkpoint.arrays.state_reader import (
+  ZSTD,
+  Checkpoint,
+  StateWriter,
+  empty_leaves,
+  read_state,
+)
+from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
+from t5x_gpu.checkpoint.model_dir import (
+  ModelDir,
+  Saved,
+  as_model_dir,
   begin,
   commit,
   remove,
   remove_left_over,
   set_aside,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.checkpoint.storage.storage_errors import reason_of
+from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.storage.checksums import Shape, boxes, by_name, chunk_of_shard, piece_shape
+from t5x_gpu.checkpoint.storage.paths import AnyPath, reason_of
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+# Copies a process's part of a state to host memory, for writing in the background.
+
+
+@dataclasses.dataclass(frozen=True)
+class HostArray:
+  """The part of an array that this process writes. Each element belongs to one process.
+
+  Attributes:
+    name: '/'-joined path.
+    shape, dtype: shape and dtype of the whole array.
+    chunk: shape of a chunk; no chunk spans two shards.
+    parts: (slices of the whole array, values in host memory).
+  """
+
+  name: str
+  shape: Shape
+  dtype: Any
+  chunk: Shape
+  parts: Sequence[tuple[tuple[slice, ...], np.ndarray]]
+
+  def pieces(self, *, most_bytes: int) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Yields (slices, values), whole chunks of about `most_bytes` each."""
+    for place, values in self.parts:
+      starts = [s.indices(n)[0] for s, n in zip(place, self.shape)]
+      piece = piece_shape(values.shape, self.chunk, itemsize=values.itemsize, most_bytes=most_bytes)
+      for box in boxes(values.shape, piece):
+        yield tuple(slice(i + b.start, i + b.stop) for i, b in zip(starts, box)), values[box]
+
+
+def copy_to_host(tree: Any) -> list[HostArray]:
+  """Returns this process's part of every array; the arrays may be overwritten afterwards."""
+  owned = [
+    (name, x, [s for s in x.addressable_shards if s.replica_id == 0])
+    for name, x in by_name(tree).items()
+  ]
+  for _, _, shards in owned:
+    for shard in shards:
+      shard.data.copy_to_host_async()
+  return [
+    HostArray(
+      name,
+      x.shape,
+      x.dtype,
+      chunk_of_shard(x.shape, x.sharding.shard_shape(x.shape), itemsize=x.dtype.itemsize),
+      # On CPU the array would be the device's own memory.
+      [(s.index, np.array(s.data, copy=True)) for s in shards],
+    )
+    for name, x, shards in owned
+  ]
+
 
 _OTHERS_SECONDS = 3600.0  # the watchdog ends a run long before if a process is gone
 _FLUSH_BYTES = 128 << 20  # bytes of arrays to encode and send at once: about one object

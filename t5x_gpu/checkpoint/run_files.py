@@ -7,7 +7,9 @@
 """
 
 import contextlib
+import json
 import logging
+import os
 import pathlib
 import re
 import shutil
@@ -16,10 +18,11 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, is_remote
-from t5x_gpu.config.json_schema import read_json
-from t5x_gpu.config.set_aside import check_not_refused
+from t5x_gpu.config.atomic_write import append_line, check_not_refused, set_aside_unless_file
+from t5x_gpu.config.json_schema import Fields, Whole, read_json
 from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.decoding import SampleConfig
 from t5x_gpu.runtime import process_exit
 
 _log = logging.getLogger(__name__)
@@ -259,3 +262,27 @@ def not_applied(settings: Mapping[str, Any]) -> str:
     f'the files set {named}; infer does not apply them. It takes the most probable token, or what '
     'DecodingConfig says (--gin.DecodingConfig.temperature=0.6)'
   )
+
+
+# `MODEL_DIR/samples.jsonl`: texts that the model generated after the last step of a run.
+
+SAMPLES = 'samples.jsonl'
+SCHEMA = Fields({'step': Whole(), 'prompt': str, 'text': str}, optional={'temperature': float})
+
+
+def append_sample(folder: str | os.PathLike, step: int, config: SampleConfig, text: str) -> None:
+  """Appends a text to the file; warns if that fails.
+
+  Args:
+    folder: folder of the run's files.
+    step: number of training steps done.
+    config: how the text was generated.
+    text: the prompt and its continuation.
+  """
+  record = {'step': step, 'prompt': config.prompt, 'temperature': config.temperature, 'text': text}
+  path = pathlib.Path(folder) / SAMPLES
+  try:
+    set_aside_unless_file(path)  # opening a pipe would wait for a reader
+    append_line(path, json.dumps(record))
+  except OSError as e:
+    _log.warning('%s cannot be written: %s.', path, e.strerror or e)

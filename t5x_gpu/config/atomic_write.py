@@ -6,9 +6,16 @@ appends to a file of lines.
 
 import contextlib
 import errno
+import logging
 import os
 import pathlib
+import stat
 from collections.abc import Iterator
+from typing import Optional
+
+from t5x_gpu.errors import AccessError
+
+_log = logging.getLogger(__name__)
 
 _SOME_GIGABYTES = 0.1  # a disk with less free space counts as full, for any file size
 
@@ -92,3 +99,139 @@ def write_problem(e: OSError, folder: str | os.PathLike) -> str:
     f'{text}, although {free:.2f} GB and {stats.f_favail:,} inodes are free: the file was larger, '
     'or a limit of this user, project or job (of its memory, in /dev/shm) ended'
   )
+
+
+# Renames damaged files of a run with a warning, so that a restart continues without them.
+#
+# A file that cannot be opened is not damaged: too many open files, a missing permission or a file
+# server that does not answer are unrelated to its bytes. Such an error stops the command.
+
+# There is no regular file: the path does not exist, is a folder, a loop of links or a pipe
+# (`json_schema.open_regular`), or its name is too long.
+_NO_FILE = (
+  errno.ENOENT,
+  errno.ENOTDIR,
+  errno.EISDIR,
+  errno.ELOOP,
+  errno.EINVAL,
+  errno.ENXIO,
+  errno.ENAMETOOLONG,
+)
+_MANY_FILES = 'Allow more open files: ulimit -n 65536, or LimitNOFILE= of the service.'
+_RIGHTS = 'Check who may read it and the folders above it: namei -l PATH.'
+_REMEDIES = {
+  errno.EMFILE: _MANY_FILES,
+  errno.ENFILE: 'The machine has too many open files: raise fs.file-max, or end other processes.',
+  errno.EACCES: _RIGHTS,
+  errno.EPERM: _RIGHTS,
+  errno.ENOMEM: 'The host has no memory left: give the job more, or end other processes.',
+  errno.ESTALE: 'The file server has forgotten the file: mount the file system again.',
+  errno.EIO: 'The disk or the file server failed: dmesg names the reason.',
+}
+
+
+def is_missing(e: BaseException) -> bool:
+  """Returns whether a system error means that there is no regular file at a path."""
+  return isinstance(e, OSError) and (e.errno is None or e.errno in _NO_FILE)
+
+
+def remedy(e: OSError) -> str:
+  """Returns the fix for a system error."""
+  return _REMEDIES.get(e.errno, 'Check the disk, the mount and the rights of that path.')
+
+
+def reason_of(e: OSError) -> str:
+  """Returns a system error as 'Too many open files (EMFILE)'."""
+  return f'{e.strerror or e} ({errno.errorcode.get(e.errno, e.errno)})'
+
+
+def is_refused(e: BaseException) -> bool:
+  """Returns whether an error of the system names a file whose content may be intact."""
+  return isinstance(e, OSError) and e.filename is not None and e.errno in _REMEDIES
+
+
+def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
+  """Returns the error for a file that cannot be opened or read now.
+
+  Args:
+    e: the system error.
+    path: the file, if `e` does not name it.
+  """
+  return AccessError(
+    f'{e.filename or path} cannot be read: {reason_of(e)}.',
+    fix=f'{remedy(e)}\nThe file may be intact, so nothing was moved, removed or replaced: the same '
+    'command continues once the file can be read. To continue without it, move the file away (for '
+    'a checkpoint: its folder).',
+    docs='checkpoints.md#no-access',
+  )
+
+
+def check_not_refused(e: Exception, path: str | os.PathLike) -> None:
+  """Raises AccessError if `e`, from reading a file, is unrelated to its content."""
+  if isinstance(e, OSError) and not is_missing(e):
+    raise access_error(e, path) from e
+
+
+def set_aside_damaged(path: pathlib.Path, e: Exception, consequence: str = '') -> None:
+  """Renames a damaged file, with a warning.
+
+  Args:
+    path: path of the file.
+    e: error from reading the file.
+    consequence: consequence of the loss, for the warning.
+  Raises:
+    AccessError: `e` is unrelated to the content.
+  """
+  check_not_refused(e, path)
+  set_aside(path, f'{e}{consequence}')
+
+
+def set_aside(path: pathlib.Path, reason: str) -> pathlib.Path:
+  """Renames a file (or folder, or link) to `corrupt_NAME` and warns; returns the new path.
+
+  Args:
+    path: the file that cannot be used.
+    reason: why it cannot be used.
+  Raises:
+    OSError: the file cannot be renamed.
+  """
+  aside = free_name(path.with_name(f'corrupt_{path.name}'))
+  os.rename(path, aside)
+  _log.warning(
+    '%s cannot be read (%s) and is kept as %s. The run continues without it.',
+    path,
+    reason,
+    aside.name,
+  )
+  return aside
+
+
+def set_aside_unless_file(path: pathlib.Path) -> None:
+  """Renames `path` if it exists and is not a file.
+
+  Raises:
+    OSError: the file cannot be read and written; its content may be intact.
+  """
+  if not os.path.lexists(path):
+    return
+  problem: Optional[str] = None
+  try:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+      problem = 'it is not a file'
+  except OSError as e:
+    if not is_missing(e):
+      raise
+    problem = 'it is a broken link'
+  if problem:
+    set_aside(path, problem)
+  elif not os.access(path, os.R_OK | os.W_OK):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def free_name(path: pathlib.Path) -> pathlib.Path:
+  """Returns the first of `path`, `path.1`, `path.2`, ... that does not exist."""
+  count, name = 0, path
+  while os.path.lexists(name):
+    count += 1
+    name = path.with_name(f'{path.name}.{count}')
+  return name

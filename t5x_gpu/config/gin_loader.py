@@ -11,10 +11,10 @@ from typing import Any, Optional, TypeVar, Union
 import gin
 from gin import config as gin_config
 
-from t5x_gpu.config import gin_checks, provenance, resolve
-from t5x_gpu.config.bindings import Bindings, Call, is_required
-from t5x_gpu.config.gin_files import GinFiles
-from t5x_gpu.config.reader import Reader
+from t5x_gpu.config import gin_checks, provenance
+from t5x_gpu.config import reader as reader_lib
+from t5x_gpu.config.reader import Bindings, Call, Reader, is_required
+from t5x_gpu.config.statements import GinFiles
 from t5x_gpu.errors import ConfigError, Problem
 
 ENTRY = 't5x_gpu.train.train'
@@ -65,7 +65,7 @@ class LoadedConfig:
       raise ConfigError(f'No gin file configures {entry or self.entry[0]}.')
     if only is not None:
       configurable = gin_config._REGISTRY[call.selector]
-      without = [name for name in resolve.parameters(configurable) if name not in only]
+      without = [name for name in reader_lib.parameters(configurable) if name not in only]
     missing = gin_checks.missing(self.bindings, call, without=without)
     if missing:
       raise ConfigError('Required values are not set', problems=missing)
@@ -171,7 +171,7 @@ def _make_working_directory_importable() -> None:
 def _entry_call(entry: Entry) -> Optional[Call]:
   """Returns the call of the entry function, or None if no gin file names it."""
   try:
-    function = resolve.entry_function(entry)
+    function = reader_lib.entry_function(entry)
   except Exception as e:  # A user's module may raise anything on import.
     raise ConfigError(f'The entry point {entry} cannot be imported: {type(e).__name__}: {e}') from e
   configurable = gin_config._inverse_lookup(function)

@@ -10,9 +10,8 @@ from typing import Any, Optional
 
 from gin import config as gin_config
 
-from t5x_gpu.config import bindings as bindings_lib
-from t5x_gpu.config import resolve, statements
-from t5x_gpu.config.bindings import Binding, Bindings, Call, Scopes
+from t5x_gpu.config import reader, statements
+from t5x_gpu.config.reader import Binding, Bindings, Call, Scopes
 
 DEFAULT = 'default'
 # Origins of computed values, see `gin_loader.load(computed=...)`.
@@ -137,22 +136,22 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
   settings: dict[Binding, Setting] = {}
   defaults: dict[tuple[str, Scopes], str] = {}
   for call in bindings.calls(roots):
-    if call.selector == bindings_lib.CONSTANT:
+    if call.selector == reader.CONSTANT:
       continue
-    signature = resolve.parameters(gin_config._REGISTRY[call.selector])
+    signature = reader.parameters(gin_config._REGISTRY[call.selector])
     applied = bindings.applied(call.selector, call.scopes)
     for arg, found in applied.items():
       if found[-1] not in settings:
         settings[found[-1]] = _setting(bindings, found, signature.get(arg))
-    if call.selector == bindings_lib.MACRO:
+    if call.selector == reader.MACRO:
       continue
-    name = bindings_lib.short_name(call.selector)
+    name = reader.short_name(call.selector)
     for arg, parameter in signature.items():
       if arg not in applied and parameter.default is not inspect.Parameter.empty:
         defaults[f'{name}.{arg}', call.scopes] = _default_text(parameter.default)
   idle = [b for b in bindings.final() if b not in settings]
   ordered = sorted(
-    settings, key=lambda b: (not b.is_macro, bindings_lib.short_name(b.selector), b.scope, b.arg)
+    settings, key=lambda b: (not b.is_macro, reader.short_name(b.selector), b.scope, b.arg)
   )
   elsewhere = {setting.unscoped for setting in settings.values()}
   unset = {
@@ -200,7 +199,7 @@ def _value_text(bindings: Bindings, binding: Binding) -> str:
 
   def shown(symbol: Any) -> Any:
     found = (
-      bindings.effective(bindings_lib.MACRO, tuple(symbol.name.split('/'))).get('value')
+      bindings.effective(reader.MACRO, tuple(symbol.name.split('/'))).get('value')
       if isinstance(symbol, statements.Macro)
       else None
     )

@@ -14,11 +14,10 @@ import rich.console
 import rich.text
 
 from t5x_gpu.config import statements
-from t5x_gpu.config.atomic_write import atomic_write, write_atomically
-from t5x_gpu.config.gin_files import GinFiles
+from t5x_gpu.config.atomic_write import atomic_write, set_aside_damaged, write_atomically
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
-from t5x_gpu.config.set_aside import set_aside_damaged
+from t5x_gpu.config.statements import GinFiles
 from t5x_gpu.errors import ConfigError, did_you_mean, listed
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'

@@ -7,10 +7,12 @@ only when it is needed, so a synthetic run does not import TensorFlow.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
+import re
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.data.batches import (
@@ -23,9 +25,112 @@ from t5x_gpu.data.batches import (
   with_masks,
 )
 from t5x_gpu.data.prompts import PromptText, Vocabulary
-from t5x_gpu.data.task_metrics import EvaluatedTask
-from t5x_gpu.data.trust import check_trusted
 from t5x_gpu.errors import ConfigError, did_you_mean
+
+
+class HasBatches(Protocol):
+  """What data has to know of a model (`models.model.Model`)."""
+
+  def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str: ...
+
+  def batch_spec(
+    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
+  ) -> BatchSpec: ...
+
+
+def batches_for(model: HasBatches, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
+  """Returns the batches of `dataset` for `model`; errors as for `open_batches`."""
+  spec = model.batch_spec(
+    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
+  )
+  batches = open_batches(
+    dataset,
+    spec=spec,
+    repeat=repeat,
+    feature_converter=model.feature_converter(dataset.task_feature_lengths),
+  )
+  with contextlib.suppress(StopIteration):
+    spec.check(batches.peek())
+  return batches
+
+
+# Tasks with metrics, and the model outputs that the metrics need. No TensorFlow.
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOutputs:
+  """Model outputs for the examples of a task, in order; lists that were not requested are empty.
+
+  Attributes:
+    predictions: token ids, the best continuation of each example's inputs.
+    prediction_scores: log-probabilities of the predictions.
+    scores: log-probabilities of the targets.
+  """
+
+  predictions: Sequence[Sequence[int]] = ()
+  prediction_scores: Sequence[float] = ()
+  scores: Sequence[float] = ()
+
+
+class EvaluatedTask(Protocol):
+  """A task with metrics, and its examples.
+
+  Attributes:
+    name: name of the task.
+    inputs, targets: token ids of each example; inputs are empty if the task has no inputs.
+    eos_id: id that ends a text, or None.
+    zero_is_a_word: id 0 is a word, not padding.
+    needs_predictions, needs_scores: whether the metrics need predictions or scores.
+  """
+
+  name: str
+  inputs: Sequence[Sequence[int]]
+  targets: Sequence[Sequence[int]]
+  eos_id: Optional[int]
+  zero_is_a_word: bool
+  needs_predictions: bool
+  needs_scores: bool
+
+  def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
+    """Returns metric -> value."""
+
+
+# Refuses datasets that would run code that the user did not name. No TF.
+
+_OUR_MODULES = 't5x_gpu.data.'
+
+
+def check_trusted(config: DatasetConfig, may_import: Optional[Collection[str]]) -> None:
+  """Raises ConfigError if opening `config` would run code from outside t5x_gpu.
+
+  Args:
+    config: read from the gin file of a checkpoint folder.
+    may_import: modules that may be imported in addition to t5x_gpu's; None for any.
+  """
+  if may_import is None:
+    return
+  modules = {name: getattr(config, name) for name in ('module', 'mixture_or_task_module')}
+  foreign = [
+    name
+    for name, module in modules.items()
+    if module and module not in may_import and not str(module).startswith(_OUR_MODULES)
+  ]
+  # TFDS downloads code for a community dataset, tfds:NAMESPACE:NAME.
+  _, is_tfds, dataset = config.mixture_or_task_name.partition('tfds:')
+  if is_tfds and not re.fullmatch(r'[\w/.-]+(:[\d*]+\.[\d*]+\.[\d*]+)?(#[^#]*)?', dataset):
+    foreign.append('mixture_or_task_name')
+  if foreign:
+    raise ConfigError(
+      'The task of this checkpoint would run code from outside t5x_gpu: '
+      + ', '.join(f'DatasetConfig.{name} = {getattr(config, name)!r}' for name in foreign)
+      + '.',
+      fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
+      'elsewhere.\nIf you trust it, add --trust_gin. Or leave the task out: give '
+      '--vocabulary=NAME and --prompts=FILE.\nOr name your own gin file: --gin_file=FILE.',
+      parameters=[f'DatasetConfig.{name}' for name in foreign],
+      docs='infer.md#trust',
+    )
+
 
 _PREPARED_MODULE = 't5x_gpu.data.prepared.batches'
 _TEXT_MODULE = 't5x_gpu.data.seqio_batches'

@@ -9,7 +9,7 @@ from typing import Any, Optional, Protocol
 
 import pyarrow as pa
 
-from t5x_gpu.config.set_aside import is_missing, reason_of, remedy
+from t5x_gpu.config.atomic_write import is_missing, reason_of, remedy
 from t5x_gpu.data.sources.column_formats import PARQUET, parquet_records
 from t5x_gpu.data.sources.conversations import checked_messages, checked_tools, conversation_key
 from t5x_gpu.data.sources.json_lines import json_fields, json_object

@@ -15,8 +15,8 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import Batch, BatchIterator, batch_hash, optional_method
-from t5x_gpu.data.sources.file_digests import relative_names, sample_digest
-from t5x_gpu.data.task_metrics import EvaluatedTask
+from t5x_gpu.data.data_module import EvaluatedTask
+from t5x_gpu.data.sources.discovery import relative_names, sample_digest
 from t5x_gpu.errors import task_error
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import Facts

@@ -1,31 +1,52 @@
 """Evaluates checkpoints one after the other: loss, and metrics of tasks."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Optional, Self
+import json
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Optional, Self, Union
 
 import numpy as np
 
+from t5x_gpu.checkpoint.arrays.params_files import read_params
+from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.config.atomic_write import check_not_refused, write_atomically
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.data_module import open_task_names
+from t5x_gpu.data.data_module import batches_for, open_task_names
+from t5x_gpu.data.same_data import differences
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
 from t5x_gpu.evaluation.evaluator import (
   LOSS,
   Evaluator,
-  batches_for,
   confusion_of,
   hits_of,
   open_task_evaluator,
   values_of,
 )
-from t5x_gpu.evaluation.params_memory import check_evaluation_memory
-from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.metrics.plots import plot_confusion
+from t5x_gpu.metrics.writers import (
+  JsonLinesWriter,
+  MetricWriter,
+  MultiWriter,
+  TensorBoardWriter,
+  read_json_lines,
+)
 from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import topology as topology_lib
-from t5x_gpu.terminal.bars import BackgroundCounts, Show, Total, silent
-from t5x_gpu.training.program import program_of_run
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.terminal.progress_line import BackgroundCounts, Show, Total, silent
+from t5x_gpu.training.memory import check_evaluation_memory
+from t5x_gpu.training.program import Program, StepConfig, program_of_run
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointEvaluator:
@@ -132,3 +153,202 @@ class CheckpointEvaluator:
     if self._tasks is not None:
       values |= self._tasks.run(params, show=show)
     return values
+
+
+# Selects the next checkpoints to evaluate, while a run may still write and remove checkpoints.
+
+POLL_SECONDS = 2.0  # between two listings of MODEL_DIR
+Wanted = Union[str, tuple[int, ...]]  # 'all', 'last' or steps
+
+
+def steps_to_evaluate(
+  model_dir: ModelDir,
+  *,
+  wanted: Wanted,
+  done: Collection[int],
+  last_step: Optional[int],
+  timeout: float,
+) -> Iterator[int]:
+  """Yields the steps to evaluate, oldest first and the same on all processes.
+
+  Lists the steps again after each step, because a run may have written and removed checkpoints.
+
+  Args:
+    model_dir: MODEL_DIR of the run.
+    wanted: 'all', 'last', or steps.
+    done: steps to skip.
+    last_step: wait for new checkpoints until this step; None to not wait.
+    timeout: seconds to wait for the next checkpoint.
+  """
+  done = set(done)
+  deadline = time.monotonic() + timeout
+  while True:
+    step = distributed.broadcast_json(_next(model_dir, wanted, done, last_step, deadline))
+    if step == _END:
+      return
+    if step != _NOT_YET:
+      done.add(step)
+      yield step
+      deadline = time.monotonic() + timeout
+    elif distributed.is_main_process():
+      time.sleep(POLL_SECONDS)
+    model_dir.refresh()
+
+
+_END, _NOT_YET = -1, -2
+
+
+def _next(
+  model_dir: ModelDir,
+  wanted: Wanted,
+  done: Collection[int],
+  last_step: Optional[int],
+  deadline: float,
+) -> int:
+  steps = model_dir.steps
+  if wanted == 'last':
+    steps = steps[-1:]
+  elif wanted != 'all':
+    steps = [step for step in steps if step in wanted]
+  left = [step for step in steps if step not in done]
+  if left:
+    return left[0]
+  if last_step is None or any(step >= last_step for step in model_dir.steps):
+    return _END
+  return _END if time.monotonic() >= deadline else _NOT_YET
+
+
+def read_if_there(checkpoint: Checkpoint, program: Program) -> Any:
+  """Returns the parameters; None, on all processes, if the run has removed the checkpoint.
+
+  Raises:
+    CheckpointError: the checkpoint exists and cannot be read.
+  """
+  params, problem = None, None
+  try:
+    params = read_params(checkpoint, program.abstract_saved.params)
+  except Exception as e:  # Orbax and TensorStore raise many kinds of errors when files vanish
+    problem = e
+  exists = checkpoint.path.exists()
+  if problem is not None and exists:
+    if isinstance(problem, UserError):
+      raise problem
+    raise CheckpointError(
+      f'{checkpoint.path} cannot be read: {type(problem).__name__}: {first_line(problem)[:200]}',
+      fix='Skip it: list the steps to evaluate as --steps=1000,2000.',
+      parameters=('MODEL_DIR',),
+    ) from problem
+  whole = all(distributed.gather_json(problem is None))
+  return params if whole else None
+
+
+# Stores metrics of a run's checkpoints: MODEL_DIR/eval/NAME.jsonl and its pictures.
+
+FOLDER = 'eval'
+
+
+class EvalResults(contextlib.AbstractContextManager):
+  """Metrics by checkpoint of one MODEL_DIR, stored as MODEL_DIR/eval/NAME.*.
+
+  Only process 0 has one.
+
+  Args:
+    model_dir: MODEL_DIR of the run.
+    name: name of this evaluation.
+    facts: facts that its metrics depend on, in addition to the checkpoint.
+  Raises:
+    ConfigError: the metrics on disk depend on other facts.
+  """
+
+  def __init__(self, model_dir: pathlib.Path, name: str, facts: Mapping[str, Any]):
+    self.folder, self.name = model_dir / FOLDER, name
+    self.path = self.folder / f'{name}.jsonl'
+    self._facts = facts
+    self._tensorboard = model_dir / 'tensorboard' / f'{FOLDER}_{name}'
+    # Opened for the first metric, so that errors before it leave no files.
+    self._writer: Optional[MultiWriter] = None
+    _check_facts(self.folder / f'{name}.json', facts, name)
+
+  def __exit__(self, *error: Any) -> None:
+    if self._writer is not None:
+      self._writer.close()
+
+  def _open(self) -> MultiWriter:
+    writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
+    facts = json.dumps(self._facts, indent=1) + '\n'
+    write_atomically(self.folder / f'{self.name}.json', facts)
+    try:
+      writers.append(TensorBoardWriter(self._tensorboard))
+    except ConfigError as e:  # tensorboardX is not installed
+      _log.warning('No TensorBoard files: %s', e)
+    return MultiWriter(writers)
+
+  @property
+  def records(self) -> dict[int, dict[str, float]]:
+    """Step -> metrics, ascending."""
+    if not self.path.is_file():
+      return {}
+    return {
+      record.pop('step'): record
+      for record in sorted(read_json_lines(self.path), key=lambda record: record['step'])
+    }
+
+  def add(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes the metrics of a checkpoint. A kill leaves at most one incomplete line."""
+    self._writer = self._writer or self._open()
+    self._writer.write(step, values)
+    self._writer.flush()
+
+  def add_confusion(self, step: int, confusion: np.ndarray, names: Sequence[str]) -> None:
+    """Writes the confusion matrix as a table and, if matplotlib is installed, as a picture."""
+    stem = self.folder / f'{self.name}_confusion_{step}'
+    classification.write_confusion_csv(confusion, names, f'{stem}.csv')
+    try:
+      plot_confusion(confusion, names, f'{stem}.png', title=f'Step {step}, {self.name}')
+    except ConfigError as e:
+      _log.warning('No picture: %s', e)
+
+
+def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:
+  try:
+    before = read_json(path, dict)
+  except (OSError, ValueError) as e:
+    check_not_refused(e, path)
+    return
+  if different := differences(before, json.loads(json.dumps(facts)), before='then'):
+    raise ConfigError(
+      f'{path.with_suffix(".jsonl")} has the metrics of another evaluation:\n  '
+      + '\n  '.join(different),
+      fix=f'Give this evaluation another name, --name={name}_2, or remove {path.parent}/{name}.*',
+    )
+
+
+def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
+  """Returns a row for each metric and a column for each step, split into blocks to fit `width`.
+
+  Args:
+    records: step -> values.
+    width: width of the terminal, in characters.
+  """
+  names = list(dict.fromkeys(name for values in records.values() for name in values))
+  first = max(map(len, ('step', *map(short, names))))
+  columns = [
+    [str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in names)]
+    for step, values in records.items()
+  ]
+  cell = max((len(text) for column in columns for text in column), default=0) + 2
+  at_once = max(1, (width - first) // cell)
+  blocks = []
+  for start in range(0, len(columns), at_once):
+    rows = zip(['step', *map(short, names)], *columns[start : start + at_once])
+    blocks.append(
+      '\n'.join(
+        name.ljust(first) + ''.join(text.rjust(cell) for text in texts) for name, *texts in rows
+      )
+    )
+  return '\n\n'.join(blocks)
+
+
+def short(name: str) -> str:
+  """Returns the name of a metric without its prefix."""
+  return name.removeprefix('infer_').removeprefix(LOSS)

@@ -1,6 +1,5 @@
 """Evaluates on held-out data: loss, scores of classes, metrics of tasks."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -11,14 +10,18 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import Batch, BatchIterator, DatasetConfig
-from t5x_gpu.data.data_module import open_batches, open_class_names, open_evaluated_tasks
-from t5x_gpu.data.task_metrics import EvaluatedTask, ModelOutputs
+from t5x_gpu.data.data_module import (
+  EvaluatedTask,
+  ModelOutputs,
+  open_class_names,
+  open_evaluated_tasks,
+)
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics import classification, correlation, reduce
+from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, OptionalMembers, writes_text
-from t5x_gpu.terminal.bars import Show, Total, silent
+from t5x_gpu.terminal.progress_line import Show, Total, silent
 from t5x_gpu.training.program import Program
 
 _log = logging.getLogger(__name__)
@@ -110,11 +113,11 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
     _log.warning('The evaluation has no target tokens for %s.', ', '.join(means.empty))
   values, confusion = dict(means.values), confusion_of(sums)
   if confusion is not None:
-    values |= classification.scores(confusion, prefix=prefix)
+    values |= classification.class_scores(confusion, prefix=prefix)
   if (hits := hits_of(sums)) is not None:
     values |= classification.hit_scores(hits, prefix=prefix)
   if reduce.PAIRS in sums:
-    values |= correlation.pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
+    values |= classification.pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
   return values
 
 
@@ -266,22 +269,6 @@ def open_task_evaluator(
     required=required,
   )
   return TaskEvaluator(model, program, tasks, config) if tasks else None
-
-
-def batches_for(model: Model, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
-  """Returns the batches of `dataset` for `model`; errors as for `open_batches`."""
-  spec = model.batch_spec(
-    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
-  )
-  batches = open_batches(
-    dataset,
-    spec=spec,
-    repeat=repeat,
-    feature_converter=model.feature_converter(dataset.task_feature_lengths),
-  )
-  with contextlib.suppress(StopIteration):
-    spec.check(batches.peek())
-  return batches
 
 
 def check_eval_batch(batch_size: int, program: Program) -> None:

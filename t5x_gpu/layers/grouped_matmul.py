@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.layers.backends.serves import Hardware, hardware
+from t5x_gpu.layers.backends.choose import Hardware, hardware
 from t5x_gpu.layers.backends.tokamax_internals import has_ragged_dot, library
-from t5x_gpu.partitioning.axis_rules import split_axis, varying
-from t5x_gpu.partitioning.own_part import unmarked
+from t5x_gpu.partitioning.axis_rules import split_axis, unmarked, varying
 from t5x_gpu.runtime.main_log import log_once
 
 # Compute capabilities for which Tokamax's kernels compile: Hopper; A100, A10, L4 and L40S.

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.sharded_bias_params import combine, param_along
+from t5x_gpu.layers.dense import combine, param_along
 
 NORMS = ('rms', 'rms_plus_one', 'layer')
 

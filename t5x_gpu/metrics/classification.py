@@ -55,7 +55,7 @@ def matthews_corrcoef(matrix: np.ndarray) -> float:
   return float(covariance / np.sqrt(variances)) if variances > 1e-15 else 0.0
 
 
-def scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
+def class_scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
   """Returns accuracy, macro_f1, matthews_corrcoef and majority, named `prefix + name`.
 
   For an empty matrix, returns {}.
@@ -132,7 +132,7 @@ def hits_table(hits: np.ndarray, class_names: Sequence[str]) -> str:
   return '\n'.join(lines)
 
 
-def table(matrix: np.ndarray, class_names: Sequence[str]) -> str:
+def confusion_table(matrix: np.ndarray, class_names: Sequence[str]) -> str:
   """Returns a line per class: examples, precision, recall, F1, and the most frequent mistake."""
   class_names = shown_names(class_names)
   width = max(map(len, (*class_names, 'class')))
@@ -153,7 +153,7 @@ def _share(part: float, whole: float) -> str:
   return f'{part / whole:.3f}' if whole and np.isfinite(part) else '-'
 
 
-def write_csv(
+def write_confusion_csv(
   matrix: np.ndarray, class_names: Sequence[str], path: str | os.PathLike
 ) -> pathlib.Path:
   """Writes `matrix` as .csv, with one row per true class; returns the path."""
@@ -165,3 +165,48 @@ def write_csv(
   ]
   target.write_text('\n'.join(lines) + '\n', encoding='utf-8')
   return target
+
+
+# Correlations between products of embeddings and human scores.
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+  """Returns the ranks of numbers [n] from 1; equal numbers share the mean of their ranks."""
+  _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
+  return (np.cumsum(counts) - (counts - 1) / 2)[places]
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns the correlation of two arrays [n]; NaN if an array is constant in float32."""
+  if _is_constant(x) or _is_constant(y):
+    return float('nan')
+  x, y = x - x.mean(), y - y.mean()
+  return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns the rank correlation of two arrays [n]; NaN as for `pearson`."""
+  if _is_constant(x) or _is_constant(y):
+    return float('nan')
+  return pearson(ranks(x), ranks(y))
+
+
+def _is_constant(x: np.ndarray) -> bool:
+  """Returns whether rounding alone explains the differences: models compute in float32."""
+  return float(np.ptp(x)) <= 4 * np.finfo(np.float32).eps * float(np.abs(x).max())
+
+
+def pair_scores(pairs: np.ndarray, *, prefix: str = '') -> dict[str, float]:
+  """Returns spearman and pearson, named `prefix + name`; {} if all scores are equal.
+
+  Args:
+    pairs: [examples, (product, score, weight)]; examples of weight 0 do not count.
+    prefix: prefix of the names.
+  """
+  products, scores, _ = pairs[pairs[:, 2] > 0].T
+  if len(np.unique(scores)) < 2:
+    return {}
+  return {
+    f'{prefix}spearman': spearman(products, scores),
+    f'{prefix}pearson': pearson(products, scores),
+  }

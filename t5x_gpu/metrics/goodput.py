@@ -7,25 +7,296 @@ phase since its process started, so later lines make up for a lost or damaged li
      "seconds": {"init": 3.1, "compile": 20.2, "restore": 1.9, "productive": 50.3, "save": 0.4}}
 
 A thread writes a line every 30 seconds; further lines are written at a save, an evaluation and the
-end of a run. The loop itself only reads a clock. `metrics/goodput_accounts.py` adds up the lines.
+end of a run. The loop itself only reads a clock. `metrics/goodput.py` adds up the lines.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Optional, Self
 
-from t5x_gpu.config.atomic_write import append_line
-from t5x_gpu.config.set_aside import set_aside_unless_file
-from t5x_gpu.metrics import goodput_accounts
+from t5x_gpu.config.atomic_write import append_line, set_aside_unless_file
+from t5x_gpu.config.json_schema import (
+  Fields,
+  MapOf,
+  Nullable,
+  Number,
+  Whole,
+  parse_json,
+  read_bytes,
+)
 from t5x_gpu.runtime import process_exit
+from t5x_gpu.terminal.progress_line import format_seconds
+
+_log = logging.getLogger(__name__)
+
+# Reads `goodput.jsonl` and adds up the wall time by phase, over all starts of a run.
+
+PRODUCTIVE, LOST, DOWNTIME, OTHER = 'productive', 'lost', 'downtime', 'other'
+DONE = 'done'  # the end of a run that has taken all its steps
+# Phases that a process measures; further categories follow from several processes.
+PHASES = (PRODUCTIVE, 'init', 'compile', 'restore', 'input', 'save', 'eval', OTHER)
+CATEGORIES = (*PHASES, LOST, DOWNTIME)
+MEANING = {
+  PRODUCTIVE: 'training steps that count',
+  'init': 'imports, checks, joining the other processes, opening the data',
+  'compile': 'XLA compiles, or reads the compiled step from its cache',
+  'restore': 'the first state: a checkpoint, or initial values',
+  'input': 'the devices had nothing to do, because the next batch was not ready',
+  'save': 'the loop waits for a save',
+  'eval': 'evaluations; the sample and pictures at the end',
+  OTHER: 'other pauses of the loop, and the end of the process',
+  LOST: 'steps that were trained again after a restart',
+  DOWNTIME: 'between the last sign of one process and the start of the next',
+}
+
+_SECONDS = Number(0, 1e10)
+_SCHEMA = Fields(
+  {'run': str, 'at': _SECONDS, 'seconds': MapOf(_SECONDS)},
+  optional={
+    'first_step': Nullable(Whole()),
+    'step': Nullable(Whole()),
+    'phase': str,
+    'end': str,
+    'facts': dict,
+  },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """One line of the ledger.
+
+  Attributes:
+    at: time of writing, in seconds since 1970.
+    step: the last finished step; None before the first state.
+    phase: current phase of the process.
+    seconds: phase -> seconds since the process started.
+  """
+
+  at: float
+  step: Optional[int]
+  phase: str
+  seconds: Mapping[str, float]
+
+  @property
+  def total(self) -> float:
+    return math.fsum(self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessLines:
+  """The lines of one process, from its start to its end or kill.
+
+  Attributes:
+    run: identifier of the process.
+    lines: lines ordered by time, at least one.
+    first_step: step that it started from; None if it never had a state.
+    end: 'done', 'SIGTERM', 'TrainingError', ...; None if it was killed or still runs.
+    facts: facts about its start.
+  """
+
+  run: str
+  lines: Sequence[Line]
+  first_step: Optional[int]
+  end: Optional[str]
+  facts: Mapping[str, Any]
+
+  @property
+  def start(self) -> float:
+    """When the process started, in seconds since 1970."""
+    return self.lines[-1].at - self.lines[-1].total
+
+  @property
+  def last(self) -> Line:
+    return self.lines[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+  """The content of a ledger.
+
+  Attributes:
+    runs: processes ordered by start time.
+    damaged: numbers of unreadable lines, from 1.
+  """
+
+  runs: Sequence[ProcessLines]
+  damaged: Sequence[int]
+
+
+def read_ledger(path: str | os.PathLike) -> Ledger:
+  """Returns the content of a ledger; skips and counts damaged lines.
+
+  Raises:
+    OSError, ValueError: the file cannot be read.
+  """
+  found: dict[str, list[dict[str, Any]]] = {}
+  damaged = []
+  for number, text in enumerate(read_bytes(path).split(b'\n'), 1):
+    if not text.strip():
+      continue
+    try:
+      record = parse_json(text, _SCHEMA)
+    except ValueError:
+      damaged.append(number)
+      continue
+    found.setdefault(record['run'], []).append(record)
+  runs = [_process(run, records) for run, records in found.items()]
+  return Ledger(sorted(runs, key=lambda run: run.start), damaged)
+
+
+def _process(run: str, records: list[dict[str, Any]]) -> ProcessLines:
+  lines = [
+    Line(r['at'], r.get('step'), r.get('phase', OTHER), _known(r['seconds'])) for r in records
+  ]
+  first = [r['first_step'] for r in records if r.get('first_step') is not None]
+  ends = [r['end'] for r in records if r.get('end')]
+  facts: dict[str, Any] = {}
+  for record in records:
+    facts |= record.get('facts', {})
+  return ProcessLines(run, lines, first[-1] if first else None, ends[-1] if ends else None, facts)
+
+
+def _known(seconds: Mapping[str, float]) -> dict[str, float]:
+  """Returns seconds by phase; phases of a later version count as other."""
+  known: dict[str, float] = {}
+  for name, value in seconds.items():
+    name = name if name in PHASES else OTHER
+    known[name] = known.get(name, 0.0) + value
+  return known
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessAccount:
+  """The time of one process by category.
+
+  Attributes:
+    process: the lines of the process.
+    seconds: category -> seconds; downtime is the time before its start.
+    lost_steps: number of steps that a later process trained again.
+  """
+
+  process: ProcessLines
+  seconds: Mapping[str, float]
+  lost_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Accounts:
+  """The wall time of a run by category, over all its processes.
+
+  Attributes:
+    processes: processes ordered by start time.
+    seconds: category -> seconds, in the order of `CATEGORIES`.
+    wall_seconds: time from the start of the first process to the last line, without the time
+      between the end of a finished run and the start that extends it.
+  """
+
+  processes: Sequence[ProcessAccount]
+  seconds: Mapping[str, float]
+  wall_seconds: float
+
+  @property
+  def goodput(self) -> float:
+    """Share of the wall time spent on steps that count, from 0 to 1."""
+    return self.seconds[PRODUCTIVE] / max(math.fsum(self.seconds.values()), 1e-9)
+
+  @property
+  def lost_steps(self) -> int:
+    return sum(p.lost_steps for p in self.processes)
+
+
+def accounts_of(ledger: Ledger) -> Accounts:
+  """Returns the time by category; `ledger` has at least one process."""
+  processes, between = [], 0.0
+  for i, run in enumerate(ledger.runs):
+    # Steps after the earliest later start were trained again.
+    kept = min(
+      (r.first_step for r in ledger.runs[i + 1 :] if r.first_step is not None), default=None
+    )
+    seconds = dict.fromkeys(CATEGORIES, 0.0) | run.last.seconds
+    lost_steps = 0
+    if kept is not None:
+      seconds[LOST] = _productive_after(run, kept)
+      seconds[PRODUCTIVE] -= seconds[LOST]
+      if run.last.step is not None:
+        lost_steps = max(0, run.last.step - max(kept, run.first_step or 0))
+    if i:
+      before = max(ledger.runs[:i], key=lambda r: r.last.at)
+      away = max(0.0, run.start - before.last.at)
+      seconds[DOWNTIME] = 0.0 if before.end == DONE else away
+      between += away - seconds[DOWNTIME]
+    processes.append(ProcessAccount(run, seconds, lost_steps))
+  totals = {name: math.fsum(p.seconds[name] for p in processes) for name in CATEGORIES}
+  wall = max(run.last.at for run in ledger.runs) - ledger.runs[0].start - between
+  return Accounts(processes, totals, wall)
+
+
+def _productive_after(run: ProcessLines, step: int) -> float:
+  """Returns the seconds of training steps after `step`; interpolates within a line."""
+  lost = 0.0
+  known = [line for line in run.lines if line.step is not None]
+  for a, b in itertools.pairwise(known):
+    seconds = max(0.0, b.seconds.get(PRODUCTIVE, 0.0) - a.seconds.get(PRODUCTIVE, 0.0))
+    if a.step >= step:
+      lost += seconds
+    elif b.step > step:
+      lost += seconds * (b.step - step) / (b.step - a.step)
+  return min(lost, run.last.seconds.get(PRODUCTIVE, 0.0))
+
+
+def summary(accounts: Accounts) -> str:
+  """Returns `93% of 0:12:10: compile 3%, input 2%, save 1%`."""
+  total = max(math.fsum(accounts.seconds.values()), 1e-9)
+  shares = {name: accounts.seconds[name] / total for name in CATEGORIES if name != PRODUCTIVE}
+  parts = [
+    f'{name} {_percent(share)}'
+    for name, share in sorted(shares.items(), key=lambda item: -item[1])
+    if share >= 0.005
+  ]
+  starts = len(accounts.processes)
+  over = f' ({starts} starts)' if starts > 1 else ''
+  rest = ': ' + ', '.join(parts) if parts else ''
+  return f'{_percent(accounts.goodput)} of {format_seconds(total)}{over}{rest}'
+
+
+def _percent(share: float) -> str:
+  return f'{100 * share:.0f}%'
+
+
+def interruption(accounts: Accounts) -> str:
+  """Returns a sentence about the cost of the last interruption; '' if there was none."""
+  if len(accounts.processes) < 2:
+    return ''
+  before, now = accounts.processes[-2:]
+  if before.process.end == DONE:
+    return ''
+  lost, down = before.seconds[LOST], now.seconds[DOWNTIME]
+  again = math.fsum(now.seconds[name] for name in ('init', 'compile', 'restore'))
+  parts = [
+    f'{format_seconds(down)} between the two processes',
+    f'{format_seconds(again)} to start again',
+  ]
+  if before.lost_steps or lost >= 1:  # or a step that hung
+    parts.insert(0, f'{format_seconds(lost)} of training after step {now.process.first_step}')
+  how = before.process.end or 'killed'
+  return (
+    f'The last interruption ({how}) cost {format_seconds(lost + down + again)}: '
+    + ', '.join(parts)
+    + '.'
+  )
+
 
 GOODPUT = 'goodput.jsonl'
 SECONDS_BETWEEN_LINES = 30.0
@@ -36,7 +307,6 @@ _PHASES = {
   'device_wait': 'productive',
   'local_save': 'save',
 }
-_log = logging.getLogger(__name__)
 
 
 class Goodput(contextlib.AbstractContextManager):
@@ -103,7 +373,7 @@ class Goodput(contextlib.AbstractContextManager):
       unless: called at the end; if true, the seconds count as the enclosing phase.
     """
     name = _PHASES.get(name, name)
-    before = self._enter(name if name in goodput_accounts.PHASES else goodput_accounts.OTHER)
+    before = self._enter(name if name in PHASES else OTHER)
     if name in ('save', 'eval'):
       self.write()  # at a save: a restart from the checkpoint loses only the steps after this line
     try:
@@ -174,7 +444,7 @@ class Goodput(contextlib.AbstractContextManager):
   def ends(self, reason: str) -> None:
     """Records how the run ends: 'done', 'SIGTERM', ...; called after the last step."""
     self._end = reason
-    self._enter(goodput_accounts.OTHER)
+    self._enter(OTHER)
     self.write()
 
   def _left_at_once(self) -> None:
@@ -206,20 +476,20 @@ class Goodput(contextlib.AbstractContextManager):
   def summary(self) -> str:
     """Returns a line about all runs in the folder so far; '' on processes that do not write."""
     accounts = self._accounts()
-    return f'goodput {goodput_accounts.summary(accounts)}' if accounts else ''
+    return f'goodput {summary(accounts)}' if accounts else ''
 
   def interruption(self) -> str:
     """Returns a line about the cost of the last interruption; '' if there was none."""
     accounts = self._accounts()
-    return goodput_accounts.interruption(accounts) if accounts else ''
+    return interruption(accounts) if accounts else ''
 
-  def _accounts(self) -> Optional[goodput_accounts.Accounts]:
+  def _accounts(self) -> Optional[Accounts]:
     if self._path is None:
       return None
     self.write()
     try:
-      ledger = goodput_accounts.read_ledger(self._path)
+      ledger = read_ledger(self._path)
     except (OSError, ValueError) as e:  # best effort: must not stop a run
       _log.warning('No goodput: %s cannot be read: %s.', self._path, e)
       return None
-    return goodput_accounts.accounts_of(ledger) if ledger.runs else None
+    return accounts_of(ledger) if ledger.runs else None

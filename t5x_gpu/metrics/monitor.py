@@ -1,16 +1,175 @@
 """Monitors speed per device, peak memory, GPU sensors and the slowest process."""
 
 import contextlib
+import dataclasses
+import json
 import logging
-from collections.abc import Sequence
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
-from t5x_gpu.metrics.speed import ModelSpeed, peak_memory_bytes
-from t5x_gpu.metrics.throughput import StepTimes
+import jax
+
+from t5x_gpu.metrics.throughput import StepTimes, mfu
+from t5x_gpu.models.flops import step_flops, step_tokens
+from t5x_gpu.models.model import Model, config_of
+from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime.cluster.coordination import Store, within
+from t5x_gpu.runtime.cluster.topology import Device
 from t5x_gpu.runtime.health.gpu_sensors import GpuSensors
-from t5x_gpu.runtime.health.rank_reports import RankReport, RankReports, Slowest, slowest
 
 _log = logging.getLogger(__name__)
+
+# Speed per device: tokens/s, TFLOP/s and MFU of a model on its mesh; and peak memory.
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpeed:
+  """The cost of a step on each device.
+
+  Attributes:
+    tokens: tokens of a step, per device; padding included.
+    flops: model FLOPs of a step, per device, without recomputation.
+    peak_flops: dense peak of the device in FLOP/s for the model's dtype; None if unknown.
+    dtype: dtype of the matmuls.
+  Source: Chowdhery et al. 2022 (PaLM), appendix B; models/flops.py.
+  """
+
+  tokens: float
+  flops: float
+  peak_flops: Optional[float]
+  dtype: str
+
+  def mfu(self, step_seconds: float) -> Optional[float]:
+    """Returns the model FLOPs utilization, 0 to 1; None if the peak is unknown."""
+    return mfu(self.flops, step_seconds=step_seconds, peak_flops=self.peak_flops)
+
+  def tflops_per_second(self, step_seconds: float) -> float:
+    """Returns model TFLOP/s per device."""
+    return self.flops / step_seconds / 1e12
+
+  def metrics(self, step_seconds: Optional[float]) -> dict[str, float]:
+    """Returns the known numbers by metric name; {} without a step."""
+    if not step_seconds:
+      return {}
+    values = {
+      'tokens_per_second_per_device': self.tokens / step_seconds,
+      'tflops_per_second_per_device': self.tflops_per_second(step_seconds),
+      'mfu': self.mfu(step_seconds),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def model_speed(
+  model: Model, shapes: Mapping[str, Sequence[int]], devices: Sequence[Device]
+) -> ModelSpeed:
+  """Returns the costs of a step.
+
+  Args:
+    model: the model, for its FLOPs and dtype.
+    shapes: feature -> [batch, length] of the global batch.
+    devices: all devices of the run.
+  """
+  tokens, flops = (of(model, shapes) / len(devices) for of in (step_tokens, step_flops))
+  config, kind = config_of(model), devices[0].device_kind
+  dtype = 'float32' if config is None else config.dtype
+  # By default JAX multiplies float32 matrices in TF32 on GPUs that support it.
+  tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
+  peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)
+  return ModelSpeed(tokens, flops, peak, dtype)
+
+
+def peak_memory_bytes(devices: Sequence[Any]) -> Optional[int]:
+  """Returns the peak memory in use on any of `devices`; None if they do not report it."""
+  peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
+  return max((peak for peak in peaks if peak is not None), default=None)
+
+
+# Reports of all processes about their steps, so that process 0 can name the slowest process.
+#
+# In a synchronous step all processes take equally long: the fast ones wait in a collective. So they
+# report the seconds in which their hosts work rather than wait for devices. A profile compares the
+# devices (docs/monitor.md).
+
+_KEY = 't5x_gpu_monitor/ranks'
+_ASK_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+  """Means of one process over its last window of steps.
+
+  Attributes:
+    rank: process index.
+    host: name of the host.
+    step: last step of the window.
+    host_seconds: seconds per step in which the host works: input, dispatch, logging.
+    input_seconds: the part of `host_seconds` spent waiting for input.
+    peak_memory_bytes: largest memory in use on one of the process's devices; None if unknown.
+    sm_mhz_min: lowest clock of the process's GPUs; None if unknown.
+  """
+
+  rank: int
+  host: str
+  step: int
+  host_seconds: float
+  input_seconds: float
+  peak_memory_bytes: Optional[int] = None
+  sm_mhz_min: Optional[float] = None
+
+  @property
+  def name(self) -> str:
+    return f'process {self.rank} on {self.host}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowest:
+  """The process whose host works longest, and its seconds per step above the median."""
+
+  report: RankReport
+  seconds_behind: float
+
+
+def slowest(reports: Sequence[RankReport]) -> Optional[Slowest]:
+  """Returns the slowest of several processes; None for fewer than two."""
+  if len(reports) < 2:
+    return None
+  last = max(reports, key=lambda r: r.host_seconds)
+  return Slowest(last, last.host_seconds - statistics.median(r.host_seconds for r in reports))
+
+
+class RankReports:
+  """Publishes this process's report; process 0 reads all. Never raises, never blocks for long.
+
+  Args:
+    store: store that all processes share; None for a single process.
+    rank: index of this process.
+  """
+
+  def __init__(self, store: Optional[Store], *, rank: int):
+    self._store, self._rank = store, rank
+
+  def post(self, **values: float | int | None) -> RankReport:
+    """Publishes and returns the report with these `values`."""
+    report = RankReport(rank=self._rank, host=socket.gethostname(), **values)
+    if self._store is not None:
+      text = json.dumps(dataclasses.asdict(report))
+      key = f'{_KEY}/{self._rank}'
+      within(_ASK_SECONDS, lambda: self._store.key_value_set(key, text, allow_overwrite=True))
+    return report
+
+  def read(self) -> list[RankReport]:
+    """Returns the last report of each process; [] except on process 0 of several."""
+    if self._store is None or self._rank != 0:
+      return []
+    found = within(_ASK_SECONDS, lambda: self._store.key_value_dir_get(_KEY)) or []
+    reports = []
+    for _, text in found:
+      with contextlib.suppress(ValueError, TypeError):  # written by another version of this code
+        reports.append(RankReport(**json.loads(text)))
+    return sorted(reports, key=lambda r: r.rank)
+
 
 # Warn if a host works this share of the step longer than other hosts.
 _MOST_BEHIND = 0.1

@@ -1,17 +1,45 @@
 """Draws `loss.png` of a run from its metrics file."""
 
 import importlib
+import logging
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from t5x_gpu.config.atomic_write import atomic_write
-from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics import writers
+from t5x_gpu.errors import ConfigError, ShapeError
+from t5x_gpu.metrics import classification, writers
+
+_log = logging.getLogger(__name__)
+
+
+def draw_confusion(
+  folder: str | os.PathLike, confusion: np.ndarray, class_names: Sequence[str], *, step: int
+) -> tuple[list[str], str]:
+  """Writes confusion.csv and, if matplotlib is installed, confusion.png.
+
+  Args:
+    folder: folder of the run.
+    confusion, class_names, step: as for `closing_text`.
+  Returns:
+    the names of the files, and a table for the terminal.
+  """
+  names = classification.all_names(class_names, len(confusion))
+  classification.write_confusion_csv(confusion, names, os.path.join(folder, 'confusion.csv'))
+  files = ['confusion.csv']
+  try:
+    plot_confusion(
+      confusion, names, os.path.join(folder, 'confusion.png'), title=f'Step {step}, validation'
+    )
+    files.insert(0, 'confusion.png')
+  except ConfigError as e:
+    _log.warning('No picture of the confusion matrix: %s', e)
+  return files, classification.confusion_table(confusion, names) + '\n'
+
 
 # Okabe-Ito colors, which color-blind readers can distinguish, also in grey print.
 _TRAIN, _EVAL, _GREY, _RATE = '#0072B2', '#D55E00', '#666666', '#009E73'
@@ -212,4 +240,147 @@ def plot_losses(
     bottom.set_xlim(all_steps[0] - 1, all_steps[0] + 1)
   if title:
     losses.set_title(title, fontsize=10, loc='left')
+  return save_figure(figure, png_path)
+
+
+# Draws a confusion matrix: which classes the model distinguishes, and which it confuses.
+
+MAX_WRITTEN_CLASSES = 30  # with more classes, the numbers in the squares would overlap
+
+
+def plot_confusion(
+  matrix: np.ndarray, class_names: Sequence[str], png_path: str | os.PathLike, *, title: str = ''
+) -> pathlib.Path:
+  """Draws `matrix` [true, predicted]; returns the path of the picture.
+
+  Color and number of a square show the percentage of the true class with that prediction. The axis
+  labels show the number of examples per class.
+
+  Args:
+    matrix: counts [classes, classes].
+    class_names: class names in the order of class numbers.
+    png_path: picture to write; its folder must exist.
+    title: text above the picture; the scores follow below it.
+  Raises:
+    ConfigError: matplotlib is not installed.
+    ShapeError: the number of names is not the number of classes.
+  """
+  matrix = np.asarray(matrix, np.float64)
+  count = len(class_names)
+  if matrix.shape != (count, count):
+    raise ShapeError(
+      f'The confusion matrix {matrix.shape} does not match {count} class names.',
+      fix=f'Pass a matrix of shape [{count}, {count}].',
+    )
+  class_names = classification.shown_names(class_names)
+  totals = matrix.sum(1)
+  shares = matrix / np.where(totals, totals, 1)[:, None]
+  side = min(2.5 + 0.42 * count, 16)
+  figure = new_figure((side + 0.8, side), layout='constrained')
+  axes = figure.subplots()
+  image = axes.imshow(shares, cmap='Blues', vmin=0, vmax=1)
+  axes.set_xticks(range(count), class_names, rotation=90 if count > 3 else 0, fontsize=8)
+  axes.set_yticks(
+    range(count), [f'{name} ({total:g})' for name, total in zip(class_names, totals)], fontsize=8
+  )
+  axes.set_xlabel('predicted', fontsize=9)
+  axes.set_ylabel('true (examples)', fontsize=9)
+  if count <= MAX_WRITTEN_CLASSES:
+    for row, column in zip(*np.nonzero(matrix)):
+      share = shares[row, column]
+      if share >= 0.005:  # omit 0%
+        axes.text(
+          column,
+          row,
+          f'{100 * share:.0f}',
+          ha='center',
+          va='center',
+          fontsize=7,
+          color='white' if share > 0.55 else 'black',
+        )
+  bar = figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
+  bar.set_ticks([0, 0.5, 1], labels=['0%', '50%', '100%'], fontsize=8)
+  bar.outline.set_visible(False)
+  line = '   '.join(
+    f'{name.replace("_", " ")} {value:.3f}'
+    for name, value in classification.class_scores(matrix).items()
+  )
+  # Without mathtext: a $ in a name is a dollar sign.
+  axes.set_title(
+    '\n'.join(part for part in (title, line) if part), fontsize=9, loc='left', parse_math=False
+  )
+  for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+    label.set_parse_math(False)
+  # Long class names and the scores may extend beyond the figure.
+  return save_figure(figure, png_path, bbox_inches='tight', pad_inches=0.1)
+
+
+# Shows the lengths of packed examples as a histogram: as text and as a picture.
+
+_BAR = 40
+
+
+def bins(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
+  """Returns (range of lengths, number of examples), without gaps.
+
+  Args:
+    lengths: exponent e -> examples with 2**(e-1) < length <= 2**e.
+  """
+  if not lengths:
+    return []
+
+  def label(e: int) -> str:
+    low, high = (2 ** (e - 1) + 1 if e else 1), 2**e
+    return f'{low:,}' if low == high else f'{low:,}-{high:,}'
+
+  return [(label(e), lengths.get(e, 0)) for e in range(min(lengths), max(lengths) + 1)]
+
+
+def lengths_table(lengths: Mapping[int, int]) -> list[str]:
+  """Returns the histogram as lines of text."""
+  found = bins(lengths)
+  total, most = sum(lengths.values()), max(lengths.values(), default=1)
+  width = max((len(name) for name, _ in found), default=0)
+  return [
+    f'  {name:>{width}}  {number / total:6.1%}  {"#" * round(_BAR * number / most)}'.rstrip()
+    for name, number in found
+  ]
+
+
+def plot_lengths(
+  lengths: Mapping[str, Mapping[int, int]], png_path: str | os.PathLike, *, title: str
+) -> pathlib.Path:
+  """Draws the share of examples by length, one curve per task; returns the path of the picture.
+
+  Args:
+    lengths: task -> histogram as in `bins`.
+    png_path: picture to write; its folder must exist.
+    title: text above the picture.
+  Raises:
+    ConfigError: matplotlib is not installed.
+  """
+  figure = new_figure((7, 3.6), layout='constrained')
+  axes = figure.subplots()
+  found = [e for histogram in lengths.values() for e in histogram] or [0]
+  exponents = range(min(found), max(found) + 1)
+  for name, histogram in lengths.items():
+    total = sum(histogram.values()) or 1
+    axes.plot(
+      exponents,
+      [100 * histogram.get(e, 0) / total for e in exponents],
+      marker='o',
+      markersize=3,
+      linewidth=1.2,
+      label=name,
+    )
+  axes.set_xticks(exponents, [f'{2**e:,}' for e in exponents], fontsize=8)
+  axes.set_xlabel('tokens per example, at most', fontsize=9)
+  axes.set_ylabel('% of examples', fontsize=9)
+  axes.set_ylim(bottom=0)
+  axes.grid(alpha=0.25, linewidth=0.5)
+  axes.set_title(title, fontsize=9, loc='left', parse_math=False)
+  if len(lengths) > 1:
+    legend = axes.legend(fontsize=8, frameon=False)
+    for text in legend.get_texts():
+      text.set_parse_math(False)
   return save_figure(figure, png_path)

@@ -20,9 +20,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.config.atomic_write import atomic_write, write_problem
+from t5x_gpu.config.atomic_write import (
+  atomic_write,
+  free_name,
+  remedy,
+  set_aside,
+  set_aside_unless_file,
+  write_problem,
+)
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
-from t5x_gpu.config.set_aside import free_name, remedy, set_aside, set_aside_unless_file
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
 
 _log = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ class TransformerConfig:
     num_experts_per_token: number of experts that each token uses.
     expert_capacity_factor: capacity of each expert for the tokens of a row; 1 is exactly enough if
       tokens are spread evenly. Tokens beyond the capacity skip the experts. None is dropless: every
-      expert takes all tokens that choose it, sorted by expert (layers/dropless.py).
+      expert takes all tokens that choose it, sorted by expert (layers/moe.py).
     normalize_gates: True divides the gates of a token's experts by their sum (Mixtral); False uses
       the probabilities among all experts. None is True for more than one expert per token.
     loss_chunks: number of chunks of the length in which logits and loss are computed, one at a

@@ -12,13 +12,15 @@ from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.mlp import Mlp, activation
 from t5x_gpu.layers.norm import norm
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.linear_cross_entropy import (
+from t5x_gpu.models.losses import (
+  Sums,
   TokenLoss,
   choose_num_chunks,
+  cross_entropy,
   linear_cross_entropy,
   linear_log_probs,
+  weighted_sums,
 )
-from t5x_gpu.models.losses import Sums, cross_entropy, weighted_sums
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
 

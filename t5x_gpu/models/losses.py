@@ -1,14 +1,320 @@
 """Cross entropy as sums and weights, divided only after all tokens are counted."""
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.linear_cross_entropy import TokenLoss
-from t5x_gpu.partitioning.axis_rules import is_manual
+from t5x_gpu.partitioning.axis_rules import is_manual, shard, varying
+from t5x_gpu.partitioning.quantized import E4M3, E5M2, largest_value, scale_of, to_8_bits
+
+# Cross entropy of a linear map to the vocabulary, without ever storing the logits.
+#
+# Logits [batch, length, vocab] in float32 are the largest array of most language models: 8 GiB for
+# 8,192 tokens and 256k entries, and several times that with their gradient. Here a loop takes a few
+# positions of every row, computes their logits, adds up the loss, and immediately multiplies the
+# gradient of the logits into the gradients of `x` and of the kernel. Only one chunk of logits is
+# live at a time. Nothing is computed twice: there are three matmuls, as without chunks.
+#
+# The forward pass already computes the gradients of the summed loss; the backward pass multiplies
+# them by the cotangent of the loss. This works because the loss is a scalar.
+
+# Limit for the logits of one chunk on one device. Each chunk reads and writes the kernel's gradient
+# once, which takes longer than the matmuls for chunks of 128 tokens.
+CHUNK_BYTES = 256 * 2**20
+# Below this size, storing the logits costs little, and one large matmul is faster than a loop.
+PLAIN_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+  """The loss of one token, and its gradient.
+
+  Attributes:
+    z_loss: coefficient of log(Z)^2.
+    label_smoothing: probability spread evenly over the other tokens.
+    softcap: logits become softcap * tanh(logits / softcap); None leaves them unchanged.
+  """
+
+  z_loss: float = 0.0
+  label_smoothing: float = 0.0
+  softcap: Optional[float] = None
+
+  def __call__(
+    self, logits: jax.Array, targets: jax.Array, *, with_gradient: bool = False
+  ) -> tuple[dict[str, jax.Array], Optional[jax.Array]]:
+    """Returns ({'loss', 'cross_entropy', 'z_loss', 'accuracy'}, d loss / d logits).
+
+    Uses only comparisons and sums over `vocab`, no gather or argmax: if `vocab` is split over
+    devices, only three numbers per token are communicated.
+
+    Args:
+      logits: [batch, length, vocab] in float32, before the softcap; may be split over `vocab`.
+      targets: [batch, length] token ids.
+      with_gradient: whether to compute the second result; otherwise it is None.
+    Returns:
+      Arrays [batch, length], and [batch, length, vocab].
+    Source: Szegedy et al. 2016 (smoothing); Chowdhery et al. 2022, section 5 (z-loss).
+    """
+    bent = logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+    vocab_size = logits.shape[-1]
+    is_target = jax.lax.broadcasted_iota(targets.dtype, bent.shape, 2) == targets[..., None]
+    target_logit = jnp.sum(jnp.where(is_target, bent, 0.0), axis=-1)
+    largest_other = jnp.max(jnp.where(is_target, -jnp.inf, bent), axis=-1)
+    largest = jax.lax.stop_gradient(jnp.maximum(target_logit, largest_other))
+    exponentials = jnp.exp(bent - largest[..., None])
+    total = jnp.sum(exponentials, axis=-1)
+    log_z = largest + jnp.log(total)
+    on, off = 1.0 - self.label_smoothing, self.label_smoothing / max(vocab_size - 1, 1)
+    nll = log_z - target_logit
+    if self.label_smoothing:
+      # Subtract the entropy of the smoothed target, so that a perfect prediction costs 0.
+      entropy = -(on * np.log(on) + (vocab_size - 1) * off * np.log(off))
+      nll = log_z - (on - off) * target_logit - off * jnp.sum(bent, axis=-1) - entropy
+    z = self.z_loss * jax.lax.square(log_z)
+    sums = {
+      'loss': nll + z,
+      'cross_entropy': nll,
+      'z_loss': z,
+      'accuracy': (target_logit > largest_other).astype(jnp.float32),
+    }
+    if not with_gradient:
+      return sums, None
+    probabilities = exponentials / total[..., None]
+    gradient = probabilities * (1.0 + 2.0 * self.z_loss * log_z)[..., None]
+    gradient = gradient - jnp.where(is_target, on, off)
+    if self.softcap is not None:
+      gradient = gradient * (1.0 - jax.lax.square(bent / self.softcap))
+    return sums, gradient
+
+
+def choose_num_chunks(batch: int, length: int, *, vocab_size: int) -> int:
+  """Returns the number of chunks that keep a chunk's logits within CHUNK_BYTES; 0 to store all.
+
+  Args:
+    batch, length: positions on one device.
+    vocab_size: entries of the vocabulary on one device.
+  """
+  bytes_per_position = 4 * batch * vocab_size
+  if bytes_per_position * length <= PLAIN_BYTES:
+    return 0
+  return min(length, math.ceil(bytes_per_position * length / CHUNK_BYTES))
+
+
+def linear_cross_entropy(
+  terms: Sequence[tuple[jax.Array, jax.Array]],
+  bias: Optional[jax.Array],
+  targets: jax.Array,
+  weights: jax.Array,
+  *,
+  token_loss: TokenLoss,
+  num_chunks: int,
+  vocab_first: bool = False,
+  fp8: bool = False,
+) -> dict[str, jax.Array]:
+  """Returns sums over tokens: 'loss', 'cross_entropy', 'z_loss', 'accuracy'.
+
+  Differentiate 'loss'. 'cross_entropy' has a gradient only without z-loss, where it equals 'loss';
+  with a z-loss its gradient is NaN rather than wrong (store the logits instead:
+  TransformerConfig.loss_chunks = 0). 'accuracy' has no gradient.
+
+  Args:
+    terms: pairs (x [batch, length, features], kernel [features, vocab]); the logits are the sum of
+      their products: the map to the vocabulary, and the low-rank update of an adapter. `x` is in
+      the dtype of the matmuls. If the gradient of a kernel is unused, its matmul is skipped.
+    bias: [vocab] added to the logits, or None.
+    targets: [batch, length] token ids.
+    weights: [batch, length], weights of the tokens, 0 to leave a token out; without gradient.
+    token_loss: the loss of one token.
+    num_chunks: number of chunks of the length, computed one after the other; at least 1. The length
+      is padded to a multiple.
+    vocab_first: whether kernels are [vocab, features], like a token table. (XLA's CPU compiler
+      refuses the gradient of a transposed kernel in bfloat16: jax 0.10.)
+    fp8: multiply 8-bit operands, with one scale per kernel, and one per chunk for other operands.
+  """
+  length = targets.shape[1]
+  chunk = math.ceil(length / num_chunks)
+  pad = chunk * math.ceil(length / chunk) - length
+  weights = weights.astype(jnp.float32)
+  inputs, kernels = zip(*terms)
+  if pad:
+    inputs = [jnp.pad(x, ((0, 0), (0, pad), (0, 0))) for x in inputs]
+    targets, weights = (jnp.pad(a, ((0, 0), (0, pad))) for a in (targets, weights))
+  axes = ('vocab', 'embed') if vocab_first else ('embed', 'vocab')
+  sweep = _Sweep(token_loss, chunk, axes, fp8)
+  return _sums(sweep, tuple(inputs), tuple(kernels), bias, targets, weights)
+
+
+def linear_log_probs(
+  terms: Sequence[tuple[jax.Array, jax.Array]],
+  targets: jax.Array,
+  *,
+  softcap: Optional[float],
+  num_chunks: int,
+  vocab_first: bool = False,
+) -> jax.Array:
+  """Returns the log-probability of each target token, float32 [batch, length].
+
+  For losses that are not sums over tokens, so that the gradients of the logits are known only after
+  all tokens. The backward pass therefore recomputes the logits of each chunk; there are four
+  matmuls.
+
+  Args:
+    terms, targets, num_chunks, vocab_first: as in `linear_cross_entropy`.
+    softcap: as in `TokenLoss`.
+  """
+  batch, length = targets.shape
+  chunk = math.ceil(length / num_chunks)
+  count = math.ceil(length / chunk)
+  equation = 'ble,ve->blv' if vocab_first else 'ble,ev->blv'
+
+  def parts(a: jax.Array) -> jax.Array:
+    """Returns [chunks, batch, chunk, ...] of [batch, length, ...]."""
+    a = jnp.pad(a, ((0, 0), (0, count * chunk - length), *((0, 0),) * (a.ndim - 2)))
+    return jnp.moveaxis(a.reshape(batch, count, chunk, *a.shape[2:]), 1, 0)
+
+  # Converted outside of the loop, so that the loop adds up kernel gradients in float32.
+  kernels = [kernel.astype(jnp.float32) for _, kernel in terms]
+
+  @jax.checkpoint
+  def of_chunk(chunk_of: tuple[list[jax.Array], jax.Array]) -> jax.Array:
+    inputs, chunk_targets = chunk_of
+    logits = sum(
+      jnp.einsum(equation, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+      for x, kernel in zip(inputs, kernels)
+    )
+    logits = shard(logits, 'batch', 'length', 'vocab')
+    return -TokenLoss(softcap=softcap)(logits, chunk_targets)[0]['cross_entropy']
+
+  found = jax.lax.map(of_chunk, ([parts(x) for x, _ in terms], parts(targets)))
+  return jnp.moveaxis(found, 0, 1).reshape(batch, count * chunk)[:, :length]
+
+
+# An operand of a matmul, and its scale; None if the operand is not in 8 bits.
+_Operand = tuple[jax.Array, Optional[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+  """One pass over the chunks of `chunk` positions each; `axes` names the kernels' dimensions."""
+
+  token_loss: TokenLoss
+  chunk: int
+  axes: tuple[str, str]
+  fp8: bool
+
+  @property
+  def _letters(self) -> str:
+    return ''.join(name[0] for name in self.axes)
+
+  def __call__(self, operands: Any, *, with_gradients: bool) -> tuple[Any, Any]:
+    """Returns (sums, gradients of inputs, kernels and bias); None instead of unwanted gradients."""
+    inputs, kernels, bias, targets, weights = operands
+    in_dtype = [self._operand(kernel.astype(x.dtype)) for x, kernel in zip(inputs, kernels)]
+    zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
+
+    def body(carry: Any, start: jax.Array) -> tuple[Any, None]:
+      sums, gradients = carry
+
+      def part(a: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(a, start, self.chunk, axis=1)
+
+      parts = [self._operand(part(x)) for x in inputs]
+      logits = self._logits(parts, in_dtype, bias)
+      per_token, dlogits = self.token_loss(logits, part(targets), with_gradient=with_gradients)
+      sums = {name: sums[name] + jnp.sum(per_token[name] * part(weights)) for name in sums}
+      if with_gradients:
+        dlogits = dlogits * part(weights)[..., None]
+        gradients = self._add(gradients, dlogits, parts, in_dtype, start)
+      return (sums, gradients), None
+
+    sums = {name: zero((), jnp.float32) for name in ('loss', 'cross_entropy', 'z_loss', 'accuracy')}
+    gradients = None
+    if with_gradients:
+      gradients = (
+        tuple(zero(x.shape, x.dtype) for x in inputs),
+        tuple(shard(zero(kernel.shape, jnp.float32), *self.axes) for kernel in kernels),
+        None if bias is None else zero(bias.shape, jnp.float32),
+      )
+    starts = jnp.arange(0, targets.shape[1], self.chunk)
+    return jax.lax.scan(body, (sums, gradients), starts)[0]
+
+  def _operand(self, x: jax.Array, dtype: Any = E4M3) -> _Operand:
+    if not self.fp8:
+      return x, None
+    scale = scale_of(largest_value(x), dtype)
+    return to_8_bits(x, scale, dtype), scale
+
+  def _logits(self, inputs: Any, kernels: Any, bias: Optional[jax.Array]) -> jax.Array:
+    """Returns [batch, chunk, vocab] in float32."""
+    equation = f'ble,{self._letters}->blv'
+    logits = sum(_product(equation, x, kernel) for x, kernel in zip(inputs, kernels))
+    if bias is not None:
+      logits = logits + bias.astype(jnp.float32)
+    return shard(logits, 'batch', 'length', 'vocab')
+
+  def _add(self, gradients: Any, dlogits: Any, inputs: Any, kernels: Any, start: Any) -> Any:
+    """Returns `gradients` plus the gradients of one chunk, whose logits' gradient is `dlogits`."""
+    dinputs, dkernels, dbias = gradients
+    if dbias is not None:
+      dbias = dbias + jnp.sum(dlogits, axis=(0, 1))
+    letters = self._letters
+    new_dinputs, new_dkernels = [], []
+    for x, kernel, dx, dkernel in zip(inputs, kernels, dinputs, dkernels):
+      values, scale = self._operand(dlogits.astype(dx.dtype), E5M2)
+      d = shard(values, 'batch', 'length', 'vocab'), scale
+      part = shard(_product(f'blv,{letters}->ble', d, kernel), 'batch', 'length', None)
+      part = part.astype(dx.dtype)
+      new_dinputs.append(jax.lax.dynamic_update_slice_in_dim(dx, part, start, axis=1))
+      part = _product(f'ble,blv->{letters}', x, d)
+      new_dkernels.append(dkernel + shard(part, *self.axes))
+    return tuple(new_dinputs), tuple(new_dkernels), dbias
+
+
+def _product(equation: str, a: _Operand, b: _Operand) -> jax.Array:
+  """Returns the einsum of two operands, accumulated in float32."""
+  product = jnp.einsum(equation, a[0], b[0], preferred_element_type=jnp.float32)
+  return product if a[1] is None else product * (a[1] * b[1])
+
+
+def _zeros_like(shape: Any, dtype: Any, *, operands: Any) -> jax.Array:
+  """Returns zeros that vary over the same manual axes as any of `operands`."""
+  axes = dict.fromkeys(a for x in operands for a in jax.typeof(x).manual_axis_type.varying)
+  return varying(jnp.zeros(shape, dtype), tuple(axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(sweep: _Sweep, *operands: Any) -> dict[str, jax.Array]:
+  return sweep(operands, with_gradients=False)[0]
+
+
+def _forward(sweep: _Sweep, *operands: Any) -> Any:
+  sums, gradients = sweep(operands, with_gradients=True)
+  like = operands[:3]
+  return sums, jax.tree.map(
+    lambda gradient, operand: gradient.astype(operand.dtype), gradients, like
+  )
+
+
+def _backward(sweep: _Sweep, gradients: Any, cotangents: dict[str, jax.Array]) -> Any:
+  if sweep.token_loss.z_loss:
+    wrong = (cotangents['cross_entropy'] != 0.0) | (cotangents['z_loss'] != 0.0)
+    scale = cotangents['loss'] + jnp.where(wrong, jnp.nan, 0.0)
+  else:
+    scale = cotangents['loss'] + cotangents['cross_entropy']
+  scaled = jax.tree.map(lambda g: (scale * g.astype(jnp.float32)).astype(g.dtype), gradients)
+  return (*scaled, None, None)
+
+
+_sums.defvjp(_forward, _backward)
+
 
 # Metric name -> (sum, weight), float32 scalars. The division is over the whole global batch and log
 # window. 'confusion' and 'hits' are matrices of counts; 'pairs' has a row per example.

@@ -13,12 +13,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.attention import MultiHeadAttention
+from t5x_gpu.layers.attention import KVCache, MultiHeadAttention
 from t5x_gpu.layers.backends import choose
+from t5x_gpu.layers.backends.choose import AttentionNeed
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
-from t5x_gpu.layers.backends.serves import AttentionNeed
 from t5x_gpu.layers.dropout import DropoutRng, dropout
-from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp
 from t5x_gpu.layers.norm import norm

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.errors import Problem
-from t5x_gpu.partitioning import manual_collectives
+from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
 from t5x_gpu.partitioning.ring_attention import (
   BLOCK_LENGTH,
@@ -204,9 +204,7 @@ _LENGTH, _HEADS = -3, -2
 
 
 def _all_lengths(axis: str, x: jax.Array) -> jax.Array:
-  return manual_collectives.all_gather(
-    x, axis, dim=_LENGTH, model_dim=_HEADS if split_axis('kv_heads') else None
-  )
+  return fsdp.all_gather(x, axis, dim=_LENGTH, model_dim=_HEADS if split_axis('kv_heads') else None)
 
 
 def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
@@ -214,7 +212,7 @@ def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-  part = manual_collectives.psum_scatter(
+  part = fsdp.psum_scatter(
     gradient.astype(jnp.float32),
     axis,
     dim=_LENGTH,

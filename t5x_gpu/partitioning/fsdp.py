@@ -8,25 +8,371 @@ see fsdp_dims.py) of
   3. and parameters: each layer's are gathered before use, forward and again backward.
 What moves, per device and step, for P bytes of parameters over n devices: (n - 1) / n x 2 P for
 stages 1 and 2 (like plain data parallelism), x 3 P for stage 3. The number of microbatches does not
-matter: stages 2 and 3 take all of them through a layer together (training/breadth_first.py). In a
+matter: stages 2 and 3 take all of them through a layer together (training/train_step.py). In a
 pipeline, stage 3 gathers the parameters of a stage once per step; stored parameters stay split.
 When: parameters and optimizer state do not fit on one GPU. Try it before tensor parallelism.
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.partitioning import manual_collectives
-from t5x_gpu.partitioning.arrays import fsdp_dims
-from t5x_gpu.partitioning.arrays.fsdp_dims import Padding
-from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, own_table, varying
-from t5x_gpu.partitioning.manual_collectives import InBfloat16
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, FsdpDim, Table, varying
+
+
+def own_table(names: AxisNames, table: Table) -> Table:
+  """Returns `table` for one array, with `fsdp` at the axis that was chosen for it."""
+  if names.fsdp is None or not any('fsdp' in table.get(name, ()) for name in names.names):
+    return table
+  others = {name: tuple(a for a in axes if a != 'fsdp') for name, axes in table.items()}
+  return {**others, names.fsdp.name: (*others.get(names.fsdp.name, ()), 'fsdp')}
+
+
+# The dimension of each array that `fsdp` splits, on any number of devices.
+#
+# `fsdp` splits `embed` if its size divides. Otherwise it splits the first dimension of `OTHERS`
+# that divides and that no other mesh axis splits. If there is none, `embed` is padded with zeros to
+# the next multiple. A dimension is never split over both `fsdp` and `model`: a device would gather
+# interleaved parts of its share over `model`. Arrays without `embed` (biases of heads) stay whole
+# on every device.
+#
+# Only arrays in memory are padded. Optimizers, models and checkpoints see the true shapes, so
+# checkpoints do not depend on the number of devices.
+
+AXIS = 'fsdp'
+OTHERS = ('mlp', 'vocab', 'heads', 'kv_heads', 'kv')
+# Factor of `fsdp` over which an array that must not be padded is repeated.
+COPIES = 'fsdp_copies'
+
+
+def choose_dim(
+  names: AxisNames, shape: Sequence[int], *, rules: AxisRules, mesh_shape: Mapping[str, int]
+) -> AxisNames:
+  """Returns `names` with the dimension that `fsdp` splits, chosen as described above.
+
+  Args:
+    names: axis names of an array of parameters or optimizer state.
+    shape: the array's true shape.
+    rules: rules of the run.
+    mesh_shape: mesh axis -> size.
+  """
+  ways = mesh_shape.get(AXIS, 1)
+  first = next((n for n in names.names if AXIS in rules.state.get(n, ())), None)
+  if ways == 1 or first is None or names.fsdp is not None:
+    return names
+  sizes = dict(zip(names.names, shape))
+
+  def is_free(name: str) -> bool:
+    tables = (rules.state, rules.activations)
+    axes = [axis for table in tables for axis in table.get(name, ()) if axis != AXIS]
+    return all(mesh_shape.get(axis, 1) == 1 for axis in axes)
+
+  name = next(
+    (n for n in (first, *OTHERS) if n in sizes and sizes[n] % ways == 0 and is_free(n)), first
+  )
+  return dataclasses.replace(names, fsdp=FsdpDim(name, sizes[name]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+  """Zeros at the end of one dimension of an array.
+
+  Attributes:
+    dim: counted from the last one (-1), because a scan removes the first.
+    size: size of the dimension without the zeros.
+    zeros: number of zeros.
+  """
+
+  dim: int
+  size: int
+  zeros: int
+
+  def added(self, x: jax.Array) -> jax.Array:
+    """Returns `x` with the zeros; `x` itself if it is already padded."""
+    at = x.ndim + self.dim
+    if x.shape[at] != self.size:
+      return x
+    return jnp.pad(x, [(0, self.zeros if i == at else 0) for i in range(x.ndim)])
+
+  def removed(self, x: jax.Array) -> jax.Array:
+    """Returns `x` without the zeros."""
+    return jax.lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.dim)
+
+  def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the padded shape of an array of `shape`."""
+    at = len(shape) + self.dim
+    return tuple(n + self.zeros if i == at else n for i, n in enumerate(shape))
+
+
+def padding_of(
+  names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]
+) -> Optional[Padding]:
+  """Returns the padding of an array that is split by `table`; None if it needs none.
+
+  Args:
+    names: from `choose`.
+    table: array axis -> mesh axes.
+    mesh_shape: mesh axis -> size.
+  """
+  if names.fsdp is None or AXIS not in own_table(names, table).get(names.fsdp.name, ()):
+    return None
+  zeros = -names.fsdp.size % mesh_shape.get(AXIS, 1)
+  dim = names.names.index(names.fsdp.name) - len(names.names)
+  return Padding(dim, names.fsdp.size, zeros) if zeros else None
+
+
+def padded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]) -> Any:
+  """Returns a global array with its padding, split by `table`; to be traced."""
+  padding = padding_of(names, table=table, mesh_shape=mesh_shape)
+  if padding is None:
+    return x
+  return jax.lax.with_sharding_constraint(padding.added(x), _spec(names, table))
+
+
+def unpadded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]) -> Any:
+  """Returns a global array without its padding, split in the same unequal parts; to be traced.
+
+  XLA pads these parts by itself, so nothing moves.
+  """
+  padding = padding_of(names, table=table, mesh_shape=mesh_shape)
+  if padding is None:
+    return x
+  return jax.lax.with_sharding_constraint(padding.removed(x), _spec(names, table))
+
+
+def _spec(names: AxisNames, table: Table) -> PartitionSpec:
+  own = own_table(names, table)
+  return PartitionSpec(*(own.get(name, ()) or None for name in names.names))
+
+
+def without_padding(mesh: Mesh, padding: Optional[Padding]) -> Mesh:
+  """Returns a mesh over which an array divides without its padding.
+
+  `fsdp` becomes the largest factor that divides, over which the array is split, and `COPIES`, the
+  rest, over which it is repeated. The devices keep their order.
+  """
+  if padding is None:
+    return mesh
+  ways = math.gcd(padding.size, mesh.shape[AXIS])
+  at = mesh.axis_names.index(AXIS)
+  sizes = list(mesh.shape.values())
+  names = (*mesh.axis_names[: at + 1], COPIES, *mesh.axis_names[at + 1 :])
+  shape = (*sizes[:at], ways, sizes[at] // ways, *sizes[at + 1 :])
+  return Mesh(
+    mesh.devices.reshape(shape), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)
+  )
+
+
+def cost_lines(stored: Any, true: Any, names: Any, *, ways: int) -> list[str]:
+  """Returns the cost of arrays that do not divide over `ways` devices; [] if all divide.
+
+  Args:
+    stored: tree of shapes with NamedShardings, padding included.
+    true: the same tree without padding, as checkpoints store it.
+    names: tree of AxisNames from `choose`.
+    ways: size of `fsdp`.
+  """
+  leaves = list(zip(*(jax.tree.leaves(tree) for tree in (stored, true, names)), strict=True))
+  lines = []
+  by_dim: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
+  for kept, saved, of in leaves:
+    if of.fsdp is not None and AXIS in _axes(kept.sharding):
+      by_dim.setdefault((of.fsdp.name, of.fsdp.size), []).append((kept, saved))
+  for (name, size), arrays in by_dim.items():
+    more = sum(
+      _local_bytes(kept) - _local_bytes(kept) * math.prod(saved.shape) / math.prod(kept.shape)
+      for kept, saved in arrays
+    )
+    if size % ways:
+      lines.append(
+        f'fsdp = {ways} does not divide {name} = {size}: {len(arrays)} arrays in memory are padded '
+        f'to {size + -size % ways}, {_size(more)} per device more than an even split'
+      )
+    elif name != 'embed':
+      lines.append(f'fsdp splits {len(arrays)} arrays along {name} = {size}, which it divides')
+  sizes = [size for _, size in by_dim if size % ways]
+  fits = math.gcd(ways, *sizes)
+  if sizes and fits > 1:
+    lines.append(
+      f'data = {ways // fits} with fsdp = {fits} divides, for {ways // fits} times the '
+      'memory for the state'
+    )
+  if sizes:
+    saving = sum(_local_bytes(saved) for _, saved, _ in leaves)
+    lines.append(
+      f'a save and a restore temporarily take {_size(saving)} per device for the unpadded state'
+    )
+  return lines
+
+
+def _axes(sharding: NamedSharding) -> set[str]:
+  entries = [e if isinstance(e, tuple) else (e,) for e in sharding.spec]
+  return {axis for entry in entries for axis in entry if axis}
+
+
+def _local_bytes(array: Any) -> int:
+  return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _size(num_bytes: float) -> str:
+  mib = num_bytes / 2**20
+  return f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.3g} MiB'
+
+
+# Collectives along a manual axis, for arrays that may also be split over `model`.
+#
+# `model` is automatic in the region (partitioning/manual_region.py). For an array that is split
+# over an automatic axis, XLA would first gather all parts on every device; here each part is sent
+# alone. Call these only where they are not differentiated: in the two functions of a
+# `jax.custom_vjp`.
+#
+# Terms of a sum can be sent in bfloat16. NCCL adds bfloat16 data in bfloat16, and rounds at each
+# hop of a ring (ncclAllReduce takes one datatype, https://docs.nvidia.com/deeplearning/nccl/user-
+# guide/docs/api/colls.html). Here an all-to-all brings the terms of a device's part together, and
+# the device adds them in float32. An all-reduce then gathers the rounded sums. This sends as many
+# values as a ring. Each term is rounded once, by at most 2^-8 of its value; the sum of an all-
+# reduce is rounded once too, equally on all devices. Over several hosts, the devices of a host
+# first add their terms, so that as many values cross the network as in a ring; the hosts' sums are
+# rounded once more.
+
+# Part of the names of operations that send gradients in bfloat16.
+SCOPE = 'gradients_in_bfloat16'
+
+
+@dataclasses.dataclass(frozen=True)
+class InBfloat16:
+  """Settings for gradients sent in bfloat16: which devices share a host.
+
+  Attributes:
+    inside: (mesh axis, size of its part inside a host) for each axis that crosses hosts.
+  """
+
+  inside: tuple[tuple[str, int], ...] = ()
+
+  def hosts(self, axes: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
+    """Returns per host the flat places of its devices along `axes`; all places for a single host.
+
+    Args:
+      axes: mesh axes.
+      sizes: sizes of the axes.
+    """
+    inside = dict(self.inside)
+    by_host: dict[tuple[int, ...], list[int]] = {}
+    for place, of_axes in enumerate(itertools.product(*map(range, sizes))):
+      host = tuple(i // inside.get(axis, n) for i, axis, n in zip(of_axes, axes, sizes))
+      by_host.setdefault(host, []).append(place)
+    return list(by_host.values())
+
+
+def all_gather(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = None) -> jax.Array:
+  """Returns the parts of all devices of `axis`, concatenated along a dimension.
+
+  Args:
+    x: this device's part.
+    axis: a manual mesh axis.
+    dim: the dimension, counted from the last one (-1).
+    model_dim: the dimension that `model` splits, counted the same way, or None.
+  """
+  return _on_each_part(
+    lambda part: jax.lax.all_gather(part, axis, axis=part.ndim + dim, tiled=True), x, model_dim
+  )
+
+
+def psum_scatter(
+  x: jax.Array,
+  axis: str,
+  *,
+  dim: int,
+  model_dim: Optional[int] = None,
+  sent: Optional[InBfloat16] = None,
+) -> jax.Array:
+  """Returns this device's part of the sum of `x` over `axis`.
+
+  Args:
+    x: a term of the sum.
+    axis, dim, model_dim: as in `all_gather`.
+    sent: how to send in bfloat16; the result is float32. None sends and adds in the dtype of `x`.
+  """
+
+  def scatter(part: jax.Array) -> jax.Array:
+    at = part.ndim + dim
+    if sent is None:
+      return jax.lax.psum_scatter(part, axis, scatter_dimension=at, tiled=True)
+    size = jax.lax.axis_size(axis)
+    shape = (*part.shape[:at], size, part.shape[at] // size, *part.shape[at + 1 :])
+    return _own_sum(jnp.moveaxis(part.reshape(shape), at, 0), (axis,), sent)
+
+  with jax.named_scope(SCOPE) if sent else contextlib.nullcontext():
+    return _on_each_part(scatter, x, model_dim)
+
+
+def psum(
+  x: jax.Array,
+  axes: tuple[str, ...],
+  *,
+  model_dim: Optional[int] = None,
+  sent: Optional[InBfloat16] = None,
+) -> jax.Array:
+  """Returns the sum of `x` over manual mesh `axes`, the same on all devices.
+
+  Args:
+    x: a term of the sum.
+    axes: manual mesh axes.
+    model_dim: as in `all_gather`.
+    sent: as in `psum_scatter`.
+  """
+  if sent is None or not axes:
+    return jax.lax.psum(x, axes) if axes else x
+
+  def total(part: jax.Array) -> jax.Array:
+    size = math.prod(map(jax.lax.axis_size, axes))
+    flat = jnp.pad(part.reshape(-1), (0, -part.size % size))
+    own = _own_sum(flat.reshape(size, -1), axes, sent)
+    whole = jax.lax.all_gather(_rounded(own), axes, tiled=True, to='invarying')
+    return whole[: part.size].reshape(part.shape).astype(jnp.float32)
+
+  with jax.named_scope(SCOPE):
+    return _on_each_part(total, x, model_dim)
+
+
+def _own_sum(parts: jax.Array, axes: tuple[str, ...], sent: InBfloat16) -> jax.Array:
+  """Returns the sum over `axes` of this device's part [...] of `parts` [devices, ...]."""
+  hosts = sent.hosts(axes, tuple(map(jax.lax.axis_size, axes)))
+  exchange = functools.partial(
+    jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
+  )
+  if len(hosts) == 1 or len(hosts[0]) == 1:
+    return exchange(_rounded(parts)).astype(jnp.float32).sum(0)
+  order = [host[i] for i in range(len(hosts[0])) for host in hosts]
+  parts = _rounded(parts[jnp.asarray(order)]).reshape(len(hosts[0]), len(hosts), *parts.shape[1:])
+  of_host = exchange(parts, axis_index_groups=hosts).astype(jnp.float32).sum(0)
+  across = [list(places) for places in zip(*hosts)]
+  return exchange(_rounded(of_host), axis_index_groups=across).astype(jnp.float32).sum(0)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+  """Returns `x` rounded to bfloat16. XLA may drop a pair of conversions, but not this rounding."""
+  return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+
+
+def _on_each_part(
+  collective: Callable[[jax.Array], jax.Array], x: jax.Array, model_dim: Optional[int]
+) -> jax.Array:
+  if model_dim is None:
+    return collective(x)
+  spec = PartitionSpec(*('model' if i == x.ndim + model_dim else None for i in range(x.ndim)))
+  return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names={'model'})(x)
+
 
 SPLIT = {'embed': ('fsdp',)}
 
@@ -119,7 +465,7 @@ def dims_of(
     places = [i for i, name in enumerate(names.names) if axis in own.get(name, ())]
     return places[0] - len(names.names) if places else None
 
-  padding = fsdp_dims.padding_of(names, table=own, mesh_shape=mesh_shape)
+  padding = padding_of(names, table=own, mesh_shape=mesh_shape)
   sent = sent if in_bfloat16(names.names) else None
   return Dims(dim_of('fsdp'), dim_of('model'), padding, sent=sent)
 
@@ -190,7 +536,7 @@ def whole(tree: Any, dtype: Any) -> Any:
 
 def gather(part: jax.Array, dims: Dims) -> jax.Array:
   """Returns a parameter gathered from its parts; cannot be differentiated through."""
-  full = manual_collectives.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+  full = all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
   return full if dims.padding is None else dims.padding.removed(full)
 
 
@@ -198,9 +544,7 @@ def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns this device's part of the sum of `gradient` over `fsdp`."""
   if dims.padding is not None:
     gradient = dims.padding.added(gradient)
-  return manual_collectives.psum_scatter(
-    gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model, sent=dims.sent
-  )
+  return psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model, sent=dims.sent)
 
 
 def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
@@ -223,7 +567,7 @@ def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None
 
 def total(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns the sum of `gradient` over `dims.sums`."""
-  return manual_collectives.psum(gradient, dims.sums, model_dim=dims.model, sent=dims.sent)
+  return psum(gradient, dims.sums, model_dim=dims.model, sent=dims.sent)
 
 
 def summed(parameter: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:

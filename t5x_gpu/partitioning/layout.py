@@ -16,17 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel
-from t5x_gpu.partitioning.arrays import fsdp_dims
-from t5x_gpu.partitioning.axis_rules import (
-  AxisNames,
-  AxisRules,
-  Table,
-  own_table,
-  partition_spec,
-  use_rules,
-)
-from t5x_gpu.partitioning.manual_collectives import InBfloat16
+from t5x_gpu.partitioning import context_parallel, fsdp
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, partition_spec, use_rules
+from t5x_gpu.partitioning.fsdp import InBfloat16, own_table
 from t5x_gpu.partitioning.manual_region import Region
 from t5x_gpu.partitioning.mesh.mesh import mesh_table
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
@@ -115,7 +107,7 @@ class Layout:
     def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
       axis_names = self._chosen(axis_names, array)
       padding = self._padding(axis_names, table)
-      mesh = fsdp_dims.without_padding(self.mesh, padding)
+      mesh = fsdp.without_padding(self.mesh, padding)
       return self._sharding(path, axis_names, array.shape, table, mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, names, abstract)
@@ -146,18 +138,18 @@ class Layout:
   def padded(self, tree: Any, names: Any, table: Table) -> Any:
     """Returns global arrays with the padding of `stored`; to be traced."""
     options = dict(table=table, mesh_shape=self.mesh.shape)
-    return jax.tree.map(lambda n, x: fsdp_dims.padded(x, n, **options), names, tree)
+    return jax.tree.map(lambda n, x: fsdp.padded(x, n, **options), names, tree)
 
   def unpadded(self, tree: Any, names: Any, table: Table) -> Any:
     """Returns global arrays in their true shapes, split in unequal parts; to be traced."""
     options = dict(table=table, mesh_shape=self.mesh.shape)
-    return jax.tree.map(lambda n, x: fsdp_dims.unpadded(x, n, **options), names, tree)
+    return jax.tree.map(lambda n, x: fsdp.unpadded(x, n, **options), names, tree)
 
   def _chosen(self, axis_names: AxisNames, array: Any) -> AxisNames:
-    return fsdp_dims.choose(axis_names, array.shape, rules=self.rules, mesh_shape=self.mesh.shape)
+    return fsdp.choose_dim(axis_names, array.shape, rules=self.rules, mesh_shape=self.mesh.shape)
 
-  def _padding(self, axis_names: AxisNames, table: Table) -> Optional[fsdp_dims.Padding]:
-    return fsdp_dims.padding_of(axis_names, table=table, mesh_shape=self.mesh.shape)
+  def _padding(self, axis_names: AxisNames, table: Table) -> Optional[fsdp.Padding]:
+    return fsdp.padding_of(axis_names, table=table, mesh_shape=self.mesh.shape)
 
   def _sharding(
     self, path: Any, axis_names: AxisNames, shape: Sequence[int], table: Table, mesh: Mesh

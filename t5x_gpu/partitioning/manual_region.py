@@ -8,6 +8,7 @@ of parameters; gradients come out unreduced and are reduced once, here. The comp
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -15,22 +16,158 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, fsdp
-from t5x_gpu.partitioning.arrays import fsdp_dims
-from t5x_gpu.partitioning.arrays.per_device_copies import PerDeviceCopies
-from t5x_gpu.partitioning.axis_rules import (
-  AxisNames,
-  AxisRules,
-  Table,
-  own_table,
-  use_rules,
-  varying,
-)
-from t5x_gpu.partitioning.loop import first_layer
-from t5x_gpu.partitioning.manual_collectives import InBfloat16
+from t5x_gpu.partitioning import context_parallel, fsdp, quantized
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
+from t5x_gpu.partitioning.fsdp import InBfloat16, own_table
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
-from t5x_gpu.partitioning.pipeline.layer_sums import LayerSums
+from t5x_gpu.partitioning.pipeline.pipeline_parallel import LayerSums
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
+
+# Copies of parameters during a step, one per device along `model`.
+#
+# The compiler handles `model` (partitioning/manual_region.py). If every device holds a parameter
+# whole and uses it on its part of the activations, the compiler would sum its gradient at each use:
+# for every layer, microbatch and pipeline tick. With a copy per device, each copy has a local
+# gradient, and these are summed once. There are two kinds:
+#
+# - parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
+# - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
+
+_HEADS = 'kv_heads'
+
+
+@dataclasses.dataclass(frozen=True)
+class PerDeviceCopies:
+  """Makes copies of parameters, and sums their gradients.
+
+  Attributes:
+    rules: which mesh axes split each array axis.
+    mesh_shape: mesh axis -> size.
+  """
+
+  rules: AxisRules
+  mesh_shape: Mapping[str, int]
+
+  @property
+  def count(self) -> int:
+    return self.mesh_shape.get('model', 1)
+
+  def dim(self, axis_names: AxisNames) -> Optional[int]:
+    """Returns the dimension of the copies, counted from the last one (-1); None without copies."""
+    names = axis_names.names
+    if self.count > 1 and 'model' in self.rules.activations.get(axis_names.along, ()):
+      return -1 - sum(name != 'layers' for name in names)
+    if self.count > 1 and _HEADS in names and 'model' not in self.rules.parameters.get(_HEADS, ()):
+      return names.index(_HEADS) - len(names)
+    return None
+
+  def make(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
+    """Returns copies of the parameter `x`, one per device; `x` itself if it needs none."""
+    dim = self.dim(axis_names)
+    if dim is None:
+      return x
+    if axis_names.along is not None:
+      x = jnp.expand_dims(x, dim)
+    x = jnp.repeat(x, self.count // x.shape[dim], axis=dim)
+    return jax.lax.with_sharding_constraint(
+      x, PartitionSpec(*('model' if i == x.ndim + dim else None for i in range(x.ndim)))
+    )
+
+  def total(self, axis_names: AxisNames, gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `gradient` summed over copies, in the shape of the parameter `like`."""
+    dim = self.dim(axis_names)
+    if dim is None:
+      return gradient
+    if axis_names.along is not None:
+      return gradient.sum(dim)
+    at = gradient.ndim + dim
+    return gradient.reshape(
+      *gradient.shape[:at], like.shape[at], -1, *gradient.shape[at + 1 :]
+    ).sum(at + 1)
+
+
+# The gradients of the first layer, summed over devices after all other gradients.
+#
+# The backward pass ends with the embeddings, whose table is often the largest array of a model. If
+# the first layer's gradients were sent before the table's gradient, no matmul would be left to hide
+# the table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
+# their results. So the loop over layers (layer_loop.py) returns the first layer's gradients
+# unreduced, through ports; all others are sent while they are computed; the first layer's come
+# last.
+
+
+def with_ports(
+  make: Callable[[Any], Any], parts: Any, first_stack: Any, *, axes: tuple[str, ...]
+) -> Any:
+  """Returns `make(parts)`, where parameters of the first stack have a port (`fsdp.Split.first`).
+
+  Args:
+    make: parts -> parameters for a model, whose backward pass reduces their gradients.
+    parts: the differentiated parts.
+    first_stack: tree of bools: whether a parameter belongs to the layers that run first.
+    axes: all manual mesh axes.
+  """
+  leaves, treedef = jax.tree.flatten(parts)
+  splits = jax.tree.leaves(make(parts), is_leaf=fsdp.is_split)
+  chosen = [i for i, first in enumerate(jax.tree.leaves(first_stack)) if first]
+  at_end = quantized.are_summed_at_end([splits[i] for i in chosen])
+  layers = {
+    i: jax.tree.map(lambda x: x[0], splits[i])
+    for i, late in zip(chosen, at_end, strict=True)
+    if fsdp.is_split(splits[i]) and splits[i].dims.ahead and not late
+  }
+  ports = {i: _port(layer, axes) for i, layer in layers.items()}
+  earlier = {i: layer.earlier for i, layer in layers.items()}
+  dims = tuple((i, layer.dims) for i, layer in layers.items())
+  leaves, ports = _open(dims, leaves, ports, earlier)
+  made, made_tree = jax.tree.flatten(
+    make(jax.tree.unflatten(treedef, leaves)), is_leaf=fsdp.is_split
+  )
+  made = [x.replace(first=ports[i]) if i in ports else x for i, x in enumerate(made)]
+  return jax.tree.unflatten(made_tree, made)
+
+
+def _port(layer: fsdp.Split, axes: tuple[str, ...]) -> jax.Array:
+  """Returns zeros with the shape of the whole parameter of a layer."""
+  whole = jax.eval_shape(lambda x: fsdp.whole(x, jnp.float32), layer)
+  return varying(jnp.zeros(whole.shape, jnp.float32), axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _open(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
+  """Returns `parts` and `ports`, whose gradients arrive together; only the ports' are not reduced.
+
+  Args:
+    dims: (place in `parts`, how it is split) of each parameter with a port.
+    parts: list of the differentiated parts.
+    ports: place -> port.
+    earlier: place -> gradient of earlier microbatches of the first layer, or None.
+  """
+  del dims, earlier
+  return parts, ports
+
+
+def _forward(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
+  return (parts, ports), earlier
+
+
+def _backward(dims: Any, earlier: Any, gradients: Any) -> Any:
+  parts, ports = gradients
+  # The barrier starts the first layer's collectives after the others are done. Where marks allow,
+  # users of the other gradients wait too; otherwise XLA delays a large one to the end of the step.
+  marks = jax.typeof(next(iter(ports.values()))).manual_axis_type if ports else None
+  same = [i for i, x in enumerate(parts) if jax.typeof(x).manual_axis_type == marks]
+  ports, late, _ = jax.lax.optimization_barrier((ports, [parts[i] for i in same], parts))
+  for i, x in zip(same, late, strict=True):
+    parts[i] = x
+  for i, of_leaf in dims:
+    first = fsdp.reduced(ports[i], of_leaf, earlier[i])
+    parts[i] = jax.lax.dynamic_update_index_in_dim(parts[i], first, 0, 0)
+  return parts, None, None
+
+
+_open.defvjp(_forward, _backward)
+
 
 # Suffix of features that hold token positions.
 PLACES = '_places'
@@ -134,7 +271,7 @@ class Region:
   def padded_parts(self, params: Any, names: Any) -> Any:
     """Returns global parameters that `part_specs` can split; under ZeRO-3 they are stored so."""
     return jax.tree.map(
-      lambda x, n: fsdp_dims.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
+      lambda x, n: fsdp.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
       params,
       names,
     )
@@ -142,7 +279,7 @@ class Region:
   def unpadded_gradients(self, grads: Any, names: Any) -> Any:
     """Returns global gradients, split by `gradient_specs`, in the shapes of the parameters."""
     return jax.tree.map(
-      lambda x, n: fsdp_dims.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
+      lambda x, n: fsdp.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
       grads,
       names,
     )
@@ -227,7 +364,7 @@ class Region:
 
     if not sums or first_stack is None:
       return made(parts)
-    return first_layer.with_ports(made, parts, first_stack, axes=self.axes)
+    return with_ports(made, parts, first_stack, axes=self.axes)
 
   def frozen(self, params: Any, names: Any, dtype: Any) -> Any:
     """Returns parameters without gradient for a model; arguments as in `whole`."""

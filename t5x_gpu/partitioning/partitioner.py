@@ -20,12 +20,97 @@ from t5x_gpu.partitioning import (
 )
 from t5x_gpu.partitioning.axis_rules import AxisRules, Table
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.mesh.mesh import SizeHint, build_mesh, check_model_sizes
-from t5x_gpu.partitioning.mesh.mesh_problems import divisors
-from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES, MeshSizes, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh.mesh import build_mesh
+from t5x_gpu.partitioning.mesh.mesh_sizes import (
+  MESH_AXES,
+  OUTER_AXES,
+  SIZE_PARAMETERS,
+  MeshSizes,
+  any_of,
+  divisors,
+  legal_partitions,
+  product_words,
+  resolve_mesh_sizes,
+)
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
 from t5x_gpu.runtime.cluster.topology import Device, Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeHint:
+  """How a problem describes one model size.
+
+  Attributes:
+    set_by: the gin parameter or macro that sets it.
+    words: its name in the problem; the axis name by default.
+    each_of: number of equal parts, computed in turn, that are each split.
+    multiple_of: another number that the size must be a multiple of.
+    rule: what to do with `set_by`, up to the number.
+    is_width: another size would make another model, so the fix is another mesh.
+  """
+
+  set_by: str
+  words: str = ''
+  each_of: int = 1
+  multiple_of: int = 1
+  rule: str = 'to a multiple of'
+  is_width: bool = False
+
+
+def check_model_sizes(
+  sizes: MeshSizes,
+  logical_sizes: Mapping[str, int],
+  rules: Mapping[str, tuple[str, ...]],
+  *,
+  hints: Optional[Mapping[str, SizeHint]] = None,
+) -> list[Problem]:
+  """Returns a problem for every model size that its mesh axes do not divide.
+
+  Args:
+    sizes: sizes of the mesh.
+    logical_sizes: array axis -> size, {'heads': 12, 'batch': 128}.
+    rules: array axis -> mesh axes that split it, () for none.
+    hints: array axis -> how to describe it; its name by default.
+  """
+  problems = []
+  for name, size in logical_sizes.items():
+    if name not in rules:
+      missing = f'{name} = {size} has no sharding rule.{did_you_mean(name, rules)}'
+      problems.append(Problem(missing))
+      continue
+    unknown = [axis for axis in rules[name] if axis not in MESH_AXES]
+    if unknown:
+      problems.append(
+        Problem(
+          f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
+          f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}'
+        )
+      )
+      continue
+    hint = (hints or {}).get(name) or SizeHint(name)
+    ways = {axis: sizes.total[axis] for axis in rules[name] if sizes.total[axis] > 1}
+    if size % (math.prod(ways.values()) * hint.each_of):
+      each = f' in each of {hint.each_of} microbatches' if hint.each_of > 1 else ''
+      problems.append(
+        Problem(
+          f'{hint.words or name} = {size} does not divide over {product_words(ways)}{each}.',
+          _size_fix(sizes, hint, size, ways),
+          (hint.set_by, *(f'Partitioner.{SIZE_PARAMETERS[axis]}' for axis in ways)),
+        )
+      )
+  return problems
+
+
+def _size_fix(sizes: MeshSizes, hint: SizeHint, size: int, ways: Mapping[str, int]) -> str:
+  """Returns the rule for a size that does not divide over the mesh axes `ways`."""
+  if hint.is_width and list(ways) == ['model']:
+    hosts = Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values()))
+    legal = [n for n in sum(legal_partitions(hosts), ()) if size % n == 0]
+    return f'Set Partitioner.num_partitions = {any_of(legal)}.'
+  unit = math.lcm(math.prod(ways.values()) * hint.each_of, hint.multiple_of)
+  return f'Set {hint.set_by} {hint.rule} {unit}.'
+
 
 # Array axis -> the parameter that sets its size, for errors.
 SET_BY = {

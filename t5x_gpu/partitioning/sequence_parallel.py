@@ -33,7 +33,7 @@ def traffic_per_step(
   becomes a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
   its gradient scattered; the embedding's sum is scattered and its gradient gathered. In addition,
   gradients of the norms' scales are summed once, because each device computes them from its own
-  positions only (layers/sharded_bias_params.py).
+  positions only (layers/dense.py).
 
   Args:
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed, references: as in

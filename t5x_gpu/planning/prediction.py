@@ -8,20 +8,27 @@ share of them that is hidden.
 """
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import flax.traverse_util
 import jax
+import rich.console
+import rich.progress
 
-from t5x_gpu.analysis.collectives import inventory
-from t5x_gpu.analysis.gpu_compile import CompiledStep
+from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.analysis.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.layers.backends.choose import Choice
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
-from t5x_gpu.models.model import Model, OptionalMembers, config_of
+from t5x_gpu.models.model import Model, OptionalMembers, config_of, uses_fp8
+from t5x_gpu.models.precision import check_devices
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas.memory import MemoryUse, memory_use
@@ -34,9 +41,10 @@ from t5x_gpu.planning.formulas.traffic import (
   formula_traffic,
 )
 from t5x_gpu.planning.formulas.work import step_work
-from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
-from t5x_gpu.training.program import Program
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime.main_log import silent
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget, can_compile, described_gpus
+from t5x_gpu.training.program import Program, StepConfig, program_of_run
 
 SECONDS_PER_DAY = 86400
 # Sources of memory and traffic, from the least to the most exact.
@@ -262,3 +270,106 @@ def _bubble_fraction(pipeline: Any) -> float:
     num_stacks=pipeline.num_stacks,
     skip_idle=pipeline.skip_idle,
   )
+
+
+# A progress line with a plan's current activity and its seconds.
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+  """Context that shows `what` and its seconds on a terminal; elsewhere prints it when done.
+
+  Args:
+    what: 'compiling the step for 64 x H100'.
+  """
+  begin = time.monotonic()
+  console = rich.console.Console(stderr=True)
+  columns = (
+    rich.progress.SpinnerColumn(),
+    rich.progress.TextColumn('{task.description}'),
+    rich.progress.TimeElapsedColumn(),
+  )
+  with rich.progress.Progress(
+    *columns, console=console, transient=True, disable=not console.is_terminal
+  ) as bar:
+    bar.add_task(what, total=None)
+    yield
+  print(f'{what}: {time.monotonic() - begin:.0f} s', file=sys.stderr, flush=True)
+
+
+# Predictions of a run and of variants of it, for one kind of GPU.
+#
+# planner = Planner(gpu, Assumptions(), devices=simulated_devices(64))
+# planner.by_formula(config, Topology(8, 8)).seconds_per_step
+# planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+  """Predicts runs.
+
+  Attributes:
+    gpu: the kind of GPU.
+    assumed: efficiencies and links.
+    devices: simulated devices, as many as the largest topology has.
+  """
+
+  gpu: GpuTarget
+  assumed: Assumptions
+  devices: Sequence[Device]
+
+  @property
+  def compiles(self) -> bool:
+    """Whether `exactly` compiles for the GPU; else it splits the step for simulated devices."""
+    return can_compile()
+
+  @silent()  # it would name kernels of simulated devices
+  def program(self, config: PlanConfig, topology: Topology) -> Program:
+    """Returns the run on simulated devices.
+
+    Raises:
+      MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other, or a model
+        in FP8 for a GPU without it (simulated devices emulate it).
+    """
+    check_devices(uses_fp8(config.model), [self.gpu])
+    devices = list(self.devices[: topology.num_devices])
+    return program_of_run(config, topology=topology, devices=devices)
+
+  def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
+    """Returns a prediction from formulas alone; errors as `program`.
+
+    Formulas only read sizes, so the topology may have more GPUs than there are simulated devices.
+    """
+    enough = itertools.islice(itertools.cycle(self.devices), topology.num_devices)
+    program = dataclasses.replace(self, devices=list(enough)).program(config, topology)
+    return predict(program, config, gpu=self.gpu, assumed=self.assumed)
+
+  def exactly(self, config: PlanConfig, topology: Topology, *, what: str = '') -> Prediction:
+    """Returns a prediction from the compiled step, and shows that it compiles.
+
+    Args:
+      config, topology: the run.
+      what: words for the progress line, after 'compiling'.
+    Raises:
+      MeshError, ConfigError, ShapeError, ModelError: as `program`.
+    """
+    number, step = topology.num_devices, what or 'the step'
+    doing_what = f'splitting {step} over {number} simulated devices'
+    if self.compiles:
+      doing_what = f'compiling {step} for {number} x {self.gpu.device_kind}'
+    with doing(doing_what):
+      return self.silently(config, topology)
+
+  @silent()
+  def silently(self, config: PlanConfig, topology: Topology) -> Prediction:
+    """Returns the result of `exactly`, without showing progress."""
+    of_plan = dict(gpu=self.gpu, assumed=self.assumed)
+    if not self.compiles:
+      program = self.program(config, topology)
+      lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+      return predict(program, config, **of_plan, partitioned=partitioned_hlo(lowered))
+    gpus = described_gpus(
+      self.gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
+    )
+    step = compile_step(config, gpus)
+    return predict(step.program, config, **of_plan, compiled=step)

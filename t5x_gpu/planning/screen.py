@@ -1,9 +1,11 @@
 """A prediction as text: the first screen, and the tables below it."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, Union
 
-from t5x_gpu.planning import bottleneck
+from t5x_gpu.errors import UserError
 from t5x_gpu.planning.devices import GPUS_PER_HOST
 from t5x_gpu.planning.formulas.memory import (
   FRAGMENTATION,
@@ -15,11 +17,136 @@ from t5x_gpu.planning.formulas.memory import (
   WEIGHTS,
   MemoryUse,
 )
-from t5x_gpu.planning.formulas.step_time import StepTime
-from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
-from t5x_gpu.runtime.memory import show
-from t5x_gpu.terminal.quantities import count, duration, seconds
-from t5x_gpu.terminal.text_table import table
+from t5x_gpu.planning.formulas.step_time import NETWORK, StepTime
+from t5x_gpu.planning.formulas.work import ATTENTION, MODEL, OPTIMIZER, WEIGHTS_AND_GRADIENTS
+from t5x_gpu.planning.prediction import COMPILED, FORMULA, MICROBATCHES, PIPELINE, REMAT, Prediction
+from t5x_gpu.runtime.hardware import show
+from t5x_gpu.terminal.console import count, duration, seconds, table
+
+# One sentence on what limits a step, and how much faster the step would be without it.
+
+# Below this share of the step, no cost is worth removing, except the matrix products' own time.
+_WORTH = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """A part of the step that a change could remove.
+
+  Attributes:
+    what: the cost in words, as the subject of a sentence.
+    seconds: seconds per step.
+    remedy: change that would reduce it.
+  """
+
+  what: str
+  seconds: float
+  remedy: str
+
+
+_REMEDIES = {
+  'data': 'more tokens per GPU and step, or fewer replicas, make it a smaller share',
+  'fsdp': 'more tokens per GPU and step',
+  'model': 'fewer NUM_PARTITIONS, with Partitioner.fsdp in its place',
+  'context': 'fewer Partitioner.context, if the rows fit',
+  'expert': 'fewer Partitioner.expert, with Partitioner.fsdp in its place',
+  'stage': 'fewer stages, or several blocks per stage (circular)',
+}
+_RECOMPUTATION = {
+  REMAT: "a remat_policy that stores more ('minimal', 'dots', 'none'), where memory is left",
+  PIPELINE: 'a layout without pipeline stages, which recompute layers with every remat_policy',
+  MICROBATCHES: 'fewer NUM_MICROBATCHES, or '
+  "Partitioner.accumulate_by = 'microbatch', which gathers parameters for each microbatch",
+}
+
+
+def costs(prediction: Prediction) -> list[Cost]:
+  """Returns the costs of a step besides its necessary work, largest first."""
+  return sorted(_costs(prediction), key=lambda cost: -cost.seconds)
+
+
+def bottleneck_sentence(prediction: Prediction) -> str:
+  """Returns a sentence on what limits the step and what removing it would save."""
+  total = prediction.seconds_per_step
+  found = costs(prediction)
+  if found and found[0].seconds >= _WORTH * total:
+    worst = found[0]
+    rest = total - worst.seconds
+    faster = f' ({total / rest:.2f}x as fast)' if rest > 0 else ''
+    return (
+      f'{worst.what} takes {seconds(worst.seconds)}, {worst.seconds / total:.0%} of the step: '
+      f'without it, {seconds(rest)} per step{faster}. To reduce it: {worst.remedy}.'
+    )
+  gemms, attention = (
+    sum(part.seconds for part in prediction.time.parts if kind in part.kind)
+    for kind in ('gemm', 'attention')
+  )
+  largest, needed = f'Matrix products take {gemms / total:.0%}', _faster_dtype(prediction)
+  if attention > gemms:
+    largest, needed = f'Attention takes {attention / total:.0%}', 'shorter rows, '
+  return (
+    f'{largest} of the step, and nothing else that a setting could remove takes {_WORTH:.0%}: '
+    f'a faster step needs {needed}a faster GPU or more of them.'
+  )
+
+
+def _faster_dtype(prediction: Prediction) -> str:
+  """Returns the precision that would be faster on this GPU, to begin a list with, or ''."""
+  if any(part.part == MODEL for part in prediction.time.parts):
+    return ''  # a custom model has its own precision
+  if prediction.dtype == 'float32':
+    return 'bfloat16, '
+  return 'FP8, ' if prediction.dtype == 'bfloat16' and prediction.gpu.has_fp8 else ''
+
+
+def _costs(prediction: Prediction) -> Iterator[Cost]:
+  time = prediction.time
+  by_axes: dict[tuple[tuple[str, ...], str], float] = {}
+  for c in time.collectives:
+    key = c.axes, c.link
+    by_axes[key] = by_axes.get(key, 0.0) + c.exposed_seconds
+  for (axes, link), exposed in by_axes.items():
+    remedy = _REMEDIES[axes[0]]
+    if axes[0] == 'fsdp' and link == NETWORK and prediction.num_gpus > prediction.num_hosts:
+      remedy += ', or fsdp inside a host with data across hosts (hsdp.gin)'
+    yield Cost(f'Waiting for collectives over {" and ".join(axes)} ({link})', exposed, remedy)
+  if time.bubble_seconds:
+    yield Cost(
+      'The bubble of the pipeline',
+      time.bubble_seconds,
+      'more Partitioner.num_pipeline_microbatches, or fewer stages',
+    )
+  again = sum(part.recomputed_seconds for part in time.parts)
+  if again:
+    yield Cost(
+      'Computing layers again in the backward pass',
+      again,
+      _RECOMPUTATION[prediction.recomputes_for],
+    )
+  attention = [p for p in time.parts if p.part == ATTENTION and p.bound == 'memory']
+  if attention:
+    slow = next(choice for choice in prediction.attention if choice.no_kernel)
+    yield Cost(
+      f'Attention without a kernel, whose logits go through memory ({slow.no_kernel}),',
+      attention[0].seconds,
+      slow.remedy,
+    )
+  moved = [p for p in time.parts if p.bound == 'memory' and p.part != ATTENTION]
+  update = sum(p.seconds for p in moved if p.part in (OPTIMIZER, WEIGHTS_AND_GRADIENTS))
+  if update:
+    yield Cost(
+      'Reading and writing weights, gradients and optimizer state',
+      update,
+      'more tokens per step, or splitting them over more GPUs (Partitioner.fsdp)',
+    )
+  launch = sum(p.launch_seconds for p in time.parts)
+  if launch:
+    yield Cost(
+      'Starting kernels that are too small for this GPU',
+      launch,
+      'more tokens per GPU and pass, or fewer GPUs',
+    )
+
 
 NOT_AT_PEAK = 'not at the peak'
 # Freed before the moment of peak memory, or not allocated yet.
@@ -46,7 +173,7 @@ def first_screen(p: Prediction) -> str:
     f'GPU, MFU {_percent(p.mfu)} of {p.dtype}',
     f'{p.total_steps:,} steps of {p.tokens_per_step:,} tokens: {count(p.total_tokens)} tokens in '
     f'{duration(p.days)}, {gpu_hours(p)} GPU hours',
-    bottleneck.sentence(p),
+    bottleneck_sentence(p),
   ]
   return '\n'.join([*lines, *caveats(p)])
 
@@ -222,3 +349,62 @@ def _mib(num_bytes: float) -> str:
 
 def _ms(value: float) -> str:
   return f'{value * 1e3:,.2f}'
+
+
+# A prediction as JSON.
+
+
+def prediction_json(p: Prediction) -> dict[str, Any]:
+  """Returns all values of a prediction; seconds, bytes, FLOPs, and shares of 1."""
+  memory, time = p.memory, p.time
+  return {
+    'gpu': p.gpu.name,
+    'num_gpus': p.num_gpus,
+    'num_hosts': p.num_hosts,
+    'mesh': dict(p.mesh),
+    'num_params': p.num_params,
+    'params_by_part': dict(p.params_by_part),
+    'recomputes_for': p.recomputes_for,
+    'dtype': p.dtype,
+    'source': p.source,
+    'fits': memory.fits,
+    'left_bytes': memory.left_bytes,
+    'seconds_per_step': p.seconds_per_step,
+    'tokens_per_step': p.tokens_per_step,
+    'tokens_per_second': p.tokens_per_second,
+    'model_flops_per_step': p.model_flops_per_step,
+    'flops_per_gpu': p.flops_per_gpu,
+    'peak_flops': p.peak_flops,
+    'mfu': p.mfu,
+    'total_steps': p.total_steps,
+    'total_tokens': p.total_tokens,
+    'days': p.days,
+    'bottleneck': bottleneck_sentence(p),
+    'costs': [dataclasses.asdict(cost) for cost in costs(p)],
+    'memory': {
+      'components': dict(memory.components),
+      'formula_bytes': memory.formula_bytes,
+      'compiled': memory.compiled and dataclasses.asdict(memory.compiled),
+      'needed_bytes': memory.needed_bytes,
+      'pool_bytes': memory.pool_bytes,
+      'gpu_bytes': memory.gpu_bytes,
+    },
+    'time': {
+      'parts': [dataclasses.asdict(part) for part in time.parts],
+      'collectives': [dataclasses.asdict(c) for c in time.collectives],
+      'bubble_fraction': time.bubble_fraction,
+      'bubble_seconds': time.bubble_seconds,
+    },
+    'sent_by_formula': [dataclasses.asdict(s) for s in p.formula_sent],
+    'checkpoint': dataclasses.asdict(p.checkpoint),
+    'assumptions': {
+      name: effective._asdict() for name, effective in p.assumed.effective(p.gpu).items()
+    },
+  }
+
+
+def outcome_json(outcome: Union[Prediction, UserError]) -> dict[str, Any]:
+  """Returns `prediction_json`, or the error instead."""
+  if isinstance(outcome, UserError):
+    return {'error': str(outcome)}
+  return prediction_json(outcome)

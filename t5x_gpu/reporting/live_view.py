@@ -11,14 +11,11 @@ import rich.progress_bar
 import rich.table
 import rich.text
 
-from t5x_gpu.metrics.goodput_accounts import LOST, summary
+from t5x_gpu.metrics.goodput import LOST, summary
 from t5x_gpu.metrics.throughput import pauses_that_took_time
-from t5x_gpu.reporting.anatomy import latest_profile
-from t5x_gpu.reporting.details import mixture_shares
+from t5x_gpu.reporting.curves import ended, latest_profile, mixture_shares, state_of
 from t5x_gpu.reporting.run_record import RunRecord
-from t5x_gpu.reporting.time_spent import ended, state_of
-from t5x_gpu.terminal.bars import format_seconds
-from t5x_gpu.terminal.progress_line import format_loss
+from t5x_gpu.terminal.progress_line import format_loss, format_seconds
 
 _BLOCKS, _ASCII = '▁▂▃▄▅▆▇█', '_.-=+*%#'
 _SPARKS = 40

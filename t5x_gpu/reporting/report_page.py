@@ -6,14 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Optional
 
 from t5x_gpu.errors import listed
-from t5x_gpu.reporting.anatomy import anatomy_section
-from t5x_gpu.reporting.curves import evaluations_section, loss_section, speed_section
-from t5x_gpu.reporting.details import configuration_section, data_section, samples_section
+from t5x_gpu.reporting.curves import (
+  anatomy_section,
+  configuration_section,
+  data_section,
+  evaluations_section,
+  goodput_section,
+  loss_section,
+  progress_section,
+  samples_section,
+  speed_section,
+  state_of,
+)
 from t5x_gpu.reporting.page import Section, Tile, page, table
 from t5x_gpu.reporting.run_record import RunRecord
-from t5x_gpu.reporting.time_spent import goodput_section, progress_section, state_of
-from t5x_gpu.terminal.bars import format_seconds
-from t5x_gpu.terminal.progress_line import format_loss
+from t5x_gpu.terminal.progress_line import format_loss, format_seconds
 
 # Each returns its section, or None if the runs have no data for it. To add a section, add a
 # function here; it reads its data from `RunRecord.folder`.

@@ -8,24 +8,116 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
-from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir
+from t5x_gpu.checkpoint import run_files
+from t5x_gpu.checkpoint.model_dir import UNREADABLE, ModelDir, as_model_dir, error_line
 from t5x_gpu.checkpoint.run_files import copy_for_report, temporary_folder
 from t5x_gpu.checkpoint.run_lock import LOCK
-from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.config.json_schema import parse_json, read_bytes
-from t5x_gpu.config.report import CONFIG
+from t5x_gpu.config.provenance import OF_DATA, OF_RUN
+from t5x_gpu.config.report import CONFIG, ORIGINS, changes
 from t5x_gpu.errors import AccessError, ConfigError, did_you_mean, listed, number_ranges
-from t5x_gpu.evaluation import samples
-from t5x_gpu.metrics import goodput_accounts
+from t5x_gpu.metrics import goodput
 from t5x_gpu.metrics.goodput import GOODPUT
-from t5x_gpu.metrics.loggers.open_loggers import METRICS
+from t5x_gpu.metrics.loggers.background import METRICS
 from t5x_gpu.metrics.writers import parse_line
-from t5x_gpu.reporting import run_config
-from t5x_gpu.reporting.run_config import ReportedSetting
+
+# The configuration of a run from its files, and the differences between runs.
+
+# `key = value (%MACRO)   origin   overrides ...`, as `config.report` writes it.
+_LINE = re.compile(
+  r'(?P<key>[^\s=]+) = (?P<value>.*?)(?: \((?P<through>[^()\s]*%\w+[^()]*)\))?\s{3,}'
+  rf'(?P<origin>\S.*?:\d+|--gin\.\S+|default|{OF_DATA}|{OF_RUN})'
+  r'(?:\s{3,}overrides (?P<overrides>.*))?\s*'
+)
+IN_EVERY_RUN = ('MODEL_DIR', 'train.model_dir')  # always differs, which is of no interest
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedSetting:
+  """A value of a run.
+
+  Attributes:
+    value: value as gin text.
+    through: the macro that sets it, '%BATCH_SIZE', or ''.
+    origin: 'my.gin:7', '--gin.BATCH_SIZE', 'default', 'the training data', or '' if unknown.
+    overrides: the overridden value, or ''.
+  """
+
+  value: str
+  through: str = ''
+  origin: str = ''
+  overrides: str = ''
+
+  @property
+  def is_macro_of(self) -> str:
+    return self.through.removeprefix('%')
+
+
+def read_settings(folder: pathlib.Path, problems: list[str]) -> dict[str, ReportedSetting]:
+  """Returns key -> value and origin, from config_origins.txt; empty if there is none."""
+  text = _text(folder / ORIGINS, problems)
+  if text is None:
+    if (folder / CONFIG).exists():
+      problems.append(f'There is no {ORIGINS}: the configuration is not shown.')
+    return {}
+  found = {}
+  for line in text.splitlines():
+    if match := _LINE.fullmatch(line):
+      values = {k: v or '' for k, v in match.groupdict().items()}
+      key = values.pop('key')
+      found[key] = ReportedSetting(**values)
+  return found
+
+
+def _text(path: pathlib.Path, problems: list[str]) -> Optional[str]:
+  try:
+    return read_bytes(path).decode('utf-8')
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError) as e:
+    problems.append(f'{path.name} cannot be read: {e}.')
+    return None
+
+
+def earlier_changes(folder: pathlib.Path, problems: list[str]) -> list[list[str]]:
+  """Returns, for each earlier configuration of the run, its changes as `KEY: old -> new`."""
+  numbers = sorted(
+    int(match[1])
+    for path in folder.glob('config_*.gin')
+    if (match := re.fullmatch(r'config_(\d+)\.gin', path.name))
+  )
+  texts = [_text(folder / f'config_{n}.gin', problems) for n in numbers]
+  known = [text for text in (*texts, _text(folder / CONFIG, problems)) if text is not None]
+  return [changes(old, new) for old, new in zip(known, known[1:])]
+
+
+def differences(
+  runs: Sequence[Mapping[str, ReportedSetting]],
+) -> list[tuple[str, list[Optional[ReportedSetting]]]]:
+  """Returns the keys whose values differ, with the setting of each run or None.
+
+  A parameter that differs only because of its macro is left out.
+  """
+  known = [run for run in runs if run]
+  different = {
+    key
+    for run in known
+    for key in run
+    if key not in IN_EVERY_RUN and len({r[key].value if key in r else None for r in known}) > 1
+  }
+
+  def follows(key: str) -> bool:
+    settings = [run[key] for run in known if key in run]
+    return all(s.through and s.is_macro_of in different for s in settings)
+
+  keys = sorted((k for k in different if not follows(k)), key=lambda k: (not k.isupper(), k))
+  return [(key, [run.get(key) for run in runs]) for key in keys]
+
 
 Records = list[dict[str, Any]]
 _T = TypeVar('_T')
@@ -58,7 +150,7 @@ class RunRecord:
   name: str
   folder: pathlib.Path
   metrics: Records
-  accounts: Optional[goodput_accounts.Accounts]
+  accounts: Optional[goodput.Accounts]
   settings: Mapping[str, ReportedSetting]
   earlier: Sequence[list[str]]
   checkpoints: Sequence[int]
@@ -118,7 +210,7 @@ def read_run(
     folder = copies or temporary_folder()
     copy_for_report(path, folder)
   problems: list[str] = []
-  ledger = _read(folder / GOODPUT, goodput_accounts.read_ledger, problems)
+  ledger = _read(folder / GOODPUT, goodput.read_ledger, problems)
   if ledger and ledger.damaged:
     problems.append(_damaged_text(GOODPUT, ledger.damaged))
   metrics = _records(folder / METRICS, parse_line, problems)
@@ -133,9 +225,9 @@ def read_run(
     name=name or shown,
     folder=folder,
     metrics=sorted(metrics, key=lambda record: record['step']),
-    accounts=goodput_accounts.accounts_of(ledger) if ledger and ledger.runs else None,
-    settings=run_config.read_settings(folder, problems),
-    earlier=run_config.earlier_changes(folder, problems),
+    accounts=goodput.accounts_of(ledger) if ledger and ledger.runs else None,
+    settings=read_settings(folder, problems),
+    earlier=earlier_changes(folder, problems),
     checkpoints=checkpoints,
     manifest=manifest,
     evaluations={
@@ -143,7 +235,7 @@ def read_run(
       for file in sorted((folder / _EVAL_FOLDER).glob('*.jsonl'))
     },
     samples=_records(
-      folder / samples.SAMPLES, functools.partial(parse_json, schema=samples.SCHEMA), problems
+      folder / run_files.SAMPLES, functools.partial(parse_json, schema=run_files.SCHEMA), problems
     ),
     problems=problems,
   )

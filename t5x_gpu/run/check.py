@@ -2,34 +2,51 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.analysis.array_layout import state_layouts
-from t5x_gpu.analysis.sharding_tables import parameter_table
+import jax
+
+from t5x_gpu.analysis.array_layout import parameter_table, state_layouts
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.convert.to_hf import export_problem
-from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
+from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
 from t5x_gpu.checkpoint.manifest import differences, moments_differ
-from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.saved_checkpoint import Saved
-from t5x_gpu.checkpoint.start import Start
+from t5x_gpu.checkpoint.model_dir import ModelDir, Saved, shared_model_dir
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
+from t5x_gpu.config import report
+from t5x_gpu.config.gin_loader import LoadedConfig
+from t5x_gpu.config.statements import GinFiles
 from t5x_gpu.data.data_module import import_modules
-from t5x_gpu.errors import CheckpointError, UserError
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.health import checks
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.xla import program_cache
+from t5x_gpu.runtime.xla.flags import Applied
+from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
-from t5x_gpu.training.checks import check_periods
 from t5x_gpu.training.memory import RunMemory, check_memory
-from t5x_gpu.training.program import Program, program_of_run
-from t5x_gpu.training.summary import size_line
+from t5x_gpu.training.program import Program, program_of_run, size_line
+
+
+def check_periods(**periods: Optional[int]) -> None:
+  """Raises ConfigError for a period below 1; None is allowed."""
+  wrong = [name for name, value in periods.items() if value is not None and value < 1]
+  if wrong:
+    raise ConfigError(
+      ', '.join(f'train.{name} = {periods[name]}' for name in wrong) + ': must be at least 1.',
+      fix='Give a number of steps.',
+      parameters=[f'train.{name}' for name in wrong],
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,3 +215,65 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   if problem := export_problem(run.model):
     lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem}')
   return '\n'.join(lines)
+
+
+# The first lines of a run, and its configuration in its folder.
+
+
+def begin(
+  run: Run,
+  loaded: LoadedConfig,
+  cluster: ClusterInfo,
+  xla: Applied,
+  *,
+  gin_files: Sequence[str],
+  gin_search_paths: Sequence[str],
+) -> None:
+  """Sets up logging and the program cache; prints configuration, processes, XLA and health.
+
+  Args:
+    run, loaded: the configured run, and the configuration files that it was loaded from.
+    cluster, xla: the processes, and the settings to compile with.
+    gin_files, gin_search_paths: as on the command line.
+  Raises:
+    ConfigError: the processes have different configurations.
+  """
+  logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+  if distributed.is_main_process():
+    report.print_changes(
+      loaded.provenance,
+      files=GinFiles(gin_search_paths),
+      gin_files=gin_files,
+      model_dir=run.model_dir,
+    )
+  program_cache.start_cache(jax.default_backend(), environ=os.environ)
+  log('\n'.join(_first_screen(run, cluster, xla, loaded)))
+  checks.log_problems()
+  distributed.assert_equal_across_hosts(
+    {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration'
+  )
+
+
+def _first_screen(run: Run, cluster: ClusterInfo, xla: Applied, loaded: LoadedConfig) -> list[str]:
+  """Returns lines about the run's processes, XLA and configuration."""
+  ends = []
+  if cluster.end_time is not None:
+    at = time.strftime('%m-%d %H:%M:%S', time.localtime(cluster.end_time))
+    before = run.checkpoint_cfg.stop_before_end_seconds
+    ends = [f'time limit: the job ends at {at}; the run saves and exits {before:.0f} s before']
+  return [
+    str(cluster),
+    *ends,
+    *(f'WARNING: {warning}' for warning in cluster.warnings),
+    xla.report(),
+    *([distributed.members_table()] if distributed.members() else []),
+    *(f'note: {note}' for note in loaded.notes),
+  ]
+
+
+def write_config(run: Run, loaded: LoadedConfig, folder: str) -> None:
+  """Writes the configuration to the run's folder, and prints what changed since the last run."""
+  changes = report.write(loaded.provenance, folder)
+  log(f'where to look: {run.model_dir}: {", ".join([*run.logging_cfg.files, report.ORIGINS])}')
+  if changes:
+    log('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))

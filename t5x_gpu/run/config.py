@@ -16,7 +16,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.runtime.watchdog import WatchdogConfig
-from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.training.program import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

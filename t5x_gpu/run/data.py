@@ -2,25 +2,189 @@
 
 import dataclasses
 import json
-from typing import Any
+import logging
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Optional
 
-from t5x_gpu.checkpoint.base_checkpointer import saved_data
+import numpy as np
+
+from t5x_gpu.checkpoint.checkpointer import saved_data
+from t5x_gpu.checkpoint.initialize import open_sources, open_watch, resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
-from t5x_gpu.checkpoint.start import open_sources, open_watch, resume_data
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.data.batches import BatchIterator, batch_hash
-from t5x_gpu.data.data_module import module_of, open_vocabulary
+from t5x_gpu.data.data_module import batches_for, module_of, open_vocabulary
 from t5x_gpu.data.same_data import data_line
+from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.data.sources.source_files import FileWatch, SourceFiles
-from t5x_gpu.errors import ConfigError, DataError, UserError, first_line
-from t5x_gpu.evaluation.evaluator import LOSS, batches_for
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, UserError, first_line, listed
+from t5x_gpu.evaluation.evaluator import (
+  LOSS,
+  Evaluator,
+  TaskEvaluator,
+  check_eval_batch,
+  class_names_of,
+  confusion_of,
+  dummy_sums,
+  open_task_evaluator,
+  values_of,
+)
+from t5x_gpu.metrics.classification import all_names, shown_names
+from t5x_gpu.metrics.plots import MAX_WRITTEN_CLASSES, draw_confusion
+from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.decoding import check_sample, check_writes_text
+from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.config import Run
-from t5x_gpu.run.evaluations import Evaluations, open_evaluations
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.terminal.progress_line import Show, silent
 from t5x_gpu.training.program import Program
+
+_log = logging.getLogger(__name__)
+
+# All evaluations of a training run, each in its own period.
+
+_LISTED = 6
+
+
+class Evaluations:
+  """The evaluations of a run: some are due after some steps, all after the last step.
+
+  Args:
+    run: the run's settings.
+    program: the run's program.
+    loss: evaluates the loss, every `run.eval_period` steps; None for no such evaluation.
+    tasks: evaluates tasks, every `run.infer_eval_period` steps; None for no such evaluation.
+  Attributes:
+    evaluated: number of rows in the last evaluation, '18 rows'.
+  """
+
+  def __init__(
+    self, run: Run, program: Program, *, loss: Optional[Evaluator], tasks: Optional[TaskEvaluator]
+  ):
+    self._run, self._program = run, program
+    self._loss, self._tasks = loss, tasks
+    self.evaluated = ''
+
+  @property
+  def confusion(self) -> Optional[np.ndarray]:
+    """The [true class, predicted class] counts of the last evaluation, if the model classifies."""
+    return self._loss and self._loss.confusion
+
+  def check_same_on_hosts(self, training: BatchIterator) -> None:
+    """Raises DataError, on all processes, unless all read the same data, `training` included."""
+    check_same_on_hosts(
+      {'training': training, 'evaluation': self._loss and self._loss.batches},
+      self._tasks.tasks if self._tasks else (),
+    )
+
+  def rehearse(self, keep: Keep) -> None:
+    """Rehearses, with dummy numbers, what evaluations and the end of the run do with their results.
+
+    Args:
+      keep: compares a metric.
+    Raises:
+      ConfigError, DataError: a metric, a table or a picture fails; `keep` has an unknown metric.
+    """
+    values: dict[str, float] = {}
+    model = self._run.model
+    in_classes = OptionalMembers(model).classifies or OptionalMembers(model).tags
+    if self._loss is not None and (in_classes or keep.best and keep.metric.startswith(LOSS)):
+      sums = dummy_sums(self._program)
+      values |= values_of(sums, prefix=LOSS)
+      confusion = confusion_of(sums)
+      if confusion is not None and distributed.is_main_process():
+        self._draw(confusion)
+    if self._tasks is not None:
+      values |= self._tasks.rehearse()
+    check_names(values)
+    keep.value_of(values)
+
+  def _draw(self, confusion: np.ndarray) -> None:
+    names = all_names(self.class_names(), len(confusion))
+    longest = sorted(names, key=len)[-MAX_WRITTEN_CLASSES:]  # drawing 1,000 names is slow
+    ones = np.ones((len(longest), len(longest)))
+    try:
+      with tempfile.TemporaryDirectory() as folder:
+        draw_confusion(folder, ones, longest, step=self._run.total_steps)
+    except UserError:
+      raise
+    except Exception as e:  # matplotlib failed, or a name is not text
+      raise DataError(
+        'The confusion matrix that the run draws at its end cannot be drawn with the class names '
+        f'{", ".join(map(repr, listed(shown_names(names), _LISTED)))}: {first_line(e)}.',
+        fix='Rename the classes, in the data or in EncoderModel.class_names.',
+        parameters=('EncoderModel.class_names',),
+        docs='tasks.md#your-own-classification-data',
+      ) from e
+
+  def class_names(self) -> tuple[str, ...]:
+    """Returns the class names of the training data; () if it has none."""
+    return class_names_of(self._run.model, self._run.train_dataset_cfg)
+
+  def _loss_is_due(self, step: int) -> bool:
+    return self._loss is not None and self._is_due(step, self._run.eval_period)
+
+  def _tasks_are_due(self, step: int) -> bool:
+    return self._tasks is not None and self._is_due(step, self._run.infer_eval_period)
+
+  def _is_due(self, step: int, period: Optional[int]) -> bool:
+    return step == self._run.total_steps or bool(period) and step % period == 0
+
+  def due(self, step: int) -> bool:
+    """Returns whether any evaluation follows `step`."""
+    return self._loss_is_due(step) or self._tasks_are_due(step)
+
+  def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
+    """Returns the metrics that are due after `step`; `show` shows the progress."""
+    values: dict[str, float] = {}
+    sizes = []
+    if self._loss_is_due(step):
+      values |= self._loss.run(state.params, show=show)
+      sizes.append(f'{self._loss.num_rows:,} rows')
+    if self._tasks_are_due(step):
+      sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
+      values |= self._tasks.run(self._program.in_model_order(state).params, show=show)
+    self.evaluated = ', '.join(sizes)
+    return values
+
+
+def open_evaluations(run: Run, program: Program, *, loss_required: bool = False) -> Evaluations:
+  """Returns the evaluations of a training run; opens their data.
+
+  Args:
+    run: the run's settings.
+    program: the run's program.
+    loss_required: whether something needs the loss. Otherwise, and without `run.eval_period`, an
+      empty split is not an error: the run trains without this evaluation.
+  Raises:
+    ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
+      `open_task_evaluator`.
+  """
+  loss = tasks = None
+  if run.train_eval_dataset_cfg is not None:
+    check_eval_batch(run.train_eval_dataset_cfg.batch_size, program)
+    loss = _open_loss(run, program, required=run.eval_period is not None or loss_required)
+  if run.infer_eval_dataset_cfg is not None:
+    tasks = open_task_evaluator(
+      run.model, program, run.infer_eval_dataset_cfg, decoding=run.decoding_cfg
+    )
+  return Evaluations(run, program, loss=loss, tasks=tasks)
+
+
+def _open_loss(run: Run, program: Program, *, required: bool) -> Optional[Evaluator]:
+  """Returns the evaluator of the loss; None, with a warning, if its data has no example."""
+  try:
+    batches = batches_for(run.model, run.train_eval_dataset_cfg, repeat=False)
+    return Evaluator(program, batches, run.eval_steps)
+  except NoExamplesError as e:
+    if required:
+      raise
+    _log.warning('There will be no evaluation: %s', e.what)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,46 +1,266 @@
 """`open_run`: a checked run, compiled, with its data open and its first state."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import pathlib
+import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
-from t5x_gpu.analysis.fp8_use import fp8_lines
-from t5x_gpu.checkpoint.base_checkpointer import Restored
+import jax
+import numpy as np
+
+from t5x_gpu.analysis.kernels import fp8_lines
+from t5x_gpu.checkpoint.checkpointer import Restored
+from t5x_gpu.checkpoint.initialize import resume_data
 from t5x_gpu.checkpoint.local.local_tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
-from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
-from t5x_gpu.errors import DataError, TrainingError, listed, task_error
+from t5x_gpu.errors import ConfigError, DataError, TrainingError, first_line, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
+from t5x_gpu.metrics.monitor import Monitor, RankReports, model_speed
+from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.models.flops import step_tokens
-from t5x_gpu.run.bad_steps import BadSteps
+from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed, process_exit
+from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.distributed import is_main_process
+from t5x_gpu.runtime.health.gpu_sensors import GpuSensors, own_uuids
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.preemption import StopRequest
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla import program_cache
-from t5x_gpu.runtime.xla.compile_errors import compile_errors
-from t5x_gpu.training.checks import check_first_loss
-from t5x_gpu.training.guards.spikes import known_norms
+from t5x_gpu.runtime.watchdog import Watchdog
+from t5x_gpu.runtime.xla import flags, program_cache
+from t5x_gpu.runtime.xla.program_cache import compile_errors
+from t5x_gpu.training.guards.spikes import SpikeConfig, known_norms
 from t5x_gpu.training.program import compile_options
-from t5x_gpu.training.same_step import check_same_step
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+
+def check_first_loss(loss: Optional[float], model: Model) -> None:
+  """Warns if the first loss of a new model is far from the loss of guessing.
+
+  Args:
+    loss: None for a batch without target tokens or a model without this metric: no warning.
+    model: computes the loss of guessing.
+  """
+  if loss is None:
+    return
+  expected = OptionalMembers(model).guess_loss
+  if expected is None:
+    return
+  if not expected - 1.0 <= loss <= expected + 1.5:
+    _log.warning(
+      'The first loss is %.2f; an untrained model should be near %.2f, the loss of '
+      'guessing. Check labels and initialization (tied embeddings start higher).',
+      loss,
+      expected,
+    )
+
+
+# Bad steps, skipped or not finite: counts them, and writes their batches to MODEL_DIR.
+
+FOLDER = 'spikes'
+_KEPT = 3  # batches: one step is in flight, and the next batch may already be read
+
+
+class BadSteps:
+  """Checks each finished step.
+
+  Args:
+    config: how many steps may be skipped, and how many batches are written.
+    folder: MODEL_DIR.
+    first_step: number of steps taken before this process started.
+    vocabulary: returns a vocabulary that decodes ids into text, or None if there is no text.
+  """
+
+  def __init__(
+    self,
+    config: SpikeConfig,
+    *,
+    folder: pathlib.Path,
+    first_step: int,
+    vocabulary: Callable[[], Any],
+  ):
+    self._config, self._folder, self._vocabulary = config, folder, vocabulary
+    self._batches: collections.deque[tuple[int, Batch]] = collections.deque(maxlen=_KEPT)
+    self._last_read = first_step
+    self._in_a_row = self._dumps = 0
+    self.num_skipped = 0
+
+  def read(self, batch: Batch) -> None:
+    """Remembers the batch of the next step."""
+    self._last_read += 1
+    self._batches.append((self._last_read, batch))
+
+  def step_done(self, step: int, sums: reduce.Sums) -> list[str]:
+    """Returns the names of values that are not finite in a step that was not skipped.
+
+    Raises:
+      TrainingError: too many steps were skipped in a row.
+    """
+    bad = [
+      name for name, (total, _) in sums.items() if np.size(total) == 1 and not math.isfinite(total)
+    ]
+    if not sums.get('skipped', (0.0, 1.0))[0]:
+      self._in_a_row = 0
+      if bad:
+        self._dump(step, f'{", ".join(bad)} is not finite')
+      return bad
+    self.num_skipped += 1
+    self._in_a_row += 1
+    norm = sums['grad_norm'][0]
+    reason = f'{", ".join(bad)} is not finite' if bad else f'the gradient norm is {norm:.4g}'
+    _log.warning('Step %d is skipped: %s. %d since the start.', step, reason, self.num_skipped)
+    self._dump(step, reason)
+    if self._in_a_row >= self._config.most_in_a_row:
+      raise TrainingError(
+        f'{self._in_a_row} steps up to step {step} were skipped in a row: {reason}. Their batches '
+        f'are in {self._folder / FOLDER}.',
+        fix='Lower the learning rate or lengthen the warm-up, then start again from the last '
+        'checkpoint.',
+        parameters=('SpikeConfig.most_in_a_row', 'SpikeConfig.skip_above', 'train.learning_rate'),
+        docs='monitor.md#spikes',
+      )
+    return []
+
+  def _dump(self, step: int, reason: str) -> None:
+    """Writes this process's rows of the batch of `step`, as arrays and as text."""
+    batch = dict(self._batches).get(step)
+    if batch is None or self._dumps >= self._config.most_dumps:
+      return
+    self._dumps += 1
+    folder = self._folder / FOLDER / f'step_{step:08}'
+    name = f'process_{distributed.process_index()}'
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      arrays = {key: np.asarray(value) for key, value in batch.items()}
+      np.savez_compressed(folder / f'{name}.npz', **arrays)
+      text = f'step {step}: {reason}\n{_text(arrays, self._vocabulary())}'
+      (folder / f'{name}.txt').write_text(text, encoding='utf-8')
+    except Exception as e:  # a custom vocabulary may raise anything; it must not end the run
+      _log.warning('The batch of step %d cannot be written: %s', step, first_line(e))
+
+
+def _text(arrays: Mapping[str, np.ndarray], vocabulary: Any) -> str:
+  """Returns each row of token features, decoded if there is a vocabulary."""
+  lines = []
+  for name, array in arrays.items():
+    if not (name.endswith('tokens') and array.ndim == 2):
+      continue
+    for number, row in enumerate(array):
+      ids = [int(i) for i in row]
+      shown = ' '.join(map(str, ids)) if vocabulary is None else repr(vocabulary.decode(ids))
+      lines.append(f'{name}[{number}]: {shown}')
+  return '\n'.join(lines) + '\n'
+
+
+# `--precompile`: compiles the programs of a run into the cache, for later runs.
+
+
+def check_cache() -> None:
+  """Raises ConfigError if there is no folder for compiled programs."""
+  if program_cache.cache_folder() is None:
+    raise ConfigError(
+      '--precompile needs a folder for compiled programs, and there is none: on CPU it is off '
+      'unless you set it.',
+      fix='Set the environment variable JAX_COMPILATION_CACHE_DIR to a folder, and leave '
+      'JAX_ENABLE_COMPILATION_CACHE unset.',
+      docs='performance.md#start',
+    )
+
+
+def precompile(plan: CheckedRun, *, xla: Optional[flags.Applied]) -> str:
+  """Compiles initialization, training step and evaluation; returns a summary for the log.
+
+  Args:
+    plan: the checked run.
+    xla: settings to compile with, the same as the run's.
+  Raises:
+    OutOfMemoryError: the compiled step does not fit.
+    ModelError: as `compile_errors` and `fp8_lines`.
+  """
+  program, done = plan.program, []
+
+  def compiled(what: str, lowered: object, **options: object) -> object:
+    started = time.monotonic()
+    with compile_errors(program.layout.mesh.devices.flat[0].device_kind):
+      result = lowered.compile(**options)
+    done.append(f'  {what}: {time.monotonic() - started:.1f} s')
+    return result
+
+  compiled('initialization', program.init.lower())
+  step = compiled(
+    'training step',
+    program.train_step.lower(program.abstract_state, program.abstract_batch),
+    compiler_options=compile_options(program, xla),
+  )
+  memory = plan.memory.compiled(step)
+  precision = fp8_lines(step, plan.run.model, program.layout.mesh)
+  dataset = plan.run.train_eval_dataset_cfg
+  if dataset is not None:
+    spec = plan.run.model.batch_spec(
+      dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
+    )
+    batch = dataclasses.replace(program, spec=spec).abstract_batch
+    compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
+  lines = [
+    'Compiled, without training:',
+    *done,
+    memory.line(),
+    program_cache.cache_line(),
+    *precision,
+  ]
+  return '\n'.join(lines)
+
+
+# Checks that all processes lowered the same training step; each process compiles its own.
+#
+# This finds differences that digests of the code do not show: an environment variable, other GPUs,
+# a module that reads a file of its host.
+
+# May differ between processes with the same step: addresses, numbers of Python callbacks ...
+_ADDRESSES = re.compile(r'0x[0-9a-f]{6,16}\b|(?<=index = )\d+(?= : ui64)|(?<=")\d{8,}(?=")')
+# ... and compiled kernels (binary strings), which contain paths of source files.
+_STRINGS = re.compile(r'"[^"\n]*"')
+
+
+def comparable_text(lowered: jax.stages.Lowered) -> str:
+  """Returns the lowered step as text, without parts that may differ between processes."""
+  text = _ADDRESSES.sub('_', lowered.as_text())
+  return _STRINGS.sub(lambda string: '"_"' if r'\00' in string[0] else string[0], text)
+
+
+def check_same_step(lowered: jax.stages.Lowered) -> None:
+  """Raises ConfigError on all processes, with the first difference, if their steps differ.
+
+  Processes exchange digests only. This takes 0.04 s per megabyte of text; a model with its layers
+  in a scan has less than one megabyte.
+  """
+  if distributed.process_count() > 1:
+    distributed.assert_equal_across_hosts(
+      comparable_text(lowered),
+      'The lowered training step',
+      fix='Compare the environment of the hosts (env | sort), their GPUs (nvidia-smi -L) and '
+      'the files that your modules read. Code and versions are the same.',
+    )
+
+
 _LISTED = 5  # files that have changed
 
 
@@ -234,7 +454,7 @@ class LiveRun:
 
 
 def open_run(
-  plan: CheckedRun, *, xla: Optional[xla_flags.Applied], goodput: Goodput
+  plan: CheckedRun, *, xla: Optional[flags.Applied], goodput: Goodput
 ) -> tuple[LiveRun, TrainState]:
   """Returns the run and the state of its next step; opens the data while XLA compiles.
 
@@ -273,7 +493,7 @@ def open_run(
 
 
 def _compile_and_open(
-  plan: CheckedRun, xla: Optional[xla_flags.Applied]
+  plan: CheckedRun, xla: Optional[flags.Applied]
 ) -> tuple[Callable[..., Any], Optional[TrainState], RunData]:
   """Returns the compiled step, a fresh state if no checkpoint exists, and the open data."""
   program = plan.program
@@ -293,7 +513,7 @@ def _compile_and_open(
     data = opening.result()
   data.check_same_on_hosts()
   log(memory.line())
-  log(program_cache.line())
+  log(program_cache.cache_line())
   for line in fp8_lines(train_step, plan.run.model, program.layout.mesh):
     log(line)
   return train_step, fresh, data
@@ -362,3 +582,38 @@ def start_facts(live: LiveRun) -> dict[str, Any]:
     'host': socket.gethostname(),
     'job': os.environ.get('SLURM_JOB_ID', ''),
   }
+
+
+# `open_recorder`: the measurements of a live run and their destinations.
+
+
+def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
+  """Returns the recorder of a run; it notifies `watchdog` and checks the numbers of each step."""
+  run, program = live.plan.run, live.plan.program
+  devices = list(program.layout.mesh.devices.flat)
+  on_gpus = devices[0].platform == 'gpu'
+
+  def step_done(step: int, sums: reduce.Sums) -> None:
+    watchdog.step_done(step)
+    live.check_step(step, sums)
+    if run.spike_cfg.skips:
+      recorder.add({'train/skipped_steps': live.bad_steps.num_skipped})
+
+  recorder = Recorder(
+    live.checkpointer.files.folder,
+    total_steps=run.total_steps,
+    first_step=live.first_step,
+    tokens_per_step=live.tokens_per_step,
+    is_main=distributed.is_main_process(),
+    step_done=step_done,
+    goodput=live.goodput,
+    loggers=run.logging_cfg,
+    run_name=os.path.basename(run.model_dir.rstrip('/')),
+    monitor=Monitor(
+      model_speed(run.model, program.spec.shapes, devices),
+      local_devices=[d for d in devices if d.process_index == jax.process_index()],
+      sensors=GpuSensors(own_uuids() if on_gpus else ()),
+      ranks=RankReports(coordination_store(), rank=distributed.process_index()),
+    ),
+  )
+  return recorder

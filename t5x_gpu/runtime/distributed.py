@@ -18,13 +18,13 @@ from jax.experimental import multihost_utils
 from t5x_gpu import errors
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.runtime import process_exit
-from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
+from t5x_gpu.runtime.cluster import addresses, agreement, coordination, rendezvous
 from t5x_gpu.runtime.cluster import members as members_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.coordination import exchange
 from t5x_gpu.runtime.cluster.members import ClusterMember
 from t5x_gpu.runtime.cluster.rendezvous import meet
-from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import flags
 
 # A difference is shown with up to this many characters per process.
 SHOWN_CHARACTERS = 300
@@ -59,7 +59,7 @@ class DistributedConfig:
         )
 
 
-def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -> xla_flags.Applied:
+def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -> flags.Applied:
   """Joins this process to the other processes of its run; returns the XLA settings in force.
 
   Call it before anything uses a device.
@@ -72,7 +72,7 @@ def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -
     ClusterError: see `initialize`.
   """
   initialize(cluster, config)
-  return xla_flags.prepare_environment(xla_preset, num_hosts=num_hosts())
+  return flags.prepare_environment(xla_preset, num_hosts=num_hosts())
 
 
 def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
@@ -93,13 +93,13 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
     return False
   # CUDA must number GPUs as NVML does, because GPUs are identified by NVML. Set before CUDA starts.
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
-  code = same_code.facts()
+  code = members_lib.code_facts()
   me = dataclasses.replace(members_lib.describe_this_process(cluster), code=agreement.digest(code))
   with meet(
     cluster,
     me,
     timeout_seconds=config.initialization_timeout_seconds,
-    secret=job_secret.from_environment(os.environ),
+    secret=rendezvous.secret_from_environment(os.environ),
   ) as meeting:
     members_lib.check(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
@@ -124,7 +124,7 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
   _members[:] = meeting.members
   process_exit.joined(cluster.process_index, process_count=cluster.process_count)
   # Ignore modules that only some processes have imported: the importing code would differ too.
-  same_code.raise_if_any(
+  members_lib.raise_if_any(
     agreement.differences(
       code,
       digests=[member.code for member in _members],
@@ -315,7 +315,7 @@ def check_same_modules() -> None:
   `initialize` has compared the modules that were imported before it ran.
   """
   if process_count() > 1:
-    same_code.raise_if_any(differences(same_code.user_modules(), only_common=True))
+    members_lib.raise_if_any(differences(members_lib.user_modules(), only_common=True))
 
 
 def _first_difference(text: str, other: str) -> Optional[int]:

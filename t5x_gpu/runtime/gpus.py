@@ -6,19 +6,149 @@ their PCI addresses, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
 
 import dataclasses
+import importlib.metadata
 import logging
 import os
 import pathlib
 import re
 import shutil
+import signal
+import subprocess
+import tempfile
+import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.runtime import host, run_with_deadline
 from t5x_gpu.runtime.cluster.schedulers import Environment
 
 _log = logging.getLogger(__name__)
+
+# Facts that Linux reports about this host and process, and installed versions.
+
+ROOT = pathlib.Path('/')
+_MOST_AGE_SECONDS = 24 * 3600  # above it, the kernel's clocks are not comparable (containers)
+_is_command = False
+
+
+def read_text(path: pathlib.Path) -> str:
+  """Returns the text of a system file, '' if it cannot be read."""
+  try:
+    return path.read_text(encoding='utf-8', errors='replace')
+  except OSError:
+    return ''
+
+
+def boot_id() -> str:
+  """Returns an id that changes with every boot; '' where the system has none."""
+  return read_text(pathlib.Path('/proc/sys/kernel/random/boot_id')).strip()
+
+
+def available_memory() -> Optional[int]:
+  """Returns how many bytes programs can still allocate; None if the system does not report it."""
+  return memory_bytes('MemAvailable')
+
+
+def memory_bytes(field: str, *, root: pathlib.Path = ROOT) -> Optional[int]:
+  """Returns a field of /proc/meminfo, such as 'MemTotal', in bytes; None if it is missing."""
+  for line in read_text(root / 'proc/meminfo').splitlines():
+    if line.startswith(f'{field}:'):
+      return int(line.split()[1]) * 1024
+  return None
+
+
+def this_is_a_command() -> None:
+  """Records that this whole process, including its imports, serves one command."""
+  global _is_command
+  _is_command = True
+
+
+def seconds_since_start() -> float:
+  """Returns the age of this process; 0 if unknown, or if it also does other work (a notebook)."""
+  if not _is_command:
+    return 0.0
+  try:
+    fields = read_text(pathlib.Path('/proc/self/stat')).rpartition(')')[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf('SC_CLK_TCK')
+  except (OSError, ValueError, IndexError, AttributeError):  # not Linux
+    return 0.0
+  return age if 0 <= age < _MOST_AGE_SECONDS else 0.0
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+  """Returns package -> version of the installed `packages`."""
+  found = {}
+  for package in packages:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+# Runs a command with a deadline, even if the command cannot be killed.
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandResult:
+  """The result of a command.
+
+  Attributes:
+    code: exit code; None if the command was not found or its deadline passed.
+    output: standard output so far.
+    errors: standard error so far.
+    problem: why there is no exit code, or ''.
+  """
+
+  code: Optional[int]
+  output: str
+  errors: str
+  problem: str = ''
+
+
+def run_with_deadline(
+  command: Sequence[str], *, seconds: float, environ: Optional[Mapping[str, str]] = None
+) -> CommandResult:
+  """Returns the result of `command`, shortly after `seconds` at the latest.
+
+  SIGKILL does not end a process that waits in the kernel, for a broken GPU or an unreachable file
+  server. `subprocess.run` would wait for it; this function leaves it behind.
+
+  Args:
+    command: program and arguments.
+    seconds: deadline.
+    environ: the environment, this process's by default.
+  """
+  with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    try:
+      child = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=errors,
+        stdin=subprocess.DEVNULL,
+        env=environ,
+        start_new_session=True,
+      )
+    except OSError as error:
+      return CommandResult(None, '', '', f'{command[0]}: {error.strerror}')
+    problem = ''
+    try:
+      child.wait(seconds)
+    except subprocess.TimeoutExpired:
+      problem = f'no answer within {seconds:g} s'
+    finally:  # also after Ctrl-C, which the child's separate session does not receive
+      if child.returncode is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        for _ in range(10):
+          if child.poll() is not None:
+            break
+          time.sleep(0.05)
+    texts = []
+    for file in (output, errors):
+      file.seek(0)
+      texts.append(file.read().decode(errors='replace'))
+    return CommandResult(None if problem else child.returncode, *texts, problem)
+
 
 PROC = pathlib.Path('/proc/driver/nvidia')
 PCI = pathlib.Path('/sys/bus/pci/devices')
@@ -65,7 +195,7 @@ def find_gpus(
   kinds = [
     match.group(1)
     for path in sorted(proc.glob('gpus/*/information'))
-    if (match := re.search(r'^Model:\s*(.+?)\s*$', host.read(path), re.MULTILINE))
+    if (match := re.search(r'^Model:\s*(.+?)\s*$', read_text(path), re.MULTILINE))
   ]
   if kinds:
     return MachineGpus(kinds[0], len(kinds), str(proc))
@@ -79,15 +209,15 @@ def find_gpus(
   return MachineGpus(kinds[0] if kinds else None, len(kinds), 'nvidia-smi')
 
 
-def _ask(field: str, nvidia_smi: str) -> run_with_deadline.CommandResult:
-  return run_with_deadline.run(
+def _ask(field: str, nvidia_smi: str) -> CommandResult:
+  return run_with_deadline(
     [nvidia_smi, f'--query-gpu={field}', '--format=csv,noheader'], seconds=NVIDIA_SMI_SECONDS
   )
 
 
 def driver_version(proc: pathlib.Path = PROC, *, nvidia_smi: str = 'nvidia-smi') -> Optional[str]:
   """Returns the version of the driver, '580.95.05'; None if it is not loaded."""
-  match = re.search(r'Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s', host.read(proc / 'version'))
+  match = re.search(r'Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s', read_text(proc / 'version'))
   if match:
     return match.group(1)
   done = _ask('driver_version', nvidia_smi)  # WSL and some containers lack the folder.
@@ -100,10 +230,10 @@ def pci_numa_nodes(pci: pathlib.Path = PCI) -> dict[str, int]:
   found = {}
   for device in sorted(pci.glob('*')):
     # 0x0300 and 0x0302: VGA and 3D controllers. NVSwitches and bridges have other classes.
-    if host.read(device / 'vendor').strip() == NVIDIA_VENDOR and (
-      host.read(device / 'class').startswith(('0x0300', '0x0302'))
+    if read_text(device / 'vendor').strip() == NVIDIA_VENDOR and (
+      read_text(device / 'class').startswith(('0x0300', '0x0302'))
     ):
-      node = host.read(device / 'numa_node').strip()
+      node = read_text(device / 'numa_node').strip()
       found[device.name] = int(node) if node.lstrip('-').isdigit() else -1
   return found
 

@@ -16,7 +16,7 @@ from typing import Any, Optional, Self
 from jax.experimental import multihost_utils
 
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.interrupts import stops_on_interrupt
+from t5x_gpu.runtime.process_exit import stops_on_interrupt
 from t5x_gpu.terminal.streams import write_stderr
 
 # Slurm's --signal=USR1 comes before the time limit, SIGTERM at the limit and on preemption, SIGHUP

@@ -8,12 +8,17 @@ would be lost.
 import atexit
 import contextlib
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, Optional, Self, TypeVar
+
+from t5x_gpu.terminal.streams import write_stderr
 
 MAIN_PROCESS_SECONDS = 2
 CLEANUP_SECONDS = 5  # a hung file system must not keep the process from exiting
@@ -107,3 +112,130 @@ def sigterm_raises() -> Iterator[None]:
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+
+
+# A second Ctrl-C ends the process at once, even if the main thread waits for a device.
+#
+# Python runs a signal handler only when the main thread is back in Python. A main thread that waits
+# for a device is inside XLA, maybe forever, so a handler alone never sees Ctrl-C. But Python's C
+# code writes the number of each signal to `signal.set_wakeup_fd` at once, where a thread reads it.
+
+EXIT_INTERRUPTED = 130
+_HANDLER_SECONDS = 0.5  # if the program still runs by then, prints where the main thread waits
+_OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
+_CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
+_Handler = TypeVar('_Handler', bound=Callable[..., Any])
+_handled, _raised = threading.Event(), threading.Event()
+
+
+def stops_on_interrupt(handler: _Handler) -> _Handler:
+  """Marks a SIGINT handler: its first call asks the program to stop, a second Ctrl-C exits.
+
+  Handlers without the mark, such as `launch`'s, decide for themselves.
+  """
+
+  def marked(*args: Any) -> Any:
+    _handled.set()
+    return handler(*args)
+
+  marked.stops_on_interrupt = True
+  return marked
+
+
+@stops_on_interrupt
+def _raise(number: int, frame: Optional[FrameType]) -> None:
+  del number, frame
+  _raised.set()
+  raise KeyboardInterrupt
+
+
+class SecondInterruptLeaves:
+  """Inside the block, a second Ctrl-C exits with code 130 within two seconds.
+
+  Works in the main thread only; elsewhere it does nothing. If Ctrl-C was pressed it stays active
+  after the block, since Python's exit may wait for a device, too.
+
+  Args:
+    leave: called with the exit code.
+  """
+
+  def __init__(self, leave: Callable[[int], Any] = os._exit):
+    self._leave = leave
+    self._sockets: Optional[tuple[socket.socket, socket.socket]] = None
+    self._interrupted = self._is_over = False
+
+  def __enter__(self) -> Self:
+    if threading.current_thread() is not threading.main_thread():
+      return self
+    self._sockets = reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    _handled.clear()
+    _raised.clear()
+    self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if self._replaced:
+      signal.signal(signal.SIGINT, _raise)
+    self._previous = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=self._forget)
+    threading.Thread(target=self._listen, args=(reading,), name='interrupts', daemon=True).start()
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._is_over = True
+    if self._sockets is None or self._interrupted:
+      return
+    if self._replaced and signal.getsignal(signal.SIGINT) is _raise:
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+    self._forget()
+
+  def _forget(self) -> None:
+    """Stops listening. A forked process would otherwise write its signals to its parent."""
+    if self._sockets is None:
+      return
+    (_, writing), self._sockets = self._sockets, None
+    signal.set_wakeup_fd(self._previous)
+    writing.close()  # ends the thread
+
+  def _listen(self, reading: socket.socket) -> None:
+    with reading:
+      try:
+        self._next_interrupt(reading, None)
+        self._interrupted = True
+        # A thread cannot know whether the handler will run, so it waits.
+        if not self._next_interrupt(reading, _HANDLER_SECONDS):
+          # A handler that only sets a flag prints a message itself. An exception may wait for a
+          # thread.
+          if not self._is_over and (_raised.is_set() or not _handled.is_set()):
+            write_stderr(
+              f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
+              'Press Ctrl-C again to exit immediately.\n'
+            )
+          self._next_interrupt(reading, None)
+        # The handler raises KeyboardInterrupt if it can run, and the process ends by itself.
+        self._next_interrupt(reading, _CLEANUP_SECONDS)
+      except EOFError:
+        return
+      write_stderr('Leaving at once.\n')
+      self._leave(EXIT_INTERRUPTED)
+
+  def _next_interrupt(self, reading: socket.socket, seconds: Optional[float]) -> bool:
+    """Returns True on the next Ctrl-C, False on a timeout; raises EOFError at the end."""
+    reading.settimeout(seconds)
+    while True:
+      try:
+        number = reading.recv(1)
+      except TimeoutError:
+        return False
+      if not number:
+        raise EOFError
+      handler = signal.getsignal(signal.SIGINT)
+      if number[0] == signal.SIGINT and getattr(handler, 'stops_on_interrupt', False):
+        return True
+
+
+def _main_thread_place() -> str:
+  """Returns the main thread's place outside JAX and Python: 'file.py:27 (function)'."""
+  frame = sys._current_frames()[threading.main_thread().ident]
+  while frame.f_back is not None and _OTHERS.search(frame.f_code.co_filename):
+    frame = frame.f_back
+  code = frame.f_code
+  return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})'

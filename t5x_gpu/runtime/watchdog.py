@@ -12,30 +12,283 @@ declares ranks dead whose heartbeats have stopped. See docs/watchdog.md.
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import os
+import re
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Self
 
-from t5x_gpu.errors import ConfigError, UserError, first_line
-from t5x_gpu.runtime import heartbeats, process_exit
+import jax
+import jaxlib
+
+from t5x_gpu.errors import ConfigError, UserError, first_line, listed
+from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import Store, delay_aborts, within
-from t5x_gpu.runtime.heartbeats import Beat
-from t5x_gpu.runtime.noticeboard import (
-  DEAD,
-  EXIT_ERROR,
-  EXIT_RANK_DEAD,
-  EXIT_STUCK,
-  FAILED,
-  STUCK,
-  EndReason,
-  Noticeboard,
-)
-from t5x_gpu.runtime.phases import PhaseClock
 from t5x_gpu.terminal.streams import write_stderr
+
+# What each process of a run reports every second, and which process is behind.
+#
+#     heartbeats:
+#       process 2 on gpu-07 (pid 4711): step 41, phase 'step' for 301 s, in my_data.py:27 (__next__)
+#       process 0 on gpu-06 (pid 812): step 41, phase 'step' for 301 s, waits in reduce.py:48 (...)
+#     Behind the others: process 2 on gpu-07 (pid 4711).
+#
+# When one process is stuck after a step, all report the same step. The stuck one differs in where
+# its main thread is: in Python, while the others wait inside JAX for the devices.
+
+SHOWN_PROCESSES = 32  # processes in a report; in a run of thousands, every process prints a report
+# Errors of a collective whose other end is gone, bare or wrapped, without names.
+_BROKEN = re.compile(
+  '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
+  'socket closed|coordination|barrier|deadline_exceeded|unavailable)',
+  re.IGNORECASE | re.DOTALL,
+)
+_LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, jaxlib))
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+  """One heartbeat.
+
+  Attributes:
+    rank: process index.
+    host, pid: host and process id.
+    count: number of this heartbeat.
+    step: the last finished step.
+    phase: the current phase, which began `seconds` ago.
+    where: file, line and function of the main thread.
+    waits: whether the main thread is inside JAX: it waits for devices, so for other processes.
+    broken: whether one of its collectives failed because another process is gone.
+    left: whether this is the process's last heartbeat.
+  """
+
+  rank: int
+  host: str
+  pid: int
+  count: int
+  step: int
+  phase: str
+  seconds: float
+  where: str
+  waits: bool
+  broken: bool = False
+  left: bool = False
+
+  @classmethod
+  def now(cls, *, thread: int, **values: object) -> Self:
+    """Returns a heartbeat of this process, with the place of its `thread`."""
+    where, waits = place_in_code(thread)
+    return cls(host=socket.gethostname(), pid=os.getpid(), where=where, waits=waits, **values)
+
+  @property
+  def state(self) -> str:
+    if self.broken:
+      return 'has lost a connection to another process'
+    return f'{"waits in" if self.waits else "in"} {self.where}'
+
+  @classmethod
+  def from_json(cls, text: str) -> Self:
+    return cls(**json.loads(text))
+
+  def to_json(self) -> str:
+    return json.dumps(dataclasses.asdict(self))
+
+  @property
+  def name(self) -> str:
+    return f'process {self.rank} on {self.host} (pid {self.pid})'
+
+  @property
+  def last_seen(self) -> str:
+    return f'{self.name}, last seen at step {self.step} in phase {self.phase!r}'
+
+
+def place_in_code(thread: int) -> tuple[str, bool]:
+  """Returns a thread's place outside JAX, 'file.py:27 (function)', and whether it is inside JAX."""
+  frame = sys._current_frames().get(thread)
+  inside = bool(frame) and frame.f_code.co_filename.startswith(_LIBRARIES)
+  while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    frame = frame.f_back
+  if frame is None:
+    return 'nowhere', inside
+  code = frame.f_code
+  return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})', inside
+
+
+def error_text(error: Optional[BaseException]) -> str:
+  """Returns 'ValueError: message'."""
+  return f'{type(error).__name__}: {error}'.rstrip(': ')
+
+
+def is_broken(error: Optional[BaseException]) -> bool:
+  """Returns whether a collective failed because its other end is gone."""
+  return bool(_BROKEN.search(error_text(error)))
+
+
+def processes_behind(beats: Sequence[Beat]) -> list[Beat]:
+  """Returns the processes that the others wait for; [] if unknown."""
+  least = min((beat.step for beat in beats), default=0)
+  late = [beat for beat in beats if beat.step == least]
+  late = [beat for beat in late if not (beat.waits or beat.broken)] or late
+  return late if len(late) < len(beats) else []
+
+
+def heartbeats_table(beats: Mapping[int, Beat], *, process_count: int) -> str:
+  """Returns a line per process, those behind first, then a list of the processes behind.
+
+  Args:
+    beats: the last heartbeat of each process.
+    process_count: number of processes in the run.
+  """
+  late = processes_behind(list(beats.values()))
+  order = late + [beat for _, beat in sorted(beats.items()) if beat not in late]
+  text = '{0.name}: step {0.step}, phase {0.phase!r} for {0.seconds:.0f} s, {0.state}'
+  lines = [f'  {line}' for line in listed([text.format(beat) for beat in order], SHOWN_PROCESSES)]
+  if late:
+    names = listed([beat.name for beat in late], SHOWN_PROCESSES)
+    lines.append(f'Behind the others: {", ".join(names)}.')
+  missing = [str(rank) for rank in range(process_count) if rank not in beats]
+  if missing:
+    lines.append(f'Never heard from: process {", ".join(listed(missing, SHOWN_PROCESSES))}.')
+  return '\n'.join(['Heartbeats:', *lines])
+
+
+# The entries of a run's watchdogs in the store of process 0: heartbeats and verdicts.
+
+EXIT_ERROR = 1  # another rank failed with an error
+EXIT_STUCK = 86  # this or another rank made no progress
+EXIT_RANK_DEAD = 87  # another rank sent no heartbeat
+STUCK, DEAD, FAILED = 'stuck', 'dead', 'failed'
+_BEATS = 't5x_gpu_watchdog/beats'
+_MAIN = 't5x_gpu_watchdog/main'  # read by every process: process 0's heartbeat, and verdicts
+_END = 't5x_gpu_watchdog/end'
+
+
+@dataclasses.dataclass(frozen=True)
+class EndReason:
+  """Why all processes end.
+
+  Attributes:
+    kind: STUCK, DEAD or FAILED.
+    text: for the report.
+    code: exit code.
+  """
+
+  kind: str
+  text: str
+  code: int
+
+
+class Noticeboard:
+  """The watchdogs' keys in the store. Any call may raise, or block while process 0 is unreachable.
+
+  Args:
+    store: key-value store that all processes share.
+    rank: index of this process.
+  """
+
+  def __init__(self, store: Store, *, rank: int):
+    self._store = store
+    self._rank = rank
+
+  def post_beat(self, beat: Beat) -> None:
+    """Replaces this process's heartbeat."""
+    self._store.key_value_set(f'{_BEATS}/{self._rank}', beat.to_json(), allow_overwrite=True)
+    if self._rank == 0:
+      self._store.key_value_set(f'{_MAIN}/beat', beat.to_json(), allow_overwrite=True)
+
+  def post_verdict(self, verdict: EndReason) -> None:
+    """Posts this process's verdict for all to read."""
+    text = json.dumps(dataclasses.asdict(verdict))
+    self._store.key_value_set(f'{_MAIN}/verdict_{self._rank}', text, allow_overwrite=True)
+
+  def beats(self) -> dict[int, Beat]:
+    """Returns the last heartbeat of each rank."""
+    beats = [Beat.from_json(text) for _, text in self._store.key_value_dir_get(_BEATS)]
+    return {beat.rank: beat for beat in beats}
+
+  def news(self) -> tuple[Optional[Beat], Optional[EndReason]]:
+    """Returns process 0's heartbeat and the verdict with the lowest key; None if missing."""
+    beat, verdict = None, None
+    for key, text in sorted(self._store.key_value_dir_get(_MAIN)):
+      if key.endswith('/beat'):
+        beat = Beat.from_json(text)
+      elif verdict is None:
+        verdict = EndReason(**json.loads(text))
+    return beat, verdict
+
+  def wait_for_end(self, *, seconds: float) -> None:
+    """Returns once every process has reached the end of its block; raises if one does not."""
+    self._store.wait_for_all(_END, seconds=seconds)
+
+  def has_ended(self) -> bool:
+    """Returns whether process 0, and the store with it, is known to be gone."""
+    return self._store.has_ended()
+
+
+# Which phase of a run this process is in, since when, and for how long it may stay there.
+
+_STEPS_FOR_MEDIAN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseState:
+  """A snapshot.
+
+  Attributes:
+    step: the last finished step.
+    phase: 'set-up', 'compile', 'step', ...
+    seconds: time in this phase so far.
+    deadline: seconds after which the process counts as stuck.
+  """
+
+  step: int
+  phase: str
+  seconds: float
+  deadline: float
+
+
+class PhaseClock:
+  """Keeps the current phase; safe to read from other threads.
+
+  Args:
+    phase, deadline: the first phase.
+    clock: returns seconds from a monotonic clock.
+  """
+
+  def __init__(self, phase: str, deadline: float, *, clock: Callable[[], float]):
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._phase, self._deadline, self._since = phase, deadline, clock()
+    self._step = 0
+    self._step_seconds: list[float] = []  # recent steps
+
+  def state(self) -> PhaseState:
+    """Returns the current phase."""
+    with self._lock:
+      return PhaseState(self._step, self._phase, self._clock() - self._since, self._deadline)
+
+  def enter(self, phase: str, deadline: float) -> tuple[str, float]:
+    """Starts a phase; returns the previous one and its deadline."""
+    with self._lock:
+      before = self._phase, self._deadline
+      self._phase, self._deadline, self._since = phase, deadline, self._clock()
+      return before
+
+  def step_done(self, step: int, *, least_deadline: float, factor: float) -> None:
+    """Starts the next step. Its deadline is `factor` median steps, at least `least_deadline`."""
+    with self._lock:
+      now = self._clock()
+      if self._phase == 'step':
+        self._step_seconds = [*self._step_seconds[1 - _STEPS_FOR_MEDIAN :], now - self._since]
+      self._step, self._phase, self._since = step, 'step', now
+      median = statistics.median(self._step_seconds or [0.0])
+      self._deadline = max(least_deadline, factor * median)
+
 
 # Periods without a heartbeat until a rank is dead, once collectives have failed: on CPU devices
 # gloo then aborts whole processes after some time.
@@ -206,7 +459,7 @@ class Watchdog:
       self._verdict = EndReason(
         DEAD,
         f'No sign of life for {silent:.0f} s from '
-        f'{"; ".join(beat.last_seen for beat in dead[: heartbeats.SHOWN])}.',
+        f'{"; ".join(beat.last_seen for beat in dead[:SHOWN_PROCESSES])}.',
         EXIT_RANK_DEAD,
       )
       with contextlib.suppress(Exception):
@@ -278,7 +531,7 @@ class Watchdog:
       phase=state.phase,
       seconds=state.seconds,
       left=left,
-      broken=heartbeats.is_broken(self._own_error()),
+      broken=is_broken(self._own_error()),
     )
     self._board.post_beat(beat)
 
@@ -292,12 +545,12 @@ class Watchdog:
     The error of a collective does not name the process that is gone. So this waits for the verdict
     of process 0, which names it and ends this process.
     """
-    if heartbeats.is_broken(error):
+    if is_broken(error):
       self._wait_for_verdict()
     with self._leaving:  # Either a report is being written and ends this process, or none comes.
       self._stop.set()
     step = self._phases.state().step
-    text = heartbeats.error_text(error).splitlines()[0]
+    text = error_text(error).splitlines()[0]
     verdict = EndReason(FAILED, f'{self._me()} failed after step {step}: {text}', EXIT_ERROR)
     within(_ASK_SECONDS, lambda: (self._board.post_verdict(verdict), self._post_beat(left=True)))
     self._let_others_read()
@@ -327,7 +580,7 @@ class Watchdog:
         lines.append(
           'The heartbeats cannot be read.'
           if beats is None
-          else heartbeats.table(beats, process_count=self._count)
+          else heartbeats_table(beats, process_count=self._count)
         )
       write_stderr('\n'.join([*lines, '']))
       if verdict.kind == STUCK:

@@ -4,6 +4,7 @@ Every command that needs a model on a mesh builds a `Program`. It allocates and 
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
@@ -11,6 +12,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import Model, OptionalMembers, check_model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
@@ -18,18 +20,82 @@ from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Device, Topology
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.training.checks import check_whole_batch
-from t5x_gpu.training.fp8_history import history_of
-from t5x_gpu.training.gradients import make_eval_step, make_gradients
+from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.runtime.xla import flags
 from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
-from t5x_gpu.training.step_config import StepConfig
-from t5x_gpu.training.stored_state import StoredState
-from t5x_gpu.training.train_state import TrainState, new_state, state_names
-from t5x_gpu.training.train_step import StepFn, check_microbatches, make_train_step
-from t5x_gpu.training.trainable import Trained, trained_of
+from t5x_gpu.training.train_state import (
+  StoredState,
+  Trained,
+  TrainState,
+  history_of,
+  new_state,
+  state_names,
+  trained_of,
+)
+from t5x_gpu.training.train_step import (
+  StepFn,
+  check_microbatches,
+  make_eval_step,
+  make_gradients,
+  make_train_step,
+)
+
+_log = logging.getLogger(__name__)
+
+# Checks of a run: its periods, and its first loss.
+
+
+def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool) -> None:
+  """Raises ConfigError for microbatches if the loss of a row depends on the other rows."""
+  if OptionalMembers(model).couples_rows and (num_microbatches > 1 or is_pipeline):
+    raise ConfigError(
+      'The loss of embeddings takes its negatives from the whole batch, so '
+      + ('a pipeline' if is_pipeline else f'num_microbatches = {num_microbatches}')
+      + ' cannot split the batch.',
+      fix='Set train.num_microbatches = 1 and use no pipeline stages; split the batch over more '
+      'devices, or set TransformerConfig.remat_policy to save memory.',
+      parameters=('train.num_microbatches', 'Partitioner.stage'),
+    )
+
+
+# The settings of a training step: the settings of a run that plan, bench and parity need.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+  """Settings of a training step and of the processes that compute it, named as `train.NAME` in gin.
+
+  Attributes:
+    model: a model from models/, or a custom model with the same methods.
+    train_dataset_cfg: training data; its lengths and batch size are the shapes of the step.
+    partitioner: how to split the run over the devices.
+    optimizer: from training/optimizers or training/adafactor.
+    learning_rate: schedule, a function of the step.
+    random_seed: for initialization and dropout; DatasetConfig.seed sets the order of the data.
+    num_microbatches: parts of the batch that are computed one after the other, to save memory.
+    max_grad_norm: global norm to which gradients are clipped; None for no clipping.
+    loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
+    learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for no scaling.
+    spike_cfg: which steps to skip.
+    distributed_cfg: how long the processes wait for each other.
+    xla_preset: preset of XLA and NCCL settings (docs/xla_flags.md).
+  """
+
+  model: Model
+  train_dataset_cfg: DatasetConfig
+  partitioner: Partitioner
+  optimizer: Optimizer
+  learning_rate: Schedule
+  random_seed: int = 0
+  num_microbatches: int = 1
+  max_grad_norm: Optional[float] = None
+  loss_normalizing_factor: Optional[float] = None
+  learning_rate_scaling: Optional[str] = None
+  spike_cfg: SpikeConfig = SpikeConfig()
+  distributed_cfg: DistributedConfig = DistributedConfig()
+  xla_preset: str = 'default'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +170,7 @@ class Program:
 
   @property
   def is_padded(self) -> bool:
-    """Whether the run stores arrays with padding (partitioning/arrays/fsdp_dims.py)."""
+    """Whether the run stores arrays with padding (partitioning/fsdp.py)."""
     return any(
       a.shape != b.shape
       for a, b in zip(
@@ -325,7 +391,7 @@ def program_of_run(
   )
 
 
-def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optional[dict[str, Any]]:
+def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[dict[str, Any]]:
   """Returns the compiler options of a preset for this program; None for XLA's defaults.
 
   XLA combines collectives up to the size of one layer's weights in the compute dtype.
@@ -340,7 +406,7 @@ def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optio
     if 'layers' in n.names
   )
   mesh = program.layout.mesh
-  applied = xla_flags.refine(
+  applied = flags.refine(
     xla,
     mesh_axes=[a for a, size in mesh.shape.items() if size > 1],
     layer_bytes=layer_bytes or None,
@@ -348,3 +414,31 @@ def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optio
     layers_ahead=program.layout.region.layers_ahead,
   )
   return dict(applied.compile_options) or None
+
+
+# The size of a program: parameters and bytes per device.
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Returns the bytes that the arrays of an abstract, sharded tree take on one device."""
+  return sum(
+    math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)
+  )
+
+
+def size_line(program: Program) -> str:
+  """Returns `134,307,072 parameters; 1.50 GiB of parameters and optimizer state per device`.
+
+  If only some parameters are trained, it includes their number.
+  """
+  mib = bytes_per_device(program.abstract_state) / 2**20
+  size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'
+  trained = (
+    ''
+    if program.num_trained == program.num_params
+    else f', {program.num_trained:,} of them trained'
+  )
+  return (
+    f'{program.num_params:,} parameters{trained}; {size} of parameters and optimizer state '
+    'per device'
+  )

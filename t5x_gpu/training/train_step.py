@@ -3,24 +3,456 @@
 Gradients of the *summed* loss are divided once, by the weight of the whole global batch.
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, ModelError
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.training.fp8_history import Fp8History
-from t5x_gpu.training.gradients import GradientsFn
+from t5x_gpu.models.model import (
+  LayeredModel,
+  Model,
+  OptionalMembers,
+  compute_dtype,
+  missing_members,
+  uses_fp8,
+)
+from t5x_gpu.models.precision import in_8_bits
+from t5x_gpu.partitioning import quantized
+from t5x_gpu.partitioning.layer_stacks import (
+  ONLY,
+  layers_of,
+  num_layers,
+  part_of,
+  prefix_of,
+  run_layers,
+  with_layers,
+  with_part,
+  without_layers,
+)
+from t5x_gpu.partitioning.manual_region import Region, is_places
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.quantized import is_quantized
 from t5x_gpu.training.guards.spikes import SpikeConfig, group_norms
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
-from t5x_gpu.training.stored_state import StoredState
-from t5x_gpu.training.train_state import TrainState
-from t5x_gpu.training.trainable import Trained
+from t5x_gpu.training.train_state import Fp8History, StoredState, Trained, TrainState, with_amaxes
 
-Batch = Any
+# Gradient accumulation that takes all microbatches through a layer before the next layer.
+#
+# If each microbatch went through all layers first, split parameters (ZeRO-3) would be gathered, and
+# their gradients reduced, for every microbatch. Here both happen once per layer and step, for any
+# number of microbatches. Memory holds every layer's input for all rows, and one layer's activations
+# for one microbatch: the backward pass recomputes layers.
+# Source: Lamy-Poirier 2023 (Breadth-First Pipeline Parallelism), section 4.2.
+
+Batch = Mapping[str, jax.Array]
+
+
+def breadth_first_loss(
+  model: LayeredModel,
+  params: Any,
+  batch: Batch,
+  microbatches: Batch,
+  same: Batch,
+  *,
+  dropout_key: jax.Array,
+) -> Sums:
+  """Returns the sums of `model.loss` over all microbatches.
+
+  Args:
+    model: the model; parameters are gathered in its `compute_dtype`.
+    params: parameters in the region; leaves of 'layers' are stacked.
+    batch: all local rows.
+    microbatches: the same rows as arrays [num_microbatches, rows, ...].
+    same: features without rows, shared by all microbatches.
+    dropout_key: key of the step.
+  """
+
+  def whole(tree: Any) -> Any:
+    # In float32, so that the gradients of the microbatches add up in float32.
+    weights = quantized.whole(tree, compute_dtype(model))
+    return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
+
+  stacks = tuple(OptionalMembers(model).stacks)
+  rest = whole(without_layers(params, stacks))
+
+  # The scan carries, and so stores for each layer, only the stack's own part of the activation.
+  def layer(stack: str, x: Any, part: Any, of_layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
+    weights, number = whole(of_layer[0]), of_layer[1]
+    stacked = jax.tree.map(lambda w: w[None], weights)
+    amaxes = [quantized.copies(a, num_microbatches) for a in quantized.amaxes_of(stacked)]
+
+    def one(of_microbatch: tuple[Any, Batch, list[jax.Array]]) -> Any:
+      x, microbatch, amaxes = of_microbatch
+      y = run_layers(
+        model,
+        with_layers(rest, stack, quantized.with_amaxes(stacked, amaxes)),
+        x,
+        {**microbatch, **same},
+        stack=stack,
+        dropout_key=dropout_key,
+        first_layer=number,
+      )
+      return part_of(y, stacks, stack)
+
+    x = with_part(x, stacks, stack, part)
+    return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches, amaxes)), None
+
+  def head(of_microbatch: tuple[Any, Batch]) -> Sums:
+    x, microbatch = of_microbatch
+    return model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
+
+  x = model.embed(rest, batch, dropout_key=dropout_key)
+  num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
+  x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
+  for stack in stacks:
+    body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
+    layers, count = layers_of(params, stack), num_layers(params, stack)
+    if uses_fp8(model):
+      layers = in_8_bits(layers)
+    part, _ = jax.lax.scan(body, part_of(x, stacks, stack), (layers, jnp.arange(count)))
+    x = with_part(x, stacks, stack, part)
+  sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
+  return jax.tree.map(lambda s: s.sum(0), sums)
+
+
+def _in_float32(x: Any) -> Any:
+  if is_quantized(x):
+    return x.replace(port=x.port.astype(jnp.float32))
+  return x.astype(jnp.float32)
+
+
+# Gradients of the summed loss over the global batch, and the loss alone.
+#
+# Losses are sums over target tokens, so accumulation, parallelism and padding cannot change them.
+# Gradients are accumulated on each device and summed over devices once per step: each layer's as
+# soon as the backward pass of the last microbatch has them, so that the network works while other
+# layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a layer
+# before the next layer. ZeRO-1 sums at the end. So does a pipeline, unless its last tick sums
+# (layer_sums.py).
+
+# (params, amaxes, batch, dropout key) -> (gradients of the summed loss, sums, largest values).
+GradientsFn = Callable[[Any, Any, Batch, jax.Array], tuple[Any, Sums, Any]]
+
+
+@flax.struct.dataclass
+class _Found:
+  """The results of a pass over some rows.
+
+  Attributes:
+    grads: gradients of the summed loss.
+    sums: sums of the loss and other metrics.
+    amaxes: gradients of `amaxes`: the largest values of FP8 operands.
+  """
+
+  grads: Any
+  sums: Sums
+  amaxes: Any
+
+  def plus(self, other: '_Found') -> '_Found':
+    """Returns the results of both passes together."""
+    grads, sums = jax.tree.map(jnp.add, (self.grads, self.sums), (other.grads, other.sums))
+    return _Found(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
+
+
+def make_gradients(
+  *,
+  model: Model,
+  region: Region,
+  names: Any,
+  num_microbatches: int = 1,
+  trained: Trained = Trained(),
+) -> GradientsFn:
+  """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
+
+  `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
+  padding. The input `amaxes` set the scales of FP8 operands (fp8_history.py); the output `amaxes`
+  are from this step.
+
+  Args:
+    model: a LayeredModel for a pipeline or accumulation by layer.
+    region: how the step is split.
+    names: tree of AxisNames of the parameters.
+    num_microbatches: parts into which each device's rows are cut and computed in turn.
+    trained: which parameters are trained.
+  Raises:
+    ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
+  """
+  in_parts = region.reduces_in_backward or region.sums_in_backward
+  by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
+  _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
+  region = _for_model(region, model)
+  trained_names, frozen_names = trained.split(names)
+  sent = compute_dtype(model)
+  in_backward = _in_backward(model, region, trained_names, by_layer=by_layer)
+
+  def local(parts: Any, *others: Any) -> tuple[Any, Sums, Any]:
+    kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
+    kept, frozen = trained.split(kept)
+    frozen = region.frozen(frozen, frozen_names, sent)
+
+    def find(parts: Any, batch: Batch, **reduction: Any) -> _Found:
+      def loss_sum(parts: Any, amaxes: Any) -> tuple[jax.Array, Sums]:
+        params = region.parameters(parts, kept, trained_names, **in_backward, **reduction)
+        params = with_amaxes(trained.join(params, frozen), amaxes)
+        sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
+        return sums['loss'][0], jax.tree.map(region.varying, sums)
+
+      if region.pipeline is None:
+        (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
+        return _Found(grads, sums, largest)
+      complete = functools.partial(trained.join, frozen=frozen)
+      options = {'names': trained_names, 'complete': complete, **reduction}
+      return _find_in_pipeline(model, parts, batch, region, dropout_key, **options)
+
+    parts = parts if in_parts else region.whole(kept, trained_names, sent)
+    found = _summed(find, parts, batch, 1 if by_layer else num_microbatches, region, trained_names)
+    return found.grads, found.sums, region.largest(found.amaxes)
+
+  def gradients(params: Any, amaxes: Any, batch: Batch, dropout_key: Any) -> tuple[Any, Sums, Any]:
+    batch = region.with_rows(batch)
+    specs = (region.part_specs(trained_names), region.kept_specs(names))
+    local_to_global = region.map(
+      local,
+      in_specs=(*specs, PartitionSpec(), region.batch_specs(batch), PartitionSpec()),
+      out_specs=(region.gradient_specs(trained_names), PartitionSpec(), PartitionSpec()),
+      marked=False,
+    )
+    parts = region.padded_parts(trained.split(params)[0], trained_names)
+    grads, sums, amaxes = local_to_global(parts, params, amaxes, batch, dropout_key)
+    return region.unpadded_gradients(grads, trained_names), sums, amaxes
+
+  return gradients
+
+
+def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
+  """Returns the function (params, batch) -> sums, without dropout."""
+
+  def local(params: Any, batch: Batch) -> Sums:
+    if region.pipeline is None:
+      return region.total(model.loss(region.parameters(params, params, names), batch))
+    pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
+    pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
+    return region.total(
+      pipeline_parallel.forward(
+        pieces,
+        region.whole(params, names, compute_dtype(model)),
+        microbatches,
+        varying_axes=region.axes,
+        **pipeline.options,
+      )
+    )
+
+  def eval_step(params: Any, batch: Batch) -> Sums:
+    batch = region.with_rows(batch)
+    return region.map(
+      local,
+      in_specs=(region.kept_specs(names), region.batch_specs(batch)),
+      out_specs=PartitionSpec(),
+    )(params, batch)
+
+  return eval_step
+
+
+def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) -> dict[str, Any]:
+  """Returns the options of `Region.parameters` that depend on the model."""
+  gathers = OptionalMembers(model).gathers_layers
+  in_layers = not missing_members(model, LayeredModel) and (region.reduces_in_backward or gathers)
+  if by_layer or not gathers or not region.layers_ahead:
+    return dict(in_layers=in_layers)
+  prefix = prefix_of(OptionalMembers(model).stacks[0])
+
+  def is_first(path: Any, _: Any) -> bool:
+    return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
+
+  return dict(in_layers=in_layers, first_stack=jax.tree_util.tree_map_with_path(is_first, names))
+
+
+def _for_model(region: Region, model: Model) -> Region:
+  """Returns the region, without sums in the last tick if the model does not call `fsdp.whole`."""
+  if region.sums_in_last_tick and not OptionalMembers(model).gathers_layers:
+    return dataclasses.replace(region, overlap_layers=False)
+  return region
+
+
+def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
+  """Raises ModelError if the model lacks parts that a pipeline or accumulation by layer needs."""
+  missing = missing_members(model, LayeredModel) if pipeline or by_layer else []
+  if missing:
+    instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
+    raise ModelError(
+      f'{"A pipeline" if pipeline else "Accumulation by layer"} needs a model in three parts; '
+      f'{type(model).__name__} lacks {", ".join(missing)}.',
+      fix=f'Set Partitioner.{instead}, or add them to the model (LayeredModel in models/model.py).',
+      docs='add_a_model.md#when-the-layer-is-not-enough',
+    )
+
+
+def _loss(
+  model: Model, params: Any, batch: Batch, dropout_key: jax.Array, count: Optional[int]
+) -> Sums:
+  """Returns the sums of local rows; with `count`, in `count` microbatches layer by layer."""
+  if count is None:
+    return model.loss(params, batch, dropout_key=dropout_key)
+  same, microbatches = _split_rows(batch, count)
+  return breadth_first_loss(model, params, batch, microbatches, same, dropout_key=dropout_key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+  """A model for the pipeline, with the arguments that all microbatches share already bound."""
+
+  model: LayeredModel
+  same: Batch
+  dropout_key: Optional[jax.Array]
+
+  @property
+  def stacks(self) -> tuple[str, ...]:
+    return tuple(OptionalMembers(self.model).stacks)
+
+  def embed(self, params: Any, microbatch: Batch) -> Any:
+    return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)
+
+  def run_layers(
+    self, params: Any, x: Any, microbatch: Batch, first_layer: Any, stack: str = ONLY
+  ) -> Any:
+    return run_layers(
+      self.model,
+      params,
+      x,
+      {**microbatch, **self.same},
+      stack=stack,
+      dropout_key=self.dropout_key,
+      first_layer=first_layer,
+    )
+
+  def head(self, params: Any, x: Any, microbatch: Batch) -> Sums:
+    return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
+
+
+def _pipeline_input(
+  model: LayeredModel, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
+) -> tuple[_Pieces, Batch]:
+  """Returns the model in parts and the microbatches of the local rows."""
+  same, microbatches = _split_rows(batch, pipeline.num_microbatches)
+  return _Pieces(model, same, dropout_key), microbatches
+
+
+def _find_in_pipeline(
+  model: LayeredModel,
+  parts: Any,
+  batch: Batch,
+  region: Region,
+  dropout_key: jax.Array,
+  *,
+  complete: Callable[[Any], Any],
+  names: Any,
+  sums: bool = False,
+  earlier: Any = None,
+) -> _Found:
+  """Returns the results of the local rows; `complete` adds parameters without gradients.
+
+  With `sums`, gradients of layers, including `earlier` microbatches', are summed over devices.
+  """
+  pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
+  grads, of_rows = pipeline_parallel.value_and_grad(
+    pieces,
+    parts,
+    microbatches,
+    varying_axes=region.axes,
+    complete=complete,
+    layer_sums=region.layer_sums(names) if sums else None,
+    earlier=earlier,
+    **region.pipeline.options,
+  )
+  return _Found(grads, of_rows, {})
+
+
+def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
+  """Returns (features without rows, features with rows as [count, rows / count, ...])."""
+  same = {name: x for name, x in batch.items() if is_places(name)}
+  return same, {
+    name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
+    for name, x in batch.items()
+    if name not in same
+  }
+
+
+def _summed(
+  find: Callable[..., _Found],
+  parts: Any,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+  names: Any,
+) -> _Found:
+  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
+  copies = region.copies(parts, names)
+  if region.sums_in_backward:
+    found = _accumulate_then_sum(find, copies, batch, num_microbatches, region)
+    grads = region.sum_copies(found.grads, parts, names)
+  else:
+    copies = jax.tree.map(region.varying, copies)
+    accumulate = _accumulate_then_sum if region.sums_in_last_tick else _accumulate
+    found = accumulate(find, copies, batch, num_microbatches, region)
+    grads = region.reduce_gradients(region.sum_copies(found.grads, parts, names), names)
+  return found.replace(grads=grads, sums=region.total(found.sums))
+
+
+def _accumulate_then_sum(
+  find: Callable[..., _Found], parts: Any, batch: Batch, num_microbatches: int, region: Region
+) -> _Found:
+  """Returns the results of all microbatches; the last one sums gradients over devices.
+
+  Its backward pass first adds the gradients of the earlier microbatches.
+  """
+  if num_microbatches == 1:
+    return find(parts, batch, sums=True)
+  same, microbatches = _split_rows(batch, num_microbatches)
+  first, last = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
+  earlier = _accumulated(find, jax.tree.map(region.varying, parts), first, same, region)
+  of_last = find(parts, {**last, **same}, sums=True, earlier=earlier.grads)
+  return of_last.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=of_last.grads)
+
+
+def _accumulate(
+  find: Callable[[Any, Batch], _Found],
+  parts: Any,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+) -> _Found:
+  """Returns the results of all microbatches of local rows."""
+  if num_microbatches == 1:
+    return find(parts, batch)
+  same, microbatches = _split_rows(batch, num_microbatches)
+  return _accumulated(find, parts, microbatches, same, region)
+
+
+def _accumulated(
+  find: Callable[[Any, Batch], _Found], parts: Any, microbatches: Batch, same: Batch, region: Region
+) -> _Found:
+  """Returns the results of `microbatches` [count, rows, ...]."""
+
+  def body(carry: _Found, microbatch: Batch) -> tuple[_Found, None]:
+    return carry.plus(find(parts, {**microbatch, **same})), None
+
+  first = jax.tree.map(lambda x: x[0], microbatches)
+  zeros = jax.tree.map(
+    lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
+    jax.eval_shape(find, parts, {**first, **same}),
+  )
+  return jax.lax.scan(body, zeros, microbatches)[0]
+
+
 # Metric name -> (sum, weight); norms and the learning rate have weight 1.
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.analysis import hlo_text, replica_groups
+from t5x_gpu.analysis import collectives, hlo_text
 from t5x_gpu.analysis.collectives import flops_per_device, inventory, partitioned_hlo
 from tests.helpers_collectives import count, total_bytes
 from tests.helpers_train import compiled_kept_in
@@ -302,7 +302,7 @@ def test_a_program_in_the_compilation_cache_is_read_all_the_same(tmp_path):
 )
 def test_all_spellings_of_replica_groups_are_understood(text, groups):
   attributes = f', channel_id=1, replica_groups={text}, to_apply=%add, metadata={{op_name="f"}}'
-  assert replica_groups.replica_groups(attributes, 8).tolist() == groups
+  assert collectives.replica_groups(attributes, 8).tolist() == groups
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_all_spellings_of_replica_groups_are_understood(text, groups):
   ],
 )
 def test_groups_name_the_axes_along_which_their_devices_differ(groups, axes):
-  assert replica_groups.varying_axes(np.array(groups), SHAPE) == axes
+  assert collectives.varying_axes(np.array(groups), SHAPE) == axes
 
 
 # As jaxlib prints a program compiled for GPUs: asynchronous, with trip counts, tuples in two ways.

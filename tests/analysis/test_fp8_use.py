@@ -7,14 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.fp8_use import check_fp8_gemms, fp8_lines
 from t5x_gpu.analysis.gpu_compile import compile_step
+from t5x_gpu.analysis.kernels import check_fp8_gemms, fp8_lines
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.runtime.xla.deviceless import DescribedGpus
-from t5x_gpu.runtime.xla.gpu_targets import TARGETS
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, DescribedGpus
 from tests.aot.cases import Case
 
 # Shortened from the step of Llama-3 8B for an H100 (jax 0.10.2): a GEMM in a Triton fusion.

@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
+from t5x_gpu.analysis.gpu_compile import overlaps, schedule
 from t5x_gpu.analysis.kernels import count_kernels
-from t5x_gpu.analysis.overlap import overlaps, schedule
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.xla import gpu_targets
 

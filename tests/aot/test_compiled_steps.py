@@ -14,9 +14,9 @@ import pytest
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.analysis.gpu_compile import CompiledStep
-from t5x_gpu.analysis.gpu_tables import gpu_json
 from t5x_gpu.errors import ModelError
-from t5x_gpu.runtime.xla.deviceless import kernels_for
+from t5x_gpu.planning.sharding import gpu_json
+from t5x_gpu.runtime.xla.gpu_targets import kernels_for
 from tests.aot.cases import CASES, Case
 from tests.aot.marks import MARKS
 

@@ -7,11 +7,9 @@ import pytest
 
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.devices import simulated_devices, topology_of
-from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import PlanConfig
+from t5x_gpu.planning.prediction import PlanConfig, Planner
 from t5x_gpu.planning.remedies import EQUAL
-from t5x_gpu.planning.search.results import search_text
-from t5x_gpu.planning.search.search import SearchState, search
+from t5x_gpu.planning.search.search import SearchState, search, search_text
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import SearchTask
 from t5x_gpu.runtime.xla.gpu_targets import find_target

@@ -21,8 +21,8 @@ import numpy as np
 from t5x_gpu import checkpoint_tools
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.initialize import restore_from
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.start import restore_from
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed

@@ -19,7 +19,7 @@ from t5x_gpu.checkpoint.storage.checksums import checksums_of
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
-from tests import helpers_topologies as topologies
+from tests import helpers_topologies
 
 LAYOUT = 'fsdp_8'
 PR_SET_PDEATHSIG = 1
@@ -32,15 +32,15 @@ def rank(index: int, address: str, flags: argparse.Namespace) -> None:
   )
   assert jax.process_count() == flags.count and jax.device_count() == 8
   for folder in flags.write:
-    topologies.write(folder, LAYOUT)
+    helpers_topologies.write(folder, LAYOUT)
   found = {}
   for folder in flags.read:
-    restored = topologies.read(folder, LAYOUT)
-    batch = topologies.put(LAYOUT, next(topologies.data_of(restored)))
-    sums = topologies.forward(LAYOUT)(restored.state.params, batch)
+    restored = helpers_topologies.read(folder, LAYOUT)
+    batch = helpers_topologies.put(LAYOUT, next(helpers_topologies.data_of(restored)))
+    sums = helpers_topologies.forward(LAYOUT)(restored.state.params, batch)
     found[str(folder)] = {
       'checksums': checksums_of(restored.state),
-      'loss': topologies.loss_of(sums),
+      'loss': helpers_topologies.loss_of(sums),
     }
   if index == 0:
     print(json.dumps(found), flush=True)

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.base_checkpointer import Restored
-from tests import helpers_topologies as topologies
+from t5x_gpu.checkpoint.checkpointer import Restored
+from tests import helpers_topologies
 from tests.helpers_topologies import SPLITS, STEPS_BEFORE
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
 from tests.helpers_xla import xla_flags
@@ -46,32 +46,32 @@ def written(tmp_path_factory):
   """Returns layout -> MODEL_DIR."""
   folders = {name: tmp_path_factory.mktemp('written') / name for name in NAMES}
   for name, folder in folders.items():
-    topologies.write(folder, name)
+    helpers_topologies.write(folder, name)
     mesh = json.loads((folder / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())['mesh']
-    assert mesh == dict(topologies.program(name).layout.mesh.shape)
-  meshes = {json.dumps(dict(topologies.program(name).layout.mesh.shape)) for name in NAMES}
+    assert mesh == dict(helpers_topologies.program(name).layout.mesh.shape)
+  meshes = {json.dumps(dict(helpers_topologies.program(name).layout.mesh.shape)) for name in NAMES}
   assert len(meshes) == 17  # circular_2 has the same layout as stage_2
   return folders
 
 
 def check_restored(restored: Restored, reader: str) -> None:
   """Fails unless every array has the bits that were written, split as the reader's mesh wants."""
-  want = jax.tree_util.tree_leaves_with_path(topologies.state())
-  targets = jax.tree.leaves(topologies.program(reader).abstract_saved)
+  want = jax.tree_util.tree_leaves_with_path(helpers_topologies.state())
+  targets = jax.tree.leaves(helpers_topologies.program(reader).abstract_saved)
   got = jax.tree.leaves(restored.state)
   assert len(got) == len(want) == len(targets) > 20
   for x, (path, value), target in zip(got, want, targets):
     name = jax.tree_util.keystr(path)
     assert x.sharding == target.sharding and x.dtype == value.dtype, name
     assert np.asarray(x).tobytes() == value.tobytes(), name
-  topologies.data_of(restored)  # compares the hash of the next batch
+  helpers_topologies.data_of(restored)  # compares the hash of the next batch
   assert json.loads(restored.data_state)['batches_taken'] == STEPS_BEFORE
 
 
 def check_pairs(written, pairs) -> None:
   for writer, reader in pairs:
     try:
-      check_restored(topologies.read(written[writer], reader), reader)
+      check_restored(helpers_topologies.read(written[writer], reader), reader)
     except Exception as e:
       raise AssertionError(f'written under {writer}, read under {reader}: {e}') from e
 
@@ -89,8 +89,10 @@ def test_every_pair_of_layouts_restores_bit_for_bit(written):
 
 def after_restore(written, writer: str, reader: str):
   """Returns the state of a run that continues under `reader`, and its batches."""
-  restored = topologies.read(written[writer], reader)
-  return topologies.program(reader).in_run_order(restored.state), topologies.data_of(restored)
+  restored = helpers_topologies.read(written[writer], reader)
+  return helpers_topologies.program(reader).in_run_order(
+    restored.state
+  ), helpers_topologies.data_of(restored)
 
 
 @pytest.mark.parametrize('writer, reader', QUICK_LOSSES)
@@ -99,8 +101,10 @@ def test_the_next_loss_is_that_of_one_device(written, writer, reader):
   losses = []
   for pair in (('alone', 'alone'), (writer, reader)):
     state, batches = after_restore(written, *pair)
-    sums = topologies.forward(pair[1])(state.params, topologies.put(pair[1], next(batches)))
-    losses.append(topologies.loss_of(sums))
+    sums = helpers_topologies.forward(pair[1])(
+      state.params, helpers_topologies.put(pair[1], next(batches))
+    )
+    losses.append(helpers_topologies.loss_of(sums))
   assert losses[1] == pytest.approx(losses[0], rel=MESH_LOSS) and losses[0] > 4
 
 
@@ -108,8 +112,10 @@ def two_steps(written, writer: str, reader: str) -> list[float]:
   state, batches = after_restore(written, writer, reader)
   losses = []
   for _ in range(2):  # momenta matter from the second on
-    state, sums = topologies.train_step(reader)(state, topologies.put(reader, next(batches)))
-    losses.append(topologies.loss_of(sums))
+    state, sums = helpers_topologies.train_step(reader)(
+      state, helpers_topologies.put(reader, next(batches))
+    )
+    losses.append(helpers_topologies.loss_of(sums))
   return losses
 
 
@@ -160,15 +166,15 @@ def check_found(found, folder, *, written_by: int, loss: float) -> None:
 
 
 def loss_alone() -> float:
-  batches = topologies.data()
+  batches = helpers_topologies.data()
   for _ in range(STEPS_BEFORE):
     next(batches)
-  params = topologies.placed('alone').params
-  return topologies.loss_of(topologies.forward('alone')(params, next(batches)))
+  params = helpers_topologies.placed('alone').params
+  return helpers_topologies.loss_of(helpers_topologies.forward('alone')(params, next(batches)))
 
 
 def test_two_processes_read_what_one_wrote_and_go_on_with_the_same_loss(tmp_path):
-  topologies.write(tmp_path / 'of_1', 'fsdp_8')
+  helpers_topologies.write(tmp_path / 'of_1', 'fsdp_8')
   found = processes(2, read=[tmp_path / 'of_1'])
   check_found(found[str(tmp_path / 'of_1')], tmp_path / 'of_1', written_by=1, loss=loss_alone())
 

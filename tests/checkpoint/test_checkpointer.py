@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.arrays.state_reader import read_state
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.model_dir import check_model_dir
+from t5x_gpu.checkpoint.model_dir import check_array_files, check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError, ConfigError

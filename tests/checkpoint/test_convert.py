@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.arrays import state_writer
+from t5x_gpu.checkpoint.arrays import state_reader
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.convert import logits_check, name_table
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
 
 def test_memory_is_bounded_by_pieces(tmp_path, monkeypatch):
   monkeypatch.setattr(name_table, 'PIECE_BYTES', 4096)
-  monkeypatch.setattr(state_writer, 'FLUSH_BYTES', 4096)
+  monkeypatch.setattr(state_reader, 'FLUSH_BYTES', 4096)
   write_model(tmp_path / 'a', CONFIGS['llama'])
   sizes = []
   read = convert.SafetensorsFolder.read

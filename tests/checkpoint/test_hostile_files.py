@@ -10,7 +10,7 @@ import tensorstore as ts
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
-from t5x_gpu.checkpoint.local.run_id import RUN_ID, ensure_run_id, read_run_id
+from t5x_gpu.checkpoint.local.local_tier import RUN_ID, ensure_run_id, read_run_id
 from t5x_gpu.config.json_schema import (
   Also,
   Fields,
@@ -23,8 +23,7 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_json,
 )
-from t5x_gpu.data.prepared.index import Index, MixtureMember, Shard, read_index
-from t5x_gpu.data.prepared.shard_checks import check_shards
+from t5x_gpu.data.prepared.index import Index, MixtureMember, Shard, check_shards, read_index
 from t5x_gpu.errors import CheckpointError, DataError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
 from tests.helpers_fuzz import replace

@@ -10,9 +10,8 @@ import pytest
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
-from t5x_gpu.checkpoint.saved_checkpoint import Saved
-from t5x_gpu.checkpoint.start import Start
+from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
+from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel

@@ -21,17 +21,15 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.arrays.state_writer import empty_leaves
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader, empty_leaves
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.local.file_format import open_local_file
-from t5x_gpu.checkpoint.local.local_tier import ABOUT, LocalTier, open_local_tier
+from t5x_gpu.checkpoint.local.local_tier import ABOUT, LocalTier, open_local_tier, read_run_id
 from t5x_gpu.checkpoint.local.promotion import check_with_local, promote_newer
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
-from t5x_gpu.checkpoint.local.run_id import read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.tools.verify import verify
+from t5x_gpu.checkpoint.tools.inspect import verify
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.training.adafactor import FactoredMoment
 from t5x_gpu.training.train_state import TrainState

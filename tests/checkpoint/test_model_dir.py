@@ -11,8 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from t5x_gpu import checkpoint_tools
-from t5x_gpu import eval as eval_lib
+from t5x_gpu import checkpoint_tools, eval
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
@@ -22,7 +21,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.evaluation.checkpoint_queue import read_if_there, steps_to_evaluate
+from t5x_gpu.evaluation.checkpoint_evaluator import read_if_there, steps_to_evaluate
 from t5x_gpu.reporting.run_record import read_run
 from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
@@ -142,7 +141,7 @@ def test_an_evaluation_lists_the_steps_once_before_and_once_after_each_checkpoin
   folder = folder_with(tmp_path / 'model', 1, 2, 3)
   model_dir, program = ModelDir(folder), types.SimpleNamespace(abstract_saved=abstract(new_state()))
   seen = calls(folder)
-  eval_lib._check_checkpoints(model_dir, 'all', watch=False)
+  eval._check_checkpoints(model_dir, 'all', watch=False)
   steps = steps_to_evaluate(model_dir, wanted='all', done=(1,), last_step=None, timeout=60.0)
   for step in steps:
     assert seen['steps listed'] == step - 1

@@ -20,19 +20,29 @@ import tensorstore as ts
 
 from t5x_gpu import reshard
 from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader, find_checkpoint
-from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader, StateWriter, find_checkpoint
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.model_dir import check_model_dir
+from t5x_gpu.checkpoint.initialize import restore_from
+from t5x_gpu.checkpoint.model_dir import (
+  COMMIT,
+  SET_ASIDE,
+  UNDER_WAY,
+  check_model_dir,
+  committed_steps,
+  read_manifest,
+  remove,
+)
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
-from t5x_gpu.checkpoint.saved_checkpoint import committed_steps, read_manifest
-from t5x_gpu.checkpoint.start import restore_from
 from t5x_gpu.checkpoint.storage.atomic_folder import RemoteJournal
-from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
-from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path, kvstore_spec, local_path
-from t5x_gpu.checkpoint.storage.storage_errors import StorageError
+from t5x_gpu.checkpoint.storage.paths import (
+  RemotePath,
+  StorageError,
+  as_path,
+  kvstore_spec,
+  local_path,
+)
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint import remote_ranks
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save

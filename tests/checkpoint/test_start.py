@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from t5x_gpu.checkpoint import start
+from t5x_gpu.checkpoint import initialize
 from t5x_gpu.checkpoint.run_files import carried_generation
 from t5x_gpu.data.sources.source_files import NAME, SourceFiles
 from t5x_gpu.errors import AccessError
@@ -37,7 +37,7 @@ def test_a_record_of_the_text_that_cannot_be_read_is_a_warning(tmp_path, caplog,
   (tmp_path / 'a.txt').write_text('text')
   replace(tmp_path / NAME)
   data = Data(tmp_path / 'a.txt')
-  assert start.open_sources(data, tmp_path, resumed=True) is data.files
+  assert initialize.open_sources(data, tmp_path, resumed=True) is data.files
   [warning] = caplog.messages
   assert NAME in warning and 'a restart compares only' in warning
 
@@ -47,7 +47,7 @@ def test_a_record_of_the_text_that_cannot_be_opened_stops_the_run(tmp_path):
   data = Data(tmp_path / 'a.txt')
   (tmp_path / NAME).write_bytes(data.files.to_json())
   with refused_to_python(NAME, errno.EACCES), pytest.raises(AccessError, match=f'{NAME}.*EACCES'):
-    start.open_sources(data, tmp_path, resumed=True)
+    initialize.open_sources(data, tmp_path, resumed=True)
 
 
 def test_settings_of_a_converted_model_that_cannot_be_opened_are_not_called_damaged(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from t5x_gpu import eval as eval_lib
+from t5x_gpu import eval
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here
 from tests.helpers_xla import xla_flags
@@ -22,7 +22,7 @@ def test_two_processes_with_unequal_rows_find_what_one_finds(tmp_path):
   project = Project(tmp_path, gin=GIN)
   assert project.run(num_devices=1, TRAIN_STEPS=2).code == 0
   with compiled_kept_in(project._compiled):
-    alone = run_here(lambda: eval_lib.main(project.argv('--name=alone', **FLAGS)), num_devices=1)
+    alone = run_here(lambda: eval.main(project.argv('--name=alone', **FLAGS)), num_devices=1)
   assert alone.code == 0, alone.err
   environment = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(

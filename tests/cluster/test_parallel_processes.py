@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.tools.verify import verify
+from t5x_gpu.checkpoint.tools.inspect import verify
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 from tests.parity.tolerances import MESH_LOSS

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from t5x_gpu import cli
+from t5x_gpu import cli, data_tools
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data import batches, data_module, features, speed
+from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.run.check import check
 from t5x_gpu.run.config import Run
@@ -136,7 +136,7 @@ def test_names_of_optional_functions_are_judged_where_they_are_needed(write):
 
 
 def test_the_speed_of_an_iterator_without_close_is_measured(write):
-  assert speed.measure(opened(write(COMPLETE)), seconds=0).batches == 1
+  assert data_tools.measure(opened(write(COMPLETE)), seconds=0).batches == 1
 
 
 def test_our_modules_have_the_functions_of_the_protocol():

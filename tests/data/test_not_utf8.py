@@ -5,8 +5,8 @@ import gzip
 import numpy as np
 import pytest
 
-from t5x_gpu.data.sources import text_readers
-from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.sources import record_formats
+from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 from tests.data.tasks.test_builtin import examples
@@ -73,7 +73,7 @@ def test_replacing_is_asked_for_counted_and_part_of_what_the_data_is(
 ):
   path = tmp_path / 'a.txt'
   path.write_bytes(with_latin1_at(30, 31, 32, 33, 390))
-  task = tasks.PATTERN_TASKS[kind](f'{path}#errors=replace')
+  task = builtin.PATTERN_TASKS[kind](f'{path}#errors=replace')
   for _ in range(2):
     found = [
       bytes(np.array([i - 3 for i in e['targets'] if i > 2], np.uint8)).decode()
@@ -135,7 +135,7 @@ def test_exactly_what_python_decodes_is_taken_for_utf8():
     b'\xc0\x80',
   ]
   cases = [a + b + c for a in parts for b in parts for c in parts]
-  got = tf.strings.regex_full_match(tf.constant(cases), text_readers._UTF8).numpy()
+  got = tf.strings.regex_full_match(tf.constant(cases), record_formats._UTF8).numpy()
 
   def decodes(text):
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from t5x_gpu.data import features, same_on_hosts
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.prepared import batches as prepared
+from t5x_gpu.data.prepared import batches as batches_lib
 from tests.helpers_prepared import prepare_here
 
 pytestmark = pytest.mark.tf
@@ -90,7 +90,7 @@ def test_copies_agree_and_a_byte_at_the_end_of_one_is_named(hosts, source, chang
 def test_prepared_rows_are_compared_by_the_digests_in_their_index(tmp_path):
   index = prepare_here('mixed', tmp_path, num_parts=1)
   config = DatasetConfig(f'prepared:{tmp_path}', {'targets': 32}, 'train', 2)
-  batches = prepared.open_batches(config, spec=spec_of(config, 'lm'), feature_converter='lm')
+  batches = batches_lib.open_batches(config, spec=spec_of(config, 'lm'), feature_converter='lm')
   found = same_on_hosts._facts(batches)
   assert batches.rows_read == 0
   batches.close()
@@ -98,11 +98,11 @@ def test_prepared_rows_are_compared_by_the_digests_in_their_index(tmp_path):
   shard = dataclasses.replace(member.shards[0], sha256='of other bytes')
   member = dataclasses.replace(member, shards=(shard, *member.shards[1:]))
   other = dataclasses.replace(index, members={**index.members, name: member})
-  files = prepared._file_facts(other, tmp_path / 'train')
+  files = batches_lib._file_facts(other, tmp_path / 'train')
   assert differing({n: found[n] for n in files}, files) == [shard.file]
   other = dataclasses.replace(index, split='another')
   assert differing(
-    {n: found[n] for n in files}, prepared._file_facts(other, tmp_path / 'train')
+    {n: found[n] for n in files}, batches_lib._file_facts(other, tmp_path / 'train')
   ) == ['index.json']
 
 

@@ -1,6 +1,6 @@
 """The table that eval prints fits the terminal and leaves no metric out."""
 
-from t5x_gpu.evaluation.eval_results import table
+from t5x_gpu.evaluation.checkpoint_evaluator import table
 
 
 def test_the_table_of_an_evaluation_has_every_metric_of_every_step():

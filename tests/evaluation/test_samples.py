@@ -2,7 +2,7 @@
 
 import json
 
-from t5x_gpu.evaluation.samples import append_sample
+from t5x_gpu.checkpoint.run_files import append_sample
 from t5x_gpu.models.decoding import SampleConfig
 
 

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.layers.backends.choose import attention_by
-from t5x_gpu.layers.backends.dense import DenseAttention
+from t5x_gpu.layers.backends.choose import BACKENDS, AttentionNeed, attention_by, hardware, lacks
+from t5x_gpu.layers.backends.chunked import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
-from t5x_gpu.layers.backends.serves import BACKENDS, AttentionNeed, hardware, lacks
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import RelativeBuckets
 from tests.gpu.helpers_numerics import ON_GPU, assert_close

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from t5x_gpu.models.linear_cross_entropy import TokenLoss, linear_cross_entropy
-from t5x_gpu.models.losses import cross_entropy
+from t5x_gpu.models.losses import TokenLoss, cross_entropy, linear_cross_entropy
 from tests.gpu.helpers_numerics import ON_GPU, assert_close
 
 # Libraries may warn about the jax of a GPU machine, which does not affect numbers.

@@ -11,7 +11,7 @@ import pytest
 
 from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.backends.serves import Hardware
+from t5x_gpu.layers.backends.choose import Hardware
 from t5x_gpu.layers.dropout import DropoutRng
 from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul, kernel_for
 from t5x_gpu.layers.mlp import Mlp

@@ -8,8 +8,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.layers.masks import TokenInfo
-from t5x_gpu.layers.positions import RotaryEmbedding
-from t5x_gpu.layers.rotary import example_lengths, rotations
+from t5x_gpu.layers.positions import RotaryEmbedding, example_lengths, rotations
 from t5x_gpu.partitioning.axis_rules import use_rules
 from t5x_gpu.partitioning.context_parallel import length_order, rules
 

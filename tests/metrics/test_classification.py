@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ShapeError
-from t5x_gpu.metrics import classification, confusion_picture
+from t5x_gpu.metrics import classification, plots
 
 # Ten examples of three classes, worked out by hand below.
 MATRIX = np.array([[3, 1, 0], [0, 2, 1], [1, 0, 2]])
@@ -17,7 +17,7 @@ NAMES = ('a', 'b', 'c')
 def test_scores_are_those_worked_out_by_hand():
   # precision 3/4 2/3 2/3, recall 3/4 2/3 2/3: F1 3/4 2/3 2/3.
   # MCC: (7*10 - (4*4 + 3*3 + 3*3)) / sqrt((100 - 34) * (100 - 34)) = 36 / 66.
-  got = classification.scores(MATRIX, prefix='eval/')
+  got = classification.class_scores(MATRIX, prefix='eval/')
   assert got == pytest.approx(
     {
       'eval/accuracy': 0.7,
@@ -58,10 +58,10 @@ def test_scores_equal_formulas_over_examples(seed):
 
 
 def test_the_ends_of_the_scales():
-  assert classification.scores(np.diag([3, 2, 1]))['matthews_corrcoef'] == pytest.approx(1)
+  assert classification.class_scores(np.diag([3, 2, 1]))['matthews_corrcoef'] == pytest.approx(1)
   assert classification.matthews_corrcoef(np.array([[0, 4], [4, 0]])) == pytest.approx(-1)
   one_prediction = np.array([[7, 0], [3, 0]])
-  got = classification.scores(one_prediction)
+  got = classification.class_scores(one_prediction)
   assert got['matthews_corrcoef'] == 0 and got['accuracy'] == got['majority'] == 0.7
   assert got['macro_f1'] == pytest.approx(14 / 17 / 2)  # the class that is never said counts as 0
 
@@ -74,15 +74,15 @@ def test_classes_that_do_not_occur_do_not_pull_macro_f1_down():
 
 def test_nothing_counted_has_no_scores():
   empty = np.zeros((3, 3))
-  assert classification.scores(empty) == {}
+  assert classification.class_scores(empty) == {}
   assert math.isnan(classification.matthews_corrcoef(empty))
   assert math.isnan(classification.macro_f1(empty))
 
 
 def test_table_has_a_line_per_class_and_what_it_is_taken_for():
-  lines = classification.table(MATRIX, ('one', 'two', 'three')).splitlines()
+  lines = classification.confusion_table(MATRIX, ('one', 'two', 'three')).splitlines()
   assert lines[1].split() == ['one', '4', '0.750', '0.750', '0.750', 'two', '(1)']
-  assert classification.table(np.zeros((2, 2)), ('x', 'y')).splitlines()[1].split() == [
+  assert classification.confusion_table(np.zeros((2, 2)), ('x', 'y')).splitlines()[1].split() == [
     'x',
     '0',
     '-',
@@ -92,7 +92,9 @@ def test_table_has_a_line_per_class_and_what_it_is_taken_for():
 
 
 def test_csv_reads_back(tmp_path):
-  path = classification.write_csv(MATRIX, ('a', 'b "quoted", and', 'c'), tmp_path / 'm.csv')
+  path = classification.write_confusion_csv(
+    MATRIX, ('a', 'b "quoted", and', 'c'), tmp_path / 'm.csv'
+  )
   rows = list(csv.reader(path.read_text().splitlines()))
   assert rows[0][2] == 'b "quoted", and'
   assert [[float(x) for x in row[1:]] for row in rows[1:]] == MATRIX.tolist()
@@ -104,14 +106,14 @@ def test_any_matrix_gives_a_picture_without_warnings(tmp_path, count):
   matrix = np.random.default_rng(0).integers(0, 9, (count, count))
   matrix[0] = 0  # a class without an example
   names = [f'class_{i} $x' for i in range(count)]
-  png = confusion_picture.plot_confusion(matrix, names, tmp_path / 'c.png', title='a $title_1')
+  png = plots.plot_confusion(matrix, names, tmp_path / 'c.png', title='a $title_1')
   assert png.read_bytes().startswith(b'\x89PNG\r\n\x1a\n') and len(png.read_bytes()) > 5000
   assert [p.name for p in tmp_path.iterdir()] == ['c.png']
 
 
 def test_picture_shows_what_the_matrix_holds(tmp_path):
   pngs = [
-    confusion_picture.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
+    plots.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
     for i, matrix in enumerate((MATRIX, MATRIX.T))
   ]
   assert pngs[0] != pngs[1]
@@ -119,7 +121,7 @@ def test_picture_shows_what_the_matrix_holds(tmp_path):
 
 def test_picture_of_other_names_is_refused(tmp_path):
   with pytest.raises(ShapeError, match='does not match 2 class names'):
-    confusion_picture.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
+    plots.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
 
 
 def test_f1_of_several_labels_by_hand():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t5x_gpu.metrics.end_of_run import closing_text
+from t5x_gpu.run.finish import closing_text
 
 
 def text(tmp_path, **changes):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from t5x_gpu.metrics import goodput_accounts
+from t5x_gpu.metrics import goodput as goodput_lib
 from t5x_gpu.metrics.goodput import GOODPUT, Goodput
 from t5x_gpu.runtime import process_exit
 from tests.helpers_disk import small_disk
@@ -57,8 +57,8 @@ def trains(goodput, clock, folder, steps, *, first_step, init=3.0, save_every=No
     goodput.write()
 
 
-def accounts(folder) -> goodput_accounts.Accounts:
-  return goodput_accounts.accounts_of(goodput_accounts.read_ledger(folder / GOODPUT))
+def accounts(folder) -> goodput_lib.Accounts:
+  return goodput_lib.accounts_of(goodput_lib.read_ledger(folder / GOODPUT))
 
 
 def test_phases_of_one_process_sum_to_its_wall_time(tmp_path, clock):
@@ -76,10 +76,10 @@ def test_phases_of_one_process_sum_to_its_wall_time(tmp_path, clock):
   assert found.wall_seconds == math.fsum(used.values()) == clock() - begin
   assert found.goodput == pytest.approx(15 / 39)
   assert found.processes[0].process.end == 'done'
-  assert goodput_accounts.summary(found) == (
+  assert goodput_lib.summary(found) == (
     '38% of 0:00:39: compile 26%, input 13%, eval 10%, init 8%, save 5%'
   )
-  assert goodput_accounts.interruption(found) == ''
+  assert goodput_lib.interruption(found) == ''
 
 
 def test_a_wait_for_input_while_the_devices_are_busy_is_productive(tmp_path, clock):
@@ -151,10 +151,10 @@ def test_a_half_written_line_costs_that_line_alone(tmp_path, clock):
   )
   with started(clock) as goodput:
     trains(goodput, clock, tmp_path, 5, first_step=10)
-  ledger = goodput_accounts.read_ledger(path)
+  ledger = goodput_lib.read_ledger(path)
   assert ledger.damaged == [2, 3, len(lines) + 3]
   assert len(ledger.runs) == 2
-  assert goodput_accounts.accounts_of(ledger).processes[0].seconds == whole
+  assert goodput_lib.accounts_of(ledger).processes[0].seconds == whole
 
 
 def test_any_line_may_be_missing(tmp_path, clock):
@@ -178,7 +178,7 @@ def test_a_thread_writes_while_the_process_is_in_one_phase(tmp_path, clock):
       clock.passes(7.0)
       arrived = threading.Event()
       for _ in range(10_000):
-        if goodput_accounts.read_ledger(tmp_path / GOODPUT).runs[0].last.seconds.get('eval') == 7:
+        if goodput_lib.read_ledger(tmp_path / GOODPUT).runs[0].last.seconds.get('eval') == 7:
           break
         arrived.wait(0.005)
       else:

@@ -5,13 +5,19 @@ import logging
 
 import pytest
 
-from t5x_gpu.metrics.monitor import Monitor
-from t5x_gpu.metrics.speed import ModelSpeed, model_speed, peak_memory_bytes
+from t5x_gpu.metrics.monitor import (
+  ModelSpeed,
+  Monitor,
+  RankReport,
+  RankReports,
+  model_speed,
+  peak_memory_bytes,
+  slowest,
+)
 from t5x_gpu.metrics.throughput import StepTimes
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.runtime.health.gpu_sensors import GpuSensors
-from t5x_gpu.runtime.health.rank_reports import RankReport, RankReports, slowest
 from tests.helpers_train import Project
 
 

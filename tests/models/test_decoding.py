@@ -15,8 +15,7 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.inference.generation import Generator, by_layer, sample
-from t5x_gpu.models.inference.prompt_batches import padded_length
+from t5x_gpu.models.inference.generation import Generator, by_layer, padded_length, sample
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology

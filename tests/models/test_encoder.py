@@ -9,8 +9,7 @@ import pytest
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.encoder import EncoderModel
-from t5x_gpu.models.encoding.sums import of_label_sets
+from t5x_gpu.models.encoder import EncoderModel, of_label_sets
 from t5x_gpu.partitioning.axis_rules import split_names
 
 CONFIG = TransformerConfig(

@@ -12,13 +12,13 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.linear_cross_entropy import (
+from t5x_gpu.models.losses import (
   CHUNK_BYTES,
   TokenLoss,
   choose_num_chunks,
+  cross_entropy,
   linear_cross_entropy,
 )
-from t5x_gpu.models.losses import cross_entropy
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 16, 50
 Z_LOSS = 1e-2

@@ -21,17 +21,17 @@ transformers = pytest.importorskip('transformers')
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.convert import logits_check
-from t5x_gpu.checkpoint.convert.hf import folder as hf_folder
+from t5x_gpu.checkpoint.convert.hf import folder as folder_lib
 from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.data.features import SCORE_UNIT
-from t5x_gpu.models.encoding.checks import MULTI_LABEL
+from t5x_gpu.models.encoder import MULTI_LABEL
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.training.optimizers import AdamW
-from tests.checkpoint.hf_files import CONFIGS, VARIANTS, files_of, write_model  # noqa: E402
-from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS  # noqa: E402
+from tests.checkpoint.hf_files import CONFIGS, VARIANTS, files_of, write_model
+from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS
 
 AUTO = {
   'decoder_only': 'AutoModelForCausalLM',
@@ -332,7 +332,7 @@ def test_gradients_and_a_step_of_adamw_equal_hugging_face(name, converted, tmp_p
   def laid_out(title):
     theirs.save_pretrained(tmp_path / title)
     (tmp_path / title / 'config.json').write_text(json.dumps(dict(VARIANTS[name])))
-    return params_of_files(hf_folder.open_hf(tmp_path / title).weights)
+    return params_of_files(folder_lib.open_hf(tmp_path / title).weights)
 
   optimizer.step()
   stepped = laid_out('stepped')
@@ -387,30 +387,30 @@ def test_the_command_compares_short_and_long_factors(extra, tmp_path, capsys):
 def test_weights_of_another_model_are_found_by_the_logits(tmp_path):
   make_theirs(CONFIGS['llama'], tmp_path / 'a')
   config = {**CONFIGS['llama'], 'rope_scaling': None, 'rope_theta': 10.0}
-  fields = hf_folder.open_hf(tmp_path / 'a').model
+  fields = folder_lib.open_hf(tmp_path / 'a').model
   batch = logits_check.random_batch(fields)
   (tmp_path / 'a' / 'config.json').write_text(json.dumps(config))
   theirs, against = logits_check.transformers_logits(tmp_path / 'a', fields, batch)
-  hf = hf_folder.open_hf(tmp_path / 'a')
+  hf = folder_lib.open_hf(tmp_path / 'a')
   ours = logits_check.our_logits(fields, params_of_files(hf.weights), batch)
   with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
-    logits_check.compare(fields, ours, theirs, batch, against=against)
+    logits_check.compare_logits(fields, ours, theirs, batch, against=against)
 
 
 def test_the_check_sees_a_window_that_is_longer_than_its_rows(tmp_path):
   config = {'sliding_window': 4096, 'max_position_embeddings': 8192}
   make_theirs({**CONFIGS['mistral'], **config}, tmp_path / 'a')
-  hf = hf_folder.open_hf(tmp_path / 'a')
+  hf = folder_lib.open_hf(tmp_path / 'a')
   assert set(hf.model.config.windows) == {4096}
   batch = logits_check.random_batch(hf.model)
   theirs, against = logits_check.transformers_logits(tmp_path / 'a', hf.model, batch)
   params = params_of_files(hf.weights)
   ours = logits_check.our_logits(hf.model, params, batch)
-  logits_check.compare(hf.model, ours, theirs, batch, against=against)
+  logits_check.compare_logits(hf.model, ours, theirs, batch, against=against)
   without = dataclasses.replace(hf.model, config=dataclasses.replace(hf.model.config, windows=(0,)))
   ours = logits_check.our_logits(without, params, batch)
   with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
-    logits_check.compare(without, ours, theirs, batch, against=against)
+    logits_check.compare_logits(without, ours, theirs, batch, against=against)
 
 
 def write_again(fields, params, folder):
@@ -432,7 +432,7 @@ def write_again(fields, params, folder):
     for name in table.uses
   }
   write_model(folder, to_hf(fields, family=family), tensors)
-  return hf_folder.open_hf(folder).model
+  return folder_lib.open_hf(folder).model
 
 
 @pytest.mark.parametrize('name', CONFIGS)

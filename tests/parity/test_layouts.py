@@ -18,7 +18,7 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import check_eval_batch
 from t5x_gpu.layers import grouped_matmul
-from t5x_gpu.layers.backends.serves import Hardware
+from t5x_gpu.layers.backends.choose import Hardware
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel

@@ -12,8 +12,7 @@ from flax import serialization, traverse_util
 
 from t5x_gpu.checkpoint.convert.logits_check import params_of_files
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
-from t5x_gpu.checkpoint.convert.t5x_moments import t5x_moments
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_moments
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner

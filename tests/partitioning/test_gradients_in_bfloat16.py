@@ -13,7 +13,7 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
-from t5x_gpu.partitioning.manual_collectives import InBfloat16, psum, psum_scatter
+from t5x_gpu.partitioning.fsdp import InBfloat16, psum, psum_scatter
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW

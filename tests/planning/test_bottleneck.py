@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from t5x_gpu.planning import bottleneck
+from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import Planner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.aot.cases import Case
@@ -23,7 +23,7 @@ def predicted(case, topology=Topology(1, 8)):
 
 
 def sentence(case, topology=Topology(1, 8), **changes):
-  return bottleneck.sentence(predicted(dataclasses.replace(case, **changes), topology))
+  return screen.bottleneck_sentence(predicted(dataclasses.replace(case, **changes), topology))
 
 
 def test_attention_is_named_where_it_takes_most():
@@ -67,5 +67,5 @@ def test_the_advice_about_attention_is_the_one_that_gets_a_kernel():
 )
 def test_settings_that_keep_kernels_from_attention_are_named(binding, reason, advice):
   case = Case(model='gpt2_xl', layout='dp', batch=(64, 1024), bindings=(binding,))
-  [cost] = [c for c in bottleneck.costs(predicted(case)) if c.what.startswith('Attention without')]
+  [cost] = [c for c in screen.costs(predicted(case)) if c.what.startswith('Attention without')]
   assert reason in cost.what and cost.remedy == f'TransformerConfig.{advice}'

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import FOLDERS, calibrated, check_is_used, read
+from t5x_gpu.planning.assumptions import FOLDERS, Assumptions, calibrated, check_is_used, read
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
 MACHINE = {'card': 'NVIDIA H100 80GB HBM3'}

@@ -17,9 +17,10 @@ from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
-from t5x_gpu.planning import bottleneck, screen
+from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.formulas import links, memory
+from t5x_gpu.planning.formulas import memory
+from t5x_gpu.planning.formulas import step_time as step_time_lib
 from t5x_gpu.planning.formulas.step_shape import step_shape
 from t5x_gpu.planning.formulas.step_time import part_time, step_time
 from t5x_gpu.planning.formulas.traffic import (
@@ -116,7 +117,7 @@ def test_hidden_time_is_at_most_that_of_matrix_kernels():
   ],
 )
 def test_a_group_has_the_adapters_of_its_gpus(kind, axes, bandwidth):
-  link = links.link_of(kind, axes, hybrid_sizes(), H100, EXACT)
+  link = step_time_lib.link_of(kind, axes, hybrid_sizes(), H100, EXACT)
   assert link.bandwidth == pytest.approx(bandwidth)
 
 
@@ -124,7 +125,7 @@ def test_tokens_leave_the_host_over_the_adapter_of_their_gpu():
   sizes = resolve_mesh_sizes(
     Topology(2, 8), ici_mesh_shape={'expert': 8}, dcn_mesh_shape={'expert': 2}
   )
-  link = links.link_of('all-to-all', ('expert',), sizes, H100, EXACT)
+  link = step_time_lib.link_of('all-to-all', ('expert',), sizes, H100, EXACT)
   assert link.bandwidth == pytest.approx(50e9 * 15 / 8)  # of 15 parts, 8 leave
 
 
@@ -297,7 +298,7 @@ def test_the_remedy_for_recomputation_is_what_causes_it(layout, bindings, advice
   config, topology = case.config(), Topology(1, 8)
   p = program_of_run(config, topology=topology, devices=jax.devices())
   prediction = predict(p, config, gpu=H100, assumed=Assumptions())
-  again = [c for c in bottleneck.costs(prediction) if c.what.startswith('Computing layers again')]
+  again = [c for c in screen.costs(prediction) if c.what.startswith('Computing layers again')]
   assert again and advice in again[0].remedy
   parts = prediction.params_by_part
   assert sum(parts.values()) == prediction.num_params

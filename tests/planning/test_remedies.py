@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.planning import changes, remedies
+from t5x_gpu.planning import remedies
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.changes import Change
-from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import Planner
+from t5x_gpu.planning.remedies import Change
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.aot.cases import Case
@@ -29,7 +29,7 @@ def written(case, change):
 def test_a_change_names_all_that_the_run_must_set(layout):
   bindings = ("Partitioner.gradient_dtype = 'bfloat16'",)
   case = Case(model='llama3_8b', layout=layout, batch=(64, 4096), bindings=bindings)
-  found = list(changes.single_changes(case.config(), Topology(2, 8)))
+  found = list(remedies.single_changes(case.config(), Topology(2, 8)))
   assert sum('Partitioner' in change.kinds for change in found) >= 3
   for change in found:
     run = written(case, change)
@@ -86,7 +86,7 @@ def test_all_axes_but_data_are_kept_in_one_of_the_layouts(bindings, kept):
   case = Case(model='llama3_8b', layout='cp', batch=(64, 4096), bindings=bindings)
   sizes = [
     change.config.partitioner.mesh_sizes(Topology(2, 8)).total
-    for change in changes.single_changes(case.config(), Topology(2, 8))
+    for change in remedies.single_changes(case.config(), Topology(2, 8))
     if 'Partitioner' in change.kinds
   ]
   assert dict.fromkeys(sizes[0], 1) | kept in sizes
@@ -144,5 +144,5 @@ def test_the_run_fits_on_the_least_number_of_gpus(planner, layout, rows, length,
   again = planner.by_formula(run, Topology(gpus // 8, 8))
   assert again.memory.fits and again.num_gpus == found.prediction.num_gpus
   fewer = Topology(gpus // 8 - 1, 8)
-  for change in changes.on_all_of(config, fewer) if fewer.num_hosts > 1 else ():
+  for change in remedies.on_all_of(config, fewer) if fewer.num_hosts > 1 else ():
     assert not planner.by_formula(change.config, fewer).memory.fits

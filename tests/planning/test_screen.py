@@ -7,11 +7,10 @@ import jax
 import pytest
 
 from t5x_gpu.config import gin_loader
-from t5x_gpu.planning import scaling, screen
+from t5x_gpu.planning import screen, what_if
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas import memory
-from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import PlanConfig
+from t5x_gpu.planning.prediction import PlanConfig, Planner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
@@ -84,7 +83,7 @@ def test_a_rack_of_many_nvlinks_is_a_caveat_of_its_gpu_alone(t5):
   rack = dataclasses.replace(t5, gpu=find_target('gb200'))
   [caveat] = set(screen.caveats(rack)) - set(screen.caveats(t5))
   assert 'hosts of 8 with NVLink inside are assumed' in caveat and 'NVL72' in caveat
-  assert caveat in scaling.what_if_table('gpu', {'h100': t5, 'gb200': rack})
+  assert caveat in what_if.what_if_table('gpu', {'h100': t5, 'gb200': rack})
   assert caveat in screen.first_screen(rack)
   of_rack = dataclasses.replace(rack, num_gpus=72)
   four = dataclasses.replace(t5, num_gpus=4)

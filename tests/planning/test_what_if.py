@@ -7,10 +7,9 @@ import pytest
 
 from t5x_gpu import cli, plan
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.planning import scaling, what_if
+from t5x_gpu.planning import what_if
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import COMPILED
+from t5x_gpu.planning.prediction import COMPILED, Planner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.helpers_train import TINY_GIN
@@ -86,7 +85,7 @@ def test_an_assumption_changes_the_prediction(configured):
 def test_no_bar_is_longer_than_a_whole_one(configured):
   p = PLANNER.by_formula(configured(())[0], TOPOLOGY)
   faster = dataclasses.replace(p, num_gpus=2)
-  text = scaling.scale_table({4: p, 2: faster})
+  text = what_if.scale_table({4: p, 2: faster})
   assert '200%' in text and max(line.count('#') for line in text.splitlines()) == 30
 
 
@@ -122,4 +121,4 @@ def test_small_memory_is_not_zero(configured):
   p = PLANNER.by_formula(configured(())[0], TOPOLOGY)
   assert p.memory.needed_bytes < 2**25
   shown = f'{p.memory.needed_bytes / 2**20:.1f} MiB'
-  assert shown in scaling.scale_table({4: p}) and shown in scaling.what_if_table('x', {'1': p})
+  assert shown in what_if.scale_table({4: p}) and shown in what_if.what_if_table('x', {'1': p})

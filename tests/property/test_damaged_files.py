@@ -18,27 +18,26 @@ from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.convert.hf.folder import open_hf, read_record, write_record
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
 from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
+from t5x_gpu.checkpoint.initialize import check_sources
 from t5x_gpu.checkpoint.local.file_format import write_local_file
-from t5x_gpu.checkpoint.local.inventory import candidates, find_local_files
-from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
+from t5x_gpu.checkpoint.local.local_tier import ensure_run_id, read_run_id
+from t5x_gpu.checkpoint.local.promotion import candidates, find_local_files
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.start import check_sources
-from t5x_gpu.checkpoint.tools.verify import verify
+from t5x_gpu.checkpoint.run_files import append_sample
+from t5x_gpu.checkpoint.tools.inspect import verify
 from t5x_gpu.config import report
 from t5x_gpu.config.provenance import Provenance
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.prepared import batches as prepared
+from t5x_gpu.data.prepared import batches
 from t5x_gpu.data.prepared.index import Index, MixtureMember
 from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.errors import DataError
-from t5x_gpu.evaluation.samples import append_sample
-from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.metrics.goodput_accounts import read_ledger
-from t5x_gpu.metrics.loggers.run_ids import RunIds
+from t5x_gpu.metrics.goodput import Goodput, read_ledger
+from t5x_gpu.metrics.loggers.background import RunIds
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
 from t5x_gpu.models.decoding import SampleConfig
 from tests.checkpoint.hf_files import CONFIGS, write_model
@@ -259,14 +258,14 @@ def prepared_rows(folder: pathlib.Path) -> Target:
   (folder / 'train' / 'index.json').write_text(index.to_json())
 
   def use():
-    opened = prepared.open_batches(config, spec=spec, feature_converter='lm')
+    opened = batches.open_batches(config, spec=spec, feature_converter='lm')
     try:
       for _ in range(3):
         spec.check({name: np.asarray(x) for name, x in next(opened).items()})
       opened.set_state(opened.get_state())
-      prepared.text_config(config)
-      prepared.source_config(config)
-      prepared.class_names(config)
+      batches.text_config(config)
+      batches.source_config(config)
+      batches.class_names(config)
     finally:
       opened.close()
 

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from t5x_gpu.reporting import charts, scales
-from t5x_gpu.reporting.markup import element
-from t5x_gpu.reporting.page import Section, Tile, page, table, views
+from t5x_gpu.reporting import charts
+from t5x_gpu.reporting.page import Section, Tile, element, page, table, views
 from tests.reporting.pages import Page
 
 HOSTILE = '</title></style><script>alert(1)</script>\x00" onload="x()" \ud800 &amp; <b>'
@@ -81,7 +80,7 @@ def test_charts_of_odd_points_are_drawn(points, x_log, y_log):
 def test_a_bad_step_among_many_stays_visible():
   points = [(float(s), 2.0) for s in range(100_000)]
   points[54_321] = (54_321.0, 9.0)
-  kept = scales.fewer(points, most=1000)
+  kept = charts.fewer(points, most=1000)
   assert len(kept) <= 1102 and (54_321.0, 9.0) in kept
   assert (kept[0], kept[-1]) == (points[0], points[-1]) and kept == sorted(kept)
 
@@ -89,16 +88,16 @@ def test_a_bad_step_among_many_stays_visible():
 @pytest.mark.parametrize(
   'scale, whole, expected',
   [
-    (scales.Scale(0, 10), False, [0, 2, 4, 6, 8, 10]),
-    (scales.Scale(1.1, 1.42), False, [1.1, 1.2, 1.3, 1.4]),
-    (scales.Scale(1, 3), True, [1, 2, 3]),
-    (scales.Scale(1, 1000, True), False, [1, 10, 100, 1000]),
-    (scales.Scale(8, 512, True), False, [10, 20, 50, 100, 200, 500]),
-    (scales.Scale(2.1, 2.4, True), False, [2.1, 2.2, 2.3, 2.4]),
+    (charts.Scale(0, 10), False, [0, 2, 4, 6, 8, 10]),
+    (charts.Scale(1.1, 1.42), False, [1.1, 1.2, 1.3, 1.4]),
+    (charts.Scale(1, 3), True, [1, 2, 3]),
+    (charts.Scale(1, 1000, True), False, [1, 10, 100, 1000]),
+    (charts.Scale(8, 512, True), False, [10, 20, 50, 100, 200, 500]),
+    (charts.Scale(2.1, 2.4, True), False, [2.1, 2.2, 2.3, 2.4]),
   ],
 )
 def test_ticks_are_round_numbers(scale, whole, expected):
-  assert scales.ticks(scale, whole=whole) == pytest.approx(expected)
+  assert charts.ticks(scale, whole=whole) == pytest.approx(expected)
 
 
 def test_bars_are_as_long_as_their_amounts():

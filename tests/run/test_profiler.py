@@ -7,11 +7,10 @@ import jax.numpy as jnp
 
 from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.metrics.goodput import Goodput
+from t5x_gpu.metrics.monitor import ModelSpeed
 from t5x_gpu.metrics.recorder import Recorder
-from t5x_gpu.metrics.speed import ModelSpeed
 from t5x_gpu.metrics.throughput import StepTimer
-from t5x_gpu.run.profile_reader import ProfileReader
-from t5x_gpu.run.profiler import Profiler
+from t5x_gpu.run.profiler import Profiler, ProfileReader
 
 
 def train_step(x):

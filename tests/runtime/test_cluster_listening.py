@@ -10,7 +10,7 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
+from t5x_gpu.runtime.cluster import addresses, rendezvous
 from t5x_gpu.runtime.cluster.cluster import detect
 from tests.runtime.test_cluster_meeting import free_port, info, member, run_all
 
@@ -226,7 +226,7 @@ def test_a_process_0_that_does_not_know_the_secret_is_not_believed():
 def test_a_question_that_was_overheard_cannot_be_asked_again():
   port, overheard, proven = free_port(), b'', []
   with contextlib.closing(
-    signed_lines.Reception(
+    rendezvous.Reception(
       addresses.listen([f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), 's3cret'
     )
   ) as reception:
@@ -240,7 +240,7 @@ def test_a_question_that_was_overheard_cannot_be_asked_again():
             {
               'text': '"hello"',
               'challenge': 'x',
-              'proof': job_secret.proof('s3cret', 'question', challenge, 'x', '"hello"'),
+              'proof': rendezvous.proof('s3cret', 'question', challenge, 'x', '"hello"'),
             }
           ).encode()
           + b'\n'
@@ -255,7 +255,7 @@ def test_a_question_that_was_overheard_cannot_be_asked_again():
 def test_a_process_of_an_older_version_is_logged_with_its_host(caplog):
   port = free_port()
   with contextlib.closing(
-    signed_lines.Reception(
+    rendezvous.Reception(
       addresses.listen([f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), ''
     )
   ) as reception:
@@ -314,10 +314,10 @@ def test_a_client_that_sends_byte_by_byte_holds_nobody():
 
 
 def test_a_client_that_sends_byte_by_byte_is_dropped(monkeypatch):
-  monkeypatch.setattr(signed_lines, 'LINE_SECONDS', 0.3)
+  monkeypatch.setattr(rendezvous, 'LINE_SECONDS', 0.3)
   port = free_port()
   with contextlib.closing(
-    signed_lines.Reception(
+    rendezvous.Reception(
       addresses.listen([f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), ''
     )
   ) as reception:
@@ -330,7 +330,7 @@ def test_a_client_that_sends_byte_by_byte_is_dropped(monkeypatch):
 
 
 def test_a_server_that_sends_byte_by_byte_does_not_hold_a_process(monkeypatch):
-  monkeypatch.setattr(signed_lines, 'LINE_SECONDS', 0.3)
+  monkeypatch.setattr(rendezvous, 'LINE_SECONDS', 0.3)
   with socket.create_server(('127.0.0.1', 0)) as server:
 
     def dribble() -> None:

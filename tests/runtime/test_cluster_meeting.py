@@ -9,7 +9,7 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError
-from t5x_gpu.runtime.cluster import addresses, rendezvous, signed_lines
+from t5x_gpu.runtime.cluster import addresses, rendezvous
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember
 from t5x_gpu.runtime.cluster.members import check as check_members
@@ -222,7 +222,7 @@ def test_a_process_that_came_and_died_is_missing_again(caplog):
     while time.monotonic() < deadline:
       try:
         with socket.create_connection(('127.0.0.1', port)) as connection:
-          signed_lines.send_question(
+          rendezvous.send_question(
             connection, {'run': 'test/1', 'count': 3, 'member': dataclasses.asdict(member(1))}, ''
           )
         return

@@ -6,8 +6,8 @@ import types
 import jax
 import pytest
 
-from t5x_gpu.runtime import memory
-from t5x_gpu.runtime.memory import GIB, Limit
+from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime.hardware import GIB, Limit
 
 
 def files(root: pathlib.Path, **texts: str) -> pathlib.Path:
@@ -19,7 +19,7 @@ def files(root: pathlib.Path, **texts: str) -> pathlib.Path:
 
 
 def test_without_control_groups_it_is_the_hosts_memory(tmp_path):
-  assert memory.host_limit(files(tmp_path)) == Limit(64 * GIB, "the host's memory")
+  assert hardware.host_limit(files(tmp_path)) == Limit(64 * GIB, "the host's memory")
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, groups, limit
     **{'proc/self/cgroup': groups + '\n'},
     **{f'sys/fs/cgroup/{name}': f'{value}\n' for name, value in limits.items()},
   )
-  assert memory.host_limit(root).bytes == expected * GIB
+  assert hardware.host_limit(root).bytes == expected * GIB
 
 
 def test_no_file_says_nothing(tmp_path):
-  assert memory.host_limit(tmp_path) is None
+  assert hardware.host_limit(tmp_path) is None
 
 
 def test_this_machine_has_memory_that_its_cpu_devices_share():
-  host = memory.host_limit()
+  host = hardware.host_limit()
   assert host.bytes > 2**28
-  one = memory.device_limit(jax.devices('cpu')[:1], devices_per_host=1, host=host)
-  eight = memory.device_limit(jax.devices('cpu')[:1], devices_per_host=8, host=host)
+  one = hardware.device_limit(jax.devices('cpu')[:1], devices_per_host=1, host=host)
+  eight = hardware.device_limit(jax.devices('cpu')[:1], devices_per_host=8, host=host)
   assert one == host and eight.bytes == host.bytes // 8 and 'shared by 8' in eight.source
 
 
@@ -68,12 +68,12 @@ def gpu(**stats: int) -> types.SimpleNamespace:
 
 def test_an_allocator_that_exceeds_its_limit_is_not_held_to_it(monkeypatch):
   monkeypatch.setenv('XLA_PYTHON_CLIENT_ALLOCATOR', 'cuda_async')
-  limit = memory.device_limit([gpu(bytes_limit=60 * GIB)], devices_per_host=1, host=None)
+  limit = hardware.device_limit([gpu(bytes_limit=60 * GIB)], devices_per_host=1, host=None)
   assert limit.bytes == 80 * GIB
 
 
 def test_a_gpu_has_what_its_allocator_may_use_and_the_smallest_counts():
   gpus = [gpu(bytes_limit=60 * GIB), gpu(bytes_limit=59 * GIB)]
-  limit = memory.device_limit(gpus, devices_per_host=2, host=Limit(8 * GIB, 'host'))
+  limit = hardware.device_limit(gpus, devices_per_host=2, host=Limit(8 * GIB, 'host'))
   assert limit.bytes == 59 * GIB and 'bytes_limit' in limit.source
-  assert memory.device_limit([gpu()], devices_per_host=1, host=None).bytes == 80 * GIB
+  assert hardware.device_limit([gpu()], devices_per_host=1, host=None).bytes == 80 * GIB

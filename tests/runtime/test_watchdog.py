@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.runtime import heartbeats
-from t5x_gpu.runtime.heartbeats import Beat
+from t5x_gpu.runtime import watchdog
 from t5x_gpu.runtime.watchdog import (
   EXIT_ERROR,
   EXIT_RANK_DEAD,
   EXIT_STUCK,
+  Beat,
   Watchdog,
   WatchdogConfig,
 )
@@ -361,7 +361,7 @@ def beat(rank, step=5, **values):
   ],
 )
 def test_behind_are_those_whom_the_others_wait_for(beats, late):
-  assert [b.rank for b in heartbeats.behind(beats)] == late
+  assert [b.rank for b in watchdog.processes_behind(beats)] == late
 
 
 def test_a_heartbeat_says_where_its_thread_is():
@@ -374,14 +374,16 @@ def test_a_heartbeat_says_where_its_thread_is():
   thread = threading.Thread(target=wait)
   thread.start()
   ready.wait()
-  where, waits = heartbeats.place(thread.ident)
+  where, waits = watchdog.place_in_code(thread.ident)
   assert where.startswith('threading.py') and not waits
   go.set()
   thread.join()
 
 
 def test_the_table_of_a_big_run_is_short():
-  text = heartbeats.table({i: beat(i, waits=i != 700) for i in range(1000)}, process_count=1001)
+  text = watchdog.heartbeats_table(
+    {i: beat(i, waits=i != 700) for i in range(1000)}, process_count=1001
+  )
   assert len(text.splitlines()) < 40
   assert 'Behind the others: process 700 on h' in text and 'Never heard from: process 1000' in text
 

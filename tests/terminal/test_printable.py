@@ -9,7 +9,7 @@ import pytest
 
 from t5x_gpu import cli
 from t5x_gpu.errors import DataError
-from t5x_gpu.evaluation.result_lines import to_line
+from t5x_gpu.evaluation.generated_text import to_line
 from t5x_gpu.runtime import main_log
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console

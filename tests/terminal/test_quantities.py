@@ -1,6 +1,6 @@
 """Times and numbers in words."""
 
-from t5x_gpu.terminal.quantities import count, duration, seconds
+from t5x_gpu.terminal.console import count, duration, seconds
 
 
 def test_times_have_one_unit_and_no_exponent():

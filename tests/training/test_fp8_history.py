@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.precision_curves import Run, averages, curve
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.initialize import Start
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
@@ -18,10 +18,10 @@ from t5x_gpu.models.precision import AMAX
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.quantized import Operand
 from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.training.fp8_history import Fp8History
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from t5x_gpu.training.train_state import Fp8History
 from tests.helpers_layouts import QUICK
 
 CURRENT = TransformerConfig(

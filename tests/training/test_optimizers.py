@@ -19,9 +19,8 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW, stochastically_rounded
-from t5x_gpu.training.program import build_program
+from t5x_gpu.training.program import build_program, bytes_per_device
 from t5x_gpu.training.schedules import constant
-from t5x_gpu.training.summary import bytes_per_device
 from tests import helpers_layouts
 
 NAMES = {'kernel': AxisNames(('layers', 'embed', 'mlp')), 'scale': AxisNames(('layers', 'embed'))}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.training.same_step import comparable_text
+from t5x_gpu.run.live import comparable_text
 
 
 def text(f) -> str:

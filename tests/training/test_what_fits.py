@@ -9,9 +9,9 @@ import pytest
 
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
-from t5x_gpu.runtime.memory import Limit
+from t5x_gpu.runtime.hardware import Limit
 from t5x_gpu.training.memory import RunMemory, estimate
-from t5x_gpu.training.summary import bytes_per_device
+from t5x_gpu.training.program import bytes_per_device
 from tests import helpers_layouts
 from tests.helpers_layouts import CASES, QUICK, Case
 from tests.helpers_train import Project

@@ -14,13 +14,20 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.state_reader import Place, Source, StateReader, read_array
-from t5x_gpu.checkpoint.arrays.state_writer import BLOSC, StateWriter, empty_leaves
+from t5x_gpu.checkpoint.arrays.state_reader import (
+  BLOSC,
+  Place,
+  Source,
+  StateReader,
+  StateWriter,
+  empty_leaves,
+  read_array,
+)
 from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
-from t5x_gpu.models.preference.dpo import is_reference
+from t5x_gpu.models.model import is_reference
 
 PARAMS_ONLY = 'params_only'
 

@@ -18,7 +18,8 @@ from typing import Any, Optional
 import ml_dtypes
 import numpy as np
 
-from t5x_gpu.checkpoint.schemas import SHAPE
+from t5x_gpu.checkpoint.manifest import SHAPE
+from t5x_gpu.config.atomic_write import check_not_refused
 from t5x_gpu.config.json_schema import (
   Fields,
   MapOf,
@@ -29,7 +30,6 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_json,
 )
-from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.errors import CheckpointError
 
 INDEX = 'model.safetensors.index.json'

@@ -17,11 +17,11 @@ import flax.traverse_util
 import numpy as np
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.array_files import check_only_files
-from t5x_gpu.checkpoint.schemas import ARRAY_METADATA
-from t5x_gpu.checkpoint.storage.storage_errors import system_error
+from t5x_gpu.checkpoint.manifest import ARRAY_METADATA
+from t5x_gpu.checkpoint.model_dir import check_only_files
+from t5x_gpu.checkpoint.storage.paths import system_error
+from t5x_gpu.config.atomic_write import access_error
 from t5x_gpu.config.json_schema import parse_json, read_bytes, read_json
-from t5x_gpu.config.set_aside import access_error
 from t5x_gpu.errors import CheckpointError, first_line
 
 _BROKEN_FIX = 'Copy the checkpoint again.'

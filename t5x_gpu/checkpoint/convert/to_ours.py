@@ -10,20 +10,24 @@ from typing import Any, Optional
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, num_bytes
 from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader
 from t5x_gpu.checkpoint.convert import logits_check
-from t5x_gpu.checkpoint.convert.conversion import (
+from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, MODULES, carry_files, open_hf, write_record
+from t5x_gpu.checkpoint.convert.logits_check import (
   ConversionRequest,
   Reference,
   check_logits,
   hf_reference,
   own_reference,
 )
-from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, carry_files, open_hf, write_record
-from t5x_gpu.checkpoint.convert.hf.sentence_modules import MODULES
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
-from t5x_gpu.checkpoint.convert.t5x_moments import T5xMoments, t5x_moments
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_layers, t5x_model, t5x_table
+from t5x_gpu.checkpoint.convert.t5x_names import (
+  T5xMoments,
+  t5x_layers,
+  t5x_model,
+  t5x_moments,
+  t5x_table,
+)
 from t5x_gpu.checkpoint.convert.tensor_copy import (
   ForeignWeights,
   Names,
@@ -34,7 +38,7 @@ from t5x_gpu.checkpoint.convert.tensor_copy import (
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN, carried_generation, not_applied
 from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
-from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.checkpoint.storage.checksums import Shape
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.terminal.console import Console
 

@@ -24,11 +24,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.checkpoint.schemas import LOCAL_FILE
-from t5x_gpu.checkpoint.storage.checksums import HostSums
-from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.checkpoint.manifest import CHECKSUM, DTYPE, SHAPE
+from t5x_gpu.checkpoint.storage.checksums import HostSums, Shape
 from t5x_gpu.config.atomic_write import atomic_write
-from t5x_gpu.config.json_schema import MOST_BYTES, open_regular, parse_json
+from t5x_gpu.config.json_schema import MOST_BYTES, Fields, ListOf, Whole, open_regular, parse_json
+
+# The header of a local checkpoint's file: a part is name, start, shape, dtype, checksum, offset.
+LOCAL_FILE = Fields(
+  {
+    'format': Whole(),
+    'facts': dict,
+    'parts': ListOf((str, ListOf(Whole()), SHAPE, DTYPE, CHECKSUM, Whole())),
+  }
+)
+
 
 MAGIC = b'T5XLOCAL'
 FORMAT = 1

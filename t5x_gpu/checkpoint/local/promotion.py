@@ -5,20 +5,506 @@ is newer than the last readable checkpoint, it is written into MODEL_DIR as chec
 restores onto any mesh and any number of processes, with the same checks.
 """
 
+import base64
+import collections
+import contextlib
+import dataclasses
+import logging
+import math
+import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.local.assembly import STAGING, Assembly
-from t5x_gpu.checkpoint.local.inventory import Candidate, LocalFiles, candidates, find_local_files
-from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
-from t5x_gpu.checkpoint.local.run_id import read_run_id
-from t5x_gpu.checkpoint.local.settings import DIR
-from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
-from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, Saved, is_real_folder
-from t5x_gpu.errors import AccessError, listed
+import jax.numpy as jnp
+
+from t5x_gpu.checkpoint.arrays.state_reader import StateWriter, empty_leaves
+from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
+from t5x_gpu.checkpoint.local.local_tier import DIR, LocalTier, NoLocalTier, read_run_id
+from t5x_gpu.checkpoint.local.replication import gigabytes
+from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, differences
+from t5x_gpu.checkpoint.model_dir import (
+  PREFIX,
+  UNREADABLE,
+  ModelDir,
+  Saved,
+  check_model_dir,
+  error_line,
+  is_real_folder,
+)
+from t5x_gpu.checkpoint.storage.checksums import Shape, boxes, chunk_of_shard, record, to_text
+from t5x_gpu.checkpoint.storage.paths import access_errors, system_error
+from t5x_gpu.config.atomic_write import free_name, set_aside
+from t5x_gpu.config.json_schema import Fields, ListOf, Whole, check
+from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.gpus import boot_id
+
+_log = logging.getLogger(__name__)
+
+LOCAL_FACTS = Fields(
+  {
+    'run': str,
+    'attempt': str,
+    'step': Whole(),
+    'process': Whole(),
+    'hosts': ListOf(str),
+    'data_state': BASE64,
+    'manifest': MANIFEST,
+  }
+)
+
+
+# Lists the parts of local checkpoints that the processes of a run find; equal on all processes.
+
+Box = tuple[int, Shape, Shape]  # index of the array among the sorted names, start, shape
+Holder = tuple[int, int]  # process, index of the file among the files it found
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFiles:
+  """The files that this process found, and what all processes found.
+
+  Attributes:
+    files: files of this process.
+    of_all: for every process, {'step', 'attempt', 'process', 'parts'} of each of its files.
+    damaged: (step, reason) of truncated or garbled files on any process.
+    refused: (step, reason) of files that their process cannot open, which may be intact.
+  """
+
+  files: tuple[LocalFile, ...]
+  of_all: Sequence[Sequence[Mapping[str, Any]]]
+  damaged: Sequence[tuple[int, str]]
+  refused: Sequence[tuple[int, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A local checkpoint, or the remaining parts of one.
+
+  Attributes:
+    step: updates done.
+    attempt: attempt of the run; parts of different attempts do not fit together.
+    files: holders of its files.
+    processes: the writing run's processes whose files were found.
+    holders: box -> its holders.
+    damaged: why some of its files cannot be read.
+  """
+
+  step: int
+  attempt: str
+  files: Sequence[Holder]
+  processes: frozenset[int]
+  holders: Mapping[Box, Sequence[Holder]]
+  damaged: list[str]
+
+
+def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> LocalFiles:
+  """Returns the files of a run, each found by one process.
+
+  Args:
+    folder: folder of the run on this host; need not exist.
+    run: name of the run, which its files also contain.
+    newer_than: a step; files of this and older steps are not opened.
+  Raises:
+    AccessError: the folder cannot be listed; raised on all processes.
+  """
+  # Processes of one host see the same folder: each opens a share of its files.
+  folders = distributed.gather_json(_identity(folder))
+  same = [i for i, other in enumerate(folders) if other == folders[distributed.process_index()]]
+  names: list[str] = []
+  with distributed.errors_together(), access_errors(folder), contextlib.suppress(FileNotFoundError):
+    names = sorted(os.listdir(folder))
+  paths = [
+    folder / name
+    for name in names
+    if (match := FILE_NAME.fullmatch(name)) and int(match[1]) > newer_than
+  ]
+  files: list[LocalFile] = []
+  unusable: dict[str, list[Any]] = {'damaged': [], 'refused': []}
+  for path in paths[same.index(distributed.process_index()) :: len(same)]:
+    step = int(FILE_NAME.fullmatch(path.name)[1])
+    try:
+      file = open_local_file(path)
+      _check_facts(file, step)
+      if file.facts['run'] == run:
+        files.append(file)
+    except (OSError, ValueError) as e:
+      kind = 'refused' if system_error(e) else 'damaged'
+      unusable[kind].append([step, f'{path}: {e}'])
+  reported = distributed.gather_json({'files': [_summary(file) for file in files], **unusable})
+  return LocalFiles(
+    tuple(files),
+    [each['files'] for each in reported],
+    *(
+      [(step, what) for each in reported for step, what in each[kind]]
+      for kind in ('damaged', 'refused')
+    ),
+  )
+
+
+def _identity(folder: pathlib.Path) -> str:
+  try:
+    stat = folder.stat()
+  except OSError:
+    return ''
+  return f'{boot_id()}:{stat.st_dev}:{stat.st_ino}'
+
+
+def _check_facts(file: LocalFile, step: int) -> None:
+  """Raises ValueError unless the file contains its step, and all parts lie inside their arrays."""
+  check(file.facts, LOCAL_FACTS)
+  if file.facts['step'] != step:
+    raise ValueError(f'it is of step {file.facts["step"]}')
+  arrays = file.facts['manifest']['arrays']
+  for part in file.parts:
+    shape, dtype = arrays.get(part.name, ([], ''))
+    if (
+      part.dtype != dtype
+      or not len(part.start) == len(part.shape) == len(shape)
+      or any(begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape))
+    ):
+      raise ValueError(f'{part} is not a part of one of its arrays')
+
+
+def _summary(file: LocalFile) -> dict[str, Any]:
+  """Returns the summary of a file for other processes, with array indices instead of names."""
+  number = {name: i for i, name in enumerate(sorted(file.facts['manifest']['arrays']))}
+  return {
+    **{key: file.facts[key] for key in ('step', 'attempt', 'process')},
+    'parts': [[number[part.name], part.start, part.shape] for part in file.parts],
+  }
+
+
+def candidates(found: LocalFiles) -> list[Candidate]:
+  """Returns the local checkpoints, newest first; the same on all processes."""
+  groups: dict[tuple[int, str], list[tuple[Holder, Mapping[str, Any]]]] = {}
+  for process, files in enumerate(found.of_all):
+    for number, file in enumerate(files):
+      groups.setdefault((file['step'], file['attempt']), []).append(((process, number), file))
+  out = []
+  for (step, attempt), files in sorted(groups.items(), reverse=True):
+    holders: dict[Box, list[Holder]] = collections.defaultdict(list)
+    for holder, file in files:
+      for array, start, shape in file['parts']:
+        holders[array, tuple(start), tuple(shape)].append(holder)
+    out.append(
+      Candidate(
+        step,
+        attempt,
+        [holder for holder, _ in files],
+        frozenset(file['process'] for _, file in files),
+        dict(holders),
+        [what for s, what in found.damaged if s == step],
+      )
+    )
+  return out
+
+
+def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
+  """Returns a sentence such as 'the parts of process 1 on gpu-002 are missing'.
+
+  Args:
+    candidate: the local checkpoint.
+    hosts: hosts of the processes that wrote it.
+  """
+  by_host = collections.defaultdict(list)
+  for process, host in enumerate(hosts):
+    if process not in candidate.processes:
+      by_host[host].append(process)
+  words = [
+    f'process{"es" * (len(p) > 1)} {", ".join(map(str, p))} on {host}'
+    for host, p in by_host.items()
+  ]
+  found = [f'the parts of {" and ".join(words)} are missing'] if words else []
+  return '; '.join([*found, *candidate.damaged]) or 'parts are missing'
+
+
+# Assembles one local checkpoint in MODEL_DIR from the parts on the hosts.
+#
+# Each process copies its share of the parts into a staging folder, in the format of durable
+# checkpoints. A rename commits the folder. The checksums of an array's parts add up to the checksum
+# of the array.
+
+PROMOTED_FROM = 'promoted_from'
+STAGING = '.promoting'
+VISIBLE_SECONDS = 120  # longer than NFS caches the contents of a folder (60 s)
+
+
+@dataclasses.dataclass
+class CopyOutcome:
+  """The parts that a process has copied; sent to the other processes as JSON.
+
+  Attributes:
+    done: [array, start, checksum] of boxes that are written.
+    bad: [array, start, file, reason, whether the file may be intact] of unreadable boxes.
+    problem: why MODEL_DIR cannot be written; '' if it can.
+  """
+
+  done: list[Any] = dataclasses.field(default_factory=list)
+  bad: list[Any] = dataclasses.field(default_factory=list)
+  problem: str = ''
+
+
+class Assembly:
+  """Assembles one local checkpoint in MODEL_DIR. All processes create one and call `run`.
+
+  Args:
+    model_dir: MODEL_DIR of the run; lists the new checkpoint afterwards.
+    candidate: the local checkpoint, with the holders of each part.
+    found: the files of this process.
+    target: the TrainState of this run.
+    dry_run: only read and check.
+  Attributes:
+    refused: reasons for parts that cannot be read, but may be intact; the same on all processes.
+  """
+
+  def __init__(
+    self,
+    model_dir: ModelDir,
+    candidate: Candidate,
+    found: LocalFiles,
+    target: Any,
+    *,
+    dry_run: bool,
+  ):
+    self._dir, self._candidate, self._found = model_dir, candidate, found
+    self._target, self._dry_run = target, dry_run
+    self._folder: pathlib.Path = model_dir.path
+    self._staging = self._folder / STAGING
+    self._facts: Mapping[str, Any] = {}
+    self._arrays: dict[str, tuple[Shape, Any]] = {}
+    self._names: list[str] = []
+    self._writer: Optional[StateWriter] = None
+    self.refused: list[str] = []
+
+  def run(self, *, fallback: str) -> Optional[Saved]:
+    """Returns the promoted checkpoint; None if parts are missing, or it belongs to another model.
+
+    Args:
+      fallback: words for logs: the checkpoint that the run would otherwise continue from.
+    Raises:
+      CheckpointError: MODEL_DIR cannot be written.
+    """
+    step = self._candidate.step
+    self._facts = self._shared_facts()
+    manifest = self._facts['manifest']
+    self._arrays = {
+      name: (tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in manifest['arrays'].items()
+    }
+    self._names = sorted(self._arrays)
+    if differences(manifest, self._target):
+      self._warn(
+        f'Ignoring local checkpoint {step}: it belongs to another model or optimizer. '
+        f'Continuing from {fallback}.'
+      )
+      return None
+    if not self._is_complete(self._candidate.holders, fallback):
+      return None
+    started = time.monotonic()
+    try:
+      checksums = self._copy_all(fallback)
+      if checksums is None:
+        return None
+      manifest = {
+        **manifest,
+        **record(checksums),
+        PROMOTED_FROM: {
+          'hosts': sorted(set(self._facts['hosts'])),
+          'processes': len(self._facts['hosts']),
+        },
+      }
+      if not self._dry_run:
+        self._commit(manifest)
+    finally:
+      if distributed.is_main_process() and not self._dry_run:
+        shutil.rmtree(self._staging, ignore_errors=True)
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays.values())
+    self._log(
+      f'Local checkpoint {step} would be promoted to checkpoint_{step}: it is complete and newer '
+      f'than {fallback}.'
+      if self._dry_run
+      else f'Promoted local checkpoint {step} to checkpoint_{step}: {gigabytes(size)} in '
+      f'{time.monotonic() - started:.1f} s. It is newer than {fallback}.'
+    )
+    return Saved(step, base64.b64decode(self._facts['data_state']), manifest)
+
+  def _shared_facts(self) -> Mapping[str, Any]:
+    """Returns the facts of the save, from one of the files."""
+    first = min(process for process, _ in self._candidate.files)
+    mine = None
+    if first == distributed.process_index():
+      number = min(number for process, number in self._candidate.files if process == first)
+      mine = self._found.files[number].facts
+    return next(facts for facts in distributed.gather_json(mine) if facts is not None)
+
+  def _is_complete(self, holders: Mapping[Box, Any], fallback: str) -> bool:
+    """Returns whether every part is on some host; warns about missing parts."""
+    there: collections.Counter = collections.Counter()
+    for (array, _, shape), who in holders.items():
+      there[array] += math.prod(shape) if who else 0
+    lacking = [
+      name for i, name in enumerate(self._names) if there[i] != math.prod(self._arrays[name][0])
+    ]
+    if lacking:
+      self._warn(
+        f'Local checkpoint {self._candidate.step} cannot be promoted: '
+        f'{missing_words(self._candidate, self._facts["hosts"])} ({len(lacking)} of '
+        f'{len(self._names)} arrays are incomplete, {lacking[0]} among them). Continuing from '
+        f'{fallback} or an older local checkpoint.'
+      )
+    return not lacking
+
+  def _copy_all(self, fallback: str) -> Optional[dict[str, str]]:
+    """Returns array -> checksum once all boxes are copied; None if no copy of a box can be read."""
+    holders = {box: list(who) for box, who in self._candidate.holders.items()}
+    shapes = {array: shape for array, _, shape in holders}
+    sums = {name: [0, 0] for name in self._names}
+    self._prepare()
+    todo = set(holders)
+    while todo:
+      mine = self._assigned(todo, holders)
+      outcomes = [
+        CopyOutcome(**o)
+        for o in distributed.gather_json(dataclasses.asdict(self._copy(mine, shapes)))
+      ]
+      for process, outcome in enumerate(outcomes):
+        if outcome.problem:
+          raise self._write_error(f'process {process}: {outcome.problem}')
+        for array, start, checksum in outcome.done:
+          todo.remove((array, tuple(start), shapes[array]))
+          both = sums[self._names[array]]
+          both[0] += int(checksum[:8], 16)
+          both[1] += int(checksum[8:], 16)
+        for array, start, file, reason, is_intact in outcome.bad:
+          reason = f'{reason} (read by process {process})'
+          self._candidate.damaged.append(reason)
+          self.refused += [reason] if is_intact else []
+          holders[array, tuple(start), shapes[array]].remove((process, file))
+      if not self._is_complete(holders, fallback):
+        return None
+    for reason in self._candidate.damaged:
+      self._warn(f'Local checkpoint {self._candidate.step}: {reason}. Using its other copy.')
+    return {name: to_text(both) for name, both in sums.items()}
+
+  def _prepare(self) -> None:
+    """Creates an empty staging folder."""
+    problem = ''
+    if distributed.is_main_process() and not self._dry_run:
+      try:
+        if os.path.lexists(self._staging):
+          set_aside(self._staging, 'it is not a staging folder')
+        self._staging.mkdir()
+      except OSError as e:
+        problem = e.strerror or str(e)
+    problem = distributed.broadcast_json(problem)
+    if problem:
+      raise self._write_error(problem)
+
+  def _assigned(
+    self, todo: set[Box], holders: Mapping[Box, Sequence[tuple[int, int]]]
+  ) -> list[tuple[Box, int]]:
+    """Returns the (box, file) pairs that this process copies; balances bytes over processes."""
+    loads: collections.Counter = collections.Counter()
+    mine = []
+    for box in sorted(todo, key=lambda box: (-self._bytes(box), box)):
+      process, file = min(holders[box], key=lambda who: (loads[who[0]], who))
+      loads[process] += self._bytes(box)
+      if process == distributed.process_index():
+        mine.append((box, file))
+    return mine
+
+  def _bytes(self, box: Box) -> int:
+    return math.prod(box[2]) * self._arrays[self._names[box[0]]][1].itemsize
+
+  def _copy(self, mine: Sequence[tuple[Box, int]], shapes: Mapping[int, Shape]) -> CopyOutcome:
+    """Copies the share of this process."""
+    outcome = CopyOutcome()
+    try:
+      if self._writer is None and not self._dry_run:
+        chunks = {
+          name: chunk_of_shard(
+            self._arrays[name][0], shapes[i], itemsize=self._arrays[name][1].itemsize
+          )
+          for i, name in enumerate(self._names)
+        }
+        self._writer = StateWriter(
+          self._staging,
+          step=self._candidate.step,
+          arrays=self._arrays,
+          chunks=chunks,
+          process=distributed.process_index(),
+        )
+      for (array, start, shape), number in mine:
+        name, file = self._names[array], self._found.files[number]
+        part = next(p for p in file.parts if p.name == name and p.start == start)
+        try:
+          values = file.read(part, self._arrays[name][0])
+        except (OSError, ValueError) as e:
+          reason = f'{file.path}: {error_line(e)}'
+          outcome.bad.append([array, start, number, reason, bool(system_error(e))])
+          continue
+        if self._writer is not None:
+          self._write(name, start, shape, values)
+        outcome.done.append([array, start, part.checksum])
+      if self._writer is not None:
+        self._writer.flush()
+    except (OSError, ValueError) as e:  # TensorStore raises ValueError while it creates arrays
+      outcome.problem = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
+    return outcome
+
+  def _write(self, name: str, start: Shape, shape: Shape, values: Any) -> None:
+    chunk = chunk_of_shard(self._arrays[name][0], shape, itemsize=values.dtype.itemsize)
+    for place in boxes(shape, chunk):
+      self._writer.write(
+        name, tuple(slice(s.start + a, s.stop + a) for s, a in zip(place, start)), values[place]
+      )
+
+  def _commit(self, manifest: Mapping[str, Any]) -> None:
+    """Renames the checkpoint into place; returns once every process sees it."""
+    step, problem = self._candidate.step, ''
+    final = self._dir.checkpoint(step)
+    if distributed.is_main_process():
+      try:
+        self._writer.merge(num_processes=distributed.process_count())
+        self._writer.close(
+          manifest=manifest,
+          data={'iterator': self._facts['data_state']},
+          empty=empty_leaves(self._target.saved()),
+        )
+        if is_real_folder(final):  # an unreadable checkpoint of the same step
+          os.rename(final, free_name(self._folder / f'corrupt_{PREFIX}_{step}'))
+        os.rename(self._writer.path, final)
+      except (OSError, ValueError) as e:
+        problem = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
+    problem = distributed.broadcast_json(problem)
+    if problem:
+      raise self._write_error(problem)
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    self._dir.refresh()
+    while step not in self._dir.steps and time.monotonic() < deadline:
+      time.sleep(0.1)
+      self._dir.relist()
+
+  def _write_error(self, problem: str) -> CheckpointError:
+    step = self._candidate.step
+    return CheckpointError(
+      f'Local checkpoint {step} is complete, but cannot be written to {self._folder}: {problem}.',
+      fix=f'Free space there, and start again: the parts stay where they are. Or set {DIR} = None '
+      'to continue without it.',
+      parameters=('MODEL_DIR', DIR),
+      docs='checkpoints.md#local-checkpoints',
+    )
+
+  def _warn(self, text: str) -> None:
+    if distributed.is_main_process():
+      _log.warning('%s', text)
+
+  def _log(self, text: str) -> None:
+    if distributed.is_main_process():
+      _log.info('%s', text)
 
 
 def check_with_local(

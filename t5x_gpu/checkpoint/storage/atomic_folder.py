@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, Optional
 
-from t5x_gpu.checkpoint.storage.object_store_steps import commit
+from t5x_gpu.checkpoint.model_dir import commit
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
 from t5x_gpu.config.atomic_write import write_atomically, write_problem
 from t5x_gpu.config.json_schema import Fields, Nullable, read_json

@@ -5,6 +5,7 @@ immediate, and each process reads only the rows for its devices. Imports neither
 SeqIO.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -12,11 +13,13 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import grain
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data import features
@@ -29,16 +32,305 @@ from t5x_gpu.data.batches import (
   assumed_mask,
   row_masks,
 )
-from t5x_gpu.data.prepared import row_order
-from t5x_gpu.data.prepared.compatibility import check_model
-from t5x_gpu.data.prepared.index import INDEX, Index, read_index
-from t5x_gpu.data.prepared.lazy_batch import LazyBatch
-from t5x_gpu.data.prepared.shard_checks import check_shards
+from t5x_gpu.data.prepared.index import INDEX, Index, check_shards, read_index
 from t5x_gpu.data.prepared.shard_writer import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, resumed_step
-from t5x_gpu.errors import first_line, task_error
+from t5x_gpu.errors import DataError, Problem, did_you_mean, first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
-from t5x_gpu.runtime.host import versions
+from t5x_gpu.runtime.gpus import versions
+
+_log = logging.getLogger(__name__)
+
+# Checks that prepared rows fit the model and the config of a run.
+
+_NAME = 'DatasetConfig.mixture_or_task_name'
+
+
+def check_model(
+  index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
+) -> None:
+  """Raises DataError, with all differences, unless the rows fit this model and config.
+
+  Args:
+    index: index of the prepared split.
+    config: dataset config of the run.
+    spec: the batches that the model accepts.
+    feature_converter: the model's feature converter.
+  """
+  asked = {
+    'feature_converter': feature_converter,
+    'pack': config.pack,
+    'task_feature_lengths': dict(config.task_feature_lengths),
+    'loss_on_targets_only': config.loss_on_targets_only,
+  }
+  problems = [
+    f'{name}: prepared with {getattr(index, name)!r}, the run has {value!r}.'
+    for name, value in asked.items()
+    if getattr(index, name) != value
+  ]
+  if spec.class_names and tuple(index.class_names or ()) != spec.class_names:
+    problems.append(
+      f'EncoderModel.class_names: prepared with {index.class_names}, the model has '
+      f'{list(spec.class_names)}.'
+    )
+  problems += _text_problems(index, config, feature_converter=feature_converter)
+  lengths = {name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()}
+  older = {name: length for name, length in lengths.items() if name not in row_masks(lengths)}
+  if not problems and dict(index.features) not in (lengths, older):
+    problems.append(
+      f'features: prepared with {", ".join(index.features)}, the run has '
+      f'{", ".join(spec.shapes)}, or other lengths.'
+    )
+  if not problems:
+    sizes = _largest_ids(index, feature_converter)
+    problems += [
+      f'{name}: the rows have ids up to {size - 1:,}, the model has {spec.vocab_sizes[name]:,} ids.'
+      for name, size in sizes.items()
+      if size > spec.vocab_sizes.get(name, size)
+    ]
+  if problems:
+    folder = config.mixture_or_task_name.removeprefix(PREPARED)
+    raise DataError(
+      f'{folder} was prepared for another model',
+      problems=[Problem(problem) for problem in problems],
+      fix='Prepare it for this model: python -m t5x_gpu.prepare --gin_file=MY.gin '
+      '--output=OTHER_DIR'
+      f"\n(with MIXTURE_OR_TASK_NAME = '{index.source_config['mixture_or_task_name']}'"
+      '), or set the values that DIR was prepared with (VOCABULARY = None uses its vocabulary).',
+      parameters=(
+        _NAME,
+        'DatasetConfig.task_feature_lengths',
+        'DatasetConfig.pack',
+        'DatasetConfig.vocabulary',
+      ),
+      docs='data.md',
+    )
+
+
+def _text_problems(index: Index, config: DatasetConfig, *, feature_converter: str) -> Iterator[str]:
+  """Yields differences between the tokenization of the rows and the run's config."""
+  variables = json.loads(json.dumps(config.chat_template_variables))
+  prepared_with = index.source_config.get('chat_template_variables')
+  if variables and variables != prepared_with:
+    yield f'chat_template_variables: prepared with {prepared_with}, the run has {variables}.'
+  names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
+  if config.vocabulary is not None and config.vocabulary not in names:
+    known = ', '.join(sorted(names))
+    yield f'vocabulary: prepared with {known}, the run has {config.vocabulary!r}.'
+  for parts in features.layout(feature_converter).tokens.values():
+    for part in parts:
+      if part not in index.vocabularies:
+        yield f'vocabulary: prepared without a vocabulary for {part!r}.'
+
+
+def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
+  """Returns model feature -> exclusive bound of its ids, in the rows and in the vocabulary."""
+  bounds: dict[str, int] = collections.defaultdict(int)
+  for member in index.members.values():
+    for shard in member.shards:
+      for name, value in shard.largest.items():
+        bounds[name] = max(bounds[name], value + 1)
+  kind = features.layout(feature_converter)
+  for name, parts in kind.tokens.items():
+    bounds[name] = max(bounds[name], *(index.vocabularies[part]['size'] for part in parts))
+  if index.class_names:
+    count = len(index.class_names) + (kind.classes == features.LABELS)
+    bounds[kind.classes] = max(bounds[kind.classes], count)
+  return dict(bounds)
+
+
+# A global batch whose rows are read on access.
+#
+# Every process has the global batch but accesses only the rows for its devices
+# (`Layout.put_batch`), so other rows are never read. Using an array as a whole reads all rows.
+
+# Reads the rows with these numbers into the arrays of the batch.
+ReadRows = Callable[[Sequence[int], dict[str, np.ndarray]], None]
+
+
+class LazyBatch:
+  """The rows of one batch, read as needed.
+
+  Args:
+    spec: shapes and dtypes.
+    read: reads rows into the arrays of all features.
+  Attributes:
+    asked: row numbers that were accessed by index, not as part of a whole array.
+  """
+
+  def __init__(self, spec: BatchSpec, *, read: ReadRows):
+    # The pages of np.zeros use memory only after a write.
+    self._arrays = {name: np.zeros(spec.shapes[name], spec.dtypes[name]) for name in spec.shapes}
+    self._have = np.zeros(spec.batch_size, bool)
+    self._read = read
+    self._lock = threading.Lock()
+    self.asked: set[int] = set()
+    self.features = {name: LazyArray(self, name) for name in spec.shapes}
+
+  def need(self, rows: Sequence[int]) -> None:
+    """Reads the rows among `rows` that have not been read yet."""
+    with self._lock:
+      missing = [row for row in rows if not self._have[row]]
+      if missing:
+        self._read(missing, self._arrays)
+        self._have[missing] = True
+
+  def array(self, name: str) -> np.ndarray:
+    """Returns a feature; unread rows are zeros."""
+    return self._arrays[name]
+
+
+class LazyArray(NDArrayOperatorsMixin):
+  """One feature of a LazyBatch; it behaves like a numpy array [batch, ...]."""
+
+  def __init__(self, batch: LazyBatch, name: str):
+    self._batch, self._name = batch, name
+    array = batch.array(name)
+    self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+  def __len__(self) -> int:
+    return self.shape[0]
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    """Returns part of the array; a row or a slice of rows reads only these rows."""
+    rows = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(rows, (slice, int, np.integer)):
+      return self.__array__()[index]
+    numbers = range(len(self))[rows]
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    self._batch.asked.update(numbers)
+    self._batch.need(numbers)
+    return self._batch.array(self._name)[index]
+
+  def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+    self._batch.need(range(len(self)))
+    return np.array(self._batch.array(self._name), dtype=dtype, copy=copy)
+
+  def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+    whole = [x.__array__() if isinstance(x, LazyArray) else x for x in inputs]
+    return getattr(ufunc, method)(*whole, **options)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__'):  # copy and pickle probe for optional methods
+      raise AttributeError(name)
+    return getattr(self.__array__(), name)
+
+
+# The order of rows: a pure function of (tasks, rates, seed, row number).
+#
+# Tasks are interleaved as evenly as their rates allow. Each task starts over, in another order,
+# when it is exhausted, independently of the others.
+
+ENDLESS = 2**62
+_UNITS = 2**40  # rates are multiples of 1 / _UNITS
+_RATES = 'DatasetConfig.mixture_rates'
+
+
+class EvenMixture(grain.transforms.DatasetSelectionMap):
+  """Maps row k of a mixture to (task, row number in the task).
+
+  Task i gets n * rate[i] of the first n rows, give or take one per task. The first task takes its
+  share of all rows, the second task its share of the rest, and so on.
+
+  Args:
+    rates: rates of the tasks, positive; they need not sum to 1.
+  """
+
+  def __init__(self, rates: Sequence[float]):
+    total = sum(rates)
+    self._units = [max(1, round(rate / total * _UNITS)) for rate in rates]
+
+  def __len__(self) -> int:
+    return ENDLESS
+
+  def __getitem__(self, index: int) -> tuple[int, int]:
+    # `before` rows reached this task; `passed` of them continue to the next tasks.
+    left, before = sum(self._units), index
+    for task, units in enumerate(self._units):
+      left -= units
+      passed = before * left // (left + units)
+      if (before + 1) * left // (left + units) == passed:
+        return task, before - passed
+      before = passed
+    raise AssertionError('the last task takes every row that reaches it')
+
+
+def mixed_rows(
+  tasks: Mapping[str, grain.MapDataset],
+  *,
+  rates: Mapping[str, float],
+  seed: Optional[int],
+  repeat: bool,
+) -> grain.MapDataset:
+  """Returns the rows in training order (endless) or evaluation order (each row once).
+
+  Args:
+    tasks: name -> its rows, in the order of the files.
+    rates: name -> share; training leaves out tasks with rate 0.
+    seed: seed of the order; None for the order of the files. Training shuffles each epoch of each
+      task separately. Evaluation shuffles the rows of all tasks together and ignores the rates.
+    repeat: True for training.
+  """
+  if not repeat:
+    rows = grain.MapDataset.concatenate(list(tasks.values()))
+    return rows if seed is None else rows.shuffle(_seed(seed, 'all tasks'))
+  names = [name for name in tasks if rates[name] > 0]
+  endless = [
+    (tasks[name] if seed is None else tasks[name].shuffle(_seed(seed, name))).repeat()
+    for name in names
+  ]
+  return grain.MapDataset.select_from_datasets(endless, EvenMixture([rates[n] for n in names]))
+
+
+def _seed(seed: int, name: str) -> int:
+  # Grain shuffles epoch e with seed + e, so consecutive seeds would share epochs.
+  return int.from_bytes(hashlib.sha256(f'{seed} {name}'.encode()).digest()[:4], 'big')
+
+
+def checked_rates(
+  given: Optional[Mapping[str, float]], *, own: Mapping[str, float], rows: Mapping[str, int]
+) -> dict[str, float]:
+  """Returns task -> rate, summing to 1.
+
+  Args:
+    given: DatasetConfig.mixture_rates; missing tasks get rate 0. None for `own`.
+    own: rates of the mixture.
+    rows: task -> number of rows.
+  Raises:
+    DataError: unknown tasks, negative rates, only rates of 0, or a task without rows.
+  """
+  rates = dict(own if given is None else given)
+  unknown = [name for name in rates if name not in own]
+  if unknown:
+    raise DataError(
+      f'mixture_rates names {unknown[0]!r}, which is not in the prepared data.'
+      + did_you_mean(unknown[0], own),
+      fix=f'It has: {", ".join(own)}.',
+      parameters=(_RATES,),
+    )
+  wrong = {
+    name: rate
+    for name, rate in rates.items()
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1e18
+  }
+  total = 0 if wrong else sum(rates.values())
+  if not total:
+    what = wrong or rates
+    raise DataError(
+      f'mixture_rates = {what}: rates are numbers of at least 0, and at least one is above 0.',
+      fix=f'Set {_RATES} = {dict(own)}, the rates of the mixture, or others.',
+      parameters=('DatasetConfig.mixture_rates',),
+    )
+  empty = [name for name, rate in rates.items() if rate > 0 and not rows[name]]
+  if empty:
+    rest = {name: rate for name, rate in rates.items() if rows[name]}
+    raise DataError(
+      f'{empty[0]!r} has no rows but a rate of {rates[empty[0]] / total:.3g}.',
+      fix=f'Leave it out: {_RATES} = {rest}.' if rest else 'Prepare a split that has examples.',
+      parameters=('DatasetConfig.mixture_rates',),
+    )
+  return {name: rates.get(name, 0) / total for name in own}
+
 
 GUARANTEE = (
   'prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
@@ -47,7 +339,6 @@ GUARANTEE = (
 _PREFETCH_BATCHES = 2
 _STATE = Fields({'prepared': Whole(1, 1), 'batches_taken': Whole(), 'data': dict})
 _PACKAGES = ('grain', 'array-record', 'numpy')  # they determine order and content
-_log = logging.getLogger(__name__)
 
 
 class PreparedBatches:
@@ -223,13 +514,13 @@ def open_batches(
   check_model(index, config, spec=spec, feature_converter=feature_converter)
   check_shards(folder, index)
   own = {name: member.rate for name, member in index.members.items()}
-  rates = row_order.checked_rates(
+  rates = checked_rates(
     config.mixture_rates,
     own=own,
     rows={name: member.rows for name, member in index.members.items()},
   )
   seed = config.seed if config.shuffle else None
-  rows = row_order.mixed_rows(task_rows(folder, index), rates=rates, seed=seed, repeat=repeat)
+  rows = mixed_rows(task_rows(folder, index), rates=rates, seed=seed, repeat=repeat)
   if repeat and index.rows < config.batch_size:
     _log.warning(
       '%s has %d rows, fewer than the %d of a batch: every batch repeats some rows.',

@@ -6,6 +6,7 @@ DIR/train/.unfinished/                            while `prepare` works on it
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.config.atomic_write import access_error, is_missing
 from t5x_gpu.config.json_schema import (
   Also,
   Fields,
@@ -26,9 +28,9 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_bytes,
 )
-from t5x_gpu.config.set_aside import access_error, is_missing
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
-from t5x_gpu.errors import DataError, NoExamplesError, task_error
+from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
+from t5x_gpu.errors import DataError, NoExamplesError, listed, task_error
 
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'
@@ -317,3 +319,71 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       parameters=(_NAME, 'DatasetConfig.split'),
       docs='data.md',
     ) from e
+
+
+# Checks that the shards of a prepared split are still the files that `prepare` wrote.
+
+_SAMPLED_SHARDS = 32  # number of shards whose samples are compared when training opens the data
+_THREADS = 16
+
+
+def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str]) -> str:
+  """Returns how a shard has changed; '' if it is unchanged.
+
+  Args:
+    folder: folder of the split.
+    shard: its entry in the index.
+    content: what to compare in addition to the size: None, 'sample' (a few blocks) or 'all'.
+  Raises:
+    DataError: the shard cannot be opened; its rows may be intact.
+  """
+  if not shard.rows:
+    return ''
+  path = folder / shard.file
+  try:
+    size = path.stat().st_size
+    if size != shard.bytes:
+      cut = 'truncated' if size < shard.bytes else 'changed'
+      return f'{path} is {cut}: it has {size:,} bytes, the index says {shard.bytes:,}.'
+    if content == 'sample' and sample_digest(path) != shard.sample:
+      return f'{path} has changed: the sha256 of sampled blocks differs from the index.'
+    if content == 'all' and sha256_of(path) != shard.sha256:
+      return f'{path} has changed: its sha256 differs from the index.'
+  except FileNotFoundError:
+    return f'{path} is missing.'
+  except OSError as e:
+    if not is_missing(e):
+      raise unopened(e, path) from e
+    return f'{path} cannot be read: {e.strerror or e}.'
+  return ''
+
+
+def check_shards(
+  folder: str | os.PathLike, index: Index, *, content: Optional[str] = 'sample'
+) -> None:
+  """Raises DataError if shards differ from the index.
+
+  Args:
+    folder: DIR of `prepare`.
+    index: index of the split.
+    content: 'sample' compares sizes, and some blocks of at most 32 shards; 'all' compares every
+      byte.
+  """
+  split = pathlib.Path(folder).expanduser() / index.split
+  shards = [shard for member in index.members.values() for shard in member.shards if shard.rows]
+  step = max(1, len(shards) // _SAMPLED_SHARDS)
+
+  def problem(number: int) -> str:
+    what = None if content == 'sample' and number % step else content
+    return shard_problem(split, shards[number], content=what)
+
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    problems = list(filter(None, pool.map(problem, range(len(shards)))))
+  if problems:
+    raise task_error(
+      f'{len(problems)} of {len(shards)} shards of the prepared data have changed:\n  '
+      + '\n  '.join(listed(problems, 5)),
+      fix='Copy them again from where they were prepared, or run the same command python -m '
+      't5x_gpu.prepare again: it rebuilds the shards that changed.',
+      docs='data.md',
+    )

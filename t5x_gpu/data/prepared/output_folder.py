@@ -15,8 +15,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from t5x_gpu.config.json_schema import Fields, MapOf, read_bytes, read_json
-from t5x_gpu.data.prepared.index import INDEX, SHARD, UNFINISHED, Index, Shard, from_json
-from t5x_gpu.data.prepared.shard_checks import shard_problem
+from t5x_gpu.data.prepared.index import (
+  INDEX,
+  SHARD,
+  UNFINISHED,
+  Index,
+  Shard,
+  from_json,
+  shard_problem,
+)
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
 from t5x_gpu.errors import DataError, task_error

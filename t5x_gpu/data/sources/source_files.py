@@ -22,11 +22,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
-from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.config.atomic_write import atomic_write, set_aside_damaged
 from t5x_gpu.config.json_schema import read_bytes
-from t5x_gpu.config.set_aside import set_aside_damaged
-from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
-from t5x_gpu.data.sources.file_patterns import unreadable
+from t5x_gpu.data.sources.discovery import relative_names, sample_digest, sha256_of, unreadable
 from t5x_gpu.errors import DataError, listed, task_error
 
 NAME = 'source_files.json'

@@ -17,8 +17,8 @@ import numpy as np
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.data.task_metrics import ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
 from t5x_gpu.errors import DataError, task_error

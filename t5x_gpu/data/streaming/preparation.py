@@ -17,14 +17,14 @@ from t5x_gpu.data.data_module import module_of
 from t5x_gpu.data.prepared.index import Index, MixtureMember
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
-from t5x_gpu.data.streaming import task_classes, task_lookup
+from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
 from t5x_gpu.data.tasks import chat, preference
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line, task_error
-from t5x_gpu.runtime.host import versions
+from t5x_gpu.runtime.gpus import versions
 
 PART_BYTES = 64 * 2**20  # source bytes per part, by default
 _MIN_PARTS = 4
@@ -93,7 +93,7 @@ class Preparation:
       loss_on_targets_only=config.loss_on_targets_only,
       features=self.lengths,
       vocabularies={name: _about(own[name]) for name in kind.task_features},
-      class_names=task_classes.class_names(self._task, self.class_names),
+      class_names=task_lookup.class_names(self._task, self.class_names),
       packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
       members=members,
       versions=versions(_PACKAGES),
@@ -126,7 +126,7 @@ class Preparation:
         name=self.converter_name,
         task_feature_lengths=config.task_feature_lengths,
         output_features=task.output_features,
-        class_numbers=task_classes.class_numbers(task, self.class_names),
+        class_numbers=task_lookup.class_numbers(task, self.class_names),
         masks=row_masks(self.lengths),
       )
       for row in rows.with_options(options).as_numpy_iterator():

@@ -16,8 +16,8 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.config.atomic_write import check_not_refused
 from t5x_gpu.config.json_schema import read_json
-from t5x_gpu.config.set_aside import check_not_refused
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError, first_line
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from t5x_gpu.layers.backends import tokamax_internals
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import KeyRanges, TokenInfo, key_ranges, longer, padded
-from t5x_gpu.partitioning.own_part import on_own_part
+from t5x_gpu.partitioning.axis_rules import on_own_part
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
 _QUERY = ('batch', None, 'heads', 'kv')

@@ -10,7 +10,7 @@ import numpy as np
 
 from t5x_gpu.data.prompts import EncodedRow
 from t5x_gpu.errors import DataError
-from t5x_gpu.models.inference.prompt_batches import padded_length
+from t5x_gpu.models.inference.generation import padded_length
 from t5x_gpu.models.model import ClassifierModel, DeviceBatch, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.kv_cache import KVCache, empty_cache
+from t5x_gpu.layers.attention import KVCache, empty_cache
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.transformer import LayerCaches

@@ -22,19 +22,41 @@ from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
 from t5x_gpu.models.losses import Sums, refuse_router_losses
 from t5x_gpu.models.model import (
+  REFERENCE,
   DeviceBatch,
   Model,
   OptionalMembers,
   Params,
   PreferenceModel,
   config_of,
+  is_reference,
   missing_members,
 )
-from t5x_gpu.models.preference.pairs import sums_of_pairs
 from t5x_gpu.partitioning.axis_rules import is_manual
 
-# The reference's parameters have the same paths below this name.
-REFERENCE = 'reference_model'
+# Sums over the texts of pairs, whose chosen and rejected texts alternate in a row.
+
+
+def sums_of_pairs(values: jax.Array, segments: jax.Array) -> jax.Array:
+  """Returns the sums of `values` over the two texts of each pair, float32 [batch, pairs, 2].
+
+  The number of pairs is the maximum for the length, with a token per text; sums of absent pairs are
+  0. If the length is split, the sums cover whole rows.
+
+  Args:
+    values: [batch, length].
+    segments: [batch, length]: 1 and 2 in the first pair, 3 and 4 in the second; 0 for padding.
+  """
+  in_manual = is_manual('context')
+  ways = jax.lax.axis_size('context') if in_manual else 1
+  pairs = max(segments.shape[1] * ways // 2, 1)
+  # XLA fuses this comparison and sum. A scatter could add in a varying order.
+  is_in = segments[:, :, None] == jnp.arange(1, 2 * pairs + 1)
+  sums = jnp.sum(jnp.where(is_in, values.astype(jnp.float32)[:, :, None], 0.0), axis=1)
+  sums = jax.lax.psum(sums, 'context') if in_manual else sums
+  return sums.reshape(*sums.shape[:-1], pairs, 2)
+
+
 _OF_PARAMS = ('logits', 'start_decoding', 'decode_step')
 # Members of LayeredModel, which DpoModel does not have, because its loss needs two passes.
 _PARTS = ('embed', 'run_layers', 'head', 'stacks', 'gathers_layers')
@@ -272,11 +294,6 @@ class DpoModel:
 def _policy(params: Params) -> Params:
   """Returns the parameters of the trained model."""
   return {name: value for name, value in params.items() if name != REFERENCE}
-
-
-def is_reference(path: str) -> bool:
-  """Returns whether a parameter belongs to the reference's copy, which only its run needs."""
-  return path.startswith(f'{REFERENCE}/')
 
 
 def policy_of(model: Model) -> Model:

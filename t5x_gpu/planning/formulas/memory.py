@@ -17,10 +17,9 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.pipeline.pipeline_parallel import Timetable
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.formulas.step_shape import StackShape, StepShape
-from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import flags
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
-from t5x_gpu.training.program import Program
-from t5x_gpu.training.summary import bytes_per_device
+from t5x_gpu.training.program import Program, bytes_per_device
 
 PARAMETERS, OPTIMIZER, BATCH = 'parameters', 'optimizer state', 'batch'
 GRADIENTS, ACTIVATIONS, LAYER = 'gradients', 'stored activations', 'working set of a layer'
@@ -109,7 +108,7 @@ def memory_use(
 
 def pool_fraction(preset: str, *, gpu: GpuTarget, num_hosts: int, num_gpus: int) -> float:
   """Returns XLA's share of a GPU's memory in a run with `preset`."""
-  applied = xla_flags.prepare_environment(
+  applied = flags.prepare_environment(
     preset, gpu=gpu.device_kind, num_hosts=num_hosts, num_gpus=num_gpus, environ={}
   )
   return float(applied.env.get('XLA_CLIENT_MEM_FRACTION', _DEFAULT_FRACTION))

@@ -5,8 +5,7 @@ import math
 from typing import Optional
 
 from t5x_gpu.layers import embedding
-from t5x_gpu.layers.backends.choose import Choice, choose
-from t5x_gpu.layers.backends.serves import Hardware
+from t5x_gpu.layers.backends.choose import Choice, Hardware, choose
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel

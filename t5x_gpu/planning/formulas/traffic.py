@@ -13,18 +13,18 @@ import jax
 
 from t5x_gpu.analysis.array_layout import ArrayLayout, array_layouts
 from t5x_gpu.analysis.collectives import Collective
-from t5x_gpu.analysis.overlap import Overlap
+from t5x_gpu.analysis.gpu_compile import Overlap
 from t5x_gpu.layers import embedding
-from t5x_gpu.layers.routing import capacity
-from t5x_gpu.models.preference.dpo import is_reference
+from t5x_gpu.layers.moe import capacity
+from t5x_gpu.models.model import is_reference
 from t5x_gpu.partitioning import (
   context_parallel,
   data_parallel,
   expert_parallel,
-  fsdp,
   sequence_parallel,
   tensor_parallel,
 )
+from t5x_gpu.partitioning import fsdp as fsdp_lib
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.planning.formulas.step_shape import StepShape
@@ -118,7 +118,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes
     own = math.prod(p.shape) / math.prod(p.parts) * (mesh['fsdp'] if split else 1)
-    half = in_bfloat16 and fsdp.in_bfloat16(p.names)
+    half = in_bfloat16 and fsdp_lib.in_bfloat16(p.names)
     if split:
       gathers = 1.0
       if in_layers and not is_reference(p.name):
@@ -145,7 +145,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   passes = shape.passes if layout.accumulate_by == 'microbatch' and not layout.pipeline else 1
   if mesh['fsdp'] > 1:
     repeats = passes if stage > 1 else 1
-    whole = fsdp.traffic_per_step(
+    whole = fsdp_lib.traffic_per_step(
       layers_size=0, other_size=1, fsdp=mesh['fsdp'], zero_stage=1, dtype_bytes=1
     )
     per_byte = whole['all-gather'] / 4

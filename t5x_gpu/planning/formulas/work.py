@@ -14,8 +14,7 @@ import jax
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import seen_keys, step_flops
 from t5x_gpu.planning.formulas.step_shape import StackShape, StepShape
-from t5x_gpu.training.program import Program
-from t5x_gpu.training.summary import bytes_per_device
+from t5x_gpu.training.program import Program, bytes_per_device
 
 ATTENTION_PROJECTIONS = 'attention projections'
 ATTENTION = 'attention'
@@ -24,7 +23,7 @@ EXPERTS = 'experts'
 LOGITS = 'logits and loss'
 ELEMENTWISE = 'norms, activations, residuals'
 EMBEDDING = 'embedding'
-WEIGHTS = 'weights and gradients'
+WEIGHTS_AND_GRADIENTS = 'weights and gradients'
 OPTIMIZER = 'optimizer'
 MODEL = 'model'
 # Backward attention kernels compute five matrix products, including the forward pass's logits.
@@ -264,7 +263,7 @@ def _update(program: Program, shape: StepShape) -> Iterator[Work]:
   # gradient is written whole in float32, then read to be reduced or added.
   converted = 2 * (params + (whole + whole / 2) / 2)
   yield Work(
-    part=WEIGHTS,
+    part=WEIGHTS_AND_GRADIENTS,
     kind='memory',
     num_bytes=converted + 2.0 * whole * passes,
     runs=2 * passes,

@@ -11,10 +11,10 @@ from t5x_gpu.analysis.remat_costs import with_config
 from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.precision import FP8_CAPABILITY
-from t5x_gpu.partitioning.mesh.mesh_problems import divisors
+from t5x_gpu.partitioning.mesh.mesh_sizes import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.planning.changes import SIZES
 from t5x_gpu.planning.prediction import PlanConfig
+from t5x_gpu.planning.remedies import SIZES
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 

@@ -13,11 +13,10 @@ from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.partitioning.layout import Layout as RunLayout
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.devices import simulated_devices
-from t5x_gpu.planning.planner import Planner
-from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
+from t5x_gpu.planning.prediction import PlanConfig, Planner, Prediction, predict
 from t5x_gpu.planning.search.variants import Layout, Variant, policies, precisions
 from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.runtime.memory import host_limit
+from t5x_gpu.runtime.hardware import host_limit
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
 # Memory of a process that compiles a large model.

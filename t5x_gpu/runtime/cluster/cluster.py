@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime.cluster import addresses, launcher_conflicts, schedulers
+from t5x_gpu.runtime.cluster import addresses, schedulers
 from t5x_gpu.runtime.cluster.schedulers import Environment, LauncherVariables, number
 
 # Above the ports that Linux assigns (net.ipv4.ip_local_port_range ends at 60999).
@@ -154,7 +154,7 @@ def detect(
   """
   launchers = ask_all(env, read=read)
   if process_index is None:
-    launcher_conflicts.check(launchers, env, is_counted=process_count is not None)
+    schedulers.refuse_conflicts(launchers, env, is_counted=process_count is not None)
   flags = {
     '--coordinator_address': coordinator_address,
     '--process_count': process_count,

@@ -12,19 +12,260 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import hmac
+import json
 import logging
+import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from t5x_gpu.errors import ClusterError, Problem, listed, number_ranges
-from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
+from t5x_gpu.runtime.cluster import addresses as addresses_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember, Meeting
 
 _log = logging.getLogger(__name__)
+
+# A secret that only the processes of one job have, and proofs of having it.
+#
+# It comes from the environment, which Linux shows only to the same user and to root. It is never
+# sent: each side signs the other's random challenge together with its message (HMAC-SHA256).
+
+SECRET_VARIABLE = 'T5X_GPU_JOB_SECRET'
+# On HPE Cray, Slurm's mpi/cray_shasta, PALS and Flux set the same random number for all tasks.
+_OF_SCHEDULERS = ('PMI_SHARED_SECRET',)
+
+
+def secret_from_environment(env: Mapping[str, str]) -> str:
+  """Returns the secret of this job, '' if it has none."""
+  return next((env[name] for name in (SECRET_VARIABLE, *_OF_SCHEDULERS) if env.get(name)), '')
+
+
+def new_secret() -> str:
+  """Returns a secret or challenge of 256 random bits, as text."""
+  return secrets.token_hex(32)
+
+
+def proof(secret: str, *parts: str) -> str:
+  """Returns a signature of `parts` that only a holder of `secret` can make; '' without a secret."""
+  if not secret:
+    return ''
+  return hmac.new(secret.encode(), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
+
+
+def proves(given: str, secret: str, *parts: str) -> bool:
+  """Returns whether `given` is the signature of `parts`, in constant time."""
+  return hmac.compare_digest(given.encode(), proof(secret, *parts).encode())
+
+
+# One question and one answer per connection, both signed with the secret of the job.
+#
+#     process 0: {"challenge": ...}
+#     the other: {"text": ..., "challenge": ..., "proof": ...}
+#     process 0: {"text": ..., "proof": ...}
+#
+# Each line is JSON; `text` is the message itself. Without a secret the proofs are empty.
+
+LINE_SECONDS = 5  # for one whole line
+MAX_LINE = 1 << 22  # fits a table of ten thousand processes
+# What reading a connection and parsing untrusted JSON can raise.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+@dataclasses.dataclass
+class Question:
+  """A request of one process to process 0.
+
+  Attributes:
+    message: any JSON value.
+    is_signed, is_proven: whether it has a signature, and whether the signature is valid.
+    peer_host, own_host: numeric addresses of both ends.
+  """
+
+  connection: socket.socket
+  message: Any
+  is_signed: bool
+  is_proven: bool
+  peer_host: str
+  own_host: str
+  _challenge: str
+  _secret: str
+
+  def answer(self, message: Any) -> None:
+    """Sends the answer and closes the connection."""
+    text = json.dumps(message)
+    self.connection.settimeout(LINE_SECONDS)
+    _send(
+      self.connection, {'text': text, 'proof': proof(self._secret, 'answer', self._challenge, text)}
+    )
+    self.connection.close()
+
+  def is_gone(self) -> bool:
+    """Returns whether the process that asked has hung up."""
+    self.connection.setblocking(False)
+    try:
+      return not self.connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+      return False
+    except OSError:
+      return True
+
+
+@dataclasses.dataclass
+class _Caller:
+  """A connection whose request is not complete yet."""
+
+  host: str
+  challenge: str
+  deadline: float
+  data: bytearray = dataclasses.field(default_factory=bytearray)
+
+
+class Reception:
+  """Reads the requests of many connections at once; a slow one does not delay the others.
+
+  Args:
+    listening: sockets; `close` closes them.
+    secret: the job's secret.
+  """
+
+  def __init__(self, listening: addresses_lib.Listening, secret: str):
+    self._listening = listening
+    self._secret = secret
+    self._callers: dict[socket.socket, _Caller] = {}
+    self._selector = selectors.DefaultSelector()
+    for listener in listening.sockets:
+      listener.setblocking(False)
+      self._selector.register(listener, selectors.EVENT_READ)
+
+  def close(self) -> None:
+    self._selector.close()
+    self._listening.close()
+    while self._callers:
+      self._callers.popitem()[0].close()
+
+  def poll(self, seconds: float) -> list[Question]:
+    """Returns the completed requests; waits up to `seconds` for something to happen."""
+    questions = []
+    for key, _ in self._selector.select(seconds):
+      if key.fileobj in self._listening.sockets:
+        with contextlib.suppress(OSError):  # it has hung up, or too many files are open
+          self._accept(*key.fileobj.accept())
+      else:
+        questions += self._read(key.fileobj)
+    for connection, caller in list(self._callers.items()):
+      if time.monotonic() > caller.deadline:
+        self._forget(connection)
+        connection.close()
+    return questions
+
+  def _accept(self, connection: socket.socket, peer: tuple[Any, ...]) -> None:
+    connection.setblocking(False)
+    caller = _Caller(peer[0], new_secret(), time.monotonic() + LINE_SECONDS)
+    self._callers[connection] = caller
+    self._selector.register(connection, selectors.EVENT_READ)
+    _send(connection, {'challenge': caller.challenge})
+
+  def _forget(self, connection: socket.socket) -> _Caller:
+    self._selector.unregister(connection)
+    return self._callers.pop(connection)
+
+  def _read(self, connection: socket.socket) -> list[Question]:
+    try:
+      part = connection.recv(65536)
+    except BlockingIOError:
+      return []
+    except OSError:
+      part = b''
+    data = self._callers[connection].data
+    data += part
+    if part and not data.endswith(b'\n') and len(data) < MAX_LINE:
+      return []
+    caller = self._forget(connection)
+    try:
+      return [self._question(connection, caller)]
+    except UNREADABLE:  # or a process that died
+      if caller.data:
+        _log.warning(
+          'Ignored a message from %s: from another program, or another version of t5x_gpu.',
+          caller.host,
+        )
+      connection.close()
+      return []
+
+  def _question(self, connection: socket.socket, caller: _Caller) -> Question:
+    line = json.loads(caller.data)
+    text, challenge, proof = line['text'], line['challenge'], line['proof']
+    return Question(
+      connection,
+      json.loads(text),
+      is_signed=bool(proof),
+      is_proven=proves(proof, self._secret, 'question', caller.challenge, challenge, text),
+      peer_host=addresses_lib.peer_host(connection),
+      own_host=addresses_lib.local_host(connection),
+      _challenge=challenge,
+      _secret=self._secret,
+    )
+
+
+def send_question(connection: socket.socket, message: Any, secret: str) -> str:
+  """Sends a question, and returns the challenge for `read_answer`.
+
+  Raises:
+    OSError, ValueError, ... (`UNREADABLE`): the other end is not a `Reception`.
+  """
+  theirs = json.loads(_read_line(connection, time.monotonic() + LINE_SECONDS))['challenge']
+  text, challenge = json.dumps(message), new_secret()
+  _send(
+    connection,
+    {
+      'text': text,
+      'challenge': challenge,
+      'proof': proof(secret, 'question', theirs, challenge, text),
+    },
+  )
+  return challenge
+
+
+def read_answer(
+  connection: socket.socket, challenge: str, secret: str, *, deadline: float
+) -> tuple[Any, bool]:
+  """Returns the answer, and whether it is signed with `secret`.
+
+  Args:
+    connection: connection on which a question was sent.
+    challenge: from `send_question`.
+    secret: the job's secret.
+    deadline: a time of time.monotonic.
+  Raises:
+    OSError, ValueError, ... (`UNREADABLE`): there is no answer before the deadline.
+  """
+  line = json.loads(_read_line(connection, deadline))
+  text = line['text']
+  return json.loads(text), proves(line['proof'], secret, 'answer', challenge, text)
+
+
+def _send(connection: socket.socket, message: dict[str, str]) -> None:
+  with contextlib.suppress(OSError):  # the other end is gone; processes waiting for it will notice
+    connection.sendall(json.dumps(message).encode() + b'\n')
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+  """Returns the bytes up to a newline; raises ValueError or OSError if none comes in time."""
+  data = bytearray()
+  while not data.endswith(b'\n'):
+    connection.settimeout(max(deadline - time.monotonic(), 0.001))
+    part = connection.recv(65536)
+    if not part or len(data) > MAX_LINE or time.monotonic() > deadline:
+      raise ValueError('no line')
+    data += part
+  return bytes(data)
+
 
 TRY_SECONDS = 5  # for one connection
 RETRY_SECONDS = 0.1
@@ -73,17 +314,17 @@ class _Host(contextlib.AbstractContextManager):
     self._deadline = time.monotonic() + timeout_seconds
     self._timeout_seconds = timeout_seconds
     self._members = {0: me}
-    self._questions: dict[int, signed_lines.Question] = {}
-    self._listening = addresses.listen(
+    self._questions: dict[int, Question] = {}
+    self._listening = addresses_lib.listen(
       (cluster.coordinator_address, *cluster.other_addresses),
       bind_address=cluster.bind_address,
       is_one_host=cluster.local_process_count == cluster.process_count,
     )
-    self._reception = signed_lines.Reception(self._listening, secret)
-    if not secret and not all(map(addresses.is_loopback, self._listening.hosts)):
+    self._reception = Reception(self._listening, secret)
+    if not secret and not all(map(addresses_lib.is_loopback, self._listening.hosts)):
       _log.warning(
         '%s is not set: anybody who can reach %s can join this run. See docs/security.md.',
-        job_secret.VARIABLE,
+        SECRET_VARIABLE,
         self._listening.address,
       )
     self._failed = threading.Event()
@@ -118,10 +359,10 @@ class _Host(contextlib.AbstractContextManager):
         report_at += REPORT_SECONDS
     host, port = self._service_host(), self._listening.port
     return Meeting(
-      addresses.join(host or '127.0.0.1', port),
+      addresses_lib.join(host or '127.0.0.1', port),
       tuple(self._members[i] for i in range(count)),
       own_host=host,
-      bind_address=self._cluster.bind_address or addresses.join(host or '::', port),
+      bind_address=self._cluster.bind_address or addresses_lib.join(host or '::', port),
     )
 
   def _service_host(self) -> Optional[str]:
@@ -130,7 +371,7 @@ class _Host(contextlib.AbstractContextManager):
     Prefers a non-loopback address: processes that used loopback can reach it as well.
     """
     used = sorted({question.own_host for question in self._questions.values()})
-    remote = [host for host in used if not addresses.is_loopback(host)]
+    remote = [host for host in used if not addresses_lib.is_loopback(host)]
     return (remote or used)[0] if len(remote) < 2 else None
 
   def _all_here(self) -> bool:
@@ -138,14 +379,14 @@ class _Host(contextlib.AbstractContextManager):
       self._drop_ended()
     return len(self._members) == self._cluster.process_count
 
-  def _welcome(self, question: signed_lines.Question) -> None:
+  def _welcome(self, question: Question) -> None:
     try:
       hello = question.message
       member = ClusterMember.from_json(hello['member'])
       run, count = hello['run'], hello['count']
       if member.process_index not in range(count):
         raise ValueError('process index out of range')
-    except signed_lines.UNREADABLE:
+    except UNREADABLE:
       question.connection.close()  # not a process of this code
       return
     refusal = ''
@@ -154,7 +395,7 @@ class _Host(contextlib.AbstractContextManager):
     elif not question.is_proven:
       refusal = (
         f'process {member.process_index} on {member.hostname} ({question.peer_host}) has '
-        f'{"another" if question.is_signed else "no"} {job_secret.VARIABLE}, but process 0 '
+        f'{"another" if question.is_signed else "no"} {SECRET_VARIABLE}, but process 0 '
         f'has {"a different one" if self._secret else "none"}'
       )
     elif count != self._cluster.process_count:
@@ -203,7 +444,7 @@ class _Host(contextlib.AbstractContextManager):
   def release_once_listening(self, meeting: Meeting) -> None:
     """Frees the port for JAX's service, and answers all processes once the service listens."""
     self._reception.close()
-    host, port = addresses.split(meeting.address)
+    host, port = addresses_lib.split(meeting.address)
     answer = {
       'run': self._cluster.run_id,
       'service': meeting.own_host and meeting.address,
@@ -255,7 +496,7 @@ class _Guest:
       time.sleep(RETRY_SECONDS)
 
   def _try(self, address: str, deadline: float) -> Optional[Meeting]:
-    host, port = addresses.split(address)
+    host, port = addresses_lib.split(address)
     try:
       connection = socket.create_connection((host, port), timeout=TRY_SECONDS)
     except OSError as e:
@@ -263,15 +504,17 @@ class _Guest:
       return None
     with connection:
       try:
-        challenge = signed_lines.send_question(connection, self._hello(), self._secret)
+        challenge = send_question(connection, self._hello(), self._secret)
         # Wait for the slowest process, a little longer than process 0 itself waits.
-        answer, is_proven = signed_lines.read_answer(
+        answer, is_proven = read_answer(
           connection, challenge, self._secret, deadline=deadline + 2 * TRY_SECONDS
         )
         run = answer['run']
-        own_host, service = addresses.local_host(connection), answer.get('service')
-        reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
-      except signed_lines.UNREADABLE:
+        own_host, service = addresses_lib.local_host(connection), answer.get('service')
+        reached = addresses_lib.join(
+          addresses_lib.peer_host(connection), connection.getpeername()[1]
+        )
+      except UNREADABLE:
         self._failures[address] = Problem(
           'another program (or version of t5x_gpu) listens there, '
           'or process 0 ended while this process waited',
@@ -279,8 +522,8 @@ class _Guest:
         )
         return None
     if 'members' in answer and is_proven:
-      if service and addresses.is_loopback(own_host):  # on the host of process 0
-        own_host, reached = addresses.split(service)[0], service
+      if service and addresses_lib.is_loopback(own_host):  # on the host of process 0
+        own_host, reached = addresses_lib.split(service)[0], service
       return Meeting(
         reached,
         tuple(map(ClusterMember.from_json, answer['members'])),
@@ -292,7 +535,7 @@ class _Guest:
         f'{answer["refused"]}.',
         fix='Start each process once, all with the same count, address, versions and secret.',
       )
-    other = f'the program that listens there has another {job_secret.VARIABLE}, or none'
+    other = f'the program that listens there has another {SECRET_VARIABLE}, or none'
     self._failures[address] = Problem(str(answer.get('refused', other)), _FIND_PROCESS_0)
     return None
 
@@ -326,7 +569,7 @@ _OPEN_PORT = (
 _FIND_PROCESS_0 = (
   'Look at the first lines of process 0: it did not start, or listens elsewhere. All processes '
   'need the same --coordinator_address, on the host of process 0. If that host has several '
-  f'networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.'
+  f'networks, set {addresses_lib.BIND_VARIABLE}=0.0.0.0:PORT there.'
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Optional, Self
 
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.gpus import own_gpus, physical_gpus
-from t5x_gpu.runtime.health.gpu_checks import SLOWDOWNS
+from t5x_gpu.runtime.health.checks import SLOWDOWNS
 
 _log = logging.getLogger(__name__)
 

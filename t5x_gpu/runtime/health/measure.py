@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.runtime import distributed, process_exit
-from t5x_gpu.runtime import gpus as nvml
+from t5x_gpu.runtime import gpus as gpus_lib
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
@@ -188,7 +188,7 @@ def _measure_devices(cluster: ClusterInfo, preset: str) -> None:
     return
   rates = measure_matmul(local, size=GPU_MATMUL_SIZE, dtype='bfloat16')
   _print_json('matmul', rates)
-  gpus = nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids)
+  gpus = gpus_lib.own_gpus(gpus_lib.physical_gpus(), os.environ, cluster.local_device_ids)
   _print_json('clocks', clocks_under_load(local, min(rates), gpus=gpus))
 
 

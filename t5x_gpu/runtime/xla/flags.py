@@ -13,18 +13,268 @@ else.
 
 import dataclasses
 import os
+import pathlib
 import re
 import sys
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Optional
 
+from t5x_gpu.errors import did_you_mean
 from t5x_gpu.runtime import gpus
 from t5x_gpu.runtime.cluster import jax_internals
-from t5x_gpu.runtime.xla import probe as xla_probe
-from t5x_gpu.runtime.xla.applied import Applied
-from t5x_gpu.runtime.xla.presets import XlaPreset, select
-from t5x_gpu.runtime.xla.table import Value
-from t5x_gpu.runtime.xla.user_flags import canonical, known_flags, read_flags
+from t5x_gpu.runtime.xla import probe
+from t5x_gpu.runtime.xla.presets import TABLE, Value, XlaPreset, XlaSetting, select
+
+# The result of `flags.prepare_environment`: the settings in force, and how a run prints them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+  """The settings that were set or dropped, with reasons.
+
+  Attributes:
+    preset: name of the preset.
+    gpu: device kind, None without GPU.
+    generation: 'h200', '' for a GPU that the table does not know, None without GPU.
+    num_hosts: hosts of the run.
+    num_gpus: GPUs of the run, None if unknown.
+    compile_options: for `lowered.compile(compiler_options=...)`, in the installed jax's spelling.
+    xla_flags: all flags in XLA_FLAGS now, one each.
+    env: other variables that were set.
+    jax_config: values of jax.config that were set.
+    dropped: flag or option -> why it is not used.
+    kept: names of settings for which the user's value replaces the preset's.
+    user_flags: names that the user set in XLA_FLAGS.
+    warnings: sentences for the log.
+    settings: rows of the table that apply.
+    reason: how the GPU was found, or why there is none.
+    jaxlib: 'jaxlib 0.10.2'.
+  """
+
+  preset: str
+  gpu: Optional[str]
+  generation: Optional[str]
+  num_hosts: int
+  num_gpus: Optional[int]
+  compile_options: dict[str, Value]
+  xla_flags: tuple[str, ...]
+  env: dict[str, str]
+  jax_config: dict[str, Value]
+  dropped: dict[str, str]
+  kept: tuple[str, ...]
+  user_flags: tuple[str, ...]
+  warnings: tuple[str, ...]
+  settings: tuple[XlaSetting, ...]
+  reason: str
+  jaxlib: str
+
+  @property
+  def line(self) -> str:
+    """One line for the log: `xla preset: ` and `summary`."""
+    return f'xla preset: {self.summary}'
+
+  @property
+  def summary(self) -> str:
+    """One line: `h200 single-host (default), ..., 1 flag dropped: not in jaxlib`."""
+    if self.generation is None:
+      text = f'nothing to set, no GPU ({self.reason})'
+    else:
+      hosts = 'single-host' if self.num_hosts == 1 else f'{self.num_hosts} hosts'
+      text = (
+        f'{self.generation or self.gpu} {hosts} ({self.preset}), '
+        f'{_count(len(self.compile_options), "compile option")}, '
+        f'{_count(len(self.xla_flags), "flag")}, '
+        f'{_count(len(self.env) + len(self.jax_config), "variable")}'
+      )
+    if self.kept:
+      text += f', {_count(len(self.kept), "setting")} of the user kept'
+    if self.dropped:
+      reasons = list(dict.fromkeys(self.dropped.values()))
+      text += f', {_count(len(self.dropped), "flag")} dropped: ' + (
+        reasons[0] if len(reasons) == 1 else 'see below'
+      )
+    return text
+
+  def report(self) -> str:
+    """Returns the line, followed by the warnings."""
+    return '\n'.join([self.line, *(f'  {warning}' for warning in self.warnings)])
+
+
+def _count(number: int, noun: str) -> str:
+  return f'{number} {noun}{"" if number == 1 else "s"}'
+
+
+# Flags of older T5X, JAX and XLA that old scripts still set, and their replacements.
+#
+# Used only for flags that the installed jaxlib does not know.
+
+
+@dataclasses.dataclass(frozen=True)
+class Legacy:
+  """What replaced a flag.
+
+  Attributes:
+    reason: a sentence for the user.
+    now: value -> the flags with the same meaning today ('--name=value'); None if none is needed.
+  """
+
+  reason: str
+  now: Optional[Callable[[str], Sequence[str]]] = None
+
+
+def is_true(value: Optional[str]) -> bool:
+  """Returns whether XLA reads a flag's value as true; a flag without a value is true."""
+  return value is None or value.strip('"\'').lower() in ('', 'true', '1', 'on')
+
+
+def _on(value: str) -> str:
+  return 'true' if is_true(value) else 'false'
+
+
+def _async(*kinds: str) -> Legacy:
+  return Legacy(
+    'collectives are asynchronous unless xla_gpu_disable_async_collectives lists them',
+    lambda value: (
+      () if is_true(value) else (f'--xla_gpu_disable_async_collectives={",".join(kinds)}',)
+    ),
+  )
+
+
+_ALWAYS = Legacy('XLA always does this now, and the flag is gone')
+_PIPELINED_KINDS = ('all_gather', 'all_reduce', 'reduce_scatter')
+
+LEGACY: dict[str, Legacy] = {
+  # T5X, contrib/gpu/scripts_gpu/*.sh
+  'xla_gpu_simplify_all_fp_conversions': Legacy(
+    'xla_allow_excess_precision, which is on by default, replaced it'
+  ),
+  'xla_gpu_enable_async_collectives': _async('allreduce', 'allgather', 'reducescatter'),
+  'xla_gpu_enable_async_all_reduce': _async('allreduce'),
+  'xla_gpu_enable_async_all_gather': _async('allgather'),
+  'xla_gpu_enable_async_reduce_scatter': _async('reducescatter'),
+  'xla_gpu_enable_pipelined_collectives': Legacy(
+    'there is one flag per kind of collective',
+    lambda value: [f'--xla_gpu_enable_pipelined_{kind}={_on(value)}' for kind in _PIPELINED_KINDS],
+  ),
+  **{
+    f'xla_gpu_pipeline_{kind}': Legacy(
+      'this jaxlib spells it xla_gpu_enable_pipelined_*',
+      # 'default' means the same as no flag.
+      lambda value, kind=kind: (
+        () if value == 'default' else (f'--xla_gpu_enable_pipelined_{kind}={_on(value)}',)
+      ),
+    )
+    for kind in _PIPELINED_KINDS
+  },
+  'xla_gpu_graph_level': Legacy(
+    'xla_gpu_enable_command_buffer replaced it; level 0 is the empty list',
+    lambda value: ('--xla_gpu_enable_command_buffer=',) if value == '0' else (),
+  ),
+  'xla_gpu_enable_custom_fusions': Legacy(
+    'xla_gpu_enable_dynamic_slice_fusion replaced it',
+    lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
+  ),
+  'xla_gpu_enable_address_computation_fusion': Legacy(
+    'it is now called xla_gpu_enable_dynamic_slice_fusion',
+    lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
+  ),
+  'xla_gpu_cudnn_gemm_fusion': Legacy(
+    'it is now called xla_gpu_cudnn_gemm_fusion_level, from 0 to 3',
+    lambda value: (f'--xla_gpu_cudnn_gemm_fusion_level={int(is_true(value))}',),
+  ),
+  'xla_gpu_lhs_enable_gpu_async_tracker': _ALWAYS,
+  'xla_gpu_enable_triton_softmax_fusion': _ALWAYS,
+  'xla_gpu_all_reduce_contiguous': Legacy('XLA no longer has this option'),
+  'xla_gpu_enable_nccl_per_stream_comms': Legacy('XLA no longer has this option'),
+}
+
+
+# Reads the user's XLA_FLAGS and adapts them to the installed jaxlib.
+
+_TOKEN = re.compile(r"""--?[A-Za-z_]\w*(?:=(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*))?(?=\s|$)""")
+_PIPELINE = re.compile(r'xla_gpu_pipeline_(all_gather|all_reduce|reduce_scatter)')
+
+
+def read_flags(text: str) -> tuple[list[str], list[str]]:
+  """Returns the flags in XLA_FLAGS, one each, and a sentence for each word that is not a flag.
+
+  XLA reads a value that does not begin with '-' as a file name, and aborts if that file is missing.
+  Otherwise it silently stops reading at the first word that is not a flag.
+
+  Args:
+    text: the value of XLA_FLAGS.
+  """
+  warnings = []
+  text = text.strip()
+  if text and not text.startswith('-'):
+    try:
+      text = pathlib.Path(text).read_text(encoding='utf-8').strip()
+    except (OSError, ValueError):
+      pass  # Not a file name: read it word by word, below.
+  flags, position = [], 0
+  while position < len(text):
+    if text[position].isspace():
+      position += 1
+    elif match := _TOKEN.match(text, position):
+      flags.append(match.group())
+      position = match.end()
+    else:
+      word = text[position:].split(maxsplit=1)[0]
+      position += len(word)
+      warnings.append(
+        f'XLA_FLAGS contains the literal {word}: in single quotes the shell does not expand it, so '
+        'your earlier flags are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
+        if '$' in word
+        else f'XLA_FLAGS contains {word!r}, which is not a flag: dropped. XLA would have ignored '
+        'everything after it, or read it as a file name.'
+      )
+  return flags, warnings
+
+
+def known_flags(
+  flags: Sequence[str], system: probe.Installed
+) -> tuple[list[str], dict[str, str], list[str]]:
+  """Returns the flags to set, dropped flag -> reason, and a sentence for each change."""
+  refused = probe.refused_flags(flags, system=system)
+  now = {
+    flag: list(legacy.now(_value(flag)) if legacy.now else ())
+    for flag in refused
+    if (legacy := LEGACY.get(probe.flag_name(flag)))
+  }
+  translated = [new for news in now.values() for new in news]
+  unusable = probe.refused_flags(translated, system=system)
+  known, dropped, notes = [], {}, []
+  for flag in flags:
+    name = probe.flag_name(flag)
+    if flag not in refused:
+      known.append(flag)
+    elif flag in now:
+      news = [new for new in now[flag] if new not in unusable]
+      known += news
+      reason = LEGACY[name].reason
+      if not news:
+        dropped[name] = refused[flag]
+      notes.append(
+        f'{flag} is {"replaced by " + " ".join(news) if news else "dropped"}: '
+        f'{refused[flag]}; {reason}.'
+      )
+    else:
+      dropped[name] = refused[flag]
+      notes.append(
+        f'{flag} is dropped: {refused[flag].rstrip(".")}.'
+        + did_you_mean(name, {row.name for row in TABLE} | set(LEGACY))
+      )
+  return known, dropped, notes
+
+
+def _value(flag: str) -> Optional[str]:
+  return flag.split('=', 1)[1].strip('"\'') if '=' in flag else None
+
+
+def canonical(name: str) -> str:
+  match = _PIPELINE.fullmatch(name)
+  return f'xla_gpu_enable_pipelined_{match[1]}' if match else name
+
 
 AUTO = 'auto'
 _MEMORY = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
@@ -59,14 +309,14 @@ def prepare_environment(
   if num_gpus is None and gpu == AUTO and num_hosts == 1:
     num_gpus = found.count
   wanted = select(preset, gpu=found.kind, num_hosts=num_hosts, num_gpus=num_gpus)
-  system = xla_probe.installed()
+  system = probe.installed()
   merged = _merge_flags(wanted, environ.get('XLA_FLAGS', ''), system)
   options, refused = _usable_options(wanted, merged.user_flags, system)
   warnings = [*merged.warnings, *_refusals(refused), *_memory_problems(environ), *_too_late(live)]
   env = {name: value for name, value in wanted.env.items() if not _is_set(name, environ)}
   config = {name: value for name, value in wanted.jax_config.items() if name.upper() not in environ}
   kept = _kept(wanted, merged.user_flags, env=env, config=config)
-  used = {*map(canonical, options), *env, *config, *map(xla_probe.flag_name, merged.flags)}
+  used = {*map(canonical, options), *env, *config, *map(probe.flag_name, merged.flags)}
   if merged.flags or 'XLA_FLAGS' in environ:
     environ['XLA_FLAGS'] = ' '.join(merged.flags)
   environ.update(env)
@@ -138,9 +388,9 @@ class _MergedFlags:
   warnings: tuple[str, ...]
 
 
-def _merge_flags(wanted: XlaPreset, text: str, system: xla_probe.Installed) -> _MergedFlags:
+def _merge_flags(wanted: XlaPreset, text: str, system: probe.Installed) -> _MergedFlags:
   theirs, warnings = read_flags(text)
-  names = {canonical(xla_probe.flag_name(flag)) for flag in theirs}
+  names = {canonical(probe.flag_name(flag)) for flag in theirs}
   ours = [
     f'--{name}={_flag_value(value)}'
     for name, value in wanted.xla_flags.items()
@@ -148,7 +398,7 @@ def _merge_flags(wanted: XlaPreset, text: str, system: xla_probe.Installed) -> _
   ]
   flags, dropped, notes = known_flags([*ours, *theirs], system)
   # A translated flag of the user may equal a compile option that the preset would set.
-  names |= {canonical(xla_probe.flag_name(flag)) for flag in flags if flag not in ours}
+  names |= {canonical(probe.flag_name(flag)) for flag in flags if flag not in ours}
   return _MergedFlags(tuple(flags), frozenset(names), dropped, (*warnings, *notes))
 
 
@@ -194,7 +444,7 @@ def refine(
     layer_bytes=layer_bytes,
     layers_ahead=layers_ahead,
   )
-  options, refused = _usable_options(wanted, applied.user_flags, xla_probe.installed())
+  options, refused = _usable_options(wanted, applied.user_flags, probe.installed())
   dropped = {name: reason for name, reason in refused.items() if name not in applied.dropped}
   others = [row for row in applied.settings if row.kind != 'compile_option']
   return dataclasses.replace(
@@ -211,7 +461,7 @@ def refine(
 
 
 def _usable_options(
-  wanted: XlaPreset, user_flags: Collection[str], system: xla_probe.Installed
+  wanted: XlaPreset, user_flags: Collection[str], system: probe.Installed
 ) -> tuple[dict[str, Value], dict[str, str]]:
   """Returns the compile options to use, and name -> reason for options this jaxlib refuses."""
   options = {
@@ -219,7 +469,7 @@ def _usable_options(
     for name, value in compile_options(wanted, system.jaxlib).items()
     if canonical(name) not in user_flags
   }  # An option would override the user's flag.
-  refused = xla_probe.refused_options(options, system=system)
+  refused = probe.refused_options(options, system=system)
   return {name: value for name, value in options.items() if name not in refused}, refused
 
 
@@ -232,7 +482,7 @@ def compile_options(preset: XlaPreset, jax_version: Optional[str] = None) -> dic
     preset: from `presets.select`.
     jax_version: '0.11.2'; by default the version of the installed jaxlib.
   """
-  version = jax_version or xla_probe.installed().jaxlib
+  version = jax_version or probe.installed().jaxlib
   return dict(_translate(name, value, version) for name, value in preset.compile_options.items())
 
 

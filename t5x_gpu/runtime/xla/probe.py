@@ -21,8 +21,8 @@ from typing import Optional
 
 from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.config.json_schema import Fields, MapOf, read_json
-from t5x_gpu.runtime import run_with_deadline
-from t5x_gpu.runtime.host import versions
+from t5x_gpu.runtime import gpus
+from t5x_gpu.runtime.gpus import versions
 
 CHILD_SECONDS = 60
 _ACCEPTED = 'T5X_GPU_XLA_FLAGS_ACCEPTED'
@@ -169,10 +169,10 @@ def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
   return json.loads(done.output) if done.code == 0 else None
 
 
-def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.CommandResult:
+def _child(code: str, *arguments: str, flags: str = '') -> gpus.CommandResult:
   # The user's log level must not hide XLA's errors; -P: no module of the working folder.
   environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
-  return run_with_deadline.run(
+  return gpus.run_with_deadline(
     [sys.executable, '-P', '-c', code, *arguments], seconds=CHILD_SECONDS, environ=environ
   )
 

@@ -7,15 +7,19 @@ compiles.
 """
 
 import collections
+import contextlib
 import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from typing import Optional
 
 import jax
 from jax import monitoring
+
+from t5x_gpu.errors import ModelError, UserError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ def default_folder(environ: Mapping[str, str]) -> pathlib.Path:
   return pathlib.Path(base, 't5x_gpu', 'xla')
 
 
-def start(platform: str, *, environ: Mapping[str, str]) -> None:
+def start_cache(platform: str, *, environ: Mapping[str, str]) -> None:
   """Turns the cache on if it is safe, and starts counting its hits; call it before any compile.
 
   Args:
@@ -40,7 +44,7 @@ def start(platform: str, *, environ: Mapping[str, str]) -> None:
     environ: os.environ.
   """
   global _is_listening
-  if folder() is None and platform == 'gpu' and jax.config.jax_enable_compilation_cache:
+  if cache_folder() is None and platform == 'gpu' and jax.config.jax_enable_compilation_cache:
     wanted = default_folder(environ)
     problem = _problem_with(wanted)
     if problem:
@@ -59,18 +63,18 @@ def start(platform: str, *, environ: Mapping[str, str]) -> None:
   _counts.clear()
 
 
-def folder() -> Optional[str]:
+def cache_folder() -> Optional[str]:
   """Returns the folder in use; None if the cache is off."""
   return (jax.config.jax_enable_compilation_cache or None) and jax.config.jax_compilation_cache_dir
 
 
-def line() -> str:
+def cache_line() -> str:
   """Returns how many programs were read instead of compiled, for the log; '' without a cache."""
-  if folder() is None or not _counts[_REQUESTS]:
+  if cache_folder() is None or not _counts[_REQUESTS]:
     return ''
   hits, requests = _counts[_HITS], _counts[_REQUESTS]
   saved = f', which saved {_counts[_SAVED_SECONDS]:.0f} s' if hits else ''
-  return f'compiled programs: {hits} of {requests} read from {folder()}{saved}'
+  return f'compiled programs: {hits} of {requests} read from {cache_folder()}{saved}'
 
 
 def _problem_with(path: pathlib.Path) -> str:
@@ -91,3 +95,32 @@ def _count(event: str, **_: object) -> None:
 def _count_seconds(event: str, seconds: float, **_: object) -> None:
   if event == _PREFIX + _SAVED_SECONDS:
     _counts[_SAVED_SECONDS] += max(seconds, 0.0)
+
+
+# A step that cannot be compiled, as an error for users.
+
+
+@contextlib.contextmanager
+def compile_errors(device_kind: str) -> Iterator[None]:
+  """Context that turns errors of lowering or compiling a step into ModelError.
+
+  Args:
+    device_kind: kind of the devices to compile for.
+  Raises:
+    ModelError: a kernel cannot be lowered, or XLA cannot compile the step.
+  """
+  try:
+    yield
+  except UserError:
+    raise
+  except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as e:
+    if 'RESOURCE_EXHAUSTED' in str(e):
+      raise
+    reason = textwrap.shorten(first_line(e), 160, placeholder=' ...')
+    raise ModelError(
+      f'The training step cannot be compiled for {device_kind}: {reason}',
+      fix='If it names tiles, let the tokens of a GPU be a multiple of 128: change the lengths or '
+      "the batch. If it names a kernel, set TransformerConfig.attention = 'chunked'.",
+      parameters=('TASK_FEATURE_LENGTHS', 'BATCH_SIZE', 'TransformerConfig.attention'),
+      docs='plan.md#a-gpu-that-you-do-not-have',
+    ) from e

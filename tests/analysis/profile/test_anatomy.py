@@ -5,11 +5,17 @@ import pathlib
 import jax
 import pytest
 
-from t5x_gpu.analysis.profile.anatomy import DeviceTime, anatomy
-from t5x_gpu.analysis.profile.intervals import length, union, without
+from t5x_gpu.analysis.profile.anatomy import (
+  DeviceTime,
+  Operation,
+  ProgramOps,
+  anatomy,
+  length,
+  read_trace,
+  union,
+  without,
+)
 from t5x_gpu.analysis.profile.profile_config import ProfileConfig
-from t5x_gpu.analysis.profile.program_ops import ProgramOps
-from t5x_gpu.analysis.profile.trace import Operation, read_trace
 from t5x_gpu.errors import ConfigError, DataError
 
 # Two devices; the all-reduce sends 2 * 4 KiB * (2 - 1) / 2 = 4 KiB.

@@ -5,12 +5,12 @@ import numpy as np
 
 from t5x_gpu import checkpoint_tools
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.storage import chunks
+from t5x_gpu.checkpoint.storage import checksums
 from tests.checkpoint.test_checkpointer import new_state, opened, save
 
 
 def test_a_run_s_shards_become_chunks_that_can_be_read_in_pieces(tmp_path, monkeypatch):
-  monkeypatch.setattr(chunks, 'CHUNK_BYTES', 4096)
+  monkeypatch.setattr(checksums, 'CHUNK_BYTES', 4096)
   state = new_state(1, rows=512)  # 16 KiB
   prime = jnp.zeros((4099, 2))  # cut by Orbax, it would be rows of 8 bytes
   state = state.replace(params={**state.params, 'prime': prime})

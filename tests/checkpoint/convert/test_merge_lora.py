@@ -8,8 +8,8 @@ import pytest
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
 from t5x_gpu.checkpoint.convert import logits_check, name_table
-from t5x_gpu.checkpoint.convert.merge_lora import MergedParams
 from t5x_gpu.checkpoint.convert.model_spec import differences
+from t5x_gpu.checkpoint.convert.to_hf import MergedParams
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names

@@ -11,8 +11,7 @@ import pytest
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.convert.t5x_moments import t5x_moments
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_moments
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
 from t5x_gpu.checkpoint.model_dir import check_same_model
 from t5x_gpu.errors import CheckpointError

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from t5x_gpu.checkpoint.convert.vocabulary import carry_vocabulary, export_vocabulary
+from t5x_gpu.checkpoint.convert.logits_check import carry_vocabulary, export_vocabulary
 from t5x_gpu.checkpoint.run_files import carried_vocabulary
 
 

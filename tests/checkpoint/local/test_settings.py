@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
+from t5x_gpu.checkpoint.local.local_tier import (
+  RUN_ID,
+  check_space,
+  ensure_run_id,
+  local_folder,
+  make_private,
+  read_run_id,
+)
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
-from t5x_gpu.checkpoint.local.run_id import RUN_ID, ensure_run_id, read_run_id
-from t5x_gpu.checkpoint.local.settings import check_space, local_folder, make_private
 from t5x_gpu.errors import CheckpointError
 from tests.helpers_layouts import program
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.data.batches import BatchSpec, batch_hash
-from t5x_gpu.data.prepared.lazy_batch import LazyBatch
+from t5x_gpu.data.prepared.batches import LazyBatch
 
 SPEC = BatchSpec(
   shapes={'tokens': (8, 4), 'label': (8,)}, dtypes={'tokens': 'int32', 'label': 'int32'}

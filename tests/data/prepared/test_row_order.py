@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t5x_gpu.data.prepared.row_order import EvenMixture, checked_rates, mixed_rows
+from t5x_gpu.data.prepared.batches import EvenMixture, checked_rates, mixed_rows
 from t5x_gpu.errors import DataError
 
 RATES = {'a': 0.7, 'b': 0.2, 'c': 0.1}

@@ -13,7 +13,7 @@ from tensorflow.python.data.ops import iterator_ops
 from t5x_gpu.data import seqio_batches
 from t5x_gpu.data.sources import corrupt_records, line_formats, record_formats
 from t5x_gpu.data.sources.column_formats import ARROW
-from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from tests.helpers_tables import write_form
@@ -189,7 +189,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path, form):
 
 def test_text_with_a_byte_order_mark_is_read_without_it(tmp_path):
   (tmp_path / 'a.txt').write_bytes(codecs.BOM_UTF8 + b'one\n')
-  task = tasks.PATTERN_TASKS['text_lines'](f'{tmp_path}/*.txt')
+  task = builtin.PATTERN_TASKS['text_lines'](f'{tmp_path}/*.txt')
   found = [
     x['targets']
     for split in ('train', 'validation')
@@ -198,7 +198,7 @@ def test_text_with_a_byte_order_mark_is_read_without_it(tmp_path):
   assert found == [b'one']
   (tmp_path / 'b.txt').write_bytes('two'.encode('utf-16'))
   with pytest.raises(DataError, match='b.txt is UTF-16 text'):
-    tasks.PATTERN_TASKS['text_lines'](f'{tmp_path}/*.txt')
+    builtin.PATTERN_TASKS['text_lines'](f'{tmp_path}/*.txt')
 
 
 def test_an_arrow_file_without_rows_has_its_columns(tmp_path):

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from t5x_gpu.data.sources import discovery
-from t5x_gpu.data.sources.file_patterns import find_files
+from t5x_gpu.data.sources.discovery import find_files
 from t5x_gpu.errors import DataError
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from t5x_gpu.data import data_module
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.data_module import open_task_names
-from t5x_gpu.data.task_metrics import ModelOutputs
+from t5x_gpu.data.data_module import ModelOutputs, open_task_names
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import ConfigError, DataError
 from tests import eval_tasks

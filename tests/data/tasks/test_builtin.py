@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import seqio_batches
-from t5x_gpu.data.sources import discovery, text_readers
+from t5x_gpu.data.sources import discovery, record_formats
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.data.tasks import builtin as tasks
-from t5x_gpu.data.tasks import tables
+from t5x_gpu.data.tasks import builtin, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from tests.helpers_tfds import tfds_data_dir, write_tfds
@@ -47,7 +46,7 @@ def test_python_source_holds_whole_files():
 
 
 def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
-  task = tasks.PATTERN_TASKS['text_files'](f'{text_folder}/6.txt')  # 300 lines.
+  task = builtin.PATTERN_TASKS['text_files'](f'{text_folder}/6.txt')  # 300 lines.
   pieces = [
     e['targets']
     for split in ('train', 'validation')
@@ -63,20 +62,22 @@ def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
 def test_a_document_ends_once_whatever_its_number_of_lines(num_lines, tmp_path):
   path = tmp_path / 'a.txt'
   path.write_text('b\n' * num_lines)
-  spans = list(text_readers.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator())
+  spans = list(
+    record_formats.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator()
+  )
   assert b''.join(span['targets'] for span in spans) == path.read_bytes()
   assert [bool(span['document_end']) for span in spans] == [False] * (len(spans) - 1) + [True]
 
 
 def test_text_lines_has_a_document_per_line(text_folder):
-  task = tasks.PATTERN_TASKS['text_lines'](f'{text_folder}/*.txt')
+  task = builtin.PATTERN_TASKS['text_lines'](f'{text_folder}/*.txt')
   got = texts(task) + texts(task, 'validation')
   want = [line for path in text_folder.iterdir() for line in path.read_text().splitlines()]
   assert sorted(got) == sorted(want)
 
 
 def test_hash_split_puts_about_one_in_twenty_into_validation(text_folder):
-  task = tasks.PATTERN_TASKS['text_lines'](f'{text_folder}/*.txt')
+  task = builtin.PATTERN_TASKS['text_lines'](f'{text_folder}/*.txt')
   assert 20 <= len(examples(task, 'validation')) <= 70  # of 843
 
 

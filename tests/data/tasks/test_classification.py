@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import batches, data_module, features
-from t5x_gpu.data.sources.labelled import python_snippets
 from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.tasks import classification
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
 from tests.helpers_tfds import tfds_data_dir, write_glue
@@ -66,19 +66,19 @@ def refused(name, **kwargs):
 
 
 def test_no_file_of_the_library_gives_to_both_splits():
-  files = python_snippets.package_files()
-  assert tuple(files) == python_snippets.PACKAGES == tuple(sorted(python_snippets.PACKAGES))
+  files = classification.package_files()
+  assert tuple(files) == classification.PACKAGES == tuple(sorted(classification.PACKAGES))
   for package, paths in files.items():
     sizes = {path: pathlib.Path(path).stat().st_size for path in paths}
-    held_back = python_snippets.split_files(sizes)
+    held_back = classification.split_files(sizes)
     share = sum(sizes[path] for path in held_back) / sum(sizes.values())
     assert held_back < set(paths) and 0.02 < share < 0.5, package
 
 
 def test_every_package_is_judged_and_none_is_most_of_the_snippets():
-  table = python_snippets.python_snippets()
+  table = classification.python_snippets()
   for split, least in (('train', 100), ('validation', 40)):
-    counts = np.bincount(table.labels[split], minlength=len(python_snippets.PACKAGES))
+    counts = np.bincount(table.labels[split], minlength=len(classification.PACKAGES))
     assert counts.min() >= least and counts.max() / counts.sum() < 0.25
   assert not set(table.texts['train']) & set(table.texts['validation']) - {
     text for text in table.texts['validation'] if text.lstrip().startswith('#')
@@ -87,24 +87,24 @@ def test_every_package_is_judged_and_none_is_most_of_the_snippets():
 
 def test_snippets_are_whole_lines_that_fit_and_lose_only_short_rests():
   text = ('x = 1\n' * 100 + '# ' + 'y' * 700 + '\n' + 'z = 2\n').encode()
-  pieces = list(python_snippets.snippets_of(text))
-  assert max(map(len, pieces)) <= python_snippets.MAX_BYTES
+  pieces = list(classification.snippets_of(text))
+  assert max(map(len, pieces)) <= classification.MAX_BYTES
   assert pieces[0] == b'x = 1\n' * 42
-  assert len(text) - sum(map(len, pieces)) < python_snippets.MIN_BYTES
+  assert len(text) - sum(map(len, pieces)) < classification.MIN_BYTES
 
 
 def test_split_does_not_depend_on_the_path_or_order_of_the_library():
   sizes = {f'json/{i}.py': 100 + i for i in range(9)}
-  assert python_snippets.split_files(sizes) == python_snippets.split_files(
+  assert classification.split_files(sizes) == classification.split_files(
     dict(reversed(sizes.items()))
   )
-  assert python_snippets.split_files({'a': 5, 'b': 100}) == {'a'}  # never everything, never nothing
+  assert classification.split_files({'a': 5, 'b': 100}) == {'a'}  # never everything, never nothing
 
 
 def test_library_without_source_is_named(monkeypatch):
-  monkeypatch.setattr(python_snippets, 'PACKAGES', ('json', 'nosuch'))
+  monkeypatch.setattr(classification, 'PACKAGES', ('json', 'nosuch'))
   with pytest.raises(DataError, match='fewer than two source files of: nosuch'):
-    python_snippets.package_files()
+    classification.package_files()
 
 
 def test_classification_batches_of_the_library(opened):
@@ -118,13 +118,13 @@ def test_classification_batches_of_the_library(opened):
     'label': (32,),
     'label_weights': (32,),
   }
-  count = len(python_snippets.python_snippets().labels['validation'])
+  count = len(classification.python_snippets().labels['validation'])
   assert sum(batch['label_weights'].sum() for batch in everything) == count
   filled = everything[-1]['label_weights'] == 0
   assert filled.sum() == -count % 32
   assert not everything[-1]['encoder_input_tokens'][filled].any()
   assert (
-    data_module.open_class_names(config('python_source_classification')) == python_snippets.PACKAGES
+    data_module.open_class_names(config('python_source_classification')) == classification.PACKAGES
   )
 
 

@@ -9,7 +9,7 @@ import pytest
 from t5x_gpu import data_tools
 from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.data.streaming.class_prompts import class_text
+from t5x_gpu.data.streaming.task_prompts import class_text
 from t5x_gpu.errors import DataError
 from tests.helpers_prepared import prepare_here
 from tests.helpers_tfds import tfds_data_dir, write_glue

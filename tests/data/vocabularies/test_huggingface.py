@@ -8,9 +8,9 @@ import pytest
 
 from t5x_gpu.data import data_module, features
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.prepared import row_stats
+from t5x_gpu.data.data_module import ModelOutputs
+from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.index import read_index
-from t5x_gpu.data.task_metrics import ModelOutputs
 from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
@@ -216,10 +216,10 @@ def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_
   facts = opened.iterator.describe()
   assert facts['vocabulary of targets'].startswith('huggingface:tokenizer.json (')
   assert facts['vocabulary of targets'].endswith(f', {size} ids')
-  rows = row_stats.RowStats()
+  rows = shard_writer.RowStats()
   for _text, row in zip(got, map(np.asarray, got)):
     rows.add({'decoder_target_tokens': row, 'decoder_loss_weights': row < size})
-    [piece] = row_stats.pieces(
+    [piece] = shard_writer.pieces(
       {'decoder_target_tokens': row, 'decoder_loss_weights': row < size}, decode=vocabulary.decode
     )
     assert piece.text in EXCLAIMED
@@ -236,7 +236,7 @@ def test_a_prefix_keeps_its_words_of_id_0(open_data, gpt2, tmp_path):
     converter='prefix_lm',
     pack=False,
   )
-  row = row_stats.row_of(next(opened.iterator), 0)
+  row = shard_writer.row_of(next(opened.iterator), 0)
   inputs, targets = ids_of(gpt2, '! what !'), ids_of(gpt2, 'a !')
   where = features.is_token(row, 'decoder_target_tokens')
   got = row['decoder_target_tokens'][where].tolist()

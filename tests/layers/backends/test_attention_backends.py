@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.backends.choose import Choice, choose, listed_choices, make_attention
-from t5x_gpu.layers.backends.chunked import ChunkedAttention
-from t5x_gpu.layers.backends.dense import DenseAttention
+from t5x_gpu.layers.backends.choose import (
+  SERVED_BY_ALL,
+  AttentionNeed,
+  Choice,
+  Hardware,
+  choose,
+  listed_choices,
+  make_attention,
+  table,
+)
+from t5x_gpu.layers.backends.chunked import ChunkedAttention, DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
-from t5x_gpu.layers.backends.serves import SERVED_BY_ALL, AttentionNeed, Hardware, table
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets

@@ -17,10 +17,8 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.launch import free_address
-from t5x_gpu.metrics.loggers.background import BackgroundWriter
+from t5x_gpu.metrics.loggers.background import FILE, BackgroundWriter, RunIds, redacted
 from t5x_gpu.metrics.loggers.logging_config import EXTRAS, LoggingConfig
-from t5x_gpu.metrics.loggers.run_ids import FILE, RunIds
-from t5x_gpu.metrics.loggers.secrets import redacted
 from tests.helpers_train import DEADLINE_SECONDS, Project
 
 KEY = '0123456789abcdef0123456789abcdef01234567'  # of the shape of W&B's

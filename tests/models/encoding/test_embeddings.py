@@ -10,8 +10,7 @@ import pytest
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError, ModelError
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.encoder import EncoderModel
-from t5x_gpu.models.encoding.sums import of_text_sets
+from t5x_gpu.models.encoder import EncoderModel, of_text_sets
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.helpers_programs import program_of
 from tests.parity.tolerances import MESH_GRADIENT

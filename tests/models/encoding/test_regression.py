@@ -13,9 +13,7 @@ from t5x_gpu.evaluation.evaluator import values_of
 from t5x_gpu.metrics import reduce
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
-from t5x_gpu.models.encoder import EncoderModel
-from t5x_gpu.models.encoding.checks import HEADS
-from t5x_gpu.models.encoding.sums import of_numbers
+from t5x_gpu.models.encoder import HEADS, EncoderModel, of_numbers
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import OptionalMembers, encodes_texts
 from t5x_gpu.models.preference.dpo import DpoModel

@@ -9,8 +9,7 @@ from t5x_gpu.data.entities import entities_of, entity_kinds
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.encoder import EncoderModel
-from t5x_gpu.models.encoding.sums import entity_hits
+from t5x_gpu.models.encoder import EncoderModel, entity_hits
 from tests.helpers_programs import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 

@@ -13,8 +13,7 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
-from t5x_gpu.models.inference.beam_search import BeamSearch
-from t5x_gpu.models.inference.search import Sampling, most_probable, run
+from t5x_gpu.models.inference.search import BeamSearch, Sampling, most_probable, run
 
 VOCAB, STOP, LENGTH = 4, 1, 4
 # Logits after every text of up to LENGTH tokens, for two prompts.

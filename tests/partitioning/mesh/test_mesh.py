@@ -10,13 +10,12 @@ from jax.experimental import mesh_utils
 from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.mesh.mesh import (
   MESH_AXES,
-  SizeHint,
   build_mesh,
-  check_model_sizes,
   device_array,
   mesh_table,
   resolve_mesh_sizes,
 )
+from t5x_gpu.partitioning.partitioner import SizeHint, check_model_sizes
 from t5x_gpu.runtime.cluster.topology import Topology, discover
 
 

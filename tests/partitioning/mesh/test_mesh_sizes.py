@@ -3,8 +3,12 @@
 import pytest
 
 from t5x_gpu.errors import MeshError
-from t5x_gpu.partitioning.mesh.mesh_problems import divisors, legal_partitions
-from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh.mesh_sizes import (
+  MESH_AXES,
+  divisors,
+  legal_partitions,
+  resolve_mesh_sizes,
+)
 from t5x_gpu.runtime.cluster.topology import Topology
 
 

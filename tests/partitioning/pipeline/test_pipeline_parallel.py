@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.layer_stacks import ONLY
-from t5x_gpu.partitioning.pipeline import pipeline_parallel as pp
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
 from tests.parity.tolerances import MESH_GRADIENT
 
@@ -153,8 +153,8 @@ def pipeline(
   def body(params, microbatches):
     params, microbatches = jax.tree.map(vary, (params, microbatches), (specs, batch))
     if not train:
-      return jax.lax.psum(pp.forward(model, params, microbatches, **options), manual)
-    grads, sums = pp.value_and_grad(model, params, microbatches, **options)
+      return jax.lax.psum(pipeline_parallel.forward(model, params, microbatches, **options), manual)
+    grads, sums = pipeline_parallel.value_and_grad(model, params, microbatches, **options)
     grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, missing(spec)), grads, out_specs[0])
     return grads, jax.lax.psum(sums, manual)
 
@@ -189,7 +189,7 @@ def assert_equal(found, expected, path):
 def assert_matches_sequential(
   mesh, schedule, num_microbatches, *, repeats=1, reference=Toy(), train=True, **options
 ):
-  order = pp.layer_order(LAYERS, mesh.shape['stage'], repeats)
+  order = pipeline_parallel.layer_order(LAYERS, mesh.shape['stage'], repeats)
   step = pipeline(mesh, schedule, num_microbatches, repeats=repeats, train=train, **options)
   args = in_memory_order(toy_params(), order), toy_batch(num_microbatches)
   found = step.lower(*args).compile(compiler_options=QUICK)(*args)
@@ -270,7 +270,7 @@ def test_bfloat16_activations_leave_gradients_in_float32(schedule, repeats):
   step = pipeline(
     make_mesh(stage=2, model=2), schedule, 4, repeats=repeats, model=Toy(dtype=jnp.bfloat16)
   )
-  order = pp.layer_order(LAYERS, 2, repeats)
+  order = pipeline_parallel.layer_order(LAYERS, 2, repeats)
   args = in_memory_order(toy_params(), order), toy_batch(4)
   grads, sums = step.lower(*args).compile(compiler_options=QUICK)(*args)
   expected_grads, expected = sequential(4)
@@ -310,7 +310,7 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
   assert [(c.shape, c.count) for c in permutes if c.trip_counts] == [(activation, ticks)] * 2
   dealt_out = [] if schedule == '1f1b' else [(table.head_share, *activation)] * 2 * (stages - 1)
   assert [c.shape for c in permutes if not c.trip_counts] == dealt_out
-  expected = pp.traffic_per_step(
+  expected = pipeline_parallel.traffic_per_step(
     schedule=schedule,
     num_stages=stages,
     num_microbatches=m,
@@ -378,7 +378,7 @@ TABLES = [
 def test_bubble_fraction_is_the_part_of_slots_that_are_idle(table):
   slots = timeline(table)
   idle = sum(cell is None for slot in slots for cell in slot) / (len(slots) * table.num_stages)
-  assert pp.bubble_fraction(
+  assert pipeline_parallel.bubble_fraction(
     table.schedule, table.num_stages, table.num_microbatches, table.repeats
   ) == pytest.approx(idle)
 
@@ -416,15 +416,15 @@ def test_1f1b_never_holds_more_inputs_than_it_keeps():
 
 
 def test_computed_idle_ticks_make_the_bubble_of_1f1b_larger():
-  assert pp.bubble_fraction('1f1b', 4, 12) == pytest.approx(3 / 15)
-  assert pp.bubble_fraction('1f1b', 4, 12, skip_idle=False) == pytest.approx(6 / 18)
+  assert pipeline_parallel.bubble_fraction('1f1b', 4, 12) == pytest.approx(3 / 15)
+  assert pipeline_parallel.bubble_fraction('1f1b', 4, 12, skip_idle=False) == pytest.approx(6 / 18)
 
 
 @pytest.mark.parametrize('stages', [2, 3, 4])
 @pytest.mark.parametrize('repeats', [1, 2, 3])
 def test_layer_order_gives_stages_their_blocks(stages, repeats):
   size = 2
-  order = pp.layer_order(stages * repeats * size, stages, repeats)
+  order = pipeline_parallel.layer_order(stages * repeats * size, stages, repeats)
   assert sorted(order) == list(range(stages * repeats * size))
   for s, mine in enumerate(order.reshape(stages, repeats, size)):
     for r, block in enumerate(mine):
@@ -434,7 +434,7 @@ def test_layer_order_gives_stages_their_blocks(stages, repeats):
 
 
 def problems(layers=12, batch=32, stage=4, **options):
-  return pp.check(
+  return pipeline_parallel.check(
     {'layers': layers, 'batch': batch},
     {'stage': stage, 'data': 2},
     **{'schedule': 'gpipe', 'num_pipeline_microbatches': 4, 'batch_parts': 2, **options},
@@ -527,4 +527,4 @@ def test_check_reports_all_problems_at_once():
 
 
 def test_rules_split_layers_over_stage():
-  assert pp.rules().parameters == {'layers': ('stage',)}
+  assert pipeline_parallel.rules().parameters == {'layers': ('stage',)}

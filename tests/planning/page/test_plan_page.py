@@ -13,9 +13,14 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
 from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.formulas import links
-from t5x_gpu.planning.page.mesh_drawing import MOST_HOSTS, mesh_drawing
-from t5x_gpu.planning.page.plan_page import _MEMORY_COLORS, _TIME_COLORS, plan_page
+from t5x_gpu.planning.formulas import step_time
+from t5x_gpu.planning.page.plan_page import (
+  _MEMORY_COLORS,
+  _TIME_COLORS,
+  MOST_HOSTS,
+  mesh_drawing,
+  plan_page,
+)
 from t5x_gpu.planning.prediction import PlanConfig, predict
 from t5x_gpu.reporting.page import Section, page
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -72,7 +77,7 @@ def test_a_page_has_every_section_and_every_number(written):
     'gradients',
     *(f'{part}{number:,}' for part, number in got['params_by_part'].items()),
     'waiting for collectives',
-    links.NETWORK,
+    step_time.NETWORK,
     *(source['source'] for source in got['assumptions'].values()),
   ):
     assert text in found.text, text

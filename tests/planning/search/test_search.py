@@ -15,11 +15,10 @@ import pytest
 
 from t5x_gpu import cli, plan
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.planning.changes import SIZES
 from t5x_gpu.planning.devices import topology_of
+from t5x_gpu.planning.remedies import SIZES
 from t5x_gpu.planning.search import variants
-from t5x_gpu.planning.search.results import gin_text, search_text
-from t5x_gpu.planning.search.search import SearchState
+from t5x_gpu.planning.search.search import SearchState, gin_text, search_text
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import Score
 from t5x_gpu.runtime.cluster.topology import Topology

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from t5x_gpu.runtime.cluster import agreement, same_code
+from t5x_gpu.runtime.cluster import agreement, members
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -99,8 +99,8 @@ def test_many_differences_are_cut_short():
 
 
 def test_facts_of_code_are_sources_modules_and_versions_without_installed_packages():
-  facts = same_code.facts()
-  assert 't5x_gpu/runtime/cluster/same_code.py' in facts and 't5x_gpu/train.py' in facts
+  facts = members.code_facts()
+  assert 't5x_gpu/runtime/cluster/members.py' in facts and 't5x_gpu/train.py' in facts
   assert f'module {__name__}' in facts  # neither installed nor of the standard library
   assert not any(name.startswith(('module jax', 'module json', 'module t5x_gpu')) for name in facts)
   assert facts['version of jax'][0] == importlib.metadata.version('jax')

@@ -5,9 +5,8 @@ import pathlib
 import pytest
 
 from scripts import docs_tables
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla import listing
-from t5x_gpu.runtime.xla.table import TABLE
+from t5x_gpu.runtime.xla import flags, presets
+from t5x_gpu.runtime.xla.presets import TABLE
 
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'xla_flags.md'
 
@@ -20,13 +19,13 @@ def test_the_page_is_up_to_date():
 
 def test_every_setting_is_on_the_page_and_in_the_table():
   for row in TABLE:
-    for text in (docs_tables.xla_flags_page(), listing.table()):
+    for text in (docs_tables.xla_flags_page(), presets.preset_table()):
       assert row.name in text and row.reason in text and row.source in text
 
 
 @pytest.mark.process
 def test_the_example_line_is_what_a_run_prints():
   env = {'XLA_FLAGS': '--xla_gpu_simplify_all_fp_conversions'}
-  line = xla_flags.prepare_environment(gpu='h200', num_gpus=8, environ=env).line
+  line = flags.prepare_environment(gpu='h200', num_gpus=8, environ=env).line
   example = 'h200 single-host (default), 1 compile option, 1 flag, 4 variables, 1 flag dropped'
   assert example in line and example in docs_tables.xla_flags_page()

@@ -14,15 +14,12 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import gpus
-from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.runtime.xla import presets as xla_presets
-from t5x_gpu.runtime.xla import probe as xla_probe
-from t5x_gpu.runtime.xla.flags import prepare_environment
-from t5x_gpu.runtime.xla.legacy import LEGACY
-from t5x_gpu.runtime.xla.table import GENERATIONS, TABLE
-from t5x_gpu.runtime.xla.user_flags import read_flags
+from t5x_gpu.runtime.xla import flags as flags_lib
+from t5x_gpu.runtime.xla import presets, probe
+from t5x_gpu.runtime.xla.flags import LEGACY, prepare_environment, read_flags
+from t5x_gpu.runtime.xla.presets import GENERATIONS, TABLE
 
-PRESETS = [name for name in xla_presets.PRESETS if name != 'none']
+PRESETS = [name for name in presets.PRESETS if name != 'none']
 T5X_SCRIPT_FLAGS = (
   '--xla_gpu_simplify_all_fp_conversions --xla_gpu_all_reduce_combine_threshold_bytes=136314880'
 )
@@ -97,19 +94,19 @@ def test_this_jaxlib_aborts_at_t5xs_flags_without_us():
 def test_this_jaxlib_knows_all_that_the_table_sets(preset):
   options, flags = {}, set()
   for machine in every_machine():
-    selected = xla_presets.select(preset, layer_bytes=2**28, **machine)
+    selected = presets.select(preset, layer_bytes=2**28, **machine)
     # Values differ by machine (command buffers): keep each name's first.
-    options = xla_flags.compile_options(selected) | options
+    options = flags_lib.compile_options(selected) | options
     flags |= {f'--{name}={str(value).lower()}' for name, value in selected.xla_flags.items()}
-  assert xla_probe.refused_options(options) == {}
-  assert xla_probe.refused_flags(sorted(flags)) == {}
+  assert probe.refused_options(options) == {}
+  assert probe.refused_flags(sorted(flags)) == {}
   jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile(compiler_options=options)
 
 
 def test_options_are_spelled_for_the_version_of_jax():
-  selected = xla_presets.select('max_overlap', gpu='h200')
-  old = xla_flags.compile_options(selected, '0.10.2')
-  new = xla_flags.compile_options(selected, '0.11.2')
+  selected = presets.select('max_overlap', gpu='h200')
+  old = flags_lib.compile_options(selected, '0.10.2')
+  new = flags_lib.compile_options(selected, '0.11.2')
   assert old['xla_gpu_enable_pipelined_all_gather'] is True
   assert new['xla_gpu_pipeline_all_gather'] == 'COLLECTIVE_PIPELINING_MODE_ON'
   assert len(old) == len(new) and old.keys() != new.keys()
@@ -170,11 +167,11 @@ def test_a_renamed_flag_of_the_user_wins_over_the_option_of_its_other_name():
 @pytest.mark.quick_cases('*enable*', '*pipeline_all_reduce=1')
 @pytest.mark.parametrize('flag', [f'--{name}={value}' for name in LEGACY for value in (1, 0)])
 def test_what_replaces_a_legacy_flag_is_known(flag):
-  legacy = LEGACY[xla_probe.flag_name(flag)]
+  legacy = LEGACY[probe.flag_name(flag)]
   news = list(legacy.now(flag.split('=')[1])) if legacy.now else []
-  if re.search('pipeline_', flag) and not xla_probe.refused_flags([flag]):
+  if re.search('pipeline_', flag) and not probe.refused_flags([flag]):
     pytest.skip('this jaxlib knows the flag itself')
-  assert xla_probe.refused_flags(news) == {}
+  assert probe.refused_flags(news) == {}
 
 
 def test_a_literal_variable_in_single_quotes_is_explained():
@@ -211,47 +208,47 @@ def test_a_warm_start_asks_no_child(monkeypatch):
     return prepare_environment('default', gpu='h100', num_hosts=2, environ=env), env
 
   first = once()
-  monkeypatch.setattr(xla_probe, '_child', lambda *a, **k: pytest.fail('asked a child'))
+  monkeypatch.setattr(probe, '_child', lambda *a, **k: pytest.fail('asked a child'))
   assert once() == first
 
 
 def no_child(command, **kwargs):
-  return xla_probe.run_with_deadline.CommandResult(None, '', '', 'no process can be started')
+  return probe.run_with_deadline.CommandResult(None, '', '', 'no process can be started')
 
 
 def test_without_cache_and_child_names_are_read_from_the_library(monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
-  monkeypatch.setattr(xla_probe.run_with_deadline, 'run', no_child)
-  assert xla_probe.refused_flags(['--xla_gpu_autotune_level=1', '--xla_gpu_bogus=1']) == {
-    '--xla_gpu_bogus=1': f'not in {xla_probe.installed()}'
+  monkeypatch.setattr(probe.run_with_deadline, 'run', no_child)
+  assert probe.refused_flags(['--xla_gpu_autotune_level=1', '--xla_gpu_bogus=1']) == {
+    '--xla_gpu_bogus=1': f'not in {probe.installed()}'
   }
-  assert xla_probe.refused_options({'xla_gpu_bogus': 1}) == {}
+  assert probe.refused_options({'xla_gpu_bogus': 1}) == {}
 
 
 def test_a_garbled_cache_is_rebuilt(monkeypatch):
-  xla_probe.refused_flags(['--xla_gpu_bogus=2'])
-  for path in xla_probe.cache_folder().glob('*.json'):
+  probe.refused_flags(['--xla_gpu_bogus=2'])
+  for path in probe.cache_folder().glob('*.json'):
     path.write_text('{"question": ')
-  assert list(xla_probe.refused_flags(['--xla_gpu_bogus=2'])) == ['--xla_gpu_bogus=2']
+  assert list(probe.refused_flags(['--xla_gpu_bogus=2'])) == ['--xla_gpu_bogus=2']
 
 
 def test_a_plugin_of_another_version_is_looked_into(tmp_path):
   library = tmp_path / 'plugin.so'
   library.write_bytes(b'\0xla_gpu_autotune_level\0')
-  system = xla_probe.installed()
-  system = xla_probe.Installed(system.jaxlib, system.library, '0.0.1', library)
+  system = probe.installed()
+  system = probe.Installed(system.jaxlib, system.library, '0.0.1', library)
   flags = ['--xla_gpu_autotune_level=1', '--xla_gpu_enable_triton_gemm=true']
-  assert xla_probe.refused_flags(flags, system=system) == {flags[1]: 'not in the CUDA plugin 0.0.1'}
+  assert probe.refused_flags(flags, system=system) == {flags[1]: 'not in the CUDA plugin 0.0.1'}
 
 
-@pytest.mark.skipif(xla_probe.installed().plugin is None, reason='needs a CUDA plugin wheel')
+@pytest.mark.skipif(probe.installed().plugin is None, reason='needs a CUDA plugin wheel')
 def test_the_cuda_plugin_knows_all_that_the_table_sets():
-  system = xla_probe.installed()
+  system = probe.installed()
   selected = [
-    xla_presets.select(preset, **machine) for preset in PRESETS for machine in every_machine()
+    presets.select(preset, **machine) for preset in PRESETS for machine in every_machine()
   ]
   names = {
-    name for s in selected for name in (*s.xla_flags, *xla_flags.compile_options(s, system.plugin))
+    name for s in selected for name in (*s.xla_flags, *flags_lib.compile_options(s, system.plugin))
   }
   library = system.plugin_library.read_bytes()
   assert [name for name in names if b'\0' + name.encode() + b'\0' not in library] == []
@@ -275,8 +272,8 @@ def test_detection_agrees_with_flags_tried_one_by_one(how, monkeypatch):
   version = '.'.join(jax.__version__.split('.')[:2])
   if how == 'bytes':
     monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
-    monkeypatch.setattr(xla_probe.run_with_deadline, 'run', no_child)
-  refused = xla_probe.refused_flags([f'--{flag}' for flag in KNOWN])
+    monkeypatch.setattr(probe.run_with_deadline, 'run', no_child)
+  refused = probe.refused_flags([f'--{flag}' for flag in KNOWN])
   assert {flag: f'--{flag}' not in refused for flag in KNOWN} == {
     flag: known[version] for flag, known in KNOWN.items()
   }
@@ -301,17 +298,17 @@ def test_too_late_is_said():
 def test_a_gather_inside_a_host_is_that_of_a_layer_where_it_is_one_layer_ahead():
   one_host = dict(gpu='h100', num_hosts=1)
   ahead = dict(one_host, layers_ahead=True)
-  assert GATHER not in xla_presets.select(**one_host).compile_options
+  assert GATHER not in presets.select(**one_host).compile_options
   for layer, threshold in ((10, 30), (200, 200), (5000, 1024)):
-    selected = xla_presets.select(**ahead, layer_bytes=layer * 2**20)
+    selected = presets.select(**ahead, layer_bytes=layer * 2**20)
     assert selected.compile_options[GATHER] == threshold * 2**20
 
 
 def test_mesh_and_model_refine_the_options_later():
   applied = prepare_environment('max_overlap', gpu='h200', num_hosts=4, environ={})
-  refined = xla_flags.refine(applied, mesh_axes=('model',), layer_bytes=300 * 2**20)
+  refined = flags_lib.refine(applied, mesh_axes=('model',), layer_bytes=300 * 2**20)
   assert refined.compile_options[OPTION] == 300 * 2**20
-  assert applied.compile_options[OPTION] == xla_presets.LEAST_COMBINED_BYTES
+  assert applied.compile_options[OPTION] == presets.LEAST_COMBINED_BYTES
   assert 'xla_gpu_multi_streamed_windowed_einsum' in (
     refined.compile_options.keys() - applied.compile_options.keys()
   )
@@ -339,25 +336,25 @@ def test_an_unknown_preset_is_named():
   ],
 )
 def test_generation_of_a_device_kind(kind, name):
-  assert xla_presets.generation(kind) == name
+  assert presets.generation(kind) == name
 
 
 def test_one_gpu_gets_nothing_about_communication():
-  selected = xla_presets.select('max_overlap', gpu='h200', num_gpus=1, mesh_axes=('fsdp', 'model'))
+  selected = presets.select('max_overlap', gpu='h200', num_gpus=1, mesh_axes=('fsdp', 'model'))
   assert selected.compile_options == selected.xla_flags == {}
   assert selected.env == {'XLA_CLIENT_MEM_FRACTION': '0.9'}
 
 
 def test_blackwell_leaves_connections_alone_and_restricts_graphs():
-  selected = xla_presets.select('default', gpu='b200', num_gpus=8)
+  selected = presets.select('default', gpu='b200', num_gpus=8)
   assert 'CUDA_DEVICE_MAX_CONNECTIONS' not in selected.env
   assert selected.compile_options['xla_gpu_enable_command_buffer'] == 'FUSION,CUSTOM_CALL'
-  assert xla_presets.select('default', gpu='h100').env['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
+  assert presets.select('default', gpu='h100').env['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
 
 
 def test_no_machine_gets_two_values_of_one_setting():
   for preset, machine in itertools.product(PRESETS, every_machine()):
-    names = [row.name for row in xla_presets.select(preset, **machine).settings]
+    names = [row.name for row in presets.select(preset, **machine).settings]
     assert len(names) == len(set(names)), (preset, machine)
 
 

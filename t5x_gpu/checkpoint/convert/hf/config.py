@@ -8,25 +8,25 @@ import functools
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf import rotary
-from t5x_gpu.checkpoint.convert.hf.bert import BERT
-from t5x_gpu.checkpoint.convert.hf.experts import MIXTRAL, QWEN3_MOE
-from t5x_gpu.checkpoint.convert.hf.families import GPT2, T5, UMT5
+from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5, UMT5
 from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
 from t5x_gpu.checkpoint.convert.hf.llama import (
   GEMMA2,
   GEMMA3,
   LLAMA,
   MISTRAL,
+  MIXTRAL,
   OLMO2,
   PHI3,
   QWEN2,
   QWEN3,
+  QWEN3_MOE,
   SMOLLM3,
 )
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 from t5x_gpu.models.config import DROPOUT_PLACES
-from t5x_gpu.models.encoding.checks import SINGLE_LABEL
+from t5x_gpu.models.encoder import SINGLE_LABEL
 
 CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   't5': T5,

@@ -7,13 +7,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.convert.hf import layer_kinds, rotary
+from t5x_gpu.checkpoint.convert.hf import keys as keys_lib
+from t5x_gpu.checkpoint.convert.hf import rotary
 from t5x_gpu.checkpoint.convert.hf.keys import (
   INIT_STDDEV,
   ConfigFamily,
   HasTensor,
   Json,
   Keys,
+  LayerKinds,
   activation,
   dtype,
   head_dim,
@@ -24,7 +26,6 @@ from t5x_gpu.checkpoint.convert.hf.keys import (
   write_dropout,
   write_keys,
 )
-from t5x_gpu.checkpoint.convert.hf.layer_kinds import LayerKinds
 from t5x_gpu.checkpoint.convert.hf.rotary import Rotary
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError
@@ -76,7 +77,7 @@ class Traits:
   architecture: str
   keys: Keys = dataclasses.field(default_factory=dict)
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  layers: LayerKinds = layer_kinds.ALL_SEE_ALL
+  layers: LayerKinds = keys_lib.ALL_SEE_ALL
   rotary: Rotary = rotary.ONE
   activation: str = 'hidden_act'
   dropout: Keys = dataclasses.field(default_factory=lambda: _DROPOUT)
@@ -84,7 +85,7 @@ class Traits:
   def read(self, config: Json, has_tensor: HasTensor) -> ModelFields:
     del has_tensor
     windows = self.layers.read(config)
-    ropes = layer_kinds.shortest_period(self.rotary.read(config, windows))
+    ropes = keys_lib.shortest_period(self.rotary.read(config, windows))
     if (key := self.keys.get('num_experts')) and not config[key]:
       raise CheckpointError(
         f'config.json says {key} = {config[key]}, but the layers of this family have experts.',
@@ -105,7 +106,7 @@ class Traits:
       mlp_activations=(activation(config[self.activation]), 'linear'),
       relative_bias='none',
       **({'rope': ropes[0]} if len(ropes) == 1 else {'ropes': ropes}),
-      windows=layer_kinds.shortest_period(windows),
+      windows=keys_lib.shortest_period(windows),
       scale_tied_logits=False,
       logits_via_embedding=config['tie_word_embeddings'],
       init_stddev=config['initializer_range'],
@@ -185,10 +186,7 @@ LLAMA = family(
 )
 MISTRAL = family(
   Traits(
-    'mistral',
-    'MistralForCausalLM',
-    fields={'attention_bias': 'none'},
-    layers=layer_kinds.ONE_WINDOW,
+    'mistral', 'MistralForCausalLM', fields={'attention_bias': 'none'}, layers=keys_lib.ONE_WINDOW
   ),
   {
     'head_dim': None,  # hidden_size / num_attention_heads
@@ -208,7 +206,7 @@ _QWEN: Json = {
   'sliding_window': 4096,
   'max_window_layers': 28,
 }
-_QWEN_LAYERS = layer_kinds.by_type(default=layer_kinds.from_max_window_layers, switched=True)
+_QWEN_LAYERS = keys_lib.kinds_by_type(default=keys_lib.kinds_from_max_window_layers, switched=True)
 QWEN2 = family(
   Traits('qwen2', 'Qwen2ForCausalLM', fields={'attention_bias': 'qkv'}, layers=_QWEN_LAYERS),
   {'head_dim': None, **_QWEN},  # hidden_size / num_attention_heads
@@ -242,7 +240,7 @@ GEMMA2 = family(
     'Gemma2ForCausalLM',
     keys=_GEMMA_KEYS,
     fields=_GEMMA_FIELDS,
-    layers=layer_kinds.by_type(default=layer_kinds.every_second),
+    layers=keys_lib.kinds_by_type(default=keys_lib.every_second_layer),
     activation='hidden_activation',
   ),
   {
@@ -262,7 +260,7 @@ GEMMA3 = family(
     'Gemma3ForCausalLM',
     keys={k: v for k, v in _GEMMA_KEYS.items() if k != 'attention_softcap'},
     fields={**_GEMMA_FIELDS, 'qk_norm': True, 'qk_norm_kind': 'head_plus_one'},
-    layers=layer_kinds.by_type(default=layer_kinds.by_sliding_window_pattern),
+    layers=keys_lib.kinds_by_type(default=keys_lib.kinds_by_window_pattern),
     rotary=rotary.LOCAL_AND_GLOBAL,
     activation='hidden_activation',
   ),
@@ -282,7 +280,7 @@ SMOLLM3 = family(
     'smollm3',
     'SmolLM3ForCausalLM',
     keys={'mlp_bias': 'mlp_bias'},
-    layers=layer_kinds.by_type(default=layer_kinds.windows_without_rope, switched=True),
+    layers=keys_lib.kinds_by_type(default=keys_lib.windows_without_rope, switched=True),
     rotary=rotary.IN_SOME_LAYERS,
   ),
   {
@@ -316,7 +314,7 @@ PHI3 = family(
     'phi3',
     'Phi3ForCausalLM',
     fields={'attention_bias': 'none'},
-    layers=layer_kinds.ONE_WINDOW,
+    layers=keys_lib.ONE_WINDOW,
     rotary=rotary.PARTIAL,
     dropout={**_DROPOUT, 'residual_dropout': 'resid_pdrop'},
   ),
@@ -336,4 +334,76 @@ PHI3 = family(
   # every layer attends to all positions, without further position scaling
   full_attn_mod=(1,),
   interpolate_factor=(1,),
+)
+
+
+# Reads and writes config.json of mixture-of-experts families: Mixtral, Qwen-3-MoE.
+
+_KEYS: Keys = {'num_experts_per_token': 'num_experts_per_tok'}
+# transformers computes every expert that a token chooses, so no token is dropped.
+_FIELDS = {'expert_capacity_factor': None}
+# Used only in training; transformers adds the loss only with `output_router_logits`.
+_TRAINING: Json = {'router_aux_loss_coef': 0.001, 'output_router_logits': False}
+
+MIXTRAL = family(
+  Traits(
+    'mixtral',
+    'MixtralForCausalLM',
+    keys={**_KEYS, 'num_experts': 'num_local_experts'},
+    fields={**_FIELDS, 'normalize_gates': True, 'attention_bias': 'none'},
+    layers=keys_lib.ONE_WINDOW,
+    rotary=dataclasses.replace(rotary.ONE, defaults={'rope_theta': 1e6}),
+  ),
+  {
+    **_TRAINING,
+    'router_jitter_noise': 0.0,
+    'head_dim': None,  # hidden_size / num_attention_heads
+    'num_key_value_heads': 8,
+    'max_position_embeddings': 131072,
+    'rms_norm_eps': 1e-5,
+    'sliding_window': None,
+    'num_local_experts': 8,
+    'num_experts_per_tok': 2,
+  },
+  uses=frozenset({'layer_types'}),
+  no_effect=frozenset({'use_sliding_window', 'max_window_layers'}),
+  other_names={'num_experts': 'num_local_experts'},
+  attention_bias=(False,),
+  mlp_bias=(False,),
+)
+QWEN3_MOE = family(
+  Traits(
+    'qwen3_moe',
+    'Qwen3MoeForCausalLM',
+    keys={
+      **_KEYS,
+      'num_experts': 'num_experts',
+      'mlp_dim': 'moe_intermediate_size',
+      'normalize_gates': 'norm_topk_prob',
+    },
+    fields={**_FIELDS, 'qk_norm': True},
+    layers=keys_lib.ONE_SWITCHED_WINDOW,
+  ),
+  {
+    **_TRAINING,
+    'head_dim': None,  # hidden_size / num_attention_heads
+    'num_key_value_heads': 4,
+    'max_position_embeddings': 32768,
+    'use_sliding_window': False,
+    'sliding_window': 4096,
+    'moe_intermediate_size': 768,
+    'num_experts': 128,
+    'num_experts_per_tok': 8,
+    'norm_topk_prob': False,
+  },
+  uses=frozenset({'layer_types'}),
+  # `intermediate_size` is the MLP size of layers without experts
+  no_effect=frozenset({'intermediate_size', 'max_window_layers'}),
+  other_names={'num_local_experts': 'num_experts'},  # renamed in transformers 5
+  decoder_sparse_step=(1,),
+  mlp_only_layers=([], None),
+  # Keys of published files that transformers ignores.
+  qkv_bias=(False,),
+  use_qk_norm=(True,),
+  shared_expert_intermediate_size=(0, None),
 )

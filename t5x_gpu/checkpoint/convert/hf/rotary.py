@@ -8,11 +8,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.convert.hf.keys import Json
-from t5x_gpu.checkpoint.convert.hf.layer_kinds import FULL, SLIDING, layers_with_rope
+from t5x_gpu.checkpoint.convert.hf.keys import FULL, SLIDING, Json, layers_with_rope
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.layers.positions import RotaryEmbedding
-from t5x_gpu.layers.rotary import yarn_attention_factor
+from t5x_gpu.layers.positions import RotaryEmbedding, yarn_attention_factor
 
 Ropes = Sequence[Optional[RotaryEmbedding]]  # one per layer
 

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.sources.labelled.files import LabelledReader
-from t5x_gpu.data.streaming import task_classes, task_lookup
+from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import classification
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary
@@ -48,7 +48,7 @@ def config(name, *, length=16, split='train', **kwargs):
 def source_rows(name, split='train'):
   """Returns the texts and class names of a split."""
   task = task_lookup.lookup(config(name))
-  names = task_classes.class_names(task)
+  names = task_lookup.class_names(task)
   return [
     (x['inputs'].decode(), *([x['text2'].decode()] if 'text2' in x else []), names[x['label']])
     for x in task.source.get_dataset(split, shuffle=False).as_numpy_iterator()
