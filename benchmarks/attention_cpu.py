@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.layers.backends.choose import attention_by
-from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
+from t5x_gpu.layers.backends.plain import ChunkedAttention
 from t5x_gpu.layers.masks import TokenInfo
 
 TOKENS, HEADS, HEAD_DIM = 4096, 8, 64

@@ -28,10 +28,10 @@ from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.config import gin_loader
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import StepConfig, program_of_run
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUT = ROOT / 'benchmarks' / 'results' / 'checkpoints.json'

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from t5x_gpu.planning.sharding import gpu_json
+from t5x_gpu.tools.planning.sharding import gpu_json
 from tests.aot.cases import Case
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'compiled_memory.json'

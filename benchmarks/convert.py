@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
-from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
-from t5x_gpu.checkpoint.convert.name_table import Table
-from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers
-from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
+from t5x_gpu.conversion.hf.config_json import guess_family, to_hf
+from t5x_gpu.conversion.hf.names import FAMILIES
+from t5x_gpu.conversion.name_table import Table
+from t5x_gpu.conversion.safetensors_io import SafetensorsWriter, make_headers
+from t5x_gpu.conversion.tensor_copy import FLOATS
 from t5x_gpu.convert import model_of_gin
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'convert.json'

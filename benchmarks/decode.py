@@ -28,12 +28,12 @@ import torch
 import transformers
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint
+from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.conversion.conversion import params_of_checkpoint
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'decode.json'
 PROMPT, NEW = 64, 128

@@ -28,15 +28,15 @@ import matplotlib
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-from t5x_gpu.analysis import hlo_text
-from t5x_gpu.analysis.array_layout import state_layouts
-from t5x_gpu.analysis.collectives import flops_per_device, inventory, partitioned_hlo
+from t5x_gpu.compiled import hlo_text
+from t5x_gpu.compiled.collectives import flops_per_device, inventory, partitioned_hlo
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
+from t5x_gpu.partitioning.array_layout import state_layouts
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.partitioning.pipeline.pipeline_parallel import bubble_fraction
-from t5x_gpu.planning.devices import simulated_devices, topology_of
+from t5x_gpu.partitioning.pipeline import bubble_fraction
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
 from t5x_gpu.training.program import Program, StepConfig, program_of_run
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -21,13 +21,13 @@ from typing import Any
 import jax
 
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.local.local_tier import LocalTier
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
+from t5x_gpu.checkpoint.local.tier import LocalTier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.config import gin_loader
-from t5x_gpu.planning.devices import simulated_devices
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.devices import simulated_devices
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import StepConfig, program_of_run
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.loss import chunked, stored
-from t5x_gpu.analysis.collectives import flops_per_device
-from t5x_gpu.analysis.gpu_compile import memory_of
+from t5x_gpu.compiled.collectives import flops_per_device
 from t5x_gpu.models.losses import choose_num_chunks
-from t5x_gpu.runtime.xla.gpu_targets import described_gpus, kernels_for
+from t5x_gpu.tools.planning.gpu_compile import memory_of
+from t5x_gpu.tools.planning.gpu_targets import described_gpus, kernels_for
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'loss_memory.json'
 # (tokens on the GPU, embed, vocabulary): multilingual T5's and Gemma's, a small one, Llama-3 8B's.

@@ -19,7 +19,7 @@ import gin
 import jax
 
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant

@@ -11,8 +11,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from t5x_gpu.checkpoint.convert.hf import rotary
-from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
+from t5x_gpu.conversion.hf import rotary
+from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES
 from t5x_gpu.runtime.xla import presets
 from t5x_gpu.runtime.xla.flags import LEGACY
 from t5x_gpu.runtime.xla.presets import LEFT_ALONE, PRESETS

@@ -15,8 +15,8 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
 
-from t5x_gpu.partitioning.mesh.mesh import MESH_AXES, device_array, resolve_mesh_sizes
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.partitioning.mesh import MESH_AXES, device_array, resolve_mesh_sizes
+from t5x_gpu.runtime.topology import Topology
 
 TOPOLOGY = Topology(2, 8)
 SETTINGS = {

@@ -25,7 +25,6 @@ import rich.console
 import rich.progress
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.sources.corrupt_records import Damage
 from t5x_gpu.data.sources.discovery import matching_files
 from t5x_gpu.data.sources.json_lines import json_value
@@ -33,6 +32,7 @@ from t5x_gpu.data.sources.rows import limited_lines, open_stream
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.storage.files import atomic_write
 
 SETTINGS = 'prepare_pile.json'
 DONE = '.done.json'

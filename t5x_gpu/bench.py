@@ -13,17 +13,17 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.analysis.kernels import fp8_lines
+from t5x_gpu.compiled.kernels import fp8_lines
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.monitor import model_speed, peak_memory_bytes
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
-from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags
-from t5x_gpu.runtime.xla.program_cache import compile_errors
+from t5x_gpu.runtime.xla.programs import compile_errors
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run, size_line

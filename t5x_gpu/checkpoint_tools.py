@@ -9,13 +9,19 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader, find_checkpoint
 from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.checkpoint.retention import BEST_IS, Keep
 from t5x_gpu.checkpoint.run_lock import check_lock
-from t5x_gpu.checkpoint.storage.paths import local_path
-from t5x_gpu.checkpoint.tools.inspect import (
+from t5x_gpu.checkpoint.store import Checkpoint, StateReader, find_checkpoint
+from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
+from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.storage.paths import local_path
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.flag_types import positive_int
+from t5x_gpu.terminal.printable import printable
+from t5x_gpu.tools.checkpoints import (
   PrunePlan,
   average,
   describe,
@@ -26,12 +32,6 @@ from t5x_gpu.checkpoint.tools.inspect import (
   value_differences,
   verify,
 )
-from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
-from t5x_gpu.runtime.process_exit import sigterm_raises
-from t5x_gpu.terminal import logging_setup
-from t5x_gpu.terminal.console import Console
-from t5x_gpu.terminal.flag_types import positive_int
-from t5x_gpu.terminal.printable import printable
 
 PROG = 'python -m t5x_gpu.checkpoint'
 DESCRIPTION = 'Inspects, compares, verifies, averages and removes checkpoints; needs no GPU.'

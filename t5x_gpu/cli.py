@@ -10,10 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional
 
-from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.config import gin_loader, provenance, statements
-from t5x_gpu.config.atomic_write import check_not_refused, is_refused, reason_of, remedy
-from t5x_gpu.config.json_schema import read_bytes
+from t5x_gpu.config import gin_loader, gin_text, provenance
 from t5x_gpu.config.report import CONFIG
 from t5x_gpu.data.data_module import open_class_names
 from t5x_gpu.errors import (
@@ -25,8 +22,11 @@ from t5x_gpu.errors import (
   UserError,
   did_you_mean,
 )
-from t5x_gpu.runtime import gpus, import_interrupts, process_exit
+from t5x_gpu.runtime import import_interrupts, machine, process_exit
 from t5x_gpu.runtime.process_exit import SecondInterruptLeaves
+from t5x_gpu.storage.files import check_not_refused, is_refused, reason_of, remedy
+from t5x_gpu.storage.json_schema import read_bytes
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.printable import printable
 
@@ -195,7 +195,7 @@ def parse_args(
     if bindings or any((files, values.gin_search_paths, values.tfds_data_dir, values.dry_run)):
       raise ConfigError(f'{prog} does not take a configuration.', fix=without_config)
   elif gin_file_required and not files:
-    shipped = statements.GinFiles().shipped('examples')
+    shipped = gin_text.GinFiles().shipped('examples')
     raise ConfigError(
       'No --gin_file is given.',
       fix='Give your own gin file or one of the shipped examples:\n'
@@ -350,7 +350,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   import_interrupts.open_closed_streams()
   streams.install()
   import_interrupts.raise_again()
-  gpus.this_is_a_command()
+  machine.this_is_a_command()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     with SecondInterruptLeaves(leave=process_exit.leave_at_once):

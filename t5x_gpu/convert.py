@@ -16,33 +16,33 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
-from t5x_gpu.checkpoint.convert.hf.folder import CONFIG
-from t5x_gpu.checkpoint.convert.logits_check import (
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.run_files import GIN_FILES
+from t5x_gpu.config import gin_loader
+from t5x_gpu.conversion.conversion import (
   CHECKS,
   TOLERANCE,
   ConversionRequest,
   RunText,
   has_transformers,
 )
-from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe
-from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
-from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
-from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
-from t5x_gpu.checkpoint.convert.to_hf import convert_ours, merge_lora
-from t5x_gpu.checkpoint.convert.to_ours import convert_hf, convert_t5x
-from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.run_files import GIN_FILES
-from t5x_gpu.checkpoint.storage.paths import local_path
-from t5x_gpu.config import gin_loader
+from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES
+from t5x_gpu.conversion.hf.folder import CONFIG
+from t5x_gpu.conversion.model_spec import ModelFields, describe
+from t5x_gpu.conversion.safetensors_io import SafetensorsFolder
+from t5x_gpu.conversion.t5x_files import is_t5x
+from t5x_gpu.conversion.tensor_copy import FLOATS
+from t5x_gpu.conversion.to_hf import convert_ours, merge_lora
+from t5x_gpu.conversion.to_ours import convert_hf, convert_t5x
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
-from t5x_gpu.evaluation.class_job import decoding_changes, open_prompt_text
+from t5x_gpu.evaluation.infer_jobs import decoding_changes, open_prompt_text
 from t5x_gpu.evaluation.infer_request import RUN_SETTINGS, configures_run, read_request
+from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.models.model import encodes_texts
-from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.storage.paths import local_path
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.flag_types import byte_size
@@ -59,7 +59,7 @@ The last example merges the adapters of a LoRA run into the kernels.
 """
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 # Entry point for gin_loader; its only argument is the model.
-_MODEL_ENTRY = 't5x_gpu.checkpoint.convert.model_spec.describe'
+_MODEL_ENTRY = 't5x_gpu.conversion.model_spec.describe'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.index import Index, check_shards, counted_features, read_index
 from t5x_gpu.data.prompts import decode_all
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics.plots import lengths_table, plot_lengths
+from t5x_gpu.metrics.pictures import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
-from t5x_gpu.runtime import gpus as gpus_lib
+from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.health import checks as checks_lib
@@ -71,7 +71,7 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
   Args:
     request: what to check.
   """
-  on_machine = max(gpus_lib.find_gpus({}).count, len(gpus_lib.pci_numa_nodes()))
+  on_machine = max(machine.find_gpus({}).count, len(machine.pci_numa_nodes()))
   nvlink = True
   yield Check(
     'processes',
@@ -86,7 +86,7 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
       'xla flags', WARN if applied.warnings else OK, applied.summary, '\n'.join(applied.warnings)
     )
     topology = (
-      gpus_lib.run_with_deadline(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)
+      machine.run_with_deadline(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)
       if on_machine > 1
       else None
     )
@@ -95,8 +95,8 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
     yield links
   yield from _examine_devices(request, on_machine=on_machine, nvlink=nvlink)
   if request.is_first_here:
-    done = gpus_lib.run_with_deadline(
-      [sys.executable, '-m', 't5x_gpu.runtime.health.measure_disk', request.model_dir],
+    done = machine.run_with_deadline(
+      [sys.executable, '-m', 't5x_gpu.tools.doctor.measure_disk', request.model_dir],
       seconds=request.timeout_seconds,
     )
     yield checks_lib.check_disk(
@@ -157,11 +157,11 @@ def _measure(
     **os.environ,
     'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
   }
-  done = gpus_lib.run_with_deadline(
+  done = machine.run_with_deadline(
     [
       sys.executable,
       '-m',
-      't5x_gpu.runtime.health.measure',
+      't5x_gpu.tools.doctor.measure',
       what,
       f'--preset={request.preset}',
       *request.cluster_flags,

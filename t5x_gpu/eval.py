@@ -16,9 +16,9 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable, shared_model_dir
 from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.store import Checkpoint
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.entities import entity_kinds
@@ -33,7 +33,7 @@ from t5x_gpu.evaluation.checkpoint_evaluator import (
   table,
 )
 from t5x_gpu.evaluation.evaluator import class_names_of
-from t5x_gpu.metrics import classification
+from t5x_gpu.metrics import scores
 from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
@@ -42,7 +42,7 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
-from t5x_gpu.terminal.progress_line import Show, bar, silent
+from t5x_gpu.terminal.progress import Show, bar, silent
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -148,10 +148,10 @@ def _report(
   names = class_names_of(model, dataset)
   if hits is not None:
     kinds = entity_kinds(names) if OptionalMembers(model).tags else names
-    log(classification.hits_table(hits, classification.all_names(kinds, len(hits))))
+    log(scores.hits_table(hits, scores.all_names(kinds, len(hits))))
   if confusion is not None:
-    names = classification.all_names(names, len(confusion))
-    log(classification.confusion_table(confusion, names))
+    names = scores.all_names(names, len(confusion))
+    log(scores.confusion_table(confusion, names))
     results.add_confusion(step, confusion, names)
 
 

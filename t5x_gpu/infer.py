@@ -18,8 +18,8 @@ from t5x_gpu import cli
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
 from t5x_gpu.data.sources.rows import limited_lines
 from t5x_gpu.errors import ConfigError, DataError, task_error
-from t5x_gpu.evaluation.class_job import open_job
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results
+from t5x_gpu.evaluation.infer_jobs import open_job
 from t5x_gpu.evaluation.infer_request import gin_file_of, read_request
 from t5x_gpu.runtime import distributed, main_log
 from t5x_gpu.runtime.cluster import cluster as cluster_lib

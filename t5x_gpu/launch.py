@@ -22,9 +22,8 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import gpus as gpus_lib
-from t5x_gpu.runtime import numa
-from t5x_gpu.runtime.cluster import cluster, rendezvous, schedulers
+from t5x_gpu.runtime import machine, numa
+from t5x_gpu.runtime.cluster import cluster, launchers, rendezvous
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -217,7 +216,7 @@ def plan(
   use_gpus: bool,
   numa_mode: str,
   env: Mapping[str, str],
-  gpus: Sequence[gpus_lib.PhysicalGpu],
+  gpus: Sequence[machine.PhysicalGpu],
   address: str,
 ) -> list[ProcessPlan]:
   """Returns how to start each process.
@@ -266,7 +265,7 @@ def plan(
     else:
       child['JAX_PLATFORMS'] = 'cpu'
     if numa_mode == 'auto':
-      own = gpus_lib.own_gpus(gpus, child, ids) if use_gpus else ()
+      own = machine.own_gpus(gpus, child, ids) if use_gpus else ()
       binding = numa.bind_to_gpus([g.pci_address for g in gpus if g.uuid in own], allowed=allowed)
     else:
       binding = (
@@ -329,8 +328,8 @@ def main(argv: Optional[list[str]] = None) -> int:
       print(path)
     return 0
   streams.outlive()  # each process decides for itself how to handle lost output
-  schedulers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
-  gpus = [] if flags.no_gpu else gpus_lib.physical_gpus()
+  launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
+  gpus = [] if flags.no_gpu else machine.physical_gpus()
   nproc = flags.nproc
   if nproc is None:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)

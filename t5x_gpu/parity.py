@@ -25,14 +25,13 @@ from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import IN_FLOAT32
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster import topology as topology_lib
-from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as flags_lib
 from t5x_gpu.terminal import console as console_lib
 from t5x_gpu.terminal import logging_setup
-from t5x_gpu.training.memory import check_memory
-from t5x_gpu.training.parity.paired_run import RecordedRun, Recording, TwoRuns
-from t5x_gpu.training.parity.report import (
+from t5x_gpu.tools.parity.paired_run import RecordedRun, Recording, TwoRuns
+from t5x_gpu.tools.parity.verdict import (
   Report,
   as_dict,
   compare_runs,
@@ -40,6 +39,7 @@ from t5x_gpu.training.parity.report import (
   parameter_rows,
   step_rows,
 )
+from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run
 from t5x_gpu.training.schedules import Schedule
 

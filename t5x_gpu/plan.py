@@ -16,30 +16,30 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
-from t5x_gpu.analysis.array_layout import state_layouts
-from t5x_gpu.analysis.gpu_compile import compile_step
-from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
-from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import config_of
-from t5x_gpu.planning import remedies, screen, sharding, what_if
-from t5x_gpu.planning.assumptions import Assumptions, calibrated, check_is_used
-from t5x_gpu.planning.devices import simulated_devices, topology_of
-from t5x_gpu.planning.page.plan_page import plan_page
-from t5x_gpu.planning.prediction import PlanConfig, Planner
-from t5x_gpu.planning.screen import outcome_json, prediction_json
-from t5x_gpu.planning.search import search, workers
-from t5x_gpu.planning.sharding import gpu_json, gpu_text
-from t5x_gpu.runtime.cluster.topology import Device, Topology
-from t5x_gpu.runtime.xla.gpu_targets import (
+from t5x_gpu.partitioning.array_layout import state_layouts
+from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.tools.planning import remedies, screen, sharding, what_if
+from t5x_gpu.tools.planning.assumptions import Assumptions, calibrated, check_is_used
+from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
+from t5x_gpu.tools.planning.gpu_compile import compile_step
+from t5x_gpu.tools.planning.gpu_targets import (
   TARGETS,
   DescribedGpus,
   GpuTarget,
   described_gpus,
   find_target,
 )
-from t5x_gpu.terminal import logging_setup
+from t5x_gpu.tools.planning.page import plan_page
+from t5x_gpu.tools.planning.prediction import PlanConfig, Planner
+from t5x_gpu.tools.planning.remat_costs import remat_costs, remat_json, remat_text
+from t5x_gpu.tools.planning.screen import outcome_json, prediction_json
+from t5x_gpu.tools.planning.search import search, workers
+from t5x_gpu.tools.planning.sharding import gpu_json, gpu_text
 from t5x_gpu.training.program import Program, program_of_run
 
 # Checks for flags of `plan` that contradict each other, before anything is compiled.

@@ -25,7 +25,7 @@ from t5x_gpu.data.prepared.workers import ShardJob, write_shards
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.flag_types import positive_int
-from t5x_gpu.terminal.progress_line import bar
+from t5x_gpu.terminal.progress import bar
 
 EXAMPLES = """examples:
   {prog} --gin_file=my.gin --output=/data/my_rows

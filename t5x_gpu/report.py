@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Optional
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.reporting.report_page import report_page
-from t5x_gpu.reporting.run_record import read_runs
+from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal.console import Console
+from t5x_gpu.tools.reporting.report_page import report_page
+from t5x_gpu.tools.reporting.run_record import read_runs
 
 PROG = 'python -m t5x_gpu.report'
 EXAMPLES = """examples:

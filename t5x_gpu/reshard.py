@@ -12,15 +12,15 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
-from t5x_gpu.checkpoint.storage.checksums import CHUNK_BYTES
-from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.checkpoint.tools.reshard import ReshardRequest, reshard
+from t5x_gpu.checkpoint.arrays import CHUNK_BYTES
+from t5x_gpu.conversion.tensor_copy import FLOATS
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.flag_types import byte_size
+from t5x_gpu.tools.reshard import ReshardRequest, reshard
 
 PROG = 'python -m t5x_gpu.reshard'
 EXAMPLES = """examples:

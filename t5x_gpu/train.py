@@ -13,14 +13,13 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
+from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -29,18 +28,19 @@ from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
 from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
+from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.run.profiler import catch_early, open_profiler
-from t5x_gpu.runtime import distributed, gpus, preemption
+from t5x_gpu.runtime import distributed, machine, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal import logging_setup, streams
-from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.spikes import SpikeConfig
+from t5x_gpu.training.state import TrainState
 
 
 def train(
@@ -121,7 +121,7 @@ def train_run(
       log(plan.dry_run_text())
       return 0
     with Goodput(
-      enabled=distributed.is_main_process(), age_seconds=gpus.seconds_since_start()
+      enabled=distributed.is_main_process(), age_seconds=machine.seconds_since_start()
     ) as goodput:
       return _train_checked(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Optional
 
-from t5x_gpu.analysis.collectives import KINDS, Collective
+from t5x_gpu.compiled.collectives import KINDS, Collective
 
 
 def total_bytes(

@@ -5,8 +5,8 @@ import re
 import time
 from collections.abc import Callable
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.tools.inspect import verify
+from t5x_gpu.checkpoint.store import StateReader
+from t5x_gpu.tools.checkpoints import verify
 from tests.helpers_train import DEADLINE_SECONDS, Process, Project
 
 # Of runs that are forked from a WarmStart: with dropout, without evaluations.

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import pytest
 
-from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
+from t5x_gpu.compiled.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.layers.moe import capacity
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant

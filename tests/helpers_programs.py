@@ -8,7 +8,7 @@ import jax
 
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant

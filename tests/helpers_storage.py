@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 from unittest import mock
 
-from t5x_gpu.checkpoint.storage import paths
+from t5x_gpu.storage import paths
 
 DEADLINE_SECONDS = 120
 # Marked, so that a test can look for them in everything that was written and printed.

@@ -22,11 +22,11 @@ from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 from tests.helpers_layouts import QUICK
 
 CONFIG = TransformerConfig(

@@ -33,8 +33,7 @@ from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.run.check import CheckedRun, check
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
-from t5x_gpu.runtime import process_exit
-from t5x_gpu.runtime.cluster import topology
+from t5x_gpu.runtime import process_exit, topology
 from tests.helpers_xla import xla_flags
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]

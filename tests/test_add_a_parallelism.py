@@ -26,9 +26,9 @@ def clone(tmp_path_factory):
 
 
 MESH_TABLE = """
-from t5x_gpu.partitioning.mesh.mesh import mesh_table
+from t5x_gpu.partitioning.mesh import mesh_table
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 partitioner, topology = Partitioner(site=2, fsdp=4), Topology(num_hosts=2, devices_per_host=4)
 print(partitioner.rules().activations['batch'])
 print(mesh_table(partitioner.mesh_sizes(topology), topology))

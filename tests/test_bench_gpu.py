@@ -31,8 +31,8 @@ from t5x_gpu.layers.backends.choose import Hardware, choose
 from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.planning import assumptions
-from t5x_gpu.runtime.xla.gpu_targets import find_target, kernels_for
+from t5x_gpu.tools.planning import assumptions
+from t5x_gpu.tools.planning.gpu_targets import find_target, kernels_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / 'scripts' / 'bench_gpu.sh'

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from benchmarks import cpu
-from t5x_gpu.terminal.progress_line import ProgressLine
+from t5x_gpu.terminal.progress import ProgressLine
 from tests.aot.marks import MARKS
 from tests.helpers_train import REPOSITORY, Project
 from tests.helpers_xla import xla_flags

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from t5x_gpu import checkpoint_tools
-from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
+from t5x_gpu.checkpoint.arrays import checksums_of
 from t5x_gpu.checkpoint.model_dir import committed_steps
+from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.storage.checksums import checksums_of
 from t5x_gpu.errors import CheckpointError, ConfigError
-from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.checkpoint.test_checkpointer import (
   folder_with,
   largest_data_file,
@@ -23,6 +22,7 @@ from tests.checkpoint.test_checkpointer import (
   opened,
   save,
 )
+from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_train import listing, run_here
 
 

@@ -18,7 +18,7 @@ import pytest
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ModelError
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import Program, build_program
 
 ROOT = pathlib.Path(__file__).parents[1]

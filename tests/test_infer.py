@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from pyarrow import parquet
 
 from t5x_gpu import convert, infer
-from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
+from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.prompts import read_prompts
 from t5x_gpu.errors import DataError
@@ -26,7 +26,7 @@ from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster import topology
+from t5x_gpu.runtime import topology
 from t5x_gpu.terminal.printable import printable
 from tests.helpers_disk import refused_to_python
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here

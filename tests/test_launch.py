@@ -21,7 +21,7 @@ import pytest
 from t5x_gpu import launch
 from t5x_gpu.errors import ConfigError, number_ranges
 from t5x_gpu.runtime import numa
-from t5x_gpu.runtime.gpus import PhysicalGpu, own_gpus, physical_gpus
+from t5x_gpu.runtime.machine import PhysicalGpu, own_gpus, physical_gpus
 from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags

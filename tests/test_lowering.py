@@ -26,9 +26,9 @@ from t5x_gpu.layers.backends.choose import (
 )
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
-from t5x_gpu.planning.prediction import PlanConfig
-from t5x_gpu.runtime.cluster.topology import Topology
-from t5x_gpu.runtime.xla.gpu_targets import find_target, kernels_for
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.gpu_targets import find_target, kernels_for
+from t5x_gpu.tools.planning.prediction import PlanConfig
 from t5x_gpu.training.program import program_of_run
 from tests.layers.backends import test_attention_backends
 

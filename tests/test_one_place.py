@@ -14,14 +14,14 @@ MODELS = ('model', 'plain')  # what variables and fields that hold a model end i
 # Each use in these modules names the public API that would end it, and the request for it.
 INTERNALS = {
   't5x_gpu.runtime.cluster.jax_internals',
-  't5x_gpu.checkpoint.storage.orbax_internals',
+  't5x_gpu.checkpoint.orbax_internals',
   't5x_gpu.layers.backends.tokamax_internals',
 }
 # Module or folder -> what it reads of another library, and why.
 MAY_READ = {
   't5x_gpu.config': 'gin: it has no public view of its registry, and only this folder imports it',
   't5x_gpu.cli': 'argparse: it has no public list of the arguments of a parser',
-  't5x_gpu.checkpoint.convert.logits_check': 'transformers: the choice of expert kernels',
+  't5x_gpu.conversion.conversion': 'transformers: the choice of expert kernels',
 }
 # Public in spite of the underscore.
 DOCUMENTED = {'_exit', '_current_frames', '_current_exceptions', '_replace', '_asdict', '_fields'}

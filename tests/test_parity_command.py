@@ -18,14 +18,14 @@ from t5x_gpu.data.synthetic import MAX_WEIGHT, uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.dpo import DpoModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
-from t5x_gpu.models.preference.dpo import DpoModel
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.hardware import Limit, RunLimits
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training import memory
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import StepConfig, bytes_per_device

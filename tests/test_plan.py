@@ -15,10 +15,10 @@ from matplotlib import image
 
 from t5x_gpu import plan
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, UserError
-from t5x_gpu.planning.devices import topology_of
-from t5x_gpu.planning.remedies import EQUAL
 from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.runtime.xla import probe
+from t5x_gpu.tools.planning.devices import topology_of
+from t5x_gpu.tools.planning.remedies import EQUAL
 from tests.helpers_train import TINY_GIN, run_here
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from t5x_gpu import checkpoint_tools, eval, infer, reshard
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, read_params
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.storage.checksums import boxes
-from t5x_gpu.checkpoint.tools import reshard as reshard_lib
+from t5x_gpu.checkpoint.arrays import boxes
+from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, read_params
+from t5x_gpu.checkpoint.store import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics.writers import read_json_lines
-from t5x_gpu.training.train_state import TrainState
-from tests.checkpoint.storage.test_checksums import flip_a_bit
+from t5x_gpu.tools import reshard as reshard_lib
+from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, opened, save
+from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_disk import small_disk
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here
 

@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 from t5x_gpu import convert, infer, train
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import data_module
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary

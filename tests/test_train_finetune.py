@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert, infer
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.convert.model_spec import describe
 from t5x_gpu.checkpoint.model_dir import read_saved
+from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter
+from t5x_gpu.checkpoint.store import StateReader
 from t5x_gpu.config import gin_loader
+from t5x_gpu.conversion.model_spec import describe
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel, without_adapters
 from tests.checkpoint.hf_files import CONFIGS, write_model

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.store import StateReader
 from tests.helpers_train import WATCHED_BATCHES, Project, listing
 
 # A user's own data module, whose training batches end with an error at number $FAIL_AT.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert, infer, train
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.models.model import REFERENCE
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.helpers_chat import CHATML, talk, write_tokenizer
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.tf
 DPO = """
 from t5x_gpu.checkpoint import initialize
 from t5x_gpu.models import lora
-from t5x_gpu.models.preference import dpo
+from t5x_gpu.models import dpo
 
 train_script.train.model = @dpo.DpoModel()
 dpo.DpoModel:

@@ -10,8 +10,8 @@ from t5x_gpu import eval, infer, report, top
 from t5x_gpu.checkpoint.model_dir import COMMIT, UNDER_WAY, committed_steps
 from t5x_gpu.checkpoint.run_files import RunFiles, SampleConfig, append_sample
 from t5x_gpu.checkpoint.run_lock import LOCK
-from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.storage.paths import as_path
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
 from tests.helpers_train import Project, run_here
 from tests.parity.tolerances import MESH_LOSS

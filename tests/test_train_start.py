@@ -5,7 +5,7 @@ import logging
 import jax
 import pytest
 
-from t5x_gpu.runtime.xla import program_cache
+from t5x_gpu.runtime.xla import programs
 from tests.helpers_train import Project
 
 
@@ -20,7 +20,7 @@ def test_precompile_trains_nothing_and_the_run_then_reads_its_programs(tmp_path)
   assert not project.model_dir.exists()
   done = project.run(num_devices=1, TRAIN_STEPS=1, PRECISION='fp8')
   assert done.code == 0, done
-  found = program_cache._counts
+  found = programs._counts
   assert found['cache_hits'] >= 2 and 'compiled programs: ' in done.out
 
 
@@ -46,17 +46,17 @@ def no_folder():
 
 def test_the_cache_is_in_the_cache_folder_of_the_user_on_gpus_and_off_on_cpu(tmp_path, no_folder):
   environ = {'XDG_CACHE_HOME': str(tmp_path)}
-  program_cache.start_cache('cpu', environ=environ)
-  assert program_cache.cache_folder() is None and program_cache.cache_line() == ''
+  programs.start_cache('cpu', environ=environ)
+  assert programs.cache_folder() is None and programs.cache_line() == ''
   assert not list(tmp_path.iterdir())
-  program_cache.start_cache('gpu', environ=environ)
-  assert program_cache.cache_folder() == str(tmp_path / 't5x_gpu/xla')
+  programs.start_cache('gpu', environ=environ)
+  assert programs.cache_folder() == str(tmp_path / 't5x_gpu/xla')
   assert (tmp_path / 't5x_gpu/xla').stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, no_folder, caplog):
   (tmp_path / 't5x_gpu').write_text('a file where the folder should be')
   with caplog.at_level(logging.WARNING):
-    program_cache.start_cache('gpu', environ={'XDG_CACHE_HOME': str(tmp_path)})
-  assert program_cache.cache_folder() is None
+    programs.start_cache('gpu', environ={'XDG_CACHE_HOME': str(tmp_path)})
+  assert programs.cache_folder() is None
   assert 'every start compiles' in caplog.text and 'JAX_COMPILATION_CACHE_DIR' in caplog.text

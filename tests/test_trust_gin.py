@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from t5x_gpu import convert, eval, infer, parity, reshard, train
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.config import gin_loader, report
-from t5x_gpu.config.statements import GinFiles
+from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.data import data_module
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import check_trusted

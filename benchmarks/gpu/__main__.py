@@ -22,8 +22,8 @@ from typing import Any, Optional
 from benchmarks.gpu import machine, report
 from benchmarks.gpu.one_part import DONE, MISSING, SKIPPED
 from benchmarks.gpu.parts import PARTS, Part, Row
-from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import did_you_mean
+from t5x_gpu.storage.files import atomic_write
 
 COMPILED = 'JAX_COMPILATION_CACHE_DIR'
 SECONDS = 530  # of a call, after which it starts no part

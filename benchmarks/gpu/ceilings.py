@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import Timing, time_calls
-from t5x_gpu.analysis.kernels import count_kernels
+from t5x_gpu.compiled.kernels import count_kernels
 
 SIZES = (4096, 8192, 16384)
 COPY_BYTES = 2 * 2**30

@@ -14,8 +14,8 @@ import sys
 import traceback
 
 from benchmarks.gpu.parts import PARTS, Missing, Row, Skipped
-from t5x_gpu.config.atomic_write import atomic_write
-from t5x_gpu.runtime.xla import flags, program_cache
+from t5x_gpu.runtime.xla import flags, programs
+from t5x_gpu.storage.files import atomic_write
 
 DONE, MISSING, SKIPPED = 0, 3, 4  # exit codes; any other is a failure
 
@@ -32,7 +32,7 @@ def main() -> int:
   (part,) = (part for part in PARTS if part.name == args.part)
   rows: list[Row] = []
   # The folder is the runner's, in the environment; this counts what is read from it.
-  program_cache.start_cache('cpu' if args.small else 'gpu', environ=os.environ)
+  programs.start_cache('cpu' if args.small else 'gpu', environ=os.environ)
   try:
     options = dict(part.options, small=args.small)
     if part.is_our_step:
@@ -58,7 +58,7 @@ def main() -> int:
     with contextlib.suppress(Exception):
       print(f'{type(e).__name__}: {str(e).strip().splitlines()[0]}', file=sys.stderr, flush=True)
     return 1
-  print(program_cache.cache_line(), flush=True)
+  print(programs.cache_line(), flush=True)
   return DONE
 
 

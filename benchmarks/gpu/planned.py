@@ -4,12 +4,12 @@ import pathlib
 from typing import Any, Optional
 
 from benchmarks.gpu.parts import Row
-from t5x_gpu.analysis.gpu_compile import CompiledStep, memory_of
 from t5x_gpu.errors import ConfigError, first_line
-from t5x_gpu.planning import assumptions
-from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.prediction import PlanConfig, predict
-from t5x_gpu.runtime.xla.gpu_targets import DescribedGpus, GpuTarget, target_of_kind
+from t5x_gpu.tools.planning import assumptions
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.gpu_compile import CompiledStep, memory_of
+from t5x_gpu.tools.planning.gpu_targets import DescribedGpus, GpuTarget, target_of_kind
+from t5x_gpu.tools.planning.prediction import PlanConfig, predict
 from t5x_gpu.training.program import Program
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.parts import Missing, Row, Skipped
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
-from t5x_gpu.analysis.kernels import count_kernels, fp8_lines
+from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.errors import ModelError, OutOfMemoryError, first_line
@@ -31,10 +31,10 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.planning.prediction import PlanConfig
-from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.runtime.xla.flags import Applied
+from t5x_gpu.tools.planning.prediction import PlanConfig
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, compile_options, program_of_run

@@ -18,10 +18,10 @@ from jax.extend import backend
 from benchmarks.gpu import attention, step
 from benchmarks.gpu.parts import ATTENTION, Missing, Row
 from benchmarks.gpu.shapes import SHAPES
-from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import OutOfMemoryError, first_line
 from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.layers.backends.tokamax_internals import library, listed_untuned
+from t5x_gpu.storage.files import atomic_write
 from t5x_gpu.training.memory import check_memory
 
 OPERANDS = ('q', 'k', 'lhs', 'rhs')

@@ -20,13 +20,8 @@ from typing import Any, Optional, Self
 import jax
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.arrays.state_reader import (
-  Checkpoint,
-  StateReader,
-  has_other_arrays,
-  read_state,
-)
-from t5x_gpu.checkpoint.local.local_tier import check_local_settings
+from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save_args
+from t5x_gpu.checkpoint.local.tier import check_local_settings
 from t5x_gpu.checkpoint.manifest import known_part, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
@@ -41,6 +36,14 @@ from t5x_gpu.checkpoint.model_dir import (
   none_can_be_read,
   remove_cut_short,
 )
+from t5x_gpu.checkpoint.orbax_internals import (
+  check_before_commit,
+  read_tree,
+  save_has_failed,
+  set_deleter,
+  silence_abandoned_work,
+  wait_for_abandoned_reads,
+)
 from t5x_gpu.checkpoint.retention import (
   BEST_IS,
   EVALUATIONS,
@@ -51,21 +54,13 @@ from t5x_gpu.checkpoint.retention import (
 )
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
-from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record, save_args
-from t5x_gpu.checkpoint.storage.orbax_internals import (
-  check_before_commit,
-  read_tree,
-  save_has_failed,
-  set_deleter,
-  silence_abandoned_work,
-  wait_for_abandoned_reads,
-)
-from t5x_gpu.checkpoint.storage.paths import AnyPath, access_errors
-from t5x_gpu.config.atomic_write import free_name, write_problem
+from t5x_gpu.checkpoint.store import Checkpoint, StateReader, has_other_arrays, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.storage.files import free_name, write_problem
+from t5x_gpu.storage.paths import AnyPath, access_errors
+from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -409,7 +404,7 @@ class CheckpointConfig:
     best_is: 'min' or 'max': whether low or high values are best.
     stop_before_end_seconds: save and exit this long before the job's time limit, if it is known.
     local_checkpoint_dir: folder on each host for local checkpoints between saves, such as
-      '/dev/shm/$USER'; None turns them off (checkpoint/local/local_tier.py).
+      '/dev/shm/$USER'; None turns them off (checkpoint/local/tier.py).
     local_period: steps between local checkpoints; a divisor of `period`.
   """
 

@@ -18,33 +18,20 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.arrays.params_files import (
-  PARAMS_ONLY,
-  ParamsReader,
-  check_params,
-  tree_problems,
-)
-from t5x_gpu.checkpoint.arrays.state_reader import (
-  Checkpoint,
-  has_other_arrays,
-  read_array,
-  read_state,
-)
+from t5x_gpu.checkpoint.arrays import check_restored
 from t5x_gpu.checkpoint.checkpointer import Restored, damage
-from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.promotion import promote_newer
+from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, differences, known_part
 from t5x_gpu.checkpoint.model_dir import Saved
-from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
-from t5x_gpu.checkpoint.storage.checksums import check_restored
-from t5x_gpu.checkpoint.storage.orbax_internals import (
+from t5x_gpu.checkpoint.orbax_internals import (
   read_tree,
   silence_abandoned_work,
   wait_for_abandoned_reads,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path, is_remote
-from t5x_gpu.config.atomic_write import check_not_refused
-from t5x_gpu.config.json_schema import read_bytes
+from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, check_params, tree_problems
+from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
+from t5x_gpu.checkpoint.store import Checkpoint, has_other_arrays, read_array, read_state
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
@@ -58,9 +45,12 @@ from t5x_gpu.errors import (
 )
 from t5x_gpu.models.model import Model, OptionalMembers
 from t5x_gpu.runtime import distributed
+from t5x_gpu.storage.files import check_not_refused
+from t5x_gpu.storage.json_schema import read_bytes
+from t5x_gpu.storage.paths import AnyPath, as_path, is_remote
 from t5x_gpu.terminal.console import table
 from t5x_gpu.training.program import Program
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 

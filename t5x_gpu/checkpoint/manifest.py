@@ -17,10 +17,10 @@ from typing import Any, Optional
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.config.json_schema import Also, Fields, ListOf, MapOf, Nullable, Text, Whole
 from t5x_gpu.errors import did_you_mean, listed
-from t5x_gpu.runtime import gpus
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.runtime import machine
+from t5x_gpu.storage.json_schema import Also, Fields, ListOf, MapOf, Nullable, Text, Whole
+from t5x_gpu.training.state import TrainState
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
@@ -71,7 +71,7 @@ def make_manifest(
     'num_processes': jax.process_count(),
     'data': dict(data),
     'next_batch_hash': next_batch_hash,
-    'versions': dict.fromkeys(PACKAGES, 'not installed') | gpus.versions(PACKAGES),
+    'versions': dict.fromkeys(PACKAGES, 'not installed') | machine.versions(PACKAGES),
     STARTED_FROM: None if started_from is None else dict(started_from),
     'metrics': None if metrics is None else dict(metrics),
     **({GRAD_NORMS: list(grad_norms)} if grad_norms else {}),

@@ -32,7 +32,12 @@ from t5x_gpu.checkpoint.manifest import (
   differences,
 )
 from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
-from t5x_gpu.checkpoint.storage.paths import (
+from t5x_gpu.errors import AccessError, CheckpointError, listed
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.agreement import who_text
+from t5x_gpu.storage.files import access_error, write_problem
+from t5x_gpu.storage.json_schema import open_regular, parse_json, read_json
+from t5x_gpu.storage.paths import (
   AnyPath,
   RemotePath,
   access_errors,
@@ -42,11 +47,6 @@ from t5x_gpu.checkpoint.storage.paths import (
   kvstore_spec,
   reason_of,
 )
-from t5x_gpu.config.atomic_write import access_error, write_problem
-from t5x_gpu.config.json_schema import open_regular, parse_json, read_json
-from t5x_gpu.errors import AccessError, CheckpointError, listed
-from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.cluster.agreement import who_text
 
 _log = logging.getLogger(__name__)
 

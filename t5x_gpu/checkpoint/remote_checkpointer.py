@@ -16,13 +16,7 @@ from typing import Any, Optional, Union
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.state_reader import (
-  ZSTD,
-  Checkpoint,
-  StateWriter,
-  empty_leaves,
-  read_state,
-)
+from t5x_gpu.checkpoint.arrays import Shape, boxes, by_name, chunk_of_shard, piece_shape
 from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
 from t5x_gpu.checkpoint.model_dir import (
   ModelDir,
@@ -35,12 +29,12 @@ from t5x_gpu.checkpoint.model_dir import (
   set_aside,
 )
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.storage.checksums import Shape, boxes, by_name, chunk_of_shard, piece_shape
-from t5x_gpu.checkpoint.storage.paths import AnyPath, reason_of
+from t5x_gpu.checkpoint.store import ZSTD, Checkpoint, StateWriter, empty_leaves, read_state
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.storage.paths import AnyPath, reason_of
+from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 

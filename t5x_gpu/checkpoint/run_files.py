@@ -17,13 +17,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, is_remote
-from t5x_gpu.config.atomic_write import append_line, check_not_refused, set_aside_unless_file
-from t5x_gpu.config.json_schema import Fields, Whole, read_json
 from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.decoding import SampleConfig
 from t5x_gpu.runtime import process_exit
+from t5x_gpu.storage.files import append_line, check_not_refused, set_aside_unless_file
+from t5x_gpu.storage.json_schema import Fields, Whole, read_json
+from t5x_gpu.storage.paths import AnyPath, RemotePath, is_remote
 
 _log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ import threading
 import time
 from typing import Optional
 
-from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
-from t5x_gpu.config.atomic_write import access_error, is_missing, set_aside, write_atomically
-from t5x_gpu.config.json_schema import Fields, Number, Whole, parse_json, read_bytes
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime import process_exit
-from t5x_gpu.runtime.gpus import boot_id
+from t5x_gpu.runtime.machine import boot_id
+from t5x_gpu.storage.files import access_error, is_missing, set_aside, write_atomically
+from t5x_gpu.storage.json_schema import Fields, Number, Whole, parse_json, read_bytes
+from t5x_gpu.storage.paths import AnyPath, RemotePath
 
 _log = logging.getLogger(__name__)
 

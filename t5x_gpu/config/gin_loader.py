@@ -11,10 +11,10 @@ from typing import Any, Optional, TypeVar, Union
 import gin
 from gin import config as gin_config
 
-from t5x_gpu.config import gin_checks, provenance
+from t5x_gpu.config import checks, provenance
 from t5x_gpu.config import reader as reader_lib
+from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.config.reader import Bindings, Call, Reader, is_required
-from t5x_gpu.config.statements import GinFiles
 from t5x_gpu.errors import ConfigError, Problem
 
 ENTRY = 't5x_gpu.train.train'
@@ -66,7 +66,7 @@ class LoadedConfig:
     if only is not None:
       configurable = gin_config._REGISTRY[call.selector]
       without = [name for name in reader_lib.parameters(configurable) if name not in only]
-    missing = gin_checks.missing(self.bindings, call, without=without)
+    missing = checks.missing(self.bindings, call, without=without)
     if missing:
       raise ConfigError('Required values are not set', problems=missing)
     bound = gin.get_bindings(call.selector, resolve_references=False)
@@ -139,7 +139,7 @@ def load(
       for name in unbound
     ]
     if not unbound:
-      problems += gin_checks.problems(bound, roots, lost=reader.lost)
+      problems += checks.problems(bound, roots, lost=reader.lost)
   if problems:
     error = ConfigError('The configuration cannot be used', problems=problems)
     error.docs = reader.docs

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from gin import config as gin_config
 
-from t5x_gpu.config import reader, statements
+from t5x_gpu.config import gin_text, reader
 from t5x_gpu.config.reader import Binding, Bindings, Call, Scopes
 
 DEFAULT = 'default'
@@ -200,12 +200,12 @@ def _value_text(bindings: Bindings, binding: Binding) -> str:
   def shown(symbol: Any) -> Any:
     found = (
       bindings.effective(reader.MACRO, tuple(symbol.name.split('/'))).get('value')
-      if isinstance(symbol, statements.Macro)
+      if isinstance(symbol, gin_text.Macro)
       else None
     )
     return symbol if found is None else _Shown(_value_text(bindings, found))
 
-  return repr(statements.map_symbols(statements.parse_value(binding.text), shown))
+  return repr(gin_text.map_symbols(gin_text.parse_value(binding.text), shown))
 
 
 class _Shown(str):

@@ -22,8 +22,8 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
-from t5x_gpu.config import statements
-from t5x_gpu.config.statements import GinFiles
+from t5x_gpu.config import gin_text
+from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.errors import ConfigError, Problem, did_you_mean, first_line
 
 # The bindings of gin files and the command line, in order, and the subset that a run uses.
@@ -86,7 +86,7 @@ def short_name(selector: str) -> str:
 
 def references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
   """Yields gin's references, macros and constants anywhere inside `value`."""
-  return statements.instances(value, gin_config.ConfigurableReference)
+  return gin_text.instances(value, gin_config.ConfigurableReference)
 
 
 def is_macro(reference: gin_config.ConfigurableReference) -> bool:
@@ -467,9 +467,9 @@ class Reader:
       try:
         with _context(gin_config.ParseContext()) as context:
           self._contexts.append(context)
-          found = statements.read(text, shown=shown)
+          found = gin_text.read(text, shown=shown)
           if name in self.read_as_data:
-            found = statements.keep_data_only(found, wanted=self.read_as_data[name], shown=shown)
+            found = gin_text.keep_data_only(found, wanted=self.read_as_data[name], shown=shown)
           self._read_statements(found, shown=shown, context=context)
           gin_config._IMPORTS.update(context.imports)
       finally:
@@ -483,7 +483,7 @@ class Reader:
     self.docs = self.docs or e.docs
 
   def _read_statements(
-    self, found: Iterable[statements.Statement], *, shown: str, context: gin_config.ParseContext
+    self, found: Iterable[gin_text.Statement], *, shown: str, context: gin_config.ParseContext
   ) -> None:
     lines: dict[tuple[str, str, str], int] = {}
     for statement in found:
@@ -516,7 +516,7 @@ class Reader:
     with _context(CommandLineContext(self._contexts)) as context:
       for text in texts:
         try:
-          override = statements.parse_override(text)
+          override = gin_text.parse_override(text)
         except ConfigError as e:
           self._refuse(e)
           continue
@@ -584,7 +584,7 @@ class Reader:
 
     def resolved(symbol: Any) -> Any:
       delegate = gin_config.ParserDelegate()
-      if isinstance(symbol, statements.Macro):
+      if isinstance(symbol, gin_text.Macro):
         return delegate.macro(symbol.name)
       name = symbol.scoped_selector.rsplit('/', 1)[-1]
       if self._configurable(name, at=origin, context=context) is None:
@@ -592,7 +592,7 @@ class Reader:
         return None
       return delegate.configurable_reference(symbol.scoped_selector, symbol.evaluate)
 
-    value = statements.map_symbols(raw, resolved)
+    value = gin_text.map_symbols(raw, resolved)
     if not accepted or unresolved:
       self.lost += references(value)
       return None

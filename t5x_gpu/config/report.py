@@ -13,12 +13,12 @@ from typing import Optional, Union
 import rich.console
 import rich.text
 
-from t5x_gpu.config import statements
-from t5x_gpu.config.atomic_write import atomic_write, set_aside_damaged, write_atomically
-from t5x_gpu.config.json_schema import read_bytes
+from t5x_gpu.config import gin_text
+from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
-from t5x_gpu.config.statements import GinFiles
 from t5x_gpu.errors import ConfigError, did_you_mean, listed
+from t5x_gpu.storage.files import atomic_write, set_aside_damaged, write_atomically
+from t5x_gpu.storage.json_schema import read_bytes
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
 _VALUE_WIDTH = 60  # longer values are cut in the printed table, never in files
@@ -228,7 +228,7 @@ def changes(old: str, new: str) -> list[str]:
 
 
 def _texts(config: str) -> Iterator[tuple[str, str]]:
-  for s in statements.read(config, shown=CONFIG):
+  for s in gin_text.read(config, shown=CONFIG):
     if hasattr(s, 'arg_name'):
       scope = f'{s.scope}/' if s.scope else ''
       yield scope + s.selector + (f'.{s.arg_name}' if s.arg_name else ''), repr(s.value)
@@ -276,7 +276,7 @@ def _explained(setting: Setting, provenance: Provenance, depth: int = 0) -> list
 def _macros(setting: Setting) -> list[str]:
   if setting.origin == DEFAULT:
     return []
-  found = statements.instances(statements.parse_value(setting.text), statements.Macro)
+  found = gin_text.instances(gin_text.parse_value(setting.text), gin_text.Macro)
   return [macro.name for macro in found]
 
 

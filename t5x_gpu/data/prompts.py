@@ -9,7 +9,6 @@ from typing import Any, Optional, Protocol
 
 import pyarrow as pa
 
-from t5x_gpu.config.atomic_write import is_missing, reason_of, remedy
 from t5x_gpu.data.sources.column_formats import PARQUET, parquet_records
 from t5x_gpu.data.sources.conversations import checked_messages, checked_tools, conversation_key
 from t5x_gpu.data.sources.json_lines import json_fields, json_object
@@ -22,6 +21,7 @@ from t5x_gpu.data.sources.rows import (
   split_columns,
 )
 from t5x_gpu.errors import DataError, did_you_mean, first_line
+from t5x_gpu.storage.files import is_missing, reason_of, remedy
 
 _JSON, _TABLES = ('.jsonl', '.json'), ('.csv', '.tsv', '.parquet')
 _NOT_READ = ('.arrow', '.tfrecord', '.arrayrecord')

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5x_gpu.config.json_schema import Fields, parse_json
 from t5x_gpu.errors import DataError
+from t5x_gpu.storage.json_schema import Fields, parse_json
 
 LIBRARIES = 'libraries'
 # Fact -> (description, the setting that a user changes); facts about a task or feature are named

@@ -19,7 +19,6 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import (
   CLASS_NAMES,
@@ -48,7 +47,8 @@ from t5x_gpu.data.vocabularies.vocabularies import (
 )
 from t5x_gpu.errors import DataError, first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
-from t5x_gpu.runtime.gpus import versions
+from t5x_gpu.runtime.machine import versions
+from t5x_gpu.storage.json_schema import Fields, Whole, parse_json
 
 # A resumable `BatchIterator` over a tf.data stream; its state is position and buffers as bytes.
 #

@@ -14,7 +14,6 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, row_masks
 from t5x_gpu.data.features import (
   LABEL,
@@ -27,6 +26,7 @@ from t5x_gpu.data.features import (
 )
 from t5x_gpu.data.same_data import resumed_step
 from t5x_gpu.errors import DataError
+from t5x_gpu.storage.json_schema import Fields, Whole
 
 SEGMENTS_PER_ROW = 4
 MAX_SCORE = 10_000

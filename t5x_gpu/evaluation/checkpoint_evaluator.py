@@ -12,11 +12,9 @@ from typing import Any, Optional, Self, Union
 
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.config.atomic_write import check_not_refused, write_atomically
-from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.checkpoint.params_files import read_params
+from t5x_gpu.checkpoint.store import Checkpoint
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import batches_for, open_task_names
 from t5x_gpu.data.same_data import differences
@@ -30,8 +28,8 @@ from t5x_gpu.evaluation.evaluator import (
   open_task_evaluator,
   values_of,
 )
-from t5x_gpu.metrics import classification, reduce
-from t5x_gpu.metrics.plots import plot_confusion
+from t5x_gpu.metrics import reduce, scores
+from t5x_gpu.metrics.pictures import plot_confusion
 from t5x_gpu.metrics.writers import (
   JsonLinesWriter,
   MetricWriter,
@@ -41,8 +39,10 @@ from t5x_gpu.metrics.writers import (
 )
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.cluster import topology as topology_lib
-from t5x_gpu.terminal.progress_line import BackgroundCounts, Show, Total, silent
+from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.storage.files import check_not_refused, write_atomically
+from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.terminal.progress import BackgroundCounts, Show, Total, silent
 from t5x_gpu.training.memory import check_evaluation_memory
 from t5x_gpu.training.program import Program, StepConfig, program_of_run
 
@@ -302,7 +302,7 @@ class EvalResults(contextlib.AbstractContextManager):
   def add_confusion(self, step: int, confusion: np.ndarray, names: Sequence[str]) -> None:
     """Writes the confusion matrix as a table and, if matplotlib is installed, as a picture."""
     stem = self.folder / f'{self.name}_confusion_{step}'
-    classification.write_confusion_csv(confusion, names, f'{stem}.csv')
+    scores.write_confusion_csv(confusion, names, f'{stem}.csv')
     try:
       plot_confusion(confusion, names, f'{stem}.png', title=f'Step {step}, {self.name}')
     except ConfigError as e:

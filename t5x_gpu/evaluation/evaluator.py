@@ -17,11 +17,12 @@ from t5x_gpu.data.data_module import (
   open_evaluated_tasks,
 )
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics import scores as scores_lib
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, OptionalMembers, writes_text
-from t5x_gpu.terminal.progress_line import Show, Total, silent
+from t5x_gpu.terminal.progress import Show, Total, silent
 from t5x_gpu.training.program import Program
 
 _log = logging.getLogger(__name__)
@@ -113,11 +114,11 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
     _log.warning('The evaluation has no target tokens for %s.', ', '.join(means.empty))
   values, confusion = dict(means.values), confusion_of(sums)
   if confusion is not None:
-    values |= classification.class_scores(confusion, prefix=prefix)
+    values |= scores_lib.class_scores(confusion, prefix=prefix)
   if (hits := hits_of(sums)) is not None:
-    values |= classification.hit_scores(hits, prefix=prefix)
+    values |= scores_lib.hit_scores(hits, prefix=prefix)
   if reduce.PAIRS in sums:
-    values |= classification.pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
+    values |= scores_lib.pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
   return values
 
 

@@ -12,8 +12,6 @@ from typing import Any, Optional, Protocol, Union
 
 import numpy as np
 
-from t5x_gpu.config.atomic_write import check_not_refused
-from t5x_gpu.config.json_schema import parse_json, read_json
 from t5x_gpu.data.prompts import EncodedRow, Prompt
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError, DataError
@@ -21,7 +19,9 @@ from t5x_gpu.models.inference.classify import Classifier
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.terminal.progress_line import bar
+from t5x_gpu.storage.files import check_not_refused
+from t5x_gpu.storage.json_schema import parse_json, read_json
+from t5x_gpu.terminal.progress import bar
 
 # A file with a JSON line per prompt, which continues after a kill.
 #

@@ -19,15 +19,15 @@ from t5x_gpu.checkpoint.run_files import (
   carried_vocabulary,
   on_this_machine,
 )
-from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.model import Model
-from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.storage.paths import AnyPath, as_path
 
 # Gin file in the folder of a run, and of a converted model.
 RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'

@@ -18,7 +18,7 @@ from t5x_gpu.partitioning.quantized import Kernel, is_quantized, on_kernels
 #
 # If `model` splits positions (sequence parallelism) or heads, each device has only its part of the
 # gradient. A training step then passes these parameters as [copies, ...], one copy per device along
-# `model`, and sums the gradients of the copies once (partitioning/manual_region.py).
+# `model`, and sums the gradients of the copies once (partitioning/region.py).
 
 
 def param_along(

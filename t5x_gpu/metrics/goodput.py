@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Optional, Self
 
-from t5x_gpu.config.atomic_write import append_line, set_aside_unless_file
-from t5x_gpu.config.json_schema import (
+from t5x_gpu.runtime import process_exit
+from t5x_gpu.storage.files import append_line, set_aside_unless_file
+from t5x_gpu.storage.json_schema import (
   Fields,
   MapOf,
   Nullable,
@@ -35,8 +36,7 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_bytes,
 )
-from t5x_gpu.runtime import process_exit
-from t5x_gpu.terminal.progress_line import format_seconds
+from t5x_gpu.terminal.progress import format_seconds
 
 _log = logging.getLogger(__name__)
 

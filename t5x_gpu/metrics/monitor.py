@@ -16,8 +16,8 @@ from t5x_gpu.models.flops import step_flops, step_tokens
 from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.runtime import hardware
 from t5x_gpu.runtime.cluster.coordination import Store, within
-from t5x_gpu.runtime.cluster.topology import Device
 from t5x_gpu.runtime.health.gpu_sensors import GpuSensors
+from t5x_gpu.runtime.topology import Device
 
 _log = logging.getLogger(__name__)
 

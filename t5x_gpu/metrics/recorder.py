@@ -11,15 +11,14 @@ from typing import Any, Optional, Self
 import jax
 import numpy as np
 
-from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics import logging_config, reduce
 from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.metrics.loggers import logging_config
-from t5x_gpu.metrics.loggers.background import open_loggers
-from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
+from t5x_gpu.metrics.loggers import open_loggers
+from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.metrics.monitor import Monitor
 from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import MultiWriter
-from t5x_gpu.terminal.progress_line import ProgressLine
+from t5x_gpu.terminal.progress import ProgressLine
 
 
 class Recorder(contextlib.ExitStack):

@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.config.atomic_write import (
+from t5x_gpu.errors import ConfigError, DataError, TrainingError
+from t5x_gpu.storage.files import (
   atomic_write,
   free_name,
   remedy,
@@ -28,8 +29,7 @@ from t5x_gpu.config.atomic_write import (
   set_aside_unless_file,
   write_problem,
 )
-from t5x_gpu.config.json_schema import Fields, Whole, parse_json
-from t5x_gpu.errors import ConfigError, DataError, TrainingError
+from t5x_gpu.storage.json_schema import Fields, Whole, parse_json
 
 _log = logging.getLogger(__name__)
 

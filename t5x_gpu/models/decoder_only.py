@@ -12,7 +12,7 @@ from t5x_gpu.layers.dropout import dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.heads import init_token_logits, token_log_probs, token_logits, token_loss
-from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
+from t5x_gpu.models.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation, OneStackModel

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.inference.incremental import DecodingState
+from t5x_gpu.models.incremental import DecodingState
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning.layer_stacks import ONLY
 

@@ -37,9 +37,8 @@ from t5x_gpu.models.transformer import (
   relative_table,
   scan_layers,
 )
-from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning import fsdp, overlap
 from t5x_gpu.partitioning.axis_rules import shard
-from t5x_gpu.partitioning.loop import layer_loop
 
 Keys = Mapping[str, jax.Array]
 
@@ -494,7 +493,7 @@ class OneStackModel(TransformerModel):
   ) -> Sums:
     """Returns sums; training minimizes 'loss' per example or target token."""
     x = self.embed(params, batch, dropout_key=dropout_key)
-    with layer_loop.used_after(self._logits_kernel(params, batch)) as after:
+    with overlap.used_after(self._logits_kernel(params, batch)) as after:
       x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self.head({**params, **after.params}, x, batch, dropout_key=dropout_key)
 

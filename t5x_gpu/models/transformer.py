@@ -25,9 +25,8 @@ from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
-from t5x_gpu.partitioning import fsdp, quantized
+from t5x_gpu.partitioning import fsdp, overlap, quantized
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
-from t5x_gpu.partitioning.loop import layer_loop
 
 
 @flax.struct.dataclass
@@ -327,8 +326,8 @@ def scan_layers(
   num_layers = jax.tree.leaves(params)[0].shape[0]
   if config.fp8 and caches is None:
     params = in_8_bits(params)
-  if caches is None and layer_loop.is_used(params):
-    return layer_loop.run(
+  if caches is None and overlap.is_used(params):
+    return overlap.run(
       one,
       params,
       carry,

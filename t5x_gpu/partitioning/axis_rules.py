@@ -158,7 +158,7 @@ def use_rules(
   Args:
     rules: sum of the rules of every parallelism.
     mesh_shape: mesh axis -> size.
-    manual_axes: mesh axes along which arrays are already local (partitioning/manual_region.py).
+    manual_axes: mesh axes along which arrays are already local (partitioning/region.py).
   """
   automatic = {axis: size for axis, size in mesh_shape.items() if axis not in manual_axes}
   token = _active.set(_Active(rules, automatic, tuple(manual_axes)))
@@ -336,7 +336,7 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
 
 # Calls of kernels that the compiler cannot split: each device computes its own part.
 #
-# Along mesh axes that are already manual (partitioning/manual_region.py), arrays are local. The
+# Along mesh axes that are already manual (partitioning/region.py), arrays are local. The
 # other axes, usually only `model`, are automatic: XLA would gather every argument of a kernel on
 # every device. In attention, rows and heads are independent, so each part can be computed alone.
 

@@ -231,7 +231,7 @@ def _size(num_bytes: float) -> str:
 
 # Collectives along a manual axis, for arrays that may also be split over `model`.
 #
-# `model` is automatic in the region (partitioning/manual_region.py). For an array that is split
+# `model` is automatic in the region (partitioning/region.py). For an array that is split
 # over an automatic axis, XLA would first gather all parts on every device; here each part is sent
 # alone. Call these only where they are not differentiated: in the two functions of a
 # `jax.custom_vjp`.

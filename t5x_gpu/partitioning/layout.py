@@ -16,15 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, fsdp
+from t5x_gpu.partitioning import context_parallel, fsdp, pipeline
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, partition_spec, use_rules
 from t5x_gpu.partitioning.fsdp import InBfloat16, own_table
-from t5x_gpu.partitioning.manual_region import Region
-from t5x_gpu.partitioning.mesh.mesh import mesh_table
-from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
-from t5x_gpu.partitioning.pipeline import pipeline_parallel
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.partitioning.mesh import mesh_table
+from t5x_gpu.partitioning.mesh_sizes import MeshSizes
+from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.region import Region
+from t5x_gpu.runtime.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Layout:
     topology: hosts and devices per host.
     zero_stage: see partitioning/fsdp.py.
     pipeline: schedule of the stages; None without a pipeline.
-    accumulate_by, overlap_layers: see partitioning/manual_region.py.
+    accumulate_by, overlap_layers: see partitioning/region.py.
     gradient_dtype: dtype in which gradients are sent, 'float32' or 'bfloat16'.
     notes: notes for the user, one line each.
   """
@@ -222,9 +221,7 @@ class Layout:
       if 'layers' not in axis_names.names:
         return x
       axis = axis_names.names.index('layers')
-      order = pipeline_parallel.layer_order(
-        x.shape[axis], self.pipeline.num_stages, self.pipeline.repeats
-      )
+      order = pipeline.layer_order(x.shape[axis], self.pipeline.num_stages, self.pipeline.repeats)
       return jnp.take(x, of_order(order), axis=axis)
 
     return jax.tree.map(reorder, names, tree)
@@ -234,7 +231,7 @@ class Layout:
     lines = [mesh_table(self.sizes, self.topology, zero_stage=self.zero_stage)]
     if self.pipeline is not None:
       options = self.pipeline.options
-      bubble = pipeline_parallel.bubble_fraction(**options)
+      bubble = pipeline.bubble_fraction(**options)
       lines.append(
         f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
         f'microbatches, bubble {bubble:.1%} of the time of the layers'

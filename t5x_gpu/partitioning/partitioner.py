@@ -18,10 +18,11 @@ from t5x_gpu.partitioning import (
   sequence_parallel,
   tensor_parallel,
 )
+from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.axis_rules import AxisRules, Table
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.mesh.mesh import build_mesh
-from t5x_gpu.partitioning.mesh.mesh_sizes import (
+from t5x_gpu.partitioning.mesh import build_mesh
+from t5x_gpu.partitioning.mesh_sizes import (
   MESH_AXES,
   OUTER_AXES,
   SIZE_PARAMETERS,
@@ -32,9 +33,8 @@ from t5x_gpu.partitioning.mesh.mesh_sizes import (
   product_words,
   resolve_mesh_sizes,
 )
-from t5x_gpu.partitioning.pipeline import pipeline_parallel
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
-from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+from t5x_gpu.runtime.topology import Device, Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Partitioner:
       ('accumulate_by', ('layer', 'microbatch')),
       ('gradient_dtype', ('float32', 'bfloat16')),
       ('context_attention', context_parallel.METHODS),
-      ('pipeline_schedule', pipeline_parallel.SCHEDULES),
+      ('pipeline_schedule', pipeline_lib.SCHEDULES),
     ):
       value = getattr(self, name)
       if value not in legal:
@@ -211,7 +211,7 @@ class Partitioner:
       shares_kv_heads: see `tensor_parallel.rules`.
     """
     rules = (
-      pipeline_parallel.rules()
+      pipeline_lib.rules()
       + data_parallel.rules()
       + fsdp.rules(self.zero_stage)
       + context_parallel.rules(self.context_attention)
@@ -318,7 +318,7 @@ class Partitioner:
     problems += tensor_parallel.check(logical_sizes, total)
     problems += expert_parallel.check(logical_sizes, total)
     if pipeline is not None:
-      problems += pipeline_parallel.check(
+      problems += pipeline_lib.check(
         logical_sizes,
         total,
         schedule=pipeline.schedule,

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.partitioning.axis_rules import shard
-from t5x_gpu.partitioning.mesh.mesh_sizes import divisors
+from t5x_gpu.partitioning.mesh_sizes import divisors
 
 # Largest block of local queries or keys, in positions.
 BLOCK_LENGTH = 1024

@@ -9,29 +9,29 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.analysis.array_layout import parameter_table, state_layouts
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert.to_hf import export_problem
 from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
-from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
+from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import differences, moments_differ
 from t5x_gpu.checkpoint.model_dir import ModelDir, Saved, shared_model_dir
-from t5x_gpu.checkpoint.storage.paths import as_path
+from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.config import report
 from t5x_gpu.config.gin_loader import LoadedConfig
-from t5x_gpu.config.statements import GinFiles
+from t5x_gpu.config.gin_text import GinFiles
+from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.data.data_module import import_modules
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.models.model import config_of
+from t5x_gpu.partitioning.array_layout import parameter_table, state_layouts
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.health import checks
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.runtime.xla import program_cache
+from t5x_gpu.runtime.xla import programs
 from t5x_gpu.runtime.xla.flags import Applied
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
 from t5x_gpu.training.memory import RunMemory, check_memory
@@ -246,7 +246,7 @@ def begin(
       gin_files=gin_files,
       model_dir=run.model_dir,
     )
-  program_cache.start_cache(jax.default_backend(), environ=os.environ)
+  programs.start_cache(jax.default_backend(), environ=os.environ)
   log('\n'.join(_first_screen(run, cluster, xla, loaded)))
   checks.log_problems()
   distributed.assert_equal_across_hosts(

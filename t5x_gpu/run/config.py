@@ -9,12 +9,12 @@ folder: StepConfig (training/), InferConfig (evaluation/), RunDataConfig (data/)
 import dataclasses
 from typing import Optional
 
-from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
+from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
+from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.runtime.watchdog import WatchdogConfig
 from t5x_gpu.training.program import StepConfig
 

@@ -13,7 +13,6 @@ from t5x_gpu.checkpoint.checkpointer import saved_data
 from t5x_gpu.checkpoint.initialize import open_sources, open_watch, resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.data.batches import BatchIterator, batch_hash
 from t5x_gpu.data.data_module import batches_for, module_of, open_vocabulary
 from t5x_gpu.data.same_data import data_line
@@ -31,8 +30,8 @@ from t5x_gpu.evaluation.evaluator import (
   open_task_evaluator,
   values_of,
 )
-from t5x_gpu.metrics.classification import all_names, shown_names
-from t5x_gpu.metrics.plots import MAX_WRITTEN_CLASSES, draw_confusion
+from t5x_gpu.metrics.pictures import MAX_WRITTEN_CLASSES, draw_confusion
+from t5x_gpu.metrics.scores import all_names, shown_names
 from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.decoding import check_sample, check_writes_text
 from t5x_gpu.models.model import OptionalMembers
@@ -40,7 +39,8 @@ from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.terminal.progress_line import Show, silent
+from t5x_gpu.storage.paths import as_path
+from t5x_gpu.terminal.progress import Show, silent
 from t5x_gpu.training.program import Program
 
 _log = logging.getLogger(__name__)

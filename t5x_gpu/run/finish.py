@@ -9,12 +9,12 @@ from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.convert.to_hf import export_problem
 from t5x_gpu.checkpoint.run_files import append_sample
+from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.data.prompts import zero_is_padding
 from t5x_gpu.errors import first_line
-from t5x_gpu.metrics import plots
-from t5x_gpu.metrics.plots import draw_confusion
+from t5x_gpu.metrics import pictures
+from t5x_gpu.metrics.pictures import draw_confusion
 from t5x_gpu.models.inference.generation import sample
 from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.data import row_length, vocabulary_of
@@ -23,7 +23,7 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog
 from t5x_gpu.training.schedules import with_total_steps
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def closing_text(
   if confusion is not None:
     files[:0], table = draw_confusion(folder, confusion, class_names or (), step=step)
   try:
-    if 'metrics.jsonl' in logged and plots.plot_losses(
+    if 'metrics.jsonl' in logged and pictures.plot_losses(
       os.path.join(folder, 'metrics.jsonl'), os.path.join(folder, 'loss.png'), guess_loss=guess_loss
     ):
       files.insert(0, 'loss.png')

@@ -18,13 +18,13 @@ from typing import Any, Optional
 import jax
 import numpy as np
 
-from t5x_gpu.analysis.kernels import fp8_lines
 from t5x_gpu.checkpoint.checkpointer import Restored
 from t5x_gpu.checkpoint.initialize import resume_data
-from t5x_gpu.checkpoint.local.local_tier import LocalTier
+from t5x_gpu.checkpoint.local.tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
+from t5x_gpu.compiled.kernels import fp8_lines
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
 from t5x_gpu.errors import ConfigError, DataError, TrainingError, first_line, listed, task_error
 from t5x_gpu.metrics import reduce
@@ -43,11 +43,11 @@ from t5x_gpu.runtime.health.gpu_sensors import GpuSensors, own_uuids
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.preemption import StopRequest
 from t5x_gpu.runtime.watchdog import Watchdog
-from t5x_gpu.runtime.xla import flags, program_cache
-from t5x_gpu.runtime.xla.program_cache import compile_errors
-from t5x_gpu.training.guards.spikes import SpikeConfig, known_norms
+from t5x_gpu.runtime.xla import flags, programs
+from t5x_gpu.runtime.xla.programs import compile_errors
 from t5x_gpu.training.program import compile_options
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.spikes import SpikeConfig, known_norms
+from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _text(arrays: Mapping[str, np.ndarray], vocabulary: Any) -> str:
 
 def check_cache() -> None:
   """Raises ConfigError if there is no folder for compiled programs."""
-  if program_cache.cache_folder() is None:
+  if programs.cache_folder() is None:
     raise ConfigError(
       '--precompile needs a folder for compiled programs, and there is none: on CPU it is off '
       'unless you set it.',
@@ -219,13 +219,7 @@ def precompile(plan: CheckedRun, *, xla: Optional[flags.Applied]) -> str:
     )
     batch = dataclasses.replace(program, spec=spec).abstract_batch
     compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
-  lines = [
-    'Compiled, without training:',
-    *done,
-    memory.line(),
-    program_cache.cache_line(),
-    *precision,
-  ]
+  lines = ['Compiled, without training:', *done, memory.line(), programs.cache_line(), *precision]
   return '\n'.join(lines)
 
 
@@ -513,7 +507,7 @@ def _compile_and_open(
     data = opening.result()
   data.check_same_on_hosts()
   log(memory.line())
-  log(program_cache.cache_line())
+  log(programs.cache_line())
   for line in fp8_lines(train_step, plan.run.model, program.layout.mesh):
     log(line)
   return train_step, fresh, data

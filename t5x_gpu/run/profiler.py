@@ -28,17 +28,17 @@ from typing import Any, Optional, Self
 
 import jax
 
-from t5x_gpu.analysis.profile.anatomy import DeviceTime, ProgramOps, anatomy, read_trace
-from t5x_gpu.analysis.profile.profile_config import ProfileConfig
-from t5x_gpu.config.atomic_write import write_atomically
+from t5x_gpu.compiled.trace import DeviceTime, ProgramOps, anatomy, read_trace
 from t5x_gpu.errors import first_line
 from t5x_gpu.metrics.monitor import ModelSpeed, model_speed
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.throughput import PROFILED_PAUSES, pauses_that_took_time
 from t5x_gpu.run.live import LiveRun
+from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.coordination import Store, coordination_store, within
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.storage.files import write_atomically
 
 _log = logging.getLogger(__name__)
 

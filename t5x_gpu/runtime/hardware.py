@@ -13,8 +13,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.runtime import distributed, gpus
-from t5x_gpu.runtime.cluster.topology import Device
+from t5x_gpu.runtime import distributed, machine
+from t5x_gpu.runtime.topology import Device
 
 GIB = 2**30
 _NVIDIA = 'https://www.nvidia.com/'
@@ -148,7 +148,7 @@ def show(num_bytes: float) -> str:
   return f'{num_bytes / GIB:,.2f} GiB' if num_bytes >= GIB else f'{num_bytes / 2**20:.1f} MiB'
 
 
-def host_limit(root: pathlib.Path = gpus.ROOT) -> Optional[Limit]:
+def host_limit(root: pathlib.Path = machine.ROOT) -> Optional[Limit]:
   """Returns the memory of this host, or of its control group if that is less; None if unknown.
 
   Swap does not count: a training run that swaps makes no progress.
@@ -157,14 +157,14 @@ def host_limit(root: pathlib.Path = gpus.ROOT) -> Optional[Limit]:
     root: root of the file system.
   """
   limits = list(_cgroups(root))
-  if total := gpus.memory_bytes('MemTotal', root=root):
+  if total := machine.memory_bytes('MemTotal', root=root):
     limits.append(Limit(total, "the host's memory"))
   return min(limits, key=lambda limit: limit.bytes, default=None)
 
 
 def _cgroups(root: pathlib.Path) -> Iterator[Limit]:
   """Yields the limit of each control group that this process is in, versions 1 and 2."""
-  for line in gpus.read_text(root / 'proc/self/cgroup').splitlines():
+  for line in machine.read_text(root / 'proc/self/cgroup').splitlines():
     _, controllers, path = line.split(':', 2)
     if not controllers:
       folder, name = root / 'sys/fs/cgroup', 'memory.max'
@@ -176,7 +176,7 @@ def _cgroups(root: pathlib.Path) -> Iterator[Limit]:
     parts = pathlib.PurePosixPath(path).relative_to('/').parts
     for depth in range(len(parts), -1, -1):
       file = folder.joinpath(*parts[:depth], name)
-      text = gpus.read_text(file).strip()
+      text = machine.read_text(file).strip()
       if text.isdecimal():
         yield Limit(int(text), f'limit of {file}')
 

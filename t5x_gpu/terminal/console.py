@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from t5x_gpu.terminal.logging_setup import stamp
 from t5x_gpu.terminal.printable import printable
-from t5x_gpu.terminal.progress_line import bar
+from t5x_gpu.terminal.progress import bar
 
 
 class Console:

@@ -19,13 +19,13 @@ from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags
-from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
-from t5x_gpu.training.train_state import (
+from t5x_gpu.training.spikes import SpikeConfig
+from t5x_gpu.training.state import (
   StoredState,
   Trained,
   TrainState,

@@ -24,6 +24,7 @@ from t5x_gpu.models.model import (
   uses_fp8,
 )
 from t5x_gpu.models.precision import in_8_bits
+from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning import quantized
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -36,14 +37,13 @@ from t5x_gpu.partitioning.layer_stacks import (
   with_part,
   without_layers,
 )
-from t5x_gpu.partitioning.manual_region import Region, is_places
-from t5x_gpu.partitioning.pipeline import pipeline_parallel
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 from t5x_gpu.partitioning.quantized import is_quantized
-from t5x_gpu.training.guards.spikes import SpikeConfig, group_norms
+from t5x_gpu.partitioning.region import Region, is_places
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule
-from t5x_gpu.training.train_state import Fp8History, StoredState, Trained, TrainState, with_amaxes
+from t5x_gpu.training.spikes import SpikeConfig, group_norms
+from t5x_gpu.training.state import Fp8History, StoredState, Trained, TrainState, with_amaxes
 
 # Gradient accumulation that takes all microbatches through a layer before the next layer.
 #
@@ -242,7 +242,7 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
     pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
     pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
     return region.total(
-      pipeline_parallel.forward(
+      pipeline_lib.forward(
         pieces,
         region.whole(params, names, compute_dtype(model)),
         microbatches,
@@ -363,7 +363,7 @@ def _find_in_pipeline(
   With `sums`, gradients of layers, including `earlier` microbatches', are summed over devices.
   """
   pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
-  grads, of_rows = pipeline_parallel.value_and_grad(
+  grads, of_rows = pipeline_lib.value_and_grad(
     pieces,
     parts,
     microbatches,

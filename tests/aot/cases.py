@@ -3,10 +3,10 @@
 import dataclasses
 import pathlib
 
-from t5x_gpu.analysis.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.config import gin_loader
-from t5x_gpu.planning.prediction import PlanConfig
-from t5x_gpu.runtime.xla.gpu_targets import described_gpus
+from t5x_gpu.tools.planning.gpu_compile import CompiledStep, compile_step
+from t5x_gpu.tools.planning.gpu_targets import described_gpus
+from t5x_gpu.tools.planning.prediction import PlanConfig
 
 GIN = pathlib.Path(__file__).parents[2] / 'gin_configs'
 # What a gin file of a user adds to a model, a layout and a run.

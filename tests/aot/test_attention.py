@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from t5x_gpu.layers.backends.choose import BACKENDS, AttentionNeed, attention_by, choose, hardware
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import TokenInfo
-from t5x_gpu.runtime.xla.gpu_targets import described_gpus, kernels_for
+from t5x_gpu.tools.planning.gpu_targets import described_gpus, kernels_for
 from tests.aot.marks import MARKS
 
 pytestmark = MARKS

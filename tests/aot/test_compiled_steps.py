@@ -12,11 +12,11 @@ import pathlib
 import jax
 import pytest
 
-from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
-from t5x_gpu.analysis.gpu_compile import CompiledStep
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.errors import ModelError
-from t5x_gpu.planning.sharding import gpu_json
-from t5x_gpu.runtime.xla.gpu_targets import kernels_for
+from t5x_gpu.tools.planning.gpu_compile import CompiledStep
+from t5x_gpu.tools.planning.gpu_targets import kernels_for
+from t5x_gpu.tools.planning.sharding import gpu_json
 from tests.aot.cases import CASES, Case
 from tests.aot.marks import MARKS
 

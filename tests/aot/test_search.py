@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.devices import simulated_devices, topology_of
-from t5x_gpu.planning.prediction import PlanConfig, Planner
-from t5x_gpu.planning.remedies import EQUAL
-from t5x_gpu.planning.search.search import SearchState, search, search_text
-from t5x_gpu.planning.search.variants import Variant
-from t5x_gpu.planning.search.workers import SearchTask
-from t5x_gpu.runtime.xla.gpu_targets import find_target
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
+from t5x_gpu.tools.planning.gpu_targets import find_target
+from t5x_gpu.tools.planning.prediction import PlanConfig, Planner
+from t5x_gpu.tools.planning.remedies import EQUAL
+from t5x_gpu.tools.planning.search.search import SearchState, search, search_text
+from t5x_gpu.tools.planning.search.variants import Variant
+from t5x_gpu.tools.planning.search.workers import SearchTask
 from tests.aot.cases import Case
 from tests.aot.marks import MARKS
 

@@ -7,11 +7,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.convert.hf.config import family_of, from_hf
-from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
-from t5x_gpu.checkpoint.convert.name_table import Table
-from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers
-from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
+from t5x_gpu.conversion.hf.config_json import family_of, from_hf
+from t5x_gpu.conversion.hf.names import FAMILIES
+from t5x_gpu.conversion.name_table import Table
+from t5x_gpu.conversion.safetensors_io import SafetensorsWriter, make_headers
+from t5x_gpu.conversion.tensor_copy import FLOATS
 
 VOCAB = 96
 _T5 = {

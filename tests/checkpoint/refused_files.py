@@ -19,15 +19,15 @@ import jax
 import numpy as np
 
 from t5x_gpu import checkpoint_tools
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.initialize import restore_from
 from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.store import Checkpoint
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_checkpointer import abstract, save
 from tests.helpers_disk import refused
 from tests.helpers_train import Project, run_here

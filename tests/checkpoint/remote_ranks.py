@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.checkpoint.arrays import checksums_of
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.storage.checksums import checksums_of
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_checkpointer import abstract, save
 
 

@@ -15,7 +15,7 @@ import sys
 
 import jax
 
-from t5x_gpu.checkpoint.storage.checksums import checksums_of
+from t5x_gpu.checkpoint.arrays import checksums_of
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster

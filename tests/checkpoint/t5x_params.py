@@ -1,8 +1,8 @@
 """T5X's parameters in memory, converted to ours as the command converts files."""
 
-from t5x_gpu.checkpoint.convert.logits_check import params_of_files
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
-from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights, Names
+from t5x_gpu.conversion.conversion import params_of_files
+from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
+from t5x_gpu.conversion.tensor_copy import ForeignWeights, Names
 
 
 class ArraysInMemory:

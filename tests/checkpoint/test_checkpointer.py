@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.arrays.state_reader import read_state
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import check_array_files, check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.store import read_state
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_disk import small_disk
 from tests.helpers_train import listing

@@ -16,19 +16,18 @@ import orbax.checkpoint as ocp
 import pytest
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.arrays import state_reader
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
+from t5x_gpu.checkpoint import atomic_folder, store
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.convert import logits_check, name_table
-from t5x_gpu.checkpoint.convert.hf.config import to_hf
-from t5x_gpu.checkpoint.convert.hf.folder import open_hf
-from t5x_gpu.checkpoint.convert.hf.names import JOINED
-from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.storage import atomic_folder
+from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
+from t5x_gpu.conversion import conversion, name_table
+from t5x_gpu.conversion.hf.config_json import to_hf
+from t5x_gpu.conversion.hf.folder import open_hf
+from t5x_gpu.conversion.hf.names import JOINED
+from t5x_gpu.conversion.safetensors_io import SafetensorsFolder
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.state import TrainState
 from tests.checkpoint.hf_files import (
   CONFIGS,
   VARIANTS,
@@ -261,7 +260,7 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
 
 def test_memory_is_bounded_by_pieces(tmp_path, monkeypatch):
   monkeypatch.setattr(name_table, 'PIECE_BYTES', 4096)
-  monkeypatch.setattr(state_reader, 'FLUSH_BYTES', 4096)
+  monkeypatch.setattr(store, 'FLUSH_BYTES', 4096)
   write_model(tmp_path / 'a', CONFIGS['llama'])
   sizes = []
   read = convert.SafetensorsFolder.read
@@ -468,7 +467,7 @@ def test_values_beyond_the_range_of_the_dtype_are_refused(tmp_path, refuses):
 
 def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  right = logits_check.params_of_checkpoint
+  right = conversion.params_of_checkpoint
 
   def wrong(reader):
     params = right(reader)
@@ -484,7 +483,7 @@ def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monk
       },
     }
 
-  monkeypatch.setattr(logits_check, 'params_of_checkpoint', wrong)
+  monkeypatch.setattr(conversion, 'params_of_checkpoint', wrong)
   refuses('The conversion is wrong: .* logits', tmp_path / 'a', tmp_path / 'ours', check='own')
 
 
@@ -501,7 +500,7 @@ def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
 
 def test_logits_that_do_not_fit_into_memory_are_refused(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  monkeypatch.setattr(logits_check, 'available_memory', lambda: 10_000)
+  monkeypatch.setattr(conversion, 'available_memory', lambda: 10_000)
   assert '--check=tensors' in refuses(
     'Comparing logits needs the model in memory', tmp_path / 'a', tmp_path / 'ours', check='own'
   )

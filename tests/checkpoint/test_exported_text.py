@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert, infer
-from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter
-from t5x_gpu.checkpoint.convert.hf.config import from_hf
-from t5x_gpu.checkpoint.convert.model_spec import gin_text
-from t5x_gpu.checkpoint.convert.to_hf import export_problem
+from t5x_gpu.checkpoint.params_files import ParamsWriter
 from t5x_gpu.config import gin_loader
+from t5x_gpu.conversion.hf.config_json import from_hf
+from t5x_gpu.conversion.model_spec import gin_text
+from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.checkpoint.hf_files import CONFIGS, untied, write_model

@@ -8,10 +8,12 @@ import time
 import pytest
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
-from t5x_gpu.checkpoint.local.local_tier import RUN_ID, ensure_run_id, read_run_id
-from t5x_gpu.config.json_schema import (
+from t5x_gpu.checkpoint.local.tier import RUN_ID, ensure_run_id, read_run_id
+from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.conversion.safetensors_io import SafetensorsFolder
+from t5x_gpu.data.prepared.index import Index, MixtureMember, Shard, check_shards, read_index
+from t5x_gpu.errors import CheckpointError, DataError
+from t5x_gpu.storage.json_schema import (
   Also,
   Fields,
   ListOf,
@@ -23,8 +25,6 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_json,
 )
-from t5x_gpu.data.prepared.index import Index, MixtureMember, Shard, check_shards, read_index
-from t5x_gpu.errors import CheckpointError, DataError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
 from tests.helpers_fuzz import replace
 

@@ -8,16 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
 from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.params_files import ParamsWriter
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant

@@ -21,19 +21,19 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader, empty_leaves
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.local.file_format import open_local_file
-from t5x_gpu.checkpoint.local.local_tier import ABOUT, LocalTier, open_local_tier, read_run_id
 from t5x_gpu.checkpoint.local.promotion import check_with_local, promote_newer
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
+from t5x_gpu.checkpoint.local.tier import ABOUT, LocalTier, open_local_tier, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.tools.inspect import verify
+from t5x_gpu.checkpoint.store import StateReader, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError
+from t5x_gpu.tools.checkpoints import verify
 from t5x_gpu.training.adafactor import FactoredMoment
-from t5x_gpu.training.train_state import TrainState
-from tests.checkpoint.storage.test_checksums import flip_a_bit
+from t5x_gpu.training.state import TrainState
+from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_disk import refused_to_python
 from tests.helpers_layouts import Case, build, program
 from tests.helpers_train import listing

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from t5x_gpu import checkpoint_tools, eval
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
-from t5x_gpu.checkpoint.arrays.state_reader import Checkpoint, StateReader
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.local.local_tier import NoLocalTier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
+from t5x_gpu.checkpoint.local.tier import NoLocalTier
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
+from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.store import Checkpoint, StateReader
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.evaluation.checkpoint_evaluator import read_if_there, steps_to_evaluate
-from t5x_gpu.reporting.run_record import read_run
-from tests.checkpoint.storage.test_checksums import flip_a_bit
+from t5x_gpu.tools.reporting.run_record import read_run
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
+from tests.checkpoint.test_checksums import flip_a_bit
 from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_train import Project, run_here
 

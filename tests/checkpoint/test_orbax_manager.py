@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu import reshard
-from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter
+from t5x_gpu.checkpoint.params_files import ParamsWriter
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, folder_with, new_state
 from tests.helpers_train import listing, run_here
 

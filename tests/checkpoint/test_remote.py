@@ -19,8 +19,7 @@ import pytest
 import tensorstore as ts
 
 from t5x_gpu import reshard
-from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader, StateWriter, find_checkpoint
+from t5x_gpu.checkpoint.atomic_folder import RemoteJournal
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.initialize import restore_from
 from t5x_gpu.checkpoint.model_dir import (
@@ -32,18 +31,13 @@ from t5x_gpu.checkpoint.model_dir import (
   read_manifest,
   remove,
 )
+from t5x_gpu.checkpoint.params_files import read_params
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
-from t5x_gpu.checkpoint.storage.atomic_folder import RemoteJournal
-from t5x_gpu.checkpoint.storage.paths import (
-  RemotePath,
-  StorageError,
-  as_path,
-  kvstore_spec,
-  local_path,
-)
+from t5x_gpu.checkpoint.store import StateReader, StateWriter, find_checkpoint
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.storage.paths import RemotePath, StorageError, as_path, kvstore_spec, local_path
 from tests.checkpoint import remote_ranks
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer

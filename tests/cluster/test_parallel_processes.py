@@ -10,8 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.tools.inspect import verify
+from t5x_gpu.checkpoint.store import StateReader
+from t5x_gpu.tools.checkpoints import verify
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 from tests.parity.tolerances import MESH_LOSS

@@ -5,14 +5,14 @@ import inspect
 import pathlib
 import re
 
-from t5x_gpu.config import statements
+from t5x_gpu.config import gin_text
 
 ROOT = pathlib.Path(__file__).parents[2]
 _IMPORT = re.compile(r'^from (t5x_gpu[\w.]*) import (\w+)$', re.MULTILINE)
 
 
 def gin_texts() -> list[str]:
-  return [(ROOT / name).read_text() for name in statements.GinFiles().shipped()]
+  return [(ROOT / name).read_text() for name in gin_text.GinFiles().shipped()]
 
 
 def configurables() -> dict[str, object]:

@@ -7,7 +7,7 @@ import sys
 import gin
 import pytest
 
-from t5x_gpu.config import gin_loader, statements
+from t5x_gpu.config import gin_loader, gin_text
 from t5x_gpu.errors import ConfigError, MeshError, UserError
 from tests.config.project import write
 
@@ -167,7 +167,7 @@ def test_an_importable_folder_without_init_is_not_a_package(project, load):
 def test_a_missing_file_names_folders_and_the_closest_shipped(project, load, monkeypatch):
   package = project / 'site/t5x_gpu'
   write(package / 'gin_configs/examples/demo.gin', '')
-  monkeypatch.setattr(statements, 'PACKAGE', package)
+  monkeypatch.setattr(gin_text, 'PACKAGE', package)
   with pytest.raises(ConfigError) as e:
     load(['gin_configs/examples/dmeo.gin'])
   assert f'Searched folders: {project}, {package}, {package.parent}.' in str(e.value)
@@ -178,7 +178,7 @@ def test_a_missing_file_names_folders_and_the_closest_shipped(project, load, mon
 def test_shipped_files_are_found_from_any_directory_in_a_wheel(project, load, monkeypatch):
   package = project / 'site/t5x_gpu'
   write(package / 'gin_configs/runs/shipped.gin', (project / 'my.gin').read_text())
-  monkeypatch.setattr(statements, 'PACKAGE', package)
+  monkeypatch.setattr(gin_text, 'PACKAGE', package)
   config = load(['gin_configs/runs/shipped.gin'])
   assert config.provenance.find('BATCH_SIZE')[0].origin == 'gin_configs/runs/shipped.gin:3'
 
@@ -237,7 +237,7 @@ def test_a_module_run_with_dash_m_finds_its_importable_entry(project):
     project / 'm.gin',
     'from __gin__ import dynamic_registration\nfrom app import main\nmain.train.x = 5\n',
   )
-  env = {**os.environ, 'PYTHONPATH': str(statements.PACKAGE.parent)}
+  env = {**os.environ, 'PYTHONPATH': str(gin_text.PACKAGE.parent)}
   done = subprocess.run(
     [sys.executable, '-m', 'app.main'],
     capture_output=True,

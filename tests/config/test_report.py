@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from t5x_gpu.config import gin_loader, report
-from t5x_gpu.config.statements import PACKAGE, GinFiles
+from t5x_gpu.config.gin_text import PACKAGE, GinFiles
 from t5x_gpu.errors import ConfigError
 from tests.config.project import ENTRY, write
 from tests.helpers_disk import fill, small_disk

@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional, Protocol, Union
 
 import pytest
 
-from t5x_gpu.config import gin_checks
+from t5x_gpu.config import checks
 
 
 class Model(Protocol):
@@ -56,17 +56,17 @@ NEW = typing.NewType('NEW', int)
     ('x', 'Unresolved'),
     (1, typing.TypeVar('T')),
     ('x', typing.Annotated[str, 'unit']),
-    (gin_checks.Unknown(), int),
-    ({'a': gin_checks.Unknown()}, dict[str, int]),
-    (gin_checks.ReferenceValue(Special, True, '@Special()'), Point),
-    (gin_checks.ReferenceValue(Special, False, '@Special'), collections.abc.Callable[..., Any]),
-    (gin_checks.ReferenceValue(Special, False, '@Special'), type[Point]),
-    (gin_checks.ReferenceValue(Point, True, '@Point()'), Model),
-    (gin_checks.ReferenceValue(len, True, '@len()'), Point),
+    (checks.Unknown(), int),
+    ({'a': checks.Unknown()}, dict[str, int]),
+    (checks.ReferenceValue(Special, True, '@Special()'), Point),
+    (checks.ReferenceValue(Special, False, '@Special'), collections.abc.Callable[..., Any]),
+    (checks.ReferenceValue(Special, False, '@Special'), type[Point]),
+    (checks.ReferenceValue(Point, True, '@Point()'), Model),
+    (checks.ReferenceValue(len, True, '@len()'), Point),
   ],
 )
 def test_fitting_values(value, annotation):
-  assert gin_checks.mismatch(value, annotation) == ''
+  assert checks.mismatch(value, annotation) == ''
 
 
 @pytest.mark.parametrize(
@@ -90,21 +90,17 @@ def test_fitting_values(value, annotation):
     ({'x': 1}, Point, "{'x': 1} is a dict; expected Point."),
     ('f', collections.abc.Callable[..., Any], "'f' is a str; expected Callable[..., Any]."),
     (
-      gin_checks.ReferenceValue(Point, True, '@Point()'),
+      checks.ReferenceValue(Point, True, '@Point()'),
       Special,
       '@Point() gives Point; expected Special.',
     ),
     (
-      gin_checks.ReferenceValue(Point, False, '@Point'),
+      checks.ReferenceValue(Point, False, '@Point'),
       Point,
       '@Point is the class or function itself; write @Point() to call it.',
     ),
-    (
-      gin_checks.ReferenceValue(Point, True, '@Point()'),
-      int,
-      '@Point() gives Point; expected int.',
-    ),
+    (checks.ReferenceValue(Point, True, '@Point()'), int, '@Point() gives Point; expected int.'),
   ],
 )
 def test_mismatches_name_the_types_that_fit(value, annotation, expected):
-  assert gin_checks.mismatch(value, annotation) == expected
+  assert checks.mismatch(value, annotation) == expected

@@ -12,7 +12,7 @@ import pytest
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.prepared.shard_writer import RowStats, pieces, target_of
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics.plots import bins, lengths_table
+from t5x_gpu.metrics.pictures import bins, lengths_table
 from tests.helpers_train import TINY_GIN, run_here
 
 pytestmark = pytest.mark.tf

@@ -5,7 +5,7 @@ import gzip
 import numpy as np
 import pytest
 
-from t5x_gpu.data.sources import record_formats
+from t5x_gpu.data.sources import readers
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
@@ -135,7 +135,7 @@ def test_exactly_what_python_decodes_is_taken_for_utf8():
     b'\xc0\x80',
   ]
   cases = [a + b + c for a in parts for b in parts for c in parts]
-  got = tf.strings.regex_full_match(tf.constant(cases), record_formats._UTF8).numpy()
+  got = tf.strings.regex_full_match(tf.constant(cases), readers._UTF8).numpy()
 
   def decodes(text):
     try:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from t5x_gpu.layers.backends.choose import BACKENDS, AttentionNeed, attention_by, hardware, lacks
-from t5x_gpu.layers.backends.chunked import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
+from t5x_gpu.layers.backends.plain import DenseAttention
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import RelativeBuckets
 from tests.gpu.helpers_numerics import ON_GPU, assert_close

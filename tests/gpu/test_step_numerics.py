@@ -11,7 +11,7 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.step import model_of
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant

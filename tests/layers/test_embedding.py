@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.layers.embedding import sends_less_in_parts, traffic_per_step
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel

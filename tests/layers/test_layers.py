@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.backends.chunked import dot_product_attention
+from t5x_gpu.layers.backends.plain import dot_product_attention
 from t5x_gpu.layers.dense import DenseGeneral
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import decoder_mask, token_info

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.collectives import flops_per_device
+from t5x_gpu.compiled.collectives import flops_per_device
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.choose import Hardware
 from t5x_gpu.layers.dropout import DropoutRng

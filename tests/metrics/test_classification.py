@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ShapeError
-from t5x_gpu.metrics import classification, plots
+from t5x_gpu.metrics import pictures, scores
 
 # Ten examples of three classes, worked out by hand below.
 MATRIX = np.array([[3, 1, 0], [0, 2, 1], [1, 0, 2]])
@@ -17,7 +17,7 @@ NAMES = ('a', 'b', 'c')
 def test_scores_are_those_worked_out_by_hand():
   # precision 3/4 2/3 2/3, recall 3/4 2/3 2/3: F1 3/4 2/3 2/3.
   # MCC: (7*10 - (4*4 + 3*3 + 3*3)) / sqrt((100 - 34) * (100 - 34)) = 36 / 66.
-  got = classification.class_scores(MATRIX, prefix='eval/')
+  got = scores.class_scores(MATRIX, prefix='eval/')
   assert got == pytest.approx(
     {
       'eval/accuracy': 0.7,
@@ -32,7 +32,7 @@ def test_two_classes_have_matthews_own_formula():
   tp, fn, fp, tn = 17, 5, 3, 40
   matrix = np.array([[tn, fp], [fn, tp]])
   want = (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
-  assert classification.matthews_corrcoef(matrix) == pytest.approx(want)
+  assert scores.matthews_corrcoef(matrix) == pytest.approx(want)
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -48,20 +48,20 @@ def test_scores_equal_formulas_over_examples(seed):
     right = sum((labels == k) & (predictions == k))
     precision, recall = right / sum(predictions == k), right / sum(labels == k)
     f1.append(2 * precision * recall / (precision + recall))
-  assert classification.macro_f1(matrix) == pytest.approx(np.mean(f1))
-  assert classification.accuracy(matrix) == pytest.approx(np.mean(labels == predictions))
+  assert scores.macro_f1(matrix) == pytest.approx(np.mean(f1))
+  assert scores.accuracy(matrix) == pytest.approx(np.mean(labels == predictions))
   # R_K is the correlation of the one-hot rows, covariances summed over classes.
   x, y = np.eye(classes)[labels], np.eye(classes)[predictions]
   x, y = x - x.mean(0), y - y.mean(0)
   want = (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
-  assert classification.matthews_corrcoef(matrix) == pytest.approx(want)
+  assert scores.matthews_corrcoef(matrix) == pytest.approx(want)
 
 
 def test_the_ends_of_the_scales():
-  assert classification.class_scores(np.diag([3, 2, 1]))['matthews_corrcoef'] == pytest.approx(1)
-  assert classification.matthews_corrcoef(np.array([[0, 4], [4, 0]])) == pytest.approx(-1)
+  assert scores.class_scores(np.diag([3, 2, 1]))['matthews_corrcoef'] == pytest.approx(1)
+  assert scores.matthews_corrcoef(np.array([[0, 4], [4, 0]])) == pytest.approx(-1)
   one_prediction = np.array([[7, 0], [3, 0]])
-  got = classification.class_scores(one_prediction)
+  got = scores.class_scores(one_prediction)
   assert got['matthews_corrcoef'] == 0 and got['accuracy'] == got['majority'] == 0.7
   assert got['macro_f1'] == pytest.approx(14 / 17 / 2)  # the class that is never said counts as 0
 
@@ -69,20 +69,20 @@ def test_the_ends_of_the_scales():
 def test_classes_that_do_not_occur_do_not_pull_macro_f1_down():
   matrix = np.zeros((5, 5))
   matrix[:2, :2] = [[2, 0], [1, 1]]
-  assert classification.macro_f1(matrix) == pytest.approx((4 / 5 + 2 / 3) / 2)
+  assert scores.macro_f1(matrix) == pytest.approx((4 / 5 + 2 / 3) / 2)
 
 
 def test_nothing_counted_has_no_scores():
   empty = np.zeros((3, 3))
-  assert classification.class_scores(empty) == {}
-  assert math.isnan(classification.matthews_corrcoef(empty))
-  assert math.isnan(classification.macro_f1(empty))
+  assert scores.class_scores(empty) == {}
+  assert math.isnan(scores.matthews_corrcoef(empty))
+  assert math.isnan(scores.macro_f1(empty))
 
 
 def test_table_has_a_line_per_class_and_what_it_is_taken_for():
-  lines = classification.confusion_table(MATRIX, ('one', 'two', 'three')).splitlines()
+  lines = scores.confusion_table(MATRIX, ('one', 'two', 'three')).splitlines()
   assert lines[1].split() == ['one', '4', '0.750', '0.750', '0.750', 'two', '(1)']
-  assert classification.confusion_table(np.zeros((2, 2)), ('x', 'y')).splitlines()[1].split() == [
+  assert scores.confusion_table(np.zeros((2, 2)), ('x', 'y')).splitlines()[1].split() == [
     'x',
     '0',
     '-',
@@ -92,9 +92,7 @@ def test_table_has_a_line_per_class_and_what_it_is_taken_for():
 
 
 def test_csv_reads_back(tmp_path):
-  path = classification.write_confusion_csv(
-    MATRIX, ('a', 'b "quoted", and', 'c'), tmp_path / 'm.csv'
-  )
+  path = scores.write_confusion_csv(MATRIX, ('a', 'b "quoted", and', 'c'), tmp_path / 'm.csv')
   rows = list(csv.reader(path.read_text().splitlines()))
   assert rows[0][2] == 'b "quoted", and'
   assert [[float(x) for x in row[1:]] for row in rows[1:]] == MATRIX.tolist()
@@ -106,14 +104,14 @@ def test_any_matrix_gives_a_picture_without_warnings(tmp_path, count):
   matrix = np.random.default_rng(0).integers(0, 9, (count, count))
   matrix[0] = 0  # a class without an example
   names = [f'class_{i} $x' for i in range(count)]
-  png = plots.plot_confusion(matrix, names, tmp_path / 'c.png', title='a $title_1')
+  png = pictures.plot_confusion(matrix, names, tmp_path / 'c.png', title='a $title_1')
   assert png.read_bytes().startswith(b'\x89PNG\r\n\x1a\n') and len(png.read_bytes()) > 5000
   assert [p.name for p in tmp_path.iterdir()] == ['c.png']
 
 
 def test_picture_shows_what_the_matrix_holds(tmp_path):
   pngs = [
-    plots.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
+    pictures.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
     for i, matrix in enumerate((MATRIX, MATRIX.T))
   ]
   assert pngs[0] != pngs[1]
@@ -121,13 +119,13 @@ def test_picture_shows_what_the_matrix_holds(tmp_path):
 
 def test_picture_of_other_names_is_refused(tmp_path):
   with pytest.raises(ShapeError, match='does not match 2 class names'):
-    plots.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
+    pictures.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
 
 
 def test_f1_of_several_labels_by_hand():
   # Class 0: 2 of 3 predictions right, 4 labels. Class 1: none right. Class 2 never occurs.
   hits = np.array([[2.0, 3.0, 4.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-  found = classification.hit_scores(hits, prefix='eval/')
+  found = scores.hit_scores(hits, prefix='eval/')
   assert found == pytest.approx(
     {
       'eval/micro_precision': 2 / 4,
@@ -136,9 +134,9 @@ def test_f1_of_several_labels_by_hand():
       'eval/macro_f1': (4 / 7 + 0.0) / 2,
     }
   )
-  assert classification.hit_scores(hits[2:]) == dict.fromkeys(
+  assert scores.hit_scores(hits[2:]) == dict.fromkeys(
     ('micro_precision', 'micro_recall', 'micro_f1'), 0.0
   )
-  assert classification.hits_table(hits, ('a', 'b', 'c')).splitlines()[1].split() == [
+  assert scores.hits_table(hits, ('a', 'b', 'c')).splitlines()[1].split() == [
     *('a', '4', '0.667', '0.500', '0.571')
   ]

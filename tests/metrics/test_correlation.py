@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics import scores as scores_lib
 
 
 def test_correlations_are_scipys():
@@ -12,14 +13,14 @@ def test_correlations_are_scipys():
   x, y = rng.integers(0, 9, 50) / 4.0, rng.normal(size=50)
   pairs = np.stack([x, y, np.ones(50)], 1)
   pairs = np.concatenate([pairs[:20], [[9.0, 9.0, 0.0]], pairs[20:]])
-  found = classification.pair_scores(pairs, prefix='eval/')
+  found = scores_lib.pair_scores(pairs, prefix='eval/')
   assert found == pytest.approx(
     {
       'eval/spearman': stats.spearmanr(x, y).statistic,
       'eval/pearson': stats.pearsonr(x, y).statistic,
     }
   )
-  assert classification.pair_scores(pairs * [1.0, 0.0, 1.0]) == {}
+  assert scores_lib.pair_scores(pairs * [1.0, 0.0, 1.0]) == {}
 
 
 def test_pairs_of_batches_follow_each_other():
@@ -35,5 +36,5 @@ def test_numbers_that_differ_only_by_rounding_have_no_correlation():
   rng = np.random.default_rng(0)
   constant = 0.7 + rng.normal(size=20) * 3e-8  # what float32 makes of equal products
   scores = rng.normal(size=20)
-  for function in (classification.pearson, classification.spearman):
+  for function in (scores_lib.pearson, scores_lib.spearman):
     assert np.isnan(function(constant, scores)) and np.isnan(function(scores, np.full(20, 0.1)))

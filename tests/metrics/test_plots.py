@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics import plots
+from t5x_gpu.metrics import pictures
 
 PNG = b'\x89PNG\r\n\x1a\n'
 
@@ -40,7 +40,7 @@ def _run(steps):
 )
 def test_any_run_gives_a_picture_without_warnings(tmp_path, records):
   path = _metrics(tmp_path / 'metrics.jsonl', records)
-  png = plots.plot_losses(path, tmp_path / 'loss.png', guess_loss=5.95, title='a $title_1')
+  png = pictures.plot_losses(path, tmp_path / 'loss.png', guess_loss=5.95, title='a $title_1')
   assert png.read_bytes().startswith(PNG) and len(png.read_bytes()) > 5000
   assert sorted(p.name for p in tmp_path.iterdir()) == ['loss.png', 'metrics.jsonl']
 
@@ -50,7 +50,7 @@ def test_the_picture_shows_what_the_file_holds(tmp_path):
   for scale in (1, 2):
     records = [{**r, 'train/loss': r['train/loss'] * scale} for r in _run(40)]
     pngs.append(
-      plots.plot_losses(
+      pictures.plot_losses(
         _metrics(tmp_path / f'{scale}.jsonl', records), tmp_path / f'{scale}.png'
       ).read_bytes()
     )
@@ -59,7 +59,7 @@ def test_the_picture_shows_what_the_file_holds(tmp_path):
 
 def test_a_file_without_losses_is_not_plotted(tmp_path):
   path = _metrics(tmp_path / 'metrics.jsonl', [{'step': 1, 'train/grad_norm': 1.0}])
-  assert plots.plot_losses(path, tmp_path / 'loss.png') is None
+  assert pictures.plot_losses(path, tmp_path / 'loss.png') is None
   assert not (tmp_path / 'loss.png').exists()
 
 
@@ -72,29 +72,29 @@ def test_missing_matplotlib_names_the_pip_command(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
   path = _metrics(tmp_path / 'metrics.jsonl', _run(3))
   with pytest.raises(ConfigError, match='matplotlib') as e:
-    plots.plot_losses(path, tmp_path / 'loss.png')
+    pictures.plot_losses(path, tmp_path / 'loss.png')
   assert 'pip install' in e.value.fix
 
 
 def test_smoothing_keeps_a_straight_line_at_both_ends():
   line = [10 - 0.05 * i for i in range(100)]
-  np.testing.assert_allclose(plots.smooth(line, span=20), line, rtol=1e-9)
+  np.testing.assert_allclose(pictures.smooth(line, span=20), line, rtol=1e-9)
 
 
 def test_smoothing_reduces_noise_and_passes_over_nan():
   noise = np.random.default_rng(0).normal(size=400)
   values = (3 + noise).tolist()
   values[100] = math.nan
-  smoothed = np.array(plots.smooth(values, span=40))
+  smoothed = np.array(pictures.smooth(values, span=40))
   assert np.isfinite(smoothed).all()
   assert smoothed[50:350].std() < noise.std() / 4 and abs(smoothed.mean() - 3) < 0.1
 
 
 def test_smoothing_of_nothing_known_is_nan_not_a_number():
-  assert all(math.isnan(v) for v in plots.smooth([math.nan] * 5, span=2))
-  assert plots.smooth([4.0], span=20) == [4.0]
+  assert all(math.isnan(v) for v in pictures.smooth([math.nan] * 5, span=2))
+  assert pictures.smooth([4.0], span=20) == [4.0]
 
 
 def test_repeated_steps_count_once_with_their_last_value():
   records = [{'step': 2, 'x': 1.0}, {'step': 1, 'x': 5.0}, {'step': 2, 'x': 3.0}, {'step': 3}]
-  assert plots.series(records, 'x') == ([1, 2], [5.0, 3.0])
+  assert pictures.series(records, 'x') == ([1, 2], [5.0, 3.0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.collectives import flops_per_device, partitioned_hlo
+from t5x_gpu.compiled.collectives import flops_per_device, partitioned_hlo
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel

@@ -18,7 +18,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.inference.generation import Generator, by_layer, padded_length, sample
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from tests.helpers_layouts import QUICK
 
 CONFIG = TransformerConfig(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -17,7 +17,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program

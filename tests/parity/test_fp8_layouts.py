@@ -17,7 +17,7 @@ import pytest
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients

@@ -17,12 +17,12 @@ transformers = pytest.importorskip('transformers')
 import jax  # noqa: E402
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint
+from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.conversion.conversion import params_of_checkpoint
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from tests.checkpoint.hf_files import VARIANTS, VOCAB, random_tensors, write_model
 from tests.helpers_layouts import QUICK
 

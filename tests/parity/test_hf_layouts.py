@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.convert.hf.config import from_hf
+from t5x_gpu.conversion.hf.config_json import from_hf
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.checkpoint.hf_files import VARIANTS

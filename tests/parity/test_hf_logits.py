@@ -19,13 +19,13 @@ torch = pytest.importorskip('torch')
 transformers = pytest.importorskip('transformers')
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert import logits_check
-from t5x_gpu.checkpoint.convert.hf import folder as folder_lib
-from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
-from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
-from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
-from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.conversion import conversion
+from t5x_gpu.conversion.conversion import params_of_checkpoint, params_of_files
+from t5x_gpu.conversion.hf import folder as folder_lib
+from t5x_gpu.conversion.hf.config_json import guess_family, to_hf
+from t5x_gpu.conversion.hf.names import FAMILIES
+from t5x_gpu.conversion.name_table import Table
 from t5x_gpu.data.features import SCORE_UNIT
 from t5x_gpu.models.encoder import MULTI_LABEL
 from t5x_gpu.partitioning.axis_rules import AxisNames
@@ -156,9 +156,9 @@ SLOW = {
 @pytest.mark.parametrize('name', each(VARIANTS, quick=VARIANTS.keys() - SLOW))
 def test_logits_of_padded_rows_equal_hugging_face(name, converted):
   theirs, fields, params = converted(name)
-  batch = logits_check.random_batch(fields, seed=1)
-  got = logits_check.our_logits(fields, params, batch)
-  index = logits_check.counted(fields, batch)
+  batch = conversion.random_batch(fields, seed=1)
+  got = conversion.our_logits(fields, params, batch)
+  index = conversion.counted(fields, batch)
   near(got[index], their_logits(theirs, fields, batch)[index])
 
 
@@ -210,7 +210,7 @@ def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, convert
     for example, source in zip(alone, sources):
       example['encoder_input_tokens'] = source[None]
       example['encoder_segment_ids'] = np.ones((1, len(source)), np.int32)
-  got = logits_check.our_logits(fields, params, batch)
+  got = conversion.our_logits(fields, params, batch)
   segments = row[1][0]
   for number, example in enumerate(alone, 1):
     near(got[0, segments == number], their_logits(theirs, fields, example)[0])
@@ -218,11 +218,11 @@ def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, convert
 
 def test_token_types_of_bert_are_used(converted):
   theirs, fields, params = converted('bert_classification')
-  batch = logits_check.random_batch(fields)
+  batch = conversion.random_batch(fields)
   batch['encoder_token_types'] = (np.arange(batch['encoder_input_tokens'].shape[1]) > 20).astype(
     np.int32
   ) * np.ones((2, 1), np.int32)
-  near(logits_check.our_logits(fields, params, batch), their_logits(theirs, fields, batch))
+  near(conversion.our_logits(fields, params, batch), their_logits(theirs, fields, batch))
 
 
 @pytest.mark.quick_cases('phi3_longrope', 't5_1_1')
@@ -262,7 +262,7 @@ def test_token_types_of_bert_are_used(converted):
 )
 def test_gradients_and_a_step_of_adamw_equal_hugging_face(name, converted, tmp_path):
   theirs, fields, params = converted(name)
-  batch = logits_check.random_batch(fields, seed=3)
+  batch = conversion.random_batch(fields, seed=3)
   # transformers does not train the embedding of pad_token_id, which may be 0.
   for feature in batch.keys() & {'encoder_input_tokens', 'decoder_input_tokens'}:
     batch[feature] = np.where(batch[feature] == 0, 2, batch[feature])
@@ -388,13 +388,13 @@ def test_weights_of_another_model_are_found_by_the_logits(tmp_path):
   make_theirs(CONFIGS['llama'], tmp_path / 'a')
   config = {**CONFIGS['llama'], 'rope_scaling': None, 'rope_theta': 10.0}
   fields = folder_lib.open_hf(tmp_path / 'a').model
-  batch = logits_check.random_batch(fields)
+  batch = conversion.random_batch(fields)
   (tmp_path / 'a' / 'config.json').write_text(json.dumps(config))
-  theirs, against = logits_check.transformers_logits(tmp_path / 'a', fields, batch)
+  theirs, against = conversion.transformers_logits(tmp_path / 'a', fields, batch)
   hf = folder_lib.open_hf(tmp_path / 'a')
-  ours = logits_check.our_logits(fields, params_of_files(hf.weights), batch)
+  ours = conversion.our_logits(fields, params_of_files(hf.weights), batch)
   with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
-    logits_check.compare_logits(fields, ours, theirs, batch, against=against)
+    conversion.compare_logits(fields, ours, theirs, batch, against=against)
 
 
 def test_the_check_sees_a_window_that_is_longer_than_its_rows(tmp_path):
@@ -402,15 +402,15 @@ def test_the_check_sees_a_window_that_is_longer_than_its_rows(tmp_path):
   make_theirs({**CONFIGS['mistral'], **config}, tmp_path / 'a')
   hf = folder_lib.open_hf(tmp_path / 'a')
   assert set(hf.model.config.windows) == {4096}
-  batch = logits_check.random_batch(hf.model)
-  theirs, against = logits_check.transformers_logits(tmp_path / 'a', hf.model, batch)
+  batch = conversion.random_batch(hf.model)
+  theirs, against = conversion.transformers_logits(tmp_path / 'a', hf.model, batch)
   params = params_of_files(hf.weights)
-  ours = logits_check.our_logits(hf.model, params, batch)
-  logits_check.compare_logits(hf.model, ours, theirs, batch, against=against)
+  ours = conversion.our_logits(hf.model, params, batch)
+  conversion.compare_logits(hf.model, ours, theirs, batch, against=against)
   without = dataclasses.replace(hf.model, config=dataclasses.replace(hf.model.config, windows=(0,)))
-  ours = logits_check.our_logits(without, params, batch)
+  ours = conversion.our_logits(without, params, batch)
   with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
-    logits_check.compare_logits(without, ours, theirs, batch, against=against)
+    conversion.compare_logits(without, ours, theirs, batch, against=against)
 
 
 def write_again(fields, params, folder):
@@ -439,7 +439,7 @@ def write_again(fields, params, folder):
 def test_a_config_json_made_from_our_fields_alone_is_loaded(name, converted, tmp_path):
   theirs, fields, params = converted(name)
   made = write_again(fields, params, tmp_path)
-  batch = logits_check.random_batch(fields, seed=4)
-  got, _ = logits_check.transformers_logits(tmp_path, made, batch)
-  index = logits_check.counted(fields, batch)
+  batch = conversion.random_batch(fields, seed=4)
+  got, _ = conversion.transformers_logits(tmp_path, made, batch)
+  index = conversion.counted(fields, batch)
   near(got[index], their_logits(theirs, fields, batch)[index])

@@ -14,12 +14,12 @@ import pytest
 torch = pytest.importorskip('torch')
 transformers = pytest.importorskip('transformers')
 
-from t5x_gpu.checkpoint.convert import logits_check
-from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES, from_hf
-from t5x_gpu.checkpoint.convert.hf.keys import NO_EFFECT
-from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
-from t5x_gpu.checkpoint.convert.name_table import Table
-from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights, Names
+from t5x_gpu.conversion import conversion
+from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES, from_hf
+from t5x_gpu.conversion.hf.keys import NO_EFFECT
+from t5x_gpu.conversion.hf.names import FAMILIES
+from t5x_gpu.conversion.name_table import Table
+from t5x_gpu.conversion.tensor_copy import ForeignWeights, Names
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.hf_files import CONFIGS
 from tests.parity.tolerances import HUGGING_FACE_LOGITS
@@ -356,13 +356,13 @@ def compare(config: dict, seed: int) -> str:
   weights = ForeignWeights(table, _Memory(tensors), Names({name: name for name in table.uses}))
   if config['architectures'] != ['BertModel']:  # its pooler is not used
     assert table.their_shapes == {name: tuple(value.shape) for name, value in tensors.items()}
-  params = logits_check.params_of_files(weights)
+  params = conversion.params_of_files(weights)
   # Without a cache: transformers makes one by `layer_types`, even where the model ignores them.
   options = {'use_cache': False} if fields.kind == 'decoder_only' else {}
-  for batch in logits_check.random_batches(fields):
-    index = logits_check.counted(fields, batch)
-    got = logits_check.logits_of(fields.build(), params, batch)[index]
-    want = logits_check.torch_logits(theirs, fields, batch, **options)[index]
+  for batch in conversion.random_batches(fields):
+    index = conversion.counted(fields, batch)
+    got = conversion.logits_of(fields.build(), params, batch)[index]
+    want = conversion.torch_logits(theirs, fields, batch, **options)[index]
     np.testing.assert_allclose(got, want, rtol=HUGGING_FACE_LOGITS, atol=HUGGING_FACE_LOGITS)
   return 'equal'
 

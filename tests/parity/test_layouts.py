@@ -25,7 +25,7 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
@@ -411,7 +411,7 @@ def one_device(model: str, batch_size: int, attention: str = 'auto') -> dict[str
 
 
 # Gradients of one step are in `make test`: of every axis but `model`
-# (tests/partitioning/arrays/test_fsdp_of_any_size.py) and `context`
+# (tests/partitioning/test_fsdp_of_any_size.py) and `context`
 # (tests/layers/backends/test_context_attention.py).
 FAST = ('t5_fsdp_by_layer', 'data_stage_model', 'expert_fsdp')
 # Compiled as users compile: every axis, ZeRO and rematerialisation.

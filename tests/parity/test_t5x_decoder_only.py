@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from flax import serialization, traverse_util
 
-from t5x_gpu.checkpoint.convert.logits_check import params_of_files
-from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_moments
+from t5x_gpu.conversion.conversion import params_of_files
+from t5x_gpu.conversion.t5x_files import T5xCheckpoint
+from t5x_gpu.conversion.t5x_names import t5x_model, t5x_moments
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import rsqrt
-from t5x_gpu.training.train_state import TrainState, new_state
+from t5x_gpu.training.state import TrainState, new_state
 from tests.checkpoint.t5x_params import params_from_t5x
 from tests.parity.tolerances import REFERENCE_LOSS, REFERENCE_MOMENTS
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model
+from t5x_gpu.checkpoint.params_files import read_params
+from t5x_gpu.conversion.t5x_names import t5x_model
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import rsqrt
-from t5x_gpu.training.train_state import new_state
+from t5x_gpu.training.state import new_state
 from tests.checkpoint.t5x_params import params_from_t5x
 from tests.parity.tolerances import REFERENCE_LOGITS, REFERENCE_LOSS
 

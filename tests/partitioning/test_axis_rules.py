@@ -16,8 +16,8 @@ from t5x_gpu.partitioning.axis_rules import (
   use_rules,
   with_axes,
 )
-from t5x_gpu.partitioning.mesh.mesh import build_mesh, resolve_mesh_sizes
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.runtime.topology import Topology
 
 TABLE = {'batch': ('data', 'fsdp'), 'heads': ('model',), 'mlp': ('model',)}
 MESH = {'data': 2, 'fsdp': 2, 'model': 2}

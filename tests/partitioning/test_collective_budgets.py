@@ -10,9 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.array_layout import state_layouts
-from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
-from t5x_gpu.analysis.sharding_lint import GRADIENT, ParameterShapes, gathered, purpose
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.models.precision import PRECISIONS
 from t5x_gpu.partitioning import (
   context_parallel,
@@ -22,7 +20,9 @@ from t5x_gpu.partitioning import (
   sequence_parallel,
   tensor_parallel,
 )
-from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.partitioning import pipeline as pipeline_lib
+from t5x_gpu.partitioning.array_layout import state_layouts
+from t5x_gpu.tools.planning.sharding_lint import GRADIENT, ParameterShapes, gathered, purpose
 from tests.helpers_collectives import chosen
 from tests.helpers_layouts import (
   BATCH,
@@ -135,7 +135,7 @@ def expected_bytes(name):
     between = n['model'] if case.partitioner.get('sequence_parallel') else 1
     add(
       ['stage'],
-      pipeline_parallel.traffic_per_step(
+      pipeline_lib.traffic_per_step(
         schedule=pipeline.schedule,
         num_stages=n['stage'],
         repeats=pipeline.repeats,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.analysis.collectives import inventory
-from t5x_gpu.layers.backends.chunked import dot_product_attention
+from t5x_gpu.compiled.collectives import inventory
+from t5x_gpu.layers.backends.plain import dot_product_attention
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.positions import relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.layers.moe import capacity
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.expert_parallel import check, traffic_per_step
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant

@@ -15,7 +15,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.fsdp import InBfloat16, psum, psum_scatter
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant

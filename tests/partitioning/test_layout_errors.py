@@ -16,9 +16,9 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.partitioning.axis_rules import AXES, split_names, with_axes
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.mesh.mesh_sizes import divisors
+from t5x_gpu.partitioning.mesh_sizes import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant

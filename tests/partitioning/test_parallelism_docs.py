@@ -14,7 +14,7 @@ import pytest
 from t5x_gpu.layers.dense import fan_in_init
 from t5x_gpu.layers.dropout import dropout
 from t5x_gpu.partitioning.axis_rules import shard, split_names, with_axes
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
 
 PAGE = (pathlib.Path(__file__).parents[2] / 'docs' / 'parallelism.md').read_text()
 

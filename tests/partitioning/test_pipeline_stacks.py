@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
+from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import ONLY, with_layers, with_part, without_layers
-from t5x_gpu.partitioning.pipeline import pipeline_parallel
-from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from tests.helpers_layouts import QUICK
 from tests.parity.tolerances import MESH_GRADIENT
 
@@ -107,7 +107,7 @@ def sequential(num_microbatches):
 
 def in_memory_order(params, stages, repeats):
   for stack in STACKS:
-    order = pipeline_parallel.layer_order(LAYERS[stack], stages, repeats)
+    order = pipeline_lib.layer_order(LAYERS[stack], stages, repeats)
     params = with_layers(params, stack, jax.tree.map(lambda w: w[order], params[stack]['layers']))
   return params
 
@@ -151,9 +151,9 @@ def pipeline(schedule, num_microbatches, *, repeats=1, train=True, **sizes):
     )
     if not train:
       return jax.lax.psum(
-        pipeline_parallel.forward(TwoStacks(), params, microbatches, **options), manual
+        pipeline_lib.forward(TwoStacks(), params, microbatches, **options), manual
       )
-    grads, sums = pipeline_parallel.value_and_grad(TwoStacks(), params, microbatches, **options)
+    grads, sums = pipeline_lib.value_and_grad(TwoStacks(), params, microbatches, **options)
     grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, missing(spec)), grads, specs)
     return grads, jax.lax.psum(sums, manual)
 
@@ -222,7 +222,7 @@ def test_what_both_stacks_have_moves_once_per_tick_and_to_other_heads_the_second
   dealt_out = [c.shape for c in found if not c.trip_counts]
   assert dealt_out == [(table.head_share, *shapes['writer'])] * 2
   sizes = {stack: 4 * int(np.prod(shape)) for stack, shape in shapes.items()}
-  expected = pipeline_parallel.traffic_per_step(
+  expected = pipeline_lib.traffic_per_step(
     schedule=schedule,
     num_stages=2,
     num_microbatches=num_microbatches,
@@ -246,7 +246,7 @@ def test_what_both_stacks_have_moves_once_per_tick_and_to_other_heads_the_second
 )
 def test_two_stacks_halve_the_bubble_and_no_unit_starts_before_its_input_is_there(table):
   s, m = table.num_stages, table.num_microbatches
-  assert pipeline_parallel.bubble_fraction(
+  assert pipeline_lib.bubble_fraction(
     table.schedule, s, m, table.repeats, num_stacks=2
   ) == pytest.approx((s - 1) / (2 * table.repeats * m + s - 1))
   done = {}

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from t5x_gpu.analysis import hlo_text
-from t5x_gpu.analysis.collectives import flops_per_device
+from t5x_gpu.compiled import hlo_text
+from t5x_gpu.compiled.collectives import flops_per_device
 from tests.helpers_layouts import (
   BATCH,
   CASES,

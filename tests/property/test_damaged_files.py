@@ -14,21 +14,20 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint import initialize, run_lock
-from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.convert.hf.folder import open_hf, read_record, write_record
-from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
 from t5x_gpu.checkpoint.initialize import check_sources
 from t5x_gpu.checkpoint.local.file_format import write_local_file
-from t5x_gpu.checkpoint.local.local_tier import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.local.promotion import candidates, find_local_files
+from t5x_gpu.checkpoint.local.tier import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import append_sample
-from t5x_gpu.checkpoint.tools.inspect import verify
+from t5x_gpu.checkpoint.store import StateReader
 from t5x_gpu.config import report
 from t5x_gpu.config.provenance import Provenance
+from t5x_gpu.conversion.hf.folder import open_hf, read_record, write_record
+from t5x_gpu.conversion.t5x_files import T5xCheckpoint
+from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prepared import batches
@@ -37,9 +36,10 @@ from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput, read_ledger
-from t5x_gpu.metrics.loggers.background import RunIds
+from t5x_gpu.metrics.loggers import RunIds
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
 from t5x_gpu.models.decoding import SampleConfig
+from t5x_gpu.tools.checkpoints import verify
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.checkpoint.test_checkpointer import (
   abstract,

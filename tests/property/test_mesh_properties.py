@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5x_gpu.errors import MeshError
-from t5x_gpu.partitioning.mesh.mesh import device_array, mesh_table
-from t5x_gpu.partitioning.mesh.mesh_sizes import (
+from t5x_gpu.partitioning.mesh import device_array, mesh_table
+from t5x_gpu.partitioning.mesh_sizes import (
   MESH_AXES,
   divisors,
   legal_partitions,
   resolve_mesh_sizes,
 )
 from t5x_gpu.partitioning.partitioner import check_model_sizes
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from t5x_gpu.checkpoint.convert.hf.config import from_hf, to_hf
-from t5x_gpu.checkpoint.convert.to_hf import export_problem
+from t5x_gpu.conversion.hf.config_json import from_hf, to_hf
+from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.errors import CheckpointError, ModelError
 from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
 from t5x_gpu.models.config import TransformerConfig

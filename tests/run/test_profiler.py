@@ -5,11 +5,11 @@ import json
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.monitor import ModelSpeed
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.throughput import StepTimer
+from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.run.profiler import Profiler, ProfileReader
 
 

@@ -20,10 +20,10 @@ import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from t5x_gpu import cli
-from t5x_gpu.partitioning.mesh.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime.cluster import cluster
-from t5x_gpu.runtime.cluster.topology import discover
+from t5x_gpu.runtime.topology import discover
 
 STEPS = 400
 # After which JAX itself would end processes that lost one. Far past the test's own deadline: what

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.partitioning.mesh.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
-from t5x_gpu.runtime.cluster.topology import discover
+from t5x_gpu.runtime.topology import discover
 
 
 def mesh_results() -> dict:

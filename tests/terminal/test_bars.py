@@ -7,9 +7,10 @@ import threading
 
 import pytest
 
-from t5x_gpu.terminal import logging_setup, progress_line
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal import progress as progress_lib
 from t5x_gpu.terminal.console import Console
-from t5x_gpu.terminal.progress_line import ProgressLine
+from t5x_gpu.terminal.progress import ProgressLine
 from tests.terminal.test_progress_line import Terminal
 
 STAMP = r'\d\d-\d\d \d\d:\d\d:\d\d '
@@ -17,7 +18,7 @@ STAMP = r'\d\d-\d\d \d\d:\d\d:\d\d '
 
 def test_a_count_estimates_the_time_left_from_what_this_process_has_done():
   seconds = itertools.count(0, 10)
-  count = progress_line.Count('infer_eval/cola', 1043, done=43, clock=lambda: next(seconds))
+  count = progress_lib.Count('infer_eval/cola', 1043, done=43, clock=lambda: next(seconds))
   assert str(count) == 'infer_eval/cola 43/1,043'
   count.advance(100)
   assert str(count) == 'infer_eval/cola 143/1,043 | ETA 0:01:30'
@@ -25,7 +26,7 @@ def test_a_count_estimates_the_time_left_from_what_this_process_has_done():
 
 def test_an_unknown_total_has_no_estimate():
   found = []
-  count = progress_line.Count('eval', lambda: found[0] if found else None)
+  count = progress_lib.Count('eval', lambda: found[0] if found else None)
   count.advance(3)
   assert str(count) == 'eval 3'
   found.append(6)
@@ -33,7 +34,7 @@ def test_an_unknown_total_has_no_estimate():
 
 
 def test_batches_are_counted_in_the_background_and_counting_ends_with_the_block():
-  with progress_line.BackgroundCounts() as counts:
+  with progress_lib.BackgroundCounts() as counts:
     known = counts.count(range(7))
     counts._threads[0].join()
     endless = counts.count(itertools.repeat(1))
@@ -46,7 +47,7 @@ def test_there_are_bars_on_a_terminal_only(stream, shown, monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   monkeypatch.setenv('COLUMNS', '80')
   out = stream()
-  with progress_line.bar('work', 4, stream=out) as advance:
+  with progress_lib.bar('work', 4, stream=out) as advance:
     advance(1)
     advance(1)
   plain = re.sub(r'\x1b\[[0-9;?]*[a-zA-Z]', '', out.getvalue())
@@ -54,7 +55,7 @@ def test_there_are_bars_on_a_terminal_only(stream, shown, monkeypatch):
 
 
 def test_elsewhere_there_is_a_line_now_and_then(monkeypatch, capsys):
-  monkeypatch.setattr(progress_line, 'SECONDS_BETWEEN_LINES', 0)
+  monkeypatch.setattr(progress_lib, 'SECONDS_BETWEEN_LINES', 0)
   with Console().progress('written', 40_000_000) as advance:
     advance(10_000_000)
   lines = capsys.readouterr().out.splitlines()

@@ -34,7 +34,7 @@ def _stderr(code, **env):
 def test_our_info_and_their_warnings_are_shown_their_info_is_not():
   err = _stderr("""
       logging_setup.setup()
-      logging.getLogger('t5x_gpu.partitioning.mesh.mesh').info('mesh: data=%d', 2)
+      logging.getLogger('t5x_gpu.partitioning.mesh').info('mesh: data=%d', 2)
       logging.getLogger('__main__').info('from main')
       logging.getLogger('orbax.checkpoint').info('noise')
       logging.getLogger('jax._src.xla_bridge').info('noise')

@@ -14,7 +14,7 @@ from t5x_gpu.runtime import main_log
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.printable import printable
-from t5x_gpu.terminal.progress_line import ProgressLine
+from t5x_gpu.terminal.progress import ProgressLine
 from tests.helpers_train import quiet_logging, run_here
 
 # Clears the screen, sets the title, rings, goes back; U+009B begins what ESC [ does.

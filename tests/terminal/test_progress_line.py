@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from t5x_gpu.terminal import progress_line
+from t5x_gpu.terminal import progress
 
 METRICS = {
   'train/loss': 5.9123,
@@ -40,7 +40,7 @@ def _unstamped(text: str) -> str:
 
 def test_plain_line_is_exactly_this():
   out = io.StringIO()
-  with progress_line.ProgressLine(100, stream=out) as p:
+  with progress.ProgressLine(100, stream=out) as p:
     p.advance(9)
     p.update(10, METRICS, eta_seconds=83)
   assert _unstamped(out.getvalue()) == (
@@ -50,7 +50,7 @@ def test_plain_line_is_exactly_this():
 
 def test_unknown_numbers_are_left_out_of_the_line():
   out = io.StringIO()
-  progress_line.ProgressLine(100, stream=out).update(1, {'train/loss': float('nan')})
+  progress.ProgressLine(100, stream=out).update(1, {'train/loss': float('nan')})
   assert _unstamped(out.getvalue()) == 'step 1/100 | loss nan\n'
 
 
@@ -58,7 +58,7 @@ def test_a_pipe_gets_plain_lines_even_when_color_is_forced(monkeypatch):
   monkeypatch.setenv('FORCE_COLOR', '1')
   monkeypatch.setenv('TERM', 'xterm-256color')
   out = io.StringIO()
-  with progress_line.ProgressLine(100, stream=out) as p:
+  with progress.ProgressLine(100, stream=out) as p:
     p.update(10, METRICS)
     p.note('[bold]saved[/bold] checkpoint_10 :smile:')
   assert '\x1b' not in out.getvalue()
@@ -67,13 +67,13 @@ def test_a_pipe_gets_plain_lines_even_when_color_is_forced(monkeypatch):
 
 def test_long_plain_lines_are_not_wrapped():
   out = io.StringIO()
-  progress_line.ProgressLine(100, stream=out).note('x' * 500)
+  progress.ProgressLine(100, stream=out).note('x' * 500)
   assert _unstamped(out.getvalue()) == 'x' * 500 + '\n'
 
 
 def test_other_processes_print_nothing():
   out = Terminal()
-  with progress_line.ProgressLine(100, stream=out, enabled=False) as p:
+  with progress.ProgressLine(100, stream=out, enabled=False) as p:
     p.update(10, METRICS)
     p.note('saved')
   assert out.getvalue() == ''
@@ -82,7 +82,7 @@ def test_other_processes_print_nothing():
 def test_ascii_streams_take_any_text():
   raw = io.BytesIO()
   out = io.TextIOWrapper(raw, encoding='ascii')
-  progress_line.ProgressLine(100, stream=out).note('sample: ünïcode')
+  progress.ProgressLine(100, stream=out).note('sample: ünïcode')
   assert _unstamped(raw.getvalue().decode()) == 'sample: ?n?code\n'
 
 
@@ -90,7 +90,7 @@ def test_terminal_keeps_about_ten_lines_of_a_long_run(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm-256color')
   monkeypatch.setenv('COLUMNS', '120')
   out = Terminal()
-  with progress_line.ProgressLine(1000, stream=out) as p:
+  with progress.ProgressLine(1000, stream=out) as p:
     for step in range(1, 1001):
       p.update(step, {'train/loss': step})
   kept = re.findall(r'^step (\d+)/1000 \| loss', _plain(out.getvalue()).replace('\r', '\n'), re.M)
@@ -102,7 +102,7 @@ def test_live_line_fits_narrow_terminals_and_keeps_the_loss(monkeypatch):
   for columns in (40, 60, 80, 100, 200):
     monkeypatch.setenv('COLUMNS', str(columns))
     out = Terminal()
-    p = progress_line.ProgressLine(100000, stream=out)
+    p = progress.ProgressLine(100000, stream=out)
     p.update(50000, METRICS, eta_seconds=83)
     with p._console.capture() as capture:
       p._console.print(p._render())
@@ -117,7 +117,7 @@ def test_terminal_is_restored_and_last_numbers_stay_when_the_run_fails(monkeypat
   monkeypatch.setenv('TERM', 'xterm-256color')
   out = Terminal()
   with pytest.raises(error):
-    with progress_line.ProgressLine(100, stream=out) as p:
+    with progress.ProgressLine(100, stream=out) as p:
       p.update(1, {'train/loss': 9.0})
       p.update(2, {'train/loss': 8.0})  # within the first tenth: only the live line shows it
       raise error
@@ -130,7 +130,7 @@ def test_no_color_is_honoured_on_a_terminal(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm-256color')
   monkeypatch.setenv('NO_COLOR', '1')
   out = Terminal()
-  with progress_line.ProgressLine(100, stream=out) as p:
+  with progress.ProgressLine(100, stream=out) as p:
     p.update(10, METRICS)
   assert not re.search(r'\x1b\[[0-9;]*(3[0-9]|38;5;\d+)m', out.getvalue())
 
@@ -138,7 +138,7 @@ def test_no_color_is_honoured_on_a_terminal(monkeypatch):
 def test_dumb_terminals_get_plain_lines(monkeypatch):
   monkeypatch.setenv('TERM', 'dumb')
   out = Terminal()
-  with progress_line.ProgressLine(100, stream=out) as p:
+  with progress.ProgressLine(100, stream=out) as p:
     p.update(10, {'train/loss': 1.0})
   assert out.getvalue() == 'step 10/100 | loss 1.000\n'
 
@@ -173,11 +173,9 @@ def test_prints_and_warnings_of_others_stay_whole_lines_on_a_real_terminal(tmp_p
 
 
 def test_format_seconds():
-  assert progress_line.format_seconds(83.4) == '0:01:23'
-  assert progress_line.format_seconds(86400 * 2 + 3600 * 3 + 65) == '2d 03:01:05'
+  assert progress.format_seconds(83.4) == '0:01:23'
+  assert progress.format_seconds(86400 * 2 + 3600 * 3 + 65) == '2d 03:01:05'
 
 
 def test_small_losses_keep_their_digits():
-  assert (
-    progress_line.format_loss(0.00123) == '1.23e-03' and progress_line.format_loss(0.0) == '0.000'
-  )
+  assert progress.format_loss(0.00123) == '1.23e-03' and progress.format_loss(0.0) == '0.000'

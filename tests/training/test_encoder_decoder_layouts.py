@@ -15,7 +15,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import NamedParam
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients

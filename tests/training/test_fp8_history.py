@@ -17,11 +17,11 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.precision import AMAX
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.quantized import Operand
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
-from t5x_gpu.training.train_state import Fp8History
+from t5x_gpu.training.state import Fp8History
 from tests.helpers_layouts import QUICK
 
 CURRENT = TransformerConfig(

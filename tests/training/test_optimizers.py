@@ -16,7 +16,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW, stochastically_rounded
 from t5x_gpu.training.program import build_program, bytes_per_device

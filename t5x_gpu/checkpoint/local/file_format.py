@@ -6,7 +6,7 @@
     header    JSON: facts of the save, and name, start, shape, dtype, checksum, offset of each part
     parts     raw bytes, each from a multiple of 64
 
-The checksums of an array's parts (checkpoint/storage/checksums.py) add up to the checksum of the
+The checksums of an array's parts (checkpoint/arrays.py) add up to the checksum of the
 array, which is in the manifest of a durable checkpoint.
 """
 
@@ -24,10 +24,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.checkpoint.arrays import HostSums, Shape
 from t5x_gpu.checkpoint.manifest import CHECKSUM, DTYPE, SHAPE
-from t5x_gpu.checkpoint.storage.checksums import HostSums, Shape
-from t5x_gpu.config.atomic_write import atomic_write
-from t5x_gpu.config.json_schema import MOST_BYTES, Fields, ListOf, Whole, open_regular, parse_json
+from t5x_gpu.storage.files import atomic_write
+from t5x_gpu.storage.json_schema import MOST_BYTES, Fields, ListOf, Whole, open_regular, parse_json
 
 # The header of a local checkpoint's file: a part is name, start, shape, dtype, checksum, offset.
 LOCAL_FILE = Fields(

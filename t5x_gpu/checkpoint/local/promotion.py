@@ -20,10 +20,10 @@ from typing import Any, Optional
 
 import jax.numpy as jnp
 
-from t5x_gpu.checkpoint.arrays.state_reader import StateWriter, empty_leaves
+from t5x_gpu.checkpoint.arrays import Shape, boxes, chunk_of_shard, record, to_text
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
-from t5x_gpu.checkpoint.local.local_tier import DIR, LocalTier, NoLocalTier, read_run_id
 from t5x_gpu.checkpoint.local.replication import gigabytes
+from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
 from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, differences
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
@@ -34,13 +34,13 @@ from t5x_gpu.checkpoint.model_dir import (
   error_line,
   is_real_folder,
 )
-from t5x_gpu.checkpoint.storage.checksums import Shape, boxes, chunk_of_shard, record, to_text
-from t5x_gpu.checkpoint.storage.paths import access_errors, system_error
-from t5x_gpu.config.atomic_write import free_name, set_aside
-from t5x_gpu.config.json_schema import Fields, ListOf, Whole, check
+from t5x_gpu.checkpoint.store import StateWriter, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.gpus import boot_id
+from t5x_gpu.runtime.machine import boot_id
+from t5x_gpu.storage.files import free_name, set_aside
+from t5x_gpu.storage.json_schema import Fields, ListOf, Whole, check
+from t5x_gpu.storage.paths import access_errors, system_error
 
 _log = logging.getLogger(__name__)
 

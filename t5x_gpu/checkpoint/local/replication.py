@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.cluster.topology import Device
+from t5x_gpu.runtime.topology import Device
 
 Shape = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # (from, to), positions in the flat mesh

@@ -21,7 +21,6 @@ import grain
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import (
   CLASS_NAMES,
@@ -37,7 +36,8 @@ from t5x_gpu.data.prepared.shard_writer import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, resumed_step
 from t5x_gpu.errors import DataError, Problem, did_you_mean, first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
-from t5x_gpu.runtime.gpus import versions
+from t5x_gpu.runtime.machine import versions
+from t5x_gpu.storage.json_schema import Fields, Whole
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.config.atomic_write import access_error, is_missing
-from t5x_gpu.config.json_schema import (
+from t5x_gpu.data.sources.corrupt_records import RecordCounts
+from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
+from t5x_gpu.errors import DataError, NoExamplesError, listed, task_error
+from t5x_gpu.storage.files import access_error, is_missing
+from t5x_gpu.storage.json_schema import (
   Also,
   Fields,
   ListOf,
@@ -28,9 +31,6 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_bytes,
 )
-from t5x_gpu.data.sources.corrupt_records import RecordCounts
-from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
-from t5x_gpu.errors import DataError, NoExamplesError, listed, task_error
 
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
-from t5x_gpu.config.json_schema import Fields, MapOf, read_bytes, read_json
 from t5x_gpu.data.prepared.index import (
   INDEX,
   SHARD,
@@ -27,6 +26,7 @@ from t5x_gpu.data.prepared.index import (
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
 from t5x_gpu.errors import DataError, task_error
+from t5x_gpu.storage.json_schema import Fields, MapOf, read_bytes, read_json
 
 _PLAN, _LOCK = 'plan.json', 'lock'
 _PLAN_SCHEMA = Fields({'members': MapOf(dict)})

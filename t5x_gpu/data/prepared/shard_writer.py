@@ -24,13 +24,13 @@ from typing import Optional
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from t5x_gpu.config.atomic_write import write_atomically
 from t5x_gpu.data import features
 from t5x_gpu.data.features import is_token
 from t5x_gpu.data.prepared.index import UNFINISHED, Shard, counted_features
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
 from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.storage.files import write_atomically
 
 # Statistics of packed rows (examples, padding, lengths), and rows and targets as text.
 

@@ -9,8 +9,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from t5x_gpu.config import atomic_write
 from t5x_gpu.errors import DataError, listed, task_error
+from t5x_gpu.storage import files as files_lib
 
 # Digests of files, and file names relative to a common folder. No TF.
 
@@ -58,8 +58,8 @@ _LOST_AND_FOUND = 'lost+found'
 def unreadable(path: str, e: OSError) -> DataError:
   """Returns the error for a file or folder that cannot be opened or read now."""
   return task_error(
-    f'{path} cannot be read: {atomic_write.reason_of(e)}.',
-    fix=f'{atomic_write.remedy(e)}\nOr leave it out of the pattern.',
+    f'{path} cannot be read: {files_lib.reason_of(e)}.',
+    fix=f'{files_lib.remedy(e)}\nOr leave it out of the pattern.',
   )
 
 
@@ -147,7 +147,7 @@ def _mode(path: str | os.PathLike) -> int:
   try:
     return os.stat(path).st_mode
   except OSError as e:
-    if not atomic_write.is_missing(e):
+    if not files_lib.is_missing(e):
       raise unreadable(os.fspath(path), e) from e
     return 0
 

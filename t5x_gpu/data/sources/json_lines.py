@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from t5x_gpu.config.json_schema import MOST_DEPTH, is_deeper
 from t5x_gpu.errors import DataError
+from t5x_gpu.storage.json_schema import MOST_DEPTH, is_deeper
 
 
 def _fix(keys: Sequence[str]) -> str:

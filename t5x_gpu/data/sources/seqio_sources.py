@@ -18,8 +18,8 @@ import tensorflow_datasets as tfds
 from t5x_gpu.data import same_on_hosts
 from t5x_gpu.data.sources import discovery
 from t5x_gpu.data.sources.corrupt_records import Damage
-from t5x_gpu.data.sources.labelled.files import LabelledTexts
-from t5x_gpu.data.sources.record_formats import BlockReader
+from t5x_gpu.data.sources.labelled import LabelledTexts
+from t5x_gpu.data.sources.readers import BlockReader
 from t5x_gpu.data.sources.source_files import SourceFile
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError

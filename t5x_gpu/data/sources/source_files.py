@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
-from t5x_gpu.config.atomic_write import atomic_write, set_aside_damaged
-from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.data.sources.discovery import relative_names, sample_digest, sha256_of, unreadable
 from t5x_gpu.errors import DataError, listed, task_error
+from t5x_gpu.storage.files import atomic_write, set_aside_damaged
+from t5x_gpu.storage.json_schema import read_bytes
 
 NAME = 'source_files.json'
 _VERSION = 1

@@ -24,7 +24,7 @@ from t5x_gpu.data.tasks import chat, preference
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line, task_error
-from t5x_gpu.runtime.gpus import versions
+from t5x_gpu.runtime.machine import versions
 
 PART_BYTES = 64 * 2**20  # source bytes per part, by default
 _MIN_PARTS = 4

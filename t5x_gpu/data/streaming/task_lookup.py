@@ -8,8 +8,7 @@ from typing import Any, Optional, Union
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABELS, layout
-from t5x_gpu.data.sources import seqio_sources
-from t5x_gpu.data.sources.labelled import files as files_lib
+from t5x_gpu.data.sources import labelled, seqio_sources
 from t5x_gpu.data.tasks import (
   builtin,
   chat,
@@ -229,7 +228,7 @@ def _registered(name: str) -> TaskOrMixture:
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = [*_OWN_TASKS, *listed(others, _LISTED)]
   after = dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT')
-  after |= dict.fromkeys(files_lib.KINDS, 'FORM:PATTERN')
+  after |= dict.fromkeys(labelled.KINDS, 'FORM:PATTERN')
   patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise task_error(
     f'There is no SeqIO Task or Mixture {name!r}.'

@@ -15,10 +15,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.data.sources import discovery, record_formats, seqio_sources
-from t5x_gpu.data.sources.labelled.files import warn_of_splits
+from t5x_gpu.data.sources import discovery, readers, seqio_sources
+from t5x_gpu.data.sources.labelled import warn_of_splits
 from t5x_gpu.data.sources.line_formats import LINES, REPAIRED_LINES, REPAIRED_SPANS, SPANS
-from t5x_gpu.data.sources.record_formats import DOCUMENT_END, BlockReader
+from t5x_gpu.data.sources.readers import DOCUMENT_END, BlockReader
 from t5x_gpu.data.sources.rows import FileForm, check_line_lengths, head, is_compressed
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
@@ -91,7 +91,7 @@ register(
     seqio_sources.DocumentSource(
       discovery.standard_library_files,
       splits=('train', 'validation'),
-      reader=record_formats.Utf8Reader(record_formats.read_spans),
+      reader=readers.Utf8Reader(readers.read_spans),
     ),
   )
 )
@@ -103,7 +103,7 @@ def _texts(
   """Returns a task over text files, read by `read`, or by a `BlockReader` if they need decoding."""
   pattern, errors = _pattern_and_errors(spelled)
   files = discovery.matching_files(pattern)
-  reader: seqio_sources.Reader = record_formats.Utf8Reader(read)
+  reader: seqio_sources.Reader = readers.Utf8Reader(read)
   warn_of_splits(files)
   for path in files:
     if not is_compressed(path):
@@ -187,10 +187,6 @@ OWN_TASKS = ('python_source', 'wmt_ende')
 TEXTS = ('python_source', 'text_files', 'text_lines')
 # The name before the colon -> function that makes the task from the part after it.
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-  'text_files': functools.partial(
-    _texts, 'text_files', record_formats.read_spans, SPANS, REPAIRED_SPANS
-  ),
-  'text_lines': functools.partial(
-    _texts, 'text_lines', record_formats.read_lines, LINES, REPAIRED_LINES
-  ),
+  'text_files': functools.partial(_texts, 'text_files', readers.read_spans, SPANS, REPAIRED_SPANS),
+  'text_lines': functools.partial(_texts, 'text_lines', readers.read_lines, LINES, REPAIRED_LINES),
 }

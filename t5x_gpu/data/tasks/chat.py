@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK
-from t5x_gpu.data.sources.record_formats import BlockReader
+from t5x_gpu.data.sources.readers import BlockReader
 from t5x_gpu.data.sources.rows import FileForm
 from t5x_gpu.data.sources.seqio_sources import file_source
 from t5x_gpu.data.tasks import builtin

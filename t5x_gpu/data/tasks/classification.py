@@ -26,10 +26,9 @@ from typing import Any, Optional
 
 from t5x_gpu.data import features as features_lib
 from t5x_gpu.data.features import SCORE_UNIT
-from t5x_gpu.data.sources import discovery, seqio_sources
+from t5x_gpu.data.sources import discovery, labelled, seqio_sources
 from t5x_gpu.data.sources.discovery import standard_library_files
-from t5x_gpu.data.sources.labelled import files as files_lib
-from t5x_gpu.data.sources.labelled.files import LabelledTexts
+from t5x_gpu.data.sources.labelled import LabelledTexts
 from t5x_gpu.data.tasks import builtin, objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id
@@ -324,12 +323,12 @@ def _from_files(
   name: str,
   pattern: str,
   *,
-  read: files_lib.Reader,
+  read: labelled.Reader,
   class_names: Optional[Sequence[str]] = None,
   label: str = 'label',
 ) -> seqio.Task:
   files = discovery.matching_files(pattern)
-  found = files_lib.labelled_texts(
+  found = labelled.labelled_texts(
     files, read=read, class_names=class_names, several=label != 'label'
   )
   source = seqio_sources.LabelledSource(
@@ -347,7 +346,7 @@ def _from_files(
 def cola_tsv(pattern: str) -> seqio.Task:
   """Returns CoLA from its original files. Raises DataError (file:line) for other files."""
   return _from_files(
-    'cola_tsv', pattern, read=files_lib.read_cola, class_names=files_lib.COLA_CLASSES
+    'cola_tsv', pattern, read=labelled.read_cola, class_names=labelled.COLA_CLASSES
   )
 
 
@@ -361,7 +360,7 @@ def classification(spelled: str, *, name: str = 'classification') -> seqio.Task:
   Raises:
     DataError: the form, file or column does not exist, or a row is invalid (named by file and row).
   """
-  reader, pattern = files_lib.parse(spelled)
+  reader, pattern = labelled.parse(spelled)
   return _from_files(name, pattern, read=reader)
 
 
@@ -373,7 +372,7 @@ def multi_label(spelled: str) -> seqio.Task:
   Raises:
     DataError: as for `classification`.
   """
-  reader, pattern = files_lib.parse(spelled, kind='multi_label')
+  reader, pattern = labelled.parse(spelled, kind='multi_label')
   return _from_files('multi_label', pattern, read=reader, label='labels')
 
 
@@ -385,7 +384,7 @@ def token_classification(spelled: str) -> seqio.Task:
   Raises:
     DataError: as for `classification`.
   """
-  reader, pattern = files_lib.parse(spelled, kind='token_classification')
+  reader, pattern = labelled.parse(spelled, kind='token_classification')
   return _from_files('token_classification', pattern, read=reader, label=TAGS)
 
 
@@ -395,9 +394,9 @@ def regression(spelled: str) -> seqio.Task:
   Raises:
     DataError: as for `classification`; or the numbers of the training rows hardly differ.
   """
-  reader, pattern = files_lib.parse(spelled, kind='regression')
+  reader, pattern = labelled.parse(spelled, kind='regression')
   files = discovery.matching_files(pattern)
-  found = files_lib.scored_texts(files, read=reader)
+  found = labelled.scored_texts(files, read=reader)
   least, most = min(found.labels['train']), max(found.labels['train'])
   if most - least < _LEAST_STEPS:
     raise task_error(
@@ -423,9 +422,9 @@ def sentence_pairs(spelled: str) -> seqio.Task:
   Raises:
     DataError: as for `classification`.
   """
-  reader, pattern = files_lib.parse(spelled, kind='sentence_pairs')
+  reader, pattern = labelled.parse(spelled, kind='sentence_pairs')
   files = discovery.matching_files(pattern)
-  found = files_lib.scored_texts(files, read=reader)
+  found = labelled.scored_texts(files, read=reader)
   return builtin.make_task(
     'sentence_pairs',
     source=seqio_sources.LabelledSource(
@@ -469,7 +468,7 @@ builtin.register(
     'cola',
     source=seqio.TfdsDataSource('glue/cola:2.0.0', splits=('train', 'validation'), read_only=True),
     preprocessors=(_cola_features, *PREPROCESSORS),
-    output_features=features(files_lib.COLA_CLASSES),
+    output_features=features(labelled.COLA_CLASSES),
   )
 )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from t5x_gpu.data.features import LOSS_MASK, PAIR_PLACES
 from t5x_gpu.data.sources.conversations import CHOSEN, PROMPT, REJECTED, TOOLS
-from t5x_gpu.data.sources.record_formats import BlockReader
+from t5x_gpu.data.sources.readers import BlockReader
 from t5x_gpu.data.tasks.chat import LongExamples, Templated, templated
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate

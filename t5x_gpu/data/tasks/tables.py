@@ -18,9 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.config.atomic_write import is_missing
-from t5x_gpu.config.json_schema import read_json
-from t5x_gpu.data.sources import discovery, line_formats
+from t5x_gpu.data.sources import discovery, labelled, line_formats
 from t5x_gpu.data.sources.column_formats import ARROW, PARQUET, of_records
 from t5x_gpu.data.sources.conversations import (
   CHOSEN,
@@ -32,13 +30,14 @@ from t5x_gpu.data.sources.conversations import (
   preferences,
 )
 from t5x_gpu.data.sources.discovery import unreadable
-from t5x_gpu.data.sources.labelled import files as files_lib
-from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD, BlockReader
+from t5x_gpu.data.sources.readers import ARRAYRECORD, TFRECORD, BlockReader
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
 from t5x_gpu.data.sources.seqio_sources import file_source
 from t5x_gpu.data.tasks import builtin, chat, preference
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, listed, task_error
+from t5x_gpu.storage.files import is_missing
+from t5x_gpu.storage.json_schema import read_json
 
 FORMS = {
   'jsonl': line_formats.JSON_LINES,
@@ -182,7 +181,7 @@ def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[lis
 def _from_files(name: str, spelled: str) -> seqio.Task:
   pattern, chosen = pattern_and_columns(spelled)
   files = discovery.matching_files(pattern)
-  by_split = files_lib.clear_splits(files) if name == 'jsonl' else files_lib.files_by_split(files)
+  by_split = labelled.clear_splits(files) if name == 'jsonl' else labelled.files_by_split(files)
   return _task(name, FORMS[name], files, by_split=by_split, chosen=chosen)
 
 
@@ -273,9 +272,9 @@ def hf_dataset(spelled: str) -> seqio.Task:
   named = {
     split: paths
     for name, paths in by_folder.items()
-    for split in (files_lib.files_by_split([name]) or {})
+    for split in (labelled.files_by_split([name]) or {})
   }
-  by_split = named if len(named) == len(by_folder) else files_lib.files_by_split(found)
+  by_split = named if len(named) == len(by_folder) else labelled.files_by_split(found)
   return _task('hf_dataset', _HUGGINGFACE_FORMS[ending], found, by_split=by_split, chosen=chosen)
 
 
@@ -302,7 +301,7 @@ def text_pairs(pattern: str) -> seqio.Task:
     num_files=len(files),
     columns={name: name for name in ('inputs', 'targets')},
   )
-  source = file_source(files, files_lib.files_by_split(files), reader=reader)
+  source = file_source(files, labelled.files_by_split(files), reader=reader)
   return builtin.supervised_task('text_pairs', source)
 
 

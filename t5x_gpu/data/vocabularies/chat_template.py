@@ -18,11 +18,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.config.atomic_write import check_not_refused
-from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.storage.files import check_not_refused
+from t5x_gpu.storage.json_schema import read_json
 
 TEMPLATE_FILE, CONFIG_FILE = 'chat_template.jinja', 'tokenizer_config.json'
 # Result of `strftime_now`: the date that Llama 3.1's template uses without a clock.

@@ -16,10 +16,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.config.atomic_write import check_not_refused
-from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.storage.files import check_not_refused
+from t5x_gpu.storage.json_schema import read_json
 
 # Usual names of the padding token, for tokenizers without a tokenizer_config.json.
 _PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')

@@ -11,9 +11,9 @@ import jax
 from jax.extend import backend
 
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.layers.backends.chunked import ChunkedAttention, ContextAttention, DenseAttention
 from t5x_gpu.layers.backends.context import kernel_context_attention
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
+from t5x_gpu.layers.backends.plain import ChunkedAttention, ContextAttention, DenseAttention
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method

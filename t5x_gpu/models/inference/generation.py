@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig, check_sample, check_writes_text, reads_inputs
+from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.inference.search import BeamSearch, Continuations, Sampling, Search, run
 from t5x_gpu.models.lora import without_adapters
@@ -28,7 +29,6 @@ from t5x_gpu.models.model import (
   config_of,
   missing_members,
 )
-from t5x_gpu.models.preference.dpo import policy_of
 from t5x_gpu.partitioning.layout import Layout
 
 # Checks prompts and targets, and pads them into rows of a batch.

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.models.inference.incremental import DecodingState
+from t5x_gpu.models.incremental import DecodingState
 from t5x_gpu.partitioning.axis_rules import shard
 
 # (tokens [rows], state) -> (logits [rows, vocab] of the next token, next state).

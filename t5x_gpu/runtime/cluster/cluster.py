@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime.cluster import addresses, schedulers
-from t5x_gpu.runtime.cluster.schedulers import Environment, LauncherVariables, number
+from t5x_gpu.runtime.cluster import addresses
+from t5x_gpu.runtime.cluster import launchers as launchers_lib
+from t5x_gpu.runtime.cluster.launchers import Environment, LauncherVariables, number
 
 # Above the ports that Linux assigns (net.ipv4.ip_local_port_range ends at 60999).
 FIRST_PORT, NUM_PORTS = 61440, 4096
@@ -25,13 +26,13 @@ PORT_CHOICES = 4
 # mpirun, torchrun and Flux also run inside Slurm jobs. Their processes then see the variables of
 # the single srun task that started the launcher, so Slurm comes after them.
 _READERS = (
-  schedulers.jax_variables,
-  schedulers.torchrun,
-  schedulers.flux,
-  schedulers.jsrun,
-  schedulers.openmpi,
-  schedulers.slurm,
-  schedulers.kubernetes,
+  launchers_lib.jax_variables,
+  launchers_lib.torchrun,
+  launchers_lib.flux,
+  launchers_lib.jsrun,
+  launchers_lib.openmpi,
+  launchers_lib.slurm,
+  launchers_lib.kubernetes,
 )
 
 
@@ -111,7 +112,7 @@ def detect_here(flags: argparse.Namespace) -> ClusterInfo:
   )
   now = time.time()
   if found.end_time is None and found.process_index == 0:
-    found = dataclasses.replace(found, end_time=schedulers.ask_for_job_end(os.environ, now=now))
+    found = dataclasses.replace(found, end_time=launchers_lib.ask_for_job_end(os.environ, now=now))
   return without_old_end(found, now=now)
 
 
@@ -136,7 +137,7 @@ def detect(
   process_count: Optional[int] = None,
   process_index: Optional[int] = None,
   num_gpus: Optional[int] = None,
-  read: Callable[[str], str] = schedulers.read_text,
+  read: Callable[[str], str] = launchers_lib.read_text,
 ) -> ClusterInfo:
   """Returns which process this is: a single one unless flags or a launcher say otherwise.
 
@@ -154,7 +155,7 @@ def detect(
   """
   launchers = ask_all(env, read=read)
   if process_index is None:
-    schedulers.refuse_conflicts(launchers, env, is_counted=process_count is not None)
+    launchers_lib.refuse_conflicts(launchers, env, is_counted=process_count is not None)
   flags = {
     '--coordinator_address': coordinator_address,
     '--process_count': process_count,
@@ -194,7 +195,7 @@ def detect(
     run_id=f'{found.kind}/{found.job}',
     node=found.node,
     attempt=found.attempt,
-    end_time=schedulers.job_end(env),
+    end_time=launchers_lib.job_end(env),
   )
 
 
@@ -207,7 +208,7 @@ def _single(env: Environment, num_gpus: Optional[int], read: Callable[[str], str
     devices_reason=devices_reason,
     warnings=_idle_tasks(env, read),
     attempt=number(env, 'SLURM_RESTART_COUNT') or 0,
-    end_time=schedulers.job_end(env),
+    end_time=launchers_lib.job_end(env),
   )
 
 
@@ -239,10 +240,10 @@ def _number_of(
 
 
 def ask_all(
-  env: Environment, *, read: Callable[[str], str] = schedulers.read_text
+  env: Environment, *, read: Callable[[str], str] = launchers_lib.read_text
 ) -> list[LauncherVariables]:
   """Returns the variables of each launcher that started this process; the first one decides."""
-  found = [reader(env) for reader in _READERS] + [schedulers.pmi(env, read=read)]
+  found = [reader(env) for reader in _READERS] + [launchers_lib.pmi(env, read=read)]
   return [each for each in found if each is not None]
 
 
@@ -254,7 +255,7 @@ def _idle_tasks(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]
       f'This Slurm job has {tasks} tasks on {hosts} hosts, but this process was started '
       'without srun and runs alone. Start it with srun; see docs/slurm.md.',
     )
-  hosts = len(schedulers.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
+  hosts = len(launchers_lib.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
   if hosts > 1:
     return (
       f'This PBS job has {hosts} hosts, but this process was started without mpiexec and '

@@ -17,7 +17,7 @@ import jax
 import jaxlib
 
 from t5x_gpu.errors import ClusterError, number_ranges
-from t5x_gpu.runtime import gpus as gpus_lib
+from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 
@@ -113,7 +113,7 @@ def versions() -> Facts:
   found = {
     'python': '.'.join(platform.python_version_tuple()[:2]),
     **dict.fromkeys(PACKAGES, 'not installed'),
-    **gpus_lib.versions(PACKAGES),
+    **machine.versions(PACKAGES),
   }
   return {f'version of {name}': (version, version) for name, version in found.items()}
 
@@ -191,13 +191,13 @@ def describe_this_process(cluster: ClusterInfo) -> ClusterMember:
   Source: getHostHash in https://github.com/NVIDIA/nccl/blob/master/src/misc/utils.cc.
   """
   hostname = socket.gethostname()
-  host_key = '/'.join((hostname, cluster.node, gpus_lib.boot_id()))
+  host_key = '/'.join((hostname, cluster.node, machine.boot_id()))
   return ClusterMember(
     process_index=cluster.process_index,
     hostname=hostname,
     host_key=host_key,
     domain=os.environ.get(DOMAIN_VARIABLE) or host_key,
-    gpus=gpus_lib.own_gpus(gpus_lib.physical_gpus(), os.environ, cluster.local_device_ids),
+    gpus=machine.own_gpus(machine.physical_gpus(), os.environ, cluster.local_device_ids),
     versions=f'jax {jax.__version__}, jaxlib {jaxlib.__version__}',
   )
 

@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.runtime import gpus as gpus_lib
-from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime import hardware, machine
 from t5x_gpu.runtime.xla.presets import generation
 
 _log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
 
 def installed_versions() -> dict[str, str]:
   """Returns package -> version of jax, jaxlib, the CUDA plugins and NVIDIA's packages."""
-  return gpus_lib.versions(
+  return machine.versions(
     (
       'jax',
       'jaxlib',
@@ -273,8 +272,8 @@ def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
   Args:
     expect_gpus: GPUs that must be on this machine; None for any number.
   """
-  versions, nodes = installed_versions(), gpus_lib.pci_numa_nodes()
-  driver = gpus_lib.driver_version()
+  versions, nodes = installed_versions(), machine.pci_numa_nodes()
+  driver = machine.driver_version()
   gpus = len(nodes) or expect_gpus or 0
   return [
     check_python(),

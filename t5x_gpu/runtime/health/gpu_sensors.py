@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional, Self
 
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.gpus import own_gpus, physical_gpus
 from t5x_gpu.runtime.health.checks import SLOWDOWNS
+from t5x_gpu.runtime.machine import own_gpus, physical_gpus
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from typing import Optional
 
 from t5x_gpu.errors import did_you_mean
-from t5x_gpu.runtime import gpus
+from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster import jax_internals
 from t5x_gpu.runtime.xla import probe
 from t5x_gpu.runtime.xla.presets import TABLE, Value, XlaPreset, XlaSetting, select
@@ -343,10 +343,10 @@ def prepare_environment(
 
 def _find_gpus(
   gpu: Optional[str], num_gpus: Optional[int], environ: Mapping[str, str]
-) -> gpus.MachineGpus:
+) -> machine.MachineGpus:
   if gpu == AUTO:
-    return gpus.find_gpus(environ)
-  return gpus.MachineGpus(gpu, num_gpus or 0, 'given' if gpu else 'none asked for')
+    return machine.find_gpus(environ)
+  return machine.MachineGpus(gpu, num_gpus or 0, 'given' if gpu else 'none asked for')
 
 
 def _too_late(live: bool) -> list[str]:

@@ -57,7 +57,7 @@ class XlaSetting:
     axes: mesh axes, at least one of which must be larger than 1; empty for any mesh.
     without_axes: mesh axes that must all have size 1.
     layers_ahead: True if it applies to loops over layers that communicate one layer ahead
-      (partitioning/loop/layer_loop.py), False if to other loops; None for both.
+      (partitioning/overlap.py), False if to other loops; None for both.
     several_gpus: whether it applies only to runs on more than one GPU.
   """
 

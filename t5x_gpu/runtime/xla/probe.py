@@ -19,10 +19,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.config.atomic_write import write_atomically
-from t5x_gpu.config.json_schema import Fields, MapOf, read_json
-from t5x_gpu.runtime import gpus
-from t5x_gpu.runtime.gpus import versions
+from t5x_gpu.runtime import machine
+from t5x_gpu.runtime.machine import versions
+from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.json_schema import Fields, MapOf, read_json
 
 CHILD_SECONDS = 60
 _ACCEPTED = 'T5X_GPU_XLA_FLAGS_ACCEPTED'
@@ -169,10 +169,10 @@ def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
   return json.loads(done.output) if done.code == 0 else None
 
 
-def _child(code: str, *arguments: str, flags: str = '') -> gpus.CommandResult:
+def _child(code: str, *arguments: str, flags: str = '') -> machine.CommandResult:
   # The user's log level must not hide XLA's errors; -P: no module of the working folder.
   environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
-  return gpus.run_with_deadline(
+  return machine.run_with_deadline(
     [sys.executable, '-P', '-c', code, *arguments], seconds=CHILD_SECONDS, environ=environ
   )
 

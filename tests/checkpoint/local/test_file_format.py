@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from t5x_gpu.checkpoint.arrays import HostSums
 from t5x_gpu.checkpoint.local.file_format import checksum, open_local_file, write_local_file
-from t5x_gpu.checkpoint.storage.checksums import HostSums
 from tests.helpers_disk import small_disk
 
 FACTS = {'run': 'ab', 'step': 7}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
-from t5x_gpu.checkpoint.local.local_tier import (
+from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
+from t5x_gpu.checkpoint.local.tier import (
   RUN_ID,
   check_space,
   ensure_run_id,
@@ -16,7 +17,6 @@ from t5x_gpu.checkpoint.local.local_tier import (
   make_private,
   read_run_id,
 )
-from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.errors import CheckpointError
 from tests.helpers_layouts import program
 

@@ -11,7 +11,7 @@ import pytest
 from tensorflow.python.data.ops import iterator_ops
 
 from t5x_gpu.data import seqio_batches
-from t5x_gpu.data.sources import corrupt_records, line_formats, record_formats
+from t5x_gpu.data.sources import corrupt_records, line_formats, readers
 from t5x_gpu.data.sources.column_formats import ARROW
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -170,12 +170,12 @@ def test_a_tfrecord_that_has_changed_is_counted_and_read_past(tmp_path):
   write_form('tfrecord', tmp_path, [{'text': f'row {i:03d}'} for i in range(200)])
   path = tmp_path / 'part.tfrecord'
   path.write_bytes(path.read_bytes().replace(b'row 100', b'row 700'))
-  rows = list(record_formats.TFRECORD.rows(str(path), ['text'], 0))
+  rows = list(readers.TFRECORD.rows(str(path), ['text'], 0))
   assert 'record 101 has changed' in rows[100].what
   assert [row for row in rows if row is not rows[100]] == [
     (f'row {i:03d}'.encode(),) for i in range(200) if i != 100
   ]
-  assert list(record_formats.TFRECORD.rows(str(path), ['text'], 150)) == rows[150:]
+  assert list(readers.TFRECORD.rows(str(path), ['text'], 150)) == rows[150:]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import seqio_batches
-from t5x_gpu.data.sources import discovery, record_formats
+from t5x_gpu.data.sources import discovery, readers
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import builtin, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -62,9 +62,7 @@ def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
 def test_a_document_ends_once_whatever_its_number_of_lines(num_lines, tmp_path):
   path = tmp_path / 'a.txt'
   path.write_text('b\n' * num_lines)
-  spans = list(
-    record_formats.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator()
-  )
+  spans = list(readers.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator())
   assert b''.join(span['targets'] for span in spans) == path.read_bytes()
   assert [bool(span['document_end']) for span in spans] == [False] * (len(spans) - 1) + [True]
 

@@ -11,8 +11,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from t5x_gpu.data import batches
+from t5x_gpu.data.sources import labelled
 from t5x_gpu.data.sources import rows as rows_lib
-from t5x_gpu.data.sources.labelled import files as files_lib
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
@@ -226,7 +226,7 @@ def test_a_run_whose_texts_a_hash_assigned_is_refused_with_the_reason(
   for split in ('train', 'test'):
     name = write_form('jsonl', tmp_path / 'd', numbered(60), name=split)
   with monkeypatch.context() as earlier:
-    earlier.setattr(files_lib, 'clear_splits', lambda files: None)
+    earlier.setattr(labelled, 'clear_splits', lambda files: None)
     state = open_data(name).iterator.get_state()
   with pytest.raises(DataError, match="(?s)where a hash assigned.*'files': 2.*'files': 1") as e:
     open_data(name).iterator.set_state(state)

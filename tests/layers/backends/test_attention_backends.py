@@ -20,8 +20,8 @@ from t5x_gpu.layers.backends.choose import (
   make_attention,
   table,
 )
-from t5x_gpu.layers.backends.chunked import ChunkedAttention, DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
+from t5x_gpu.layers.backends.plain import ChunkedAttention, DenseAttention
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets

@@ -13,7 +13,7 @@ from benchmarks.gpu import tuning
 from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.layers.backends.tokamax_internals import kernel
 from t5x_gpu.layers.grouped_matmul import kernel_for
-from t5x_gpu.runtime.xla.gpu_targets import find_target, kernels_for
+from t5x_gpu.tools.planning.gpu_targets import find_target, kernels_for
 from tests.gpu.helpers_numerics import assert_close
 from tests.gpu.test_attention_numerics import BAND, CASES, attend, exact, served_by
 from tests.gpu.test_grouped_matmul import CASES as GROUPS

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime.cluster import cluster, schedulers
+from t5x_gpu.runtime.cluster import cluster, launchers
 from t5x_gpu.runtime.cluster.cluster import detect
-from t5x_gpu.runtime.cluster.schedulers import first_host
+from t5x_gpu.runtime.cluster.launchers import first_host
 
 
 def slurm_step(
@@ -108,7 +108,7 @@ def test_without_a_variable_slurm_is_asked_how_much_time_is_left(
 ):
   scheduler(tmp_path, 'squeue', left)
   monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
-  end = schedulers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=1e9)
+  end = launchers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=1e9)
   assert end == (None if seconds is None else 1e9 + seconds)
 
 
@@ -122,7 +122,7 @@ QSTAT = """Job Id: 7.pbs
 def test_pbs_is_asked_for_start_and_limit(tmp_path, monkeypatch, lines):
   scheduler(tmp_path, 'qstat', lines)
   monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
-  end = schedulers.ask_for_job_end({'PBS_JOBID': '7.pbs'}, now=0.0)
+  end = launchers.ask_for_job_end({'PBS_JOBID': '7.pbs'}, now=0.0)
   assert time.strftime('%d %H:%M', time.localtime(end)) == '25 11:00'
 
 
@@ -130,11 +130,11 @@ def test_the_end_is_unknown_if_the_program_of_the_scheduler_is_missing_or_fails(
   tmp_path, monkeypatch
 ):
   monkeypatch.setenv('PATH', str(tmp_path))
-  assert schedulers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=0.0) is None
+  assert launchers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=0.0) is None
   (tmp_path / 'squeue').write_text('#!/bin/sh\necho 10:00\nexit 1\n')
   (tmp_path / 'squeue').chmod(0o755)
-  assert schedulers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=0.0) is None
-  assert schedulers.ask_for_job_end({}, now=0.0) is None
+  assert launchers.ask_for_job_end({'SLURM_JOB_ID': '310'}, now=0.0) is None
+  assert launchers.ask_for_job_end({}, now=0.0) is None
 
 
 def test_two_steps_and_two_attempts_of_one_job_have_other_ports():

@@ -4,7 +4,7 @@ import pytest
 
 from t5x_gpu import launch
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime.cluster import schedulers
+from t5x_gpu.runtime.cluster import launchers
 from t5x_gpu.runtime.cluster.cluster import ask_all, detect
 from tests.runtime.cluster.test_cluster import openmpi_task, slurm_step
 
@@ -245,7 +245,7 @@ def test_pods_may_number_their_processes_themselves(ranks):
 def test_launch_works_in_the_terminal_of_a_step_of_several_tasks():
   shell = slurm_step(0, tasks=8, per_node='8', SLURM_PTY_PORT='40123')  # srun -n8 --pty bash
   assert detect({**shell, **FROM_LAUNCH}).process_index == 5
-  schedulers.refuse_several_launches(ask_all(shell), shell)
+  launchers.refuse_several_launches(ask_all(shell), shell)
   # srun inside of it: the variable is inherited.
   assert 'contradict' in refusal(slurm_step(1, SLURM_PTY_PORT='40123', **STALE))
 

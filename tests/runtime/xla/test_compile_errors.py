@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from t5x_gpu.errors import ConfigError, ModelError
-from t5x_gpu.runtime.xla.program_cache import compile_errors
+from t5x_gpu.runtime.xla.programs import compile_errors
 from tests.helpers_train import Project
 
 

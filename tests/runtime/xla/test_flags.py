@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import gpus
+from t5x_gpu.runtime import machine as machine_lib
 from t5x_gpu.runtime.xla import flags as flags_lib
 from t5x_gpu.runtime.xla import presets, probe
 from t5x_gpu.runtime.xla.flags import LEGACY, prepare_environment, read_flags
@@ -369,23 +369,23 @@ def test_gpus_are_found_without_jax(tmp_path):
     folder = tmp_path / 'gpus' / bus
     folder.mkdir(parents=True)
     (folder / 'information').write_text('Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n')
-  found = gpus.find_gpus({}, proc=tmp_path)
+  found = machine_lib.find_gpus({}, proc=tmp_path)
   assert (found.kind, found.count) == ('NVIDIA H100 80GB HBM3', 2)
   for hidden in (
     {'CUDA_VISIBLE_DEVICES': ''},
     {'CUDA_VISIBLE_DEVICES': '-1'},
     {'JAX_PLATFORMS': 'cpu'},
   ):
-    assert gpus.find_gpus(hidden, proc=tmp_path).kind is None
+    assert machine_lib.find_gpus(hidden, proc=tmp_path).kind is None
   tool = tmp_path / 'nvidia-smi'
   tool.write_text('#!/bin/sh\necho NVIDIA H200\n')
   tool.chmod(0o755)
-  found = gpus.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
+  found = machine_lib.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
   assert (found.kind, found.count, found.reason) == ('NVIDIA H200', 1, 'nvidia-smi')
   tool.write_text('#!/bin/sh\necho "NVIDIA-SMI has failed because it could not talk"; exit 9\n')
-  found = gpus.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
+  found = machine_lib.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
   assert found.kind is None and 'could not talk' in found.reason
   (tmp_path / 'version').write_text(
     'NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n'
   )
-  assert gpus.driver_version(tmp_path) == '580.95.05'
+  assert machine_lib.driver_version(tmp_path) == '580.95.05'

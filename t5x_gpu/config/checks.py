@@ -1,0 +1,483 @@
+"""Mistakes that gin accepts: unknown scopes, unused bindings, wrong types, lost overrides.
+
+Each check returns problems with file:line; `gin_loader.load` raises them all at once.
+"""
+
+import collections.abc
+import dataclasses
+import inspect
+import re
+import sys
+import tokenize
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gin import config as gin_config
+
+from t5x_gpu.config import gin_text, reader
+from t5x_gpu.config.reader import Binding, Bindings, Call
+from t5x_gpu.errors import Problem, did_you_mean
+
+# Checks gin values against annotations: `batch_size = '128'` for an int fails at startup.
+#
+# Unknown annotations accept any value.
+
+_SCALARS = (int, float, bool, str, bytes)
+_LITERALS = (*_SCALARS, list, tuple, dict)
+_NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceValue:
+  """The value of a reference: an instance of `what` (`@x()`), or `what` itself (`@x`)."""
+
+  what: Any
+  evaluated: bool
+  text: str
+
+
+class Unknown:
+  """A value that is unknown before the run, and fits any annotation."""
+
+
+def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
+  """Returns parameter -> annotation, without annotations that cannot be resolved."""
+  function = configurable.wrapped
+  if inspect.isclass(function) and not dataclasses.is_dataclass(function):
+    function = gin_config._find_class_construction_fn(function)
+  if not inspect.isclass(function):
+    function = inspect.unwrap(function)
+  try:
+    return typing.get_type_hints(function)
+  except Exception:  # a name that exists only for type checkers: check the other parameters
+    raw = getattr(function, '__annotations__', {})
+    return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
+
+
+def literal(value: Any, bindings: Bindings) -> Any:
+  """Returns `value` without macros; references become a `ReferenceValue` or `Unknown`."""
+  if isinstance(value, gin_config.ConfigurableReference):
+    if reader.is_constant(value):
+      constant = gin_config._CONSTANTS.get('/'.join(value.scopes))
+      return constant if isinstance(constant, _LITERALS) else Unknown()
+    if reader.is_macro(value):
+      binding = bindings.macro(value)
+      return Unknown() if binding is None else literal(binding.value, bindings)
+    return ReferenceValue(value.configurable.wrapped, value.evaluate, repr(value))
+  if isinstance(value, Mapping):
+    return {_hashable(literal(k, bindings)): literal(v, bindings) for k, v in value.items()}
+  if isinstance(value, (list, tuple)):
+    return type(value)(literal(item, bindings) for item in value)
+  return value
+
+
+def _hashable(key: Any) -> Any:
+  return key if isinstance(key, (*_SCALARS, tuple, type(None))) else Unknown()
+
+
+def mismatch(value: Any, annotation: Any, *, typed: str = '') -> str:
+  """Returns why `value` does not fit `annotation`, with a value that would fit; '' if it fits.
+
+  `typed` is the text of a number on the command line, where 1e5 may be the name of a folder.
+  """
+  if _fits(value, annotation):
+    return ''
+  if isinstance(value, ReferenceValue):
+    if not value.evaluated and _fits(dataclasses.replace(value, evaluated=True), annotation):
+      return f'{value.text} is the class or function itself; write {value.text}() to call it.'
+    name = getattr(value.what, '__name__', value.what)
+    return f'{value.text} gives {name}; expected {show(annotation)}.'
+  wrong = f'{typed or repr(value)} is {_article(value)}; expected {show(annotation)}.'
+  if typed and _fits(typed, annotation):
+    return f'{wrong} For the text, add quotes: "{typed!r}".'
+  return wrong + _remedy(value, annotation)
+
+
+def _article(value: Any) -> str:
+  if value is None:
+    return 'None'
+  name = type(value).__name__
+  return f'{"an" if name[0] in "aeiou" else "a"} {name}'
+
+
+def _remedy(value: Any, annotation: Any) -> str:
+  """Returns ` Write 128.` if a small change makes `value` fit."""
+  candidates: list[Any] = []
+  if isinstance(value, str):
+    for text in (value, value.capitalize()):
+      try:
+        candidates.append(gin_text.parse_value(text))
+      except (SyntaxError, tokenize.TokenError):
+        continue
+  elif isinstance(value, list):
+    candidates.append(tuple(value))
+  elif isinstance(value, tuple):
+    candidates.append(list(value))
+  elif isinstance(value, float) and value.is_integer():
+    candidates.append(int(value))
+  candidates += [[value], (value,), str(value)]
+  fitting = [c for c in candidates if _fits(c, annotation)]
+  return f' Write {fitting[0]!r}.' if fitting else ''
+
+
+def show(annotation: Any) -> str:
+  """Returns an annotation as source text."""
+  if annotation is None or annotation is type(None):
+    return 'None'
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    return ' or '.join(show(a) for a in typing.get_args(annotation))
+  if typing.get_origin(annotation) is typing.Literal:
+    return ' or '.join(repr(a) for a in typing.get_args(annotation))
+  if inspect.isclass(annotation) and not typing.get_args(annotation):
+    return annotation.__name__
+  return str(annotation).replace('typing.', '').replace('collections.abc.', '')
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+  if isinstance(value, Unknown) or annotation is Any:
+    return True
+  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin in (typing.Union, types.UnionType):
+    return any(_fits(value, a) for a in args)
+  if origin in (typing.Annotated, typing.Final, typing.ClassVar):
+    return _fits(value, args[0]) if args else True
+  if origin is typing.Literal:
+    return isinstance(value, ReferenceValue) or any(
+      value == a and type(value) is type(a) for a in args
+    )
+  if isinstance(value, ReferenceValue):
+    return _made_fits(value, origin or annotation)
+  if annotation is None or annotation is type(None):
+    return value is None
+  kind = origin or annotation
+  if kind in _NUMBERS:
+    return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+  if kind in (bool, str, bytes):
+    return isinstance(value, kind)
+  if not inspect.isclass(kind):
+    return True
+  if kind in (collections.abc.Callable, type) or dataclasses.is_dataclass(kind):
+    return not isinstance(value, (*_LITERALS, type(None)))
+  if _is_container(kind):
+    return _container_fits(value, kind, args)
+  return True
+
+
+def _is_container(kind: type) -> bool:
+  abstract = ('Sequence', 'Iterable', 'Collection', 'Mapping', 'MutableMapping', 'MutableSequence')
+  return kind in (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    *(getattr(collections.abc, name) for name in abstract),
+  )
+
+
+def _container_fits(value: Any, kind: type, args: tuple) -> bool:
+  if isinstance(value, (str, bytes)) or not isinstance(value, kind):  # text is not a list of words
+    return False
+  if not args:
+    return True
+  if isinstance(value, dict):
+    keys, values = args if len(args) == 2 else (args[0], Any)
+    return all(_fits(k, keys) and _fits(v, values) for k, v in value.items())
+  if kind is tuple and args[-1] is not Ellipsis:
+    return len(value) == len(args if args != ((),) else ()) and all(map(_fits, value, args))
+  return all(_fits(item, args[0]) for item in value)
+
+
+def _made_fits(value: ReferenceValue, kind: Any) -> bool:
+  """Returns whether a reference's value fits; True for functions, whose result is unknown."""
+  if not inspect.isclass(kind) or getattr(kind, '_is_protocol', False) or kind is object:
+    return True
+  if not value.evaluated:
+    return (
+      kind not in _LITERALS
+      and kind is not type(None)
+      and not dataclasses.is_dataclass(kind)
+      and not (_is_container(kind))
+    )
+  if kind in (collections.abc.Callable, type):
+    return True
+  if not inspect.isclass(value.what):
+    return True
+  try:
+    return issubclass(value.what, kind)
+  except TypeError:
+    return True
+
+
+_CONFIG_SCOPE = re.compile(r'config_scope\(\s*[\'"]([\w./]+)[\'"]')
+
+
+def problems(
+  bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
+) -> list[Problem]:
+  """Returns all problems of bindings that gin accepted.
+
+  Args:
+    bindings: all bindings.
+    entries: the calls of the entry functions.
+    lost: references in refused bindings; bindings reached from them do not count as unused.
+  """
+  refused = [Call(r.configurable.selector, tuple(r.scopes), r.evaluate) for r in lost]
+  scopes = _scopes(bindings, refused)
+  roots = [*entries, *_decorated(scopes)]
+  circles = _macro_circles(bindings)
+  if circles:  # following values would not terminate
+    return circles
+  reached = bindings.calls(roots)
+  return [
+    *_lost_overrides(bindings),
+    *_unused(bindings, reached, roots=roots, refused=refused, scopes=scopes),
+    *_wrong_types(bindings, reached),
+  ]
+
+
+def _scopes(bindings: Bindings, refused: Sequence[Call]) -> set[reader.Scopes]:
+  """Returns the scopes that references, or `gin.config_scope` in user modules, enter."""
+  found = {
+    tuple(r.scopes)
+    for b in bindings.ordered
+    for r in reader.references(b.value)
+    if not reader.is_constant(r)
+  }
+  found |= {call.scopes for call in refused}
+  for module in {c.wrapped.__module__ for _, c in gin_config._REGISTRY.items() if _is_decorated(c)}:
+    try:
+      source = inspect.getsource(sys.modules[module])
+    except (OSError, KeyError, TypeError):
+      continue
+    found |= {tuple(name.split('/')) for name in _CONFIG_SCOPE.findall(source)}
+  return {scopes[:depth] for scopes in found for depth in range(len(scopes) + 1)} | {()}
+
+
+def _is_decorated(configurable: gin_config.Configurable) -> bool:
+  return configurable.import_source is None and configurable.module != 'gin'
+
+
+def _decorated(scopes: set[reader.Scopes]) -> list[Call]:
+  """Returns calls of `@gin.configurable` functions: Python code may call them in any scope."""
+  return [
+    Call(selector, s, evaluated=False)
+    for selector, c in gin_config._REGISTRY.items()
+    if _is_decorated(c)
+    for s in sorted(scopes)
+  ]
+
+
+def _macro_circles(bindings: Bindings) -> list[Problem]:
+  found = {}
+  for start in bindings.final():
+    path, binding = [], start
+    while binding is not None and binding.is_macro and binding not in path:
+      path.append(binding)
+      inner = next((r for r in reader.references(binding.value) if reader.is_macro(r)), None)
+      binding = inner and bindings.macro(inner)
+    if path and binding is start:
+      text = ' -> '.join(f'%{b.key} ({b.origin})' for b in path)
+      circle = f'Macros refer to each other in a circle: {text} -> %{start.key}.'
+      found.setdefault(frozenset(path), Problem(circle))
+  return list(found.values())
+
+
+def _lost_overrides(bindings: Bindings) -> list[Problem]:
+  """Returns problems with bindings that are overridden by a file included later."""
+  result = []
+  for last in bindings.final():
+    history = bindings.history(last)
+    for earlier, later in zip(history, history[1:]):
+      depth = len(earlier.stack)
+      if 0 < depth < len(later.stack) and later.stack[:depth] == earlier.stack:
+        result.append(
+          Problem(
+            f'{earlier.origin} sets {earlier.key} = {earlier.text}, and {later.origin}, '
+            f'included after it, sets it to {later.text}.',
+            'Move the include above that line.',
+          )
+        )
+  return result
+
+
+def _unused(
+  bindings: Bindings,
+  reached: Sequence[Call],
+  *,
+  roots: Sequence[Call],
+  refused: Sequence[Call],
+  scopes: set[reader.Scopes],
+) -> list[Problem]:
+  """Returns unused bindings, except bindings that only other unused bindings refer to."""
+  operative = {
+    found[-1] for call in reached for found in bindings.applied(call.selector, call.scopes).values()
+  }
+  excused = _applied(bindings, bindings.calls([*roots, *refused], overridden=True))
+  idle = [b for b in bindings.final() if b not in excused]
+  # An unused binding that another unused binding refers to is not a second problem.
+  causes = [b for b in idle if not b.is_macro] or idle
+  consequences = set()
+  for b in [*causes, *(b for b in idle if b not in causes)]:
+    if b not in consequences:
+      scope = tuple(b.scope.split('/')) if b.scope else ()
+      inner = bindings.calls(reader.calls_in(b.value, scopes=scope), overridden=True)
+      consequences |= _applied(bindings, inner) - {b}
+  result = [_unused_problem(b, bindings, reached, scopes) for b in idle if b not in consequences]
+  for b in bindings.final():
+    if b in excused and b not in operative and b.from_command_line:
+      result.append(
+        Problem(f'{b.origin} has no effect: the bindings that use {b.key} are overridden.')
+      )
+  return result
+
+
+def _applied(bindings: Bindings, calls: Sequence[Call]) -> set[Binding]:
+  return {
+    b
+    for call in calls
+    for found in bindings.applied(call.selector, call.scopes).values()
+    for b in found
+  }
+
+
+def _unused_problem(
+  binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[reader.Scopes]
+) -> Problem:
+  if binding.is_macro:
+    used = {
+      '/'.join(r.scopes)
+      for b in bindings.ordered
+      for r in reader.references(b.value)
+      if reader.is_macro(r)
+    }
+    unset = sorted(
+      name for name in used if not bindings.effective(reader.MACRO, tuple(name.split('/')))
+    )
+    hint = (
+      did_you_mean(binding.key, unset)
+      or _parameter_hint(binding.key, reached)
+      or did_you_mean(binding.key, used - {binding.key})
+    )
+    if binding.from_command_line:
+      return Problem(f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}')
+    return Problem(f'{binding.origin}: macro {binding.key} is set, and nothing uses it.{hint}')
+  scope = tuple(binding.scope.split('/')) if binding.scope else ()
+  known = sorted('/'.join(s) for s in scopes if s and not _is_macro_name(s, bindings))
+  if scope not in scopes:
+    hint = did_you_mean(binding.scope, known) or (
+      f' Scopes in use: {", ".join(known)}.' if known else ' No reference uses a scope.'
+    )
+    entered = f'no reference enters scope {binding.scope!r} of {binding.key}.{hint}'
+    return Problem(f'{binding.origin}: {entered}')
+  elsewhere = sorted({'/'.join(c.scopes) for c in reached if c.selector == binding.selector})
+  name = reader.short_name(binding.selector)
+  if scope and elsewhere:
+    return Problem(
+      f'{binding.origin}: {binding.key} is set, but no @{binding.scope}/{name} is used. '
+      f'It is used as ' + ', '.join(f'@{s}/{name}' if s else f'@{name}' for s in elsewhere) + '.'
+    )
+  return Problem(
+    f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} '
+    'leads to it from the entry point.',
+    'Remove the binding, or bind the reference.',
+  )
+
+
+def _parameter_hint(macro: str, reached: Sequence[Call]) -> str:
+  """Returns a hint if parameters of the run have the same name as an unused macro."""
+  selectors = dict.fromkeys(call.selector for call in reached)
+  names = [
+    f'{reader.short_name(selector)}.{macro.lower()}'
+    for selector in selectors
+    if macro.lower() in annotations(gin_config._REGISTRY[selector])
+  ]
+  return f' It is a parameter: set {" or ".join(names)}.' if names else ''
+
+
+def _is_macro_name(scope: reader.Scopes, bindings: Bindings) -> bool:
+  return any(b.is_macro and b.scope == '/'.join(scope) for b in bindings.ordered) or any(
+    reader.is_macro(r) and tuple(r.scopes)[: len(scope)] == scope
+    for b in bindings.ordered
+    for r in reader.references(b.value)
+  )
+
+
+def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[Problem]:
+  result: dict[Binding, Problem] = {}
+  for call in reached:
+    configurable = gin_config._REGISTRY[call.selector]
+    if configurable.module == 'gin':
+      continue
+    hints = annotations(configurable)
+    for arg, binding in bindings.effective(call.selector, call.scopes).items():
+      if arg not in hints or binding in result:
+        continue
+      value = literal(binding.value, bindings)
+      wrong = mismatch(value, hints[arg])
+      if wrong:
+        source = bindings.follow(binding)
+        through = '' if source is binding else f' through {binding.text} at {binding.origin}'
+        typed = source.typed if isinstance(value, (int, float, types.NoneType)) else ''
+        if typed:
+          wrong = mismatch(value, hints[arg], typed=typed)
+        text = typed or source.text
+        result[binding] = Problem(f'{source.origin}: {binding.key} = {text}{through}: {wrong}')
+  return list(result.values())
+
+
+def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[Problem]:
+  """Returns required parameters and macros that are not set, with how to set them.
+
+  Skips the parameters of the entry function in `without`.
+  """
+  result: dict[str, Problem] = {}
+  roots = [entry]
+  own = {
+    arg: b
+    for arg, b in bindings.effective(entry.selector, entry.scopes).items()
+    if arg not in without
+  }
+  _required(entry, own, skip=without, result=result)
+  _unset(own, bindings, result=result)
+  roots = [
+    call for b in own.values() for call in reader.calls_in(b.value, scopes=entry.scopes, binding=b)
+  ]
+  for call in bindings.calls(roots):
+    if call.selector == reader.CONSTANT:
+      continue
+    bound = bindings.effective(call.selector, call.scopes)
+    if call.evaluated and call.selector != reader.MACRO:
+      _required(call, bound, skip=(), result=result)
+    _unset(bound, bindings, result=result)
+  return list(result.values())
+
+
+def _required(
+  call: Call, bound: dict[str, Binding], *, skip: Sequence[str], result: dict[str, Problem]
+) -> None:
+  name = '/'.join((*call.scopes, reader.short_name(call.selector)))
+  used = f', which {call.binding.key} uses ({call.binding.origin})' if call.binding else ''
+  for arg, parameter in reader.parameters(gin_config._REGISTRY[call.selector]).items():
+    needed = any(parameter.default is x for x in (inspect.Parameter.empty, gin_config.REQUIRED))
+    if needed and arg not in bound and arg not in skip:
+      key = f'{name}.{arg}'
+      result.setdefault(key, Problem(f'{key} is required{used}.', _set_it(key)))
+
+
+def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, Problem]) -> None:
+  macros = {b.key for b in bindings.ordered if b.is_macro}
+  for b in bound.values():
+    for reference in reader.references(b.value):
+      if reader.is_required(reference):
+        result.setdefault(b.key, Problem(f'{b.key} is required ({b.origin}).', _set_it(b.key)))
+      elif reader.is_macro(reference) and bindings.macro(reference) is None:
+        name = '/'.join(reference.scopes)
+        unset = f'{b.key} = {b.text} at {b.origin}, and nothing sets {name}.'
+        result.setdefault(name, Problem(f'{unset}{did_you_mean(name, macros)}', _set_it(name)))
+
+
+def _set_it(name: str) -> str:
+  return f'Set it in a gin file or by --gin.{name}=VALUE'

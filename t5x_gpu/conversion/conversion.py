@@ -1,0 +1,765 @@
+"""Compares the logits of two models on random tokens, to check that they have the same weights.
+
+The reference is `transformers` if it is installed. Otherwise it is the t5x_gpu model with the
+foreign tensors, which shows that the files hold the same weights, but not that Hugging Face
+computes the same logits.
+"""
+
+import base64
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t5x_gpu.checkpoint.arrays import Shape
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.params_files import ParamsReader, num_bytes
+from t5x_gpu.checkpoint.run_files import HF_FOLDER, SENTENCEPIECE, VOCABULARY, carried_vocabulary
+from t5x_gpu.conversion.hf.folder import CONFIG, HfModel, carry_files
+from t5x_gpu.conversion.model_spec import ModelFields
+from t5x_gpu.conversion.tensor_copy import ForeignWeights
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.model import is_reference
+from t5x_gpu.runtime.machine import available_memory
+from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.terminal.console import Console
+
+TOLERANCE = 1e-4  # relative to the largest logit; absolute if that is below 1
+ROWS, LENGTH = 2, 48
+LONGEST_TABLE = 2048  # positions; a row fills a learned table up to this size
+# In both models, sliding windows and the length limit of short rotary factors are cut to this size,
+# so that short rows are longer than both.
+WINDOW = 16
+_COPIES_IN_MEMORY = 3.0  # of the parameters; measured: 2.1 to 2.8
+_AUTO_CLASSES = {
+  'decoder_only': 'AutoModelForCausalLM',
+  'encoder_decoder': 'AutoModelForSeq2SeqLM',
+  'classification': 'AutoModelForSequenceClassification',
+  'regression': 'AutoModelForSequenceClassification',
+  'token_classification': 'AutoModelForTokenClassification',
+  'embedding': 'AutoModel',
+  'mlm': 'AutoModelForMaskedLM',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+  """The difference between two sets of logits.
+
+  Attributes:
+    against: name of the reference.
+    num_logits: number of logits compared.
+    largest: largest absolute value in the reference.
+    difference: largest absolute difference.
+  """
+
+  against: str
+  num_logits: int
+  largest: float
+  difference: float
+
+  @property
+  def relative(self) -> float:
+    return self.difference / max(self.largest, 1.0)
+
+  def __str__(self) -> str:
+    return (
+      f'{self.num_logits:,} logits of random tokens, ours against {self.against}: largest '
+      f'difference {self.difference:.1e}, largest logit {self.largest:.3g}'
+    )
+
+
+def random_batches(model: ModelFields) -> list[dict[str, np.ndarray]]:
+  """Returns batches whose logits depend on all settings in config.json."""
+  switch = model.config.rope_switch
+  short = [] if switch is None else [random_batch(model, length=min(switch, WINDOW))]
+  return [random_batch(model), *short]
+
+
+def random_batch(
+  model: ModelFields, *, seed: int = 0, length: Optional[int] = None
+) -> dict[str, np.ndarray]:
+  """Returns a batch of random tokens for `model`, one of them id 0; the second row ends in padding.
+
+  Rows have `length` tokens; by default they are longer than `WINDOW`, as long as a learned table of
+  positions, and longer than the largest distance of a relative bias.
+  """
+  c = model.config
+  distance = c.max_relpos_distance + WINDOW if c.relative_bias != 'none' else 0
+  longest = max(LENGTH, min(max(c.num_positions, distance), LONGEST_TABLE))
+  length = length or min(longest, c.length_limit or LENGTH)
+  rng = np.random.default_rng(seed)
+
+  def tokens(length: int, kept: int) -> tuple[np.ndarray, np.ndarray]:
+    out = rng.integers(min(2, c.vocab_size - 1), c.vocab_size, (ROWS, length)).astype(np.int32)
+    out[1, kept:] = 0
+    out[0, length // 2] = 0  # a token like any other
+    segments = np.ones_like(out)
+    segments[1, kept:] = 0
+    return out, segments
+
+  targets, segments = tokens(length, length - length // 3)
+  if model.kind == 'encoder':
+    batch = {'encoder_input_tokens': targets, 'encoder_segment_ids': segments}
+    if c.num_token_types > 1:
+      batch['encoder_token_types'] = rng.integers(0, c.num_token_types, targets.shape, np.int32)
+    return batch
+  batch = {
+    'decoder_target_tokens': targets,
+    'decoder_input_tokens': tokens(length, length)[0],
+    'decoder_segment_ids': segments,
+  }
+  if model.kind == 'encoder_decoder':
+    inputs = tokens(length + 5, length // 2)
+    batch['encoder_input_tokens'], batch['encoder_segment_ids'] = inputs
+  return batch
+
+
+def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns the logits of `batch` with the `checked` model, on this machine's CPU."""
+  return logits_of(for_the_check(model).build(), params, batch)
+
+
+def for_the_check(model: ModelFields) -> ModelFields:
+  """Returns the model whose logits are compared: float32, windows and `rope_switch` cut short."""
+  c = model.config
+  config = dataclasses.replace(
+    c,
+    dtype='float32',
+    windows=tuple(min(window, WINDOW) for window in c.windows),
+    rope=_cut(c.rope),
+    ropes=tuple(map(_cut, c.ropes)),
+  )
+  return dataclasses.replace(model, config=config)
+
+
+def _cut(rope: Optional[RotaryEmbedding]) -> Optional[RotaryEmbedding]:
+  if rope is None or not rope.depends_on_length:
+    return rope
+  return dataclasses.replace(rope, original_length=min(rope.original_length, WINDOW))
+
+
+def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns the logits of `batch` in the dtype of `model` (one of models/), on this CPU."""
+  with jax.default_device(_cpu()):
+    return np.asarray(jax.jit(model.logits)(params, dict(batch)))
+
+
+def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray | slice:
+  """Returns an index that selects the logits to compare, without those at padding."""
+  if model.kind == 'encoder':
+    if model.options['head_type'] in ('classification', 'regression'):
+      return slice(None)
+    if model.options['head_type'] == 'embedding':
+      return np.s_[:, :1]  # the vector of the first text
+    return batch['encoder_segment_ids'] > 0
+  return batch['decoder_segment_ids'] > 0
+
+
+def compare_logits(
+  model: ModelFields,
+  ours: np.ndarray,
+  other: np.ndarray,
+  batch: Mapping[str, np.ndarray],
+  *,
+  against: str,
+  tolerance: float = TOLERANCE,
+) -> Agreement:
+  """Returns the difference of two sets of logits; raises CheckpointError beyond `tolerance`."""
+  index = counted(model, batch)
+  ours, other = ours[index], other[index]
+  agreement = Agreement(
+    against, ours.size, float(np.max(np.abs(other))), float(np.max(np.abs(ours - other)))
+  )
+  if not agreement.relative <= tolerance:  # NaN fails
+    raise CheckpointError(
+      f'The conversion is wrong: {agreement} (relative tolerance {tolerance:g}).',
+      fix='The new folder was removed. If config.json belongs to the weights, please report this.',
+      docs='convert.md#the-check',
+    )
+  return agreement
+
+
+def params_of_files(weights: ForeignWeights) -> Any:
+  """Returns the t5x_gpu parameter tree from foreign files, on the CPU."""
+  ours = {path: np.empty(shape, np.float32) for path, shape in weights.table.our_shapes.items()}
+  for path, place, value, _ in weights.our_pieces():
+    ours[path][place] = value
+  # One parameter at a time, so that memory never holds a second copy of all of them.
+  return flax.traverse_util.unflatten_dict(
+    {path: jax.device_put(ours.pop(path), _cpu()) for path in list(ours)}, sep='/'
+  )
+
+
+def params_of_checkpoint(reader: ParamsReader) -> Any:
+  """Returns the parameter tree of a t5x_gpu checkpoint, on the CPU."""
+  return flax.traverse_util.unflatten_dict(
+    {
+      path: jax.device_put(reader.read_at(path, ()), _cpu())
+      for path in reader.shapes
+      if not is_reference(path)
+    },
+    sep='/',
+  )
+
+
+def _cpu() -> jax.Device:
+  return jax.local_devices(backend='cpu')[0]
+
+
+def has_transformers() -> bool:
+  """Returns whether transformers and torch are installed; imports neither."""
+  return all(importlib.util.find_spec(name) for name in ('transformers', 'torch'))
+
+
+def transformers_logits(
+  folder: str | os.PathLike, model: ModelFields, batch: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, str]:
+  """Returns the logits that transformers computes with the model in `folder`, and its version.
+
+  Windows and the switch of rotary factors are cut short, as in `our_logits`.
+  """
+  torch, transformers = map(importlib.import_module, ('torch', 'transformers'))
+  transformers.logging.set_verbosity_error()
+  transformers.logging.disable_progress_bar()
+  kind = model.options['head_type'] if model.kind == 'encoder' else model.kind
+  auto = getattr(transformers, _AUTO_CLASSES[kind])
+  config = transformers.AutoConfig.from_pretrained(
+    pathlib.Path(folder), local_files_only=True, trust_remote_code=False
+  )
+  if getattr(config, 'sliding_window', None):
+    config.sliding_window = min(config.sliding_window, WINDOW)
+  if model.config.rope_switch is not None:
+    rope, switch = config.rope_parameters, model.config.rope_switch
+    rope['factor'] = rope.get('factor') or config.max_position_embeddings / switch  # before the cut
+    rope['original_max_position_embeddings'] = min(switch, WINDOW)
+    config.original_max_position_embeddings = min(switch, WINDOW)
+  if model.config.num_experts:  # its grouped matmuls need sizes in multiples of 16 bytes
+    config._experts_implementation = 'eager'
+  theirs = auto.from_pretrained(
+    pathlib.Path(folder),
+    config=config,
+    local_files_only=True,
+    use_safetensors=True,
+    trust_remote_code=False,
+    attn_implementation='eager',
+    dtype=torch.float32,
+  ).eval()
+  return torch_logits(theirs, model, batch), f'transformers {transformers.__version__}'
+
+
+def torch_logits(
+  theirs: Any, model: ModelFields, batch: Mapping[str, np.ndarray], **options: Any
+) -> np.ndarray:
+  """Returns the logits of a model of transformers, or vectors [rows, 1, embed] of an embedding.
+
+  Args:
+    theirs: the transformers model, in evaluation mode.
+    model: the same model in t5x_gpu.
+    batch: result of `random_batch`.
+    **options: options of the model call.
+  """
+  torch = importlib.import_module('torch')
+
+  def tensor(name: str) -> Any:
+    return torch.from_numpy(np.asarray(batch[name], np.int64))
+
+  if model.kind == 'decoder_only':
+    given = {'input_ids': tensor('decoder_input_tokens')}
+  else:
+    given = {
+      'input_ids': tensor('encoder_input_tokens'),
+      'attention_mask': tensor('encoder_segment_ids'),
+    }
+    if 'encoder_token_types' in batch:
+      given['token_type_ids'] = tensor('encoder_token_types')
+    if model.kind == 'encoder_decoder':
+      given['decoder_input_ids'] = tensor('decoder_input_tokens')
+  with torch.no_grad():
+    found = theirs(**given, **options)
+  if model.options.get('head_type') == 'embedding':
+    return _embeddings(model, found.last_hidden_state.numpy(), batch)
+  return found.logits.numpy()
+
+
+def _embeddings(
+  model: ModelFields, states: np.ndarray, batch: Mapping[str, np.ndarray]
+) -> np.ndarray:
+  """Returns vectors [rows, 1, embed] of the output [rows, length, embed] of the last layer."""
+  built, kept = model.build(), (batch['encoder_segment_ids'] > 0)[..., None]
+  vectors = (states * kept).sum(1, keepdims=True) / kept.sum(1, keepdims=True)
+  if built.pooling == 'first_token':
+    vectors = states[:, :1]
+  return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True) if built.normalize else vectors
+
+
+def check_memory(shapes: Mapping[str, Any]) -> None:
+  """Raises CheckpointError if a comparison of logits does not fit into memory."""
+  need, available = _COPIES_IN_MEMORY * num_bytes(shapes), available_memory()
+  if available is not None and need > available:
+    raise CheckpointError(
+      f'Comparing logits needs the model in memory: about {need / 2**30:.1f} GiB, but only '
+      f'{available / 2**30:.1f} GiB are free.',
+      fix='Convert on a machine with more memory. --check=tensors needs little memory: it reads '
+      'every tensor back and compares it bit for bit, but compares no logits.',
+      docs='convert.md#the-check',
+    )
+
+
+# Exports the vocabulary of a run to the folder of a converted model.
+#
+# For Hugging Face it becomes a tokenizer.json with the ids that `infer` puts before and after a
+# prompt. generation_config.json lists the ids that end an answer.
+
+_FILES = ('huggingface', 'sentencepiece')
+TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
+# transformers' class that takes everything from tokenizer.json, as t5x_gpu's vocabulary does. The
+# classes of the families replace the template or the splitting in that file.
+_CLASS = 'PreTrainedTokenizerFast'
+# Types of pieces in a SentencePiece model.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class RunText:
+  """How `infer` turns prompts into ids and ends answers.
+
+  Attributes:
+    vocabulary: DatasetConfig.vocabulary, or the class name of a task's vocabulary.
+    size: number of its ids, sentinels included.
+    ends: ids after a prompt.
+    decoding: the settings of `infer`, with the ids that end an answer.
+    is_chat: whether the chat template writes the prompts, from the first id on.
+    note: a console line on settings that are unknown; '' if all are known.
+  """
+
+  vocabulary: str
+  size: int
+  ends: tuple[int, ...]
+  decoding: DecodingConfig
+  is_chat: bool = False
+  note: str = ''
+
+
+def carry_vocabulary(name: Optional[str], target: pathlib.Path) -> str:
+  """Adds a vocabulary to a converted model, unless it already has a tokenizer.
+
+  Args:
+    name: DatasetConfig.vocabulary; None if unknown.
+    target: folder of the model.
+  Returns:
+    What was done, for the console.
+  """
+  if name and name.partition(':')[0] not in _FILES:
+    (target / VOCABULARY).write_text(name + '\n', 'utf-8')
+  elif carried_vocabulary(target) is None:
+    problem = _copy(name, target / HF_FOLDER, sentencepiece=SENTENCEPIECE[0])
+    if problem:
+      return f'left out: {problem}. python -m t5x_gpu.infer will need --vocabulary=NAME'
+  return name or 'as converted'
+
+
+def export_vocabulary(name: Optional[str], folder: pathlib.Path, *, is_t5: bool) -> str:
+  """Adds a vocabulary to the folder of a Hugging Face model.
+
+  Args:
+    name: DatasetConfig.vocabulary; None if unknown.
+    folder: folder of the model.
+    is_t5: whether the model is of a T5 family, which names its SentencePiece file differently.
+  Returns:
+    What was done, for the console.
+  """
+  if name and name.partition(':')[0] not in _FILES:
+    return f'left out: {name!r} has no tokenizer file'
+  problem = _copy(name, folder, sentencepiece=SENTENCEPIECE[not is_t5])
+  return f'left out: {problem}' if problem else str(name)
+
+
+def _copy(name: Optional[str], folder: pathlib.Path, *, sentencepiece: str) -> str:
+  """Copies the files of a tokenizer; returns the reason if that is impossible, or ''."""
+  if not name:
+    return 'the gin file does not name it'
+  kind, _, path = name.partition(':')
+  source = pathlib.Path(path).expanduser()
+  if not source.exists():
+    return f'{source} does not exist'
+  folder.mkdir(exist_ok=True)
+  if kind == 'sentencepiece':
+    shutil.copyfile(source, folder / sentencepiece)
+  else:
+    is_folder = source.is_dir()
+    carry_files(source if is_folder else source.parent, folder, without=(CONFIG,))
+    if not is_folder:
+      shutil.copyfile(source, folder / TOKENIZER)
+  return ''
+
+
+def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str:
+  """Writes the tokenizer of a run for Hugging Face, with the ids that `infer` uses.
+
+  Args:
+    text: how the run reads and ends texts.
+    folder: folder of the model.
+    is_t5: as for `export_vocabulary`.
+  Returns:
+    What was done, for the console.
+  """
+  kind, _, path = text.vocabulary.partition(':')
+  if kind == 'byte':
+    tokenizer, names = _byte_tokenizer(text.size), {'eos_token': '</s>', 'pad_token': '<pad>'}
+  else:
+    said = export_vocabulary(text.vocabulary, folder, is_t5=is_t5)
+    if said != text.vocabulary:
+      return said
+    if kind == 'sentencepiece':
+      tokenizer, names = _sentencepiece_tokenizer(pathlib.Path(path).expanduser(), text.size)
+    else:
+      tokenizer, names = read_json(folder / TOKENIZER, dict), {}
+  tokens = _tokens(tokenizer)
+  if kind == 'sentencepiece' and text.decoding.zero_is_padding:
+    names['pad_token'] = tokens[0]
+  path = folder / TOKENIZER_CONFIG
+  own = read_json(path, dict) if kind == 'huggingface' and path.is_file() else {}
+  # Keep the spaces before punctuation that the model writes.
+  changed = {**own, **names, 'tokenizer_class': _CLASS, 'clean_up_tokenization_spaces': False}
+  if not text.is_chat:
+    start = () if is_t5 or text.decoding.start_token is None else (text.decoding.start_token,)
+    if missing := [i for i in (*start, *text.ends) if i not in tokens]:
+      return f'left out: the tokenizer has no token with id {missing[0]}, which prompts have'
+    _set_template(tokenizer, start, text.ends, tokens)
+    for key in ('add_bos_token', 'add_eos_token'):
+      changed.pop(key, None)
+    added = {token['id'] for token in tokenizer.get('added_tokens') or [] if token['special']}
+    if start and start[0] in added:
+      changed['bos_token'] = tokens[start[0]]
+  if not is_t5:
+    changed['padding_side'] = 'left'
+  if not changed.get('pad_token') and changed.get('eos_token'):
+    changed['pad_token'] = changed['eos_token']  # only pads batches, where it is masked
+  _write(folder / TOKENIZER, tokenizer)
+  _write(path, changed)
+  return text.vocabulary
+
+
+def _write(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+  """Writes JSON, unless the file already has this content."""
+  if not path.is_file() or read_json(path, dict) != content:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + '\n', 'utf-8')
+
+
+def _tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+  """Returns id -> token of a tokenizer.json."""
+  vocab = tokenizer['model'].get('vocab', {})
+  if isinstance(vocab, Mapping):
+    found = {number: token for token, number in vocab.items()}
+  else:
+    found = {number: token for number, (token, _) in enumerate(vocab)}
+  return found | {token['id']: token['content'] for token in tokenizer.get('added_tokens') or []}
+
+
+def _set_template(
+  tokenizer: dict[str, Any], start: Sequence[int], ends: Sequence[int], tokens: Mapping[int, str]
+) -> None:
+  """Makes the tokenizer write `start` before a text and `ends` after it."""
+
+  def part(name: str, type_id: int) -> list[dict[str, Any]]:
+    def special(ids: Sequence[int]) -> list[dict[str, Any]]:
+      return [{'SpecialToken': {'id': tokens[i], 'type_id': type_id}} for i in ids]
+
+    return [*special(start), {'Sequence': {'id': name, 'type_id': type_id}}, *special(ends)]
+
+  first = part('A', 0)
+  if (tokenizer.get('post_processor') or {}).get('single') == first:
+    return  # T5's template
+  special = {
+    tokens[i]: {'id': tokens[i], 'ids': [i], 'tokens': [tokens[i]]} for i in (*start, *ends)
+  }
+  tokenizer['post_processor'] = {
+    'type': 'TemplateProcessing',
+    'single': first,
+    'pair': [*first, *part('B', 1)],
+    'special_tokens': special,
+  }
+
+
+def _added(number: int, content: str, *, special: bool = True) -> dict[str, Any]:
+  flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
+  return {'id': number, 'content': content, **flags, 'special': special}
+
+
+def _tokenizer(model: Mapping[str, Any], added: Sequence[Any], **parts: Any) -> dict[str, Any]:
+  """Returns the content of a tokenizer.json."""
+  empty = dict.fromkeys(('truncation', 'padding', 'normalizer', 'pre_tokenizer', 'post_processor'))
+  return {'version': '1.0', **empty, **parts, 'added_tokens': list(added), 'model': model}
+
+
+def _sentinels(first: int, size: int) -> list[tuple[int, str]]:
+  """Returns (id, token) of the sentinels from id `first` to `size`, numbered downward as in T5."""
+  return [(i, f'<extra_id_{size - 1 - i}>') for i in range(first, size)]
+
+
+def _byte_tokenizer(size: int) -> dict[str, Any]:
+  """Returns SeqIO's ByteVocabulary, with `size` ids, as a tokenizer.json."""
+  # ByteLevel writes bytes as characters; unprintable bytes become characters above 255.
+  printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in printed]
+  characters = {byte: chr(byte) for byte in printed}
+  characters |= {byte: chr(256 + n) for n, byte in enumerate(others)}
+  special = [(0, '<pad>'), (1, '</s>'), (2, '<unk>'), *_sentinels(259, size)]
+  vocab = {token: number for number, token in special}
+  vocab |= {character: 3 + byte for byte, character in characters.items()}
+  options = {'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
+  level = {'type': 'ByteLevel', **options}
+  model = {'type': 'BPE', 'vocab': vocab, 'merges': []}
+  added = [_added(number, token) for number, token in special]
+  return _tokenizer(model, added, pre_tokenizer=level, decoder=level)
+
+
+def _sentencepiece_tokenizer(
+  path: pathlib.Path, size: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+  """Returns a SentencePiece model with sentinels up to id `size` as a tokenizer.json.
+
+  Also returns 'eos_token' and so on -> token.
+
+  Raises:
+    CheckpointError: the model splits by words or characters.
+  """
+  proto = importlib.import_module('sentencepiece.sentencepiece_model_pb2').ModelProto()
+  proto.ParseFromString(path.read_bytes())
+  trainer, rules = proto.trainer_spec, proto.normalizer_spec
+  pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+  types = [piece.type for piece in proto.pieces]
+  by_bytes = _BYTE in types
+  sentinels = _sentinels(len(pieces), size)
+  added = [
+    _added(i, pieces[i][0], special=kind != _USER_DEFINED)
+    for i, kind in enumerate(types)
+    if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+  ]
+  unknown = types.index(_UNKNOWN)
+  vocab = [*pieces, *((token, 0.0) for _, token in sentinels)]
+  if trainer.model_type == trainer.UNIGRAM:
+    model = {'type': 'Unigram', 'unk_id': unknown, 'vocab': vocab, 'byte_fallback': by_bytes}
+  elif trainer.model_type == trainer.BPE:
+    ids = {token: number for number, (token, _) in enumerate(vocab)}
+    model = {'type': 'BPE', 'unk_token': pieces[unknown][0], 'fuse_unk': True}
+    model |= {'byte_fallback': by_bytes, 'vocab': ids, 'merges': _merges(pieces)}
+  else:
+    raise CheckpointError(
+      f'{path} splits texts into words or characters, which tokenizer.json cannot.',
+      fix='Train a SentencePiece model of type unigram or bpe.',
+      docs='convert.md#text',
+    )
+  steps: list[dict[str, Any]] = []
+  if rules.precompiled_charsmap:
+    table = base64.b64encode(rules.precompiled_charsmap).decode()
+    steps.append({'type': 'Precompiled', 'precompiled_charsmap': table})
+  if rules.remove_extra_whitespaces:
+    steps.append({'type': 'Strip', 'strip_left': True, 'strip_right': True})
+    steps.append({'type': 'Replace', 'pattern': {'Regex': ' {2,}'}, 'content': ' '})
+  if rules.add_dummy_prefix:
+    steps.append({'type': 'Prepend', 'prepend': '\u2581'})
+  steps.append({'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'})
+  back: list[dict[str, Any]] = [
+    {'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '},
+    {'type': 'ByteFallback'},
+    {'type': 'Fuse'},
+  ]
+  if rules.add_dummy_prefix:
+    back.append({'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0})
+  tokenizer = _tokenizer(
+    model,
+    [*added, *(_added(number, token) for number, token in sentinels)],
+    normalizer={'type': 'Sequence', 'normalizers': steps},
+    decoder={'type': 'Sequence', 'decoders': back},
+  )
+  names = {'unk_token': pieces[unknown][0]}
+  if trainer.eos_id >= 0:
+    names['eos_token'] = pieces[trainer.eos_id][0]
+  return tokenizer, names
+
+
+def _merges(pieces: Sequence[tuple[str, float]]) -> list[list[str]]:
+  """Returns the merges of a SentencePiece BPE model: pairs of pieces, best merge first."""
+  ids = {token: number for number, (token, _) in enumerate(pieces)}
+  found = []
+  for token, score in pieces:
+    pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+    pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+    found += [(-score, ids[a], ids[b], a, b) for a, b in pairs]
+  return [[a, b] for *_, a, b in sorted(found)]
+
+
+def token_ids(text: RunText, model: ModelFields, like: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the token ids for config.json: start and end of a text, and padding.
+
+  Args:
+    text: how the run reads and ends texts.
+    model: model of the run.
+    like: config.json of the model that the run started from, or empty.
+  """
+  decoding, is_t5 = text.decoding, model.kind == 'encoder_decoder'
+  ends = list(decoding.stop_tokens)
+  # A run without padding gets no pad id: transformers would not train that row of the token table.
+  padding = 0 if decoding.zero_is_padding else like.get('pad_token_id')
+  ids: dict[str, Any] = {
+    'eos_token_id': ends[0] if len(ends) == 1 else ends or None,
+    'pad_token_id': padding,
+  }
+  if is_t5:
+    ids['decoder_start_token_id'] = decoding.start_token
+  elif decoding.start_token is not None:
+    ids['bos_token_id'] = decoding.start_token
+  else:
+    ids['bos_token_id'] = like.get('bos_token_id')
+  return ids
+
+
+def generation_config(
+  text: RunText, model: ModelFields, ids: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+  """Returns generation_config.json, and console lines about settings that it cannot hold.
+
+  Args:
+    text, model: texts and model of the run.
+    ids: result of `token_ids`.
+  """
+  decoding, notes = text.decoding, []
+  content = {name: number for name, number in ids.items() if number is not None}
+  if 'pad_token_id' not in content and decoding.stop_tokens:
+    content['pad_token_id'] = decoding.stop_tokens[0]  # fills rows after the end of their text
+  if decoding.zero_is_padding:
+    content['suppress_tokens'] = [0]
+  limit = model.config.num_positions
+  if limit and decoding.max_decode_length >= limit and model.kind == 'decoder_only':
+    content['max_length'] = limit
+  else:
+    content['max_new_tokens'] = decoding.max_decode_length
+  encoder_layers = model.options.get('num_encoder_layers')
+  if encoder_layers is not None and encoder_layers < model.config.num_layers:
+    content['use_cache'] = False  # transformers 5 sizes the cache by the number of encoder layers
+  content['do_sample'] = decoding.temperature > 0
+  if decoding.temperature > 0:
+    content |= {name: getattr(decoding, name) for name in ('temperature', 'top_k', 'top_p')}
+  if decoding.num_beams > 1 and decoding.beam_rule == 'huggingface':
+    content |= {
+      'num_beams': decoding.num_beams,
+      'length_penalty': decoding.length_penalty,
+      'early_stopping': False,
+    }
+  elif decoding.num_beams > 1:
+    notes.append(
+      f"DecodingConfig.num_beams = {decoding.num_beams} with beam_rule = 't5x' has no counterpart "
+      'in transformers: generation_config.json decodes greedily'
+    )
+  return content, notes
+
+
+# One conversion: the request, and the comparison of logits at its end.
+
+CHECKS = ('auto', 'transformers', 'own', 'tensors')
+
+# Takes a batch; returns its logits and the name of the reference.
+Reference = Callable[[Mapping[str, Any]], tuple[Any, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionRequest:
+  """What to convert, and how.
+
+  Attributes:
+    source: folder to convert.
+    model_dir: `source`, open; used only if `source` is a t5x_gpu checkpoint.
+    target: new folder; must not exist, or be empty.
+    read_gin: (a gin model file) -> its model.
+    model: the model according to the user's gin file; None to derive it from the source.
+    family: Hugging Face family; None to take it from the source or guess it.
+    like: a Hugging Face or converted model whose names, dtypes, tokenizer and config.json the new
+      model takes; None to take the ones stored in the source.
+    step: step of the t5x_gpu checkpoint; None for the latest.
+    dtype: dtype of the new tensors, a key of `FLOATS`; None for the dtypes of `like`, or float32.
+    drop: patterns of Hugging Face tensors to leave out.
+    max_file_bytes: maximum size of a safetensors file.
+    check: one of `CHECKS`; 'transformers' only if it is installed.
+    tolerance: largest difference of logits, relative to the largest logit.
+    lora: the model with adapters, if `source` has adapters; `model` is then the wrapped model.
+    vocabulary: DatasetConfig.vocabulary of the run; None if its gin file does not set it.
+    read_text: (manifest of the checkpoint) -> how `infer` reads and ends texts, to be written for
+      Hugging Face; None for a model whose files already contain it. Raises UserError.
+  """
+
+  source: pathlib.Path
+  model_dir: ModelDir
+  target: pathlib.Path
+  read_gin: Callable[[pathlib.Path], ModelFields]
+  model: Optional[ModelFields] = None
+  family: Optional[str] = None
+  like: Optional[pathlib.Path] = None
+  step: Optional[int] = None
+  dtype: Optional[str] = None
+  drop: Sequence[str] = ()
+  max_file_bytes: int = 5 * 10**9
+  check: str = 'auto'
+  tolerance: float = TOLERANCE
+  lora: Optional[LoraModel] = None
+  vocabulary: Optional[str] = None
+  read_text: Callable[[Mapping[str, Any]], Optional[RunText]] = lambda manifest: None
+
+
+def check_logits(
+  request: ConversionRequest,
+  console: Console,
+  model: ModelFields,
+  shapes: Mapping[str, Shape],
+  *,
+  reference: Reference,
+  ours: Callable[[], Any],
+) -> None:
+  """Compares logits; raises CheckpointError if they differ or do not fit into memory.
+
+  Args:
+    request, console: request and console of the conversion.
+    model: the converted model.
+    shapes: shapes of its parameters.
+    reference: computes the logits to compare with.
+    ours: returns the t5x_gpu parameters.
+  """
+  if request.check == 'tensors':
+    console.say('check: logits were NOT compared (--check=tensors)')
+    return
+  check_memory(shapes)
+  for batch in random_batches(model):
+    expected, against = reference(batch)
+    got = our_logits(model, ours(), batch)
+    agreement = compare_logits(
+      model, got, expected, batch, against=against, tolerance=request.tolerance
+    )
+    console.say(f'check: {agreement}')
+
+
+def own_reference(model: ModelFields, weights: ForeignWeights) -> Reference:
+  """Returns a reference that loads the foreign tensors into the t5x_gpu model."""
+  return lambda batch: (
+    our_logits(model, params_of_files(weights), batch),
+    "our own model with the other files' tensors",
+  )
+
+
+def hf_reference(request: ConversionRequest, hf: HfModel) -> Reference:
+  """Returns the reference for a Hugging Face model: transformers, if installed."""
+  if request.check == 'transformers' or (request.check == 'auto' and has_transformers()):
+    return lambda batch: transformers_logits(hf.folder, hf.model, batch)
+  return own_reference(hf.model, hf.weights)

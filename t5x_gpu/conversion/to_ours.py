@@ -1,0 +1,239 @@
+"""Converts Hugging Face models and T5X checkpoints to t5x_gpu checkpoints.
+
+The folder appears only after every tensor has been read back and the logits have been compared.
+"""
+
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.arrays import Shape
+from t5x_gpu.checkpoint.atomic_folder import new_folder
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, num_bytes
+from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN, carried_generation, not_applied
+from t5x_gpu.checkpoint.store import Checkpoint, StateReader
+from t5x_gpu.conversion import conversion
+from t5x_gpu.conversion.conversion import (
+  ConversionRequest,
+  Reference,
+  check_logits,
+  hf_reference,
+  own_reference,
+)
+from t5x_gpu.conversion.hf.folder import CONFIG, MODULES, carry_files, open_hf, write_record
+from t5x_gpu.conversion.model_spec import ModelFields, differences, gin_text
+from t5x_gpu.conversion.name_table import Table
+from t5x_gpu.conversion.t5x_files import T5xCheckpoint
+from t5x_gpu.conversion.t5x_names import T5xMoments, t5x_layers, t5x_model, t5x_moments, t5x_table
+from t5x_gpu.conversion.tensor_copy import (
+  ForeignWeights,
+  Names,
+  OurPiece,
+  compare_with_ours,
+  copy_to_ours,
+)
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.terminal.console import Console
+
+_INCLUDE = 'Include it in place of a file of gin_configs/models/.'
+
+
+def convert_hf(request: ConversionRequest, console: Console) -> None:
+  """Writes a t5x_gpu checkpoint, model.gin and hf/ from a Hugging Face model."""
+  hf = open_hf(request.source, family=request.family, drop=request.drop)
+  if request.model is not None:
+    _check_same(request.model, hf.model, f'{request.source / CONFIG}')
+  tensors, names = hf.weights.tensors, hf.weights.names
+  dtypes = sorted({str(tensors.dtypes[name]) for name in names.of_table.values()})
+  console.say(
+    f'from: {request.source}: Hugging Face, {hf.family}, {counted(hf.weights.table.our_shapes)} in '
+    f'{" and ".join(dtypes)}'
+  )
+  for name in names.unused:
+    console.say(f'left out: {name} {list(tensors.shapes[name])}')
+  for note in hf.training:
+    console.say(f'training: {note}')
+  for note in hf.ends:
+    console.say(f'end of text: {note}')
+  if hf.model.kind != 'encoder' and (note := not_applied(carried_generation(request.source))):
+    console.say(f'generation: {note}')
+
+  if hf.model.options.get('head_type') == 'embedding':
+    said = MODULES if (request.source / MODULES).is_file() else f'there is no {MODULES}'
+    console.say(f'vectors: pooling = {hf.model.options["pooling"]!r} ({said})')
+
+  def write_hf_files(folder: pathlib.Path) -> None:
+    carry_files(request.source, folder / HF_FOLDER)
+    write_record(hf, folder / HF_FOLDER)
+
+  _write_weights(
+    request,
+    console,
+    hf.model,
+    hf.weights,
+    step=0,
+    about={'format': 'hf', 'family': hf.family, 'folder': request.source.name},
+    reference=hf_reference(request, hf),
+    write_extra=write_hf_files,
+  )
+
+
+def convert_t5x(request: ConversionRequest, console: Console) -> None:
+  """Writes a t5x_gpu checkpoint, with Adafactor state, and model.gin from a T5X checkpoint."""
+  files = T5xCheckpoint(request.source)
+  model = request.model or t5x_model(files.shapes)
+  table = t5x_table(model, files.shapes)
+  weights = ForeignWeights(table, files, Names({n: n for n in files.shapes}))
+  weights.check(
+    what=f'The parameters of {files.path} do not match the model',
+    fix='Name the model file that belongs to them: --gin_file=model.gin.',
+  )
+  console.say(f'from: {files.path}: T5X, step {files.step}, {counted(table.our_shapes)}')
+  for stack, layers in t5x_layers(files.shapes).items():
+    console.say(f'recognized: {stack}: {layers}')
+  if request.model is None and len(model.config.mlp_activations) > 1:
+    console.say(
+      "assumed: mlp_activations = ('gelu', 'linear'), as in T5.1.1; the files do not "
+      'say (set another with --gin_file=model.gin)'
+    )
+  console.say(
+    'vocabulary: not in a T5X checkpoint; python -m t5x_gpu.infer needs --vocabulary=NAME'
+  )
+  _write_weights(
+    request,
+    console,
+    model,
+    weights,
+    step=files.step,
+    about={'format': 't5x', 'folder': files.path.name},
+    reference=own_reference(model, weights),
+    moments=_moments(model, files, console),
+  )
+
+
+def _moments(model: ModelFields, files: T5xCheckpoint, console: Console) -> Optional[T5xMoments]:
+  """Returns the second moments, or None after printing why they cannot be converted."""
+  try:
+    moments = t5x_moments(model, files)
+  except CheckpointError as e:
+    console.say(f'optimizer: left out: {e.what}')
+    return None
+  console.say(f'optimizer: {moments}')
+  return moments
+
+
+def _write_weights(
+  request: ConversionRequest,
+  console: Console,
+  model: ModelFields,
+  weights: ForeignWeights,
+  **options: Any,
+) -> None:
+  table: Table = weights.table
+  write_ours(
+    request,
+    console,
+    model,
+    table.our_shapes,
+    weights.our_pieces,
+    chunks=table.chunks(),
+    num_source_bytes=weights.num_bytes,
+    **options,
+  )
+
+
+def write_ours(
+  request: ConversionRequest,
+  console: Console,
+  model: ModelFields,
+  shapes: Mapping[str, Shape],
+  pieces: Callable[[], Iterator[OurPiece]],
+  *,
+  chunks: Mapping[str, Shape],
+  num_source_bytes: int,
+  step: int,
+  about: Mapping[str, Any],
+  reference: Reference,
+  write_extra: Callable[[pathlib.Path], Any] = lambda folder: None,
+  origin: str = 'converted',
+  moments: Optional[T5xMoments] = None,
+) -> None:
+  """Writes a t5x_gpu checkpoint and model.gin, reads both back and compares the logits.
+
+  Args:
+    request, console: request and console of the conversion.
+    model: the model that the parameters belong to.
+    shapes: path -> shape of each parameter.
+    pieces: yields all pieces of the parameters; called twice.
+    chunks: path -> shape of the chunks on disk.
+    num_source_bytes: sum of the sizes that `pieces` yields.
+    step: step of the new checkpoint.
+    about: origin of the parameters, for the manifest.
+    reference: computes the logits to compare with.
+    write_extra: (folder) -> writes further files.
+    origin: how the parameters were made, for the comment in model.gin.
+    moments: the optimizer state; None to write parameters only.
+  """
+  size = num_bytes(shapes) + (num_bytes(moments.shapes) if moments else 0)
+  with new_folder(request.target, num_bytes=size) as folder:
+    with (
+      console.progress('written', num_source_bytes) as advance,
+      ParamsWriter(
+        folder,
+        step=step,
+        shapes=shapes,
+        chunks=chunks,
+        about=about,
+        compress=num_source_bytes < num_bytes(shapes),
+        opt_state=moments and moments.opt_state,
+        opt_chunks=moments.weights.table.chunks() if moments else {},
+      ) as writer,
+    ):
+      copy_to_ours(pieces(), writer.write, advance=advance)
+      if moments:
+        copy_to_ours(moments.weights.our_pieces(), writer.write_moment)
+    write_extra(folder)
+    title = f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.'
+    (folder / MODEL_GIN).write_text(gin_text(model, title=f'{title}\n{_INCLUDE}'), 'utf-8')
+    reader = ParamsReader(Checkpoint(ModelDir(folder), step))
+    with console.progress('read back', num_source_bytes) as advance:
+      compare_with_ours(pieces(), reader, advance=advance)
+    console.say(f'check: {len(shapes)} parameters read back: bit-identical')
+    if moments:
+      _compare_moments(moments, reader.checkpoint, console)
+    read_back = request.read_gin(folder / MODEL_GIN)
+    assert not differences(read_back, model), f'{MODEL_GIN}: {differences(read_back, model)}'
+    check_logits(
+      request,
+      console,
+      read_back,
+      shapes,
+      reference=reference,
+      ours=lambda: conversion.params_of_checkpoint(reader),
+    )
+  console.say(f'done: {request.target}: checkpoint_{step}, {MODEL_GIN}')
+
+
+def _compare_moments(moments: T5xMoments, written: Checkpoint, console: Console) -> None:
+  reader = StateReader(written, prefix='opt_state/')
+  compare_with_ours(moments.weights.our_pieces(), reader)
+  console.say(f'check: {len(reader.shapes)} moments read back: bit-identical')
+
+
+def _check_same(asked: ModelFields, found: ModelFields, where: str) -> None:
+  problems = differences(found, asked)
+  if problems:
+    raise CheckpointError(
+      f'The gin file describes another model than {where}:\n  '
+      + '\n  '.join(
+        f'{name} = {ours!r} in the gin file, {theirs!r} there' for name, theirs, ours in problems
+      ),
+      fix='Leave --gin_file out: model.gin is then made from config.json.',
+      parameters=[asked.parameter(name) for name, _, _ in problems],
+    )
+
+
+def counted(shapes: Mapping[str, Shape]) -> str:
+  """Returns '1,234 parameters'."""
+  return f'{num_bytes(shapes) // 4:,} parameters'

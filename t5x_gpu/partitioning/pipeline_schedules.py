@@ -1,0 +1,358 @@
+"""The timetable of a pipeline, its bubble and its traffic.
+
+Time is counted in ticks. At the end of a tick every stage sends one activation to its neighbor. A
+unit is one microbatch in one of the stage's blocks of layers. Everything here is arithmetic that
+works on ints, NumPy arrays and traced values; `pipeline_parallel` follows the `Timetable`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.errors import Problem
+from t5x_gpu.partitioning.mesh_sizes import divisors
+
+# gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as possible.
+# circular: gpipe with several blocks of layers per stage, which microbatches visit in turn.
+SCHEDULES = ('gpipe', '1f1b', 'circular')
+
+
+@dataclasses.dataclass(frozen=True)
+class Timetable:
+  """Which unit each stage computes in each tick.
+
+  Attributes:
+    schedule: one of SCHEDULES.
+    num_stages: S, at least 2.
+    num_microbatches: M; at least S if a stage has several blocks.
+    repeats: R, blocks of layers per stage and stack; 1 unless 'circular'. Block r of stage s is
+      block r * S + s of the stack.
+    num_stacks: K, stacks of the model: 2 for encoder-decoders, else 1. A stage has R blocks of the
+      first stack, then R of the second.
+  """
+
+  schedule: str
+  num_stages: int
+  num_microbatches: int
+  repeats: int = 1
+  num_stacks: int = 1
+
+  def __post_init__(self) -> None:
+    assert self.schedule in SCHEDULES, self
+    assert self.num_stages > 1 and self.num_microbatches > 0 and self.repeats > 0, self
+    assert self.repeats == 1 or self.schedule == 'circular', self
+    assert self.num_stacks == 1 or self.schedule != '1f1b', self
+    assert self.num_blocks == 1 or self.num_microbatches >= self.num_stages, self
+
+  @property
+  def num_blocks(self) -> int:
+    """Blocks of layers of every stage, K*R; a microbatch visits a stage this often."""
+    return self.num_stacks * self.repeats
+
+  @property
+  def num_units(self) -> int:
+    """Units of every stage: unit u is microbatch u % M in the stage's block u // M."""
+    return self.num_blocks * self.num_microbatches
+
+  @property
+  def forward_ticks(self) -> int:
+    """Ticks until the last stage has computed its last unit."""
+    return self.num_units + self.num_stages - 1
+
+  @property
+  def interleaved_ticks(self) -> int:
+    """Ticks of a 1f1b step; in each a stage runs one unit forward and another backward."""
+    return self.num_units + 2 * (self.num_stages - 1)
+
+  @property
+  def head_share(self) -> int:
+    """Microbatches whose head a stage computes, rounded up; in 1f1b the last stage computes all."""
+    return -(-self.num_microbatches // self.num_stages)
+
+  @property
+  def kept_inputs(self) -> int:
+    """Stage inputs kept for the backward pass: a ring buffer in 1f1b, otherwise all of them."""
+    return 2 * self.num_stages - 1 if self.schedule == '1f1b' else self.forward_ticks
+
+  def forward_unit(self, tick: Any, stage: Any) -> Any:
+    """Returns the unit that `stage` runs forward; outside of [0, num_units) it idles."""
+    return tick - stage
+
+  def backward_unit(self, tick: Any, stage: Any) -> Any:
+    """Returns the unit that `stage` runs backward in 1f1b; on the last stage, its forward unit."""
+    return tick - (2 * (self.num_stages - 1) - stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+  """The schedule of a pipeline; see `pipeline_parallel.value_and_grad` for the fields."""
+
+  schedule: str
+  num_stages: int
+  num_microbatches: int
+  repeats: int
+  skip_idle: bool
+  num_stacks: int = 1
+
+  @property
+  def num_blocks(self) -> int:
+    """Blocks of layers of every stage."""
+    return self.repeats * self.num_stacks
+
+  @property
+  def options(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+  @property
+  def least_rows(self) -> int:
+    """Fewest rows of a device: with several blocks per stage, microbatches go around the stages."""
+    return self.num_stages if self.num_blocks > 1 else 1
+
+  def for_rows(self, rows: int) -> 'Pipeline':
+    """Returns the schedule for another number of rows, with as few microbatches if possible.
+
+    Args:
+      rows: rows of one device, at least `least_rows`.
+    """
+    legal = [n for n in divisors(rows) if n >= self.least_rows]
+    count = max((n for n in legal if n <= self.num_microbatches), default=legal[0])
+    return dataclasses.replace(self, num_microbatches=count)
+
+
+def bubble_fraction(
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  repeats: int = 1,
+  *,
+  num_stacks: int = 1,
+  skip_idle: bool = True,
+) -> float:
+  """Returns the fraction of the time of the layers in which a stage waits for others.
+
+  (S-1) / (K*R*M + S-1): a stage has work in K*R*M of K*R*M + S-1 forward slots, and likewise in the
+  backward pass. With two stacks this assumes blocks of equal duration; otherwise stages also wait
+  for the slower block. Slots of 1f1b in which all stages idle cost nothing. If idle work is
+  computed and discarded (`skip_idle=False`), they cost 2(S-1) of M + 2(S-1).
+
+  Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2, which give it
+  relative to the ideal time, (S-1) / (R*M); Huang et al. 2019 (GPipe), section 2.2.
+  """
+  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
+  slots = table.forward_ticks
+  if schedule == '1f1b' and not skip_idle:
+    slots = table.interleaved_ticks
+  return 1.0 - table.num_units / slots
+
+
+def layer_order(num_layers: int, num_stages: int, repeats: int = 1) -> np.ndarray:
+  """Returns p [layers]: layer i of the parameters in memory is layer p[i] of the model.
+
+  If `stage` splits the parameters into contiguous parts, stage s gets its blocks r * S + s for r in
+  range(repeats), in this order.
+  """
+  blocks = np.arange(num_layers).reshape(repeats, num_stages, -1)
+  return blocks.swapaxes(0, 1).reshape(-1)
+
+
+def traffic_per_step(
+  *,
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  activation_bytes: int,
+  repeats: int = 1,
+  num_stacks: int = 1,
+  output_bytes: Optional[int] = None,
+  shared_gradient_bytes: int = 0,
+  sums_in_last_tick: bool = False,
+) -> dict[str, float]:
+  """Returns collective -> bytes that a device sends over `stage` per training step.
+
+  'collective-permute': one activation per tick and direction. Except in 1f1b, also the last stage's
+  outputs for the heads of other stages, and their gradients. 'all-reduce', once, by the caller:
+  gradients of parameters that every stage holds, as a ring. Evaluation sends half of the permutes.
+
+  Args:
+    schedule, num_stages, num_microbatches, repeats, num_stacks: as in `Timetable`.
+    activation_bytes: bytes of a microbatch between two layers on one device, over all stacks.
+    output_bytes: bytes of the part that the head reads (the last stack's); None for all bytes.
+    shared_gradient_bytes: gradients of all parameters except layers, on one device.
+    sums_in_last_tick: whether the last tick is computed separately (layer_sums.py). In 1f1b it
+      has no forward pass.
+  """
+  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
+  if schedule == '1f1b':
+    sent = (table.interleaved_ticks - 0.5 * sums_in_last_tick) * activation_bytes
+  else:
+    output_bytes = activation_bytes if output_bytes is None else output_bytes
+    sent = (
+      table.forward_ticks * activation_bytes + table.head_share * (num_stages - 1) * output_bytes
+    )
+  traffic = {'collective-permute': 2.0 * sent}
+  if shared_gradient_bytes:
+    traffic['all-reduce'] = 2.0 * (num_stages - 1) / num_stages * shared_gradient_bytes
+  return traffic
+
+
+# Checks of a pipeline's settings.
+
+# The parameters that a user sets, for errors.
+SET_BY = {
+  'layers': 'TransformerConfig.num_layers',
+  'batch': 'BATCH_SIZE',
+  'encoder_layers': 'EncoderDecoderModel.num_encoder_layers',
+  'stage': 'Partitioner.stage',
+  'schedule': 'Partitioner.pipeline_schedule',
+  'microbatches': 'Partitioner.num_pipeline_microbatches',
+  'repeats': 'Partitioner.pipeline_repeats',
+  'context_attention': 'Partitioner.context_attention',
+}
+
+
+def check(
+  sizes: Mapping[str, int],
+  mesh_shape: Mapping[str, int],
+  *,
+  schedule: str,
+  num_pipeline_microbatches: int,
+  repeats: int = 1,
+  batch_parts: int = 1,
+  num_microbatches: int = 1,
+  skip_idle: bool = True,
+) -> list[Problem]:
+  """Returns everything that keeps the pipeline from running.
+
+  Args:
+    sizes: array axis -> size; reads 'layers', 'encoder_layers' (if it differs), 'stacks' (1 by
+      default) and 'batch' (global).
+    mesh_shape: mesh axis -> size. There are no problems unless `stage` is 2 or more.
+    schedule: one of SCHEDULES.
+    num_pipeline_microbatches: parts into which a device's rows are cut.
+    repeats: blocks of layers per stage and stack.
+    batch_parts: product of the mesh axes that split rows.
+    num_microbatches: parts of gradient accumulation; each goes through the pipeline separately.
+    skip_idle: whether stages without work skip their layers; with a ring they cannot.
+  """
+  stages = mesh_shape.get('stage', 1)
+  if stages == 1:
+    return []
+  num_stacks = sizes.get('stacks', 1)
+  counts = {name: sizes[name] for name in ('layers', 'encoder_layers') if name in sizes}
+  problems = _schedule_problems(schedule, repeats, stages, num_stacks)
+  if num_stacks > 1 and not skip_idle:
+    problems.append(
+      _problem(
+        f"{SET_BY['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
+        f'for all devices, but some of the {stages} stages may be in the decoder while others are '
+        'in the encoder.',
+        f"Set {SET_BY['context_attention']} = 'gather'.",
+        'context_attention',
+        'stage',
+      )
+    )
+  problems += _layer_problems(counts, stages, max(repeats, 1))
+  return problems + _microbatch_problems(
+    schedule,
+    num_pipeline_microbatches,
+    stages,
+    sizes.get('batch'),
+    batch_parts * num_microbatches,
+    num_stacks,
+  )
+
+
+def _problem(what: str, fix: str, *names: str) -> Problem:
+  return Problem(what, fix, tuple(SET_BY[name] for name in names))
+
+
+def _schedule_problems(schedule: str, repeats: int, stages: int, num_stacks: int) -> list[Problem]:
+  set_circular = f"Set {SET_BY['schedule']} = 'circular'."
+  set_gpipe = f"Set {SET_BY['schedule']} = 'gpipe'."
+  if repeats < 1:
+    what = f'{SET_BY["repeats"]} = {repeats} must be at least 1.'
+    return [_problem(what, f'Set {SET_BY["repeats"]} = 1.', 'repeats')]
+  if schedule == '1f1b' and num_stacks > 1:
+    what = (
+      f"{SET_BY['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed "
+      f'the {stages} stages; with an encoder and a decoder it passes them {num_stacks} times.'
+    )
+    return [_problem(what, set_circular if repeats > 1 else set_gpipe, 'schedule', 'repeats')]
+  if schedule == 'circular' and repeats == 1:
+    times = 'once' if num_stacks == 1 else f'once per stack of layers, {num_stacks} times'
+    what = (
+      f'The circular schedule with {SET_BY["repeats"]} = 1 is gpipe: each microbatch passes '
+      f'the {stages} stages {times}.'
+    )
+    return [_problem(what, set_gpipe, 'schedule', 'repeats')]
+  if schedule != 'circular' and repeats > 1:
+    what = (
+      f'{SET_BY["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
+      f'{stages} stages once{" per stack of layers" if num_stacks > 1 else ""}.'
+    )
+    return [_problem(what, set_circular, 'repeats', 'schedule')]
+  return []
+
+
+def _layer_problems(counts: Mapping[str, int], stages: int, repeats: int) -> list[Problem]:
+  """Returns the problem with the layer counts of all stacks, if any.
+
+  Args:
+    counts: 'layers' or 'encoder_layers' -> layers.
+    stages, repeats: settings of the pipeline.
+  """
+  blocks = stages * repeats
+  wrong = {name: count for name, count in counts.items() if count % blocks}
+  if not wrong:
+    return []
+  over = f'stage={stages}' + (f' x {repeats} blocks each (= {blocks})' if repeats > 1 else '')
+  others = ''.join(
+    f' ({name} = {count} does)' for name, count in counts.items() if name not in wrong
+  )
+  said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
+  what = f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {over}{others}.'
+  common = math.gcd(*counts.values())
+  if repeats == 1:
+    fix = f'Set {SET_BY["stage"]} to a number that divides {common}.'
+    return [_problem(what, fix, *wrong, 'stage')]
+  fix = f'Set {SET_BY["stage"]} and {SET_BY["repeats"]} so that their product divides {common}.'
+  return [_problem(what, fix, *wrong, 'stage', 'repeats')]
+
+
+def _microbatch_problems(
+  schedule: str, microbatches: int, stages: int, batch: Optional[int], parts: int, num_stacks: int
+) -> list[Problem]:
+  """Returns the problem with the microbatches of the pipeline, if any.
+
+  Args:
+    schedule, stages, num_stacks: settings of the pipeline.
+    microbatches: parts into which a device's rows are cut.
+    batch: global rows; None if unknown.
+    parts: number of equal parts of the batch; the pipeline cuts each of them.
+  """
+  least = stages if schedule == 'circular' or num_stacks > 1 else 1
+  # Other checks report a batch that the mesh or the accumulation does not divide.
+  rows = batch // parts if batch and batch % parts == 0 else None
+  name = SET_BY['microbatches']
+  if microbatches < least:
+    where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
+    what = (
+      f'{name} = {microbatches} must be at least 1.'
+      if microbatches < 1
+      else f'{name} = {microbatches} is fewer than the {stages} stages: {where} '
+      'the first microbatch would return to stage 0 before the last has started.'
+    )
+  elif rows is None or rows % microbatches == 0:
+    return []
+  else:
+    each = f'{rows} rows' if parts == 1 else f'the {rows} rows of each of {parts} parts'
+    what = f'batch = {batch}: {each} cannot be cut into {name} = {microbatches}.'
+  if rows is not None and rows < least:  # too few for any number
+    fix = f'Set {SET_BY["batch"]} to a multiple of {parts * max(least, microbatches)}.'
+  else:
+    rule = [f'divides {rows}'] * bool(rows) + [f'is at least {least}'] * (least > 1 or not rows)
+    fix = f'Set {name} to a number that {" and ".join(rule)}.'
+  return [_problem(what, fix, 'batch', 'microbatches')]

@@ -1,0 +1,487 @@
+"""The region of a step with explicit collectives: all axes except `model` are manual.
+
+The compiler would repeat the reduction of gradients in each iteration of a loop over microbatches,
+layers or pipeline ticks. Inside the region a device sees its own rows, positions, layers and parts
+of parameters; gradients come out unreduced and are reduced once, here. The compiler handles
+`model`, following the constraints of `shard`.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from t5x_gpu.partitioning import context_parallel, fsdp, quantized
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
+from t5x_gpu.partitioning.fsdp import InBfloat16, own_table
+from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
+from t5x_gpu.partitioning.pipeline import LayerSums
+from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+
+# Copies of parameters during a step, one per device along `model`.
+#
+# The compiler handles `model` (partitioning/region.py). If every device holds a parameter
+# whole and uses it on its part of the activations, the compiler would sum its gradient at each use:
+# for every layer, microbatch and pipeline tick. With a copy per device, each copy has a local
+# gradient, and these are summed once. There are two kinds:
+#
+# - parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
+# - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
+
+_HEADS = 'kv_heads'
+
+
+@dataclasses.dataclass(frozen=True)
+class PerDeviceCopies:
+  """Makes copies of parameters, and sums their gradients.
+
+  Attributes:
+    rules: which mesh axes split each array axis.
+    mesh_shape: mesh axis -> size.
+  """
+
+  rules: AxisRules
+  mesh_shape: Mapping[str, int]
+
+  @property
+  def count(self) -> int:
+    return self.mesh_shape.get('model', 1)
+
+  def dim(self, axis_names: AxisNames) -> Optional[int]:
+    """Returns the dimension of the copies, counted from the last one (-1); None without copies."""
+    names = axis_names.names
+    if self.count > 1 and 'model' in self.rules.activations.get(axis_names.along, ()):
+      return -1 - sum(name != 'layers' for name in names)
+    if self.count > 1 and _HEADS in names and 'model' not in self.rules.parameters.get(_HEADS, ()):
+      return names.index(_HEADS) - len(names)
+    return None
+
+  def make(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
+    """Returns copies of the parameter `x`, one per device; `x` itself if it needs none."""
+    dim = self.dim(axis_names)
+    if dim is None:
+      return x
+    if axis_names.along is not None:
+      x = jnp.expand_dims(x, dim)
+    x = jnp.repeat(x, self.count // x.shape[dim], axis=dim)
+    return jax.lax.with_sharding_constraint(
+      x, PartitionSpec(*('model' if i == x.ndim + dim else None for i in range(x.ndim)))
+    )
+
+  def total(self, axis_names: AxisNames, gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `gradient` summed over copies, in the shape of the parameter `like`."""
+    dim = self.dim(axis_names)
+    if dim is None:
+      return gradient
+    if axis_names.along is not None:
+      return gradient.sum(dim)
+    at = gradient.ndim + dim
+    return gradient.reshape(
+      *gradient.shape[:at], like.shape[at], -1, *gradient.shape[at + 1 :]
+    ).sum(at + 1)
+
+
+# The gradients of the first layer, summed over devices after all other gradients.
+#
+# The backward pass ends with the embeddings, whose table is often the largest array of a model. If
+# the first layer's gradients were sent before the table's gradient, no matmul would be left to hide
+# the table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
+# their results. So the loop over layers (layer_loop.py) returns the first layer's gradients
+# unreduced, through ports; all others are sent while they are computed; the first layer's come
+# last.
+
+
+def with_ports(
+  make: Callable[[Any], Any], parts: Any, first_stack: Any, *, axes: tuple[str, ...]
+) -> Any:
+  """Returns `make(parts)`, where parameters of the first stack have a port (`fsdp.Split.first`).
+
+  Args:
+    make: parts -> parameters for a model, whose backward pass reduces their gradients.
+    parts: the differentiated parts.
+    first_stack: tree of bools: whether a parameter belongs to the layers that run first.
+    axes: all manual mesh axes.
+  """
+  leaves, treedef = jax.tree.flatten(parts)
+  splits = jax.tree.leaves(make(parts), is_leaf=fsdp.is_split)
+  chosen = [i for i, first in enumerate(jax.tree.leaves(first_stack)) if first]
+  at_end = quantized.are_summed_at_end([splits[i] for i in chosen])
+  layers = {
+    i: jax.tree.map(lambda x: x[0], splits[i])
+    for i, late in zip(chosen, at_end, strict=True)
+    if fsdp.is_split(splits[i]) and splits[i].dims.ahead and not late
+  }
+  ports = {i: _port(layer, axes) for i, layer in layers.items()}
+  earlier = {i: layer.earlier for i, layer in layers.items()}
+  dims = tuple((i, layer.dims) for i, layer in layers.items())
+  leaves, ports = _open(dims, leaves, ports, earlier)
+  made, made_tree = jax.tree.flatten(
+    make(jax.tree.unflatten(treedef, leaves)), is_leaf=fsdp.is_split
+  )
+  made = [x.replace(first=ports[i]) if i in ports else x for i, x in enumerate(made)]
+  return jax.tree.unflatten(made_tree, made)
+
+
+def _port(layer: fsdp.Split, axes: tuple[str, ...]) -> jax.Array:
+  """Returns zeros with the shape of the whole parameter of a layer."""
+  whole = jax.eval_shape(lambda x: fsdp.whole(x, jnp.float32), layer)
+  return varying(jnp.zeros(whole.shape, jnp.float32), axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _open(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
+  """Returns `parts` and `ports`, whose gradients arrive together; only the ports' are not reduced.
+
+  Args:
+    dims: (place in `parts`, how it is split) of each parameter with a port.
+    parts: list of the differentiated parts.
+    ports: place -> port.
+    earlier: place -> gradient of earlier microbatches of the first layer, or None.
+  """
+  del dims, earlier
+  return parts, ports
+
+
+def _forward(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
+  return (parts, ports), earlier
+
+
+def _backward(dims: Any, earlier: Any, gradients: Any) -> Any:
+  parts, ports = gradients
+  # The barrier starts the first layer's collectives after the others are done. Where marks allow,
+  # users of the other gradients wait too; otherwise XLA delays a large one to the end of the step.
+  marks = jax.typeof(next(iter(ports.values()))).manual_axis_type if ports else None
+  same = [i for i, x in enumerate(parts) if jax.typeof(x).manual_axis_type == marks]
+  ports, late, _ = jax.lax.optimization_barrier((ports, [parts[i] for i in same], parts))
+  for i, x in zip(same, late, strict=True):
+    parts[i] = x
+  for i, of_leaf in dims:
+    first = fsdp.reduced(ports[i], of_leaf, earlier[i])
+    parts[i] = jax.lax.dynamic_update_index_in_dim(parts[i], first, 0, 0)
+  return parts, None, None
+
+
+_open.defvjp(_forward, _backward)
+
+
+# Suffix of features that hold token positions.
+PLACES = '_places'
+
+
+def is_places(name: str) -> bool:
+  """Returns whether a feature holds token positions [length], the same for all rows."""
+  return name.endswith(PLACES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+  """The manual axes, and how they split parameters, gradients and batches.
+
+  Attributes:
+    rules: which mesh axes split each array axis.
+    mesh_shape: mesh axis -> size.
+    zero_stage: see partitioning/fsdp.py.
+    pipeline: schedule of the stages; None without a pipeline.
+    accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
+      next one; 'microbatch' takes a microbatch through all layers first.
+    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py). In a
+      pipeline, only the loop of the last backward tick does (layer_sums.py).
+    sent: how gradients are sent in bfloat16; None to send float32.
+  """
+
+  rules: AxisRules
+  mesh_shape: Mapping[str, int]
+  zero_stage: int = 3
+  pipeline: Optional[Pipeline] = None
+  accumulate_by: str = 'layer'
+  overlap_layers: bool = False
+  sent: Optional[InBfloat16] = None
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The manual axes: all of size 2 or more, except `model`."""
+    return tuple(a for a in OUTER_AXES if self.mesh_shape.get(a, 1) > 1)
+
+  def spec(self, names: Sequence[Optional[str]], table: Table) -> PartitionSpec:
+    """Returns the PartitionSpec of an array with axes `names` over the manual axes."""
+    entries = (tuple(a for a in table.get(name, ()) if a in self.axes) for name in names)
+    return PartitionSpec(*(entry or None for entry in entries))
+
+  @property
+  def reduces_in_backward(self) -> bool:
+    """Whether gradients are summed over `fsdp` as soon as a layer has them (ZeRO-2 and 3).
+
+    False in a pipeline, whose stages have few layers and many microbatches: there, parameters are
+    gathered and gradients summed once per step.
+    """
+    return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
+
+  @property
+  def layers_ahead(self) -> bool:
+    """Whether loops over layers communicate one layer ahead."""
+    return self.overlap_layers and self.sums_in_backward
+
+  @property
+  def sums_in_last_tick(self) -> bool:
+    """Whether the last backward tick of a pipeline sums the gradients of its layers.
+
+    False if a stage has several blocks of layers: that tick computes only one of them.
+    """
+    return (
+      self.overlap_layers
+      and self.pipeline is not None
+      and self.pipeline.num_blocks == 1
+      and self.axes != ('stage',)
+    )
+
+  @property
+  def _part_table(self) -> Table:
+    return self.rules.state if self.reduces_in_backward else self.rules.parameters
+
+  def _specs(self, names: Any, table: Table) -> Any:
+    return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
+
+  @property
+  def sums_in_backward(self) -> bool:
+    """Whether the backward pass sums each gradient over all axes, not only over `fsdp`.
+
+    Communication then runs while other gradients are computed. False in a pipeline, and under
+    ZeRO-1, which scatters gradients once, at the end.
+    """
+    ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
+    return bool(self.axes) and not ends
+
+  def part_specs(self, names: Any) -> Any:
+    """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
+    return self._specs(names, self._part_table)
+
+  def kept_specs(self, names: Any) -> Any:
+    """Returns a tree of PartitionSpecs of the parameters as stored between steps."""
+    return self._specs(names, self.rules.parameters)
+
+  def gradient_specs(self, names: Any) -> Any:
+    """Returns a tree of PartitionSpecs of reduced gradients, equal to the optimizer state's."""
+    return self._specs(names, self.rules.state)
+
+  def padded_parts(self, params: Any, names: Any) -> Any:
+    """Returns global parameters that `part_specs` can split; under ZeRO-3 they are stored so."""
+    return jax.tree.map(
+      lambda x, n: fsdp.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
+      params,
+      names,
+    )
+
+  def unpadded_gradients(self, grads: Any, names: Any) -> Any:
+    """Returns global gradients, split by `gradient_specs`, in the shapes of the parameters."""
+    return jax.tree.map(
+      lambda x, n: fsdp.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
+      grads,
+      names,
+    )
+
+  def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
+    """Returns name -> PartitionSpec of [batch, length, ...], [batch], or places [length]."""
+    return {
+      name: self.spec(
+        ('length',) if is_places(name) else ('batch', 'length')[: x.ndim], self.rules.activations
+      )
+      for name, x in batch.items()
+    }
+
+  def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns `batch` with global row numbers and positions, which local arrays do not contain.
+
+    'rows' [batch] is the index of each example. If the length is split, 'encoder_places' and
+    'decoder_places' [length] are the positions of the tokens of encoder and decoder features.
+    """
+    batch_size = next(iter(batch.values())).shape[0]
+    more = {'rows': jnp.arange(batch_size)}
+    if 'context' in self.axes:
+      for name, x in batch.items():
+        if x.ndim > 1:
+          more[name.split('_')[0] + PLACES] = jnp.asarray(
+            context_parallel.length_order(x.shape[1], self.mesh_shape['context'])
+          )
+    return {**batch, **more}
+
+  def parameters(
+    self,
+    parts: Any,
+    params: Any,
+    names: Any,
+    *,
+    sums: bool = False,
+    earlier: Any = None,
+    in_layers: bool = True,
+    first_stack: Any = None,
+  ) -> Any:
+    """Returns the parameters for a model: `fsdp.Split` if its backward pass reduces, else arrays.
+
+    Args:
+      parts: differentiated parts, split by `part_specs`; or copies of them.
+      params: parameters as stored between steps; ZeRO-2 uses these, which are whole.
+      names: tree of AxisNames.
+      sums: whether the backward pass also sums gradients over the axes of `sum_axes`. `parts` then
+        must not vary over these axes, and neither do the gradients.
+      earlier: with `sums`, gradients of earlier microbatches, not summed over these axes.
+      in_layers: whether the model calls `fsdp.whole` on each layer, so that a layer's gradients are
+        summed as soon as they are known; otherwise all layers' gradients are summed together.
+      first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
+        have a port (first_layer.py); None for no ports.
+    """
+
+    def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:
+      dims = dataclasses.replace(
+        self._dims(axis_names), sums=self.sum_axes(axis_names) if sums else ()
+      )
+      split = self.reduces_in_backward and dims.fsdp is not None
+      full = param if split and self.zero_stage == 2 else None
+      copies = self._copies.dim(axis_names)
+      if copies is not None and (part.ndim, part.shape[copies:]) != (
+        param.ndim,
+        param.shape[copies:],
+      ):
+        dims = dataclasses.replace(dims, model=copies)
+        full = None if full is None else self._copies.make(axis_names, full)
+      if not split:
+        dims = dataclasses.replace(dims, fsdp=None, padding=None)
+      if in_layers and 'layers' in axis_names.names:
+        dims = dataclasses.replace(dims, ahead=self.overlap_layers)
+        return fsdp.Split(part, full, dims, before) if split or sums else part
+      part = fsdp.summed(part, dims, before)
+      return fsdp.Split(part, full, dataclasses.replace(dims, sums=())) if split else part
+
+    if earlier is None:
+      earlier = jax.tree.map(lambda _: None, names)
+
+    def made(parts: Any) -> Any:
+      return jax.tree.map(lambda n, *of_leaf: parameter(n, *of_leaf), names, parts, params, earlier)
+
+    if not sums or first_stack is None:
+      return made(parts)
+    return with_ports(made, parts, first_stack, axes=self.axes)
+
+  def frozen(self, params: Any, names: Any, dtype: Any) -> Any:
+    """Returns parameters without gradient for a model; arguments as in `whole`."""
+    if not self.reduces_in_backward:
+      return self.whole(params, names, dtype)
+    return self.parameters(params, params, names) if self.zero_stage == 3 else params
+
+  def whole(self, params: Any, names: Any, dtype: Any) -> Any:
+    """Returns stored parameters, gathered over `fsdp`; cannot be differentiated through.
+
+    Args:
+      params: parameters as stored.
+      names: tree of AxisNames.
+      dtype: dtype in which parameters are sent. The result keeps their own dtype, so that gradients
+        are summed in it.
+    """
+
+    def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
+      dims = self._dims(axis_names)
+      if self.zero_stage < 3 or dims.fsdp is None:
+        return param
+      return fsdp.gather(param.astype(dtype), dims).astype(param.dtype)
+
+    return jax.tree.map(parameter, names, params)
+
+  def _dims(self, axis_names: AxisNames) -> fsdp.Dims:
+    return fsdp.dims_of(
+      axis_names, table=self.rules.state, mesh_shape=self.mesh_shape, sent=self.sent
+    )
+
+  def copies(self, parts: Any, names: Any) -> Any:
+    """Returns `parts` with a copy per device along `model` of parameters that need one."""
+    return jax.tree.map(self._copies.make, names, parts)
+
+  def sum_copies(self, grads: Any, parts: Any, names: Any) -> Any:
+    """Returns the gradients of `parts`, given the gradients of `copies(parts, names)`."""
+    return jax.tree.map(self._copies.total, names, grads, parts)
+
+  @property
+  def _copies(self) -> PerDeviceCopies:
+    return PerDeviceCopies(self.rules, self.mesh_shape)
+
+  def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
+    """Returns the axes over which a gradient is summed and that do not split its parameter."""
+    table = own_table(axis_names, self.rules.parameters)
+    own = {a for name in axis_names.names for a in table.get(name, ())}
+    if self._dims(axis_names).fsdp is not None:
+      own.add('fsdp')
+    return tuple(a for a in self.axes if a not in own)
+
+  def layer_sums(self, names: Any) -> LayerSums:
+    """Returns how the last backward tick of a pipeline sums gradients, from a tree of AxisNames."""
+
+    def dims(axis_names: AxisNames) -> Optional[fsdp.Dims]:
+      if 'layers' not in axis_names.names:
+        return None
+      split, copies = self._dims(axis_names), self._copies.dim(axis_names)
+      model = split.model if copies is None else copies
+      return dataclasses.replace(split, model=model, sums=self.sum_axes(axis_names), ahead=True)
+
+    return LayerSums(tuple(map(dims, jax.tree.leaves(names))), self.axes)
+
+  def reduce_gradients(self, grads: Any, names: Any) -> Any:
+    """Returns local gradients summed over all devices, split by `gradient_specs`.
+
+    Gradients that are reduced over the same axes in float32 share one collective. Gradients that
+    the last tick of a pipeline has already summed are returned unchanged.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    groups = collections.defaultdict(list)
+    for i, axis_names in enumerate(jax.tree.leaves(names)):
+      if self.sums_in_last_tick and 'layers' in axis_names.names:
+        continue
+      dims, axes = self._dims(axis_names), self.sum_axes(axis_names)
+      if dims.fsdp is not None and not self.reduces_in_backward:
+        leaves[i] = fsdp.scatter(leaves[i], dims)
+      if dims.sent is None:
+        groups[axes].append(i)
+      else:
+        leaves[i] = fsdp.total(leaves[i], dataclasses.replace(dims, sums=axes))
+    for axes, members in groups.items():
+      if axes:
+        for i, reduced in zip(members, jax.lax.psum([leaves[i] for i in members], axes)):
+          leaves[i] = reduced
+    return jax.tree.unflatten(treedef, leaves)
+
+  def map(
+    self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, marked: bool = True
+  ) -> Callable[..., Any]:
+    """Returns `function` of local arrays as a function of global arrays.
+
+    Args:
+      function: function of local arrays.
+      in_specs, out_specs: PartitionSpecs of its arguments and results.
+      marked: whether arrays that are the same on all devices are passed marked as varying.
+    """
+    if not self.axes:
+      return function
+
+    def local(*args: Any) -> Any:
+      with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
+        return function(*(jax.tree.map(self.varying, args) if marked else args))
+
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
+
+  def varying(self, x: jax.Array) -> jax.Array:
+    """Returns `x`, marked as different on every device of the manual axes."""
+    return varying(x, self.axes)
+
+  def largest(self, tree: Any) -> Any:
+    """Returns the maximum of local numbers over all devices."""
+    if not self.axes:
+      return tree
+    return jax.lax.pmax(jax.tree.map(self.varying, tree), self.axes)
+
+  def total(self, tree: Any) -> Any:
+    """Returns the sum of local numbers over all devices."""
+    if not self.axes:
+      return tree
+    return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)

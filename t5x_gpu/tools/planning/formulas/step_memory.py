@@ -1,0 +1,283 @@
+"""Memory of a step on one GPU, by component: formulas, next to XLA's allocation when it compiles.
+
+Parameters, optimizer state and batch are exact. The rest is the peak of the backward pass: stored
+activations, the working set of one layer, gradients, and the loss. XLA chooses which arrays are
+live at the same time, so these formulas are within 10% of the total (docs/plan.md#checks).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Optional
+
+import jax
+
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.partitioning.pipeline import Timetable
+from t5x_gpu.runtime.xla import flags
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
+from t5x_gpu.tools.planning.gpu_compile import CompiledMemory
+from t5x_gpu.tools.planning.gpu_targets import GpuTarget
+from t5x_gpu.training.program import Program, bytes_per_device
+
+PARAMETERS, OPTIMIZER, BATCH = 'parameters', 'optimizer state', 'batch'
+GRADIENTS, ACTIVATIONS, LAYER = 'gradients', 'stored activations', 'working set of a layer'
+WEIGHTS, STACK, LOSS = 'weights of a layer', 'copy of the largest stack', 'logits and loss'
+FRAGMENTATION = 'fragmentation'
+_ARGUMENTS = (PARAMETERS, OPTIMIZER, BATCH)
+# Share of the GPU's memory if no preset sets it: XLA's default.
+_DEFAULT_FRACTION = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+  """The memory of a step on one GPU, in bytes.
+
+  Attributes:
+    components: name -> bytes by formula; XLA's pool holds all of them.
+    compiled: XLA's allocation; None if the step was not compiled for the GPU.
+    gpu_bytes: memory of the GPU.
+    pool_bytes: the part that XLA manages; CUDA, cuBLAS and NCCL's buffers use the rest.
+  """
+
+  components: Mapping[str, int]
+  compiled: Optional[CompiledMemory]
+  gpu_bytes: int
+  pool_bytes: int
+
+  @property
+  def argument_bytes(self) -> int:
+    """Bytes of parameters, optimizer state and batch."""
+    return sum(self.components[name] for name in _ARGUMENTS)
+
+  @property
+  def formula_bytes(self) -> int:
+    """Bytes of all components except the reserve for fragmentation."""
+    return sum(self.components.values()) - self.components[FRAGMENTATION]
+
+  @property
+  def step_bytes(self) -> int:
+    """Bytes of the arrays of a step: as compiled, if it was compiled."""
+    return self.formula_bytes if self.compiled is None else self.compiled.total_bytes
+
+  @property
+  def needed_bytes(self) -> int:
+    """Bytes that XLA's pool must have, with the reserve for fragmentation."""
+    return self.step_bytes + self.components[FRAGMENTATION]
+
+  @property
+  def left_bytes(self) -> int:
+    """Bytes left in XLA's pool; negative if the step does not fit."""
+    return self.pool_bytes - self.needed_bytes
+
+  @property
+  def fits(self) -> bool:
+    return self.left_bytes >= 0
+
+
+def memory_use(
+  program: Program,
+  shape: StepShape,
+  *,
+  gpu: GpuTarget,
+  preset: str,
+  assumed: Assumptions,
+  compiled: Optional[CompiledMemory] = None,
+) -> MemoryUse:
+  """Returns the memory of a step.
+
+  Args:
+    program, shape: the step.
+    gpu: the GPU whose memory is used.
+    preset: `train.xla_preset`, which sets XLA's share of the memory.
+    assumed: the reserve for fragmentation.
+    compiled: XLA's allocation for this GPU.
+  """
+  components = _components(program, shape)
+  temporary = sum(components.values()) - sum(components[name] for name in _ARGUMENTS)
+  if compiled is not None:
+    temporary = compiled.temporary_bytes
+  components[FRAGMENTATION] = int(assumed.fragmentation * temporary)
+  topology = program.layout.topology
+  fraction = pool_fraction(
+    preset, gpu=gpu, num_hosts=topology.num_hosts, num_gpus=topology.num_devices
+  )
+  return MemoryUse(components, compiled, gpu.memory_bytes, int(fraction * gpu.memory_bytes))
+
+
+def pool_fraction(preset: str, *, gpu: GpuTarget, num_hosts: int, num_gpus: int) -> float:
+  """Returns XLA's share of a GPU's memory in a run with `preset`."""
+  applied = flags.prepare_environment(
+    preset, gpu=gpu.device_kind, num_hosts=num_hosts, num_gpus=num_gpus, environ={}
+  )
+  return float(applied.env.get('XLA_CLIENT_MEM_FRACTION', _DEFAULT_FRACTION))
+
+
+def _components(program: Program, shape: StepShape) -> dict[str, int]:
+  """Returns all components except the reserve."""
+  state, layout = program.abstract_state, program.layout
+  trained, names = (
+    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
+  )
+  early = layout.zero_stage > 1 and not layout.pipeline
+  table = layout.rules.state if early else layout.rules.parameters
+  gradients = bytes_per_device(layout.stored(trained, names, table))
+  if layout.pipeline and layout.zero_stage > 1:
+    gradients *= layout.mesh.shape['fsdp']
+  found = {
+    PARAMETERS: bytes_per_device(state.params),
+    OPTIMIZER: bytes_per_device(state.opt_state) + bytes_per_device(state.step),
+    BATCH: bytes_per_device(program.abstract_batch),
+    GRADIENTS: gradients,
+  }
+  if shape.config is None:
+    return found
+  c = shape.config
+  found[ACTIVATIONS] = int(sum(_stored(program, shape, c, stack) for stack in shape.stacks))
+  # The peak is in the backward pass of the last layer, or while the loss is computed.
+  logits, kernel = _head(program, shape, c)
+  layer = int(max(_working_set(shape, c, stack) for stack in shape.stacks))
+  weights, stack = _weights(program, shape)
+  split = layout.mesh.shape['fsdp'] > 1
+  head = kernel if split else 0
+  if shape.ids_in_parts:  # the logits' gathered input is freed, its gradient not yet sent
+    head = head * 4 // (shape.item_bytes + 4)
+  while_layers = gradients + layer + weights + stack + head
+  if layout.pipeline:  # a tick computes layers and loss, and adds its gradients to the sum
+    return found | {
+      GRADIENTS: 2 * gradients + _summed_in_last_tick(program),
+      LAYER: layer,
+      WEIGHTS: weights + stack,
+      LOSS: logits + kernel,
+    }
+  own = 0 if split else 4 * kernel // shape.item_bytes
+  while_loss = logits + kernel + min(own, gradients)
+  if while_layers >= while_loss:
+    return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: head}
+  return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
+
+
+def _summed_in_last_tick(program: Program) -> int:
+  """Returns the bytes of the layers' gradients if the last tick of a pipeline sums them."""
+  if not program.layout.region.sums_in_last_tick:
+    return 0
+  pairs = zip(jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params))
+  return bytes_per_device([array for array, names in pairs if 'layers' in names.names])
+
+
+def _width(shape: StepShape, c: TransformerConfig) -> tuple[float, float, float]:
+  """Returns features per token on one device: residual stream, queries with keys, MLP's hidden."""
+  residual = c.embed_dim / (shape.model if shape.sequence_parallel else 1)
+  keys = 2 * c.kv_heads / min(shape.model, c.kv_heads)
+  heads = (c.num_heads / shape.model + keys) * c.head_dim
+  hidden = c.mlp_dim / shape.model
+  if c.num_experts:
+    factor = c.expert_capacity_factor
+    hidden *= min(c.num_experts_per_token * (1 if factor is None else factor), c.num_experts)
+  return residual, heads, hidden
+
+
+def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes that the layers of a stack keep for the backward pass."""
+  residual, heads, hidden = _width(shape, c)
+  inputs, blocks = len(c.mlp_activations), 3 if stack.cross_length else 2
+  queries = c.num_heads / shape.model * c.head_dim
+  matmuls = (blocks - 1) * (heads + residual) + inputs * hidden
+  width = {
+    'full': residual,
+    'offload': 0.0,
+    'minimal': residual + matmuls,
+    'dots': residual + matmuls + (blocks - 1) * queries,
+    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks),
+  }[shape.keeps]
+  tokens = shape.tokens(stack)
+  pipeline = program.layout.pipeline
+  if pipeline:
+    table = Timetable(
+      pipeline.schedule,
+      pipeline.num_stages,
+      pipeline.num_microbatches,
+      pipeline.repeats,
+      pipeline.num_stacks,
+    )
+    of_microbatch = tokens / pipeline.num_microbatches
+    kept = table.kept_inputs * of_microbatch * residual
+    return shape.item_bytes * (kept + stack.num_layers * of_microbatch * residual)
+  if shape.keeps != 'full' and shape.passes > 1:
+    tokens /= shape.passes
+  bytes_ = shape.item_bytes * stack.num_layers * tokens * width
+  if stack.attention == 'dense' and shape.keeps in ('none', 'dots'):
+    bytes_ += stack.num_layers * _attention_logits(shape, c, stack)
+  return bytes_
+
+
+# Hidden features that the backward pass of an activation reads, its input included.
+_KEPT_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 5, 'silu': 3, 'relu': 2, 'linear': 1}
+
+
+def _all_of_a_layer(
+  c: TransformerConfig, residual: float, heads: float, queries: float, hidden: float, blocks: int
+) -> float:
+  """Returns the features per token that a layer without remat keeps, float32 ones twice."""
+  attention = heads + queries + (2 / 3 * heads if any(c.rope_of_layers) else 0)
+  kept = sum(_KEPT_BY_ACTIVATION.get(name, 4) for name in c.mlp_activations)
+  mlp = hidden * (kept + (len(c.mlp_activations) > 1))
+  return blocks * 6.5 * residual + (blocks - 1) * attention + mlp
+
+
+def _attention_logits(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes of a layer's attention logits in float32, for one pass.
+
+  Without a kernel, a ring over `context` computes blocks of 1024 positions; XLA keeps all logits of
+  one hop twice, their masks, and some arrays of the size of a block.
+  """
+  if stack.attention != ('dense' if shape.context == 1 else 'chunked'):
+    return 0.0
+  rows, heads = shape.rows / shape.passes, c.num_heads / shape.model
+  if shape.context == 1:
+    return 4 * rows * heads * stack.length**2
+  local = stack.length / shape.context
+  return rows * heads * (10 * local**2 + 20 * min(local, 1024) ** 2)
+
+
+def _working_set(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
+  """Returns the bytes of activations and their gradients in the backward pass of one layer."""
+  residual, heads, hidden = _width(shape, c)
+  tokens = shape.tokens(stack) / shape.passes
+  width = 5 * residual + 2 * heads + (len(c.mlp_activations) + 2) * hidden
+  if shape.sequence_parallel:  # gathered inputs, and sums in float32 before they are scattered
+    width += 7 * c.embed_dim
+  return shape.item_bytes * tokens * width + _attention_logits(shape, c, stack)
+
+
+def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
+  """Returns (a layer's weights, a copy of the largest stack of parameters).
+
+  The weights are in the compute dtype, twice, with their gradients, whole over fsdp. The copy has
+  the order in which fsdp gathers.
+  """
+  layout = program.layout
+  ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
+  of_layer, largest = 0.0, 0
+  for array, axis_names in zip(
+    jax.tree.leaves(program.abstract_state.params), jax.tree.leaves(program.names.params)
+  ):
+    if 'layers' in axis_names.names:
+      local = array.sharding.shard_shape(array.shape)
+      number = local[axis_names.names.index('layers')]
+      of_layer += ways * math.prod(local) / number
+      largest = max(largest, 4 * math.prod(local))
+  split = ways > 1
+  return int(of_layer * (2 * shape.item_bytes + 4 * split)), int(largest * split)
+
+
+def _head(program: Program, shape: StepShape, c: TransformerConfig) -> tuple[int, int]:
+  """Returns (logits of one chunk with their gradient, the head's kernel and its gradient)."""
+  if not shape.num_outcomes:
+    return 0, 0
+  tokens = shape.head_rows / shape.passes * shape.head_length
+  columns = shape.num_outcomes / shape.model
+  logits = 2.5 * 4 * tokens * columns / max(shape.loss_chunks, 1)
+  split = program.layout.mesh.shape['fsdp'] > 1  # a whole gradient in addition to the stored part
+  return int(logits), int(c.embed_dim * columns * (shape.item_bytes + 4 * split))

@@ -1,0 +1,215 @@
+"""The sizes of a step on one device, the input of every formula of a plan."""
+
+import dataclasses
+import math
+from typing import Optional
+
+from t5x_gpu.layers import embedding
+from t5x_gpu.layers.backends.choose import Choice, Hardware, choose
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.dpo import policy_of
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.heads import num_loss_chunks
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.model import Model, config_of, encodes_texts
+from t5x_gpu.models.transformer import attention_need
+from t5x_gpu.tools.planning.gpu_targets import GpuTarget
+from t5x_gpu.training.program import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackShape:
+  """The layers of one kind on one device.
+
+  Attributes:
+    name: 'encoder', 'decoder', or 'layers' for a model with one stack.
+    num_layers: layers of this device.
+    length: positions of a row, on all devices.
+    causal: whether positions attend only to earlier ones.
+    cross_length: encoder positions that the layers attend to; 0 without cross-attention.
+    choice: backend of the self-attention on the GPU.
+  """
+
+  name: str
+  num_layers: int
+  length: int
+  causal: bool
+  cross_length: int = 0
+  choice: Choice
+
+  @property
+  def attention(self) -> str:
+    """Name of the backend (layers/backends)."""
+    return self.choice.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+  """A training step on one device.
+
+  Attributes:
+    config: the model's config; None for a custom model without a TransformerConfig.
+    stacks: the model's layers; () without a config.
+    rows: rows of this device in a step.
+    passes: parts in which the rows go through a layer: microbatches times pipeline microbatches.
+    model, context, stage: sizes of these mesh axes.
+    recomputes: what the backward pass recomputes: '', 'attention', or 'layers'.
+    keeps: `remat_policy` that decides what is stored.
+    by_layer: whether a layer takes all microbatches before the next layer, and is recomputed.
+    sequence_parallel: whether norms and residuals are split over `model`.
+    head_rows: rows whose logits the busiest device computes.
+    loss_chunks: parts of the length in which it computes logits; 0 for all logits at once.
+    num_outcomes: outcomes of the head; 0 if it has no logits per token.
+    trains_kernels: whether the backward pass computes gradients of the layers' kernels.
+    references: forward passes of a frozen reference model: 1 for DPO, else 0.
+    ids_in_parts: ids per pass of each use of the token table, if its rows are looked up in parts
+      (layers/embedding.py).
+  """
+
+  config: Optional[TransformerConfig]
+  stacks: tuple[StackShape, ...]
+  rows: int
+  passes: int
+  model: int
+  context: int
+  stage: int
+  recomputes: str
+  keeps: str
+  by_layer: bool
+  sequence_parallel: bool
+  head_rows: int
+  loss_chunks: int
+  num_outcomes: int
+  trains_kernels: bool
+  references: int = 0
+  ids_in_parts: tuple[int, ...] = ()
+
+  @property
+  def head_length(self) -> int:
+    """Positions of a row on this device that the head reads."""
+    return self.stacks[-1].length // self.context if self.stacks else 0
+
+  @property
+  def item_bytes(self) -> int:
+    """Bytes of one activation."""
+    return 2 if self.config is None or self.config.dtype in ('bfloat16', 'fp8') else 4
+
+  def tokens(self, stack: StackShape) -> int:
+    """Positions of a stack on this device, in a step."""
+    return self.rows * stack.length // self.context
+
+
+def step_shape(
+  program: Program, model: Model, *, num_microbatches: int, gpu: GpuTarget
+) -> StepShape:
+  """Returns the sizes of a step of `program`, whose model is `model`, on `gpu`."""
+  layout, mesh = program.layout, program.layout.mesh.shape
+  policy = policy_of(model)
+  inner = policy.model if isinstance(policy, LoraModel) else policy
+  config, pipeline = config_of(model), layout.pipeline
+  rows = program.spec.batch_size // layout.batch_parts
+  passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
+  stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
+  by_layer = (
+    num_microbatches > 1
+    and layout.accumulate_by == 'layer'
+    and layout.zero_stage > 1
+    and mesh['fsdp'] > 1
+  )
+  remat = config.remat_policy if config else 'none'
+  recomputes = {'none': '', 'dots': '', 'full': 'layers'}.get(remat, 'attention')
+  if pipeline or by_layer:
+    recomputes = 'layers'
+  head_rows = rows
+  if pipeline and pipeline.schedule != '1f1b':
+    head_rows = math.ceil(rows / mesh['stage'])
+  token_logits = config is not None and not encodes_texts(model)
+  chunks = 0
+  if token_logits:
+    chunks = num_loss_chunks(
+      config,
+      max(head_rows // passes, 1),
+      stacks[-1].length // mesh['context'],
+      vocab_parts=mesh['model'],
+    )
+  shape = StepShape(
+    config=config,
+    stacks=stacks,
+    rows=rows,
+    passes=passes,
+    model=mesh['model'],
+    context=mesh['context'],
+    stage=mesh['stage'],
+    recomputes=recomputes,
+    keeps='full' if by_layer or pipeline else remat,
+    by_layer=by_layer,
+    sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
+    head_rows=head_rows,
+    loss_chunks=chunks,
+    num_outcomes=config.vocab_size if token_logits else 0,
+    trains_kernels=not isinstance(policy, LoraModel),
+    references=int(policy is not model),
+  )
+  return dataclasses.replace(shape, ids_in_parts=_ids_in_parts(program, shape))
+
+
+def _ids_in_parts(program: Program, shape: StepShape) -> tuple[int, ...]:
+  c, layout = shape.config, program.layout
+  ways = layout.mesh.shape['fsdp']
+  if c is None or ways == 1 or layout.zero_stage < 3 or layout.pipeline:
+    return ()
+  if shape.by_layer or shape.model > 1 or c.embed_dim % ways:
+    return ()
+  ids = [shape.tokens(stack) // shape.passes for stack in shape.stacks]
+  size = dict(vocab_size=c.vocab_size, dtype_bytes=shape.item_bytes)
+  return tuple(n for n in ids if embedding.sends_less_in_parts(n, **size))
+
+
+def _stacks(
+  program: Program, model: Model, config: TransformerConfig, gpu: GpuTarget, rows: int
+) -> tuple[StackShape, ...]:
+  mesh = program.layout.mesh.shape
+  lengths = {
+    name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
+  }
+
+  def stack(
+    name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0
+  ) -> StackShape:
+    return StackShape(
+      name=name,
+      num_layers=num_layers // mesh['stage'],
+      length=length,
+      causal=causal,
+      cross_length=cross_length,
+      choice=_backend(program, config, length, gpu, rows),
+    )
+
+  if isinstance(model, EncoderDecoderModel):
+    layers = model.num_encoder_layers or config.num_layers
+    return (
+      stack('encoder', layers, lengths['encoder'], False),
+      stack('decoder', config.num_layers, lengths['decoder'], True, lengths['encoder']),
+    )
+  is_encoder = isinstance(model, EncoderModel)
+  length = max(lengths.values(), default=1)
+  return (stack('layers', config.num_layers, length, not is_encoder),)
+
+
+def _backend(
+  program: Program, config: TransformerConfig, length: int, gpu: GpuTarget, rows: int
+) -> Choice:
+  """Returns the attention backend that a stack gets on `gpu`."""
+  need, ways = attention_need(config), program.layout.mesh.shape['context']
+  method = program.layout.rules.context_method if ways > 1 else None
+  need = dataclasses.replace(
+    need,
+    q_length=length // ways,
+    kv_length=length if method == 'gather' else length // ways,
+    rows=rows,
+    rows_and_heads=rows * (need.rows_and_heads or 1) // program.layout.mesh.shape['model'],
+    context=method,
+  )
+  device = Hardware('gpu', gpu.device_kind, float(gpu.compute_capability), has_packages=True)
+  return choose(config.attention, need, device)

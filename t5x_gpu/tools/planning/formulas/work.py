@@ -1,0 +1,280 @@
+"""The computation of one device in a step: FLOPs and bytes of memory traffic, by part of the model.
+
+FLOPs are counted as run: causal attention counts the pairs that a kernel computes, and
+recomputation in the backward pass counts again. Bytes are counted for kernels that are not matrix
+products; each of their arrays is read and written once, as XLA fuses them.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.flops import seen_keys, step_flops
+from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
+from t5x_gpu.training.program import Program, bytes_per_device
+
+ATTENTION_PROJECTIONS = 'attention projections'
+ATTENTION = 'attention'
+MLP = 'MLP'
+EXPERTS = 'experts'
+LOGITS = 'logits and loss'
+ELEMENTWISE = 'norms, activations, residuals'
+EMBEDDING = 'embedding'
+WEIGHTS_AND_GRADIENTS = 'weights and gradients'
+OPTIMIZER = 'optimizer'
+MODEL = 'model'
+# Backward attention kernels compute five matrix products, including the forward pass's logits.
+_ATTENTION_BACKWARD = 2.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+  """Kernels of one kind for one part of the model, on one device in a step.
+
+  Attributes:
+    part: one of the names above.
+    kind: 'gemm', 'fp8_gemm', 'attention' or 'memory'.
+    flops: FLOPs of all runs.
+    num_bytes: bytes read and written by all runs.
+    runs: number of kernel runs.
+    recomputed_flops: the part of `flops` that repeats the forward pass.
+    recomputed_bytes: the part of `num_bytes` that repeats the forward pass.
+    size: (rows, inner, columns) of a matrix product; () for other kinds.
+    backend: attention backend (layers/backends).
+    in_layers: whether a pipeline's bubble makes it longer.
+  """
+
+  part: str
+  kind: str
+  flops: float = 0.0
+  num_bytes: float = 0.0
+  runs: float = 1
+  recomputed_flops: float = 0.0
+  recomputed_bytes: float = 0.0
+  size: tuple[int, ...] = ()
+  backend: str = ''
+  in_layers: bool = True
+
+
+def step_work(shape: StepShape, program: Program, model: Any) -> list[Work]:
+  """Returns the whole computation of the busiest device in a step."""
+  found: list[Work] = []
+  if shape.config is None:
+    flops = step_flops(model, program.spec.shapes)
+    found.append(Work(part=MODEL, kind='gemm', flops=flops / program.layout.mesh.size))
+  for stack in shape.stacks:
+    found += _layers(shape, shape.config, stack)
+  if shape.config is not None:
+    found += _ends(shape, shape.config)
+  return [*found, *_update(program, shape)]
+
+
+def _layers(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterator[Work]:
+  """Yields the work of the layers of a stack."""
+  queries, keys = c.num_heads * c.head_dim // shape.model, c.kv_heads * c.head_dim
+  keys //= min(shape.model, c.kv_heads)  # fewer heads than devices: each computes one
+  tokens = shape.tokens(stack)
+  yield from _gemms(
+    shape, stack, ATTENTION_PROJECTIONS, tokens, [(c.embed_dim, queries + 2 * keys, 1)]
+  )
+  yield from _gemms(shape, stack, ATTENTION_PROJECTIONS, tokens, [(queries, c.embed_dim, 1)])
+  if stack.cross_length:
+    of_encoder = shape.rows * stack.cross_length // shape.context
+    ends = [(c.embed_dim, queries, 1), (queries, c.embed_dim, 1)]
+    yield from _gemms(shape, stack, ATTENTION_PROJECTIONS, tokens, ends)
+    of_keys = [(c.embed_dim, 2 * keys, 1)]
+    yield from _gemms(shape, stack, ATTENTION_PROJECTIONS, of_encoder, of_keys)
+  yield from _attention(shape, c, stack)
+  yield from _mlp(shape, c, stack, tokens)
+  split = shape.model if shape.sequence_parallel else 1
+  of_residual = _BLOCK_PASSES * c.embed_dim * (3 if stack.cross_length else 2) / split
+  of_heads = _HEAD_PASSES * (queries + keys)
+  hidden = c.mlp_dim // shape.model * (c.num_experts_per_token if c.num_experts else 1)
+  forward, backward = (
+    shape.item_bytes
+    * tokens
+    * stack.num_layers
+    * (of_residual + of_heads + passes * len(c.mlp_activations) * hidden)
+    for passes in (_MLP_FORWARD, _MLP_BACKWARD)
+  )
+  again = forward if shape.recomputes == 'layers' else 0.0
+  yield Work(
+    part=ELEMENTWISE,
+    kind='memory',
+    num_bytes=(1 + shape.references) * forward + backward + again,
+    recomputed_bytes=again,
+    runs=stack.num_layers * shape.passes * (12 * (1 + shape.references + bool(again)) + 18),
+  )
+
+
+# Array reads and writes: of the residual stream by a block's norm and sum, of queries and keys by
+# rotary positions or their scale, of an MLP's hidden features (relative to its inputs).
+_BLOCK_PASSES = 4
+_HEAD_PASSES = 2
+_MLP_FORWARD = 1.5
+_MLP_BACKWARD = 2.5
+
+
+def _gemms(
+  shape: StepShape,
+  stack: StackShape,
+  part: str,
+  tokens: float,
+  sizes: list[tuple[int, int, int]],
+  *,
+  fp8: bool = True,
+) -> Iterator[Work]:
+  """Yields products of `tokens` rows with kernels of `sizes`, (inner, columns, how many)."""
+  config = shape.config
+  times = 1 + 1 + shape.trains_kernels + (shape.recomputes == 'layers') + shape.references
+  for inner, columns, number in sizes:
+    forward = 2.0 * tokens * inner * columns * number * stack.num_layers
+    rows = max(int(tokens // shape.passes), 1)
+    yield Work(
+      part=part,
+      kind='fp8_gemm' if fp8 and config.fp8 else 'gemm',
+      flops=forward * times,
+      recomputed_flops=forward * (shape.recomputes == 'layers'),
+      num_bytes=times
+      * stack.num_layers
+      * number
+      * shape.item_bytes
+      * (tokens * (inner + columns) + shape.passes * inner * columns),
+      runs=times * stack.num_layers * number * shape.passes,
+      size=(rows, inner, columns),
+    )
+
+
+def _mlp(shape: StepShape, c: TransformerConfig, stack: StackShape, tokens: int) -> Iterator[Work]:
+  hidden, inputs = c.mlp_dim // shape.model, len(c.mlp_activations)
+  sizes = [(c.embed_dim, hidden, inputs), (hidden, c.embed_dim, 1)]
+  if not c.num_experts:
+    yield from _gemms(shape, stack, MLP, tokens, sizes)
+    return
+  # With a capacity, experts compute their empty slots too.
+  factor = c.expert_capacity_factor
+  chosen = tokens * c.num_experts_per_token * (1 if factor is None else factor)
+  chosen = min(chosen, tokens * c.num_experts)
+  yield from _gemms(shape, stack, EXPERTS, tokens, [(c.embed_dim, c.num_experts, 1)], fp8=False)
+  yield from _gemms(shape, stack, EXPERTS, chosen, sizes, fp8=False)
+
+
+def _attention(shape: StepShape, c: TransformerConfig, stack: StackShape) -> Iterator[Work]:
+  """Yields the products of queries with keys and of weights with values."""
+  heads = c.num_heads / shape.model
+  layers = stack.num_layers
+  for length, causal, backend in (
+    (stack.length, stack.causal, stack.attention),
+    (stack.cross_length, False, stack.attention),
+  ):
+    if not length:
+      continue
+    kernel = backend not in ('dense', 'chunked')
+    pairs = stack.length * length  # chunks and kernels skip pairs in the future
+    if backend != 'dense':
+      pairs = _pairs(c, stack.length, length, causal=causal)
+    forward = 4.0 * shape.rows * pairs * heads * c.head_dim * layers / shape.context
+    again = forward if shape.recomputes else 0.0
+    backward = (_ATTENTION_BACKWARD if kernel else 2.0) * forward
+    num_bytes = 0.0
+    if not kernel:  # logits and weights in float32 go through memory
+      logits = 4.0 * shape.rows * pairs * heads * layers / shape.context
+      num_bytes = _LOGIT_PASSES * logits * (1.0 + 0.5 * (bool(again) + shape.references))
+    yield Work(
+      part=ATTENTION,
+      kind='attention',
+      flops=(1 + shape.references) * forward + backward + again,
+      recomputed_flops=again,
+      num_bytes=num_bytes,
+      runs=layers * shape.passes * ((2 if kernel else 8) + bool(again) + shape.references),
+      backend=backend,
+    )
+
+
+# Times that attention without a kernel reads or writes its logits, forward and backward.
+_LOGIT_PASSES = 10
+
+
+def _pairs(c: TransformerConfig, queries: int, keys: int, *, causal: bool) -> float:
+  """Returns the (query, key) pairs per row that attention computes, averaged over layers."""
+  if not causal:
+    return queries * keys
+  total = 0.0
+  for window in c.windows:
+    seen = seen_keys(window, keys)
+    total += seen * (seen + 1) / 2 + (queries - seen) * seen
+  return total / len(c.windows)
+
+
+def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
+  """Yields the work outside of the layers: embedding, logits and loss."""
+  embedded = sum(shape.tokens(stack) for stack in shape.stacks) * c.embed_dim
+  yield Work(
+    part=EMBEDDING,
+    kind='memory',
+    # Rows are read and written; their gradients are added to the table in float32.
+    num_bytes=embedded * (4 + shape.item_bytes + 3 * 4),
+    runs=4 * shape.passes,
+    in_layers=False,
+  )
+  if not shape.num_outcomes:
+    return
+  tokens = shape.head_rows * shape.head_length
+  columns = shape.num_outcomes // shape.model
+  forward = 2.0 * tokens * c.embed_dim * columns
+  chunks, times = max(shape.loss_chunks, 1) * shape.passes, 3 + shape.references
+  yield Work(
+    part=LOGITS,
+    kind='gemm',
+    flops=times * forward,
+    runs=times * chunks,
+    num_bytes=times * 2.0 * (tokens * (c.embed_dim + columns) + chunks * c.embed_dim * columns),
+    size=(max(tokens // chunks, 1), c.embed_dim, columns),
+    in_layers=False,
+  )
+  # Logits in float32 are written once, read for the maximum, the sum and the gradient, which is
+  # written; each chunk reads and writes the gradient of the kernel.
+  yield Work(
+    part=LOGITS,
+    kind='memory',
+    num_bytes=4.0 * 4 * tokens * columns + 8.0 * chunks * c.embed_dim * columns,
+    runs=6 * chunks,
+    in_layers=False,
+  )
+
+
+def _update(program: Program, shape: StepShape) -> Iterator[Work]:
+  """Yields the conversion of weights, the accumulation of gradients, and the optimizer."""
+  state, layout = program.abstract_state, program.layout
+  trained, names = (
+    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
+  )
+  params, opt_state = bytes_per_device(state.params), bytes_per_device(state.opt_state)
+  ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
+  whole = params * ways
+  gradients = bytes_per_device(layout.stored(trained, names, layout.rules.state))
+  passes = (
+    1 if layout.accumulate_by == 'layer' and layout.zero_stage > 1 and ways > 1 else (shape.passes)
+  )
+  # Parameters are read in float32 and written in the compute dtype, forward and backward. A
+  # gradient is written whole in float32, then read to be reduced or added.
+  converted = 2 * (params + (whole + whole / 2) / 2)
+  yield Work(
+    part=WEIGHTS_AND_GRADIENTS,
+    kind='memory',
+    num_bytes=converted + 2.0 * whole * passes,
+    runs=2 * passes,
+    in_layers=False,
+  )
+  update = program.num_trained / max(program.num_params, 1)
+  yield Work(
+    part=OPTIMIZER,
+    kind='memory',
+    # Gradients are read for their norm and for the update.
+    num_bytes=2.0 * gradients + 2.0 * opt_state + 2.0 * params * update,
+    runs=2 * len(jax.tree.leaves(state.params)),
+    in_layers=False,
+  )

@@ -1,0 +1,179 @@
+"""Variants of a run that `plan --search` compares: layouts, microbatches, remat and precision.
+
+All compute the same step, except variants in another precision.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from t5x_gpu.errors import MeshError
+from t5x_gpu.models.model import config_of
+from t5x_gpu.models.precision import FP8_CAPABILITY
+from t5x_gpu.partitioning.mesh_sizes import divisors
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.gpu_targets import GpuTarget
+from t5x_gpu.tools.planning.prediction import PlanConfig
+from t5x_gpu.tools.planning.remat_costs import with_config
+from t5x_gpu.tools.planning.remedies import SIZES
+
+# Without 'offload': transfers to the host are not modelled.
+POLICIES = ('none', 'dots', 'minimal', 'full')
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+# Smallest number of a row's positions on a device under `context`.
+_LEAST_LENGTH = 2048
+
+# (parameter of Partitioner, value) for all values that differ from the default
+Layout = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """One way to compute the step of a run.
+
+  Attributes:
+    layout: parameters of Partitioner.
+    num_microbatches: microbatches of gradient accumulation.
+    remat_policy, dtype: fields of TransformerConfig; None leaves the run's own.
+  """
+
+  layout: Layout
+  num_microbatches: int = 1
+  remat_policy: Optional[str] = None
+  dtype: Optional[str] = None
+
+  def applied(self, config: PlanConfig) -> PlanConfig:
+    """Returns the run `config`, computed as this variant."""
+    of_model = {
+      name: value
+      for name in ('remat_policy', 'dtype')
+      if (value := getattr(self, name)) is not None
+    }
+    return dataclasses.replace(
+      config,
+      partitioner=Partitioner(
+        **dict(self.layout), gradient_dtype=config.partitioner.gradient_dtype
+      ),
+      num_microbatches=self.num_microbatches,
+      model=with_config(config.model, **of_model) if of_model else config.model,
+    )
+
+  def is_of(self, config: PlanConfig, topology: Topology) -> bool:
+    """Returns whether the run `config` is already computed as this variant."""
+    if self.num_microbatches != config.num_microbatches:
+      return False
+    ours, theirs = self.applied(config), config.partitioner
+    try:
+      if ours.partitioner.mesh_sizes(topology) != theirs.mesh_sizes(topology):
+        return False
+    except MeshError:
+      return False
+    sizes = {name: getattr(theirs, name) for name in SIZES}
+    same = dataclasses.replace(ours.partitioner, **sizes)
+    return dataclasses.replace(ours, partitioner=same) == config
+
+
+def precisions(config: PlanConfig, gpu: GpuTarget) -> tuple[Optional[str], ...]:
+  """Returns values of TransformerConfig.dtype: the run's own, and FP8 if it can replace it."""
+  of_model = config_of(config.model)
+  if of_model is None:
+    return (None,)
+  if of_model.dtype == 'bfloat16' and float(gpu.compute_capability) >= FP8_CAPABILITY:
+    return 'bfloat16', 'fp8'
+  return (of_model.dtype,)
+
+
+def policies(config: PlanConfig, layout: Layout, num_microbatches: int) -> tuple[Any, ...]:
+  """Returns values of TransformerConfig.remat_policy that make a difference."""
+  if config_of(config.model) is None:
+    return (None,)
+  return ('full',) if _keeps_inputs_only(dict(layout), num_microbatches) else POLICIES
+
+
+def layouts(config: PlanConfig, topology: Topology) -> Iterator[Layout]:
+  """Yields layouts of all devices, legal or not for the sizes of the model and the batch.
+
+  `model`, `context` and `expert` stay inside a host; stages span whole hosts.
+  """
+  of_model = config_of(config.model)
+  each = topology.devices_per_host
+  length = max(config.train_dataset_cfg.task_feature_lengths.values())
+  for model in divisors(each):
+    for expert in divisors(each // model) if of_model and of_model.num_experts else (1,):
+      for context in divisors(each // model // expert):
+        if context > 1 and length < context * _LEAST_LENGTH:
+          continue
+        sizes = dict(num_partitions=model, expert=expert, context=context)
+        left = topology.num_devices // (model * expert * context)
+        if model > 1:
+          sizes['sequence_parallel'] = True
+        for of_replicas in _replicas(left):
+          yield _layout(**sizes, **of_replicas)
+        for of_stages in _stages(topology, left):
+          yield _layout(**sizes, **of_stages)
+
+
+def _replicas(number: int) -> Iterator[dict[str, Any]]:
+  """Yields ways in which `number` devices share the batch: replicas of groups with fsdp."""
+  for fsdp in divisors(number):
+    yield dict(data=number // fsdp, fsdp=fsdp)
+    if fsdp > 1:
+      yield dict(data=number // fsdp, fsdp=fsdp, zero_stage=1)
+
+
+def _stages(topology: Topology, left: int) -> Iterator[dict[str, Any]]:
+  """Yields pipelines across hosts, on `left` devices."""
+  for stage in divisors(topology.num_hosts)[1:]:
+    rest = left // stage
+    inside = max(left // topology.num_hosts, 1)
+    for fsdp in sorted({1, inside}):
+      sizes = dict(stage=stage, data=rest // fsdp, fsdp=fsdp)
+      for schedule in (dict(), dict(pipeline_schedule='circular', pipeline_repeats=2)):
+        for number in (None, 8 * stage, 16 * stage):
+          yield dict(sizes, **schedule, num_pipeline_microbatches=number)
+
+
+def microbatches(layout: Layout) -> Iterator[tuple[Layout, int]]:
+  """Yields `layout` with numbers of microbatches; a pipeline has its own microbatches."""
+  sizes = dict(layout)
+  yield layout, 1
+  if 'stage' in sizes:
+    return
+  for number in MICROBATCHES[1:]:
+    yield layout, number
+    if sizes.get('fsdp', 1) > 1 and sizes.get('zero_stage', 3) > 1:
+      yield _layout(**sizes, accumulate_by='microbatch'), number
+
+
+def with_overlap(variant: Variant) -> Optional[Variant]:
+  """Returns `variant` with overlap_layers; None if that changes nothing."""
+  sizes = dict(variant.layout)
+  sends = sizes.get('fsdp', 1) > 1 or sizes.get('data', 1) > 1
+  if not sends or _keeps_inputs_only(sizes, variant.num_microbatches):
+    return None
+  return dataclasses.replace(variant, layout=_layout(**sizes, overlap_layers=True))
+
+
+def _keeps_inputs_only(sizes: dict[str, Any], num_microbatches: int) -> bool:
+  """Returns whether layers are recomputed with every policy: pipelines, ZeRO by layer."""
+  by_layer = (
+    num_microbatches > 1
+    and sizes.get('fsdp', 1) > 1
+    and sizes.get('zero_stage', 3) > 1
+    and sizes.get('accumulate_by') != 'microbatch'
+  )
+  return by_layer or 'stage' in sizes
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Partitioner)} | {
+  'num_partitions': 1
+}
+
+
+def _layout(**sizes: Any) -> Layout:
+  return tuple(
+    (name, value)
+    for name, value in sorted(sizes.items())
+    if name in ('data', 'fsdp') or value != _DEFAULTS[name]
+  )

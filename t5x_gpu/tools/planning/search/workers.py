@@ -1,0 +1,166 @@
+"""Processes that predict the variants of a run: by formula, and by compiling with XLA."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.partitioning.layout import Layout as RunLayout
+from t5x_gpu.runtime.hardware import host_limit
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.devices import simulated_devices
+from t5x_gpu.tools.planning.gpu_targets import find_target
+from t5x_gpu.tools.planning.prediction import PlanConfig, Planner, Prediction, predict
+from t5x_gpu.tools.planning.search.variants import Layout, Variant, policies, precisions
+
+# Memory of a process that compiles a large model.
+_BYTES = 3 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """A variant, predicted by formula.
+
+  Attributes:
+    variant: variant of the run.
+    mesh: (axis, size) of the axes larger than 1.
+    seconds: seconds per step.
+    least_seconds: seconds per step if all collectives were hidden.
+    needed_bytes, pool_bytes: memory that a GPU needs, and the part of its memory that XLA manages.
+    family: properties shared by variants whose collectives XLA schedules alike.
+  """
+
+  variant: Variant
+  mesh: tuple[tuple[str, int], ...]
+  seconds: float
+  least_seconds: float
+  needed_bytes: int
+  pool_bytes: int
+  family: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchTask:
+  """The input of a process.
+
+  Attributes:
+    configure: returns the run as configured by gin; importable, because each process calls it.
+    gpu: name of the GPU.
+    topology: hosts and GPUs.
+    assumed: efficiencies and links, calibrated.
+  """
+
+  configure: Callable[[], tuple[PlanConfig, Assumptions]]
+  gpu: str
+  topology: Topology
+  assumed: Assumptions
+
+
+class Worker:
+  """The run of a `SearchTask`, and its predictions."""
+
+  def __init__(self, task: SearchTask) -> None:
+    devices = simulated_devices(task.topology.num_devices)
+    self.topology = task.topology
+    self.planner = Planner(find_target(task.gpu), task.assumed, devices)
+    self.config, _ = task.configure()
+
+  def scores(self, layout: Layout, num_microbatches: int) -> list[Score]:
+    """Returns a layout with every policy and precision; [] if the run does not allow the layout."""
+    config, planner = self.config, self.planner
+    first = Variant(layout, num_microbatches)
+    try:
+      program = planner.program(first.applied(config), self.topology)
+    except UserError:
+      return []
+    found = []
+    for dtype in precisions(config, planner.gpu):
+      for policy in policies(config, layout, num_microbatches):
+        variant = dataclasses.replace(first, remat_policy=policy, dtype=dtype)
+        p = predict(program, variant.applied(config), gpu=planner.gpu, assumed=planner.assumed)
+        found.append(
+          Score(
+            variant,
+            tuple(p.mesh.items()),
+            p.seconds_per_step,
+            p.time.compute_seconds + p.time.bubble_seconds,
+            p.memory.needed_bytes,
+            p.memory.pool_bytes,
+            family=_family(program.layout, variant),
+          )
+        )
+    return found
+
+  def compiled(self, variant: Optional[Variant]) -> Prediction | str:
+    """Returns the prediction of a compiled variant, or why it does not compile.
+
+    Args:
+      variant: None for the current run.
+    """
+    config = self.config if variant is None else variant.applied(self.config)
+    try:
+      return self.planner.silently(config, self.topology)
+    except UserError as e:
+      return str(e)
+
+
+def _family(layout: RunLayout, variant: Variant) -> tuple[Any, ...]:
+  sizes = layout.sizes
+  axes = tuple((axis, sizes.crosses_hosts(axis)) for axis, n in sizes.total.items() if n > 1)
+  accumulates = layout.accumulate_by if variant.num_microbatches > 1 else ''
+  return axes, layout.zero_stage, accumulates, variant.dtype
+
+
+_worker: Optional[Worker] = None
+
+
+def _start(task: SearchTask) -> None:
+  global _worker
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal ends all processes at once
+  _worker = Worker(task)
+
+
+def scores(layout: Layout, num_microbatches: int) -> list[Score]:
+  """Calls `Worker.scores` of the process."""
+  return _worker.scores(layout, num_microbatches)
+
+
+def compiled(variant: Optional[Variant]) -> Prediction | str:
+  """Calls `Worker.compiled` of the process."""
+  return _worker.compiled(variant)
+
+
+def default_number() -> int:
+  """Returns how many processes this machine has cores and memory for."""
+  cores, memory = len(os.sched_getaffinity(0)), host_limit()
+  return max(1, min(cores, memory.bytes // _BYTES if memory else 1))
+
+
+@contextlib.contextmanager
+def processes(task: SearchTask, number: int) -> Iterator[concurrent.futures.Executor]:
+  """Context with processes that compute `scores` and `compiled`; ends them in any case.
+
+  Raises:
+    ConfigError: a process was killed.
+  """
+  pool = concurrent.futures.ProcessPoolExecutor(
+    number, multiprocessing.get_context('spawn'), _start, (task,)
+  )
+  try:
+    yield pool
+  except concurrent.futures.process.BrokenProcessPool as e:
+    raise ConfigError(
+      f'One of the {number} processes of the search was killed, probably because memory ran out.',
+      fix=f'--search_processes={max(number // 2, 1)} needs less memory.',
+      docs='plan.md#search',
+    ) from e
+  finally:
+    for process in multiprocessing.active_children():
+      process.terminate()
+    pool.shutdown(cancel_futures=True)

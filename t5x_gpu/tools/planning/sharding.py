@@ -1,0 +1,558 @@
+"""The sharding of a run and the traffic of its step, split by XLA for simulated devices."""
+
+import collections
+import dataclasses
+import importlib
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
+from t5x_gpu.compiled.collectives import Collective, flops_per_device, inventory, partitioned_hlo
+from t5x_gpu.compiled.kernels import KINDS, KernelCount
+from t5x_gpu.metrics import pictures
+from t5x_gpu.partitioning import array_layout
+from t5x_gpu.partitioning.array_layout import (
+  ArrayLayout,
+  mib,
+  optimizer_bytes,
+  part_held,
+  state_layouts,
+)
+from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, MeshSizes
+from t5x_gpu.runtime.main_log import silent
+from t5x_gpu.runtime.topology import Device
+from t5x_gpu.terminal.console import table
+from t5x_gpu.tools.planning.gpu_compile import CompiledStep
+from t5x_gpu.tools.planning.sharding_lint import PURPOSES, Finding, ParameterShapes, lint, purpose
+from t5x_gpu.training.program import Program, size_line
+
+# A picture of every parameter: how the mesh splits it, and its bytes per device.
+
+# Okabe-Ito colors, which color-blind readers can distinguish; grey for arrays that are not split.
+AXIS_COLORS = dict(
+  zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442', '#009E73', '#D55E00'))
+)
+WHOLE = '#CCCCCC'
+_PARAMETERS, _OPTIMIZER = '#444444', '#AAAAAA'
+_ROW_INCHES = 0.32
+_MAX_CUTS = 64  # per dimension; more would blur
+
+
+def draw_shardings(
+  parameters: Sequence[ArrayLayout],
+  optimizer: Sequence[ArrayLayout],
+  png_path: str | os.PathLike,
+  *,
+  title: str,
+) -> pathlib.Path:
+  """Draws one row per parameter and returns the path of the picture.
+
+  The left side shows the array as a rectangle cut into its parts, one color per mesh axis; the part
+  of device 0 is framed. The right side shows a device's bytes of the array and of its optimizer
+  state.
+
+  Args:
+    parameters, optimizer: layouts, from `state_layouts`.
+    png_path: picture to write; its folder must exist.
+    title: text above the picture.
+  Raises:
+    ConfigError: matplotlib is not installed.
+  """
+  rows = len(parameters)
+  names = max(len(p.name) for p in parameters)
+  words = max(len(_words(p)) for p in parameters)
+  left, right = 0.075 * names + 0.3, 0.065 * words + 0.3
+  boxes, bars = 3.0, 2.4
+  width, height = left + boxes + right + bars + 0.4, rows * _ROW_INCHES + 1.25
+  figure = pictures.new_figure((width, height))
+
+  def axes_at(x: float, wide: float) -> Any:
+    axes = figure.add_axes((x / width, 0.5 / height, wide / width, rows * _ROW_INCHES / height))
+    axes.set_ylim(rows, 0)
+    axes.set_yticks([])
+    return axes
+
+  cells = axes_at(left, boxes)
+  cells.set_xlim(0, 1)
+  cells.axis('off')
+  for row, p in enumerate(parameters):
+    cells.text(-0.03, row + 0.5, p.name, ha='right', va='center', fontsize=8, family='monospace')
+    cells.text(1.03, row + 0.5, _words(p), ha='left', va='center', fontsize=7)
+    _draw_array(cells, p, row)
+  _draw_bytes(axes_at(left + boxes + right, bars), parameters, optimizer)
+  figure.text(0.15 / width, 1 - 0.28 / height, title, fontsize=10, va='center')
+  _draw_legend(figure, parameters, 1 - 0.42 / height)
+  return pictures.save_figure(figure, png_path)
+
+
+def _words(p: ArrayLayout) -> str:
+  return ', '.join(
+    f'{name or "-"} {size}' + (f' / {"+".join(axes)} {parts}' if axes else '')
+    for name, size, axes, parts in zip(p.names, p.shape, p.split, p.parts)
+  )
+
+
+def _draw_array(axes: Any, p: ArrayLayout, row: int) -> None:
+  """Draws the rectangle [0, 1] x [row + 0.12, row + 0.88] cut into its parts.
+
+  The first split dimension runs from left to right and the second from top to bottom. The third
+  cuts each column again.
+  """
+  cut = [i for i, parts in enumerate(p.parts) if parts > 1]
+  top, high = row + 0.12, 0.76
+  columns, lines, inner = ([min(p.parts[i], _MAX_CUTS) for i in cut] + [1, 1, 1])[:3]
+  colors = [[AXIS_COLORS[axis] for axis in p.split[i]] for i in cut] or [[WHOLE]]
+  for i in range(columns):
+    # A dimension split over two axes alternates their colors.
+    axes.barh(
+      top + high / 2,
+      1 / columns,
+      left=i / columns,
+      height=high,
+      linewidth=0,
+      color=colors[0][i % len(colors[0])],
+      alpha=0.95 if i % 2 == 0 else 0.55,
+    )
+  for i in range(1, lines):
+    y = top + high * i / lines
+    axes.plot(
+      [0, 1], [y, y], color=colors[1][0], linewidth=max(0.6, 3 - 0.3 * lines), solid_capstyle='butt'
+    )
+  for i in range(1, columns * inner):
+    if i % inner:
+      x = i / (columns * inner)
+      axes.plot(
+        [x, x],
+        [top, top + high],
+        color=colors[2][0],
+        solid_capstyle='butt',
+        linewidth=max(0.6, 3 - 0.1 * columns * inner),
+      )
+  wide, tall = 1 / (columns * inner), high / lines
+  axes.plot(
+    [0, wide, wide, 0, 0],
+    [top, top, top + tall, top + tall, top],
+    color='black',
+    linewidth=1,
+    clip_on=False,
+  )
+
+
+def _draw_bytes(
+  axes: Any, parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
+) -> None:
+  state = optimizer_bytes(optimizer)
+  middle = [row + 0.5 for row in range(len(parameters))]
+  own = [p.bytes_per_device / 2**20 for p in parameters]
+  rest = [state[p.name] / 2**20 for p in parameters]
+  axes.barh(middle, own, height=0.6, color=_PARAMETERS)
+  axes.barh(middle, rest, left=own, height=0.6, color=_OPTIMIZER)
+  for y, a, b in zip(middle, own, rest):
+    axes.text(
+      a + b, y, f' {a + b:.2g}' if a + b < 100 else f' {a + b:,.0f}', va='center', fontsize=7
+    )
+  axes.set_xlim(0, max(a + b for a, b in zip(own, rest)) * 1.18)
+  axes.set_xlabel('MiB per device', fontsize=8)
+  axes.tick_params(labelsize=7)
+  axes.locator_params(axis='x', nbins=5)
+  for side in ('top', 'right'):
+    axes.spines[side].set_visible(False)
+
+
+def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> None:
+  used = {axis for p in parameters for axis in p.mesh_axes}
+  entries = [(f'split over {a}', AXIS_COLORS[a]) for a in MESH_AXES if a in used]
+  if any(p.is_whole for p in parameters):
+    entries.append(('whole on every device', WHOLE))
+  entries += [
+    ('(framed: the part of device 0)', 'white'),
+    ('parameter', _PARAMETERS),
+    ('optimizer state', _OPTIMIZER),
+  ]
+  patches = importlib.import_module('matplotlib.patches')
+  handles = [patches.Patch(color=color, label=label) for label, color in entries]
+  figure.legend(
+    handles=handles,
+    loc='upper left',
+    bbox_to_anchor=(0, y),
+    ncols=len(handles),
+    fontsize=7.5,
+    frameon=False,
+    handlelength=1.2,
+    columnspacing=1.4,
+  )
+
+
+# The layout of a run's arrays and the traffic of a step, as text for the terminal.
+
+MAX_DEVICES_DRAWN = 32
+_LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789'
+
+
+def device_picture(
+  arrays: Sequence[ArrayLayout],
+  sizes: MeshSizes,
+  devices: Sequence[Mapping[str, int]],
+  *,
+  what: str = 'parameter',
+) -> str:
+  """Returns a column per device: its position on the mesh, and its part of each array.
+
+  Devices with the same letter hold the same part. Arrays with the same layout share a line.
+
+  Args:
+    arrays: layouts.
+    sizes: sizes of the mesh.
+    devices: position (mesh axis -> index) of each device, host after host.
+    what: word for an array.
+  """
+  shown = devices[:MAX_DEVICES_DRAWN]
+  per_host = math.prod(sizes.ici.values())
+
+  def line(cells: Sequence[object]) -> str:
+    width = max(len(str(cell)) for cell in cells)
+    return ' | '.join(
+      ' '.join(f'{cells[i]!s:>{width}}' for i in range(start, min(start + per_host, len(cells))))
+      for start in range(0, len(cells), per_host)
+    )
+
+  rows = []
+  if sizes.num_devices > per_host:
+    rows.append(('host', line([i // per_host for i in range(len(shown))]), ''))
+  rows += [
+    (axis, line([place[axis] for place in shown]), '')
+    for axis, size in sizes.total.items()
+    if size > 1
+  ]
+  alike = collections.defaultdict(list)
+  for array in arrays:
+    held = [part_held(array, place, sizes.total) for place in shown]
+    alike[tuple(held.index(part) for part in held), math.prod(array.parts)].append(array.name)
+  for (firsts, parts), names in alike.items():
+    letters = {first: _LETTERS[i % len(_LETTERS)] for i, first in enumerate(dict.fromkeys(firsts))}
+    rows.append(
+      (
+        '1 part' if parts == 1 else f'{parts} parts',
+        line([letters[first] for first in firsts]),
+        f'{len(names)} {what}{"s" * (len(names) > 1)}: {_listed(names)}',
+      )
+    )
+  more = len(devices) - len(shown)
+  return table([('device', line([i % 10 for i in range(len(shown))]), ''), *rows]) + (
+    f'\n({more} more devices)' if more else ''
+  )
+
+
+def _listed(names: Sequence[str], *, width: int = 60) -> str:
+  text = ', '.join(names)
+  if len(text) <= width:
+    return text
+  kept = text[:width].rsplit(', ', 1)[0]
+  return f'{kept}, ...'
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficRow:
+  """Collectives of one kind over the same axes for the same purpose.
+
+  Attributes:
+    purpose, kind, axes: the same for all these collectives.
+    link: 'inside a host' or 'network'.
+    count: number of runs in a step.
+    num_bytes: bytes that a device sends for them in a step.
+    flags: why the count is uncertain, or ''.
+    largest: the collective that sends the most bytes.
+  """
+
+  purpose: str
+  kind: str
+  axes: tuple[str, ...]
+  link: str
+  count: int
+  num_bytes: int
+  flags: str
+  largest: Collective
+
+
+def traffic(
+  collectives: Sequence[Collective], parameters: Sequence[ArrayLayout], sizes: MeshSizes
+) -> list[TrafficRow]:
+  """Returns the traffic of a step, summed by purpose, kind and axes; most bytes first."""
+  shapes = ParameterShapes(parameters, sizes.total)
+  groups = collections.defaultdict(list)
+  for c in collectives:
+    groups[purpose(c, shapes), c.kind, c.axes].append(c)
+  rows = []
+  for (use, kind, axes), members in groups.items():
+    flags = ['some in branches'] * any(c.in_branch for c in members)
+    flags += ['loops of unknown length'] * any(c.unknown_count for c in members)
+    rows.append(
+      TrafficRow(
+        use,
+        kind,
+        axes,
+        'network' if any(map(sizes.crosses_hosts, axes)) else 'inside a host',
+        sum(c.count for c in members),
+        sum(c.bytes_per_call for c in members),
+        ', '.join(flags),
+        max(members, key=lambda c: c.bytes_per_call),
+      )
+    )
+  return sorted(rows, key=lambda row: (-row.num_bytes, PURPOSES.index(row.purpose)))
+
+
+def traffic_table(rows: Sequence[TrafficRow]) -> str:
+  """Returns one line per row and the sums per link."""
+  if not rows:
+    return 'no collectives: the devices exchange nothing'
+  lines = [('purpose', 'kind', 'mesh axis', 'link', 'per step', 'MiB/device', 'largest')]
+  for r in rows:
+    shape = ' x '.join(map(str, r.largest.shape))
+    flags = f' ({r.flags})' if r.flags else ''
+    lines.append(
+      (
+        r.purpose,
+        r.kind,
+        '+'.join(r.axes),
+        r.link,
+        f'{r.count:,}',
+        mib(r.num_bytes),
+        f'{r.largest.dtype}[{shape}] {place(r.largest)}{flags}',
+      )
+    )
+  links = collections.Counter()
+  for r in rows:
+    links[r.link] += r.num_bytes
+  return (
+    table(lines, right=(4, 5))
+    + '\nper device and step: '
+    + ', '.join(
+      f'{mib(num_bytes)} MiB {"over the network" if link == "network" else link}'
+      for link, num_bytes in links.most_common()
+    )
+  )
+
+
+def place(collective: Collective) -> str:
+  """Returns the end of its path, 'mlp/wo/dot_general', after 'backward' if it is in that pass."""
+  name = collective.op_name
+  words = [
+    word
+    for word in name.split('/')
+    if word not in ('body', 'closed_call', 'while') and '(' not in word
+  ]
+  return ('backward ' if 'transpose(' in name else '') + '/'.join(words[-3:])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingPlan:
+  """The sharding of a run and the cost of its step, known before it starts.
+
+  Attributes:
+    program: the model on its mesh.
+    parameters, optimizer: layout of each array.
+    collectives: collectives of a training step.
+    flops_per_device: FLOPs of a step's matrix products.
+    findings: possible problems.
+  """
+
+  program: Program
+  parameters: Sequence[ArrayLayout]
+  optimizer: Sequence[ArrayLayout]
+  collectives: Sequence[Collective]
+  flops_per_device: int
+  findings: Sequence[Finding]
+
+
+@silent()  # would print kernel choices for simulated devices
+def make_plan(program: Program, hlo: Optional[str] = None) -> ShardingPlan:
+  """Returns the plan of a program; compiles its training step unless `hlo` is given.
+
+  Args:
+    program: program on simulated devices.
+    hlo: `partitioned_hlo` of its training step.
+  """
+  hlo = hlo or partitioned_hlo(
+    program.train_step.lower(program.abstract_state, program.abstract_batch)
+  )
+  collectives = inventory(hlo, program.layout.mesh.shape)
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+  return ShardingPlan(
+    program,
+    parameters,
+    optimizer,
+    collectives,
+    flops_per_device(hlo),
+    lint(program, collectives=collectives),
+  )
+
+
+def layout_text(program: Program) -> str:
+  """Returns the mesh, the layout of every parameter, and which device holds which part."""
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+  mesh = program.layout.mesh
+  number = {device: i for i, device in enumerate(_in_host_order(program))}
+  places: list[dict[str, int]] = [{} for _ in number]
+  for place, device in np.ndenumerate(mesh.devices):
+    places[number[device]] = dict(zip(mesh.axis_names, place))
+  parts = [
+    program.layout.table(),
+    f'{size_line(program)}\n{local_checkpoints_line(program)}',
+    array_layout.parameter_table(parameters, optimizer),
+    'Which part each device holds (the same letter: the same part)\n'
+    + device_picture(parameters, program.layout.sizes, places),
+  ]
+  apart = array_layout.split_apart(parameters, optimizer)
+  if apart:
+    parts.append(
+      'The same for the optimizer state\n'
+      + device_picture(apart, program.layout.sizes, places, what='array')
+    )
+  return '\n\n'.join(parts)
+
+
+def local_checkpoints_line(program: Program) -> str:
+  """Returns the size of local checkpoints of the run (docs/checkpoints.md#local-checkpoints)."""
+  topology = program.layout.topology
+  host = {
+    device: f'host {i // topology.devices_per_host}'
+    for i, device in enumerate(_in_host_order(program))
+  }
+  names = tuple(dict.fromkeys(host.values()))
+  hosts = Hosts(names, names, lambda device: names.index(host[device]))
+  return f'local checkpoints would take {plan_copies(program.abstract_saved, hosts).words(hosts)}'
+
+
+def _in_host_order(program: Program) -> list[Device]:
+  """Returns the devices of the mesh by their number: host after host."""
+  return sorted(program.layout.mesh.devices.reshape(-1), key=lambda device: device.id)
+
+
+def traffic_text(plan: ShardingPlan) -> str:
+  """Returns the traffic and computation of a step, and the findings of the lint."""
+  rows = traffic(plan.collectives, plan.parameters, plan.program.layout.sizes)
+  lines = [
+    'What a training step sends',
+    traffic_table(rows),
+    f'matrix products per device and step: {plan.flops_per_device / 1e9:,.3f} GFLOP',
+    '',
+  ]
+  if plan.findings:
+    lines += [
+      f'{len(plan.findings)} finding{"s" * (len(plan.findings) > 1)}:',
+      *map(str, plan.findings),
+    ]
+  else:
+    lines.append(
+      'No findings: the layout splits what it can; every gather and reduction has a known purpose.'
+    )
+  return '\n'.join(lines)
+
+
+def as_json(plan: ShardingPlan) -> dict[str, Any]:
+  """Returns the plan for JSON."""
+  shapes = ParameterShapes(plan.parameters, plan.program.layout.sizes.total)
+  return {
+    **layout_json(plan.program),
+    'flops_per_device': plan.flops_per_device,
+    'collectives': [
+      {**dataclasses.asdict(c), 'purpose': purpose(c, shapes), 'bytes_per_step': c.bytes_per_call}
+      for c in plan.collectives
+    ],
+    'findings': [dataclasses.asdict(finding) for finding in plan.findings],
+  }
+
+
+def layout_json(program: Program) -> dict[str, Any]:
+  """Returns the sharding, as far as it is known before the step is compiled."""
+  sizes = program.layout.sizes
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+
+  def arrays(layouts: Sequence[ArrayLayout]) -> list[dict[str, Any]]:
+    return [
+      {**dataclasses.asdict(a), 'bytes': a.num_bytes, 'bytes_per_device': a.bytes_per_device}
+      for a in layouts
+    ]
+
+  return {
+    'num_devices': sizes.num_devices,
+    'num_params': program.num_params,
+    'mesh': {
+      axis: {'size': size, 'inside_a_host': sizes.ici[axis], 'across_hosts': sizes.dcn[axis]}
+      for axis, size in sizes.total.items()
+    },
+    'parameters': arrays(parameters),
+    'optimizer': arrays(optimizer),
+    'bytes_per_device': {
+      'parameters': sum(a.bytes_per_device for a in parameters),
+      'optimizer': sum(a.bytes_per_device for a in optimizer),
+    },
+  }
+
+
+# Memory, kernels and collectives of a step compiled for GPUs, as text and JSON.
+
+
+def gpu_text(step: CompiledStep) -> str:
+  """Returns memory, matrix kernels, and bytes with their overlap, for one GPU and step."""
+  target = step.gpus.target
+  return '\n'.join(
+    [
+      f'Compiled for {step.gpus.topology.num_devices} x {target.device_kind} '
+      f'({step.gpus.topology}), {step.compile_seconds:.0f} s',
+      _memory(step),
+      'matrix kernels: '
+      + '; '.join(_count(kind, n) for kind, n in step.kernels.items() if n.calls),
+      _sent(step),
+    ]
+  )
+
+
+def _memory(step: CompiledStep) -> str:
+  memory, available = step.memory, step.gpus.target.memory_bytes
+
+  def gib(num_bytes: int) -> str:
+    return f'{num_bytes / 2**30:.2f}'
+
+  return (
+    f'memory per GPU: {gib(memory.total_bytes)} of {gib(available)} GiB '
+    f'({"fits" if memory.total_bytes <= available else "DOES NOT FIT"}), NCCL not counted: '
+    f'arguments {gib(memory.argument_bytes)}, temporaries {gib(memory.temporary_bytes)}, '
+    f'outputs {gib(memory.output_bytes)}'
+  )
+
+
+def _count(kind: str, number: KernelCount) -> str:
+  calls = f'{number.calls} call{"" if number.calls == 1 else "s"}'
+  return f'{kind} {number.runs:,} per step ({calls} in the program)'
+
+
+def _sent(step: CompiledStep) -> str:
+  rows = [('kind', 'mesh axis', 'MiB/GPU and step', 'behind a matrix kernel')]
+  rows += [(o.kind, '+'.join(o.axes), mib(o.num_bytes), f'{o.share:.0%}') for o in step.overlaps]
+  return table(rows, right=(2, 3)) if step.overlaps else 'no collectives: the GPUs exchange nothing'
+
+
+def gpu_json(step: CompiledStep) -> dict[str, Any]:
+  """Returns the contents of `gpu_text` for JSON; kernels as in `kernels.KINDS`."""
+  memory = step.memory
+  return {
+    'gpu': step.gpus.target.name,
+    'num_hosts': step.gpus.topology.num_hosts,
+    'gpus_per_host': step.gpus.topology.devices_per_host,
+    'argument_bytes': memory.argument_bytes,
+    'temporary_bytes': memory.temporary_bytes,
+    'output_bytes': memory.output_bytes,
+    'kernels': {
+      kind: {'calls': step.kernels[kind].calls, 'runs': step.kernels[kind].runs} for kind in KINDS
+    },
+    'sent': {
+      f'{o.kind} {"+".join(o.axes)}': {'bytes': o.num_bytes, 'hidden_bytes': o.hidden_bytes}
+      for o in step.overlaps
+    },
+  }

@@ -1,0 +1,67 @@
+"""One MODEL_DIR for all processes; several processes: tests/cluster/test_hosts_that_disagree."""
+
+import threading
+
+import pytest
+
+from t5x_gpu.checkpoint import model_dir
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.storage.paths import as_path
+
+
+def test_a_single_process_touches_nothing(tmp_path):
+  assert model_dir.shared_model_dir(tmp_path / 'model').path == tmp_path / 'model'
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('dry_run', [True, False])
+def test_what_is_written_to_look_for_is_gone_afterwards(tmp_path, dry_run):
+  folder = tmp_path / 'runs' / 'model'
+  with model_dir._nonce(folder, dry_run=dry_run) as name:
+    assert model_dir._sees(folder, name)
+  assert [path.name for path in tmp_path.rglob('*')] == ([] if dry_run else ['runs', 'model'])
+
+
+def test_a_file_that_another_host_shows_late_is_seen(tmp_path):
+  folder = tmp_path / 'model'
+
+  def write() -> None:
+    folder.mkdir()
+    (folder / 'name').touch()
+
+  late = threading.Timer(0.3, write)
+  late.start()
+  assert model_dir._sees(folder, 'name')
+  late.join()
+
+
+def test_a_file_that_never_comes_is_not_seen(tmp_path, monkeypatch):
+  monkeypatch.setattr(model_dir, 'LOOK_SECONDS', 0.2)
+  (tmp_path / 'model').write_text('a file in the place of the folder')
+  assert not model_dir._sees(tmp_path / 'model', 'name')
+  assert not model_dir._sees(tmp_path / 'none', 'name')
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+  (tmp_path / 'model').write_text('a file in the place of the folder')
+  with pytest.raises(CheckpointError, match='cannot be written to'):
+    with model_dir._nonce(tmp_path / 'model', dry_run=False):
+      pass
+
+
+def test_object_storage_is_asked_in_the_same_way(server, monkeypatch):
+  monkeypatch.setattr(model_dir, 'LOOK_SECONDS', 0.2)
+  folder = as_path('s3://runs/shared')
+  with model_dir._nonce(folder, dry_run=False) as name:
+    assert model_dir._sees(folder, name)
+    assert not model_dir._sees(as_path('s3://runs/other'), name)
+  assert folder.files() == []
+
+
+def test_the_error_names_each_host_that_does_not_see_it(monkeypatch):
+  names = tuple(f'node{i // 2}' for i in range(8))
+  monkeypatch.setattr(model_dir.distributed, 'hostnames', lambda: names)
+  text = str(model_dir._not_shared([3, 4, 5], ['/runs/a'] * 8))
+  assert '3 of 8 processes do not see it:\n' in text and 'Process 0 (node0) wrote' in text
+  assert '  process 3 (node1): /runs/a\n' in text
+  assert '  process 4 (node2) and 1 more: /runs/a\n' in text

@@ -1,0 +1,88 @@
+"""Regression: the squared error of numbers, and their correlation on any mesh."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.errors import ModelError
+from t5x_gpu.evaluation.evaluator import values_of
+from t5x_gpu.metrics import reduce
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.dpo import DpoModel
+from t5x_gpu.models.encoder import HEADS, EncoderModel, of_numbers
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.model import OptionalMembers, encodes_texts
+from tests.helpers_programs import program_of
+from tests.parity.tolerances import MESH_GRADIENT
+
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=2, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.0
+)
+MODEL = EncoderModel(CONFIG, head_type='regression', pooling='mean')
+
+
+def test_sums_are_squared_and_absolute_errors_of_counted_rows():
+  predicted = np.float32([0.5, -1.0, 2.0, 9.0])
+  scores, weights = np.int32([15_000, -20_000, 0, 0]), np.int32([1, 2, 1, 0])
+  given = map(jnp.asarray, (predicted, scores, np.arange(4), weights))
+  sums = of_numbers(*given, with_pairs=True)
+  np.testing.assert_allclose(sums['loss'], (1.0 + 2 * 1.0 + 4.0, 4), rtol=1e-6)
+  np.testing.assert_allclose(sums['absolute_error'], (1.0 + 2 * 1.0 + 2.0, 4), rtol=1e-6)
+  metrics = values_of(reduce.to_host(sums), prefix='eval/')
+  assert metrics['eval/pearson'] == pytest.approx(np.corrcoef([0.5, -2, 2], [1.5, -4, 0])[0, 1])
+  assert metrics['eval/spearman'] == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    dict(context=2, fsdp=2),
+    pytest.param(dict(data=2, num_partitions=2), marks=pytest.mark.slow),
+    pytest.param(dict(data=2, stage=2), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_a_mesh_finds_what_one_device_finds(mesh):
+  alone, spread = program_of(MODEL, {'inputs': 8}), program_of(MODEL, {'inputs': 8}, **mesh)
+  [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
+  found = []
+  for program in (alone, spread):
+    state, given = program.init(), program.layout.put_batch(batch)
+    evaluated = program.eval_step(state.params, given)
+    found.append(jax.device_get((evaluated, program.train_step(state, given)[1])))
+  if 'stage' in mesh:  # a stage has the rows of a microbatch
+    del found[0][0]['pairs']
+  for want, got in zip(*found):
+    assert got.keys() == want.keys()
+    for name, pair in want.items():
+      for ours, theirs in zip(got[name], pair, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=MESH_GRADIENT, atol=1e-6, err_msg=name)
+
+
+def test_infer_takes_every_encoder_but_that_of_masked_tokens():
+  names = ('O', 'B-PER')
+  for head in HEADS:
+    options = dict(class_names=names) if head == 'token_classification' else {}
+    model = EncoderModel(CONFIG, head_type=head, pooling='mean', **options)
+    assert encodes_texts(model) == (head != 'mlm'), head
+
+
+def test_the_loss_of_guessing():
+  plain = DecoderOnlyModel(CONFIG)
+  for model in (plain, LoraModel(plain)):
+    assert OptionalMembers(model).guess_loss == pytest.approx(math.log(32))
+  assert OptionalMembers(MODEL).guess_loss is None
+  assert OptionalMembers(DpoModel(plain)).guess_loss == pytest.approx(math.log(2))
+  ipo = DpoModel(plain, loss_type='ipo', beta=0.1)
+  assert OptionalMembers(ipo).guess_loss == pytest.approx(25.0)
+
+
+def test_options_of_cross_entropy_are_refused():
+  with pytest.raises(ModelError, match='of a regression it is the squared error'):
+    EncoderModel(CONFIG, head_type='regression', label_smoothing=0.1)

@@ -1,0 +1,79 @@
+"""The loop that communicates one layer ahead, and sums the first layer last: the same gradients."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+
+from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.lora import LoraModel
+from tests.helpers_gradients import gradients, program
+from tests.parity.tolerances import MESH_GRADIENT
+
+CONFIG = TransformerConfig(
+  vocab_size=64, num_layers=3, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
+)
+HSDP = dict(data=2, fsdp=4)
+MODELS = {
+  # A bias that all layers share gets a gradient from each of them.
+  'none': DecoderOnlyModel(CONFIG),
+  'full': DecoderOnlyModel(dataclasses.replace(CONFIG, remat_policy='full')),
+  'lora': LoraModel(DecoderOnlyModel(CONFIG), rank=2),
+  'one_layer': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=1)),
+  'bfloat16': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='bfloat16')),
+  'fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8_float32')),
+  # The encoder's first layer comes last; the decoder's is summed with the others.
+  'encoder_decoder': EncoderDecoderModel(CONFIG),
+  # Rows of the token table are looked up in parts, and the logits gather it.
+  'tied': DecoderOnlyModel(dataclasses.replace(CONFIG, vocab_size=1024, logits_via_embedding=True)),
+}
+
+
+@pytest.mark.parametrize(
+  ('name', 'mesh'),
+  [
+    ('none', HSDP),
+    *(
+      pytest.param(name, mesh, marks=pytest.mark.slow)
+      for name, mesh in [
+        ('full', HSDP),
+        ('lora', dict(fsdp=8)),
+        ('one_layer', dict(fsdp=8)),
+        ('bfloat16', dict(data=8)),
+        ('fp8', HSDP),
+        ('encoder_decoder', dict(fsdp=8)),
+        ('tied', HSDP),
+        # Gradients of the first microbatch reach the first layer through its port.
+        ('none', dict(num_microbatches=2, accumulate_by='microbatch', **HSDP)),
+      ]
+    ),
+  ],
+)
+def test_gradients_are_those_of_a_plain_loop(name, mesh):
+  plain = gradients(program(MODELS[name], overlap_layers=False, **mesh))
+  ahead = gradients(program(MODELS[name], overlap_layers=True, **mesh))
+  assert plain.keys() == ahead.keys()
+  for path, array in plain.items():
+    error = np.abs(ahead[path] - array).max()
+    assert error <= MESH_GRADIENT * np.abs(array).max(), f'{path}: {error:.1e}'
+
+
+@pytest.mark.slow
+def test_the_loop_sends_the_same_gradients_and_gathers_the_last_layer_once():
+  sent = {}
+  for ahead in (False, True):
+    p = program(MODELS['none'], overlap_layers=ahead, **HSDP)
+    hlo = partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
+    sent[ahead] = collections.Counter()
+    for c in inventory(hlo, p.layout.mesh.shape):
+      sent[ahead][c.kind, c.axes] += c.bytes_per_call
+  gathers = ('all-gather', ('fsdp',))
+  reductions = {kind for kind in sent[False] if kind != gathers}
+  assert {kind: sent[True][kind] for kind in reductions} == {
+    kind: sent[False][kind] for kind in reductions
+  }
+  assert sent[True][gathers] < sent[False][gathers]

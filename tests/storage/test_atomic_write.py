@@ -1,0 +1,33 @@
+"""Lines of files that an interrupted write must not spoil."""
+
+import errno
+import os
+
+import pytest
+
+from t5x_gpu.storage.files import append_line, write_problem
+from tests.helpers_disk import fill, small_disk
+
+
+def test_a_line_that_was_cut_short_spoils_only_itself(tmp_path):
+  path = tmp_path / 'lines'
+  append_line(path, 'first')
+  path.write_bytes(path.read_bytes() + b'sec')
+  append_line(path, 'third')
+  append_line(path, 'fourth')
+  assert path.read_text() == 'first\nsec\nthird\nfourth\n'
+
+
+def test_a_full_disk_says_whether_bytes_inodes_or_a_quota_ended(tmp_path):
+  full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  with small_disk(tmp_path / 'few', size='4m', inodes=4) as disk:
+    with pytest.raises(OSError) as e:
+      for number in range(9):
+        (disk / str(number)).write_bytes(b'')
+    assert 'all 4 inodes are used; 0.00 GB are free' in write_problem(e.value, disk)
+  with small_disk(tmp_path / 'small', size='64k') as disk:
+    fill(disk)
+    assert write_problem(full, disk) == 'No space left on device: 0.00 GB are free (df -h)'
+  assert 'quota of this user' in write_problem(OSError(errno.EDQUOT, 'Disk quota'), tmp_path)
+  assert 'inodes are free: the file was larger' in write_problem(full, tmp_path)
+  assert write_problem(full, tmp_path / 'gone') == 'No space left on device'

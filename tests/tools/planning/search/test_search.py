@@ -1,0 +1,277 @@
+"""`plan --search`: the variants that it compares and compiles, and the gin file of the best."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_gpu import cli, plan
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning.devices import topology_of
+from t5x_gpu.tools.planning.remedies import SIZES
+from t5x_gpu.tools.planning.search import variants
+from t5x_gpu.tools.planning.search.search import SearchState, gin_text, search_text
+from t5x_gpu.tools.planning.search.variants import Variant
+from t5x_gpu.tools.planning.search.workers import Score
+from tests.aot.cases import Case
+from tests.helpers_train import TINY_GIN
+
+GIB = 2**30
+
+
+def parsed(path, *flags):
+  return cli.parse_args('plan', '', [f'--gin_file={path}', *flags], extra=plan._add_flags)
+
+
+@pytest.fixture
+def gin_file(tmp_path):
+  path = tmp_path / 'tiny.gin'
+  path.write_text(TINY_GIN)
+  return path
+
+
+@pytest.fixture
+def config(gin_file):
+  return plan._configured(parsed(gin_file))[0]
+
+
+def score(seconds, needed=10, *, least=0.8, dtype='bfloat16', family='a', **more):
+  layout = (('data', 1), ('fsdp', len(family)))
+  variant = Variant(layout, remat_policy='dots', dtype=dtype, **more)
+  return Score(variant, layout, seconds, least * seconds, int(needed * GIB), 100 * GIB, (family,))
+
+
+class CompiledAs:
+  """What a search reads of a compiled prediction."""
+
+  tokens_per_second, mfu = 1e5, 0.5
+
+  def __init__(self, seconds, needed=10):
+    self.seconds_per_step = seconds
+    self.memory = type('Memory', (), {'needed_bytes': int(needed * GIB), 'fits': needed <= 100})
+
+
+def test_layouts_use_all_devices_and_keep_what_talks_most_inside_a_host(config):
+  topology = topology_of(gpus=16, gpus_per_host=4)
+  found = list(variants.layouts(config, topology))
+  assert len(found) == len(set(found))
+  assert {dict(layout).get('num_partitions', 1) for layout in found} == {1, 2, 4}
+  assert {dict(layout).get('stage', 1) for layout in found} == {1, 2, 4}
+  assert not any('context' in dict(layout) for layout in found), 'rows of 32 are too short'
+  for layout in found:
+    sizes = Variant(layout).applied(config).partitioner.mesh_sizes(topology)
+    assert math.prod(sizes.total.values()) == 16
+    assert sizes.dcn['model'] == 1
+
+
+def test_a_variant_changes_what_it_names_and_nothing_else(config):
+  variant = Variant((('data', 2), ('fsdp', 4)), 2, 'minimal', 'bfloat16')
+  changed = variant.applied(config)
+  assert (changed.partitioner.fsdp, changed.num_microbatches) == (4, 2)
+  assert (changed.model.config.remat_policy, changed.model.config.dtype) == ('minimal', 'bfloat16')
+  back = dataclasses.replace(
+    changed,
+    partitioner=config.partitioner,
+    num_microbatches=config.num_microbatches,
+    model=config.model,
+  )
+  assert back == config
+
+
+def test_the_run_as_it_is_is_one_of_its_variants(config):
+  topology = topology_of(gpus=4, gpus_per_host=2)
+  policy, dtype = config.model.config.remat_policy, config.model.config.dtype
+  found = [Variant(layout, 1, policy, dtype) for layout in variants.layouts(config, topology)]
+
+  def same(**changed):
+    # dp.gin sets overlap_layers, which the search adds to its layouts later.
+    partitioner = dataclasses.replace(config.partitioner, overlap_layers=False, **changed)
+    run = dataclasses.replace(config, partitioner=partitioner)
+    return [v.layout for v in found if v.is_of(run, topology)]
+
+  assert same() == [(('data', 4), ('fsdp', 1))]
+  assert same(fsdp=2) == [(('data', 2), ('fsdp', 2))]
+  assert same(fsdp=2, zero_stage=1) == [(('data', 2), ('fsdp', 2), ('zero_stage', 1))]
+  by_hand = dict(ici_mesh_shape={'fsdp': -1}, dcn_mesh_shape={'data': -1})  # as hsdp.gin says it
+  assert same(data=-1, **by_hand) == [(('data', 2), ('fsdp', 2))]
+  assert same(fsdp=2, zero_stage=2) == same(fsdp=3) == []
+  assert not any(v.is_of(dataclasses.replace(config, num_microbatches=2), topology) for v in found)
+
+
+def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
+  fast, slow = score(1.0, family='a'), score(1.2, family='a', num_microbatches=2)
+  other, far = score(1.1, family='bb'), score(1.5, family='bb', num_microbatches=2)
+  too_large = score(0.5, 150, family='ccc')
+  found = SearchState(scores=[slow, far, fast, other, too_large])
+  assert found.next('bfloat16', 4) == [fast, other], 'one of a family; what cannot fit is left out'
+  assert found.best('bfloat16') is fast
+  # `a` is slower than its formula, `bb` faster: its slower variant is worth a compile, not `slow`.
+  found.add(fast, CompiledAs(1.4))
+  found.add(other, CompiledAs(0.99))
+  assert found.estimate(slow) == pytest.approx(1.68)
+  assert found.estimate(far) == pytest.approx(1.35)
+  assert found.next('bfloat16', 4) == []
+  assert found.best('bfloat16') is other
+  found.add(other, CompiledAs(0.99, needed=101))
+  assert found.best('bfloat16') is fast, 'the other one does not fit as compiled'
+  assert found.next('bfloat16', 4) == [far]
+  untried = score(1.9, family='dddd')
+  found.scores.append(untried)
+  assert untried not in found.next('bfloat16', 4), 'slower than the best even if nothing waits'
+  found.scores[-1] = untried = score(1.9, least=0.5, family='dddd')
+  assert untried in found.next('bfloat16', 4)
+
+
+def test_of_equally_fast_variants_the_smaller_one_is_best():
+  large, small = score(1.0, 90), score(1.004, 40, num_microbatches=2)
+  smallest = score(1.02, 5, num_microbatches=4)
+  assert SearchState(scores=[large, small, smallest]).best('bfloat16') is small
+
+
+def test_fp8_is_shown_and_not_chosen(config):
+  own, fp8 = score(1.0), score(0.7, dtype='fp8')
+  found = SearchState(scores=[own, fp8])
+  found.add(own, CompiledAs(1.0))
+  assert found.best('bfloat16') is own
+  found.add(fp8, CompiledAs(0.8))
+  text = search_text(found, '8 x GPU')
+  assert "PRECISION = 'fp8'" in text and '1.25x as fast' in text
+  text = gin_text(found, own, given=config, gpus='8 x GPU', files=['a.gin'])
+  assert "'fp8'" not in text and 'learning_rate_scaling' not in text
+  scaled = dataclasses.replace(config, learning_rate_scaling='linear')
+  assert 'learning_rate_scaling' in gin_text(found, own, given=scaled, gpus='', files=[])
+
+
+def test_the_gin_file_keeps_the_precision_of_gradients(config):
+  best = score(1.0)
+  narrow = dataclasses.replace(config.partitioner, gradient_dtype='bfloat16')
+  given = dataclasses.replace(config, partitioner=narrow)
+  text = gin_text(SearchState(scores=[best]), best, given=given, gpus='', files=[])
+  assert "gradient_dtype = 'bfloat16'" in text, 'as the variant was predicted'
+
+
+LAYOUTS = [
+  dict(data=1, fsdp=64),
+  dict(data=1, fsdp=64, zero_stage=1),
+  dict(data=2, fsdp=32),
+  dict(data=64, fsdp=1),
+  dict(data=1, fsdp=8, num_partitions=8, sequence_parallel=True),
+  dict(data=1, fsdp=16, context=4),
+  dict(data=4, fsdp=8, expert=2),
+  dict(stage=2, data=1, fsdp=32),
+  dict(stage=2, data=4, fsdp=8),
+]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
+@pytest.mark.parametrize('given', ['dp', 'fsdp', 'hsdp', 'ep', '3d'])
+def test_the_gin_file_means_the_same_here_and_works_on_more_and_fewer_hosts(layout, given):
+  case = Case(model='llama3_2_1b', layout=given, batch=(64, 4096))
+  best = Score(Variant(tuple(layout.items())), (), 1.0, 1.0, GIB, 100 * GIB, ())
+  config = case.config()
+  text = gin_text(SearchState(scores=[best]), best, given=config, gpus='', files=[])
+  settings = re.findall(r'^  (\w+ = .+)$', text, re.MULTILINE)
+  bindings = tuple(f'Partitioner.{setting}' for setting in settings)
+  written = dataclasses.replace(case, bindings=bindings).config().partitioner
+  promised = best.variant.applied(config).partitioner
+  assert written.mesh_sizes(Topology(8, 8)) == promised.mesh_sizes(Topology(8, 8))
+  assert (
+    dataclasses.replace(written, **{name: getattr(promised, name) for name in SIZES}) == promised
+  )
+  for hosts in (4, 16):
+    sizes = written.mesh_sizes(Topology(hosts, 8)).total
+    assert sizes['fsdp'] * sizes['data'] == layout['fsdp'] * layout['data'] * hosts // 8
+    kept = {axis: size for axis, size in layout.items() if axis in ('stage', 'context', 'expert')}
+    assert kept.items() <= sizes.items()
+
+
+def test_the_gin_file_leaves_data_open_where_no_replica_is_split(config):
+  layout = (('stage', 2), ('num_partitions', 8), ('data', 1), ('fsdp', 1))
+  best = Score(Variant(layout), (), 1.0, 1.0, GIB, 100 * GIB, ())
+  text = gin_text(SearchState(scores=[best]), best, given=config, gpus='', files=[])
+  assert re.findall(r'(\w+) = -1', text) == ['data']
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_file, tmp_path):
+  best, out, again = (tmp_path / name for name in ('best.gin', 'search.json', 'plan.json'))
+  where = ['--gpus=4', '--gpus_per_host=2', '--gpu=h200', '--dry_run']
+  flags = [f'--gin_file={gin_file}', '--gin.Partitioner.fsdp=2', *where]
+  got = subprocess.run(
+    [sys.executable, '-m', 't5x_gpu.plan', *flags, f'--search={best}', f'--json={out}'],
+    capture_output=True,
+    text=True,
+    timeout=240,
+  )
+  assert got.returncode == 0, got.stderr
+  assert 'by formula' in got.stdout and best.read_text() in got.stdout
+  found = json.loads(out.read_text())
+  assert found['is_complete'] and found['num_compiled'] == 0
+  seconds = [v['seconds_per_step'] for v in found['variants']]
+  assert seconds == sorted(seconds)
+  flags.insert(1, f'--gin_file={best}')
+  assert plan.main([f for f in flags if 'fsdp' not in f] + [f'--json={again}']) == 0
+  # Of variants within 0.5%, the best variant needs the least memory.
+  assert json.loads(again.read_text())['seconds_per_step'] <= 1.005 * seconds[0]
+
+
+def test_flags_that_do_not_go_with_a_search_are_refused(gin_file):
+  for more, words in (
+    (['--search', '--scale=8,64'], '--scale'),
+    (['--search', '--show=sharding'], '--show=sharding'),
+    (['--search_processes=2'], '--search_processes'),
+    (['--search', '--search_processes=0'], 'at least 1'),
+  ):
+    with pytest.raises(ConfigError, match=words):
+      plan.main([f'--gin_file={gin_file}', '--gpus=2', *more])
+
+
+def started(gin_file, *flags):
+  flags = [f'--gin_file={gin_file}', '--gpus=4', '--gpu=h200', '--search', *flags]
+  return subprocess.Popen(
+    [sys.executable, '-m', 't5x_gpu.plan', *flags],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_best_is_compiled_also_without_the_gpu_compiler(gin_file):
+  out, err = started(gin_file, '--search_processes=1').communicate(timeout=400)
+  first = next(line for line in out.splitlines() if line.startswith(('data', 'fsdp', 'one')))
+  assert first.endswith('as compiled'), out + err
+  assert 'The current run takes' in out
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize('whom', ['all', 'parent'])
+def test_ctrl_c_prints_what_was_found_and_leaves_no_process(gin_file, whom):
+  process = started(gin_file)
+  for line in process.stderr:
+    if 'predicted by formula' in line:
+      break
+  children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+  assert children, 'processes that predict'
+  (os.killpg if whom == 'all' else os.kill)(process.pid, signal.SIGINT)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 130, err
+  assert 'The search was interrupted' in out and 'partitioner.Partitioner:' in out
+  assert 'Traceback' not in err
+  deadline = time.monotonic() + 30
+  while left := [pid for pid in children if pathlib.Path(f'/proc/{pid}').exists()]:
+    assert time.monotonic() < deadline, left
+    time.sleep(0.1)

@@ -1,0 +1,148 @@
+"""A plan's advice for a run that does not fit: settings that work, as a user writes them."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.tools.planning import remedies
+from t5x_gpu.tools.planning.assumptions import Assumptions
+from t5x_gpu.tools.planning.gpu_targets import find_target
+from t5x_gpu.tools.planning.prediction import Planner
+from t5x_gpu.tools.planning.remedies import Change
+from tests.aot.cases import Case
+
+
+@pytest.fixture
+def planner():
+  return Planner(find_target('h100'), Assumptions(), jax.devices())
+
+
+def written(case, change):
+  """Returns the run `case` with the settings of `change` in its gin file."""
+  return dataclasses.replace(case, bindings=(*case.bindings, *change.settings)).config()
+
+
+@pytest.mark.parametrize('layout', ['tp', 'pp', 'hsdp', 'zero1', 'cp', '3d', 'ep'])
+def test_a_change_names_all_that_the_run_must_set(layout):
+  bindings = ("Partitioner.gradient_dtype = 'bfloat16'",)
+  case = Case(model='llama3_8b', layout=layout, batch=(64, 4096), bindings=bindings)
+  found = list(remedies.single_changes(case.config(), Topology(2, 8)))
+  assert sum('Partitioner' in change.kinds for change in found) >= 3
+  for change in found:
+    run = written(case, change)
+    assert run.partitioner == change.config.partitioner, change.settings
+    assert run.partitioner.gradient_dtype == 'bfloat16', 'it would change the numbers'
+    run.partitioner.mesh_sizes(Topology(2, 8))
+
+
+@pytest.mark.parametrize(
+  'layout',
+  [pytest.param('tp', marks=pytest.mark.slow), pytest.param('pp', marks=pytest.mark.slow), 'hsdp'],
+)
+def test_a_run_fits_with_any_of_its_remedies(planner, layout):
+  case = Case(model='llama3_8b', layout=layout, batch=(128, 4096))
+  topology = Topology(1, 8) if layout == 'tp' else Topology(2, 4)
+  config = case.config()
+  assert not planner.by_formula(config, topology).memory.fits
+  found = remedies.remedies(config, topology, by_formula=planner.by_formula, compiled=None)
+  assert len(found) == 3
+  for remedy in found:
+    again = planner.by_formula(written(case, remedy.change), topology)
+    assert again.memory.fits and again.seconds_per_step == remedy.prediction.seconds_per_step
+
+
+def test_fsdp_takes_the_place_of_data_next_to_the_axes_that_are_in_use():
+  planner = Planner(find_target('h200'), Assumptions(), jax.devices())
+  config = Case(model='llama3_8b', layout='cp', batch=(8, 131072)).config()
+  found = remedies.remedies(config, Topology(2, 8), by_formula=planner.by_formula, compiled=None)
+  first, second = found[:2]
+  assert set(first.change.settings) == {
+    "TransformerConfig.remat_policy = 'full'",
+    'Partitioner.data = 1',
+    'Partitioner.fsdp = 8',
+  }
+  # As fast, but less precise.
+  assert second.change.kinds == {'TransformerConfig', 'AdamW'}
+  ratio = first.prediction.seconds_per_step / second.prediction.seconds_per_step
+  assert 1 / remedies.EQUAL < ratio < remedies.EQUAL
+
+
+@pytest.mark.parametrize(
+  'bindings, kept',
+  [
+    (dict(context=2, data=4), {'context': 2, 'fsdp': 8}),  # of eight GPUs, now there are sixteen
+    (
+      dict(data=-1, context=1, ici_mesh_shape={'context': 4, 'fsdp': -1}, dcn_mesh_shape=None),
+      {'context': 4, 'fsdp': 4},
+    ),
+    (dict(context=1, stage=2, expert=2), {'stage': 2, 'expert': 2, 'fsdp': 4}),
+  ],
+)
+def test_all_axes_but_data_are_kept_in_one_of_the_layouts(bindings, kept):
+  bindings = tuple(f'Partitioner.{name} = {value!r}' for name, value in bindings.items())
+  case = Case(model='llama3_8b', layout='cp', batch=(64, 4096), bindings=bindings)
+  sizes = [
+    change.config.partitioner.mesh_sizes(Topology(2, 8)).total
+    for change in remedies.single_changes(case.config(), Topology(2, 8))
+    if 'Partitioner' in change.kinds
+  ]
+  assert dict.fromkeys(sizes[0], 1) | kept in sizes
+
+
+def test_a_candidate_that_does_not_compile_is_skipped(planner):
+  config = Case(model='llama3_8b', layout='hsdp', batch=(128, 4096)).config()
+
+  def compiled(changed, topology):
+    if changed.num_microbatches > 1:
+      raise ConfigError('This one does not compile.', fix='Take another one.')
+    return planner.by_formula(changed, topology)
+
+  of_run = dict(by_formula=planner.by_formula, number=1)
+  [found] = remedies.remedies(config, Topology(2, 4), compiled=None, **of_run)
+  assert found.change.kinds == {'train'}
+  [found] = remedies.remedies(config, Topology(2, 4), compiled=compiled, **of_run)
+  assert found.is_compiled and found.change.kinds == {'TransformerConfig'}
+
+
+@pytest.mark.slow
+def test_the_least_number_of_gpus_does_not_depend_on_how_many_were_asked():
+  planner = Planner(find_target('a100-40'), Assumptions(), jax.devices())
+  config = Case(model='t5_11b', layout='fsdp', batch=(64, 512)).config()
+  found = [
+    remedies.least_gpus(config, Topology(1, gpus), by_formula=planner.by_formula)[0].prediction
+    for gpus in (1, 4)
+  ]
+  assert [(p.num_hosts, p.num_gpus) for p in found] == [(1, 5), (1, 5)]
+
+
+def test_the_least_number_of_gpus_names_hosts_where_there_are_several(planner):
+  config = Case(model='llama3_70b', layout='fsdp', batch=(8, 4096)).config()
+  text = remedies.nothing_fits(config, Topology(1, 2), by_formula=planner.by_formula)
+  assert 'fits on 2 GPUs' in text and 'The least number of GPUs is 16 (2 hosts x 8), with' in text
+
+
+@pytest.mark.parametrize(
+  'layout, rows, length, gpus, batch',
+  [
+    ('fsdp', 8, 4096, 16, 8),
+    # Three groups of eight GPUs cannot share 64 rows.
+    pytest.param('tp', 64, 8192, 24, 66, marks=pytest.mark.slow),
+  ],
+)
+def test_the_run_fits_on_the_least_number_of_gpus(planner, layout, rows, length, gpus, batch):
+  case = Case(model='llama3_70b', layout=layout, batch=(rows, length))
+  config = case.config()
+  found, smallest = remedies.least_gpus(config, Topology(1, 8), by_formula=planner.by_formula)
+  assert not smallest.memory.fits and smallest.num_gpus == 8
+  *settings, last = found.change.settings
+  assert (last == f'BATCH_SIZE = {batch}') == (batch != rows)
+  settings += [last] * (batch == rows)
+  run = written(dataclasses.replace(case, batch=(batch, length)), Change(tuple(settings), config))
+  again = planner.by_formula(run, Topology(gpus // 8, 8))
+  assert again.memory.fits and again.num_gpus == found.prediction.num_gpus
+  fewer = Topology(gpus // 8 - 1, 8)
+  for change in remedies.on_all_of(config, fewer) if fewer.num_hosts > 1 else ():
+    assert not planner.by_formula(change.config, fewer).memory.fits
