@@ -142,7 +142,7 @@ def object_of_gin(
     entry = pathlib.Path(folder) / 'entry.gin'
     entry.write_text(
       'from __gin__ import dynamic_registration\n'
-      'from t5x_gpu.checkpoint.convert import model_spec as model_fields\n\n'
+      'from t5x_gpu.conversion import model_spec as model_fields\n\n'
       'model_fields.describe.model = %MODEL\n',
       'utf-8',
     )

@@ -94,7 +94,7 @@ def test_mistakes_name_the_flag_and_the_fix(argv, expected):
 def test_no_gin_file_names_the_examples():
   with pytest.raises(ConfigError, match='No --gin_file is given.') as e:
     parse('--dry_run')
-  for name in cli.gin_files.GinFiles().shipped('examples'):
+  for name in cli.gin_text.GinFiles().shipped('examples'):
     assert f'{PROG} --gin_file={name}' in str(e.value)
   assert parse('--dry_run', gin_file_required=False).gin_files == ()
 

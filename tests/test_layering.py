@@ -20,6 +20,7 @@ PACKAGE = ROOT / 't5x_gpu'
 ORDER = (
   'errors',
   'terminal',
+  'storage',
   'config',
   'runtime',
   'partitioning',
@@ -29,11 +30,11 @@ ORDER = (
   'training',
   'metrics',
   'checkpoint',
+  'conversion',
   'evaluation',
-  'reporting',
-  'analysis',
-  'planning',
+  'compiled',
   'run',
+  'tools',
 )
 NOT_EVEN_ABOVE = {('partitioning', 'config')}
 SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
@@ -165,6 +166,11 @@ def test_every_folder_has_a_place_in_the_order():
 
 def test_files_import_only_from_their_own_folder_and_those_above():
   none([where(m, i) for m in modules() for i in own(m) if not may_import(m, i)])
+
+
+def test_training_reaches_no_tool():
+  found = reached_from('t5x_gpu.train') & {m for m in modules() if layer(m) == 'tools'}
+  assert found == set()
 
 
 def test_imports_have_no_cycles():

@@ -1,5 +1,6 @@
 """Files written by commit 30213db, before version 0.2.0: its runs continue, its data is read."""
 
+import importlib
 import json
 import pathlib
 import shutil
@@ -7,6 +8,7 @@ import shutil
 import pytest
 
 from t5x_gpu import checkpoint_tools, infer, prepare, train
+from t5x_gpu.data.sources.readers import BlockReader
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import TINY_GIN, Project, run_here
 
@@ -75,3 +77,8 @@ def test_a_run_of_adafactor_before_its_setting_continues_by_itself(tmp_path):
   at_once = project.run(layers, TRAIN_STEPS=4, MODEL_DIR=tmp_path / 'at_once')
   assert at_once.code == 0, at_once.err
   assert project.metrics() == project.metrics(model_dir=tmp_path / 'at_once')
+
+
+def test_data_modules_of_users_find_the_reader_in_its_former_place():
+  former = importlib.import_module('t5x_gpu.data.sources.block_reader')
+  assert former.BlockReader is BlockReader

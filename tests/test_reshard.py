@@ -232,7 +232,7 @@ def test_an_existing_folder_is_not_overwritten(source, tmp_path):
 # The process stops itself before piece number HOLD, in the middle of an array, until it is killed.
 HELD = """
 import os, pathlib, time
-from t5x_gpu.checkpoint.tools import reshard as resharding
+from t5x_gpu.tools import reshard as resharding
 read, count = resharding._read, 0
 def held(*args):
   global count

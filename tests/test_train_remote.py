@@ -128,7 +128,7 @@ def test_unreachable_storage_during_a_save_stops_the_run_and_the_same_command_co
 GIVES_UP = """
 import pathlib, sys, threading, time
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.storage import paths
+from t5x_gpu.storage import paths
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.errors import CheckpointError
@@ -174,7 +174,7 @@ def test_a_run_whose_storage_stays_away_leaves_with_1_and_its_error_each_time(
 IMPATIENT_RUN = """
 from t5x_gpu import cli, train
 from t5x_gpu.checkpoint import run_lock
-from t5x_gpu.checkpoint.storage import paths
+from t5x_gpu.storage import paths
 paths.RETRIES = {'max_retries': 6, 'initial_delay': '20ms', 'max_delay': '100ms'}
 run_lock.REFRESH_SECONDS = 0.01
 cli.run_main(train.main)

@@ -56,6 +56,16 @@ class _Symbols(config_parser.ParserDelegate):
     return Macro(macro_name)
 
 
+# Modules that gin files of older versions import -> where their names are now.
+MOVED = {
+  't5x_gpu.analysis.profile.profile_config': 't5x_gpu.run.profile_config',
+  't5x_gpu.metrics.loggers.logging_config': 't5x_gpu.metrics.logging_config',
+  't5x_gpu.models.preference.dpo': 't5x_gpu.models.dpo',
+  't5x_gpu.planning.assumptions': 't5x_gpu.tools.planning.assumptions',
+  't5x_gpu.training.guards.spikes': 't5x_gpu.training.spikes',
+}
+
+
 def read(text: str, *, shown: str) -> Iterator[Statement]:
   """Yields the statements of gin `text`, whose values hold `Reference` and `Macro` objects.
 
@@ -67,7 +77,10 @@ def read(text: str, *, shown: str) -> Iterator[Statement]:
   """
   lines = text.splitlines()
   try:
-    yield from config_parser.ConfigParser(io.StringIO(text), _Symbols())
+    for statement in config_parser.ConfigParser(io.StringIO(text), _Symbols()):
+      if isinstance(statement, config_parser.ImportStatement):
+        statement = statement._replace(module=MOVED.get(statement.module, statement.module))
+      yield statement
   except SyntaxError as e:
     line, message = _location(e)
     raise _not_gin(message, shown=shown, line=line, lines=lines) from e

@@ -540,7 +540,7 @@ def test_two_conversions_to_one_folder_do_not_mix(tmp_path, refuses):
 SLOW = """
 import sys, time
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.convert import to_ours
+from t5x_gpu.conversion import to_ours
 def copy(*args, **kwargs):
   print('copying', flush=True)
   for _ in range(600):  # one long sleep would not see a signal that arrives just before it

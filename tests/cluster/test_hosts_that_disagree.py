@@ -62,8 +62,8 @@ def open_batches(config, **options):
 # As `python -m t5x_gpu.train`, with little patience.
 IMPATIENT = """
 from t5x_gpu import cli, train
-from t5x_gpu.checkpoint.storage import shared_folder
-shared_folder.LOOK_SECONDS = 0.5
+from t5x_gpu.checkpoint import model_dir
+model_dir.LOOK_SECONDS = 0.5
 cli.run_main(train.main)
 """
 

@@ -64,7 +64,7 @@ def test_a_file_without_losses_is_not_plotted(tmp_path):
 
 
 def test_matplotlib_is_imported_only_when_drawing():
-  code = 'import sys; from t5x_gpu.metrics import plots; assert "matplotlib" not in sys.modules'
+  code = 'import sys; from t5x_gpu.metrics import pictures; assert "matplotlib" not in sys.modules'
   subprocess.run([sys.executable, '-c', code], check=True)
 
 

@@ -367,5 +367,5 @@ def test_a_sample_is_a_prompt_and_its_continuation():
 
 
 def test_a_sample_that_does_not_fit_the_length_is_refused():
-  with pytest.raises(ConfigError, match='3 prompt tokens and 10 new ones; both .* at most 12'):
+  with pytest.raises(ConfigError, match='3 prompt tokens and 10 new tokens; both .* at most 12'):
     sample_from('llama', num_tokens=10, temperature=0)

@@ -146,7 +146,7 @@ def test_dumb_terminals_get_plain_lines(monkeypatch):
 def test_prints_and_warnings_of_others_stay_whole_lines_on_a_real_terminal(tmp_path):
   code = textwrap.dedent("""
       import sys
-      from t5x_gpu.terminal import progress_line as progress
+      from t5x_gpu.terminal import progress
       with progress.ProgressLine(100) as p:
         p.update(10, {'train/loss': 5.0}, eta_seconds=10)
         print('from stdout')

@@ -112,7 +112,7 @@ def test_a_changed_source_is_named_and_the_same_sources_elsewhere_are_not(tmp_pa
   def facts_of(root: pathlib.Path) -> dict:
     text = (
       'import json, sys; sys.path.insert(0, sys.argv[1]); '
-      'from t5x_gpu.runtime.cluster import same_code; print(json.dumps(same_code.facts()))'
+      'from t5x_gpu.runtime.cluster import members; print(json.dumps(members.code_facts()))'
     )
     done = subprocess.run(
       [sys.executable, '-c', text, str(root)],

@@ -213,12 +213,12 @@ def test_a_warm_start_asks_no_child(monkeypatch):
 
 
 def no_child(command, **kwargs):
-  return probe.run_with_deadline.CommandResult(None, '', '', 'no process can be started')
+  return probe.machine.CommandResult(None, '', '', 'no process can be started')
 
 
 def test_without_cache_and_child_names_are_read_from_the_library(monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
-  monkeypatch.setattr(probe.run_with_deadline, 'run', no_child)
+  monkeypatch.setattr(probe.machine, 'run_with_deadline', no_child)
   assert probe.refused_flags(['--xla_gpu_autotune_level=1', '--xla_gpu_bogus=1']) == {
     '--xla_gpu_bogus=1': f'not in {probe.installed()}'
   }
@@ -272,7 +272,7 @@ def test_detection_agrees_with_flags_tried_one_by_one(how, monkeypatch):
   version = '.'.join(jax.__version__.split('.')[:2])
   if how == 'bytes':
     monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
-    monkeypatch.setattr(probe.run_with_deadline, 'run', no_child)
+    monkeypatch.setattr(probe.machine, 'run_with_deadline', no_child)
   refused = probe.refused_flags([f'--{flag}' for flag in KNOWN])
   assert {flag: f'--{flag}' not in refused for flag in KNOWN} == {
     flag: known[version] for flag, known in KNOWN.items()
