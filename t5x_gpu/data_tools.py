@@ -30,7 +30,6 @@ from t5x_gpu.data.batches import (
 )
 from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.index import Index, check_shards, counted_features, read_index
-from t5x_gpu.data.prompts import decode_all
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics.pictures import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
@@ -219,7 +218,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
     if target := shard_writer.target_of(row, names):
       console.print(rich.text.Text(printable(f'  {target}')))
     feature = None
-    decode = functools.partial(decode_all, vocabulary)
+    decode = functools.partial(data_module.decode_all, vocabulary)
     for piece in shard_writer.pieces(row, decode=decode):
       if piece.feature != feature:
         feature = piece.feature

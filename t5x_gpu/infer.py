@@ -15,7 +15,8 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
+from t5x_gpu.data.data_module import Prompt, PromptText
+from t5x_gpu.data.prompts import parse_prompts, read_prompts
 from t5x_gpu.data.sources.rows import limited_lines
 from t5x_gpu.errors import ConfigError, DataError, task_error
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results

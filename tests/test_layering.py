@@ -247,6 +247,26 @@ def test_config_and_xla_flags_do_not_import_jax():
         assert [where(r, i) for i in imported_by(r) if top_level(i) in JAX] == [], m
 
 
+# Commands on the files of a run, and what they must not import: a model costs half a second of CPU
+# time, on a loaded login node several seconds.
+ON_FILES = ('top', 'report', 'checkpoint_tools')
+A_MODEL = {'layers', 'models', 'training', 'flax', 'optax', 'tokamax'}
+READS_TABLES = {'pyarrow'}
+
+
+@pytest.mark.parametrize(
+  ('command', 'heavy'),
+  [*((command, A_MODEL | READS_TABLES) for command in ON_FILES), ('cli', READS_TABLES | JAX)],
+)
+def test_commands_import_no_more_than_they_use(command, heavy):
+  found = []
+  for module in reached_from(f't5x_gpu.{command}'):
+    for imported in imported_by(module):
+      name = layer(imported) if imported in modules() else top_level(imported)
+      found += [where(module, imported)] if name in heavy else []
+  none(found)
+
+
 def test_only_model_dir_lists_steps_and_reads_manifests():
   # Everything else asks a ModelDir, which remembers the answer.
   askers = {'committed_steps', 'read_manifest', 'read_saved'}

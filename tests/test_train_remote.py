@@ -8,7 +8,7 @@ import pytest
 
 from t5x_gpu import eval, infer, report, top
 from t5x_gpu.checkpoint.model_dir import COMMIT, UNDER_WAY, committed_steps
-from t5x_gpu.checkpoint.run_files import RunFiles, SampleConfig, append_sample
+from t5x_gpu.checkpoint.run_files import RunFiles, append_sample
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.storage.paths import as_path
@@ -75,7 +75,7 @@ def test_report_and_top_read_a_run_in_object_storage(server, tmp_path, capsys):
   address, project = 's3://runs/reported', Project(tmp_path)
   flags = ('--gin.PROFILE_STEPS=(3, 4)',)
   assert project.run(*flags, MODEL_DIR=address, **FAST).code == 0
-  append_sample(tmp_path, 6, SampleConfig('once'), 'the continued text')
+  append_sample(tmp_path, 6, prompt='once', temperature=1.0, text='the continued text')
   (as_path(address) / 'samples.jsonl').write_bytes((tmp_path / 'samples.jsonl').read_bytes())
   page = tmp_path / 'page.html'
   assert report.main([address, f'--out={page}']) == 0

@@ -40,6 +40,18 @@ def by_name(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
 
 
+def as_tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns nested dictionaries from '/'-joined paths, the inverse of `by_name`."""
+  tree: dict[str, Any] = {}
+  for name, x in arrays.items():
+    *outer, last = name.split('/')
+    node = tree
+    for key in outer:
+      node = node.setdefault(key, {})
+    node[last] = x
+  return tree
+
+
 def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
   """Yields the slices of an array's chunks on disk, in row-major order."""
   starts = (range(0, n, max(c, 1)) for n, c in zip(shape, chunk))

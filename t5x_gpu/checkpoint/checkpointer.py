@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save_args
 from t5x_gpu.checkpoint.local.tier import check_local_settings
-from t5x_gpu.checkpoint.manifest import known_part, sealed
+from t5x_gpu.checkpoint.manifest import describe_arrays, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -361,6 +361,13 @@ class BaseCheckpointer(abc.ABC):
   @abc.abstractmethod
   def _reload(self) -> None:
     """Called on all processes after checkpoints were promoted or set aside."""
+
+
+def known_part(manifest: Mapping[str, Any], target: TrainState) -> TrainState:
+  """Returns `target`, without its FP8 history if the checkpoint has a different FP8 history."""
+  want = describe_arrays({'fp8_history': target.fp8_history})
+  have = manifest['arrays']
+  return target if want.items() <= have.items() else target.replace(fp8_history={})
 
 
 def damage(do: Callable[[], None], path: AnyPath) -> str:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.arrays import check_restored
-from t5x_gpu.checkpoint.checkpointer import Restored, damage
+from t5x_gpu.checkpoint.checkpointer import Restored, damage, known_part
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
-from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, differences, known_part
+from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, differences
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.orbax_internals import (
   read_tree,

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from t5x_gpu.errors import did_you_mean, listed
 from t5x_gpu.runtime import machine
 from t5x_gpu.storage.json_schema import Also, Fields, ListOf, MapOf, Nullable, Text, Whole
-from t5x_gpu.training.state import TrainState
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
@@ -103,7 +102,7 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   """Returns sentences on how the arrays of a manifest differ from `target`; [] if equal.
 
   If parameters differ, lists them and only counts the differences of the optimizer state. An FP8
-  history may differ: see `known_part`.
+  history may differ: see `checkpointer.known_part`.
   """
   have, want = (
     {name: array for name, array in arrays.items() if not name.startswith(_HISTORY)}
@@ -136,13 +135,6 @@ def moments_differ(manifest: Mapping[str, Any], target: Any) -> bool:
 def _factored(arrays: Mapping[str, Any]) -> bool:
   """Returns whether the arrays include second moments of Adafactor."""
   return any(n.startswith(_OPTIMIZER) and n.endswith(('/full', '/row')) for n in arrays)
-
-
-def known_part(manifest: Mapping[str, Any], target: TrainState) -> TrainState:
-  """Returns `target`, without its FP8 history if the checkpoint has a different FP8 history."""
-  want = describe_arrays({_HISTORY[:-1]: target.fp8_history})
-  have = manifest['arrays']
-  return target if want.items() <= have.items() else target.replace(fp8_history={})
 
 
 def _differing(

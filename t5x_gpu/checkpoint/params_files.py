@@ -10,11 +10,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
-import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import HostSums, check_restored, record
+from t5x_gpu.checkpoint.arrays import HostSums, as_tree, by_name, check_restored, record
 from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.store import (
   BLOSC,
@@ -26,7 +25,7 @@ from t5x_gpu.checkpoint.store import (
   read_array,
 )
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
-from t5x_gpu.models.model import is_reference
+from t5x_gpu.partitioning.layer_stacks import is_reference
 from t5x_gpu.storage.paths import AnyPath
 
 PARAMS_ONLY = 'params_only'
@@ -64,7 +63,7 @@ def read_params(source: Source, abstract_params: Any, *, step: Optional[int] = N
     CheckpointError: no such checkpoint, or its parameters differ; lists all differences.
   """
   reader = ParamsReader(source, step=step)
-  want = flax.traverse_util.flatten_dict(abstract_params, sep='/')
+  want = by_name(abstract_params)
   problems = tree_problems(
     {name: a.shape for name, a in want.items()},
     reader.shapes,
@@ -80,7 +79,7 @@ def read_params(source: Source, abstract_params: Any, *, step: Optional[int] = N
 
   params = {name: read_array(reader, name, a) for name, a in want.items()}
   check_params(reader, params)
-  return flax.traverse_util.unflatten_dict(params, sep='/')
+  return as_tree(params)
 
 
 def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
@@ -166,9 +165,7 @@ class ParamsWriter(contextlib.AbstractContextManager):
     self._about = dict(about)
     self._tree = {
       'step': jax.ShapeDtypeStruct((), np.int32),
-      'params': flax.traverse_util.unflatten_dict(
-        {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}, sep='/'
-      ),
+      'params': as_tree({n: jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}),
       **({} if opt_state is None else {'opt_state': opt_state}),
     }
     arrays = {

@@ -19,7 +19,6 @@ from typing import Any, Optional
 
 from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.models.decoding import SampleConfig
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.storage.files import append_line, check_not_refused, set_aside_unless_file
 from t5x_gpu.storage.json_schema import Fields, Whole, read_json
@@ -270,16 +269,18 @@ SAMPLES = 'samples.jsonl'
 SCHEMA = Fields({'step': Whole(), 'prompt': str, 'text': str}, optional={'temperature': float})
 
 
-def append_sample(folder: str | os.PathLike, step: int, config: SampleConfig, text: str) -> None:
+def append_sample(
+  folder: str | os.PathLike, step: int, *, prompt: str, temperature: float, text: str
+) -> None:
   """Appends a text to the file; warns if that fails.
 
   Args:
     folder: folder of the run's files.
     step: number of training steps done.
-    config: how the text was generated.
+    prompt, temperature: as in SampleConfig.
     text: the prompt and its continuation.
   """
-  record = {'step': step, 'prompt': config.prompt, 'temperature': config.temperature, 'text': text}
+  record = {'step': step, 'prompt': prompt, 'temperature': temperature, 'text': text}
   path = pathlib.Path(folder) / SAMPLES
   try:
     set_aside_unless_file(path)  # opening a pipe would wait for a reader

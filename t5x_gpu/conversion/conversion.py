@@ -31,7 +31,7 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.lora import LoraModel
-from t5x_gpu.models.model import is_reference
+from t5x_gpu.partitioning.layer_stacks import is_reference
 from t5x_gpu.runtime.machine import available_memory
 from t5x_gpu.storage.json_schema import read_json
 from t5x_gpu.terminal.console import Console

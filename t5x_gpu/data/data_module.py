@@ -24,7 +24,6 @@ from t5x_gpu.data.batches import (
   optional_method,
   with_masks,
 )
-from t5x_gpu.data.prompts import PromptText, Vocabulary
 from t5x_gpu.errors import ConfigError, did_you_mean
 
 
@@ -93,6 +92,124 @@ class EvaluatedTask(Protocol):
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
     """Returns metric -> value."""
+
+
+# Text <-> token ids, and the prompts of a task.
+
+
+class Vocabulary(Protocol):
+  """Text <-> token ids. `zero_is_padding` and `decode_all` handle missing optional members.
+
+  Optional:
+    zero_is_a_word: id 0 is a token of texts, so samples may contain it.
+    spelled(ids) -> str: as `decode`, with special tokens.
+  """
+
+  def encode(self, text: str) -> list[int]: ...
+  def decode(self, ids: list[int]) -> str: ...
+
+
+def zero_is_padding(vocabulary: Vocabulary) -> bool:
+  """Returns whether id 0 is padding, rather than a word."""
+  return not getattr(vocabulary, 'zero_is_a_word', False)
+
+
+def decode_all(vocabulary: Vocabulary, ids: list[int]) -> str:
+  """Returns the text of `ids`, with special tokens if the vocabulary can spell them."""
+  return getattr(vocabulary, 'spelled', vocabulary.decode)(ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedRow:
+  """A row of an encoder.
+
+  Attributes:
+    tokens: their ids, special ones included.
+    num_second: number of tokens at the end that belong to the second text of a pair.
+    words: position of the first token of each word that gets a tag; -1 for a word without a token,
+      or beyond the end of the row.
+  """
+
+  tokens: tuple[int, ...]
+  num_second: int = 0
+  words: tuple[int, ...] = ()
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+  def __iter__(self) -> Iterator[int]:
+    return iter(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """A text to continue.
+
+  Attributes:
+    where: source of the prompt, 'file:line' or 'TASK, split SPLIT, example 3'.
+    inputs: the text.
+    targets: a continuation to score, or None.
+    tokens, target_tokens: their ids if the source has them, else None.
+    extra: other fields of a JSON line; they are copied to the result.
+    number: line number in the file, from 0, blank lines counted; None for examples of a task, which
+      are numbered in order.
+    messages: a conversation to continue, checked; None if `inputs` is the prompt.
+    tools: tools of the conversation, for the chat template.
+    num_second: number of `tokens` at the end that belong to the second text of a pair.
+  """
+
+  where: str
+  inputs: str
+  targets: Optional[str] = None
+  tokens: Optional[tuple[int, ...]] = None
+  target_tokens: Optional[tuple[int, ...]] = None
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  number: Optional[int] = None
+  messages: Optional[Sequence[Mapping[str, Any]]] = None
+  tools: Optional[Sequence[Any]] = None
+  num_second: int = 0
+
+
+class PromptText(Protocol):
+  """Text <-> ids, with a task's vocabularies and end marks.
+
+  Attributes:
+    name: name of the vocabulary, for messages.
+    size: number of ids of its vocabulary.
+    eos_id: id that ends the model's answer, or None.
+    start_id: precedes a prompt in the tokenizer's own template (<bos>), or None.
+    zero_is_a_word: id 0 is a word of the tokenizer and the model, not padding.
+
+  Optional, for exports to Hugging Face:
+    inputs_name: name of the vocabulary of prompts; by default `name`.
+    is_chat: whether the chat template writes the task's texts; by default False.
+  """
+
+  name: str
+  size: int
+  eos_id: Optional[int]
+  start_id: Optional[int]
+  zero_is_a_word: bool
+
+  def encode_inputs(self, text: str) -> list[int]:
+    """Returns the ids of a prompt, with the end mark of the task's inputs."""
+
+  def encode_targets(self, text: str) -> list[int]:
+    """Returns the ids of a text to score, with the end mark of the task's targets."""
+
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
+  ) -> list[int]:
+    """Returns the ids of a conversation and of the start of the answer. Raises DataError."""
+
+  def chat_ends(self) -> list[int]:
+    """Returns the id that ends an answer in the chat template, if the end is one token."""
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Returns the text that a model wrote, without its end mark."""
+
+  def examples(self) -> Iterable[Prompt]:
+    """Yields the examples of the task's split in order. Raises DataError if there are none."""
 
 
 # Refuses datasets that would run code that the user did not name. No TF.

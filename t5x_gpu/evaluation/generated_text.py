@@ -12,7 +12,7 @@ from typing import Any, Optional, Protocol, Union
 
 import numpy as np
 
-from t5x_gpu.data.prompts import EncodedRow, Prompt
+from t5x_gpu.data.data_module import EncodedRow, Prompt
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.models.inference.classify import Classifier

@@ -13,8 +13,7 @@ from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.run_files import not_applied
 from t5x_gpu.data import entities
 from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig
-from t5x_gpu.data.data_module import open_text
-from t5x_gpu.data.prompts import Prompt, PromptText
+from t5x_gpu.data.data_module import Prompt, PromptText, open_text
 from t5x_gpu.data.same_data import check_numbering
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.generated_text import NUMBER, InferJob, Outcome, say

@@ -22,17 +22,16 @@ from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
 from t5x_gpu.models.losses import Sums, refuse_router_losses
 from t5x_gpu.models.model import (
-  REFERENCE,
   DeviceBatch,
   Model,
   OptionalMembers,
   Params,
   PreferenceModel,
   config_of,
-  is_reference,
   missing_members,
 )
 from t5x_gpu.partitioning.axis_rules import is_manual
+from t5x_gpu.partitioning.layer_stacks import REFERENCE, is_reference
 
 # Sums over the texts of pairs, whose chosen and rejected texts alternate in a row.
 

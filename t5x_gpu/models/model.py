@@ -24,15 +24,6 @@ from t5x_gpu.models.incremental import DecodingState
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning.layer_stacks import ONLY
 
-# The reference's parameters have the same paths below this name.
-REFERENCE = 'reference_model'
-
-
-def is_reference(path: str) -> bool:
-  """Returns whether a parameter belongs to the reference's copy, which only its run needs."""
-  return path.startswith(f'{REFERENCE}/')
-
-
 # Nested dictionaries of arrays. The layers of a stack are one subtree, `layers`, whose arrays have
 # a leading axis [layers, ...].
 Params = Any

@@ -5,6 +5,8 @@ order in which they run, as in `stacks = ('encoder', 'decoder')`, and keeps the 
 in `params[name]['layers']`. The activation between its layers is a tuple with a member per stack,
 all returned by `embed`. `run_layers` gets the name of a stack, changes the stack's member, and may
 read the members of earlier stacks. The head reads the last member.
+
+A model that is compared with a frozen copy of itself keeps the copy in `params[REFERENCE]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,13 @@ import jax
 Params = Mapping[str, Any]
 # Name of the stack of a model with one stack, whose layers are `params['layers']`.
 ONLY = ''
+# Subtree with the frozen copy, which has the paths of the model below this name.
+REFERENCE = 'reference_model'
+
+
+def is_reference(path: str) -> bool:
+  """Returns whether a parameter belongs to the frozen copy, which only its own run needs."""
+  return path.startswith(f'{REFERENCE}/')
 
 
 class RunsLayers(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 
 from t5x_gpu.checkpoint.run_files import append_sample
 from t5x_gpu.conversion.to_hf import export_problem
-from t5x_gpu.data.prompts import zero_is_padding
+from t5x_gpu.data.data_module import zero_is_padding
 from t5x_gpu.errors import first_line
 from t5x_gpu.metrics import pictures
 from t5x_gpu.metrics.pictures import draw_confusion
@@ -121,7 +121,13 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
   )
   text = vocabulary.decode([int(i) for i in ids])
   if distributed.is_main_process():
-    append_sample(live.checkpointer.files.folder, run.total_steps, config, text)
+    append_sample(
+      live.checkpointer.files.folder,
+      run.total_steps,
+      prompt=config.prompt,
+      temperature=config.temperature,
+      text=text,
+    )
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
 
 

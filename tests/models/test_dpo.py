@@ -15,8 +15,8 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.dpo import DpoModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.lora import LoraModel
-from t5x_gpu.models.model import REFERENCE
 from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.layer_stacks import REFERENCE
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW

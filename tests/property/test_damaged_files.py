@@ -38,7 +38,6 @@ from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput, read_ledger
 from t5x_gpu.metrics.loggers import RunIds
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
-from t5x_gpu.models.decoding import SampleConfig
 from t5x_gpu.tools.checkpoints import verify
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.checkpoint.test_checkpointer import (
@@ -287,7 +286,7 @@ def small_files(folder: pathlib.Path) -> Target:
   lock.release()
   (folder / run_lock.LOCK).write_bytes(held)
   RunIds(folder).keep('wandb', 'ab12')
-  append_sample(folder, 4, SampleConfig('a'), 'ab')
+  append_sample(folder, 4, prompt='a', temperature=1.0, text='ab')
   with Goodput(enabled=True) as goodput:
     goodput.open(folder, first_step=0, facts={'total_steps': 4})
     goodput.step_done(4)
@@ -317,7 +316,7 @@ def small_files(folder: pathlib.Path) -> Target:
     ids = RunIds(folder)
     ids.keep('wandb', ids.get('wandb') or 'cd34')
     assert RunIds(folder).get('wandb')
-    append_sample(folder, 4, SampleConfig('a'), 'the last')
+    append_sample(folder, 4, prompt='a', temperature=1.0, text='the last')
     assert (
       json.loads((folder / 'samples.jsonl').read_bytes().splitlines()[-1])['text'] == 'the last'
     )

@@ -1,4 +1,4 @@
-"""Prompts of SeqIO tasks, and text <-> ids with a task's vocabularies: see `prompts.PromptText`."""
+"""Prompts of SeqIO tasks, and text <-> ids with their vocabularies: `data_module.PromptText`."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import EncodedRow, Prompt
 from t5x_gpu.data.features import LABEL, SCORE_UNIT, TOKEN_TYPES
-from t5x_gpu.data.prompts import EncodedRow, Prompt
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import chat, objectives
 from t5x_gpu.data.tasks.classification import OWN_TASKS, PATTERN_TASKS, TAGS, features, pair_lengths
@@ -30,7 +30,7 @@ from t5x_gpu.errors import ConfigError, DataError, task_error
 
 @dataclasses.dataclass(frozen=True)
 class TaskText:
-  """Text <-> ids of a task, or of a vocabulary; see `prompts.PromptText`.
+  """Text <-> ids of a task, or of a vocabulary; see `data_module.PromptText`.
 
   Attributes:
     config: names a task, or only a vocabulary if `mixture_or_task_name` is empty.
@@ -196,7 +196,7 @@ TEXT2 = 'text2'
 
 @dataclasses.dataclass(frozen=True)
 class ClassText:
-  """Text -> ids for a classifier; `prompts.PromptText` is the equivalent for generative models.
+  """Text -> ids for a classifier; `data_module.PromptText` is the equivalent for generative models.
 
   Attributes:
     config: dataset config of the task.

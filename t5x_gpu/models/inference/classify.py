@@ -8,7 +8,7 @@ from typing import Any, Optional
 import jax
 import numpy as np
 
-from t5x_gpu.data.prompts import EncodedRow
+from t5x_gpu.data.data_module import EncodedRow
 from t5x_gpu.errors import DataError
 from t5x_gpu.models.inference.generation import padded_length
 from t5x_gpu.models.model import ClassifierModel, DeviceBatch, Params, config_of

@@ -14,7 +14,6 @@ import jax
 from t5x_gpu.compiled.collectives import Collective
 from t5x_gpu.layers import embedding
 from t5x_gpu.layers.moe import capacity
-from t5x_gpu.models.model import is_reference
 from t5x_gpu.partitioning import (
   context_parallel,
   data_parallel,
@@ -25,6 +24,7 @@ from t5x_gpu.partitioning import (
 from t5x_gpu.partitioning import fsdp as fsdp_lib
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.array_layout import ArrayLayout, array_layouts
+from t5x_gpu.partitioning.layer_stacks import is_reference
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
 from t5x_gpu.tools.planning.formulas.step_shape import StepShape
 from t5x_gpu.tools.planning.gpu_compile import Overlap
