@@ -25,6 +25,7 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.runtime.xla.programs import compile_errors
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.console import show
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run, size_line
 
@@ -132,7 +133,7 @@ def bench(
 def describe(result: Result) -> str:
   """Returns the measurement as text."""
   r = result
-  memory = 'unknown' if r.peak_bytes is None else f'{r.peak_bytes / 2**30:.2f} GiB'
+  memory = 'unknown' if r.peak_bytes is None else show(r.peak_bytes, GiB='.2f')
   utilisation = (
     'unknown (peak FLOP/s of this device and dtype is unknown)' if r.mfu is None else f'{r.mfu:.1%}'
   )

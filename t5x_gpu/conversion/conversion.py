@@ -34,7 +34,7 @@ from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.layer_stacks import is_reference
 from t5x_gpu.runtime.machine import available_memory
 from t5x_gpu.storage.json_schema import read_json
-from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.console import Console, show
 
 TOLERANCE = 1e-4  # relative to the largest logit; absolute if that is below 1
 ROWS, LENGTH = 2, 48
@@ -310,8 +310,8 @@ def check_memory(shapes: Mapping[str, Any]) -> None:
   need, available = _COPIES_IN_MEMORY * num_bytes(shapes), available_memory()
   if available is not None and need > available:
     raise CheckpointError(
-      f'Comparing logits needs the model in memory: about {need / 2**30:.1f} GiB, but only '
-      f'{available / 2**30:.1f} GiB are free.',
+      f'Comparing logits needs the model in memory: about {show(need, GiB=".1f")}, but only '
+      f'{show(available, GiB=".1f")} are free.',
       fix='Convert on a machine with more memory. --check=tensors needs little memory: it reads '
       'every tensor back and compares it bit for bit, but compares no logits.',
       docs='convert.md#the-check',

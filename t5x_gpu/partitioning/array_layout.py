@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.terminal.console import table
+from t5x_gpu.terminal.console import mib, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +137,6 @@ def part_held(
       index = index * mesh_shape[axis] + place[axis]
     held.append(index)
   return tuple(held)
-
-
-def mib(num_bytes: float) -> str:
-  """Returns `num_bytes` in MiB, with two decimals."""
-  return f'{num_bytes / 2**20:,.2f}'
 
 
 def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:

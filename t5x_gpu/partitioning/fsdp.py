@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, FsdpDim, Table, varying
+from t5x_gpu.terminal.console import show
 
 
 def own_table(names: AxisNames, table: Table) -> Table:
@@ -225,8 +226,7 @@ def _local_bytes(array: Any) -> int:
 
 
 def _size(num_bytes: float) -> str:
-  mib = num_bytes / 2**20
-  return f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.3g} MiB'
+  return show(num_bytes, GiB='.2f', MiB='.3g')
 
 
 # Collectives along a manual axis, for arrays that may also be split over `model`.

@@ -15,6 +15,7 @@ from typing import Optional
 
 from t5x_gpu.runtime import distributed, machine
 from t5x_gpu.runtime.topology import Device
+from t5x_gpu.terminal.console import show
 
 GIB = 2**30
 _NVIDIA = 'https://www.nvidia.com/'
@@ -141,11 +142,6 @@ class Limit:
 
   def __str__(self) -> str:
     return f'{show(self.bytes)} ({self.source})'
-
-
-def show(num_bytes: float) -> str:
-  """Returns '1.50 GiB' or '3.7 MiB'."""
-  return f'{num_bytes / GIB:,.2f} GiB' if num_bytes >= GIB else f'{num_bytes / 2**20:.1f} MiB'
 
 
 def host_limit(root: pathlib.Path = machine.ROOT) -> Optional[Limit]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from t5x_gpu.terminal.flag_types import UNITS
 from t5x_gpu.terminal.logging_setup import stamp
 from t5x_gpu.terminal.printable import printable
 from t5x_gpu.terminal.progress import bar
@@ -45,7 +46,7 @@ def _peak_bytes() -> int:
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# Formats times and large numbers.
+# Formats times, sizes and large numbers.
 
 
 def seconds(value: float) -> str:
@@ -66,6 +67,24 @@ def duration(days: float) -> str:
   if minutes >= 60:
     return f'{minutes / 60:.1f} hours'
   return f'{minutes:.1f} minutes' if minutes >= 1 else seconds(minutes * 60)
+
+
+def show(num_bytes: float, **digits: str) -> str:
+  """Returns a number of bytes with its unit: '1.50 GiB' or '3.7 MiB'.
+
+  Args:
+    num_bytes: the number.
+    **digits: unit -> format of numbers in it, the largest unit first. The last one serves smaller
+      numbers.
+  """
+  digits = digits or {'GiB': ',.2f', 'MiB': '.1f'}
+  unit = next((unit for unit in digits if num_bytes >= UNITS[unit]), [*digits][-1])
+  return f'{num_bytes / UNITS[unit]:{digits[unit]}} {unit}'
+
+
+def mib(num_bytes: float, *, digits: int = 2) -> str:
+  """Returns a number of bytes in MiB, without the unit, for columns."""
+  return f'{num_bytes / UNITS["MiB"]:,.{digits}f}'
 
 
 def count(number: float) -> str:

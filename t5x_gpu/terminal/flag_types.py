@@ -3,7 +3,7 @@
 import argparse
 import re
 
-_UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
+UNITS = {'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30}
 
 
 def positive_int(text: str) -> int:
@@ -18,4 +18,5 @@ def byte_size(text: str) -> int:
   match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMG]I?B)?', text.strip(), re.IGNORECASE)
   if not match or float(match[1]) <= 0:
     raise argparse.ArgumentTypeError(f'{text!r} is not a size such as 2GiB or 500MB')
-  return int(float(match[1]) * _UNITS[(match[2] or '').upper()])
+  units = {unit.upper(): size for unit, size in UNITS.items()}
+  return int(float(match[1]) * units[(match[2] or 'B').upper()])

@@ -29,7 +29,7 @@ from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.store import PIECE_BYTES, UNSTACKED, Source, StateReader
 from t5x_gpu.errors import CheckpointError, did_you_mean
 from t5x_gpu.storage.paths import AnyPath, RemotePath
-from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.console import Console, show
 
 _ORIGINS = (STARTED_FROM, 'converted_from', 'resharded_from')
 
@@ -123,10 +123,7 @@ def description_text(d: dict[str, Any]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-  for unit, size in (('GiB', 2**30), ('MiB', 2**20), ('KiB', 2**10)):
-    if num_bytes >= size:
-      return f'{num_bytes / size:.1f} {unit}'
-  return f'{num_bytes} B'
+  return show(num_bytes, GiB='.1f', MiB='.1f', KiB='.1f', B='.0f')
 
 
 # Compares names, shapes, dtypes and values of two checkpoints.

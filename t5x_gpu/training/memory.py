@@ -17,7 +17,8 @@ from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, classifies, config_of, encodes_texts
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.runtime.hardware import Limit, run_limits, show
+from t5x_gpu.runtime.hardware import Limit, run_limits
+from t5x_gpu.terminal.console import show
 from t5x_gpu.training.program import Program, bytes_per_device
 
 

@@ -22,6 +22,7 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags
+from t5x_gpu.terminal.console import show
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig
@@ -431,8 +432,7 @@ def size_line(program: Program) -> str:
 
   If only some parameters are trained, it includes their number.
   """
-  mib = bytes_per_device(program.abstract_state) / 2**20
-  size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'
+  size = show(bytes_per_device(program.abstract_state))
   trained = (
     ''
     if program.num_trained == program.num_params

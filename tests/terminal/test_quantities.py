@@ -1,6 +1,6 @@
-"""Times and numbers in words."""
+"""Times, sizes and numbers in words."""
 
-from t5x_gpu.terminal.console import count, duration, seconds
+from t5x_gpu.terminal.console import count, duration, mib, seconds, show
 
 
 def test_times_have_one_unit_and_no_exponent():
@@ -14,3 +14,14 @@ def test_times_have_one_unit_and_no_exponent():
     '86.4 ms',
   ]
   assert [count(n) for n in (1.5e12, 3.1e6, 12_345, 7)] == ['1.5T', '3.1M', '12,345', '7']
+
+
+def test_sizes_have_the_largest_unit_that_they_reach():
+  assert [show(n) for n in (2000 * 2**30, 2**30, 2**30 - 1, 0)] == [
+    '2,000.00 GiB',
+    '1.00 GiB',
+    '1024.0 MiB',
+    '0.0 MiB',
+  ]
+  assert [show(n, GB='.3g', B='.0f') for n in (1.5e9, 1e9 - 1)] == ['1.5 GB', '999999999 B']
+  assert mib(1.5 * 2**30) == '1,536.00'

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import Device
+from t5x_gpu.terminal.console import show
 
 Shape = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # (from, to), positions in the flat mesh
@@ -123,7 +124,7 @@ class ReplicaPlan:
 
 def gigabytes(num_bytes: int) -> str:
   """Returns '1.23 GB', '4.56 MB'."""
-  return f'{num_bytes / 1e9:.3g} GB' if num_bytes >= 1e8 else f'{num_bytes / 1e6:.3g} MB'
+  return show(num_bytes, **({'GB': '.3g'} if num_bytes >= 1e8 else {'MB': '.3g'}))
 
 
 def plan_copies(state: Any, hosts: Hosts) -> ReplicaPlan:

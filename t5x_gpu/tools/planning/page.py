@@ -12,7 +12,7 @@ from t5x_gpu.errors import UserError
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh import FSDP_SPLITS, SPLITS, device_array
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
-from t5x_gpu.runtime.hardware import show
+from t5x_gpu.terminal.console import show
 from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning import what_if as what_if_lib
 from t5x_gpu.tools.planning.formulas import work

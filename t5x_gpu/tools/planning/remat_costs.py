@@ -17,9 +17,8 @@ from t5x_gpu.models.config import REMAT_POLICIES
 from t5x_gpu.models.dpo import DpoModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of
-from t5x_gpu.partitioning.array_layout import mib
 from t5x_gpu.runtime.main_log import silent
-from t5x_gpu.terminal.console import table
+from t5x_gpu.terminal.console import mib, table
 from t5x_gpu.tools.planning.gpu_compile import compile_step
 from t5x_gpu.tools.planning.gpu_targets import DescribedGpus
 from t5x_gpu.training.program import Program, StepConfig

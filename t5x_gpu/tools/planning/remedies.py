@@ -16,9 +16,8 @@ from t5x_gpu.models.model import config_of
 from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.partitioning.mesh_sizes import SIZE_PARAMETERS
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.hardware import show
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.terminal import console
+from t5x_gpu.terminal.console import seconds, show
 from t5x_gpu.tools.planning.devices import GPUS_PER_HOST
 from t5x_gpu.tools.planning.formulas.step_memory import (
   ACTIVATIONS,
@@ -410,7 +409,7 @@ def text(found: Sequence[Remedy], before: Prediction) -> str:
     how = 'as compiled' if remedy.is_compiled else 'by formula'
     lines.append(
       f'{i}. {", ".join(remedy.change.settings)}: {show(p.memory.needed_bytes)} ({how}), '
-      f'{console.seconds(p.seconds_per_step)} per step ({cost:+.0%})'
+      f'{seconds(p.seconds_per_step)} per step ({cost:+.0%})'
     )
   return '\n'.join(lines)
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Union
 
 from t5x_gpu.errors import UserError
-from t5x_gpu.runtime.hardware import show
-from t5x_gpu.terminal.console import count, duration, seconds, table
+from t5x_gpu.terminal.console import count, duration, mib, seconds, show, table
 from t5x_gpu.tools.planning.devices import GPUS_PER_HOST
 from t5x_gpu.tools.planning.formulas.step_memory import (
   FRAGMENTATION,
@@ -351,7 +350,7 @@ def _percent(share: object) -> str:
 
 
 def _mib(num_bytes: float) -> str:
-  return f'{num_bytes / 2**20:,.1f}'
+  return mib(num_bytes, digits=1)
 
 
 def _ms(value: float) -> str:

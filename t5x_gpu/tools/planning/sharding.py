@@ -16,17 +16,11 @@ from t5x_gpu.compiled.collectives import Collective, flops_per_device, inventory
 from t5x_gpu.compiled.kernels import KINDS, KernelCount
 from t5x_gpu.metrics import pictures
 from t5x_gpu.partitioning import array_layout
-from t5x_gpu.partitioning.array_layout import (
-  ArrayLayout,
-  mib,
-  optimizer_bytes,
-  part_held,
-  state_layouts,
-)
+from t5x_gpu.partitioning.array_layout import ArrayLayout, optimizer_bytes, part_held, state_layouts
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, MeshSizes
 from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.topology import Device
-from t5x_gpu.terminal.console import table
+from t5x_gpu.terminal.console import mib, table
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep
 from t5x_gpu.tools.planning.sharding_lint import PURPOSES, Finding, ParameterShapes, lint, purpose
 from t5x_gpu.training.program import Program, size_line

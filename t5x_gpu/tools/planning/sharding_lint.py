@@ -16,6 +16,7 @@ from t5x_gpu.compiled.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.partitioning.axis_rules import Table
 from t5x_gpu.partitioning.fsdp import SCOPE
+from t5x_gpu.terminal.console import show
 
 PARAMETER, GRADIENT, ACTIVATION = 'parameter gather', 'gradient reduction', 'activation'
 OPTIMIZER, OTHER = 'optimizer', 'other'
@@ -342,7 +343,7 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def _mib(num_bytes: int) -> str:
-  return f'{num_bytes / 2**20:.3g} MiB' if num_bytes < 2**30 else f'{num_bytes / 2**30:.3g} GiB'
+  return show(num_bytes, GiB='.3g', MiB='.3g')
 
 
 def _place(collective: Collective) -> str:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Union
 
 from t5x_gpu.errors import ConfigError, UserError
-from t5x_gpu.runtime.hardware import show
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.terminal.console import table
+from t5x_gpu.terminal.console import show, table
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import topology_of
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, find_target

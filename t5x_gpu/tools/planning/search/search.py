@@ -18,9 +18,8 @@ from typing import Any, Optional
 import rich.console
 import rich.progress
 
-from t5x_gpu.runtime.hardware import show
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.terminal.console import table
+from t5x_gpu.terminal.console import show, table
 from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction
