@@ -187,11 +187,12 @@ def test_optimizer_state_is_split_like_its_parameters():
   assert moments.sharding == wi.sharding
 
 
-def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_legal_numbers():
+def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_rule():
   with pytest.raises(ConfigError) as e:
     build(num_microbatches=3)
-  assert '16 cannot be divided into num_microbatches = 3' in str(e.value)
-  assert '1, 2, 4, 8, 16' in str(e.value)
+  (problem,) = e.value.problems
+  assert problem.what == 'BATCH_SIZE = 16 cannot be divided into num_microbatches = 3.'
+  assert problem.fix == 'Set train.num_microbatches to a number that divides 16.'
 
 
 def test_everything_that_does_not_fit_the_mesh_comes_in_one_error():
