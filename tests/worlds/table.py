@@ -309,8 +309,8 @@ ENVIRONMENT = [
     'job ends soon',
     'environment',
     _job_ends_soon,
-    [flow for flow in FLOWS if flow != 'kill_and_resume'],  # it ends before it is killed
-    changes=['kill_and_resume'],
+    tuple(flow for flow in FLOWS if flow != 'kill_and_resume'),  # it ends before it is killed
+    changes=('kill_and_resume',),
   ),
   World('local checkpoints', 'environment', _local_checkpoints),
   World(
