@@ -7,8 +7,11 @@ from setuptools.command import build_py
 
 ROOT = pathlib.Path(__file__).parent
 
+# On jax 0.11.1, tokamax 0.0.17, which pip picks for it, lowers no kernel for Hopper: "module
+# 'jax.experimental.mosaic.gpu.utils' has no attribute 'inline_ptx'".
+JAX = '>=0.10.2,!=0.11.1,<0.13'
 CORE = [
-  'jax>=0.10.2,<0.13',
+  f'jax{JAX}',
   'flax>=0.12.8,<0.13',
   'optax>=0.2.8,<0.3',
   'orbax-checkpoint>=0.12.8,<0.13',
@@ -91,7 +94,7 @@ setuptools.setup(
   cmdclass={'build_py': BuildPy},
   install_requires=CORE + DATA + PLOTS,
   extras_require={
-    'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],
+    'gpu': [f'jax[cuda13]{JAX}; platform_system == "Linux"', *KERNELS],
     'dev': DEV,
     'docs': DOCS,
     'hf': HF,
@@ -99,7 +102,7 @@ setuptools.setup(
     'wandb': ['wandb>=0.31,<0.32'],
     'mlflow': ['mlflow-skinny>=3.17,<4'],  # the client, without the server
     # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan, anywhere.
-    'plan': ['jax[cuda13-local]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],
+    'plan': [f'jax[cuda13-local]{JAX}; platform_system == "Linux"', *KERNELS],
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
   },
   entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},

@@ -167,16 +167,24 @@ def test_git_ignores_no_file_of_the_project():
 
 
 @pytest.mark.parametrize(
-  ('python_version', 'works', 'fails'),
-  [('3.11', ['0.0.12'], []), ('3.12', ['0.0.13', '0.0.17'], ['0.0.12', '0.0.15'])],
+  ('package', 'python_version', 'works', 'fails'),
+  [
+    ('tokamax', '3.11', ['0.0.12'], []),
+    ('tokamax', '3.12', ['0.0.13', '0.0.17'], ['0.0.12', '0.0.15']),
+    ('jax', '3.11', ['0.10.2'], []),
+    ('jax', '3.12', ['0.11.0', '0.11.2', '0.12.0.1'], ['0.11.1']),
+  ],
 )
-def test_no_python_takes_a_tokamax_that_fails_there(installed, python_version, works, fails):
+@pytest.mark.parametrize('extra', ['gpu', 'plan'])
+def test_no_python_takes_a_version_that_lowers_no_kernel_there(
+  installed, extra, package, python_version, works, fails
+):
   (distribution,) = importlib.metadata.distributions(path=[str(installed)])
-  environment = {'extra': 'gpu', 'python_version': python_version}
-  [tokamax] = [
-    r
+  environment = {'extra': extra, 'python_version': python_version, 'platform_system': 'Linux'}
+  specifiers = [
+    r.specifier
     for r in map(Requirement, distribution.requires)
-    if r.name == 'tokamax' and r.marker.evaluate(environment)
+    if r.name == package and (r.marker is None or r.marker.evaluate(environment))
   ]
-  assert all(map(tokamax.specifier.contains, works))
-  assert not any(map(tokamax.specifier.contains, fails))
+  assert specifiers and all(s.contains(version) for s in specifiers for version in works)
+  assert not any(s.contains(version) for s in specifiers for version in fails)
