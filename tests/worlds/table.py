@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from typing import Optional
 
@@ -224,12 +223,6 @@ def _limit(name: str, value: int) -> Callable[[Place], None]:
   return _before(f'import resource; resource.setrlimit(resource.RLIMIT_{name}, ({value},) * 2)')
 
 
-def _job_ends_soon(place: Place) -> None:
-  """Each start saves after its first step and stops; the scheduler starts it again."""
-  place.environment['SLURM_JOB_END_TIME'] = str(time.time() + 90)
-  place.is_requeued = True
-
-
 def _local_checkpoints(place: Place) -> None:
   folder = place.base / 'local'
   folder.mkdir(mode=0o700)
@@ -305,13 +298,6 @@ ENVIRONMENT = [
   World('3 GiB of memory', 'environment', _limit('DATA', 3 << 30)),
   World('no /dev/shm', 'environment', _before(NO_SHARED_MEMORY)),
   World('end of an earlier job', 'environment', _variables(SLURM_JOB_END_TIME='1000')),
-  World(
-    'job ends soon',
-    'environment',
-    _job_ends_soon,
-    tuple(flow for flow in FLOWS if flow != 'kill_and_resume'),  # it ends before it is killed
-    changes=('kill_and_resume',),
-  ),
   World('local checkpoints', 'environment', _local_checkpoints),
   World(
     'local checkpoints of all users',
