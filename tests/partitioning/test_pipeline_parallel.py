@@ -447,7 +447,7 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
   assert problems(stage=1, layers=7, schedule='?', num_pipeline_microbatches=99) == []
 
 
-LAYERS, STAGE = 'TransformerConfig.num_layers', 'Partitioner.stage'
+NUM_LAYERS, STAGE = 'TransformerConfig.num_layers', 'Partitioner.stage'
 SCHEDULE, REPEATS = 'Partitioner.pipeline_schedule', 'Partitioner.pipeline_repeats'
 MICROBATCHES = 'Partitioner.num_pipeline_microbatches'
 
@@ -460,7 +460,7 @@ MICROBATCHES = 'Partitioner.num_pipeline_microbatches'
       Problem(
         'layers = 14 does not divide over stage=4.',
         'Set Partitioner.stage to a number that divides 14.',
-        (LAYERS, STAGE),
+        (NUM_LAYERS, STAGE),
       ),
     ),
     (
@@ -468,7 +468,7 @@ MICROBATCHES = 'Partitioner.num_pipeline_microbatches'
       Problem(
         'layers = 20 does not divide over stage=4 x 2 blocks each (= 8).',
         'Set Partitioner.stage and Partitioner.pipeline_repeats so that their product divides 20.',
-        (LAYERS, STAGE, REPEATS),
+        (NUM_LAYERS, STAGE, REPEATS),
       ),
     ),
     (
