@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from t5x_gpu.checkpoint.manifest import Manifest
+
 _log = logging.getLogger(__name__)
 
 # How arrays are divided into chunks on disk. A chunk is read as a whole.
@@ -137,7 +139,7 @@ _HIGH_WORD = 0x80000000  # added to the row for the second half of a 64-bit elem
 _BLOCK = 1 << 15  # elements; a block stays in the cache of a core
 
 
-def recorded(manifest: Mapping[str, Any]) -> dict[str, str]:
+def recorded(manifest: Manifest) -> dict[str, str]:
   """Returns the checksums in a manifest; {} if an older version without checksums wrote it."""
   kept = manifest.get(KEY) or {}
   return kept['arrays'] if kept.get('method') == METHOD else {}
@@ -376,7 +378,7 @@ def _host_words(array: np.ndarray) -> list[np.ndarray]:
 # ---- At restore --------------------------------------------------------------------------------
 
 
-def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix: str = '') -> None:
+def check_restored(tree: Any, manifest: Manifest, *, step: int, prefix: str = '') -> None:
   """Raises ValueError if the values of a restored tree differ from the saved values.
 
   Checks all arrays of a small tree, else a few arrays that depend on the step. Logs if the manifest

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save_args
 from t5x_gpu.checkpoint.local.tier import check_local_settings
-from t5x_gpu.checkpoint.manifest import describe_arrays, sealed
+from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -95,7 +95,7 @@ class Restored:
   path: AnyPath
   state: TrainState
   data_state: bytes
-  manifest: Mapping[str, Any]
+  manifest: Manifest
 
 
 class BaseCheckpointer(abc.ABC):
@@ -135,7 +135,7 @@ class BaseCheckpointer(abc.ABC):
         with contextlib.suppress(*UNREADABLE):  # a damaged checkpoint is not among the best
           self._note_value(step, model_dir.manifest(step))
 
-  def _note_value(self, step: int, manifest: Mapping[str, Any]) -> None:
+  def _note_value(self, step: int, manifest: Manifest) -> None:
     value = self._keep.value_of(manifest.get('metrics') or {})
     if value is not None:
       self._values[step] = value
@@ -156,9 +156,7 @@ class BaseCheckpointer(abc.ABC):
 
   # ---- Saving ------------------------------------------------------------------------------------
 
-  def save(
-    self, step: int, state: TrainState, *, data_state: bytes, manifest: Mapping[str, Any]
-  ) -> None:
+  def save(self, step: int, state: TrainState, *, data_state: bytes, manifest: Manifest) -> None:
     """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
 
     Raises:
@@ -185,7 +183,7 @@ class BaseCheckpointer(abc.ABC):
 
   @abc.abstractmethod
   def _start_to_save(
-    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
+    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
   ) -> None:
     """Starts to write; returns once `state` may be overwritten."""
 
@@ -363,7 +361,7 @@ class BaseCheckpointer(abc.ABC):
     """Called on all processes after checkpoints were promoted or set aside."""
 
 
-def known_part(manifest: Mapping[str, Any], target: TrainState) -> TrainState:
+def known_part(manifest: Manifest, target: TrainState) -> TrainState:
   """Returns `target`, without its FP8 history if the checkpoint has a different FP8 history."""
   want = describe_arrays({'fp8_history': target.fp8_history})
   have = manifest['arrays']
@@ -541,7 +539,7 @@ class Checkpointer(BaseCheckpointer):
       raise self._exists(step)
 
   def _start_to_save(
-    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
+    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
   ) -> None:
     self._has_saved = True
     with self._errors_as_ours(step):

@@ -22,7 +22,7 @@ from t5x_gpu.checkpoint.arrays import check_restored
 from t5x_gpu.checkpoint.checkpointer import Restored, damage, known_part
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
-from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, differences
+from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, Manifest, differences
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.orbax_internals import (
   read_tree,
@@ -239,7 +239,7 @@ def check_sources(files: SourceFiles, folder: AnyPath) -> None:
     _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
 
 
-def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
+def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -> None:
   """Moves the data to the position in a checkpoint; raises DataError if the data differ."""
   data.set_state(data_state)
   if not manifest['next_batch_hash']:  # unknown: a source file had changed at the time of the save

@@ -12,14 +12,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Annotated, Any, NotRequired, Optional, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import did_you_mean, listed
 from t5x_gpu.runtime import machine
-from t5x_gpu.storage.json_schema import Also, Fields, ListOf, MapOf, Nullable, Text, Whole
+from t5x_gpu.storage.json_schema import Also, Fields, ListOf, MapOf, Text, Whole, schema_of
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
@@ -29,6 +29,143 @@ WITHOUT_DATA = 'without_data'  # a converted checkpoint with optimizer state, bu
 SEAL = 'seal'
 _SHOWN = 5
 _OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'
+
+# Schemas of the JSON files of checkpoints and local checkpoints (see storage/json_schema.py).
+#
+# After reading a file through a schema, code can rely on its values: shapes are lists of whole
+# numbers whose product fits into memory addresses, dtypes exist, and references between names are
+# valid.
+
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 2**58  # so that byte counts of any dtype fit into 63 bits
+_MOST_CHUNK_ELEMENTS = 2**28  # for an array that is smaller than its chunk
+_MOST_LAYERS = 10_000
+
+
+def _too_large(shape: Sequence[int]) -> str:
+  # Ignores sizes of zero: NumPy refuses such a shape, too.
+  return '' if math.prod(max(n, 1) for n in shape) <= _MOST_ELEMENTS else 'it is too large'
+
+
+@functools.cache
+def _dtype_problem(name: str) -> str:
+  try:
+    dtype = jnp.dtype(name)
+  except TypeError:
+    return 'the dtype is unknown'
+  return '' if str(dtype) == name and dtype.kind in 'biufcV' else 'arrays do not support this dtype'
+
+
+def _base64_problem(text: str) -> str:
+  try:
+    base64.b64decode(text, validate=True)
+  except ValueError as e:
+    return str(e)
+  return ''
+
+
+def _tree_problem(tree: Mapping[str, Any]) -> str:
+  wrong = [key for key in tree if not _TREE_KEY.fullmatch(key)]
+  return f'{wrong[0]!r} is not a place in a tree' if wrong else ''
+
+
+def _chunk_problem(array: Mapping[str, Any]) -> str:
+  chunks, shape = array['chunks'], array['shape']
+  if len(chunks) != len(shape) or min(chunks, default=1) < 1:
+    return 'its chunks do not fit its shape'
+  # The last chunk along an axis may reach beyond the array, and a small array may have one chunk.
+  largest = max(math.prod(shape), _MOST_CHUNK_ELEMENTS)
+  return '' if math.prod(chunks) <= largest else 'its chunks are larger than the array'
+
+
+_TREE_KEY_PART = r"""('[^'\\]*'|"[^"\\]*"|\d+)"""
+_TREE_KEY = re.compile(rf'\(({_TREE_KEY_PART}, )*{_TREE_KEY_PART}?,?\)')
+
+SHAPE = Also(ListOf(Whole(), most=_MOST_DIMENSIONS), _too_large)
+DTYPE = Also(Text('[a-z][a-z0-9_]{2,20}'), _dtype_problem)
+CHECKSUM = Text('[0-9a-f]{16}')
+BASE64 = Also(str, _base64_problem)
+
+
+class Checksums(TypedDict):
+  """Checksums of arrays; see checkpoint/arrays.py."""
+
+  method: str
+  arrays: Mapping[str, str]
+
+
+class DataFacts(TypedDict):
+  """`BatchIterator.describe()` of the training data."""
+
+  libraries: NotRequired[Mapping[str, str]]
+
+
+class Manifest(TypedDict):
+  """Content of checkpoint_<step>/manifest/metadata.
+
+  Attributes:
+    arrays: '/'-joined path -> [shape, dtype].
+    next_batch_hash: `batch_hash` of the batch of the next step; '' if unknown.
+    data: facts about the training data; {} without.
+    mesh: sizes of the mesh that wrote it; no restore depends on it.
+    seal: digest of the rest, see `sealed`.
+    params_only, without_data: a checkpoint that no run has written: parameters and step, or with
+      optimizer state.
+    metrics: evaluation metrics at this step.
+    grad_norms: gradient norms of the last steps, oldest first.
+    started_from, converted_from, resharded_from, promoted_from: where the arrays came from.
+    unstacked: arrays that the files have once per layer (checkpoint/store.py).
+  """
+
+  arrays: Mapping[str, tuple[Annotated[Sequence[int], SHAPE], Annotated[str, DTYPE]]]
+  next_batch_hash: str
+  data: DataFacts
+  format: NotRequired[int]
+  mesh: NotRequired[Mapping[str, int]]
+  num_processes: NotRequired[int]
+  versions: NotRequired[Mapping[str, str]]
+  written: NotRequired[str]
+  seal: NotRequired[str]
+  params_only: NotRequired[bool]
+  without_data: NotRequired[bool]
+  metrics: NotRequired[Optional[Mapping[str, float]]]
+  grad_norms: NotRequired[Sequence[float]]
+  started_from: NotRequired[Optional[Mapping[str, Any]]]
+  converted_from: NotRequired[Mapping[str, Any]]
+  resharded_from: NotRequired[Mapping[str, Any]]
+  promoted_from: NotRequired[Mapping[str, Any]]
+  unstacked: NotRequired[Sequence[str]]
+  checksums: NotRequired[Optional[Checksums]]
+
+
+def _unstacked_problem(manifest: Manifest) -> str:
+  for name in manifest.get('unstacked', ()):
+    shape = manifest['arrays'].get(name, [[]])[0]
+    if not shape or shape[0] > _MOST_LAYERS or not re.fullmatch('(.*/)?layers/.*', name):
+      return f'{name!r} of "unstacked" is not an array with a number of layers'
+  return ''
+
+
+MANIFEST = Also(schema_of(Manifest), _unstacked_problem)
+# checkpoint_<step>/data/metadata
+DATA = Fields({'iterator': BASE64})
+# checkpoint_<step>/state/_METADATA, which Orbax writes
+TREE = Fields(
+  {
+    'tree_metadata': Also(
+      MapOf(Fields({'value_metadata': Fields({'skip_deserialize': bool})})), _tree_problem
+    )
+  }
+)
+# .zarray of an array, which TensorStore reads: it ends the process for JSON that is nested too
+# deeply, or for a chunk that does not fit into memory.
+ZARRAY = Also(
+  Fields(
+    {'shape': SHAPE, 'chunks': SHAPE, 'dtype': Text('[<>|]?[biufc][0-9]{1,2}|[a-z][a-z0-9_]{2,20}')}
+  ),
+  _chunk_problem,
+)
+ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}
 
 
 def describe_arrays(tree: Any) -> dict[str, list[Any]]:
@@ -49,7 +186,7 @@ def make_manifest(
   started_from: Optional[Mapping[str, Any]] = None,
   metrics: Optional[Mapping[str, float]] = None,
   grad_norms: Sequence[float] = (),
-) -> dict[str, Any]:
+) -> Manifest:
   """Returns the JSON-ready manifest for saving `state` now.
 
   Args:
@@ -78,7 +215,7 @@ def make_manifest(
   }
 
 
-def sealed(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(manifest: Manifest, *, data: Mapping[str, Any]) -> Manifest:
   """Returns the manifest with a digest of itself and of the data state.
 
   Without a digest, a flipped bit in the text would look like different data or another model.
@@ -86,19 +223,19 @@ def sealed(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> dict[str,
   return {**manifest, SEAL: _digest(manifest, data)}
 
 
-def check_seal(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> None:
+def check_seal(manifest: Manifest, *, data: Mapping[str, Any]) -> None:
   """Raises ValueError if manifest or data state has changed; older manifests have no seal."""
   if SEAL in manifest and manifest[SEAL] != _digest(manifest, data):
     raise ValueError('the manifest or the data state has changed (its digest differs)')
 
 
-def _digest(manifest: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+def _digest(manifest: Manifest, data: Mapping[str, Any]) -> str:
   content = {'manifest': {k: v for k, v in manifest.items() if k != SEAL}, 'data': data}
   as_read = json.loads(json.dumps(content))  # numeric keys become text
   return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
+def differences(manifest: Manifest, target: Any) -> list[str]:
   """Returns sentences on how the arrays of a manifest differ from `target`; [] if equal.
 
   If parameters differ, lists them and only counts the differences of the optimizer state. An FP8
@@ -124,7 +261,7 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
 
 
-def moments_differ(manifest: Mapping[str, Any], target: Any) -> bool:
+def moments_differ(manifest: Manifest, target: Any) -> bool:
   """Returns whether only Adafactor's moments differ between manifest and `target`."""
   have, want = manifest['arrays'], describe_arrays(target)
   different = {n for n in have.keys() | want.keys() if have.get(n) != want.get(n)}
@@ -172,117 +309,3 @@ def _differing(
 def _text(array: list[Any]) -> str:
   shape, dtype = array
   return f'{dtype}[{", ".join(map(str, shape))}]'
-
-
-# Schemas of the JSON files of checkpoints and local checkpoints (see `config.json_schema`).
-#
-# After reading a file through a schema, code can rely on its values: shapes are lists of whole
-# numbers whose product fits into memory addresses, dtypes exist, and references between names are
-# valid.
-
-_MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 2**58  # so that byte counts of any dtype fit into 63 bits
-_MOST_CHUNK_ELEMENTS = 2**28  # for an array that is smaller than its chunk
-_MOST_LAYERS = 10_000
-
-
-def _too_large(shape: Sequence[int]) -> str:
-  # Ignores sizes of zero: NumPy refuses such a shape, too.
-  return '' if math.prod(max(n, 1) for n in shape) <= _MOST_ELEMENTS else 'it is too large'
-
-
-@functools.cache
-def _dtype_problem(name: str) -> str:
-  try:
-    dtype = jnp.dtype(name)
-  except TypeError:
-    return 'the dtype is unknown'
-  return '' if str(dtype) == name and dtype.kind in 'biufcV' else 'arrays do not support this dtype'
-
-
-def _base64_problem(text: str) -> str:
-  try:
-    base64.b64decode(text, validate=True)
-  except ValueError as e:
-    return str(e)
-  return ''
-
-
-def _unstacked_problem(manifest: Mapping[str, Any]) -> str:
-  for name in manifest.get('unstacked', ()):
-    shape = manifest['arrays'].get(name, [[]])[0]
-    if not shape or shape[0] > _MOST_LAYERS or not re.fullmatch('(.*/)?layers/.*', name):
-      return f'{name!r} of "unstacked" is not an array with a number of layers'
-  return ''
-
-
-def _tree_problem(tree: Mapping[str, Any]) -> str:
-  wrong = [key for key in tree if not _TREE_KEY.fullmatch(key)]
-  return f'{wrong[0]!r} is not a place in a tree' if wrong else ''
-
-
-def _chunk_problem(array: Mapping[str, Any]) -> str:
-  chunks, shape = array['chunks'], array['shape']
-  if len(chunks) != len(shape) or min(chunks, default=1) < 1:
-    return 'its chunks do not fit its shape'
-  # The last chunk along an axis may reach beyond the array, and a small array may have one chunk.
-  largest = max(math.prod(shape), _MOST_CHUNK_ELEMENTS)
-  return '' if math.prod(chunks) <= largest else 'its chunks are larger than the array'
-
-
-_TREE_KEY_PART = r"""('[^'\\]*'|"[^"\\]*"|\d+)"""
-_TREE_KEY = re.compile(rf'\(({_TREE_KEY_PART}, )*{_TREE_KEY_PART}?,?\)')
-
-SHAPE = Also(ListOf(Whole(), most=_MOST_DIMENSIONS), _too_large)
-DTYPE = Also(Text('[a-z][a-z0-9_]{2,20}'), _dtype_problem)
-CHECKSUM = Text('[0-9a-f]{16}')
-BASE64 = Also(str, _base64_problem)
-
-# checkpoint_<step>/manifest/metadata, written by checkpoint/manifest.py and its callers.
-MANIFEST = Also(
-  Fields(
-    {
-      'arrays': MapOf((SHAPE, DTYPE)),
-      'next_batch_hash': str,
-      'data': Fields({}, optional={'libraries': MapOf(str)}),
-    },
-    optional={
-      'format': Whole(),
-      'mesh': MapOf(Whole()),
-      'num_processes': Whole(),
-      'versions': MapOf(str),
-      'written': str,
-      'seal': str,
-      'params_only': bool,
-      'without_data': bool,
-      'metrics': Nullable(MapOf(float)),
-      'grad_norms': ListOf(float),
-      'started_from': Nullable(dict),
-      'converted_from': dict,
-      'resharded_from': dict,
-      'promoted_from': dict,
-      'unstacked': ListOf(str),
-      'checksums': Nullable(Fields({'method': str, 'arrays': MapOf(str)})),
-    },
-  ),
-  _unstacked_problem,
-)
-# checkpoint_<step>/data/metadata
-DATA = Fields({'iterator': BASE64})
-# checkpoint_<step>/state/_METADATA, which Orbax writes
-TREE = Fields(
-  {
-    'tree_metadata': Also(
-      MapOf(Fields({'value_metadata': Fields({'skip_deserialize': bool})})), _tree_problem
-    )
-  }
-)
-# .zarray of an array, which TensorStore reads: it ends the process for JSON that is nested too
-# deeply, or for a chunk that does not fit into memory.
-ZARRAY = Also(
-  Fields(
-    {'shape': SHAPE, 'chunks': SHAPE, 'dtype': Text('[<>|]?[biufc][0-9]{1,2}|[a-z][a-z0-9_]{2,20}')}
-  ),
-  _chunk_problem,
-)
-ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}

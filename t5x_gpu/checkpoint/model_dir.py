@@ -28,6 +28,7 @@ from t5x_gpu.checkpoint.manifest import (
   MANIFEST,
   TREE,
   WITHOUT_DATA,
+  Manifest,
   check_seal,
   differences,
 )
@@ -263,7 +264,7 @@ class Saved:
 
   step: int
   data_state: bytes
-  manifest: Mapping[str, Any]
+  manifest: Manifest
 
 
 def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
@@ -307,7 +308,7 @@ def remove_cut_short(folder: pathlib.Path) -> None:
       shutil.rmtree(path, ignore_errors=True)  # best effort; leftovers are harmless
 
 
-def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
+def read_manifest(folder: AnyPath, step: int) -> Manifest:
   """Returns the manifest of a checkpoint; other files may be damaged.
 
   Raises:
@@ -320,9 +321,7 @@ def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
     return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
 
 
-def read_saved(
-  folder: AnyPath, step: int, *, manifest: Optional[Mapping[str, Any]] = None
-) -> Saved:
+def read_saved(folder: AnyPath, step: int, *, manifest: Optional[Manifest] = None) -> Saved:
   """Returns the metadata of a checkpoint, if all of its files are complete.
 
   Finds array files that are missing or truncated; does not read their contents.
@@ -381,7 +380,7 @@ class ModelDir(contextlib.AbstractContextManager):
     self.path = as_path(path)
     self.is_remote = is_remote(self.path)
     self._steps: Optional[list[int]] = None
-    self._manifests: dict[int, Mapping[str, Any]] = {}
+    self._manifests: dict[int, Manifest] = {}
     self._saved: dict[int, Saved] = {}
     self.is_locked = False  # on all processes
     self._lock: Optional[RunLock] = None  # on process 0
@@ -398,7 +397,7 @@ class ModelDir(contextlib.AbstractContextManager):
     """Returns the folder of the checkpoint of `step`."""
     return checkpoint_path(self.path, step)
 
-  def manifest(self, step: int) -> Mapping[str, Any]:
+  def manifest(self, step: int) -> Manifest:
     """Returns the manifest of a checkpoint, as `read_manifest`."""
     if step not in self._manifests:
       self._manifests[step] = read_manifest(self.path, step)
@@ -594,9 +593,7 @@ def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointE
   )
 
 
-def check_same_model(
-  folder: AnyPath, step: int, manifest: Mapping[str, Any], *, target: Any
-) -> None:
+def check_same_model(folder: AnyPath, step: int, manifest: Manifest, *, target: Any) -> None:
   """Raises CheckpointError if `manifest` and `target` differ; lists the differing arrays."""
   different = differences(manifest, target)
   params_only = not any(name.startswith('opt_state/') for name in manifest['arrays'])

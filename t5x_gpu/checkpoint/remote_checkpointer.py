@@ -18,6 +18,7 @@ import numpy as np
 
 from t5x_gpu.checkpoint.arrays import Shape, boxes, by_name, chunk_of_shard, piece_shape
 from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
+from t5x_gpu.checkpoint.manifest import Manifest
 from t5x_gpu.checkpoint.model_dir import (
   ModelDir,
   Saved,
@@ -129,7 +130,7 @@ class RemoteCheckpointer(BaseCheckpointer):
       begin(self.path(step))  # other processes write only after a message from this process
 
   def _start_to_save(
-    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
+    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
   ) -> None:
     about = {'manifest': manifest, 'data': data, 'empty': empty_leaves(state.saved())}
     self._num_saves += 1

@@ -17,13 +17,13 @@ import pathlib
 import socket
 import threading
 import time
-from typing import Optional
+from typing import Annotated, Optional
 
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.machine import boot_id
 from t5x_gpu.storage.files import access_error, is_missing, set_aside, write_atomically
-from t5x_gpu.storage.json_schema import Fields, Number, Whole, parse_json, read_bytes
+from t5x_gpu.storage.json_schema import Number, parse_json, read_bytes, schema_of
 from t5x_gpu.storage.paths import AnyPath, RemotePath
 
 _log = logging.getLogger(__name__)
@@ -32,15 +32,6 @@ LOCK = 'run.lock'
 REFRESH_SECONDS = 10
 POLL_SECONDS = 1  # while waiting for another run's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
-_SCHEMA = Fields(
-  {
-    **dict.fromkeys(('host', 'started', 'kernel', 'born', 'folder', 'job'), str),
-    'pid': Whole(),
-    'attempt': Whole(),
-  },
-  optional={'touched': Number(0, 1e12)},
-  others=False,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Owner:
   folder: str
   job: str
   attempt: int
-  touched: float = 0.0
+  touched: Annotated[float, Number(0, 1e12)] = 0.0
 
   @property
   def name(self) -> str:
@@ -313,7 +304,7 @@ def _born(pid: int) -> str:
 
 def _parse(content: str | bytes) -> Optional[Owner]:
   try:
-    return Owner(**parse_json(content, _SCHEMA))
+    return Owner(**parse_json(content, schema_of(Owner)))
   except ValueError:
     return None
 

@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, piece_shape, recorded
-from t5x_gpu.checkpoint.manifest import describe_arrays, sealed
+from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -165,7 +165,7 @@ class StateReader:
     try:
       with access_errors(self.path):
         self.saved = self.checkpoint.saved
-        self.manifest: Mapping[str, Any] = self.saved.manifest
+        self.manifest: Manifest = self.saved.manifest
         self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(
@@ -328,7 +328,7 @@ def read_state(source: Source, target: Any) -> Any:
   )
 
 
-def has_other_arrays(manifest: Mapping[str, Any], target: Any) -> bool:
+def has_other_arrays(manifest: Manifest, target: Any) -> bool:
   """Returns whether the arrays differ from `target`, so that Orbax cannot read them."""
   return (
     bool(manifest.get(UNSTACKED)) or manifest['arrays'].keys() != describe_arrays(target).keys()
@@ -526,9 +526,7 @@ class StateWriter:
     self._writing = transaction.commit_async()
     self._wait()
 
-  def close(
-    self, *, manifest: Mapping[str, Any], data: Mapping[str, Any], empty: Mapping[str, Any]
-  ) -> None:
+  def close(self, *, manifest: Manifest, data: Mapping[str, Any], empty: Mapping[str, Any]) -> None:
     """Writes pending data and Orbax's metadata files; checks that all arrays can be opened.
 
     Args:

@@ -12,6 +12,8 @@ file). Code that uses a value from `parse_json` does not have to check it again.
     Fields({...}, optional={...})          an object with these keys
     Nullable(schema)                       null, or a value that matches the schema
     Also(schema, problem)                  `problem(value)` must return '' as well
+
+`schema_of` makes the schema of a dataclass or TypedDict, so that the fields are declared once.
 """
 
 import dataclasses
@@ -20,8 +22,9 @@ import json
 import os
 import re
 import stat
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NotRequired, Union
 
 MOST_BYTES = 1 << 30  # limit for a file; the largest files hold shuffle buffers of the data
 MOST_DEPTH = 100
@@ -78,6 +81,43 @@ class Nullable:
 class Also:
   schema: Any
   problem: Callable[[Any], str]
+
+
+def schema_of(kind: Any) -> Any:
+  """Returns the schema of a type.
+
+  - A dataclass is an object with its fields and no others. Fields with a default may be absent.
+  - A TypedDict is an object that may have other keys.
+  - int is a whole number of at least 0; Annotated[int, Whole(1, 9)] has the given schema.
+  """
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated:
+    return arguments[1]
+  if origin is NotRequired:
+    return schema_of(arguments[0])
+  if origin is Union:  # Optional
+    return Nullable(schema_of(arguments[0]))
+  if origin is tuple and arguments[-1] is not Ellipsis:
+    return tuple(map(schema_of, arguments))
+  if origin is not None and issubclass(origin, Mapping):
+    return dict if arguments[1] is Any else MapOf(schema_of(arguments[1]))
+  if origin is not None:
+    return ListOf(schema_of(arguments[0]))
+  if not dataclasses.is_dataclass(kind) and not typing.is_typeddict(kind):
+    return Whole() if kind is int else object if kind is Any else kind
+  schemas = {
+    name: schema_of(each) for name, each in typing.get_type_hints(kind, include_extras=True).items()
+  }
+  if typing.is_typeddict(kind):
+    required, others = kind.__required_keys__, True
+  else:
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    others = False
+  return Fields(
+    {name: schema for name, schema in schemas.items() if name in required},
+    {name: schema for name, schema in schemas.items() if name not in required},
+    others,
+  )
 
 
 def read_json(path: Any, schema: Any = object) -> Any:

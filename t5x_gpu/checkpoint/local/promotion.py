@@ -24,7 +24,7 @@ from t5x_gpu.checkpoint.arrays import Shape, boxes, chunk_of_shard, record, to_t
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
-from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, differences
+from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, Manifest, differences
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -462,7 +462,7 @@ class Assembly:
         name, tuple(slice(s.start + a, s.stop + a) for s, a in zip(place, start)), values[place]
       )
 
-  def _commit(self, manifest: Mapping[str, Any]) -> None:
+  def _commit(self, manifest: Manifest) -> None:
     """Renames the checkpoint into place; returns once every process sees it."""
     step, problem = self._candidate.step, ''
     final = self._dir.checkpoint(step)

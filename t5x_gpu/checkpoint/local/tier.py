@@ -40,6 +40,7 @@ from t5x_gpu.checkpoint.local.replication import (
   plan_copies,
   send,
 )
+from t5x_gpu.checkpoint.manifest import Manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir, is_real_folder
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
@@ -457,7 +458,7 @@ class LocalTier:
   def _is_first_of_host(self) -> bool:
     return self._hosts.is_first_of_host(self._process)
 
-  def save(self, step: int, state: Any, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
+  def save(self, step: int, state: Any, *, data_state: bytes, manifest: Manifest) -> None:
     """Starts to write this process's part of a step; returns once `state` may be overwritten.
 
     All processes must call it. If one process is still writing the previous step, all skip this

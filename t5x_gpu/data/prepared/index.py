@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Annotated, Any, Optional, TypedDict
 
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
@@ -22,7 +22,6 @@ from t5x_gpu.storage.files import access_error, is_missing
 from t5x_gpu.storage.json_schema import (
   Also,
   Fields,
-  ListOf,
   MapOf,
   Nullable,
   Number,
@@ -30,6 +29,7 @@ from t5x_gpu.storage.json_schema import (
   Whole,
   parse_json,
   read_bytes,
+  schema_of,
 )
 
 FORMAT = 1
@@ -53,60 +53,7 @@ def _shard_problem(shard: Mapping[str, Any]) -> str:
   )
 
 
-_DIGEST = Text('[0-9a-f]{64}|')
-SHARD = Also(
-  Fields(
-    {
-      'file': str,
-      'rows': Whole(),
-      'tokens': Whole(),
-      'bytes': Whole(),
-      'sha256': _DIGEST,
-      'sample': _DIGEST,
-      'largest': MapOf(Whole()),
-      'lengths': MapOf(Whole()),
-    },
-    optional={'records': Whole(), 'damaged': Whole()},
-    others=False,
-  ),
-  _shard_problem,
-)
-# Content of index.json; the classes below have the same fields, except that index.json calls
-# `source_config` made_from.
-_SCHEMA = Fields(
-  {
-    'format': Whole(FORMAT, FORMAT),
-    'made_from': Fields(
-      {'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
-      optional={
-        'mixture_or_task_module': Nullable(str),
-        'use_cached': bool,
-        'chat_template_variables': dict,
-      },
-      others=False,
-    ),
-    'split': str,
-    'feature_converter': str,
-    'task_feature_lengths': MapOf(Whole()),
-    'pack': bool,
-    'loss_on_targets_only': bool,
-    'features': MapOf(Whole()),
-    'vocabularies': Also(
-      MapOf(Fields({'name': str, 'fingerprint': object, 'size': Whole(), 'by_name': bool})),
-      lambda found: '' if found else 'it is empty',
-    ),
-    'class_names': Nullable(ListOf(str)),
-    'packing': Fields({'shuffle': bool, 'seed': Nullable(Whole(-(2**62)))}),
-    'members': MapOf(
-      Fields(
-        {'rate': Number(0, 1e18), 'source': dict, 'num_shards': Whole(), 'shards': ListOf(SHARD)},
-        others=False,
-      )
-    ),
-    'versions': MapOf(str),
-  },
-  others=False,
-)
+Digest = Annotated[str, Text('[0-9a-f]{64}|')]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +76,15 @@ class Shard:
   rows: int
   tokens: int
   bytes: int
-  sha256: str
-  sample: str
+  sha256: Digest
+  sample: Digest
   largest: Mapping[str, int]
   lengths: Mapping[str, int]
   records: int = 0
   damaged: int = 0
+
+
+SHARD = Also(schema_of(Shard), _shard_problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +98,10 @@ class MixtureMember:
     shards: the shards written so far.
   """
 
-  rate: float
+  rate: Annotated[float, Number(0, 1e18)]
   source: Mapping[str, Any]
   num_shards: int
-  shards: tuple[Shard, ...] = ()
+  shards: Sequence[Annotated[Shard, SHARD]]
 
   @property
   def rows(self) -> int:
@@ -177,36 +127,65 @@ class MixtureMember:
     )
 
 
+class VocabularyFacts(TypedDict):
+  """A vocabulary; by_name: whether DatasetConfig.vocabulary accepts the name."""
+
+  name: str
+  fingerprint: Any
+  size: int
+  by_name: bool
+
+
+class Packing(TypedDict):
+  """The order in which examples were packed."""
+
+  shuffle: bool
+  seed: Annotated[Optional[int], Nullable(Whole(-(2**62)))]
+
+
+_SOURCE_CONFIG = Fields(
+  {'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
+  optional={
+    'mixture_or_task_module': Nullable(str),
+    'use_cached': bool,
+    'chat_template_variables': dict,
+  },
+  others=False,
+)
+_VOCABULARIES = Also(
+  MapOf(schema_of(VocabularyFacts)), lambda found: '' if found else 'it is empty'
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Index:
   """Content of a prepared split. All fields except the members' shards are known in advance.
 
   Attributes:
-    source_config: fields of the DatasetConfig that select the text.
+    source_config: fields of the DatasetConfig that select the text; 'made_from' in the file.
     split, feature_converter, task_feature_lengths, pack, loss_on_targets_only: as in training.
     features: model feature -> its length, 0 for a number per row; in the order of the records.
-    vocabularies: task feature -> {'name', 'fingerprint', 'size', 'by_name'}; by_name: whether
-      DatasetConfig.vocabulary accepts the name.
+    vocabularies: task feature -> its vocabulary.
     class_names: class names of the labels, or None.
-    packing: {'seed', 'shuffle'}: the order in which examples were packed.
+    packing: the order in which examples were packed.
     members: task -> its shards.
     versions: package -> version that made the rows.
     format: version of this file and of the records.
   """
 
-  source_config: Mapping[str, Any]
+  source_config: Annotated[Mapping[str, Any], _SOURCE_CONFIG]
   split: str
   feature_converter: str
   task_feature_lengths: Mapping[str, int]
   pack: bool
   loss_on_targets_only: bool
   features: Mapping[str, int]
-  vocabularies: Mapping[str, Mapping[str, Any]]
+  vocabularies: Annotated[Mapping[str, VocabularyFacts], _VOCABULARIES]
   class_names: Optional[Sequence[str]]
-  packing: Mapping[str, Any]
+  packing: Packing
   members: Mapping[str, MixtureMember]
   versions: Mapping[str, str]
-  format: int = FORMAT
+  format: Annotated[int, Whole(FORMAT, FORMAT)] = FORMAT
 
   @property
   def rows(self) -> int:
@@ -232,8 +211,7 @@ class Index:
     return 1 - self.tokens / max(1, self.rows * self.tokens_per_row)
 
   def _facts(self) -> dict[str, Any]:
-    facts = dataclasses.asdict(self)
-    return {'made_from' if name == 'source_config' else name: x for name, x in facts.items()}
+    return {_IN_FILE.get(name, name): x for name, x in dataclasses.asdict(self).items()}
 
   def to_json(self) -> str:
     return json.dumps(self._facts(), indent=1)
@@ -247,6 +225,14 @@ class Index:
     facts['versions'].pop('t5x_gpu', None)
     facts['vocabularies'] = {k: v['fingerprint'] for k, v in facts['vocabularies'].items()}
     return facts
+
+
+_IN_FILE = {'source_config': 'made_from'}
+_FIELDS = schema_of(Index)
+_SCHEMA = Fields(  # a file has all fields
+  {_IN_FILE.get(name, name): x for name, x in (_FIELDS.required | _FIELDS.optional).items()},
+  others=False,
+)
 
 
 def counted_features(names: Iterable[str]) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class Preparation:
       source |= chat.template_facts(task) | preference.template_facts(task)
       rate = float(self._task.get_rate(task)) if isinstance(self._task, seqio.Mixture) else 1.0
       parts = num_parts or _num_parts(task, config.split, source)
-      members[name] = MixtureMember(rate=rate, source=source, num_shards=parts)
+      members[name] = MixtureMember(rate=rate, source=source, num_shards=parts, shards=())
     own = {name: feature.vocabulary for name, feature in self._task.output_features.items()}
     kind = features.layout(self.converter_name)
     variables = config.chat_template_variables
