@@ -19,7 +19,7 @@ from t5x_gpu.models.model import Model, classifies, config_of, encodes_texts
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.runtime.hardware import Limit, run_limits
 from t5x_gpu.terminal.console import show
-from t5x_gpu.training.program import Program, bytes_per_device
+from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,8 @@ class StepMemory:
 def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMemory:
   """Returns a lower bound of the memory of a step, from shapes."""
   layout, mesh = program.layout, program.layout.mesh.shape
-  state, names = program.abstract_state, program.names
-  trained, trained_names = (
-    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, names.params)
-  )
+  state = program.abstract_state
   table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
-  gradients = layout.stored(trained, trained_names, table)
   sizes = model.logical_sizes()
   layers = sizes.get('layers', 0) + sizes.get('encoder_layers', 0)
   length = min((shape[1] for shape in program.spec.shapes.values() if len(shape) > 1), default=1)
@@ -76,7 +72,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMe
   need = StepMemory(
     params=bytes_per_device(state.params),
     opt_state=bytes_per_device(state.opt_state),
-    gradients=bytes_per_device(gradients),
+    gradients=gradient_bytes(program, table),
     activations=inputs,
   )
   # The logits are freed before most gradients are computed.

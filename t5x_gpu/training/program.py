@@ -16,7 +16,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import Model, OptionalMembers, check_model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
-from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.axis_rules import Table, split_names
 from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
@@ -425,6 +425,14 @@ def bytes_per_device(tree: Any) -> int:
   return sum(
     math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)
   )
+
+
+def gradient_bytes(program: Program, table: Table) -> int:
+  """Returns the bytes that the gradients of a step take on one device, split as `table` says."""
+  trained, names = (
+    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
+  )
+  return bytes_per_device(program.layout.stored(trained, names, table))
 
 
 def size_line(program: Program) -> str:

@@ -19,7 +19,7 @@ from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.tools.planning.gpu_compile import CompiledMemory
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
-from t5x_gpu.training.program import Program, bytes_per_device
+from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
 
 PARAMETERS, OPTIMIZER, BATCH = 'parameters', 'optimizer state', 'batch'
 GRADIENTS, ACTIVATIONS, LAYER = 'gradients', 'stored activations', 'working set of a layer'
@@ -117,12 +117,9 @@ def pool_fraction(preset: str, *, gpu: GpuTarget, num_hosts: int, num_gpus: int)
 def _components(program: Program, shape: StepShape) -> dict[str, int]:
   """Returns all components except the reserve."""
   state, layout = program.abstract_state, program.layout
-  trained, names = (
-    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
-  )
   early = layout.zero_stage > 1 and not layout.pipeline
   table = layout.rules.state if early else layout.rules.parameters
-  gradients = bytes_per_device(layout.stored(trained, names, table))
+  gradients = gradient_bytes(program, table)
   if layout.pipeline and layout.zero_stage > 1:
     gradients *= layout.mesh.shape['fsdp']
   found = {

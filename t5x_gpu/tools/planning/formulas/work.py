@@ -14,7 +14,7 @@ import jax
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import seen_keys, step_flops
 from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
-from t5x_gpu.training.program import Program, bytes_per_device
+from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
 
 ATTENTION_PROJECTIONS = 'attention projections'
 ATTENTION = 'attention'
@@ -249,13 +249,10 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
 def _update(program: Program, shape: StepShape) -> Iterator[Work]:
   """Yields the conversion of weights, the accumulation of gradients, and the optimizer."""
   state, layout = program.abstract_state, program.layout
-  trained, names = (
-    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
-  )
   params, opt_state = bytes_per_device(state.params), bytes_per_device(state.opt_state)
   ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
   whole = params * ways
-  gradients = bytes_per_device(layout.stored(trained, names, layout.rules.state))
+  gradients = gradient_bytes(program, layout.rules.state)
   passes = (
     1 if layout.accumulate_by == 'layer' and layout.zero_stage > 1 and ways > 1 else (shape.passes)
   )
