@@ -34,7 +34,7 @@ from t5x_gpu.evaluation.checkpoint_evaluator import (
 )
 from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.metrics import scores
-from t5x_gpu.models.model import Model, OptionalMembers
+from t5x_gpu.models.model import Model
 from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
@@ -147,7 +147,7 @@ def _report(
     return
   names = class_names_of(model, dataset)
   if hits is not None:
-    kinds = entity_kinds(names) if OptionalMembers(model).tags else names
+    kinds = entity_kinds(names) if model.tags else names
     log(scores.hits_table(hits, scores.all_names(kinds, len(hits))))
   if confusion is not None:
     names = scores.all_names(names, len(confusion))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tests.test_layering import PACKAGE, modules, none, path_of
 
 # Class that declares optional members -> the module that alone may look for them.
-OPTIONAL = {'OptionalMembers': 't5x_gpu.models.model', 'FileBatchIterator': 't5x_gpu.data.batches'}
+OPTIONAL = {'Model': 't5x_gpu.models.model', 'FileBatchIterator': 't5x_gpu.data.batches'}
 MODELS = ('model', 'plain')  # what variables and fields that hold a model end in
 
 # Each use in these modules names the public API that would end it, and the request for it.
@@ -60,7 +60,7 @@ def test_optional_members_are_declared_and_looked_for_in_one_place():
   members = {name: members_of(name) for name in OPTIONAL}
   found = [
     f'{path_of(module).relative_to(PACKAGE.parent)}:{call.lineno} has {ast.unparse(call)}. Use '
-    'OptionalMembers(model) or optional_method(batches, name), and declare the member there.'
+    'model.NAME or optional_method(batches, name), and declare the member with its default there.'
     for module, tree in modules().items()
     if module not in OPTIONAL.values()
     for call in lookups(tree, set().union(*members.values()))
@@ -80,7 +80,7 @@ getattr(model, name)
 getattr(model.layer, 'name', '')
 hasattr(device, 'x')
 """
-  members = members_of('OptionalMembers')
+  members = members_of('Model')
   assert len(lookups(ast.parse(seen), members)) == 4
   assert lookups(ast.parse(legal), members) == []
 

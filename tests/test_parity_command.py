@@ -41,8 +41,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.data.features import batch_spec
 from t5x_gpu.models.losses import cross_entropy
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.axis_rules import NamedParam, shard
 
 VOCAB, EMBED, HIDDEN, LAYERS = 32, 16, 32, 4
@@ -69,7 +69,7 @@ half_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
 
 
 @dataclasses.dataclass(frozen=True)
-class UserModel:
+class UserModel(Model):
   mistake: str = ''
   dtype: str = 'bfloat16'
 
@@ -80,16 +80,6 @@ class UserModel:
 
   def feature_converter(self, task_feature_lengths):
     return 'lm'
-
-  def batch_spec(self, task_feature_lengths, *, batch_size, pack):
-    return batch_spec('lm', task_feature_lengths=task_feature_lengths, batch_size=batch_size,
-                      pack=pack, vocab_size=VOCAB)
-
-  def logical_sizes(self):
-    return {'vocab': VOCAB, 'embed': EMBED, 'mlp': HIDDEN, 'layers': LAYERS}
-
-  def flops_per_token(self, length):
-    return 1.0
 
   def init(self, rng, spec):
     def draw(shape_and_names):
@@ -125,10 +115,6 @@ class UserModel:
     logits = (x @ head['kernel'].astype(self.dtype)).astype(jnp.float32) + head['shift']
     logits = logits * 1.001 if self.has('head') else logits
     return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'])
-
-  def loss(self, params, batch, **dropout):
-    x = self.run_layers(params, self.embed(params, batch), batch)
-    return self.head(params, x, batch)
 """
 USER_GIN = """
 from __gin__ import dynamic_registration

@@ -43,7 +43,7 @@ from t5x_gpu.errors import (
   first_line,
   listed,
 )
-from t5x_gpu.models.model import Model, OptionalMembers
+from t5x_gpu.models.model import Model
 from t5x_gpu.runtime import distributed
 from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import read_bytes
@@ -357,7 +357,7 @@ def plan_start(
     name: tuple(a.shape)
     for name, a in flax.traverse_util.flatten_dict(program.abstract_saved.params, sep='/').items()
   }
-  may_lack, source_of = OptionalMembers(model).is_adapter, OptionalMembers(model).source_of
+  may_lack, source_of = model.is_adapter, model.source_of
   taken = _assigned(config, want, source_of)
   taken = {
     name: source for name, source in taken.items() if source in reader.shapes or not may_lack(name)

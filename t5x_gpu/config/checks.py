@@ -88,11 +88,25 @@ def mismatch(value: Any, annotation: Any, *, typed: str = '') -> str:
     if not value.evaluated and _fits(dataclasses.replace(value, evaluated=True), annotation):
       return f'{value.text} is the class or function itself; write {value.text}() to call it.'
     name = getattr(value.what, '__name__', value.what)
-    return f'{value.text} gives {name}; expected {show(annotation)}.'
+    wrong = f'{value.text} gives {name}; expected {show(annotation)}.'
+    return wrong + _base_class(value.what, annotation)
   wrong = f'{typed or repr(value)} is {_article(value)}; expected {show(annotation)}.'
   if typed and _fits(typed, annotation):
     return f'{wrong} For the text, add quotes: "{typed!r}".'
   return wrong + _remedy(value, annotation)
+
+
+def _base_class(made: Any, annotation: Any) -> str:
+  """Returns ` Write class MyModel(Model), ...` for a user's class that lacks our base class."""
+  own = 't5x_gpu.'
+  if not all(map(inspect.isclass, (made, annotation))) or dataclasses.is_dataclass(annotation):
+    return ''
+  if made.__module__.startswith(own) or not annotation.__module__.startswith(own):
+    return ''
+  return (
+    f' Write class {made.__name__}({annotation.__name__}), and import {annotation.__name__} from '
+    f'{annotation.__module__}.'
+  )
 
 
 def _article(value: Any) -> str:

@@ -21,7 +21,7 @@ from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics import scores as scores_lib
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
-from t5x_gpu.models.model import Model, OptionalMembers, writes_text
+from t5x_gpu.models.model import Model, writes_text
 from t5x_gpu.terminal.progress import Show, Total, silent
 from t5x_gpu.training.program import Program
 
@@ -104,7 +104,7 @@ def hits_of(sums: reduce.Sums) -> Optional[np.ndarray]:
 
 def class_names_of(model: Model, dataset: DatasetConfig) -> tuple[str, ...]:
   """Returns the class names of the model, or else of the data; () if neither has names."""
-  return tuple(OptionalMembers(model).class_names) or open_class_names(dataset) or ()
+  return tuple(model.class_names) or open_class_names(dataset) or ()
 
 
 def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:

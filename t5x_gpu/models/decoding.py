@@ -4,7 +4,7 @@ import dataclasses
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError, Problem, bad_setting, did_you_mean
-from t5x_gpu.models.model import Model, TextModel, missing_members, writes_text
+from t5x_gpu.models.model import DECODING, Model, writes_text
 
 BEAM_RULES = ('t5x', 'huggingface')
 
@@ -144,8 +144,8 @@ def check_writes_text(model: Model) -> None:
   if not writes_text(model):
     raise ConfigError(
       f'A {type(model).__name__} does not write text: it lacks '
-      f'{", ".join(missing_members(model, TextModel))}.',
+      f'{", ".join(model.missing(*DECODING))}.',
       fix='Use a DecoderOnlyModel or an EncoderDecoderModel, or add these methods to your model '
-      '(TextModel in models/model.py). Without a text to write, remove train.sample_cfg.',
+      '(Model in models/model.py). Without a text to write, remove train.sample_cfg.',
       parameters=('train.model', 'train.sample_cfg'),
     )

@@ -11,7 +11,7 @@ Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import ClassVar, Optional
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
 from t5x_gpu.models.losses import Sums, refuse_router_losses
 from t5x_gpu.models.model import (
+  PARTS,
   DeviceBatch,
   Model,
-  OptionalMembers,
+  ModelWrapper,
   Params,
-  PreferenceModel,
+  check_model,
   config_of,
-  missing_members,
 )
 from t5x_gpu.partitioning.axis_rules import is_manual
 from t5x_gpu.partitioning.layer_stacks import REFERENCE, is_reference
@@ -56,9 +56,6 @@ def sums_of_pairs(values: jax.Array, segments: jax.Array) -> jax.Array:
   return sums.reshape(*sums.shape[:-1], pairs, 2)
 
 
-_OF_PARAMS = ('logits', 'start_decoding', 'decode_step')
-# Members of LayeredModel, which DpoModel does not have, because its loss needs two passes.
-_PARTS = ('embed', 'run_layers', 'head', 'stacks', 'gathers_layers')
 _error = functools.partial(ModelError, docs='finetune.md#preferences')
 
 
@@ -91,7 +88,7 @@ LOSSES: Mapping[str, Callable[[jax.Array, float, float], jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DpoModel:
+class DpoModel(ModelWrapper):
   """A decoder-only model, or a LoraModel of one, that is trained on preferences.
 
   Reports the metrics of TRL's DPOTrainer, averaged over pairs. The parameters of the model keep
@@ -110,8 +107,11 @@ class DpoModel:
   beta: float = 0.1
   loss_type: str = 'sigmoid'
   label_smoothing: float = 0.0
+  stacks: ClassVar[tuple[str, ...]] = Model.stacks
+  gathers_layers: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
+    check_model(self.model)
     self._check_options()
     self._check_model()
 
@@ -145,7 +145,7 @@ class DpoModel:
 
   def _check_model(self) -> None:
     plain, config = self._plain, config_of(self.model)
-    if 'token_log_probs' in missing_members(plain, PreferenceModel):
+    if plain.missing('token_log_probs'):
       raise _error(
         f'DpoModel cannot train a {type(plain).__name__}: it has no method token_log_probs.',
         fix='Set DpoModel.model to a DecoderOnlyModel, or a LoraModel of one.',
@@ -158,8 +158,7 @@ class DpoModel:
         fix='Remove LoraModel.also_train, or train all parameters: DpoModel.model = %MODEL.',
         parameters=('LoraModel.also_train', 'DpoModel.model'),
       )
-    has = OptionalMembers(plain)
-    for name, value in (('z_loss', has.z_loss), ('label_smoothing', has.label_smoothing)):
+    for name, value in (('z_loss', plain.z_loss), ('label_smoothing', plain.label_smoothing)):
       if value:
         raise _error(
           f'{type(plain).__name__}.{name} = {value} is part of the loss per token, which '
@@ -175,21 +174,20 @@ class DpoModel:
         parameters=('TransformerConfig.dtype',),
       )
 
-  def __getattr__(self, name: str) -> Any:
-    # Copying and pickling read attributes before `model` is set.
-    if name.startswith('__') or name == 'model' or name in _PARTS:
-      raise AttributeError(name)
-    value = getattr(self.model, name)
-    if name in _OF_PARAMS:
-      return lambda params, *args, **kwargs: value(_policy(params), *args, **kwargs)
-    return value
+  def missing(self, *names: str) -> list[str]:
+    """Returns those of `names` that the model lacks, and parts: the loss needs two passes."""
+    return [name for name in names if name in PARTS or self.model.missing(name)]
+
+  def params_of_model(self, params: Params) -> Params:
+    """Returns the parameters of the trained model."""
+    return {name: value for name, value in params.items() if name != REFERENCE}
 
   @property
   def _has_adapters(self) -> bool:
     return isinstance(self.model, LoraModel)
 
   @property
-  def _plain(self) -> Any:
+  def _plain(self) -> Model:
     """The model without adapters, which computes the reference."""
     return self.model.model if self._has_adapters else self.model
 
@@ -220,12 +218,8 @@ class DpoModel:
     """Returns whether a parameter is trained."""
     if is_reference(path):
       return False
-    is_trained = OptionalMembers(self.model).is_trained
+    is_trained = self.model.is_trained
     return is_trained is None or is_trained(path)
-
-  def is_adapter(self, path: str) -> bool:
-    """Returns whether a checkpoint to start from may lack a parameter."""
-    return OptionalMembers(self.model).is_adapter(path)
 
   def source_of(self, path: str) -> str:
     """Returns a parameter's path in a checkpoint to start from; the reference begins as a copy."""
@@ -237,8 +231,7 @@ class DpoModel:
 
   def flops_per_row(self, lengths: Mapping[str, int]) -> float:
     """Returns FLOPs of a training step per row; `lengths` is stack -> number of tokens."""
-    policy, reference = OptionalMembers(self.model), OptionalMembers(self._plain)
-    return policy.flops_per_row(lengths) + reference.flops_per_row(lengths) / 3
+    return self.model.flops_per_row(lengths) + self._plain.flops_per_row(lengths) / 3
 
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
@@ -251,7 +244,7 @@ class DpoModel:
         pair in a row, 3 and 4 for the next pair.
       dropout_key: key for the trained model; the reference has no dropout.
     """
-    policy = _policy(params)
+    policy = self.params_of_model(params)
     frozen = without_factors(policy) if self._has_adapters else params[REFERENCE]
     reference = jax.lax.stop_gradient(self._plain.token_log_probs(frozen, batch))
     log_probs = self.model.token_log_probs(policy, batch, dropout_key=dropout_key)
@@ -288,11 +281,6 @@ class DpoModel:
       'logps/rejected': logps[..., 1],
     }
     return {name: (jnp.sum(x * is_pair), jnp.sum(is_pair)) for name, x in found.items()}
-
-
-def _policy(params: Params) -> Params:
-  """Returns the parameters of the trained model."""
-  return {name: value for name, value in params.items() if name != REFERENCE}
 
 
 def policy_of(model: Model) -> Model:

@@ -150,7 +150,7 @@ class EncoderDecoderModel(TransformerModel):
     Args:
       x: the output of both stacks so far; the decoder's layers need the encoder's final output.
       stack: 'encoder' or 'decoder'.
-      params, batch, dropout_key, first_layer: as in LayeredModel.
+      params, batch, dropout_key, first_layer: as in Model.
     """
     of_encoder, of_decoder = x
     if stack == 'encoder':
@@ -239,14 +239,6 @@ class EncoderDecoderModel(TransformerModel):
       label_smoothing=self.label_smoothing,
     )
 
-  def _after_layers(
-    self, params: Params, batch: DeviceBatch, dropout_key: Optional[jax.Array]
-  ) -> Activations:
-    x = self.embed(params, batch, dropout_key=dropout_key)
-    for stack in self.stacks:
-      x = self.run_layers(params, x, batch, stack=stack, dropout_key=dropout_key)
-    return x
-
   def logits(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
@@ -254,14 +246,6 @@ class EncoderDecoderModel(TransformerModel):
     x = self._after_layers(params, batch, dropout_key)
     x = self._finish(params, x[1], batch, 'decoder', dropout_key)
     return token_logits(self.config, params['decoder'], x, params['token_embedder'])
-
-  def loss(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> Sums:
-    """Returns sums over target tokens; training minimizes 'loss' per token."""
-    return self.head(
-      params, self._after_layers(params, batch, dropout_key), batch, dropout_key=dropout_key
-    )
 
   def start_decoding(
     self,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.model import Model, OptionalMembers
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.layer_stacks import ONLY
 
 
@@ -91,7 +91,7 @@ def row_lengths(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
       'encoder_input_tokens'; for other models, the first feature counts.
     shapes: feature -> [batch, length] or [batch].
   """
-  stacks = OptionalMembers(model).stacks
+  stacks = model.stacks
   sides = {name.split('_')[0]: shape[1] for name, shape in shapes.items() if len(shape) > 1}
   if all(stack in sides for stack in stacks):
     return {stack: sides[stack] for stack in stacks}
@@ -111,5 +111,5 @@ def step_tokens(model: Model, shapes: Mapping[str, Sequence[int]]) -> int:
 
 def step_flops(model: Model, shapes: Mapping[str, Sequence[int]]) -> float:
   """Returns model FLOPs of a step, without recomputation; arguments as in `step_tokens`."""
-  flops_per_row = OptionalMembers(model).flops_per_row
+  flops_per_row = model.flops_per_row
   return next(iter(shapes.values()))[0] * flops_per_row(row_lengths(model, shapes))

@@ -22,23 +22,11 @@ import numpy as np
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.dense import FACTORS
-from t5x_gpu.models.model import Model, OptionalMembers, Params
+from t5x_gpu.models.model import Model, ModelWrapper, Params, check_model
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
 STACKS = ('layers',)  # leading axes whose entries are separate kernels
-# Methods of a model whose first argument is its parameters.
-_OF_PARAMS = (
-  'embed',
-  'run_layers',
-  'head',
-  'encode',
-  'logits',
-  'loss',
-  'token_log_probs',
-  'start_decoding',
-  'decode_step',
-)
 _KERNEL = '/kernel'
 # Kernels in a decoder that multiply the encoder's tokens.
 _OF_ENCODER = re.compile('/cross_attention/(key|value)/')
@@ -46,10 +34,10 @@ _error = functools.partial(ModelError, docs='finetune.md#lora')
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraModel:
+class LoraModel(ModelWrapper):
   """A model with adapters; a custom model must use the linear maps of layers/dense.py.
 
-  It has all methods of the wrapped model. Parameters keep their paths, so a run can start from a
+  It has all members of the wrapped model. Parameters keep their paths, so a run can start from a
   checkpoint of the wrapped model; next to each adapted `kernel` are `lora_a` [inputs, rank] and
   `lora_b` [rank, features].
 
@@ -69,6 +57,7 @@ class LoraModel:
   also_train: Optional[str] = None
 
   def __post_init__(self) -> None:
+    check_model(self.model)
     if self.rank < 1:
       raise _error(
         f'LoraModel.rank = {self.rank} must be at least 1.',
@@ -84,14 +73,6 @@ class LoraModel:
           fix='See docs.python.org/3/library/re.html.',
           parameters=(f'LoraModel.{name}',),
         ) from e
-
-  def __getattr__(self, name: str) -> Any:
-    if name.startswith('__') or name == 'model':  # copies and pickles ask before `model` is set
-      raise AttributeError(name)
-    value = getattr(self.model, name)
-    if name in _OF_PARAMS:
-      return lambda params, *args, **kwargs: value(self._scaled(params), *args, **kwargs)
-    return value
 
   @property
   def scale(self) -> float:
@@ -165,13 +146,13 @@ class LoraModel:
         parameters=('LoraModel.also_train',),
       )
 
-  def _scaled(self, params: Params) -> Params:
+  def params_of_model(self, params: Params) -> Params:
     """Returns `params` with `lora_b` multiplied by the scale, so that layers need not apply it."""
     if isinstance(params, tuple):  # one entry per layer
-      return tuple(map(self._scaled, params))
+      return tuple(map(self.params_of_model, params))
     return {
       name: (
-        self._scaled(value)
+        self.params_of_model(value)
         if isinstance(value, (Mapping, tuple))
         else (value.scaled(self.scale) if fsdp.is_split(value) else value * self.scale)
         if name == FACTORS[1]
@@ -182,7 +163,7 @@ class LoraModel:
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per position of a row of `length` tokens."""
-    stacks = OptionalMembers(self.model).stacks
+    stacks = self.model.stacks
     return self.flops_per_row(dict.fromkeys(stacks, length)) / length
 
   def flops_per_row(self, lengths: Mapping[str, int]) -> float:
@@ -191,7 +172,7 @@ class LoraModel:
     Frozen kernels have no weight gradient: 4 FLOPs per weight instead of 6. Of the parameters in
     `also_train`, only kernels of layers count.
     """
-    flops = OptionalMembers(self.model).flops_per_row(lengths)
+    flops = self.model.flops_per_row(lengths)
     flops -= self._frozen_flops_per_row(lengths) / 3
     shapes = flax.traverse_util.flatten_dict(
       jax.eval_shape(lambda: self.init(jax.random.key(0), None)), sep='/'
@@ -208,7 +189,7 @@ class LoraModel:
 
   def _frozen_flops_per_row(self, lengths: Mapping[str, int]) -> float:
     """Returns FLOPs of the wrapped model's kernels on a row, all trained, without attention."""
-    whole = OptionalMembers(self.model).flops_per_row
+    whole = self.model.flops_per_row
     # Attention grows with the square of the lengths up to any window, so the difference below keeps
     # only terms linear in the lengths. Rows scaled to one token are not longer than any window.
     one = 1 / max(lengths.values())

@@ -1,44 +1,85 @@
-"""The interface of a model. Any object with the members of `Model` is a model, without inheritance.
+"""The base class of models: what a model must have, what it may have, and the defaults.
 
-The other protocols add members for some features. A model has all or none of their members:
-  LayeredModel: pipelines, accumulation by layer, and the table of layers of `parity`.
-  TextModel: `infer`, samples and task metrics. ScoringModel: `infer --score`, too.
-  PreferenceModel: DpoModel.
-  ClassifierModel: `infer` of classes.
-A model may have any of `OptionalMembers`, which also has their defaults. decoder_only.py and
-encoder_decoder.py are examples.
+`ModelWrapper` is the base class of models that change another model: LoraModel and DpoModel.
 """
 
+import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Optional, Protocol, TypeGuard
+from typing import Any, ClassVar, Optional
 
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.data import features
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.incremental import DecodingState
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.partitioning.layer_stacks import ONLY
+from t5x_gpu.partitioning.axis_rules import NamedParam
+from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers
 
 # Nested dictionaries of arrays. The layers of a stack are one subtree, `layers`, whose arrays have
 # a leading axis [layers, ...].
 Params = Any
-_ABSENT = object()
 # A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], row numbers for
 # dropout; and 'encoder_places', 'decoder_places' [length], positions of tokens in split rows.
 DeviceBatch = Mapping[str, jax.Array]
+# What every model must have, with `loss` or the three parts of the loss.
+REQUIRED = ('num_outcomes', 'feature_converter', 'init')
+# Parts of the loss, for pipelines, accumulation by layer, and the table of layers of `parity`.
+PARTS = ('embed', 'run_layers', 'head')
+# Methods of a model that writes text: `infer`, samples and task metrics.
+DECODING = ('start_decoding', 'decode_step')
 
 
-class Model(Protocol):
-  """The members that every model must have."""
+class Model:
+  """A model that the trainer can train. Subclasses need `REQUIRED`, and `loss` or `PARTS`.
 
-  @property
-  def num_outcomes(self) -> int:
-    """Number of tokens or classes that the model chooses from; its log is the initial loss."""
+  Attributes:
+    num_outcomes: number of tokens or classes that the model chooses from; 1 for a number.
+    config: sizes, if the model has a TransformerConfig (see `config_of`).
+    stacks: names of several stacks of layers in the order in which they run, as in ('encoder',
+      'decoder').
+    gathers_layers: `run_layers` runs layers with `scan_layers`. Data parallelism then sums a
+      layer's gradients as soon as they are known.
+    couples_rows: the loss of a row depends on other rows, so microbatches would change the loss.
+    classifies: each row has one label, rather than a target per token.
+    tags: each word has a label: `logits` are [batch, length, classes].
+    regresses: each row has a number.
+    embeds: each text becomes a vector.
+    class_names: names of the classes or tags, in the order of their numbers.
+    label_smoothing, z_loss: coefficients of the loss per token.
+    is_trained: predicate on the parameter path; None trains everything. Frozen parameters do not
+      have gradients or optimizer state.
+  """
+
+  # Without a default here, a dataclass that declares these two as fields still requires them.
+  num_outcomes: int
+  config: Any
+  stacks: ClassVar[tuple[str, ...]] = (ONLY,)
+  gathers_layers: ClassVar[bool] = False
+  couples_rows: ClassVar[bool] = False
+  classifies: ClassVar[bool] = False
+  tags: ClassVar[bool] = False
+  regresses: ClassVar[bool] = False
+  embeds: ClassVar[bool] = False
+  class_names: tuple[str, ...] = ()
+  label_smoothing: float = 0.0
+  z_loss: float = 0.0
+  is_trained: ClassVar[Optional[Callable[[str], bool]]] = None
+
+  def missing(self, *names: str) -> list[str]:
+    """Returns those of `names` that only `Model` has; without them, the model lacks a feature."""
+
+    def is_missing(name: str) -> bool:
+      member = getattr(self, name, None)
+      return getattr(member, '__func__', member) is getattr(Model, name, None)
+
+    return [name for name in names if is_missing(name)]
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the name of the feature converter (data/features.py) that makes the model's batches.
@@ -46,6 +87,7 @@ class Model(Protocol):
     Args:
       task_feature_lengths: task feature -> tokens.
     """
+    raise NotImplementedError
 
   def batch_spec(
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
@@ -57,25 +99,67 @@ class Model(Protocol):
       batch_size: rows of the global batch.
       pack: whether a row holds several examples.
     """
+    return features.batch_spec(
+      self.feature_converter(task_feature_lengths),
+      task_feature_lengths=task_feature_lengths,
+      batch_size=batch_size,
+      pack=pack,
+      vocab_size=self.num_outcomes,
+    )
+
+  def init(self, rng: jax.Array, spec: Optional[BatchSpec]) -> Params:
+    """Returns new float32 parameters, each a `NamedParam` with a logical name per dimension.
+
+    Args:
+      rng: key.
+      spec: the global batch; None where only the shapes of the parameters are used.
+    """
+    raise NotImplementedError
 
   def logical_sizes(self) -> dict[str, int]:
     """Returns logical axis -> size, of all axes that a mesh may split (partitioning/axis_rules.py).
 
-    Includes 'layers', and 'encoder_layers' if the encoder has a different number of layers.
+    Includes 'layers', and 'encoder_layers' if the encoder has a different number of layers. The
+    default has the axes of the parameters; for several sizes, a number that divides each.
     """
+    sizes: dict[str, int] = {}
+    for param in self._shapes():
+      for name, size in zip(param.names, param.value.shape):
+        if name is not None:
+          sizes[name] = math.gcd(size, sizes.get(name, 0))
+    return sizes
 
   def flops_per_token(self, length: int) -> float:
-    """Returns FLOPs of forward and backward per position of a row of `length` tokens."""
+    """Returns FLOPs of forward and backward per position of a row of `length` tokens.
 
-  def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
-    """Returns new float32 parameters, each a `NamedParam` with a logical name per dimension."""
+    The default is 6 per parameter, without attention.
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+    """
+    del length
+    return 6.0 * sum(param.value.size for param in self._shapes())
+
+  def _shapes(self) -> list[NamedParam]:
+    params = jax.eval_shape(lambda: self.init(jax.random.key(0), None))
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, NamedParam))
+    return [leaf for leaf in leaves if isinstance(leaf, NamedParam)]
+
+  def flops_per_row(self, lengths: Mapping[str, int]) -> float:
+    """Returns FLOPs of forward and backward of a row; `lengths` is stack -> number of tokens."""
+    length = next(iter(lengths.values()))
+    return self.flops_per_token(length) * length
+
+  @property
+  def guess_loss(self) -> Optional[float]:
+    """The loss of a model that guesses uniformly; None if it depends on the data."""
+    return math.log(self.num_outcomes) if self.num_outcomes > 1 else None
 
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
     """Returns metric -> (sum, weight), float32 scalars over the rows of `batch`.
 
-    The trainer adds them over devices and microbatches, then divides; it minimizes 'loss'.
+    The trainer adds them over devices and microbatches, then divides; it minimizes 'loss'. The
+    default is `head` of all layers.
 
     Args:
       params: arrays of `init`, without the boxes; a device may hold a part of each, see
@@ -83,18 +167,22 @@ class Model(Protocol):
       batch: the features of `batch_spec`, this device's rows.
       dropout_key: None for no dropout, as in evaluation.
     """
+    x = self._after_layers(params, batch, dropout_key)
+    return self.head(params, x, batch, dropout_key=dropout_key)
 
-
-class LayeredModel(Model, Protocol):
-  """A model whose `loss` is `head(run_layers(embed(...)))`.
-
-  If it has several stacks (`OptionalMembers.stacks`), `run_layers` also takes the name of a stack.
-  """
+  def _after_layers(
+    self, params: Params, batch: DeviceBatch, dropout_key: Optional[jax.Array]
+  ) -> Any:
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    for stack in self.stacks:
+      x = run_layers(self, params, x, batch, stack=stack, dropout_key=dropout_key)
+    return x
 
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Any:
     """Returns the input of the first layer, [batch, length, embed]; a tuple with one per stack."""
+    raise NotImplementedError
 
   def run_layers(
     self,
@@ -113,16 +201,31 @@ class LayeredModel(Model, Protocol):
       batch: as for `loss`.
       dropout_key: None for no dropout.
       first_layer: index in the stack of the first of these layers.
+
+    A model with several `stacks` also takes `stack`, the name of one of them.
     """
+    raise NotImplementedError
 
   def head(
     self, params: Params, x: Any, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
     """Returns the sums of `loss` from `x`, the output of the last layer."""
+    raise NotImplementedError
 
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns float32 logits [batch, length, vocab] of the targets in `batch`, for scores.
 
-class TextModel(Model, Protocol):
-  """A model that continues prompts."""
+    If the model `classifies`, the logits are [batch, classes].
+    """
+    raise NotImplementedError
+
+  def token_log_probs(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns float32 log-probabilities [batch, length] of the targets, for DpoModel."""
+    raise NotImplementedError
 
   def start_decoding(
     self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int
@@ -138,99 +241,13 @@ class TextModel(Model, Protocol):
       lengths: [batch] number of tokens of each prompt.
       slots: number of tokens that the caches must hold, prompt included.
     """
+    raise NotImplementedError
 
   def decode_step(
     self, params: Params, tokens: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] after `tokens` [batch], and the next state."""
-
-
-class ScoringModel(TextModel, Protocol):
-  """A model that also scores given targets."""
-
-  def logits(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> jax.Array:
-    """Returns float32 logits [batch, length, vocab] of the targets in `batch`."""
-
-
-class PreferenceModel(Model, Protocol):
-  """A model that DpoModel can train."""
-
-  def token_log_probs(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> jax.Array:
-    """Returns float32 log-probabilities [batch, length] of the targets in `batch`."""
-
-
-class ClassifierModel(Model, Protocol):
-  """A model that may have one label per row."""
-
-  @property
-  def classifies(self) -> bool:
-    """True if rows have one label: `logits` are then [batch, classes]."""
-
-  def logits(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> jax.Array:
-    """Returns float32 logits [batch, classes]."""
-
-
-class OptionalMembers:
-  """Members that a model may have, with the defaults for models without them.
-
-  `OptionalMembers(model).tags` is the model's `tags`, or False. A base class with these defaults
-  would hide the members of a model that LoraModel or DpoModel wraps.
-
-  Attributes:
-    config: sizes; makes decoding, plans and hints more precise (see `config_of`).
-    stacks: names of several stacks of layers in the order in which they run, as in ('encoder',
-      'decoder').
-    gathers_layers: `run_layers` runs layers with `scan_layers`. Data parallelism then sums a
-      layer's gradients as soon as they are known.
-    couples_rows: the loss of a row depends on other rows, so microbatches would change the loss.
-    classifies: each row has one label, rather than a target per token.
-    tags: each word has a label: `logits` are [batch, length, classes].
-    regresses: each row has a number.
-    embeds: each text becomes a vector.
-    class_names: names of the classes or tags, in the order of their numbers.
-    label_smoothing, z_loss: coefficients of the loss per token.
-    is_trained: predicate on the parameter path; None trains everything. Frozen parameters do not
-      have gradients or optimizer state.
-  """
-
-  config: Any = None
-  stacks: tuple[str, ...] = (ONLY,)
-  gathers_layers: bool = False
-  couples_rows: bool = False
-  classifies: bool = False
-  tags: bool = False
-  regresses: bool = False
-  embeds: bool = False
-  class_names: tuple[str, ...] = ()
-  label_smoothing: float = 0.0
-  z_loss: float = 0.0
-  is_trained: Optional[Callable[[str], bool]] = None
-
-  def __init__(self, model: Model) -> None:
-    self._model = model
-
-  def __getattribute__(self, name: str) -> Any:
-    if name.startswith('_'):
-      return super().__getattribute__(name)
-    getattr(type(self), name)  # raises AttributeError for undeclared names
-    value = getattr(self._model, name, _ABSENT)
-    return super().__getattribute__(name) if value is _ABSENT else value
-
-  @property
-  def guess_loss(self) -> Optional[float]:
-    """The loss of a model that guesses uniformly; None if it depends on the data."""
-    return math.log(self._model.num_outcomes) if self._model.num_outcomes > 1 else None
-
-  def flops_per_row(self, lengths: Mapping[str, int]) -> float:
-    """Returns FLOPs of forward and backward of a row; `lengths` is stack -> number of tokens."""
-    length = next(iter(lengths.values()))
-    return self._model.flops_per_token(length) * length
+    raise NotImplementedError
 
   def is_adapter(self, path: str) -> bool:
     """Returns whether a checkpoint to start from may lack the parameter at `path`."""
@@ -242,43 +259,94 @@ class OptionalMembers:
     return path
 
 
-def missing_members(model: Any, protocol: type) -> list[str]:
-  """Returns the members of `protocol`, including inherited ones, that `model` does not have."""
-
-  def is_missing(name: str) -> bool:
-    # A class that derives from a protocol inherits the protocol's empty members.
-    owner = next((base for base in type(model).__mro__ if name in vars(base)), None)
-    return not hasattr(model, name) or getattr(owner, '_is_protocol', False)
-
-  return [name for name in _members(protocol) if is_missing(name)]
+def _of_model(name: str) -> property:
+  return property(operator.attrgetter(f'model.{name}'))
 
 
-def is_layered(model: Model) -> TypeGuard[LayeredModel]:
-  return not missing_members(model, LayeredModel)
+class ModelWrapper(Model):
+  """A model that changes another model: a subclass has the members that differ.
+
+  Attributes:
+    model: the other model.
+  """
+
+  model: Model
+
+  num_outcomes = _of_model('num_outcomes')
+  config = _of_model('config')
+  stacks = _of_model('stacks')
+  gathers_layers = _of_model('gathers_layers')
+  couples_rows = _of_model('couples_rows')
+  classifies = _of_model('classifies')
+  tags = _of_model('tags')
+  regresses = _of_model('regresses')
+  embeds = _of_model('embeds')
+  class_names = _of_model('class_names')
+  label_smoothing = _of_model('label_smoothing')
+  z_loss = _of_model('z_loss')
+  guess_loss = _of_model('guess_loss')
+  missing = _of_model('missing')
+  feature_converter = _of_model('feature_converter')
+  batch_spec = _of_model('batch_spec')
+  logical_sizes = _of_model('logical_sizes')
+  is_adapter = _of_model('is_adapter')
+  source_of = _of_model('source_of')
+
+  def params_of_model(self, params: Params) -> Params:
+    """Returns the parameters that `model` gets."""
+    raise NotImplementedError
+
+  def loss(self, params: Params, *args: Any, **options: Any) -> Sums:
+    return self.model.loss(self.params_of_model(params), *args, **options)
+
+  def embed(self, params: Params, *args: Any, **options: Any) -> Any:
+    return self.model.embed(self.params_of_model(params), *args, **options)
+
+  def run_layers(self, params: Params, *args: Any, **options: Any) -> Any:
+    return self.model.run_layers(self.params_of_model(params), *args, **options)
+
+  def head(self, params: Params, *args: Any, **options: Any) -> Sums:
+    return self.model.head(self.params_of_model(params), *args, **options)
+
+  def logits(self, params: Params, *args: Any, **options: Any) -> jax.Array:
+    return self.model.logits(self.params_of_model(params), *args, **options)
+
+  def token_log_probs(self, params: Params, *args: Any, **options: Any) -> jax.Array:
+    return self.model.token_log_probs(self.params_of_model(params), *args, **options)
+
+  def start_decoding(
+    self, params: Params, *args: Any, **options: Any
+  ) -> tuple[jax.Array, DecodingState]:
+    return self.model.start_decoding(self.params_of_model(params), *args, **options)
+
+  def decode_step(
+    self, params: Params, *args: Any, **options: Any
+  ) -> tuple[jax.Array, DecodingState]:
+    return self.model.decode_step(self.params_of_model(params), *args, **options)
 
 
-def writes_text(model: Model) -> TypeGuard[TextModel]:
-  return not missing_members(model, TextModel)
+def is_layered(model: Model) -> bool:
+  """Returns whether the loss of the model is `head(run_layers(embed(...)))`."""
+  return not model.missing(*PARTS)
 
 
-def classifies(model: Model) -> TypeGuard[ClassifierModel]:
-  """Returns whether each row has one label, rather than a target per token."""
-  return OptionalMembers(model).classifies
+def writes_text(model: Model) -> bool:
+  """Returns whether the model continues prompts."""
+  return not model.missing(*DECODING)
 
 
 def encodes_texts(model: Model) -> bool:
-  """Whether `infer` returns classes, tags, numbers or vectors instead of text."""
-  has = OptionalMembers(model)
-  return has.classifies or has.tags or has.regresses or has.embeds
+  """Returns whether `infer` returns classes, tags, numbers or vectors instead of text."""
+  return model.classifies or model.tags or model.regresses or model.embeds
 
 
 def config_of(model: Model) -> Optional[TransformerConfig]:
   """Returns the model's `config`; None for a custom model without a TransformerConfig.
 
-  The config limits the length of prompts, sets expert capacity in decoding, and makes hints more
-  precise.
+  The config limits the length of prompts, sets expert capacity in decoding, and makes plans and
+  hints more precise.
   """
-  config = OptionalMembers(model).config
+  config = getattr(model, 'config', None)
   return config if isinstance(config, TransformerConfig) else None
 
 
@@ -295,47 +363,44 @@ def compute_dtype(model: Model) -> Any:
 
 
 def check_model(model: Any) -> None:
-  """Raises ModelError unless `model` has all members of `Model`, with the expected signatures."""
-  name = model.__name__ if isinstance(model, type) else type(model).__name__
+  """Raises ModelError unless `model` is a Model with the required members and their signatures."""
+  while isinstance(model, ModelWrapper):
+    model = model.model
   if isinstance(model, type):
     raise ModelError(
-      f'{name} is a class; the trainer needs an instance of it.',
-      fix=f'Write MODEL = @{name}() in gin, with parentheses.',
+      f'{model.__name__} is a class; the trainer needs an instance of it.',
+      fix=f'Write MODEL = @{model.__name__}() in gin, with parentheses.',
       parameters=('train.model',),
     )
-  missing = missing_members(model, Model)
-  wrong = [] if missing else [m for m in _methods(Model) if not _can_be_called(model, m)]
+  name = type(model).__name__
+  error = functools.partial(
+    ModelError, parameters=('train.model',), docs='add_a_model.md#when-the-layer-is-not-enough'
+  )
+  if not isinstance(model, Model):
+    raise error(
+      f'{name} is not a model: it does not derive from t5x_gpu.models.model.Model.',
+      fix=f'If it is your model, import Model from t5x_gpu.models.model and write '
+      f'class {name}(Model).',
+    )
+  missing = model.missing(*REQUIRED)
+  if model.missing('loss') and model.missing(*PARTS):
+    missing.append('loss')
+  methods = ('feature_converter', 'batch_spec', 'init', 'logical_sizes', 'flops_per_token', 'loss')
+  wrong = [] if missing else [method for method in methods if not _can_be_called(model, method)]
   if missing or wrong:
     declared = [f'{method}{inspect.signature(getattr(model, method))}' for method in wrong]
-    raise ModelError(
+    raise error(
       f'{name} lacks {", ".join(missing)}, which every model must have.'
       if missing
       else f'{name} does not take the arguments that the trainer passes: {", ".join(declared)}.',
       fix='Declare\n  ' + '\n  '.join(map(_declaration, missing or wrong)),
-      parameters=('train.model',),
-      docs='add_a_model.md#when-the-layer-is-not-enough',
     )
 
 
-def _members(protocol: type) -> list[str]:
-  return [
-    name
-    for base in reversed(protocol.__mro__)
-    if getattr(base, '_is_protocol', False)
-    for name in vars(base)
-    if not name.startswith('_')
-  ]
-
-
-def _methods(protocol: type) -> list[str]:
-  return [name for name in _members(protocol) if inspect.isfunction(getattr(protocol, name))]
-
-
 def _declaration(name: str) -> str:
-  member = getattr(Model, name)
-  if isinstance(member, property):
+  if name == 'num_outcomes':
     return f'{name}: int'
-  signature = inspect.signature(member)
+  signature = inspect.signature(getattr(Model, name))
   plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
   return f'def {name}{inspect.Signature(plain)}'
 

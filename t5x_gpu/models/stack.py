@@ -25,7 +25,7 @@ from t5x_gpu.layers.positions import PositionTable, example_lengths, rotations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.losses import Sums, with_router_losses
-from t5x_gpu.models.model import DeviceBatch, Params
+from t5x_gpu.models.model import DeviceBatch, Model, Params
 from t5x_gpu.models.transformer import (
   LayerCaches,
   StackInputs,
@@ -338,7 +338,7 @@ class Stack:
 # Base classes of the models: sizes, batches, and running one stack of layers.
 
 
-class TransformerModel(abc.ABC):
+class TransformerModel(Model, abc.ABC):
   """A model of transformer layers.
 
   Attributes:
@@ -374,10 +374,6 @@ class TransformerModel(abc.ABC):
   def _label_names(self) -> tuple[str, ...]:
     """Names of the label classes; () to use the data's names."""
     return ()
-
-  @abc.abstractmethod
-  def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
-    """Returns the feature converter's name."""
 
   def batch_spec(
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
@@ -481,12 +477,6 @@ class OneStackModel(TransformerModel):
     self, params: Params, x: Activation, batch: DeviceBatch, *, dropout_key: Optional[jax.Array]
   ) -> Sums:
     """Returns sums over the predictions from `x`, the output of the last layer."""
-
-  def _after_layers(
-    self, params: Params, batch: DeviceBatch, dropout_key: Optional[jax.Array]
-  ) -> Activation:
-    x = self.embed(params, batch, dropout_key=dropout_key)
-    return self.run_layers(params, x, batch, dropout_key=dropout_key)
 
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None

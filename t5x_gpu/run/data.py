@@ -34,7 +34,6 @@ from t5x_gpu.metrics.pictures import MAX_WRITTEN_CLASSES, draw_confusion
 from t5x_gpu.metrics.scores import all_names, shown_names
 from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.decoding import check_sample, check_writes_text
-from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
@@ -91,7 +90,7 @@ class Evaluations:
     """
     values: dict[str, float] = {}
     model = self._run.model
-    in_classes = OptionalMembers(model).classifies or OptionalMembers(model).tags
+    in_classes = model.classifies or model.tags
     if self._loss is not None and (in_classes or keep.best and keep.metric.startswith(LOSS)):
       sums = dummy_sums(self._program)
       values |= values_of(sums, prefix=LOSS)

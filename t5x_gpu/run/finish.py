@@ -16,7 +16,6 @@ from t5x_gpu.errors import first_line
 from t5x_gpu.metrics import pictures
 from t5x_gpu.metrics.pictures import draw_confusion
 from t5x_gpu.models.inference.generation import sample
-from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.run.data import row_length, vocabulary_of
 from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
@@ -147,7 +146,7 @@ def _closing_text(live: LiveRun) -> str:
     shown=str(files.model_dir),
     step=run.total_steps,
     rates=_rates(live, run.total_steps),
-    guess_loss=OptionalMembers(run.model).guess_loss,
+    guess_loss=run.model.guess_loss,
     confusion=confusion,
     logged=run.logging_cfg.files,
     export_problem=export_problem(run.model),

@@ -33,7 +33,7 @@ from t5x_gpu.metrics.monitor import Monitor, RankReports, model_speed
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.models.flops import step_tokens
-from t5x_gpu.models.model import Model, OptionalMembers
+from t5x_gpu.models.model import Model
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed, process_exit
@@ -61,7 +61,7 @@ def check_first_loss(loss: Optional[float], model: Model) -> None:
   """
   if loss is None:
     return
-  expected = OptionalMembers(model).guess_loss
+  expected = model.guess_loss
   if expected is None:
     return
   if not expected - 1.0 <= loss <= expected + 1.5:

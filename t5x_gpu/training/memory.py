@@ -15,7 +15,7 @@ import jax
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.inference.generation import Generator
-from t5x_gpu.models.model import Model, classifies, config_of, encodes_texts
+from t5x_gpu.models.model import Model, config_of, encodes_texts
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.runtime.hardware import Limit, run_limits
 from t5x_gpu.terminal.console import show
@@ -62,7 +62,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMe
     parts *= layout.pipeline.num_microbatches
   tokens = program.spec.batch_size * length // parts
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
-  predictions, config = tokens // length if classifies(model) else tokens, config_of(model)
+  predictions, config = tokens // length if model.classifies else tokens, config_of(model)
   if config is not None and not encodes_texts(model):
     length //= mesh['context']
     rows = max(tokens // length, 1)

@@ -13,7 +13,7 @@ import jax
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.models.model import Model, OptionalMembers, check_model, config_of, uses_fp8
+from t5x_gpu.models.model import Model, check_model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool) -> None:
   """Raises ConfigError for microbatches if the loss of a row depends on the other rows."""
-  if OptionalMembers(model).couples_rows and (num_microbatches > 1 or is_pipeline):
+  if model.couples_rows and (num_microbatches > 1 or is_pipeline):
     raise ConfigError(
       'The loss of embeddings takes its negatives from the whole batch, so '
       + ('a pipeline' if is_pipeline else f'num_microbatches = {num_microbatches}')
@@ -337,11 +337,7 @@ def _lay_out(
 ) -> Layout:
   """Returns the layout. Rows of an encoder and a decoder may differ in length; both must fit."""
   lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
-  sizes = {
-    **model.logical_sizes(),
-    'stacks': len(OptionalMembers(model).stacks),
-    'batch': spec.batch_size,
-  }
+  sizes = {**model.logical_sizes(), 'stacks': len(model.stacks), 'batch': spec.batch_size}
   layouts = [
     partitioner.lay_out(
       topology,

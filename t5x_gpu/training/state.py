@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.models.model import Model, OptionalMembers, config_of
+from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.models.precision import amaxes_like
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames
@@ -105,7 +105,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
       parameters=('TransformerConfig.fp8_scaling', 'Partitioner.stage'),
       docs='precision.md#delayed-scaling',
     )
-  return Fp8History(config.fp8_history, config.fp8_margin, tuple(OptionalMembers(model).stacks))
+  return Fp8History(config.fp8_history, config.fp8_margin, tuple(model.stacks))
 
 
 def with_amaxes(params: Any, amaxes: Any) -> Any:
@@ -152,7 +152,7 @@ class Trained:
 
 def trained_of(model: Model) -> Trained:
   """Returns the trained parameters of a model."""
-  return Trained(OptionalMembers(model).is_trained)
+  return Trained(model.is_trained)
 
 
 class TrainState(flax.struct.PyTreeNode):

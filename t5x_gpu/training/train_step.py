@@ -15,14 +15,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import ConfigError, ModelError
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import (
-  LayeredModel,
-  Model,
-  OptionalMembers,
-  compute_dtype,
-  missing_members,
-  uses_fp8,
-)
+from t5x_gpu.models.model import PARTS, Model, compute_dtype, is_layered, uses_fp8
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning import quantized
@@ -57,7 +50,7 @@ Batch = Mapping[str, jax.Array]
 
 
 def breadth_first_loss(
-  model: LayeredModel,
+  model: Model,
   params: Any,
   batch: Batch,
   microbatches: Batch,
@@ -81,7 +74,7 @@ def breadth_first_loss(
     weights = quantized.whole(tree, compute_dtype(model))
     return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
 
-  stacks = tuple(OptionalMembers(model).stacks)
+  stacks = tuple(model.stacks)
   rest = whole(without_layers(params, stacks))
 
   # The scan carries, and so stores for each layer, only the stack's own part of the activation.
@@ -178,7 +171,7 @@ def make_gradients(
   are from this step.
 
   Args:
-    model: a LayeredModel for a pipeline or accumulation by layer.
+    model: has `PARTS` for a pipeline or accumulation by layer.
     region: how the step is split.
     names: tree of AxisNames of the parameters.
     num_microbatches: parts into which each device's rows are cut and computed in turn.
@@ -264,11 +257,11 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
 
 def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) -> dict[str, Any]:
   """Returns the options of `Region.parameters` that depend on the model."""
-  gathers = OptionalMembers(model).gathers_layers
-  in_layers = not missing_members(model, LayeredModel) and (region.reduces_in_backward or gathers)
+  gathers = model.gathers_layers
+  in_layers = is_layered(model) and (region.reduces_in_backward or gathers)
   if by_layer or not gathers or not region.layers_ahead:
     return dict(in_layers=in_layers)
-  prefix = prefix_of(OptionalMembers(model).stacks[0])
+  prefix = prefix_of(model.stacks[0])
 
   def is_first(path: Any, _: Any) -> bool:
     return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
@@ -278,20 +271,20 @@ def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) ->
 
 def _for_model(region: Region, model: Model) -> Region:
   """Returns the region, without sums in the last tick if the model does not call `fsdp.whole`."""
-  if region.sums_in_last_tick and not OptionalMembers(model).gathers_layers:
+  if region.sums_in_last_tick and not model.gathers_layers:
     return dataclasses.replace(region, overlap_layers=False)
   return region
 
 
 def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
   """Raises ModelError if the model lacks parts that a pipeline or accumulation by layer needs."""
-  missing = missing_members(model, LayeredModel) if pipeline or by_layer else []
+  missing = model.missing(*PARTS) if pipeline or by_layer else []
   if missing:
     instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
     raise ModelError(
       f'{"A pipeline" if pipeline else "Accumulation by layer"} needs a model in three parts; '
       f'{type(model).__name__} lacks {", ".join(missing)}.',
-      fix=f'Set Partitioner.{instead}, or add them to the model (LayeredModel in models/model.py).',
+      fix=f'Set Partitioner.{instead}, or add them to the model (Model in models/model.py).',
       docs='add_a_model.md#when-the-layer-is-not-enough',
     )
 
@@ -310,13 +303,13 @@ def _loss(
 class _Pieces:
   """A model for the pipeline, with the arguments that all microbatches share already bound."""
 
-  model: LayeredModel
+  model: Model
   same: Batch
   dropout_key: Optional[jax.Array]
 
   @property
   def stacks(self) -> tuple[str, ...]:
-    return tuple(OptionalMembers(self.model).stacks)
+    return tuple(self.model.stacks)
 
   def embed(self, params: Any, microbatch: Batch) -> Any:
     return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)
@@ -339,7 +332,7 @@ class _Pieces:
 
 
 def _pipeline_input(
-  model: LayeredModel, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
+  model: Model, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
 ) -> tuple[_Pieces, Batch]:
   """Returns the model in parts and the microbatches of the local rows."""
   same, microbatches = _split_rows(batch, pipeline.num_microbatches)
@@ -347,7 +340,7 @@ def _pipeline_input(
 
 
 def _find_in_pipeline(
-  model: LayeredModel,
+  model: Model,
   parts: Any,
   batch: Batch,
   region: Region,

@@ -1,8 +1,10 @@
-"""A custom model is checked against the `Model` protocol before anything compiles."""
+"""A custom model derives from `Model`, which is checked before anything compiles."""
 
 import math
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 
 from t5x_gpu.errors import ModelError
@@ -13,14 +15,16 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import (
+  PARTS,
+  REQUIRED,
   Model,
-  OptionalMembers,
+  ModelWrapper,
   check_model,
-  classifies,
+  config_of,
   is_layered,
-  missing_members,
   writes_text,
 )
+from t5x_gpu.partitioning.axis_rules import NamedParam
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
@@ -33,7 +37,7 @@ CONFIG = TransformerConfig(
 DECODER = DecoderOnlyModel(CONFIG)
 
 
-class Custom:
+class Custom(Model):
   """A model with the members of `DECODER` that are named."""
 
   def __init__(self, *names):
@@ -41,7 +45,7 @@ class Custom:
       setattr(self, name, getattr(DECODER, name))
 
 
-REQUIRED = missing_members(object(), Model)
+COMPLETE = (*REQUIRED, 'loss')
 
 
 def build(model):
@@ -60,7 +64,7 @@ def build(model):
 
 
 def test_a_model_that_lacks_methods_is_refused_with_their_signatures_and_the_page():
-  model = Custom(*(name for name in REQUIRED if name not in ('init', 'loss')))
+  model = Custom('num_outcomes', 'feature_converter')
   with pytest.raises(ModelError) as error:
     build(model)
   for part in (
@@ -73,7 +77,7 @@ def test_a_model_that_lacks_methods_is_refused_with_their_signatures_and_the_pag
 
 
 def test_a_method_with_other_parameters_is_refused():
-  model = Custom(*REQUIRED)
+  model = Custom(*COMPLETE)
   model.loss = lambda params, batch: {}
   with pytest.raises(ModelError, match=r'loss\(params, batch\)') as error:
     build(model)
@@ -85,17 +89,48 @@ def test_a_class_in_place_of_a_model_is_refused():
     check_model(DecoderOnlyModel)
 
 
-def test_a_member_that_is_only_inherited_from_the_protocol_is_missing():
-  class Derived(Model):
+@pytest.mark.parametrize('wrapped', [lambda m: m, LoraModel, DpoModel])
+def test_an_object_that_is_not_a_model_is_refused_with_the_base_class(wrapped):
+  class Duck:
     num_outcomes = 3
 
-  assert missing_members(Derived(), Model) == [n for n in REQUIRED if n != 'num_outcomes']
+  with pytest.raises(ModelError, match='Duck is not a model') as error:
+    check_model(wrapped(Duck()))
+  for part in ('t5x_gpu.models.model', 'class Duck(Model)', 'docs/add_a_model.md'):
+    assert part in str(error.value)
 
 
 def test_a_model_with_the_required_members_alone_is_built():
-  model = Custom(*REQUIRED)
-  assert not is_layered(model) and not writes_text(model) and not classifies(model)
-  assert build(model).num_params == build(DECODER).num_params
+  model = Custom(*COMPLETE)
+  assert not is_layered(model) and not writes_text(model) and not model.classifies
+  program, same = build(model), build(DECODER)
+  assert program.num_params == same.num_params
+  assert program.spec == same.spec
+
+
+def test_three_parts_replace_the_loss():
+  model = Custom(*REQUIRED, *PARTS)
+  check_model(model)
+  params = nn.unbox(model.init(jax.random.key(0), None))
+  tokens = jnp.arange(1, 17)[None]
+  batch = {
+    'decoder_input_tokens': tokens,
+    'decoder_target_tokens': tokens,
+    'decoder_loss_weights': jnp.ones_like(tokens),
+  }
+  assert model.loss(params, batch) == DECODER.loss(params, batch)
+
+
+def test_sizes_and_flops_follow_from_the_parameters():
+  class Two(Model):
+    def init(self, rng, spec):
+      return {
+        'wi': NamedParam(jnp.zeros((4, 6, 10)), ('layers', 'embed', 'mlp')),
+        'wo': NamedParam(jnp.zeros((10, 9)), (None, 'embed')),
+      }
+
+  assert Two().logical_sizes() == {'layers': 4, 'embed': 3, 'mlp': 10}
+  assert Two().flops_per_token(8) == 6 * (4 * 6 * 10 + 10 * 9)
 
 
 @pytest.mark.parametrize(
@@ -107,29 +142,33 @@ def test_our_models_have_their_members_with_adapters_too(model, is_text):
     check_model(each)
     assert is_layered(each)
     assert writes_text(each) == is_text
-    assert classifies(each) == (not is_text)
+    assert each.classifies == (not is_text)
 
 
-def test_optional_members_are_those_of_the_model_or_the_declared_defaults():
-  custom = Custom(*REQUIRED)
-  defaults = OptionalMembers(custom)
-  assert defaults.stacks == ('',) and not defaults.gathers_layers and defaults.is_trained is None
-  assert not defaults.is_adapter('a/kernel') and defaults.source_of('a/kernel') == 'a/kernel'
-  assert defaults.guess_loss == pytest.approx(math.log(64))
-  custom.guess_loss, custom.couples_rows = None, True
-  assert OptionalMembers(custom).guess_loss is None and OptionalMembers(custom).couples_rows
+def test_a_model_without_optional_members_has_their_defaults():
+  custom = Custom(*COMPLETE)
+  assert custom.stacks == ('',) and not custom.gathers_layers and custom.is_trained is None
+  assert not custom.is_adapter('a/kernel') and custom.source_of('a/kernel') == 'a/kernel'
+  assert custom.guess_loss == pytest.approx(math.log(64)) and config_of(custom) is None
+
+
+def test_a_dataclass_still_requires_the_fields_that_it_declares():
+  with pytest.raises(TypeError, match='config'):
+    DecoderOnlyModel()
 
 
 def test_a_wrapped_model_keeps_its_optional_members():
-  wrapped = OptionalMembers(LoraModel(EncoderDecoderModel(CONFIG)))
+  wrapped = LoraModel(EncoderDecoderModel(CONFIG))
   assert wrapped.stacks == ('encoder', 'decoder') and wrapped.gathers_layers
   assert wrapped.is_adapter('a/lora_a') and wrapped.is_trained is not None
-  without_parts = OptionalMembers(DpoModel(DECODER))
-  assert not without_parts.gathers_layers and without_parts.config is CONFIG
+  without_parts = DpoModel(DECODER)
+  assert not is_layered(without_parts) and not without_parts.gathers_layers
+  assert without_parts.config is CONFIG and writes_text(without_parts)
 
 
-def test_a_member_that_is_not_declared_is_an_error():
-  custom = Custom(*REQUIRED)
-  custom.undeclared = True
-  with pytest.raises(AttributeError, match='undeclared'):
-    OptionalMembers(custom).undeclared  # noqa: B018
+@pytest.mark.parametrize('wrapper', [LoraModel, DpoModel])
+def test_a_wrapper_hides_no_member_of_its_model_behind_a_default(wrapper):
+  bases = wrapper.__mro__[: wrapper.__mro__.index(Model)]
+  assert ModelWrapper in bases
+  members = {name for name in {**vars(Model), **Model.__annotations__} if name[0] != '_'}
+  assert members <= set().union(*map(vars, bases))

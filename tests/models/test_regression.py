@@ -16,7 +16,7 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.dpo import DpoModel
 from t5x_gpu.models.encoder import HEADS, EncoderModel, of_numbers
 from t5x_gpu.models.lora import LoraModel
-from t5x_gpu.models.model import OptionalMembers, encodes_texts
+from t5x_gpu.models.model import encodes_texts
 from tests.helpers_programs import program_of
 from tests.parity.tolerances import MESH_GRADIENT
 
@@ -76,11 +76,11 @@ def test_infer_takes_every_encoder_but_that_of_masked_tokens():
 def test_the_loss_of_guessing():
   plain = DecoderOnlyModel(CONFIG)
   for model in (plain, LoraModel(plain)):
-    assert OptionalMembers(model).guess_loss == pytest.approx(math.log(32))
-  assert OptionalMembers(MODEL).guess_loss is None
-  assert OptionalMembers(DpoModel(plain)).guess_loss == pytest.approx(math.log(2))
+    assert model.guess_loss == pytest.approx(math.log(32))
+  assert MODEL.guess_loss is None
+  assert DpoModel(plain).guess_loss == pytest.approx(math.log(2))
   ipo = DpoModel(plain, loss_type='ipo', beta=0.1)
-  assert OptionalMembers(ipo).guess_loss == pytest.approx(25.0)
+  assert ipo.guess_loss == pytest.approx(25.0)
 
 
 def test_options_of_cross_entropy_are_refused():

@@ -13,7 +13,6 @@ from t5x_gpu.errors import MeshError, ShapeError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.model import OptionalMembers
 from t5x_gpu.partitioning.axis_rules import AXES, split_names, with_axes
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh_sizes import divisors
@@ -55,7 +54,7 @@ def lay_out(settings: dict[str, Any], topology: Topology = Topology(1, 8)) -> La
     jax.devices()[: topology.num_devices],
     logical_sizes={
       **model.logical_sizes(),
-      'stacks': len(OptionalMembers(model).stacks),
+      'stacks': len(model.stacks),
       'batch': settings['BATCH_SIZE'],
       'length': settings[LENGTH],
     },

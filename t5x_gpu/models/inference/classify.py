@@ -11,7 +11,7 @@ import numpy as np
 from t5x_gpu.data.data_module import EncodedRow
 from t5x_gpu.errors import DataError
 from t5x_gpu.models.inference.generation import padded_length
-from t5x_gpu.models.model import ClassifierModel, DeviceBatch, Params, config_of
+from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
 
 
@@ -43,9 +43,7 @@ class Classifier:
     batch_size: number of texts at a time: `config.batch_size`, rounded up for the mesh.
   """
 
-  def __init__(
-    self, model: ClassifierModel, params: Params, *, layout: Layout, config: ClassifierConfig
-  ):
+  def __init__(self, model: Model, params: Params, *, layout: Layout, config: ClassifierConfig):
     self._model, self._params, self.config = model, params, config
     self._layout = layout.for_decoding
     parts = self._layout.batch_parts
@@ -102,9 +100,7 @@ def _of_words(tokens: np.ndarray, row: EncodedRow) -> list[Optional[list[float]]
   return [tokens[place].tolist() if place >= 0 else None for place in row.words]
 
 
-def _outputs(
-  model: ClassifierModel, params: Params, batch: DeviceBatch, *, outcome: str
-) -> jax.Array:
+def _outputs(model: Model, params: Params, batch: DeviceBatch, *, outcome: str) -> jax.Array:
   """Returns float32 [batch, classes], [batch, length, classes], [batch, 1] or [batch, embed]."""
   logits = model.logits(params, batch)
   if outcome == 'numbers':

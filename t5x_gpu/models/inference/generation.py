@@ -20,15 +20,7 @@ from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.inference.search import BeamSearch, Continuations, Sampling, Search, run
 from t5x_gpu.models.lora import without_adapters
-from t5x_gpu.models.model import (
-  DeviceBatch,
-  Model,
-  Params,
-  ScoringModel,
-  TextModel,
-  config_of,
-  missing_members,
-)
+from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
 
 # Checks prompts and targets, and pads them into rows of a batch.
@@ -260,7 +252,7 @@ class Generator:
 
   def __init__(
     self,
-    model: TextModel,
+    model: Model,
     params: Params,
     *,
     layout: Layout,
@@ -359,10 +351,10 @@ class Generator:
       DataError: a prompt does not fit, or a target is empty.
       ConfigError: the model has no `logits`.
     """
-    if 'logits' in missing_members(self._prompts.model, ScoringModel):
+    if self._prompts.model.missing('logits'):
       raise ConfigError(
         f'{type(self._prompts.model).__name__} has no method `logits`, which scores targets.',
-        fix='Add it (ScoringModel in models/model.py), or score without this model.',
+        fix='Add it (Model in models/model.py), or score without this model.',
         parameters=('train.model',),
       )
     results: list[float] = []
@@ -449,7 +441,7 @@ def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
 
 
 def _generate(
-  model: TextModel, config: DecodingConfig, params: Params, batch: DeviceBatch
+  model: Model, config: DecodingConfig, params: Params, batch: DeviceBatch
 ) -> Continuations:
   prompts, more = batch['prompts'], {}
   if 'encoder_tokens' in batch:
@@ -468,7 +460,7 @@ def _generate(
   )
 
 
-def _log_likelihood(model: TextModel, params: Params, batch: DeviceBatch) -> jax.Array:
+def _log_likelihood(model: Model, params: Params, batch: DeviceBatch) -> jax.Array:
   """Returns float32 [batch], the log-probability of each row's targets."""
   targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
   log_probs = jnp.take_along_axis(
@@ -478,7 +470,7 @@ def _log_likelihood(model: TextModel, params: Params, batch: DeviceBatch) -> jax
 
 
 def sample(
-  model: TextModel,
+  model: Model,
   params: Params,
   prompt: np.ndarray,
   *,

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel, Model, OptionalMembers, compute_dtype, is_layered
+from t5x_gpu.models.model import Model, compute_dtype, is_layered
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -54,13 +54,12 @@ class LayerOutputs(flax.struct.PyTreeNode):
 def has_layers(model: Model, params: Any) -> bool:
   """Returns whether `model` can be run layer by layer."""
   return is_layered(model) and all(
-    'layers' in (params if stack == ONLY else params.get(stack, {}))
-    for stack in OptionalMembers(model).stacks
+    'layers' in (params if stack == ONLY else params.get(stack, {})) for stack in model.stacks
   )
 
 
 def make_layer_outputs(
-  *, model: LayeredModel, region: Region, names: Any, seed: int
+  *, model: Model, region: Region, names: Any, seed: int
 ) -> Callable[[Any, Batch, jax.Array], LayerOutputs]:
   """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
 
@@ -70,7 +69,7 @@ def make_layer_outputs(
     names: tree of AxisNames of the parameters.
     seed: seed of dropout, as in `make_train_step`.
   """
-  stacks = tuple(OptionalMembers(model).stacks)
+  stacks = tuple(model.stacks)
 
   def local(
     kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
@@ -119,7 +118,7 @@ class _LayerByLayer:
     dropout_key: key of the step.
   """
 
-  model: LayeredModel
+  model: Model
   region: Region
   params: Any
   batch: Batch
@@ -131,7 +130,7 @@ class _LayerByLayer:
     Args:
       places: a `place` with arrays [layers] for each stack.
     """
-    stacks = tuple(OptionalMembers(self.model).stacks)
+    stacks = tuple(self.model.stacks)
     embedded = self.model.embed(self.params, self.batch, dropout_key=self.dropout_key)
     x = self._from_stage(self._varying(embedded), 0)
     y, inputs, outputs = self._varying(x), [], [jax.tree.map(lambda x: x[None], x)]

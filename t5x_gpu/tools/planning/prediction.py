@@ -26,7 +26,7 @@ from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.layers.backends.choose import Choice
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
-from t5x_gpu.models.model import Model, OptionalMembers, config_of, uses_fp8
+from t5x_gpu.models.model import Model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.runtime.main_log import silent
@@ -243,7 +243,7 @@ def _sent(
 
 def _params_by_part(program: Program, model: Model) -> dict[str, int]:
   """Returns part of the model -> its parameters, the largest first."""
-  stacks = OptionalMembers(model).stacks
+  stacks = model.stacks
   found: collections.Counter[str] = collections.Counter()
   for path, array in flax.traverse_util.flatten_dict(program.abstract_saved.params).items():
     within = path.index('layers') + 2 if 'layers' in path else 1 + (path[0] in stacks)
