@@ -8,10 +8,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 PAGE = 'add_a_model.md'
 
 
-def code(language: str) -> str:
-  """Returns the one block of code in this language."""
-  (block,) = blocks(PAGE, language)
-  return block
+def code(language: str, number: int = 0) -> str:
+  """Returns a block of code: the layer has number 0, the model has number 1."""
+  return blocks(PAGE, language)[number]
 
 
 @pytest.fixture(scope='module')
@@ -39,3 +38,12 @@ def test_it_continues_from_its_checkpoint_on_another_mesh(folder):
 
 def test_it_equals_one_device_layer_by_layer(folder):
   assert 'layers/1' in run(folder, code('sh').splitlines()[2])
+
+
+def test_a_model_of_four_members_trains_on_one_device_and_equals_it_on_a_mesh(tmp_path):
+  (tmp_path / 'bigram.py').write_text(code('python', 1))
+  (tmp_path / 'bigram.gin').write_text(code('gin', 1))
+  run(tmp_path, 'python -m t5x_gpu.train --gin_file=bigram.gin')
+  assert (tmp_path / 'runs/bigram/checkpoint_4').is_dir()
+  command = 'python -m t5x_gpu.parity --gin_file=bigram.gin --gin.NUM_PARTITIONS=2 --devices=4'
+  assert 'parity: ok' in run(tmp_path, command)
