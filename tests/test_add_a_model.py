@@ -41,9 +41,9 @@ def test_it_equals_one_device_layer_by_layer(folder):
 
 
 def test_a_model_of_four_members_trains_on_one_device_and_equals_it_on_a_mesh(tmp_path):
-  (tmp_path / 'bigram.py').write_text(code('python', 1))
-  (tmp_path / 'bigram.gin').write_text(code('gin', 1))
-  run(tmp_path, 'python -m t5x_gpu.train --gin_file=bigram.gin')
-  assert (tmp_path / 'runs/bigram/checkpoint_4').is_dir()
-  command = 'python -m t5x_gpu.parity --gin_file=bigram.gin --gin.NUM_PARTITIONS=2 --devices=4'
+  (tmp_path / 'my_bigram.py').write_text(code('python', 1))
+  (tmp_path / 'my_bigram.gin').write_text(code('gin', 1))
+  run(tmp_path, 'python -m t5x_gpu.train --gin_file=my_bigram.gin')
+  assert (tmp_path / 'runs/my_bigram/checkpoint_4').is_dir()
+  command = 'python -m t5x_gpu.parity --gin_file=my_bigram.gin --gin.NUM_PARTITIONS=2 --devices=4'
   assert 'parity: ok' in run(tmp_path, command)

@@ -175,7 +175,7 @@ class DpoModel(ModelWrapper):
       )
 
   def missing(self, *names: str) -> list[str]:
-    """Returns those of `names` that the model lacks, and parts: the loss needs two passes."""
+    """Returns the `names` that the model lacks, and parts: the loss needs two passes."""
     return [name for name in names if name in PARTS or self.model.missing(name)]
 
   def params_of_model(self, params: Params) -> Params:

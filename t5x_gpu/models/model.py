@@ -73,7 +73,7 @@ class Model:
   is_trained: ClassVar[Optional[Callable[[str], bool]]] = None
 
   def missing(self, *names: str) -> list[str]:
-    """Returns those of `names` that only `Model` has; without them, the model lacks a feature."""
+    """Returns the `names` that only `Model` has; without them, the model lacks a feature."""
 
     def is_missing(name: str) -> bool:
       member = getattr(self, name, None)
