@@ -69,7 +69,7 @@ class StepConfig:
   """Settings of a training step and of the processes that compute it, named as `train.NAME` in gin.
 
   Attributes:
-    model: a model from models/, or a custom model with the same methods.
+    model: a model from models/, or a custom Model.
     train_dataset_cfg: training data; its lengths and batch size are the shapes of the step.
     partitioner: how to split the run over the devices.
     optimizer: from training/optimizers or training/adafactor.
