@@ -9,6 +9,7 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.flops import step_flops, step_tokens, transformer_flops_per_token
 from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.model import Model
 
 CONFIG = TransformerConfig(
   vocab_size=100, num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=96, num_kv_heads=2
@@ -52,7 +53,7 @@ def test_adapters_of_an_encoder_decoder_save_the_gradients_of_frozen_kernels():
 
 
 def test_a_model_with_flops_per_token_alone_counts_its_first_feature():
-  class Custom:
+  class Custom(Model):
     stacks = ('first', 'second')
 
     def flops_per_token(self, length):
