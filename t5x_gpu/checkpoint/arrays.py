@@ -1,14 +1,8 @@
-"""Checksums of arrays that do not depend on how an array is split: sums over its elements.
+"""Arrays in a checkpoint: their chunks on disk, and checksums of their values.
 
-Each element is mixed with its position in the whole array to 32 bits, in two ways, and the results
-are summed mod 2^32. So the sums of parts add up exactly to the sum of the array, in any order:
-parts are shards on devices, which XLA adds up, or pieces that a reader has in memory. Checksums
-find damage; they do not resist an attacker who constructs two arrays with the same sum.
-
-The position of an element is two words, so that arrays may have more than 2^32 elements: a column,
-the index over as many of the last dimensions as fit into 32 bits, and a row, the index over the
-other dimensions.
-Mixing: https://github.com/skeeto/hash-prospector#two-round-functions (lowbias32, a bijection).
+`save_args` divides the shards of a run into chunks; a chunk is read as a whole. A checksum does not
+depend on how an array is split: `checksums_of` adds up parts on devices, `HostSums` the pieces that
+a reader has in memory, and `check_restored` compares a restored state with its manifest.
 """
 
 import functools
@@ -27,8 +21,6 @@ import orbax.checkpoint as ocp
 from t5x_gpu.checkpoint.manifest import Manifest
 
 _log = logging.getLogger(__name__)
-
-# How arrays are divided into chunks on disk. A chunk is read as a whole.
 
 CHUNK_BYTES = 64 << 20  # chunk size in a run's checkpoints; readers hold a few chunks in memory
 _MUCH_SMALLER = 16
@@ -125,6 +117,15 @@ def _as_orbax_cuts(shape: Sequence[int], shard: Sequence[int], most: int) -> Sha
   return tuple(chunk)
 
 
+# Each element is mixed with its position in the whole array to 32 bits, in two ways, and the
+# results are summed mod 2^32. So the sums of parts add up exactly to the sum of the array, in any
+# order. They find damage; they do not resist an attacker who constructs two arrays with the same
+# sum.
+#
+# The position of an element is two words, so that arrays may have more than 2^32 elements: a
+# column, the index over as many of the last dimensions as fit into 32 bits, and a row, the index
+# over the other dimensions.
+# Mixing: https://github.com/skeeto/hash-prospector#two-round-functions (lowbias32, a bijection).
 KEY, METHOD = 'checksums', 'sum of lowbias32, 1'
 MOST_COLUMNS = 2**32
 # A restore checks all arrays of a state up to this size, and some arrays of a larger state.

@@ -1,8 +1,9 @@
-"""When a run saves, which checkpoints it keeps, and the checkpoints of a MODEL_DIR on a disk.
+"""The checkpoints of a run: when it saves, and how it writes, restores and deletes them.
 
-Orbax writes `MODEL_DIR/checkpoint_<step>`; a step exists only once it is committed, and older ones
-are deleted only after that. Each checkpoint holds three items: the state's arrays, the state of the
-data iterator, and the manifest.
+`BaseCheckpointer` has everything that disks and object storage share. `Checkpointer` lets Orbax
+write `MODEL_DIR/checkpoint_<step>` to a disk; a step exists only once it is committed, and older
+ones are deleted only after that. Each checkpoint holds three items: the state's arrays, the state
+of the data iterator, and the manifest.
 """
 
 import abc
@@ -63,8 +64,6 @@ from t5x_gpu.storage.paths import AnyPath, access_errors
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
-
-# The base class of the checkpointers for disks and for object storage.
 
 # (model_dir, newer_than) -> step of the newer local checkpoint that was moved into `model_dir`, or
 # None.

@@ -1,6 +1,8 @@
-"""Starts a run without a checkpoint from another run's or a converted checkpoint.
+"""Builds the first state of a run from its own checkpoint, another checkpoint, or the seed.
 
-`RestoreConfig` sets it in gin. Names and shapes are compared here, before anything compiles.
+`RestoreConfig` sets the other checkpoint in gin: another run's, or a converted model. `plan_start`
+compares names and shapes before anything compiles; `restore_from` then reads, on each process, the
+parts that its devices hold, from whatever mesh wrote them. `resume_data` moves the data along.
 """
 
 import contextlib
@@ -53,11 +55,6 @@ from t5x_gpu.training.program import Program
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
-
-# Builds the first state of a run, from its own checkpoint, another checkpoint, or the seed.
-#
-# Each process reads the parts of the parameters that its devices hold. Any mesh may have written
-# them.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: arrays, mesh, data, versions. It is read before any array.
+"""The manifest of a checkpoint (arrays, mesh, data, versions), which is read before any array.
 
 Orbax's mismatch errors do not name the parameter, and Orbax casts a wrong dtype silently. Here, if
-the model differs from the checkpoint, an error lists the differences.
+the model differs from the checkpoint, `differences` lists what differs. The schemas check the JSON
+files of checkpoints and local checkpoints, so that code can rely on their values.
 """
 
 import base64
@@ -30,12 +31,8 @@ SEAL = 'seal'
 _SHOWN = 5
 _OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'
 
-# Schemas of the JSON files of checkpoints and local checkpoints (see storage/json_schema.py).
-#
-# After reading a file through a schema, code can rely on its values: shapes are lists of whole
-# numbers whose product fits into memory addresses, dtypes exist, and references between names are
-# valid.
-
+# Through these schemas, shapes are lists of whole numbers whose product fits into memory addresses,
+# dtypes exist, and references between names are valid.
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**58  # so that byte counts of any dtype fit into 63 bits
 _MOST_CHUNK_ELEMENTS = 2**28  # for an array that is smaller than its chunk

@@ -1,7 +1,9 @@
 """MODEL_DIR: its checkpoints, their metadata, and whether this run may write here.
 
-All checks take milliseconds and read no array: the sizes of the array files show whether they are
-complete. So a run, or a dry run, reports problems before it compiles.
+All checks take milliseconds and read no array, so a run, or a dry run, reports problems before it
+compiles: whether the files of a checkpoint are complete, whether the model is the same, and whether
+all processes see the same folder. `ModelDir` reads a disk or object storage; for the latter,
+`begin`, `commit` and `remove` give checkpoints their states.
 """
 
 import base64
@@ -51,13 +53,10 @@ from t5x_gpu.storage.paths import (
 
 _log = logging.getLogger(__name__)
 
-# Checks in milliseconds whether the array files of a checkpoint are complete. Reads no array.
-#
 # Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
 # checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
 # whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
 # Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
-
 _MOST_METADATA_BYTES = 1 << 20  # of one array
 
 
@@ -147,13 +146,10 @@ def _check_metadata(key: str, content: bytes) -> None:
       raise ValueError(f'{key} is damaged: {e}') from e
 
 
-# Lists, begins, commits and removes checkpoints in object storage.
-#
-# Objects cannot be renamed, so a checkpoint is written under its final name. The last object,
-# `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`, names the
-# writer: it distinguishes leftovers of a killed process from other users' objects, and a removal
-# deletes it last. All other objects are the same as the files of a checkpoint on disk.
-
+# Objects cannot be renamed, so a checkpoint in object storage is written under its final name. The
+# last object, `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`,
+# names the writer: it distinguishes leftovers of a killed process from other users' objects, and a
+# removal deletes it last. All other objects are the same as the files of a checkpoint on disk.
 COMMIT, UNDER_WAY, SET_ASIDE = 'commit_success.txt', 'under_way.json', 'cannot_be_read.txt'
 _PREFIX = 'checkpoint_'
 _AFTER_PREFIX = 'checkpoint`'  # the next character after '_'
@@ -243,8 +239,6 @@ def set_aside(path: RemotePath, reason: str) -> None:
 def _now() -> str:
   return time.strftime('%Y-%m-%d %H:%M:%S %Z')
 
-
-# One checkpoint in MODEL_DIR: where it is, whether it is committed, and its metadata.
 
 PREFIX = 'checkpoint'
 CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
@@ -633,13 +627,10 @@ def check_writable(folder: AnyPath) -> None:
     ) from e
 
 
-# Checks at startup that all processes see the same MODEL_DIR; otherwise the first save would hang.
-#
-# Process 0 writes a file with a new name, and all other processes look for it. An NFS client may
-# cache attributes of folders for a minute (acdirmax): reading the parent folders makes it ask the
-# server, and a new name is not in its cache.
-
-# Longer than a slow file server takes. A process that sees the file immediately does not wait.
+# If processes see different folders, the first save would hang. So process 0 writes a file with a
+# new name, and all other processes look for it. An NFS client may cache attributes of folders for a
+# minute (acdirmax): reading the parent folders makes it ask the server, and a new name is not in
+# its cache. The limit is longer than a slow file server takes.
 LOOK_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 

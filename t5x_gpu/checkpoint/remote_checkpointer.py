@@ -39,8 +39,6 @@ from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
-# Copies a process's part of a state to host memory, for writing in the background.
-
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:

@@ -1,4 +1,8 @@
-"""Which checkpoints stay, and which are deleted."""
+"""Which checkpoints stay, and how the others are deleted so that a kill cannot leave half of one.
+
+`Keep` has the rules. A checkpoint on a disk is first renamed to `.removed_checkpoint_<step>`, which
+readers ignore. The next run that locks MODEL_DIR finishes the deletion.
+"""
 
 import dataclasses
 import logging
@@ -105,11 +109,6 @@ class Preservation:
     stays = self._keep.reasons(steps, self._values)
     return [self._keep.last is None or step in stays or not self._is_ours(step) for step in steps]
 
-
-# Deletes checkpoints on a disk so that a kill cannot leave half of one.
-#
-# A checkpoint is first renamed to `.removed_checkpoint_<step>`, which readers ignore. The next run
-# that locks MODEL_DIR finishes the deletion.
 
 REMOVED = '.removed_'
 

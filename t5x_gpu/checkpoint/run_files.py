@@ -1,9 +1,10 @@
 """The small files in MODEL_DIR, next to the checkpoints.
 
-- Files of a run: config.gin, metrics.jsonl, TensorBoard event files, pictures. Their writers
-  append, rename and flush, which only a disk can do. With a MODEL_DIR in object storage, they are
-  written to a local folder of process 0 and copied before each commit and at the end.
-- Files that describe the model: its gin file; tokenizer and configuration of a converted model.
+- Files of a run: config.gin, metrics.jsonl, samples.jsonl, TensorBoard event files, pictures. Their
+  writers append, rename and flush, which only a disk can do. With a MODEL_DIR in object storage,
+  they are written to a local folder of process 0 and copied before each commit and at the end.
+- Files that describe the model and are carried from one MODEL_DIR to the next: its gin file;
+  tokenizer and configuration of a converted model.
 """
 
 import contextlib
@@ -264,7 +265,6 @@ def not_applied(settings: Mapping[str, Any]) -> str:
 
 
 # `MODEL_DIR/samples.jsonl`: texts that the model generated after the last step of a run.
-
 SAMPLES = 'samples.jsonl'
 SCHEMA = Fields({'step': Whole(), 'prompt': str, 'text': str}, optional={'temperature': float})
 

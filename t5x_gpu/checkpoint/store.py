@@ -1,8 +1,8 @@
-"""The arrays of a checkpoint, read in slices, with only a few pieces in memory.
+"""The arrays of a checkpoint, read and written in slices, with only a few pieces in memory.
 
-The files are in Orbax's format (zarr arrays in one OCDBT store). Readers see layers as one array
-with a leading axis, even if the files have an array per layer (`layers_0`, `layers_1`): the
-manifest lists such arrays under 'unstacked'.
+The files are in Orbax's format (zarr arrays in one OCDBT store): Orbax restores what `StateWriter`
+writes. Readers see layers as one array with a leading axis, even if the files have an array per
+layer (`layers_0`, `layers_1`): the manifest lists such arrays under 'unstacked'.
 """
 
 import dataclasses
@@ -358,8 +358,6 @@ def store_of(state: AnyPath) -> dict[str, Any]:
     store['cache_pool'] = 'cache_pool#ocdbt'
   return store
 
-
-# Writes the arrays of a checkpoint in slices, in the same format as Orbax.
 
 # Pays off if values were narrower than their dtype: for float32 arrays whose values were bfloat16,
 # 2.1 times the speed of ZSTD, and files 4% smaller.

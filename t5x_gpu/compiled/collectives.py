@@ -24,8 +24,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from t5x_gpu.compiled import hlo_text
 from t5x_gpu.compiled.hlo_text import Array, Computation, Instruction, Module, Visit
 
-# The devices that a collective connects, as written in HLO text, and the mesh axes they span.
-
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
   """Returns the groups [groups, devices per group] of a collective; pairs for a permutation.

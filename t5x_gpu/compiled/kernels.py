@@ -1,6 +1,8 @@
 """The matrix kernels of a program compiled for a GPU: FP8 and other GEMMs, attention kernels.
 
-count_kernels(compiled.as_text())['fp8_gemm'].runs
+    count_kernels(compiled.as_text())['fp8_gemm'].runs
+
+`check_fp8_gemms` raises an error if no matmul of a model in FP8 is in FP8.
 """
 
 import collections
@@ -138,9 +140,6 @@ class Kernels:
         fused.update(self._module.called(visit.instruction))
       if not inside:
         yield visit
-
-
-# Whether a compiled step multiplies in FP8.
 
 
 def fp8_lines(step: Any, model: Model, mesh: jax.sharding.Mesh) -> list[str]:

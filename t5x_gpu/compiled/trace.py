@@ -1,7 +1,9 @@
 """Where the time of a step goes: input wait, dispatch, compute, exposed communication, idle.
 
-`Anatomy.to_json` is the content of MODEL_DIR/profiles/<step>/anatomy.json (docs/monitor.md).
-Communication is exposed while a device sends or receives and computes nothing.
+`read_trace` gives the operations of a profiler trace, `ProgramOps` the place of each instruction in
+the model, and `anatomy` puts both together. `Anatomy.to_json` is the content of
+MODEL_DIR/profiles/<step>/anatomy.json (docs/monitor.md). Communication is exposed while a device
+sends or receives and computes nothing.
 """
 
 import collections
@@ -17,9 +19,7 @@ from t5x_gpu.compiled import hlo_text
 from t5x_gpu.compiled.collectives import KINDS, collectives_of
 from t5x_gpu.errors import DataError
 
-# Unions and differences of time intervals, (begin, end) pairs.
-
-Interval = tuple[float, float]
+Interval = tuple[float, float]  # begin, end
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -56,8 +56,6 @@ def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
       rest.append((at, end))
   return rest
 
-
-# The instructions of a compiled step: their kind, place in the model and bytes sent.
 
 _CONTROL = ('while', 'call', 'conditional')  # only the operations inside are counted
 _COLLECTIVE_NAME = re.compile('|'.join(KINDS))
@@ -126,13 +124,8 @@ class ProgramOps:
     return None if op.kind in _CONTROL else op
 
 
-# The operations of a profiler trace: device, HLO instruction, begin and end.
-#
-#     operations = read_trace('runs/demo/profiles/10')
-#
-# It reads XLA's own events, which name the HLO instruction: kernels and copies on the streams of a
-# GPU, thunks of the CPU client. `jax.profiler.ProfileData` parses the file.
-
+# A trace contains XLA's own events, which name the HLO instruction: kernels and copies on the
+# streams of a GPU, thunks of the CPU client. `jax.profiler.ProfileData` parses the file.
 _GPU_PLANE = re.compile(r'/device:GPU:(\d+)')
 _STREAM = 'Stream'  # other lines of a GPU are derived from these
 _END = 'end: '  # of a CPU operation that another thread finished

@@ -1,8 +1,9 @@
 """At a restart, promotes the newest complete local checkpoint to a checkpoint in MODEL_DIR.
 
-The processes exchange lists of the parts they find. If the newest local checkpoint with all parts
-is newer than the last readable checkpoint, it is written into MODEL_DIR as checkpoint_<step>. So it
-restores onto any mesh and any number of processes, with the same checks.
+The processes exchange lists of the files they find. If the newest local checkpoint with all parts
+is newer than the last readable checkpoint, each process copies its share of the parts into a
+staging folder of MODEL_DIR, in the format of durable checkpoints, and a rename commits it as
+checkpoint_<step>. So it restores onto any mesh and any number of processes, with the same checks.
 """
 
 import base64
@@ -56,8 +57,6 @@ LOCAL_FACTS = Fields(
   }
 )
 
-
-# Lists the parts of local checkpoints that the processes of a run find; equal on all processes.
 
 Box = tuple[int, Shape, Shape]  # index of the array among the sorted names, start, shape
 Holder = tuple[int, int]  # process, index of the file among the files it found
@@ -221,12 +220,6 @@ def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
   found = [f'the parts of {" and ".join(words)} are missing'] if words else []
   return '; '.join([*found, *candidate.damaged]) or 'parts are missing'
 
-
-# Assembles one local checkpoint in MODEL_DIR from the parts on the hosts.
-#
-# Each process copies its share of the parts into a staging folder, in the format of durable
-# checkpoints. A rename commits the folder. The checksums of an array's parts add up to the checksum
-# of the array.
 
 PROMOTED_FROM = 'promoted_from'
 STAGING = '.promoting'

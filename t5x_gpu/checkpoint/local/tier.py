@@ -1,8 +1,9 @@
 """Local checkpoints: every few steps, each process saves its part of the state on its own host.
 
-The step loop waits for the copy to host memory and for the transfers between hosts; a thread then
-writes the file. Local checkpoints are best effort: a failed save is reported, and tried again at
-the next period. Only the checkpoints in MODEL_DIR are guaranteed.
+`open_local_tier` checks folder, period and space before anything compiles. `LocalTier.save` waits
+for the copy to host memory and for the transfers between hosts; a thread then writes the file.
+Local checkpoints are best effort: a failed save is reported, and tried again at the next period.
+Only the checkpoints in MODEL_DIR are guaranteed.
 """
 
 import base64
@@ -55,8 +56,6 @@ from t5x_gpu.storage.json_schema import Fields, Text, read_json
 from t5x_gpu.storage.user_paths import user_path
 
 _log = logging.getLogger(__name__)
-
-# Copies the parts of a state that a process keeps to host memory.
 
 HostPart = tuple[str, Shape, Shape, np.ndarray]  # name, shape of the array, start, values
 
@@ -122,7 +121,6 @@ def _on_host(shard: jax.Array, part: KeptBox, dtype: Any) -> np.ndarray:
 
 
 # MODEL_DIR/run.id names the run, so that its files in other folders can be recognized.
-
 RUN_ID = 'run.id'
 # `name` becomes the name of a folder on local disks: it must not be '../..'. `folder` is MODEL_DIR
 # at the time of writing.
@@ -182,8 +180,6 @@ def _read(folder: pathlib.Path) -> dict[str, str]:
   """Raises OSError or ValueError if the file is missing or damaged."""
   return read_json(folder / RUN_ID, _SCHEMA)
 
-
-# Checks folder, period and space of local checkpoints, before anything compiles.
 
 SLOTS = 3  # two local checkpoints stay, one is being written
 DIR, PERIOD = 'CheckpointConfig.local_checkpoint_dir', 'CheckpointConfig.local_period'
