@@ -37,8 +37,6 @@ from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
 
-# Measures how fast batches can be read: tokens per second, and per second of one core.
-
 
 @dataclasses.dataclass(frozen=True)
 class Speed:

@@ -2,6 +2,7 @@
 
 One process per GPU, each on the CPU cores near it. Output lines are prefixed with the process
 number. The first process that fails ends the others, and its last lines are printed again.
+`--write_scripts` instead writes the launch scripts of Slurm, PBS, Open MPI and Kubernetes.
 """
 
 import argparse
@@ -26,8 +27,6 @@ from t5x_gpu.runtime import machine, numa
 from t5x_gpu.runtime.cluster import cluster, launchers, rendezvous
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
-
-# Writes the launch scripts of Slurm, PBS, Open MPI and Kubernetes, which a wheel carries too.
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[0]
 

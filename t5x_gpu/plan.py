@@ -42,8 +42,6 @@ from t5x_gpu.tools.planning.search import search, workers
 from t5x_gpu.tools.planning.sharding import gpu_json, gpu_text
 from t5x_gpu.training.program import Program, program_of_run
 
-# Checks for flags of `plan` that contradict each other, before anything is compiled.
-
 PREDICTION, SHARDING, REMAT = 'prediction', 'sharding', 'remat'
 SHOWN = (PREDICTION, SHARDING, REMAT)
 # Flags that change or extend a prediction, and have no effect on the output of --show.

@@ -1,8 +1,9 @@
-"""Compares the logits of two models on random tokens, to check that they have the same weights.
+"""One conversion: the request, the tokenizer it carries, and the comparison of logits at its end.
 
-The reference is `transformers` if it is installed. Otherwise it is the t5x_gpu model with the
-foreign tensors, which shows that the files hold the same weights, but not that Hugging Face
-computes the same logits.
+`check_logits` compares the logits of two models on random tokens, to check that they have the same
+weights. The reference is `transformers` if it is installed. Otherwise it is the t5x_gpu model with
+the foreign tensors, which shows that the files hold the same weights, but not that Hugging Face
+computes the same logits. `carry_vocabulary` and `export_vocabulary` copy the vocabulary of a run.
 """
 
 import base64
@@ -318,11 +319,8 @@ def check_memory(shapes: Mapping[str, Any]) -> None:
     )
 
 
-# Exports the vocabulary of a run to the folder of a converted model.
-#
-# For Hugging Face it becomes a tokenizer.json with the ids that `infer` puts before and after a
-# prompt. generation_config.json lists the ids that end an answer.
-
+# For Hugging Face, a vocabulary becomes a tokenizer.json with the ids that `infer` puts before and
+# after a prompt. generation_config.json lists the ids that end an answer.
 _FILES = ('huggingface', 'sentencepiece')
 TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
 # transformers' class that takes everything from tokenizer.json, as t5x_gpu's vocabulary does. The
@@ -667,8 +665,6 @@ def generation_config(
     )
   return content, notes
 
-
-# One conversion: the request, and the comparison of logits at its end.
 
 CHECKS = ('auto', 'transformers', 'own', 'tensors')
 

@@ -1,4 +1,4 @@
-"""Name tables for T5X's parameters: encoder-decoder or decoder-only T5, scanned or not.
+"""Name tables for T5X's parameters and Adafactor state: encoder-decoder or decoder-only T5.
 
 T5X's examples t5 and decoder_only join heads and their features in one dimension; scalable_t5 has
 two dimensions. Without scan, each layer has separate parameters, `layers_0`, `layers_1`. With scan,
@@ -247,11 +247,9 @@ def _layer_rules(
   return rules
 
 
-# Converts T5X's Adafactor state: v_row, v_col and v become `row`, `column` and `full`.
-#
-# For a plain matrix, T5X's v_row is the moment that keeps the smaller dimension; t5x_gpu's
-# Adafactor chooses by the names of the dimensions. Otherwise the name table works as for
-# parameters.
+# T5X's moments v_row, v_col and v become `row`, `column` and `full`. For a plain matrix, v_row is
+# the moment that keeps the smaller dimension; t5x_gpu's Adafactor chooses by the names of the
+# dimensions. Otherwise the name table works as for parameters.
 
 ABSENT = (1,)  # the shape of a moment that a parameter does not have
 # Adafactor settings here that a T5X run may correspond to; the last is `factored = False`.

@@ -1,6 +1,7 @@
-"""Converts a t5x_gpu checkpoint to a Hugging Face model.
+"""Converts a t5x_gpu checkpoint to a Hugging Face model, or merges its adapters (`merge_lora`).
 
-The folder appears only after every tensor has been read back and the logits have been compared.
+Adapters are merged while the checkpoint is read. The folder of a Hugging Face model appears only
+after every tensor has been read back and the logits have been compared.
 """
 
 import dataclasses
@@ -55,8 +56,6 @@ from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
 from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import LoraModel, factors_of, without_adapters
 from t5x_gpu.terminal.console import Console
-
-# Merges adapters into a checkpoint: while reading it, or into a new checkpoint.
 
 
 class MergedParams:

@@ -1,4 +1,8 @@
-"""Evaluates checkpoints one after the other: loss, and metrics of tasks."""
+"""Evaluates checkpoints one after the other (loss, and metrics of tasks), and stores the results.
+
+`steps_to_evaluate` selects the checkpoints while a run may still write and remove some;
+`EvalResults` stores the metrics as MODEL_DIR/eval/NAME.jsonl with pictures.
+"""
 
 import contextlib
 import dataclasses
@@ -39,7 +43,7 @@ from t5x_gpu.metrics.writers import (
 )
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.topology import discover
 from t5x_gpu.storage.files import check_not_refused, write_atomically
 from t5x_gpu.storage.json_schema import read_json
 from t5x_gpu.terminal.progress import BackgroundCounts, Show, Total, silent
@@ -80,7 +84,7 @@ class CheckpointEvaluator:
     num_batches: Optional[int] = None,
     num_examples: Optional[int] = None,
   ):
-    topology, devices = topology_lib.discover()
+    topology, devices = discover()
     model = config.model
     self.program = program_of_run(
       dataclasses.replace(config, num_microbatches=1),
@@ -154,8 +158,6 @@ class CheckpointEvaluator:
       values |= self._tasks.run(params, show=show)
     return values
 
-
-# Selects the next checkpoints to evaluate, while a run may still write and remove checkpoints.
 
 POLL_SECONDS = 2.0  # between two listings of MODEL_DIR
 Wanted = Union[str, tuple[int, ...]]  # 'all', 'last' or steps
@@ -241,8 +243,6 @@ def read_if_there(checkpoint: Checkpoint, program: Program) -> Any:
   whole = all(distributed.gather_json(problem is None))
   return params if whole else None
 
-
-# Stores metrics of a run's checkpoints: MODEL_DIR/eval/NAME.jsonl and its pictures.
 
 FOLDER = 'eval'
 

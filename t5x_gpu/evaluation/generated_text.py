@@ -1,4 +1,7 @@
-"""Runs a model on prompts and writes one JSON line per prompt, in the order of the prompts."""
+"""Runs a model on prompts and writes one JSON line per prompt, in the order of the prompts.
+
+After a kill, `ResultLines` continues after the last complete line.
+"""
 
 import dataclasses
 import hashlib
@@ -22,10 +25,6 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import parse_json, read_json
 from t5x_gpu.terminal.progress import bar
-
-# A file with a JSON line per prompt, which continues after a kill.
-#
-# It continues after the last complete line.
 
 NUMBER = 'number'  # number of the prompt, in every line
 FACTS = '.facts.json'

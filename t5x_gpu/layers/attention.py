@@ -1,4 +1,7 @@
-"""Multi-head attention over named axes."""
+"""Multi-head attention over named axes, and the cache of keys and values for decoding.
+
+With a `KVCache`, decoding computes keys and values of each token once.
+"""
 
 from collections.abc import Callable
 from typing import Any, Optional
@@ -16,8 +19,6 @@ from t5x_gpu.layers.norm import HeadsNorm, RMSNorm
 from t5x_gpu.layers.positions import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, split_ways
 from t5x_gpu.partitioning.quantized import on_kernels
-
-# Caches keys and values of earlier tokens, so that decoding computes each token once.
 
 
 @flax.struct.dataclass

@@ -1,4 +1,4 @@
-"""Linear maps over named axes, and T5's initializers."""
+"""Linear maps over named axes, T5's initializers, and parameters per position or head."""
 
 import dataclasses
 import math
@@ -14,11 +14,10 @@ from t5x_gpu.layers.fp8 import contract
 from t5x_gpu.partitioning.axis_rules import shard, split_axis, with_axes
 from t5x_gpu.partitioning.quantized import Kernel, is_quantized, on_kernels
 
-# Parameters that act on each position or head separately: scales of norms, and biases.
-#
-# If `model` splits positions (sequence parallelism) or heads, each device has only its part of the
-# gradient. A training step then passes these parameters as [copies, ...], one copy per device along
-# `model`, and sums the gradients of the copies once (partitioning/region.py).
+# `param_along` and `combine` serve parameters that act on each position or head separately: scales
+# of norms, and biases. If `model` splits positions (sequence parallelism) or heads, each device has
+# only its part of the gradient. A training step then passes these parameters as [copies, ...], one
+# copy per device along `model`, and sums the gradients of the copies once (partitioning/region.py).
 
 
 def param_along(

@@ -1,11 +1,10 @@
 """A mixture of experts instead of an MLP: a router chooses a few experts for every token.
 
-An expert has capacity for a fixed number of tokens of a row; later tokens of the row skip the
-expert. Rows never compete, so the result depends only on the row, not on the mesh or microbatches.
-Filling experts in order of position keeps a causal model causal, and padding, which ends a row,
-does not take capacity from tokens. Without a capacity factor, experts take all tokens
-(layers/moe.py).
-Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one row.
+With a capacity factor, `route` gives an expert a fixed number of tokens of a row; later tokens of
+the row skip the expert. Without, `route_all` gives experts all tokens that choose them. Either way
+the result of a row depends only on the row, not on the mesh or microbatches.
+Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one row; for `route_all`,
+Gale et al. 2022 (MegaBlocks).
 """
 
 import functools
@@ -27,9 +26,8 @@ from t5x_gpu.partitioning import expert_parallel
 from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
 from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 
-# Assigns tokens to experts and their slots, with a fixed capacity or for all tokens.
-#
-# Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one row.
+# Rows never compete for capacity. Filling experts in order of position keeps a causal model causal,
+# and padding, which ends a row, does not take capacity from tokens.
 
 
 def capacity(
@@ -213,13 +211,10 @@ def _take_backward(back: jax.Array, gradient: jax.Array) -> tuple[jax.Array, Non
 take.defvjp(lambda x, index, back: (_gather(x, index), back), _take_backward)
 
 
-# Dropless experts: every token reaches its experts, sorted by expert for `grouped_matmul`.
-#
-# Each expert takes all tokens that choose it, so only chosen experts cost work. Rows are mixed, but
-# the result of a token depends only on the token. Under expert parallelism each device sends a
-# buffer with room for all of its tokens to every other device, because array sizes must be static:
-# transfers and buffers have the worst-case size; matmuls skip the empty part. Source: Gale et al.
-# 2022 (MegaBlocks).
+# Dropless: choices are sorted by expert for `grouped_matmul`, so only chosen experts cost work.
+# Under expert parallelism each device sends a buffer with room for all of its tokens to every other
+# device, because array sizes must be static: transfers and buffers have the worst-case size;
+# matmuls skip the empty part.
 
 # Rows of a block: enough for a kernel's tile; fewer for few tokens, whose blocks would be empty.
 _BLOCKS = (8, 128)

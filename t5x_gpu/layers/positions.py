@@ -1,4 +1,7 @@
-"""Position encodings: T5's bucketed relative bias, rotary positions, learned tables."""
+"""Position encodings: T5's bucketed relative bias, rotary positions, learned tables.
+
+The frequencies of rotary positions may be scaled for longer rows than in the original training.
+"""
 
 import dataclasses
 import math
@@ -15,11 +18,6 @@ from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method, shard, with_axes
 from t5x_gpu.partitioning.context_parallel import gather_info
-
-# Rotations of queries and keys, and the frequencies of rotary positions.
-#
-# The scaling functions take unscaled frequencies, float32 [rotated / 2] in radians per position,
-# and return frequencies of the same shape, for longer rows than in the original training.
 
 
 @flax.struct.dataclass
@@ -96,6 +94,10 @@ def rotations(
     jnp.stack(jnp.broadcast_arrays(*(turns[rope].sin for rope in different))),
     tuple(different.index(rope) for rope in ropes),
   )
+
+
+# The scaling functions below take unscaled frequencies, float32 [rotated / 2] in radians per
+# position, and return frequencies of the same shape.
 
 
 def plain_frequencies(theta: float, rotated: int) -> np.ndarray:

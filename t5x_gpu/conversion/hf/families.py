@@ -1,8 +1,8 @@
-"""Reads and writes config.json of T5, UMT5 and GPT-2.
+"""Reads and writes config.json of T5, UMT5, GPT-2 and BERT.
 
 A family has a table of keys that map to a TransformerConfig field unchanged, functions that read
-and write the remaining keys, and lists of the known keys. `hf.bert` has BERT, `hf.llama` the
-families derived from Llama.
+and write the remaining keys, and lists of the known keys. `hf.llama` has the families derived from
+Llama.
 """
 
 import dataclasses
@@ -216,8 +216,6 @@ GPT2 = ConfigFamily(
   ),
 )
 
-
-# Reads and writes BERT's config.json; see `hf.families`.
 
 _BERT: Keys = {
   'vocab_size': 'vocab_size',

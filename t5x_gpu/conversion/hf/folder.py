@@ -1,4 +1,9 @@
-"""A Hugging Face model on disk: config.json, weights and tokenizer, checked against each other."""
+"""A Hugging Face model on disk: config.json, weights and tokenizer, checked against each other.
+
+`open_hf` reads a model; `read_modules` and `write_modules` have sentence-transformers' modules
+around an encoder; `check_tokenizer` and `end_differences` compare token ids; `write_record` keeps
+names and layout of the weights, so that converting back gives the same files.
+"""
 
 import dataclasses
 import functools
@@ -32,11 +37,9 @@ from t5x_gpu.storage.json_schema import (
   read_json,
 )
 
-# sentence-transformers' modules around an encoder: how token states become a text's vector.
-#
-# `modules.json` lists them: the encoder, a pooling with its own config.json, and perhaps a
-# normalization. Without that file, sentence-transformers takes the mean of the tokens.
-
+# `modules.json` lists sentence-transformers' modules: the encoder, a pooling with its own
+# config.json, and perhaps a normalization. Without that file, sentence-transformers takes the mean
+# of the tokens.
 MODULES = 'modules.json'
 FILES = (MODULES, 'sentence_bert_config.json', 'config_sentence_transformers.json')
 _POOLING, _NORMALIZE = '1_Pooling', '2_Normalize'
@@ -120,8 +123,6 @@ def _write(path: pathlib.Path, content: Any) -> None:
   path.parent.mkdir(exist_ok=True)
   path.write_text(json.dumps(content, indent=2) + '\n', 'utf-8')
 
-
-# Checks the token ids in files next to the weights: tokenizer, start and end tokens.
 
 GENERATION = 'generation_config.json'
 _TOKENIZER = Fields(

@@ -1,4 +1,9 @@
-"""Shared by the readers of all families: tables of keys, activations, and sizes."""
+"""Shared by the readers of all families: tables of keys, activations, sizes, and windows of layers.
+
+A `ConfigFamily` reads and writes one config.json. A `LayerKinds` says which layers use
+sliding-window attention: Mistral has one window for all layers; Qwen and Gemma name a kind for each
+layer in `layer_types`, or follow the pattern of their family.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -161,11 +166,6 @@ def divided(config: Json, size: str, parts: str) -> int:
     )
   return config[size] // config[parts]
 
-
-# Reads and writes which layers of a Hugging Face model use sliding-window attention.
-#
-# Mistral has one window for all layers. Qwen and Gemma name a kind for each layer in `layer_types`,
-# or follow the pattern of their family.
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 T = TypeVar('T')

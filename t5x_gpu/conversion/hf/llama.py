@@ -1,4 +1,4 @@
-"""Reads and writes config.json of Llama and the families derived from it.
+"""Reads and writes config.json of Llama and the families derived from it, with experts or without.
 
 A `Traits` lists how a family differs from Llama. One reader and one writer serve all families.
 """
@@ -336,8 +336,6 @@ PHI3 = family(
   interpolate_factor=(1,),
 )
 
-
-# Reads and writes config.json of mixture-of-experts families: Mixtral, Qwen-3-MoE.
 
 _KEYS: Keys = {'num_experts_per_token': 'num_experts_per_tok'}
 # transformers computes every expert that a token chooses, so no token is dropped.

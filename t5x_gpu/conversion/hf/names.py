@@ -1,8 +1,9 @@
 """Name tables of Hugging Face models: which parameter is which tensor, by family.
 
-Hugging Face's linear layers store the kernel as [out, in]. GPT-2 stores [in, out], with query, key
-and value in one tensor. A family also lists tensors that may be duplicates (an output layer tied to
-the token table), tensors that are not weights (masks), and how to rename tensors of older files.
+The rules at the top (attention, MLPs, experts) are shared by several families. Hugging Face's
+linear layers store the kernel as [out, in]. GPT-2 stores [in, out], with query, key and value in
+one tensor. A family also lists tensors that may be duplicates (an output layer tied to the token
+table), tensors that are not weights (masks), and how to rename tensors of older files.
 """
 
 import dataclasses
@@ -13,8 +14,6 @@ from typing import Optional
 from t5x_gpu.conversion.model_spec import ModelFields
 from t5x_gpu.conversion.name_table import Rule
 from t5x_gpu.models.config import TransformerConfig
-
-# Name table rules that several Hugging Face families share: attention, MLPs, experts.
 
 
 def attention_rules(

@@ -1,4 +1,8 @@
-"""Chooses an attention backend: by name, or the best one for a stack on the mesh's devices."""
+"""Chooses an attention backend: by name, or the best one for a stack on the mesh's devices.
+
+`BACKENDS` lists the features that each backend supports; docs/attention.md shows it as a table.
+`choose` compares it with the `AttentionNeed` of a stack, and returns the reason with its choice.
+"""
 
 import contextlib
 import contextvars
@@ -19,9 +23,7 @@ from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method
 from t5x_gpu.runtime.main_log import log_once
 
-# The features that each attention backend supports; docs/attention.md shows them as a table.
-#
-# The listed head sizes of kernels are sizes whose forward and backward passes compile for the GPU.
+# Listed head sizes of kernels are sizes whose forward and backward passes compile for the GPU.
 
 # Lowest compute capability, and first capability that is excluded.
 Capabilities = tuple[float, float]

@@ -1,8 +1,9 @@
-"""Attention in blocks of queries and keys, in plain JAX: memory linear in the length.
+"""Attention in plain JAX: dense, or in blocks of queries and keys with memory linear in the length.
 
-`ChunkedAttention` has whole rows on a device, `ContextAttention` a part of each row. Both compute
-the logits of one block at a time, forward and backward, and skip blocks that are fully masked.
-The relative bias is looked up per block, so its gradient goes to the table without an array
+`dot_product_attention` computes all logits of a layer at once: the reference that other backends
+must equal. `ChunkedAttention` (whole rows on a device) and `ContextAttention` (a part of each row)
+compute the logits of one block at a time, forward and backward, and skip blocks that are fully
+masked. They look up the relative bias per block, so its gradient goes to the table without an array
 [q_length, kv_length].
 """
 
@@ -18,8 +19,6 @@ from t5x_gpu.layers.masks import TokenInfo, longer, padded
 from t5x_gpu.partitioning.axis_rules import context_method
 from t5x_gpu.partitioning.context_parallel import gathered_attention
 from t5x_gpu.partitioning.ring_attention import MASKED, largest_block, ring_attention
-
-# Dense attention: all logits of a layer at once. The reference that other backends must equal.
 
 
 def dot_product_attention(
