@@ -1,8 +1,8 @@
 """Builds the first state of a run from its own checkpoint, another checkpoint, or the seed.
 
 `RestoreConfig` sets the other checkpoint in gin: another run's, or a converted model. `plan_start`
-compares names and shapes before anything compiles; `restore_from` then reads, on each process, the
-parts that its devices hold, from whatever mesh wrote them. `resume_data` moves the data along.
+compares names and shapes before anything compiles. On each process, `restore_from` then reads the
+parts that its devices hold; any mesh may have written them. `resume_data` moves the data along.
 """
 
 import contextlib

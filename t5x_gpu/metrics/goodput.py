@@ -1,13 +1,13 @@
 """`MODEL_DIR/goodput.jsonl`: the wall time of a run by phase, across kills and restarts.
 
-Process 0 appends lines of JSON and never changes existing lines. Each line has the seconds of every
-phase since its process started, so later lines make up for a lost or damaged line:
+Process 0 appends lines of JSON and never changes existing lines (`Goodput`). Each line has the
+seconds of every phase since its process started, so later lines make up for a lost or damaged line:
 
     {"run": "9f3a61c2", "at": 1795399860.1, "first_step": 40, "step": 64, "phase": "productive",
      "seconds": {"init": 3.1, "compile": 20.2, "restore": 1.9, "productive": 50.3, "save": 0.4}}
 
 A thread writes a line every 30 seconds; further lines are written at a save, an evaluation and the
-end of a run. The loop itself only reads a clock. `metrics/goodput.py` adds up the lines.
+end of a run. The loop itself only reads a clock. `read_ledger` and `accounts_of` add up the lines.
 """
 
 import contextlib
@@ -39,8 +39,6 @@ from t5x_gpu.storage.json_schema import (
 from t5x_gpu.terminal.progress import format_seconds
 
 _log = logging.getLogger(__name__)
-
-# Reads `goodput.jsonl` and adds up the wall time by phase, over all starts of a run.
 
 PRODUCTIVE, LOST, DOWNTIME, OTHER = 'productive', 'lost', 'downtime', 'other'
 DONE = 'done'  # the end of a run that has taken all its steps

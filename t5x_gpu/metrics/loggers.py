@@ -1,4 +1,9 @@
-"""A writer that sends metrics to a service from a separate thread, and never stops the run."""
+"""Sends metrics to W&B and MLflow from a separate thread, and never stops the run.
+
+`open_loggers` opens the writers that `LoggingConfig` selects: files, and a `BackgroundWriter` for
+each service. `RunIds` keeps the run's ids at the services in MODEL_DIR, so that a resumed run
+continues them. Printed errors are `redacted`: without keys and passwords.
+"""
 
 import ast
 import collections
@@ -25,8 +30,6 @@ from t5x_gpu.storage.files import set_aside_damaged, write_atomically
 from t5x_gpu.storage.json_schema import MapOf, Text, read_json
 
 _log = logging.getLogger(__name__)
-
-# Stores the run's ids at W&B and MLflow in MODEL_DIR, so that a resumed run continues them.
 
 FILE = 'loggers.json'
 _IDS = MapOf(Text(r'[A-Za-z0-9_-]{1,128}'))
@@ -58,8 +61,7 @@ class RunIds:
     write_atomically(self._path, json.dumps(self._ids, indent=1) + '\n')
 
 
-# MLflow: https://mlflow.org/docs/latest/tracking.
-
+# MLflow: https://mlflow.org/docs/latest/tracking
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _MOST_CHARACTERS = 500  # maximum length of a parameter's value that every store accepts
 _NOT_IN_KEYS = re.compile(r'[^\w\-./ ]')
@@ -123,8 +125,6 @@ class MlflowClient:
   def close(self, *, failed: bool) -> None:
     self._client.set_terminated(self._run_id, 'FAILED' if failed else 'FINISHED')
 
-
-# Removes keys and passwords from text before it is printed.
 
 _SECRET_NAME = re.compile(r'KEY|TOKEN|PASSWORD|SECRET', re.IGNORECASE)
 _LEAST_LENGTH = 6  # shorter values would also remove ordinary words
@@ -271,8 +271,7 @@ class BackgroundWriter:
   _warned = False
 
 
-# Weights & Biases: https://docs.wandb.ai/ref/python.
-
+# Weights & Biases: https://docs.wandb.ai/ref/python
 _STEP = 'step'
 _INIT_SECONDS = 60.0
 
@@ -335,8 +334,6 @@ class WandbClient:
   def close(self, *, failed: bool) -> None:
     self._run.finish(exit_code=int(failed))
 
-
-# Opens the writers of a run that `LoggingConfig` selects.
 
 METRICS = 'metrics.jsonl'
 TENSORBOARD = 'tensorboard'

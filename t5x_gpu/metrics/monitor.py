@@ -1,4 +1,8 @@
-"""Monitors speed per device, peak memory, GPU sensors and the slowest process."""
+"""Monitors speed per device, peak memory, GPU sensors and the slowest process.
+
+`model_speed` gives the cost of a step, `RankReports` the working time of every process, and
+`Monitor` the numbers of one window of steps.
+"""
 
 import contextlib
 import dataclasses
@@ -20,8 +24,6 @@ from t5x_gpu.runtime.health.gpu_sensors import GpuSensors
 from t5x_gpu.runtime.topology import Device
 
 _log = logging.getLogger(__name__)
-
-# Speed per device: tokens/s, TFLOP/s and MFU of a model on its mesh; and peak memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +88,9 @@ def peak_memory_bytes(devices: Sequence[Any]) -> Optional[int]:
   return max((peak for peak in peaks if peak is not None), default=None)
 
 
-# Reports of all processes about their steps, so that process 0 can name the slowest process.
-#
 # In a synchronous step all processes take equally long: the fast ones wait in a collective. So they
 # report the seconds in which their hosts work rather than wait for devices. A profile compares the
 # devices (docs/monitor.md).
-
 _KEY = 't5x_gpu_monitor/ranks'
 _ASK_SECONDS = 3.0
 

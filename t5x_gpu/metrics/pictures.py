@@ -1,4 +1,7 @@
-"""Draws `loss.png` of a run from its metrics file."""
+"""Draws the pictures of a run: losses, confusion matrix, and lengths of packed examples.
+
+`new_figure` and `save_figure` need neither a display nor pyplot's state.
+"""
 
 import importlib
 import logging
@@ -243,8 +246,6 @@ def plot_losses(
   return save_figure(figure, png_path)
 
 
-# Draws a confusion matrix: which classes the model distinguishes, and which it confuses.
-
 MAX_WRITTEN_CLASSES = 30  # with more classes, the numbers in the squares would overlap
 
 
@@ -313,8 +314,6 @@ def plot_confusion(
   # Long class names and the scores may extend beyond the figure.
   return save_figure(figure, png_path, bbox_inches='tight', pad_inches=0.1)
 
-
-# Shows the lengths of packed examples as a histogram: as text and as a picture.
 
 _BAR = 40
 

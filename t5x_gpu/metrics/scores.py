@@ -1,8 +1,9 @@
-"""Scores of a classifier from its confusion matrix [true class, predicted class].
+"""Scores of a classifier from its confusion matrix [true class, predicted class], and correlations.
 
 If rows have several labels, or words form entities, hits [class, (right, predicted, true)] replace
 the matrix. The counts of both can be added over batches, steps and processes. A mean of per-batch
-F1 scores or correlations would be a different number.
+F1 scores or correlations would be a different number. `pair_scores` correlates products of
+embeddings with human scores.
 """
 
 import os
@@ -165,9 +166,6 @@ def write_confusion_csv(
   ]
   target.write_text('\n'.join(lines) + '\n', encoding='utf-8')
   return target
-
-
-# Correlations between products of embeddings and human scores.
 
 
 def ranks(x: np.ndarray) -> np.ndarray:

@@ -33,8 +33,6 @@ from t5x_gpu.models.model import (
 from t5x_gpu.partitioning.axis_rules import is_manual
 from t5x_gpu.partitioning.layer_stacks import REFERENCE, is_reference
 
-# Sums over the texts of pairs, whose chosen and rejected texts alternate in a row.
-
 
 def sums_of_pairs(values: jax.Array, segments: jax.Array) -> jax.Array:
   """Returns the sums of `values` over the two texts of each pair, float32 [batch, pairs, 2].

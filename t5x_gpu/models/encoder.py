@@ -1,4 +1,8 @@
-"""Encoder model: predicts classes, numbers, tags or masked tokens, or embeds texts."""
+"""Encoder model: predicts classes, numbers, tags or masked tokens, or embeds texts.
+
+`EncoderModel` is a stack with one of `HEADS`. Before it: the poolings of token vectors, the checks
+of its arguments, and the losses and counts of rows with labels, tags, a number or several texts.
+"""
 
 import dataclasses
 import functools
@@ -36,8 +40,6 @@ from t5x_gpu.models.stack import Activation, OneStackModel
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import is_manual, manual_axes, shard
-
-# Pools token vectors into vectors of rows, or of the texts in a row.
 
 TEXTS_PER_ROW = 3  # in rows for embeddings: a text, its positive text, a hard negative
 POOLINGS = ('first_token_tanh', 'first_token', 'mean')
@@ -87,8 +89,6 @@ def _mean(x: jax.Array, taken: jax.Array) -> tuple[jax.Array, jax.Array]:
     total, number = jax.lax.psum((total, number), 'context')
   return total / jnp.maximum(number, 1.0), number[..., 0]
 
-
-# Checks the arguments of an EncoderModel.
 
 HEADS = ('classification', 'token_classification', 'regression', 'embedding', 'mlm')
 SINGLE_LABEL, MULTI_LABEL = 'single_label_classification', 'multi_label_classification'
@@ -177,9 +177,6 @@ def _check_embedding(model: Any) -> None:
       'usual), and head_mlp_dim, label_smoothing and z_loss to 0.',
       parameters=('EncoderModel.head_type',),
     )
-
-
-# Losses and counts of encoders whose rows have several labels, tags, a number or several texts.
 
 
 def of_label_sets(

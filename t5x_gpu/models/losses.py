@@ -1,4 +1,8 @@
-"""Cross entropy as sums and weights, divided only after all tokens are counted."""
+"""Cross entropy as sums and weights, divided only after all tokens are counted.
+
+`linear_cross_entropy` and `linear_log_probs` never store the logits of a linear map to the
+vocabulary; `cross_entropy` and `of_examples` take logits.
+"""
 
 import dataclasses
 import functools
@@ -15,8 +19,6 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.axis_rules import is_manual, shard, varying
 from t5x_gpu.partitioning.quantized import E4M3, E5M2, largest_value, scale_of, to_8_bits
 
-# Cross entropy of a linear map to the vocabulary, without ever storing the logits.
-#
 # Logits [batch, length, vocab] in float32 are the largest array of most language models: 8 GiB for
 # 8,192 tokens and 256k entries, and several times that with their gradient. Here a loop takes a few
 # positions of every row, computes their logits, adds up the loss, and immediately multiplies the

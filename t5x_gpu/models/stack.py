@@ -1,7 +1,7 @@
 """The parts of all model families: embeddings, and a stack of layers with its final norm.
 
 Both are plain objects whose methods take the parameters. Model families combine them differently
-and add different heads.
+and add different heads, on the base classes `TransformerModel` and `OneStackModel`.
 """
 
 import abc
@@ -333,9 +333,6 @@ class Stack:
     return scan_layers(
       self.layer(self.config), params['layers'], x, shared, config=self.config, **options
     )
-
-
-# Base classes of the models: sizes, batches, and running one stack of layers.
 
 
 class TransformerModel(Model, abc.ABC):

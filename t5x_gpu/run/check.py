@@ -1,4 +1,4 @@
-"""`check`: all checks that need neither the data of a run nor a compile."""
+"""`check`: all checks that need neither data nor a compile; `begin`: the first lines of a run."""
 
 import contextlib
 import dataclasses
@@ -215,9 +215,6 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   if problem := export_problem(run.model):
     lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem}')
   return '\n'.join(lines)
-
-
-# The first lines of a run, and its configuration in its folder.
 
 
 def begin(

@@ -1,4 +1,7 @@
-"""`open_data`: a run's training data at the position where it continues, and evaluation data."""
+"""`open_data`: a run's training data at the position where it continues, and its evaluations.
+
+`Evaluations` holds the evaluations of a run, each with its own period.
+"""
 
 import dataclasses
 import json
@@ -43,8 +46,6 @@ from t5x_gpu.terminal.progress import Show, silent
 from t5x_gpu.training.program import Program
 
 _log = logging.getLogger(__name__)
-
-# All evaluations of a training run, each in its own period.
 
 _LISTED = 6
 

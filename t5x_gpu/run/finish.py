@@ -1,4 +1,4 @@
-"""`finish`: the sample and the closing text of a run that has taken all its steps."""
+"""`finish`: the sample, the pictures and the closing text of a run that has taken all its steps."""
 
 import logging
 import math
@@ -25,8 +25,6 @@ from t5x_gpu.training.schedules import with_total_steps
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
-
-# The end of a run: draws its pictures, and describes its files and possible next steps.
 
 
 def closing_text(

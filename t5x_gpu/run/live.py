@@ -1,4 +1,8 @@
-"""`open_run`: a checked run, compiled, with its data open and its first state."""
+"""`open_run`: a checked run, compiled, with its data open and its first state.
+
+`LiveRun` takes steps, `BadSteps` checks each finished step, and `open_recorder` opens the
+measurements. `precompile` only compiles the programs of a run into the cache, for later runs.
+"""
 
 import collections
 import concurrent.futures
@@ -72,8 +76,6 @@ def check_first_loss(loss: Optional[float], model: Model) -> None:
       expected,
     )
 
-
-# Bad steps, skipped or not finite: counts them, and writes their batches to MODEL_DIR.
 
 FOLDER = 'spikes'
 _KEPT = 3  # batches: one step is in flight, and the next batch may already be read
@@ -170,9 +172,6 @@ def _text(arrays: Mapping[str, np.ndarray], vocabulary: Any) -> str:
   return '\n'.join(lines) + '\n'
 
 
-# `--precompile`: compiles the programs of a run into the cache, for later runs.
-
-
 def check_cache() -> None:
   """Raises ConfigError if there is no folder for compiled programs."""
   if programs.cache_folder() is None:
@@ -223,10 +222,9 @@ def precompile(plan: CheckedRun, *, xla: Optional[flags.Applied]) -> str:
   return '\n'.join(lines)
 
 
-# Checks that all processes lowered the same training step; each process compiles its own.
-#
-# This finds differences that digests of the code do not show: an environment variable, other GPUs,
-# a module that reads a file of its host.
+# Each process compiles its own training step. Comparing the lowered steps finds differences that
+# digests of the code do not show: an environment variable, other GPUs, a module that reads a file
+# of its host.
 
 # May differ between processes with the same step: addresses, numbers of Python callbacks ...
 _ADDRESSES = re.compile(r'0x[0-9a-f]{6,16}\b|(?<=index = )\d+(?= : ui64)|(?<=")\d{8,}(?=")')
@@ -576,9 +574,6 @@ def start_facts(live: LiveRun) -> dict[str, Any]:
     'host': socket.gethostname(),
     'job': os.environ.get('SLURM_JOB_ID', ''),
   }
-
-
-# `open_recorder`: the measurements of a live run and their destinations.
 
 
 def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:

@@ -1,8 +1,9 @@
 """Profiles that a run takes of itself, and their findings.
 
 A trace starts before a step and ends after its last step, or before an evaluation. All processes
-trace the steps of `PROFILE_STEPS`; process 0 keeps its trace and compares the others. Each process
-writes to its own folder.
+trace the steps of `PROFILE_STEPS`, each into its own folder; process 0 keeps its trace and compares
+the device times of all (`ProfileRanks`). A thread, `ProfileReader`, reads the traces and prints the
+findings (`anatomy_text`).
 """
 
 import collections
@@ -41,8 +42,6 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.storage.files import write_atomically
 
 _log = logging.getLogger(__name__)
-
-# An anatomy as text for the terminal.
 
 _SHOWN = 8
 _LONGEST = 70  # characters of a place in the model
@@ -117,12 +116,9 @@ def _short(op_name: str) -> str:
   return short if len(short) <= _LONGEST else '...' + short[-_LONGEST:]
 
 
-# The device time of every process during one profile, collected by process 0.
-#
 # A process announces its trace when it begins and publishes the device time when it ends, so
 # process 0 knows which processes to wait for. A signal reaches processes at steps that differ by
 # one or two; traces that overlap count as one profile.
-
 _KEY = 't5x_gpu_monitor/profiles'
 _ASK_SECONDS = 3.0
 _WAIT_SECONDS = 30.0
@@ -193,8 +189,6 @@ class ProfileRanks:
           found[rank] = trace
     return found
 
-
-# Reads the traces of a run in a thread: writes anatomy.json and prints the findings.
 
 FILE = 'anatomy.json'
 _CLOSE_SECONDS = 120.0

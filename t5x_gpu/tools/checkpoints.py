@@ -1,4 +1,8 @@
-"""Describes contents and manifest of a checkpoint without reading any array."""
+"""What the command `checkpoint` does with checkpoints: describe, compare, prune, verify, average.
+
+`describe` reads no array. `prune` deletes committed t5x_gpu checkpoints that a rule does not keep,
+and nothing else. `value_differences`, `verify` and `average` read arrays a few pieces at a time.
+"""
 
 import concurrent.futures
 import contextlib
@@ -126,9 +130,6 @@ def _size(num_bytes: int) -> str:
   return show(num_bytes, GiB='.1f', MiB='.1f', KiB='.1f', B='.0f')
 
 
-# Compares names, shapes, dtypes and values of two checkpoints.
-
-
 @dataclasses.dataclass(frozen=True)
 class ChangedArray:
   """An array whose values differ between two checkpoints.
@@ -220,12 +221,6 @@ def _largest(x: np.ndarray) -> float:
   return float(np.max(finite, where=np.isfinite(finite), initial=0))
 
 
-# Deletes the checkpoints that a rule does not keep, and nothing else.
-#
-# Only folders with a committed t5x_gpu checkpoint count. checkpoint/retention.py describes
-# the leftovers of a killed deletion.
-
-
 @dataclasses.dataclass(frozen=True)
 class PrunePlan:
   """Which checkpoints of a MODEL_DIR to keep and which to remove.
@@ -309,8 +304,6 @@ def prune(plan: PrunePlan, *, removed: Callable[[int], None]) -> None:
     lock.release()
 
 
-# Compares the values of a checkpoint with its checksums; reads every array once.
-
 _FIX = 'Use another checkpoint. To check all of this one:\npython -m t5x_gpu.checkpoint verify {}'
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
@@ -379,9 +372,6 @@ def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where:
       fix=_FIX.format(where),
       docs='checkpoints.md#checksums',
     )
-
-
-# Writes the mean of several checkpoints' parameters as a parameter checkpoint.
 
 
 def average(readers: Sequence[ParamsReader], target: pathlib.Path, console: Console) -> int:

@@ -34,8 +34,6 @@ from t5x_gpu.storage.paths import AnyPath
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.tools.checkpoints import check_sums, damage_named, verify
 
-# Plans arrays, dtypes and chunks of a resharded checkpoint within a memory budget.
-
 LEAST_MEMORY = 16 << 20
 # Budget in chunks of the source: memory holds input data three times (compressed, as a chunk, as a
 # piece), output data three times, and chunks cached from one piece to the next.

@@ -1,6 +1,6 @@
 """Shared by the readers of all families: tables of keys, activations, sizes, and windows of layers.
 
-A `ConfigFamily` reads and writes one config.json. A `LayerKinds` says which layers use
+A `ConfigFamily` reads and writes one config.json. A `LayerKinds` reads and writes the windows of
 sliding-window attention: Mistral has one window for all layers; Qwen and Gemma name a kind for each
 layer in `layer_types`, or follow the pattern of their family.
 """

@@ -1,4 +1,8 @@
-"""Continues prompts of any length, or scores continuations, on any mesh."""
+"""Continues prompts of any length, or scores continuations, on any mesh.
+
+`Generator` compiles each length and batch size once. So `PromptBatches` pads prompts to powers of
+two, and all batches have the same size. `sample` continues one prompt during training.
+"""
 
 import copy
 import dataclasses
@@ -22,11 +26,6 @@ from t5x_gpu.models.inference.search import BeamSearch, Continuations, Sampling,
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
-
-# Checks prompts and targets, and pads them into rows of a batch.
-#
-# Each length and batch size is compiled once, so lengths are powers of two, and all batches have
-# the same size.
 
 SHORTEST = 16  # tokens; shorter rows are padded to this length
 

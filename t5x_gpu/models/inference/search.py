@@ -1,7 +1,6 @@
-"""The decoding loop, greedy search and sampling.
+"""The decoding loop (`run`), with greedy search, sampling and beam search.
 
-A search chooses the next tokens and decides when to stop; the loop calls the model. `beam_search`
-has the beam search.
+A search chooses the next tokens and decides when to stop; the loop calls the model.
 """
 
 import dataclasses
@@ -221,9 +220,6 @@ class Sampling:
       return x.reshape(-1, self.num_rows_per_prompt, *x.shape[1:])
 
     return Continuations(*map(by_prompt, (carry.tokens, carry.lengths, carry.log_probabilities)))
-
-
-# Beam search: keeps a few unfinished texts per prompt and returns the most probable ones.
 
 
 @flax.struct.dataclass

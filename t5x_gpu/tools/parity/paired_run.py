@@ -2,9 +2,10 @@
 
 At every step one device starts from the mesh's state, so rounding does not accumulate and each step
 is compared separately; by induction the whole runs are then equal. A step is compared in three
-parts: the output of every layer and its gradient; the gradients of the parameters; the update. For
-the update, one device's optimizer gets the *mesh's* gradient: Adam turns the rounding of a tiny
-gradient into a full step, which a comparison of independent updates would report.
+parts: the output of every layer and its gradient; the gradients of the parameters, which the
+optimizer `Recording` stores; the update. For the update, one device's optimizer gets the *mesh's*
+gradient: Adam turns the rounding of a tiny gradient into a full step, which a comparison of
+independent updates would report.
 """
 
 import dataclasses
@@ -314,9 +315,6 @@ def _relative(got: float, want: float) -> float:
     return 0.0
   difference = abs(got - want)
   return difference / abs(want) if np.isfinite(difference) and want else float('inf')
-
-
-# An optimizer that stores its gradient, to inspect a training step.
 
 
 class RecordedState(flax.struct.PyTreeNode):

@@ -3,7 +3,7 @@
 A mistake in a forward pass changes every later activation and every gradient; a mistake in a
 backward pass changes the gradients of all earlier layers. So differences are checked in the order
 of the computation: outputs of layers, forward; their gradients, backward; then gradients of
-parameters, metrics, optimizer state and update.
+parameters, metrics, optimizer state and update. A `Report` becomes table rows or JSON.
 """
 
 import dataclasses
@@ -238,9 +238,6 @@ def _of_arrays(
     return None
   how = '' if number == 0 else 'The gradients agree, but one device computes a different result.'
   return Failure(number, f'{what} of {worst.name}', worst.worst, how)
-
-
-# A comparison as table rows and as JSON.
 
 
 def step_rows(report: Report) -> list[list[str]]:

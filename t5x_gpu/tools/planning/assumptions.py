@@ -4,8 +4,8 @@ Set them in a gin file for `plan` alone, or on its command line:
 
     python -m t5x_gpu.plan --gin_file=my.gin --gpu=h100 --gin.Assumptions.network_gigabits=200
 
-`calibration.py` replaces shares of the peak by measured values. `Assumptions.effective` returns the
-values for a GPU, each with its source.
+`calibrated` replaces shares of the peak by values that scripts/bench_gpu.sh measured on the GPU.
+`Assumptions.effective` returns the values for a GPU, each with its source.
 """
 
 import dataclasses
@@ -183,11 +183,8 @@ assert {*SOURCES, 'sources'} == {field.name for field in dataclasses.fields(Assu
 _OF_HOPPER = ('gemm_efficiency', 'fp8_gemm_efficiency', 'mosaic_efficiency', 'triton_efficiency')
 
 
-# Assumptions measured on a GPU: results of scripts/bench_gpu.sh replace the defaults.
-#
 # A plan looks for results of its GPU in benchmarks/results, which keeps them, and in
 # build/bench_gpu, where the script writes them; both in the current folder and in the repository.
-
 NONE = 'none'
 FOLDERS = ('benchmarks/results', 'build/bench_gpu')
 _REPOSITORY = pathlib.Path(__file__).parents[3]

@@ -5,7 +5,8 @@
     step.memory.total_bytes, step.kernels['fp8_gemm'].runs, step.overlaps
 
 The result is XLA's own for that GPU: buffers, kernels and schedule. Autotuning is missing (a real
-run may tile a matmul differently, or use cuBLAS where this has Triton), and so are durations.
+run may tile a matmul differently, or use cuBLAS where this has Triton), and so are durations:
+`overlaps` sums up which bytes are hidden behind matrix kernels in the order of XLA's schedule.
 """
 
 import collections
@@ -38,11 +39,6 @@ from t5x_gpu.tools.planning import gpu_targets
 from t5x_gpu.tools.planning.gpu_targets import DescribedGpus
 from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run
 
-# How many of the bytes sent are hidden behind matrix kernels, in the order of XLA's schedule.
-#
-#     for row in overlaps(compiled.as_text(), program.layout.mesh.shape):
-#       print(row.kind, row.axes, row.num_bytes, row.share)
-#
 # A collective counts as hidden if a matrix kernel, or a loop with one in it, stands between its
 # start and its done. That is an order, not a duration: the kernel may be shorter than the transfer.
 

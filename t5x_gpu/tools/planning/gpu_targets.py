@@ -1,7 +1,14 @@
-"""GPUs that XLA can compile for without having one, with the properties that its passes read.
+"""GPUs that XLA can compile for without having one: their properties, and devices for a mesh.
 
-The figures are from openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb (Apache-2.0), only
-the fields that jaxlib 0.10 to 0.12 read. This module does not import jax.
+    gpus = described_gpus('h100', num_hosts=8, gpus_per_host=8)
+    with kernels_for(gpus.target):
+      lowered = jax.jit(f, in_shardings=...).lower(...)       # a mesh of gpus.devices
+      compiled = lowered.compile()
+
+Nothing can run on them. The CUDA plugin of JAX contains the compiler; it works without a driver and
+without NVIDIA's libraries. `gpu_compile` compiles a training step this way. The figures are from
+openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb (Apache-2.0), only the fields that jaxlib
+0.10 to 0.12 read.
 """
 
 import contextlib
@@ -235,17 +242,6 @@ def find_target(name: str) -> GpuTarget:
       docs='plan.md#a-gpu-that-you-do-not-have',
     )
   return TARGETS[key]
-
-
-# GPUs that this machine does not have but XLA can compile for, as devices for a mesh.
-#
-#     gpus = described_gpus('h100', num_hosts=8, gpus_per_host=8)
-#     with kernels_for(gpus.target):
-#       lowered = jax.jit(f, in_shardings=...).lower(...)       # a mesh of gpus.devices
-#       compiled = lowered.compile()
-#
-# Nothing can run on them. The CUDA plugin of JAX contains the compiler; it works without a driver
-# and without NVIDIA's libraries. `tools/planning/gpu_compile.py` compiles a training step this way.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""`plan_page`: a prediction as one HTML page that opens without a network."""
+"""`plan_page`: a prediction as one HTML page that opens without a network.
+
+`mesh_drawing` shows the hosts and their GPUs, one view per mesh axis. GPUs of one color are a group
+along that axis; their number is the place in the group. Each host is a separate small SVG, so a
+phone shows one below the other.
+"""
 
 import math
 import time
@@ -42,11 +47,6 @@ from t5x_gpu.tools.reporting.charts import (
   stacked_bars,
 )
 from t5x_gpu.tools.reporting.page import Child, Section, Tile, element, page, table, views
-
-# A drawing of a mesh: each host with its GPUs, colored by groups that exchange data.
-#
-# One view per mesh axis. GPUs of one color are a group along that axis; their number is the place
-# in the group. Each host is a separate small SVG, so a phone shows one below the other.
 
 MOST_HOSTS = 16
 _MOST_VIEWS = 4

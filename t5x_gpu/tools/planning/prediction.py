@@ -1,7 +1,11 @@
-"""`Prediction`: the needs and speed of a run on GPUs that are not there.
+"""`Prediction`: the needs and speed of a run on GPUs that are not there, by formula or compiled.
 
     prediction = predict(program, config, gpu=find_target('h100'), assumed=Assumptions())
     prediction.memory.fits, prediction.seconds_per_step, prediction.mfu, prediction.days
+
+    planner = Planner(gpu, Assumptions(), devices=simulated_devices(64))    # also variants of a run
+    planner.by_formula(config, Topology(8, 8)).seconds_per_step
+    planner.exactly(config, Topology(8, 8)).memory.fits                     # compiles
 
 By formula alone it takes milliseconds. A compiled step replaces the memory, the bytes sent, and the
 share of them that is hidden.
@@ -272,9 +276,6 @@ def _bubble_fraction(pipeline: Any) -> float:
   )
 
 
-# A progress line with a plan's current activity and its seconds.
-
-
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
   """Context that shows `what` and its seconds on a terminal; elsewhere prints it when done.
@@ -295,13 +296,6 @@ def doing(what: str) -> Iterator[None]:
     bar.add_task(what, total=None)
     yield
   print(f'{what}: {time.monotonic() - begin:.0f} s', file=sys.stderr, flush=True)
-
-
-# Predictions of a run and of variants of it, for one kind of GPU.
-#
-# planner = Planner(gpu, Assumptions(), devices=simulated_devices(64))
-# planner.by_formula(config, Topology(8, 8)).seconds_per_step
-# planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The cheapest changes with which a run fits, each compiled to be sure.
 
-Formulas predict all candidates in milliseconds. Candidates that fit are compiled, the fastest
-first, until three are found. If none fits, `least_gpus` looks for the number of GPUs on which a
-candidate fits, by formula.
+`single_changes` yields the changes that save memory, as settings that a user would write. Formulas
+predict all candidates in milliseconds. Candidates that fit are compiled, the fastest first, until
+three are found. If none fits, `least_gpus` looks for the number of GPUs on which a candidate fits,
+by formula.
 """
 
 import dataclasses
@@ -29,8 +30,6 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
 from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.training.optimizers import AdamW
-
-# Single changes to a run that save memory, as settings that a user would write.
 
 # Parameters of Partitioner that set the sizes of axes; some set the same size.
 SIZES = (*SIZE_PARAMETERS.values(), 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')

@@ -1,4 +1,4 @@
-"""A prediction as text: the first screen, and the tables below it."""
+"""A prediction as text and JSON: the first screen, the sentence on the bottleneck, the tables."""
 
 import dataclasses
 import math
@@ -28,8 +28,6 @@ from t5x_gpu.tools.planning.prediction import (
   REMAT,
   Prediction,
 )
-
-# One sentence on what limits a step, and how much faster the step would be without it.
 
 # Below this share of the step, no cost is worth removing, except the matrix products' own time.
 _WORTH = 0.05
@@ -355,9 +353,6 @@ def _mib(num_bytes: float) -> str:
 
 def _ms(value: float) -> str:
   return f'{value * 1e3:,.2f}'
-
-
-# A prediction as JSON.
 
 
 def prediction_json(p: Prediction) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The sharding of a run and the traffic of its step, split by XLA for simulated devices."""
+"""The sharding of a run and the traffic of its step, split by XLA for simulated devices.
+
+`make_plan` gives a `ShardingPlan`; text, JSON and a picture (`draw_shardings`) show it. `gpu_text`
+and `gpu_json` show a step compiled for GPUs instead.
+"""
 
 import collections
 import dataclasses
@@ -24,8 +28,6 @@ from t5x_gpu.terminal.console import mib, table
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep
 from t5x_gpu.tools.planning.sharding_lint import PURPOSES, Finding, ParameterShapes, lint, purpose
 from t5x_gpu.training.program import Program, size_line
-
-# A picture of every parameter: how the mesh splits it, and its bytes per device.
 
 # Okabe-Ito colors, which color-blind readers can distinguish; grey for arrays that are not split.
 AXIS_COLORS = dict(
@@ -181,8 +183,6 @@ def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> No
     columnspacing=1.4,
   )
 
-
-# The layout of a run's arrays and the traffic of a step, as text for the terminal.
 
 MAX_DEVICES_DRAWN = 32
 _LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789'
@@ -487,9 +487,6 @@ def layout_json(program: Program) -> dict[str, Any]:
       'optimizer': sum(a.bytes_per_device for a in optimizer),
     },
   }
-
-
-# Memory, kernels and collectives of a step compiled for GPUs, as text and JSON.
 
 
 def gpu_text(step: CompiledStep) -> str:

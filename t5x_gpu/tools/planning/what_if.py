@@ -1,4 +1,4 @@
-"""The same run on other numbers or kinds of GPUs, or with other values, by formula.
+"""The same run on other numbers or kinds of GPUs, or with other values, by formula, as tables.
 
 The shares that the compiled step hides behind its matrix kernels replace the assumed shares. The
 run itself keeps its own prediction.
@@ -161,8 +161,6 @@ def how(given: Prediction) -> str:
     return 'by formula, with the overlap of the compiled step; the current run as compiled'
   return 'by formula'
 
-
-# The same run on other numbers or kinds of GPUs, or with other values, as tables.
 
 _BAR = 30
 

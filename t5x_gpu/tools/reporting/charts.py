@@ -1,7 +1,8 @@
 """Charts as HTML and inline SVG: curves, and bars of several parts.
 
 The SVG contains only lines and stretches to any width. Text is HTML, so it has the same size on a
-phone as on a screen. Values appear when the pointer is over the chart, and in a table below it.
+phone as on a screen. Values appear when the pointer is over the chart, and in a table below it. A
+`Scale` places numbers on an axis; `fewer` thins out a long curve.
 """
 
 import bisect
@@ -13,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.tools.reporting.page import Child, add, element, table
-
-# The position of numbers on an axis, its ticks, and fewer points of a long curve.
 
 Points = list[tuple[float, float]]
 

@@ -1,12 +1,14 @@
-"""The frame of a page: its head, links to its sections, tiles of numbers, tables, views."""
+"""The frame of a page: its head and style, links to its sections, tiles of numbers, tables, views.
+
+HTML is built as elements of `xml.etree`, which escapes all text: text of a run cannot become
+markup. The style is for light and dark, wide and narrow, and paper.
+"""
 
 import dataclasses
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Optional, Union
-
-# HTML as elements of `xml.etree`, which escapes all text: text of a run cannot become markup.
 
 Child = Union[ET.Element, str, int, float, None]
 
@@ -77,8 +79,6 @@ def document(title: str, body: ET.Element, *, style: str) -> str:
   html = element('html', head, body, lang='en')
   return '<!DOCTYPE html>\n' + ET.tostring(html, encoding='unicode', method='html') + '\n'
 
-
-# The style of t5x_gpu's pages: light and dark, wide and narrow, and on paper.
 
 # Okabe and Ito's colors, which color-blind readers can distinguish; lighter on a dark page.
 _LIGHT = (

@@ -1,7 +1,8 @@
 """The record of a run in its files: metrics, ledger, configuration, checkpoints, evaluations.
 
 Only reads files, without a lock or a GPU, so it works on a run that another machine is training
-right now. Damaged parts are skipped, counted and named.
+right now. Damaged parts are skipped, counted and named. `differences` compares the configurations
+of several runs.
 """
 
 import dataclasses
@@ -25,8 +26,6 @@ from t5x_gpu.metrics.loggers import METRICS
 from t5x_gpu.metrics.writers import parse_line
 from t5x_gpu.storage.json_schema import parse_json, read_bytes
 from t5x_gpu.storage.paths import as_path
-
-# The configuration of a run from its files, and the differences between runs.
 
 # `key = value (%MACRO)   origin   overrides ...`, as `config.report` writes it.
 _LINE = re.compile(

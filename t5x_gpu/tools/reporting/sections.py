@@ -1,4 +1,4 @@
-"""Sections of a report with curves: loss, speed, evaluations."""
+"""Sections of a report: loss, speed, evaluations, profiles, configuration, data, samples, time."""
 
 import json
 import pathlib
@@ -203,8 +203,6 @@ def _cell(value: Optional[float]) -> str:
   return '' if value is None else _exact(value)
 
 
-# The section on profiles that a run took of itself: MODEL_DIR/profiles/<step>/anatomy.json.
-
 _MOST_PROFILES = 8
 _MOST_ROWS = 12
 _PARTS = {'compute': 2, 'exposed_communication': 1, 'idle': 7}  # they sum to the step
@@ -337,8 +335,6 @@ def _tables(profile: Mapping[str, Any], prefix: str) -> list[Child]:
   return tables
 
 
-# Sections of a report in tables and text: configuration, data, samples.
-
 _MOST_SAMPLES = 20
 _MOST_SHARES = 30
 # Facts about the data that are shown elsewhere or carry no information.
@@ -465,8 +461,6 @@ def samples_section(runs: Sequence[RunRecord]) -> Optional[Section]:
       content += [element('h3', title), element('pre', sample['text'])]
   return Section('samples', 'Samples', content) if content else None
 
-
-# Sections of a report on wall time: goodput, progress, the starts of a run.
 
 # Category -> number of its color.
 COLORS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))

@@ -1,7 +1,8 @@
 """Seconds of a step: a roofline per kernel, collectives that are not hidden, and the bubble.
 
 A matrix product takes the longer of two times: FLOPs at its efficiency, or bytes at memory speed.
-Its efficiency is the assumed efficiency times the filled share of the last wave of tiles.
+Its efficiency is the assumed efficiency times the filled share of the last wave of tiles. A
+collective takes the time of its bytes on its `Link`, NVLink or network, and the latency.
 Source: Williams et al. 2009 (roofline); NVIDIA, Matrix Multiplication Background User's Guide,
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
 """
@@ -17,11 +18,9 @@ from t5x_gpu.tools.planning.formulas.traffic import CollectiveTraffic
 from t5x_gpu.tools.planning.formulas.work import Work
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
 
-# Duration of a collective on NVLink or the network: bandwidth, latency, ring or tree.
-#
-# Source: the model by which NCCL chooses its algorithms, src/graph/tuning.cc; bytes of a ring as in
+# Source of the time of a collective: the model by which NCCL chooses its algorithms (ring or tree),
+# src/graph/tuning.cc; bytes of a ring as in
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
-
 NVLINK, NETWORK = 'NVLink', 'network'
 
 

@@ -4,7 +4,8 @@
     found.best('bfloat16').variant
 
 Compiled variants correct the formulas of related ones. The search of a precision ends when no other
-variant promises a faster step, or after `limit` compiles.
+variant promises a faster step, or after `limit` compiles. `search_text` and `search_json` show the
+variants; `gin_text` gives the best one as a gin file, with the reason for each choice.
 """
 
 import concurrent.futures
@@ -218,8 +219,6 @@ def _progress() -> rich.progress.Progress:
     disable=not console.is_terminal,
   )
 
-
-# The result of a search: a table, and the best variant as a gin file with its reasons.
 
 _ROWS, _OTHER_LAYOUTS = 8, 4
 # Parameters of Partitioner that may differ between layouts with the same mesh.
