@@ -70,7 +70,7 @@ def batch(p: Program, seed: int = 0) -> dict[str, np.ndarray]:
   rng = np.random.default_rng(seed)
 
   def feature(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith('weights'):
+    if name.endswith(('weights', 'segment_ids')):
       return np.ones(shape, p.spec.dtypes[name])
     high = 3 if name == 'label' else CONFIG.vocab_size
     return rng.integers(0 if name == 'label' else 1, high, shape).astype(p.spec.dtypes[name])
