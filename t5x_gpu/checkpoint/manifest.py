@@ -195,7 +195,7 @@ def make_manifest(
       random initialization.
     metrics: name -> value of the evaluation metrics at this step; None without an evaluation.
     grad_norms: gradient norms of the last steps, oldest first, if the run checks for spikes
-      (guards/spikes.py).
+      (training/spikes.py).
   """
   return {
     'format': FORMAT,

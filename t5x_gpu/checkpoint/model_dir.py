@@ -53,6 +53,11 @@ from t5x_gpu.storage.paths import (
 
 _log = logging.getLogger(__name__)
 
+PREFIX = 'checkpoint'
+CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
+# Errors that `read_saved` raises for files that are missing, truncated or garbled.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+
 # Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
 # checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
 # whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
@@ -151,15 +156,14 @@ def _check_metadata(key: str, content: bytes) -> None:
 # names the writer: it distinguishes leftovers of a killed process from other users' objects, and a
 # removal deletes it last. All other objects are the same as the files of a checkpoint on disk.
 COMMIT, UNDER_WAY, SET_ASIDE = 'commit_success.txt', 'under_way.json', 'cannot_be_read.txt'
-_PREFIX = 'checkpoint_'
-_AFTER_PREFIX = 'checkpoint`'  # the next character after '_'
+_AFTER_PREFIX = f'{PREFIX}`'  # the next character after '_'
 
 
 def _marks(folder: RemotePath) -> dict[int, set[str]]:
   """Returns step -> the markers (names above) in its folder, committed or not."""
   found: dict[int, set[str]] = {}
-  for name in folder.files(first=_PREFIX, stop=_AFTER_PREFIX):
-    match = re.fullmatch(rf'{_PREFIX}(0|[1-9][0-9]*)/(.*)', name)
+  for name in folder.files(first=f'{PREFIX}_', stop=_AFTER_PREFIX):
+    match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)/(.*)', name)
     if match:
       found.setdefault(int(match[1]), set()).update({match[2]} & {COMMIT, UNDER_WAY, SET_ASIDE})
   return found
@@ -181,7 +185,7 @@ def remove_left_over(folder: RemotePath) -> list[int]:
     step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
   )
   for step in left:
-    (folder / f'{_PREFIX}{step}').remove_tree(last=[UNDER_WAY])
+    (folder / f'{PREFIX}_{step}').remove_tree(last=[UNDER_WAY])
   return left
 
 
@@ -238,12 +242,6 @@ def set_aside(path: RemotePath, reason: str) -> None:
 
 def _now() -> str:
   return time.strftime('%Y-%m-%d %H:%M:%S %Z')
-
-
-PREFIX = 'checkpoint'
-CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
-# Errors that `read_saved` raises for files that are missing, truncated or garbled.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclasses.dataclass(frozen=True)

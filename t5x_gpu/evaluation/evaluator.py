@@ -18,7 +18,7 @@ from t5x_gpu.data.data_module import (
 )
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import reduce
-from t5x_gpu.metrics import scores as scores_lib
+from t5x_gpu.metrics.scores import class_scores, hit_scores, pair_scores
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, writes_text
@@ -114,11 +114,11 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
     _log.warning('The evaluation has no target tokens for %s.', ', '.join(means.empty))
   values, confusion = dict(means.values), confusion_of(sums)
   if confusion is not None:
-    values |= scores_lib.class_scores(confusion, prefix=prefix)
+    values |= class_scores(confusion, prefix=prefix)
   if (hits := hits_of(sums)) is not None:
-    values |= scores_lib.hit_scores(hits, prefix=prefix)
+    values |= hit_scores(hits, prefix=prefix)
   if reduce.PAIRS in sums:
-    values |= scores_lib.pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
+    values |= pair_scores(sums[reduce.PAIRS][0], prefix=prefix)
   return values
 
 

@@ -576,8 +576,8 @@ class EncoderModel(OneStackModel):
   ) -> Sums:
     """Returns sums over examples or masked tokens from `x`, the output of the last layer.
 
-    Without dropout they include matrices: 'confusion' (losses.of_examples), 'hits' or 'pairs'
-    (encoding/sums.py).
+    Without dropout they include matrices: 'confusion' (losses.of_examples), 'hits' (`hits_of`)
+    or 'pairs' (`of_numbers`, `of_text_sets`).
     """
     if self.multi_label:
       logits, labels = self._logits(params, x, batch, dropout_key), batch[LABELS]

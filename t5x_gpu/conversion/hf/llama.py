@@ -7,10 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from t5x_gpu.conversion.hf import keys as keys_lib
 from t5x_gpu.conversion.hf import rotary
 from t5x_gpu.conversion.hf.keys import (
+  ALL_SEE_ALL,
   INIT_STDDEV,
+  ONE_SWITCHED_WINDOW,
+  ONE_WINDOW,
   ConfigFamily,
   HasTensor,
   Json,
@@ -18,11 +20,17 @@ from t5x_gpu.conversion.hf.keys import (
   LayerKinds,
   activation,
   dtype,
+  every_second_layer,
   head_dim,
+  kinds_by_type,
+  kinds_by_window_pattern,
+  kinds_from_max_window_layers,
   read_dropout,
   read_keys,
+  shortest_period,
   their_activation,
   used,
+  windows_without_rope,
   write_dropout,
   write_keys,
 )
@@ -77,7 +85,7 @@ class Traits:
   architecture: str
   keys: Keys = dataclasses.field(default_factory=dict)
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  layers: LayerKinds = keys_lib.ALL_SEE_ALL
+  layers: LayerKinds = ALL_SEE_ALL
   rotary: Rotary = rotary.ONE
   activation: str = 'hidden_act'
   dropout: Keys = dataclasses.field(default_factory=lambda: _DROPOUT)
@@ -85,7 +93,7 @@ class Traits:
   def read(self, config: Json, has_tensor: HasTensor) -> ModelFields:
     del has_tensor
     windows = self.layers.read(config)
-    ropes = keys_lib.shortest_period(self.rotary.read(config, windows))
+    ropes = shortest_period(self.rotary.read(config, windows))
     if (key := self.keys.get('num_experts')) and not config[key]:
       raise CheckpointError(
         f'config.json says {key} = {config[key]}, but the layers of this family have experts.',
@@ -106,7 +114,7 @@ class Traits:
       mlp_activations=(activation(config[self.activation]), 'linear'),
       relative_bias='none',
       **({'rope': ropes[0]} if len(ropes) == 1 else {'ropes': ropes}),
-      windows=keys_lib.shortest_period(windows),
+      windows=shortest_period(windows),
       scale_tied_logits=False,
       logits_via_embedding=config['tie_word_embeddings'],
       init_stddev=config['initializer_range'],
@@ -185,9 +193,7 @@ LLAMA = family(
   activation=('swiglu',),  # Falcon-3 repeats `hidden_act` under this name
 )
 MISTRAL = family(
-  Traits(
-    'mistral', 'MistralForCausalLM', fields={'attention_bias': 'none'}, layers=keys_lib.ONE_WINDOW
-  ),
+  Traits('mistral', 'MistralForCausalLM', fields={'attention_bias': 'none'}, layers=ONE_WINDOW),
   {
     'head_dim': None,  # hidden_size / num_attention_heads
     'num_key_value_heads': 8,
@@ -206,7 +212,7 @@ _QWEN: Json = {
   'sliding_window': 4096,
   'max_window_layers': 28,
 }
-_QWEN_LAYERS = keys_lib.kinds_by_type(default=keys_lib.kinds_from_max_window_layers, switched=True)
+_QWEN_LAYERS = kinds_by_type(default=kinds_from_max_window_layers, switched=True)
 QWEN2 = family(
   Traits('qwen2', 'Qwen2ForCausalLM', fields={'attention_bias': 'qkv'}, layers=_QWEN_LAYERS),
   {'head_dim': None, **_QWEN},  # hidden_size / num_attention_heads
@@ -240,7 +246,7 @@ GEMMA2 = family(
     'Gemma2ForCausalLM',
     keys=_GEMMA_KEYS,
     fields=_GEMMA_FIELDS,
-    layers=keys_lib.kinds_by_type(default=keys_lib.every_second_layer),
+    layers=kinds_by_type(default=every_second_layer),
     activation='hidden_activation',
   ),
   {
@@ -260,7 +266,7 @@ GEMMA3 = family(
     'Gemma3ForCausalLM',
     keys={k: v for k, v in _GEMMA_KEYS.items() if k != 'attention_softcap'},
     fields={**_GEMMA_FIELDS, 'qk_norm': True, 'qk_norm_kind': 'head_plus_one'},
-    layers=keys_lib.kinds_by_type(default=keys_lib.kinds_by_window_pattern),
+    layers=kinds_by_type(default=kinds_by_window_pattern),
     rotary=rotary.LOCAL_AND_GLOBAL,
     activation='hidden_activation',
   ),
@@ -280,7 +286,7 @@ SMOLLM3 = family(
     'smollm3',
     'SmolLM3ForCausalLM',
     keys={'mlp_bias': 'mlp_bias'},
-    layers=keys_lib.kinds_by_type(default=keys_lib.windows_without_rope, switched=True),
+    layers=kinds_by_type(default=windows_without_rope, switched=True),
     rotary=rotary.IN_SOME_LAYERS,
   ),
   {
@@ -314,7 +320,7 @@ PHI3 = family(
     'phi3',
     'Phi3ForCausalLM',
     fields={'attention_bias': 'none'},
-    layers=keys_lib.ONE_WINDOW,
+    layers=ONE_WINDOW,
     rotary=rotary.PARTIAL,
     dropout={**_DROPOUT, 'residual_dropout': 'resid_pdrop'},
   ),
@@ -349,7 +355,7 @@ MIXTRAL = family(
     'MixtralForCausalLM',
     keys={**_KEYS, 'num_experts': 'num_local_experts'},
     fields={**_FIELDS, 'normalize_gates': True, 'attention_bias': 'none'},
-    layers=keys_lib.ONE_WINDOW,
+    layers=ONE_WINDOW,
     rotary=dataclasses.replace(rotary.ONE, defaults={'rope_theta': 1e6}),
   ),
   {
@@ -380,7 +386,7 @@ QWEN3_MOE = family(
       'normalize_gates': 'norm_topk_prob',
     },
     fields={**_FIELDS, 'qk_norm': True},
-    layers=keys_lib.ONE_SWITCHED_WINDOW,
+    layers=ONE_SWITCHED_WINDOW,
   ),
   {
     **_TRAINING,

@@ -19,7 +19,6 @@ from t5x_gpu.partitioning.mesh import FSDP_SPLITS, SPLITS, device_array
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
 from t5x_gpu.terminal.console import show
 from t5x_gpu.tools.planning import screen
-from t5x_gpu.tools.planning import what_if as what_if_lib
 from t5x_gpu.tools.planning.formulas import work
 from t5x_gpu.tools.planning.formulas.step_memory import (
   ACTIVATIONS,
@@ -36,7 +35,7 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
 )
 from t5x_gpu.tools.planning.formulas.step_time import NETWORK, NVLINK, CollectiveTime, StepTime
 from t5x_gpu.tools.planning.prediction import Prediction
-from t5x_gpu.tools.planning.what_if import Outcome
+from t5x_gpu.tools.planning.what_if import Outcome, what_if_rows
 from t5x_gpu.tools.reporting.charts import (
   NUM_COLORS,
   Axis,
@@ -454,7 +453,7 @@ def _scaling_table(known: Mapping[int, Prediction]) -> ET.Element:
 
 
 def _what_if(name: str, outcomes: Mapping[str, Outcome]) -> Section:
-  (head, *rows), notes = what_if_lib.what_if_rows(name, outcomes)
+  (head, *rows), notes = what_if_rows(name, outcomes)
   content: list[Child] = [table(head, rows), *(element('p', note) for note in notes)]
   intro = 'Other values are predicted by formula.'
   return Section('what-if', 'What if', content, intro)

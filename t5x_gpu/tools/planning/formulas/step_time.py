@@ -47,7 +47,7 @@ def link_of(
 
   In a ring over several hosts, each GPU of a host carries a part of the ring's bytes over its
   network adapters: a group with k GPUs on each host has k adapters. The same holds for an
-  all-to-all of gradients, which the devices of a host add first (manual_collectives.py). In a
+  all-to-all of gradients, which the devices of a host add first (partitioning/fsdp.py). In a
   permute or an all-to-all of tokens, bytes that leave the host use only the GPU's own adapters.
   """
   inside = math.prod(sizes.ici[axis] for axis in axes)
