@@ -1,6 +1,7 @@
 """Mistakes that gin accepts: unknown scopes, unused bindings, wrong types, lost overrides.
 
-Each check returns problems with file:line; `gin_loader.load` raises them all at once.
+`problems` and `missing` return problems with file:line; `gin_loader.load` raises them all at once.
+Types are checked against annotations, so `batch_size = '128'` for an int fails at startup.
 """
 
 import collections.abc
@@ -20,13 +21,60 @@ from t5x_gpu.config import gin_text, reader
 from t5x_gpu.config.reader import Binding, Bindings, Call
 from t5x_gpu.errors import Problem, did_you_mean
 
-# Checks gin values against annotations: `batch_size = '128'` for an int fails at startup.
-#
-# Unknown annotations accept any value.
-
 _SCALARS = (int, float, bool, str, bytes)
 _LITERALS = (*_SCALARS, list, tuple, dict)
 _NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
+
+
+def problems(
+  bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
+) -> list[Problem]:
+  """Returns all problems of bindings that gin accepted.
+
+  Args:
+    bindings: all bindings.
+    entries: the calls of the entry functions.
+    lost: references in refused bindings; bindings reached from them do not count as unused.
+  """
+  refused = [Call(r.configurable.selector, tuple(r.scopes), r.evaluate) for r in lost]
+  scopes = _scopes(bindings, refused)
+  roots = [*entries, *_decorated(scopes)]
+  circles = _macro_circles(bindings)
+  if circles:  # following values would not terminate
+    return circles
+  reached = bindings.calls(roots)
+  return [
+    *_lost_overrides(bindings),
+    *_unused(bindings, reached, roots=roots, refused=refused, scopes=scopes),
+    *_wrong_types(bindings, reached),
+  ]
+
+
+def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[Problem]:
+  """Returns required parameters and macros that are not set, with how to set them.
+
+  Skips the parameters of the entry function in `without`.
+  """
+  result: dict[str, Problem] = {}
+  roots = [entry]
+  own = {
+    arg: b
+    for arg, b in bindings.effective(entry.selector, entry.scopes).items()
+    if arg not in without
+  }
+  _required(entry, own, skip=without, result=result)
+  _unset(own, bindings, result=result)
+  roots = [
+    call for b in own.values() for call in reader.calls_in(b.value, scopes=entry.scopes, binding=b)
+  ]
+  for call in bindings.calls(roots):
+    if call.selector == reader.CONSTANT:
+      continue
+    bound = bindings.effective(call.selector, call.scopes)
+    if call.evaluated and call.selector != reader.MACRO:
+      _required(call, bound, skip=(), result=result)
+    _unset(bound, bindings, result=result)
+  return list(result.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,30 +276,6 @@ def _made_fits(value: ReferenceValue, kind: Any) -> bool:
 _CONFIG_SCOPE = re.compile(r'config_scope\(\s*[\'"]([\w./]+)[\'"]')
 
 
-def problems(
-  bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
-) -> list[Problem]:
-  """Returns all problems of bindings that gin accepted.
-
-  Args:
-    bindings: all bindings.
-    entries: the calls of the entry functions.
-    lost: references in refused bindings; bindings reached from them do not count as unused.
-  """
-  refused = [Call(r.configurable.selector, tuple(r.scopes), r.evaluate) for r in lost]
-  scopes = _scopes(bindings, refused)
-  roots = [*entries, *_decorated(scopes)]
-  circles = _macro_circles(bindings)
-  if circles:  # following values would not terminate
-    return circles
-  reached = bindings.calls(roots)
-  return [
-    *_lost_overrides(bindings),
-    *_unused(bindings, reached, roots=roots, refused=refused, scopes=scopes),
-    *_wrong_types(bindings, reached),
-  ]
-
-
 def _scopes(bindings: Bindings, refused: Sequence[Call]) -> set[reader.Scopes]:
   """Returns the scopes that references, or `gin.config_scope` in user modules, enter."""
   found = {
@@ -439,33 +463,6 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[Problem]:
           wrong = mismatch(value, hints[arg], typed=typed)
         text = typed or source.text
         result[binding] = Problem(f'{source.origin}: {binding.key} = {text}{through}: {wrong}')
-  return list(result.values())
-
-
-def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[Problem]:
-  """Returns required parameters and macros that are not set, with how to set them.
-
-  Skips the parameters of the entry function in `without`.
-  """
-  result: dict[str, Problem] = {}
-  roots = [entry]
-  own = {
-    arg: b
-    for arg, b in bindings.effective(entry.selector, entry.scopes).items()
-    if arg not in without
-  }
-  _required(entry, own, skip=without, result=result)
-  _unset(own, bindings, result=result)
-  roots = [
-    call for b in own.values() for call in reader.calls_in(b.value, scopes=entry.scopes, binding=b)
-  ]
-  for call in bindings.calls(roots):
-    if call.selector == reader.CONSTANT:
-      continue
-    bound = bindings.effective(call.selector, call.scopes)
-    if call.evaluated and call.selector != reader.MACRO:
-      _required(call, bound, skip=(), result=result)
-    _unset(bound, bindings, result=result)
   return list(result.values())
 
 

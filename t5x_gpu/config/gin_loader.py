@@ -12,9 +12,8 @@ import gin
 from gin import config as gin_config
 
 from t5x_gpu.config import checks, provenance
-from t5x_gpu.config import reader as reader_lib
 from t5x_gpu.config.gin_text import GinFiles
-from t5x_gpu.config.reader import Bindings, Call, Reader, is_required
+from t5x_gpu.config.reader import Bindings, Call, Reader, entry_function, is_required, parameters
 from t5x_gpu.errors import ConfigError, Problem
 
 ENTRY = 't5x_gpu.train.train'
@@ -65,7 +64,7 @@ class LoadedConfig:
       raise ConfigError(f'No gin file configures {entry or self.entry[0]}.')
     if only is not None:
       configurable = gin_config._REGISTRY[call.selector]
-      without = [name for name in reader_lib.parameters(configurable) if name not in only]
+      without = [name for name in parameters(configurable) if name not in only]
     missing = checks.missing(self.bindings, call, without=without)
     if missing:
       raise ConfigError('Required values are not set', problems=missing)
@@ -95,7 +94,7 @@ def load(
   read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({}),
   placeholders: Mapping[str, str] = types.MappingProxyType({}),
 ) -> LoadedConfig:
-  """Returns the configuration of `gin_files`, then `bindings`, after every check of `gin_checks`.
+  """Returns the configuration of `gin_files`, then `bindings`, after every check of `checks`.
 
   Forgets earlier configurations, including gin's.
 
@@ -107,7 +106,7 @@ def load(
     entry: the function that the configuration is for, or several: 'module.function'. Bindings that
       are not reached from them are unused, which is an error.
     read_as_data: gin file that must not run any code -> the macros and arguments of `train` to take
-      from it; see `data_only.kept`.
+      from it; see `gin_text.keep_data_only`.
     placeholders: macro -> value in gin, for required macros that are not set and irrelevant here.
   Raises:
     ConfigError: all problems at once, each with file:line and suggestions.
@@ -171,7 +170,7 @@ def _make_working_directory_importable() -> None:
 def _entry_call(entry: Entry) -> Optional[Call]:
   """Returns the call of the entry function, or None if no gin file names it."""
   try:
-    function = reader_lib.entry_function(entry)
+    function = entry_function(entry)
   except Exception as e:  # A user's module may raise anything on import.
     raise ConfigError(f'The entry point {entry} cannot be imported: {type(e).__name__}: {e}') from e
   configurable = gin_config._inverse_lookup(function)

@@ -1,7 +1,9 @@
-"""Parses gin text into statements with file and line, without importing or binding anything.
+"""The text of gin files: where files are found, their statements, and bindings of the command line.
 
-gin 0.5.0 resolves references while it parses and stops at the first failure. Here references and
-macros stay symbols, so that all problems are reported at once, and values are shown as written.
+`GinFiles` finds files; `read` parses text into statements with file and line, without importing or
+binding anything; `keep_data_only` leaves only the data of an untrusted file; `parse_override`
+parses `--gin.KEY=VALUE`. gin 0.5.0 resolves references while it parses and stops at the first
+failure. Here references and macros stay symbols, so that all problems are reported at once.
 """
 
 import dataclasses
@@ -156,12 +158,6 @@ def map_symbols(value: Any, function: Any) -> Any:
   return value
 
 
-# Reads the gin file of an untrusted folder as data, without running any code.
-#
-# gin imports modules and calls functions by name, so a gin file is a program. `kept` extracts the
-# values of a few named arguments. They may contain plain values, macros, and references to the
-# classes in `ALLOWED`. Everything else in the file is removed before gin sees it.
-
 # Constructors of these classes do not import modules, read files or call functions named in gin.
 # Modules named in a DatasetConfig are imported when it is opened: see `may_import` in
 # data/data_module.py.
@@ -188,6 +184,9 @@ def keep_data_only(
   found: Iterable[Statement], *, wanted: Collection[str], shown: str
 ) -> list[Statement]:
   """Returns the bindings that `wanted` needs, and the imports for them.
+
+  gin imports modules and calls functions by name, so a gin file is a program. Here everything but
+  the bindings of `wanted` is removed before gin sees the file.
 
   Args:
     found: the statements of one gin file.
@@ -287,16 +286,15 @@ def _resolved(selector: str, imports: dict[str, str]) -> str:
   return f'{imports[first]}{dot}{rest}' if first in imports else ''
 
 
-# Finds gin files, from any working directory and from an installed wheel.
-#
-# gin 0.5.0's search treats a folder that Python could import as a package and then fails with a
-# TypeError (resource_reader.py:89), so we read all files ourselves and pass only their text to gin.
-
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 
 class GinFiles:
-  """Finds gin files in the working directory, `search_paths`, the package and its repository."""
+  """Finds gin files in the working directory, `search_paths`, the package and its repository.
+
+  gin 0.5.0's search treats a folder that Python could import as a package and then fails with a
+  TypeError (resource_reader.py:89), so we read all files ourselves and pass only their text to gin.
+  """
 
   def __init__(self, search_paths: Iterable[str] = ()):
     cwd = pathlib.Path.cwd()
@@ -357,14 +355,12 @@ class GinFiles:
     return []
 
 
-# Parses `--gin.KEY=VALUE` into a gin binding. Unquoted text becomes a string.
-
 _KEY = re.compile(r'^([A-Za-z_][\w.]*/)*[A-Za-z_][\w.]*$')
 
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-  """One binding of the command line; `value` may hold statements.Reference and statements.Macro.
+  """One binding of the command line; `value` may hold `Reference` and `Macro`.
 
   `typed` is the text of the value.
   """

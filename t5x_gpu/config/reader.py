@@ -1,8 +1,9 @@
 """Reads gin files and command-line bindings into gin; reports every problem instead of the first.
 
-gin resolves scopes, references and dynamic registration, but this module has its own loop over
-statements: gin 0.5.0 forgets file and line, stops at the first problem, and silently accepts a
-second binding of a key.
+`Reader` has its own loop over statements, because gin 0.5.0 forgets file and line, stops at the
+first problem, and silently accepts a second binding of a key; gin resolves scopes, references and
+dynamic registration. `Bindings` holds the statements in order, and follows references from an entry
+point to the bindings that a run uses, without running any code.
 """
 
 import contextlib
@@ -25,11 +26,6 @@ from gin import config_parser
 from t5x_gpu.config import gin_text
 from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.errors import ConfigError, Problem, did_you_mean, first_line
-
-# The bindings of gin files and the command line, in order, and the subset that a run uses.
-#
-# gin passes parameters to functions and classes called through references (`@scope/Class()`), so
-# the bindings that a run uses can be followed from its entry point without running any code.
 
 MACRO = 'gin.macro'
 CONSTANT = 'gin.constant'
@@ -194,8 +190,6 @@ def calls_in(value: Any, *, scopes: Scopes, binding: Optional[Binding] = None) -
     for r in references(value)
   ]
 
-
-# Resolves names in gin files to gin's configurables; explains failures, with a suggestion.
 
 _DYNAMIC = 'from __gin__ import dynamic_registration'
 
@@ -421,7 +415,7 @@ class Reader:
 
   Args:
     files: finds gin files.
-    read_as_data: file name -> arguments to take from it as data; see `data_only.kept`.
+    read_as_data: file name -> arguments to take from it as data; see `gin_text.keep_data_only`.
   """
 
   def __init__(

@@ -1,7 +1,9 @@
-"""File writes that are safe against interruptions.
+"""Files of this machine: writes that are safe against interruptions, and reads that fail.
 
 `atomic_write` replaces a file: readers see the old file or the complete new file. `append_line`
-appends to a file of lines.
+appends to a file of lines. `access_error` is the error for a file that cannot be opened, which says
+nothing about its bytes; `set_aside_damaged` renames a damaged file, so that a restart continues
+without it.
 """
 
 import contextlib
@@ -100,11 +102,6 @@ def write_problem(e: OSError, folder: str | os.PathLike) -> str:
     'or a limit of this user, project or job (of its memory, in /dev/shm) ended'
   )
 
-
-# Renames damaged files of a run with a warning, so that a restart continues without them.
-#
-# A file that cannot be opened is not damaged: too many open files, a missing permission or a file
-# server that does not answer are unrelated to its bytes. Such an error stops the command.
 
 # There is no regular file: the path does not exist, is a folder, a loop of links or a pipe
 # (`json_schema.open_regular`), or its name is too long.

@@ -1,10 +1,10 @@
 """Where checkpoints are: folders of this machine, or object storage (`s3://`, `gs://`).
 
-Only this module knows the difference. A `RemotePath` has the methods of `pathlib.Path` that readers
-of checkpoints call, but is not an os.PathLike, so that functions for files refuse it.
-
-TensorStore talks to the storage, for arrays and small objects alike, so no other client needs to be
-installed. It reads secrets from the environment or from files; t5x_gpu never handles them.
+Only this module knows the difference. `as_path` reads a user's text; a `RemotePath` has the methods
+of `pathlib.Path` that readers of checkpoints call, but is not an os.PathLike, so that functions for
+files refuse it. `access_errors` turns failures of disks and storage into errors with a fix, without
+secrets. TensorStore talks to the storage, for arrays and small objects alike, and reads secrets
+from the environment or from files; t5x_gpu never handles them.
 Source: https://google.github.io/tensorstore/kvstore/s3/index.html and .../gcs/index.html
 """
 
@@ -25,11 +25,6 @@ import tensorstore as ts
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
 from t5x_gpu.storage.files import access_error, is_missing
 from t5x_gpu.storage.user_paths import user_path
-
-# Turns failures of disks and object storage into errors with a fix, without secrets.
-#
-# TensorStore raises ValueError for every reason: only its text distinguishes whether the system
-# refused a file, storage did not answer, or the bytes are damaged.
 
 S3, GS = 's3', 'gs'
 
@@ -364,9 +359,6 @@ def access_errors(path: AnyPath) -> Iterator[None]:
     elif refused := system_error(e):
       raise access_error(refused, path) from e
     raise
-
-
-# ---- TensorStore ---------------------------------------------------------------------------------
 
 
 def kvstore_spec(folder: AnyPath) -> dict[str, Any]:

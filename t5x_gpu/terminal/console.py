@@ -1,4 +1,6 @@
-"""Output of commands that copy files: lines, with a timestamp in files, and progress bars."""
+"""What commands print to stdout: lines, progress bars with a speed (`Console`), and values as text:
+times, sizes, counts and aligned tables.
+"""
 
 import contextlib
 import resource
@@ -46,9 +48,6 @@ def _peak_bytes() -> int:
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# Formats times, sizes and large numbers.
-
-
 def seconds(value: float) -> str:
   """Returns '54,200 s', '1.23 s', '45.6 ms' or '8.03 µs'."""
   if value >= 99.95:
@@ -93,9 +92,6 @@ def count(number: float) -> str:
     if number >= size:
       return f'{number / size:.3g}{letter}'
   return f'{number:,.0f}' if number >= 10 or number == int(number) else f'{number:.2g}'
-
-
-# Formats rows of cells as aligned columns.
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:

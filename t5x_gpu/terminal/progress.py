@@ -1,8 +1,9 @@
-"""The progress of a run: a live line on a terminal, plain lines elsewhere.
+"""Progress on stdout: a live display on a terminal, an occasional line with the time elsewhere.
+
+`bar` shows long work with an ETA. `ProgressLine` shows a run:
 
     step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23
-Plain lines begin with the time. Only the main process prints. The terminal is always restored at
-the end of the run.
+Only the main process prints. The terminal is always restored at the end of the run.
 """
 
 import atexit
@@ -25,8 +26,6 @@ import rich.text
 
 from t5x_gpu.terminal.logging_setup import stamp
 from t5x_gpu.terminal.printable import printable
-
-# Shows progress of long work: a bar with an ETA on a terminal, an occasional line elsewhere.
 
 SECONDS_BETWEEN_LINES = 30  # without a terminal
 Advance = Callable[[int], None]  # takes the amount done since the last call
