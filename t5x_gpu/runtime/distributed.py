@@ -124,7 +124,7 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
   _members[:] = meeting.members
   process_exit.joined(cluster.process_index, process_count=cluster.process_count)
   # Ignore modules that only some processes have imported: the importing code would differ too.
-  members_lib.raise_if_any(
+  members_lib.raise_if_code_differs(
     agreement.differences(
       code,
       digests=[member.code for member in _members],
@@ -315,7 +315,7 @@ def check_same_modules() -> None:
   `initialize` has compared the modules that were imported before it ran.
   """
   if process_count() > 1:
-    members_lib.raise_if_any(differences(members_lib.user_modules(), only_common=True))
+    members_lib.raise_if_code_differs(differences(members_lib.user_modules(), only_common=True))
 
 
 def _first_difference(text: str, other: str) -> Optional[int]:

@@ -1,8 +1,9 @@
-"""Dense peak FLOP/s and memory of GPUs, by the name that the driver gives them.
+"""GPUs by the name that the driver gives them, and how much memory a process may use.
 
-Vendors also print figures "with sparsity", twice the dense figures; matmuls here reach only the
-dense figures. A device that is not in the table is unknown (None): an MFU against a guessed peak
-would be a wrong number that looks right.
+The table has dense peaks: vendors also print figures "with sparsity", twice the dense figures,
+which matmuls here do not reach. A device that is not in it is unknown (None): an MFU against a
+guessed peak would be a wrong number that looks right. `device_limit` and `host_limit` return the
+limits of this process, which may be below the table's.
 """
 
 import dataclasses
@@ -123,9 +124,6 @@ def memory_bytes(device_kind: str) -> Optional[int]:
   """Returns the nominal memory of one device in bytes, None if unknown."""
   gpu = find_gpu(device_kind)
   return gpu.memory_bytes if gpu else None
-
-
-# How much memory this process may use on a device and on its host.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Finds the GPUs of this machine without starting jax or CUDA and without allocating memory.
+"""Facts about this machine and process, found without starting jax or CUDA.
 
-`find_gpus` needs only files and nvidia-smi. `physical_gpus` uses NVML, the library behind
+Memory, boot and versions come from Linux. `find_gpus` needs only files and nvidia-smi, which
+`run_with_deadline` leaves behind if it hangs. `physical_gpus` uses NVML, the library behind
 nvidia-smi: it sees the GPUs that the container or the scheduler's cgroup allows, in the order of
 their PCI addresses, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
@@ -23,8 +24,6 @@ from typing import Optional
 from t5x_gpu.runtime.cluster.launchers import Environment
 
 _log = logging.getLogger(__name__)
-
-# Facts that Linux reports about this host and process, and installed versions.
 
 ROOT = pathlib.Path('/')
 _MOST_AGE_SECONDS = 24 * 3600  # above it, the kernel's clocks are not comparable (containers)
@@ -84,9 +83,6 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
       continue
   return found
-
-
-# Runs a command with a deadline, even if the command cannot be killed.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a process exits. Does not import jax, so that every command can use it.
+"""How a process exits, by itself, by SIGTERM or by Ctrl-C. Without jax, so all commands can use it.
 
 In a run of several processes, a process that raises must not exit the usual way: JAX's exit handler
 would wait minutes for the others, which wait for this process in a collective, and its exit code
@@ -114,12 +114,6 @@ def sigterm_raises() -> Iterator[None]:
       signal.signal(number, handler)
 
 
-# A second Ctrl-C ends the process at once, even if the main thread waits for a device.
-#
-# Python runs a signal handler only when the main thread is back in Python. A main thread that waits
-# for a device is inside XLA, maybe forever, so a handler alone never sees Ctrl-C. But Python's C
-# code writes the number of each signal to `signal.set_wakeup_fd` at once, where a thread reads it.
-
 EXIT_INTERRUPTED = 130
 _HANDLER_SECONDS = 0.5  # if the program still runs by then, prints where the main thread waits
 _OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
@@ -151,6 +145,10 @@ def _raise(number: int, frame: Optional[FrameType]) -> None:
 
 class SecondInterruptLeaves:
   """Inside the block, a second Ctrl-C exits with code 130 within two seconds.
+
+  Python runs a signal handler only when the main thread is back in Python. A main thread that waits
+  for a device is inside XLA, maybe forever, so a handler alone never sees Ctrl-C. But Python's C
+  code writes the number of each signal to `signal.set_wakeup_fd` at once, where a thread reads it.
 
   Works in the main thread only; elsewhere it does nothing. If Ctrl-C was pressed it stays active
   after the block, since Python's exit may wait for a device, too.

@@ -3,10 +3,11 @@
 JAX waits forever for a rank that is alive but stuck. For a dead rank it waits until its heartbeats
 time out, and does not name it (https://github.com/jax-ml/jax/issues/38503). So each process has two
 threads that run while its main thread may be stuck in a collective. The talking thread posts a
-heartbeat to the coordination service in process 0 and reads verdicts; its requests may never return
-if process 0 is gone. The watching thread ends this process when a phase exceeds its deadline, when
-another process posts a verdict, or when process 0 is silent. In process 0 the talking thread also
-declares ranks dead whose heartbeats have stopped. See docs/watchdog.md.
+heartbeat (`Beat`) to the coordination service in process 0 (`Noticeboard`) and reads verdicts; its
+requests may never return if process 0 is gone. The watching thread ends this process when a phase
+(`PhaseClock`) exceeds its deadline, when another process posts a verdict, or when process 0 is
+silent. In process 0 the talking thread also declares ranks dead whose heartbeats have stopped.
+See docs/watchdog.md.
 """
 
 import contextlib
@@ -30,16 +31,6 @@ from t5x_gpu.errors import ConfigError, UserError, first_line, listed
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import Store, delay_aborts, within
 from t5x_gpu.terminal.streams import write_stderr
-
-# What each process of a run reports every second, and which process is behind.
-#
-#     heartbeats:
-#       process 2 on gpu-07 (pid 4711): step 41, phase 'step' for 301 s, in my_data.py:27 (__next__)
-#       process 0 on gpu-06 (pid 812): step 41, phase 'step' for 301 s, waits in reduce.py:48 (...)
-#     Behind the others: process 2 on gpu-07 (pid 4711).
-#
-# When one process is stuck after a step, all report the same step. The stuck one differs in where
-# its main thread is: in Python, while the others wait inside JAX for the devices.
 
 SHOWN_PROCESSES = 32  # processes in a report; in a run of thousands, every process prints a report
 # Errors of a collective whose other end is gone, bare or wrapped, without names.
@@ -157,8 +148,6 @@ def heartbeats_table(beats: Mapping[int, Beat], *, process_count: int) -> str:
   return '\n'.join(['Heartbeats:', *lines])
 
 
-# The entries of a run's watchdogs in the store of process 0: heartbeats and verdicts.
-
 EXIT_ERROR = 1  # another rank failed with an error
 EXIT_STUCK = 86  # this or another rank made no progress
 EXIT_RANK_DEAD = 87  # another rank sent no heartbeat
@@ -229,8 +218,6 @@ class Noticeboard:
     """Returns whether process 0, and the store with it, is known to be gone."""
     return self._store.has_ended()
 
-
-# Which phase of a run this process is in, since when, and for how long it may stay there.
 
 _STEPS_FOR_MEDIAN = 20
 

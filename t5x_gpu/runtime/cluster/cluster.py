@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime.cluster import addresses
-from t5x_gpu.runtime.cluster import launchers as launchers_lib
+from t5x_gpu.runtime.cluster import addresses, launchers
 from t5x_gpu.runtime.cluster.launchers import Environment, LauncherVariables, number
 
 # Above the ports that Linux assigns (net.ipv4.ip_local_port_range ends at 60999).
@@ -26,13 +25,13 @@ PORT_CHOICES = 4
 # mpirun, torchrun and Flux also run inside Slurm jobs. Their processes then see the variables of
 # the single srun task that started the launcher, so Slurm comes after them.
 _READERS = (
-  launchers_lib.jax_variables,
-  launchers_lib.torchrun,
-  launchers_lib.flux,
-  launchers_lib.jsrun,
-  launchers_lib.openmpi,
-  launchers_lib.slurm,
-  launchers_lib.kubernetes,
+  launchers.jax_variables,
+  launchers.torchrun,
+  launchers.flux,
+  launchers.jsrun,
+  launchers.openmpi,
+  launchers.slurm,
+  launchers.kubernetes,
 )
 
 
@@ -112,7 +111,7 @@ def detect_here(flags: argparse.Namespace) -> ClusterInfo:
   )
   now = time.time()
   if found.end_time is None and found.process_index == 0:
-    found = dataclasses.replace(found, end_time=launchers_lib.ask_for_job_end(os.environ, now=now))
+    found = dataclasses.replace(found, end_time=launchers.ask_for_job_end(os.environ, now=now))
   return without_old_end(found, now=now)
 
 
@@ -137,7 +136,7 @@ def detect(
   process_count: Optional[int] = None,
   process_index: Optional[int] = None,
   num_gpus: Optional[int] = None,
-  read: Callable[[str], str] = launchers_lib.read_text,
+  read: Callable[[str], str] = launchers.read_text,
 ) -> ClusterInfo:
   """Returns which process this is: a single one unless flags or a launcher say otherwise.
 
@@ -150,21 +149,21 @@ def detect(
     read: returns the text of a file (PBS_NODEFILE).
   Raises:
     ConfigError: flags or variables are impossible or incomplete.
-    ClusterError: launchers contradict each other (`launcher_conflicts`).
+    ClusterError: launchers contradict each other (`launchers.refuse_conflicts`).
   Source: flag names of T5X's training script, https://github.com/google-research/t5x.
   """
-  launchers = ask_all(env, read=read)
+  answers = ask_all(env, read=read)
   if process_index is None:
-    launchers_lib.refuse_conflicts(launchers, env, is_counted=process_count is not None)
+    launchers.refuse_conflicts(answers, env, is_counted=process_count is not None)
   flags = {
     '--coordinator_address': coordinator_address,
     '--process_count': process_count,
     '--process_index': process_index,
   }
   given = {flag: value for flag, value in flags.items() if value is not None}
-  if not launchers and not given:
+  if not answers and not given:
     return _single(env, num_gpus, read)
-  if not launchers and len(given) < len(flags):
+  if not answers and len(given) < len(flags):
     missing = ' and '.join(flag for flag in flags if flag not in given)
     raise ConfigError(
       f'{", ".join(f"{f}={v}" for f, v in given.items())} without {missing}: to join processes, '
@@ -172,8 +171,8 @@ def detect(
       fix=f'Set {missing} too, or remove the others to run one process.',
     )
   found = (
-    launchers[0]
-    if launchers
+    answers[0]
+    if answers
     else LauncherVariables(kind='flags', evidence='flags', job=coordinator_address or '')
   )
   index, count = _number_of(found, env, process_index=process_index, process_count=process_count)
@@ -195,7 +194,7 @@ def detect(
     run_id=f'{found.kind}/{found.job}',
     node=found.node,
     attempt=found.attempt,
-    end_time=launchers_lib.job_end(env),
+    end_time=launchers.job_end(env),
   )
 
 
@@ -208,7 +207,7 @@ def _single(env: Environment, num_gpus: Optional[int], read: Callable[[str], str
     devices_reason=devices_reason,
     warnings=_idle_tasks(env, read),
     attempt=number(env, 'SLURM_RESTART_COUNT') or 0,
-    end_time=launchers_lib.job_end(env),
+    end_time=launchers.job_end(env),
   )
 
 
@@ -240,10 +239,10 @@ def _number_of(
 
 
 def ask_all(
-  env: Environment, *, read: Callable[[str], str] = launchers_lib.read_text
+  env: Environment, *, read: Callable[[str], str] = launchers.read_text
 ) -> list[LauncherVariables]:
   """Returns the variables of each launcher that started this process; the first one decides."""
-  found = [reader(env) for reader in _READERS] + [launchers_lib.pmi(env, read=read)]
+  found = [reader(env) for reader in _READERS] + [launchers.pmi(env, read=read)]
   return [each for each in found if each is not None]
 
 
@@ -255,7 +254,7 @@ def _idle_tasks(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]
       f'This Slurm job has {tasks} tasks on {hosts} hosts, but this process was started '
       'without srun and runs alone. Start it with srun; see docs/slurm.md.',
     )
-  hosts = len(launchers_lib.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
+  hosts = len(launchers.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
   if hosts > 1:
     return (
       f'This PBS job has {hosts} hosts, but this process was started without mpiexec and '

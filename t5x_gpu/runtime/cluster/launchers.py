@@ -1,7 +1,8 @@
-"""Reads each scheduler's and launcher's environment variables about a process.
+"""Reads the environment variables of each scheduler and launcher about a process.
 
 One function per scheduler; each returns the variables' values, or None if that scheduler did not
-start this process. `cluster.detect` calls them in order and fills in the rest.
+start this process. `cluster.detect` calls them in order and fills in the rest. `job_end` finds the
+time limit of the job; `refuse_conflicts` refuses launchers that disagree about this process.
 """
 
 import contextlib
@@ -355,12 +356,10 @@ def _gpu_count(text: str) -> Optional[int]:
   return int(found[1]) if found else None
 
 
-# Finds launchers that disagree about a process: stale variables make each task seem alone.
+# Launchers that disagree: a shell profile, a container image or an earlier job leaves RANK=0
+# WORLD_SIZE=1 behind, and four Slurm tasks train four models into one MODEL_DIR. The innermost
+# launcher's variables number a process, so they must agree with the schedulers around it.
 #
-# A shell profile, a container image or an earlier job leaves RANK=0 WORLD_SIZE=1 behind, and four
-# Slurm tasks train four models into one MODEL_DIR. The innermost launcher's variables number a
-# process (`cluster.detect`), so they must agree with the variables of the schedulers around it.
-
 # kind -> name, variables that number a process.
 _LAUNCHERS = {
   'jax': ('JAX', ('JAX_PROCESS_INDEX', 'JAX_PROCESS_ID', 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')),

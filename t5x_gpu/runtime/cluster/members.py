@@ -1,4 +1,8 @@
-"""The facts that processes of a run share (hosts, GPUs, versions), and checks of these facts."""
+"""The facts that processes of a run share, and checks of these facts.
+
+`ClusterMember` holds a process's host, GPUs and versions. `code_facts` identifies its code: a host
+with an old checkout or another release would train without an error, but to a different loss.
+"""
 
 import collections
 import dataclasses
@@ -20,12 +24,6 @@ from t5x_gpu.errors import ClusterError, number_ranges
 from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-
-# Checks that all processes run the same code: this package, the user's modules, versions.
-#
-# A host with an old checkout or another release trains without an error, but to a different loss.
-# Facts are as in `agreement`: a file's identity is the sha256 of its bytes, independent of its
-# path.
 
 # Packages that affect numbers. Versions come from metadata, without imports.
 _CUDA = ('12', '13')
@@ -63,7 +61,7 @@ PACKAGES = (
   'array-record',
   'pyarrow',
 )
-error = functools.partial(
+_error = functools.partial(
   ClusterError,
   fix='Give all hosts the same checkout and the same environment: a shared folder, one container '
   'image, or the same lock file.',
@@ -81,12 +79,15 @@ _NOT_COMPARED = (
 
 
 def code_facts() -> Facts:
-  """Returns facts about the package's sources, the user's modules and installed versions."""
+  """Returns facts about the package's sources, the user's modules and installed versions.
+
+  A file's identity is the sha256 of its bytes, independent of its path.
+  """
   found = {
-    f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _of_file(path)
+    f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _file_fact(path)
     for path in sorted(_PACKAGE.rglob('*.py'))
   }
-  return found | user_modules() | versions()
+  return found | user_modules() | _version_facts()
 
 
 def user_modules() -> Facts:
@@ -104,11 +105,11 @@ def user_modules() -> Facts:
     path = pathlib.Path(file).resolve()
     installed = {'site-packages', 'dist-packages'} & set(path.parts)
     if not (installed or library & set(path.parents) or path.is_relative_to(_PACKAGE)):
-      found[f'module {name}'] = _of_file(path)
+      found[f'module {name}'] = _file_fact(path)
   return found
 
 
-def versions() -> Facts:
+def _version_facts() -> Facts:
   """Returns facts about Python and `PACKAGES`; a missing package is a fact too."""
   found = {
     'python': '.'.join(platform.python_version_tuple()[:2]),
@@ -118,7 +119,7 @@ def versions() -> Facts:
   return {f'version of {name}': (version, version) for name, version in found.items()}
 
 
-def _of_file(path: pathlib.Path) -> tuple[str, str]:
+def _file_fact(path: pathlib.Path) -> tuple[str, str]:
   try:
     content = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
   except OSError as e:
@@ -126,10 +127,10 @@ def _of_file(path: pathlib.Path) -> tuple[str, str]:
   return content, f'{path} ({content})'
 
 
-def raise_if_any(lines: Sequence[str]) -> None:
+def raise_if_code_differs(lines: Sequence[str]) -> None:
   """Raises ClusterError if `lines`, the differences between processes, is not empty."""
   if lines:
-    raise error('The processes do not run the same code:\n  ' + '\n  '.join(lines))
+    raise _error('The processes do not run the same code:\n  ' + '\n  '.join(lines))
 
 
 # Variable that names a process's domain of fast links if it is larger than its host (NVL72 rack).
@@ -233,13 +234,13 @@ def check(members: Sequence[ClusterMember]) -> None:
     )
   other = [member for member in members if member.versions != members[0].versions]
   if other:
-    raise error(
+    raise _error(
       f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
       f'process 0 on {members[0].hostname} {members[0].versions}.'
     )
   old = [member for member in members if not member.code]
   if 0 < len(old) < len(members):
-    raise error(
+    raise _error(
       f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
       'others: it sends no digest of its code.'
     )

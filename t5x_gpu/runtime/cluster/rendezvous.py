@@ -1,11 +1,16 @@
 """All processes of a run meet at process 0 before JAX starts, over a plain TCP connection each.
 
 JAX's own start treats a wrong host name, a closed port and a missing process alike: after five
-minutes every process aborts with the same message and no names. Here process 0 reports which
+minutes every process aborts with the same message and no names. In `meet`, process 0 reports which
 processes are missing, and the others report why they cannot reach it. Hosts and GPUs of all
 processes are known before anything is allocated, and processes of other runs are refused.
 
-Each process sends its facts, and process 0 answers once all have come (`signed_lines`).
+Each connection has one question (a process's facts) and one answer, given once all have come. Lines
+are JSON, signed with a secret that only the processes of the job have; without one, proofs are ''.
+
+    process 0: {"challenge": ...}
+    the other: {"text": ..., "challenge": ..., "proof": ...}      "text" is the message itself
+    process 0: {"text": ..., "proof": ...}
 """
 
 import collections
@@ -25,17 +30,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from t5x_gpu.errors import ClusterError, Problem, listed, number_ranges
-from t5x_gpu.runtime.cluster import addresses as addresses_lib
+from t5x_gpu.runtime.cluster import addresses
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember, Meeting
 
 _log = logging.getLogger(__name__)
 
-# A secret that only the processes of one job have, and proofs of having it.
-#
-# It comes from the environment, which Linux shows only to the same user and to root. It is never
-# sent: each side signs the other's random challenge together with its message (HMAC-SHA256).
-
+# The secret comes from the environment, which Linux shows only to the same user and to root. It is
+# never sent: each side signs the other's random challenge together with its message (HMAC-SHA256).
 SECRET_VARIABLE = 'T5X_GPU_JOB_SECRET'
 # On HPE Cray, Slurm's mpi/cray_shasta, PALS and Flux set the same random number for all tasks.
 _OF_SCHEDULERS = ('PMI_SHARED_SECRET',)
@@ -62,14 +64,6 @@ def proves(given: str, secret: str, *parts: str) -> bool:
   """Returns whether `given` is the signature of `parts`, in constant time."""
   return hmac.compare_digest(given.encode(), proof(secret, *parts).encode())
 
-
-# One question and one answer per connection, both signed with the secret of the job.
-#
-#     process 0: {"challenge": ...}
-#     the other: {"text": ..., "challenge": ..., "proof": ...}
-#     process 0: {"text": ..., "proof": ...}
-#
-# Each line is JSON; `text` is the message itself. Without a secret the proofs are empty.
 
 LINE_SECONDS = 5  # for one whole line
 MAX_LINE = 1 << 22  # fits a table of ten thousand processes
@@ -134,7 +128,7 @@ class Reception:
     secret: the job's secret.
   """
 
-  def __init__(self, listening: addresses_lib.Listening, secret: str):
+  def __init__(self, listening: addresses.Listening, secret: str):
     self._listening = listening
     self._secret = secret
     self._callers: dict[socket.socket, _Caller] = {}
@@ -206,8 +200,8 @@ class Reception:
       json.loads(text),
       is_signed=bool(proof),
       is_proven=proves(proof, self._secret, 'question', caller.challenge, challenge, text),
-      peer_host=addresses_lib.peer_host(connection),
-      own_host=addresses_lib.local_host(connection),
+      peer_host=addresses.peer_host(connection),
+      own_host=addresses.local_host(connection),
       _challenge=challenge,
       _secret=self._secret,
     )
@@ -315,13 +309,13 @@ class _Host(contextlib.AbstractContextManager):
     self._timeout_seconds = timeout_seconds
     self._members = {0: me}
     self._questions: dict[int, Question] = {}
-    self._listening = addresses_lib.listen(
+    self._listening = addresses.listen(
       (cluster.coordinator_address, *cluster.other_addresses),
       bind_address=cluster.bind_address,
       is_one_host=cluster.local_process_count == cluster.process_count,
     )
     self._reception = Reception(self._listening, secret)
-    if not secret and not all(map(addresses_lib.is_loopback, self._listening.hosts)):
+    if not secret and not all(map(addresses.is_loopback, self._listening.hosts)):
       _log.warning(
         '%s is not set: anybody who can reach %s can join this run. See docs/security.md.',
         SECRET_VARIABLE,
@@ -359,10 +353,10 @@ class _Host(contextlib.AbstractContextManager):
         report_at += REPORT_SECONDS
     host, port = self._service_host(), self._listening.port
     return Meeting(
-      addresses_lib.join(host or '127.0.0.1', port),
+      addresses.join(host or '127.0.0.1', port),
       tuple(self._members[i] for i in range(count)),
       own_host=host,
-      bind_address=self._cluster.bind_address or addresses_lib.join(host or '::', port),
+      bind_address=self._cluster.bind_address or addresses.join(host or '::', port),
     )
 
   def _service_host(self) -> Optional[str]:
@@ -371,7 +365,7 @@ class _Host(contextlib.AbstractContextManager):
     Prefers a non-loopback address: processes that used loopback can reach it as well.
     """
     used = sorted({question.own_host for question in self._questions.values()})
-    remote = [host for host in used if not addresses_lib.is_loopback(host)]
+    remote = [host for host in used if not addresses.is_loopback(host)]
     return (remote or used)[0] if len(remote) < 2 else None
 
   def _all_here(self) -> bool:
@@ -444,7 +438,7 @@ class _Host(contextlib.AbstractContextManager):
   def release_once_listening(self, meeting: Meeting) -> None:
     """Frees the port for JAX's service, and answers all processes once the service listens."""
     self._reception.close()
-    host, port = addresses_lib.split(meeting.address)
+    host, port = addresses.split(meeting.address)
     answer = {
       'run': self._cluster.run_id,
       'service': meeting.own_host and meeting.address,
@@ -478,25 +472,25 @@ class _Guest:
   def meet(self) -> Meeting:
     started = time.monotonic()
     deadline = started + self._timeout_seconds
-    addresses = (self._cluster.coordinator_address, *self._cluster.other_addresses)
+    tried = (self._cluster.coordinator_address, *self._cluster.other_addresses)
     dns_seconds = (
       self._timeout_seconds
       if self._cluster.kind == 'kubernetes'
       else min(DNS_SECONDS, self._timeout_seconds)
     )
     while True:
-      for address in addresses:
+      for address in tried:
         meeting = self._try(address, deadline)
         if meeting is not None:
           return meeting
       waited = time.monotonic() - started
-      no_name = all(self._failures[address].fix == _CORRECT_NAME for address in addresses)
+      no_name = all(self._failures[address].fix == _CORRECT_NAME for address in tried)
       if waited > self._timeout_seconds or (no_name and waited > dns_seconds):
         raise self._unreachable(waited)
       time.sleep(RETRY_SECONDS)
 
   def _try(self, address: str, deadline: float) -> Optional[Meeting]:
-    host, port = addresses_lib.split(address)
+    host, port = addresses.split(address)
     try:
       connection = socket.create_connection((host, port), timeout=TRY_SECONDS)
     except OSError as e:
@@ -510,10 +504,8 @@ class _Guest:
           connection, challenge, self._secret, deadline=deadline + 2 * TRY_SECONDS
         )
         run = answer['run']
-        own_host, service = addresses_lib.local_host(connection), answer.get('service')
-        reached = addresses_lib.join(
-          addresses_lib.peer_host(connection), connection.getpeername()[1]
-        )
+        own_host, service = addresses.local_host(connection), answer.get('service')
+        reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
       except UNREADABLE:
         self._failures[address] = Problem(
           'another program (or version of t5x_gpu) listens there, '
@@ -522,8 +514,8 @@ class _Guest:
         )
         return None
     if 'members' in answer and is_proven:
-      if service and addresses_lib.is_loopback(own_host):  # on the host of process 0
-        own_host, reached = addresses_lib.split(service)[0], service
+      if service and addresses.is_loopback(own_host):  # on the host of process 0
+        own_host, reached = addresses.split(service)[0], service
       return Meeting(
         reached,
         tuple(map(ClusterMember.from_json, answer['members'])),
@@ -569,7 +561,7 @@ _OPEN_PORT = (
 _FIND_PROCESS_0 = (
   'Look at the first lines of process 0: it did not start, or listens elsewhere. All processes '
   'need the same --coordinator_address, on the host of process 0. If that host has several '
-  f'networks, set {addresses_lib.BIND_VARIABLE}=0.0.0.0:PORT there.'
+  f'networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.'
 )
 
 

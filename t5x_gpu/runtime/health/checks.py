@@ -1,7 +1,8 @@
 """Checks of the machine and the installation, each a function that returns a `Check`.
 
-These only read files and package metadata, so they are quick and cannot hang. Checks that need
-nvidia-smi or jax are in gpu_checks.py. The doctor runs both kinds, a training run only these.
+`quick_checks` only reads files and package metadata, so it cannot hang; every run makes these
+checks. The doctor also checks GPUs, links, speeds and disks: these functions take the output of
+nvidia-smi and of child processes, so all can be tested without a GPU.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.runtime import hardware, machine
+from t5x_gpu.runtime.hardware import GIB
 from t5x_gpu.runtime.xla.presets import generation
 
 _log = logging.getLogger(__name__)
 
 OK, WARN, FAIL = 'ok', 'warn', 'FAIL'
-GIB = 2**30
 OLDEST_PYTHON = (3, 11)
 # Smallest driver per CUDA major version: https://docs.jax.dev/en/latest/installation.html
 OLDEST_DRIVER = {12: 525, 13: 580}
@@ -294,10 +295,6 @@ def log_problems() -> None:
         '%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value, check.fix
       )
 
-
-# Checks of GPUs, links, speeds and disks, from the output of nvidia-smi and of child processes.
-#
-# Each function takes printed output and returns a `Check`, so all can be tested without a GPU.
 
 # Share of the datasheet: a healthy GPU reaches 65 to 85% on large bfloat16 matmuls.
 LEAST_MATMUL_SHARE = 0.55

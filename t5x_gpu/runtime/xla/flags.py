@@ -1,14 +1,14 @@
 """Sets XLA flags, NCCL and memory variables before jax starts a backend; never ends the process.
 
-    applied = xla_flags.prepare_environment('default', num_hosts=2)
+    applied = flags.prepare_environment('default', num_hosts=2)
     print(applied.report())
     ...
     step.lower(...).compile(compiler_options=applied.compile_options)
 
 The user's settings win: flags in XLA_FLAGS stay, in their order, and replace the preset's flags of
-the same name. Flags that the installed jaxlib does not know are dropped with a warning, also the
-user's, because XLA would abort. This module never imports jax, so it can run before everything
-else.
+the same name. Flags that the installed jaxlib does not know are replaced by their successors
+(`LEGACY`) or dropped with a warning, also the user's, because XLA would abort. This module never
+imports jax, so it can run before everything else.
 """
 
 import dataclasses
@@ -24,8 +24,6 @@ from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster import jax_internals
 from t5x_gpu.runtime.xla import probe
 from t5x_gpu.runtime.xla.presets import TABLE, Value, XlaPreset, XlaSetting, select
-
-# The result of `flags.prepare_environment`: the settings in force, and how a run prints them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,181 +102,7 @@ def _count(number: int, noun: str) -> str:
   return f'{number} {noun}{"" if number == 1 else "s"}'
 
 
-# Flags of older T5X, JAX and XLA that old scripts still set, and their replacements.
-#
-# Used only for flags that the installed jaxlib does not know.
-
-
-@dataclasses.dataclass(frozen=True)
-class Legacy:
-  """What replaced a flag.
-
-  Attributes:
-    reason: a sentence for the user.
-    now: value -> the flags with the same meaning today ('--name=value'); None if none is needed.
-  """
-
-  reason: str
-  now: Optional[Callable[[str], Sequence[str]]] = None
-
-
-def is_true(value: Optional[str]) -> bool:
-  """Returns whether XLA reads a flag's value as true; a flag without a value is true."""
-  return value is None or value.strip('"\'').lower() in ('', 'true', '1', 'on')
-
-
-def _on(value: str) -> str:
-  return 'true' if is_true(value) else 'false'
-
-
-def _async(*kinds: str) -> Legacy:
-  return Legacy(
-    'collectives are asynchronous unless xla_gpu_disable_async_collectives lists them',
-    lambda value: (
-      () if is_true(value) else (f'--xla_gpu_disable_async_collectives={",".join(kinds)}',)
-    ),
-  )
-
-
-_ALWAYS = Legacy('XLA always does this now, and the flag is gone')
-_PIPELINED_KINDS = ('all_gather', 'all_reduce', 'reduce_scatter')
-
-LEGACY: dict[str, Legacy] = {
-  # T5X, contrib/gpu/scripts_gpu/*.sh
-  'xla_gpu_simplify_all_fp_conversions': Legacy(
-    'xla_allow_excess_precision, which is on by default, replaced it'
-  ),
-  'xla_gpu_enable_async_collectives': _async('allreduce', 'allgather', 'reducescatter'),
-  'xla_gpu_enable_async_all_reduce': _async('allreduce'),
-  'xla_gpu_enable_async_all_gather': _async('allgather'),
-  'xla_gpu_enable_async_reduce_scatter': _async('reducescatter'),
-  'xla_gpu_enable_pipelined_collectives': Legacy(
-    'there is one flag per kind of collective',
-    lambda value: [f'--xla_gpu_enable_pipelined_{kind}={_on(value)}' for kind in _PIPELINED_KINDS],
-  ),
-  **{
-    f'xla_gpu_pipeline_{kind}': Legacy(
-      'this jaxlib spells it xla_gpu_enable_pipelined_*',
-      # 'default' means the same as no flag.
-      lambda value, kind=kind: (
-        () if value == 'default' else (f'--xla_gpu_enable_pipelined_{kind}={_on(value)}',)
-      ),
-    )
-    for kind in _PIPELINED_KINDS
-  },
-  'xla_gpu_graph_level': Legacy(
-    'xla_gpu_enable_command_buffer replaced it; level 0 is the empty list',
-    lambda value: ('--xla_gpu_enable_command_buffer=',) if value == '0' else (),
-  ),
-  'xla_gpu_enable_custom_fusions': Legacy(
-    'xla_gpu_enable_dynamic_slice_fusion replaced it',
-    lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
-  ),
-  'xla_gpu_enable_address_computation_fusion': Legacy(
-    'it is now called xla_gpu_enable_dynamic_slice_fusion',
-    lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
-  ),
-  'xla_gpu_cudnn_gemm_fusion': Legacy(
-    'it is now called xla_gpu_cudnn_gemm_fusion_level, from 0 to 3',
-    lambda value: (f'--xla_gpu_cudnn_gemm_fusion_level={int(is_true(value))}',),
-  ),
-  'xla_gpu_lhs_enable_gpu_async_tracker': _ALWAYS,
-  'xla_gpu_enable_triton_softmax_fusion': _ALWAYS,
-  'xla_gpu_all_reduce_contiguous': Legacy('XLA no longer has this option'),
-  'xla_gpu_enable_nccl_per_stream_comms': Legacy('XLA no longer has this option'),
-}
-
-
-# Reads the user's XLA_FLAGS and adapts them to the installed jaxlib.
-
-_TOKEN = re.compile(r"""--?[A-Za-z_]\w*(?:=(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*))?(?=\s|$)""")
-_PIPELINE = re.compile(r'xla_gpu_pipeline_(all_gather|all_reduce|reduce_scatter)')
-
-
-def read_flags(text: str) -> tuple[list[str], list[str]]:
-  """Returns the flags in XLA_FLAGS, one each, and a sentence for each word that is not a flag.
-
-  XLA reads a value that does not begin with '-' as a file name, and aborts if that file is missing.
-  Otherwise it silently stops reading at the first word that is not a flag.
-
-  Args:
-    text: the value of XLA_FLAGS.
-  """
-  warnings = []
-  text = text.strip()
-  if text and not text.startswith('-'):
-    try:
-      text = pathlib.Path(text).read_text(encoding='utf-8').strip()
-    except (OSError, ValueError):
-      pass  # Not a file name: read it word by word, below.
-  flags, position = [], 0
-  while position < len(text):
-    if text[position].isspace():
-      position += 1
-    elif match := _TOKEN.match(text, position):
-      flags.append(match.group())
-      position = match.end()
-    else:
-      word = text[position:].split(maxsplit=1)[0]
-      position += len(word)
-      warnings.append(
-        f'XLA_FLAGS contains the literal {word}: in single quotes the shell does not expand it, so '
-        'your earlier flags are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
-        if '$' in word
-        else f'XLA_FLAGS contains {word!r}, which is not a flag: dropped. XLA would have ignored '
-        'everything after it, or read it as a file name.'
-      )
-  return flags, warnings
-
-
-def known_flags(
-  flags: Sequence[str], system: probe.Installed
-) -> tuple[list[str], dict[str, str], list[str]]:
-  """Returns the flags to set, dropped flag -> reason, and a sentence for each change."""
-  refused = probe.refused_flags(flags, system=system)
-  now = {
-    flag: list(legacy.now(_value(flag)) if legacy.now else ())
-    for flag in refused
-    if (legacy := LEGACY.get(probe.flag_name(flag)))
-  }
-  translated = [new for news in now.values() for new in news]
-  unusable = probe.refused_flags(translated, system=system)
-  known, dropped, notes = [], {}, []
-  for flag in flags:
-    name = probe.flag_name(flag)
-    if flag not in refused:
-      known.append(flag)
-    elif flag in now:
-      news = [new for new in now[flag] if new not in unusable]
-      known += news
-      reason = LEGACY[name].reason
-      if not news:
-        dropped[name] = refused[flag]
-      notes.append(
-        f'{flag} is {"replaced by " + " ".join(news) if news else "dropped"}: '
-        f'{refused[flag]}; {reason}.'
-      )
-    else:
-      dropped[name] = refused[flag]
-      notes.append(
-        f'{flag} is dropped: {refused[flag].rstrip(".")}.'
-        + did_you_mean(name, {row.name for row in TABLE} | set(LEGACY))
-      )
-  return known, dropped, notes
-
-
-def _value(flag: str) -> Optional[str]:
-  return flag.split('=', 1)[1].strip('"\'') if '=' in flag else None
-
-
-def canonical(name: str) -> str:
-  match = _PIPELINE.fullmatch(name)
-  return f'xla_gpu_enable_pipelined_{match[1]}' if match else name
-
-
 AUTO = 'auto'
-_MEMORY = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
-_PIPELINED = re.compile(r'xla_gpu_enable_pipelined_(all_gather|all_reduce|reduce_scatter)')
 
 
 def prepare_environment(
@@ -341,6 +165,221 @@ def prepare_environment(
   )
 
 
+def refine(
+  applied: Applied,
+  *,
+  mesh_axes: Collection[str] = (),
+  layer_bytes: Optional[int] = None,
+  num_gpus: Optional[int] = None,
+  layers_ahead: bool = False,
+) -> Applied:
+  """Returns `applied` with the compile options for a mesh and model that are known only now.
+
+  This sets nothing: compile options take effect when they are passed to `.compile()`.
+
+  Args:
+    applied: from `prepare_environment`.
+    mesh_axes: mesh axes larger than 1.
+    layer_bytes: size of one layer's gathered parameters.
+    num_gpus: GPUs of the run, all hosts together, if not known before.
+    layers_ahead: whether loops over layers communicate one layer ahead.
+  """
+  num_gpus = applied.num_gpus if num_gpus is None else num_gpus
+  wanted = select(
+    applied.preset,
+    gpu=applied.gpu,
+    num_hosts=applied.num_hosts,
+    num_gpus=num_gpus,
+    mesh_axes=mesh_axes,
+    layer_bytes=layer_bytes,
+    layers_ahead=layers_ahead,
+  )
+  options, refused = _usable_options(wanted, applied.user_flags, probe.installed())
+  dropped = {name: reason for name, reason in refused.items() if name not in applied.dropped}
+  others = [row for row in applied.settings if row.kind != 'compile_option']
+  return dataclasses.replace(
+    applied,
+    compile_options=options,
+    dropped=applied.dropped | dropped,
+    warnings=(*applied.warnings, *_refusals(dropped)),
+    num_gpus=num_gpus,
+    settings=(
+      *others,
+      *(row for row in wanted.settings if row.name in {canonical(name) for name in options}),
+    ),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Legacy:
+  """What replaced a flag.
+
+  Attributes:
+    reason: a sentence for the user.
+    now: value -> the flags with the same meaning today ('--name=value'); None if none is needed.
+  """
+
+  reason: str
+  now: Optional[Callable[[str], Sequence[str]]] = None
+
+
+def is_true(value: Optional[str]) -> bool:
+  """Returns whether XLA reads a flag's value as true; a flag without a value is true."""
+  return value is None or value.strip('"\'').lower() in ('', 'true', '1', 'on')
+
+
+def _on(value: str) -> str:
+  return 'true' if is_true(value) else 'false'
+
+
+def _async(*kinds: str) -> Legacy:
+  return Legacy(
+    'collectives are asynchronous unless xla_gpu_disable_async_collectives lists them',
+    lambda value: (
+      () if is_true(value) else (f'--xla_gpu_disable_async_collectives={",".join(kinds)}',)
+    ),
+  )
+
+
+_ALWAYS = Legacy('XLA always does this now, and the flag is gone')
+_PIPELINED_KINDS = ('all_gather', 'all_reduce', 'reduce_scatter')
+
+# Flags that old scripts still set; used only for flags that the installed jaxlib does not know.
+LEGACY: dict[str, Legacy] = {
+  # T5X, contrib/gpu/scripts_gpu/*.sh
+  'xla_gpu_simplify_all_fp_conversions': Legacy(
+    'xla_allow_excess_precision, which is on by default, replaced it'
+  ),
+  'xla_gpu_enable_async_collectives': _async('allreduce', 'allgather', 'reducescatter'),
+  'xla_gpu_enable_async_all_reduce': _async('allreduce'),
+  'xla_gpu_enable_async_all_gather': _async('allgather'),
+  'xla_gpu_enable_async_reduce_scatter': _async('reducescatter'),
+  'xla_gpu_enable_pipelined_collectives': Legacy(
+    'there is one flag per kind of collective',
+    lambda value: [f'--xla_gpu_enable_pipelined_{kind}={_on(value)}' for kind in _PIPELINED_KINDS],
+  ),
+  **{
+    f'xla_gpu_pipeline_{kind}': Legacy(
+      'this jaxlib spells it xla_gpu_enable_pipelined_*',
+      # 'default' means the same as no flag.
+      lambda value, kind=kind: (
+        () if value == 'default' else (f'--xla_gpu_enable_pipelined_{kind}={_on(value)}',)
+      ),
+    )
+    for kind in _PIPELINED_KINDS
+  },
+  'xla_gpu_graph_level': Legacy(
+    'xla_gpu_enable_command_buffer replaced it; level 0 is the empty list',
+    lambda value: ('--xla_gpu_enable_command_buffer=',) if value == '0' else (),
+  ),
+  'xla_gpu_enable_custom_fusions': Legacy(
+    'xla_gpu_enable_dynamic_slice_fusion replaced it',
+    lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
+  ),
+  'xla_gpu_enable_address_computation_fusion': Legacy(
+    'it is now called xla_gpu_enable_dynamic_slice_fusion',
+    lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
+  ),
+  'xla_gpu_cudnn_gemm_fusion': Legacy(
+    'it is now called xla_gpu_cudnn_gemm_fusion_level, from 0 to 3',
+    lambda value: (f'--xla_gpu_cudnn_gemm_fusion_level={int(is_true(value))}',),
+  ),
+  'xla_gpu_lhs_enable_gpu_async_tracker': _ALWAYS,
+  'xla_gpu_enable_triton_softmax_fusion': _ALWAYS,
+  'xla_gpu_all_reduce_contiguous': Legacy('XLA no longer has this option'),
+  'xla_gpu_enable_nccl_per_stream_comms': Legacy('XLA no longer has this option'),
+}
+
+
+_TOKEN = re.compile(r"""--?[A-Za-z_]\w*(?:=(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*))?(?=\s|$)""")
+_OLD_PIPELINED = re.compile(rf'xla_gpu_pipeline_({"|".join(_PIPELINED_KINDS)})')
+
+
+def read_flags(text: str) -> tuple[list[str], list[str]]:
+  """Returns the flags in XLA_FLAGS, one each, and a sentence for each word that is not a flag.
+
+  XLA reads a value that does not begin with '-' as a file name, and aborts if that file is missing.
+  Otherwise it silently stops reading at the first word that is not a flag.
+
+  Args:
+    text: the value of XLA_FLAGS.
+  """
+  warnings = []
+  text = text.strip()
+  if text and not text.startswith('-'):
+    try:
+      text = pathlib.Path(text).read_text(encoding='utf-8').strip()
+    except (OSError, ValueError):
+      pass  # Not a file name: read it word by word, below.
+  flags, position = [], 0
+  while position < len(text):
+    if text[position].isspace():
+      position += 1
+    elif match := _TOKEN.match(text, position):
+      flags.append(match.group())
+      position = match.end()
+    else:
+      word = text[position:].split(maxsplit=1)[0]
+      position += len(word)
+      warnings.append(
+        f'XLA_FLAGS contains the literal {word}: in single quotes the shell does not expand it, so '
+        'your earlier flags are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
+        if '$' in word
+        else f'XLA_FLAGS contains {word!r}, which is not a flag: dropped. XLA would have ignored '
+        'everything after it, or read it as a file name.'
+      )
+  return flags, warnings
+
+
+def known_flags(
+  flags: Sequence[str], system: probe.Installed
+) -> tuple[list[str], dict[str, str], list[str]]:
+  """Returns the flags to set, dropped flag -> reason, and a sentence for each change."""
+  refused = probe.refused_flags(flags, system=system)
+  now = {
+    flag: list(legacy.now(_value_in(flag)) if legacy.now else ())
+    for flag in refused
+    if (legacy := LEGACY.get(probe.flag_name(flag)))
+  }
+  translated = [new for news in now.values() for new in news]
+  unusable = probe.refused_flags(translated, system=system)
+  known, dropped, notes = [], {}, []
+  for flag in flags:
+    name = probe.flag_name(flag)
+    if flag not in refused:
+      known.append(flag)
+    elif flag in now:
+      news = [new for new in now[flag] if new not in unusable]
+      known += news
+      reason = LEGACY[name].reason
+      if not news:
+        dropped[name] = refused[flag]
+      notes.append(
+        f'{flag} is {"replaced by " + " ".join(news) if news else "dropped"}: '
+        f'{refused[flag]}; {reason}.'
+      )
+    else:
+      dropped[name] = refused[flag]
+      notes.append(
+        f'{flag} is dropped: {refused[flag].rstrip(".")}.'
+        + did_you_mean(name, {row.name for row in TABLE} | set(LEGACY))
+      )
+  return known, dropped, notes
+
+
+def _value_in(flag: str) -> Optional[str]:
+  return flag.split('=', 1)[1].strip('"\'') if '=' in flag else None
+
+
+def canonical(name: str) -> str:
+  match = _OLD_PIPELINED.fullmatch(name)
+  return f'xla_gpu_enable_pipelined_{match[1]}' if match else name
+
+
+_MEMORY = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
+_PIPELINED = re.compile(rf'xla_gpu_enable_pipelined_({"|".join(_PIPELINED_KINDS)})')
+
+
 def _find_gpus(
   gpu: Optional[str], num_gpus: Optional[int], environ: Mapping[str, str]
 ) -> machine.MachineGpus:
@@ -392,9 +431,7 @@ def _merge_flags(wanted: XlaPreset, text: str, system: probe.Installed) -> _Merg
   theirs, warnings = read_flags(text)
   names = {canonical(probe.flag_name(flag)) for flag in theirs}
   ours = [
-    f'--{name}={_flag_value(value)}'
-    for name, value in wanted.xla_flags.items()
-    if name not in names
+    f'--{name}={_flag_text(value)}' for name, value in wanted.xla_flags.items() if name not in names
   ]
   flags, dropped, notes = known_flags([*ours, *theirs], system)
   # A translated flag of the user may equal a compile option that the preset would set.
@@ -413,51 +450,6 @@ def _set_jax_config(
   if live and 'jax' in sys.modules:  # jax read its environment when it was imported
     for name, value in values.items():
       sys.modules['jax'].config.update(name, value)
-
-
-def refine(
-  applied: Applied,
-  *,
-  mesh_axes: Collection[str] = (),
-  layer_bytes: Optional[int] = None,
-  num_gpus: Optional[int] = None,
-  layers_ahead: bool = False,
-) -> Applied:
-  """Returns `applied` with the compile options for a mesh and model that are known only now.
-
-  This sets nothing: compile options take effect when they are passed to `.compile()`.
-
-  Args:
-    applied: from `prepare_environment`.
-    mesh_axes: mesh axes larger than 1.
-    layer_bytes: size of one layer's gathered parameters.
-    num_gpus: GPUs of the run, all hosts together, if not known before.
-    layers_ahead: whether loops over layers communicate one layer ahead.
-  """
-  num_gpus = applied.num_gpus if num_gpus is None else num_gpus
-  wanted = select(
-    applied.preset,
-    gpu=applied.gpu,
-    num_hosts=applied.num_hosts,
-    num_gpus=num_gpus,
-    mesh_axes=mesh_axes,
-    layer_bytes=layer_bytes,
-    layers_ahead=layers_ahead,
-  )
-  options, refused = _usable_options(wanted, applied.user_flags, probe.installed())
-  dropped = {name: reason for name, reason in refused.items() if name not in applied.dropped}
-  others = [row for row in applied.settings if row.kind != 'compile_option']
-  return dataclasses.replace(
-    applied,
-    compile_options=options,
-    dropped=applied.dropped | dropped,
-    warnings=(*applied.warnings, *_refusals(dropped)),
-    num_gpus=num_gpus,
-    settings=(
-      *others,
-      *(row for row in wanted.settings if row.name in {canonical(name) for name in options}),
-    ),
-  )
 
 
 def _usable_options(
@@ -497,7 +489,7 @@ def _version_tuple(version: Optional[str]) -> tuple[int, ...]:
   return tuple(int(part) for part in re.findall(r'\d+', version or '')[:2])
 
 
-def _flag_value(value: Value) -> str:
+def _flag_text(value: Value) -> str:
   return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,7 +1,10 @@
-"""Presets of XLA, NCCL and memory settings: `select` is a pure function of `table.TABLE`.
+"""Presets of XLA, NCCL and memory settings: `TABLE`, `select` from it, and the table as text.
 
-Nothing here touches the machine or jax. `flags.py` merges the result with the user's settings and
-with what the installed jaxlib knows.
+XLA options come in two forms, for a reason. A *compile option* is passed to `.compile()` of one
+executable: an unknown name is a Python error instead of the end of the process, and the option is
+in the key of the compilation cache. An *XLA flag* (in XLA_FLAGS) is for settings that XLA reads at
+run time. Nothing here touches the machine or jax: `flags.py` merges the result with the user's
+settings and with what the installed jaxlib knows. scripts/docs_tables.py makes docs/xla_flags.md.
 """
 
 import dataclasses
@@ -11,13 +14,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Optional, Union
 
 from t5x_gpu.errors import ConfigError, did_you_mean
-
-# The table of XLA, NCCL and memory settings: for which GPU, hosts and mesh axes, and why.
-#
-# XLA options come in two forms, for a reason. A *compile option* is passed to `.compile()` of one
-# executable: an unknown name is a Python error instead of the end of the process, and the option is
-# in the key of the compilation cache. An *XLA flag* (in XLA_FLAGS) is for settings that XLA reads
-# at run time.
 
 Value = Union[bool, int, float, str]
 
@@ -472,8 +468,6 @@ def _applies(
     and (several_gpus or not row.several_gpus)
   )
 
-
-# The table of presets as text; scripts/docs_tables.py makes the page docs/xla_flags.md of it.
 
 KINDS = {
   'compile_option': 'Compile options: passed to `.compile()` of each program',

@@ -1,9 +1,9 @@
-"""Compiled programs of earlier starts, kept by JAX in a folder of the user.
+"""Compiled programs: the cache of earlier starts, kept by JAX in a folder of the user, and errors.
 
-On GPUs it is on. On CPU it is on only if the user has set JAX_COMPILATION_CACHE_DIR, because jax
-0.10.2 deadlocks there when it reads programs with several mesh axes.
+On GPUs the cache is on. On CPU it is on only if the user has set JAX_COMPILATION_CACHE_DIR, because
+jax 0.10.2 deadlocks there when it reads programs with several mesh axes.
 JAX_ENABLE_COMPILATION_CACHE=false turns it off. Errors of the folder are warnings: JAX then
-compiles.
+compiles. `compile_errors` turns a step that cannot be compiled into an error for users.
 """
 
 import collections
@@ -95,9 +95,6 @@ def _count(event: str, **_: object) -> None:
 def _count_seconds(event: str, seconds: float, **_: object) -> None:
   if event == _PREFIX + _SAVED_SECONDS:
     _counts[_SAVED_SECONDS] += max(seconds, 0.0)
-
-
-# A step that cannot be compiled, as an error for users.
 
 
 @contextlib.contextmanager
