@@ -1,6 +1,7 @@
 """The contract between data and training: contents of a batch, iteration, and resuming.
 
-Nothing here imports TensorFlow. `data_module.py` opens a `DatasetConfig`.
+`BatchSpec` and `BatchIterator` are the contract; `DatasetConfig` names the batches that
+`data_module.open_batches` opens. Nothing here imports TensorFlow.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from t5x_gpu.errors import DataError, ShapeError
 from t5x_gpu.runtime.cluster.agreement import Facts
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
-# for labels and their weights. Prepared batches read their rows on access (lazy_batch.py).
+# for labels and their weights. Prepared batches read their rows on access.
 Batch = dict[str, np.ndarray]
 
 # 'prepared:DIR': rows packed by `python -m t5x_gpu.prepare`.
@@ -244,12 +245,9 @@ def batch_hash(batch: Batch) -> str:
   return digest.hexdigest()[:16]
 
 
-# The settings of a run that `prepare` and `data` read to open its data.
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDataConfig:
-  """The data of a run, and the model, which determines the features.
+  """The data of a run that `prepare` and `data` open, and the model, which determines the features.
 
   Attributes:
     model, train_dataset_cfg, train_eval_dataset_cfg: as in `run.config.Run`.

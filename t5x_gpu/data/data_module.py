@@ -2,8 +2,10 @@
 
 `DatasetConfig.module` names a data module. Included are `t5x_gpu.data.seqio_batches` (SeqIO tasks,
 the default), `t5x_gpu.data.synthetic` (random ids) and `t5x_gpu.data.prepared.batches`
-(prepared:DIR). docs/add_a_data_source.md shows how to write another module. A module is imported
-only when it is needed, so a synthetic run does not import TensorFlow.
+(prepared:DIR). `DataModule` declares the functions, with `EvaluatedTask`, `Vocabulary` and
+`PromptText` for their results; `open_batches` and the other functions here call them. A module is
+imported only when it is needed, so a synthetic run does not import TensorFlow.
+docs/add_a_data_source.md shows how to write another module.
 """
 
 import contextlib
@@ -53,9 +55,6 @@ def batches_for(model: HasBatches, dataset: DatasetConfig, *, repeat: bool) -> B
   return batches
 
 
-# Tasks with metrics, and the model outputs that the metrics need. No TensorFlow.
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelOutputs:
   """Model outputs for the examples of a task, in order; lists that were not requested are empty.
@@ -92,9 +91,6 @@ class EvaluatedTask(Protocol):
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
     """Returns metric -> value."""
-
-
-# Text <-> token ids, and the prompts of a task.
 
 
 class Vocabulary(Protocol):
@@ -211,8 +207,6 @@ class PromptText(Protocol):
   def examples(self) -> Iterable[Prompt]:
     """Yields the examples of the task's split in order. Raises DataError if there are none."""
 
-
-# Refuses datasets that would run code that the user did not name. No TF.
 
 _OUR_MODULES = 't5x_gpu.data.'
 

@@ -2,7 +2,8 @@
 
 The global batch at step t is a function of (data, seed, t). Every process builds the whole global
 stream and puts its share of the rows on its devices, so the order does not depend on the number of
-hosts; but every host reads all of the text.
+hosts; but every host reads all of the text. `SeqioBatches` is the iterator; `open_batches` and the
+names at the end are the functions of a data module.
 """
 
 import contextlib
@@ -50,12 +51,6 @@ from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.machine import versions
 from t5x_gpu.storage.json_schema import Fields, Whole, parse_json
 
-# A resumable `BatchIterator` over a tf.data stream; its state is position and buffers as bytes.
-#
-# TensorFlow cannot save the position of a pipeline that runs Python code (`from_generator`,
-# `py_function`) or draws random numbers without a stateless seed. The state of such a pipeline is
-# the number of batches taken, and a restart reads those batches again.
-
 _MAGIC = b't5x_gpu data state 1\n'
 _HEADER = Fields(
   {
@@ -79,7 +74,12 @@ log = logging.getLogger(__name__)
 
 
 class SeqioBatches:
-  """A `BatchIterator` over `make_dataset()`, which returns the same stream every time.
+  """A resumable `BatchIterator` over `make_dataset()`, which returns the same stream every time.
+
+  Its state is the position of tf.data and its buffers, as bytes. TensorFlow cannot save the
+  position of a pipeline that runs Python code (`from_generator`, `py_function`) or draws random
+  numbers without a stateless seed. The state of such a pipeline is the number of batches taken, and
+  a restart reads those batches again.
 
   Args:
     make_dataset: returns the dataset of batches.

@@ -1,8 +1,9 @@
 """Reads batches of rows packed by `python -m t5x_gpu.prepare`: `prepared:DIR`, through Grain.
 
-The global batch at step t is a function of (data, rates, seed, t). Seeking to any step is
-immediate, and each process reads only the rows for its devices. Imports neither TensorFlow nor
-SeqIO.
+The global batch at step t is a function of (data, rates, seed, t): `mixed_rows` orders the rows, so
+seeking to any step is immediate. Every process has the global batch, but `LazyBatch` reads only the
+rows for its devices. `check_model` refuses rows that do not fit the model or the config. Imports
+neither TensorFlow nor SeqIO.
 """
 
 import collections
@@ -40,8 +41,6 @@ from t5x_gpu.runtime.machine import versions
 from t5x_gpu.storage.json_schema import Fields, Whole
 
 _log = logging.getLogger(__name__)
-
-# Checks that prepared rows fit the model and the config of a run.
 
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
@@ -139,17 +138,15 @@ def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
   return dict(bounds)
 
 
-# A global batch whose rows are read on access.
-#
-# Every process has the global batch but accesses only the rows for its devices
-# (`Layout.put_batch`), so other rows are never read. Using an array as a whole reads all rows.
-
 # Reads the rows with these numbers into the arrays of the batch.
 ReadRows = Callable[[Sequence[int], dict[str, np.ndarray]], None]
 
 
 class LazyBatch:
-  """The rows of one batch, read as needed.
+  """The rows of one global batch, read on access.
+
+  A process accesses only the rows for its devices (`Layout.put_batch`), so other rows are never
+  read. Using an array as a whole reads all rows.
 
   Args:
     spec: shapes and dtypes.
@@ -216,11 +213,6 @@ class LazyArray(NDArrayOperatorsMixin):
     return getattr(self.__array__(), name)
 
 
-# The order of rows: a pure function of (tasks, rates, seed, row number).
-#
-# Tasks are interleaved as evenly as their rates allow. Each task starts over, in another order,
-# when it is exhausted, independently of the others.
-
 ENDLESS = 2**62
 _UNITS = 2**40  # rates are multiples of 1 / _UNITS
 _RATES = 'DatasetConfig.mixture_rates'
@@ -263,6 +255,9 @@ def mixed_rows(
   repeat: bool,
 ) -> grain.MapDataset:
   """Returns the rows in training order (endless) or evaluation order (each row once).
+
+  Tasks are interleaved as evenly as their rates allow. In training, each task starts over, in
+  another order, when it is exhausted, independently of the others.
 
   Args:
     tasks: name -> its rows, in the order of the files.

@@ -3,6 +3,8 @@
 DIR/train/index.json                              written last: without it the split is unfinished
 DIR/train/TASK/00003-of-00016.arrayrecord         packed rows, see shard_writer.py
 DIR/train/.unfinished/                            while `prepare` works on it
+
+`read_index` reads it; `check_shards` compares the shards with its digests.
 """
 
 import collections
@@ -306,8 +308,6 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       docs='data.md',
     ) from e
 
-
-# Checks that the shards of a prepared split are still the files that `prepare` wrote.
 
 _SAMPLED_SHARDS = 32  # number of shards whose samples are compared when training opens the data
 _THREADS = 16

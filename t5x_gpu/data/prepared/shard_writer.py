@@ -1,4 +1,4 @@
-"""Writes a shard of rows, which appears only when it is complete; defines the format of a row.
+"""A shard of packed rows: the format of a row, statistics of rows, and writing the file.
 
 A record holds the features of a row in the order of the names in `index.json`, each as
 
@@ -9,6 +9,8 @@ A record holds the features of a row in the order of the names in `index.json`, 
 Segment ids and weights take one byte each, positions and most vocabularies two. ArrayRecord
 compresses every record separately (zstd), so any record can be read alone. Input tokens, which
 repeat the targets shifted by one, take almost no space after compression. Reading needs only numpy.
+
+A shard appears only when it is complete.
 """
 
 import collections
@@ -31,8 +33,6 @@ from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.storage.files import write_atomically
-
-# Statistics of packed rows (examples, padding, lengths), and rows and targets as text.
 
 
 @dataclasses.dataclass(frozen=True)

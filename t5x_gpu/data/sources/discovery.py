@@ -1,4 +1,8 @@
-"""Finds the files with documents: files that match a pattern, or the standard library."""
+"""The files of a source: which files a pattern matches, and their digests. No TensorFlow.
+
+`matching_files` returns each real file once, also with loops of symbolic links.
+`standard_library_files` returns Python source. `sample_digest` and `fingerprint` identify content.
+"""
 
 import glob
 import hashlib
@@ -10,9 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from t5x_gpu.errors import DataError, listed, task_error
-from t5x_gpu.storage import files as files_lib
-
-# Digests of files, and file names relative to a common folder. No TF.
+from t5x_gpu.storage.files import is_missing, reason_of, remedy
 
 _BLOCK_BYTES = 4096
 
@@ -46,8 +48,6 @@ def sample_digest(path: str | os.PathLike, *, num_blocks: int = 16) -> str:
   return digest.hexdigest()
 
 
-# Finds the files that a pattern matches, each real file once, also with symbolic link loops.
-
 _LISTED = 3
 log = logging.getLogger(__name__)
 _Inode = tuple[int, int]  # device and number
@@ -58,8 +58,7 @@ _LOST_AND_FOUND = 'lost+found'
 def unreadable(path: str, e: OSError) -> DataError:
   """Returns the error for a file or folder that cannot be opened or read now."""
   return task_error(
-    f'{path} cannot be read: {files_lib.reason_of(e)}.',
-    fix=f'{files_lib.remedy(e)}\nOr leave it out of the pattern.',
+    f'{path} cannot be read: {reason_of(e)}.', fix=f'{remedy(e)}\nOr leave it out of the pattern.'
   )
 
 
@@ -147,7 +146,7 @@ def _mode(path: str | os.PathLike) -> int:
   try:
     return os.stat(path).st_mode
   except OSError as e:
-    if not files_lib.is_missing(e):
+    if not is_missing(e):
       raise unreadable(os.fspath(path), e) from e
     return 0
 

@@ -7,6 +7,10 @@ multi_label:jsonl:topics.jsonl                                    columns text, 
 token_classification:jsonl:conll/*.jsonl                          columns tokens, tags (lists)
 regression:csv:essays.csv#text=essay,label=grade                  columns text, label (a number)
 sentence_pairs:csv:pairs.csv                        columns anchor, positive, negative or score
+
+`parse` returns the reader of such a spelling; `labelled_texts` returns all rows by split. Labelled
+data is small compared to pretraining text (IMDb: 66 MB), so it is read and checked in full at
+startup: an invalid row is reported immediately, with file, line and column, not in the third epoch.
 """
 
 import dataclasses
@@ -31,15 +35,11 @@ from t5x_gpu.data.sources.rows import NAME, limited_lines, open_text, split_colu
 from t5x_gpu.errors import DataError, did_you_mean, first_line, listed
 from t5x_gpu.storage.files import is_missing
 
-# Parses a field of a row as a text, a label, labels or a number.
-#
-# Errors (DataError) name the row and the column.
-
 LARGEST_SCORE = 200_000  # in ten-thousandths, fits into 4 bytes
 _SEPARATOR = ','  # between the labels in a field of .csv and .tsv
 
 
-def refuse(what: str, *, fix: str) -> NoReturn:
+def _refuse_field(what: str, *, fix: str) -> NoReturn:
   raise DataError(what, fix=fix, parameters=NAME, docs='tasks.md#your-own-classification-data')
 
 
@@ -50,7 +50,7 @@ def cell_listed(value: Any, column: str, where: str) -> list[Any]:
     return [name for name in value.split(_SEPARATOR) if name.strip()]
   if isinstance(value, list):
     return value
-  refuse(
+  _refuse_field(
     f'{where} has {str(value)[:40]} in {column!r}, which is not a list of labels.',
     fix='Write a list of names; in .csv and .tsv, names separated by commas. An empty list is a '
     'row without a label.',
@@ -61,9 +61,9 @@ def cell_text(value: Any, column: str, where: str) -> str:
   """Returns a non-empty text."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or isinstance(value, str) and not value.strip():
-    refuse(f'{where} has no text in {column!r}.', fix='Fill it in, or remove the row.')
+    _refuse_field(f'{where} has no text in {column!r}.', fix='Fill it in, or remove the row.')
   if not isinstance(value, str):
-    refuse(
+    _refuse_field(
       f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
       fix='Name the columns after the pattern: #text=COLUMN,label=COLUMN.',
     )
@@ -75,7 +75,7 @@ def _checked(value: str, column: str, where: str) -> str:
   try:
     value.encode()
   except UnicodeEncodeError as e:
-    refuse(
+    _refuse_field(
       f'{where} has half of a surrogate pair in {column!r}, which is not a character: {e}.',
       fix='Correct or remove that row.',
     )
@@ -86,7 +86,7 @@ def cell_label(value: Any, column: str, where: str) -> str:
   """Returns the name of a class: words unchanged, whole numbers as digits, true or false."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or value != value or isinstance(value, str) and not value.strip():  # NaN
-    refuse(
+    _refuse_field(
       f'{where} has no label in {column!r}.',
       fix='Fill it in, or remove the row. Leave files without labels out of the pattern.',
     )
@@ -96,7 +96,7 @@ def cell_label(value: Any, column: str, where: str) -> str:
     return str(value).lower()
   if isinstance(value, int) or isinstance(value, float) and value.is_integer():
     return str(int(value))
-  refuse(
+  _refuse_field(
     f'{where} has {str(value)[:40]} in {column!r}; a class is a word or a whole number.',
     fix='Choose the column with the classes, or turn its values into classes.',
   )
@@ -110,7 +110,7 @@ def cell_score(value: Any, column: str, where: str, *, least: int = 0) -> str:
   except (TypeError, ValueError, OverflowError):
     number = math.nan
   if not least <= number <= LARGEST_SCORE:  # NaN fails
-    refuse(
+    _refuse_field(
       f'{where} has {str(value)[:40]!r} in {column!r}, not a number from {least:,} to '
       f'{LARGEST_SCORE:,}.',
       fix='Correct it, or scale all numbers.'
@@ -120,12 +120,6 @@ def cell_score(value: Any, column: str, where: str, *, least: int = 0) -> str:
   return str(round(number * SCORE_UNIT))
 
 
-# Labelled texts by split, from rows of files; errors name file and line. No TF.
-#
-# A labelled data set is small compared to pretraining text (IMDb: 66 MB), so it is read and checked
-# in full at startup: an invalid row is reported immediately, not in the third epoch.
-
-_NAME = ('DatasetConfig.mixture_or_task_name',)
 # Word in a file name -> split of the file.
 _SPLIT_WORDS = {
   'train': 'train',
@@ -175,7 +169,7 @@ class LabelledTexts:
 
 
 def _refuse(what: str, *, fix: str) -> NoReturn:
-  raise DataError(what, fix=fix, parameters=_NAME)
+  raise DataError(what, fix=fix, parameters=NAME)
 
 
 def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
@@ -494,16 +488,16 @@ class LabelledReader:
         for values, columns, where in self._records(path)
       ]
     except UnicodeDecodeError as e:
-      refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
+      _refuse_field(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
     except (OSError, EOFError, pa.ArrowException) as e:
       if isinstance(e, OSError) and not is_missing(e):
         raise unreadable(path, e) from e
-      refuse(
+      _refuse_field(
         f'{path} cannot be read as {self.form}: {first_line(e)[:200]}.',
         fix='Get the file again, or leave it out of the pattern.',
       )
     if not rows:
-      refuse(f'{path} has no rows.', fix='Give files with one row per example.')
+      _refuse_field(f'{path} has no rows.', fix='Give files with one row per example.')
     return rows
 
   def _records(self, path: str) -> Iterator[tuple[Mapping[str, Any], LabelColumns, str]]:
@@ -527,7 +521,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
   (text, label), more = KINDS[kind].usual[0], KINDS[kind].more
   form, _, rest = spelled.partition(':')
   if form not in FORMS or not rest:
-    refuse(
+    _refuse_field(
       f'{kind}:{spelled[:80]} does not name the form of the files.' + did_you_mean(form, FORMS),
       fix=f'Write {kind}:FORM:PATTERN, where FORM is {", ".join(FORMS)}.',
     )
@@ -542,7 +536,7 @@ def parse(spelled: str, *, kind: str = 'classification') -> tuple[LabelledReader
     or len(set(named.values())) != len(named)
   ):
     wrong = next((name for name in named if name not in names), '')
-    refuse(
+    _refuse_field(
       f'#{",".join(map("=".join, chosen))}'
       + f' does not choose a {text} and a {label}.'.replace(' a a', ' an a')
       + (did_you_mean(wrong, names) if wrong else ''),
@@ -568,7 +562,7 @@ def _columns(
   for name in chosen.names:
     if (count := list(names).count(name)) != 1:
       have = ', '.join(listed(list(map(repr, names)), 20))
-      refuse(
+      _refuse_field(
         f'{where} has '
         + (f'no column {name!r}' if not count else f'{count} columns {name!r}')
         + f': it has {have or "none"}.'
@@ -603,12 +597,12 @@ def _tagged_words(values: Mapping[str, Any], columns: LabelColumns, where: str) 
   words, tags = values[columns.text], values[columns.label]
   for found, column in ((words, columns.text), (tags, columns.label)):
     if not isinstance(found, list) or not found:
-      refuse(
+      _refuse_field(
         f'{where} has {str(found)[:40]!r} in {column!r}, not a list with an item per word.',
         fix='Write {"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}, as jsonl or Parquet.',
       )
   if len(words) != len(tags):
-    refuse(
+    _refuse_field(
       f'{where} has {len(words)} words in {columns.text!r} and {len(tags)} tags in '
       f'{columns.label!r}.',
       fix='Give each word one tag.',
@@ -632,7 +626,7 @@ def _csv(path: str, columns: Optional[LabelColumns], kind: str, *, form: str) ->
   names: list[str] = []
   for fields, where, _ in csv_records(path, form):
     if isinstance(fields, DataError):
-      refuse(fields.what, fix=fields.fix)
+      _refuse_field(fields.what, fix=fields.fix)
     if names and fields:
       yield dict(zip(names, fields)), where
     elif fields:
@@ -649,7 +643,7 @@ def _jsonl(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[_R
         try:
           record = json_object(line, where=where)
         except DataError as e:
-          refuse(e.what, fix=e.fix)
+          _refuse_field(e.what, fix=e.fix)
         yield record, where
 
 
@@ -657,7 +651,7 @@ def _parquet(path: str, columns: Optional[LabelColumns], kind: str) -> Iterator[
   chosen = _columns(PARQUET.columns(path), columns, kind, path)
   for record, where in parquet_records(path, chosen.names):
     if isinstance(record, DataError):
-      refuse(record.what, fix=record.fix)
+      _refuse_field(record.what, fix=record.fix)
     yield record, where
 
 

@@ -1,4 +1,9 @@
-"""Reads rows of TFRecord and ArrayRecord files: tf.train.Examples, or a text per ArrayRecord."""
+"""Readers of files for tf.data, whose position can be saved.
+
+`BlockReader` reads rows of any `FileForm`; `TFRECORD` and `ARRAYRECORD` are the forms with
+tf.train.Examples, or a text per ArrayRecord. `Utf8Reader` reads plain text by `read_spans` or
+`read_lines`, and refuses text that is not UTF-8.
+"""
 
 import collections
 import itertools
@@ -190,13 +195,6 @@ TFRECORD = FileForm('tfrecord', _tfrecord_columns, _tfrecord_rows)
 ARRAYRECORD = FileForm('arrayrecord', _arrayrecord_columns, _arrayrecord_rows)
 
 
-# A tf.data reader for any form of file, with a position that can be saved.
-#
-# Reads blocks of rows by number.
-#
-# A Python call per row is slow, and a Python generator cannot be saved. So Python reads a block of
-# 256 rows by its number and keeps the file open for the next block; TensorFlow saves the number.
-
 ROWS_PER_BLOCK = 256
 # Several iterators (a check, training, evaluation) may read a source concurrently, 32 files each.
 _MAX_OPEN = 128
@@ -217,6 +215,9 @@ DOCUMENT_END = 'document_end'
 
 class BlockReader:
   """A reader for `DocumentSource`: {feature: text, 'document_end': True} of each row.
+
+  A Python call per row is slow, and a Python generator cannot be saved. So Python reads a block of
+  256 rows by its number and keeps the file open for the next block; TensorFlow saves the number.
 
   Args:
     form: form of the files.
@@ -336,8 +337,6 @@ class BlockReader:
         self.damage.end_of_file(path, num_records=at)
         return
 
-
-# tf.data readers of plain text files; they refuse text that is not UTF-8.
 
 # Matches exactly the bytes that `bytes.decode` accepts: RE2 rejects surrogates and overlong forms.
 _UTF8 = r'[\x{0}-\x{d7ff}\x{e000}-\x{10ffff}]*'

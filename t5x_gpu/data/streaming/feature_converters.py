@@ -1,6 +1,7 @@
-"""Feature converters by name, from SeqIO and t5x_gpu.
+"""Feature converters by name, from SeqIO and t5x_gpu, and the rows that they make (`model_rows`).
 
-`t5x_gpu.data.features` describes their results without TF.
+Here are converters of encoders (rows with labels, with tags, with sets of texts, or masked), of
+conversations and of preferences. `t5x_gpu.data.features` describes their results without TF.
 """
 
 import functools
@@ -13,8 +14,6 @@ from t5x_gpu.data.features import DECODER_INPUTS, LOSS_MASK, PAIR_PLACES
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import never_gives_zero, text_may_have_zero
 from t5x_gpu.errors import DataError
-
-# Feature converters of encoders: rows with labels, with tags, with sets of texts, or masked.
 
 TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
 _NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)

@@ -1,4 +1,8 @@
-"""Finds the SeqIO Task or Mixture that a DatasetConfig names, and checks it against the model."""
+"""Finds the SeqIO Task or Mixture that a DatasetConfig names (`lookup`), and checks it (`check`).
+
+`examples` opens its examples. `class_names` and `class_numbers` describe its classes, which a model
+may number differently.
+"""
 
 import dataclasses
 import importlib
@@ -35,8 +39,6 @@ from t5x_gpu.errors import (
   listed,
   task_error,
 )
-
-# The classes of a task: their names, and their numbers in the model.
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'

@@ -1,4 +1,8 @@
-"""Prompts of SeqIO tasks, and text <-> ids with their vocabularies: `data_module.PromptText`."""
+"""Text <-> ids with a task's vocabularies, for prompts and for texts to classify.
+
+`prompt_text` serves generative models (see `data_module.PromptText`), `class_text` classifiers: it
+encodes with special tokens and truncation as in training.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,8 +191,6 @@ def prompt_text(
   check_fits(text.name, text.size, model_vocab_size=model_vocab_size)
   return text
 
-
-# Encodes texts to classify, with special tokens and truncation as in training.
 
 # Field of a prompt with the second text of a pair.
 TEXT2 = 'text2'

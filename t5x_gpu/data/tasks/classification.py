@@ -13,7 +13,8 @@
 
 Their features are 'inputs' [length] and 'label' [], whose vocabulary has the class names, or
 'labels' [number of labels], or 'score' [] in ten-thousandths. Pairs of texts also have
-'token_types' [length]: 0 for the first text, 1 for the second.
+'token_types' [length]: 0 for the first text, 1 for the second. The preprocessors `frame_*` make
+these features of texts, pairs of texts and words; `python_snippets` cuts the standard library.
 """
 
 import dataclasses
@@ -24,8 +25,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.data import features as features_lib
-from t5x_gpu.data.features import SCORE_UNIT
+from t5x_gpu.data.features import SCORE_UNIT, TOKEN_TYPES
 from t5x_gpu.data.sources import discovery, labelled, seqio_sources
 from t5x_gpu.data.sources.discovery import standard_library_files
 from t5x_gpu.data.sources.labelled import LabelledTexts
@@ -33,10 +33,6 @@ from t5x_gpu.data.tasks import builtin, objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id
 from t5x_gpu.errors import DataError, task_error
-
-# Snippets of the standard library, labelled by package: real text available on every machine.
-#
-# Names, idioms and comments reveal the package. Training never sees the files of validation.
 
 # The 16 largest packages with several files, in Python 3.11 and later, on every distribution
 # (Debian has separate packages for tkinter, lib2to3 and distutils). Sorted by class number.
@@ -124,6 +120,8 @@ def package_files() -> dict[str, list[str]]:
 def python_snippets() -> LabelledTexts:
   """Returns snippets of `PACKAGES` by split; each file is in one split.
 
+  Names, idioms and comments reveal the package.
+
   Raises:
     DataError: the interpreter's packages are not in source form.
   """
@@ -146,8 +144,6 @@ def _texts(path: str) -> Sequence[str]:
     # A line that is longer than a snippet may be cut inside a character.
     return [piece.decode(errors='replace') for piece in snippets_of(f.read())]
 
-
-# Preprocessors that make rows of an encoder from texts, pairs of texts and words.
 
 TAGS = 'tags'  # feature of token classification
 
@@ -189,7 +185,7 @@ def frame_pairs(
     return {
       'inputs': inputs,
       **_labels(x),
-      features_lib.TOKEN_TYPES: tf.concat(
+      TOKEN_TYPES: tf.concat(
         [tf.zeros([tf.size(inputs) - num_second], tf.int32), tf.ones([num_second], tf.int32)], 0
       ),
     }

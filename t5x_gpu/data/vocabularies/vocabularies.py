@@ -1,4 +1,7 @@
-"""Vocabularies by name, their special ids, and text <-> ids."""
+"""Vocabularies by name (`named_vocabulary`), their special ids, and text <-> ids.
+
+`HashedWordsVocabulary` works without a file or training.
+"""
 
 import dataclasses
 import hashlib
@@ -12,11 +15,6 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
 
-# A vocabulary without a file or training: every word is hashed into one of N ids.
-#
-# Useful for small models and a first look at new data: a word takes one position instead of about
-# five bytes. The ids cannot be decoded back to text.
-
 # Ids 0 and 1 are padding and end of text; every word has an id, so there is no unknown id.
 EOS_ID, NUM_SPECIAL = 1, 2
 # A run of letters, a run of digits, or a single other mark; in the syntax of RE2 (TF).
@@ -26,7 +24,9 @@ _PIECE = r'([\pL\pM]+|\pN+|[^\s\pL\pM\pN])'
 class HashedWordsVocabulary(seqio.Vocabulary):
   """Words, numbers and punctuation marks -> ids 2 to `num_words` + 1, by a hash that never changes.
 
-  Different words may share an id. Case matters, white space does not.
+  Useful for small models and a first look at new data: a word takes one position instead of about
+  five bytes. Different words may share an id, so ids cannot be decoded back to text. Case matters,
+  white space does not.
 
   Args:
     num_words: number of ids for words.
