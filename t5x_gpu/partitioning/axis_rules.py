@@ -4,7 +4,7 @@
 Both use the names in `AXES`. The active `AxisRules` (the sum of the rules of all parallelism files)
 map a name to the mesh axes that split it. An unknown name, two dimensions on one mesh axis, and a
 size that does not divide are errors. Flax's own rules accept all three silently and then train
-replicated.
+replicated. `on_own_part` calls kernels that the compiler cannot split, each device on its own part.
 """
 
 import contextlib
@@ -282,7 +282,7 @@ def is_named(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FsdpDim:
-  """The axis of an array that `fsdp` splits, and its true size (arrays/fsdp_dims.py)."""
+  """The axis of an array that `fsdp` splits, and its true size (`fsdp.choose_dim`)."""
 
   name: str
   size: int
@@ -334,17 +334,14 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
   )
 
 
-# Calls of kernels that the compiler cannot split: each device computes its own part.
-#
-# Along mesh axes that are already manual (partitioning/region.py), arrays are local. The
-# other axes, usually only `model`, are automatic: XLA would gather every argument of a kernel on
-# every device. In attention, rows and heads are independent, so each part can be computed alone.
-
-
 def on_own_part(
   function: Callable[..., Any], names: Sequence[Optional[Names]], out_names: Any
 ) -> Callable[..., Any]:
   """Returns `function` of whole arrays as a function that each device computes on its parts.
+
+  Along mesh axes that are already manual (region.py), arrays are local. The other axes, usually
+  only `model`, are automatic: XLA would gather every argument of a kernel on every device. In
+  attention, rows and heads are independent, so each part can be computed alone.
 
   Call it only where it is not differentiated: in the two functions of a `jax.custom_vjp`. Results
   are marked as varying over all manual axes, because kernels lose the marks.

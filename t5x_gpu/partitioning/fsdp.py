@@ -1,17 +1,21 @@
 """Fully sharded data parallelism (ZeRO): also splits optimizer state, gradients and parameters.
 
 What is split: `batch` of activations over `fsdp`. `zero_stage` adds `embed` (or another dimension,
-see fsdp_dims.py) of
+see `choose_dim`) of
  1. the optimizer state: gradients are reduce-scattered once per step, the updated parameters
     gathered once;
  2. and gradients: each layer's are reduce-scattered as soon as the backward pass has them;
-  3. and parameters: each layer's are gathered before use, forward and again backward.
+ 3. and parameters: each layer's are gathered before use, forward and again backward.
 What moves, per device and step, for P bytes of parameters over n devices: (n - 1) / n x 2 P for
 stages 1 and 2 (like plain data parallelism), x 3 P for stage 3. The number of microbatches does not
 matter: stages 2 and 3 take all of them through a layer together (training/train_step.py). In a
 pipeline, stage 3 gathers the parameters of a stage once per step; stored parameters stay split.
 When: parameters and optimizer state do not fit on one GPU. Try it before tensor parallelism.
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
+
+The parts, in order: the dimension that `fsdp` splits and its padding; collectives along a manual
+axis (`all_gather`, `psum_scatter`, `psum`), also in bfloat16; rules and traffic; parameters inside
+the region (`Split`, `whole`), whose gradients the backward pass reduces.
 """
 
 import contextlib
@@ -39,17 +43,6 @@ def own_table(names: AxisNames, table: Table) -> Table:
   return {**others, names.fsdp.name: (*others.get(names.fsdp.name, ()), 'fsdp')}
 
 
-# The dimension of each array that `fsdp` splits, on any number of devices.
-#
-# `fsdp` splits `embed` if its size divides. Otherwise it splits the first dimension of `OTHERS`
-# that divides and that no other mesh axis splits. If there is none, `embed` is padded with zeros to
-# the next multiple. A dimension is never split over both `fsdp` and `model`: a device would gather
-# interleaved parts of its share over `model`. Arrays without `embed` (biases of heads) stay whole
-# on every device.
-#
-# Only arrays in memory are padded. Optimizers, models and checkpoints see the true shapes, so
-# checkpoints do not depend on the number of devices.
-
 AXIS = 'fsdp'
 OTHERS = ('mlp', 'vocab', 'heads', 'kv_heads', 'kv')
 # Factor of `fsdp` over which an array that must not be padded is repeated.
@@ -59,7 +52,13 @@ COPIES = 'fsdp_copies'
 def choose_dim(
   names: AxisNames, shape: Sequence[int], *, rules: AxisRules, mesh_shape: Mapping[str, int]
 ) -> AxisNames:
-  """Returns `names` with the dimension that `fsdp` splits, chosen as described above.
+  """Returns `names` with the dimension that `fsdp` splits, on any number of devices.
+
+  This is `embed` if its size divides. Otherwise it is the first dimension of `OTHERS` that divides
+  and that no other mesh axis splits. If there is none, `embed` is padded with zeros to the next
+  multiple. A dimension is never split over both `fsdp` and `model`: a device would gather
+  interleaved parts of its share over `model`. Arrays without `embed` (biases of heads) stay whole
+  on every device.
 
   Args:
     names: axis names of an array of parameters or optimizer state.
@@ -87,6 +86,9 @@ def choose_dim(
 @dataclasses.dataclass(frozen=True)
 class Padding:
   """Zeros at the end of one dimension of an array.
+
+  Only arrays in memory are padded. Optimizers, models and checkpoints see the true shapes, so
+  checkpoints do not depend on the number of devices.
 
   Attributes:
     dim: counted from the last one (-1), because a scan removes the first.
@@ -229,22 +231,10 @@ def _size(num_bytes: float) -> str:
   return show(num_bytes, GiB='.2f', MiB='.3g')
 
 
-# Collectives along a manual axis, for arrays that may also be split over `model`.
+# Collectives along a manual axis. The arrays may also be split over `model`, which is automatic in
+# the region: XLA would first gather all parts on every device; here each part is sent alone. Call
+# these only where they are not differentiated: in the two functions of a `jax.custom_vjp`.
 #
-# `model` is automatic in the region (partitioning/region.py). For an array that is split
-# over an automatic axis, XLA would first gather all parts on every device; here each part is sent
-# alone. Call these only where they are not differentiated: in the two functions of a
-# `jax.custom_vjp`.
-#
-# Terms of a sum can be sent in bfloat16. NCCL adds bfloat16 data in bfloat16, and rounds at each
-# hop of a ring (ncclAllReduce takes one datatype, https://docs.nvidia.com/deeplearning/nccl/user-
-# guide/docs/api/colls.html). Here an all-to-all brings the terms of a device's part together, and
-# the device adds them in float32. An all-reduce then gathers the rounded sums. This sends as many
-# values as a ring. Each term is rounded once, by at most 2^-8 of its value; the sum of an all-
-# reduce is rounded once too, equally on all devices. Over several hosts, the devices of a host
-# first add their terms, so that as many values cross the network as in a ring; the hosts' sums are
-# rounded once more.
-
 # Part of the names of operations that send gradients in bfloat16.
 SCOPE = 'gradients_in_bfloat16'
 
@@ -252,6 +242,14 @@ SCOPE = 'gradients_in_bfloat16'
 @dataclasses.dataclass(frozen=True)
 class InBfloat16:
   """Settings for gradients sent in bfloat16: which devices share a host.
+
+  NCCL adds bfloat16 data in bfloat16, and rounds at each hop of a ring (ncclAllReduce takes one
+  datatype, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html). Here an
+  all-to-all brings the terms of a device's part together, and the device adds them in float32. An
+  all-reduce then gathers the rounded sums. This sends as many values as a ring. Each term is
+  rounded once, by at most 2^-8 of its value; the sum of an all-reduce is rounded once too, equally
+  on all devices. Over several hosts, the devices of a host first add their terms, so that as many
+  values cross the network as in a ring; the hosts' sums are rounded once more.
 
   Attributes:
     inside: (mesh axis, size of its part inside a host) for each axis that crosses hosts.
@@ -430,7 +428,7 @@ class Dims:
     model: dimension that `model` splits, or None.
     padding: zeros that make the parts equal, or None.
     sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
-    ahead: whether the loop over layers communicates one layer ahead (layer_loop.py).
+    ahead: whether the loop over layers communicates one layer ahead (overlap.py).
     sent: how the gradient is sent in bfloat16; None to send float32.
   """
 
@@ -490,8 +488,8 @@ class Split:
     earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
       over `dims.sums`; None if there are no earlier microbatches.
     first: for a stack of layers, a port [of the whole parameter of one layer] that takes the
-      gradient of the first layer before it is reduced (first_layer.py); its value is never read.
-      None to reduce the first layer's gradient like the other layers' gradients.
+      gradient of the first layer before it is reduced (`region.with_ports`); its value is never
+      read. None to reduce the first layer's gradient like the other layers' gradients.
   """
 
   part: jax.Array

@@ -1,7 +1,8 @@
 """The size of each mesh axis, and the part of it inside a host.
 
 `resolve_mesh_sizes` is a pure function of the topology and the user's settings, so a laptop can
-compute the mesh of 24 hosts. `mesh` arranges devices by these sizes.
+compute the mesh of 24 hosts. `Problems` collects what is wrong with sizes: the sizes, their rule
+and what to set. `mesh` arranges devices by these sizes.
 
 As in T5X, *ici* is the part of an axis inside a host (NVLink) and *dcn* the part across hosts
 (network): the size of an axis is ici * dcn.
@@ -14,8 +15,6 @@ from typing import Any, Optional
 
 from t5x_gpu.errors import MeshError, Problem, did_you_mean
 from t5x_gpu.runtime.topology import Topology
-
-# Problems with mesh sizes: the sizes, their rule, and what to set.
 
 
 class Problems(list[Problem]):

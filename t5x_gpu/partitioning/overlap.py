@@ -6,7 +6,8 @@ layer waits for a collective; each collective overlaps with the matmuls of a who
 is the memory of one layer's gathered parameters and one layer's gradients, in the compute dtype.
 
 JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
-seldom move a collective to another iteration, so the backward loop is written out here.
+seldom move a collective to another iteration, so the backward loop is written out here. `run` is
+the loop, `LayerStep` one layer with its residuals and its backward pass.
 """
 
 import contextlib
@@ -23,8 +24,6 @@ from jax.extend.core import jaxpr_as_fun
 
 from t5x_gpu.partitioning import fsdp, quantized
 from t5x_gpu.partitioning.axis_rules import varying
-
-# One layer of the loop over layers, on flat arrays: its residuals and its backward pass.
 
 
 class LayerStep:
@@ -200,7 +199,7 @@ class _Kept:
     stored: residuals [layers - 1, ...] of all layers but the last.
     stored_last, ahead_last: residuals and gathered weights of the last layer.
     has_port: per trained leaf: whether its first layer's gradient goes through a port
-      (first_layer.py).
+      (`region.with_ports`).
     after_trained: per parameter of `UsedAfter`: whether it is differentiated.
     shared_tree: tree structure of `shared`.
   """

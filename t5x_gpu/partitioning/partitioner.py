@@ -140,7 +140,7 @@ class Partitioner:
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one: parameters are gathered and gradients reduced once per step; layers are recomputed.
       'microbatch' gathers and reduces for each microbatch, and keeps the activations of one.
-    overlap_layers: communicate for a layer while another one computes (layer_loop.py).
+    overlap_layers: communicate for a layer while another one computes (overlap.py).
     gradient_dtype: 'bfloat16' sends gradients with half the bytes and still adds in float32.
     sequence_parallel: split norms, dropout and residuals over `model` by position.
     context: parts of the length of a sequence.
@@ -357,5 +357,5 @@ class Partitioner:
 
 
 def _without_fsdp(table: Table) -> Table:
-  """Returns `table` without `fsdp`, which splits arrays of any size (fsdp_dims.py)."""
+  """Returns `table` without `fsdp`, which splits arrays of any size (`fsdp.choose_dim`)."""
   return {name: tuple(axis for axis in axes if axis != 'fsdp') for name, axes in table.items()}

@@ -15,9 +15,9 @@ A model with two stacks (encoder and decoder) passes the stages twice: each stag
 both, and microbatches run all encoder layers first. This needs 'gpipe' or 'circular', and at least
 as many microbatches as stages.
 
-The functions below run inside `jax.shard_map` with `stage` manual and every array varying over
-`varying_axes`. Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (PipeDream-flush as 1F1B,
-and interleaved stages), arXiv:2104.04473.
+`value_and_grad` and `forward` run inside `jax.shard_map` with `stage` manual and every array
+varying over `varying_axes`. Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021
+(PipeDream-flush as 1F1B, and interleaved stages), arXiv:2104.04473.
 """
 
 import dataclasses
@@ -47,7 +47,17 @@ from t5x_gpu.partitioning.pipeline_schedules import (
   traffic_per_step,
 )
 
-# Shared by the schedules of `pipeline_parallel`: the model's parts, and sends between stages.
+__all__ = [
+  'SCHEDULES',
+  'Pieces',
+  'bubble_fraction',
+  'check',
+  'forward',
+  'layer_order',
+  'rules',
+  'traffic_per_step',
+  'value_and_grad',
+]
 
 Tree = Any
 AXIS = 'stage'
@@ -207,20 +217,15 @@ def where(condition: Any, a: Tree, b: Tree) -> Tree:
   return jax.tree.map(functools.partial(jnp.where, condition), a, b)
 
 
-# Gradients of a stage's layers, summed over devices while its last backward tick computes.
-#
-# Every tick contributes to the gradients of layers. After the last tick, in which stage 0 works
-# alone, the network would sum all gradients with no computation left to hide it. So the last tick
-# adds the gradients of earlier ticks, and sums each layer's gradients while it computes the next
-# layer (layer_loop.py).
-#
-# All stages compute the last tick, so that all send the same arrays at the same time. The other
-# stages discard their results; they would wait for stage 0 anyway.
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerSums:
-  """How the last tick reduces gradients.
+  """How the last backward tick sums the gradients of layers over devices while it computes.
+
+  Every tick contributes to the gradients of layers. After the last tick, in which stage 0 works
+  alone, the network would sum all gradients with no computation left to hide it. So the last tick
+  adds the gradients of earlier ticks, and sums each layer's gradients while it computes the next
+  layer (overlap.py). All stages compute the last tick, so that all send the same arrays at the same
+  time. The other stages discard their results; they would wait for stage 0 anyway.
 
   Attributes:
     dims: per parameter: how a layer's gradient is split and summed; None for parameters outside of
@@ -312,19 +317,6 @@ def last_tick(
   _, transpose = jax.vjp(output, layer_sums.inputs(params))
   found = transpose(where(stage == 0, dy, jax.tree.map(jnp.zeros_like, dy)))[0]
   return layer_sums.total(found, grads)
-
-
-__all__ = [
-  'SCHEDULES',
-  'Pieces',
-  'bubble_fraction',
-  'check',
-  'forward',
-  'layer_order',
-  'rules',
-  'traffic_per_step',
-  'value_and_grad',
-]
 
 
 def rules() -> AxisRules:

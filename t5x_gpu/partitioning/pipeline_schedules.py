@@ -1,8 +1,8 @@
-"""The timetable of a pipeline, its bubble and its traffic.
+"""The timetable of a pipeline, its bubble, its traffic, and checks of its settings.
 
 Time is counted in ticks. At the end of a tick every stage sends one activation to its neighbor. A
 unit is one microbatch in one of the stage's blocks of layers. Everything here is arithmetic that
-works on ints, NumPy arrays and traced values; `pipeline_parallel` follows the `Timetable`.
+works on ints, NumPy arrays and traced values; `pipeline.value_and_grad` follows the `Timetable`.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ class Timetable:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-  """The schedule of a pipeline; see `pipeline_parallel.value_and_grad` for the fields."""
+  """The schedule of a pipeline; see `pipeline.value_and_grad` for the fields."""
 
   schedule: str
   num_stages: int
@@ -181,8 +181,8 @@ def traffic_per_step(
     activation_bytes: bytes of a microbatch between two layers on one device, over all stacks.
     output_bytes: bytes of the part that the head reads (the last stack's); None for all bytes.
     shared_gradient_bytes: gradients of all parameters except layers, on one device.
-    sums_in_last_tick: whether the last tick is computed separately (layer_sums.py). In 1f1b it
-      has no forward pass.
+    sums_in_last_tick: whether the last tick is computed separately (`pipeline.LayerSums`). In 1f1b
+      it has no forward pass.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   if schedule == '1f1b':
@@ -197,8 +197,6 @@ def traffic_per_step(
     traffic['all-reduce'] = 2.0 * (num_stages - 1) / num_stages * shared_gradient_bytes
   return traffic
 
-
-# Checks of a pipeline's settings.
 
 # The parameters that a user sets, for errors.
 SET_BY = {

@@ -3,7 +3,8 @@
 The compiler would repeat the reduction of gradients in each iteration of a loop over microbatches,
 layers or pipeline ticks. Inside the region a device sees its own rows, positions, layers and parts
 of parameters; gradients come out unreduced and are reduced once, here. The compiler handles
-`model`, following the constraints of `shard`.
+`model`, following the constraints of `shard`; `PerDeviceCopies` keeps it from summing at each use.
+`Region` makes the parameters that a model sees and reduces their gradients.
 """
 
 import collections
@@ -23,22 +24,20 @@ from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.pipeline import LayerSums
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 
-# Copies of parameters during a step, one per device along `model`.
-#
-# The compiler handles `model` (partitioning/region.py). If every device holds a parameter
-# whole and uses it on its part of the activations, the compiler would sum its gradient at each use:
-# for every layer, microbatch and pipeline tick. With a copy per device, each copy has a local
-# gradient, and these are summed once. There are two kinds:
-#
-# - parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
-# - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
-
 _HEADS = 'kv_heads'
 
 
 @dataclasses.dataclass(frozen=True)
 class PerDeviceCopies:
-  """Makes copies of parameters, and sums their gradients.
+  """Copies of parameters during a step, one per device along `model`, and sums of their gradients.
+
+  The compiler handles `model`. If every device holds a parameter whole and uses it on its part of
+  the activations, the compiler would sum its gradient at each use: for every layer, microbatch and
+  pipeline tick. With a copy per device, each copy has a local gradient, and these are summed once.
+  There are two kinds:
+
+  - parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
+  - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
 
   Attributes:
     rules: which mesh axes split each array axis.
@@ -86,20 +85,16 @@ class PerDeviceCopies:
     ).sum(at + 1)
 
 
-# The gradients of the first layer, summed over devices after all other gradients.
-#
-# The backward pass ends with the embeddings, whose table is often the largest array of a model. If
-# the first layer's gradients were sent before the table's gradient, no matmul would be left to hide
-# the table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
-# their results. So the loop over layers (layer_loop.py) returns the first layer's gradients
-# unreduced, through ports; all others are sent while they are computed; the first layer's come
-# last.
-
-
 def with_ports(
   make: Callable[[Any], Any], parts: Any, first_stack: Any, *, axes: tuple[str, ...]
 ) -> Any:
   """Returns `make(parts)`, where parameters of the first stack have a port (`fsdp.Split.first`).
+
+  Through its port, a first layer's gradient is summed over devices after all other gradients. The
+  backward pass ends with the embeddings, whose table is often the largest array of a model. If the
+  first layer's gradients were sent before the table's gradient, no matmul would be left to hide the
+  table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
+  their results. So the loop over layers (overlap.py) returns the first layer's gradients unreduced.
 
   Args:
     make: parts -> parameters for a model, whose backward pass reduces their gradients.
@@ -189,8 +184,8 @@ class Region:
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one; 'microbatch' takes a microbatch through all layers first.
-    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py). In a
-      pipeline, only the loop of the last backward tick does (layer_sums.py).
+    overlap_layers: whether loops over layers communicate one layer ahead (overlap.py). In a
+      pipeline, only the loop of the last backward tick does (`pipeline.LayerSums`).
     sent: how gradients are sent in bfloat16; None to send float32.
   """
 
@@ -332,7 +327,7 @@ class Region:
       in_layers: whether the model calls `fsdp.whole` on each layer, so that a layer's gradients are
         summed as soon as they are known; otherwise all layers' gradients are summed together.
       first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
-        have a port (first_layer.py); None for no ports.
+        have a port (`with_ports`); None for no ports.
     """
 
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:

@@ -1,9 +1,11 @@
-"""Checks that a run fits into the memory of its devices and hosts.
+"""Checks that training, evaluation or inference fits into the memory of devices and hosts.
 
-Before compiling, the estimate is a lower bound from shapes: state, gradients, the inputs of every
-layer for one microbatch, in 16 bits, and the logits live at one time; gradients may later reuse the
-logits' memory. A run that exceeds the bound cannot work. After compiling, XLA reports the actual
-size. See docs/parallelism.md#memory.
+Before compiling, the estimate is a lower bound from shapes. A step has state, gradients, the inputs
+of every layer for one microbatch, in 16 bits, and the logits live at one time; gradients may later
+reuse the logits' memory. Evaluation and inference have the parameters, their copy if a run stores
+them in a different form from checkpoints, and keys and values of the prompts in a batch. A run that
+exceeds the bound cannot work. After compiling a step, XLA reports the actual size.
+See docs/parallelism.md#memory.
 """
 
 import dataclasses
@@ -222,18 +224,11 @@ def _bytes(tree: Any) -> int:
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-# Checks that a model fits into memory for evaluation or inference, before reading or compiling.
-#
-# Computes lower bounds from shapes: the parameters, their copy if a run stores them in a different
-# form from checkpoints, and keys and values of the prompts in a batch. For training see
-# training/memory.py.
-
-
 def check_evaluation_memory(program: Program) -> None:
   """Raises OutOfMemoryError unless the parameters fit; all processes must call it."""
   stored, saved = program.abstract_state.params, program.abstract_saved.params
   is_copied = program.is_padded or program.layout.reorders_layers
-  _check(program.layout, saved, copy=bytes_per_device(stored) if is_copied else 0)
+  _check_fits(program.layout, saved, copy=bytes_per_device(stored) if is_copied else 0)
 
 
 def check_inference_memory(
@@ -247,13 +242,13 @@ def check_inference_memory(
     generator: continues prompts; None if no text is generated.
   """
   if generator is None:
-    _check(layout, params)
+    _check_fits(layout, params)
   else:
     prompts = generator.batch_size // layout.batch_parts
-    _check(layout, params, prompts=prompts, prompt_bytes=generator.prompt_bytes)
+    _check_fits(layout, params, prompts=prompts, prompt_bytes=generator.prompt_bytes)
 
 
-def _check(
+def _check_fits(
   layout: Layout, params: Any, *, copy: int = 0, prompts: int = 0, prompt_bytes: int = 0
 ) -> None:
   """Raises OutOfMemoryError unless a device has room.
@@ -272,13 +267,13 @@ def _check(
   cache = f', keys and values of {prompts:,} prompts at least {show(more)}' if more else ''
   raise OutOfMemoryError(
     f'The parameters take {show(size)} on each of {devices}{cache}. Each has {limit}.',
-    fix=_fix(layout, limit.bytes - size, prompt_bytes),
+    fix=_how_to_fit(layout, limit.bytes - size, prompt_bytes),
     parameters=('Partitioner.fsdp', *(('DecodingConfig.batch_size',) if more else ())),
     docs='parallelism.md#memory',
   )
 
 
-def _fix(layout: Layout, room: int, prompt_bytes: int) -> str:
+def _how_to_fit(layout: Layout, room: int, prompt_bytes: int) -> str:
   """Returns what makes room: fewer prompts at one time, or parameters split further.
 
   Args:

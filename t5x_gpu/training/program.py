@@ -1,6 +1,7 @@
-"""The jitted functions of a run, and shapes and shardings of all their arrays.
+"""The jitted functions of a run, and shapes and shardings of all their arrays: `Program`.
 
-Every command that needs a model on a mesh builds a `Program`. It allocates and compiles nothing.
+Every command that needs a model on a mesh builds a `Program`, which allocates and compiles nothing.
+`StepConfig` holds the settings of a run that plan, bench and parity need, too.
 """
 
 import dataclasses
@@ -45,8 +46,6 @@ from t5x_gpu.training.train_step import (
 
 _log = logging.getLogger(__name__)
 
-# Checks of a run: its periods, and its first loss.
-
 
 def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool) -> None:
   """Raises ConfigError for microbatches if the loss of a row depends on the other rows."""
@@ -59,9 +58,6 @@ def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool)
       'devices, or set TransformerConfig.remat_policy to save memory.',
       parameters=('train.num_microbatches', 'Partitioner.stage'),
     )
-
-
-# The settings of a training step: the settings of a run that plan, bench and parity need.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -411,9 +407,6 @@ def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[
     layers_ahead=program.layout.region.layers_ahead,
   )
   return dict(applied.compile_options) or None
-
-
-# The size of a program: parameters and bytes per device.
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -1,4 +1,8 @@
-"""The state that a step changes: step count, parameters and optimizer state."""
+"""The state that a step changes: step count, parameters, optimizer state, history of FP8 scales.
+
+`Trained` splits off frozen parameters, `Fp8History` implements delayed scaling, and `StoredState`
+is the form between steps: padded where `fsdp` does not divide an array.
+"""
 
 import copy
 import dataclasses
@@ -22,15 +26,6 @@ from t5x_gpu.partitioning.region import Region
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.spikes import SpikeConfig
 
-# Delayed scaling: FP8 scales from the largest values of earlier steps.
-#
-# Every matmul in FP8 has a history. It is part of the state but not of the parameters, so the
-# optimizer, clipping, weight decay and the averaging of checkpoints ignore it. In a step the model
-# gets one number per operand (`Quantized.amax`), and the "gradient" of this number is the largest
-# value of the step: the maximum, not the sum, over microbatches and devices.
-# Source: Micikevicius et al. 2022 (FP8 formats for deep learning); NVIDIA Transformer Engine,
-# `recipe.DelayedScaling` with amax_compute_algo='max'.
-
 # Largest values of activations, kernels and gradients in the first step. A guess that is 2^10 times
 # too large costs no precision, because 8-bit values have exponents; a guess too small clips.
 _FIRST = (32.0, 4.0, 64.0)
@@ -38,10 +33,17 @@ _FIRST = (32.0, 4.0, 64.0)
 
 @dataclasses.dataclass(frozen=True)
 class Fp8History:
-  """The largest values of recent steps, [layers, Operand, length] for each kernel.
+  """Delayed scaling: the largest values of recent steps, [layers, Operand, length] per kernel.
 
-  They are stored in a tree as 'layers/mlp/wo/amax', like the kernel's path. 0 stands for a step
-  without a value.
+  Every matmul in FP8 has a history. It is part of the state but not of the parameters, so the
+  optimizer, clipping, weight decay and the averaging of checkpoints ignore it. In a step the model
+  gets one number per operand (`Quantized.amax`), and the "gradient" of this number is the largest
+  value of the step: the maximum, not the sum, over microbatches and devices.
+  Source: Micikevicius et al. 2022 (FP8 formats for deep learning); NVIDIA Transformer Engine,
+  `recipe.DelayedScaling` with amax_compute_algo='max'.
+
+  Histories are stored in a tree as 'layers/mlp/wo/amax', like the kernel's path. 0 stands for a
+  step without a value.
 
   Attributes:
     length: number of steps.
@@ -116,15 +118,12 @@ def with_amaxes(params: Any, amaxes: Any) -> Any:
   return result
 
 
-# Which parameters are trained.
-#
-# Frozen parameters have no gradient, optimizer state, update or weight decay. A model with a method
-# `is_trained(path)`, such as LoraModel, chooses; other models train all parameters.
-
-
 @dataclasses.dataclass(frozen=True)
 class Trained:
   """Which parameters are trained.
+
+  Frozen parameters have no gradient, optimizer state, update or weight decay. A model with a method
+  `is_trained(path)`, such as LoraModel, chooses; other models train all parameters.
 
   Attributes:
     is_trained: predicate on the '/'-joined path of a parameter; None trains everything.
@@ -215,12 +214,9 @@ def state_names(
   )
 
 
-# The state as a run stores it between steps: padded where `fsdp` does not divide an array.
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredState:
-  """Adds and removes the padding of a state (arrays/fsdp_dims.py), inside a traced function.
+  """Adds and removes the padding of a state (`fsdp.Padding`), inside a traced function.
 
   Attributes:
     layout: mesh and rules.

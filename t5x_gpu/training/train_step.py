@@ -1,6 +1,12 @@
 """One update: (state, batch) -> (state, metrics). A pure function, jitted by the layout.
 
-Gradients of the *summed* loss are divided once, by the weight of the whole global batch.
+Losses are sums over target tokens, so accumulation, parallelism and padding cannot change them.
+Gradients of the *summed* loss are accumulated on each device and summed over devices once per step:
+each layer's as soon as the backward pass of the last microbatch has them, so that the network works
+while other layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a
+layer before the next layer (`breadth_first_loss`). ZeRO-1 sums at the end. So does a pipeline,
+unless its last tick sums (`pipeline.LayerSums`). The sum is divided once, by the weight of the
+whole global batch.
 """
 
 import dataclasses
@@ -38,14 +44,6 @@ from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
 from t5x_gpu.training.state import Fp8History, StoredState, Trained, TrainState, with_amaxes
 
-# Gradient accumulation that takes all microbatches through a layer before the next layer.
-#
-# If each microbatch went through all layers first, split parameters (ZeRO-3) would be gathered, and
-# their gradients reduced, for every microbatch. Here both happen once per layer and step, for any
-# number of microbatches. Memory holds every layer's input for all rows, and one layer's activations
-# for one microbatch: the backward pass recomputes layers.
-# Source: Lamy-Poirier 2023 (Breadth-First Pipeline Parallelism), section 4.2.
-
 Batch = Mapping[str, jax.Array]
 
 
@@ -58,7 +56,13 @@ def breadth_first_loss(
   *,
   dropout_key: jax.Array,
 ) -> Sums:
-  """Returns the sums of `model.loss` over all microbatches.
+  """Returns the sums of `model.loss`; takes all microbatches through a layer before the next layer.
+
+  If each microbatch went through all layers first, split parameters (ZeRO-3) would be gathered, and
+  their gradients reduced, for every microbatch. Here both happen once per layer and step, for any
+  number of microbatches. Memory holds every layer's input for all rows, and one layer's activations
+  for one microbatch: the backward pass recomputes layers.
+  Source: Lamy-Poirier 2023 (Breadth-First Pipeline Parallelism), section 4.2.
 
   Args:
     model: the model; parameters are gathered in its `compute_dtype`.
@@ -123,15 +127,6 @@ def _in_float32(x: Any) -> Any:
   return x.astype(jnp.float32)
 
 
-# Gradients of the summed loss over the global batch, and the loss alone.
-#
-# Losses are sums over target tokens, so accumulation, parallelism and padding cannot change them.
-# Gradients are accumulated on each device and summed over devices once per step: each layer's as
-# soon as the backward pass of the last microbatch has them, so that the network works while other
-# layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a layer
-# before the next layer. ZeRO-1 sums at the end. So does a pipeline, unless its last tick sums
-# (layer_sums.py).
-
 # (params, amaxes, batch, dropout key) -> (gradients of the summed loss, sums, largest values).
 GradientsFn = Callable[[Any, Any, Batch, jax.Array], tuple[Any, Sums, Any]]
 
@@ -167,8 +162,8 @@ def make_gradients(
   """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
 
   `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
-  padding. The input `amaxes` set the scales of FP8 operands (fp8_history.py); the output `amaxes`
-  are from this step.
+  padding. The input `amaxes` set the scales of FP8 operands (`state.Fp8History`); the output
+  `amaxes` are from this step.
 
   Args:
     model: has `PARTS` for a pipeline or accumulation by layer.
