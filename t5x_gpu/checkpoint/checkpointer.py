@@ -97,6 +97,102 @@ class Restored:
   manifest: Manifest
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When to save and how many to keep.
+
+  Attributes:
+    period: steps between saves; the last step and an interrupted run are saved as well.
+    keep: how many of the last checkpoints are kept; None for all.
+    keep_every: checkpoints whose step is a multiple of this are kept, too.
+    keep_best: this many of the best evaluated checkpoints are kept, too.
+    best_metric: the evaluation metric that ranks checkpoints, named as in metrics.jsonl.
+    best_is: 'min' or 'max': whether low or high values are best.
+    stop_before_end_seconds: save and exit this long before the job's time limit, if it is known.
+    local_checkpoint_dir: folder on each host for local checkpoints between saves, such as
+      '/dev/shm/$USER'; None turns them off (checkpoint/local/tier.py).
+    local_period: steps between local checkpoints; a divisor of `period`.
+  """
+
+  period: int
+  keep: Optional[int] = 3
+  keep_every: Optional[int] = None
+  keep_best: Optional[int] = None
+  best_metric: str = 'eval/loss'
+  best_is: str = 'min'
+  stop_before_end_seconds: float = 120.0
+  local_checkpoint_dir: Optional[str] = None
+  local_period: Optional[int] = None
+
+  def __post_init__(self) -> None:
+    for name, what in (
+      ('period', 'steps'),
+      ('keep', 'checkpoints'),
+      ('keep_every', 'steps'),
+      ('keep_best', 'checkpoints'),
+    ):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        raise CheckpointError(
+          f'CheckpointConfig.{name} = {value} must be at least 1.',
+          fix=f'Set CheckpointConfig.{name} to a number of {what}.',
+          parameters=(f'CheckpointConfig.{name}',),
+        )
+      if name.startswith('keep_') and value is not None and self.keep is None:
+        raise CheckpointError(
+          f'CheckpointConfig.{name} = {value}, but keep = None keeps all.',
+          fix=f'Set CheckpointConfig.keep = 1, or {name} = None.',
+          parameters=(f'CheckpointConfig.{name}', 'CheckpointConfig.keep'),
+        )
+    if self.best_is not in BEST_IS:
+      raise CheckpointError(
+        f'CheckpointConfig.best_is = {self.best_is!r} is not supported.',
+        fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
+        parameters=('CheckpointConfig.best_is',),
+      )
+    check_local_settings(self.local_checkpoint_dir, self.local_period, period=self.period)
+
+  @property
+  def kept(self) -> Keep:
+    """The rule for which checkpoints stay."""
+    return Keep(
+      last=self.keep,
+      every=self.keep_every,
+      best=self.keep_best,
+      metric=self.best_metric,
+      best_is=self.best_is,
+    )
+
+  def check_best(self, total_steps: int, *eval_periods: Optional[int]) -> None:
+    """Raises CheckpointError if `keep_best` is set, but only the last checkpoint is evaluated.
+
+    Args:
+      total_steps: number of steps of the run.
+      eval_periods: steps between evaluations of each kind in `EVALUATIONS`; None if it never runs.
+    """
+    if not self.keep_best:
+      return
+    group = self.best_metric.partition('/')[0]
+    if group not in EVALUATIONS:
+      raise CheckpointError(
+        f'CheckpointConfig.best_metric = {self.best_metric!r} is not a metric of an evaluation.'
+        + did_you_mean(group, EVALUATIONS),
+        fix="Set it to 'eval/loss', 'eval/accuracy', ... or 'infer_eval/TASK/METRIC'.",
+        parameters=('CheckpointConfig.best_metric',),
+      )
+    period = dict(zip(EVALUATIONS, eval_periods, strict=True))[group]
+    if not period or math.lcm(period, self.period) >= total_steps:
+      name = EVALUATIONS[group]
+      raise CheckpointError(
+        f'CheckpointConfig.keep_best = {self.keep_best} by {self.best_metric!r}, but no '
+        f'checkpoint before the last is saved at a step with that evaluation: a save every '
+        f'{self.period} steps, an evaluation every {period or "(never)"}.',
+        fix=f'Set {name.upper() if group == "eval" else f"train.{name}"} = {self.period}, or '
+        'CheckpointConfig.keep_best = None.',
+        parameters=('CheckpointConfig.keep_best', f'train.{name}'),
+      )
+
+
 class BaseCheckpointer(abc.ABC):
   """The checkpoints of one MODEL_DIR, locked at least until the end of the `with` block.
 
@@ -393,102 +489,6 @@ def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
   except CheckpointError as e:
     return e.what
   return next(filter(None, map(reader.problem, sorted(reader.shapes)[number::count])), '')
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-  """When to save and how many to keep.
-
-  Attributes:
-    period: steps between saves; the last step and an interrupted run are saved as well.
-    keep: how many of the last checkpoints are kept; None for all.
-    keep_every: checkpoints whose step is a multiple of this are kept, too.
-    keep_best: this many of the best evaluated checkpoints are kept, too.
-    best_metric: the evaluation metric that ranks checkpoints, named as in metrics.jsonl.
-    best_is: 'min' or 'max': whether low or high values are best.
-    stop_before_end_seconds: save and exit this long before the job's time limit, if it is known.
-    local_checkpoint_dir: folder on each host for local checkpoints between saves, such as
-      '/dev/shm/$USER'; None turns them off (checkpoint/local/tier.py).
-    local_period: steps between local checkpoints; a divisor of `period`.
-  """
-
-  period: int
-  keep: Optional[int] = 3
-  keep_every: Optional[int] = None
-  keep_best: Optional[int] = None
-  best_metric: str = 'eval/loss'
-  best_is: str = 'min'
-  stop_before_end_seconds: float = 120.0
-  local_checkpoint_dir: Optional[str] = None
-  local_period: Optional[int] = None
-
-  def __post_init__(self) -> None:
-    for name, what in (
-      ('period', 'steps'),
-      ('keep', 'checkpoints'),
-      ('keep_every', 'steps'),
-      ('keep_best', 'checkpoints'),
-    ):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise CheckpointError(
-          f'CheckpointConfig.{name} = {value} must be at least 1.',
-          fix=f'Set CheckpointConfig.{name} to a number of {what}.',
-          parameters=(f'CheckpointConfig.{name}',),
-        )
-      if name.startswith('keep_') and value is not None and self.keep is None:
-        raise CheckpointError(
-          f'CheckpointConfig.{name} = {value}, but keep = None keeps all.',
-          fix=f'Set CheckpointConfig.keep = 1, or {name} = None.',
-          parameters=(f'CheckpointConfig.{name}', 'CheckpointConfig.keep'),
-        )
-    if self.best_is not in BEST_IS:
-      raise CheckpointError(
-        f'CheckpointConfig.best_is = {self.best_is!r} is not supported.',
-        fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
-        parameters=('CheckpointConfig.best_is',),
-      )
-    check_local_settings(self.local_checkpoint_dir, self.local_period, period=self.period)
-
-  @property
-  def kept(self) -> Keep:
-    """The rule for which checkpoints stay."""
-    return Keep(
-      last=self.keep,
-      every=self.keep_every,
-      best=self.keep_best,
-      metric=self.best_metric,
-      best_is=self.best_is,
-    )
-
-  def check_best(self, total_steps: int, *eval_periods: Optional[int]) -> None:
-    """Raises CheckpointError if `keep_best` is set, but only the last checkpoint is evaluated.
-
-    Args:
-      total_steps: number of steps of the run.
-      eval_periods: steps between evaluations of each kind in `EVALUATIONS`; None if it never runs.
-    """
-    if not self.keep_best:
-      return
-    group = self.best_metric.partition('/')[0]
-    if group not in EVALUATIONS:
-      raise CheckpointError(
-        f'CheckpointConfig.best_metric = {self.best_metric!r} is not a metric of an evaluation.'
-        + did_you_mean(group, EVALUATIONS),
-        fix="Set it to 'eval/loss', 'eval/accuracy', ... or 'infer_eval/TASK/METRIC'.",
-        parameters=('CheckpointConfig.best_metric',),
-      )
-    period = dict(zip(EVALUATIONS, eval_periods, strict=True))[group]
-    if not period or math.lcm(period, self.period) >= total_steps:
-      name = EVALUATIONS[group]
-      raise CheckpointError(
-        f'CheckpointConfig.keep_best = {self.keep_best} by {self.best_metric!r}, but no '
-        f'checkpoint before the last is saved at a step with that evaluation: a save every '
-        f'{self.period} steps, an evaluation every {period or "(never)"}.',
-        fix=f'Set {name.upper() if group == "eval" else f"train.{name}"} = {self.period}, or '
-        'CheckpointConfig.keep_best = None.',
-        parameters=('CheckpointConfig.keep_best', f'train.{name}'),
-      )
 
 
 class Checkpointer(BaseCheckpointer):

@@ -57,6 +57,74 @@ from t5x_gpu.training.state import TrainState
 _log = logging.getLogger(__name__)
 
 
+MODES = {
+  'resume': 'the whole state: parameters, optimizer, step, and position in the data',
+  'new_data': 'parameters, optimizer and step; the data starts from scratch',
+  'warm_start': 'all parameters; the optimizer, the step and the data start from scratch',
+  'partial': 'the parameters that `pattern` matches; everything else starts from scratch',
+}
+_WHOLE = ('resume', 'new_data')  # modes that take the optimizer state
+_NAMED = 8  # parameters that an error lists
+_error = functools.partial(CheckpointError, docs='finetune.md#what-a-run-starts-from')
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreConfig:
+  """What a run starts from while its MODEL_DIR has no checkpoint.
+
+  Attributes:
+    path: MODEL_DIR of another run, one of its checkpoints, or a folder that t5x_gpu.convert wrote.
+    mode: a key of `MODES`.
+    pattern: for 'partial', a regular expression that matches the whole path of each parameter to
+      take: r'(token_embedder|layers)/.*'.
+    assignment_map: pairs (regular expression, replacement) for parameters whose path in the
+      checkpoint differs: (r'layers/(.*)', r'encoder/layers/\\1'). The first match counts.
+    step: step of the checkpoint; None for the latest.
+  """
+
+  path: str
+  mode: str = 'warm_start'
+  pattern: Optional[str] = None
+  assignment_map: Sequence[tuple[str, str]] = ()
+  step: Optional[int] = None
+
+  def __post_init__(self) -> None:
+    if self.mode not in MODES:
+      raise ConfigError(
+        f'RestoreConfig.mode = {self.mode!r}.{did_you_mean(self.mode, MODES)}',
+        fix='Choose one of\n' + '\n'.join(f'  {mode!r}: {what}' for mode, what in MODES.items()),
+        parameters=('RestoreConfig.mode',),
+        docs='finetune.md#what-a-run-starts-from',
+      )
+    if (self.pattern is not None) != (self.mode == 'partial'):
+      raise ConfigError(
+        f'RestoreConfig.mode = {self.mode!r} with pattern = {self.pattern!r}.',
+        fix="Set a pattern if mode = 'partial', and only then.",
+        parameters=('RestoreConfig.mode', 'RestoreConfig.pattern'),
+        docs='finetune.md#what-a-run-starts-from',
+      )
+    if self.mode in _WHOLE and self.assignment_map:
+      raise ConfigError(
+        f'RestoreConfig.mode = {self.mode!r} takes the state of the same model: there is '
+        'nothing to assign.',
+        fix='Remove RestoreConfig.assignment_map.',
+        parameters=('RestoreConfig.assignment_map',),
+        docs='finetune.md#what-a-run-starts-from',
+      )
+    for name, pattern in (
+      ('pattern', self.pattern or ''),
+      *(('assignment_map', pair[0]) for pair in self.assignment_map),
+    ):
+      try:
+        re.compile(pattern)
+      except re.error as e:
+        raise ConfigError(
+          f'RestoreConfig.{name}: {pattern!r} is not a regular expression: {e}.',
+          fix='See docs.python.org/3/library/re.html.',
+          parameters=(f'RestoreConfig.{name}',),
+        ) from e
+
+
 @dataclasses.dataclass(frozen=True)
 class Start:
   """What a run starts from: another checkpoint; without `reader`, its own checkpoint or the seed.
@@ -247,74 +315,6 @@ def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -
     saved=manifest['data'],
     now=data.describe(),
   )
-
-
-MODES = {
-  'resume': 'the whole state: parameters, optimizer, step, and position in the data',
-  'new_data': 'parameters, optimizer and step; the data starts from scratch',
-  'warm_start': 'all parameters; the optimizer, the step and the data start from scratch',
-  'partial': 'the parameters that `pattern` matches; everything else starts from scratch',
-}
-_WHOLE = ('resume', 'new_data')  # modes that take the optimizer state
-_NAMED = 8  # parameters that an error lists
-_error = functools.partial(CheckpointError, docs='finetune.md#what-a-run-starts-from')
-
-
-@dataclasses.dataclass(frozen=True)
-class RestoreConfig:
-  """What a run starts from while its MODEL_DIR has no checkpoint.
-
-  Attributes:
-    path: MODEL_DIR of another run, one of its checkpoints, or a folder that t5x_gpu.convert wrote.
-    mode: a key of `MODES`.
-    pattern: for 'partial', a regular expression that matches the whole path of each parameter to
-      take: r'(token_embedder|layers)/.*'.
-    assignment_map: pairs (regular expression, replacement) for parameters whose path in the
-      checkpoint differs: (r'layers/(.*)', r'encoder/layers/\\1'). The first match counts.
-    step: step of the checkpoint; None for the latest.
-  """
-
-  path: str
-  mode: str = 'warm_start'
-  pattern: Optional[str] = None
-  assignment_map: Sequence[tuple[str, str]] = ()
-  step: Optional[int] = None
-
-  def __post_init__(self) -> None:
-    if self.mode not in MODES:
-      raise ConfigError(
-        f'RestoreConfig.mode = {self.mode!r}.{did_you_mean(self.mode, MODES)}',
-        fix='Choose one of\n' + '\n'.join(f'  {mode!r}: {what}' for mode, what in MODES.items()),
-        parameters=('RestoreConfig.mode',),
-        docs='finetune.md#what-a-run-starts-from',
-      )
-    if (self.pattern is not None) != (self.mode == 'partial'):
-      raise ConfigError(
-        f'RestoreConfig.mode = {self.mode!r} with pattern = {self.pattern!r}.',
-        fix="Set a pattern if mode = 'partial', and only then.",
-        parameters=('RestoreConfig.mode', 'RestoreConfig.pattern'),
-        docs='finetune.md#what-a-run-starts-from',
-      )
-    if self.mode in _WHOLE and self.assignment_map:
-      raise ConfigError(
-        f'RestoreConfig.mode = {self.mode!r} takes the state of the same model: there is '
-        'nothing to assign.',
-        fix='Remove RestoreConfig.assignment_map.',
-        parameters=('RestoreConfig.assignment_map',),
-        docs='finetune.md#what-a-run-starts-from',
-      )
-    for name, pattern in (
-      ('pattern', self.pattern or ''),
-      *(('assignment_map', pair[0]) for pair in self.assignment_map),
-    ):
-      try:
-        re.compile(pattern)
-      except re.error as e:
-        raise ConfigError(
-          f'RestoreConfig.{name}: {pattern!r} is not a regular expression: {e}.',
-          fix='See docs.python.org/3/library/re.html.',
-          parameters=(f'RestoreConfig.{name}',),
-        ) from e
 
 
 def plan_start(

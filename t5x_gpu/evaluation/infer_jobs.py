@@ -35,6 +35,72 @@ from t5x_gpu.runtime.topology import Device, Topology, discover
 from t5x_gpu.training.memory import check_inference_memory
 
 
+def open_job(
+  request: InferRequest, *, score: bool = False, one_at_a_time: bool = False, dry_run: bool = False
+) -> InferJob:
+  """Returns the job, checked and with restored parameters.
+
+  Args:
+    request: the request.
+    score: score given continuations.
+    one_at_a_time: take one prompt per batch.
+    dry_run: leave the parameters out.
+  Raises:
+    UserError: checkpoint, vocabulary or mesh are invalid.
+  """
+  if one_at_a_time:
+    decoding = dataclasses.replace(request.decoding, batch_size=1)
+    request = dataclasses.replace(request, decoding=decoding)
+  if request.chat:
+    _check_chats(request)
+  if encodes_texts(request.model):
+    return _open_class_job(request, score=score, dry_run=dry_run)
+  return _open_text_job(request, score=score, dry_run=dry_run)
+
+
+def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
+  model = request.model
+  reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
+  layout = _layout(request.partitioner, model, *discover())
+
+  def read() -> Any:
+    shapes = _abstract_params(model, layout)
+    check_inference_memory(shapes, layout)
+    return None if dry_run else read_params(reader.checkpoint, shapes)
+
+  return open_class_job(
+    model,
+    request.dataset,
+    reader=reader,
+    layout=layout,
+    score=score,
+    may_import=request.may_import,
+    batch_size=request.decoding.batch_size,
+    read=read,
+  )
+
+
+def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
+  model, dataset = request.model, request.dataset
+  check_writes_text(model)
+  text = open_prompt_text(request)
+  reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
+  check_numbering(reader.manifest.get('data', {}), getattr(text, 'fingerprint', None))
+  changes, notes = decoding_changes(request, text, reader.manifest)
+  notes = [f'parameters: {reader.path}', *notes]
+  layout = _layout(request.partitioner, model, *discover())
+  say('\n'.join([layout.table(), *notes]))
+  decoding = dataclasses.replace(request.decoding, **changes)
+  generator = Generator(without_adapters(model), None, layout=layout, config=decoding)
+  shapes = _abstract_params(model, layout)
+  check_inference_memory(shapes, layout, generator=None if score else generator)
+  if not dry_run:
+    generator = generator.with_params(_params(request, reader, layout, shapes))
+  lengths = dataset.task_feature_lengths
+  train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())
+  return InferJob(generator, text, str(reader.path), train_length or None)
+
+
 @dataclasses.dataclass(frozen=True)
 class ClassOutcome:
   """The classes of a text: one class, or all classes with a probability of 0.5 or more.
@@ -224,72 +290,6 @@ def _outcome(model: Any, names: Sequence[str]) -> tuple[str, Outcome]:
   if model.tags:
     return 'tags', TagOutcome(names)
   return 'labels' if model.multi_label else 'classes', ClassOutcome(names, model.multi_label)
-
-
-def open_job(
-  request: InferRequest, *, score: bool = False, one_at_a_time: bool = False, dry_run: bool = False
-) -> InferJob:
-  """Returns the job, checked and with restored parameters.
-
-  Args:
-    request: the request.
-    score: score given continuations.
-    one_at_a_time: take one prompt per batch.
-    dry_run: leave the parameters out.
-  Raises:
-    UserError: checkpoint, vocabulary or mesh are invalid.
-  """
-  if one_at_a_time:
-    decoding = dataclasses.replace(request.decoding, batch_size=1)
-    request = dataclasses.replace(request, decoding=decoding)
-  if request.chat:
-    _check_chats(request)
-  if encodes_texts(request.model):
-    return _open_class_job(request, score=score, dry_run=dry_run)
-  return _open_text_job(request, score=score, dry_run=dry_run)
-
-
-def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
-  model = request.model
-  reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
-  layout = _layout(request.partitioner, model, *discover())
-
-  def read() -> Any:
-    shapes = _abstract_params(model, layout)
-    check_inference_memory(shapes, layout)
-    return None if dry_run else read_params(reader.checkpoint, shapes)
-
-  return open_class_job(
-    model,
-    request.dataset,
-    reader=reader,
-    layout=layout,
-    score=score,
-    may_import=request.may_import,
-    batch_size=request.decoding.batch_size,
-    read=read,
-  )
-
-
-def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
-  model, dataset = request.model, request.dataset
-  check_writes_text(model)
-  text = open_prompt_text(request)
-  reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
-  check_numbering(reader.manifest.get('data', {}), getattr(text, 'fingerprint', None))
-  changes, notes = decoding_changes(request, text, reader.manifest)
-  notes = [f'parameters: {reader.path}', *notes]
-  layout = _layout(request.partitioner, model, *discover())
-  say('\n'.join([layout.table(), *notes]))
-  decoding = dataclasses.replace(request.decoding, **changes)
-  generator = Generator(without_adapters(model), None, layout=layout, config=decoding)
-  shapes = _abstract_params(model, layout)
-  check_inference_memory(shapes, layout, generator=None if score else generator)
-  if not dry_run:
-    generator = generator.with_params(_params(request, reader, layout, shapes))
-  lengths = dataset.task_feature_lengths
-  train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())
-  return InferJob(generator, text, str(reader.path), train_length or None)
 
 
 def _has_inputs(request: InferRequest) -> bool:
