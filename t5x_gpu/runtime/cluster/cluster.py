@@ -40,7 +40,7 @@ class ClusterInfo:
   """This process among the processes of its run.
 
   Attributes:
-    kind: 'single', 'flags', or a launcher's kind: see `schedulers`.
+    kind: 'single', 'flags', or a launcher's kind: see `launchers`.
     process_index, process_count: index and number of processes over all hosts, from 0.
     coordinator_address: 'host:port' where process 0 listens; None for one process.
     other_addresses: alternatives, if that address is taken or not reachable.
