@@ -162,8 +162,8 @@ class TrainState(flax.struct.PyTreeNode):
     params: tree of float32 parameters; layers are stacked on a leading `layers` axis.
     opt_state: the optimizer's tree, for the trained parameters.
     fp8_history: largest values of earlier steps (training/state.py); empty if not used.
-    grad_norms: gradient norms of recent steps, for training/spikes.py; None if not used. A checkpoint
-      stores them in its manifest.
+    grad_norms: gradient norms of recent steps, for training/spikes.py; None if not used. A
+      checkpoint stores them in its manifest.
   """
 
   step: jax.Array
