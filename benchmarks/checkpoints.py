@@ -30,8 +30,9 @@ from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.config import gin_loader
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import StepConfig, program_of_run
+from t5x_gpu.training.program import build_program
 from t5x_gpu.training.state import TrainState
+from t5x_gpu.training.train_step import StepConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUT = ROOT / 'benchmarks' / 'results' / 'checkpoints.json'
@@ -62,7 +63,7 @@ def random_state(model: str) -> TrainState:
   """Returns a state of the model that the gin file sets; without zeros, which compress."""
   loaded = gin_loader.load([str(ROOT / RUN), model], bindings=[], search_paths=())
   config = dataclasses.replace(gin_loader.configured(loaded, StepConfig), optimizer=AdamW())
-  program = program_of_run(config, topology=Topology(1, 1), devices=jax.devices()[:1])
+  program = build_program(config, topology=Topology(1, 1), devices=jax.devices()[:1])
   key = jax.random.key(0)
   return jax.block_until_ready(
     jax.tree.map(

@@ -37,7 +37,8 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline import bubble_fraction
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
-from t5x_gpu.training.program import Program, StepConfig, program_of_run
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.train_step import StepConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 8
@@ -110,7 +111,7 @@ class Layout:
   def __init__(self, setting: Setting, devices: Sequence[Any]):
     config = load(setting)
     self.topology = topology_of(devices=NUM_DEVICES, hosts=setting.hosts)
-    self.program = program_of_run(config, topology=self.topology, devices=list(devices))
+    self.program = build_program(config, topology=self.topology, devices=list(devices))
     program = self.program
     begin = time.monotonic()
     self._step = self._lowered().compile()
@@ -162,7 +163,7 @@ def load(setting: Setting) -> StepConfig:
 
 def one_device_flops(config: StepConfig, device: Any) -> int:
   """Returns the FLOPs of a step's matrix products where nothing is split."""
-  program = program_of_run(
+  program = build_program(
     dataclasses.replace(config, partitioner=Partitioner()),
     topology=topology_of(devices=1),
     devices=[device],

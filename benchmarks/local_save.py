@@ -29,7 +29,8 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.devices import simulated_devices
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import StepConfig, program_of_run
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.train_step import StepConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUT = ROOT / 'benchmarks' / 'results' / 'local_save.json'
@@ -49,7 +50,7 @@ def measure(
   """Returns medians of seconds; `written` is until it is on disk, the stall included."""
   bindings = [f'{key}={value}' for key, value in settings.items()]
   loaded = gin_loader.load([str(ROOT / EXAMPLE)], bindings=bindings, search_paths=())
-  program = program_of_run(
+  program = build_program(
     dataclasses.replace(gin_loader.configured(loaded, StepConfig), optimizer=AdamW()),
     topology=Topology(num_hosts, num_devices // num_hosts),
     devices=jax.devices()[:num_devices],

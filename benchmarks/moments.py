@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -26,6 +27,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program, bytes_per_device
 from t5x_gpu.training.schedules import cosine
+from t5x_gpu.training.train_step import StepConfig
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'moments.json'
 BATCH, LENGTH, HELD_OUT = 8, 128, 16
@@ -70,19 +72,16 @@ def batches(num: int) -> list[dict[str, np.ndarray]]:
 
 def run(optimizer: AdamW, *, steps: int, seed: int = 0) -> dict[str, Any]:
   """Returns the losses of a run, every tenth of it, and of held-out rows at its end."""
-  program = build_program(
+  config = StepConfig(
     model=DecoderOnlyModel(MODEL),
-    optimizer=optimizer,
-    schedule=cosine(peak=3e-3, warmup_steps=steps // 10, total_steps=steps),
+    train_dataset_cfg=DatasetConfig('', {'targets': LENGTH}, 'train', BATCH, pack=False),
     partitioner=Partitioner(),
-    topology=Topology(1, 1),
-    devices=jax.devices()[:1],
-    batch_size=BATCH,
-    task_feature_lengths={'targets': LENGTH},
-    pack=False,
-    seed=seed,
+    optimizer=optimizer,
+    learning_rate=cosine(peak=3e-3, warmup_steps=steps // 10, total_steps=steps),
+    random_seed=seed,
     max_grad_norm=1.0,
   )
+  program = build_program(config, topology=Topology(1, 1), devices=jax.devices()[:1])
   state, losses = program.init(), []
   data = batches(steps + HELD_OUT)
   for batch in data[:steps]:

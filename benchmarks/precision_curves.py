@@ -19,6 +19,7 @@ from typing import Any, Optional
 import jax
 import numpy as np
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -27,6 +28,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from t5x_gpu.training.train_step import StepConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +88,16 @@ def curve(
     dtype=run.precision,
     **options,
   )
-  program = build_program(
+  settings = StepConfig(
     model=DecoderOnlyModel(config),
-    optimizer=AdamW(),
-    schedule=constant(2e-3),
+    train_dataset_cfg=DatasetConfig('', {'targets': LENGTH}, 'train', BATCH, pack=False),
     partitioner=Partitioner(gradient_dtype=run.gradient_dtype),
-    topology=Topology(1, run.num_devices),
-    devices=jax.devices()[: run.num_devices],
-    task_feature_lengths={'targets': LENGTH},
-    batch_size=BATCH,
-    pack=False,
-    seed=0,
+    optimizer=AdamW(),
+    learning_rate=constant(2e-3),
     max_grad_norm=1.0,
+  )
+  program = build_program(
+    settings, topology=Topology(1, run.num_devices), devices=jax.devices()[: run.num_devices]
   )
   batches = map(program.layout.put_batch, text_batches(num_steps))
   state, losses, step = program.init(), [], None

@@ -18,11 +18,13 @@ from typing import Any
 import gin
 import jax
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from t5x_gpu.training.train_step import StepConfig
 
 DEVICES = (1, 2, 4, 8)
 MODEL = pathlib.Path(__file__).parents[1] / 'gin_configs' / 'models' / 'bert_large.gin'
@@ -40,18 +42,15 @@ def measure(
       ["HEAD = 'mlm'", 'VOCAB_SIZE = 30_592', "DTYPE = 'float32'", f'REMAT_POLICY = {remat!r}'],
     )
     bert = gin.query_parameter('%MODEL').scoped_configurable_fn()
-  program = build_program(
+  lengths = {'inputs': args.length, 'targets': args.length}
+  config = StepConfig(
     model=bert,
-    optimizer=AdamW(),
-    schedule=constant(1e-4),
+    train_dataset_cfg=DatasetConfig('', lengths, 'train', args.batch, pack=False),
     partitioner=Partitioner(num_partitions=model, sequence_parallel=sequence_parallel),
-    topology=Topology(1, model),
-    devices=jax.devices()[:model],
-    batch_size=args.batch,
-    task_feature_lengths={'inputs': args.length, 'targets': args.length},
-    pack=False,
-    seed=0,
+    optimizer=AdamW(),
+    learning_rate=constant(1e-4),
   )
+  program = build_program(config, topology=Topology(1, model), devices=jax.devices()[:model])
   compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
     compiler_options={'xla_llvm_disable_expensive_passes': True}
   )

@@ -27,7 +27,8 @@ from t5x_gpu.runtime.xla.programs import compile_errors
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import show
 from t5x_gpu.training.memory import check_memory
-from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run, size_line
+from t5x_gpu.training.program import Program, build_program, compile_options, size_line
+from t5x_gpu.training.train_step import StepConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,7 @@ class Result:
 
 
 def bench(
-  program: Program,
-  config: StepConfig,
-  *,
-  num_steps: int,
-  warmup_steps: int,
-  xla: Optional[flags.Applied] = None,
+  program: Program, *, num_steps: int, warmup_steps: int, xla: Optional[flags.Applied] = None
 ) -> Result:
   """Returns the measurement of the training step of `program`.
 
@@ -79,7 +75,7 @@ def bench(
   Raises:
     ModelError: as `fp8_lines`.
   """
-  model = config.model
+  config, model = program.config, program.config.model
   devices = program.layout.mesh.devices.reshape(-1)
   dataset = dataclasses.replace(config.train_dataset_cfg, module='t5x_gpu.data.synthetic')
   batches = open_batches(
@@ -173,16 +169,14 @@ def main(argv: Optional[list[str]] = None) -> int:
   xla = distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   topology, devices = discover()
-  program = program_of_run(config, topology=topology, devices=devices)
+  program = build_program(config, topology=topology, devices=devices)
   is_main = distributed.is_main_process()
   if is_main:
     print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)
   check_memory(program, config.model, num_microbatches=config.num_microbatches)
   if args.dry_run:
     return 0
-  result = bench(
-    program, config, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla
-  )
+  result = bench(program, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla)
   if is_main:
     print(describe(result))
     if args.extra.json:

@@ -39,8 +39,9 @@ from t5x_gpu.tools.parity.verdict import (
   step_rows,
 )
 from t5x_gpu.training.memory import check_memory
-from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run
+from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.train_step import StepConfig
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -96,7 +97,7 @@ def build(
   recorded = dataclasses.replace(
     config, model=in_float32(config.model)[0], optimizer=Recording(config.optimizer)
   )
-  on_mesh = program_of_run(recorded, topology=topology, devices=list(devices))
+  on_mesh = build_program(recorded, topology=topology, devices=list(devices))
   alone = dataclasses.replace(
     recorded,
     partitioner=Partitioner(),
@@ -105,7 +106,7 @@ def build(
     learning_rate_scaling=None,
   )
   single = dataclasses.replace(topology, num_hosts=1, devices_per_host=1)
-  on_one = program_of_run(alone, topology=single, devices=[devices[0]])
+  on_one = build_program(alone, topology=single, devices=[devices[0]])
   return on_mesh, on_one
 
 
@@ -161,14 +162,7 @@ def parity(
   # By default GPUs multiply float32 matrices in TF32, which has a mantissa of 10 bits.
   with jax.default_matmul_precision('highest'):
     mesh, one = (
-      RecordedRun(
-        program,
-        model=in_float32(config.model)[0],
-        seed=config.random_seed,
-        max_grad_norm=config.max_grad_norm,
-        compiler_options=compile_options(program, xla),
-      )
-      for program in programs
+      RecordedRun(program, compiler_options=compile_options(program, xla)) for program in programs
     )
     runs = TwoRuns(
       mesh,

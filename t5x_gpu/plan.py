@@ -40,7 +40,7 @@ from t5x_gpu.tools.planning.remat_costs import remat_costs, remat_json, remat_te
 from t5x_gpu.tools.planning.screen import outcome_json, prediction_json
 from t5x_gpu.tools.planning.search import search, workers
 from t5x_gpu.tools.planning.sharding import gpu_json, gpu_text
-from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.training.program import Program, build_program
 
 PREDICTION, SHARDING, REMAT = 'prediction', 'sharding', 'remat'
 SHOWN = (PREDICTION, SHARDING, REMAT)
@@ -178,7 +178,7 @@ def _show_remat(
   """Prints what each remat policy costs, and writes it if `json_file` is given."""
   costs = remat_costs(
     config,
-    lambda changed: program_of_run(changed, topology=topology, devices=devices),
+    lambda changed: build_program(changed, topology=topology, devices=devices),
     gpus=gpus or None,
   )
   current = config_of(config.model).remat_policy

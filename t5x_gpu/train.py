@@ -8,77 +8,37 @@ live, finish.
 import argparse
 import functools
 from collections.abc import Callable
-from typing import Optional
+from typing import Any, Optional
 
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
-from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.metrics.logging_config import LoggingConfig
-from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
-from t5x_gpu.models.model import Model
-from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.run.check import CheckedRun, begin, check, write_config
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
 from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
-from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.run.profiler import catch_early, open_profiler
 from t5x_gpu.runtime import distributed, machine, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
+from t5x_gpu.runtime.watchdog import Watchdog
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal import logging_setup, streams
-from t5x_gpu.training.optimizers import Optimizer
-from t5x_gpu.training.schedules import Schedule
-from t5x_gpu.training.spikes import SpikeConfig
 from t5x_gpu.training.state import TrainState
 
 
-def train(
-  *,
-  model: Model,
-  model_dir: str,
-  train_dataset_cfg: DatasetConfig,
-  partitioner: Partitioner,
-  optimizer: Optimizer,
-  learning_rate: Schedule,
-  checkpoint_cfg: CheckpointConfig,
-  total_steps: int,
-  log_period: int,
-  train_eval_dataset_cfg: Optional[DatasetConfig] = None,
-  eval_period: Optional[int] = None,
-  eval_steps: int = 20,
-  infer_eval_dataset_cfg: Optional[DatasetConfig] = None,
-  infer_eval_period: Optional[int] = None,
-  decoding_cfg: Optional[DecodingConfig] = None,
-  random_seed: int = 0,
-  num_microbatches: int = 1,
-  max_grad_norm: Optional[float] = None,
-  loss_normalizing_factor: Optional[float] = None,
-  learning_rate_scaling: Optional[str] = None,
-  spike_cfg: SpikeConfig = SpikeConfig(),
-  sample_cfg: Optional[SampleConfig] = None,
-  initialize_from: Optional[RestoreConfig] = None,
-  distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
-  watchdog_cfg: WatchdogConfig = WatchdogConfig(),
-  logging_cfg: LoggingConfig = LoggingConfig(),
-  profile_cfg: ProfileConfig = ProfileConfig(),
-  xla_preset: str = 'default',
-) -> int:
-  """Trains a model. Gin files set these parameters; `Run` describes each.
+@functools.wraps(Run, assigned=(), updated=())  # gin and help() read the parameters off `Run`
+def train(**settings: Any) -> int:
+  """Trains a model. `Run` declares and describes the parameters, which gin files set.
 
   A parameter that T5X's `train` also has keeps its T5X name.
   """
-  return train_run(Run(**locals()))
+  return train_run(Run(**settings))
 
 
 def train_run(

@@ -7,9 +7,9 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_programs import build_with
 
 
 def program(model, num_microbatches=1, **partitioner):
@@ -17,10 +17,10 @@ def program(model, num_microbatches=1, **partitioner):
   lengths = {'targets': 16}
   if isinstance(model, EncoderDecoderModel):
     lengths['inputs'] = 16
-  return build_program(
+  return build_with(
     model=model,
     optimizer=KeepGradients(),
-    schedule=constant(1.0),
+    learning_rate=constant(1.0),
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, 8),
     devices=jax.devices()[:8],
@@ -28,7 +28,6 @@ def program(model, num_microbatches=1, **partitioner):
     num_microbatches=num_microbatches,
     batch_size=16,
     pack=True,
-    seed=0,
   )
 
 

@@ -23,8 +23,9 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import build_with
 
 # Enough to read a program or its memory; nothing runs.
 QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
@@ -132,15 +133,14 @@ def slots(config: TransformerConfig) -> int:
 def build(case: Case, **sizes: Any) -> Program:
   """Returns the program of a case; `sizes` are batch_size and task_feature_lengths, if others."""
   sizes = {'batch_size': BATCH, 'task_feature_lengths': {'targets': LENGTH}, **sizes}
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(config_of(case)),
     optimizer=AdamW(),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**case.partitioner),
     devices=jax.devices()[: case.num_devices],
     topology=Topology(case.num_hosts, case.num_devices // case.num_hosts),
     pack=False,
-    seed=0,
     num_microbatches=case.num_microbatches,
     **sizes,
   )

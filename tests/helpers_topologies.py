@@ -24,10 +24,11 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from t5x_gpu.training.state import TrainState
 from tests.helpers_layouts import QUICK
+from tests.helpers_programs import build_with
 
 CONFIG = TransformerConfig(
   vocab_size=264, num_layers=4, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32
@@ -83,17 +84,16 @@ SPLITS = {
 def program(name: str) -> Program:
   """Returns the program of a row of the table; nothing is compiled."""
   split = SPLITS[name]
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(CONFIG),
     optimizer=AdamW(),
-    schedule=constant(1e-3),
+    learning_rate=constant(1e-3),
     partitioner=Partitioner(**split.partitioner),
     topology=Topology(1, split.num_devices),
     devices=jax.devices()[: split.num_devices],
     task_feature_lengths={'targets': LENGTH},
     batch_size=BATCH,
     pack=True,
-    seed=0,
   )
 
 

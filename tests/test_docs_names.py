@@ -74,6 +74,7 @@ def parameters() -> dict[str, set[str]]:
             names.update(target.id for target in item.targets if isinstance(target, ast.Name))
           elif isinstance(item, ast.FunctionDef):
             names.update(_arguments(item) if item.name == '__init__' else [item.name])
+  found['train'] |= found['Run'] | found['EvalConfig'] | found['StepConfig']  # it makes a Run
   return found
 
 

@@ -20,6 +20,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ModelError
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.train_step import StepConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 GIN = ROOT / 'gin_configs'
@@ -115,24 +116,10 @@ def example(path: pathlib.Path) -> Program:
 
 def build(loaded: gin_loader.LoadedConfig, topology: Topology) -> Program:
   """Returns the program of train's arguments on fake devices."""
-  a = loaded.arguments()
-  dataset = a['train_dataset_cfg']
   return build_program(
-    model=a['model'],
-    optimizer=a['optimizer'],
-    schedule=a['learning_rate'],
-    partitioner=a['partitioner'],
+    gin_loader.configured(loaded, StepConfig),
     topology=topology,
     devices=jax.devices()[: topology.num_devices],
-    pack=dataset.pack,
-    task_feature_lengths=dataset.task_feature_lengths,
-    batch_size=dataset.batch_size,
-    seed=a['random_seed'],
-    **{
-      name: a[name]
-      for name in ('num_microbatches', 'max_grad_norm', 'loss_normalizing_factor')
-      if name in a
-    },
   )
 
 

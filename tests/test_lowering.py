@@ -29,7 +29,7 @@ from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.gpu_targets import find_target, kernels_for
 from t5x_gpu.tools.planning.prediction import PlanConfig
-from t5x_gpu.training.program import program_of_run
+from t5x_gpu.training.program import build_program
 from tests.layers.backends import test_attention_backends
 
 pytestmark = pytest.mark.filterwarnings('ignore::DeprecationWarning')  # Tokamax's kernels, with jax
@@ -108,7 +108,7 @@ def lowered(model, layout):
   )
   config = gin_loader.configured(loaded, PlanConfig)
   topology = Topology(2, 4) if layout == 'hsdp' else Topology(1, 8)
-  program = program_of_run(config, topology=topology, devices=jax.devices())
+  program = build_program(config, topology=topology, devices=jax.devices())
   with listed_choices() as choices:
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
   text = traced.lower(lowering_platforms=('cuda',)).as_text()

@@ -28,8 +28,9 @@ from t5x_gpu.runtime.hardware import Limit, RunLimits
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training import memory
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import StepConfig, bytes_per_device
+from t5x_gpu.training.program import bytes_per_device
 from t5x_gpu.training.schedules import constant
+from t5x_gpu.training.train_step import StepConfig
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
 
 ROWS = DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8)

@@ -1,6 +1,6 @@
 """Our training step: tokens/s, model TFLOP/s and memory of one shape on one GPU, or on several.
 
-Everything is what `python -m t5x_gpu.train` uses: `program_of_run`, the compile options of the
+Everything is what `python -m t5x_gpu.train` uses: `build_program`, the compile options of the
 preset, the memory check, the check for matmuls in FP8. Batches are synthetic, and only gin files
 are left out. What a plan predicts for the same step on the same card is recorded with it.
 """
@@ -37,7 +37,7 @@ from t5x_gpu.runtime.xla.flags import Applied
 from t5x_gpu.tools.planning.prediction import PlanConfig
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, compile_options, program_of_run
+from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.schedules import constant
 
 PRECISIONS = ('bfloat16', 'fp8')
@@ -87,7 +87,7 @@ def run_of(
 def program_of(run: PlanConfig, num_devices: int = 1) -> Program:
   """Returns the training step of `run` on the first devices."""
   topology = Topology(1, num_devices, device_word='device')
-  return program_of_run(run, topology=topology, devices=jax.devices()[:num_devices])
+  return build_program(run, topology=topology, devices=jax.devices()[:num_devices])
 
 
 def measure(

@@ -48,7 +48,8 @@ from t5x_gpu.storage.files import check_not_refused, write_atomically
 from t5x_gpu.storage.json_schema import read_json
 from t5x_gpu.terminal.progress import BackgroundCounts, Show, Total, silent
 from t5x_gpu.training.memory import check_evaluation_memory
-from t5x_gpu.training.program import Program, StepConfig, program_of_run
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.train_step import StepConfig
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class CheckpointEvaluator:
   ):
     topology, devices = discover()
     model = config.model
-    self.program = program_of_run(
+    self.program = build_program(
       dataclasses.replace(config, num_microbatches=1),
       topology=topology,
       devices=devices,

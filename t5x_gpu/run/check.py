@@ -35,7 +35,7 @@ from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
 from t5x_gpu.training.memory import RunMemory, check_memory
-from t5x_gpu.training.program import Program, program_of_run, size_line
+from t5x_gpu.training.program import Program, build_program, size_line
 
 
 def check_periods(**periods: Optional[int]) -> None:
@@ -130,9 +130,9 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     run.infer_eval_dataset_cfg and run.infer_eval_period,
   )
   topology, devices = topology_lib.discover()
-  program = program_of_run(run, topology=topology, devices=devices)
+  program = build_program(run, topology=topology, devices=devices)
   run, program = _with_moments_of(
-    model_dir, run, program, lambda run: program_of_run(run, topology=topology, devices=devices)
+    model_dir, run, program, lambda run: build_program(run, topology=topology, devices=devices)
   )
   log(_introduction(run, program, with_parameters=dry_run))
   memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)

@@ -3,7 +3,7 @@
 A run has settings of every folder below this one, from the mesh to checkpoints and evaluation. Only
 commands import this folder. Commands that need fewer settings read a smaller class of a lower
 folder: StepConfig (training/), InferConfig (evaluation/), RunDataConfig (data/).
-`config.gin_loader.configured` makes all these classes.
+`config.gin_loader.configured` makes all these classes from what gin sets for `train`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.runtime.watchdog import WatchdogConfig
-from t5x_gpu.training.program import StepConfig
+from t5x_gpu.training.train_step import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class EvalConfig(StepConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(EvalConfig):
-  """A training run; each attribute is the parameter of `train` with the same name.
+  """A training run; gin files set each attribute as `train.NAME`.
 
   Attributes:
     checkpoint_cfg: when to save, how many checkpoints to keep.

@@ -1,13 +1,12 @@
 """The jitted functions of a run, and shapes and shardings of all their arrays: `Program`.
 
 Every command that needs a model on a mesh builds a `Program`, which allocates and compiles nothing.
-`StepConfig` holds the settings of a run that plan, bench and parity need, too.
 """
 
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import jax
@@ -19,14 +18,10 @@ from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
 from t5x_gpu.partitioning.layout import LaidOut, Layout
-from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal.console import show
-from t5x_gpu.training.optimizers import Optimizer
-from t5x_gpu.training.schedules import Schedule, replica_factor
-from t5x_gpu.training.spikes import SpikeConfig
+from t5x_gpu.training.schedules import replica_factor
 from t5x_gpu.training.state import (
   StoredState,
   Trained,
@@ -37,10 +32,10 @@ from t5x_gpu.training.state import (
   trained_of,
 )
 from t5x_gpu.training.train_step import (
+  StepConfig,
   StepFn,
   check_microbatches,
   make_eval_step,
-  make_gradients,
   make_train_step,
 )
 
@@ -60,46 +55,12 @@ def check_whole_batch(model: Model, *, num_microbatches: int, is_pipeline: bool)
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepConfig:
-  """Settings of a training step and of the processes that compute it, named as `train.NAME` in gin.
-
-  Attributes:
-    model: a model from models/, or a custom Model.
-    train_dataset_cfg: training data; its lengths and batch size are the shapes of the step.
-    partitioner: how to split the run over the devices.
-    optimizer: from training/optimizers or training/adafactor.
-    learning_rate: schedule, a function of the step.
-    random_seed: for initialization and dropout; DatasetConfig.seed sets the order of the data.
-    num_microbatches: parts of the batch that are computed one after the other, to save memory.
-    max_grad_norm: global norm to which gradients are clipped; None for no clipping.
-    loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
-    learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for no scaling.
-    spike_cfg: which steps to skip.
-    distributed_cfg: how long the processes wait for each other.
-    xla_preset: preset of XLA and NCCL settings (docs/xla_flags.md).
-  """
-
-  model: Model
-  train_dataset_cfg: DatasetConfig
-  partitioner: Partitioner
-  optimizer: Optimizer
-  learning_rate: Schedule
-  random_seed: int = 0
-  num_microbatches: int = 1
-  max_grad_norm: Optional[float] = None
-  loss_normalizing_factor: Optional[float] = None
-  learning_rate_scaling: Optional[str] = None
-  spike_cfg: SpikeConfig = SpikeConfig()
-  distributed_cfg: DistributedConfig = DistributedConfig()
-  xla_preset: str = 'default'
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
   """A model on a mesh.
 
   Attributes:
+    config: settings of the step.
     layout: mesh and rules.
     spec: the global batch.
     names: TrainState of AxisNames.
@@ -108,11 +69,9 @@ class Program:
     init: () -> TrainState on the mesh, as the run stores it; the same values on any topology.
     train_step: (state, batch) -> (state, sums); donates the old state.
     eval_step: (params, batch) -> sums; takes batches of any size.
-    learning_rate_factor: scale of the schedule due to the number of replicas.
-    trained: which parameters the step changes.
-    spikes: which steps are skipped.
   """
 
+  config: StepConfig
   layout: Layout
   spec: BatchSpec
   names: TrainState
@@ -121,9 +80,6 @@ class Program:
   init: LaidOut
   train_step: LaidOut
   eval_step: LaidOut
-  learning_rate_factor: float = 1.0
-  trained: Trained = Trained()
-  spikes: SpikeConfig = SpikeConfig()
 
   def in_model_order(self, state: TrainState) -> TrainState:
     """Returns `state` as checkpoints store it: layers in the model's order, without padding."""
@@ -148,7 +104,7 @@ class Program:
 
   def with_grad_norms(self, state: TrainState, values: Sequence[float]) -> TrainState:
     """Returns `state` with these gradient norms of earlier steps, if the run needs them."""
-    return state.replace(grad_norms=self.spikes.norms_on(self.layout.replicated, values))
+    return state.replace(grad_norms=self.config.spike_cfg.norms_on(self.layout.replicated, values))
 
   def params_in_run_order(self, params: Any) -> Any:
     """Returns the parameters of a checkpoint as the run stores them."""
@@ -177,6 +133,16 @@ class Program:
     )
 
   @property
+  def learning_rate_factor(self) -> float:
+    """Scale of the schedule due to the number of replicas."""
+    return replica_factor(self.config.learning_rate_scaling, self.layout.batch_parts)
+
+  @property
+  def trained(self) -> Trained:
+    """Which parameters the step changes."""
+    return trained_of(self.config.model)
+
+  @property
   def num_params(self) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(self.abstract_saved.params))
 
@@ -195,89 +161,59 @@ class Program:
 
 
 def build_program(
+  config: StepConfig,
   *,
-  model: Model,
-  optimizer: Optimizer,
-  schedule: Schedule,
-  partitioner: Partitioner,
   topology: Topology,
   devices: list[Device],
-  task_feature_lengths: Mapping[str, int],
-  batch_size: int,
-  pack: bool,
-  seed: int,
-  num_microbatches: int = 1,
-  max_grad_norm: Optional[float] = None,
-  loss_normalizing_factor: Optional[float] = None,
-  learning_rate_scaling: Optional[str] = None,
-  spikes: SpikeConfig = SpikeConfig(),
+  dataset: Optional[DatasetConfig] = None,
 ) -> Program:
-  """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
+  """Returns the program of a run, after checking that model, batch and mesh fit each other.
 
   Args:
-    model, optimizer, schedule: from models/ (or custom, checked against `Model`) and training/.
-    partitioner: how to split the model over `devices` of `topology`.
-    task_feature_lengths, batch_size, pack: the global batch.
-    num_microbatches, learning_rate_scaling: as in `make_gradients` and `replica_factor`.
-    seed, max_grad_norm, loss_normalizing_factor, spikes: as in `make_train_step`.
+    config: the run's configuration.
+    topology, devices: hosts and devices of the mesh.
+    dataset: sets the shapes of the batch; None for the training data.
   Raises:
     ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
+  model, dataset = config.model, dataset or config.train_dataset_cfg
   check_model(model)
   check_devices(uses_fp8(model), devices)
-  spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
-  check_microbatches(batch_size, num_microbatches)
-  layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
-  region, trained = layout.region, trained_of(model)
+  spec = model.batch_spec(
+    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
+  )
+  check_microbatches(dataset.batch_size, config.num_microbatches)
+  layout = _lay_out(config, spec, topology, devices)
+  region = layout.region
   context = region.rules.context_method if 'context' in region.axes else None
   check_attention(config_of(model), devices[0], context=context)
-  init, shapes, names, form = _first_state(model, spec, optimizer, layout, trained, seed, spikes)
-  layout, abstract = form.with_costs(shapes), form.abstract(shapes)
-  gradients = make_gradients(
-    model=model, region=region, names=names, num_microbatches=num_microbatches, trained=trained
+  init, shapes, form = _first_state(config, spec, layout)
+  abstract = form.abstract(shapes)
+  functions = dict(
+    init=lambda: form.first(init()),
+    train_step=make_train_step(config, form),
+    eval_step=make_eval_step(config, form),
   )
-  factor = replica_factor(learning_rate_scaling, layout.batch_parts)
-  step = make_train_step(
-    gradients=gradients,
-    optimizer=optimizer,
-    names=names,
-    seed=seed,
-    schedule=lambda step: factor * schedule(step),
-    max_grad_norm=max_grad_norm,
-    loss_normalizing_factor=loss_normalizing_factor,
-    trained=trained,
-    form=form,
-    history=history_of(model, region),
-    spikes=spikes,
-  )
-  eval_step = make_eval_step(model=model, region=region, names=names)
-  functions = dict(init=lambda: form.first(init()), train_step=step, eval_step=eval_step)
+  layout = form.with_costs(shapes)
   return Program(
+    config,
     layout,
     spec,
     form.names,
     abstract,
     form.abstract_saved(shapes),
     **_jitted(layout, spec, abstract, **functions),
-    learning_rate_factor=factor,
-    trained=trained,
-    spikes=spikes,
   )
 
 
 def _first_state(
-  model: Model,
-  spec: BatchSpec,
-  optimizer: Optimizer,
-  layout: Layout,
-  trained: Trained,
-  seed: int,
-  spikes: SpikeConfig,
-) -> tuple[Callable[[], TrainState], TrainState, Any, StoredState]:
-  """Returns (a function that makes the first state, its shapes, names of parameters, its form)."""
+  config: StepConfig, spec: BatchSpec, layout: Layout
+) -> tuple[Callable[[], TrainState], TrainState, StoredState]:
+  """Returns (a function that makes the first state, its shapes, its form)."""
+  model, optimizer = config.model, config.optimizer
 
   def init_boxed() -> Any:
-    return model.init(jax.random.key(seed), spec)
+    return model.init(jax.random.key(config.random_seed), spec)
 
   abstract_params, names = split_names(jax.eval_shape(init_boxed))
   names = layout.chosen(names, abstract_params)
@@ -289,11 +225,10 @@ def _first_state(
     params, _ = split_names(init_boxed())
     return of_params(params)
 
-  options = dict(trained=trained, history=history_of(model))
+  options = dict(trained=trained_of(model), history=history_of(model))
   of_state = state_names(abstract_params, optimizer, names, **options)
   shapes = jax.eval_shape(of_params, abstract_params)
-  names_of_state = layout.chosen(of_state, shapes)
-  return init, shapes, names, StoredState(layout, names_of_state, spikes)
+  return init, shapes, StoredState(layout, layout.chosen(of_state, shapes), config.spike_cfg)
 
 
 def _jitted(
@@ -324,18 +259,14 @@ def _jitted(
 
 
 def _lay_out(
-  model: Model,
-  spec: BatchSpec,
-  partitioner: Partitioner,
-  topology: Topology,
-  devices: list[Device],
-  num_microbatches: int,
+  config: StepConfig, spec: BatchSpec, topology: Topology, devices: list[Device]
 ) -> Layout:
   """Returns the layout. Rows of an encoder and a decoder may differ in length; both must fit."""
+  model, num_microbatches = config.model, config.num_microbatches
   lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
   sizes = {**model.logical_sizes(), 'stacks': len(model.stacks), 'batch': spec.batch_size}
   layouts = [
-    partitioner.lay_out(
+    config.partitioner.lay_out(
       topology,
       devices,
       num_microbatches=num_microbatches,
@@ -346,42 +277,6 @@ def _lay_out(
   is_pipeline = layouts[0].pipeline is not None
   check_whole_batch(model, num_microbatches=num_microbatches, is_pipeline=is_pipeline)
   return layouts[0]
-
-
-def program_of_run(
-  config: StepConfig,
-  *,
-  topology: Topology,
-  devices: list[Device],
-  dataset: Optional[DatasetConfig] = None,
-) -> Program:
-  """Returns the program of a run.
-
-  Args:
-    config: the run's configuration.
-    topology, devices: hosts and devices of the mesh.
-    dataset: sets the shapes of the batch; None for the training data.
-  Raises:
-    MeshError, ConfigError, ShapeError: as `build_program`.
-  """
-  dataset = dataset or config.train_dataset_cfg
-  return build_program(
-    model=config.model,
-    optimizer=config.optimizer,
-    schedule=config.learning_rate,
-    partitioner=config.partitioner,
-    topology=topology,
-    devices=devices,
-    task_feature_lengths=dataset.task_feature_lengths,
-    batch_size=dataset.batch_size,
-    pack=dataset.pack,
-    seed=config.random_seed,
-    num_microbatches=config.num_microbatches,
-    max_grad_norm=config.max_grad_norm,
-    loss_normalizing_factor=config.loss_normalizing_factor,
-    learning_rate_scaling=config.learning_rate_scaling,
-    spikes=config.spike_cfg,
-  )
 
 
 def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[dict[str, Any]]:

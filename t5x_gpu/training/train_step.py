@@ -6,7 +6,7 @@ each layer's as soon as the backward pass of the last microbatch has them, so th
 while other layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a
 layer before the next layer (`breadth_first_loss`). ZeRO-1 sums at the end. So does a pipeline,
 unless its last tick sums (`pipeline.LayerSums`). The sum is divided once, by the weight of the
-whole global batch.
+whole global batch. `StepConfig` holds the settings, which plan, bench and parity read, too.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError, ModelError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.models.model import PARTS, Model, compute_dtype, is_layered, uses_fp8
@@ -36,13 +37,53 @@ from t5x_gpu.partitioning.layer_stacks import (
   with_part,
   without_layers,
 )
+from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 from t5x_gpu.partitioning.quantized import is_quantized
 from t5x_gpu.partitioning.region import Region, is_places
+from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
-from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import Fp8History, StoredState, Trained, TrainState, with_amaxes
+from t5x_gpu.training.state import StoredState, TrainState, history_of, trained_of, with_amaxes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+  """Settings of a training step and of the processes that compute it, named as `train.NAME` in gin.
+
+  Attributes:
+    model: a model from models/, or a custom Model.
+    train_dataset_cfg: training data; its lengths and batch size are the shapes of the step.
+    partitioner: how to split the run over the devices.
+    optimizer: from training/optimizers or training/adafactor.
+    learning_rate: schedule, a function of the step.
+    random_seed: for initialization and dropout; DatasetConfig.seed sets the order of the data.
+    num_microbatches: parts of the batch that are computed one after the other, to save memory.
+    max_grad_norm: global norm to which gradients are clipped; None for no clipping.
+    loss_normalizing_factor: divisor of the summed loss and its gradients. None divides by the
+      number of target tokens. 1.0, which is T5X's None, keeps the sum: batches with more tokens
+      weigh more.
+    learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for no scaling.
+    spike_cfg: which steps to skip.
+    distributed_cfg: how long the processes wait for each other.
+    xla_preset: preset of XLA and NCCL settings (docs/xla_flags.md).
+  """
+
+  model: Model
+  train_dataset_cfg: DatasetConfig
+  partitioner: Partitioner
+  optimizer: Optimizer
+  learning_rate: Schedule
+  random_seed: int = 0
+  num_microbatches: int = 1
+  max_grad_norm: Optional[float] = None
+  loss_normalizing_factor: Optional[float] = None
+  learning_rate_scaling: Optional[str] = None
+  spike_cfg: SpikeConfig = SpikeConfig()
+  distributed_cfg: DistributedConfig = DistributedConfig()
+  xla_preset: str = 'default'
+
 
 Batch = Mapping[str, jax.Array]
 
@@ -151,14 +192,7 @@ class _Found:
     return _Found(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
 
 
-def make_gradients(
-  *,
-  model: Model,
-  region: Region,
-  names: Any,
-  num_microbatches: int = 1,
-  trained: Trained = Trained(),
-) -> GradientsFn:
+def make_gradients(config: StepConfig, form: StoredState) -> GradientsFn:
   """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
 
   `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
@@ -166,14 +200,13 @@ def make_gradients(
   `amaxes` are from this step.
 
   Args:
-    model: has `PARTS` for a pipeline or accumulation by layer.
-    region: how the step is split.
-    names: tree of AxisNames of the parameters.
-    num_microbatches: parts into which each device's rows are cut and computed in turn.
-    trained: which parameters are trained.
+    config: the run's configuration; its model has `PARTS` for a pipeline or accumulation by layer.
+    form: how the state is stored and the step is split.
   Raises:
     ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
   """
+  model, num_microbatches, trained = config.model, config.num_microbatches, trained_of(config.model)
+  region, names = form.layout.region, form.names.params
   in_parts = region.reduces_in_backward or region.sums_in_backward
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
@@ -221,8 +254,9 @@ def make_gradients(
   return gradients
 
 
-def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
+def make_eval_step(config: StepConfig, form: StoredState) -> Callable[[Any, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
+  model, region, names = config.model, form.layout.region, form.names.params
 
   def local(params: Any, batch: Batch) -> Sums:
     if region.pipeline is None:
@@ -445,58 +479,42 @@ def _accumulated(
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
-def make_train_step(
-  *,
-  gradients: GradientsFn,
-  optimizer: Optimizer,
-  schedule: Schedule,
-  names: Any,
-  seed: int,
-  max_grad_norm: Optional[float] = None,
-  loss_normalizing_factor: Optional[float] = None,
-  trained: Trained = Trained(),
-  form: Optional[StoredState] = None,
-  history: Optional[Fp8History] = None,
-  spikes: SpikeConfig = SpikeConfig(),
-) -> StepFn:
+def make_train_step(config: StepConfig, form: StoredState) -> StepFn:
   """Returns the function that makes one update.
 
+  The key of dropout is fold_in(random_seed, step), on any topology and after a resume.
+
   Args:
-    gradients: from `make_gradients`.
-    optimizer: a training.optimizers.Optimizer.
-    schedule: step -> learning rate.
-    names: tree of AxisNames of the parameters.
-    seed: seed of dropout; a step's key is fold_in(seed, step), on any topology and after a resume.
-    max_grad_norm: global norm to which gradients are clipped; None for no clipping.
-    loss_normalizing_factor: divisor of the summed loss and its gradients. None divides by the
-      number of target tokens. 1.0, which is T5X's None, keeps the sum: batches with more tokens
-      weigh more.
-    trained: which parameters are trained, the same as for `gradients`.
-    form: how the state is stored between steps; None for its true shapes.
-    history: FP8 history of a model with delayed scaling; None without.
-    spikes: which steps to skip.
+    config: the run's configuration.
+    form: how the state is stored between steps.
+  Raises:
+    ModelError: as `make_gradients` and `history_of`.
+    ConfigError: as `replica_factor`.
   """
-  names, _ = trained.split(names)
+  gradients, layout, spikes = make_gradients(config, form), form.layout, config.spike_cfg
+  factor = replica_factor(config.learning_rate_scaling, layout.batch_parts)
+  history, trained = history_of(config.model, layout.region), trained_of(config.model)
+  names, _ = trained.split(form.names.params)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-    dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
+    dropout_key = jax.random.fold_in(jax.random.key(config.random_seed), state.step)
     amaxes = {} if history is None else history.amaxes(state.fp8_history)
     grads, sums, amaxes = gradients(state.params, amaxes, batch, dropout_key)
-    if loss_normalizing_factor is None:
+    if config.loss_normalizing_factor is None:
       divisor = jnp.maximum(sums['loss'][1], 1.0)  # a batch of padding gives zeros, not NaN
     else:
-      divisor = loss_normalizing_factor
+      divisor = config.loss_normalizing_factor
     grads = jax.tree.map(lambda g: g / divisor, grads)
     grad_norm = _global_norm(grads)
     groups = group_norms(grads, spikes.group_depth)
-    if max_grad_norm is not None:
-      clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
+    if config.max_grad_norm is not None:
+      clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(grad_norm, 1e-12))
       grads = jax.tree.map(lambda g: g * clip, grads)
-    learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
-    state = state if form is None else form.unpadded(state)
+    learning_rate = jnp.asarray(factor * config.learning_rate(state.step), jnp.float32)
+    state = form.unpadded(state)
     params, frozen = trained.split(state.params)
     old = params, state.opt_state, state.fp8_history
-    params, opt_state = optimizer.update(
+    params, opt_state = config.optimizer.update(
       grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
     )
     new = params, opt_state, old[2] if history is None else history.after(old[2], amaxes)
@@ -509,7 +527,7 @@ def make_train_step(
     sums = {**sums, **{name: (value, jnp.ones(())) for name, value in numbers.items()}}
     params = trained.join(params, frozen)
     new = TrainState(state.step + 1, params, opt_state, fp8_history, norms)
-    return new if form is None else form.padded(new), sums
+    return form.padded(new), sums
 
   return train_step
 

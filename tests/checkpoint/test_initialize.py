@@ -19,9 +19,10 @@ from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_disk import refused_to_python
+from tests.helpers_programs import build_with
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
@@ -30,17 +31,16 @@ MODEL = DecoderOnlyModel(CONFIG)
 
 
 def program(model: object = MODEL, *, num_devices: int = 1, **partitioner: object) -> Program:
-  return build_program(
+  return build_with(
     model=model,
     optimizer=AdamW(),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     task_feature_lengths={'targets': 8},
     batch_size=8,
     pack=False,
-    seed=0,
   )
 
 

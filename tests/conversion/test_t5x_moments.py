@@ -18,10 +18,10 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.checkpoint.t5x_params import ArraysInMemory, params_from_t5x
 from tests.conversion.test_t5x import initial, stacked, with_heads_apart
+from tests.helpers_programs import build_with
 from tests.training.t5x_adafactor import T5xParameter
 from tests.training.test_adafactor_t5x import TOLERANCE, drawn
 
@@ -86,17 +86,16 @@ def write(folder, kind, values, states):
 
 
 def program_of(model, optimizer):
-  return build_program(
+  return build_with(
     model=model,
     optimizer=optimizer,
-    schedule=constant(LEARNING_RATE),
+    learning_rate=constant(LEARNING_RATE),
     partitioner=Partitioner(),
     topology=Topology(1, 1),
     devices=jax.devices()[:1],
     task_feature_lengths={'inputs': 8, 'targets': 8},
     batch_size=8,
     pack=False,
-    seed=0,
   )
 
 

@@ -13,9 +13,10 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from tests.gpu.helpers_numerics import ON_GPU, error, errors
+from tests.helpers_programs import build_with
 
 # Libraries may warn about the jax of a GPU machine, which does not affect numbers.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
@@ -49,17 +50,16 @@ def program_on(device: jax.Device, name: str, precision: str, learning_rate=1e-3
   lengths = (
     {'targets': LENGTH} if shape.family == 'decoder' else dict(inputs=LENGTH, targets=LENGTH)
   )
-  return build_program(
+  return build_with(
     model=model,
     optimizer=AdamW(b1=0.5),
-    schedule=constant(learning_rate),
+    learning_rate=constant(learning_rate),
     partitioner=Partitioner(),
     topology=Topology(1, 1),
     devices=[device],
     task_feature_lengths=lengths,
     batch_size=ROWS,
     pack=shape.family != 'encoder',
-    seed=0,
   )
 
 

@@ -20,9 +20,9 @@ from t5x_gpu.partitioning.layer_stacks import REFERENCE
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK
+from tests.helpers_programs import build_with
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=8, mlp_dim=24, dropout_rate=0.0
@@ -188,16 +188,15 @@ def _without_factors(params):
 
 
 def program(model, num_devices=1, **partitioner):
-  return build_program(
+  return build_with(
     model=model,
     optimizer=AdamW(weight_decay=0.1),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     batch_size=ROWS,
     pack=True,
-    seed=0,
     num_microbatches=1,
     task_feature_lengths={'targets': LENGTH},
   )

@@ -20,9 +20,10 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import HUGGING_FACE_LOGITS
 
 CONFIG = TransformerConfig(
@@ -51,16 +52,15 @@ def program(
   num_microbatches: int = 1,
   **partitioner,
 ) -> Program:
-  return build_program(
+  return build_with(
     model=model,
     optimizer=optimizer,
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     batch_size=BATCH,
     pack=False,
-    seed=0,
     num_microbatches=num_microbatches,
     task_feature_lengths=LENGTHS[model.feature_converter({})],
   )

@@ -28,8 +28,8 @@ from t5x_gpu.partitioning.axis_rules import NamedParam
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import build_with
 
 CONFIG = TransformerConfig(
   vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32
@@ -49,17 +49,16 @@ COMPLETE = (*REQUIRED, 'loss')
 
 
 def build(model):
-  return build_program(
+  return build_with(
     model=model,
     optimizer=AdamW(),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(),
     topology=Topology(1, 8),
     devices=jax.devices(),
     task_feature_lengths={'targets': 16},
     batch_size=16,
     pack=False,
-    seed=0,
   )
 
 

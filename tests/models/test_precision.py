@@ -15,8 +15,8 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import build_with
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=24, dtype='fp8'
@@ -24,17 +24,16 @@ CONFIG = TransformerConfig(
 
 
 def program(config, *, num_devices=1, **partitioner):
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(config),
     optimizer=AdamW(),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     task_feature_lengths={'targets': 8},
     batch_size=4,
     pack=True,
-    seed=0,
   )
 
 

@@ -18,9 +18,9 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_programs import build_with
 from tests.parity.test_layouts import BATCH, CASES, FAMILIES, LENGTH, LENGTHS, MODELS, Case
 
 FP8_GRADIENT = 0.03
@@ -41,17 +41,16 @@ def build(case: Case, num_devices: int, **change):
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, **change))
   else:
     model = DecoderOnlyModel(dataclasses.replace(MODELS[case.model], **change))
-  return build_program(
+  return build_with(
     model=model,
     optimizer=KeepGradients(),
-    schedule=constant(1.0),
+    learning_rate=constant(1.0),
     partitioner=Partitioner(**case.partitioner),
     topology=Topology(case.num_hosts, num_devices // case.num_hosts),
     devices=jax.devices()[:num_devices],
     task_feature_lengths=LENGTHS.get(case.model, {'targets': LENGTH}),
     batch_size=BATCH,
     pack='classifier' not in case.model,
-    seed=0,
     num_microbatches=case.num_microbatches,
   )
 

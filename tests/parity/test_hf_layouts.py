@@ -11,10 +11,10 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.checkpoint.hf_files import VARIANTS
 from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_programs import build_with
 from tests.parity.test_layouts import arrays
 from tests.parity.tolerances import MESH_GRADIENT
 
@@ -60,17 +60,16 @@ def gradients(family: str, layout: str) -> dict[str, np.ndarray]:
   inputs = {} if fields.kind == 'decoder_only' else {'inputs': LENGTH}
   targets = {} if family == 'bert_classification' else {'targets': LENGTH}
   devices = 1 if layout == 'one' else 8
-  program = build_program(
+  program = build_with(
     model=model,
     optimizer=KeepGradients(),
-    schedule=constant(1.0),
+    learning_rate=constant(1.0),
     partitioner=Partitioner(**LAYOUTS.get(layout, {})),
     topology=Topology(1, devices),
     devices=jax.devices()[:devices],
     task_feature_lengths={**inputs, **targets},
     batch_size=BATCH,
     pack=bool(targets),
-    seed=0,
   )
   [batch] = uneven_batches(program.spec, seed=1, num_batches=1)
   batch = program.layout.put_batch(batch)

@@ -28,9 +28,10 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import OPTIMIZED, QUICK, KeepGradients
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import MESH_GRADIENT
 
 STEPS, LEARNING_RATE = 3, 1e-2
@@ -355,17 +356,16 @@ def build(case: Case, num_devices: int, optimizer: Any = None) -> Program:
   else:
     model = DecoderOnlyModel(dataclasses.replace(MODELS[case.model], **case.config), z_loss=1e-3)
   lengths = LENGTHS.get(case.model, {'targets': LENGTH})
-  return build_program(
+  return build_with(
     model=model,
     optimizer=optimizer or Both(),
-    schedule=constant(LEARNING_RATE),
+    learning_rate=constant(LEARNING_RATE),
     partitioner=Partitioner(**case.partitioner),
     topology=Topology(case.num_hosts, num_devices // case.num_hosts),
     devices=jax.devices()[:num_devices],
     task_feature_lengths=lengths,
     batch_size=case.batch_size,
     pack='classifier' not in case.model,
-    seed=0,
     num_microbatches=case.num_microbatches,
   )
 
@@ -497,11 +497,10 @@ def assert_trains_as_one_device(case: Case, options: Mapping[str, Any] = QUICK) 
 def test_evaluation_of_an_encoder_decoder_in_a_pipeline_takes_odd_batches():
   lengths = {'inputs': 8, 'targets': 6}
   pipeline, alone = (
-    build_program(
+    build_with(
       model=FAMILIES['t5'](),
       optimizer=AdamW(),
-      schedule=constant(1e-2),
-      seed=0,
+      learning_rate=constant(1e-2),
       pack=False,
       partitioner=partitioner,
       topology=Topology(1, count),

@@ -18,10 +18,11 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.state import TrainState, new_state
 from tests.checkpoint.t5x_params import params_from_t5x
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import REFERENCE_LOSS, REFERENCE_MOMENTS
 
 FIXTURE = pathlib.Path(__file__).parent / 'fixtures' / 't5x_decoder_only'
@@ -38,17 +39,16 @@ def build(num_devices: int, partitioner: Partitioner, **options) -> Program:
     logits_via_embedding=True,
     relative_bias='shared',
   )
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(config, z_loss=1e-4),
     optimizer=Adafactor(),
-    schedule=rsqrt(1.0, warmup_steps=10_000),
+    learning_rate=rsqrt(1.0, warmup_steps=10_000),
     partitioner=partitioner,
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     task_feature_lengths={'targets': 64},
     batch_size=8,
     pack=True,
-    seed=0,
     loss_normalizing_factor=1.0,
     **options,
   )

@@ -15,10 +15,10 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.state import new_state
 from tests.checkpoint.t5x_params import params_from_t5x
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import REFERENCE_LOGITS, REFERENCE_LOSS
 
 FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
@@ -29,17 +29,16 @@ OPTIMIZER = Adafactor(layers='joined_heads')  # the layers of t5x/examples/t5, w
 def build(num_devices=1, partitioner=Partitioner()):
   flat = dict(np.load(FIXTURE / 'init_params.npz'))
   model = t5x_model({name: value.shape for name, value in flat.items()})
-  return flat, build_program(
+  return flat, build_with(
     model=EncoderDecoderModel(model.config, z_loss=1e-4, **model.options),
     optimizer=OPTIMIZER,
-    schedule=rsqrt(1.0, warmup_steps=10_000),
+    learning_rate=rsqrt(1.0, warmup_steps=10_000),
     partitioner=partitioner,
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     task_feature_lengths={'inputs': 64, 'targets': 48},
     batch_size=8,
     pack=True,
-    seed=0,
     loss_normalizing_factor=1.0,
   )
 

@@ -15,9 +15,9 @@ from t5x_gpu.partitioning.expert_parallel import check, traffic_per_step
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_collectives import chosen, count, total_bytes
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import MESH_GRADIENT
 
 BATCH, LENGTH, EXPERTS = 16, 16, 4
@@ -48,17 +48,16 @@ LAYOUTS = {
 @functools.cache
 def program(name):
   number = 1 if name == 'one' else 8
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(CONFIG, z_loss=1e-3),
     optimizer=AdamW(eps=1e-3),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(accumulate_by='microbatch', **LAYOUTS[name]),
     topology=Topology(1, number),
     devices=jax.devices()[:number],
     task_feature_lengths={'targets': LENGTH},
     batch_size=BATCH,
     pack=True,
-    seed=0,
     num_microbatches=2,
   )
 

@@ -17,9 +17,9 @@ from t5x_gpu.partitioning.fsdp import InBfloat16, psum, psum_scatter
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_programs import build_with
 
 # Largest relative error of one rounding to bfloat16, whose significand has 8 bits.
 ROUNDING = 2.0**-8
@@ -106,17 +106,16 @@ def model_of(name):
 
 def build(name, optimizer, **partitioner):
   own, _, hosts, num_microbatches, _ = LAYOUTS[name]
-  return build_program(
+  return build_with(
     model=model_of(name),
     optimizer=optimizer,
-    schedule=constant(1.0),
+    learning_rate=constant(1.0),
     partitioner=Partitioner(**own, **partitioner),
     topology=Topology(hosts, 8 // hosts),
     devices=jax.devices()[:8],
     task_feature_lengths={'targets': 16},
     batch_size=16,
     pack=True,
-    seed=0,
     num_microbatches=num_microbatches,
   )
 

@@ -19,8 +19,8 @@ from t5x_gpu.partitioning.mesh_sizes import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import build_with
 from tests.test_docs_names import knob_problem
 
 LENGTH = 'TASK_FEATURE_LENGTHS'  # here their sum
@@ -418,17 +418,16 @@ class Nameless(nn.Module):
 def test_a_layer_whose_parameters_have_no_names_is_named_with_the_code_that_mends_it():
   config = TransformerConfig(head_dim=4, **arguments('TransformerConfig.', FITS))
   with pytest.raises(ShapeError) as e:
-    build_program(
+    build_with(
       model=DecoderOnlyModel(config, layer=Nameless),
       optimizer=AdamW(),
-      schedule=constant(1e-2),
+      learning_rate=constant(1e-2),
       partitioner=Partitioner(),
       topology=Topology(1, 8),
       devices=jax.devices(),
       task_feature_lengths={'targets': 32},
       batch_size=16,
       pack=False,
-      seed=0,
     )
   text = str(e.value)
   assert (

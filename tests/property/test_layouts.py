@@ -23,9 +23,9 @@ from t5x_gpu.models.config import NORM_POSITIONS, REMAT_POLICIES, TransformerCon
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import MESH_GRADIENT
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
@@ -154,12 +154,11 @@ def layouts(draw) -> Layout:
 
 
 def build(layout, *, config=None, batch_size=BATCH, length=LENGTH, **partitioner):
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(config or layout.model),
     optimizer=KeepGradients(),
-    schedule=constant(1.0),
+    learning_rate=constant(1.0),
     partitioner=dataclasses.replace(layout.partitioner, **partitioner),
-    seed=0,
     topology=Topology(1, layout.num_devices),
     devices=jax.devices()[: layout.num_devices],
     task_feature_lengths={'targets': length},

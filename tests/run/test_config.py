@@ -1,13 +1,47 @@
-"""`Run` and the parameters of `train` are the same."""
+"""Each setting of a run has one declaration, which gin reads and functions take as a whole."""
 
+import ast
+import dataclasses
 import inspect
+import typing
 
-from t5x_gpu import train
+import pytest
+
+from t5x_gpu import data_tools, train
+from t5x_gpu.data.batches import RunDataConfig
+from t5x_gpu.evaluation.infer_request import InferConfig
 from t5x_gpu.run.config import Run
+from t5x_gpu.tools.planning.prediction import PlanConfig
+from tests.test_layering import modules
+
+SETTINGS = {field.name: field.default for field in dataclasses.fields(Run)}
 
 
-def test_run_has_the_parameters_of_train_with_their_types_and_defaults():
-  of_gin, of_run = (inspect.signature(f).parameters for f in (train.train, Run))
-  assert {p.name: (p.annotation, p.default) for p in of_gin.values()} == {
-    p.name: (p.annotation, p.default) for p in of_run.values()
+def parameters(function):
+  arguments = function.args
+  return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def test_train_takes_the_settings_that_run_declares():
+  assert inspect.signature(train.train) == inspect.signature(Run)
+  with pytest.raises(TypeError, match='num_microbatch'):
+    train.train(num_microbatch=2)
+
+
+def test_no_function_takes_the_settings_of_a_run_one_by_one():
+  found = {
+    f'{module}.{node.name}': sorted(parameters(node) & SETTINGS.keys())
+    for module, tree in modules().items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef) and len(parameters(node) & SETTINGS.keys()) > 3
   }
+  assert not found
+
+
+@pytest.mark.parametrize('part', (RunDataConfig, data_tools._RunConfig, InferConfig, PlanConfig))
+def test_a_command_that_needs_less_reads_the_settings_as_run_declares_them(part):
+  hints, of_run = typing.get_type_hints(part), typing.get_type_hints(Run)
+  assert {field.name: field.default for field in dataclasses.fields(part)}.items() <= (
+    SETTINGS.items()
+  )
+  assert all(hint in (of_run[name], typing.Any) for name, hint in hints.items())

@@ -16,9 +16,9 @@ from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import NamedParam
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(
@@ -66,12 +66,11 @@ LAYOUTS = {
 
 def run(model, num_devices=1, num_microbatches=1, partitioner=None):
   """Returns (loss, path -> gradient) of one step."""
-  program = build_program(
+  program = build_with(
     model=MODELS[model],
     optimizer=KeepGradients(),
-    schedule=constant(1.0),
+    learning_rate=constant(1.0),
     pack=True,
-    seed=0,
     partitioner=Partitioner(**(partitioner or {})),
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],

@@ -19,10 +19,10 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.quantized import Operand
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 from t5x_gpu.training.state import Fp8History
 from tests.helpers_layouts import QUICK
+from tests.helpers_programs import build_with
 
 CURRENT = TransformerConfig(
   vocab_size=32,
@@ -40,17 +40,16 @@ STEPS = 2
 
 
 def program(config=DELAYED, *, num_devices=1, num_microbatches=1, **partitioner):
-  return build_program(
+  return build_with(
     model=DecoderOnlyModel(config),
     optimizer=AdamW(weight_decay=0.1),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**partitioner),
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     task_feature_lengths={'targets': 8},
     batch_size=8,
     pack=True,
-    seed=0,
     num_microbatches=num_microbatches,
     max_grad_norm=0.1,
   )

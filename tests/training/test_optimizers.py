@@ -19,9 +19,10 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW, stochastically_rounded
-from t5x_gpu.training.program import build_program, bytes_per_device
+from t5x_gpu.training.program import bytes_per_device
 from t5x_gpu.training.schedules import constant
 from tests import helpers_layouts
+from tests.helpers_programs import build_with
 
 NAMES = {'kernel': AxisNames(('layers', 'embed', 'mlp')), 'scale': AxisNames(('layers', 'embed'))}
 
@@ -201,17 +202,16 @@ def test_stochastic_rounding_is_exact_on_average_and_never_off_by_more_than_a_st
 def test_moments_in_bfloat16_do_not_depend_on_the_layout(tmp_path):
   changed = dict(mu_dtype='bfloat16', nu_dtype='bfloat16')
   split, alone = (
-    build_program(
+    build_with(
       model=DecoderOnlyModel(dataclasses.replace(helpers_layouts.CONFIG, num_layers=1)),
       optimizer=AdamW(**changed),
-      schedule=constant(1e-2),
+      learning_rate=constant(1e-2),
       partitioner=Partitioner(**axes),
       topology=Topology(1, devices),
       devices=jax.devices()[:devices],
       batch_size=8,
       task_feature_lengths={'targets': 8},
       pack=False,
-      seed=0,
     )
     for devices, axes in ((4, dict(fsdp=2, num_partitions=2)), (1, {}))
   )

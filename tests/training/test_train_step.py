@@ -12,8 +12,8 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import build_with
 from tests.parity.tolerances import MESH_GRADIENT, MESH_LOSS
 
 CONFIG = dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32)
@@ -39,17 +39,16 @@ def build(
 ):
   config = {**CONFIG, 'dropout_rate': dropout_rate, **(config or {})}
   model = DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3)
-  return build_program(
+  return build_with(
     model=model if members is None else Partly(model, members),
     optimizer=optimizer,
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=partitioner,
     topology=Topology(1, num_devices),
     devices=jax.devices()[:num_devices],
     task_feature_lengths={'targets': 16},
     batch_size=16,
     pack=True,
-    seed=0,
     **options,
   )
 

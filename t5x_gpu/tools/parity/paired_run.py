@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.data.batches import Batch
-from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.context_parallel import length_order
 from t5x_gpu.tools.parity.compare import (
   ArrayDifference,
@@ -59,28 +58,22 @@ class RecordedRun:
 
   Args:
     program: built with `Recording` around its optimizer.
-    model, seed, max_grad_norm: as the program was built with.
     compiler_options: XLA options of the step.
   """
 
-  def __init__(
-    self,
-    program: Program,
-    *,
-    model: Model,
-    seed: int,
-    max_grad_norm: Optional[float] = None,
-    compiler_options: Optional[Mapping[str, Any]] = None,
-  ):
-    self.program = program
-    self._max_grad_norm = max_grad_norm
+  def __init__(self, program: Program, *, compiler_options: Optional[Mapping[str, Any]] = None):
+    self.program, config = program, program.config
+    self._max_grad_norm = config.max_grad_norm
     options = None if compiler_options is None else dict(compiler_options)
     state, batch = program.abstract_state, program.abstract_batch
     self._step = program.train_step.lower(state, batch).compile(compiler_options=options)
     self._layers = None
-    if has_layers(model, state.params):
+    if has_layers(config.model, state.params):
       function = make_layer_outputs(
-        model=model, region=program.layout.region, names=program.names.params, seed=seed
+        model=config.model,
+        region=program.layout.region,
+        names=program.names.params,
+        seed=config.random_seed,
       )
       self._layers = (
         program.layout.jit(function)

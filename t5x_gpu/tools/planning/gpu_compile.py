@@ -37,7 +37,8 @@ from t5x_gpu.runtime.xla.presets import Value
 from t5x_gpu.runtime.xla.programs import compile_errors
 from t5x_gpu.tools.planning import gpu_targets
 from t5x_gpu.tools.planning.gpu_targets import DescribedGpus
-from t5x_gpu.training.program import Program, StepConfig, compile_options, program_of_run
+from t5x_gpu.training.program import Program, build_program, compile_options
+from t5x_gpu.training.train_step import StepConfig
 
 # A collective counts as hidden if a matrix kernel, or a loop with one in it, stands between its
 # start and its done. That is an order, not a duration: the kernel may be shorter than the transfer.
@@ -182,13 +183,13 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
   """Returns the training step of a run as XLA compiles it for `gpus`, with the run's XLA preset.
 
   Raises:
-    MeshError, ConfigError, ShapeError, ModelError: as `program_of_run` and `compile_errors`; for a
+    MeshError, ConfigError, ShapeError, ModelError: as `build_program` and `compile_errors`; for a
       model in FP8 also if the GPU has no FP8, or the step has no FP8 matmul.
   """
   fp8 = uses_fp8(config.model)
   check_devices(fp8, [gpus.target])
   with gpu_targets.kernels_for(gpus.target), _preset(config.xla_preset, gpus) as preset:
-    program = program_of_run(config, topology=gpus.topology, devices=list(gpus.devices))
+    program = build_program(config, topology=gpus.topology, devices=list(gpus.devices))
     options = compile_options(program, preset) or {}
     start = time.monotonic()
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)

@@ -48,7 +48,8 @@ from t5x_gpu.tools.planning.formulas.traffic import (
 from t5x_gpu.tools.planning.formulas.work import step_work
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, can_compile, described_gpus
-from t5x_gpu.training.program import Program, StepConfig, program_of_run
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.train_step import StepConfig
 
 SECONDS_PER_DAY = 86400
 # Sources of memory and traffic, from the least to the most exact.
@@ -327,7 +328,7 @@ class Planner:
     """
     check_devices(uses_fp8(config.model), [self.gpu])
     devices = list(self.devices[: topology.num_devices])
-    return program_of_run(config, topology=topology, devices=devices)
+    return build_program(config, topology=topology, devices=devices)
 
   def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
     """Returns a prediction from formulas alone; errors as `program`.

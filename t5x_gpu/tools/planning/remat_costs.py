@@ -21,7 +21,8 @@ from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.terminal.console import mib, table
 from t5x_gpu.tools.planning.gpu_compile import compile_step
 from t5x_gpu.tools.planning.gpu_targets import DescribedGpus
-from t5x_gpu.training.program import Program, StepConfig
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.train_step import StepConfig
 
 # From the least to the most recomputation.
 ORDER = ('none', 'dots', 'minimal', 'offload', 'full')

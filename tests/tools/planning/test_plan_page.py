@@ -25,7 +25,7 @@ from t5x_gpu.tools.planning.page import (
 )
 from t5x_gpu.tools.planning.prediction import PlanConfig, predict
 from t5x_gpu.tools.reporting.page import Section, page
-from t5x_gpu.training.program import program_of_run
+from t5x_gpu.training.program import build_program
 from tests.helpers_train import TINY_GIN
 from tests.tools.reporting.browser import needs_browser, open_page
 from tests.tools.reporting.pages import Page
@@ -40,7 +40,7 @@ def made(tmp_path_factory):
   file.write_text(TINY_GIN)
   sizes = ['Partitioner.fsdp = 2', 'NUM_PARTITIONS = 2']
   config = gin_loader.configured(gin_loader.load([str(file)], bindings=sizes), PlanConfig)
-  program = program_of_run(config, topology=Topology(2, 4), devices=jax.devices()[:8])
+  program = build_program(config, topology=Topology(2, 4), devices=jax.devices()[:8])
   p = predict(program, config, gpu=find_target('h100'), assumed=Assumptions())
   return p, program.layout
 

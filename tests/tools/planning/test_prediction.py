@@ -33,7 +33,7 @@ from t5x_gpu.tools.planning.formulas.traffic import (
 from t5x_gpu.tools.planning.formulas.work import Work, step_work
 from t5x_gpu.tools.planning.gpu_targets import TARGETS, find_target
 from t5x_gpu.tools.planning.prediction import predict
-from t5x_gpu.training.program import program_of_run
+from t5x_gpu.training.program import build_program
 from tests.aot.cases import CASES as AOT_CASES
 from tests.aot.cases import Case
 from tests.helpers_layouts import CASES, QUICK_CASES, by_case, collectives, config_of, hlo, program
@@ -226,7 +226,7 @@ def by_formula(case, devices):
   """Returns bytes of the arguments, the batch among them, all bytes, and those sent by axes."""
   config = case.config()
   topology = Topology(case.hosts, case.gpus_per_host)
-  p = program_of_run(config, topology=topology, devices=devices[: topology.num_devices])
+  p = build_program(config, topology=topology, devices=devices[: topology.num_devices])
   prediction = predict(p, config, gpu=find_target(case.gpu), assumed=Assumptions())
   sent = collections.Counter()
   for s in prediction.formula_sent:
@@ -296,7 +296,7 @@ def test_the_remedy_for_recomputation_is_what_causes_it(layout, bindings, advice
   remat = "REMAT_POLICY = 'full'"
   case = Case(model='decoder_base', layout=layout, batch=(64, 512), bindings=(remat, *bindings))
   config, topology = case.config(), Topology(1, 8)
-  p = program_of_run(config, topology=topology, devices=jax.devices())
+  p = build_program(config, topology=topology, devices=jax.devices())
   prediction = predict(p, config, gpu=H100, assumed=Assumptions())
   again = [c for c in screen.costs(prediction) if c.what.startswith('Computing layers again')]
   assert again and advice in again[0].remedy

@@ -16,8 +16,8 @@ from t5x_gpu.tools.planning.formulas.step_shape import step_shape
 from t5x_gpu.tools.planning.formulas.work import step_work
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.training.optimizers import AdamW
-from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_programs import build_with
 
 CONFIG = TransformerConfig(
   vocab_size=512, num_layers=2, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=128,
@@ -40,17 +40,16 @@ T5 = EncoderDecoderModel(CONFIG, num_encoder_layers=3)
   ids=['t5', 'equal lengths', 'grouped heads', 'decoder'],
 )
 def test_model_flops_are_those_that_dense_kernels_compute(model, lengths):
-  program = build_program(
+  program = build_with(
     model=model,
     optimizer=AdamW(),
-    schedule=constant(1e-2),
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(),
     devices=jax.devices()[:2],
     topology=Topology(1, 2),
     batch_size=8,
     task_feature_lengths=lengths,
     pack=False,
-    seed=0,
     num_microbatches=1,
   )
   shape = step_shape(program, model, num_microbatches=1, gpu=find_target('h100'))
