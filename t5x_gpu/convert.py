@@ -218,6 +218,7 @@ def read_run_text(
     vocabulary=text.name,
     size=text.size,
     ends=tuple(text.encode_inputs('')),
+    encode=text.encode_inputs,
     decoding=dataclasses.replace(request.decoding, **changes),
     is_chat=is_chat,
     note=note,

@@ -326,6 +326,17 @@ TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
 # transformers' class that takes everything from tokenizer.json, as t5x_gpu's vocabulary does. The
 # classes of the families replace the template or the splitting in that file.
 _CLASS = 'PreTrainedTokenizerFast'
+# model_type -> the class that AutoTokenizer of transformers 5 loads, regardless of the class in
+# tokenizer_config.json (its list MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+FORCED_CLASSES = {'qwen2': 'Qwen2Tokenizer'}
+# Where normalizers and patterns that split texts differ: digits, capitals, spaces, accents.
+_SAMPLES = (
+  'What is 2',
+  "THEY'LL pay $1,234.50 in 2026!",
+  '  two  spaces\n\n\tand a tab ',
+  'nai\u0308ve caf\u00e9, \u6771\u4eac?',
+  'if (x[0] != y) {return;}',
+)
 # Types of pieces in a SentencePiece model.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
@@ -338,6 +349,7 @@ class RunText:
     vocabulary: DatasetConfig.vocabulary, or the class name of a task's vocabulary.
     size: number of its ids, sentinels included.
     ends: ids after a prompt.
+    encode: prompt -> ids, `ends` included; the chat template is not applied.
     decoding: the settings of `infer`, with the ids that end an answer.
     is_chat: whether the chat template writes the prompts, from the first id on.
     note: a console line on settings that are unknown; '' if all are known.
@@ -346,6 +358,7 @@ class RunText:
   vocabulary: str
   size: int
   ends: tuple[int, ...]
+  encode: Callable[[str], Sequence[int]]
   decoding: DecodingConfig
   is_chat: bool = False
   note: str = ''
@@ -449,6 +462,55 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
   _write(folder / TOKENIZER, tokenizer)
   _write(path, changed)
   return text.vocabulary
+
+
+def tokenizer_warning(
+  text: RunText, folder: pathlib.Path, *, target: pathlib.Path, is_t5: bool
+) -> str:
+  """Returns how AutoTokenizer reads texts differently from the run; '' if it does not.
+
+  Args:
+    text: how the run reads and ends texts.
+    folder: folder of the model, with config.json and the tokenizer.
+    target: its later path, for the message.
+    is_t5: as for `export_vocabulary`.
+  """
+  if not (folder / TOKENIZER).is_file():
+    return ''
+  load = f'load it with transformers.{_CLASS}.from_pretrained({str(target)!r})'
+  if not importlib.util.find_spec('transformers'):
+    model_type = read_json(folder / CONFIG, dict).get('model_type')
+    if model_type not in FORCED_CLASSES:
+      return ''
+    return (
+      'WARNING: not checked, because transformers is not installed: for model_type '
+      f'{model_type!r}, its AutoTokenizer loads {FORCED_CLASSES[model_type]}, which replaces the '
+      f'normalizer and the splitting of tokenizer.json. If this tokenizer has others, {load}'
+    )
+  transformers = importlib.import_module('transformers')
+  transformers.logging.set_verbosity_error()
+  difference, name = _difference(text, transformers.AutoTokenizer, folder, is_t5=is_t5)
+  if not difference:
+    return ''
+  if _difference(text, getattr(transformers, _CLASS), folder, is_t5=is_t5)[0]:
+    return f'WARNING: tokenizer.json reads {difference}'
+  return (
+    f'WARNING: AutoTokenizer of transformers {transformers.__version__} loads {name}, which reads '
+    f'{difference}. Instead, {load}'
+  )
+
+
+def _difference(text: RunText, kind: Any, folder: pathlib.Path, *, is_t5: bool) -> tuple[str, str]:
+  """Returns the first text that a class of transformers reads differently, and its name."""
+  tokenizer = kind.from_pretrained(folder, local_files_only=True)
+  starts = text.decoding.start_token is not None and not (text.is_chat or is_t5)
+  start = [text.decoding.start_token] if starts else []
+  for sample in _SAMPLES:
+    theirs = tokenizer(sample, add_special_tokens=not text.is_chat)['input_ids']
+    ours = [*start, *text.encode(sample)]
+    if theirs != ours:
+      return f'{sample!r} as {theirs}, but the run as {ours}', type(tokenizer).__name__
+  return '', type(tokenizer).__name__
 
 
 def _write(path: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from t5x_gpu.conversion.conversion import (
   generation_config,
   hf_reference,
   token_ids,
+  tokenizer_warning,
 )
 from t5x_gpu.conversion.hf.config_json import from_hf, guess_family, to_hf
 from t5x_gpu.conversion.hf.folder import (
@@ -282,6 +283,8 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
     if problem:
       console.say(f'generation: {GENERATION} left out: {problem}')
     (folder / CONFIG).write_text(config, 'utf-8')
+    if text and (warning := tokenizer_warning(text, folder, target=request.target, is_t5=is_t5)):
+      console.say(f'vocabulary: {warning}')
     if model.options.get('head_type') == 'embedding':
       write_modules(model, folder, is_new=like is None)
     with console.progress('written', size) as advance:

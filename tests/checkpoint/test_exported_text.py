@@ -6,6 +6,7 @@ Nothing is set by hand: tokenizer, start, end and length come from the files of 
 import dataclasses
 import json
 import shutil
+import sys
 
 import flax.traverse_util
 import jax
@@ -15,10 +16,12 @@ import pytest
 from t5x_gpu import convert, infer
 from t5x_gpu.checkpoint.params_files import ParamsWriter
 from t5x_gpu.config import gin_loader
-from t5x_gpu.conversion.hf.config_json import from_hf
+from t5x_gpu.conversion.conversion import FORCED_CLASSES, RunText, tokenizer_warning
+from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES, from_hf
 from t5x_gpu.conversion.model_spec import gin_text
 from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.checkpoint.hf_files import CONFIGS, untied, write_model
 from tests.helpers_chat import (
@@ -106,9 +109,9 @@ def answers(folder, tmp_path, *flags):
   return [json.loads(line) for line in result.out.splitlines()]
 
 
-def generated(folder, *, chat=False):
+def generated(folder, *, chat=False, tokenizer='AutoTokenizer'):
   """Returns (text, number of tokens) of transformers' answers, with its own defaults."""
-  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  tokenizer = getattr(transformers, tokenizer).from_pretrained(folder)
   config = transformers.AutoConfig.from_pretrained(folder)
   auto = 'AutoModelForSeq2SeqLM' if config.is_encoder_decoder else 'AutoModelForCausalLM'
   model = getattr(transformers, auto).from_pretrained(folder, dtype=torch.float32).eval()
@@ -131,11 +134,19 @@ def generated(folder, *, chat=False):
   return found
 
 
-def check_same_answers(run, tmp_path, *, chat=False, bytes_in_runs=False, ends=True):
+def check_same_answers(run, tmp_path, capsys, *, chat=False, bytes_in_runs=False, ends=True):
   out = tmp_path / 'exported'
   assert convert.main([f'--from={run}', f'--to={out}', '--check=tensors']) == 0
+  said = capsys.readouterr().out
+  if json.loads((out / 'config.json').read_text())['model_type'] in FORCED_CLASSES:
+    assert 'loads Qwen2Tokenizer, which reads' in said
+    tokenizer = f'PreTrainedTokenizerFast.from_pretrained({str(out)!r})'
+    assert f'Instead, load it with transformers.{tokenizer}' in said
+  else:
+    tokenizer = 'AutoTokenizer'
+    assert 'WARNING' not in said
   ours = answers(run, tmp_path, *(['--chat'] if chat else []))
-  theirs = generated(out, chat=chat)
+  theirs = generated(out, chat=chat, tokenizer=tokenizer.partition('.')[0])
   assert [r['num_tokens'] for r in ours] == [n for _, n in theirs]
   texts = [(shown(r['prediction']), shown(text)) for r, (text, _) in zip(ours, theirs)]
   # tokenizers drops the whole run of bytes that are not UTF-8; SentencePiece only those.
@@ -175,11 +186,11 @@ def shown(text):
 @pytest.mark.slow
 @pytest.mark.quick_cases('llama')
 @pytest.mark.parametrize('family', FAMILIES)
-def test_an_export_from_scratch_generates_what_infer_does(family, tmp_path, own_tokenizer):
+def test_an_export_from_scratch_generates_what_infer_does(family, tmp_path, own_tokenizer, capsys):
   config = large(family)
   write_run(tmp_path / 'run', config, vocabulary=f'huggingface:{own_tokenizer}', ends=[2])
   # With tied logits, random models repeat a token.
-  out, written = check_same_answers(tmp_path / 'run', tmp_path, ends=untied(config))
+  out, written = check_same_answers(tmp_path / 'run', tmp_path, capsys, ends=untied(config))
   assert written['eos_token_id'] == 2 and written['pad_token_id'] == 0
   starts = 'decoder_start_token_id' if 'd_model' in written else 'bos_token_id'
   assert written[starts] == 0
@@ -187,10 +198,12 @@ def test_an_export_from_scratch_generates_what_infer_does(family, tmp_path, own_
   assert made['max_new_tokens'] == 128 and made['do_sample'] is False
 
 
-@pytest.mark.parametrize('family', ['llama', pytest.param('t5_1_1', marks=pytest.mark.slow)])
-def test_bytes_become_a_tokenizer(family, tmp_path):
+@pytest.mark.parametrize(
+  'family', ['llama', *(pytest.param(name, marks=pytest.mark.slow) for name in ('qwen2', 't5_1_1'))]
+)
+def test_bytes_become_a_tokenizer(family, tmp_path, capsys):
   write_run(tmp_path / 'run', large(family, 259), vocabulary='byte', ends=[1])
-  check_same_answers(tmp_path / 'run', tmp_path)
+  check_same_answers(tmp_path / 'run', tmp_path, capsys)
 
 
 def write_sentencepiece(folder, **options):
@@ -242,17 +255,56 @@ LLAMA_IDS = {'pad_id': 3, 'eos_id': 2, 'unk_id': 0, 'bos_id': 1}
     ),
   ],
 )
-def test_sentencepiece_becomes_a_tokenizer(family, options, tmp_path):
+def test_sentencepiece_becomes_a_tokenizer(family, options, tmp_path, capsys):
   model = write_sentencepiece(tmp_path, **options)
   config = large(family, options['vocab_size'])
   write_run(tmp_path / 'run', config, vocabulary=f'sentencepiece:{model}', ends=[options['eos_id']])
   out, _ = check_same_answers(
     tmp_path / 'run',
     tmp_path,
+    capsys,
     bytes_in_runs=options.get('byte_fallback', False),
     ends=untied(config) or 't5' in family,
   )
   assert (out / ('spiece.model' if 't5' in family else 'tokenizer.model')).is_file()
+
+
+@pytest.mark.parametrize('has_transformers', [True, False])
+@pytest.mark.parametrize(
+  'family, is_qwens, said',
+  [('qwen2', False, 'Qwen2Tokenizer'), ('qwen2', True, ''), ('llama', False, '')],
+)
+def test_a_class_that_replaces_the_tokenizer_is_named(
+  family, is_qwens, said, has_transformers, tmp_path, monkeypatch
+):
+  write_tokenizer(tmp_path, None)
+  (tmp_path / 'config.json').write_text(json.dumps(large(family)))
+  content = json.loads((tmp_path / 'tokenizer.json').read_text())
+  if is_qwens:
+    qwens = json.loads(transformers.Qwen2Tokenizer().backend_tokenizer.to_str())
+    content |= {name: qwens[name] for name in ('normalizer', 'pre_tokenizer')}
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
+  plain = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  text = RunText('', 300, (), plain.encode, DecodingConfig(start_token=None))
+  if not has_transformers:
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    said = FORCED_CLASSES.get(family, '')
+  warning = tokenizer_warning(text, tmp_path, target=tmp_path, is_t5=False)
+  assert said in warning and bool(said) == bool(warning)
+  assert not said or ('not checked' in warning) != has_transformers
+
+
+def test_all_model_types_whose_tokenizer_is_replaced_are_known():
+  auto = transformers.models.auto.tokenization_auto
+  forced = {
+    name: auto.TOKENIZER_MAPPING_NAMES[name]
+    for name in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+  }
+  assert FORCED_CLASSES == {
+    name: kind
+    for name, kind in forced.items()
+    if name in CONFIG_FAMILIES and kind != 'TokenizersBackend'
+  }
 
 
 def write_base(folder, config, template, **tokenizer):
@@ -267,14 +319,14 @@ def write_base(folder, config, template, **tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen3', 'gpt2', 't5'])
-def test_a_fine_tuned_export_generates_what_infer_does(family, tmp_path):
+def test_a_fine_tuned_export_generates_what_infer_does(family, tmp_path, capsys):
   base = write_base(tmp_path / 'hf', large(family), None, zero_is_a_word=family != 't5')
   run = tmp_path / 'run'
   assert convert.main([f'--from={base}', f'--to={run}', '--check=tensors']) == 0
   shutil.rmtree(run / 'checkpoint_0')
   end = int(json.loads((base / 'tokenizer.json').read_text())['added_tokens'][2]['id'])
   write_run(run, large(family), vocabulary=f'huggingface:{run}/hf', ends=[end])
-  _, written = check_same_answers(run, tmp_path, ends=untied(large(family)))
+  _, written = check_same_answers(run, tmp_path, capsys, ends=untied(large(family)))
   assert written['eos_token_id'] == end
   if family != 't5':  # id 0 is a word
     assert written['bos_token_id'] == 0 and written.get('pad_token_id') is None
@@ -292,7 +344,7 @@ def test_a_fine_tuned_export_generates_what_infer_does(family, tmp_path):
     pytest.param('gemma3_text', GEMMA, '<end_of_turn>', False, id='gemma3-pad'),
   ],
 )
-def test_a_chat_export_ends_its_turns(family, template, end, zero_is_a_word, tmp_path):
+def test_a_chat_export_ends_its_turns(family, template, end, zero_is_a_word, tmp_path, capsys):
   config = large(family)
   base = write_base(tmp_path / 'hf', config, template, zero_is_a_word=zero_is_a_word)
   run = tmp_path / 'run'
@@ -307,15 +359,15 @@ def test_a_chat_export_ends_its_turns(family, template, end, zero_is_a_word, tmp
     ends=[ids[end]],
     data=write_talks(tmp_path / 'chats.jsonl', TALKS),
   )
-  _, written = check_same_answers(run, tmp_path, chat=True, ends=untied(config))
+  _, written = check_same_answers(run, tmp_path, capsys, chat=True, ends=untied(config))
   assert written['eos_token_id'] == [ids['<eos>'], ids[end]]
 
 
 @pytest.mark.slow
-def test_a_decoder_deeper_than_its_encoder_generates(tmp_path, own_tokenizer):
+def test_a_decoder_deeper_than_its_encoder_generates(tmp_path, own_tokenizer, capsys):
   config = {**large('t5_1_1'), 'num_decoder_layers': 3}  # transformers makes caches for two
   write_run(tmp_path / 'run', config, vocabulary=f'huggingface:{own_tokenizer}', ends=[2])
-  check_same_answers(tmp_path / 'run', tmp_path)
+  check_same_answers(tmp_path / 'run', tmp_path, capsys)
 
 
 def export(run, tmp_path, capsys, *flags):
