@@ -48,12 +48,16 @@ def main() -> int:
     return 1
   picture = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else PICTURE
   with tempfile.TemporaryDirectory() as folder:
-    model_dir = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else f'{folder}/demo')
+    model_dir = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else f'{folder}/runs/demo')
     if len(sys.argv) == 1:
       train_and_kill_once(model_dir, DEMO, after=KILLED_AFTER)
     page = pathlib.Path(folder) / 'report.html'
-    command = [sys.executable, '-m', 't5x_gpu.report', str(model_dir), f'--out={page}']
-    subprocess.run(command, check=True)
+    # From the folder that holds the run: the page is titled 'runs/demo'.
+    shown, cwd = model_dir, None
+    if len(sys.argv) == 1:
+      shown, cwd = pathlib.Path('runs/demo'), folder
+    command = [sys.executable, '-m', 't5x_gpu.report', str(shown), f'--out={page}']
+    subprocess.run(command, check=True, cwd=cwd)
     options = ['--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars']
     options += [f'--user-data-dir={folder}/profile', f'--window-size={SIZE}']
     subprocess.run(

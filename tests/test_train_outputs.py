@@ -212,7 +212,16 @@ def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creat
     'Dry run: the run could start. Steps done: 0.',
   ):
     assert part in result.out
+  assert 'WARNING' not in result.out + result.err
   assert not list(tmp_path.iterdir())
+
+
+def test_only_a_run_without_positions_warns_that_its_model_does_not_see_the_order(tmp_path):
+  project = Project(tmp_path)
+  warning = 'does not see the order of its tokens'
+  assert warning not in project.run('--dry_run').out
+  blind = project.run('--dry_run', **{'TransformerConfig.relative_bias': 'none'})
+  assert warning in blind.out, blind.err
 
 
 def test_a_dry_run_names_the_checkpoint_it_would_continue_from(finished):

@@ -1,7 +1,6 @@
 """Hyperparameters of a transformer, checked when they are set."""
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
@@ -17,7 +16,6 @@ from t5x_gpu.layers.positions import RotaryEmbedding, bucket_problem, rope_probl
 from t5x_gpu.models.precision import PRECISIONS, SCALINGS, fp8_problems, precision_hint
 from t5x_gpu.models.remat import POLICIES
 
-_log = logging.getLogger(__name__)
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 NORM_POSITIONS = ('pre', 'post', 'sandwich', 'output')
 REMAT_POLICIES = tuple(POLICIES)
@@ -170,13 +168,13 @@ class TransformerConfig:
     object.__setattr__(self, 'ropes', tuple(self.ropes))
     for name in self.mlp_activations:
       activation(name)
-    if self.relative_bias == 'none' and not any(self.rope_of_layers) and self.num_positions == 0:
-      _log.warning(
-        "relative_bias = 'none', and neither rope, ropes nor num_positions is set: this model does "
-        'not see the order of its tokens.'
-      )
     problems = [*self._bad_numbers(), *self._bad_choices(), *self._contradictions()]
     self._refuse(problems)
+
+  @property
+  def sees_order(self) -> bool:
+    """Whether the model has positions of any kind."""
+    return self.relative_bias != 'none' or any(self.rope_of_layers) or self.num_positions > 0
 
   def _refuse(self, problems: Sequence[tuple[str, str]]) -> None:
     if problems:

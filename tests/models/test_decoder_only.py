@@ -276,6 +276,7 @@ def test_impossible_losses_are_refused(options):
     DecoderOnlyModel(CONFIG, **options)
 
 
-def test_a_model_without_positions_warns(caplog):
-  dataclasses.replace(CONFIG, relative_bias='none')
-  assert 'does not see the order of its tokens' in caplog.text
+def test_only_a_model_without_positions_does_not_see_the_order():
+  assert CONFIG.sees_order
+  assert not dataclasses.replace(CONFIG, relative_bias='none').sees_order
+  assert dataclasses.replace(CONFIG, relative_bias='none', num_positions=8).sees_order
