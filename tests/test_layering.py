@@ -69,7 +69,8 @@ def modules() -> dict[str, ast.Module]:
 
 def path_of(module: str) -> pathlib.Path:
   path = ROOT / module.replace('.', '/')
-  return path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+  file = path.with_suffix('.py')  # a folder of this name may hold old bytecode
+  return file if file.is_file() else path / '__init__.py'
 
 
 def imports_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
