@@ -39,14 +39,10 @@ def _never(x):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hanging:
-  inner: decoder_only.DecoderOnlyModel
-
-  def __getattr__(self, name):
-    return getattr(self.inner, name)
+class Hanging(decoder_only.DecoderOnlyModel):
 
   def init(self, key, spec):
-    params = self.inner.init(key, spec)
+    params = super().init(key, spec)
     wait = lambda x: jax.pure_callback(_never, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     return jax.tree.map(wait, params)
 """
@@ -60,7 +56,7 @@ HANGING_GIN = (
   )
   + """
 train_script.train.model = @hanging.Hanging()
-hanging.Hanging.inner = @decoder_only.DecoderOnlyModel()
+hanging.Hanging.config = @config.TransformerConfig()
 train_script.train.watchdog_cfg = @watchdog.WatchdogConfig()
 """
 )

@@ -18,14 +18,10 @@ from t5x_gpu.models import decoder_only
 
 
 @dataclasses.dataclass(frozen=True)
-class Doubled:
-  inner: decoder_only.DecoderOnlyModel
-
-  def __getattr__(self, name):
-    return getattr(self.inner, name)
+class Doubled(decoder_only.DecoderOnlyModel):
 
   def loss(self, params, batch, *, dropout_key=None):
-    sums = dict(self.inner.loss(params, batch, dropout_key=dropout_key))
+    sums = dict(super().loss(params, batch, dropout_key=dropout_key))
     total, weight = sums['loss']
     return {**sums, 'loss': (2 * total, weight)}
 
@@ -37,7 +33,7 @@ def burst(*, at: int, learning_rate: float = 1e-3):
 MY_GIN = """
 import my_module
 train_script.train.model = @my_module.Doubled()
-my_module.Doubled.inner = @decoder_only.DecoderOnlyModel()
+my_module.Doubled.config = @config.TransformerConfig()
 train_script.train.learning_rate = @my_module.burst()
 my_module.burst.at = 7
 """
