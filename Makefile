@@ -121,7 +121,7 @@ $(LOGGERS): $(VENV)/.installed
 	@touch $@
 
 test-loggers: $(LOGGERS) ## log to real clients of W&B and MLflow, which it installs into build/loggers
-	PYTHONPATH=$(abspath $(LOGGERS)) $(VENV)/bin/python -m pytest tests/metrics/loggers $(ARGS)
+	PYTHONPATH=$(abspath $(LOGGERS)) $(VENV)/bin/python -m pytest tests/metrics/test_loggers.py $(ARGS)
 
 # The compiler for GPUs, beside a virtual environment: two wheels of the same version as its jaxlib,
 # without NVIDIA's libraries.

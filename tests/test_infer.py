@@ -443,7 +443,7 @@ def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
 
 def test_a_converted_model_whose_tokenizer_adds_nothing_starts_with_the_prompt(tmp_path):
   tokenizers = pytest.importorskip('tokenizers')
-  files = pytest.importorskip('tests.checkpoint.hf_files')
+  files = pytest.importorskip('tests.conversion.hf_files')
   words = {'<eos>': 0, **{f'w{i}': i for i in range(1, files.VOCAB)}}
   files.write_model(tmp_path / 'theirs', files.CONFIGS['llama'])
   tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token='w1'))
@@ -461,7 +461,7 @@ def test_a_converted_model_whose_tokenizer_adds_nothing_starts_with_the_prompt(t
 
 def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   tokenizers = pytest.importorskip('tokenizers')
-  files = pytest.importorskip('tests.checkpoint.hf_files')
+  files = pytest.importorskip('tests.conversion.hf_files')
   # As Llama 3 has it: '!' is 0, there is no padding, and a template puts <bos> first; as Qwen 3 has
   # it, the model knows more ids than the tokenizer.
   tokenizer = tokenizers.Tokenizer(
@@ -498,7 +498,7 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
 )
 def test_a_converted_encoder_takes_texts_as_long_as_its_table_of_positions(tmp_path, name, field):
   tokenizers = pytest.importorskip('tokenizers')
-  files = pytest.importorskip('tests.checkpoint.hf_files')
+  files = pytest.importorskip('tests.conversion.hf_files')
   config = files.VARIANTS[name]
   files.write_model(tmp_path / 'theirs', config)
   words = {'[PAD]': 0, '[UNK]': 1, '[CLS]': 2, '[SEP]': 3, 'good': 4, 'bad': 5}
@@ -516,7 +516,7 @@ def test_a_converted_encoder_takes_texts_as_long_as_its_table_of_positions(tmp_p
 
 
 def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_path):
-  files = pytest.importorskip('tests.checkpoint.hf_files')
+  files = pytest.importorskip('tests.conversion.hf_files')
   import sentencepiece
 
   files.write_model(tmp_path / 'theirs', {**files.CONFIGS['llama'], 'eos_token_id': 2})

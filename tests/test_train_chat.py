@@ -18,7 +18,7 @@ from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import data_module
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
-from tests.checkpoint.hf_files import CONFIGS, write_model
+from tests.conversion.hf_files import CONFIGS, write_model
 from tests.helpers_chat import CHATML, chatml_by_hand, talk, write_talks, write_tokenizer
 from tests.helpers_pages import blocks
 from tests.helpers_train import compiled_kept_in, run_here

@@ -14,7 +14,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.conversion.model_spec import describe
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel, without_adapters
-from tests.checkpoint.hf_files import CONFIGS, write_model
+from tests.conversion.hf_files import CONFIGS, write_model
 from tests.helpers_train import TINY_GIN, Project, listing
 
 START = """

@@ -12,7 +12,7 @@ import pytest
 from t5x_gpu import convert, infer, train
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.partitioning.layer_stacks import REFERENCE
-from tests.checkpoint.hf_files import CONFIGS, write_model
+from tests.conversion.hf_files import CONFIGS, write_model
 from tests.helpers_chat import CHATML, talk, write_tokenizer
 from tests.helpers_pages import blocks
 from tests.helpers_train import TINY_GIN, Project, run_here

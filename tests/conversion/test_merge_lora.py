@@ -13,7 +13,7 @@ from t5x_gpu.conversion.to_hf import MergedParams
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
-from tests.checkpoint.hf_files import CONFIGS, write_model
+from tests.conversion.hf_files import CONFIGS, write_model
 
 LORA_GIN = """
 from t5x_gpu.models import lora

@@ -18,7 +18,7 @@ from t5x_gpu.checkpoint.store import StateReader
 from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x
 from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
 from t5x_gpu.errors import CheckpointError
-from tests.checkpoint.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import params_from_t5x
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'parity' / 'fixtures'
 WRITTEN = [('decoder_only', 'orbax'), ('encoder_decoder', 'orbax'), ('encoder_decoder', 'legacy')]

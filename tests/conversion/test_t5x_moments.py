@@ -19,7 +19,7 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.schedules import constant
-from tests.checkpoint.t5x_params import ArraysInMemory, params_from_t5x
+from tests.conversion.t5x_params import ArraysInMemory, params_from_t5x
 from tests.conversion.test_t5x import initial, stacked, with_heads_apart
 from tests.helpers_programs import build_with
 from tests.training.t5x_adafactor import T5xParameter

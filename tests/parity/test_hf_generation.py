@@ -23,7 +23,7 @@ from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from tests.checkpoint.hf_files import VARIANTS, VOCAB, random_tensors, write_model
+from tests.conversion.hf_files import VARIANTS, VOCAB, random_tensors, write_model
 from tests.helpers_layouts import QUICK
 
 NEW, BATCH, SEED = 12, 5, 4

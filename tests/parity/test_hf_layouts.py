@@ -12,7 +12,7 @@ from t5x_gpu.errors import MeshError
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.schedules import constant
-from tests.checkpoint.hf_files import VARIANTS
+from tests.conversion.hf_files import VARIANTS
 from tests.helpers_layouts import QUICK, KeepGradients
 from tests.helpers_programs import build_with
 from tests.parity.test_layouts import arrays

@@ -30,7 +30,7 @@ from t5x_gpu.data.features import SCORE_UNIT
 from t5x_gpu.models.encoder import MULTI_LABEL
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.training.optimizers import AdamW
-from tests.checkpoint.hf_files import CONFIGS, VARIANTS, files_of, write_model
+from tests.conversion.hf_files import CONFIGS, VARIANTS, files_of, write_model
 from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS
 
 AUTO = {

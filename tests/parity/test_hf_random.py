@@ -21,7 +21,7 @@ from t5x_gpu.conversion.hf.names import FAMILIES
 from t5x_gpu.conversion.name_table import Table
 from t5x_gpu.conversion.tensor_copy import ForeignWeights, Names
 from t5x_gpu.errors import CheckpointError
-from tests.checkpoint.hf_files import CONFIGS
+from tests.conversion.hf_files import CONFIGS
 from tests.parity.tolerances import HUGGING_FACE_LOGITS
 
 NAMES = (

@@ -21,7 +21,7 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.state import TrainState, new_state
-from tests.checkpoint.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import params_from_t5x
 from tests.helpers_programs import build_with
 from tests.parity.tolerances import REFERENCE_LOSS, REFERENCE_MOMENTS
 

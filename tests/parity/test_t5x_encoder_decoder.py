@@ -17,7 +17,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.state import new_state
-from tests.checkpoint.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import params_from_t5x
 from tests.helpers_programs import build_with
 from tests.parity.tolerances import REFERENCE_LOGITS, REFERENCE_LOSS
 

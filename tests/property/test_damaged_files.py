@@ -39,7 +39,6 @@ from t5x_gpu.metrics.goodput import Goodput, read_ledger
 from t5x_gpu.metrics.loggers import RunIds
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
 from t5x_gpu.tools.checkpoints import verify
-from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.checkpoint.test_checkpointer import (
   abstract,
   assert_equal,
@@ -47,6 +46,7 @@ from tests.checkpoint.test_checkpointer import (
   new_state,
   opened,
 )
+from tests.conversion.hf_files import CONFIGS, write_model
 from tests.helpers_fuzz import (
   BINARY,
   REPLACEMENTS,

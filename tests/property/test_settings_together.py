@@ -20,7 +20,7 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.axis_rules import split_names
-from tests.checkpoint.hf_files import CONFIGS
+from tests.conversion.hf_files import CONFIGS
 
 LENGTH = 8
 SIZES = {'vocab_size': 24, 'num_layers': 2, 'embed_dim': 8, 'mlp_dim': 8}

@@ -1,4 +1,4 @@
-"""Requests to stop in one process; several agree in test_cluster_processes.py."""
+"""Requests to stop in one process; several agree in cluster/test_processes.py."""
 
 import os
 import signal

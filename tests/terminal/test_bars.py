@@ -11,7 +11,7 @@ from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal import progress as progress_lib
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.progress import ProgressLine
-from tests.terminal.test_progress_line import Terminal
+from tests.terminal.test_progress import Terminal
 
 STAMP = r'\d\d-\d\d \d\d:\d\d:\d\d '
 

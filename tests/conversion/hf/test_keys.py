@@ -11,7 +11,7 @@ from t5x_gpu.conversion.hf import rotary
 from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES, from_hf, to_hf, training_differences
 from t5x_gpu.errors import CheckpointError, ModelError
 from t5x_gpu.layers.positions import RotaryEmbedding
-from tests.checkpoint.hf_files import CONFIGS, VARIANTS, untied
+from tests.conversion.hf_files import CONFIGS, VARIANTS, untied
 
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'convert.md'
 CLASSES = {

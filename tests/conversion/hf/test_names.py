@@ -17,7 +17,7 @@ from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.transformer import TransformerLayer
-from tests.checkpoint.hf_files import CONFIGS, table_of, untied
+from tests.conversion.hf_files import CONFIGS, table_of, untied
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ import pytest
 from t5x_gpu import convert
 from t5x_gpu.conversion.hf.folder import open_hf
 from t5x_gpu.errors import CheckpointError
-from tests.checkpoint.hf_files import VARIANTS, write_model
+from tests.conversion.hf_files import VARIANTS, write_model
 
 TYPES = 'sentence_transformers.models.'
 

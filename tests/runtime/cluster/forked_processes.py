@@ -1,4 +1,4 @@
-"""Run by test_cluster_processes: imports jax once, then forks real processes before any backend.
+"""Run by test_processes.py: imports jax once, then forks real processes before any backend.
 
     python forked_processes.py SCENARIO '[{"devices": 2, "domain": "a"}, ...]'
 

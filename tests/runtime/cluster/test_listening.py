@@ -12,7 +12,7 @@ import pytest
 from t5x_gpu.errors import ClusterError, ConfigError
 from t5x_gpu.runtime.cluster import addresses, rendezvous
 from t5x_gpu.runtime.cluster.cluster import detect
-from tests.runtime.test_cluster_meeting import free_port, info, member, run_all
+from tests.runtime.cluster.test_meeting import free_port, info, member, run_all
 
 SECONDS = 60
 

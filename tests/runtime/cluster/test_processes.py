@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 DEADLINE_SECONDS = 240  # JAX alone would take forked_processes.JAX_SECONDS
 
 

@@ -1,12 +1,13 @@
-"""A start neither stops nor hangs on a damaged record of the training text in MODEL_DIR."""
+"""Small files of MODEL_DIR stay readable; damaged ones neither stop nor hang a start."""
 
 import errno
+import json
 import os
 
 import pytest
 
 from t5x_gpu.checkpoint import initialize
-from t5x_gpu.checkpoint.run_files import carried_generation
+from t5x_gpu.checkpoint.run_files import append_sample, carried_generation
 from t5x_gpu.data.sources.source_files import NAME, SourceFiles
 from t5x_gpu.errors import AccessError
 from tests.helpers_disk import refused_to_python
@@ -55,3 +56,10 @@ def test_settings_of_a_converted_model_that_cannot_be_opened_are_not_called_dama
   with refused_to_python('config.json', errno.EACCES), pytest.raises(AccessError) as e:
     carried_generation(tmp_path)
   assert 'Copy' not in e.value.fix
+
+
+def test_a_sample_after_one_that_was_cut_short_can_be_read(tmp_path):
+  (tmp_path / 'samples.jsonl').write_text('{"step": 4, "prom')
+  append_sample(tmp_path, 8, prompt='a', temperature=1.0, text='ab')
+  last = (tmp_path / 'samples.jsonl').read_text().splitlines()[-1]
+  assert json.loads(last)['text'] == 'ab'

@@ -23,7 +23,7 @@ from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.partitioning.axis_rules import split_names
-from tests.checkpoint.hf_files import CONFIGS, untied, write_model
+from tests.conversion.hf_files import CONFIGS, untied, write_model
 from tests.helpers_chat import (
   CHATML,
   GEMMA,

@@ -28,7 +28,7 @@ from t5x_gpu.conversion.safetensors_io import SafetensorsFolder
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.state import TrainState
-from tests.checkpoint.hf_files import (
+from tests.conversion.hf_files import (
   CONFIGS,
   VARIANTS,
   VOCAB,
@@ -38,7 +38,7 @@ from tests.checkpoint.hf_files import (
   write_model,
 )
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 TOKENIZER = json.dumps(
   {
     'model': {'type': 'BPE', 'vocab': {'a': 0, 'b': VOCAB - 2}, 'merges': []},
