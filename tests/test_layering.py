@@ -274,6 +274,69 @@ def test_commands_import_no_more_than_they_use(command, heavy):
   none(found)
 
 
+# How layers and models touch sharding: module of partitioning/ -> names; None for all of it.
+FOR_LAYERS = {
+  'axis_rules': {
+    'NamedParam',
+    'gather_over',
+    'is_named',
+    'local_ways',
+    'shard',
+    'split_ways',
+    'sum_over',
+    'with_axes',
+  },
+  'parameters': {'whole'},
+  'layer_stacks': None,  # where a model keeps its layers
+}
+# Where layers and parallelism meet: module -> modules of partitioning/ that it imports, too.
+MEETING_POINTS = {
+  # A kind of parameter: kernels that are gathered in 8 bits.
+  'layers.fp8': {'axis_rules', 'parameters', 'trees'},
+  # Looks rows up in a table whose rows or features are split.
+  'layers.embedding': {'axis_rules', 'parameters'},
+  # Expert parallelism, and kernels that the compiler cannot split.
+  'layers.moe': {'axis_rules', 'context_parallel', 'expert_parallel'},
+  'layers.grouped_matmul': {'axis_rules'},
+  # Attention over a split length.
+  'layers.positions': {'axis_rules', 'context_parallel'},
+  'layers.backends.choose': {'axis_rules'},
+  'layers.backends.context': {'axis_rules', 'context_parallel', 'ring_attention'},
+  'layers.backends.plain': {'axis_rules', 'context_parallel', 'ring_attention'},
+  'layers.backends.tokamax': {'axis_rules', 'ring_attention'},
+  'models.remat': {'ring_attention'},  # the name of attention's results
+  # The loop over layers, which may communicate ahead, and what is used after it.
+  'models.stack': {'overlap'},
+  'models.transformer': {'overlap'},
+  # Sums over whole rows count on one device, and in a pipeline not at all.
+  'models.losses': {'axis_rules'},
+  'models.encoder': {'axis_rules'},
+  # They compile for a layout.
+  'models.inference.classify': {'layout'},
+  'models.inference.generation': {'layout'},
+}
+
+
+def sharding_imports(module: str) -> Iterator[tuple[str, str]]:
+  """Yields (module of partitioning/, name) that a module imports; '' for the whole module."""
+  for node in ast.walk(modules()[module]):
+    if isinstance(node, ast.ImportFrom) and node.module == 't5x_gpu.partitioning':
+      yield from ((alias.name, '') for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module.startswith('t5x_gpu.partitioning.'):
+      yield from ((node.module.split('.')[2], alias.name) for alias in node.names)
+
+
+def test_layers_and_models_touch_sharding_only_by_names():
+  beyond = {}
+  for module in modules():
+    if layer(module) in ('layers', 'models'):
+      for imported, name in sharding_imports(module):
+        allowed = FOR_LAYERS.get(imported, set())
+        if allowed is not None and name not in allowed:
+          beyond.setdefault(module.removeprefix('t5x_gpu.'), set()).add(imported)
+  assert beyond == MEETING_POINTS
+
+
 def test_only_model_dir_lists_steps_and_reads_manifests():
   # Everything else asks a ModelDir, which remembers the answer.
   askers = {'committed_steps', 'read_manifest', 'read_saved'}

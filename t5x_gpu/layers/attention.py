@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from t5x_gpu.layers.backends.kinds import Attention
 from t5x_gpu.layers.dense import DenseGeneral, Initializer, Linear, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
-from t5x_gpu.layers.fp8 import contract, operand
+from t5x_gpu.layers.fp8 import contract, on_kernels, operand
 from t5x_gpu.layers.norm import HeadsNorm, RMSNorm
 from t5x_gpu.layers.positions import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, split_ways
-from t5x_gpu.partitioning.quantized import on_kernels
 
 
 @flax.struct.dataclass

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers import fp8
-from t5x_gpu.layers.fp8 import contract
-from t5x_gpu.partitioning.axis_rules import shard, split_axis, with_axes
-from t5x_gpu.partitioning.quantized import Kernel, is_quantized, on_kernels
+from t5x_gpu.layers.fp8 import Kernel, contract, is_quantized, on_kernels
+from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
 
 # `param_along` and `combine` serve parameters that act on each position or head separately: scales
 # of norms, and biases. If `model` splits positions (sequence parallelism) or heads, each device has
@@ -227,7 +226,7 @@ def project_together(
     for name, init in kernel_inits.items()
   ]
   operand = fp8.operand(x, maps[0].kernel)
-  if len(maps) > 1 and split_axis(axes[1]):
+  if len(maps) > 1 and split_ways(axes[1]) > 1:
     stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *(m.kernel for m in maps))
     y = contract(operand, stacked)
     y = shard(y, 'batch', 'length', None, axes[1])

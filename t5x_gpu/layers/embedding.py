@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.partitioning import fsdp as fsdp_lib
 from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_axes
+from t5x_gpu.partitioning.parameters import Dims, Split
 
 
 class Embedding(nn.Module):
@@ -52,11 +52,11 @@ def is_looked_up_in_parts(table: Any, ids: jax.Array, dtype: Any) -> bool:
   """Returns whether `rows_of_parts` can be used, and sends less than a gather of the table.
 
   Args:
-    table: parameter [vocab, embed], an array or an `fsdp.Split`.
+    table: parameter [vocab, embed], an array or a `Split`.
     ids: [batch, length], ids on this device.
     dtype: dtype of the result.
   """
-  if not fsdp_lib.is_split(table) or table.dims != fsdp_lib.Dims(fsdp=-1, sent=table.dims.sent):
+  if not isinstance(table, Split) or table.dims != Dims(fsdp=-1, reducer=table.dims.reducer):
     return False
   return table.is_gathered and sends_less_in_parts(
     ids.size, vocab_size=table.part.shape[0], dtype_bytes=jnp.dtype(dtype).itemsize
@@ -93,7 +93,7 @@ def traffic_per_step(
   }
 
 
-def rows_of_parts(table: fsdp_lib.Split, ids: jax.Array, dtype: Any) -> jax.Array:
+def rows_of_parts(table: Split, ids: jax.Array, dtype: Any) -> jax.Array:
   """Returns the rows `ids` of a table whose features are split over `fsdp`, without gathering it.
 
   Each device looks up its features for the ids of all devices, and sends the rows to them. In the

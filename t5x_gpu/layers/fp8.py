@@ -1,33 +1,169 @@
-"""Matmuls of arrays in 8 bits, forward and backward.
+"""Arrays in 8-bit floating point with one scale per tensor, their matmuls, and split kernels.
 
-Forward, both operands are E4M3; backward, the gradient of the product is E5M2. GPUs multiply 8-bit
-operands directly and accumulate in float32. The scales multiply the product: if operands were
-scaled back first (quantize, dequantize, multiply), XLA would compile a bfloat16 GEMM.
+A scale is a power of two. Multiplying by it is then exact, so a value rounds to the same 8 bits
+under any scale, unless it is 2^14 times smaller than the largest value. Two devices with different
+rows, and so with different scales, still agree. The price is up to one bit of range at the top.
+
+Forward, both operands of a matmul are E4M3; backward, the gradient of the product is E5M2. GPUs
+multiply 8-bit operands directly and accumulate in float32. The scales multiply the product: if
+operands were scaled back first (quantize, dequantize, multiply), XLA would compile a bfloat16 GEMM.
 
 Scales follow from the current values; or, with delayed scaling, from the largest values of earlier
 steps (`Quantized.amax`). The largest values of this step are then returned as the gradient of
-`amax`.
-Source: Micikevicius et al. 2022 (FP8 formats for deep learning), section 3.
+`amax`. Kernels that `fsdp` splits are gathered in 8 bits (`InEightBits`).
+Source: Micikevicius et al. 2022 (FP8 formats for deep learning), sections 3 and 4.
 """
 
 import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning.quantized import (
-  E4M3,
-  E5M2,
-  Kernel,
-  Operand,
-  Quantized,
-  is_quantized,
-  largest_value,
-  saturated,
-  scale_of,
-  seen,
-  to_8_bits,
+from t5x_gpu.partitioning.axis_rules import varying
+from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, is_parameter
+from t5x_gpu.partitioning.trees import DTypeLike, Tree
+
+# Four bits of exponent and three of mantissa, for operands of the forward pass; five and two for
+# gradients, which need more range.
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
+_SMALLEST = 2.0**-100  # so that the scale of an array of zeros is not 0
+
+
+class Operand(enum.IntEnum):
+  """Place of an operand of a matmul in an `amax`: activation, kernel, gradient of the product."""
+
+  X, KERNEL, GRADIENT = range(3)
+
+
+@flax.struct.dataclass
+class Quantized:
+  """An array whose value is `values * scale`.
+
+  Attributes:
+    values: values in 8 bits; an activation's as uint8 (`quantized`).
+    scale: float32 scalar, a power of two.
+    port: an array of the same shape that is never read, so compilers drop it. Its gradient is the
+      array's gradient: the gradient of `values` could only have 8 bits.
+    amax: for a kernel under delayed scaling: float32 [Operand], the largest values that set the
+      scales of its matmuls. Its gradient holds the largest values of this step. Otherwise None.
+  """
+
+  values: jax.Array
+  scale: jax.Array
+  port: jax.Array
+  amax: Optional[jax.Array] = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.values.shape
+
+  @property
+  def ndim(self) -> int:
+    return self.values.ndim
+
+  def astype(self, dtype: DTypeLike) -> 'Quantized':
+    """Returns itself: a product has the dtype of the other operand."""
+    del dtype
+    return self
+
+
+Kernel = Union[jax.Array, Quantized]
+
+
+def is_quantized(x: Any) -> bool:
+  """Returns whether `x` is a Quantized; an `is_leaf` for tree maps."""
+  return isinstance(x, Quantized)
+
+
+def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
+  """Returns `function(*kernels)`, a rearrangement of values; quantized ones have one scale."""
+  if not is_quantized(kernels[0]):
+    return function(*kernels)
+  return kernels[0].replace(
+    values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
+  )
+
+
+def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the smallest powers of two by which `largest` divided is in the range of `dtype`.
+
+  A scale is NaN where `largest` is not finite, so that an overflow is noticed.
+
+  Args:
+    largest: largest absolute values, float32 of any shape.
+    dtype: E4M3 or E5M2.
+  """
+  ratio = jnp.maximum(largest / float(jnp.finfo(dtype).max), _SMALLEST)
+  bits = jax.lax.bitcast_convert_type(ratio, jnp.uint32)
+  rounded_up = (bits + 0x7FFFFF) & jnp.uint32(0x7F800000)  # no mantissa, the next exponent
+  scale = jax.lax.bitcast_convert_type(rounded_up, jnp.float32)
+  return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def largest_value(x: jax.Array, *, axis: Any = None) -> jax.Array:
+  """Returns the largest absolute value along `axis` (None for all) in float32."""
+  return jnp.max(jnp.abs(x), axis=axis).astype(jnp.float32)
+
+
+def to_8_bits(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+  """Returns `x / scale` in `dtype`; `scale` from `scale_of`."""
+  return (x * (1.0 / scale).astype(x.dtype)).astype(dtype)
+
+
+def saturated(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+  """Returns `to_8_bits`, with values out of range clipped, but infinities as NaN."""
+  most = float(jnp.finfo(dtype).max)
+  values = jnp.clip(x * (1.0 / scale).astype(x.dtype), -most, most)
+  return jnp.where(jnp.isfinite(x), values, jnp.nan).astype(dtype)
+
+
+def seen(amax: Optional[jax.Array], which: Operand, x: jax.Array) -> Optional[jax.Array]:
+  """Returns the gradient of `amax`: the largest value of `x` in its place, 0 in others."""
+  return None if amax is None else _at(amax, which, largest_value(x))
+
+
+def _at(amax: jax.Array, which: Operand, largest: jax.Array) -> jax.Array:
+  found = jnp.where(jnp.arange(len(Operand)) == which, largest[..., None], 0.0)
+  return varying(found, tuple(jax.typeof(amax).manual_axis_type.varying))
+
+
+def amaxes_of(tree: Any) -> list[jax.Array]:
+  """Returns the `amax` of each kernel of a tree that has one."""
+  kernels = [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
+  return [x.amax for x in kernels if x.amax is not None]
+
+
+def with_amaxes(tree: Any, amaxes: Sequence[jax.Array]) -> Any:
+  """Returns `tree` with the arrays of `amaxes_of` replaced by `amaxes`."""
+  rest = iter(amaxes)
+  return jax.tree.map(
+    lambda x: x.replace(amax=next(rest)) if is_quantized(x) and x.amax is not None else x,
+    tree,
+    is_leaf=is_quantized,
+  )
+
+
+def copies(x: jax.Array, count: int) -> jax.Array:
+  """Returns [count, ...] of an `amax`, one per microbatch; its gradient is the copies' maximum.
+
+  Without copies, autodiff would add the microbatches' values instead of taking their maximum.
+  """
+  return _copies(count, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copies(count: int, x: jax.Array) -> jax.Array:
+  return jnp.broadcast_to(x, (count, *x.shape))
+
+
+_copies.defvjp(
+  lambda count, x: (_copies(count, x), None), lambda _, __, gradient: (gradient.max(0),)
 )
 
 
@@ -132,3 +268,128 @@ def _backward(p: _Product, saved: Any, gradient: jax.Array) -> Any:
 
 _product = jax.custom_vjp(_multiply, nondiff_argnums=(0,))
 _product.defvjp(_forward, _backward)
+
+
+@flax.struct.dataclass
+class InEightBits(Parameter):
+  """Kernels stacked [layers, ...], with values in 8 bits that are computed once per step.
+
+  Attributes:
+    param: the differentiated parameter.
+    values: 8-bit values of the part of `param`, or of the whole array.
+    scale: [layers], float32.
+    amax: [layers, Operand], as in `Quantized`.
+    largest: [layers], the largest value of this step, which is the gradient of `amax`; or None.
+  """
+
+  param: Split
+  values: jax.Array
+  scale: jax.Array
+  amax: Optional[jax.Array] = None
+  largest: Optional[jax.Array] = None
+
+  @property
+  def split(self) -> Split:
+    return self.param
+
+  def whole(self, dtype: DTypeLike) -> Quantized:
+    p = self.param
+    arrays = (p.part, p.earlier, self.values, self.scale, self.amax, self.largest)
+    return _use(dtype, p.dims, p.is_gathered, *arrays)
+
+  def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
+    return self.replace(param=function(self.param))
+
+  def as_gradient(self, part: jax.Array) -> 'InEightBits':
+    return InEightBits(self.param.as_gradient(part), None, None)
+
+  def unreduced(self, gradient: Quantized) -> jax.Array:
+    return gradient.port.astype(jnp.float32)
+
+
+def in_8_bits(
+  groups: Sequence[Sequence[Any]], amaxes: Optional[Sequence[Sequence[jax.Array]]] = None
+) -> list[list[Parameter]]:
+  """Returns kernels in 8 bits; the kernels of a group share one scale per layer.
+
+  One collective finds the largest values of all parts. Delayed scaling does not need a collective.
+
+  Args:
+    groups: kernels stacked [layers, ...], arrays or Parameters.
+    amaxes: [layers, Operand] of each kernel, for delayed scaling; kernels of a group have the same
+      largest value of kernels.
+  """
+  groups = [[p if is_parameter(p) else Split(p) for p in group] for group in groups]
+
+  def source(split: Split) -> jax.Array:
+    x = varying(split.part if split.full is None else split.full, split.dims.sums)
+    return jax.lax.stop_gradient(x)
+
+  def largest_of(group: Sequence[Parameter]) -> jax.Array:
+    sources = [source(p.split) for p in group]
+    by_kernel = (largest_value(x, axis=tuple(range(1, x.ndim))) for x in sources)
+    return functools.reduce(jnp.maximum, by_kernel)
+
+  largest = jnp.stack([largest_of(group) for group in groups])
+  if amaxes is None and any(p.split.is_gathered for group in groups for p in group):
+    axes = jax.typeof(largest).manual_axis_type.varying
+    largest = varying(jax.lax.pmax(largest, 'fsdp'), tuple(axes))
+
+  def converted(param: Parameter, scale: jax.Array, *delayed: jax.Array) -> Parameter:
+    def convert(split: Split) -> InEightBits:
+      x = source(split)
+      by_layer = scale.reshape(-1, *(1,) * (x.ndim - 1))
+      in_range = saturated if delayed else to_8_bits
+      return InEightBits(split, in_range(x, by_layer, E4M3), scale, *delayed)
+
+    return param.convert(convert)
+
+  if amaxes is None:
+    scales = scale_of(largest, E4M3)
+    return [[converted(x, scale) for x in group] for group, scale in zip(groups, scales)]
+  return [
+    [
+      converted(x, scale_of(of_group[0][:, Operand.KERNEL], E4M3), amax, most)
+      for x, amax in zip(group, of_group)
+    ]
+    for group, of_group, most in zip(groups, amaxes, largest)
+  ]
+
+
+def _make_whole(
+  dtype: DTypeLike,
+  dims: Dims,
+  is_gathered: bool,
+  part: jax.Array,
+  earlier: Optional[jax.Array],
+  values: jax.Array,
+  scale: jax.Array,
+  amax: Optional[jax.Array],
+  largest: Optional[jax.Array],
+) -> Quantized:
+  """Returns the whole kernel of a layer."""
+  del part, earlier, largest
+  values = dims.gather(values) if is_gathered else values
+  return Quantized(values, scale, values.astype(dtype), amax)
+
+
+def _use_forward(
+  dtype: DTypeLike, dims: Dims, is_gathered: bool, *arrays: Optional[jax.Array]
+) -> tuple[Quantized, Tree]:
+  _, earlier, _, _, amax, largest = arrays
+  kernel_seen = None if amax is None else _at(amax, Operand.KERNEL, largest)
+  return _make_whole(dtype, dims, is_gathered, *arrays), (earlier, kernel_seen)
+
+
+def _use_backward(
+  dtype: DTypeLike, dims: Dims, is_gathered: bool, kept: Tree, gradient: Quantized
+) -> tuple[Optional[jax.Array], ...]:
+  del dtype, is_gathered
+  earlier, kernel_seen = kept
+  of_part = dims.reduced(gradient.port, earlier)
+  of_amax = None if kernel_seen is None else gradient.amax + kernel_seen
+  return of_part, None, None, None, of_amax, None
+
+
+_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1, 2))
+_use.defvjp(_use_forward, _use_backward)

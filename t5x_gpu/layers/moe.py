@@ -23,7 +23,7 @@ from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.partitioning import expert_parallel
-from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
+from t5x_gpu.partitioning.axis_rules import is_manual, local_ways, shard, sum_over, with_axes
 from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 
 # Rows never compete for capacity. Filling experts in order of position keeps a causal model causal,
@@ -61,8 +61,7 @@ def router_charges(logits: jax.Array, *, experts_per_token: int, valid: jax.Arra
   num_experts = logits.shape[-1]
   chosen = jax.lax.top_k(logits, experts_per_token)[1]
   counts = jnp.einsum('blke,bl->be', jax.nn.one_hot(chosen, num_experts), valid.astype(jnp.float32))
-  if is_manual('context'):
-    counts = jax.lax.psum(counts, 'context')
+  counts = sum_over(counts, 'length')
   shares = jax.lax.stop_gradient(counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0))
   balance = num_experts * jnp.einsum('ble,be->bl', jax.nn.softmax(logits), shares)
   z = jax.lax.square(jax.nn.logsumexp(logits, axis=-1))
@@ -473,10 +472,8 @@ class MoeMlp(nn.Module):
     return shard(routing.combine(out), 'batch', 'length', 'embed')
 
   def _capacity(self, length: int) -> int:
-    if is_manual('context'):
-      length *= jax.lax.axis_size('context')
     return capacity(
-      length,
+      length * local_ways('length'),
       num_experts=self.num_experts,
       factor=self.capacity_factor,
       experts_per_token=self.experts_per_token,

@@ -20,7 +20,7 @@ from t5x_gpu.data import features
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.models.lora import LoraModel, without_factors
-from t5x_gpu.models.losses import Sums, refuse_router_losses
+from t5x_gpu.models.losses import Sums, counted_once, refuse_router_losses
 from t5x_gpu.models.model import (
   PARTS,
   DeviceBatch,
@@ -30,7 +30,7 @@ from t5x_gpu.models.model import (
   check_model,
   config_of,
 )
-from t5x_gpu.partitioning.axis_rules import is_manual
+from t5x_gpu.partitioning.axis_rules import local_ways, sum_over
 from t5x_gpu.partitioning.layer_stacks import REFERENCE, is_reference
 
 
@@ -44,13 +44,11 @@ def sums_of_pairs(values: jax.Array, segments: jax.Array) -> jax.Array:
     values: [batch, length].
     segments: [batch, length]: 1 and 2 in the first pair, 3 and 4 in the second; 0 for padding.
   """
-  in_manual = is_manual('context')
-  ways = jax.lax.axis_size('context') if in_manual else 1
-  pairs = max(segments.shape[1] * ways // 2, 1)
+  pairs = max(segments.shape[1] * local_ways('length') // 2, 1)
   # XLA fuses this comparison and sum. A scatter could add in a varying order.
   is_in = segments[:, :, None] == jnp.arange(1, 2 * pairs + 1)
   sums = jnp.sum(jnp.where(is_in, values.astype(jnp.float32)[:, :, None], 0.0), axis=1)
-  sums = jax.lax.psum(sums, 'context') if in_manual else sums
+  sums = sum_over(sums, 'length')
   return sums.reshape(*sums.shape[:-1], pairs, 2)
 
 
@@ -260,9 +258,8 @@ class DpoModel(ModelWrapper):
     logps, reference, counts = (
       sums_of_pairs(x, segments) for x in (log_probs * weights, reference * weights, weights)
     )
-    is_pair = (counts > 0).all(-1).astype(jnp.float32)
-    if is_manual('context'):  # all devices along `context` have sums of whole rows; only one counts
-      is_pair = jnp.where(jax.lax.axis_index('context') == 0, is_pair, 0.0)
+    # All devices along `context` have sums of whole rows.
+    is_pair = counted_once((counts > 0).all(-1).astype(jnp.float32))
     ratios = logps - reference
     scores = ratios / jnp.maximum(counts, 1.0) if self.loss_type == 'ipo' else ratios
     losses = LOSSES[self.loss_type](

@@ -6,7 +6,6 @@ of its arguments, and the losses and counts of rows with labels, tags, a number 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Optional
 
@@ -38,8 +37,8 @@ from t5x_gpu.models.losses import (
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.stack import Activation, OneStackModel
 from t5x_gpu.models.transformer import TransformerLayer
-from t5x_gpu.partitioning import fsdp
-from t5x_gpu.partitioning.axis_rules import is_manual, manual_axes, shard
+from t5x_gpu.partitioning.axis_rules import gather_over, is_manual, local_ways, shard, sum_over
+from t5x_gpu.partitioning.parameters import whole
 
 TEXTS_PER_ROW = 3  # in rows for embeddings: a text, its positive text, a hard negative
 POOLINGS = ('first_token_tanh', 'first_token', 'mean')
@@ -85,8 +84,7 @@ def _mean(x: jax.Array, taken: jax.Array) -> tuple[jax.Array, jax.Array]:
   """
   x, weights = shard(x, 'batch', 'length', 'embed').astype(jnp.float32), taken.astype(jnp.float32)
   total, number = jnp.einsum('ble,bkl->bke', x, weights), weights.sum(-1, keepdims=True)
-  if is_manual('context'):
-    total, number = jax.lax.psum((total, number), 'context')
+  total, number = sum_over((total, number), 'length')
   return total / jnp.maximum(number, 1.0), number[..., 0]
 
 
@@ -194,9 +192,7 @@ def of_label_sets(
     weights: [batch]; 0 leaves an example out.
     with_hits: add 'hits', see `hits_of`.
   """
-  true = jax.nn.one_hot(labels - 1, logits.shape[-1]).sum(1)
-  if is_manual('context'):
-    true = jax.lax.psum(true, 'context')
+  true = sum_over(jax.nn.one_hot(labels - 1, logits.shape[-1]).sum(1), 'length')
   true, predicted = true > 0, logits > 0
   weights = counted_once(weights).astype(jnp.float32)
   loss = jnp.where(true, jax.nn.softplus(-logits), jax.nn.softplus(logits)).mean(-1)
@@ -235,8 +231,7 @@ def of_numbers(
 def _pairs(x: jax.Array, y: jax.Array, rows: jax.Array, weight: jax.Array) -> jax.Array:
   """Returns [global batch, 3] of x, y and weight [batch]; rows of other devices are 0."""
   pairs = jnp.stack([x, y.astype(jnp.float32), jnp.ones_like(x)], -1) * weight[:, None]
-  size = rows.shape[0] * math.prod(map(jax.lax.axis_size, manual_axes('batch')))
-  return jnp.zeros((size, 3)).at[rows].add(pairs)
+  return jnp.zeros((rows.shape[0] * local_ways('batch'), 3)).at[rows].add(pairs)
 
 
 def of_text_sets(
@@ -264,11 +259,7 @@ def of_text_sets(
     with_pairs: add 'pairs' [global batch, 3]: product of the first two texts, score, weight.
   Source: van den Oord et al. 2018, equation 4; negatives of all devices: Radford et al. 2021.
   """
-  axes = manual_axes('batch')
-
-  def everywhere(x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, axes, tiled=True) if axes else x
-
+  everywhere = functools.partial(gather_over, name='batch', dim=0)
   counted = exists & (weights > 0)[:, None]
   products = functools.partial(
     jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -326,11 +317,10 @@ def entity_hits(
     names: names of the tags.
   Source: data/entities.py.
   """
-  if is_manual('context'):
-    order = jnp.argsort(jax.lax.all_gather(positions, 'context', tiled=True))
+  if local_ways('length') > 1:
+    order = jnp.argsort(gather_over(positions, 'length', dim=0))
     predicted, labels, segments = (
-      jax.lax.all_gather(x, 'context', axis=1, tiled=True)[:, order]
-      for x in (predicted, labels, segments)
+      gather_over(x, 'length', dim=1)[:, order] for x in (predicted, labels, segments)
     )
   length, is_word = labels.shape[1], labels > 0
   starts, ends = map(jnp.asarray, entities.boundaries(names))
@@ -558,11 +548,11 @@ class EncoderModel(OneStackModel):
     """Returns ([batch, length, embed], bias [vocab], table [vocab, embed]) of the token logits."""
     x = self._stack.finish(params, x)
     x, bias = self._head_module.apply({'params': self._head_params(params)}, x)
-    return x, bias, fsdp.whole(params['token_embedder'], self.config.compute_dtype)['embedding']
+    return x, bias, whole(params['token_embedder'], self.config.compute_dtype)['embedding']
 
   def _head_params(self, params: Params) -> Params:
     return {
-      name: fsdp.whole(params[name], self.config.compute_dtype)
+      name: whole(params[name], self.config.compute_dtype)
       for name in self._head_module.parameter_names
     }
 

@@ -21,8 +21,8 @@ from t5x_gpu.models.losses import (
   linear_log_probs,
   weighted_sums,
 )
-from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
+from t5x_gpu.partitioning.parameters import whole
 
 
 class TokenLogits(nn.Module):
@@ -80,9 +80,9 @@ def token_logits(
   """
   own, table = {}, None
   if config.logits_via_embedding:
-    table = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
+    table = whole(token_embedder, config.compute_dtype)['embedding']
   else:
-    own = fsdp.whole(params['logits_dense'], config.compute_dtype)
+    own = whole(params['logits_dense'], config.compute_dtype)
   return TokenLogits(config).apply({'params': own}, x, table)
 
 
@@ -153,9 +153,9 @@ def _logit_terms(
   """Returns the `terms` of `linear_cross_entropy`; arguments as in `token_logits`."""
   x = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype)
   if config.logits_via_embedding:
-    table = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
+    table = whole(token_embedder, config.compute_dtype)['embedding']
     return [(_scaled(config, x), table)]
-  own = fsdp.whole(params['logits_dense'], config.compute_dtype)['projection']
+  own = whole(params['logits_dense'], config.compute_dtype)['projection']
   if FACTORS[0] not in own:
     return [(x, own['kernel'])]
   down, up = (own[name].astype(x.dtype) for name in FACTORS)

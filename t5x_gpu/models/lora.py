@@ -23,7 +23,6 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.dense import FACTORS
 from t5x_gpu.models.model import Model, ModelWrapper, Params, check_model
-from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
 STACKS = ('layers',)  # leading axes whose entries are separate kernels
@@ -154,7 +153,7 @@ class LoraModel(ModelWrapper):
       name: (
         self.params_of_model(value)
         if isinstance(value, (Mapping, tuple))
-        else (value.scaled(self.scale) if fsdp.is_split(value) else value * self.scale)
+        else value * self.scale
         if name == FACTORS[1]
         else value
       )

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.fp8 import E4M3, E5M2, largest_value, scale_of, to_8_bits
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.axis_rules import is_manual, shard, varying
-from t5x_gpu.partitioning.quantized import E4M3, E5M2, largest_value, scale_of, to_8_bits
 
 # Logits [batch, length, vocab] in float32 are the largest array of most language models: 8 GiB for
 # 8,192 tokens and 256k entries, and several times that with their gradient. Here a loop takes a few

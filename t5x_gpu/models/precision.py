@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.partitioning import quantized
+from t5x_gpu.layers import fp8
 
 Params = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ _OTHERS = ('moe',)
 
 
 def in_8_bits(layers: Params) -> Params:
-  """Returns stacked parameters of layers with `KERNELS` as `quantized.InEightBits`.
+  """Returns stacked parameters of layers with `KERNELS` as `fp8.InEightBits`.
 
   Call it before the loop over the layers, with parameters that are not yet gathered. The scales of
   all kernels then cost one collective per step.
@@ -89,10 +89,10 @@ def in_8_bits(layers: Params) -> Params:
   """
   groups: list[list[Params]] = []
   _on_groups(layers, lambda group: groups.append(group) or group)
-  if not groups or quantized.is_quantized(groups[0][0]['kernel']):
+  if not groups or fp8.is_quantized(groups[0][0]['kernel']):
     return layers
   kernels, amaxes = ([[p.get(name) for p in group] for group in groups] for name in LEAVES)
-  done = iter(quantized.in_8_bits(kernels, None if amaxes[0][0] is None else amaxes))
+  done = iter(fp8.in_8_bits(kernels, None if amaxes[0][0] is None else amaxes))
 
   def converted(group: list[Params]) -> list[Params]:
     others = [{name: x for name, x in p.items() if name not in LEAVES} for p in group]

@@ -8,7 +8,7 @@
 | `offload` | as `minimal`, in host memory | as `minimal` |
 | `full` | the layer's input | the whole layer |
 
-Gathered FSDP weights are never stored: `fsdp.keep_policy`.
+Gathered FSDP weights are never stored: `parameters.keep_policy`.
 Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are the same as in T5X.
 """
 

@@ -37,8 +37,9 @@ from t5x_gpu.models.transformer import (
   relative_table,
   scan_layers,
 )
-from t5x_gpu.partitioning import fsdp, overlap
+from t5x_gpu.partitioning import overlap
 from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.partitioning.parameters import whole
 
 Keys = Mapping[str, jax.Array]
 
@@ -117,23 +118,24 @@ class Embeddings:
     """
     c = self.config
 
-    def whole(name: str) -> Params:
-      return {'params': fsdp.whole(params[name], c.compute_dtype)}
+    def gathered(name: str) -> dict[str, Params]:
+      return {'params': whole(params[name], c.compute_dtype)}
 
     table = params['token_embedder']['embedding']
     if is_looked_up_in_parts(table, tokens, c.compute_dtype):
       x = rows_of_parts(table, tokens, c.compute_dtype)
     else:
-      x = self._tokens.apply(whole('token_embedder'), tokens)
+      x = self._tokens.apply(gathered('token_embedder'), tokens)
     if c.scale_embedding:
       x = x * jnp.asarray(c.embed_dim**0.5, x.dtype)
     if c.num_positions:
-      x = x + self._table(c.num_positions).apply(whole('position_embedder'), positions)
+      x = x + self._table(c.num_positions).apply(gathered('position_embedder'), positions)
     if c.num_token_types:
       types = jnp.zeros_like(tokens) if token_types is None else token_types
-      x = x + self._table(c.num_token_types).apply(whole('token_type_embedder'), types)
+      x = x + self._table(c.num_token_types).apply(gathered('token_type_embedder'), types)
     if c.embedding_norm:
-      x = shard(make_norm(c).apply(whole('embedding_norm'), x), 'batch', 'residual_length', 'embed')
+      x = make_norm(c).apply(gathered('embedding_norm'), x)
+      x = shard(x, 'batch', 'residual_length', 'embed')
     x = dropout(x, c.dropout('embedding'), rng)
     if not c.charges_routers:
       return x
@@ -264,7 +266,7 @@ class Stack:
     x = output(x)
     if self.config.norm_position == 'post':
       return x
-    weights = fsdp.whole(params[self.final_norm], self.config.compute_dtype)
+    weights = whole(params[self.final_norm], self.config.compute_dtype)
     return make_norm(self.config).apply({'params': weights}, x)
 
   def charge_routers(self, sums: Sums, x: Activation, weights: jax.Array) -> Sums:

@@ -25,7 +25,7 @@ from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
-from t5x_gpu.partitioning import fsdp, overlap, quantized
+from t5x_gpu.partitioning import overlap
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 
 
@@ -313,35 +313,13 @@ def scan_layers(
     x, caches, more = layer.apply({'params': weights}, named_input(x), shared, rng, number, caches)
     return x, caches, charges if more is None else charges + more
 
-  def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
-    split_params, number = of_layer
-    weights = quantized.whole(split_params, config.compute_dtype)
-    return one(weights, carry, (shared, dropout_rng), number), None
-
-  carry = (x, caches, charges)
-  if isinstance(params, tuple):
-    for number, of_layer in enumerate(params, first_layer):
-      carry, _ = body(carry, (of_layer, number))
-    return carry
-  num_layers = jax.tree.leaves(params)[0].shape[0]
-  if config.fp8 and caches is None:
-    params = in_8_bits(params)
-  if caches is None and overlap.is_used(params):
-    return overlap.run(
-      one,
-      params,
-      carry,
-      (shared, dropout_rng),
-      dtype=config.compute_dtype,
-      first_layer=first_layer,
-      policy=POLICIES[config.remat_policy],
-      unroll=config.scan_unroll,
-    )
-  unroll = min(config.scan_unroll, num_layers)
-  policy = fsdp.keep_policy(POLICIES[config.remat_policy], params)
-  if policy is not None:
-    # A loop separates forward and backward. If the loop is fully unrolled, XLA would merge the
-    # recomputation with the forward pass and save nothing.
-    body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
-  numbers = first_layer + jnp.arange(num_layers)
-  return jax.lax.scan(body, carry, (params, numbers), unroll=unroll)[0]
+  return overlap.run(
+    one,
+    in_8_bits(params) if config.fp8 and caches is None else params,
+    (x, caches, charges),
+    (shared, dropout_rng),
+    dtype=config.compute_dtype,
+    first_layer=first_layer,
+    policy=POLICIES[config.remat_policy],
+    unroll=config.scan_unroll,
+  )

@@ -1,10 +1,12 @@
-"""The table of array axis names, and the only two ways in which layers touch sharding.
+"""The table of array axis names, and how layers touch sharding: by these names.
 
-`shard(x, *names)` constrains an activation; `with_axes(init, names)` names the axes of a parameter.
-Both use the names in `AXES`. The active `AxisRules` (the sum of the rules of all parallelism files)
-map a name to the mesh axes that split it. An unknown name, two dimensions on one mesh axis, and a
-size that does not divide are errors. Flax's own rules accept all three silently and then train
-replicated. `on_own_part` calls kernels that the compiler cannot split, each device on its own part.
+`shard(x, *names)` constrains an activation; `with_axes(init, names)` names the axes of a parameter,
+which `whole` (parameters.py) gathers. `split_ways`, `local_ways`, `sum_over` and `gather_over` are
+for code that counts or adds along a split axis. All use the names in `AXES`. The active `AxisRules`
+(the sum of the rules of all parallelism files) map a name to the mesh axes that split it. An
+unknown name, two dimensions on one mesh axis, and a size that does not divide are errors. Flax's
+own rules accept all three silently and then train replicated. `on_own_part` calls kernels that the
+compiler cannot split, each device on its own part.
 """
 
 import contextlib
@@ -215,6 +217,23 @@ def manual_axes(name: str) -> tuple[str, ...]:
   active = _active.get()
   axes = active.rules.activations.get(name, ()) if active is not None else ()
   return tuple(axis for axis in axes if axis in active.manual_axes)
+
+
+def sum_over(x: Any, name: str) -> Any:
+  """Returns local arrays summed over the devices that split activations along `name`."""
+  axes = manual_axes(name)
+  return jax.lax.psum(x, axes) if axes else x
+
+
+def gather_over(x: jax.Array, name: str, *, dim: int) -> jax.Array:
+  """Returns the parts of a local array on the devices that split `name`, joined along `dim`."""
+  axes = manual_axes(name)
+  return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def local_ways(name: str) -> int:
+  """Returns the number of devices that share the positions of a local array along `name`."""
+  return math.prod(map(jax.lax.axis_size, manual_axes(name)))
 
 
 def context_method() -> Optional[str]:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.errors import Problem
-from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
+from t5x_gpu.partitioning.manual_collectives import InFloat32, all_gather
 from t5x_gpu.partitioning.ring_attention import (
   BLOCK_LENGTH,
   LogitsFn,
@@ -204,7 +204,7 @@ _LENGTH, _HEADS = -3, -2
 
 
 def _all_lengths(axis: str, x: jax.Array) -> jax.Array:
-  return fsdp.all_gather(x, axis, dim=_LENGTH, model_dim=_HEADS if split_axis('kv_heads') else None)
+  return all_gather(x, axis, dim=_LENGTH, model_dim=_HEADS if split_axis('kv_heads') else None)
 
 
 def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
@@ -212,11 +212,9 @@ def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-  part = fsdp.psum_scatter(
-    gradient.astype(jnp.float32),
-    axis,
-    dim=_LENGTH,
-    model_dim=_HEADS if split_axis('kv_heads') else None,
+  model_dim = _HEADS if split_axis('kv_heads') else None
+  part = InFloat32().psum_scatter(
+    gradient.astype(jnp.float32), axis, dim=_LENGTH, model_dim=model_dim
   )
   return (part.astype(gradient.dtype),)
 

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.partitioning import context_parallel, fsdp, pipeline
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, partition_spec, use_rules
-from t5x_gpu.partitioning.fsdp import InBfloat16, own_table
+from t5x_gpu.partitioning.fsdp import own_table
+from t5x_gpu.partitioning.manual_collectives import InBfloat16, InFloat32
 from t5x_gpu.partitioning.mesh import mesh_table
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
@@ -64,7 +65,7 @@ class Layout:
       self.pipeline,
       self.accumulate_by,
       self.overlap_layers,
-      InBfloat16(inside) if self.gradient_dtype == 'bfloat16' else None,
+      InBfloat16(inside) if self.gradient_dtype == 'bfloat16' else InFloat32(),
     )
 
   @property

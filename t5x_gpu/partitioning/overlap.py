@@ -7,12 +7,14 @@ is the memory of one layer's gathered parameters and one layer's gradients, in t
 
 JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
 seldom move a collective to another iteration, so the backward loop is written out here. `run` is
-the loop, `LayerStep` one layer with its residuals and its backward pass.
+the loop, for stacks of `Ahead` parameters; `with_ports` sends the first layer's gradients last;
+`LayerStep` is one layer with its residuals and its backward pass.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
@@ -22,8 +24,219 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
-from t5x_gpu.partitioning import fsdp, quantized
 from t5x_gpu.partitioning.axis_rules import varying
+from t5x_gpu.partitioning.parameters import (
+  Dims,
+  Layer,
+  Parameter,
+  Policy,
+  Split,
+  is_parameter,
+  keep_activations_only,
+  over_layers,
+  whole,
+)
+from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
+
+
+@flax.struct.dataclass
+class Ahead(Parameter):
+  """A stack of layers' parameters that the loop communicates one layer ahead.
+
+  Attributes:
+    param: the parameter.
+    port: an array [of the whole parameter of one layer] that takes the gradient of the first layer
+      before it is reduced (`with_ports`); its value is never read. None to reduce the first layer's
+      gradient like the other layers' gradients.
+  """
+
+  param: Parameter
+  port: Optional[jax.Array] = None
+
+  @property
+  def split(self) -> Split:
+    return self.param.split
+
+  def whole(self, dtype: DTypeLike) -> Any:
+    return self.param.whole(dtype)
+
+  def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
+    return self.replace(param=self.param.convert(function))
+
+  def as_gradient(self, part: jax.Array) -> 'Ahead':
+    return Ahead(self.param.as_gradient(part))
+
+  def unreduced(self, gradient: Any) -> jax.Array:
+    return self.param.unreduced(gradient)
+
+  def __mul__(self, factor: float) -> 'Ahead':
+    return Ahead(self.param * factor, None if self.port is None else self.port * factor)
+
+
+@dataclasses.dataclass
+class UsedAfter:
+  """Parameters that are used after a loop.
+
+  In the backward pass their gradients are known first. They pass through the loop, which sends them
+  while the last layer computes; otherwise XLA sends them last, after all matmuls.
+
+  Attributes:
+    params: tree of parameters; after the loop has run, as they come out of it.
+  """
+
+  params: Any
+
+
+_used_after: contextvars.ContextVar[Optional[UsedAfter]] = contextvars.ContextVar(
+  'used_after', default=None
+)
+
+
+@contextlib.contextmanager
+def used_after(params: Any) -> Iterator[UsedAfter]:
+  """Context for a loop; `params` are used after the loop."""
+  after = UsedAfter(params)
+  token = _used_after.set(after)
+  try:
+    yield after
+  finally:
+    _used_after.reset(token)
+
+
+def run(
+  layer: Layer,
+  params: Params,
+  carry: Tree,
+  shared: Tree,
+  *,
+  dtype: DTypeLike,
+  first_layer: Index = 0,
+  policy: Optional[Policy] = None,
+  unroll: int = 1,
+) -> Tree:
+  """Returns `carry` after all layers; without `Ahead` parameters, from `over_layers`.
+
+  Args:
+    layer: computes one layer; every array that it uses is an argument.
+    params: parameters stacked [layers, ...].
+    carry, shared, dtype, first_layer, policy, unroll: as in `over_layers`.
+  """
+  leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
+  if not any(isinstance(leaf, Ahead) for leaf in leaves):
+    options = dict(dtype=dtype, first_layer=first_layer, policy=policy, unroll=unroll)
+    return over_layers(layer, params, carry, shared, **options)
+  ports = [leaf.port if isinstance(leaf, Ahead) else None for leaf in leaves]
+  leaves = [leaf.param if isinstance(leaf, Ahead) else leaf for leaf in leaves]
+  loop = _Loop(layer, treedef, dtype, policy or keep_activations_only, unroll)
+
+  @jax.custom_vjp
+  def layers(
+    leaves: _Leaves, ports: list, carry: Tree, shared: Tree, first: jax.Array, after: list
+  ) -> tuple[Tree, list[jax.Array]]:
+    del ports
+    return loop.forward(leaves, carry, shared, first), after
+
+  layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
+  after = _used_after.get() or UsedAfter(())
+  flat, after_tree = jax.tree.flatten(after.params, is_leaf=is_parameter)
+  passes = [isinstance(x, Split) and x.is_gathered for x in flat]
+  passed = chosen(passes, flat)
+  carry, parts = layers(
+    leaves, ports, carry, shared, jnp.asarray(first_layer, jnp.int32), [x.part for x in passed]
+  )
+  passed = [x.replace(part=part) for x, part in zip(passed, parts, strict=True)]
+  after.params = jax.tree.unflatten(after_tree, merged(passes, passed, flat))
+  return carry
+
+
+def with_ports(
+  make: Callable[[Params], Params], parts: Params, first_stack: Tree, *, axes: tuple[str, ...]
+) -> Params:
+  """Returns `make(parts)`, where parameters of the first stack have a port (`Ahead.port`).
+
+  Through its port, a first layer's gradient is summed over devices after all other gradients. The
+  backward pass ends with the embeddings, whose table is often the largest array of a model. If the
+  first layer's gradients were sent before the table's gradient, no matmul would be left to hide the
+  table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
+  their results. So the loop over layers (overlap.py) returns the first layer's gradients unreduced.
+
+  Args:
+    make: parts -> parameters for a model, whose backward pass reduces their gradients.
+    parts: the differentiated parts.
+    first_stack: tree of bools: whether a parameter belongs to the layers that run first.
+    axes: all manual mesh axes.
+  """
+  leaves, treedef = jax.tree.flatten(parts)
+  made = jax.tree.leaves(make(parts), is_leaf=is_parameter)
+  in_stack = [i for i, first in enumerate(jax.tree.leaves(first_stack)) if first]
+  at_end = _are_summed_at_end([made[i] for i in in_stack])
+  layers = {
+    i: jax.tree.map(lambda x: x[0], made[i].split)
+    for i, late in zip(in_stack, at_end, strict=True)
+    if isinstance(made[i], Ahead) and not late
+  }
+  ports = {i: _port(layer, axes) for i, layer in layers.items()}
+  earlier = {i: layer.earlier for i, layer in layers.items()}
+  dims = tuple((i, layer.dims) for i, layer in layers.items())
+  leaves, ports = _open(dims, leaves, ports, earlier)
+  made, made_tree = jax.tree.flatten(
+    make(jax.tree.unflatten(treedef, leaves)), is_leaf=is_parameter
+  )
+  made = [x.replace(port=ports[i]) if i in ports else x for i, x in enumerate(made)]
+  return jax.tree.unflatten(made_tree, made)
+
+
+def _port(layer: Split, axes: tuple[str, ...]) -> jax.Array:
+  """Returns zeros with the shape of the whole parameter of a layer."""
+  shape = jax.eval_shape(lambda x: x.whole(jnp.float32), layer).shape
+  return varying(jnp.zeros(shape, jnp.float32), axes)
+
+
+# (place in the list of parts, how the part is split) of each parameter with a port.
+_PortDims = tuple[tuple[int, Dims], ...]
+# Place in the list of parts -> port, or gradient of earlier microbatches of the first layer.
+_Ports = dict[int, Optional[jax.Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _open(
+  dims: _PortDims, parts: list[jax.Array], ports: _Ports, earlier: _Ports
+) -> tuple[list[jax.Array], _Ports]:
+  """Returns `parts` and `ports`, whose gradients arrive together; only the ports' are not reduced.
+
+  Args:
+    dims: dimensions of the parameters with a port.
+    parts: the differentiated parts.
+    ports, earlier: port, and gradient of earlier microbatches, of the first layer.
+  """
+  del dims, earlier
+  return parts, ports
+
+
+def _open_forward(
+  dims: _PortDims, parts: list[jax.Array], ports: _Ports, earlier: _Ports
+) -> tuple[tuple[list[jax.Array], _Ports], _Ports]:
+  return (parts, ports), earlier
+
+
+def _open_backward(
+  dims: _PortDims, earlier: _Ports, gradients: tuple[list[jax.Array], _Ports]
+) -> tuple[list[jax.Array], None, None]:
+  parts, ports = gradients
+  # The barrier starts the first layer's collectives after the others are done. Where marks allow,
+  # users of the other gradients wait too; otherwise XLA delays a large one to the end of the step.
+  marks = jax.typeof(next(iter(ports.values()))).manual_axis_type if ports else None
+  same = [i for i, x in enumerate(parts) if jax.typeof(x).manual_axis_type == marks]
+  ports, late, _ = jax.lax.optimization_barrier((ports, [parts[i] for i in same], parts))
+  for i, x in zip(same, late, strict=True):
+    parts[i] = x
+  for i, of_leaf in dims:
+    first = of_leaf.reduced(ports[i], earlier[i])
+    parts[i] = jax.lax.dynamic_update_index_in_dim(parts[i], first, 0, 0)
+  return parts, None, None
+
+
+_open.defvjp(_open_forward, _open_backward)
 
 
 class LayerStep:
@@ -103,92 +316,8 @@ def merged(which: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) 
   return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]
 
 
-# (weights of a layer, carry, shared, its number) -> carry.
-Layer = Callable[[Any, Any, Any, jax.Array], Any]
-
-
-@dataclasses.dataclass
-class UsedAfter:
-  """Parameters that are used after a loop.
-
-  In the backward pass their gradients are known first. They pass through the loop, which sends them
-  while the last layer computes; otherwise XLA sends them last, after all matmuls.
-
-  Attributes:
-    params: tree of parameters; after the loop has run, as they come out of it.
-  """
-
-  params: Any
-
-
-_used_after: contextvars.ContextVar[Optional[UsedAfter]] = contextvars.ContextVar(
-  'used_after', default=None
-)
-
-
-@contextlib.contextmanager
-def used_after(params: Any) -> Iterator[UsedAfter]:
-  """Context for a loop; `params` are used after the loop."""
-  after = UsedAfter(params)
-  token = _used_after.set(after)
-  try:
-    yield after
-  finally:
-    _used_after.reset(token)
-
-
-def is_used(params: Any) -> bool:
-  """Returns whether layers with these stacked parameters run in the loop of this file."""
-  leaves = jax.tree.leaves(params, is_leaf=quantized.is_parameter)
-  return any(quantized.is_ahead(leaf) for leaf in leaves)
-
-
-def run(
-  layer: Layer,
-  params: Any,
-  carry: Any,
-  shared: Any,
-  *,
-  dtype: Any,
-  first_layer: Any = 0,
-  policy: Optional[Callable[..., Any]] = None,
-  unroll: int = 1,
-) -> Any:
-  """Returns `carry` after all layers.
-
-  Args:
-    layer: computes one layer; every array that it uses is an argument.
-    params: parameters stacked [layers, ...]: arrays, `fsdp.Split` or `quantized.InEightBits`.
-    carry: input of the first layer.
-    shared: tree of arrays that all layers share.
-    dtype: compute dtype, as in `quantized.whole`.
-    first_layer: number of the first layer.
-    policy: `jax.checkpoint` policy: what a layer stores for the backward pass in addition to its
-      input. None stores everything except weights.
-    unroll: layers per iteration.
-  """
-  leaves, treedef = jax.tree.flatten(params, is_leaf=quantized.is_parameter)
-  leaves, ports = map(list, zip(*map(quantized.without_first, leaves), strict=True))
-  loop = _Loop(layer, treedef, dtype, policy or fsdp.keep_activations_only, unroll)
-
-  @jax.custom_vjp
-  def layers(
-    leaves: Any, ports: Any, carry: Any, shared: Any, first: jax.Array, after: list[jax.Array]
-  ) -> Any:
-    del ports
-    return loop.forward(leaves, carry, shared, first), after
-
-  layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
-  after = _used_after.get() or UsedAfter(())
-  flat, after_tree = jax.tree.flatten(after.params, is_leaf=fsdp.is_split)
-  passes = [fsdp.is_split(x) and x.is_gathered for x in flat]
-  passed = chosen(passes, flat)
-  carry, parts = layers(
-    leaves, ports, carry, shared, jnp.asarray(first_layer, jnp.int32), [x.part for x in passed]
-  )
-  passed = [x.replace(part=part) for x, part in zip(passed, parts, strict=True)]
-  after.params = jax.tree.unflatten(after_tree, merged(passes, passed, flat))
-  return carry
+# Parameters, or arrays.
+_Leaves = list[Any]
 
 
 @flax.struct.dataclass
@@ -199,7 +328,7 @@ class _Kept:
     stored: residuals [layers - 1, ...] of all layers but the last.
     stored_last, ahead_last: residuals and gathered weights of the last layer.
     has_port: per trained leaf: whether its first layer's gradient goes through a port
-      (`region.with_ports`).
+      (`with_ports`).
     after_trained: per parameter of `UsedAfter`: whether it is differentiated.
     shared_tree: tree structure of `shared`.
   """
@@ -314,7 +443,7 @@ class _Loop:
       return (following, (pending, gradient, of_shared), total), None
 
     trained = chosen(step.trained, leaves)
-    at_end = quantized.are_summed_at_end(trained)
+    at_end = _are_summed_at_end(trained)
     total = [_no_gradients(leaf, late) for leaf, late in zip(trained, at_end)]
     ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
@@ -336,9 +465,12 @@ class _Loop:
     total = self._with_layer(total, trained, at_end, pending, 0, skip=kept.has_port)
     total = [self._summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
     gradients = merged(step.trained, total, [None] * len(leaves))
-    ports = [quantized.not_reduced(x) if has else None for x, has in zip(pending, kept.has_port)]
+    ports = [
+      leaf.unreduced(x) if has else None
+      for leaf, x, has in zip(trained, pending, kept.has_port, strict=True)
+    ]
     return (
-      [g if g is None else quantized.as_gradient(leaf, g) for leaf, g in zip(leaves, gradients)],
+      [g if g is None else _as_gradient(leaf, g) for leaf, g in zip(leaves, gradients)],
       merged(step.trained, ports, [None] * len(leaves)),
       gradient,
       jax.tree.unflatten(
@@ -367,24 +499,45 @@ class _Loop:
 
   def _summed(self, leaf: Any, gradient: jax.Array) -> jax.Array:
     """Returns the gradient of a parameter (of one layer, or of all) summed over devices."""
-    _, pull = jax.vjp(lambda p: quantized.whole(p, self.dtype), leaf)
-    return quantized.part(pull(gradient)[0])
+    _, pull = jax.vjp(lambda p: whole(p, self.dtype), leaf)
+    return _part(pull(gradient)[0])
 
   def _gathered(self, leaves: Any, i: Any) -> list[Any]:
     """Returns the weights of layer `i` that need an all-gather, gathered."""
-    return [quantized.whole(_at(p, i), self.dtype) for p in leaves if quantized.is_gathered(p)]
+    return [whole(_at(p, i), self.dtype) for p in leaves if _is_gathered(p)]
 
   def _weights(self, leaves: Any, ahead: list[Any], i: Any) -> list[Any]:
     """Returns all weights of layer `i`, given the gathered ones from `_gathered`."""
     gathered = iter(ahead)
-    return [
-      next(gathered) if quantized.is_gathered(p) else quantized.whole(_at(p, i), self.dtype)
-      for p in leaves
-    ]
+    return [next(gathered) if _is_gathered(p) else whole(_at(p, i), self.dtype) for p in leaves]
 
   def _scan(self, body: Any, state: Any, numbers: jax.Array, **options: Any) -> Any:
     unroll = max(1, min(self.unroll, numbers.size))
     return jax.lax.scan(body, state, numbers, unroll=unroll, **options)
+
+
+def _are_summed_at_end(layers: _Leaves) -> list[bool]:
+  """Returns, per parameter, whether the loop over layers sums its gradients after the loop.
+
+  Unsplit parameters are a few kilobytes. Reducing them inside the loop would delay the large
+  collectives, so the gradients of all layers are reduced once, after it.
+  """
+  if not any(map(_is_gathered, layers)):
+    return [False] * len(layers)
+  return [is_parameter(leaf) and leaf.split.dims.fsdp is None for leaf in layers]
+
+
+def _is_gathered(leaf: Any) -> bool:
+  return is_parameter(leaf) and leaf.split.is_gathered
+
+
+def _part(leaf: Any) -> jax.Array:
+  """Returns the differentiated array of a parameter, or of its gradient."""
+  return leaf.split.part if is_parameter(leaf) else leaf
+
+
+def _as_gradient(leaf: Any, part: jax.Array) -> Any:
+  return leaf.as_gradient(part) if is_parameter(leaf) else part
 
 
 def _is_primal(x: Any) -> bool:
@@ -405,8 +558,8 @@ def _at(tree: Any, i: Any) -> Any:
 
 
 def _no_gradients(leaf: Any, at_end: bool) -> jax.Array:
-  x = quantized.part(leaf)
-  axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.dims.sums if at_end else ()))
+  x = _part(leaf)
+  axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.split.dims.sums if at_end else ()))
   return varying(jnp.zeros(x.shape, x.dtype), axes)
 
 

@@ -28,7 +28,6 @@ from typing import Any, Optional, Protocol
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import AxisRules, varying
 from t5x_gpu.partitioning.layer_stacks import (
   layers_of,
@@ -38,6 +37,8 @@ from t5x_gpu.partitioning.layer_stacks import (
   with_layers,
   with_part,
 )
+from t5x_gpu.partitioning.overlap import Ahead
+from t5x_gpu.partitioning.parameters import Dims, Split
 from t5x_gpu.partitioning.pipeline_schedules import (
   SCHEDULES,
   Timetable,
@@ -233,7 +234,7 @@ class LayerSums:
     axes: all manual mesh axes.
   """
 
-  dims: Sequence[Optional[fsdp.Dims]]
+  dims: Sequence[Optional[Dims]]
   axes: Sequence[str]
 
   def inputs(self, params: Tree) -> Tree:
@@ -242,8 +243,8 @@ class LayerSums:
     A port has the shape of a reduced gradient and takes it; its value is never read.
     """
 
-    def port(dims: fsdp.Dims, param: jax.Array) -> jax.Array:
-      shape = jax.eval_shape(lambda x: fsdp.reduced(x, dims), param)
+    def port(dims: Dims, param: jax.Array) -> jax.Array:
+      shape = jax.eval_shape(dims.reduced, param)
       axes = tuple(a for a in self.axes if a not in dims.sums)
       return varying(jnp.zeros(shape.shape, shape.dtype), axes)
 
@@ -258,7 +259,7 @@ class LayerSums:
       earlier: gradients of earlier ticks; they are added to the gradients of layers.
     """
     return self._on_layers(
-      lambda dims, port, param, before: fsdp.Split(port, param, dims, before),
+      lambda dims, port, param, before: Ahead(Split(port, param, dims, before)),
       lambda param, *_: param,
       inputs,
       params,

@@ -9,7 +9,6 @@ of parameters; gradients come out unreduced and are reduced once, here. The comp
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -17,10 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, fsdp, quantized
+from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
-from t5x_gpu.partitioning.fsdp import InBfloat16, own_table
+from t5x_gpu.partitioning.fsdp import own_table
+from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer
 from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
+from t5x_gpu.partitioning.overlap import Ahead, with_ports
+from t5x_gpu.partitioning.parameters import Dims, Split, dims_of, summed
 from t5x_gpu.partitioning.pipeline import LayerSums
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 
@@ -85,85 +87,6 @@ class PerDeviceCopies:
     ).sum(at + 1)
 
 
-def with_ports(
-  make: Callable[[Any], Any], parts: Any, first_stack: Any, *, axes: tuple[str, ...]
-) -> Any:
-  """Returns `make(parts)`, where parameters of the first stack have a port (`fsdp.Split.first`).
-
-  Through its port, a first layer's gradient is summed over devices after all other gradients. The
-  backward pass ends with the embeddings, whose table is often the largest array of a model. If the
-  first layer's gradients were sent before the table's gradient, no matmul would be left to hide the
-  table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
-  their results. So the loop over layers (overlap.py) returns the first layer's gradients unreduced.
-
-  Args:
-    make: parts -> parameters for a model, whose backward pass reduces their gradients.
-    parts: the differentiated parts.
-    first_stack: tree of bools: whether a parameter belongs to the layers that run first.
-    axes: all manual mesh axes.
-  """
-  leaves, treedef = jax.tree.flatten(parts)
-  splits = jax.tree.leaves(make(parts), is_leaf=fsdp.is_split)
-  chosen = [i for i, first in enumerate(jax.tree.leaves(first_stack)) if first]
-  at_end = quantized.are_summed_at_end([splits[i] for i in chosen])
-  layers = {
-    i: jax.tree.map(lambda x: x[0], splits[i])
-    for i, late in zip(chosen, at_end, strict=True)
-    if fsdp.is_split(splits[i]) and splits[i].dims.ahead and not late
-  }
-  ports = {i: _port(layer, axes) for i, layer in layers.items()}
-  earlier = {i: layer.earlier for i, layer in layers.items()}
-  dims = tuple((i, layer.dims) for i, layer in layers.items())
-  leaves, ports = _open(dims, leaves, ports, earlier)
-  made, made_tree = jax.tree.flatten(
-    make(jax.tree.unflatten(treedef, leaves)), is_leaf=fsdp.is_split
-  )
-  made = [x.replace(first=ports[i]) if i in ports else x for i, x in enumerate(made)]
-  return jax.tree.unflatten(made_tree, made)
-
-
-def _port(layer: fsdp.Split, axes: tuple[str, ...]) -> jax.Array:
-  """Returns zeros with the shape of the whole parameter of a layer."""
-  whole = jax.eval_shape(lambda x: fsdp.whole(x, jnp.float32), layer)
-  return varying(jnp.zeros(whole.shape, jnp.float32), axes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _open(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
-  """Returns `parts` and `ports`, whose gradients arrive together; only the ports' are not reduced.
-
-  Args:
-    dims: (place in `parts`, how it is split) of each parameter with a port.
-    parts: list of the differentiated parts.
-    ports: place -> port.
-    earlier: place -> gradient of earlier microbatches of the first layer, or None.
-  """
-  del dims, earlier
-  return parts, ports
-
-
-def _forward(dims: Any, parts: Any, ports: Any, earlier: Any) -> Any:
-  return (parts, ports), earlier
-
-
-def _backward(dims: Any, earlier: Any, gradients: Any) -> Any:
-  parts, ports = gradients
-  # The barrier starts the first layer's collectives after the others are done. Where marks allow,
-  # users of the other gradients wait too; otherwise XLA delays a large one to the end of the step.
-  marks = jax.typeof(next(iter(ports.values()))).manual_axis_type if ports else None
-  same = [i for i, x in enumerate(parts) if jax.typeof(x).manual_axis_type == marks]
-  ports, late, _ = jax.lax.optimization_barrier((ports, [parts[i] for i in same], parts))
-  for i, x in zip(same, late, strict=True):
-    parts[i] = x
-  for i, of_leaf in dims:
-    first = fsdp.reduced(ports[i], of_leaf, earlier[i])
-    parts[i] = jax.lax.dynamic_update_index_in_dim(parts[i], first, 0, 0)
-  return parts, None, None
-
-
-_open.defvjp(_forward, _backward)
-
-
 # Suffix of features that hold token positions.
 PLACES = '_places'
 
@@ -186,7 +109,7 @@ class Region:
       next one; 'microbatch' takes a microbatch through all layers first.
     overlap_layers: whether loops over layers communicate one layer ahead (overlap.py). In a
       pipeline, only the loop of the last backward tick does (`pipeline.LayerSums`).
-    sent: how gradients are sent in bfloat16; None to send float32.
+    reducer: how gradients are summed over devices.
   """
 
   rules: AxisRules
@@ -195,7 +118,7 @@ class Region:
   pipeline: Optional[Pipeline] = None
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
-  sent: Optional[InBfloat16] = None
+  reducer: Reducer = InFloat32()
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -315,7 +238,7 @@ class Region:
     in_layers: bool = True,
     first_stack: Any = None,
   ) -> Any:
-    """Returns the parameters for a model: `fsdp.Split` if its backward pass reduces, else arrays.
+    """Returns the parameters for a model: a `Parameter` if its backward pass reduces, else arrays.
 
     Args:
       parts: differentiated parts, split by `part_specs`; or copies of them.
@@ -324,7 +247,7 @@ class Region:
       sums: whether the backward pass also sums gradients over the axes of `sum_axes`. `parts` then
         must not vary over these axes, and neither do the gradients.
       earlier: with `sums`, gradients of earlier microbatches, not summed over these axes.
-      in_layers: whether the model calls `fsdp.whole` on each layer, so that a layer's gradients are
+      in_layers: whether the model calls `whole` on each layer, so that a layer's gradients are
         summed as soon as they are known; otherwise all layers' gradients are summed together.
       first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
         have a port (`with_ports`); None for no ports.
@@ -346,10 +269,12 @@ class Region:
       if not split:
         dims = dataclasses.replace(dims, fsdp=None, padding=None)
       if in_layers and 'layers' in axis_names.names:
-        dims = dataclasses.replace(dims, ahead=self.overlap_layers)
-        return fsdp.Split(part, full, dims, before) if split or sums else part
-      part = fsdp.summed(part, dims, before)
-      return fsdp.Split(part, full, dataclasses.replace(dims, sums=())) if split else part
+        if not split and not sums:
+          return part
+        stack = Split(part, full, dims, before)
+        return Ahead(stack) if self.overlap_layers else stack
+      part = summed(part, dims, before)
+      return Split(part, full, dataclasses.replace(dims, sums=())) if split else part
 
     if earlier is None:
       earlier = jax.tree.map(lambda _: None, names)
@@ -381,13 +306,13 @@ class Region:
       dims = self._dims(axis_names)
       if self.zero_stage < 3 or dims.fsdp is None:
         return param
-      return fsdp.gather(param.astype(dtype), dims).astype(param.dtype)
+      return dims.gather(param.astype(dtype)).astype(param.dtype)
 
     return jax.tree.map(parameter, names, params)
 
-  def _dims(self, axis_names: AxisNames) -> fsdp.Dims:
-    return fsdp.dims_of(
-      axis_names, table=self.rules.state, mesh_shape=self.mesh_shape, sent=self.sent
+  def _dims(self, axis_names: AxisNames) -> Dims:
+    return dims_of(
+      axis_names, table=self.rules.state, mesh_shape=self.mesh_shape, reducer=self.reducer
     )
 
   def copies(self, parts: Any, names: Any) -> Any:
@@ -413,12 +338,12 @@ class Region:
   def layer_sums(self, names: Any) -> LayerSums:
     """Returns how the last backward tick of a pipeline sums gradients, from a tree of AxisNames."""
 
-    def dims(axis_names: AxisNames) -> Optional[fsdp.Dims]:
+    def dims(axis_names: AxisNames) -> Optional[Dims]:
       if 'layers' not in axis_names.names:
         return None
       split, copies = self._dims(axis_names), self._copies.dim(axis_names)
       model = split.model if copies is None else copies
-      return dataclasses.replace(split, model=model, sums=self.sum_axes(axis_names), ahead=True)
+      return dataclasses.replace(split, model=model, sums=self.sum_axes(axis_names))
 
     return LayerSums(tuple(map(dims, jax.tree.leaves(names))), self.axes)
 
@@ -435,11 +360,11 @@ class Region:
         continue
       dims, axes = self._dims(axis_names), self.sum_axes(axis_names)
       if dims.fsdp is not None and not self.reduces_in_backward:
-        leaves[i] = fsdp.scatter(leaves[i], dims)
-      if dims.sent is None:
+        leaves[i] = dims.scatter(leaves[i])
+      if dims.reducer == InFloat32():
         groups[axes].append(i)
       else:
-        leaves[i] = fsdp.total(leaves[i], dataclasses.replace(dims, sums=axes))
+        leaves[i] = dataclasses.replace(dims, sums=axes).total(leaves[i])
     for axes, members in groups.items():
       if axes:
         for i, reduced in zip(members, jax.lax.psum([leaves[i] for i in members], axes)):

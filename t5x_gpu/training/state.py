@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.fp8 import Operand
 from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.models.precision import amaxes_like
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.layer_stacks import ONLY, layers_of
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.quantized import Operand
 from t5x_gpu.partitioning.region import Region
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.spikes import SpikeConfig

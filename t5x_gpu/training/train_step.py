@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError, ModelError
+from t5x_gpu.layers import fp8
+from t5x_gpu.layers.fp8 import is_quantized
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.models.model import PARTS, Model, compute_dtype, is_layered, uses_fp8
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
-from t5x_gpu.partitioning import quantized
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
   layers_of,
@@ -37,10 +38,11 @@ from t5x_gpu.partitioning.layer_stacks import (
   with_part,
   without_layers,
 )
+from t5x_gpu.partitioning.parameters import whole
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
-from t5x_gpu.partitioning.quantized import is_quantized
 from t5x_gpu.partitioning.region import Region, is_places
+from t5x_gpu.partitioning.trees import Params
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
@@ -114,25 +116,25 @@ def breadth_first_loss(
     dropout_key: key of the step.
   """
 
-  def whole(tree: Any) -> Any:
-    # In float32, so that the gradients of the microbatches add up in float32.
-    weights = quantized.whole(tree, compute_dtype(model))
+  def in_float32(params: Params) -> Params:
+    # So that the gradients of the microbatches add up in float32.
+    weights = whole(params, compute_dtype(model))
     return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
 
   stacks = tuple(model.stacks)
-  rest = whole(without_layers(params, stacks))
+  rest = in_float32(without_layers(params, stacks))
 
   # The scan carries, and so stores for each layer, only the stack's own part of the activation.
   def layer(stack: str, x: Any, part: Any, of_layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
-    weights, number = whole(of_layer[0]), of_layer[1]
+    weights, number = in_float32(of_layer[0]), of_layer[1]
     stacked = jax.tree.map(lambda w: w[None], weights)
-    amaxes = [quantized.copies(a, num_microbatches) for a in quantized.amaxes_of(stacked)]
+    amaxes = [fp8.copies(a, num_microbatches) for a in fp8.amaxes_of(stacked)]
 
     def one(of_microbatch: tuple[Any, Batch, list[jax.Array]]) -> Any:
       x, microbatch, amaxes = of_microbatch
       y = run_layers(
         model,
-        with_layers(rest, stack, quantized.with_amaxes(stacked, amaxes)),
+        with_layers(rest, stack, fp8.with_amaxes(stacked, amaxes)),
         x,
         {**microbatch, **same},
         stack=stack,
@@ -299,7 +301,7 @@ def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) ->
 
 
 def _for_model(region: Region, model: Model) -> Region:
-  """Returns the region, without sums in the last tick if the model does not call `fsdp.whole`."""
+  """Returns the region, without sums in the last tick if the model does not call `whole`."""
   if region.sums_in_last_tick and not model.gathers_layers:
     return dataclasses.replace(region, overlap_layers=False)
   return region

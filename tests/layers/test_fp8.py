@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.layers.fp8 import contract
-from t5x_gpu.partitioning import quantized
-from t5x_gpu.partitioning.quantized import E4M3, E5M2
+from t5x_gpu.layers import fp8
+from t5x_gpu.layers.fp8 import E4M3, E5M2, contract
 
 # E4M3 rounds to 3 bits: a value moves by up to 2^-4, by 2.6% in the mean square; E5M2 twice that.
 # Both operands of a product are rounded, and the errors of its terms are independent.
@@ -22,8 +21,8 @@ def arrays(scale=1.0):
 
 
 def in_8_bits(kernel):
-  [[stacked]] = quantized.in_8_bits([[kernel[None]]])
-  return quantized.whole(jax.tree.map(lambda a: a[0], stacked), jnp.float32)
+  [[stacked]] = fp8.in_8_bits([[kernel[None]]])
+  return jax.tree.map(lambda a: a[0], stacked).whole(jnp.float32)
 
 
 def product(x, kernel):
@@ -71,7 +70,7 @@ def test_rows_alone_round_as_in_the_batch():
 @pytest.mark.parametrize('dtype', [E4M3, E5M2])
 def test_scales_are_powers_of_two_that_use_the_upper_half_of_the_range(dtype):
   largest = jnp.asarray([1.0, 3.3, 448.0, 57344.0, 1e-20, 1e20])
-  scale = quantized.scale_of(largest, dtype)
+  scale = fp8.scale_of(largest, dtype)
   mantissa, _ = np.frexp(scale)
   np.testing.assert_array_equal(mantissa, 0.5)
   ratio = largest / scale / float(jnp.finfo(dtype).max)

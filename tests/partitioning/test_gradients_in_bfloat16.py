@@ -13,7 +13,7 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
-from t5x_gpu.partitioning.fsdp import InBfloat16, psum, psum_scatter
+from t5x_gpu.partitioning.manual_collectives import InBfloat16
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
@@ -44,7 +44,7 @@ def test_sums_are_rounded_once_per_term_host_and_result(inside):
   sent = InBfloat16(tuple(inside.items()))
 
   def sums(x):
-    return psum(x, AXES, sent=sent), psum_scatter(x, 'fsdp', dim=-1, sent=sent)
+    return sent.psum(x, AXES), sent.psum_scatter(x, 'fsdp', dim=-1)
 
   out = (PartitionSpec(), PartitionSpec('data', 'fsdp'))
   total, scattered = on_mesh(sums, out, terms)
@@ -68,7 +68,7 @@ def test_terms_are_added_in_float32():
   # In bfloat16, 256 + 0.5 is 256, so seven small terms would be lost.
   terms = np.full((8, 16), 0.5, np.float32)
   terms[0] = 256
-  total = on_mesh(lambda x: psum(x, AXES, sent=InBfloat16()), PartitionSpec(), terms)
+  total = on_mesh(lambda x: InBfloat16().psum(x, AXES), PartitionSpec(), terms)
   np.testing.assert_array_equal(total, jnp.float32(jnp.bfloat16(259.5)))
   assert float(total[0]) == 260
 

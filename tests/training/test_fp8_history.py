@@ -12,11 +12,11 @@ from t5x_gpu.checkpoint.initialize import Start
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.fp8 import Operand
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.precision import AMAX
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.partitioning.quantized import Operand
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.schedules import constant

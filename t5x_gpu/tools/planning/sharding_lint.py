@@ -15,7 +15,7 @@ from typing import Any, Optional
 from t5x_gpu.compiled.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.partitioning.axis_rules import Table
-from t5x_gpu.partitioning.fsdp import SCOPE
+from t5x_gpu.partitioning.manual_collectives import SCOPE
 from t5x_gpu.terminal.console import show
 
 PARAMETER, GRADIENT, ACTIVATION = 'parameter gather', 'gradient reduction', 'activation'
@@ -288,7 +288,7 @@ def _unexplained(
   if stacks and not any(m.is_layer for m in matches):
     return (
       f'All layers of {stacks[0].parameter.name} are gathered at once',
-      'Gather one layer at a time, inside the scan over layers (fsdp.whole).',
+      'Gather one layer at a time, inside the scan over layers (parameters.whole).',
     )
   if 'data' in axes and 'data' not in split_axes:
     return (

@@ -1,0 +1,333 @@
+"""Parameters inside the region: gathered just before use, gradients reduced as soon as known.
+
+This is the path of a parameter through a training step:
+
+1. The region (region.py) gives the model a `Split` for each parameter: this device's part, and in
+   `Dims` how to get the whole parameter and whom to send its gradient.
+2. `over_layers` runs the layers of a stack, one after the other. Each calls `whole`, so only one
+   layer's parameters are whole at a time. The backward pass gathers them again (`keep_policy`).
+3. The gradient of `whole` is `reduced`: summed over devices, each of which keeps its own part.
+
+Layers and models call `whole` and know nothing else of this. Other features are other kinds of
+`Parameter` with the same interface: overlap.py communicates one layer ahead of the computation,
+layers/fp8.py gathers kernels in 8 bits. `manual_collectives.InBfloat16` sends gradients with half
+the bytes. `Split.earlier` adds the gradients of earlier microbatches.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.partitioning.axis_rules import AxisNames, Table, varying
+from t5x_gpu.partitioning.fsdp import Padding, own_table, padding_of
+from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer, all_gather
+from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
+
+
+def whole(params: Params, dtype: DTypeLike) -> Params:
+  """Returns parameters as layers use them: arrays, or for matmuls in 8 bits `fp8.Quantized`.
+
+  Models call it as late as possible: `over_layers` does, once per layer; models do for parameters
+  outside of layers. Plain arrays, as on one device, are unchanged.
+
+  Args:
+    params: parameters as passed to a model's `loss`.
+    dtype: compute dtype; parameters are gathered in it. Gradients are summed in float32.
+  """
+  return jax.tree.map(
+    lambda x: x.whole(dtype) if is_parameter(x) else x, params, is_leaf=is_parameter
+  )
+
+
+class Parameter(abc.ABC):
+  """A parameter that has to be made whole."""
+
+  @property
+  @abc.abstractmethod
+  def split(self) -> 'Split':
+    """The differentiated part, and how it is split."""
+
+  @abc.abstractmethod
+  def whole(self, dtype: DTypeLike) -> Any:
+    """Returns the whole parameter; its gradient is reduced to the gradient of the part."""
+
+  @abc.abstractmethod
+  def convert(self, function: Callable[['Split'], 'Parameter']) -> 'Parameter':
+    """Returns this parameter with `function(split)` in place of `split`."""
+
+  @abc.abstractmethod
+  def as_gradient(self, part: jax.Array) -> 'Parameter':
+    """Returns the gradient of this parameter, given the gradient of its part."""
+
+  @abc.abstractmethod
+  def unreduced(self, gradient: Any) -> jax.Array:
+    """Returns the gradient of the result of `whole` as a float32 array."""
+
+
+def is_parameter(x: Any) -> bool:
+  """Returns whether `x` is a `Parameter`; an `is_leaf` for tree maps."""
+  return isinstance(x, Parameter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+  """How a parameter is split, and over which other mesh axes its gradient is summed.
+
+  Dimensions are counted from the last one (-1), because a scan removes the first.
+
+  Attributes:
+    fsdp: dimension that `fsdp` splits; None for a parameter that is whole on every device.
+    model: dimension that `model` splits, or None.
+    padding: zeros that make the parts equal, or None.
+    sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
+    reducer: how gradients are summed.
+  """
+
+  fsdp: Optional[int] = None
+  model: Optional[int] = None
+  padding: Optional[Padding] = None
+  sums: tuple[str, ...] = ()
+  reducer: Reducer = InFloat32()
+
+  def gather(self, part: jax.Array) -> jax.Array:
+    """Returns a parameter gathered from its parts; cannot be differentiated through."""
+    full = all_gather(part, 'fsdp', dim=self.fsdp, model_dim=self.model)
+    return full if self.padding is None else self.padding.removed(full)
+
+  def scatter(self, gradient: jax.Array) -> jax.Array:
+    """Returns this device's part of the sum of `gradient` over `fsdp`."""
+    if self.padding is not None:
+      gradient = self.padding.added(gradient)
+    return self.reducer.psum_scatter(gradient, 'fsdp', dim=self.fsdp, model_dim=self.model)
+
+  def total(self, gradient: jax.Array) -> jax.Array:
+    """Returns the sum of `gradient` over `sums`."""
+    return self.reducer.psum(gradient, self.sums, model_dim=self.model)
+
+  def reduced(self, gradient: jax.Array, earlier: Optional[jax.Array] = None) -> jax.Array:
+    """Returns this device's part of the sum of `gradient` over `fsdp` and `sums`, in float32.
+
+    Args:
+      gradient: gradient of the whole parameter, from this device's rows.
+      earlier: as in `Split`; added before summing over the axes along which it is not yet summed.
+    """
+    gradient = gradient.astype(jnp.float32)
+    if earlier is not None and earlier.shape == gradient.shape:
+      gradient, earlier = gradient + earlier, None
+    if self.fsdp is not None:
+      gradient = self.scatter(gradient)
+    if earlier is not None:
+      gradient = gradient + earlier
+    return self.total(gradient)
+
+
+def dims_of(
+  names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int], reducer: Reducer = InFloat32()
+) -> Dims:
+  """Returns how a parameter is split between steps, without the sums of its gradient.
+
+  Args:
+    names: axis names of the parameter.
+    table: array axis -> mesh axes, of the optimizer state.
+    mesh_shape: mesh axis -> size.
+    reducer: how gradients are summed. Gradients of vectors (scales of norms, biases) stay in
+      float32: they are small, and one all-reduce carries several.
+  """
+  own = own_table(names, table)
+
+  def dim_of(axis: str) -> Optional[int]:
+    if mesh_shape.get(axis, 1) == 1:
+      return None
+    places = [i for i, name in enumerate(names.names) if axis in own.get(name, ())]
+    return places[0] - len(names.names) if places else None
+
+  padding = padding_of(names, table=own, mesh_shape=mesh_shape)
+  is_vector = sum(name != 'layers' for name in names.names) <= 1
+  return Dims(
+    dim_of('fsdp'), dim_of('model'), padding, reducer=InFloat32() if is_vector else reducer
+  )
+
+
+@flax.struct.dataclass
+class Split(Parameter):
+  """A parameter in parts, one per device along `fsdp`, or one that is whole on every device.
+
+  Attributes:
+    part: this device's part, which is differentiated.
+    full: the whole parameter if every device has it (stage 2, pipelines), else None.
+    dims: the dimensions that are split.
+    earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
+      over `dims.sums`; None if there are no earlier microbatches.
+  """
+
+  part: jax.Array
+  full: Optional[jax.Array] = None
+  dims: Dims = flax.struct.field(pytree_node=False, default=Dims())
+  earlier: Optional[jax.Array] = None
+
+  @property
+  def split(self) -> 'Split':
+    return self
+
+  def whole(self, dtype: DTypeLike) -> jax.Array:
+    return _use(dtype, self.dims, self.part, self.full, self.earlier)
+
+  def convert(self, function: Callable[['Split'], Parameter]) -> Parameter:
+    return function(self)
+
+  def as_gradient(self, part: jax.Array) -> 'Split':
+    return self.replace(part=part, full=None, earlier=None)
+
+  def unreduced(self, gradient: jax.Array) -> jax.Array:
+    return gradient.astype(jnp.float32)
+
+  def __mul__(self, factor: float) -> 'Split':
+    """Returns `factor` times the parameter."""
+    part, full = jax.tree.map(lambda x: x * factor, (self.part, self.full))
+    earlier = None if self.earlier is None else self.earlier / factor
+    return self.replace(part=part, full=full, earlier=earlier)
+
+  @property
+  def is_gathered(self) -> bool:
+    """Whether using the parameter takes an all-gather."""
+    return self.full is None and self.dims.fsdp is not None
+
+
+def summed(parameter: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
+  """Returns `parameter`; the backward pass sums its gradient over `dims.sums`.
+
+  For a parameter with several uses: reduces its gradient once, after adding all uses.
+  """
+  if not dims.sums and earlier is None:
+    return parameter
+  return _use(None, dataclasses.replace(dims, fsdp=None), parameter, None, earlier)
+
+
+def _make_whole(
+  dtype: Optional[DTypeLike],
+  dims: Dims,
+  part: jax.Array,
+  full: Optional[jax.Array],
+  earlier: Optional[jax.Array],
+) -> jax.Array:
+  """Returns the whole parameter, in `dtype` if it is split."""
+  del earlier
+  part = varying(part, dims.sums)
+  if dims.fsdp is None:
+    return part if full is None else full
+  return dims.gather(part.astype(dtype)) if full is None else full.astype(dtype)
+
+
+def _use_forward(
+  dtype: Optional[DTypeLike],
+  dims: Dims,
+  part: jax.Array,
+  full: Optional[jax.Array],
+  earlier: Optional[jax.Array],
+) -> tuple[jax.Array, Tree]:
+  return _make_whole(dtype, dims, part, full, earlier), (full, earlier)
+
+
+def _use_backward(
+  dtype: Optional[DTypeLike], dims: Dims, kept: Tree, gradient: jax.Array
+) -> tuple[jax.Array, Optional[jax.Array], Optional[jax.Array]]:
+  del dtype
+  full, earlier = kept
+  return (dims.reduced(gradient, earlier), *jax.tree.map(jnp.zeros_like, (full, earlier)))
+
+
+_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
+_use.defvjp(_use_forward, _use_backward)
+
+# (weights of a layer, carry, shared, number of the layer) -> carry.
+Layer = Callable[[Params, Tree, Tree, Index], Tree]
+# For `jax.checkpoint`: (primitive, ...) -> whether its results are stored for the backward pass.
+Policy = Callable[..., Any]
+
+
+def over_layers(
+  layer: Layer,
+  params: Params,
+  carry: Tree,
+  shared: Tree,
+  *,
+  dtype: DTypeLike,
+  first_layer: Index = 0,
+  policy: Optional[Policy] = None,
+  unroll: int = 1,
+) -> Tree:
+  """Returns `carry` after all layers, each of which is gathered when it runs.
+
+  Args:
+    layer: computes one layer.
+    params: parameters stacked [layers, ...]. A tuple with the parameters of each layer runs without
+      a loop, for decoding.
+    carry: input of the first layer.
+    shared: tree of arrays that all layers share.
+    dtype: compute dtype, as in `whole`.
+    first_layer: number of the first layer.
+    policy: what a layer stores for the backward pass in addition to its input; None stores
+      everything except gathered parameters.
+    unroll: layers per iteration.
+  """
+
+  def body(carry: Tree, of_layer: tuple[Params, Index]) -> tuple[Tree, None]:
+    split_params, number = of_layer
+    return layer(whole(split_params, dtype), carry, shared, number), None
+
+  if isinstance(params, tuple):
+    for number, of_layer in enumerate(params, first_layer):
+      carry, _ = body(carry, (of_layer, number))
+    return carry
+  num_layers = jax.tree.leaves(params)[0].shape[0]
+  unroll = min(unroll, num_layers)
+  policy = keep_policy(policy, params)
+  if policy is not None:
+    # A loop separates forward and backward. If the loop is fully unrolled, XLA would merge the
+    # recomputation with the forward pass and save nothing.
+    body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
+  numbers = first_layer + jnp.arange(num_layers)
+  return jax.lax.scan(body, carry, (params, numbers), unroll=unroll)[0]
+
+
+# Primitives that compute a layer's weights from its parameters. Their results are not stored for
+# the backward pass; otherwise the weights of all layers would be whole at once.
+_MOVES = frozenset(
+  {
+    'all_gather',
+    'shard_map',
+    'concatenate',
+    'stack',
+    'convert_element_type',
+    'reshape',
+    'transpose',
+    'broadcast_in_dim',
+    'squeeze',
+    'sharding_constraint',
+    'custom_vjp_call',  # of `whole`, for parameters that are not differentiated
+  }
+)
+
+
+def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
+  """A policy for `jax.checkpoint` that stores everything except gathered parameters."""
+  return primitive.name not in _MOVES
+
+
+def _keep_activations_of_padded(primitive: Any, *_: Any, **__: Any) -> bool:
+  return primitive.name not in _MOVES | {'slice'}
+
+
+def keep_policy(policy: Optional[Policy], params: Params) -> Optional[Policy]:
+  """Returns a remat policy under which the backward pass gathers `params` again."""
+  leaves = jax.tree.leaves(params, is_leaf=is_parameter)
+  gathered = [x.split for x in leaves if is_parameter(x) and x.split.is_gathered]
+  if policy is not None or not gathered:
+    return policy
+  has_padding = any(x.dims.padding is not None for x in gathered)
+  return _keep_activations_of_padded if has_padding else keep_activations_only
