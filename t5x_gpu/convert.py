@@ -62,20 +62,6 @@ FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 _MODEL_ENTRY = 't5x_gpu.conversion.model_spec.describe'
 
 
-@dataclasses.dataclass(frozen=True)
-class _ModelConfig:
-  """The setting of a run that every conversion needs."""
-
-  model: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _DataConfig:
-  """The setting of a run that a merge needs in addition to the model."""
-
-  train_dataset_cfg: DatasetConfig
-
-
 def kind_of(model_dir: ModelDir) -> str:
   """Returns the format of the files in a folder, a key of `FORMATS`.
 
@@ -107,7 +93,7 @@ def vocabulary_of_gin(files: Sequence[str], **options: Any) -> Optional[str]:
   if not files or not configures_run(files):
     return None
   loaded = _load_run(files, RUN_SETTINGS, **options)
-  return gin_loader.configured(loaded, _DataConfig).train_dataset_cfg.vocabulary
+  return loaded.arguments(only=('train_dataset_cfg',))['train_dataset_cfg'].vocabulary
 
 
 def _load_run(
@@ -137,7 +123,7 @@ def object_of_gin(
     loaded = _load_run(
       names, ('model',), as_data=as_data, bindings=bindings, search_paths=search_paths
     )
-    return gin_loader.configured(loaded, _ModelConfig).model
+    return loaded.arguments(only=('model',))['model']
   with tempfile.TemporaryDirectory() as folder:
     entry = pathlib.Path(folder) / 'entry.gin'
     entry.write_text(
@@ -153,7 +139,7 @@ def object_of_gin(
       entry=_MODEL_ENTRY,
       read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)),
     )
-    return gin_loader.configured(loaded, _ModelConfig, entry=_MODEL_ENTRY).model
+    return loaded.arguments(_MODEL_ENTRY)['model']
 
 
 def read_run_text(

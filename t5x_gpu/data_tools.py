@@ -18,16 +18,8 @@ import rich.console
 import rich.text
 
 from t5x_gpu import cli
-from t5x_gpu.config import gin_loader
 from t5x_gpu.data import data_module, features
-from t5x_gpu.data.batches import (
-  PREPARED,
-  Batch,
-  BatchIterator,
-  BatchSpec,
-  DatasetConfig,
-  RunDataConfig,
-)
+from t5x_gpu.data.batches import PREPARED, Batch, BatchIterator, BatchSpec, DatasetConfig
 from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.index import Index, check_shards, counted_features, read_index
 from t5x_gpu.errors import ConfigError, DataError
@@ -73,11 +65,6 @@ EXAMPLES = """examples:
 """
 _COLORS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
 _BENCH_ROWS = 64  # rows of a batch, without a gin file
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _RunConfig(RunDataConfig):
-  model_dir: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +151,9 @@ def _opened(args: cli.Args) -> _Data:
     )
     return _Data(config, spec, index.feature_converter)
   loaded = args.load_with_classes()
-  run = gin_loader.configured(loaded, _RunConfig)
-  model, config, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
+  names = ('model', 'train_dataset_cfg', 'train_eval_dataset_cfg', 'model_dir')
+  run = loaded.arguments(only=names)
+  model, config, evaluated, model_dir = (run[name] for name in names)
   if args.extra.split and evaluated is not None and evaluated.split == args.extra.split:
     config = evaluated
   elif args.extra.split:
@@ -173,7 +161,7 @@ def _opened(args: cli.Args) -> _Data:
   spec = model.batch_spec(
     config.task_feature_lengths, batch_size=config.batch_size, pack=config.pack
   )
-  return _Data(config, spec, model.feature_converter(config.task_feature_lengths), run.model_dir)
+  return _Data(config, spec, model.feature_converter(config.task_feature_lengths), model_dir)
 
 
 def _rows(batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:

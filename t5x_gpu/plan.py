@@ -106,6 +106,7 @@ EXAMPLES = """examples:
 """
 DEFAULT_GPU = 'h100'
 ASSUMPTIONS = 'gin_configs/plan/assumptions.gin'
+ASSUMPTIONS_ENTRY = 't5x_gpu.tools.planning.assumptions.Assumptions'
 UNREAD = {'MIXTURE_OR_TASK_NAME': 'unread'}  # required by runs, but a plan reads no data
 
 
@@ -289,10 +290,10 @@ def _configured(args: cli.Args, more: Sequence[str] = ()) -> tuple[PlanConfig, A
   """Returns the run and the plan's assumptions as configured by gin; `more` are extra bindings."""
   files, bindings = (ASSUMPTIONS, *args.gin_files), (*args.bindings, *more)
   loaded = dataclasses.replace(args, gin_files=files, bindings=bindings).load(
-    entry=(gin_loader.ENTRY, Assumptions), placeholders=UNREAD
+    entry=(gin_loader.ENTRY, ASSUMPTIONS_ENTRY), placeholders=UNREAD
   )
   config = gin_loader.configured(loaded, PlanConfig)
-  return config, gin_loader.configured(loaded, Assumptions, entry=Assumptions)
+  return config, gin_loader.configured(loaded, Assumptions, entry=ASSUMPTIONS_ENTRY)
 
 
 def _write(path: Optional[str], content: dict[str, Any] | str) -> None:

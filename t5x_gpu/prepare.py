@@ -16,8 +16,8 @@ from typing import Optional
 import rich.console
 
 from t5x_gpu import cli
-from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig, RunDataConfig
+from t5x_gpu.config.gin_loader import LoadedConfig
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
@@ -78,9 +78,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def _splits(run: RunDataConfig, names: list[str], num_parts: Optional[int]) -> list[_Split]:
+def _splits(loaded: LoadedConfig, names: list[str], num_parts: Optional[int]) -> list[_Split]:
   """Returns the splits to prepare, checked against the model."""
-  model, train, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
+  settings = ('model', 'train_dataset_cfg', 'train_eval_dataset_cfg')
+  run = loaded.arguments(only=settings)
+  model, train, evaluated = (run[name] for name in settings)
   known = {train.split: train}
   if evaluated is not None and (evaluated.mixture_or_task_name == train.mixture_or_task_name):
     known.setdefault(evaluated.split, evaluated)
@@ -167,7 +169,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   logging_setup.quiet_environment()
   loaded = args.load_with_classes()
   logging_setup.setup()
-  splits = _splits(gin_loader.configured(loaded, RunDataConfig), extra.split, extra.shards)
+  splits = _splits(loaded, extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   num_workers = extra.workers or len(os.sched_getaffinity(0))

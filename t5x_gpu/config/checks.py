@@ -12,37 +12,38 @@ import sys
 import tokenize
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Optional
 
-from gin import config as gin_config
+import gin
 
-from t5x_gpu.config import gin_text, reader
-from t5x_gpu.config.reader import Binding, Bindings, Call
+from t5x_gpu.config import gin_names, gin_text
+from t5x_gpu.config.gin_names import short_name
+from t5x_gpu.config.gin_text import REQUIRED, Constant, Macro, Reference, Symbol, Value
+from t5x_gpu.config.reader import MACRO, Binding, Bindings, Call, Scopes, calls_in
 from t5x_gpu.errors import Problem, did_you_mean
 
-_SCALARS = (int, float, bool, str, bytes)
-_LITERALS = (*_SCALARS, list, tuple, dict)
+_LITERALS = (int, float, bool, str, bytes, list, tuple, dict)
 _NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
+Annotation = object  # a class, or a form of `typing`
 
 
 def problems(
-  bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
+  bindings: Bindings, roots: Sequence[Call], lost: Sequence[Value] = ()
 ) -> list[Problem]:
   """Returns all problems of bindings that gin accepted.
 
   Args:
     bindings: all bindings.
-    entries: the calls of the entry functions.
-    lost: references in refused bindings; bindings reached from them do not count as unused.
+    roots: the calls of the entry functions, and `decorated_calls`.
+    lost: values of refused bindings; bindings reached from them do not count as unused.
   """
-  refused = [Call(r.configurable.selector, tuple(r.scopes), r.evaluate) for r in lost]
-  scopes = _scopes(bindings, refused)
-  roots = [*entries, *_decorated(scopes)]
   circles = _macro_circles(bindings)
   if circles:  # following values would not terminate
     return circles
+  refused = calls_in(list(lost))
   reached = bindings.calls(roots)
+  scopes = _scopes(bindings) | _with_outer({call.scopes for call in refused})
   return [
     *_lost_overrides(bindings),
     *_unused(bindings, reached, roots=roots, refused=refused, scopes=scopes),
@@ -50,101 +51,67 @@ def problems(
   ]
 
 
-def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[Problem]:
+def missing(
+  bindings: Bindings, entry: Call, *, only: Optional[Collection[str]] = None
+) -> list[Problem]:
   """Returns required parameters and macros that are not set, with how to set them.
 
-  Skips the parameters of the entry function in `without`.
+  `only` are the parameters of the entry function that the caller needs; None for all.
   """
   result: dict[str, Problem] = {}
-  roots = [entry]
-  own = {
-    arg: b
-    for arg, b in bindings.effective(entry.selector, entry.scopes).items()
-    if arg not in without
-  }
-  _required(entry, own, skip=without, result=result)
+  bound = bindings.effective(entry)
+  needed = [name for name in gin_names.parameters(entry.selector) if only is None or name in only]
+  own = {arg: b for arg, b in bound.items() if arg in needed}
+  _required(entry, own, names=needed, result=result)
   _unset(own, bindings, result=result)
-  roots = [
-    call for b in own.values() for call in reader.calls_in(b.value, scopes=entry.scopes, binding=b)
-  ]
+  roots = [call for b in own.values() for call in calls_in(b.value, scopes=entry.scopes, binding=b)]
   for call in bindings.calls(roots):
-    if call.selector == reader.CONSTANT:
-      continue
-    bound = bindings.effective(call.selector, call.scopes)
-    if call.evaluated and call.selector != reader.MACRO:
-      _required(call, bound, skip=(), result=result)
+    bound = bindings.effective(call)
+    if call.evaluated and call.selector != MACRO:
+      _required(call, bound, names=gin_names.parameters(call.selector), result=result)
     _unset(bound, bindings, result=result)
   return list(result.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferenceValue:
-  """The value of a reference: an instance of `what` (`@x()`), or `what` itself (`@x`)."""
-
-  what: Any
-  evaluated: bool
-  text: str
 
 
 class Unknown:
   """A value that is unknown before the run, and fits any annotation."""
 
 
-def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
-  """Returns parameter -> annotation, without annotations that cannot be resolved."""
-  function = configurable.wrapped
-  if inspect.isclass(function) and not dataclasses.is_dataclass(function):
-    function = gin_config._find_class_construction_fn(function)
-  if not inspect.isclass(function):
-    function = inspect.unwrap(function)
-  try:
-    return typing.get_type_hints(function)
-  except Exception:  # a name that exists only for type checkers: check the other parameters
-    raw = getattr(function, '__annotations__', {})
-    return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
+def literal(value: Value, bindings: Bindings) -> Value:
+  """Returns `value` without macros and constants; unknown ones become `Unknown`."""
 
-
-def literal(value: Any, bindings: Bindings) -> Any:
-  """Returns `value` without macros; references become a `ReferenceValue` or `Unknown`."""
-  if isinstance(value, gin_config.ConfigurableReference):
-    if reader.is_constant(value):
-      constant = gin_config._CONSTANTS.get('/'.join(value.scopes))
+  def known(symbol: Symbol) -> Value | Unknown:
+    if isinstance(symbol, Reference):
+      return symbol
+    if isinstance(symbol, Constant):
+      constant = gin.query_parameter(symbol.name)
       return constant if isinstance(constant, _LITERALS) else Unknown()
-    if reader.is_macro(value):
-      binding = bindings.macro(value)
-      return Unknown() if binding is None else literal(binding.value, bindings)
-    return ReferenceValue(value.configurable.wrapped, value.evaluate, repr(value))
-  if isinstance(value, Mapping):
-    return {_hashable(literal(k, bindings)): literal(v, bindings) for k, v in value.items()}
-  if isinstance(value, (list, tuple)):
-    return type(value)(literal(item, bindings) for item in value)
-  return value
+    binding = bindings.macro(symbol)
+    return Unknown() if binding is None else literal(binding.value, bindings)
+
+  return gin_text.map_symbols(value, known)
 
 
-def _hashable(key: Any) -> Any:
-  return key if isinstance(key, (*_SCALARS, tuple, type(None))) else Unknown()
-
-
-def mismatch(value: Any, annotation: Any, *, typed: str = '') -> str:
+def mismatch(value: Value, annotation: Annotation, *, typed: str = '') -> str:
   """Returns why `value` does not fit `annotation`, with a value that would fit; '' if it fits.
 
   `typed` is the text of a number on the command line, where 1e5 may be the name of a folder.
   """
   if _fits(value, annotation):
     return ''
-  if isinstance(value, ReferenceValue):
-    if not value.evaluated and _fits(dataclasses.replace(value, evaluated=True), annotation):
-      return f'{value.text} is the class or function itself; write {value.text}() to call it.'
-    name = getattr(value.what, '__name__', value.what)
-    wrong = f'{value.text} gives {name}; expected {show(annotation)}.'
-    return wrong + _base_class(value.what, annotation)
+  if isinstance(value, Reference):
+    if not value.evaluate and _fits(dataclasses.replace(value, evaluate=True), annotation):
+      return f'{value} is the class or function itself; write {value}() to call it.'
+    name = getattr(value.target, '__name__', value.target)
+    wrong = f'{value} gives {name}; expected {show(annotation)}.'
+    return wrong + _base_class(value.target, annotation)
   wrong = f'{typed or repr(value)} is {_article(value)}; expected {show(annotation)}.'
   if typed and _fits(typed, annotation):
     return f'{wrong} For the text, add quotes: "{typed!r}".'
   return wrong + _remedy(value, annotation)
 
 
-def _base_class(made: Any, annotation: Any) -> str:
+def _base_class(made: object, annotation: Annotation) -> str:
   """Returns ` Write class MyModel(Model), ...` for a user's class that lacks our base class."""
   own = 't5x_gpu.'
   if not all(map(inspect.isclass, (made, annotation))) or dataclasses.is_dataclass(annotation):
@@ -157,16 +124,16 @@ def _base_class(made: Any, annotation: Any) -> str:
   )
 
 
-def _article(value: Any) -> str:
+def _article(value: Value) -> str:
   if value is None:
     return 'None'
   name = type(value).__name__
   return f'{"an" if name[0] in "aeiou" else "a"} {name}'
 
 
-def _remedy(value: Any, annotation: Any) -> str:
+def _remedy(value: Value, annotation: Annotation) -> str:
   """Returns ` Write 128.` if a small change makes `value` fit."""
-  candidates: list[Any] = []
+  candidates: list[Value] = []
   if isinstance(value, str):
     for text in (value, value.capitalize()):
       try:
@@ -184,7 +151,7 @@ def _remedy(value: Any, annotation: Any) -> str:
   return f' Write {fitting[0]!r}.' if fitting else ''
 
 
-def show(annotation: Any) -> str:
+def show(annotation: Annotation) -> str:
   """Returns an annotation as source text."""
   if annotation is None or annotation is type(None):
     return 'None'
@@ -197,7 +164,7 @@ def show(annotation: Any) -> str:
   return str(annotation).replace('typing.', '').replace('collections.abc.', '')
 
 
-def _fits(value: Any, annotation: Any) -> bool:
+def _fits(value: Value | Unknown, annotation: Annotation) -> bool:
   if isinstance(value, Unknown) or annotation is Any:
     return True
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -206,10 +173,8 @@ def _fits(value: Any, annotation: Any) -> bool:
   if origin in (typing.Annotated, typing.Final, typing.ClassVar):
     return _fits(value, args[0]) if args else True
   if origin is typing.Literal:
-    return isinstance(value, ReferenceValue) or any(
-      value == a and type(value) is type(a) for a in args
-    )
-  if isinstance(value, ReferenceValue):
+    return isinstance(value, Reference) or any(value == a and type(value) is type(a) for a in args)
+  if isinstance(value, Reference):
     return _made_fits(value, origin or annotation)
   if annotation is None or annotation is type(None):
     return value is None
@@ -239,7 +204,7 @@ def _is_container(kind: type) -> bool:
   )
 
 
-def _container_fits(value: Any, kind: type, args: tuple) -> bool:
+def _container_fits(value: Value, kind: type, args: tuple) -> bool:
   if isinstance(value, (str, bytes)) or not isinstance(value, kind):  # text is not a list of words
     return False
   if not args:
@@ -252,59 +217,45 @@ def _container_fits(value: Any, kind: type, args: tuple) -> bool:
   return all(_fits(item, args[0]) for item in value)
 
 
-def _made_fits(value: ReferenceValue, kind: Any) -> bool:
+def _made_fits(value: Reference, kind: Annotation) -> bool:
   """Returns whether a reference's value fits; True for functions, whose result is unknown."""
-  if not inspect.isclass(kind) or getattr(kind, '_is_protocol', False) or kind is object:
+  if not inspect.isclass(kind):
     return True
-  if not value.evaluated:
-    return (
-      kind not in _LITERALS
-      and kind is not type(None)
-      and not dataclasses.is_dataclass(kind)
-      and not (_is_container(kind))
-    )
-  if kind in (collections.abc.Callable, type):
-    return True
-  if not inspect.isclass(value.what):
+  if not value.evaluate:
+    is_data = kind in _LITERALS or dataclasses.is_dataclass(kind) or _is_container(kind)
+    return not is_data and kind is not type(None)
+  if kind in (collections.abc.Callable, type) or not inspect.isclass(value.target):
     return True
   try:
-    return issubclass(value.what, kind)
-  except TypeError:
+    return issubclass(value.target, kind)
+  except TypeError:  # a Protocol that cannot be checked
     return True
 
 
 _CONFIG_SCOPE = re.compile(r'config_scope\(\s*[\'"]([\w./]+)[\'"]')
 
 
-def _scopes(bindings: Bindings, refused: Sequence[Call]) -> set[reader.Scopes]:
-  """Returns the scopes that references, or `gin.config_scope` in user modules, enter."""
-  found = {
-    tuple(r.scopes)
-    for b in bindings.ordered
-    for r in reader.references(b.value)
-    if not reader.is_constant(r)
-  }
-  found |= {call.scopes for call in refused}
-  for module in {c.wrapped.__module__ for _, c in gin_config._REGISTRY.items() if _is_decorated(c)}:
+def _scopes(bindings: Bindings) -> set[Scopes]:
+  """Returns the scopes that references, macros, or `gin.config_scope` in user modules enter."""
+  found = {call.scopes for b in bindings.ordered for call in calls_in(b.value)}
+  for module in {known.wrapped.__module__ for known in gin_names.decorated()}:
     try:
       source = inspect.getsource(sys.modules[module])
     except (OSError, KeyError, TypeError):
       continue
     found |= {tuple(name.split('/')) for name in _CONFIG_SCOPE.findall(source)}
-  return {scopes[:depth] for scopes in found for depth in range(len(scopes) + 1)} | {()}
+  return _with_outer(found)
 
 
-def _is_decorated(configurable: gin_config.Configurable) -> bool:
-  return configurable.import_source is None and configurable.module != 'gin'
+def _with_outer(scopes: set[Scopes]) -> set[Scopes]:
+  return {scope[:depth] for scope in scopes for depth in range(len(scope) + 1)} | {()}
 
 
-def _decorated(scopes: set[reader.Scopes]) -> list[Call]:
+def decorated_calls(bindings: Bindings) -> list[Call]:
   """Returns calls of `@gin.configurable` functions: Python code may call them in any scope."""
+  scopes = sorted(_scopes(bindings))
   return [
-    Call(selector, s, evaluated=False)
-    for selector, c in gin_config._REGISTRY.items()
-    if _is_decorated(c)
-    for s in sorted(scopes)
+    Call(known.selector, s, evaluated=False) for known in gin_names.decorated() for s in scopes
   ]
 
 
@@ -314,7 +265,7 @@ def _macro_circles(bindings: Bindings) -> list[Problem]:
     path, binding = [], start
     while binding is not None and binding.is_macro and binding not in path:
       path.append(binding)
-      inner = next((r for r in reader.references(binding.value) if reader.is_macro(r)), None)
+      inner = next(gin_text.instances(binding.value, Macro), None)
       binding = inner and bindings.macro(inner)
     if path and binding is start:
       text = ' -> '.join(f'%{b.key} ({b.origin})' for b in path)
@@ -347,12 +298,10 @@ def _unused(
   *,
   roots: Sequence[Call],
   refused: Sequence[Call],
-  scopes: set[reader.Scopes],
+  scopes: set[Scopes],
 ) -> list[Problem]:
   """Returns unused bindings, except bindings that only other unused bindings refer to."""
-  operative = {
-    found[-1] for call in reached for found in bindings.applied(call.selector, call.scopes).values()
-  }
+  operative = bindings.used(reached)
   excused = _applied(bindings, bindings.calls([*roots, *refused], overridden=True))
   idle = [b for b in bindings.final() if b not in excused]
   # An unused binding that another unused binding refers to is not a second problem.
@@ -361,7 +310,7 @@ def _unused(
   for b in [*causes, *(b for b in idle if b not in causes)]:
     if b not in consequences:
       scope = tuple(b.scope.split('/')) if b.scope else ()
-      inner = bindings.calls(reader.calls_in(b.value, scopes=scope), overridden=True)
+      inner = bindings.calls(calls_in(b.value, scopes=scope), overridden=True)
       consequences |= _applied(bindings, inner) - {b}
   result = [_unused_problem(b, bindings, reached, scopes) for b in idle if b not in consequences]
   for b in bindings.final():
@@ -373,27 +322,16 @@ def _unused(
 
 
 def _applied(bindings: Bindings, calls: Sequence[Call]) -> set[Binding]:
-  return {
-    b
-    for call in calls
-    for found in bindings.applied(call.selector, call.scopes).values()
-    for b in found
-  }
+  return {b for call in calls for found in bindings.applied(call).values() for b in found}
 
 
 def _unused_problem(
-  binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[reader.Scopes]
+  binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[Scopes]
 ) -> Problem:
   if binding.is_macro:
-    used = {
-      '/'.join(r.scopes)
-      for b in bindings.ordered
-      for r in reader.references(b.value)
-      if reader.is_macro(r)
-    }
-    unset = sorted(
-      name for name in used if not bindings.effective(reader.MACRO, tuple(name.split('/')))
-    )
+    macros = {m for b in bindings.ordered for m in gin_text.instances(b.value, Macro)}
+    used = {macro.name for macro in macros}
+    unset = sorted(macro.name for macro in macros if bindings.macro(macro) is None)
     hint = (
       did_you_mean(binding.key, unset)
       or _parameter_hint(binding.key, reached)
@@ -403,7 +341,8 @@ def _unused_problem(
       return Problem(f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}')
     return Problem(f'{binding.origin}: macro {binding.key} is set, and nothing uses it.{hint}')
   scope = tuple(binding.scope.split('/')) if binding.scope else ()
-  known = sorted('/'.join(s) for s in scopes if s and not _is_macro_name(s, bindings))
+  macros = {m.name for b in bindings.ordered for m in gin_text.instances(b.value, Macro)}
+  known = sorted({'/'.join(s) for s in scopes if s} - macros)
   if scope not in scopes:
     hint = did_you_mean(binding.scope, known) or (
       f' Scopes in use: {", ".join(known)}.' if known else ' No reference uses a scope.'
@@ -411,7 +350,7 @@ def _unused_problem(
     entered = f'no reference enters scope {binding.scope!r} of {binding.key}.{hint}'
     return Problem(f'{binding.origin}: {entered}')
   elsewhere = sorted({'/'.join(c.scopes) for c in reached if c.selector == binding.selector})
-  name = reader.short_name(binding.selector)
+  name = short_name(binding.selector)
   if scope and elsewhere:
     return Problem(
       f'{binding.origin}: {binding.key} is set, but no @{binding.scope}/{name} is used. '
@@ -426,31 +365,21 @@ def _unused_problem(
 
 def _parameter_hint(macro: str, reached: Sequence[Call]) -> str:
   """Returns a hint if parameters of the run have the same name as an unused macro."""
-  selectors = dict.fromkeys(call.selector for call in reached)
   names = [
-    f'{reader.short_name(selector)}.{macro.lower()}'
-    for selector in selectors
-    if macro.lower() in annotations(gin_config._REGISTRY[selector])
+    f'{short_name(selector)}.{macro.lower()}'
+    for selector in dict.fromkeys(call.selector for call in reached)
+    if macro.lower() in gin_names.annotations(selector)
   ]
   return f' It is a parameter: set {" or ".join(names)}.' if names else ''
-
-
-def _is_macro_name(scope: reader.Scopes, bindings: Bindings) -> bool:
-  return any(b.is_macro and b.scope == '/'.join(scope) for b in bindings.ordered) or any(
-    reader.is_macro(r) and tuple(r.scopes)[: len(scope)] == scope
-    for b in bindings.ordered
-    for r in reader.references(b.value)
-  )
 
 
 def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[Problem]:
   result: dict[Binding, Problem] = {}
   for call in reached:
-    configurable = gin_config._REGISTRY[call.selector]
-    if configurable.module == 'gin':
+    if call.selector.startswith('gin.'):
       continue
-    hints = annotations(configurable)
-    for arg, binding in bindings.effective(call.selector, call.scopes).items():
+    hints = gin_names.annotations(call.selector)
+    for arg, binding in bindings.effective(call).items():
       if arg not in hints or binding in result:
         continue
       value = literal(binding.value, bindings)
@@ -467,25 +396,25 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[Problem]:
 
 
 def _required(
-  call: Call, bound: dict[str, Binding], *, skip: Sequence[str], result: dict[str, Problem]
+  call: Call, bound: Mapping[str, Binding], *, names: Collection[str], result: dict[str, Problem]
 ) -> None:
-  name = '/'.join((*call.scopes, reader.short_name(call.selector)))
+  name = '/'.join((*call.scopes, short_name(call.selector)))
   used = f', which {call.binding.key} uses ({call.binding.origin})' if call.binding else ''
-  for arg, parameter in reader.parameters(gin_config._REGISTRY[call.selector]).items():
-    needed = any(parameter.default is x for x in (inspect.Parameter.empty, gin_config.REQUIRED))
-    if needed and arg not in bound and arg not in skip:
+  for arg, parameter in gin_names.parameters(call.selector).items():
+    needed = any(parameter.default is x for x in (inspect.Parameter.empty, gin.REQUIRED))
+    if arg in names and needed and arg not in bound:
       key = f'{name}.{arg}'
       result.setdefault(key, Problem(f'{key} is required{used}.', _set_it(key)))
 
 
-def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, Problem]) -> None:
+def _unset(bound: Mapping[str, Binding], bindings: Bindings, *, result: dict[str, Problem]) -> None:
   macros = {b.key for b in bindings.ordered if b.is_macro}
   for b in bound.values():
-    for reference in reader.references(b.value):
-      if reader.is_required(reference):
+    for symbol in gin_text.instances(b.value, (Macro, Constant)):
+      if symbol == REQUIRED:
         result.setdefault(b.key, Problem(f'{b.key} is required ({b.origin}).', _set_it(b.key)))
-      elif reader.is_macro(reference) and bindings.macro(reference) is None:
-        name = '/'.join(reference.scopes)
+      elif isinstance(symbol, Macro) and bindings.macro(symbol) is None:
+        name = symbol.name
         unset = f'{b.key} = {b.text} at {b.origin}, and nothing sets {name}.'
         result.setdefault(name, Problem(f'{unset}{did_you_mean(name, macros)}', _set_it(name)))
 

@@ -5,19 +5,17 @@ import dataclasses
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional, TypeVar, Union
 
 import gin
-from gin import config as gin_config
 
-from t5x_gpu.config import checks, provenance
-from t5x_gpu.config.gin_text import GinFiles
-from t5x_gpu.config.reader import Bindings, Call, Reader, entry_function, is_required, parameters
+from t5x_gpu.config import checks, gin_names, provenance
+from t5x_gpu.config.gin_text import REQUIRED, GinFiles
+from t5x_gpu.config.reader import Bindings, Call, Reader
 from t5x_gpu.errors import ConfigError, Problem
 
 ENTRY = 't5x_gpu.train.train'
-Entry = Union[str, Callable[..., Any]]
 Part = TypeVar('Part')
 
 
@@ -32,29 +30,25 @@ class LoadedConfig:
     bindings: all bindings, in order.
   """
 
-  entry: tuple[Entry, ...]
+  entry: tuple[str, ...]
   provenance: provenance.Provenance
   notes: tuple[str, ...]
   bindings: Bindings
 
-  def arguments(
-    self,
-    entry: Optional[Entry] = None,
-    *,
-    without: Sequence[str] = (),
-    only: Optional[Collection[str]] = None,
-  ) -> dict[str, Any]:
-    """Returns the configured keyword arguments of the entry function, with references resolved.
+  def arguments(self, entry: str = '', *, only: Optional[Collection[str]] = None) -> dict[str, Any]:
+    """Returns the keyword arguments of the entry function, defaults included.
+
+    gin calls the constructors that values refer to.
 
     Args:
-      entry: 'module.function' or the function; the first entry point of `load` if None.
-      without: parameters that the caller does not need: not resolved, and never missing.
-      only: the parameters that the caller needs; None for all.
+      entry: 'module.function'; the first entry point of `load` if ''.
+      only: the parameters that the caller needs; None for all. Others are not built, and need not
+        be set.
     Raises:
       ConfigError: required values are not set; lists all, with how to set each of them. Errors of
-        constructors called through references pass through.
+        constructors pass through.
     """
-    if gin_config._CONFIG and provenance.current() is not self.provenance:
+    if provenance.current() is not self.provenance:
       raise ConfigError(
         'Another configuration has been loaded since this one.',
         fix='Call arguments() before the next load().',
@@ -62,14 +56,14 @@ class LoadedConfig:
     call = _entry_call(entry or self.entry[0])
     if call is None:
       raise ConfigError(f'No gin file configures {entry or self.entry[0]}.')
-    if only is not None:
-      configurable = gin_config._REGISTRY[call.selector]
-      without = [name for name in parameters(configurable) if name not in only]
-    missing = checks.missing(self.bindings, call, without=without)
-    if missing:
+    if missing := checks.missing(self.bindings, call, only=only):
       raise ConfigError('Required values are not set', problems=missing)
     bound = gin.get_bindings(call.selector, resolve_references=False)
-    return {k: copy.deepcopy(v) for k, v in bound.items() if k not in without}
+    return {
+      name: copy.deepcopy(bound[name]) if name in bound else parameter.default
+      for name, parameter in gin_names.parameters(call.selector).items()
+      if only is None or name in only
+    }
 
 
 def configured(loaded: LoadedConfig, part: type[Part], *, entry: str = ENTRY) -> Part:
@@ -90,7 +84,7 @@ def load(
   bindings: Sequence[str] = (),
   computed: Mapping[str, str] = types.MappingProxyType({}),
   search_paths: Sequence[str] = (),
-  entry: Union[Entry, Sequence[Entry]] = ENTRY,
+  entry: Union[str, Sequence[str]] = ENTRY,
   read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({}),
   placeholders: Mapping[str, str] = types.MappingProxyType({}),
 ) -> LoadedConfig:
@@ -114,22 +108,24 @@ def load(
   unknown = read_as_data.keys() - set(map(os.fspath, gin_files))
   if unknown:  # a file with a different spelling would run code
     raise ValueError(f'read_as_data names {sorted(unknown)}, which are not among gin_files.')
-  _forget()
+  gin_names.forget()
+  provenance.forget()
   _make_working_directory_importable()
-  entries = (entry,) if isinstance(entry, str) or callable(entry) else tuple(entry)
+  entries = (entry,) if isinstance(entry, str) else tuple(entry)
   reader = Reader(GinFiles(search_paths), read_as_data=read_as_data)
   for name in gin_files:
     reader.read_file(os.fspath(name), asked_at='')
   for text, origin in computed.items():
     reader.read_command_line([text], origin=origin)
   reader.read_command_line(bindings)
-  unset = {b.key for b in Bindings(reader.bindings).final() if b.is_macro and is_required(b.value)}
+  unset = {b.key for b in Bindings(reader.bindings).final() if b.is_macro and b.value == REQUIRED}
   reader.read_command_line([f'{k}={v}' for k, v in placeholders.items() if k in unset])
   bound = Bindings(reader.bindings)
   problems = list(reader.problems)
-  roots = [_entry_call(e) for e in entries] if not reader.unreadable else []
   if not reader.unreadable:
-    unbound = [str(e) for e, call in zip(entries, roots) if call is None]
+    calls = [_entry_call(name) for name in entries]
+    roots = [*calls, *checks.decorated_calls(bound)]
+    unbound = [name for name, call in zip(entries, calls) if call is None]
     problems += [
       Problem(
         f'No gin file configures {name}.',
@@ -143,22 +139,10 @@ def load(
     error = ConfigError('The configuration cannot be used', problems=problems)
     error.docs = reader.docs
     raise error
-  report, notes = provenance.collect(bound, roots)
-  return LoadedConfig(
-    entry=entries, provenance=report, bindings=bound, notes=(*reader.notes, *notes)
-  )
-
-
-def _forget() -> None:
-  """Clears gin's bindings and registrations, so that loads are independent."""
-  gin.clear_config()
-  for selector, configurable in list(gin_config._REGISTRY.items()):
-    stale = getattr(configurable.wrapped, '__module__', 'gin') not in sys.modules
-    if configurable.import_source is not None or stale:
-      gin_config._REGISTRY.pop(selector)
-      gin_config._INVERSE_REGISTRY.pop(configurable.wrapped, None)
-      gin_config._RENAMED_SELECTORS.pop(selector, None)
-  provenance.forget()
+  used = bound.used(bound.calls(roots))
+  config = gin_names.bind(reader.names, ((b.scope, b.selector, b.arg, b.value) for b in used))
+  report, notes = provenance.collect(bound, calls, used=used, config=config)
+  return LoadedConfig(entries, report, (*reader.notes, *notes), bound)
 
 
 def _make_working_directory_importable() -> None:
@@ -167,11 +151,10 @@ def _make_working_directory_importable() -> None:
     sys.path.insert(0, os.getcwd())
 
 
-def _entry_call(entry: Entry) -> Optional[Call]:
+def _entry_call(entry: str) -> Optional[Call]:
   """Returns the call of the entry function, or None if no gin file names it."""
   try:
-    function = entry_function(entry)
+    selector = gin_names.selector_of(entry)
   except Exception as e:  # A user's module may raise anything on import.
     raise ConfigError(f'The entry point {entry} cannot be imported: {type(e).__name__}: {e}') from e
-  configurable = gin_config._inverse_lookup(function)
-  return configurable and Call(configurable.selector, (), evaluated=True)
+  return selector and Call(selector, (), evaluated=True)

@@ -12,8 +12,8 @@ import os
 import pathlib
 import re
 import tokenize
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Optional, TypeVar, Union
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Optional, TypeVar, Union
 
 from gin import config_parser
 
@@ -31,23 +31,67 @@ _T = TypeVar('_T')
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """`@scope/name` or, evaluated, `@scope/name()`."""
+  """`@scope/name` or, evaluated, `@scope/name()`.
 
-  scoped_selector: str
+  Attributes:
+    written: 'scope/name', as in the file.
+    evaluate: whether gin calls it without arguments.
+    selector: gin's complete name; '' before `Reader` has looked up the name.
+    target: the function or class; None before.
+  """
+
+  written: str
   evaluate: bool
+  selector: str = dataclasses.field(default='', compare=False)
+  target: Optional[Callable[..., object]] = dataclasses.field(default=None, compare=False)
+
+  @property
+  def scopes(self) -> tuple[str, ...]:
+    return tuple(self.written.split('/')[:-1])
+
+  @property
+  def name(self) -> str:
+    """The name as written, without scopes."""
+    return self.written.rpartition('/')[2]
 
   def __repr__(self) -> str:
-    return f'@{self.scoped_selector}{"()" if self.evaluate else ""}'
+    return f'@{self.written}{"()" if self.evaluate else ""}'
 
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
-  """`%NAME`, which may also name a gin constant."""
+  """`%NAME`. Before `Reader` has looked up the name, it may be a constant."""
 
   name: str
 
   def __repr__(self) -> str:
     return f'%{self.name}'
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Constant:
+  """`%module.NAME`, a value that Python code has given a name. `name` is complete."""
+
+  name: str
+
+  __repr__ = Macro.__repr__
+
+
+REQUIRED = Constant('gin.REQUIRED')
+Symbol = Union[Reference, Macro, Constant]
+# A value in a gin file.
+Value = Union[
+  Symbol,
+  str,
+  bytes,
+  bool,
+  int,
+  float,
+  None,
+  list['Value'],
+  tuple['Value', ...],
+  dict['Value', 'Value'],
+]
 
 
 class _Symbols(config_parser.ParserDelegate):
@@ -126,7 +170,7 @@ def is_literal(text: str) -> bool:
   return True
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> Value:
   """Returns the value that `text` spells. Raises SyntaxError unless it is one complete value."""
   found = list(config_parser.ConfigParser(f'value = {text}', _Symbols()))
   if len(found) != 1:
@@ -134,8 +178,8 @@ def parse_value(text: str) -> Any:
   return found[0].value
 
 
-def instances(value: Any, kind: type[_T]) -> Iterator[_T]:
-  """Yields the objects of a `kind` anywhere inside `value`."""
+def instances(value: Value, kind: type[_T] | tuple[type[_T], ...]) -> Iterator[_T]:
+  """Yields the objects of a `kind`, or of several, anywhere inside `value`."""
   if isinstance(value, kind):
     yield value
   elif isinstance(value, Mapping):
@@ -147,9 +191,9 @@ def instances(value: Any, kind: type[_T]) -> Iterator[_T]:
       yield from instances(item, kind)
 
 
-def map_symbols(value: Any, function: Any) -> Any:
-  """Returns `value` with every reference and macro replaced by `function(symbol)`."""
-  if isinstance(value, (Reference, Macro)):
+def map_symbols(value: Value, function: Callable[[Symbol], object]) -> Value:
+  """Returns `value` with every reference, macro and constant replaced by `function(symbol)`."""
+  if isinstance(value, Symbol):
     return function(value)
   if isinstance(value, Mapping):
     return {map_symbols(k, function): map_symbols(v, function) for k, v in value.items()}
@@ -214,7 +258,7 @@ def keep_data_only(
     needed.add(id(statement))
     leads_to = {f'%{macro.name}' for macro in instances(statement.value, Macro)}
     for reference in instances(statement.value, Reference):
-      name = _resolved(reference.scoped_selector.rpartition('/')[2], imports)
+      name = _resolved(reference.name, imports)
       if name in ALLOWED:
         leads_to.add(name)
       else:
@@ -239,8 +283,9 @@ def keep_data_only(
     s
     for s in found
     if id(s) in needed
+    or is_dynamic(s)
     or isinstance(s, config_parser.ImportStatement)
-    and (_is_dynamic(s) or any(name.startswith(f'{s.module}.') for name in used))
+    and any(name.startswith(f'{s.module}.') for name in used)
   ]
 
 
@@ -248,11 +293,13 @@ def _is_binding(statement: Statement) -> bool:
   return isinstance(statement, config_parser.BindingStatement)
 
 
-def _is_dynamic(statement: config_parser.ImportStatement) -> bool:
-  return statement.is_from and statement.module == '__gin__.dynamic_registration'
+def is_dynamic(statement: Statement) -> bool:
+  """Returns whether this is the import by which a file's names come from its own imports."""
+  is_import = isinstance(statement, config_parser.ImportStatement)
+  return is_import and statement.is_from and statement.module == '__gin__.dynamic_registration'
 
 
-def _imports(found: Iterable[Any], problems: list[Problem], *, shown: str) -> dict[str, str]:
+def _imports(found: Iterable[Statement], problems: list[Problem], *, shown: str) -> dict[str, str]:
   """Returns imported name -> module; adds unresolvable imports to `problems`.
 
   Returns {} without dynamic registration, because names then do not come from the file's imports.
@@ -269,8 +316,7 @@ def _imports(found: Iterable[Any], problems: list[Problem], *, shown: str) -> di
       if imports.setdefault(name, module) != module:
         already = f'which is already {imports[name]}'
         problems.append(Problem(f'{place} imports {module} as {name!r}, {already}.'))
-  is_dynamic = any(isinstance(s, config_parser.ImportStatement) and _is_dynamic(s) for s in found)
-  return imports if is_dynamic else {}
+  return imports if any(map(is_dynamic, found)) else {}
 
 
 def _name(statement: config_parser.BindingStatement, imports: dict[str, str]) -> str:
@@ -360,13 +406,10 @@ _KEY = re.compile(r'^([A-Za-z_][\w.]*/)*[A-Za-z_][\w.]*$')
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-  """One binding of the command line; `value` may hold `Reference` and `Macro`.
-
-  `typed` is the text of the value.
-  """
+  """One binding of the command line; `typed` is the text of the value."""
 
   key: str
-  value: Any
+  value: Value
   typed: str
 
   @property

@@ -5,18 +5,19 @@ train.total_steps = 50000   gin_configs/runs/pretrain.gin:12   overrides 10000 (
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
-from typing import Any, Optional
+from collections.abc import Collection, Sequence
+from typing import Optional
 
-from gin import config as gin_config
+import gin
 
-from t5x_gpu.config import gin_text, reader
-from t5x_gpu.config.reader import Binding, Bindings, Call, Scopes
+from t5x_gpu.config import gin_names
+from t5x_gpu.config.gin_names import short_name
+from t5x_gpu.config.gin_text import REQUIRED, Macro, Symbol, Value, map_symbols
+from t5x_gpu.config.reader import MACRO, Binding, Bindings, Call, Scopes
 
 DEFAULT = 'default'
 # Origins of computed values, see `gin_loader.load(computed=...)`.
 OF_DATA, OF_RUN = 'the training data', 'the start of this run'
-REQUIRED = '%gin.REQUIRED'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,29 +131,38 @@ def _by(origin: str) -> str:
   return f'by {origin}' if origin in (OF_DATA, OF_RUN) else f'at {origin}'
 
 
-def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list[str]]:
-  """Returns the provenance of bindings reached from `roots`, and notes; makes it current."""
+def collect(
+  bindings: Bindings, roots: Sequence[Call], *, used: Collection[Binding], config: str
+) -> tuple[Provenance, list[str]]:
+  """Returns the provenance of a configuration, and notes; makes it current.
+
+  Args:
+    bindings: all bindings.
+    roots: calls of the entry functions.
+    used: the bindings that take effect.
+    config: `Provenance.config`.
+  """
   global _current
   settings: dict[Binding, Setting] = {}
   defaults: dict[tuple[str, Scopes], str] = {}
   for call in bindings.calls(roots):
-    if call.selector == reader.CONSTANT:
-      continue
-    signature = reader.parameters(gin_config._REGISTRY[call.selector])
-    applied = bindings.applied(call.selector, call.scopes)
+    signature = gin_names.parameters(call.selector)
+    applied = bindings.applied(call)
     for arg, found in applied.items():
       if found[-1] not in settings:
         settings[found[-1]] = _setting(bindings, found, signature.get(arg))
-    if call.selector == reader.MACRO:
+    if call.selector == MACRO:
       continue
-    name = reader.short_name(call.selector)
     for arg, parameter in signature.items():
       if arg not in applied and parameter.default is not inspect.Parameter.empty:
-        defaults[f'{name}.{arg}', call.scopes] = _default_text(parameter.default)
+        key = f'{short_name(call.selector)}.{arg}'
+        defaults[key, call.scopes] = _default_text(parameter.default)
+  for b in used:  # of functions that Python code calls
+    if b not in settings:
+      parameter = gin_names.parameters(b.selector).get(b.arg)
+      settings[b] = _setting(bindings, bindings.history(b), parameter)
   idle = [b for b in bindings.final() if b not in settings]
-  ordered = sorted(
-    settings, key=lambda b: (not b.is_macro, reader.short_name(b.selector), b.scope, b.arg)
-  )
+  ordered = sorted(settings, key=lambda b: (not b.is_macro, short_name(b.selector), b.scope, b.arg))
   elsewhere = {setting.unscoped for setting in settings.values()}
   unset = {
     '/'.join((*scopes, key)) if key in elsewhere else key: text
@@ -161,7 +171,7 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
   _current = Provenance(
     settings=tuple(settings[b] for b in ordered),
     defaults=tuple(Setting(key, unset[key], unset[key], DEFAULT, DEFAULT) for key in sorted(unset)),
-    config=_config_text(settings),
+    config=config,
   )
   notes = []
   if idle:
@@ -197,15 +207,11 @@ def _value_text(bindings: Bindings, binding: Binding) -> str:
   if not isinstance(binding.value, (list, tuple, dict)):
     return binding.text
 
-  def shown(symbol: Any) -> Any:
-    found = (
-      bindings.effective(reader.MACRO, tuple(symbol.name.split('/'))).get('value')
-      if isinstance(symbol, gin_text.Macro)
-      else None
-    )
+  def shown(symbol: Symbol) -> Value:
+    found = bindings.macro(symbol) if isinstance(symbol, Macro) else None
     return symbol if found is None else _Shown(_value_text(bindings, found))
 
-  return repr(gin_text.map_symbols(gin_text.parse_value(binding.text), shown))
+  return repr(map_symbols(binding.value, shown))
 
 
 class _Shown(str):
@@ -214,19 +220,8 @@ class _Shown(str):
   __repr__ = str.__str__
 
 
-def _default_text(default: Any) -> str:
-  if default is gin_config.REQUIRED:
-    return REQUIRED
+def _default_text(default: object) -> str:
+  if default is gin.REQUIRED:
+    return repr(REQUIRED)
   text = repr(default)
   return getattr(default, '__name__', text) if '<' in text else text
-
-
-def _config_text(used: Sequence[Binding]) -> str:
-  """Returns gin text with only the `used` bindings.
-
-  Overridden bindings would be reported as unused when the text is loaded.
-  """
-  kept: dict[tuple[str, str], dict[str, Any]] = {}
-  for b in used:
-    kept.setdefault((b.scope, b.selector), {})[b.arg] = b.value
-  return gin_config._config_str(kept)

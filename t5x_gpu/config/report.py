@@ -14,8 +14,8 @@ import rich.console
 import rich.text
 
 from t5x_gpu.config import gin_text
-from t5x_gpu.config.gin_text import GinFiles
-from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
+from t5x_gpu.config.gin_text import REQUIRED, GinFiles
+from t5x_gpu.config.provenance import DEFAULT, Provenance, Setting
 from t5x_gpu.errors import ConfigError, did_you_mean, listed
 from t5x_gpu.storage.files import atomic_write, set_aside_damaged, write_atomically
 from t5x_gpu.storage.json_schema import read_bytes
@@ -84,7 +84,7 @@ def print_changes(
       setting.value,
     )
     if old != setting.value and is_users(_file(setting.origin)):
-      changes.append((setting, _cut('not set' if old == REQUIRED else old)))
+      changes.append((setting, _cut('not set' if old == repr(REQUIRED) else old)))
   changes.sort(key=lambda change: _rank(change[0].origin, gin_files))
   rows = [
     (f'{setting.key}: {old} -> {_cut(setting.value)}', setting.origin)

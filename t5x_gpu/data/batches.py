@@ -243,16 +243,3 @@ def batch_hash(batch: Batch) -> str:
     digest.update(f'{name}{x.shape}{x.dtype}'.encode())
     digest.update(x.tobytes())
   return digest.hexdigest()[:16]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunDataConfig:
-  """The data of a run that `prepare` and `data` open, and the model, which determines the features.
-
-  Attributes:
-    model, train_dataset_cfg, train_eval_dataset_cfg: as in `run.config.Run`.
-  """
-
-  model: Any
-  train_dataset_cfg: DatasetConfig
-  train_eval_dataset_cfg: Optional[DatasetConfig] = None

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -43,27 +44,18 @@ infer_request.InferSetup.partitioner = @partitioner.Partitioner()
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InferConfig:
-  """The settings of a run that `infer` reads; attributes as in `run.config.Run`."""
-
-  model: Model
-  partitioner: Partitioner
-  model_dir: str
-  train_dataset_cfg: DatasetConfig
-  train_eval_dataset_cfg: Optional[DatasetConfig] = None
-  infer_eval_dataset_cfg: Optional[DatasetConfig] = None
-  decoding_cfg: Optional[DecodingConfig] = None
-  distributed_cfg: DistributedConfig = DistributedConfig()
-  xla_preset: str = 'default'
-
-  @property
-  def dataset(self) -> DatasetConfig:
-    """The dataset to take prompts from: of task metrics, else of evaluation, else of training."""
-    return self.infer_eval_dataset_cfg or self.train_eval_dataset_cfg or self.train_dataset_cfg
-
-
-RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(InferConfig))
+# The settings of a run that `infer` reads.
+RUN_SETTINGS = (
+  'model',
+  'partitioner',
+  'model_dir',
+  'train_dataset_cfg',
+  'train_eval_dataset_cfg',
+  'infer_eval_dataset_cfg',
+  'decoding_cfg',
+  'distributed_cfg',
+  'xla_preset',
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +130,9 @@ def read_request(
   loaded = _load(files, bindings, search_paths, is_run=is_run, as_data=as_data)
   setup = gin_loader.configured(loaded, InferSetup, entry=_SETUP)
   if is_run:
-    run = gin_loader.configured(loaded, InferConfig)
-    dataset = dataclasses.replace(run.dataset, split=flags.split or run.dataset.split)
+    run = types.SimpleNamespace(**loaded.arguments(only=RUN_SETTINGS))
+    dataset = run.infer_eval_dataset_cfg or run.train_eval_dataset_cfg or run.train_dataset_cfg
+    dataset = dataclasses.replace(dataset, split=flags.split or dataset.split)
     ends, ignored = (), {}
   elif folder is None:
     raise ConfigError(

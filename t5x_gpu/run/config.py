@@ -1,9 +1,8 @@
 """`Run`: the typed settings of a training run; `EvalConfig`: the settings that `eval` reads.
 
 A run has settings of every folder below this one, from the mesh to checkpoints and evaluation. Only
-commands import this folder. Commands that need fewer settings read a smaller class of a lower
-folder: StepConfig (training/), InferConfig (evaluation/), RunDataConfig (data/).
-`config.gin_loader.configured` makes all these classes from what gin sets for `train`.
+commands import this folder. Commands that need fewer settings read a base class (StepConfig), or
+single settings: `LoadedConfig.arguments(only=...)`.
 """
 
 import dataclasses

@@ -1,5 +1,7 @@
 """What gin accepts in silence stops the run, with file:line and a suggestion."""
 
+import sys
+
 import pytest
 
 from t5x_gpu.errors import ConfigError
@@ -202,7 +204,11 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
     "def f():\n  with gin.config_scope('inner'):\n    return helper()\n",
   )
   write(project / 'more.gin', 'import mine\nhelper.x = %HELP\nHELP = 2\ninner/helper.x = 3\n')
-  load(['my.gin', 'more.gin'])
+  config = load(['my.gin', 'more.gin'], bindings=['MODEL_DIR=a'])
+  assert config.notes == () and sys.modules['mine'].f() == 3
+  write(project / 'again.gin', config.provenance.config)
+  again = load(['again.gin'])
+  assert sys.modules['mine'].f() == 3 and again.provenance.config == config.provenance.config
   write(project / 'more.gin', 'import mine\nhelper.x = 1\nother/helper.x = 3\n')
   assert "more.gin:3: no reference enters scope 'other'" in problems_of(load, 'my.gin', 'more.gin')
 

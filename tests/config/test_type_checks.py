@@ -8,6 +8,7 @@ from typing import Any, Literal, Optional, Protocol, Union
 import pytest
 
 from t5x_gpu.config import checks
+from t5x_gpu.config.gin_text import Reference
 
 
 class Model(Protocol):
@@ -21,6 +22,10 @@ class Point:
 
 class Special(Point):
   pass
+
+
+def reference(target, *, evaluate):
+  return Reference(target.__name__, evaluate, target=target)
 
 
 NEW = typing.NewType('NEW', int)
@@ -58,11 +63,11 @@ NEW = typing.NewType('NEW', int)
     ('x', typing.Annotated[str, 'unit']),
     (checks.Unknown(), int),
     ({'a': checks.Unknown()}, dict[str, int]),
-    (checks.ReferenceValue(Special, True, '@Special()'), Point),
-    (checks.ReferenceValue(Special, False, '@Special'), collections.abc.Callable[..., Any]),
-    (checks.ReferenceValue(Special, False, '@Special'), type[Point]),
-    (checks.ReferenceValue(Point, True, '@Point()'), Model),
-    (checks.ReferenceValue(len, True, '@len()'), Point),
+    (reference(Special, evaluate=True), Point),
+    (reference(Special, evaluate=False), collections.abc.Callable[..., Any]),
+    (reference(Special, evaluate=False), type[Point]),
+    (reference(Point, evaluate=True), Model),
+    (reference(len, evaluate=True), Point),
   ],
 )
 def test_fitting_values(value, annotation):
@@ -89,17 +94,13 @@ def test_fitting_values(value, annotation):
     ('c', Literal['a', 'b'], "'c' is a str; expected 'a' or 'b'."),
     ({'x': 1}, Point, "{'x': 1} is a dict; expected Point."),
     ('f', collections.abc.Callable[..., Any], "'f' is a str; expected Callable[..., Any]."),
+    (reference(Point, evaluate=True), Special, '@Point() gives Point; expected Special.'),
     (
-      checks.ReferenceValue(Point, True, '@Point()'),
-      Special,
-      '@Point() gives Point; expected Special.',
-    ),
-    (
-      checks.ReferenceValue(Point, False, '@Point'),
+      reference(Point, evaluate=False),
       Point,
       '@Point is the class or function itself; write @Point() to call it.',
     ),
-    (checks.ReferenceValue(Point, True, '@Point()'), int, '@Point() gives Point; expected int.'),
+    (reference(Point, evaluate=True), int, '@Point() gives Point; expected int.'),
   ],
 )
 def test_mismatches_name_the_types_that_fit(value, annotation, expected):

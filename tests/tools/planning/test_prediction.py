@@ -320,5 +320,6 @@ def test_what_is_left_is_counted_against_the_pool_of_xla():
 
 
 def test_the_shipped_assumptions_are_the_defaults():
-  loaded = gin_loader.load(['gin_configs/plan/assumptions.gin'], entry=Assumptions)
-  assert gin_loader.configured(loaded, Assumptions, entry=Assumptions) == Assumptions()
+  entry = 't5x_gpu.tools.planning.assumptions.Assumptions'
+  loaded = gin_loader.load(['gin_configs/plan/assumptions.gin'], entry=entry)
+  assert gin_loader.configured(loaded, Assumptions, entry=entry) == Assumptions()
