@@ -140,7 +140,8 @@ def load(
     error.docs = reader.docs
     raise error
   used = bound.used(bound.calls(roots))
-  config = gin_names.bind(reader.names, ((b.scope, b.selector, b.arg, b.value) for b in used))
+  gin_names.bind((b.scope, b.selector, b.arg, b.value) for b in used)
+  config = gin_names.config_text(reader.names)
   report, notes = provenance.collect(bound, calls, used=used, config=config)
   return LoadedConfig(entries, report, (*reader.notes, *notes), bound)
 

@@ -50,17 +50,16 @@ def forget() -> None:
       gin_config._RENAMED_SELECTORS.pop(selector, None)
 
 
-def bind(files: Iterable['FileNames'], values: Iterable[tuple[str, str, str, Value]]) -> str:
-  """Gives gin a configuration; returns gin text that repeats it when loaded.
-
-  Args:
-    files: names of the files, whose imports the text has.
-    values: (scope, complete name, parameter, value) of each binding.
-  """
-  for names in files:
-    gin.parse_config([statement.format() for statement in names.imports])
+def bind(values: Iterable[tuple[str, str, str, Value]]) -> None:
+  """Gives gin (scope, complete name, parameter, value) of each binding."""
   for scope, selector, arg, value in values:
     gin.bind_parameter((scope, selector, arg), map_symbols(value, _gin_reference))
+
+
+def config_text(files: Iterable['FileNames']) -> str:
+  """Returns gin text that repeats gin's configuration when loaded, with the imports of `files`."""
+  for names in files:
+    gin.parse_config([statement.format() for statement in names.imports])
   return gin.config_str()
 
 
