@@ -194,7 +194,17 @@ MESH_AXES = ('stage', 'data', 'fsdp', 'context', 'expert', 'model')
 OUTER_AXES = MESH_AXES[:-1]
 _DEFAULT_SIZES = {**dict.fromkeys(OUTER_AXES, 1), 'data': -1}
 
-# The parameter that sets the size of each axis.
+# Array axis -> the parameter that sets its size, for errors.
+SET_BY = {
+  'batch': 'BATCH_SIZE',
+  'heads': 'TransformerConfig.num_heads',
+  'mlp': 'TransformerConfig.mlp_dim',
+  'embed': 'TransformerConfig.embed_dim',
+  'vocab': 'TransformerConfig.vocab_size',
+  'layers': 'TransformerConfig.num_layers',
+  'encoder_layers': 'EncoderDecoderModel.num_encoder_layers',
+}
+# Mesh axis -> the field of Partitioner that sets its size.
 SIZE_PARAMETERS = {axis: 'num_partitions' if axis == 'model' else axis for axis in MESH_AXES}
 
 Sizes = dict[str, int]

@@ -25,6 +25,7 @@ from t5x_gpu.partitioning.mesh import build_mesh
 from t5x_gpu.partitioning.mesh_sizes import (
   MESH_AXES,
   OUTER_AXES,
+  SET_BY,
   SIZE_PARAMETERS,
   MeshSizes,
   any_of,
@@ -112,14 +113,6 @@ def _size_fix(sizes: MeshSizes, hint: SizeHint, size: int, ways: Mapping[str, in
   return f'Set {hint.set_by} {hint.rule} {unit}.'
 
 
-# Array axis -> the parameter that sets its size, for errors.
-SET_BY = {
-  'batch': 'BATCH_SIZE',
-  'heads': 'TransformerConfig.num_heads',
-  'mlp': 'TransformerConfig.mlp_dim',
-  'embed': 'TransformerConfig.embed_dim',
-  'vocab': 'TransformerConfig.vocab_size',
-}
 # Sizes that make another model: errors suggest another mesh instead.
 WIDTHS = ('heads', 'mlp', 'embed', 'vocab')
 # Axes that other functions check.

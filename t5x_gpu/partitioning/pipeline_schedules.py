@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.errors import Problem
-from t5x_gpu.partitioning.mesh_sizes import divisors
+from t5x_gpu.partitioning.mesh_sizes import SET_BY, divisors
 
 # gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as possible.
 # circular: gpipe with several blocks of layers per stage, which microbatches visit in turn.
@@ -198,17 +198,9 @@ def traffic_per_step(
   return traffic
 
 
-# The parameters that a user sets, for errors.
-SET_BY = {
-  'layers': 'TransformerConfig.num_layers',
-  'batch': 'BATCH_SIZE',
-  'encoder_layers': 'EncoderDecoderModel.num_encoder_layers',
-  'stage': 'Partitioner.stage',
-  'schedule': 'Partitioner.pipeline_schedule',
-  'microbatches': 'Partitioner.num_pipeline_microbatches',
-  'repeats': 'Partitioner.pipeline_repeats',
-  'context_attention': 'Partitioner.context_attention',
-}
+# Parameters of a pipeline.
+STAGE, SCHEDULE = 'Partitioner.stage', 'Partitioner.pipeline_schedule'
+REPEATS, MICROBATCHES = 'Partitioner.pipeline_repeats', 'Partitioner.num_pipeline_microbatches'
 
 
 def check(
@@ -243,13 +235,12 @@ def check(
   problems = _schedule_problems(schedule, repeats, stages, num_stacks)
   if num_stacks > 1 and not skip_idle:
     problems.append(
-      _problem(
-        f"{SET_BY['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
+      Problem(
+        "Partitioner.context_attention = 'ring' in a pipeline of encoder and decoder: a hop waits "
         f'for all devices, but some of the {stages} stages may be in the decoder while others are '
         'in the encoder.',
-        f"Set {SET_BY['context_attention']} = 'gather'.",
-        'context_attention',
-        'stage',
+        "Set Partitioner.context_attention = 'gather'.",
+        ('Partitioner.context_attention', STAGE),
       )
     )
   problems += _layer_problems(counts, stages, max(repeats, 1))
@@ -263,35 +254,31 @@ def check(
   )
 
 
-def _problem(what: str, fix: str, *names: str) -> Problem:
-  return Problem(what, fix, tuple(SET_BY[name] for name in names))
-
-
 def _schedule_problems(schedule: str, repeats: int, stages: int, num_stacks: int) -> list[Problem]:
-  set_circular = f"Set {SET_BY['schedule']} = 'circular'."
-  set_gpipe = f"Set {SET_BY['schedule']} = 'gpipe'."
+  set_circular = f"Set {SCHEDULE} = 'circular'."
+  set_gpipe = f"Set {SCHEDULE} = 'gpipe'."
   if repeats < 1:
-    what = f'{SET_BY["repeats"]} = {repeats} must be at least 1.'
-    return [_problem(what, f'Set {SET_BY["repeats"]} = 1.', 'repeats')]
+    what = f'{REPEATS} = {repeats} must be at least 1.'
+    return [Problem(what, f'Set {REPEATS} = 1.', (REPEATS,))]
   if schedule == '1f1b' and num_stacks > 1:
     what = (
-      f"{SET_BY['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed "
+      f"{SCHEDULE} = '1f1b' starts the backward pass of a microbatch once it has passed "
       f'the {stages} stages; with an encoder and a decoder it passes them {num_stacks} times.'
     )
-    return [_problem(what, set_circular if repeats > 1 else set_gpipe, 'schedule', 'repeats')]
+    return [Problem(what, set_circular if repeats > 1 else set_gpipe, (SCHEDULE, REPEATS))]
   if schedule == 'circular' and repeats == 1:
     times = 'once' if num_stacks == 1 else f'once per stack of layers, {num_stacks} times'
     what = (
-      f'The circular schedule with {SET_BY["repeats"]} = 1 is gpipe: each microbatch passes '
+      f'The circular schedule with {REPEATS} = 1 is gpipe: each microbatch passes '
       f'the {stages} stages {times}.'
     )
-    return [_problem(what, set_gpipe, 'schedule', 'repeats')]
+    return [Problem(what, set_gpipe, (SCHEDULE, REPEATS))]
   if schedule != 'circular' and repeats > 1:
     what = (
-      f'{SET_BY["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
+      f'{REPEATS} = {repeats}, but under {schedule} each microbatch passes the '
       f'{stages} stages once{" per stack of layers" if num_stacks > 1 else ""}.'
     )
-    return [_problem(what, set_circular, 'repeats', 'schedule')]
+    return [Problem(what, set_circular, (REPEATS, SCHEDULE))]
   return []
 
 
@@ -313,11 +300,12 @@ def _layer_problems(counts: Mapping[str, int], stages: int, repeats: int) -> lis
   said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
   what = f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {over}{others}.'
   common = math.gcd(*counts.values())
+  set_by = [SET_BY[name] for name in wrong]
   if repeats == 1:
-    fix = f'Set {SET_BY["stage"]} to a number that divides {common}.'
-    return [_problem(what, fix, *wrong, 'stage')]
-  fix = f'Set {SET_BY["stage"]} and {SET_BY["repeats"]} so that their product divides {common}.'
-  return [_problem(what, fix, *wrong, 'stage', 'repeats')]
+    fix = f'Set {STAGE} to a number that divides {common}.'
+    return [Problem(what, fix, (*set_by, STAGE))]
+  fix = f'Set {STAGE} and {REPEATS} so that their product divides {common}.'
+  return [Problem(what, fix, (*set_by, STAGE, REPEATS))]
 
 
 def _microbatch_problems(
@@ -334,23 +322,22 @@ def _microbatch_problems(
   least = stages if schedule == 'circular' or num_stacks > 1 else 1
   # Other checks report a batch that the mesh or the accumulation does not divide.
   rows = batch // parts if batch and batch % parts == 0 else None
-  name = SET_BY['microbatches']
   if microbatches < least:
     where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
     what = (
-      f'{name} = {microbatches} must be at least 1.'
+      f'{MICROBATCHES} = {microbatches} must be at least 1.'
       if microbatches < 1
-      else f'{name} = {microbatches} is fewer than the {stages} stages: {where} '
+      else f'{MICROBATCHES} = {microbatches} is fewer than the {stages} stages: {where} '
       'the first microbatch would return to stage 0 before the last has started.'
     )
   elif rows is None or rows % microbatches == 0:
     return []
   else:
     each = f'{rows} rows' if parts == 1 else f'the {rows} rows of each of {parts} parts'
-    what = f'batch = {batch}: {each} cannot be cut into {name} = {microbatches}.'
+    what = f'batch = {batch}: {each} cannot be cut into {MICROBATCHES} = {microbatches}.'
   if rows is not None and rows < least:  # too few for any number
     fix = f'Set {SET_BY["batch"]} to a multiple of {parts * max(least, microbatches)}.'
   else:
     rule = [f'divides {rows}'] * bool(rows) + [f'is at least {least}'] * (least > 1 or not rows)
-    fix = f'Set {name} to a number that {" and ".join(rule)}.'
-  return [_problem(what, fix, 'batch', 'microbatches')]
+    fix = f'Set {MICROBATCHES} to a number that {" and ".join(rule)}.'
+  return [Problem(what, fix, (SET_BY['batch'], MICROBATCHES))]
