@@ -14,12 +14,14 @@ import errno
 import logging
 import math
 import os
+import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Self
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save_args
 from t5x_gpu.checkpoint.local.tier import check_local_settings
@@ -28,34 +30,23 @@ from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
   ModelDir,
-  Saved,
   as_model_dir,
-  check_array_files,
   check_same_model,
   check_writable,
   error_line,
   none_can_be_read,
   remove_cut_short,
 )
-from t5x_gpu.checkpoint.orbax_internals import (
-  check_before_commit,
-  read_tree,
-  save_has_failed,
-  set_deleter,
-  silence_abandoned_work,
-  wait_for_abandoned_reads,
-)
 from t5x_gpu.checkpoint.retention import (
   BEST_IS,
   EVALUATIONS,
   Keep,
-  Preservation,
-  RenamingDeleter,
   finish_removals,
+  remove_checkpoint,
 )
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
-from t5x_gpu.checkpoint.store import Checkpoint, StateReader, has_other_arrays, read_state
+from t5x_gpu.checkpoint.store import Checkpoint, StateReader, check_written, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
@@ -283,12 +274,27 @@ class BaseCheckpointer(abc.ABC):
     """Starts to write; returns once `state` may be overwritten."""
 
   @abc.abstractmethod
-  def check(self) -> None:
+  def raise_if_failed(self) -> None:
     """Raises CheckpointError if the save in progress has failed by now."""
 
   @abc.abstractmethod
   def wait(self) -> None:
     """Waits until everything is committed; raises CheckpointError if that failed."""
+
+  def _remove_old(self) -> None:
+    """Removes the checkpoints that no rule keeps; process 0 calls it once a newer is committed."""
+    steps = self.steps()
+    kept = steps if self._keep.last is None else self._keep.reasons(steps, self._values)
+    for step in steps:
+      if step not in kept and self._dir.is_ours(step):
+        try:
+          self._remove(step)
+        except (OSError, CheckpointError) as e:  # harmless; the next save tries again
+          _log.warning('checkpoint_%d could not be deleted: %s', step, error_line(e))
+
+  @abc.abstractmethod
+  def _remove(self, step: int) -> None:
+    """Deletes a checkpoint, so that a kill cannot leave a part of it under its name."""
 
   def _last_good(self) -> str:
     """Returns a sentence on where a restart continues, for the error of a failed save."""
@@ -355,11 +361,9 @@ class BaseCheckpointer(abc.ABC):
     reasons: dict[int, str] = {}
     while steps:
       step = steps.pop()
-      with silence_abandoned_work():
-        restored, damage = self._try_to_restore(step, target)
-        if damage:
-          reasons[step] = damage
-          wait_for_abandoned_reads()
+      restored, damage = self._try_to_restore(step, target)
+      if damage:
+        reasons[step] = damage
       if restored is not None:
         if reasons:
           self._dir.lock()  # reading may have taken long
@@ -369,7 +373,6 @@ class BaseCheckpointer(abc.ABC):
       promoted = promote(self._dir, steps[-1] if steps else None)
       if promoted is not None:
         steps.append(promoted)
-        self._reload()
         if promoted in reasons:  # it was renamed to make room
           _log.warning('checkpoint_%d could not be read (%s).', promoted, reasons.pop(promoted))
           promote = nothing_local  # nothing newer is left
@@ -385,7 +388,8 @@ class BaseCheckpointer(abc.ABC):
       nonlocal restored
       saved = self._dir.saved(step)
       check_same_model(self._dir.path, step, saved.manifest, target=target)
-      state = self._read_state(saved, known_part(saved.manifest, target))
+      known = known_part(saved.manifest, target)
+      state = read_state(Checkpoint(self._dir, step), known)
       restored = Restored(path, state, saved.data_state, saved.manifest)
 
     def check() -> None:
@@ -430,10 +434,6 @@ class BaseCheckpointer(abc.ABC):
       docs='checkpoints.md#no-access',
     )
 
-  @abc.abstractmethod
-  def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
-    """Returns the arrays of a checkpoint on the mesh of `target`; may raise any error."""
-
   def _set_all_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
     for step, reason in reasons.items():
       self._dir.removed(step)
@@ -445,15 +445,10 @@ class BaseCheckpointer(abc.ABC):
           self._set_aside(step, reason),
           used,
         )
-    self._reload()
 
   @abc.abstractmethod
   def _set_aside(self, step: int, reason: str) -> str:
     """Makes room for a new save of `step`; returns words for the log: 'is kept as NAME'."""
-
-  @abc.abstractmethod
-  def _reload(self) -> None:
-    """Called on all processes after checkpoints were promoted or set aside."""
 
 
 def known_part(manifest: Manifest, target: TrainState) -> TrainState:
@@ -491,33 +486,41 @@ def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
   return next(filter(None, map(reader.problem, sorted(reader.shapes)[number::count])), '')
 
 
+class _LiteralPath(type(epath.Path('/'))):
+  """A path in which `[`, `*` and `?` are ordinary characters.
+
+  Orbax finds the files of all processes by a glob pattern that begins with the path of the folder.
+  """
+
+  def glob(self, pattern: str) -> Iterator['_LiteralPath']:
+    yield from map(type(self), pathlib.Path(self).glob(pattern))
+
+
 class Checkpointer(BaseCheckpointer):
   """The checkpoints of one MODEL_DIR on a disk; see `BaseCheckpointer`."""
 
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
     super().__init__(model_dir, keep=keep)
-    folder = self._dir.path
-    self._has_saved = False  # then the list of steps may be out of date
+    checkpointer = self
+
+    class Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
+      """The folder that Orbax writes. A thread of process 0 finalizes it, after the last write."""
+
+      async def finalize(self) -> None:
+        check_written(pathlib.Path(self.get()) / 'state')
+        await super().finalize()  # the commit: renames the folder to checkpoint_<step>
+        checkpointer._remove_old()
+
     # Compressing takes longer than writing, and makes weights only 8% smaller.
-    self._state_handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    check_before_commit(self._state_handler, check_array_files)
-    self._manager = ocp.CheckpointManager(
-      folder,
-      item_handlers={
-        'state': self._state_handler,
-        'data': ocp.JsonCheckpointHandler(),
-        'manifest': ocp.JsonCheckpointHandler(),
-      },
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=Preservation(keep, self._values, is_ours=self._dir.is_ours),
-        step_prefix=PREFIX,
-        create=True,
-        enable_async_checkpointing=True,
-        # Orbax would remove the temporary folders of other programs, too.
-        cleanup_tmp_directories=False,
+    state_handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    merge = state_handler.finalize
+    state_handler.finalize = lambda folder: merge(_LiteralPath(folder))
+    self._orbax = ocp.AsyncCheckpointer(
+      ocp.CompositeCheckpointHandler(
+        state=state_handler, data=ocp.JsonCheckpointHandler(), manifest=ocp.JsonCheckpointHandler()
       ),
+      temporary_path_class=Unfinished,
     )
-    set_deleter(self._manager, RenamingDeleter(folder, is_main=self._is_main))
 
   def _remove_left_over(self) -> list[int]:
     remove_cut_short(self._dir.path)
@@ -525,9 +528,7 @@ class Checkpointer(BaseCheckpointer):
 
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
-    # Orbax drops steps from its list that it wants to delete after a save, even if the save fails.
-    if self._has_saved:
-      self._dir.relist()
+    self._dir.relist()  # a thread, perhaps of another process, commits and removes
     return self._dir.steps
 
   # ---- Saving ------------------------------------------------------------------------------------
@@ -535,58 +536,49 @@ class Checkpointer(BaseCheckpointer):
   def _prepare_to_save(self, step: int) -> None:
     self._dir.check_owner()  # the other processes wait for this one before they write
     if os.path.lexists(self.path(step)):  # Orbax would replace a file
-      raise self._exists(step)
+      raise CheckpointError(
+        f'{self.path(step)} exists and was not overwritten.',
+        fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
+        parameters=('MODEL_DIR',),
+      )
 
   def _start_to_save(
     self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
   ) -> None:
-    self._has_saved = True
     with self._errors_as_ours(step):
-      self._manager.check_for_errors()
-      written = self._manager.save(
-        step,
-        force=True,
+      self._orbax.check_for_errors()
+      self._orbax.save(
+        self.path(step),
         args=ocp.args.Composite(
           state=ocp.args.PyTreeSave(state.saved(), save_args=save_args(state.saved())),
           data=ocp.args.JsonSave(data),
           manifest=ocp.args.JsonSave(sealed(manifest, data=data)),
         ),
       )
-    if not written:
-      raise self._exists(step)
 
-  def _exists(self, step: int) -> CheckpointError:
-    return CheckpointError(
-      f'{self.path(step)} exists and was not overwritten.',
-      fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
-      parameters=('MODEL_DIR',),
-    )
-
-  def check(self) -> None:
+  def raise_if_failed(self) -> None:
     """Raises CheckpointError if the save in progress has failed by now."""
-    if save_has_failed(self._manager):
-      self.wait()
+    with self._errors_as_ours(None):
+      self._orbax.check_for_errors()
 
   def wait(self) -> None:
     """Waits until everything is committed; raises CheckpointError if that failed."""
     with self._errors_as_ours(None):
-      self._manager.wait_until_finished()
-      self._manager.check_for_errors()
+      self._orbax.wait_until_finished()
+
+  def _remove(self, step: int) -> None:
+    remove_checkpoint(self._dir.path, step)
 
   def _stop(self) -> None:
-    self._manager.close()
+    self._orbax.close()
 
   @contextlib.contextmanager
   def _errors_as_ours(self, step: Optional[int]) -> Iterator[None]:
     """Turns any error of Orbax's save into a CheckpointError."""
-    problem = None
-    with silence_abandoned_work():
-      try:
-        yield
-      except Exception as e:
-        problem = self._save_error(step, e)
-    if problem:
-      raise problem
+    try:
+      yield
+    except Exception as e:
+      raise self._save_error(step, e) from e
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
     # After a failure, Orbax's threads wait for each other for ten minutes.
@@ -610,18 +602,8 @@ class Checkpointer(BaseCheckpointer):
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
-  def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
-    if has_other_arrays(saved.manifest, target):
-      return read_state(Checkpoint(self._dir, saved.step), target)
-    return TrainState(
-      **read_tree(self._state_handler, self.path(saved.step) / 'state', target.saved())
-    )
-
   def _set_aside(self, step: int, reason: str) -> str:
     del reason
     aside = free_name(self._dir.path / f'corrupt_{PREFIX}_{step}')
     os.rename(self.path(step), aside)
     return f'is kept as {aside.name}'
-
-  def _reload(self) -> None:
-    self._manager.reload()

@@ -5,7 +5,6 @@ compares names and shapes before anything compiles. On each process, `restore_fr
 parts that its devices hold; any mesh may have written them. `resume_data` moves the data along.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,7 +17,6 @@ from typing import Any, Optional
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.arrays import check_restored
 from t5x_gpu.checkpoint.checkpointer import Restored, damage, known_part
@@ -26,14 +24,9 @@ from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, Manifest, differences
 from t5x_gpu.checkpoint.model_dir import Saved
-from t5x_gpu.checkpoint.orbax_internals import (
-  read_tree,
-  silence_abandoned_work,
-  wait_for_abandoned_reads,
-)
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, check_params, tree_problems
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
-from t5x_gpu.checkpoint.store import Checkpoint, has_other_arrays, read_array, read_state
+from t5x_gpu.checkpoint.store import Checkpoint, read_array, read_state
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
@@ -49,7 +42,7 @@ from t5x_gpu.models.model import Model
 from t5x_gpu.runtime import distributed
 from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import read_bytes
-from t5x_gpu.storage.paths import AnyPath, as_path, is_remote
+from t5x_gpu.storage.paths import AnyPath, as_path
 from t5x_gpu.terminal.console import table
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.state import TrainState
@@ -236,25 +229,19 @@ def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
 
   def read() -> None:
     nonlocal state
-    if has_other_arrays(saved.manifest, target) or is_remote(path):
-      state = read_state(checkpoint, target)
-    else:
-      with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        state = TrainState(**read_tree(handler, path / 'state', target.saved()))
+    state = read_state(checkpoint, target)
 
   def check() -> None:
     check_restored(state, saved.manifest, step=saved.step)
 
-  with silence_abandoned_work():
-    for do in (read, check):  # the processes compute checksums together, once all have read
-      with distributed.errors_together():
-        if problem := damage(do, path):
-          wait_for_abandoned_reads()
-          raise CheckpointError(
-            f'{path} cannot be read: {problem}',
-            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
-            parameters=('RestoreConfig.path', 'RestoreConfig.step'),
-          )
+  for do in (read, check):  # the processes compute checksums together, once all have read
+    with distributed.errors_together():
+      if problem := damage(do, path):
+        raise CheckpointError(
+          f'{path} cannot be read: {problem}',
+          fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+          parameters=('RestoreConfig.path', 'RestoreConfig.step'),
+        )
   return Restored(path, state, saved.data_state, saved.manifest)
 
 

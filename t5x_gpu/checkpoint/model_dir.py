@@ -381,9 +381,10 @@ class ModelDir(contextlib.AbstractContextManager):
   @property
   def steps(self) -> list[int]:
     """The committed steps, oldest first."""
-    if self._steps is None:
-      self._steps = committed_steps(self.path)
-    return list(self._steps)
+    steps = self._steps
+    if steps is None:
+      steps = self._steps = committed_steps(self.path)
+    return list(steps)
 
   def checkpoint(self, step: int) -> AnyPath:
     """Returns the folder of the checkpoint of `step`."""
@@ -405,7 +406,7 @@ class ModelDir(contextlib.AbstractContextManager):
   def is_ours(self, step: int) -> bool:
     """Returns whether `checkpoint_<step>` has a t5x_gpu manifest; otherwise it may be foreign."""
     with contextlib.suppress(AccessError, *UNREADABLE):
-      return is_real_folder(self.checkpoint(step)) and bool(self.manifest(step)['arrays'])
+      return bool(self.manifest(step)['arrays'])
     return False
 
   def relist(self) -> None:

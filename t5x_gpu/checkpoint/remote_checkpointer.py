@@ -21,7 +21,6 @@ from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
 from t5x_gpu.checkpoint.manifest import Manifest
 from t5x_gpu.checkpoint.model_dir import (
   ModelDir,
-  Saved,
   as_model_dir,
   begin,
   commit,
@@ -30,7 +29,7 @@ from t5x_gpu.checkpoint.model_dir import (
   set_aside,
 )
 from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.store import ZSTD, Checkpoint, StateWriter, empty_leaves, read_state
+from t5x_gpu.checkpoint.store import ZSTD, StateWriter, empty_leaves
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
@@ -215,18 +214,9 @@ class RemoteCheckpointer(BaseCheckpointer):
   def _wait_for(self, key: str) -> str:
     return self._store.wait_for_value(key, seconds=_OTHERS_SECONDS)
 
-  def _remove_old(self) -> None:
-    """Removes the checkpoints that need not stay, after a newer one is committed."""
-    if self._keep.last is None:
-      return
-    steps = self._dir.steps
-    stays = self._keep.reasons(steps, self._values)
-    for step in [s for s in steps if s not in stays]:
-      try:
-        remove(self.path(step))
-        self._dir.removed(step)
-      except CheckpointError as e:  # harmless; the next save tries again
-        _log.warning('checkpoint_%d could not be removed: %s', step, e.what)
+  def _remove(self, step: int) -> None:
+    remove(self.path(step))
+    self._dir.removed(step)
 
   def _save_error(self, step: int, e: Exception) -> CheckpointError:
     reason = e.what if isinstance(e, CheckpointError) else f'{reason_of(e)}.'
@@ -240,7 +230,7 @@ class RemoteCheckpointer(BaseCheckpointer):
       docs='checkpoints.md#object-storage',
     )
 
-  def check(self) -> None:
+  def raise_if_failed(self) -> None:
     """Raises CheckpointError if the save in progress has failed by now."""
     if self._problem is not None:
       raise self._problem
@@ -250,22 +240,16 @@ class RemoteCheckpointer(BaseCheckpointer):
     if self._thread is not None:
       self._thread.join()
       self._thread = None
-    self.check()
+    self.raise_if_failed()
 
   def _stop(self) -> None:
     """Does nothing: there is no background work after the last commit."""
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
-  def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
-    return read_state(Checkpoint(self._dir, saved.step), target)
-
   def _set_aside(self, step: int, reason: str) -> str:
     set_aside(self.path(step), reason)
     return 'no longer counts; its objects stay until that step is saved again'
-
-  def _reload(self) -> None:
-    """Does nothing: no other object caches the list of checkpoints."""
 
 
 AnyCheckpointer = Union[Checkpointer, RemoteCheckpointer]

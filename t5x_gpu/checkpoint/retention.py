@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.model_dir import PREFIX, checkpoint_path, is_real_folder
@@ -90,26 +90,6 @@ class Keep:
     return float(metrics[self.metric])
 
 
-class Preservation:
-  """Orbax's preservation policy: which checkpoints stay once a newer checkpoint is committed.
-
-  Args:
-    keep: the rules; if `keep.last` is None, all checkpoints stay.
-    values: step -> value of the metric; the caller adds the values of new checkpoints.
-    is_ours: whether t5x_gpu wrote the checkpoint of a step; other checkpoints always stay.
-  """
-
-  def __init__(self, keep: Keep, values: Mapping[int, float], *, is_ours: Callable[[int], bool]):
-    self._keep, self._values, self._is_ours = keep, values, is_ours
-
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    """Returns for each checkpoint, oldest first, whether it stays."""
-    del context
-    steps = [info.step for info in checkpoints]
-    stays = self._keep.reasons(steps, self._values)
-    return [self._keep.last is None or step in stays or not self._is_ours(step) for step in steps]
-
-
 REMOVED = '.removed_'
 
 
@@ -135,30 +115,3 @@ def finish_removals(folder: pathlib.Path) -> list[int]:
       except OSError as e:
         _log.warning('%s could not be deleted: %s.', path, e.strerror or e)
   return steps
-
-
-class RenamingDeleter:
-  """Deletes old checkpoints for Orbax's CheckpointManager (see `orbax_internals.set_deleter`).
-
-  Args:
-    folder: MODEL_DIR.
-    is_main: whether this is the process that deletes.
-  """
-
-  def __init__(self, folder: pathlib.Path, *, is_main: bool):
-    self._folder, self._is_main = folder, is_main
-
-  def delete(self, step: int) -> None:
-    """Deletes a checkpoint. A failure is only logged, because it does not harm the run."""
-    if self._is_main:
-      try:
-        remove_checkpoint(self._folder, step)
-      except OSError as e:
-        _log.warning('checkpoint_%d could not be deleted: %s.', step, e.strerror or e)
-
-  def delete_steps(self, steps: Sequence[int]) -> None:
-    for step in steps:
-      self.delete(step)
-
-  def close(self) -> None:
-    """Does nothing: `delete` returns when the deletion is done."""

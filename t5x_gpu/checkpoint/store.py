@@ -5,6 +5,7 @@ writes. Readers see layers as one array with a leading axis, even if the files h
 layer (`layers_0`, `layers_1`): the manifest lists such arrays under 'unstacked'.
 """
 
+import concurrent.futures
 import dataclasses
 import errno
 import functools
@@ -18,10 +19,11 @@ from typing import Any, Optional, Union
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, piece_shape, recorded
-from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
+from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, by_name, piece_shape, recorded
+from t5x_gpu.checkpoint.manifest import Manifest, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -32,7 +34,6 @@ from t5x_gpu.checkpoint.model_dir import (
   checkpoint_path,
   error_line,
 )
-from t5x_gpu.checkpoint.orbax_internals import HANDLERS
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.storage.paths import (
   AnyPath,
@@ -48,6 +49,7 @@ from t5x_gpu.storage.paths import (
 
 UNSTACKED = 'unstacked'
 STACK = 'layers'
+_READS = 8  # arrays that are read at the same time
 PIECE_BYTES = 32 << 20  # read at once; larger chunks are cached for the next piece
 
 Place = tuple[slice | int, ...]
@@ -320,19 +322,11 @@ def read_state(source: Source, target: Any) -> Any:
     raise
   except CheckpointError as e:  # like other damage: the caller falls back to an older checkpoint
     raise ValueError(e.what) from e
-  return jax.tree_util.tree_map_with_path(
-    lambda keys, like: read_array(
-      reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like
-    ),
-    target,
-  )
-
-
-def has_other_arrays(manifest: Manifest, target: Any) -> bool:
-  """Returns whether the arrays differ from `target`, so that Orbax cannot read them."""
-  return (
-    bool(manifest.get(UNSTACKED)) or manifest['arrays'].keys() != describe_arrays(target).keys()
-  )
+  leaves = by_name(target)
+  # If a read fails, `map` cancels the reads that have not begun, and the pool waits for the others.
+  with concurrent.futures.ThreadPoolExecutor(_READS) as pool:
+    arrays = list(pool.map(lambda name: read_array(reader, name, leaves[name]), leaves))
+  return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
 def layer_names(name: str, num_layers: int) -> list[str]:
@@ -359,6 +353,12 @@ def store_of(state: AnyPath) -> dict[str, Any]:
   return store
 
 
+# Handlers of the items in a checkpoint, for `_CHECKPOINT_METADATA`.
+_HANDLERS = {
+  'data': ocp.JsonCheckpointHandler.typestr(),
+  'manifest': ocp.JsonCheckpointHandler.typestr(),
+  'state': ocp.StandardCheckpointHandler.typestr(),
+}
 # Pays off if values were narrower than their dtype: for float32 arrays whose values were bfloat16,
 # 2.1 times the speed of ZSTD, and files 4% smaller.
 BLOSC = {'id': 'blosc', 'cname': 'lz4', 'clevel': 1, 'shuffle': 1}
@@ -535,10 +535,7 @@ class StateWriter:
       OSError: the disk cannot be written to, or the arrays cannot be opened afterwards.
     """
     self.flush()
-    try:
-      check_array_files(self._state)
-    except ValueError as e:
-      raise OSError(errno.EIO, f'the arrays that were written cannot be opened: {e}') from e
+    check_written(self._state)
     tree = {
       str(tuple(part.split('/'))): _leaf_metadata(part, shape)
       for name in self._arrays
@@ -560,7 +557,7 @@ class StateWriter:
     write_json(
       self.path / '_CHECKPOINT_METADATA',
       {
-        'item_handlers': HANDLERS,
+        'item_handlers': _HANDLERS,
         'metrics': {},
         'performance_metrics': {},
         'init_timestamp_nsecs': now,
@@ -575,6 +572,17 @@ class StateWriter:
     if name in self._unstacked:
       return [(part, tuple(shape[1:])) for part in layer_names(name, shape[0])]
     return [(name, tuple(shape))]
+
+
+def check_written(state: AnyPath) -> None:
+  """Raises OSError unless the arrays in the folder `state`, which is not committed, can be opened.
+
+  Where Orbax finds nothing to merge, it logs a warning and would commit a checkpoint without index.
+  """
+  try:
+    check_array_files(state)
+  except ValueError as e:
+    raise OSError(errno.EIO, f'the arrays that were written cannot be opened: {e}') from e
 
 
 def _store_of_process(state: AnyPath, process: int) -> AnyPath:

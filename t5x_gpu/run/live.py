@@ -427,7 +427,7 @@ class LiveRun:
       TrainingError: a number is not finite.
       CheckpointError: a background save failed.
     """
-    self.checkpointer.check()
+    self.checkpointer.raise_if_failed()
     bad = self.bad_steps.step_done(step, sums)
     if bad:
       self.checkpointer.wait()  # the save in progress has a good state

@@ -10,10 +10,12 @@ Lines on a terminal have no time. T5X_GPU_VERBOSE=1 shows the lines of all libra
 writes 947 lines for 30 steps.
 """
 
+import functools
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Optional, TextIO
 
 from absl import logging as absl_logging
@@ -35,6 +37,7 @@ _THIRD_PARTY = (
   'tensorflow_datasets',
   'urllib3',
 )
+_Hook = Callable[['sys.UnraisableHookArgs'], None]  # sys.unraisablehook
 _OURS = ('t5x_gpu', '__main__')
 
 
@@ -108,8 +111,23 @@ class _FirstOfEachWarning(logging.Filter):
 
 
 def _drop_known(record: logging.LogRecord) -> bool:
-  """Drops Orbax's warnings about a stop, one per thread: the run announces the stop itself."""
-  return 'Reached preemption sync point' not in str(record.msg)
+  """Drops two kinds of Orbax's records that repeat what the run itself reports.
+
+  These are warnings about a stop, one per thread, and stacks of a failed save, one per layer of
+  Orbax.
+  """
+  is_stack = record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname
+  return not is_stack and 'Reached preemption sync point' not in str(record.msg)
+
+
+def _unless_abandoned(unraisable: 'sys.UnraisableHookArgs', *, hook: _Hook) -> None:
+  """Calls `hook`, but not for the other writes of a save that has failed.
+
+  Orbax closes its event loop at the first write that fails, and does not wait for the other writes.
+  They report to the closed loop when they end, at any time.
+  """
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    hook(unraisable)
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -146,6 +164,8 @@ def setup(process_index: int = 0, *, process_count: int = 1) -> None:
   if not verbose:
     handler.addFilter(_FirstOfEachWarning())
     handler.addFilter(_drop_known)
+    if getattr(sys.unraisablehook, 'func', None) is not _unless_abandoned:
+      sys.unraisablehook = functools.partial(_unless_abandoned, hook=sys.unraisablehook)
   root.addHandler(handler)
 
   root.setLevel(logging.INFO if verbose else logging.WARNING)

@@ -53,7 +53,7 @@ def rank(index: int, address: str, flags: argparse.Namespace) -> None:
   with open_checkpointer(flags.address, keep=Keep(last=2)) as checkpointer:
     for step in (1, 2, 3):
       save(checkpointer, step, state_of(step))
-      checkpointer.check()
+      checkpointer.raise_if_failed()
   with open_checkpointer(flags.address, keep=Keep(last=2)) as checkpointer:
     restored = checkpointer.restore_latest(abstract(state_of(0)))
     sums = checksums_of(restored.state)
