@@ -10,15 +10,16 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Optional, SupportsInt, Union
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.manifest import Manifest
+from t5x_gpu.checkpoint.manifest import Manifest, Tree
+from t5x_gpu.storage.json_schema import Json
 
 _log = logging.getLogger(__name__)
 
@@ -26,17 +27,18 @@ CHUNK_BYTES = 64 << 20  # chunk size in a run's checkpoints; readers hold a few 
 _MUCH_SMALLER = 16
 
 Shape = tuple[int, ...]
+Array = Union[jax.Array, np.ndarray, jax.ShapeDtypeStruct]
 
 
-def by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: Tree) -> dict[str, Array]:
   """Returns the leaves of `tree` by their '/'-joined paths."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
 
 
-def as_tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def as_tree(arrays: Mapping[str, Array]) -> dict[str, Tree]:
   """Returns nested dictionaries from '/'-joined paths, the inverse of `by_name`."""
-  tree: dict[str, Any] = {}
+  tree: dict[str, Tree] = {}
   for name, x in arrays.items():
     *outer, last = name.split('/')
     node = tree
@@ -78,7 +80,7 @@ def piece_shape(
   return tuple(out)
 
 
-def save_args(state: Any) -> Any:
+def save_args(state: Tree) -> Tree:
   """Returns Orbax's arguments for a state: divides shards into chunks of at most CHUNK_BYTES.
 
   By default, Orbax writes a shard as one chunk: with one device, all layers of a parameter. Given a
@@ -86,7 +88,7 @@ def save_args(state: Any) -> Any:
   vocabulary of a prime size), the shard stays whole.
   """
 
-  def of(x: Any) -> ocp.SaveArgs:  # NumPy arrays have no shards
+  def of(x: Array) -> ocp.SaveArgs:  # NumPy arrays have no shards
     shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
     whole = chunk_of_shard(x.shape, shard, itemsize=x.dtype.itemsize) == tuple(shard)
     return ocp.SaveArgs() if whole else ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
@@ -146,12 +148,12 @@ def recorded(manifest: Manifest) -> dict[str, str]:
   return kept['arrays'] if kept.get('method') == METHOD else {}
 
 
-def record(checksums: Mapping[str, str]) -> dict[str, Any]:
+def record(checksums: Mapping[str, str]) -> Json:
   """Returns the manifest entry for checksums."""
   return {KEY: {'method': METHOD, 'arrays': dict(checksums)}}
 
 
-def to_text(sums: Sequence[Any]) -> str:
+def to_text(sums: Sequence[SupportsInt]) -> str:
   """Returns both sums as 16 hexadecimal digits, the form in manifests."""
   return ''.join(f'{int(s) % 2**32:08x}' for s in sums)
 
@@ -168,7 +170,7 @@ def split_dims(shape: Sequence[int], *, most_columns: int = MOST_COLUMNS) -> int
 # ---- On devices --------------------------------------------------------------------------------
 
 
-def checksums_of(tree: Any) -> dict[str, str]:
+def checksums_of(tree: Tree) -> dict[str, str]:
   """Returns '/'-joined path -> checksum of every array of `tree`, for the manifest.
 
   Arrays may be split over devices and processes; every process gets all sums. The cost is one read
@@ -177,7 +179,7 @@ def checksums_of(tree: Any) -> dict[str, str]:
   return _texts(by_name(tree))
 
 
-def _texts(arrays: Mapping[str, Any]) -> dict[str, str]:
+def _texts(arrays: Mapping[str, Array]) -> dict[str, str]:
   on_device = {}
   for name, x in arrays.items():
     if not _is_for_host(x):
@@ -190,20 +192,20 @@ def _texts(arrays: Mapping[str, Any]) -> dict[str, str]:
   return {name: texts[name] if name in texts else _host_text(x) for name, x in arrays.items()}
 
 
-def _is_for_host(x: Any) -> bool:
+def _is_for_host(x: Array) -> bool:
   """Returns whether the host is faster, because it does not compile a program for the shape."""
   return x.nbytes <= HOST_BYTES and (
     not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
   )
 
 
-def _host_text(x: Any) -> str:
+def _host_text(x: Array) -> str:
   whole = HostSums(x.shape)
   whole.add(np.asarray(x))
   return str(whole)
 
 
-def device_sums(array: Any) -> jax.Array:
+def device_sums(array: Array) -> jax.Array:
   """Returns the two sums of an array, uint32 [2], the same on every device that holds it."""
   if not isinstance(array, jax.Array):
     array = jnp.asarray(array)
@@ -214,7 +216,7 @@ def device_sums(array: Any) -> jax.Array:
 
 
 @functools.cache
-def _jitted(sharding: Optional[jax.sharding.Sharding]) -> Any:
+def _jitted(sharding: Optional[jax.sharding.Sharding]) -> Callable[[jax.Array], jax.Array]:
   return jax.jit(sums, out_shardings=sharding)
 
 
@@ -379,7 +381,7 @@ def _host_words(array: np.ndarray) -> list[np.ndarray]:
 # ---- At restore --------------------------------------------------------------------------------
 
 
-def check_restored(tree: Any, manifest: Manifest, *, step: int, prefix: str = '') -> None:
+def check_restored(tree: Tree, manifest: Manifest, *, step: int, prefix: str = '') -> None:
   """Raises ValueError if the values of a restored tree differ from the saved values.
 
   Checks all arrays of a small tree, else a few arrays that depend on the step. Logs if the manifest

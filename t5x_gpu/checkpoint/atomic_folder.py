@@ -8,13 +8,13 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import IO, Any, Optional
+from collections.abc import Iterator
+from typing import IO, Optional
 
 from t5x_gpu.checkpoint.model_dir import commit
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.storage.files import write_atomically, write_problem
-from t5x_gpu.storage.json_schema import Fields, Nullable, read_json
+from t5x_gpu.storage.json_schema import Fields, Json, Nullable, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath
 
 _SCHEMA = Fields({'work': str, 'entry': Nullable(dict)})
@@ -75,14 +75,14 @@ class Journal(contextlib.AbstractContextManager):
       disk is too small.
   """
 
-  def __init__(self, target: str | os.PathLike, *, work: Any, num_bytes: int):
+  def __init__(self, target: str | os.PathLike, *, work: object, num_bytes: int):
     self._target = pathlib.Path(target).absolute()
     self._unfinished = self._target.with_name(f'.{self._target.name}.unfinished')
     self._path = self._unfinished / 'journal.json'
     self._lock_path = self._unfinished / 'lock'
     self.folder = self._unfinished / 'new'
     self._work = _digest(work)
-    self.entry: Optional[dict[str, Any]] = None
+    self.entry: Optional[Json] = None
     if self._target.exists() and (not self._target.is_dir() or any(self._target.iterdir())):
       if not self.folder.exists():  # killed after the last step
         shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -150,7 +150,7 @@ class Journal(contextlib.AbstractContextManager):
         ),
       )
 
-  def note(self, entry: dict[str, Any]) -> None:
+  def note(self, entry: Json) -> None:
     """Records that everything up to `entry` is on disk."""
     write_atomically(self._path, json.dumps({'work': self._work, 'entry': entry}), sync=True)
     self.entry = entry
@@ -173,11 +173,11 @@ class Journal(contextlib.AbstractContextManager):
       self._lock.close()  # on NFS, a folder with an open file cannot be removed
       self._unfinished.rmdir()
 
-  def __exit__(self, *error: Any) -> None:
+  def __exit__(self, *error: object) -> None:
     self._lock.close()
 
 
-def open_journal(target: AnyPath, *, work: Any, num_bytes: int) -> 'Journal | RemoteJournal':
+def open_journal(target: AnyPath, *, work: object, num_bytes: int) -> 'Journal | RemoteJournal':
   """Returns the unfinished folder of `target`, on a disk or in a bucket; see `Journal`."""
   if isinstance(target, RemotePath):
     return RemoteJournal(target, work=work)
@@ -201,9 +201,9 @@ class RemoteJournal(contextlib.AbstractContextManager):
     CheckpointError: the target has other objects, or cannot be written.
   """
 
-  def __init__(self, target: RemotePath, *, work: Any):
+  def __init__(self, target: RemotePath, *, work: object):
     self.folder = target
-    self.entry: Optional[dict[str, Any]] = None
+    self.entry: Optional[Json] = None
     self._work = _digest(work)
     self._path = target / _REMOTE_JOURNAL
     names = target.files()
@@ -213,7 +213,7 @@ class RemoteJournal(contextlib.AbstractContextManager):
         fix='Name another folder with --to, or remove this one.',
       )
     if names:
-      kept: Mapping[str, Any] = {}
+      kept: Json = {}
       with contextlib.suppress(ValueError):
         kept = read_json(self._path, _SCHEMA)
       if kept.get('work') == self._work:
@@ -223,7 +223,7 @@ class RemoteJournal(contextlib.AbstractContextManager):
     if self.entry is None:
       self.note(None)
 
-  def note(self, entry: Optional[dict[str, Any]]) -> None:
+  def note(self, entry: Optional[Json]) -> None:
     """Records that everything up to `entry` is stored."""
     self.entry = entry
     self._path.write_text(json.dumps({'work': self._work, 'entry': entry}))
@@ -244,9 +244,9 @@ class RemoteJournal(contextlib.AbstractContextManager):
     """Removes the unfinished folder."""
     self.folder.remove_tree(last=[_REMOTE_JOURNAL])
 
-  def __exit__(self, *error: Any) -> None:
+  def __exit__(self, *error: object) -> None:
     """Leaves the unfinished folder for the next call."""
 
 
-def _digest(work: Any) -> str:
+def _digest(work: object) -> str:
   return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()

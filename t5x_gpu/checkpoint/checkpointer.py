@@ -17,7 +17,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -51,6 +51,7 @@ from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError,
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.storage.files import free_name, write_problem
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, access_errors
 from t5x_gpu.training.state import TrainState
 
@@ -268,9 +269,7 @@ class BaseCheckpointer(abc.ABC):
     """Raises CheckpointError unless this run owns MODEL_DIR and `checkpoint_<step>` is free."""
 
   @abc.abstractmethod
-  def _start_to_save(
-    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
-  ) -> None:
+  def _start_to_save(self, step: int, state: TrainState, *, data: Json, manifest: Manifest) -> None:
     """Starts to write; returns once `state` may be overwritten."""
 
   @abc.abstractmethod
@@ -321,7 +320,7 @@ class BaseCheckpointer(abc.ABC):
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+  def __exit__(self, kind: object, error: Optional[BaseException], trace: object) -> None:
     try:
       if error is None:
         self.wait()
@@ -542,9 +541,7 @@ class Checkpointer(BaseCheckpointer):
         parameters=('MODEL_DIR',),
       )
 
-  def _start_to_save(
-    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
-  ) -> None:
+  def _start_to_save(self, step: int, state: TrainState, *, data: Json, manifest: Manifest) -> None:
     with self._errors_as_ours(step):
       self._orbax.check_for_errors()
       self._orbax.save(

@@ -11,8 +11,8 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from typing import Optional
 
 import flax.traverse_util
 import jax
@@ -41,7 +41,7 @@ from t5x_gpu.errors import (
 from t5x_gpu.models.model import Model
 from t5x_gpu.runtime import distributed
 from t5x_gpu.storage.files import check_not_refused
-from t5x_gpu.storage.json_schema import read_bytes
+from t5x_gpu.storage.json_schema import Json, read_bytes
 from t5x_gpu.storage.paths import AnyPath, as_path
 from t5x_gpu.terminal.console import table
 from t5x_gpu.training.program import Program
@@ -134,7 +134,7 @@ class Start:
   reader: Optional[ParamsReader] = None
   taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
   saved: Optional[Saved] = None
-  origin: Optional[Mapping[str, Any]] = None
+  origin: Optional[Json] = None
   text: str = ''
   takes_data: bool = True
 
@@ -143,7 +143,7 @@ class Start:
     """Folder of the other checkpoint; '' without a checkpoint."""
     return '' if self.reader is None else str(self.reader.path)
 
-  def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
+  def origin_of(self, restored: Optional[Restored]) -> Optional[Json]:
     """Returns the origin of the run's first state, taken from its manifest if it was `restored`."""
     return self.origin or (restored and restored.manifest.get(STARTED_FROM))
 
@@ -353,7 +353,7 @@ def plan_start(
   )
 
 
-def _origin(config: RestoreConfig, reader: ParamsReader) -> dict[str, Any]:
+def _origin(config: RestoreConfig, reader: ParamsReader) -> Json:
   return {
     'checkpoint': str(reader.path),
     'step': reader.step,
@@ -442,9 +442,7 @@ def _assigned(
   return taken
 
 
-def _matches_nothing(
-  parameter: str, pattern: str, names: Sequence[str] | Mapping[str, Any]
-) -> CheckpointError:
+def _matches_nothing(parameter: str, pattern: str, names: Collection[str]) -> CheckpointError:
   names = list(names)
   plain = re.sub(r'\\.|[^\w/]', '', pattern)
   return _error(

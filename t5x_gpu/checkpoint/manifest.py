@@ -20,10 +20,13 @@ import jax.numpy as jnp
 
 from t5x_gpu.errors import did_you_mean, listed
 from t5x_gpu.runtime import machine
-from t5x_gpu.storage.json_schema import Also, Fields, ListOf, MapOf, Text, Whole, schema_of
+from t5x_gpu.storage.json_schema import Also, Fields, Json, ListOf, MapOf, Text, Whole, schema_of
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
+# A nest of dictionaries, tuples and dataclasses of arrays, or of jax.ShapeDtypeStructs.
+Tree = Any
+ArrayFacts = list[list[int] | str]  # [shape, dtype]
 STARTED_FROM = 'started_from'
 GRAD_NORMS = 'grad_norms'
 WITHOUT_DATA = 'without_data'  # a converted checkpoint with optimizer state, but no data position
@@ -61,12 +64,12 @@ def _base64_problem(text: str) -> str:
   return ''
 
 
-def _tree_problem(tree: Mapping[str, Any]) -> str:
+def _tree_problem(tree: Json) -> str:
   wrong = [key for key in tree if not _TREE_KEY.fullmatch(key)]
   return f'{wrong[0]!r} is not a place in a tree' if wrong else ''
 
 
-def _chunk_problem(array: Mapping[str, Any]) -> str:
+def _chunk_problem(array: Json) -> str:
   chunks, shape = array['chunks'], array['shape']
   if len(chunks) != len(shape) or min(chunks, default=1) < 1:
     return 'its chunks do not fit its shape'
@@ -127,10 +130,10 @@ class Manifest(TypedDict):
   without_data: NotRequired[bool]
   metrics: NotRequired[Optional[Mapping[str, float]]]
   grad_norms: NotRequired[Sequence[float]]
-  started_from: NotRequired[Optional[Mapping[str, Any]]]
-  converted_from: NotRequired[Mapping[str, Any]]
-  resharded_from: NotRequired[Mapping[str, Any]]
-  promoted_from: NotRequired[Mapping[str, Any]]
+  started_from: NotRequired[Optional[Json]]
+  converted_from: NotRequired[Json]
+  resharded_from: NotRequired[Json]
+  promoted_from: NotRequired[Json]
   unstacked: NotRequired[Sequence[str]]
   checksums: NotRequired[Optional[Checksums]]
 
@@ -165,7 +168,7 @@ ZARRAY = Also(
 ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}
 
 
-def describe_arrays(tree: Any) -> dict[str, list[Any]]:
+def describe_arrays(tree: Tree) -> dict[str, ArrayFacts]:
   """Returns 'params/decoder_norm/scale' -> [shape, dtype] of every array in `tree`."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
@@ -175,12 +178,12 @@ def describe_arrays(tree: Any) -> dict[str, list[Any]]:
 
 
 def make_manifest(
-  state: Any,
+  state: Tree,
   *,
   mesh_shape: Mapping[str, int],
-  data: Mapping[str, Any],
+  data: Json,
   next_batch_hash: str,
-  started_from: Optional[Mapping[str, Any]] = None,
+  started_from: Optional[Json] = None,
   metrics: Optional[Mapping[str, float]] = None,
   grad_norms: Sequence[float] = (),
 ) -> Manifest:
@@ -212,7 +215,7 @@ def make_manifest(
   }
 
 
-def sealed(manifest: Manifest, *, data: Mapping[str, Any]) -> Manifest:
+def sealed(manifest: Manifest, *, data: Json) -> Manifest:
   """Returns the manifest with a digest of itself and of the data state.
 
   Without a digest, a flipped bit in the text would look like different data or another model.
@@ -220,19 +223,19 @@ def sealed(manifest: Manifest, *, data: Mapping[str, Any]) -> Manifest:
   return {**manifest, SEAL: _digest(manifest, data)}
 
 
-def check_seal(manifest: Manifest, *, data: Mapping[str, Any]) -> None:
+def check_seal(manifest: Manifest, *, data: Json) -> None:
   """Raises ValueError if manifest or data state has changed; older manifests have no seal."""
   if SEAL in manifest and manifest[SEAL] != _digest(manifest, data):
     raise ValueError('the manifest or the data state has changed (its digest differs)')
 
 
-def _digest(manifest: Manifest, data: Mapping[str, Any]) -> str:
+def _digest(manifest: Manifest, data: Json) -> str:
   content = {'manifest': {k: v for k, v in manifest.items() if k != SEAL}, 'data': data}
   as_read = json.loads(json.dumps(content))  # numeric keys become text
   return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def differences(manifest: Manifest, target: Any) -> list[str]:
+def differences(manifest: Manifest, target: Tree) -> list[str]:
   """Returns sentences on how the arrays of a manifest differ from `target`; [] if equal.
 
   If parameters differ, lists them and only counts the differences of the optimizer state. An FP8
@@ -258,7 +261,7 @@ def differences(manifest: Manifest, target: Any) -> list[str]:
   return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
 
 
-def moments_differ(manifest: Manifest, target: Any) -> bool:
+def moments_differ(manifest: Manifest, target: Tree) -> bool:
   """Returns whether only Adafactor's moments differ between manifest and `target`."""
   have, want = manifest['arrays'], describe_arrays(target)
   different = {n for n in have.keys() | want.keys() if have.get(n) != want.get(n)}
@@ -266,17 +269,13 @@ def moments_differ(manifest: Manifest, target: Any) -> bool:
   return bool(different) and _factored(have) and all(n.startswith(_OPTIMIZER) for n in different)
 
 
-def _factored(arrays: Mapping[str, Any]) -> bool:
+def _factored(arrays: Json) -> bool:
   """Returns whether the arrays include second moments of Adafactor."""
   return any(n.startswith(_OPTIMIZER) and n.endswith(('/full', '/row')) for n in arrays)
 
 
 def _differing(
-  have: Mapping[str, Any],
-  want: Mapping[str, Any],
-  names: list[str],
-  *,
-  limit: Optional[int] = _SHOWN,
+  have: Json, want: Json, names: list[str], *, limit: Optional[int] = _SHOWN
 ) -> list[str]:
   """Returns a line per name that differs: at most `limit` lines of each kind, then a count."""
   missing = [
@@ -303,6 +302,6 @@ def _differing(
   return [line for kind in (changed, missing, left_over) for line in listed(kind, limit)]
 
 
-def _text(array: list[Any]) -> str:
+def _text(array: ArrayFacts) -> str:
   shape, dtype = array
   return f'{dtype}[{", ".join(map(str, shape))}]'

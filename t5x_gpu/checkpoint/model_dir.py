@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import tensorstore as ts
@@ -31,6 +31,7 @@ from t5x_gpu.checkpoint.manifest import (
   TREE,
   WITHOUT_DATA,
   Manifest,
+  Tree,
   check_seal,
   differences,
 )
@@ -39,7 +40,7 @@ from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.storage.files import access_error, write_problem
-from t5x_gpu.storage.json_schema import open_regular, parse_json, read_json
+from t5x_gpu.storage.json_schema import Json, open_regular, parse_json, read_json
 from t5x_gpu.storage.paths import (
   AnyPath,
   RemotePath,
@@ -127,9 +128,7 @@ def check_array_files(folder: AnyPath) -> None:
         _check_metadata(key, f.read(length))
 
 
-def _entries(
-  base: ts.KvStore, node: str, prefix: bytes = b''
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _entries(base: ts.KvStore, node: str, prefix: bytes = b'') -> Iterator[tuple[str, Json]]:
   """Yields key and entry of each value below a node of the index."""
   for entry in ts.ocdbt.dump(base, node).result()['entries']:
     if 'location' in entry:
@@ -502,7 +501,7 @@ class ModelDir(contextlib.AbstractContextManager):
       self.release()
       raise
 
-  def __exit__(self, *error: Any) -> None:
+  def __exit__(self, *error: object) -> None:
     self.release()
 
 
@@ -526,7 +525,7 @@ def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
 
 
 def check_model_dir(
-  model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Any
+  model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Tree
 ) -> Optional[Saved]:
   """Returns the latest checkpoint that passes the checks of `read_saved`; None if there is none.
 
@@ -544,7 +543,7 @@ def check_model_dir(
     return _latest_readable(as_model_dir(model_dir), target)
 
 
-def _latest_readable(model_dir: ModelDir, target: Any) -> Optional[Saved]:
+def _latest_readable(model_dir: ModelDir, target: Tree) -> Optional[Saved]:
   if not model_dir.is_locked and jax.process_index() == 0:
     # Only on process 0: others would see its temporary folders appear and vanish.
     _check_may_write(model_dir.path)
@@ -586,7 +585,7 @@ def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointE
   )
 
 
-def check_same_model(folder: AnyPath, step: int, manifest: Manifest, *, target: Any) -> None:
+def check_same_model(folder: AnyPath, step: int, manifest: Manifest, *, target: Tree) -> None:
   """Raises CheckpointError if `manifest` and `target` differ; lists the differing arrays."""
   different = differences(manifest, target)
   params_only = not any(name.startswith('opt_state/') for name in manifest['arrays'])

@@ -8,13 +8,13 @@ reads converted ones.
 import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays import HostSums, as_tree, by_name, check_restored, record
-from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
+from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, Tree, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.store import (
   BLOSC,
   Place,
@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.store import (
 )
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
 from t5x_gpu.partitioning.layer_stacks import is_reference
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath
 
 PARAMS_ONLY = 'params_only'
@@ -48,7 +49,7 @@ class ParamsReader(StateReader):
     return self.read_at(path, (slice(start, self.shapes[path][0] if stop is None else stop),))
 
 
-def read_params(source: Source, abstract_params: Any, *, step: Optional[int] = None) -> Any:
+def read_params(source: Source, abstract_params: Tree, *, step: Optional[int] = None) -> Tree:
   """Returns the parameters of a checkpoint on the devices of `abstract_params`.
 
   Each process reads the parts that its devices hold. Converted checkpoints, which have only
@@ -157,9 +158,9 @@ class ParamsWriter(contextlib.AbstractContextManager):
     step: int,
     shapes: Mapping[str, tuple[int, ...]],
     chunks: Mapping[str, tuple[int, ...]],
-    about: Mapping[str, Any],
+    about: Json,
     compress: bool,
-    opt_state: Any = None,
+    opt_state: Tree = None,
     opt_chunks: Mapping[str, tuple[int, ...]] = {},
   ):
     self._about = dict(about)
@@ -211,7 +212,7 @@ class ParamsWriter(contextlib.AbstractContextManager):
       empty=empty_leaves(self._tree),
     )
 
-  def __exit__(self, *error: Any) -> None:
+  def __exit__(self, *error: object) -> None:
     if error[0] is None:
       self.close()
 

@@ -10,15 +10,15 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional, Union
+from collections.abc import Iterator, Sequence
+from typing import Optional, Union
 
 import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays import Shape, boxes, by_name, chunk_of_shard, piece_shape
 from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
-from t5x_gpu.checkpoint.manifest import Manifest
+from t5x_gpu.checkpoint.manifest import Manifest, Tree
 from t5x_gpu.checkpoint.model_dir import (
   ModelDir,
   as_model_dir,
@@ -33,6 +33,7 @@ from t5x_gpu.checkpoint.store import ZSTD, StateWriter, empty_leaves
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, reason_of
 from t5x_gpu.training.state import TrainState
 
@@ -52,7 +53,7 @@ class HostArray:
 
   name: str
   shape: Shape
-  dtype: Any
+  dtype: np.dtype
   chunk: Shape
   parts: Sequence[tuple[tuple[slice, ...], np.ndarray]]
 
@@ -65,7 +66,7 @@ class HostArray:
         yield tuple(slice(i + b.start, i + b.stop) for i, b in zip(starts, box)), values[box]
 
 
-def copy_to_host(tree: Any) -> list[HostArray]:
+def copy_to_host(tree: Tree) -> list[HostArray]:
   """Returns this process's part of every array; the arrays may be overwritten afterwards."""
   owned = [
     (name, x, [s for s in x.addressable_shards if s.replica_id == 0])
@@ -126,9 +127,7 @@ class RemoteCheckpointer(BaseCheckpointer):
       self._dir.check_owner()
       begin(self.path(step))  # other processes write only after a message from this process
 
-  def _start_to_save(
-    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Manifest
-  ) -> None:
+  def _start_to_save(self, step: int, state: TrainState, *, data: Json, manifest: Manifest) -> None:
     about = {'manifest': manifest, 'data': data, 'empty': empty_leaves(state.saved())}
     self._num_saves += 1
     self._thread = threading.Thread(
@@ -139,7 +138,7 @@ class RemoteCheckpointer(BaseCheckpointer):
     )
     self._thread.start()
 
-  def _save(self, step: int, arrays: list[HostArray], about: Mapping[str, Any], key: str) -> None:
+  def _save(self, step: int, arrays: list[HostArray], about: Json, key: str) -> None:
     """Writes the checkpoint in a thread; keeps errors for the step loop."""
     try:
       if self._is_main:
@@ -153,9 +152,7 @@ class RemoteCheckpointer(BaseCheckpointer):
     if self._is_main:
       self._remove_old()
 
-  def _save_as_main(
-    self, step: int, arrays: list[HostArray], about: Mapping[str, Any], key: str
-  ) -> None:
+  def _save_as_main(self, step: int, arrays: list[HostArray], about: Json, key: str) -> None:
     ended = 'it has not ended'
     try:
       self._publish(f'{key}/begun')

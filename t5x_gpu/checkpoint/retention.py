@@ -12,7 +12,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.checkpoint.model_dir import PREFIX, checkpoint_path, is_real_folder
 from t5x_gpu.errors import ConfigError, did_you_mean
@@ -69,7 +69,7 @@ class Keep:
         kept[step] = f'one of the best {self.best} ({self.metric} {values[step]:.6g})'
     return kept
 
-  def value_of(self, metrics: Mapping[str, Any]) -> Optional[float]:
+  def value_of(self, metrics: Mapping[str, float]) -> Optional[float]:
     """Returns the value that `best` compares; None if the checkpoint lacks that evaluation.
 
     Raises:

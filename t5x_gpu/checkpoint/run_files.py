@@ -15,14 +15,13 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.storage.files import append_line, check_not_refused, set_aside_unless_file
-from t5x_gpu.storage.json_schema import Fields, Whole, read_json
+from t5x_gpu.storage.json_schema import Fields, Json, Whole, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath, is_remote
 
 _log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class RunFiles(contextlib.AbstractContextManager):
           self._remote.joinpath(name).write_bytes((self.folder / name).read_bytes())
           self._pushed[name] = state
 
-  def __exit__(self, *error: Any) -> None:
+  def __exit__(self, *error: object) -> None:
     """Copies the remaining files. A failure is only logged: the checkpoints are committed."""
     try:
       self.push()
@@ -223,7 +222,7 @@ _SAMPLING = {'temperature': (1.0,), 'top_k': (), 'top_p': (1.0,), 'min_p': (), '
 _BEAMS = {'length_penalty': (), 'early_stopping': (), 'diversity_penalty': (0.0,)}
 
 
-def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
+def carried_generation(model_dir: AnyPath) -> Json:
   """Returns the settings that make transformers decode a converted model other than greedily.
 
   Reads generation_config.json, or config.json without it; leaves out end ids.
@@ -253,7 +252,7 @@ def carried_generation(model_dir: AnyPath) -> dict[str, Any]:
   return {}
 
 
-def not_applied(settings: Mapping[str, Any]) -> str:
+def not_applied(settings: Json) -> str:
   """Returns the line about settings of `carried_generation`; '' without any."""
   if not settings:
     return ''

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import Optional, TypeVar, Union
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, by_name, piece_shape, recorded
-from t5x_gpu.checkpoint.manifest import Manifest, sealed
+from t5x_gpu.checkpoint.manifest import Manifest, Tree, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -35,6 +35,7 @@ from t5x_gpu.checkpoint.model_dir import (
   error_line,
 )
 from t5x_gpu.errors import AccessError, CheckpointError
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import (
   AnyPath,
   RemotePath,
@@ -53,6 +54,7 @@ _READS = 8  # arrays that are read at the same time
 PIECE_BYTES = 32 << 20  # read at once; larger chunks are cached for the next piece
 
 Place = tuple[slice | int, ...]
+_Result = TypeVar('_Result')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +311,7 @@ def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> ja
   return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
-def read_state(source: Source, target: Any) -> Any:
+def read_state(source: Source, target: Tree) -> Tree:
   """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
 
   Raises:
@@ -340,12 +342,12 @@ def stacked_arrays(shapes: Mapping[str, Shape]) -> list[str]:
   return [n for n, shape in shapes.items() if re.search(rf'(^|/){STACK}/', n) and shape]
 
 
-def spec_of(state: AnyPath, name: str) -> dict[str, Any]:
+def spec_of(state: AnyPath, name: str) -> Json:
   """Returns TensorStore's spec of an array in the folder `state` of a checkpoint."""
   return {'driver': 'zarr', 'kvstore': {**store_of(state), 'path': name.replace('/', '.') + '/'}}
 
 
-def store_of(state: AnyPath) -> dict[str, Any]:
+def store_of(state: AnyPath) -> Json:
   """Returns TensorStore's spec of the store of all arrays in a folder."""
   store = {'driver': 'ocdbt', 'base': kvstore_spec(state)}
   if is_remote(state):  # the index is read once, not once per array
@@ -389,10 +391,10 @@ class StateWriter:
     folder: AnyPath,
     *,
     step: int,
-    arrays: Mapping[str, tuple[Shape, Any]],
+    arrays: Mapping[str, tuple[Shape, np.dtype]],
     chunks: Mapping[str, Shape],
     unstacked: Collection[str] = (),
-    compressor: Optional[Mapping[str, Any]] = None,
+    compressor: Optional[Json] = None,
     flush_bytes: Optional[int] = None,
     resume: bool = False,
     process: Optional[int] = None,
@@ -415,7 +417,7 @@ class StateWriter:
         for part, shape in self._parts(name)
       ]
 
-  def _create(self, name: str, shape: Shape, dtype: Any, chunk: Shape) -> ts.TensorStore:
+  def _create(self, name: str, shape: Shape, dtype: np.dtype, chunk: Shape) -> ts.TensorStore:
     metadata = {
       'shape': list(shape),
       'chunks': [max(c, 1) for c in chunk],
@@ -434,7 +436,7 @@ class StateWriter:
   def _reopen(self, name: str) -> ts.TensorStore:
     return self._result(ts.open(spec_of(self._written, name), open=True, context=self._context))
 
-  def _result(self, future: ts.Future) -> Any:
+  def _result(self, future: ts.Future[_Result]) -> _Result:
     """Returns the result; for a remote path, raises StorageError or CheckpointError as `_wait`."""
     try:
       return future.result()
@@ -524,7 +526,7 @@ class StateWriter:
     self._writing = transaction.commit_async()
     self._wait()
 
-  def close(self, *, manifest: Manifest, data: Mapping[str, Any], empty: Mapping[str, Any]) -> None:
+  def close(self, *, manifest: Manifest, data: Json, empty: Json) -> None:
     """Writes pending data and Orbax's metadata files; checks that all arrays can be opened.
 
     Args:
@@ -590,10 +592,10 @@ def _store_of_process(state: AnyPath, process: int) -> AnyPath:
   return state / f'ocdbt.process_{process}'
 
 
-def empty_leaves(tree: Any) -> dict[str, Any]:
+def empty_leaves(tree: Tree) -> Json:
   """Returns the leaves without arrays that Orbax also stores: None and empty containers."""
 
-  def is_empty(x: Any) -> bool:
+  def is_empty(x: object) -> bool:
     return x is None or isinstance(x, (Mapping, list, tuple)) and not x
 
   found = {}
@@ -623,12 +625,12 @@ def empty_leaves(tree: Any) -> dict[str, Any]:
   return found
 
 
-def _key_metadata(keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+def _key_metadata(keys: Sequence[tuple[str, int]]) -> list[Json]:
   # Orbax's numbers: 1 is the index of a sequence, 2 the key of a mapping.
   return [{'key': name, 'key_type': kind} for name, kind in keys]
 
 
-def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
+def _leaf_metadata(name: str, shape: Sequence[int]) -> Json:
   keys = name.split('/')
   return {
     'key_metadata': _key_metadata([(key, 1 if key.isdecimal() else 2) for key in keys]),
@@ -640,7 +642,7 @@ def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
   }
 
 
-def write_json(path: AnyPath, value: Any) -> None:
+def write_json(path: AnyPath, value: Json) -> None:
   """Writes a file, creating its folder."""
   path.parent.mkdir(exist_ok=True)
   path.write_text(json.dumps(value), 'utf-8')

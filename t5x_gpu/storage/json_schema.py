@@ -26,6 +26,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, BinaryIO, NotRequired, Union
 
+Json = Mapping[str, Any]  # an object of JSON
 MOST_BYTES = 1 << 30  # limit for a file; the largest files hold shuffle buffers of the data
 MOST_DEPTH = 100
 MOST_DIGITS = 40  # tokenizer files of Hugging Face have 10**30 for "no limit"

@@ -18,8 +18,7 @@ import pathlib
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,15 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays import HostSums, Shape
 from t5x_gpu.checkpoint.manifest import CHECKSUM, DTYPE, SHAPE
 from t5x_gpu.storage.files import atomic_write
-from t5x_gpu.storage.json_schema import MOST_BYTES, Fields, ListOf, Whole, open_regular, parse_json
+from t5x_gpu.storage.json_schema import (
+  MOST_BYTES,
+  Fields,
+  Json,
+  ListOf,
+  Whole,
+  open_regular,
+  parse_json,
+)
 
 # The header of a local checkpoint's file: a part is name, start, shape, dtype, checksum, offset.
 LOCAL_FILE = Fields(
@@ -84,7 +91,7 @@ class LocalFile:
   """
 
   path: pathlib.Path
-  facts: Mapping[str, Any]
+  facts: Json
   parts: tuple[Part, ...]
   data_start: int
 
@@ -122,10 +129,7 @@ def checksum(values: np.ndarray, start: Shape, shape: Shape) -> str:
 
 
 def write_local_file(
-  path: pathlib.Path,
-  *,
-  facts: Mapping[str, Any],
-  parts: Sequence[tuple[str, Shape, Shape, np.ndarray]],
+  path: pathlib.Path, *, facts: Json, parts: Sequence[tuple[str, Shape, Shape, np.ndarray]]
 ) -> None:
   """Writes a file, which appears under its name only when it is complete.
 

@@ -17,15 +17,16 @@ import pathlib
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax.numpy as jnp
+import numpy as np
 
 from t5x_gpu.checkpoint.arrays import Shape, boxes, chunk_of_shard, record, to_text
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
-from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, Manifest, differences
+from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, Manifest, Tree, differences
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -40,7 +41,7 @@ from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
 from t5x_gpu.storage.files import free_name, set_aside
-from t5x_gpu.storage.json_schema import Fields, ListOf, Whole, check
+from t5x_gpu.storage.json_schema import Fields, Json, ListOf, Whole, check
 from t5x_gpu.storage.paths import access_errors, system_error
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class LocalFiles:
   """
 
   files: tuple[LocalFile, ...]
-  of_all: Sequence[Sequence[Mapping[str, Any]]]
+  of_all: Sequence[Sequence[Json]]
   damaged: Sequence[tuple[int, str]]
   refused: Sequence[tuple[int, str]]
 
@@ -122,7 +123,7 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Loca
     if (match := FILE_NAME.fullmatch(name)) and int(match[1]) > newer_than
   ]
   files: list[LocalFile] = []
-  unusable: dict[str, list[Any]] = {'damaged': [], 'refused': []}
+  unusable: dict[str, list[tuple[int, str]]] = {'damaged': [], 'refused': []}
   for path in paths[same.index(distributed.process_index()) :: len(same)]:
     step = int(FILE_NAME.fullmatch(path.name)[1])
     try:
@@ -132,7 +133,7 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Loca
         files.append(file)
     except (OSError, ValueError) as e:
       kind = 'refused' if system_error(e) else 'damaged'
-      unusable[kind].append([step, f'{path}: {e}'])
+      unusable[kind].append((step, f'{path}: {e}'))
   reported = distributed.gather_json({'files': [_summary(file) for file in files], **unusable})
   return LocalFiles(
     tuple(files),
@@ -168,7 +169,7 @@ def _check_facts(file: LocalFile, step: int) -> None:
       raise ValueError(f'{part} is not a part of one of its arrays')
 
 
-def _summary(file: LocalFile) -> dict[str, Any]:
+def _summary(file: LocalFile) -> Json:
   """Returns the summary of a file for other processes, with array indices instead of names."""
   number = {name: i for i, name in enumerate(sorted(file.facts['manifest']['arrays']))}
   return {
@@ -179,7 +180,7 @@ def _summary(file: LocalFile) -> dict[str, Any]:
 
 def candidates(found: LocalFiles) -> list[Candidate]:
   """Returns the local checkpoints, newest first; the same on all processes."""
-  groups: dict[tuple[int, str], list[tuple[Holder, Mapping[str, Any]]]] = {}
+  groups: dict[tuple[int, str], list[tuple[Holder, Json]]] = {}
   for process, files in enumerate(found.of_all):
     for number, file in enumerate(files):
       groups.setdefault((file['step'], file['attempt']), []).append(((process, number), file))
@@ -236,8 +237,8 @@ class CopyOutcome:
     problem: why MODEL_DIR cannot be written; '' if it can.
   """
 
-  done: list[Any] = dataclasses.field(default_factory=list)
-  bad: list[Any] = dataclasses.field(default_factory=list)
+  done: list[tuple[int, Shape, str]] = dataclasses.field(default_factory=list)
+  bad: list[tuple[int, Shape, int, str, bool]] = dataclasses.field(default_factory=list)
   problem: str = ''
 
 
@@ -259,7 +260,7 @@ class Assembly:
     model_dir: ModelDir,
     candidate: Candidate,
     found: LocalFiles,
-    target: Any,
+    target: Tree,
     *,
     dry_run: bool,
   ):
@@ -267,8 +268,8 @@ class Assembly:
     self._target, self._dry_run = target, dry_run
     self._folder: pathlib.Path = model_dir.path
     self._staging = self._folder / STAGING
-    self._facts: Mapping[str, Any] = {}
-    self._arrays: dict[str, tuple[Shape, Any]] = {}
+    self._facts: Json = {}
+    self._arrays: dict[str, tuple[Shape, np.dtype]] = {}
     self._names: list[str] = []
     self._writer: Optional[StateWriter] = None
     self.refused: list[str] = []
@@ -324,7 +325,7 @@ class Assembly:
     )
     return Saved(step, base64.b64decode(self._facts['data_state']), manifest)
 
-  def _shared_facts(self) -> Mapping[str, Any]:
+  def _shared_facts(self) -> Json:
     """Returns the facts of the save, from one of the files."""
     first = min(process for process, _ in self._candidate.files)
     mine = None
@@ -333,7 +334,7 @@ class Assembly:
       mine = self._found.files[number].facts
     return next(facts for facts in distributed.gather_json(mine) if facts is not None)
 
-  def _is_complete(self, holders: Mapping[Box, Any], fallback: str) -> bool:
+  def _is_complete(self, holders: Mapping[Box, Sequence[Holder]], fallback: str) -> bool:
     """Returns whether every part is on some host; warns about missing parts."""
     there: collections.Counter = collections.Counter()
     for (array, _, shape), who in holders.items():
@@ -437,18 +438,18 @@ class Assembly:
           values = file.read(part, self._arrays[name][0])
         except (OSError, ValueError) as e:
           reason = f'{file.path}: {error_line(e)}'
-          outcome.bad.append([array, start, number, reason, bool(system_error(e))])
+          outcome.bad.append((array, start, number, reason, bool(system_error(e))))
           continue
         if self._writer is not None:
           self._write(name, start, shape, values)
-        outcome.done.append([array, start, part.checksum])
+        outcome.done.append((array, start, part.checksum))
       if self._writer is not None:
         self._writer.flush()
     except (OSError, ValueError) as e:  # TensorStore raises ValueError while it creates arrays
       outcome.problem = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
     return outcome
 
-  def _write(self, name: str, start: Shape, shape: Shape, values: Any) -> None:
+  def _write(self, name: str, start: Shape, shape: Shape, values: np.ndarray) -> None:
     chunk = chunk_of_shard(self._arrays[name][0], shape, itemsize=values.dtype.itemsize)
     for place in boxes(shape, chunk):
       self._writer.write(
@@ -501,7 +502,7 @@ class Assembly:
 
 
 def check_with_local(
-  model_dir: ModelDir, local: LocalTier | NoLocalTier, *, target: Any, dry_run: bool
+  model_dir: ModelDir, local: LocalTier | NoLocalTier, *, target: Tree, dry_run: bool
 ) -> Optional[Saved]:
   """Returns the latest checkpoint, as `check_model_dir`, after promoting a newer local checkpoint.
 
@@ -525,7 +526,7 @@ def check_with_local(
 
 
 def promote_newer(
-  local: LocalTier | NoLocalTier, model_dir: ModelDir, newer_than: Optional[int], *, target: Any
+  local: LocalTier | NoLocalTier, model_dir: ModelDir, newer_than: Optional[int], *, target: Tree
 ) -> Optional[int]:
   """Promotes the newest complete local checkpoint and returns its step; None if there is none.
 
@@ -560,7 +561,7 @@ def _first_complete(
   model_dir: ModelDir,
   found: LocalFiles,
   waiting: Sequence[Candidate],
-  target: Any,
+  target: Tree,
   *,
   durable: Optional[int],
   dry_run: bool = False,
@@ -600,7 +601,7 @@ def _first_complete(
 
 
 def _promote(
-  model_dir: ModelDir, local: pathlib.Path, target: Any, dry_run: bool
+  model_dir: ModelDir, local: pathlib.Path, target: Tree, dry_run: bool
 ) -> Optional[Saved]:
   folder = model_dir.path
   if distributed.is_main_process() and not dry_run:

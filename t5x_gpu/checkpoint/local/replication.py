@@ -13,17 +13,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.checkpoint.arrays import Array, Shape
+from t5x_gpu.checkpoint.manifest import Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import Device
 from t5x_gpu.terminal.console import show
 
-Shape = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # (from, to), positions in the flat mesh
+Send = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ def gigabytes(num_bytes: int) -> str:
   return show(num_bytes, **({'GB': '.3g'} if num_bytes >= 1e8 else {'MB': '.3g'}))
 
 
-def plan_copies(state: Any, hosts: Hosts) -> ReplicaPlan:
+def plan_copies(state: Tree, hosts: Hosts) -> ReplicaPlan:
   """Returns which process keeps which parts.
 
   Args:
@@ -171,11 +173,11 @@ def plan_copies(state: Any, hosts: Hosts) -> ReplicaPlan:
   return ReplicaPlan(tuple(map(tuple, kept)), tuple(loads), sent, sent_bytes, num_copies)
 
 
-def _bytes(array: Any, shape: Sequence[int]) -> int:
+def _bytes(array: Array, shape: Sequence[int]) -> int:
   return math.prod(shape) * array.dtype.itemsize
 
 
-def _boxes(array: Any, devices: Sequence[Device]) -> dict[tuple[Shape, Shape], list[int]]:
+def _boxes(array: Array, devices: Sequence[Device]) -> dict[tuple[Shape, Shape], list[int]]:
   """Returns (start, shape) of each box -> the positions in the mesh of the devices that hold it."""
   indices = array.sharding.devices_indices_map(tuple(array.shape))
   found = collections.defaultdict(list)
@@ -210,7 +212,9 @@ def send(array: jax.Array, pairs: Pairs) -> jax.Array:
 
 
 @functools.cache
-def _sending(mesh: jax.sharding.Mesh, spec: jax.P, pairs: Pairs) -> Any:
+def _sending(
+  mesh: jax.sharding.Mesh, spec: jax.P, pairs: Pairs
+) -> Callable[[jax.Array], jax.Array]:
   def moved(shard: jax.Array) -> jax.Array:
     return jax.lax.ppermute(_bits(shard), mesh.axis_names, pairs)[None]
 

@@ -41,7 +41,7 @@ from t5x_gpu.checkpoint.local.replication import (
   plan_copies,
   send,
 )
-from t5x_gpu.checkpoint.manifest import Manifest
+from t5x_gpu.checkpoint.manifest import Manifest, Tree
 from t5x_gpu.checkpoint.model_dir import ModelDir, is_real_folder
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
@@ -52,7 +52,7 @@ from t5x_gpu.storage.files import (
   write_atomically,
   write_problem,
 )
-from t5x_gpu.storage.json_schema import Fields, Text, read_json
+from t5x_gpu.storage.json_schema import Fields, Json, Text, read_json
 from t5x_gpu.storage.user_paths import user_path
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 HostPart = tuple[str, Shape, Shape, np.ndarray]  # name, shape of the array, start, values
 
 
-def copy_parts(state: Any, copies: ReplicaPlan, *, process: int) -> Optional[list[HostPart]]:
+def copy_parts(state: Tree, copies: ReplicaPlan, *, process: int) -> Optional[list[HostPart]]:
   """Returns the parts of `state` that `process` keeps.
 
   Returns None if the host lacks the memory; other hosts still receive their parts from it. All
@@ -105,12 +105,12 @@ def copy_parts(state: Any, copies: ReplicaPlan, *, process: int) -> Optional[lis
   return found
 
 
-def _shards(array: jax.Array, places: Mapping[Any, int]) -> dict[int, jax.Array]:
+def _shards(array: jax.Array, places: Mapping[jax.Device, int]) -> dict[int, jax.Array]:
   """Returns position in the flat mesh -> shard of the device at that position."""
   return {places[shard.device]: shard.data for shard in array.addressable_shards}
 
 
-def _on_host(shard: jax.Array, part: KeptBox, dtype: Any) -> np.ndarray:
+def _on_host(shard: jax.Array, part: KeptBox, dtype: np.dtype) -> np.ndarray:
   """Returns the values of a part, in memory that no device uses."""
   values = np.asarray(shard)
   if next(iter(shard.devices())).platform == 'cpu':
@@ -454,7 +454,7 @@ class LocalTier:
   def _is_first_of_host(self) -> bool:
     return self._hosts.is_first_of_host(self._process)
 
-  def save(self, step: int, state: Any, *, data_state: bytes, manifest: Manifest) -> None:
+  def save(self, step: int, state: Tree, *, data_state: bytes, manifest: Manifest) -> None:
     """Starts to write this process's part of a step; returns once `state` may be overwritten.
 
     All processes must call it. If one process is still writing the previous step, all skip this
@@ -496,7 +496,7 @@ class LocalTier:
     )
     self._thread.start()
 
-  def _write(self, step: int, facts: Mapping[str, Any], parts: Sequence[HostPart]) -> None:
+  def _write(self, step: int, facts: Json, parts: Sequence[HostPart]) -> None:
     """Writes the file and removes older files; runs in a thread."""
     try:
       write_local_file(self._path(step), facts=facts, parts=parts)
@@ -539,7 +539,7 @@ class LocalTier:
     if self._thread is not None:
       self._thread.join()
 
-  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+  def __exit__(self, kind: object, error: Optional[BaseException], trace: object) -> None:
     """Removes the files after a run without error: MODEL_DIR has a newer checkpoint."""
     self.wait()
     if error is None:
@@ -560,7 +560,7 @@ class NoLocalTier(contextlib.nullcontext):
     del step
 
 
-def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier | NoLocalTier:
+def open_local_tier(config: Any, model_dir: ModelDir, state: Tree) -> LocalTier | NoLocalTier:
   """Returns the run's LocalTier, after checking that local checkpoints fit on every host.
 
   Logs their location. Writes nothing.
