@@ -59,189 +59,6 @@ CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is sti
 # Errors that `read_saved` raises for files that are missing, truncated or garbled.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
-# Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
-# checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
-# whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
-# Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
-_MOST_METADATA_BYTES = 1 << 20  # of one array
-
-
-def check_only_files(folder: str | os.PathLike) -> None:
-  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
-
-  Orbax and TensorStore would wait for a pipe forever.
-  """
-  with os.scandir(folder) as entries:
-    for entry in entries:
-      if entry.is_dir(follow_symlinks=False):
-        check_only_files(entry)
-      elif not entry.is_file():  # follows links
-        raise ValueError(f'{entry.path} is not a file')
-
-
-def check_array_files(folder: AnyPath) -> None:
-  """Raises OSError or ValueError unless each piece of each array lies inside its file.
-
-  Finds missing or truncated files, a damaged index, and metadata that would make TensorStore end
-  the process. Does not find bytes that changed inside a file. Takes about 3 ms for every 1000
-  pieces (one per array and shard). Objects in storage cannot be truncated, so remote files only
-  need to exist, and their metadata is not checked.
-
-  Args:
-    folder: folder of the item in the checkpoint, `checkpoint_<step>/state`.
-  """
-  ends: dict[str, int] = {}
-  metadata: dict[str, list[tuple[str, int, int]]] = {}  # file -> key, offset and length in it
-  try:
-    base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
-    manifest = ts.ocdbt.dump(base).result()
-    root = manifest['versions'][-1]['root'].get('location') if manifest else None
-    if root is None:
-      raise ValueError('manifest.ocdbt lists no arrays')
-    for key, entry in _entries(base, root):
-      if 'indirect_value' not in entry:  # short values are in the index itself
-        _check_metadata(key, entry.get('inline_value', b''))
-        continue
-      # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
-      place, offset, length = entry['indirect_value'].rsplit(':', 2)
-      file = ''.join(place.split(':')[1:])
-      ends[file] = max(ends.get(file, 0), int(offset) + int(length))
-      if _name(key) in ARRAY_METADATA:
-        metadata.setdefault(file, []).append((key, int(offset), int(length)))
-  except (LookupError, TypeError, AttributeError, RuntimeError) as e:  # of a damaged index
-    raise ValueError(f'the index of the arrays is damaged: {type(e).__name__}: {e}') from e
-  if isinstance(folder, RemotePath):
-    missing = sorted(ends.keys() - set(folder.files()))
-    if missing:
-      raise ValueError(f'{missing[0]} is missing')
-    return
-  for file, end in ends.items():
-    size = (folder / file).stat().st_size
-    if size < end:
-      raise ValueError(f'{file} is truncated: it has {size:,} of at least {end:,} bytes')
-  for file, places in metadata.items():
-    with open_regular(folder / file) as f:
-      for key, offset, length in places:
-        if length > _MOST_METADATA_BYTES:
-          raise ValueError(f'{key} has {length:,} bytes, and {_MOST_METADATA_BYTES:,} is the limit')
-        f.seek(offset)
-        _check_metadata(key, f.read(length))
-
-
-def _entries(base: ts.KvStore, node: str, prefix: bytes = b'') -> Iterator[tuple[str, Json]]:
-  """Yields key and entry of each value below a node of the index."""
-  for entry in ts.ocdbt.dump(base, node).result()['entries']:
-    if 'location' in entry:
-      yield from _entries(base, entry['location'], prefix + entry['subtree_common_prefix'])
-    else:
-      yield (prefix + entry['key']).decode(errors='replace'), entry
-
-
-def _name(key: str) -> str:
-  return key.rpartition('/')[2]
-
-
-def _check_metadata(key: str, content: bytes) -> None:
-  """Raises ValueError if `content` is the metadata of an array, but not valid."""
-  if _name(key) in ARRAY_METADATA:
-    try:
-      parse_json(content, ARRAY_METADATA[_name(key)])
-    except ValueError as e:
-      raise ValueError(f'{key} is damaged: {e}') from e
-
-
-# Objects cannot be renamed, so a checkpoint in object storage is written under its final name. The
-# last object, `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`,
-# names the writer: it distinguishes leftovers of a killed process from other users' objects, and a
-# removal deletes it last. All other objects are the same as the files of a checkpoint on disk.
-COMMIT, UNDER_WAY, SET_ASIDE = 'commit_success.txt', 'under_way.json', 'cannot_be_read.txt'
-_AFTER_PREFIX = f'{PREFIX}`'  # the next character after '_'
-
-
-def _marks(folder: RemotePath) -> dict[int, set[str]]:
-  """Returns step -> the markers (names above) in its folder, committed or not."""
-  found: dict[int, set[str]] = {}
-  for name in folder.files(first=f'{PREFIX}_', stop=_AFTER_PREFIX):
-    match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)/(.*)', name)
-    if match:
-      found.setdefault(int(match[1]), set()).update({match[2]} & {COMMIT, UNDER_WAY, SET_ASIDE})
-  return found
-
-
-def remote_steps(folder: RemotePath) -> list[int]:
-  """Returns the steps of the committed checkpoints in `folder`, oldest first."""
-  return sorted(
-    step for step, marks in _marks(folder).items() if COMMIT in marks and SET_ASIDE not in marks
-  )
-
-
-def remove_left_over(folder: RemotePath) -> list[int]:
-  """Finishes saves and removals that were killed, by removing their objects; returns the steps.
-
-  The caller holds the lock of `folder`.
-  """
-  left = sorted(
-    step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
-  )
-  for step in left:
-    (folder / f'{PREFIX}_{step}').remove_tree(last=[UNDER_WAY])
-  return left
-
-
-def begin(path: RemotePath) -> None:
-  """Marks `path` as a checkpoint that is being written.
-
-  Replaces a checkpoint that was set aside as unreadable.
-
-  Raises:
-    CheckpointError: the folder has a checkpoint or other objects.
-  """
-  names = set(path.files())
-  if names and not names & {UNDER_WAY, SET_ASIDE}:
-    raise CheckpointError(
-      f'{path} '
-      + (
-        'exists and was not overwritten.'
-        if COMMIT in names
-        else f'has {len(names)} objects, but is not a checkpoint: {COMMIT} is missing. '
-        'Nothing was overwritten.'
-      ),
-      fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
-      parameters=('MODEL_DIR',),
-    )
-  _claim(path)
-  path.joinpath(COMMIT).unlink(missing_ok=True)
-  if names:
-    for name in sorted(names - {UNDER_WAY, COMMIT}):
-      path.joinpath(name).unlink(missing_ok=True)
-
-
-def _claim(path: RemotePath) -> None:
-  about = {'host': socket.gethostname(), 'pid': os.getpid(), 'since': _now()}
-  (path / UNDER_WAY).write_text(json.dumps(about) + '\n')
-
-
-def commit(path: RemotePath) -> None:
-  """Commits a checkpoint; all other objects must be written by now."""
-  (path / COMMIT).write_text(f'Committed {_now()}.\n')
-  (path / UNDER_WAY).unlink(missing_ok=True)
-
-
-def remove(path: RemotePath) -> None:
-  """Removes a checkpoint. Uncommits it first: `remove_left_over` finishes a killed removal."""
-  _claim(path)
-  (path / COMMIT).unlink(missing_ok=True)
-  path.remove_tree(last=[UNDER_WAY])
-
-
-def set_aside(path: RemotePath, reason: str) -> None:
-  """Uncommits an unreadable checkpoint; its objects stay until its step is saved again."""
-  (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
-
-
-def _now() -> str:
-  return time.strftime('%Y-%m-%d %H:%M:%S %Z')
-
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
@@ -256,93 +73,6 @@ class Saved:
   step: int
   data_state: bytes
   manifest: Manifest
-
-
-def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
-  """Returns the folder of the checkpoint of `step`."""
-  return folder / f'{PREFIX}_{step}'
-
-
-def committed_steps(folder: AnyPath) -> list[int]:
-  """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
-
-  Ignores interrupted saves, files, links, and names that only resemble `checkpoint_<step>`.
-
-  Raises:
-    AccessError: the folder cannot be listed.
-  """
-  if isinstance(folder, RemotePath):
-    return remote_steps(folder)
-  steps = []
-  # Not Path.glob: without permission to list the folder, it finds nothing, and a run would start
-  # from scratch.
-  with access_errors(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-    with os.scandir(folder) as entries:
-      for entry in entries:
-        match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', entry.name)
-        if match and entry.is_dir(follow_symlinks=False):
-          steps.append(int(match[1]))
-  return sorted(steps)
-
-
-def is_real_folder(path: pathlib.Path) -> bool:
-  """Returns whether `path` is itself a folder, not a link to one."""
-  return path.is_dir() and not path.is_symlink()
-
-
-def remove_cut_short(folder: pathlib.Path) -> None:
-  """Removes partial saves of killed processes, each up to the size of a checkpoint."""
-  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
-    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
-      is_real_folder(path)
-    ):
-      shutil.rmtree(path, ignore_errors=True)  # best effort; leftovers are harmless
-
-
-def read_manifest(folder: AnyPath, step: int) -> Manifest:
-  """Returns the manifest of a checkpoint; other files may be damaged.
-
-  Raises:
-    OSError, ValueError: the manifest is missing, truncated, garbled, or does not match
-      `schemas.MANIFEST`.
-    AccessError: the manifest cannot be opened.
-  """
-  checkpoint = checkpoint_path(folder, step)
-  with access_errors(checkpoint):
-    return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
-
-
-def read_saved(folder: AnyPath, step: int, *, manifest: Optional[Manifest] = None) -> Saved:
-  """Returns the metadata of a checkpoint, if all of its files are complete.
-
-  Finds array files that are missing or truncated; does not read their contents.
-
-  Args:
-    folder: MODEL_DIR.
-    step: step of the checkpoint.
-    manifest: its manifest, if it was read before.
-  Raises:
-    OSError, ValueError, KeyError, TypeError: something is missing, truncated or garbled.
-    AccessError: something cannot be opened.
-  """
-  checkpoint = checkpoint_path(folder, step)
-  if manifest is None:
-    manifest = read_manifest(folder, step)
-  with access_errors(checkpoint):
-    if not isinstance(checkpoint, RemotePath):
-      check_only_files(checkpoint)
-    data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
-    check_seal(manifest, data=data)
-    read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
-    check_array_files(checkpoint / 'state')
-  return Saved(step, base64.b64decode(data['iterator']), manifest)
-
-
-def error_line(e: Exception) -> str:
-  """Returns the reason for an error in one line."""
-  while type(e) is Exception and isinstance(e.__cause__, Exception):
-    e = e.__cause__  # Orbax's error names neither file nor reason
-  return f'{type(e).__name__}: {reason_of(e)[:200]}'
 
 
 class ModelDir(contextlib.AbstractContextManager):
@@ -510,20 +240,6 @@ def as_model_dir(model_dir: ModelDir | str | os.PathLike | AnyPath) -> ModelDir:
   return model_dir if isinstance(model_dir, ModelDir) else ModelDir(model_dir)
 
 
-def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
-  """Returns the missing folders among `folder` and its parents, innermost first.
-
-  Raises:
-    AccessError: a folder above one of them cannot be entered.
-  """
-  if isinstance(folder, RemotePath):
-    return []
-  try:
-    return [f for f in (folder, *folder.parents) if not f.exists()]
-  except OSError as e:
-    raise access_error(e) from e
-
-
 def check_model_dir(
   model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Tree
 ) -> Optional[Saved]:
@@ -623,6 +339,291 @@ def check_writable(folder: AnyPath) -> None:
       '(--gin.MODEL_DIR=runs/my_run).',
       parameters=('MODEL_DIR',),
     ) from e
+
+
+def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
+  """Returns the missing folders among `folder` and its parents, innermost first.
+
+  Raises:
+    AccessError: a folder above one of them cannot be entered.
+  """
+  if isinstance(folder, RemotePath):
+    return []
+  try:
+    return [f for f in (folder, *folder.parents) if not f.exists()]
+  except OSError as e:
+    raise access_error(e) from e
+
+
+def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
+  """Returns the folder of the checkpoint of `step`."""
+  return folder / f'{PREFIX}_{step}'
+
+
+def committed_steps(folder: AnyPath) -> list[int]:
+  """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
+
+  Ignores interrupted saves, files, links, and names that only resemble `checkpoint_<step>`.
+
+  Raises:
+    AccessError: the folder cannot be listed.
+  """
+  if isinstance(folder, RemotePath):
+    return remote_steps(folder)
+  steps = []
+  # Not Path.glob: without permission to list the folder, it finds nothing, and a run would start
+  # from scratch.
+  with access_errors(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with os.scandir(folder) as entries:
+      for entry in entries:
+        match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+          steps.append(int(match[1]))
+  return sorted(steps)
+
+
+def read_manifest(folder: AnyPath, step: int) -> Manifest:
+  """Returns the manifest of a checkpoint; other files may be damaged.
+
+  Raises:
+    OSError, ValueError: the manifest is missing, truncated, garbled, or does not match
+      `schemas.MANIFEST`.
+    AccessError: the manifest cannot be opened.
+  """
+  checkpoint = checkpoint_path(folder, step)
+  with access_errors(checkpoint):
+    return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
+
+
+def read_saved(folder: AnyPath, step: int, *, manifest: Optional[Manifest] = None) -> Saved:
+  """Returns the metadata of a checkpoint, if all of its files are complete.
+
+  Finds array files that are missing or truncated; does not read their contents.
+
+  Args:
+    folder: MODEL_DIR.
+    step: step of the checkpoint.
+    manifest: its manifest, if it was read before.
+  Raises:
+    OSError, ValueError, KeyError, TypeError: something is missing, truncated or garbled.
+    AccessError: something cannot be opened.
+  """
+  checkpoint = checkpoint_path(folder, step)
+  if manifest is None:
+    manifest = read_manifest(folder, step)
+  with access_errors(checkpoint):
+    if not isinstance(checkpoint, RemotePath):
+      check_only_files(checkpoint)
+    data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
+    check_seal(manifest, data=data)
+    read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
+    check_array_files(checkpoint / 'state')
+  return Saved(step, base64.b64decode(data['iterator']), manifest)
+
+
+def error_line(e: Exception) -> str:
+  """Returns the reason for an error in one line."""
+  while type(e) is Exception and isinstance(e.__cause__, Exception):
+    e = e.__cause__  # Orbax's error names neither file nor reason
+  return f'{type(e).__name__}: {reason_of(e)[:200]}'
+
+
+def is_real_folder(path: pathlib.Path) -> bool:
+  """Returns whether `path` is itself a folder, not a link to one."""
+  return path.is_dir() and not path.is_symlink()
+
+
+def remove_cut_short(folder: pathlib.Path) -> None:
+  """Removes partial saves of killed processes, each up to the size of a checkpoint."""
+  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
+    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
+      is_real_folder(path)
+    ):
+      shutil.rmtree(path, ignore_errors=True)  # best effort; leftovers are harmless
+
+
+# Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
+# checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
+# whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
+# Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+_MOST_METADATA_BYTES = 1 << 20  # of one array
+
+
+def check_array_files(folder: AnyPath) -> None:
+  """Raises OSError or ValueError unless each piece of each array lies inside its file.
+
+  Finds missing or truncated files, a damaged index, and metadata that would make TensorStore end
+  the process. Does not find bytes that changed inside a file. Takes about 3 ms for every 1000
+  pieces (one per array and shard). Objects in storage cannot be truncated, so remote files only
+  need to exist, and their metadata is not checked.
+
+  Args:
+    folder: folder of the item in the checkpoint, `checkpoint_<step>/state`.
+  """
+  ends: dict[str, int] = {}
+  metadata: dict[str, list[tuple[str, int, int]]] = {}  # file -> key, offset and length in it
+  try:
+    base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
+    manifest = ts.ocdbt.dump(base).result()
+    root = manifest['versions'][-1]['root'].get('location') if manifest else None
+    if root is None:
+      raise ValueError('manifest.ocdbt lists no arrays')
+    for key, entry in _entries(base, root):
+      if 'indirect_value' not in entry:  # short values are in the index itself
+        _check_metadata(key, entry.get('inline_value', b''))
+        continue
+      # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
+      place, offset, length = entry['indirect_value'].rsplit(':', 2)
+      file = ''.join(place.split(':')[1:])
+      ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+      if _name(key) in ARRAY_METADATA:
+        metadata.setdefault(file, []).append((key, int(offset), int(length)))
+  except (LookupError, TypeError, AttributeError, RuntimeError) as e:  # of a damaged index
+    raise ValueError(f'the index of the arrays is damaged: {type(e).__name__}: {e}') from e
+  if isinstance(folder, RemotePath):
+    missing = sorted(ends.keys() - set(folder.files()))
+    if missing:
+      raise ValueError(f'{missing[0]} is missing')
+    return
+  for file, end in ends.items():
+    size = (folder / file).stat().st_size
+    if size < end:
+      raise ValueError(f'{file} is truncated: it has {size:,} of at least {end:,} bytes')
+  for file, places in metadata.items():
+    with open_regular(folder / file) as f:
+      for key, offset, length in places:
+        if length > _MOST_METADATA_BYTES:
+          raise ValueError(f'{key} has {length:,} bytes, and {_MOST_METADATA_BYTES:,} is the limit')
+        f.seek(offset)
+        _check_metadata(key, f.read(length))
+
+
+def _entries(base: ts.KvStore, node: str, prefix: bytes = b'') -> Iterator[tuple[str, Json]]:
+  """Yields key and entry of each value below a node of the index."""
+  for entry in ts.ocdbt.dump(base, node).result()['entries']:
+    if 'location' in entry:
+      yield from _entries(base, entry['location'], prefix + entry['subtree_common_prefix'])
+    else:
+      yield (prefix + entry['key']).decode(errors='replace'), entry
+
+
+def _name(key: str) -> str:
+  return key.rpartition('/')[2]
+
+
+def _check_metadata(key: str, content: bytes) -> None:
+  """Raises ValueError if `content` is the metadata of an array, but not valid."""
+  if _name(key) in ARRAY_METADATA:
+    try:
+      parse_json(content, ARRAY_METADATA[_name(key)])
+    except ValueError as e:
+      raise ValueError(f'{key} is damaged: {e}') from e
+
+
+def check_only_files(folder: str | os.PathLike) -> None:
+  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
+
+  Orbax and TensorStore would wait for a pipe forever.
+  """
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        check_only_files(entry)
+      elif not entry.is_file():  # follows links
+        raise ValueError(f'{entry.path} is not a file')
+
+
+# Objects cannot be renamed, so a checkpoint in object storage is written under its final name. The
+# last object, `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`,
+# names the writer: it distinguishes leftovers of a killed process from other users' objects, and a
+# removal deletes it last. All other objects are the same as the files of a checkpoint on disk.
+COMMIT, UNDER_WAY, SET_ASIDE = 'commit_success.txt', 'under_way.json', 'cannot_be_read.txt'
+_AFTER_PREFIX = f'{PREFIX}`'  # the next character after '_'
+
+
+def remote_steps(folder: RemotePath) -> list[int]:
+  """Returns the steps of the committed checkpoints in `folder`, oldest first."""
+  return sorted(
+    step for step, marks in _marks(folder).items() if COMMIT in marks and SET_ASIDE not in marks
+  )
+
+
+def remove_left_over(folder: RemotePath) -> list[int]:
+  """Finishes saves and removals that were killed, by removing their objects; returns the steps.
+
+  The caller holds the lock of `folder`.
+  """
+  left = sorted(
+    step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
+  )
+  for step in left:
+    (folder / f'{PREFIX}_{step}').remove_tree(last=[UNDER_WAY])
+  return left
+
+
+def begin(path: RemotePath) -> None:
+  """Marks `path` as a checkpoint that is being written.
+
+  Replaces a checkpoint that was set aside as unreadable.
+
+  Raises:
+    CheckpointError: the folder has a checkpoint or other objects.
+  """
+  names = set(path.files())
+  if names and not names & {UNDER_WAY, SET_ASIDE}:
+    raise CheckpointError(
+      f'{path} '
+      + (
+        'exists and was not overwritten.'
+        if COMMIT in names
+        else f'has {len(names)} objects, but is not a checkpoint: {COMMIT} is missing. '
+        'Nothing was overwritten.'
+      ),
+      fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
+    )
+  _claim(path)
+  path.joinpath(COMMIT).unlink(missing_ok=True)
+  if names:
+    for name in sorted(names - {UNDER_WAY, COMMIT}):
+      path.joinpath(name).unlink(missing_ok=True)
+
+
+def commit(path: RemotePath) -> None:
+  """Commits a checkpoint; all other objects must be written by now."""
+  (path / COMMIT).write_text(f'Committed {_now()}.\n')
+  (path / UNDER_WAY).unlink(missing_ok=True)
+
+
+def remove(path: RemotePath) -> None:
+  """Removes a checkpoint. Uncommits it first: `remove_left_over` finishes a killed removal."""
+  _claim(path)
+  (path / COMMIT).unlink(missing_ok=True)
+  path.remove_tree(last=[UNDER_WAY])
+
+
+def set_aside(path: RemotePath, reason: str) -> None:
+  """Uncommits an unreadable checkpoint; its objects stay until its step is saved again."""
+  (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
+
+
+def _marks(folder: RemotePath) -> dict[int, set[str]]:
+  """Returns step -> the markers (names above) in its folder, committed or not."""
+  found: dict[int, set[str]] = {}
+  for name in folder.files(first=f'{PREFIX}_', stop=_AFTER_PREFIX):
+    match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)/(.*)', name)
+    if match:
+      found.setdefault(int(match[1]), set()).update({match[2]} & {COMMIT, UNDER_WAY, SET_ASIDE})
+  return found
+
+
+def _claim(path: RemotePath) -> None:
+  about = {'host': socket.gethostname(), 'pid': os.getpid(), 'since': _now()}
+  (path / UNDER_WAY).write_text(json.dumps(about) + '\n')
+
+
+def _now() -> str:
+  return time.strftime('%Y-%m-%d %H:%M:%S %Z')
 
 
 # If processes see different folders, the first save would hang. So process 0 writes a file with a
