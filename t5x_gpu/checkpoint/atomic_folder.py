@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from typing import IO, Optional
 
-from t5x_gpu.checkpoint.model_dir import commit
+from t5x_gpu.checkpoint.model_dir import commit_remote
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.storage.files import write_atomically, write_problem
 from t5x_gpu.storage.json_schema import Fields, Json, Nullable, read_json
@@ -237,7 +237,7 @@ class RemoteJournal(contextlib.AbstractContextManager):
         if name.startswith('checkpoint_')
       }
     ):
-      commit(self.folder / name)
+      commit_remote(self.folder / name)
     self._path.unlink()
 
   def discard(self) -> None:

@@ -27,7 +27,6 @@ from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save
 from t5x_gpu.checkpoint.local.tier import check_local_settings
 from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
 from t5x_gpu.checkpoint.model_dir import (
-  PREFIX,
   UNREADABLE,
   ModelDir,
   as_model_dir,
@@ -35,22 +34,18 @@ from t5x_gpu.checkpoint.model_dir import (
   check_writable,
   error_line,
   none_can_be_read,
-  remove_cut_short,
-)
-from t5x_gpu.checkpoint.retention import (
-  BEST_IS,
-  EVALUATIONS,
-  Keep,
-  finish_removals,
   remove_checkpoint,
+  remove_leftovers,
+  set_aside_checkpoint,
 )
+from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
 from t5x_gpu.checkpoint.store import Checkpoint, StateReader, check_written, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
-from t5x_gpu.storage.files import free_name, write_problem
+from t5x_gpu.storage.files import write_problem
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, access_errors
 from t5x_gpu.training.state import TrainState
@@ -211,7 +206,7 @@ class BaseCheckpointer(abc.ABC):
       check_writable(model_dir.path)
     self._releases = not model_dir.is_locked
     model_dir.lock()
-    for step in self._remove_left_over() if self._is_main else ():
+    for step in remove_leftovers(model_dir.path) if self._is_main else ():
       _log.info(
         'Deleted the rest of checkpoint_%d: an earlier process ended while saving or deleting it.',
         step,
@@ -229,13 +224,6 @@ class BaseCheckpointer(abc.ABC):
 
   def path(self, step: int) -> AnyPath:
     return self._dir.checkpoint(step)
-
-  @abc.abstractmethod
-  def _remove_left_over(self) -> list[int]:
-    """Removes leftovers of killed processes; returns the steps of the removed checkpoints.
-
-    Process 0 calls it. It has the lock, so no other run is saving.
-    """
 
   @abc.abstractmethod
   def steps(self) -> list[int]:
@@ -287,13 +275,10 @@ class BaseCheckpointer(abc.ABC):
     for step in steps:
       if step not in kept and self._dir.is_ours(step):
         try:
-          self._remove(step)
+          remove_checkpoint(self._dir.path, step)
+          self._dir.removed(step)
         except (OSError, CheckpointError) as e:  # harmless; the next save tries again
           _log.warning('checkpoint_%d could not be deleted: %s', step, error_line(e))
-
-  @abc.abstractmethod
-  def _remove(self, step: int) -> None:
-    """Deletes a checkpoint, so that a kill cannot leave a part of it under its name."""
 
   def _last_good(self) -> str:
     """Returns a sentence on where a restart continues, for the error of a failed save."""
@@ -381,57 +366,15 @@ class BaseCheckpointer(abc.ABC):
 
   def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[Restored], str]:
     """Returns the checkpoint, or None and the reason; the same on all processes."""
-    path, restored = self.path(step), None
-
-    def read() -> None:
-      nonlocal restored
-      saved = self._dir.saved(step)
-      check_same_model(self._dir.path, step, saved.manifest, target=target)
-      known = known_part(saved.manifest, target)
-      state = read_state(Checkpoint(self._dir, step), known)
-      restored = Restored(path, state, saved.data_state, saved.manifest)
-
-    def check() -> None:
-      check_restored(restored.state, restored.manifest, step=step)
-
-    # Two rounds: the processes compute checksums together, once all have read their parts.
-    for do in (read, check):
-      reason = ''
-      with distributed.errors_together():
-        reason = damage(do, path)
-      found = distributed.gather_json(reason)
-      if any(found):
-        if not all(found):
-          self._check_damaged_for_all(step, found)
-        return None, next(filter(None, found))
-    return restored, ''
-
-  def _check_damaged_for_all(self, step: int, reasons: Sequence[str]) -> None:
-    """Raises CheckpointError if the files are intact and some hosts damage the data they read.
-
-    Each process reads different parts, so a single process may see the damage in a file. The
-    processes that saw no damage divide all arrays of the checkpoint among them and read those.
-
-    Args:
-      step: step of the checkpoint.
-      reasons: why each process cannot read it; '' for processes that can.
-    """
-    witnesses = [process for process, reason in enumerate(reasons) if not reason]
-    problem = ''
-    with distributed.errors_together():
-      if distributed.process_index() in witnesses:
-        number = witnesses.index(distributed.process_index())
-        problem = _first_problem(Checkpoint(ModelDir(self._dir.path), step), number, len(witnesses))
-    if any(distributed.gather_json(problem)):
-      return
-    others = [process for process, reason in enumerate(reasons) if reason]
-    raise CheckpointError(
-      f'{self.path(step)} cannot be read by {who_text(others, distributed.hostnames())}: '
-      f'{reasons[others[0]]}. All other processes find it intact.',
-      fix='Check the mount and the memory of that host, or start the run without it. Nothing was '
-      'moved or removed.',
-      docs='checkpoints.md#no-access',
+    checkpoint = Checkpoint(self._dir, step)
+    restored, reasons = read_checkpoint(
+      checkpoint,
+      target,
+      check=lambda manifest: check_same_model(self._dir.path, step, manifest, target=target),
     )
+    if restored is None and not all(reasons):
+      _check_damaged_for_all(checkpoint, reasons)
+    return restored, next(filter(None, reasons), '')
 
   def _set_all_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
     for step, reason in reasons.items():
@@ -441,13 +384,9 @@ class BaseCheckpointer(abc.ABC):
           'checkpoint_%d cannot be read (%s) and %s. Continuing from checkpoint_%d.',
           step,
           reason,
-          self._set_aside(step, reason),
+          set_aside_checkpoint(self._dir.path, step, reason),
           used,
         )
-
-  @abc.abstractmethod
-  def _set_aside(self, step: int, reason: str) -> str:
-    """Makes room for a new save of `step`; returns words for the log: 'is kept as NAME'."""
 
 
 def known_part(manifest: Manifest, target: TrainState) -> TrainState:
@@ -457,7 +396,49 @@ def known_part(manifest: Manifest, target: TrainState) -> TrainState:
   return target if want.items() <= have.items() else target.replace(fp8_history={})
 
 
-def damage(do: Callable[[], None], path: AnyPath) -> str:
+def read_checkpoint(
+  checkpoint: Checkpoint,
+  target: TrainState,
+  *,
+  check: Callable[[Manifest], None] = lambda manifest: None,
+) -> tuple[Optional[Restored], list[str]]:
+  """Reads a checkpoint onto the mesh of `target`, and compares its values with the checksums.
+
+  All processes call it.
+
+  Args:
+    checkpoint: the checkpoint.
+    target: shapes, dtypes and shardings of this run.
+    check: called with the manifest before the arrays are read; may raise UserError.
+  Returns:
+    The checkpoint, or None if it is damaged; why each process cannot read it ('' if it can).
+  Raises:
+    AccessError: the files cannot be opened, and may be intact.
+  """
+  path, restored = checkpoint.path, None
+
+  def read() -> None:
+    nonlocal restored
+    saved = checkpoint.saved
+    check(saved.manifest)
+    state = read_state(checkpoint, known_part(saved.manifest, target))
+    restored = Restored(path, state, saved.data_state, saved.manifest)
+
+  def compare() -> None:
+    check_restored(restored.state, restored.manifest, step=checkpoint.step)
+
+  # Two rounds: the processes compute checksums together, once all have read their parts.
+  for do in (read, compare):
+    reason = ''
+    with distributed.errors_together():
+      reason = _damage(do, path)
+    reasons = distributed.gather_json(reason)
+    if any(reasons):
+      return None, reasons
+  return restored, reasons
+
+
+def _damage(do: Callable[[], None], path: AnyPath) -> str:
   """Returns the reason if `do` fails because files in `path` are damaged; '' if it succeeds."""
   try:
     with access_errors(path):
@@ -469,6 +450,36 @@ def damage(do: Callable[[], None], path: AnyPath) -> str:
       raise  # too little memory does not mean that the checkpoint is damaged
     return error_line(e)
   return ''
+
+
+def _check_damaged_for_all(checkpoint: Checkpoint, reasons: Sequence[str]) -> None:
+  """Raises CheckpointError if the files are intact and some hosts damage the data they read.
+
+  Each process reads different parts, so a single process may see the damage in a file. The
+  processes that saw no damage divide all arrays of the checkpoint among them and read those.
+
+  Args:
+    checkpoint: the checkpoint.
+    reasons: why each process cannot read it; '' for processes that can.
+  """
+  witnesses = [process for process, reason in enumerate(reasons) if not reason]
+  problem = ''
+  with distributed.errors_together():
+    if distributed.process_index() in witnesses:
+      # A new ModelDir: this process may have read the metadata before they changed.
+      again = Checkpoint(ModelDir(checkpoint.model_dir.path), checkpoint.step)
+      number = witnesses.index(distributed.process_index())
+      problem = _first_problem(again, number, len(witnesses))
+  if any(distributed.gather_json(problem)):
+    return
+  others = [process for process, reason in enumerate(reasons) if reason]
+  raise CheckpointError(
+    f'{checkpoint.path} cannot be read by {who_text(others, distributed.hostnames())}: '
+    f'{reasons[others[0]]}. All other processes find it intact.',
+    fix='Check the mount and the memory of that host, or start the run without it. Nothing was '
+    'moved or removed.',
+    docs='checkpoints.md#no-access',
+  )
 
 
 def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
@@ -500,6 +511,7 @@ class Checkpointer(BaseCheckpointer):
 
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
     super().__init__(model_dir, keep=keep)
+    self._has_saved = False
     checkpointer = self
 
     class Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -521,13 +533,10 @@ class Checkpointer(BaseCheckpointer):
       temporary_path_class=Unfinished,
     )
 
-  def _remove_left_over(self) -> list[int]:
-    remove_cut_short(self._dir.path)
-    return finish_removals(self._dir.path)
-
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
-    self._dir.relist()  # a thread, perhaps of another process, commits and removes
+    if self._has_saved:
+      self._dir.relist()  # a thread, perhaps of another process, commits and removes
     return self._dir.steps
 
   # ---- Saving ------------------------------------------------------------------------------------
@@ -542,6 +551,7 @@ class Checkpointer(BaseCheckpointer):
       )
 
   def _start_to_save(self, step: int, state: TrainState, *, data: Json, manifest: Manifest) -> None:
+    self._has_saved = True
     with self._errors_as_ours(step):
       self._orbax.check_for_errors()
       self._orbax.save(
@@ -562,9 +572,6 @@ class Checkpointer(BaseCheckpointer):
     """Waits until everything is committed; raises CheckpointError if that failed."""
     with self._errors_as_ours(None):
       self._orbax.wait_until_finished()
-
-  def _remove(self, step: int) -> None:
-    remove_checkpoint(self._dir.path, step)
 
   def _stop(self) -> None:
     self._orbax.close()
@@ -596,11 +603,3 @@ class Checkpointer(BaseCheckpointer):
       f'{shutil.disk_usage(folder).free / 2**30:.2f} GiB.',
       parameters=('MODEL_DIR',),
     )
-
-  # ---- Restoring ---------------------------------------------------------------------------------
-
-  def _set_aside(self, step: int, reason: str) -> str:
-    del reason
-    aside = free_name(self._dir.path / f'corrupt_{PREFIX}_{step}')
-    os.rename(self.path(step), aside)
-    return f'is kept as {aside.name}'

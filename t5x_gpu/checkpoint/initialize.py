@@ -18,15 +18,14 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.checkpoint.arrays import check_restored
-from t5x_gpu.checkpoint.checkpointer import Restored, damage, known_part
+from t5x_gpu.checkpoint.checkpointer import Restored, read_checkpoint
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, Manifest, differences
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, check_params, tree_problems
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
-from t5x_gpu.checkpoint.store import Checkpoint, read_array, read_state
+from t5x_gpu.checkpoint.store import Checkpoint, read_array
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
@@ -224,25 +223,14 @@ def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
   Raises:
     CheckpointError: the checkpoint cannot be read; raised on all processes.
   """
-  path, saved = checkpoint.path, checkpoint.saved
-  target, state = known_part(saved.manifest, target), None
-
-  def read() -> None:
-    nonlocal state
-    state = read_state(checkpoint, target)
-
-  def check() -> None:
-    check_restored(state, saved.manifest, step=saved.step)
-
-  for do in (read, check):  # the processes compute checksums together, once all have read
-    with distributed.errors_together():
-      if problem := damage(do, path):
-        raise CheckpointError(
-          f'{path} cannot be read: {problem}',
-          fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
-          parameters=('RestoreConfig.path', 'RestoreConfig.step'),
-        )
-  return Restored(path, state, saved.data_state, saved.manifest)
+  restored, reasons = read_checkpoint(checkpoint, target)
+  if restored is None:
+    raise CheckpointError(
+      f'{checkpoint.path} cannot be read: {next(filter(None, reasons))}',
+      fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+      parameters=('RestoreConfig.path', 'RestoreConfig.step'),
+    )
+  return restored
 
 
 def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:

@@ -3,7 +3,7 @@
 All checks take milliseconds and read no array, so a run, or a dry run, reports problems before it
 compiles: whether the files of a checkpoint are complete, whether the model is the same, and whether
 all processes see the same folder. `ModelDir` reads a disk or object storage; for the latter,
-`begin`, `commit` and `remove` give checkpoints their states.
+`begin_remote` and `commit_remote` begin and commit a checkpoint, as Orbax does on a disk.
 """
 
 import base64
@@ -39,7 +39,7 @@ from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
 from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
-from t5x_gpu.storage.files import access_error, write_problem
+from t5x_gpu.storage.files import access_error, free_name, write_problem
 from t5x_gpu.storage.json_schema import Json, open_regular, parse_json, read_json
 from t5x_gpu.storage.paths import (
   AnyPath,
@@ -55,7 +55,6 @@ from t5x_gpu.storage.paths import (
 _log = logging.getLogger(__name__)
 
 PREFIX = 'checkpoint'
-CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
 # Errors that `read_saved` raises for files that are missing, truncated or garbled.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
@@ -433,15 +432,6 @@ def is_real_folder(path: pathlib.Path) -> bool:
   return path.is_dir() and not path.is_symlink()
 
 
-def remove_cut_short(folder: pathlib.Path) -> None:
-  """Removes partial saves of killed processes, each up to the size of a checkpoint."""
-  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
-    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
-      is_real_folder(path)
-    ):
-      shutil.rmtree(path, ignore_errors=True)  # best effort; leftovers are harmless
-
-
 # Orbax keeps the pieces of all arrays in a few files. An index, a manifest and a tree of nodes with
 # checksums (TensorStore's OCDBT), stores the position of each piece. So the sizes of the files show
 # whether all pieces are there. The metadata of the arrays is checked before TensorStore sees it.
@@ -533,6 +523,66 @@ def check_only_files(folder: str | os.PathLike) -> None:
         raise ValueError(f'{entry.path} is not a file')
 
 
+# Names of folders on a disk that are not checkpoints: Orbax is still writing the first, and the
+# second was renamed before it is deleted. A kill leaves them.
+CUT_SHORT, REMOVED = '.orbax-checkpoint-tmp', '.removed_'
+_LEFTOVER = re.compile(
+  rf'{PREFIX}_([0-9]+){re.escape(CUT_SHORT)}(?:-[0-9]+)?|{re.escape(REMOVED)}{PREFIX}_([0-9]+)'
+)
+
+
+def remove_checkpoint(folder: AnyPath, step: int) -> None:
+  """Deletes `checkpoint_<step>`; a kill leaves nothing under its name that counts as a checkpoint.
+
+  Raises:
+    OSError, CheckpointError: a part of it remains.
+  """
+  path = checkpoint_path(folder, step)
+  if isinstance(path, RemotePath):
+    _claim(path)
+    path.joinpath(COMMIT).unlink(missing_ok=True)
+    path.remove_tree(last=[UNDER_WAY])
+  else:
+    aside = folder / f'{REMOVED}{path.name}'
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: AnyPath) -> list[int]:
+  """Removes the rest of saves and deletions that were killed; returns their steps.
+
+  The caller holds the lock of `folder`.
+  """
+  if isinstance(folder, RemotePath):
+    left = sorted(
+      step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
+    )
+    for step in left:
+      checkpoint_path(folder, step).remove_tree(last=[UNDER_WAY])
+    return left
+  steps = []
+  for path in sorted(folder.iterdir()):
+    match = _LEFTOVER.fullmatch(path.name)
+    if match and is_real_folder(path):
+      try:
+        shutil.rmtree(path)
+        steps.append(int(match[1] or match[2]))
+      except OSError as e:  # harmless
+        _log.warning('%s could not be deleted: %s.', path, e.strerror or e)
+  return steps
+
+
+def set_aside_checkpoint(folder: AnyPath, step: int, reason: str) -> str:
+  """Makes room for a new save of a step that cannot be read; returns words: 'is kept as NAME'."""
+  path = checkpoint_path(folder, step)
+  if isinstance(path, RemotePath):
+    path.joinpath(SET_ASIDE).write_text(f'{_now()}: {reason}\n')
+    return 'no longer counts; its objects stay until that step is saved again'
+  aside = free_name(folder / f'corrupt_{path.name}')
+  os.rename(path, aside)
+  return f'is kept as {aside.name}'
+
+
 # Objects cannot be renamed, so a checkpoint in object storage is written under its final name. The
 # last object, `commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`,
 # names the writer: it distinguishes leftovers of a killed process from other users' objects, and a
@@ -548,20 +598,7 @@ def remote_steps(folder: RemotePath) -> list[int]:
   )
 
 
-def remove_left_over(folder: RemotePath) -> list[int]:
-  """Finishes saves and removals that were killed, by removing their objects; returns the steps.
-
-  The caller holds the lock of `folder`.
-  """
-  left = sorted(
-    step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
-  )
-  for step in left:
-    (folder / f'{PREFIX}_{step}').remove_tree(last=[UNDER_WAY])
-  return left
-
-
-def begin(path: RemotePath) -> None:
+def begin_remote(path: RemotePath) -> None:
   """Marks `path` as a checkpoint that is being written.
 
   Replaces a checkpoint that was set aside as unreadable.
@@ -589,22 +626,10 @@ def begin(path: RemotePath) -> None:
       path.joinpath(name).unlink(missing_ok=True)
 
 
-def commit(path: RemotePath) -> None:
+def commit_remote(path: RemotePath) -> None:
   """Commits a checkpoint; all other objects must be written by now."""
   (path / COMMIT).write_text(f'Committed {_now()}.\n')
   (path / UNDER_WAY).unlink(missing_ok=True)
-
-
-def remove(path: RemotePath) -> None:
-  """Removes a checkpoint. Uncommits it first: `remove_left_over` finishes a killed removal."""
-  _claim(path)
-  (path / COMMIT).unlink(missing_ok=True)
-  path.remove_tree(last=[UNDER_WAY])
-
-
-def set_aside(path: RemotePath, reason: str) -> None:
-  """Uncommits an unreadable checkpoint; its objects stay until its step is saved again."""
-  (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
 
 
 def _marks(folder: RemotePath) -> dict[int, set[str]]:

@@ -19,15 +19,7 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays import Shape, boxes, by_name, chunk_of_shard, piece_shape
 from t5x_gpu.checkpoint.checkpointer import BaseCheckpointer, Checkpointer
 from t5x_gpu.checkpoint.manifest import Manifest, Tree
-from t5x_gpu.checkpoint.model_dir import (
-  ModelDir,
-  as_model_dir,
-  begin,
-  commit,
-  remove,
-  remove_left_over,
-  set_aside,
-)
+from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir, begin_remote, commit_remote
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.store import ZSTD, StateWriter, empty_leaves
 from t5x_gpu.errors import CheckpointError
@@ -112,9 +104,6 @@ class RemoteCheckpointer(BaseCheckpointer):
     self._thread: Optional[threading.Thread] = None
     self._problem: Optional[CheckpointError] = None
 
-  def _remove_left_over(self) -> list[int]:
-    return remove_left_over(self._dir.path)
-
   def steps(self) -> list[int]:
     """Returns the committed steps known to this process, oldest first."""
     return self._dir.steps
@@ -125,7 +114,7 @@ class RemoteCheckpointer(BaseCheckpointer):
     self.wait()
     if self._is_main:
       self._dir.check_owner()
-      begin(self.path(step))  # other processes write only after a message from this process
+      begin_remote(self.path(step))  # other processes write only after a message from this process
 
   def _start_to_save(self, step: int, state: TrainState, *, data: Json, manifest: Manifest) -> None:
     about = {'manifest': manifest, 'data': data, 'empty': empty_leaves(state.saved())}
@@ -165,7 +154,7 @@ class RemoteCheckpointer(BaseCheckpointer):
       writer.close(**about)
       self.files.push()  # so that a committed checkpoint has its metrics
       self._dir.check_owner()  # no other run has taken over meanwhile
-      commit(self.path(step))
+      commit_remote(self.path(step))
       ended = _DONE
     except Exception as e:
       ended = reason_of(e)
@@ -211,10 +200,6 @@ class RemoteCheckpointer(BaseCheckpointer):
   def _wait_for(self, key: str) -> str:
     return self._store.wait_for_value(key, seconds=_OTHERS_SECONDS)
 
-  def _remove(self, step: int) -> None:
-    remove(self.path(step))
-    self._dir.removed(step)
-
   def _save_error(self, step: int, e: Exception) -> CheckpointError:
     reason = e.what if isinstance(e, CheckpointError) else f'{reason_of(e)}.'
     fix = [e.fix] if isinstance(e, CheckpointError) and e.fix else []
@@ -241,12 +226,6 @@ class RemoteCheckpointer(BaseCheckpointer):
 
   def _stop(self) -> None:
     """Does nothing: there is no background work after the last commit."""
-
-  # ---- Restoring ---------------------------------------------------------------------------------
-
-  def _set_aside(self, step: int, reason: str) -> str:
-    set_aside(self.path(step), reason)
-    return 'no longer counts; its objects stay until that step is saved again'
 
 
 AnyCheckpointer = Union[Checkpointer, RemoteCheckpointer]

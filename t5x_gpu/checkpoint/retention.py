@@ -1,23 +1,11 @@
-"""Which checkpoints stay, and how the others are deleted so that a kill cannot leave half of one.
-
-`Keep` has the rules. A checkpoint on a disk is first renamed to `.removed_checkpoint_<step>`, which
-readers ignore. The next run that locks MODEL_DIR finishes the deletion.
-"""
+"""Which checkpoints stay."""
 
 import dataclasses
-import logging
 import math
-import os
-import pathlib
-import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.checkpoint.model_dir import PREFIX, checkpoint_path, is_real_folder
 from t5x_gpu.errors import ConfigError, did_you_mean
-
-_log = logging.getLogger(__name__)
 
 BEST_IS = ('min', 'max')
 # Prefix of metrics -> the parameter that sets how often they are computed.
@@ -88,30 +76,3 @@ class Keep:
         parameters=() if self.named_by.startswith('--') else (self.named_by,),
       )
     return float(metrics[self.metric])
-
-
-REMOVED = '.removed_'
-
-
-def remove_checkpoint(folder: pathlib.Path, step: int) -> None:
-  """Deletes `checkpoint_<step>`; raises OSError if part of it remains."""
-  aside = folder / f'{REMOVED}{PREFIX}_{step}'
-  os.rename(checkpoint_path(folder, step), aside)
-  shutil.rmtree(aside)
-
-
-def finish_removals(folder: pathlib.Path) -> list[int]:
-  """Finishes deletions that were killed; returns the steps.
-
-  The caller holds the lock of `folder`.
-  """
-  steps = []
-  for path in sorted(folder.glob(f'{REMOVED}{PREFIX}_*')):
-    match = re.fullmatch(rf'{re.escape(REMOVED)}{PREFIX}_([0-9]+)', path.name)
-    if match and is_real_folder(path):
-      try:
-        shutil.rmtree(path)
-        steps.append(int(match[1]))
-      except OSError as e:
-        _log.warning('%s could not be deleted: %s.', path, e.strerror or e)
-  return steps

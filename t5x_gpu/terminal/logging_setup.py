@@ -116,7 +116,7 @@ def _drop_known(record: logging.LogRecord) -> bool:
   These are warnings about a stop, one per thread, and stacks of a failed save, one per layer of
   Orbax.
   """
-  is_stack = record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname
+  is_stack = record.exc_info and '/orbax/checkpoint/' in record.pathname
   return not is_stack and 'Reached preemption sync point' not in str(record.msg)
 
 

@@ -19,7 +19,13 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays import HostSums, boxes, recorded, smaller_chunk
 from t5x_gpu.checkpoint.atomic_folder import new_folder
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA
-from t5x_gpu.checkpoint.model_dir import UNREADABLE, ModelDir, error_line
+from t5x_gpu.checkpoint.model_dir import (
+  UNREADABLE,
+  ModelDir,
+  error_line,
+  remove_checkpoint,
+  remove_leftovers,
+)
 from t5x_gpu.checkpoint.params_files import (
   PARAMS_ONLY,
   ParamsReader,
@@ -27,7 +33,7 @@ from t5x_gpu.checkpoint.params_files import (
   num_bytes,
   tree_problems,
 )
-from t5x_gpu.checkpoint.retention import Keep, finish_removals, remove_checkpoint
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import GIN_FILES, carry
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.store import PIECE_BYTES, UNSTACKED, Source, StateReader
@@ -290,7 +296,7 @@ def prune(plan: PrunePlan, *, removed: Callable[[int], None]) -> None:
   folder = plan.model_dir.path
   lock = RunLock(folder)
   try:
-    finish_removals(folder)
+    remove_leftovers(folder)
     for step in sorted(plan.removed):
       remove_checkpoint(folder, step)
       plan.model_dir.removed(step)

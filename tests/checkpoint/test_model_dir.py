@@ -44,7 +44,7 @@ def _count(event: str, args: tuple) -> None:
   while frame is not None:
     callers.append(frame.f_code)
     frame = frame.f_back
-  if any(f'{os.sep}orbax{os.sep}' in code.co_filename for code in callers):
+  if any('/orbax/checkpoint/' in code.co_filename for code in callers):
     return
   path = pathlib.Path(path)
   if path == _folder and any(code.co_name == 'committed_steps' for code in callers):

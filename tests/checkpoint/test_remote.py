@@ -29,7 +29,7 @@ from t5x_gpu.checkpoint.model_dir import (
   check_model_dir,
   committed_steps,
   read_manifest,
-  remove,
+  remove_checkpoint,
 )
 from t5x_gpu.checkpoint.params_files import read_params
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
@@ -175,7 +175,7 @@ def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
   folder = run_with(address, 1, 2)
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(RemotePath, cut_at, mock.Mock(side_effect=KeyboardInterrupt))
-    remove(folder / 'checkpoint_1')
+    remove_checkpoint(folder, 1)
   whole = cut_at == 'unlink'
   assert committed_steps(folder) == ([1, 2] if whole else [2])
   with caplog.at_level('INFO', logger='t5x_gpu'):

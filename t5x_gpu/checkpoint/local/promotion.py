@@ -28,19 +28,19 @@ from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
 from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, Manifest, Tree, differences
 from t5x_gpu.checkpoint.model_dir import (
-  PREFIX,
   UNREADABLE,
   ModelDir,
   Saved,
   check_model_dir,
   error_line,
   is_real_folder,
+  set_aside_checkpoint,
 )
 from t5x_gpu.checkpoint.store import StateWriter, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
-from t5x_gpu.storage.files import free_name, set_aside
+from t5x_gpu.storage.files import set_aside
 from t5x_gpu.storage.json_schema import Fields, Json, ListOf, Whole, check
 from t5x_gpu.storage.paths import access_errors, system_error
 
@@ -469,7 +469,7 @@ class Assembly:
           empty=empty_leaves(self._target.saved()),
         )
         if is_real_folder(final):  # an unreadable checkpoint of the same step
-          os.rename(final, free_name(self._folder / f'corrupt_{PREFIX}_{step}'))
+          set_aside_checkpoint(self._folder, step, 'a local checkpoint of this step is complete')
         os.rename(self._writer.path, final)
       except (OSError, ValueError) as e:
         problem = (e.strerror if isinstance(e, OSError) else None) or error_line(e)
