@@ -1,5 +1,9 @@
 """Orbax's CheckpointManager lists and restores checkpoints of a MODEL_DIR, as the docs show."""
 
+import contextlib
+import errno
+import os
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -7,6 +11,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu import reshard
+from t5x_gpu.checkpoint.model_dir import (
+  UNREADABLE,
+  committed_steps,
+  read_saved,
+  remove_checkpoint,
+  remove_leftovers,
+)
 from t5x_gpu.checkpoint.params_files import ParamsWriter
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, folder_with, new_state
 from tests.helpers_train import listing, run_here
@@ -84,3 +95,38 @@ def test_so_are_checkpoints_that_other_commands_wrote(tmp_path, open_manager):
     3, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(new_state()).saved()))
   )['state']
   assert_equal(state, new_state(3, seed=3).saved())
+
+
+@contextlib.contextmanager
+def killed_after_one_file(monkeypatch):
+  """Lets one file be deleted, then raises, as if the process had been killed."""
+  unlink, deleted = os.unlink, []
+
+  def unlink_one(path, **options):
+    if deleted:
+      raise OSError(errno.EIO, 'killed')
+    deleted.append(path)
+    unlink(path, **options)
+
+  with monkeypatch.context() as patch, pytest.raises(OSError, match='killed'):
+    patch.setattr(os, 'unlink', unlink_one)
+    yield
+
+
+def test_a_killed_deletion_leaves_half_of_a_checkpoint_with_orbax_and_none_with_t5x_gpu(
+  tmp_path, monkeypatch
+):
+  """Why t5x_gpu deletes checkpoints itself."""
+  folder = folder_with(tmp_path, 3, 7)
+  options = ocp.CheckpointManagerOptions(step_prefix='checkpoint')
+  with ocp.CheckpointManager(folder, options=options) as manager:
+    with killed_after_one_file(monkeypatch):
+      manager.delete(3)
+  assert committed_steps(folder) == [3, 7]
+  with pytest.raises(UNREADABLE):
+    read_saved(folder, 3)
+
+  with killed_after_one_file(monkeypatch):
+    remove_checkpoint(folder, 7)
+  assert committed_steps(folder) == [3]
+  assert remove_leftovers(folder) == [7]
