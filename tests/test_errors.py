@@ -19,6 +19,7 @@ PACKAGE = pathlib.Path(t5x_gpu.__file__).parent
 # Function that looks into the text of an error -> whose text: these libraries have neither a code
 # nor a type for the case.
 FOREIGN = {
+  '_damage': 'XLA',
   '_is_news': 'tokamax',
   '_position': 'seqio and TensorFlow',
   '_refused_by_child': 'XLA',
@@ -26,7 +27,6 @@ FOREIGN = {
   '_wait': 'TensorStore',
   'check_clocks': 'nvidia-smi',
   'compile_errors': 'XLA',
-  'damage': 'XLA',
   'is_outage': 'TensorStore',
   'read': 'tokenize of Python',
   'reason_of': 'TensorStore',

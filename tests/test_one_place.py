@@ -14,7 +14,6 @@ MODELS = ('model', 'plain')  # what variables and fields that hold a model end i
 # Each use in these modules names the public API that would end it, and the request for it.
 INTERNALS = {
   't5x_gpu.runtime.cluster.jax_internals',
-  't5x_gpu.checkpoint.orbax_internals',
   't5x_gpu.layers.backends.tokamax_internals',
 }
 # Module or folder -> what it reads of another library, and why.

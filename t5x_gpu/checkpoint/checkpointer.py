@@ -543,7 +543,7 @@ class Checkpointer(BaseCheckpointer):
 
   def _prepare_to_save(self, step: int) -> None:
     self._dir.check_owner()  # the other processes wait for this one before they write
-    if os.path.lexists(self.path(step)):  # Orbax would replace a file
+    if os.path.lexists(self.path(step)):  # also a dangling link
       raise CheckpointError(
         f'{self.path(step)} exists and was not overwritten.',
         fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
