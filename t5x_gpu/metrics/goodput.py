@@ -23,19 +23,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Optional, Self
+from typing import Annotated, Any, Optional, Self
 
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.storage.files import append_line, set_aside_unless_file
-from t5x_gpu.storage.json_schema import (
-  Fields,
-  MapOf,
-  Nullable,
-  Number,
-  Whole,
-  parse_json,
-  read_bytes,
-)
+from t5x_gpu.storage.json_schema import Number, parse_json, read_bytes, schema_of
 from t5x_gpu.terminal.progress import format_seconds
 
 _log = logging.getLogger(__name__)
@@ -58,17 +50,7 @@ MEANING = {
   DOWNTIME: 'between the last sign of one process and the start of the next',
 }
 
-_SECONDS = Number(0, 1e10)
-_SCHEMA = Fields(
-  {'run': str, 'at': _SECONDS, 'seconds': MapOf(_SECONDS)},
-  optional={
-    'first_step': Nullable(Whole()),
-    'step': Nullable(Whole()),
-    'phase': str,
-    'end': str,
-    'facts': dict,
-  },
-)
+Seconds = Annotated[float, Number(0, 1e10)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,20 +58,32 @@ class Line:
   """One line of the ledger.
 
   Attributes:
+    run: identifier of the process.
     at: time of writing, in seconds since 1970.
+    seconds: phase -> seconds since the process started.
+    first_step: step that the process started from; None before its first state.
     step: the last finished step; None before the first state.
     phase: current phase of the process.
-    seconds: phase -> seconds since the process started.
+    end: 'done', 'SIGTERM', 'TrainingError', ...
+    facts: facts about the start of the process, in one of its lines.
   """
 
-  at: float
-  step: Optional[int]
-  phase: str
-  seconds: Mapping[str, float]
+  run: str
+  at: Seconds
+  seconds: Mapping[str, Seconds]
+  first_step: Optional[int] = None
+  step: Optional[int] = None
+  phase: str = OTHER
+  end: Optional[str] = None
+  facts: Optional[Mapping[str, Any]] = None
 
   @property
   def total(self) -> float:
     return math.fsum(self.seconds.values())
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Line)]
+_SCHEMA = dataclasses.replace(schema_of(Line), others=True)  # a later version may add keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +91,12 @@ class ProcessLines:
   """The lines of one process, from its start to its end or kill.
 
   Attributes:
-    run: identifier of the process.
     lines: lines ordered by time, at least one.
     first_step: step that it started from; None if it never had a state.
     end: 'done', 'SIGTERM', 'TrainingError', ...; None if it was killed or still runs.
     facts: facts about its start.
   """
 
-  run: str
   lines: Sequence[Line]
   first_step: Optional[int]
   end: Optional[str]
@@ -113,7 +105,7 @@ class ProcessLines:
   @property
   def start(self) -> float:
     """When the process started, in seconds since 1970."""
-    return self.lines[-1].at - self.lines[-1].total
+    return self.last.at - self.last.total
 
   @property
   def last(self) -> Line:
@@ -139,7 +131,7 @@ def read_ledger(path: str | os.PathLike) -> Ledger:
   Raises:
     OSError, ValueError: the file cannot be read.
   """
-  found: dict[str, list[dict[str, Any]]] = {}
+  found: dict[str, list[Line]] = {}
   damaged = []
   for number, text in enumerate(read_bytes(path).split(b'\n'), 1):
     if not text.strip():
@@ -149,21 +141,18 @@ def read_ledger(path: str | os.PathLike) -> Ledger:
     except ValueError:
       damaged.append(number)
       continue
-    found.setdefault(record['run'], []).append(record)
-  runs = [_process(run, records) for run, records in found.items()]
-  return Ledger(sorted(runs, key=lambda run: run.start), damaged)
+    record['seconds'] = _known(record['seconds'])
+    line = Line(**{name: record[name] for name in _FIELDS if name in record})
+    found.setdefault(line.run, []).append(line)
+  runs = sorted(map(_process, found.values()), key=lambda run: run.start)
+  return Ledger(runs, damaged)
 
 
-def _process(run: str, records: list[dict[str, Any]]) -> ProcessLines:
-  lines = [
-    Line(r['at'], r.get('step'), r.get('phase', OTHER), _known(r['seconds'])) for r in records
-  ]
-  first = [r['first_step'] for r in records if r.get('first_step') is not None]
-  ends = [r['end'] for r in records if r.get('end')]
-  facts: dict[str, Any] = {}
-  for record in records:
-    facts |= record.get('facts', {})
-  return ProcessLines(run, lines, first[-1] if first else None, ends[-1] if ends else None, facts)
+def _process(lines: list[Line]) -> ProcessLines:
+  first = [line.first_step for line in lines if line.first_step is not None]
+  ends = [line.end for line in lines if line.end]
+  facts = dict(item for line in lines for item in (line.facts or {}).items())
+  return ProcessLines(lines, first[-1] if first else None, ends[-1] if ends else None, facts)
 
 
 def _known(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -393,17 +382,19 @@ class Goodput(contextlib.AbstractContextManager):
     self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
     self._since = now
 
-  def _state(self) -> dict[str, Any]:
+  def _line(self, facts: Optional[Mapping[str, Any]]) -> Line:
     with self._lock:
       self._count(self._phase)
-      return {
-        'run': self._run,
-        'at': round(self._now(), 3),
-        'first_step': self._first_step,
-        'step': self._step,
-        'phase': self._phase,
-        'seconds': {name: round(value, 3) for name, value in self._seconds.items()},
-      }
+      return Line(
+        self._run,
+        round(self._now(), 3),
+        {name: round(value, 3) for name, value in self._seconds.items()},
+        self._first_step,
+        self._step,
+        self._phase,
+        self._end,
+        facts,
+      )
 
   def step_done(self, step: int) -> None:
     """Counts a step."""
@@ -461,11 +452,10 @@ class Goodput(contextlib.AbstractContextManager):
     if self._path is None:
       return
     with self._write_lock:
-      line = self._state()
-      line |= {'end': self._end} if self._end else {}
-      line |= {'facts': dict(facts)} if facts else {}
+      record = vars(self._line(facts))
+      known = {k: v for k, v in record.items() if v or k not in ('end', 'facts')}
       try:
-        append_line(self._path, json.dumps(line))
+        append_line(self._path, json.dumps(known))
       except OSError as e:
         if not self._has_failed:
           _log.warning('%s cannot be written: %s. The run continues.', self._path, e.strerror or e)
