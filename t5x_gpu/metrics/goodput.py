@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Annotated, Any, Optional, Self
+from typing import Annotated, Optional, Self
 
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.storage.files import append_line, set_aside_unless_file
@@ -51,6 +51,7 @@ MEANING = {
 }
 
 Seconds = Annotated[float, Number(0, 1e10)]
+Facts = Mapping[str, object]  # JSON values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Line:
   step: Optional[int] = None
   phase: str = OTHER
   end: Optional[str] = None
-  facts: Optional[Mapping[str, Any]] = None
+  facts: Optional[Facts] = None
 
   @property
   def total(self) -> float:
@@ -100,7 +101,7 @@ class ProcessLines:
   lines: Sequence[Line]
   first_step: Optional[int]
   end: Optional[str]
-  facts: Mapping[str, Any]
+  facts: Facts
 
   @property
   def start(self) -> float:
@@ -382,7 +383,7 @@ class Goodput(contextlib.AbstractContextManager):
     self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
     self._since = now
 
-  def _line(self, facts: Optional[Mapping[str, Any]]) -> Line:
+  def _line(self, facts: Optional[Facts]) -> Line:
     with self._lock:
       self._count(self._phase)
       return Line(
@@ -405,7 +406,7 @@ class Goodput(contextlib.AbstractContextManager):
     folder: str | os.PathLike,
     *,
     first_step: Optional[int] = None,
-    facts: Optional[Mapping[str, Any]] = None,
+    facts: Optional[Facts] = None,
   ) -> None:
     """Writes lines to `folder` from now on.
 
@@ -447,7 +448,7 @@ class Goodput(contextlib.AbstractContextManager):
     with contextlib.suppress(ValueError):  # this may be the call that would be cancelled
       process_exit.cancel_before_exit(self._left_at_once)
 
-  def write(self, *, facts: Optional[Mapping[str, Any]] = None) -> None:
+  def write(self, *, facts: Optional[Facts] = None) -> None:
     """Appends a line. If the disk is full or gone, warns once; the run continues without lines."""
     if self._path is None:
       return

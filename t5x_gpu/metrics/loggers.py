@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Optional, Protocol, Self
+from typing import Optional, Protocol, Self, Union
 
 from t5x_gpu.config import provenance
 from t5x_gpu.config.report import CONFIG, ORIGINS
@@ -30,6 +30,8 @@ from t5x_gpu.storage.files import set_aside_damaged, write_atomically
 from t5x_gpu.storage.json_schema import MapOf, Text, read_json
 
 _log = logging.getLogger(__name__)
+
+Scalar = Union[int, float, str, bool, None]  # a setting, as services show it
 
 FILE = 'loggers.json'
 _IDS = MapOf(Text(r'[A-Za-z0-9_-]{1,128}'))
@@ -84,7 +86,7 @@ class MlflowClient:
     ids: RunIds,
     *,
     run_name: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Scalar],
     files: tuple[pathlib.Path, ...],
   ):
     mlflow = importlib.import_module('mlflow')
@@ -99,7 +101,7 @@ class MlflowClient:
     for path in files:
       self._client.log_artifact(run_id, os.fspath(path))
 
-  def _new_run(self, project: str, run_name: str, settings: Mapping[str, Any]) -> str:
+  def _new_run(self, project: str, run_name: str, settings: Mapping[str, Scalar]) -> str:
     client = self._client
     experiment = client.get_experiment_by_name(project)
     experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
@@ -192,7 +194,7 @@ class BackgroundWriter:
     self._thread.start()
     return self
 
-  def __exit__(self, kind: Optional[type[BaseException]], *rest: Any) -> None:
+  def __exit__(self, kind: Optional[type[BaseException]], *rest: object) -> None:
     self._failed = kind is not None
     self.close()
 
@@ -298,7 +300,7 @@ class WandbClient:
     *,
     folder: str | os.PathLike,
     run_name: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Scalar],
     files: tuple[pathlib.Path, ...],
   ):
     wandb = importlib.import_module('wandb')
@@ -373,7 +375,7 @@ def open_loggers(
   return files, services
 
 
-def _settings() -> dict[str, Any]:
+def _settings() -> dict[str, Scalar]:
   """Returns the configuration values of this run by name, including defaults."""
   found = provenance.current()
   if found is None:
@@ -381,13 +383,13 @@ def _settings() -> dict[str, Any]:
   return {setting.key: _value(setting.value) for setting in (*found.settings, *found.defaults)}
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> Scalar:
   """Returns the number or text that `text` spells, so that services can sort by it."""
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError):
     return text
-  return value if isinstance(value, (int, float, str, bool, type(None))) else text
+  return value if isinstance(value, Scalar) else text
 
 
 def _configuration_files(folder: str | os.PathLike) -> tuple[pathlib.Path, ...]:

@@ -11,7 +11,7 @@ import logging
 import socket
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 import jax
 
@@ -82,7 +82,7 @@ def model_speed(
   return ModelSpeed(tokens, flops, peak, dtype)
 
 
-def peak_memory_bytes(devices: Sequence[Any]) -> Optional[int]:
+def peak_memory_bytes(devices: Sequence[jax.Device]) -> Optional[int]:
   """Returns the peak memory in use on any of `devices`; None if they do not report it."""
   peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
   return max((peak for peak in peaks if peak is not None), default=None)
@@ -188,7 +188,7 @@ class Monitor(contextlib.ExitStack):
     self,
     speed: ModelSpeed,
     *,
-    local_devices: Sequence[Any],
+    local_devices: Sequence[jax.Device],
     sensors: GpuSensors,
     ranks: RankReports,
   ):

@@ -6,7 +6,7 @@ A step counts only when the devices have finished it.
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 import jax
 import numpy as np
@@ -74,7 +74,7 @@ class Recorder(contextlib.ExitStack):
     self.show = self._progress.part  # for work that the steps wait for
     self._writer = MultiWriter([])
     self._window = reduce.Accumulator()
-    self._in_flight: Optional[tuple[int, Any]] = None
+    self._in_flight: Optional[tuple[int, reduce.Sums]] = None
     self._extra: dict[str, float] = {}
 
   def __enter__(self) -> Self:
@@ -102,14 +102,14 @@ class Recorder(contextlib.ExitStack):
     sums = self._in_flight[1] if self._in_flight else ()
     return not all(x.is_ready() for x in jax.tree.leaves(sums) if isinstance(x, jax.Array))
 
-  def _close_writer(self, kind: Optional[type[BaseException]], *rest: Any) -> None:
+  def _close_writer(self, kind: Optional[type[BaseException]], *rest: object) -> None:
     try:
       self._writer.close()
     except OSError:  # for example a full disk; an earlier exception already reports it
       if kind is None:
         raise
 
-  def dispatched(self, step: int, sums: Any) -> None:
+  def dispatched(self, step: int, sums: reduce.Sums) -> None:
     """Keeps the sums of a step that was just dispatched; finishes the previous one."""
     self.finish()
     self._in_flight = step, sums

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional, Protocol
+from typing import IO, Optional, Protocol, Union
 
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
 from t5x_gpu.storage.files import (
@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _NONFINITE = '_nonfinite'
 _NONFINITE_VALUES = ('nan', 'inf', '-inf')
 _RECORD = Fields({'step': Whole()})
+Record = dict[str, Union[int, float]]  # 'step' and the metrics
 _FLUSH_SECONDS = 10  # a kill may lose this many seconds of TensorBoard's curves
 
 
@@ -82,7 +83,7 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
   Integers stay integers; floats keep all digits, so that two runs can be compared bit for bit. A
   value that is not finite becomes null, and `KEY_nonfinite` is 'nan', 'inf' or '-inf'.
   """
-  record: dict[str, Any] = {'step': int(step)}
+  record: dict[str, Union[int, float, str, None]] = {'step': int(step)}
   for key, value in values.items():
     if _is_reserved(key):
       raise ValueError(f'{key!r} is a reserved metric name.')
@@ -95,7 +96,7 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
   return json.dumps(record, allow_nan=False) + '\n'
 
 
-def parse_line(line: bytes) -> Optional[dict[str, Any]]:
+def parse_line(line: bytes) -> Optional[Record]:
   """Returns the record of one line, with NaN and infinity restored; None for a damaged line."""
   try:
     record = parse_json(line, _RECORD)
@@ -119,7 +120,7 @@ def _disk_error(step: int, what: str, folder: pathlib.Path, e: OSError) -> Train
   )
 
 
-def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+def read_json_lines(path: str | os.PathLike) -> list[Record]:
   """Returns the records of a metrics file in order, with NaN and infinity; skips damaged lines."""
   records = (parse_line(line) for line in pathlib.Path(path).read_bytes().splitlines())
   return [record for record in records if record is not None]
@@ -243,7 +244,7 @@ class TensorBoardWriter:
         f'TensorBoard files need {e.name}, which is not installed.',
         fix="Run: pip install 'tensorboardX>=2.6.4,<3'",
       ) from e
-    self._file: Any = None  # opened by the first write, so that an empty run leaves no file
+    self._file: Optional[IO[bytes]] = None  # the first write opens it: an empty run leaves none
     self._purge_step: Optional[int] = None
     self._flushed = 0.0
 
@@ -272,7 +273,7 @@ class TensorBoardWriter:
       start = self._protos.SessionLog(status=self._protos.SessionLog.START)
       self._add(self._purge_step, session_log=start)
 
-  def _add(self, step: int, **what: Any) -> None:
+  def _add(self, step: int, **what: object) -> None:
     event = self._protos.Event(wall_time=time.time(), step=step, **what)
     self._file.write(event.SerializeToString())
 
