@@ -12,10 +12,7 @@ OPTIONAL = {'Model': 't5x_gpu.models.model', 'FileBatchIterator': 't5x_gpu.data.
 MODELS = ('model', 'plain')  # what variables and fields that hold a model end in
 
 # Each use in these modules names the public API that would end it, and the request for it.
-INTERNALS = {
-  't5x_gpu.runtime.cluster.jax_internals',
-  't5x_gpu.layers.backends.tokamax_internals',
-}
+INTERNALS = {'t5x_gpu.runtime.cluster.jax_internals', 't5x_gpu.layers.backends.tokamax_internals'}
 # Module or folder -> what it reads of another library, and why.
 MAY_READ = {
   't5x_gpu.config.gin_names': 'gin: no public list of functions and classes; forgets none',

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.manifest import Manifest, Tree
+from t5x_gpu.checkpoint.manifest import Manifest
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.storage.json_schema import Json
 
 _log = logging.getLogger(__name__)

@@ -13,19 +13,18 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NotRequired, Optional, TypedDict
+from typing import Annotated, NotRequired, Optional, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import did_you_mean, listed
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.runtime import machine
 from t5x_gpu.storage.json_schema import Also, Fields, Json, ListOf, MapOf, Text, Whole, schema_of
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
-# A nest of dictionaries, tuples and dataclasses of arrays, or of jax.ShapeDtypeStructs.
-Tree = Any
 ArrayFacts = list[list[int] | str]  # [shape, dtype]
 STARTED_FROM = 'started_from'
 GRAD_NORMS = 'grad_norms'

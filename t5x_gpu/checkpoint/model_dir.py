@@ -31,12 +31,12 @@ from t5x_gpu.checkpoint.manifest import (
   TREE,
   WITHOUT_DATA,
   Manifest,
-  Tree,
   check_seal,
   differences,
 )
 from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
 from t5x_gpu.errors import AccessError, CheckpointError, listed
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.storage.files import access_error, free_name, write_problem

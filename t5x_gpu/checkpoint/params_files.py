@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays import HostSums, as_tree, by_name, check_restored, record
-from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, Tree, describe_arrays, make_manifest
+from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.store import (
   BLOSC,
   Place,
@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.store import (
 )
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
 from t5x_gpu.partitioning.layer_stacks import is_reference
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath
 

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, by_name, piece_shape, recorded
-from t5x_gpu.checkpoint.manifest import Manifest, Tree, sealed
+from t5x_gpu.checkpoint.manifest import Manifest, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
@@ -35,6 +35,7 @@ from t5x_gpu.checkpoint.model_dir import (
   error_line,
 )
 from t5x_gpu.errors import AccessError, CheckpointError
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import (
   AnyPath,

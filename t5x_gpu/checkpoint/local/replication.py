@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.checkpoint.arrays import Array, Shape
-from t5x_gpu.checkpoint.manifest import Tree
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import Device
 from t5x_gpu.terminal.console import show

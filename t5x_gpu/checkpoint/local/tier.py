@@ -41,9 +41,10 @@ from t5x_gpu.checkpoint.local.replication import (
   plan_copies,
   send,
 )
-from t5x_gpu.checkpoint.manifest import Manifest, Tree
+from t5x_gpu.checkpoint.manifest import Manifest
 from t5x_gpu.checkpoint.model_dir import ModelDir, is_real_folder
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import available_memory
 from t5x_gpu.storage.files import (
