@@ -159,7 +159,7 @@ def partitioned_hlo(lowered: Any) -> str:
   """Returns the program of one device as HLO text, right after XLA's SPMD partitioner.
 
   Args:
-    lowered: from `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled with minimal
+    lowered: from `jax.jit(f).lower(...)` or `OnMesh.lower(...)`. It is compiled with minimal
       optimization; for one device it is only printed, because nothing is partitioned.
   """
   return partitioned(lowered)[0]

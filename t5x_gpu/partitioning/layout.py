@@ -191,7 +191,7 @@ class Layout:
       }
     return self.put(batch)
 
-  def jit(self, function: Callable[..., Any], **jit_options: Any) -> 'LaidOut':
+  def jit(self, function: Callable[..., Any], **jit_options: Any) -> 'OnMesh':
     """Returns `function` jitted over this layout; options are jax.jit's."""
 
     @functools.wraps(function)
@@ -199,7 +199,7 @@ class Layout:
       with use_rules(self.rules, self.mesh.shape):
         return function(*args)
 
-    return LaidOut(self.mesh, jax.jit(traced, **jit_options))
+    return OnMesh(self.mesh, jax.jit(traced, **jit_options))
 
   @property
   def reorders_layers(self) -> bool:
@@ -241,7 +241,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaidOut:
+class OnMesh:
   """A jitted function that sets its mesh when it is called or lowered."""
 
   mesh: Mesh

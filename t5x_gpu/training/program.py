@@ -17,13 +17,13 @@ from t5x_gpu.models.model import Model, check_model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
-from t5x_gpu.partitioning.layout import LaidOut, Layout
+from t5x_gpu.partitioning.layout import Layout, OnMesh
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal.console import show
 from t5x_gpu.training.schedules import replica_factor
 from t5x_gpu.training.state import (
-  StoredState,
+  StoredForm,
   Trained,
   TrainState,
   history_of,
@@ -77,9 +77,9 @@ class Program:
   names: TrainState
   abstract_state: TrainState
   abstract_saved: TrainState
-  init: LaidOut
-  train_step: LaidOut
-  eval_step: LaidOut
+  init: OnMesh
+  train_step: OnMesh
+  eval_step: OnMesh
 
   def in_model_order(self, state: TrainState) -> TrainState:
     """Returns `state` as checkpoints store it: layers in the model's order, without padding."""
@@ -87,7 +87,7 @@ class Program:
     def saved(state: TrainState) -> TrainState:
       return self.layout.in_model_order(form.unpadded(state), self.names)
 
-    form = StoredState(self.layout, self.names)
+    form = StoredForm(self.layout, self.names)
 
     return self._converted(state.replace(grad_norms=None), saved, self.abstract_saved)
 
@@ -97,7 +97,7 @@ class Program:
     def stored(state: TrainState) -> TrainState:
       return form.padded(self.layout.in_run_order(state, self.names))
 
-    form = StoredState(self.layout, self.names)
+    form = StoredForm(self.layout, self.names)
 
     like = self.abstract_state.replace(grad_norms=None)
     return self.with_grad_norms(self._converted(state, stored, like), ())
@@ -119,7 +119,7 @@ class Program:
     if not (self.layout.reorders_layers or self.is_padded):
       return tree
     shardings = jax.tree.map(lambda a: a.sharding, like)
-    return LaidOut(self.layout.mesh, jax.jit(convert, out_shardings=shardings))(tree)
+    return OnMesh(self.layout.mesh, jax.jit(convert, out_shardings=shardings))(tree)
 
   @property
   def is_padded(self) -> bool:
@@ -208,7 +208,7 @@ def build_program(
 
 def _first_state(
   config: StepConfig, spec: BatchSpec, layout: Layout
-) -> tuple[Callable[[], TrainState], TrainState, StoredState]:
+) -> tuple[Callable[[], TrainState], TrainState, StoredForm]:
   """Returns (a function that makes the first state, its shapes, its form)."""
   model, optimizer = config.model, config.optimizer
 
@@ -228,7 +228,7 @@ def _first_state(
   options = dict(trained=trained_of(model), history=history_of(model))
   of_state = state_names(abstract_params, optimizer, names, **options)
   shapes = jax.eval_shape(of_params, abstract_params)
-  return init, shapes, StoredState(layout, layout.chosen(of_state, shapes), config.spike_cfg)
+  return init, shapes, StoredForm(layout, layout.chosen(of_state, shapes), config.spike_cfg)
 
 
 def _jitted(
@@ -239,11 +239,11 @@ def _jitted(
   init: Callable[[], TrainState],
   train_step: StepFn,
   eval_step: Callable[..., Any],
-) -> dict[str, LaidOut]:
+) -> dict[str, OnMesh]:
   shardings = jax.tree.map(lambda a: a.sharding, abstract)
   return {
     # Without rules: the forward pass of an initialization is never computed.
-    'init': LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
+    'init': OnMesh(layout.mesh, jax.jit(init, out_shardings=shardings)),
     'train_step': layout.jit(
       train_step,
       in_shardings=(shardings, layout.batch_shardings(spec.shapes)),

@@ -1,6 +1,6 @@
 """The state that a step changes: step count, parameters, optimizer state, history of FP8 scales.
 
-`Trained` splits off frozen parameters, `Fp8History` implements delayed scaling, and `StoredState`
+`Trained` splits off frozen parameters, `Fp8History` implements delayed scaling, and `StoredForm`
 is the form between steps: padded where `fsdp` does not divide an array.
 """
 
@@ -215,7 +215,7 @@ def state_names(
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredState:
+class StoredForm:
   """Adds and removes the padding of a state (`fsdp.Padding`), inside a traced function.
 
   Attributes:

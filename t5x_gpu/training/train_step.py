@@ -47,7 +47,7 @@ from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import StoredState, TrainState, history_of, trained_of, with_amaxes
+from t5x_gpu.training.state import StoredForm, TrainState, history_of, trained_of, with_amaxes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class _Found:
     return _Found(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
 
 
-def make_gradients(config: StepConfig, form: StoredState) -> GradientsFn:
+def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
   """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
 
   `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
@@ -256,7 +256,7 @@ def make_gradients(config: StepConfig, form: StoredState) -> GradientsFn:
   return gradients
 
 
-def make_eval_step(config: StepConfig, form: StoredState) -> Callable[[Any, Batch], Sums]:
+def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Any, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
   model, region, names = config.model, form.layout.region, form.names.params
 
@@ -481,7 +481,7 @@ def _accumulated(
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
-def make_train_step(config: StepConfig, form: StoredState) -> StepFn:
+def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
   """Returns the function that makes one update.
 
   The key of dropout is fold_in(random_seed, step), on any topology and after a resume.
