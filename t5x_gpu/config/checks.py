@@ -328,9 +328,9 @@ def _applied(bindings: Bindings, calls: Sequence[Call]) -> set[Binding]:
 def _unused_problem(
   binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[Scopes]
 ) -> Problem:
+  macros = {m for b in bindings.ordered for m in gin_text.instances(b.value, Macro)}
+  used = {macro.name for macro in macros}
   if binding.is_macro:
-    macros = {m for b in bindings.ordered for m in gin_text.instances(b.value, Macro)}
-    used = {macro.name for macro in macros}
     unset = sorted(macro.name for macro in macros if bindings.macro(macro) is None)
     hint = (
       did_you_mean(binding.key, unset)
@@ -341,8 +341,7 @@ def _unused_problem(
       return Problem(f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}')
     return Problem(f'{binding.origin}: macro {binding.key} is set, and nothing uses it.{hint}')
   scope = tuple(binding.scope.split('/')) if binding.scope else ()
-  macros = {m.name for b in bindings.ordered for m in gin_text.instances(b.value, Macro)}
-  known = sorted({'/'.join(s) for s in scopes if s} - macros)
+  known = sorted({'/'.join(s) for s in scopes if s} - used)
   if scope not in scopes:
     hint = did_you_mean(binding.scope, known) or (
       f' Scopes in use: {", ".join(known)}.' if known else ' No reference uses a scope.'

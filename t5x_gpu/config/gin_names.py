@@ -3,8 +3,8 @@
 `FileNames` looks up the names of a file, `CommandLineNames` the names in `--gin.X=VALUE`; both say
 why a name is unknown. `bind` hands a checked configuration to gin, `forget` removes it.
 
-Only this module uses private members of gin, three of them: gin has no public list of the functions
-and classes that it can configure, and cannot remove any of them.
+Only this module uses private members of gin, three tables of the functions and classes that it can
+configure: gin has no public list of them, and cannot remove any.
 """
 
 import dataclasses
