@@ -19,9 +19,9 @@ from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.monitor import model_speed, peak_memory_bytes
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.topology import discover
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.runtime.xla.programs import compile_errors
 from t5x_gpu.terminal import logging_setup
@@ -168,7 +168,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   config = gin_loader.configured(loaded, StepConfig)
   xla = distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-  topology, devices = topology_lib.discover()
+  topology, devices = discover()
   program = build_program(config, topology=topology, devices=devices)
   is_main = distributed.is_main_process()
   if is_main:

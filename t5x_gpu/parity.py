@@ -25,8 +25,7 @@ from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import IN_FLOAT32
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.runtime.topology import Device, Topology, discover
 from t5x_gpu.runtime.xla import flags as flags_lib
 from t5x_gpu.terminal import console as console_lib
 from t5x_gpu.terminal import logging_setup
@@ -187,7 +186,7 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
       else 'Give --devices of at least 1.',
     )
   if args.real:
-    _, found = topology_lib.discover()
+    _, found = discover()
     if found[0].platform == 'cpu' or len(found) < number:
       gpus = 0 if found[0].platform == 'cpu' else len(found)
       raise MeshError(

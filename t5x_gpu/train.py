@@ -1,33 +1,36 @@
 """Train a model: `python -m t5x_gpu.train --gin_file=gin_configs/examples/demo.gin`.
 
-Read this file first: `train_run` is a run from its first check to its last line, and `take_steps`
-is its loop. Its stages are modules of run/, in the order they run: config, begin, check, data,
-live, finish.
+Read this file first: `main` starts the process and reads the settings, `train_run` is the run, and
+`take_steps` is its loop. The stages are modules of run/, in the order they run: config, check,
+data, live, finish.
 """
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Optional
 
 import jax
 
 from t5x_gpu import cli
+from t5x_gpu.checkpoint.local.promotion import promote_local
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.run.check import CheckedRun, begin, check, write_config
-from t5x_gpu.run.config import Run
+from t5x_gpu.run import profiler as profiler_lib
+from t5x_gpu.run.check import PlannedRun, check, plan_run
+from t5x_gpu.run.config import Run, introduce, write_config
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
 from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
-from t5x_gpu.run.profiler import catch_early, open_profiler
 from t5x_gpu.runtime import distributed, machine, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
+from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog
-from t5x_gpu.runtime.xla import flags
+from t5x_gpu.runtime.xla import flags, programs
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.training.state import TrainState
 
@@ -68,11 +71,18 @@ def train_run(
   )
   if only_compile:
     check_cache()
-  plan = check(run, dry_run=dry_run or only_compile)
-  if only_compile:
-    log(precompile(plan, xla=xla))
-    return 0
-  with plan.model_dir:  # until the run ends, no other run may write there
+  changes_nothing = dry_run or only_compile
+  checked = check(run, dry_run=changes_nothing)
+  with checked.model_dir as model_dir:
+    if not changes_nothing:
+      model_dir.lock(wait=True)  # until the run ends, no other run may write there
+    promoted = promote_local(
+      model_dir, checked.local, target=checked.program.abstract_saved, dry_run=changes_nothing
+    )
+    plan = plan_run(checked, promoted=promoted)
+    if only_compile:
+      log(precompile(plan, xla=xla))
+      return 0
     if plan.is_done:
       log(plan.already_done_text())
       return 0
@@ -83,11 +93,11 @@ def train_run(
     with Goodput(
       enabled=distributed.is_main_process(), age_seconds=machine.seconds_since_start()
     ) as goodput:
-      return _train_checked(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
+      return _train(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
 
 
-def _train_checked(
-  plan: CheckedRun,
+def _train(
+  plan: PlannedRun,
   goodput: Goodput,
   *,
   watchdog: Watchdog,
@@ -133,7 +143,7 @@ def take_steps(
     data.source_files.kept_in(files.folder),
     stop,
     recorder,
-    open_profiler(live, recorder) as profiler,
+    profiler_lib.open_profiler(live, recorder) as profiler,
     checkpointer,
     live.plan.local,
   ):
@@ -179,8 +189,8 @@ def take_steps(
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then trains."""
-  preemption.catch_early()
-  catch_early()
+  preemption.catch_early()  # stop signals,
+  profiler_lib.catch_early()  # and the signal that asks for a profile
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=_add_flags)
   if not args.dry_run:  # a dry run exists for its output
     streams.outlive()
@@ -197,9 +207,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     process_count=cluster.process_count,
     store=coordination_store(),
   ) as watchdog:
-    begin(
+    logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+    programs.start_cache(jax.default_backend(), environ=os.environ)
+    introduce(
       run, loaded, cluster, xla, gin_files=args.gin_files, gin_search_paths=args.gin_search_paths
     )
+    health.log_problems()
     return train_run(
       run,
       watchdog=watchdog,

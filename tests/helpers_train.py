@@ -30,7 +30,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from t5x_gpu import cli, train
 from t5x_gpu.config import gin_loader
 from t5x_gpu.metrics.writers import read_json_lines
-from t5x_gpu.run.check import CheckedRun, check
+from t5x_gpu.run.check import PlannedRun, check, plan_run
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.runtime import process_exit, topology
@@ -219,13 +219,14 @@ class Project:
     with compiled_kept_in(self._compiled):
       return run_here(lambda: train.main(self.argv(*flags, **macros)), num_devices=num_devices)
 
-  def check(self, *, num_devices: int = 8, **macros: Any) -> CheckedRun:
+  def check(self, *, num_devices: int = 8, **macros: Any) -> PlannedRun:
     """Returns the run once it and its data are checked: all that a dry run does."""
     args = cli.parse_args('train', '', self.argv(**macros))
     with devices(num_devices), contextlib.redirect_stdout(io.StringIO()):
       loaded = gin_loader.load(args.gin_files, bindings=args.bindings)
-      plan = check(gin_loader.configured(loaded, Run))
-      with plan.model_dir:
+      checked = check(gin_loader.configured(loaded, Run))
+      with checked.model_dir:
+        plan = plan_run(checked)
         open_data(plan)
     return plan
 
@@ -318,12 +319,8 @@ def run_here(main: Callable[[], Optional[int]], *, num_devices: int = 8) -> Resu
 @contextlib.contextmanager
 def devices(number: int) -> Iterator[None]:
   """Within, runs find only the first `number` devices."""
-  discover = topology.discover
-  topology.discover = lambda: discover(jax.devices()[:number])
-  try:
+  with topology.only_on(jax.devices()[:number]):
     yield
-  finally:
-    topology.discover = discover
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import topology
+from t5x_gpu.runtime.topology import discover
 from t5x_gpu.terminal.printable import printable
 from tests.helpers_disk import refused_to_python
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
@@ -417,9 +417,7 @@ def test_merged_adapters_write_what_they_write_unmerged(model_dir, prompts, tmp_
   got = answers(folder, f'--prompts={prompts}', '--examples=2')
   params = read_params(folder, shapes)
   with devices(1):
-    layout = Partitioner().lay_out(
-      *topology.discover(), logical_sizes={**model.logical_sizes(), 'batch': 2}
-    )
+    layout = Partitioner().lay_out(*discover(), logical_sizes={**model.logical_sizes(), 'batch': 2})
     generator = Generator(model, params, layout=layout, config=DecodingConfig(max_decode_length=6))
     wanted = generator.generate([[3 + b for b in text.encode()] for text in PROMPTS[:2]])
   assert [record['score'] for record in got] == pytest.approx([w.score for [w] in wanted], rel=1e-4)

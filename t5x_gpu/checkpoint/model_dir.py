@@ -221,15 +221,6 @@ class ModelDir(contextlib.AbstractContextManager):
         folder.rmdir()
     self._made = []
 
-  @contextlib.contextmanager
-  def released_on_error(self) -> Iterator[None]:
-    """Context in which an error releases the lock."""
-    try:
-      yield
-    except BaseException:
-      self.release()
-      raise
-
   def __exit__(self, *error: object) -> None:
     self.release()
 

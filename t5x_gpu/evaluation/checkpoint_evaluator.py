@@ -43,7 +43,7 @@ from t5x_gpu.metrics.writers import (
 )
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.topology import discover
 from t5x_gpu.storage.files import check_not_refused, write_atomically
 from t5x_gpu.storage.json_schema import read_json
 from t5x_gpu.terminal.progress import BackgroundCounts, Show, Total, silent
@@ -85,7 +85,7 @@ class CheckpointEvaluator:
     num_batches: Optional[int] = None,
     num_examples: Optional[int] = None,
   ):
-    topology, devices = topology_lib.discover()
+    topology, devices = discover()
     model = config.model
     self.program = build_program(
       dataclasses.replace(config, num_microbatches=1),

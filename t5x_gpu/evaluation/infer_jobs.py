@@ -31,8 +31,7 @@ from t5x_gpu.models.model import Model, encodes_texts
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.runtime.topology import Device, Topology, discover
 from t5x_gpu.training.memory import check_inference_memory
 
 
@@ -62,7 +61,7 @@ def open_job(
 def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
   model = request.model
   reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
-  layout = _layout(request.partitioner, model, *topology_lib.discover())
+  layout = _layout(request.partitioner, model, *discover())
 
   def read() -> Any:
     shapes = _abstract_params(model, layout)
@@ -89,7 +88,7 @@ def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> Infe
   check_numbering(reader.manifest.get('data', {}), getattr(text, 'fingerprint', None))
   changes, notes = decoding_changes(request, text, reader.manifest)
   notes = [f'parameters: {reader.path}', *notes]
-  layout = _layout(request.partitioner, model, *topology_lib.discover())
+  layout = _layout(request.partitioner, model, *discover())
   say('\n'.join([layout.table(), *notes]))
   decoding = dataclasses.replace(request.decoding, **changes)
   generator = Generator(without_adapters(model), None, layout=layout, config=decoding)

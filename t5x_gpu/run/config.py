@@ -1,20 +1,32 @@
 """`Run`: the typed settings of a training run; `EvalConfig`: the settings that `eval` reads.
 
+`introduce` prints what a run knows before it checks anything; `write_config` records its settings.
+
 A run has settings of every folder below this one, from the mesh to checkpoints and evaluation. Only
 commands import this folder. Commands that need fewer settings read a base class (StepConfig), or
 single settings: `LoadedConfig.arguments(only=...)`.
 """
 
 import dataclasses
+import time
+from collections.abc import Sequence
 from typing import Optional
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
+from t5x_gpu.config import report
+from t5x_gpu.config.gin_loader import LoadedConfig
+from t5x_gpu.config.gin_text import GinFiles
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.run.profile_config import ProfileConfig
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import WatchdogConfig
+from t5x_gpu.runtime.xla.flags import Applied
 from t5x_gpu.training.train_step import StepConfig
 
 
@@ -64,3 +76,66 @@ class Run(EvalConfig):
   watchdog_cfg: WatchdogConfig = WatchdogConfig()
   logging_cfg: LoggingConfig = LoggingConfig()
   profile_cfg: ProfileConfig = ProfileConfig()
+
+  def check_periods(self) -> None:
+    """Raises ConfigError for a number of steps or batches below 1."""
+    names = ('total_steps', 'log_period', 'eval_period', 'eval_steps', 'infer_eval_period')
+    wrong = {name: n for name in names if (n := getattr(self, name)) is not None and n < 1}
+    if wrong:
+      raise ConfigError(
+        ', '.join(f'train.{name} = {n}' for name, n in wrong.items()) + ': must be at least 1.',
+        fix='Give a number of steps.',
+        parameters=[f'train.{name}' for name in wrong],
+      )
+
+
+def introduce(
+  run: Run,
+  loaded: LoadedConfig,
+  cluster: ClusterInfo,
+  xla: Applied,
+  *,
+  gin_files: Sequence[str],
+  gin_search_paths: Sequence[str],
+) -> None:
+  """Prints the configuration, the processes and the XLA settings, on process 0.
+
+  Args:
+    run, loaded: the configured run, and the configuration files that it was loaded from.
+    cluster, xla: the processes, and the settings to compile with.
+    gin_files, gin_search_paths: as on the command line.
+  Raises:
+    ConfigError: the processes have different configurations.
+  """
+  if distributed.is_main_process():
+    report.print_changes(
+      loaded.provenance,
+      files=GinFiles(gin_search_paths),
+      gin_files=gin_files,
+      model_dir=run.model_dir,
+    )
+  ends = []
+  if cluster.end_time is not None:
+    at = time.strftime('%m-%d %H:%M:%S', time.localtime(cluster.end_time))
+    before = run.checkpoint_cfg.stop_before_end_seconds
+    ends = [f'time limit: the job ends at {at}; the run saves and exits {before:.0f} s before']
+  lines = [
+    str(cluster),
+    *ends,
+    *(f'WARNING: {warning}' for warning in cluster.warnings),
+    xla.report(),
+    *([distributed.members_table()] if distributed.members() else []),
+    *(f'note: {note}' for note in loaded.notes),
+  ]
+  log('\n'.join(lines))
+  distributed.assert_equal_across_hosts(
+    {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration'
+  )
+
+
+def write_config(run: Run, loaded: LoadedConfig, folder: str) -> None:
+  """Writes the configuration to the run's folder, and prints what changed since the last run."""
+  changes = report.write(loaded.provenance, folder)
+  log(f'where to look: {run.model_dir}: {", ".join([*run.logging_cfg.files, report.ORIGINS])}')
+  if changes:
+    log('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))

@@ -37,7 +37,7 @@ from t5x_gpu.metrics.pictures import MAX_WRITTEN_CLASSES, draw_confusion
 from t5x_gpu.metrics.scores import all_names, shown_names
 from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.decoding import check_sample, check_writes_text
-from t5x_gpu.run.check import CheckedRun
+from t5x_gpu.run.check import PlannedRun
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
@@ -211,7 +211,7 @@ class RunData:
     self.evaluations.check_same_on_hosts(self.batches)
 
 
-def open_data(plan: CheckedRun) -> RunData:
+def open_data(plan: PlannedRun) -> RunData:
   """Returns the data of a run, checked against its model and its checkpoint.
 
   Raises:
@@ -238,7 +238,7 @@ def open_data(plan: CheckedRun) -> RunData:
   return RunData(batches, source_files, watch, evaluations)
 
 
-def _rehearse_save(plan: CheckedRun, batches: BatchIterator) -> None:
+def _rehearse_save(plan: PlannedRun, batches: BatchIterator) -> None:
   """Rehearses, in memory, how a save and a restart handle the data.
 
   Raises:

@@ -22,7 +22,6 @@ from typing import Any, Optional
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.checkpointer import Restored
 from t5x_gpu.checkpoint.initialize import resume_data
 from t5x_gpu.checkpoint.local.tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
@@ -38,7 +37,7 @@ from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.models.flops import step_tokens
 from t5x_gpu.models.model import Model
-from t5x_gpu.run.check import CheckedRun
+from t5x_gpu.run.check import PlannedRun
 from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
@@ -184,7 +183,7 @@ def check_cache() -> None:
     )
 
 
-def precompile(plan: CheckedRun, *, xla: Optional[flags.Applied]) -> str:
+def precompile(plan: PlannedRun, *, xla: Optional[flags.Applied]) -> str:
   """Compiles initialization, training step and evaluation; returns a summary for the log.
 
   Args:
@@ -271,7 +270,7 @@ class LiveRun:
     bad_steps: counts the steps that are skipped.
   """
 
-  plan: CheckedRun
+  plan: PlannedRun
   train_step: Callable[[TrainState, Any], tuple[TrainState, Any]]
   data: RunData
   checkpointer: AnyCheckpointer
@@ -446,7 +445,7 @@ class LiveRun:
 
 
 def open_run(
-  plan: CheckedRun, *, xla: Optional[flags.Applied], goodput: Goodput
+  plan: PlannedRun, *, xla: Optional[flags.Applied], goodput: Goodput
 ) -> tuple[LiveRun, TrainState]:
   """Returns the run and the state of its next step; opens the data while XLA compiles.
 
@@ -469,7 +468,10 @@ def open_run(
     first_step = int(state.step)
     if restored:
       state = plan.program.with_grad_norms(state, restored.manifest.get(GRAD_NORMS, ()))
-      _continue_from(restored, plan, data, first_step)
+      if plan.start.takes_data and (not plan.saved or plan.saved.step != first_step):
+        # The latest checkpoint, which `open_data` used, could not be read.
+        resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
+      log(f'Continuing from {restored.path}.')
       log(_changed_rate(plan, pathlib.Path(checkpointer.files.folder), first_step))
   if plan.start.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
     carry_hf_folder(plan.start.reader.path.parent, plan.model_dir.path)
@@ -485,7 +487,7 @@ def open_run(
 
 
 def _compile_and_open(
-  plan: CheckedRun, xla: Optional[flags.Applied]
+  plan: PlannedRun, xla: Optional[flags.Applied]
 ) -> tuple[Callable[..., Any], Optional[TrainState], RunData]:
   """Returns the compiled step, a fresh state if no checkpoint exists, and the open data."""
   program = plan.program
@@ -526,14 +528,7 @@ def _in_thread(work: Callable[[], Any]) -> Iterator[concurrent.futures.Future]:
     pool.shutdown(wait=False)
 
 
-def _continue_from(restored: Restored, plan: CheckedRun, data: RunData, step: int) -> None:
-  # If `open_data` used another step, the latest checkpoint could not be read.
-  if plan.start.takes_data and (not plan.saved or plan.saved.step != step):
-    resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
-  log(f'Continuing from {restored.path}.')
-
-
-def _changed_rate(plan: CheckedRun, folder: pathlib.Path, step: int) -> str:
+def _changed_rate(plan: PlannedRun, folder: pathlib.Path, step: int) -> str:
   """Returns a warning with both learning rates if the schedule has changed since the last start."""
   path = folder / 'metrics.jsonl'
   if not is_main_process() or not path.is_file():

@@ -6,9 +6,10 @@ a machine with eight GPUs, and a mesh made from it cannot distinguish NVLink fro
 """
 
 import collections
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Optional
 
 import jax
@@ -58,6 +59,19 @@ class Topology:
     return f'{hosts} x {self.count(self.devices_per_host)}'
 
 
+_only: list[Sequence[Device]] = []
+
+
+@contextlib.contextmanager
+def only_on(devices: Sequence[Device]) -> Iterator[None]:
+  """Context in which `discover` returns these devices by default: a run on some of them."""
+  _only.append(devices)
+  try:
+    yield
+  finally:
+    _only.pop()
+
+
 def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list[Device]]:
   """Returns the topology of `devices` and the devices in host-major order.
 
@@ -67,12 +81,14 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   of their kernels; devices without such a number are grouped by process.
 
   Args:
-    devices: all devices of the run, `jax.devices()` by default.
+    devices: all devices of the run; by default those of `only_on`, else `jax.devices()`.
   Raises:
     MeshError: the hosts do not have the same number of devices.
   Source: https://github.com/jax-ml/jax/issues/13021 (why slice_index exists on GPUs).
   """
-  devices = list(jax.devices() if devices is None else devices)
+  if devices is None:
+    devices = _only[-1] if _only else jax.devices()
+  devices = list(devices)
   if len({device.process_index for device in devices}) == 1:
     return group_by_host(devices, lambda device: 0, reason='one process')
   members = distributed.members()

@@ -23,11 +23,11 @@ import pytest
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.local.file_format import open_local_file
-from t5x_gpu.checkpoint.local.promotion import check_with_local, promote_newer
+from t5x_gpu.checkpoint.local.promotion import promote_local, promote_newer
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.checkpoint.local.tier import ABOUT, LocalTier, open_local_tier, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.store import StateReader, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.tools.checkpoints import verify
@@ -126,7 +126,12 @@ def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool 
       shutil.copy(path, seen)
   target, tier = program(layout).abstract_state, tier_that_sees(tmp_path, layout)
   with ModelDir(tmp_path / 'model') as model_dir:
-    return check_with_local(model_dir, tier, target=target, dry_run=dry_run)
+    if not dry_run:
+      model_dir.lock()
+    promoted = promote_local(model_dir, tier, target=target, dry_run=dry_run)
+    saved = check_model_dir(model_dir, target=target)
+    assert promoted is None or dry_run or promoted.step == saved.step
+    return promoted or saved
 
 
 def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
@@ -228,7 +233,7 @@ def test_parts_that_cannot_be_opened_stop_the_start_unless_another_host_has_them
   def start() -> int:
     target, tier = program('fsdp').abstract_state, tier_that_sees(tmp_path, 'fsdp')
     with ModelDir(tmp_path / 'model') as model_dir:
-      return check_with_local(model_dir, tier, target=target, dry_run=True).step
+      return promote_local(model_dir, tier, target=target, dry_run=True).step
 
   assert restart(tmp_path, 'fsdp', dry_run=True).step == 6
   with refused_to_python('step_6.process_1', errno.EMFILE):
@@ -350,7 +355,8 @@ def test_another_model_is_not_promoted(tmp_path, caplog):
   )
   with caplog.at_level(logging.WARNING):
     with ModelDir(tmp_path / 'model') as model_dir:
-      assert check_with_local(model_dir, tier, target=other, dry_run=False) is None
+      model_dir.lock()
+      assert promote_local(model_dir, tier, target=other, dry_run=False) is None
   assert 'another model' in caplog.text
 
 

@@ -13,8 +13,6 @@ import pytest
 
 from t5x_gpu import checkpoint_tools, eval
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.local.promotion import check_with_local
-from t5x_gpu.checkpoint.local.tier import NoLocalTier
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.retention import Keep
@@ -102,7 +100,8 @@ def test_the_check_and_the_restore_of_a_run_share_one_listing(tmp_path, calls):
   target = abstract(new_state())
   seen = calls(folder)
   with ModelDir(folder) as model_dir:
-    assert check_with_local(model_dir, NoLocalTier(), target=target, dry_run=False).step == 3
+    model_dir.lock()
+    assert check_model_dir(model_dir, target=target).step == 3
     with Checkpointer(model_dir, keep=Keep(last=3, best=1)) as checkpointer:
       assert int(checkpointer.restore_latest(target).state.step) == 3
   assert seen == counts(listed=1, read=(1, 2, 3))

@@ -10,7 +10,7 @@ from t5x_gpu import cli, data_tools
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.run.check import check
+from t5x_gpu.run.check import check, plan_run
 from t5x_gpu.run.config import Run
 from tests.helpers_train import TINY_GIN, Project, devices
 
@@ -170,8 +170,8 @@ def test_the_module_of_a_text_is_imported_before_a_thread_opens_the_data(
     args = cli.parse_args('train', '', project.argv(DATA_MODULE=outer))
     with devices(1), contextlib.redirect_stdout(io.StringIO()):
       run = gin_loader.configured(gin_loader.load(args.gin_files, bindings=args.bindings), Run)
-      with check(run).model_dir:
-        imported.append(inner in sys.modules)
+      plan_run(check(run))
+      imported.append(inner in sys.modules)
   assert imported == [False, True]
 
 

@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from t5x_gpu.errors import MeshError
-from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.topology import Topology, discover, group_by_host
 
 
@@ -89,4 +88,4 @@ def test_the_word_for_a_device_is_not_part_of_the_value():
 
 def test_no_environment_variable_fakes_hosts(monkeypatch):
   monkeypatch.setenv('T5X_GPU_FAKE_HOSTS', '2')
-  assert topology_lib.discover()[0] == Topology(1, 8)
+  assert discover()[0] == Topology(1, 8)

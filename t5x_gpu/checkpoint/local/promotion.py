@@ -31,7 +31,6 @@ from t5x_gpu.checkpoint.model_dir import (
   UNREADABLE,
   ModelDir,
   Saved,
-  check_model_dir,
   error_line,
   is_real_folder,
   set_aside_checkpoint,
@@ -502,28 +501,38 @@ class Assembly:
       _log.info('%s', text)
 
 
-def check_with_local(
+def promote_local(
   model_dir: ModelDir, local: LocalTier | NoLocalTier, *, target: Tree, dry_run: bool
 ) -> Optional[Saved]:
-  """Returns the latest checkpoint, as `check_model_dir`, after promoting a newer local checkpoint.
-
-  Locks MODEL_DIR, so that the answer stays true until the run releases it.
+  """Makes the newest local checkpoint an ordinary one if it is complete and newer than all others.
 
   Args:
-    model_dir: need not exist.
+    model_dir: MODEL_DIR of this run, which has locked it; need not exist.
     local: local checkpoints of this run.
     target: the TrainState (or its shapes) of this run.
-    dry_run: only log and return the checkpoint that would be promoted; change and lock nothing.
+    dry_run: only log and return the checkpoint that would be promoted; change nothing.
+  Returns:
+    The promoted checkpoint, or None.
   Raises:
-    CheckpointError: as `check_model_dir`; or a local checkpoint cannot be written to MODEL_DIR.
+    CheckpointError: a local checkpoint cannot be written to MODEL_DIR.
   """
-  if not dry_run:
-    model_dir.lock(wait=True)
-  promoted = None
-  if isinstance(local, LocalTier):
-    promoted = _promote(model_dir, local.folder, target, dry_run)
-  saved = check_model_dir(model_dir, target=target)
-  return promoted if dry_run and promoted else saved
+  if not isinstance(local, LocalTier):
+    return None
+  folder = model_dir.path
+  if distributed.is_main_process() and not dry_run:
+    if is_real_folder(folder / STAGING):  # left by a killed process; anything else stays
+      shutil.rmtree(folder / STAGING, ignore_errors=True)
+  run, durable = None, None
+  with distributed.errors_together():
+    if distributed.is_main_process():
+      run, durable = read_run_id(folder), _newest_readable(model_dir)
+  run, durable = distributed.broadcast_json((run, durable))
+  if run is None:
+    return None
+  found = _find(local.folder, run, durable)
+  return _first_complete(
+    model_dir, found, candidates(found), target, durable=durable, dry_run=dry_run
+  )
 
 
 def promote_newer(
@@ -599,26 +608,6 @@ def _first_complete(
     check_newer(candidate.step - 1, fallback)
   check_newer(-1, fallback)
   return None
-
-
-def _promote(
-  model_dir: ModelDir, local: pathlib.Path, target: Tree, dry_run: bool
-) -> Optional[Saved]:
-  folder = model_dir.path
-  if distributed.is_main_process() and not dry_run:
-    if is_real_folder(folder / STAGING):  # left by a killed process; anything else stays
-      shutil.rmtree(folder / STAGING, ignore_errors=True)
-  run, durable = None, None
-  with distributed.errors_together():
-    if distributed.is_main_process():
-      run, durable = read_run_id(folder), _newest_readable(model_dir)
-  run, durable = distributed.broadcast_json((run, durable))
-  if run is None:
-    return None
-  found = _find(local, run, durable)
-  return _first_complete(
-    model_dir, found, candidates(found), target, durable=durable, dry_run=dry_run
-  )
 
 
 def _newest_readable(model_dir: ModelDir) -> Optional[int]:

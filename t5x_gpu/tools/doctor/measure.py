@@ -25,10 +25,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.runtime import distributed, machine, process_exit
-from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.runtime.topology import discover
 
 MIB = 2**20
 # Large enough to be bound by tensor cores; small enough for a laptop's CPU.
@@ -196,7 +196,7 @@ def _measure_links(cluster: ClusterInfo, preset: str, *, join_seconds: int) -> N
   try:
     config = DistributedConfig(initialization_timeout_seconds=join_seconds)
     distributed.start(cluster, config, xla_preset=preset)
-    topology, devices = topology_lib.discover()
+    topology, devices = discover()
   except UserError as e:
     _print_json('problem', {'what': e.what, 'fix': e.fix})
     return
