@@ -24,7 +24,13 @@ from t5x_gpu.errors import (
 )
 from t5x_gpu.runtime import import_interrupts, machine, process_exit
 from t5x_gpu.runtime.process_exit import SecondInterruptLeaves
-from t5x_gpu.storage.files import check_not_refused, is_refused, reason_of, remedy
+from t5x_gpu.storage.files import (
+  check_not_refused,
+  check_temporary_folder,
+  is_refused,
+  reason_of,
+  remedy,
+)
 from t5x_gpu.storage.json_schema import read_bytes
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import streams
@@ -94,7 +100,10 @@ class Args:
 
     Args:
       **options: further arguments of `gin_loader.load`.
+    Raises:
+      AccessError: there is no folder for temporary files.
     """
+    check_temporary_folder()  # before a gin file imports TensorFlow, which would end in a traceback
     if self.tfds_data_dir:
       os.environ['TFDS_DATA_DIR'] = self.tfds_data_dir
     return gin_loader.load(

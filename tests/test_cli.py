@@ -1,6 +1,8 @@
 """Flags mean what T5X users type; errors come with a remedy, their origins and exit code 1."""
 
 import errno
+import subprocess
+import sys
 
 import pytest
 
@@ -254,3 +256,15 @@ def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_pa
   assert number(f'--gin.MODEL_DIR=~/{tmp_path.name}')[0] == 4
   with refused_to_python('config.gin', errno.EMFILE), pytest.raises(AccessError, match='EMFILE'):
     number()
+
+
+def test_a_machine_that_cannot_write_temporary_files_gets_an_error_with_a_fix():
+  program = (
+    'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n'
+    'from t5x_gpu import cli\n'
+    "cli.run_main(lambda: cli.parse_args('train', '', ['--gin_file=a.gin']).load())"
+  )
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
+  assert done.returncode == 1 and 'Traceback' not in done.stderr
+  assert done.stderr.startswith('AccessError: No usable temporary directory found in')
+  assert 'set TMPDIR' in done.stderr

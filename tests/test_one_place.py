@@ -153,3 +153,19 @@ def test_public_names_of_classes_are_unique():
       if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
         found[node.name].append(module)
   none([f'{name} is in {", ".join(found[name])}' for name in found if len(found[name]) > 1])
+
+
+# `start` sets up a process, `open_X` returns an X that is ready, `join` meets the other processes.
+OTHER_WORDS = re.compile(r'_?(begin|init|initialize|setup|set_up)(_|$)')
+
+
+def test_run_and_runtime_have_one_word_for_setting_up():
+  none(
+    [
+      f'{path_of(module)}:{node.lineno}: {node.name}; say start, or open_X if it returns an X'
+      for module, tree in modules().items()
+      if module.startswith(('t5x_gpu.run.', 't5x_gpu.runtime.'))
+      for node in ast.walk(tree)
+      if isinstance(node, ast.FunctionDef) and OTHER_WORDS.match(node.name)
+    ]
+  )

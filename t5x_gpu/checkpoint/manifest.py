@@ -108,7 +108,7 @@ class Manifest(TypedDict):
     data: facts about the training data; {} without.
     mesh: sizes of the mesh that wrote it; no restore depends on it.
     seal: digest of the rest, see `sealed`.
-    params_only, without_data: a checkpoint that no run has written: parameters and step, or with
+    params_only, without_data: a converted checkpoint: parameters and step, or with
       optimizer state.
     metrics: evaluation metrics at this step.
     grad_norms: gradient norms of the last steps, oldest first.

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
@@ -19,7 +18,7 @@ from t5x_gpu.partitioning.array_layout import parameter_table, state_layouts
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
-from t5x_gpu.runtime.topology import discover
+from t5x_gpu.runtime.topology import Device, discover
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
 from t5x_gpu.training.memory import RunMemory, check_memory
@@ -68,8 +67,8 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     run.infer_eval_dataset_cfg and run.infer_eval_period,
   )
   topology, devices = discover()
-  build = functools.partial(build_program, topology=topology, devices=devices)
-  run, program = _with_moments_of(model_dir, run, build(run), build)
+  program = build_program(run, topology=topology, devices=devices)
+  run, program = _with_moments_of(model_dir, run, program, devices)
   log(_introduction(run, program, with_parameters=dry_run))
   return CheckedRun(
     run=run,
@@ -157,7 +156,7 @@ def plan_run(checked: CheckedRun, *, promoted: Optional[Saved] = None) -> Planne
 
 
 def _with_moments_of(
-  model_dir: ModelDir, run: Run, program: Program, build: Callable[[Run], Program]
+  model_dir: ModelDir, run: Run, program: Program, devices: list[Device]
 ) -> tuple[Run, Program]:
   """Returns run and program with the Adafactor.layers of the checkpoint that the run continues.
 
@@ -167,7 +166,7 @@ def _with_moments_of(
   Args:
     model_dir: folder of the run.
     run, program: the run and its program with the default of Adafactor.layers.
-    build: run -> program.
+    devices: devices of the mesh.
   """
   if not isinstance(run.optimizer, Adafactor) or run.optimizer.layers is not None:
     return run, program
@@ -176,7 +175,7 @@ def _with_moments_of(
     return run, program
   for layers in LAYERS:
     changed = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, layers=layers))
-    found = build(changed)
+    found = build_program(changed, topology=program.layout.topology, devices=devices)
     if not differences(manifest, found.abstract_saved):
       version = manifest['versions'].get('t5x_gpu', 'unknown')
       log(

@@ -136,7 +136,7 @@ class ProfileRanks:
     self._rank = distributed.process_index()
     self._own = {'rank': self._rank, 'host': socket.gethostname()}
 
-  def begins(self, *, first_step: int, last_step: int) -> None:
+  def announce(self, *, first_step: int, last_step: int) -> None:
     """Announces that this process takes a trace of these steps."""
     self._publish(first_step, last_step, None)
 
@@ -252,10 +252,10 @@ class ProfileReader:
     self._finished: collections.deque[dict[str, float]] = collections.deque()
     self._thread: Optional[threading.Thread] = None
 
-  def begins(self, request: TraceRequest) -> None:
+  def announce(self, request: TraceRequest) -> None:
     """Informs the other processes that a trace has begun."""
     first, last = request.first_step, request.last_step
-    self._do(lambda: self._ranks.begins(first_step=first, last_step=last))
+    self._do(lambda: self._ranks.announce(first_step=first, last_step=last))
 
   def read(self, request: TraceRequest) -> None:
     """Starts to read a trace."""
@@ -461,7 +461,7 @@ class Profiler:
       of_all=reason in (STEPS, PERIOD),
       totals=dict(self._recorder.timer.totals),
     )
-    self._reader.begins(self._request)
+    self._reader.announce(self._request)
 
   def _stop(self, step: int, *, drain: bool) -> None:
     """Ends the trace after `step` and starts to read it."""

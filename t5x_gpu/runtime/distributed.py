@@ -69,13 +69,13 @@ def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -
     config: how long to wait for the other processes.
     xla_preset: preset of XLA and NCCL settings.
   Raises:
-    ClusterError: see `initialize`.
+    ClusterError: see `join`.
   """
-  initialize(cluster, config)
+  join(cluster, config)
   return flags.prepare_environment(xla_preset, num_hosts=num_hosts())
 
 
-def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
+def join(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
   """Joins this process to the other processes of its run; returns False if it is alone.
 
   Call it before anything uses a device.
@@ -312,7 +312,7 @@ def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[st
 def check_same_modules() -> None:
   """Raises ClusterError, on every process, unless all have imported the same user modules so far.
 
-  `initialize` has compared the modules that were imported before it ran.
+  `join` has compared the modules that were imported before it ran.
   """
   if process_count() > 1:
     members_lib.raise_if_code_differs(differences(members_lib.user_modules(), only_common=True))

@@ -76,12 +76,12 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   """Returns the topology of `devices` and the devices in host-major order.
 
   The order is the same on every process, and the same whether a host runs one process or one per
-  GPU. Processes that joined by `distributed.initialize` know each other's hosts. Otherwise JAX
+  GPU. Processes that joined by `distributed.join` know each other's hosts. Otherwise JAX
   numbers the machines of a run (`device.partition_index`, formerly `slice_index`) by the boot ids
   of their kernels; devices without such a number are grouped by process.
 
   Args:
-    devices: all devices of the run; by default those of `only_on`, else `jax.devices()`.
+    devices: all devices of the run; by default the devices of `only_on`, or all.
   Raises:
     MeshError: the hosts do not have the same number of devices.
   Source: https://github.com/jax-ml/jax/issues/13021 (why slice_index exists on GPUs).

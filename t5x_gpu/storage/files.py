@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import stat
+import tempfile
 from collections.abc import Iterator
 from typing import Optional
 
@@ -161,6 +162,17 @@ def access_error(e: OSError, path: str | os.PathLike = '') -> AccessError:
     'a checkpoint: its folder).',
     docs='checkpoints.md#no-access',
   )
+
+
+def check_temporary_folder() -> None:
+  """Raises AccessError if there is no folder for temporary files, which every library needs."""
+  try:
+    tempfile.gettempdir()
+  except FileNotFoundError as e:
+    raise AccessError(
+      f'{e.strerror}.',
+      fix='Free space in one of these folders, or set TMPDIR to a folder that you can write to.',
+    ) from e
 
 
 def check_not_refused(e: Exception, path: str | os.PathLike) -> None:

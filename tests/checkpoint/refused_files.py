@@ -56,7 +56,7 @@ def outcome(folder: pathlib.Path, target: TrainState) -> dict[str, Any]:
 
 def rank(index: int, address: str, folder: pathlib.Path) -> None:
   """Does the work of one of two processes; writes its result to `folder`/INDEX.json."""
-  distributed.initialize(
+  distributed.join(
     cluster.detect({}, coordinator_address=address, process_count=2, process_index=index)
   )
   mesh = jax.make_mesh((2,), ('data',))

@@ -47,7 +47,7 @@ def state_of(step: int) -> TrainState:
 
 def rank(index: int, address: str, flags: argparse.Namespace) -> None:
   """Does the work of one process."""
-  distributed.initialize(
+  distributed.join(
     cluster.detect({}, coordinator_address=address, process_count=flags.count, process_index=index)
   )
   with open_checkpointer(flags.address, keep=Keep(last=2)) as checkpointer:

@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 def rank(index: int, address: str, flags: argparse.Namespace) -> None:
   """Does the work of one process."""
-  distributed.initialize(
+  distributed.join(
     cluster.detect({}, coordinator_address=address, process_count=flags.count, process_index=index)
   )
   assert jax.process_count() == flags.count and jax.device_count() == 8

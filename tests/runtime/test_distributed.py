@@ -117,7 +117,7 @@ def test_machines_are_identified_by_boot_id_and_keep_model_inside(tmp_path):
 
 
 def test_a_single_process_starts_nothing():
-  assert distributed.initialize(cluster.detect({})) is False
+  assert distributed.join(cluster.detect({})) is False
   assert (distributed.process_index(), distributed.process_count()) == (0, 1)
   assert distributed.is_main_process() and distributed.members() == ()
 

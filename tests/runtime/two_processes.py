@@ -48,7 +48,7 @@ def gather_rounds(folder: pathlib.Path, index: int) -> list[bool]:
 
 
 def main(address: str, index: int, folder: str) -> None:
-  joined = distributed.initialize(
+  joined = distributed.join(
     cluster.detect(os.environ, coordinator_address=address, process_count=2, process_index=index),
     distributed.DistributedConfig(initialization_timeout_seconds=60),
   )

@@ -36,7 +36,7 @@ def join(index: int, processes: list[dict], port: int) -> None:
   if own.get('domain'):
     os.environ['T5X_GPU_DOMAIN'] = own['domain']
   jax.config.update('jax_num_cpu_devices', own.get('devices', 1))
-  distributed.initialize(
+  distributed.join(
     cluster.detect(
       {},
       coordinator_address=f'{own.get("host", "127.0.0.1")}:{port}',

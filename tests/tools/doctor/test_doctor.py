@@ -480,7 +480,7 @@ IDLE = """
 import sys, time
 from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime import distributed
-distributed.initialize(cluster.detect({}, coordinator_address=sys.argv[1], process_count=2,
+distributed.join(cluster.detect({}, coordinator_address=sys.argv[1], process_count=2,
                                       process_index=1))
 import jax
 jax.devices()
