@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x_gpu.errors import DataError, ShapeError
 from t5x_gpu.runtime.cluster.agreement import Facts
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
 # for labels and their weights. Prepared batches read their rows on access.
@@ -85,7 +86,7 @@ class BatchIterator(Protocol):
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called. Raises DataError if the data has changed."""
 
-  def describe(self) -> Mapping[str, Any]:
+  def describe(self) -> Json:
     """Returns JSON-ready facts for logs and manifests: task, split, seed, examples, guarantees."""
 
 
@@ -101,7 +102,7 @@ class FileBatchIterator(BatchIterator, Protocol):
     Without this method, hosts compare only `describe()` and the next batch.
     """
 
-  def source_files(self) -> Any:
+  def source_files(self) -> object:
     """Returns the `SourceFiles`, which are checked for changes when a run resumes."""
 
   def watched_files(self) -> Sequence[str]:
@@ -120,7 +121,7 @@ class FileBatchIterator(BatchIterator, Protocol):
 FileMethod = Literal['close', 'file_facts', 'source_files', 'watched_files', 'counted_state']
 
 
-def optional_method(batches: BatchIterator, name: FileMethod) -> Optional[Callable[..., Any]]:
+def optional_method(batches: BatchIterator, name: FileMethod) -> Optional[Callable[..., object]]:
   """Returns a method of `FileBatchIterator`; None if `batches` does not have it."""
   method = getattr(batches, name, None)
   return method if callable(method) else None
@@ -166,7 +167,7 @@ class DatasetConfig:
   loss_on_targets_only: bool = True
   mixture_rates: Optional[Mapping[str, float]] = None
   max_corrupt_fraction: float = 0.0
-  chat_template_variables: Optional[Mapping[str, Any]] = None
+  chat_template_variables: Optional[Json] = None
   module: str = 't5x_gpu.data.seqio_batches'
 
   def __post_init__(self) -> None:
@@ -186,7 +187,7 @@ class DatasetConfig:
         docs='finetune.md#chat',
       )
 
-  def facts(self, *, feature_converter: str, repeat: bool) -> dict[str, Any]:
+  def facts(self, *, feature_converter: str, repeat: bool) -> JsonObject:
     """Returns the settings that identify the batches in addition to the task, for `same_data`."""
     names = ('split', 'seed', 'shuffle', 'pack', 'batch_size', 'loss_on_targets_only')
     return {

@@ -27,6 +27,7 @@ from t5x_gpu.data.batches import (
   with_masks,
 )
 from t5x_gpu.errors import ConfigError, did_you_mean
+from t5x_gpu.storage.json_schema import Json
 
 
 class HasBatches(Protocol):
@@ -159,10 +160,10 @@ class Prompt:
   targets: Optional[str] = None
   tokens: Optional[tuple[int, ...]] = None
   target_tokens: Optional[tuple[int, ...]] = None
-  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  extra: Json = dataclasses.field(default_factory=dict)
   number: Optional[int] = None
-  messages: Optional[Sequence[Mapping[str, Any]]] = None
-  tools: Optional[Sequence[Any]] = None
+  messages: Optional[Sequence[Json]] = None
+  tools: Optional[Sequence[Json]] = None
   num_second: int = 0
 
 
@@ -194,7 +195,7 @@ class PromptText(Protocol):
     """Returns the ids of a text to score, with the end mark of the task's targets."""
 
   def encode_chat(
-    self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
+    self, messages: Sequence[Json], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
     """Returns the ids of a conversation and of the start of the answer. Raises DataError."""
 
@@ -206,6 +207,24 @@ class PromptText(Protocol):
 
   def examples(self) -> Iterable[Prompt]:
     """Yields the examples of the task's split in order. Raises DataError if there are none."""
+
+
+class EncoderText(Protocol):
+  """Text -> rows of an encoder; `PromptText` is the equivalent for models that write text.
+
+  Attributes:
+    name, size: as in `PromptText`.
+    length: tokens of a row; longer texts are cut.
+    fingerprint: identifies the vocabulary, as in manifests.
+  """
+
+  name: str
+  size: int
+  length: int
+  fingerprint: str
+
+  def encode(self, prompt: Prompt) -> EncodedRow:
+    """Returns the row of a prompt's text, or pair of texts, as in training."""
 
 
 _OUR_MODULES = 't5x_gpu.data.'
@@ -339,8 +358,8 @@ class DataModule(Protocol):
       has_inputs: the model reads prompts in an encoder, or was trained on inputs before targets.
     """
 
-  def class_text(self, config: DatasetConfig, *, model_vocab_size: int) -> Any:
-    """Returns a `class_prompts.ClassText`. Needed by `infer` with a classifier."""
+  def class_text(self, config: DatasetConfig, *, model_vocab_size: int) -> EncoderText:
+    """Returns the texts of the task. Needed by `infer` with a classifier."""
 
   def preparation(self, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
     """Returns a `preparation.Preparation`. Needed by `python -m t5x_gpu.prepare`."""
@@ -399,7 +418,7 @@ def module_of(config: DatasetConfig) -> str:
   return _PREPARED_MODULE if is_prepared and config.module == _TEXT_MODULE else config.module
 
 
-def _module(config: DatasetConfig) -> Any:
+def _module(config: DatasetConfig) -> DataModule:
   """Returns the checked `DataModule` of `config`."""
   name = module_of(config)
   try:
@@ -415,7 +434,7 @@ def _module(config: DatasetConfig) -> Any:
   return module
 
 
-def _optional(config: DatasetConfig, name: str) -> Optional[Callable[..., Any]]:
+def _optional(config: DatasetConfig, name: str) -> Optional[Callable[..., object]]:
   """Returns an optional function of the module, or None. Raises ConfigError for other objects."""
   function = getattr(_module(config), name, None)
   if function is not None and not callable(function):
@@ -468,7 +487,7 @@ def open_batches(
 
 
 @contextlib.contextmanager
-def batches_to_close(config: DatasetConfig, **options: Any) -> Iterator[BatchIterator]:
+def batches_to_close(config: DatasetConfig, **options: object) -> Iterator[BatchIterator]:
   """Context that opens batches, with arguments as for `open_batches`, and closes them."""
   batches = open_batches(config, **options)
   try:
@@ -509,8 +528,8 @@ def open_text(
   function: str,
   *,
   may_import: Optional[Collection[str]] = None,
-  **options: Any,
-) -> Any:
+  **options: object,
+) -> PromptText | EncoderText:
   """Calls a function of the data module for text <-> ids and the task's examples.
 
   Args:

@@ -6,7 +6,7 @@ The trainer builds abstract batches from this without importing SeqIO.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -174,7 +174,7 @@ def layout(feature_converter: str) -> ConverterFeatures:
   return LAYOUTS[feature_converter]
 
 
-def check_batch_size(batch_size: Any) -> None:
+def check_batch_size(batch_size: object) -> None:
   """Raises DataError unless `batch_size` is a whole number of at least 1."""
   if not _is_length(batch_size):
     raise DataError(
@@ -249,7 +249,7 @@ def is_token(row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
   return assumed_mask(row, stack)
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
   """Returns whether `value` is a whole number of at least 1."""
   return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

@@ -5,7 +5,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import pyarrow as pa
 
@@ -23,6 +23,7 @@ from t5x_gpu.data.sources.rows import (
 )
 from t5x_gpu.errors import DataError, did_you_mean, first_line
 from t5x_gpu.storage.files import is_missing, reason_of, remedy
+from t5x_gpu.storage.json_schema import Json
 
 _JSON, _TABLES = ('.jsonl', '.json'), ('.csv', '.tsv', '.parquet')
 _NOT_READ = ('.arrow', '.tfrecord', '.arrayrecord')
@@ -102,7 +103,7 @@ def _from_table(path: str, form: str, chosen: Mapping[str, str], *, chat: bool) 
   """Yields a prompt per row that has one."""
   columns: dict[str, str] = {}
 
-  def prompt(record: Mapping[str, Any], where: str, number: int) -> Iterator[Prompt]:
+  def prompt(record: Json, where: str, number: int) -> Iterator[Prompt]:
     fields = {field: record.get(column) for field, column in columns.items()}
     fields = {field: x for field, x in fields.items() if x is not None and str(x).strip()}
     if fields:
@@ -152,7 +153,7 @@ def _table_columns(
   return columns
 
 
-def _of_fields(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Prompt:
+def _of_fields(fields: Json, columns: Mapping[str, str], where: str) -> Prompt:
   """Returns the prompt with these `fields`; `columns` name the columns or keys for errors."""
   if 'messages' in columns:
     return _conversation(fields, key='messages', where=where, extra={})
@@ -169,7 +170,7 @@ def _of_fields(fields: Mapping[str, Any], columns: Mapping[str, str], where: str
   return Prompt(where, fields['inputs'], fields.get('targets'), extra=extra)
 
 
-def _check_encodes(value: Any, where: str) -> None:
+def _check_encodes(value: object, where: str) -> None:
   try:
     json.dumps(value, ensure_ascii=False).encode()
   except UnicodeEncodeError as e:
@@ -243,9 +244,7 @@ def _from_text(line: bytes, where: str) -> Prompt:
     ) from e
 
 
-def _conversation(
-  record: Mapping[str, Any], *, key: str, where: str, extra: Mapping[str, Any]
-) -> Prompt:
+def _conversation(record: Json, *, key: str, where: str, extra: Json) -> Prompt:
   messages = checked_messages(record.get(key), key=key, where=where)
   if messages[-1]['role'] == 'assistant':
     raise DataError(

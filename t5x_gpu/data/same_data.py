@@ -10,11 +10,10 @@ version of a library. source_files.py finds changed files.
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from t5x_gpu.errors import DataError
-from t5x_gpu.storage.json_schema import Fields, parse_json
+from t5x_gpu.storage.json_schema import Fields, Json, parse_json
 
 LIBRARIES = 'libraries'
 # Fact -> (description, the setting that a user changes); facts about a task or feature are named
@@ -55,9 +54,7 @@ _PARAMETERS = {
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
 
-def differences(
-  saved: Mapping[str, Any], now: Mapping[str, Any], *, before: str = 'saved'
-) -> list[str]:
+def differences(saved: Json, now: Json, *, before: str = 'saved') -> list[str]:
   """Returns a line per fact that differs: `KEY: saved VALUE, now VALUE`; `before` is the word."""
   return [
     f'{key}: {before} {saved.get(key)!r}, now {now.get(key)!r}'
@@ -66,12 +63,7 @@ def differences(
   ]
 
 
-def check_same_data(
-  saved: Mapping[str, Any],
-  now: Mapping[str, Any],
-  *,
-  by_hash: Callable[[], Mapping[str, Any]] = dict,
-) -> None:
+def check_same_data(saved: Json, now: Json, *, by_hash: Callable[[], Json] = dict) -> None:
   """Raises DataError, with the facts that differ, unless two fingerprints of data agree.
 
   Args:
@@ -119,7 +111,7 @@ def check_same_data(
 _NUMBERED = re.compile(r'(huggingface:.*), (\d+) ids')
 
 
-def check_numbering(saved: Mapping[str, Any], vocabulary: Any) -> None:
+def check_numbering(saved: Json, vocabulary: object) -> None:
   """Raises DataError if a model was trained with another id for the token that has id 0.
 
   For encoders and encoder-decoders, versions up to 0.2 gave the token an id after the tokenizer's
@@ -142,7 +134,7 @@ def check_numbering(saved: Mapping[str, Any], vocabulary: Any) -> None:
       )
 
 
-def resumed_step(state: bytes, schema: Fields, *, module: str, now: Mapping[str, Any]) -> int:
+def resumed_step(state: bytes, schema: Fields, *, module: str, now: Json) -> int:
   """Returns 'batches_taken' of a JSON data state.
 
   Args:
@@ -172,9 +164,7 @@ def foreign_state(state: bytes, *, module: str, reason: str) -> DataError:
   )
 
 
-def check_next_batch(
-  *, saved_hash: str, hash_now: str, saved: Mapping[str, Any], now: Mapping[str, Any]
-) -> None:
+def check_next_batch(*, saved_hash: str, hash_now: str, saved: Json, now: Json) -> None:
   """Raises DataError unless the next batch equals the next batch of the interrupted run.
 
   Args:
@@ -212,7 +202,7 @@ STREAMING = (
 )
 
 
-def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
+def data_line(described: Json, *, process_count: int) -> str:
   """Returns a line for the log, and a warning if every process reads the whole stream.
 
   Args:

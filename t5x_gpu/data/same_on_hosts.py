@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from t5x_gpu.data.sources.discovery import relative_names, sample_digest
 from t5x_gpu.errors import task_error
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import Facts
+from t5x_gpu.storage.json_schema import JsonObject
 
 _THREADS = 16
 _SAMPLED_FILES = 2048  # limited because every process opens them, perhaps on one file server
@@ -91,7 +92,7 @@ def _of_task(task: EvaluatedTask) -> tuple[str, str]:
   return value, f'{len(task.targets)} examples ({value})'
 
 
-def file_facts(paths: Sequence[str]) -> dict[str, Any]:
+def file_facts(paths: Sequence[str]) -> JsonObject:
   """Returns facts about local files: all names, and size and blocks of `_SAMPLED_FILES` files.
 
   Names are relative to the folder common to all files.

@@ -16,7 +16,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -49,7 +49,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
 from t5x_gpu.errors import DataError, first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.machine import versions
-from t5x_gpu.storage.json_schema import Fields, Whole, parse_json
+from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, Whole, parse_json
 
 _MAGIC = b't5x_gpu data state 1\n'
 _HEADER = Fields(
@@ -101,14 +101,14 @@ class SeqioBatches:
     *,
     name: str,
     spec: BatchSpec,
-    fingerprint: Mapping[str, Any],
+    fingerprint: Json,
     problem: Callable[[], Optional[DataError]],
     pad_last: bool,
     file_facts: Callable[[], Facts] = dict,
     paths: Callable[[], Mapping[str, Sequence[str]]] = dict,
     class_names: Optional[Sequence[str]] = None,
     pipeline: int = 1,
-    by_hash: Callable[[], Mapping[str, Any]] = dict,
+    by_hash: Callable[[], Json] = dict,
   ):
     self._pipeline = pipeline
     self._make_dataset = make_dataset
@@ -328,7 +328,7 @@ class SeqioBatches:
       offset += size
     return with_masks(pending, self._spec.shapes)
 
-  def describe(self) -> Mapping[str, Any]:
+  def describe(self) -> Json:
     """Returns the facts that identify the data, and the guarantee about its order."""
     return {
       'mixture_or_task_name': self._name,
@@ -352,7 +352,7 @@ class SeqioBatches:
     self._pending = None
 
 
-def _parse_state(state: bytes) -> tuple[dict[str, Any], bytes, bytes]:
+def _parse_state(state: bytes) -> tuple[JsonObject, bytes, bytes]:
   try:
     if not state.startswith(_MAGIC):
       raise ValueError('its first bytes differ')
@@ -420,7 +420,7 @@ _PREFETCH_BATCHES = 2
 
 def _fingerprint(
   task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feature_converter: str, repeat: bool
-) -> dict[str, Any]:
+) -> JsonObject:
   subtasks = seqio.get_subtasks(task)
   facts = {
     'task': task_lookup.kind(config),
@@ -440,7 +440,7 @@ def _fingerprint(
   return facts
 
 
-def _sources_by_hash(task: task_lookup.TaskOrMixture) -> dict[str, Any]:
+def _sources_by_hash(task: task_lookup.TaskOrMixture) -> JsonObject:
   return {
     f'source of {subtask.name}': subtask.source.fingerprint_by_hash()
     for subtask in seqio.get_subtasks(task)

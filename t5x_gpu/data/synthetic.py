@@ -9,8 +9,8 @@ would hide an error in the weighting.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from collections.abc import Iterator
+from typing import Optional
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from t5x_gpu.data.features import (
 )
 from t5x_gpu.data.same_data import resumed_step
 from t5x_gpu.errors import DataError
-from t5x_gpu.storage.json_schema import Fields, Whole
+from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, Whole
 
 SEGMENTS_PER_ROW = 4
 MAX_SCORE = 10_000
@@ -98,7 +98,7 @@ class SyntheticBatches:
   def set_state(self, state: bytes) -> None:
     self._step = resumed_step(state, _STATE, module=__name__, now=self._fingerprint())
 
-  def describe(self) -> Mapping[str, Any]:
+  def describe(self) -> Json:
     return {
       **self._fingerprint(),
       'guarantee': 'random ids; the global batch at step t depends on (seed, spec, t) alone',
@@ -108,7 +108,7 @@ class SyntheticBatches:
     """Ends the iterator."""
     self._closed = True
 
-  def _fingerprint(self) -> dict[str, Any]:
+  def _fingerprint(self) -> JsonObject:
     shapes, masks = self._spec.shapes, row_masks(self._spec.shapes)
     return {
       'task': 'synthetic',

@@ -12,7 +12,7 @@ import logging
 import pathlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional, Self, Union
+from typing import Optional, Self, Union
 
 import numpy as np
 
@@ -42,10 +42,11 @@ from t5x_gpu.metrics.writers import (
   read_json_lines,
 )
 from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.models.model import Params
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import discover
 from t5x_gpu.storage.files import check_not_refused, write_atomically
-from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.storage.json_schema import Json, read_json
 from t5x_gpu.terminal.progress import BackgroundCounts, Show, Total, silent
 from t5x_gpu.training.memory import check_evaluation_memory
 from t5x_gpu.training.program import Program, build_program
@@ -98,7 +99,7 @@ class CheckpointEvaluator:
     self.hits: Optional[np.ndarray] = None
     self.num_rows = 0
     self._losses: dict[str, Evaluator] = {}
-    self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}
+    self._uncounted: dict[str, Callable[[], Iterable[object]]] = {}
     self._totals: dict[str, Total] = {}
     self._counts = BackgroundCounts()
     if metrics != 'tasks':
@@ -131,10 +132,10 @@ class CheckpointEvaluator:
     self._totals = {name: self._counts.count(opened()) for name, opened in self._uncounted.items()}
     return self
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, *exc_info: object) -> None:
     self._counts.__exit__(*exc_info)
 
-  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+  def run(self, params: Params, *, show: Show = silent) -> dict[str, float]:
     """Returns the metrics by name.
 
     Args:
@@ -221,7 +222,7 @@ def _next(
   return _END if time.monotonic() >= deadline else _NOT_YET
 
 
-def read_if_there(checkpoint: Checkpoint, program: Program) -> Any:
+def read_if_there(checkpoint: Checkpoint, program: Program) -> Optional[Params]:
   """Returns the parameters; None, on all processes, if the run has removed the checkpoint.
 
   Raises:
@@ -261,7 +262,7 @@ class EvalResults(contextlib.AbstractContextManager):
     ConfigError: the metrics on disk depend on other facts.
   """
 
-  def __init__(self, model_dir: pathlib.Path, name: str, facts: Mapping[str, Any]):
+  def __init__(self, model_dir: pathlib.Path, name: str, facts: Json):
     self.folder, self.name = model_dir / FOLDER, name
     self.path = self.folder / f'{name}.jsonl'
     self._facts = facts
@@ -270,7 +271,7 @@ class EvalResults(contextlib.AbstractContextManager):
     self._writer: Optional[MultiWriter] = None
     _check_facts(self.folder / f'{name}.json', facts, name)
 
-  def __exit__(self, *error: Any) -> None:
+  def __exit__(self, *error: object) -> None:
     if self._writer is not None:
       self._writer.close()
 
@@ -310,7 +311,7 @@ class EvalResults(contextlib.AbstractContextManager):
       _log.warning('No picture: %s', e)
 
 
-def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:
+def _check_facts(path: pathlib.Path, facts: Json, name: str) -> None:
   try:
     before = read_json(path, dict)
   except (OSError, ValueError) as e:

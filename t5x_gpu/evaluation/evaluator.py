@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.scores import class_scores, hit_scores, pair_scores
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
-from t5x_gpu.models.model import Model, writes_text
+from t5x_gpu.models.model import Model, Params, writes_text
 from t5x_gpu.terminal.progress import Show, Total, silent
 from t5x_gpu.training.program import Program
 
@@ -54,7 +54,7 @@ class Evaluator:
     self.num_rows = 0
 
   def sums(
-    self, params: Any, *, title: str = 'eval', show: Show = silent, total: Total = None
+    self, params: Params, *, title: str = 'eval', show: Show = silent, total: Total = None
   ) -> reduce.Sums:
     """Returns the sums over all batches.
 
@@ -76,7 +76,7 @@ class Evaluator:
       self.num_rows = _num_rows(number, last=batch)
       return sums.sums()
 
-  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+  def run(self, params: Params, *, show: Show = silent) -> dict[str, float]:
     """Returns eval/loss, eval/accuracy, ...; for a classifier also eval/macro_f1, ..."""
     sums = self.sums(params, show=show)
     self.confusion = confusion_of(sums)
@@ -177,7 +177,7 @@ class TaskEvaluator:
         if task.needs_scores:
           self._generator.check_prompt(len(inputs), where=where, targets=len(targets))
 
-  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+  def run(self, params: Params, *, show: Show = silent) -> dict[str, float]:
     """Returns infer_eval/TASK/METRIC of `params`, whose layers are in model order."""
     generator = self._generator.with_params(params)
     return _named((task, task.metrics(_outputs(generator, task, show))) for task in self.tasks)

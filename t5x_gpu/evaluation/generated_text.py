@@ -10,20 +10,20 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Protocol, Union
+from collections.abc import Sequence
+from typing import Optional, Protocol, Union
 
 import numpy as np
 
-from t5x_gpu.data.data_module import EncodedRow, Prompt
+from t5x_gpu.data.data_module import EncodedRow, EncoderText, Prompt, PromptText
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.models.inference.classify import Classifier
-from t5x_gpu.models.inference.generation import Generator
+from t5x_gpu.models.inference.generation import Generated, Generator
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.storage.files import check_not_refused
-from t5x_gpu.storage.json_schema import parse_json, read_json
+from t5x_gpu.storage.json_schema import Json, JsonObject, parse_json, read_json
 from t5x_gpu.terminal.progress import bar
 
 NUMBER = 'number'  # number of the prompt, in every line
@@ -50,9 +50,7 @@ class ResultLines:
     DataError: a line in the middle is not a result.
   """
 
-  def __init__(
-    self, path: str, *, facts: Mapping[str, Any], numbers: Sequence[int], overwrite: bool = False
-  ):
+  def __init__(self, path: str, *, facts: Json, numbers: Sequence[int], overwrite: bool = False):
     self.path = pathlib.Path(path).expanduser()
     self._facts_path = self.path.with_name(self.path.name + FACTS)
     try:
@@ -69,7 +67,7 @@ class ResultLines:
         fix='Give a file in a folder that you may write to.',
       ) from e
 
-  def _num_done(self, facts: Mapping[str, Any], numbers: Sequence[int]) -> int:
+  def _num_done(self, facts: Json, numbers: Sequence[int]) -> int:
     """Returns the number of results in the file, after removing an incomplete last line."""
     if not self.path.exists() or not self.path.stat().st_size:
       return 0
@@ -90,7 +88,7 @@ class ResultLines:
       f.truncate(whole_bytes)
     return num_done
 
-  def _check_facts(self, facts: Mapping[str, Any]) -> None:
+  def _check_facts(self, facts: Json) -> None:
     try:
       before = read_json(self._facts_path)
     except (OSError, ValueError) as e:
@@ -108,7 +106,7 @@ class ResultLines:
         f'{self.path} has results of another job:\n  ' + '\n  '.join(different), fix=fix
       )
 
-  def write(self, records: list[dict[str, Any]]) -> None:
+  def write(self, records: list[JsonObject]) -> None:
     """Appends results in the order of their numbers."""
     self._file.write(''.join(to_line(record) for record in records).encode('utf-8'))
     self._file.flush()
@@ -141,7 +139,7 @@ class VectorFile:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._rows: list[Sequence[float]] = []
 
-  def write(self, records: list[dict[str, Any]]) -> None:
+  def write(self, records: list[JsonObject]) -> None:
     """Takes the vectors of results in the order of their numbers."""
     self._rows += [record['vector'] for record in records]
 
@@ -153,7 +151,7 @@ class VectorFile:
     partial.replace(self.path)
 
 
-def to_line(record: Mapping[str, Any]) -> str:
+def to_line(record: Json) -> str:
   """Returns a line of JSON; does not escape text to ASCII, but escapes control characters."""
   line = json.dumps(record, ensure_ascii=False)
   return _UNESCAPED.sub(lambda match: f'\\u{ord(match[0]):04x}', line) + '\n'
@@ -173,6 +171,10 @@ _SCORED = (NUMBER, 'score', 'num_tokens')
 _WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
 
 
+# The outputs for one text: numbers, or a row of numbers for every word (None without a token).
+Scores = Sequence[float | Sequence[float] | None]
+
+
 class Outcome(Protocol):
   """The form of an encoder's predictions.
 
@@ -182,10 +184,10 @@ class Outcome(Protocol):
 
   fields: Sequence[str]
 
-  def shown(self, found: Any) -> str:
+  def shown(self, found: Scores) -> str:
     """Returns a line for the terminal."""
 
-  def result(self, prompt: Prompt, found: Any) -> dict[str, Any]:
+  def result(self, prompt: Prompt, found: Scores) -> JsonObject:
     """Returns the fields of a result."""
 
 
@@ -202,7 +204,7 @@ class InferJob:
   """
 
   generator: Union[Generator, Classifier]
-  text: Any  # a PromptText, or a ClassText of a Classifier
+  text: Union[PromptText, EncoderText]
   checkpoint: str
   train_length: Optional[int] = None
   outcome: Optional[Outcome] = None
@@ -224,7 +226,7 @@ class InferJob:
       )
     return self.text.encode_targets(prompt.targets)
 
-  def decoded(self, generated: Any) -> str:
+  def decoded(self, generated: Scores | Generated) -> str:
     if self.outcome is not None:
       return self.outcome.shown(generated)
     ids = generated.tokens[:-1] if generated.is_complete else generated.tokens
@@ -266,7 +268,7 @@ class _EncodedPrompts:
       )
     return cls(job, prompts, numbers, tokens, targets)
 
-  def results(self, part: slice) -> list[dict[str, Any]]:
+  def results(self, part: slice) -> list[JsonObject]:
     """Returns the records of some prompts. All processes must call it."""
     return [
       {NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
@@ -275,7 +277,7 @@ class _EncodedPrompts:
       )
     ]
 
-  def _outputs(self, part: slice) -> list[dict[str, Any]]:
+  def _outputs(self, part: slice) -> list[JsonObject]:
     job, prompts, tokens = self.job, self.prompts[part], self.tokens[part]
     if self.targets is None:
       found = job.generator.generate(tokens, numbers=self.numbers[part])
@@ -287,7 +289,7 @@ class _EncodedPrompts:
       for prompt, score, ids in zip(prompts, scores, targets, strict=True)
     ]
 
-  def facts(self) -> dict[str, Any]:
+  def facts(self) -> JsonObject:
     """Returns the facts that results depend on, with a hash of the prompts."""
     content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in self.prompts])
     digest = hashlib.sha256(
@@ -383,7 +385,7 @@ def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
     )
 
 
-def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
+def _result(job: InferJob, prompt: Prompt, found: Scores | Sequence[Generated]) -> JsonObject:
   """Returns the fields of a result: continuations or classes, best first."""
   if job.outcome is not None:
     return job.outcome.result(prompt, found)

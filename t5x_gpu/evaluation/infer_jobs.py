@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import numpy as np
@@ -24,14 +24,16 @@ from t5x_gpu.evaluation.generated_text import NUMBER, InferJob, Outcome, say
 from t5x_gpu.evaluation.infer_request import InferRequest
 from t5x_gpu.metrics.scores import all_names
 from t5x_gpu.models.decoding import check_writes_text, reads_inputs
+from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig
 from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
-from t5x_gpu.models.model import Model, encodes_texts
+from t5x_gpu.models.model import Model, Params, encodes_texts
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Device, Topology, discover
+from t5x_gpu.storage.json_schema import Json, JsonObject
 from t5x_gpu.training.memory import check_inference_memory
 
 
@@ -63,7 +65,7 @@ def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> Inf
   reader = ParamsReader(request.checkpoint, step=request.step, step_setting='--step')
   layout = _layout(request.partitioner, model, *discover())
 
-  def read() -> Any:
+  def read() -> Optional[Params]:
     shapes = _abstract_params(model, layout)
     check_inference_memory(shapes, layout)
     return None if dry_run else read_params(reader.checkpoint, shapes)
@@ -122,7 +124,7 @@ class ClassOutcome:
     labels = self._labels(self._by_probability(found))
     return ', '.join(f'{name} ({p:.4f})' for name, p in labels.items()) or 'no class'
 
-  def result(self, prompt: Prompt, found: Sequence[float]) -> dict[str, Any]:
+  def result(self, prompt: Prompt, found: Sequence[float]) -> JsonObject:
     all_of_them = self._by_probability(found)
     labels = self._labels(all_of_them)
     result = {} if prompt.targets is None else {'targets': prompt.targets}
@@ -154,7 +156,7 @@ class TagOutcome:
   def shown(self, found: Sequence[Optional[Sequence[float]]]) -> str:
     return ' '.join(map(str, self._tags(found)))
 
-  def result(self, prompt: Prompt, found: Sequence[Optional[Sequence[float]]]) -> dict[str, Any]:
+  def result(self, prompt: Prompt, found: Sequence[Optional[Sequence[float]]]) -> JsonObject:
     words, tags = prompt.inputs.split(), self._tags(found)
     result = {} if prompt.targets is None else {'targets': prompt.targets}
     result |= {'words': words, 'tags': tags}
@@ -184,7 +186,7 @@ class NumberOutcome:
   def shown(self, found: Sequence[float]) -> str:
     return f'{found[0]:.4f}'
 
-  def result(self, prompt: Prompt, found: Sequence[float]) -> dict[str, Any]:
+  def result(self, prompt: Prompt, found: Sequence[float]) -> JsonObject:
     result = {} if prompt.targets is None else {'targets': prompt.targets}
     return {**result, 'value': found[0]}
 
@@ -198,7 +200,7 @@ class VectorOutcome:
   def shown(self, found: Sequence[float]) -> str:
     return ' '.join(f'{x:.4f}' for x in found)
 
-  def result(self, prompt: Prompt, found: Sequence[float]) -> dict[str, Any]:
+  def result(self, prompt: Prompt, found: Sequence[float]) -> JsonObject:
     del prompt
     return {'vector': list(found)}
 
@@ -209,7 +211,7 @@ def open_class_job(
   *,
   reader: ParamsReader,
   layout: Layout,
-  read: Callable[[], Any],
+  read: Callable[[], Optional[Params]],
   batch_size: int,
   score: bool,
   may_import: Optional[Collection[str]],
@@ -267,7 +269,7 @@ def open_class_job(
   )
 
 
-def _length(model: Any, dataset: DatasetConfig) -> int:
+def _length(model: EncoderModel, dataset: DatasetConfig) -> int:
   """Returns the maximum number of tokens of a text."""
   length = dataset.task_feature_lengths.get('inputs')
   if length is not None:  # in training, two texts to embed share a row
@@ -281,7 +283,7 @@ def _length(model: Any, dataset: DatasetConfig) -> int:
   return model.config.num_positions
 
 
-def _outcome(model: Any, names: Sequence[str]) -> tuple[str, Outcome]:
+def _outcome(model: EncoderModel, names: Sequence[str]) -> tuple[str, Outcome]:
   """Returns the name and the Outcome of an EncoderModel's predictions."""
   if model.embeds:
     return 'vectors', VectorOutcome()
@@ -322,8 +324,8 @@ def _check_chats(request: InferRequest) -> None:
 
 
 def decoding_changes(
-  request: InferRequest, text: PromptText, manifest: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+  request: InferRequest, text: PromptText, manifest: Json
+) -> tuple[JsonObject, list[str]]:
   """Returns changes to the decoding from vocabulary and checkpoint, and lines for the log.
 
   Args:
@@ -359,7 +361,7 @@ def decoding_changes(
   return changes, notes
 
 
-def _params(request: InferRequest, reader: ParamsReader, layout: Layout, shapes: Any) -> Any:
+def _params(request: InferRequest, reader: ParamsReader, layout: Layout, shapes: Params) -> Params:
   """Returns the model's parameters by layer, with adapters merged; `shapes` are their shapes."""
   model = request.model
   params = read_params(reader.checkpoint, shapes)
@@ -390,7 +392,7 @@ def _layout(
   ).for_decoding
 
 
-def _abstract_params(model: Model, layout: Layout) -> Any:
+def _abstract_params(model: Model, layout: Layout) -> Params:
   lengths = {'inputs': 2} if encodes_texts(model) else {'inputs': 1, 'targets': 1}
   spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))

@@ -10,8 +10,8 @@ import pathlib
 import re
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Optional
 
 from t5x_gpu.checkpoint.run_files import (
   HF_FOLDER,
@@ -28,6 +28,7 @@ from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, as_path
 
 # Gin file in the folder of a run, and of a converted model.
@@ -104,7 +105,7 @@ class InferRequest:
   distributed_cfg: DistributedConfig
   xla_preset: str
   chat: bool = False
-  ignored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  ignored: Json = dataclasses.field(default_factory=dict)
 
 
 def read_request(

@@ -7,13 +7,13 @@ steps return sums and weights of the global batch, and only `means` divides.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
 # Metric name -> (sum, weight) as Python floats. The sums of ARRAYS are arrays, without a mean.
-Sums = dict[str, tuple[Any, float]]
+Sums = dict[str, tuple[float | np.ndarray, float]]
+DeviceSums = Mapping[str, tuple[jax.Array, jax.Array]]  # the same on devices
 
 # The confusion matrix [true class, predicted class].
 COUNTS = 'confusion'
@@ -42,7 +42,7 @@ class Means:
   empty: tuple[str, ...] = ()
 
 
-def to_host(sums: Mapping[str, Any]) -> Sums:
+def to_host(sums: DeviceSums) -> Sums:
   """Returns `sums` as Python floats; waits for the device.
 
   Args:
@@ -60,7 +60,7 @@ def to_host(sums: Mapping[str, Any]) -> Sums:
   return host
 
 
-def _on_host(x: Any) -> Any:
+def _on_host(x: jax.Array) -> float | np.ndarray:
   return float(np.asarray(x).item()) if np.size(x) == 1 else np.asarray(x, np.float64)
 
 
@@ -108,10 +108,10 @@ class Accumulator:
   """
 
   def __init__(self):
-    self._pending: list[Mapping[str, Any]] = []
+    self._pending: list[DeviceSums] = []
     self._total: Sums = {}
 
-  def add(self, sums: Mapping[str, Any]) -> None:
+  def add(self, sums: DeviceSums) -> None:
     """Adds the sums of one step; jax arrays stay on the device until a value is needed."""
     self._pending.append(sums)
     if len(self._pending) > _MAX_PENDING:

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, open_local_tier
@@ -19,6 +18,7 @@ from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Device, discover
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
 from t5x_gpu.training.memory import RunMemory, check_memory
@@ -186,7 +186,7 @@ def _with_moments_of(
   return run, program
 
 
-def _continued(model_dir: ModelDir, start: Optional[RestoreConfig]) -> Optional[Mapping[str, Any]]:
+def _continued(model_dir: ModelDir, start: Optional[RestoreConfig]) -> Optional[Json]:
   """Returns the manifest of the checkpoint whose optimizer state the run takes, or None."""
   with contextlib.suppress(OSError, ValueError, UserError):  # restoring reports the error
     if model_dir.steps:

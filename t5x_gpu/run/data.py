@@ -8,7 +8,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from t5x_gpu.checkpoint.initialize import open_sources, open_watch, resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.data.batches import BatchIterator, batch_hash
-from t5x_gpu.data.data_module import batches_for, module_of, open_vocabulary
+from t5x_gpu.data.data_module import Vocabulary, batches_for, module_of, open_vocabulary
 from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.data.sources.source_files import FileWatch, SourceFiles
@@ -44,6 +44,7 @@ from t5x_gpu.runtime.main_log import log
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal.progress import Show, silent
 from t5x_gpu.training.program import Program
+from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Evaluations:
     """Returns whether any evaluation follows `step`."""
     return self._loss_is_due(step) or self._tasks_are_due(step)
 
-  def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
+  def run(self, step: int, state: TrainState, *, show: Show = silent) -> Mapping[str, float]:
     """Returns the metrics that are due after `step`; `show` shows the progress."""
     values: dict[str, float] = {}
     sizes = []
@@ -274,7 +275,7 @@ def _rehearse_save(plan: PlannedRun, batches: BatchIterator) -> None:
     ) from e
 
 
-def vocabulary_of(run: Run) -> Any:
+def vocabulary_of(run: Run) -> Vocabulary:
   """Returns the vocabulary of the training data."""
   dataset = run.train_dataset_cfg
   return open_vocabulary(
@@ -282,7 +283,7 @@ def vocabulary_of(run: Run) -> Any:
   )
 
 
-def text_vocabulary_of(run: Run) -> Any:
+def text_vocabulary_of(run: Run) -> Optional[Vocabulary]:
   """Returns the vocabulary of the training data; None if batches have no text."""
   try:
     return vocabulary_of(run)

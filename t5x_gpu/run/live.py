@@ -17,7 +17,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpo
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.compiled.kernels import fp8_lines
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
+from t5x_gpu.data.data_module import Vocabulary
 from t5x_gpu.errors import ConfigError, DataError, TrainingError, first_line, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
@@ -36,7 +37,7 @@ from t5x_gpu.metrics.monitor import Monitor, RankReports, model_speed
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.models.flops import step_tokens
-from t5x_gpu.models.model import Model
+from t5x_gpu.models.model import DeviceBatch, Model
 from t5x_gpu.run.check import PlannedRun
 from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed, process_exit
@@ -48,6 +49,7 @@ from t5x_gpu.runtime.preemption import StopRequest
 from t5x_gpu.runtime.watchdog import Watchdog
 from t5x_gpu.runtime.xla import flags, programs
 from t5x_gpu.runtime.xla.programs import compile_errors
+from t5x_gpu.storage.json_schema import Json, JsonObject
 from t5x_gpu.training.program import compile_options
 from t5x_gpu.training.spikes import SpikeConfig, known_norms
 from t5x_gpu.training.state import TrainState
@@ -96,7 +98,7 @@ class BadSteps:
     *,
     folder: pathlib.Path,
     first_step: int,
-    vocabulary: Callable[[], Any],
+    vocabulary: Callable[[], Optional[Vocabulary]],
   ):
     self._config, self._folder, self._vocabulary = config, folder, vocabulary
     self._batches: collections.deque[tuple[int, Batch]] = collections.deque(maxlen=_KEPT)
@@ -158,7 +160,7 @@ class BadSteps:
       _log.warning('The batch of step %d cannot be written: %s', step, first_line(e))
 
 
-def _text(arrays: Mapping[str, np.ndarray], vocabulary: Any) -> str:
+def _text(arrays: Batch, vocabulary: Optional[Vocabulary]) -> str:
   """Returns each row of token features, decoded if there is a vocabulary."""
   lines = []
   for name, array in arrays.items():
@@ -254,6 +256,8 @@ def check_same_step(lowered: jax.stages.Lowered) -> None:
 
 _LISTED = 5  # files that have changed
 
+CompiledStep = Callable[[TrainState, DeviceBatch], tuple[TrainState, reduce.DeviceSums]]
+
 
 @dataclasses.dataclass(frozen=True)
 class LiveRun:
@@ -271,11 +275,11 @@ class LiveRun:
   """
 
   plan: PlannedRun
-  train_step: Callable[[TrainState, Any], tuple[TrainState, Any]]
+  train_step: CompiledStep
   data: RunData
   checkpointer: AnyCheckpointer
   first_step: int
-  origin: Optional[Mapping[str, Any]]
+  origin: Optional[Json]
   goodput: Goodput
   bad_steps: BadSteps
 
@@ -297,7 +301,7 @@ class LiveRun:
         raise
       return None
 
-  def put_batch(self, batch: Batch) -> Any:
+  def put_batch(self, batch: Batch) -> DeviceBatch:
     """Returns the batch of this host for the next step on the devices."""
     self.bad_steps.read(batch)
     return self.plan.program.layout.put_batch(batch)
@@ -488,7 +492,7 @@ def open_run(
 
 def _compile_and_open(
   plan: PlannedRun, xla: Optional[flags.Applied]
-) -> tuple[Callable[..., Any], Optional[TrainState], RunData]:
+) -> tuple[CompiledStep, Optional[TrainState], RunData]:
   """Returns the compiled step, a fresh state if no checkpoint exists, and the open data."""
   program = plan.program
   with _in_thread(functools.partial(open_data, plan)) as opening:
@@ -514,7 +518,7 @@ def _compile_and_open(
 
 
 @contextlib.contextmanager
-def _in_thread(work: Callable[[], Any]) -> Iterator[concurrent.futures.Future]:
+def _in_thread(work: Callable[[], RunData]) -> Iterator[concurrent.futures.Future[RunData]]:
   """Runs `work` concurrently with the block; a failed or interrupted block does not wait for it."""
   pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data')
   future = pool.submit(work)
@@ -557,7 +561,7 @@ def _changed_rate(plan: PlannedRun, folder: pathlib.Path, step: int) -> str:
   )
 
 
-def start_facts(live: LiveRun) -> dict[str, Any]:
+def start_facts(live: LiveRun) -> JsonObject:
   """Returns facts about this start of the run, for the ledger."""
   devices = live.plan.program.layout.mesh.devices
   return {

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 import jax
 
@@ -36,10 +36,11 @@ from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.throughput import PROFILED_PAUSES, pauses_that_took_time
 from t5x_gpu.run.live import LiveRun
 from t5x_gpu.run.profile_config import ProfileConfig
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.coordination import Store, coordination_store, within
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ _PARTS = (
 )
 
 
-def anatomy_text(anatomy: Mapping[str, Any], *, where: str) -> str:
+def anatomy_text(anatomy: Json, *, where: str) -> str:
   """Returns the contents of anatomy.json, on one screen.
 
   Args:
@@ -101,7 +102,7 @@ def _percent(seconds: float, step: float) -> str:
   return f'{seconds / step:.1%}' if step else '-'
 
 
-def _speed(anatomy: Mapping[str, Any]) -> str:
+def _speed(anatomy: Json) -> str:
   mfu = '' if anatomy['mfu'] is None else f', MFU {anatomy["mfu"]:.1%}'
   return (
     f'{anatomy["tokens_per_second_per_device"]:,.0f} tokens/s and '
@@ -142,7 +143,7 @@ class ProfileRanks:
 
   def collect(
     self, *, first_step: int, last_step: int, time_of_devices: DeviceTime, of_all: bool
-  ) -> list[dict[str, Any]]:
+  ) -> list[JsonObject]:
     """Returns rank, host and device time: of every process on process 0, of this process elsewhere.
 
     Args:
@@ -177,7 +178,7 @@ class ProfileRanks:
       ),
     )
 
-  def _overlapping(self, first: int, last: int) -> dict[int, Any]:
+  def _overlapping(self, first: int, last: int) -> dict[int, JsonObject]:
     """Returns rank -> published contents of its latest trace that overlaps these steps."""
     pairs = within(_ASK_SECONDS, lambda: self._store.key_value_dir_get(_KEY)) or []
     found = {}
@@ -240,7 +241,7 @@ class ProfileReader:
     step_text: Callable[[], str],
     mesh_shape: Mapping[str, int],
     speed: ModelSpeed,
-    device: Any,
+    device: jax.Device,
     num_devices: int,
     shown: str,
     store: Optional[Store],
@@ -319,7 +320,7 @@ class ProfileReader:
         }
       )
 
-  def _facts(self, request: TraceRequest) -> dict[str, Any]:
+  def _facts(self, request: TraceRequest) -> JsonObject:
     step = request.seconds_per_step
     return {
       'first_step': request.first_step,
@@ -379,13 +380,13 @@ class Profiler:
     self._last = 0  # last step of this trace
     self._signalled = bool(_early)
     self._slow_taken = self._broken = False
-    self._previous: Any = None
+    self._previous: process_exit.SignalHandler = None
 
   def __enter__(self) -> Self:
     self._previous = signal.signal(SIGNAL, self._on_signal)
     return self
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, *exc_info: object) -> None:
     signal.signal(SIGNAL, self._previous)
     if self._request is not None:  # the run ends during a trace
       self._stop(self._request.last_step, drain=exc_info[0] is None)

@@ -25,6 +25,7 @@ from t5x_gpu.runtime.cluster.coordination import exchange
 from t5x_gpu.runtime.cluster.members import ClusterMember
 from t5x_gpu.runtime.cluster.rendezvous import meet
 from t5x_gpu.runtime.xla import flags
+from t5x_gpu.storage.json_schema import JsonValue
 
 # A difference is shown with up to this many characters per process.
 SHOWN_CHARACTERS = 300
@@ -192,12 +193,8 @@ def is_main_process() -> bool:
   return jax.process_index() == 0
 
 
-def broadcast_json(value: Any) -> Any:
-  """Returns process 0's value on every process; the others' `value` is ignored.
-
-  Args:
-    value: a JSON value.
-  """
+def broadcast_json(value: JsonValue) -> Any:
+  """Returns process 0's value on every process; the others' `value` is ignored."""
   if process_count() == 1:
     return value
   text = json.dumps(value).encode() if is_main_process() else b''
@@ -206,12 +203,8 @@ def broadcast_json(value: Any) -> Any:
   return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
 
 
-def gather_json(value: Any) -> list[Any]:
-  """Returns every process's value, by process index, on every process.
-
-  Args:
-    value: a JSON value.
-  """
+def gather_json(value: JsonValue) -> list[Any]:
+  """Returns every process's value, by process index, on every process."""
   if process_count() == 1:
     return [value]
   text = json.dumps(value).encode()
@@ -258,14 +251,14 @@ def raise_together(error: Optional[UserError]) -> None:
 
 
 def assert_equal_across_hosts(
-  value: Any, name: str, *, fix: str = SAME_START, error: type[UserError] = ConfigError
+  value: JsonValue, name: str, *, fix: str = SAME_START, error: type[UserError] = ConfigError
 ) -> None:
   """Raises `error`, on every process, unless `value` is equal on all.
 
   Processes exchange only a hash unless there is a difference to show.
 
   Args:
-    value: a JSON value; dictionaries may differ in order.
+    value: dictionaries may differ in order.
     name: the value's name for the message: 'The configuration'.
     fix: advice if the values differ.
     error: class to raise; schedulers do not retry a ConfigError.

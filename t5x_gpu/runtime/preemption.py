@@ -11,12 +11,12 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 from jax.experimental import multihost_utils
 
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.process_exit import stops_on_interrupt
+from t5x_gpu.runtime.process_exit import SignalHandler, stops_on_interrupt
 from t5x_gpu.terminal.streams import write_stderr
 
 # Slurm's --signal=USR1 comes before the time limit, SIGTERM at the limit and on preemption, SIGHUP
@@ -86,7 +86,7 @@ class StopRequest:
     self._now = now
     self.signal: Optional[signal.Signals] = None
     self._together = distributed.process_count() > 1
-    self._previous: dict[signal.Signals, Any] = {}
+    self._previous: dict[signal.Signals, SignalHandler] = {}
 
   def __enter__(self) -> Self:
     handle = stops_on_interrupt(self._handle)
@@ -97,7 +97,7 @@ class StopRequest:
       self._request(_early.pop(), f'Asked to stop during set-up: {_SAVING}')
     return self
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, *exc_info: object) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 

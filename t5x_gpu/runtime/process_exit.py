@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn, Optional, Self, TypeVar
+from typing import NoReturn, Optional, Self, Union
 
 from t5x_gpu.terminal.streams import write_stderr
 
@@ -99,7 +99,7 @@ def sigterm_raises() -> Iterator[None]:
   SIGHUP stays ignored under nohup.
   """
 
-  def leave_now(number: int, frame: Any) -> NoReturn:
+  def leave_now(number: int, frame: Optional[FrameType]) -> NoReturn:
     del frame
     raise SystemExit(128 + number)
 
@@ -118,19 +118,21 @@ EXIT_INTERRUPTED = 130
 _HANDLER_SECONDS = 0.5  # if the program still runs by then, prints where the main thread waits
 _OTHERS = re.compile(rf'{os.sep}jax|{os.sep}(threading|contextlib|thread|_base)\.py$')
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
-_Handler = TypeVar('_Handler', bound=Callable[..., Any])
+# What `signal.signal` takes and returns.
+HandlerFunction = Callable[[int, Optional[FrameType]], object]
+SignalHandler = Union[HandlerFunction, int, signal.Handlers, None]
 _handled, _raised = threading.Event(), threading.Event()
 
 
-def stops_on_interrupt(handler: _Handler) -> _Handler:
+def stops_on_interrupt(handler: HandlerFunction) -> HandlerFunction:
   """Marks a SIGINT handler: its first call asks the program to stop, a second Ctrl-C exits.
 
   Handlers without the mark, such as `launch`'s, decide for themselves.
   """
 
-  def marked(*args: Any) -> Any:
+  def marked(number: int, frame: Optional[FrameType]) -> None:
     _handled.set()
-    return handler(*args)
+    handler(number, frame)
 
   marked.stops_on_interrupt = True
   return marked
@@ -157,7 +159,7 @@ class SecondInterruptLeaves:
     leave: called with the exit code.
   """
 
-  def __init__(self, leave: Callable[[int], Any] = os._exit):
+  def __init__(self, leave: Callable[[int], object] = os._exit):
     self._leave = leave
     self._sockets: Optional[tuple[socket.socket, socket.socket]] = None
     self._interrupted = self._is_over = False
@@ -177,7 +179,7 @@ class SecondInterruptLeaves:
     threading.Thread(target=self._listen, args=(reading,), name='interrupts', daemon=True).start()
     return self
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, *exc_info: object) -> None:
     self._is_over = True
     if self._sockets is None or self._interrupted:
       return

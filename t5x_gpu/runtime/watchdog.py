@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 import jax
 import jaxlib
@@ -340,7 +340,7 @@ class Watchdog:
     process_index: int,
     process_count: int,
     store: Optional[Store] = None,
-    leave: Callable[[int], Any] = process_exit.leave_at_once,
+    leave: Callable[[int], object] = process_exit.leave_at_once,
     clock: Callable[[], float] = time.monotonic,
   ):
     self._config = config
@@ -376,7 +376,7 @@ class Watchdog:
       thread.start()
     return self
 
-  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+  def __exit__(self, kind: object, error: Optional[BaseException], trace: object) -> None:
     """Waits until all processes reach the end of the block, or posts why this process fails."""
     clean = error is None or isinstance(error, SystemExit) and not error.code
     if self._store is not None:
@@ -503,7 +503,7 @@ class Watchdog:
 
   def _own_error(self) -> Optional[BaseException]:
     """Returns the exception that is ending the main thread."""
-    error: Any = sys._current_exceptions().get(self._main_thread)
+    error = sys._current_exceptions().get(self._main_thread)
     return error[1] if isinstance(error, tuple) else error  # a tuple in Python 3.11
 
   # ---- Messages ---------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, BinaryIO, NotRequired, Union
 
-Json = Mapping[str, Any]  # an object of JSON
+JsonValue = Union[None, bool, int, float, str, list, dict]
+JsonObject = dict[str, Any]  # an object of a JSON file; its schema has the types of the values
+Json = Mapping[str, Any]  # the same, only read
 MOST_BYTES = 1 << 30  # limit for a file; the largest files hold shuffle buffers of the data
 MOST_DEPTH = 100
 MOST_DIGITS = 40  # tokenizer files of Hugging Face have 10**30 for "no limit"

@@ -38,7 +38,7 @@ from t5x_gpu.data.same_data import LIBRARIES, resumed_step
 from t5x_gpu.errors import DataError, Problem, did_you_mean, first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.machine import versions
-from t5x_gpu.storage.json_schema import Fields, Whole
+from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, Whole
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class LazyArray(NDArrayOperatorsMixin):
   def __len__(self) -> int:
     return self.shape[0]
 
-  def __getitem__(self, index: Any) -> np.ndarray:
+  def __getitem__(self, index: object) -> np.ndarray:
     """Returns part of the array; a row or a slice of rows reads only these rows."""
     rows = index[0] if isinstance(index, tuple) and index else index
     if not isinstance(rows, (slice, int, np.integer)):
@@ -199,11 +199,15 @@ class LazyArray(NDArrayOperatorsMixin):
     self._batch.need(numbers)
     return self._batch.array(self._name)[index]
 
-  def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+  def __array__(
+    self, dtype: Optional[np.typing.DTypeLike] = None, copy: Optional[bool] = None
+  ) -> np.ndarray:
     self._batch.need(range(len(self)))
     return np.array(self._batch.array(self._name), dtype=dtype, copy=copy)
 
-  def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+  def __array_ufunc__(
+    self, ufunc: np.ufunc, method: str, *inputs: object, **options: object
+  ) -> object:
     whole = [x.__array__() if isinstance(x, LazyArray) else x for x in inputs]
     return getattr(ufunc, method)(*whole, **options)
 
@@ -360,7 +364,7 @@ class PreparedBatches:
     names: Sequence[str],
     spec: BatchSpec,
     name: str,
-    fingerprint: Mapping[str, Any],
+    fingerprint: Json,
     files: Facts,
     watched: Sequence[pathlib.Path] = (),
     class_names: Optional[Sequence[str]] = None,
@@ -459,7 +463,7 @@ class PreparedBatches:
     self._step = resumed_step(state, _STATE, module=__name__, now=self._fingerprint)
     self._ahead.clear()
 
-  def describe(self) -> Mapping[str, Any]:
+  def describe(self) -> Json:
     """Returns the facts that identify the data, and the guarantee about its order."""
     return {
       'mixture_or_task_name': self._name,
@@ -553,7 +557,7 @@ def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]
 
 def _fingerprint(
   index: Index, config: DatasetConfig, *, rates: Mapping[str, float], repeat: bool
-) -> dict[str, Any]:
+) -> JsonObject:
   facts = {
     'task': index.source_config['mixture_or_task_name'].partition(':')[0],
     **config.facts(feature_converter=index.feature_converter, repeat=repeat),

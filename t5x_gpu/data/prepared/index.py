@@ -24,6 +24,8 @@ from t5x_gpu.storage.files import access_error, is_missing
 from t5x_gpu.storage.json_schema import (
   Also,
   Fields,
+  Json,
+  JsonObject,
   MapOf,
   Nullable,
   Number,
@@ -39,7 +41,7 @@ INDEX, UNFINISHED = 'index.json', '.unfinished'
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
 
-def _shard_problem(shard: Mapping[str, Any]) -> str:
+def _shard_problem(shard: Json) -> str:
   """Returns why the entry of a shard is invalid; '' if it is valid."""
   file = pathlib.PurePosixPath(shard['file'])
   if file.is_absolute() or '..' in file.parts or '\0' in shard['file']:
@@ -101,7 +103,7 @@ class MixtureMember:
   """
 
   rate: Annotated[float, Number(0, 1e18)]
-  source: Mapping[str, Any]
+  source: Json
   num_shards: int
   shards: Sequence[Annotated[Shard, SHARD]]
 
@@ -175,7 +177,7 @@ class Index:
     format: version of this file and of the records.
   """
 
-  source_config: Annotated[Mapping[str, Any], _SOURCE_CONFIG]
+  source_config: Annotated[Json, _SOURCE_CONFIG]
   split: str
   feature_converter: str
   task_feature_lengths: Mapping[str, int]
@@ -212,13 +214,13 @@ class Index:
     """Share of padding among the positions."""
     return 1 - self.tokens / max(1, self.rows * self.tokens_per_row)
 
-  def _facts(self) -> dict[str, Any]:
+  def _facts(self) -> JsonObject:
     return {_IN_FILE.get(name, name): x for name, x in dataclasses.asdict(self).items()}
 
   def to_json(self) -> str:
     return json.dumps(self._facts(), indent=1)
 
-  def plan(self) -> dict[str, Any]:
+  def plan(self) -> JsonObject:
     """Returns the fields that determine the rows: all except shards, names and paths."""
     facts = json.loads(json.dumps(self._facts()))
     for member in facts['members'].values():

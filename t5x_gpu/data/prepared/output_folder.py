@@ -11,8 +11,8 @@ import fcntl
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from collections.abc import Iterator
+from typing import Optional
 
 from t5x_gpu.data.prepared.index import (
   INDEX,
@@ -26,7 +26,7 @@ from t5x_gpu.data.prepared.index import (
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
 from t5x_gpu.errors import DataError, task_error
-from t5x_gpu.storage.json_schema import Fields, MapOf, read_bytes, read_json
+from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, MapOf, read_bytes, read_json
 
 _PLAN, _LOCK = 'plan.json', 'lock'
 _PLAN_SCHEMA = Fields({'members': MapOf(dict)})
@@ -163,7 +163,7 @@ def _remove_partial(path: pathlib.Path) -> None:
     partial.unlink(missing_ok=True)
 
 
-def _plan_of(path: pathlib.Path) -> Optional[dict[str, Any]]:
+def _plan_of(path: pathlib.Path) -> Optional[JsonObject]:
   """Returns the plan of the shards in the folder; None if there are no shards yet."""
   with contextlib.suppress(FileNotFoundError, ValueError):
     return from_json(read_bytes(path / INDEX)).plan()
@@ -173,8 +173,8 @@ def _plan_of(path: pathlib.Path) -> Optional[dict[str, Any]]:
   return None
 
 
-def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: pathlib.Path) -> None:
-  def flat(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _check_same(before: Json, now: Json, path: pathlib.Path) -> None:
+  def flat(facts: Json) -> JsonObject:
     members = facts.get('members', {})
     return {
       **{k: v for k, v in facts.items() if k != 'members'},

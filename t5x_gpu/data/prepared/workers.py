@@ -13,13 +13,16 @@ import pathlib
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any, Union
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Union
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import Shard
 from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.errors import DataError, UserError
+from t5x_gpu.storage.json_schema import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +63,8 @@ def write_shards(
   """
   context = multiprocessing.get_context('spawn')  # TensorFlow does not survive a fork
   todo = list(reversed(jobs))
-  workers: dict[Any, Any] = {}  # connection -> process
-  current: dict[Any, ShardJob] = {}
+  workers: dict[Connection, BaseProcess] = {}
+  current: dict[Connection, ShardJob] = {}
   try:
     for _ in range(min(num_workers, len(jobs))):
       ours, theirs = context.Pipe()
@@ -94,7 +97,7 @@ def write_shards(
       connection.close()
 
 
-def _died(process: Any, job: ShardJob) -> DataError:
+def _died(process: BaseProcess, job: ShardJob) -> DataError:
   process.join()
   code = process.exitcode
   how = (
@@ -109,7 +112,7 @@ def _died(process: Any, job: ShardJob) -> DataError:
   )
 
 
-def _work(connection: Any) -> None:
+def _work(connection: Connection) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
 
   def report(rows: int, tokens: int) -> None:
@@ -118,7 +121,7 @@ def _work(connection: Any) -> None:
     except OSError:
       raise SystemExit from None  # the parent has ended
 
-  preparations: dict[str, Any] = {}
+  preparations: JsonObject = {}
   while True:
     try:
       job: ShardJob = connection.recv()
@@ -131,7 +134,7 @@ def _work(connection: Any) -> None:
         )
       preparation = preparations[job.config.split]
       which = {'part': job.part, 'num_parts': job.num_parts}
-      answer: Any = write_shard(
+      answer: Shard | Exception = write_shard(
         preparation.rows(job.task, **which),
         split=job.folder,
         task=job.task,

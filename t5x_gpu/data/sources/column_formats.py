@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import pyarrow as pa
 from pyarrow import compute, parquet
@@ -13,6 +13,7 @@ from t5x_gpu.data.sources.conversations import RecordForm
 from t5x_gpu.data.sources.json_lines import json_value
 from t5x_gpu.data.sources.rows import FileForm, Row, checked_row, require_columns
 from t5x_gpu.errors import DataError
+from t5x_gpu.storage.json_schema import JsonObject, JsonValue
 
 _ROWS_AT_ONCE = 256
 _JSON_TYPE = 'arrow.json'  # https://arrow.apache.org/docs/format/CanonicalExtensions.html#json
@@ -56,7 +57,7 @@ def _record_rows(
 
 def _plain_records(
   batch: pa.RecordBatch, *, path: str, first: int
-) -> Iterator[tuple[Union[dict[str, Any], DataError], str]]:
+) -> Iterator[tuple[Union[JsonObject, DataError], str]]:
   """Yields (column -> value, or an error; file and row) of each row."""
   kinds = {field.name: field.type for field in batch.schema}
   for number, record in enumerate(batch.to_pylist(), first + 1):
@@ -67,7 +68,7 @@ def _plain_records(
       yield DataError(f'{where} cannot be read: {e}.', fix='Correct or remove that row.'), where
 
 
-def _plain(value: Any, kind: pa.DataType) -> Any:
+def _plain(value: object, kind: pa.DataType) -> JsonValue:
   """Returns a value of a table in the form it would have in JSON lines.
 
   All structs of a column have the same fields, so fields that a row lacks are null. They are left
@@ -95,7 +96,7 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
   return value.decode() if isinstance(value, bytes) else value
 
 
-def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
+def _bytes(column: pa.Array, *, name: str, path: str) -> list[Optional[bytes] | DataError]:
   """Returns the texts of a column as UTF-8, None for nulls, a DataError for other values."""
   kind = column.type
   if isinstance(kind, pa.BaseExtensionType):
@@ -197,7 +198,7 @@ ARROW = FileForm('arrow', _arrow_columns, _arrow_rows)
 
 def parquet_records(
   path: str, columns: Sequence[str]
-) -> Iterator[tuple[Union[dict[str, Any], DataError], str]]:
+) -> Iterator[tuple[Union[JsonObject, DataError], str]]:
   """Yields (column -> value, or an error; file and row) of each row of a Parquet file."""
   first = 0
   with parquet.ParquetFile(path) as f:

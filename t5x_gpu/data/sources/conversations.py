@@ -11,11 +11,12 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.data.sources.json_lines import json_value
 from t5x_gpu.data.sources.rows import Row
 from t5x_gpu.errors import DataError, did_you_mean
+from t5x_gpu.storage.json_schema import Json, JsonObject, JsonValue
 
 MESSAGES, SHAREGPT, TOOLS = 'messages', 'conversations', 'tools'
 CHOSEN, REJECTED, PROMPT = 'chosen', 'rejected', 'prompt'
@@ -50,7 +51,7 @@ def conversation_key(names: Sequence[str]) -> Optional[str]:
   return next((name for name in (MESSAGES, SHAREGPT) if name in names), None)
 
 
-def conversation_row(record: Mapping[str, Any], *, key: str, where: str) -> Row:
+def conversation_row(record: Json, *, key: str, where: str) -> Row:
   """Returns (conversation as UTF-8 JSON: {'messages', 'tools'}, `where`), or a DataError.
 
   Args:
@@ -61,7 +62,7 @@ def conversation_row(record: Mapping[str, Any], *, key: str, where: str) -> Row:
   return _row(_conversation, record, key=key, where=where)
 
 
-def _row(make: Callable[..., dict[str, Any]], record: Mapping[str, Any], **options: str) -> Row:
+def _row(make: Callable[..., JsonObject], record: Json, **options: str) -> Row:
   where = options['where']
   try:
     content = json.dumps(make(record, **options), ensure_ascii=False, default=str).encode()
@@ -75,7 +76,7 @@ def _row(make: Callable[..., dict[str, Any]], record: Mapping[str, Any], **optio
   return content, os.fsencode(where)
 
 
-def _conversation(record: Mapping[str, Any], *, key: str, where: str) -> dict[str, Any]:
+def _conversation(record: Json, *, key: str, where: str) -> JsonObject:
   messages = checked_messages(record.get(key), key=key, where=where)
   if all(message['role'] != 'assistant' for message in messages):
     raise DataError(
@@ -87,7 +88,7 @@ def _conversation(record: Mapping[str, Any], *, key: str, where: str) -> dict[st
 
 
 def preference_row(
-  record: Mapping[str, Any], *, key: str, where: str, rejected: str = REJECTED, prompt: str = PROMPT
+  record: Json, *, key: str, where: str, rejected: str = REJECTED, prompt: str = PROMPT
 ) -> Row:
   """Returns (preference as UTF-8 JSON: {'prompt', 'chosen', 'rejected', 'tools'}, `where`).
 
@@ -111,9 +112,7 @@ def preferences(*, rejected: str = REJECTED, prompt: str = PROMPT) -> RecordForm
   return RecordForm(row, (rejected, prompt, TOOLS))
 
 
-def _preference(
-  record: Mapping[str, Any], *, key: str, where: str, rejected: str, prompt: str
-) -> dict[str, Any]:
+def _preference(record: Json, *, key: str, where: str, rejected: str, prompt: str) -> JsonObject:
   answers = {name: record.get(name) for name in (key, rejected)}
   asked = record.get(prompt)
   for name, answer in answers.items():
@@ -141,7 +140,7 @@ def _preference(
   }
 
 
-def _of_texts(asked: Any, answers: Mapping[str, str], *, where: str) -> list[str]:
+def _of_texts(asked: JsonValue, answers: Mapping[str, str], *, where: str) -> list[str]:
   """Returns prompt and answers; without a prompt, uses the common beginning of the answers."""
   if asked is None:
     asked = os.path.commonprefix(list(answers.values()))
@@ -163,8 +162,8 @@ def _of_texts(asked: Any, answers: Mapping[str, str], *, where: str) -> list[str
 
 
 def _of_messages(
-  asked: Any, answers: Mapping[str, list], *, prompt: str, where: str
-) -> list[list[dict[str, Any]]]:
+  asked: JsonValue, answers: Mapping[str, list], *, prompt: str, where: str
+) -> list[list[JsonObject]]:
   """Returns prompt and answers; without a prompt, uses the common first messages of the answers."""
   both = [checked_messages(answer, key=name, where=where) for name, answer in answers.items()]
   if isinstance(asked, list):
@@ -190,7 +189,7 @@ def _of_messages(
   return [asked, *both]
 
 
-def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, Any]]:
+def checked_messages(messages: JsonValue, *, key: str, where: str) -> list[JsonObject]:
   """Returns messages with 'role' and 'content'; keeps other fields, drops blank messages.
 
   Raises:
@@ -207,7 +206,7 @@ def checked_messages(messages: Any, *, key: str, where: str) -> list[dict[str, A
   ]
 
 
-def checked_tools(record: Mapping[str, Any], *, where: str) -> Optional[list[Any]]:
+def checked_tools(record: Json, *, where: str) -> Optional[list[JsonObject]]:
   """Returns the tools that the assistant may call, for the template, or None."""
   tools, fix = record.get(TOOLS), 'Write the list itself, or its JSON, or leave it out.'
   if isinstance(tools, str):  # tables often hold tools as JSON text
@@ -225,7 +224,7 @@ def checked_tools(record: Mapping[str, Any], *, where: str) -> Optional[list[Any
   return tools or None
 
 
-def _message(message: Any, *, where: str) -> dict[str, Any]:
+def _message(message: JsonValue, *, where: str) -> JsonObject:
   if not isinstance(message, dict):
     raise DataError(f'{where} is {_shown(message)}, not an object.', fix=_FIX)
   fields = {name: value for name, value in message.items() if value is not None}
@@ -244,7 +243,7 @@ def _message(message: Any, *, where: str) -> dict[str, Any]:
   return {'role': role, 'content': _text(content, where=where), **fields}
 
 
-def _text(content: Any, *, where: str) -> str:
+def _text(content: JsonValue, *, where: str) -> str:
   """Returns the text of a message; a list of parts of text is joined."""
   if isinstance(content, str):
     return content
@@ -264,5 +263,5 @@ def _text(content: Any, *, where: str) -> str:
   )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: JsonValue) -> str:
   return json.dumps(value, default=str)[:60]

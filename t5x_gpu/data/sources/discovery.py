@@ -11,10 +11,10 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from t5x_gpu.errors import DataError, listed, task_error
 from t5x_gpu.storage.files import is_missing, reason_of, remedy
+from t5x_gpu.storage.json_schema import JsonObject
 
 _BLOCK_BYTES = 4096
 
@@ -214,7 +214,7 @@ VALIDATION_ONE_IN = 20
 _HEAD_BYTES = 65536
 
 
-def fingerprint(files: Sequence[str]) -> dict[str, Any]:
+def fingerprint(files: Sequence[str]) -> JsonObject:
   """Returns number, total bytes and a hash of `files`; the same in any folder.
 
   The hash covers relative path, size and the first 64 KiB of each file.

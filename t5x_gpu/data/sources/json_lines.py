@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from t5x_gpu.errors import DataError
-from t5x_gpu.storage.json_schema import MOST_DEPTH, is_deeper
+from t5x_gpu.storage.json_schema import MOST_DEPTH, JsonObject, JsonValue, is_deeper
 
 
 def _fix(keys: Sequence[str]) -> str:
@@ -13,7 +12,7 @@ def _fix(keys: Sequence[str]) -> str:
   return f'Correct or remove that line; each line is one JSON object{needed if keys else ""}.'
 
 
-def json_value(text: bytes | str) -> Any:
+def json_value(text: bytes | str) -> JsonValue:
   """Returns the value of JSON text.
 
   Raises:
@@ -31,7 +30,7 @@ def json_value(text: bytes | str) -> Any:
   return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
   found = dict(pairs)
   if len(found) < len(pairs):
     for key, value in pairs:
@@ -40,7 +39,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   return found
 
 
-def json_object(line: bytes | str, *, where: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+def json_object(line: bytes | str, *, where: str, keys: Sequence[str] = ()) -> JsonObject:
   """Returns the object in `line`. Raises DataError, naming `where` (file:line), if it has none.
 
   Args:

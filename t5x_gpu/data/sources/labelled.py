@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Optional, Union
+from typing import NoReturn, Optional, Union
 
 import pyarrow as pa
 
@@ -34,6 +34,7 @@ from t5x_gpu.data.sources.line_formats import csv_records
 from t5x_gpu.data.sources.rows import NAME, limited_lines, open_text, split_columns
 from t5x_gpu.errors import DataError, did_you_mean, first_line, listed
 from t5x_gpu.storage.files import is_missing
+from t5x_gpu.storage.json_schema import Json
 
 LARGEST_SCORE = 200_000  # in ten-thousandths, fits into 4 bytes
 _SEPARATOR = ','  # between the labels in a field of .csv and .tsv
@@ -43,7 +44,7 @@ def _refuse_field(what: str, *, fix: str) -> NoReturn:
   raise DataError(what, fix=fix, parameters=NAME, docs='tasks.md#your-own-classification-data')
 
 
-def cell_listed(value: Any, column: str, where: str) -> list[Any]:
+def cell_listed(value: object, column: str, where: str) -> list[object]:
   """Returns a list of labels: a list, or names separated by commas, as in .csv."""
   value = value.decode() if isinstance(value, bytes) else value
   if isinstance(value, str):
@@ -57,7 +58,7 @@ def cell_listed(value: Any, column: str, where: str) -> list[Any]:
   )
 
 
-def cell_text(value: Any, column: str, where: str) -> str:
+def cell_text(value: object, column: str, where: str) -> str:
   """Returns a non-empty text."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or isinstance(value, str) and not value.strip():
@@ -82,7 +83,7 @@ def _checked(value: str, column: str, where: str) -> str:
   return value
 
 
-def cell_label(value: Any, column: str, where: str) -> str:
+def cell_label(value: object, column: str, where: str) -> str:
   """Returns the name of a class: words unchanged, whole numbers as digits, true or false."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or value != value or isinstance(value, str) and not value.strip():  # NaN
@@ -102,7 +103,7 @@ def cell_label(value: Any, column: str, where: str) -> str:
   )
 
 
-def cell_score(value: Any, column: str, where: str, *, least: int = 0) -> str:
+def cell_score(value: object, column: str, where: str, *, least: int = 0) -> str:
   """Returns a number from `least` to `LARGEST_SCORE`, in ten-thousandths."""
   value = value.decode() if isinstance(value, bytes) else value
   try:
@@ -163,8 +164,8 @@ class LabelledTexts:
   """
 
   class_names: tuple[str, ...]
-  texts: Mapping[str, Sequence[Any]]
-  labels: Mapping[str, Sequence[Any]]
+  texts: Mapping[str, Sequence[object]]
+  labels: Mapping[str, Sequence[object]]
   texts2: Optional[Mapping[str, Sequence[str]]] = None
 
 
@@ -319,7 +320,7 @@ def scored_texts(files: Sequence[str], *, read: Reader) -> LabelledTexts:
 def _by_split(
   rows: Mapping[str, Sequence[LabelledRow]],
   *,
-  label: Callable[[LabelledRow], Any],
+  label: Callable[[LabelledRow], object],
   class_names: tuple[str, ...] = (),
 ) -> LabelledTexts:
   if not rows['train']:
@@ -380,7 +381,7 @@ def labelled_texts(
         fix='Correct the label, or add training rows of that class.',
       )
 
-  def numbered(row: LabelledRow) -> Any:
+  def numbered(row: LabelledRow) -> int | list[int]:
     found = [numbers[label] for label in row.labels]
     return found if several else found[0]
 
@@ -439,7 +440,7 @@ KINDS = {
 }
 
 # Values of a row by column, and file and position of the row.
-_Record = tuple[Mapping[str, Any], str]
+_Record = tuple[Json, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,7 +501,7 @@ class LabelledReader:
       _refuse_field(f'{path} has no rows.', fix='Give files with one row per example.')
     return rows
 
-  def _records(self, path: str) -> Iterator[tuple[Mapping[str, Any], LabelColumns, str]]:
+  def _records(self, path: str) -> Iterator[tuple[Json, LabelColumns, str]]:
     columns = None
     for values, where in FORMS[self.form](path, self.columns, self.kind):
       # JSON objects may differ from line to line; tables have one header.
@@ -572,9 +573,7 @@ def _columns(
   return chosen
 
 
-def _labelled_row(
-  values: Mapping[str, Any], columns: LabelColumns, where: str, *, kind: str
-) -> LabelledRow:
+def _labelled_row(values: Json, columns: LabelColumns, where: str, *, kind: str) -> LabelledRow:
   if kind == 'token_classification':
     return _tagged_words(values, columns, where)
   if kind == 'sentence_pairs':
@@ -593,7 +592,7 @@ def _labelled_row(
   return LabelledRow(text, labels, where, text2)
 
 
-def _tagged_words(values: Mapping[str, Any], columns: LabelColumns, where: str) -> LabelledRow:
+def _tagged_words(values: Json, columns: LabelColumns, where: str) -> LabelledRow:
   words, tags = values[columns.text], values[columns.label]
   for found, column in ((words, columns.text), (tags, columns.label)):
     if not isinstance(found, list) or not found:
@@ -614,7 +613,7 @@ def _tagged_words(values: Mapping[str, Any], columns: LabelColumns, where: str) 
   )
 
 
-def _scored_texts(values: Mapping[str, Any], columns: LabelColumns, where: str) -> LabelledRow:
+def _scored_texts(values: Json, columns: LabelColumns, where: str) -> LabelledRow:
   """Returns two or three texts; their one label is the score in ten-thousandths."""
   names = (columns.text, columns.label, *([columns.text2] if columns.text2 else []))
   texts = tuple(cell_text(values[name], name, where) for name in names)

@@ -11,7 +11,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 import pyarrow as pa
@@ -269,7 +269,7 @@ class BlockReader:
     numbers = tf.data.Dataset.range(np.iinfo(np.int64).max)
     return numbers.take_while(has_block).flat_map(rows).map(example)
 
-  def _has(self, path: bytes, number: Any) -> np.bool_:
+  def _has(self, path: bytes, number: np.int64) -> np.bool_:
     key = (path.decode('utf-8', 'surrogateescape'), int(number))
     block, rest = self._take(key)
     if block is None:
@@ -277,7 +277,7 @@ class BlockReader:
     self._keep(key, [block], rest)
     return np.bool_(True)
 
-  def _read(self, path: bytes, number: Any) -> list[np.ndarray]:
+  def _read(self, path: bytes, number: np.int64) -> list[np.ndarray]:
     file = path.decode('utf-8', 'surrogateescape')
     block, rest = self._take((file, int(number)))
     self._keep((file, int(number) + 1), [], rest)

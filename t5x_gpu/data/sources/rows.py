@@ -16,7 +16,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, Optional, Union
+from typing import IO, AnyStr, BinaryIO, Optional, Union
 
 import pyarrow as pa
 
@@ -102,7 +102,7 @@ def open_text(path: str) -> BinaryIO:
   return f
 
 
-def limited_lines(f: Any, name: str) -> Iterator[Any]:
+def limited_lines(f: IO[AnyStr], name: str) -> Iterator[AnyStr]:
   """Yields the lines of an open file, bytes or text, as iterating over it does.
 
   Args:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import tensorflow_datasets as tfds
 
@@ -24,6 +24,7 @@ from t5x_gpu.data.sources.source_files import SourceFile
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from t5x_gpu.runtime.cluster.agreement import Facts
+from t5x_gpu.storage.json_schema import JsonObject
 
 # Number of files open at once. The stream takes a span from each file in turn, so that consecutive
 # spans come from many files.
@@ -69,7 +70,7 @@ class DocumentSource(seqio.DataSource):
     shuffle: bool = True,
     seed: Optional[int] = None,
     shard_info: Optional[seqio.ShardInfo] = None,
-    **unused: Any,
+    **unused: object,
   ) -> tf.data.Dataset:
     del unused  # Task applies them.
     files = self.list_shards(split)
@@ -86,15 +87,15 @@ class DocumentSource(seqio.DataSource):
       return documents
     return documents.filter(lambda x: _is_validation(x) == (split == 'validation'))
 
-  def fingerprint(self, split: str) -> dict[str, Any]:
+  def fingerprint(self, split: str) -> JsonObject:
     """Returns facts that identify the data of `split`."""
     return self._facts(self.list_shards(split))
 
-  def fingerprint_by_hash(self) -> dict[str, Any]:
+  def fingerprint_by_hash(self) -> JsonObject:
     """Returns the fingerprint of any split, as if a hash assigned the documents to splits."""
     return self._facts(sorted(itertools.chain.from_iterable(self._list_files().values())))
 
-  def _facts(self, files: Sequence[str]) -> dict[str, Any]:
+  def _facts(self, files: Sequence[str]) -> JsonObject:
     facts = discovery.fingerprint(files)
     if isinstance(self._reader, BlockReader) and self._reader.chosen:
       facts['columns'] = dict(self._reader.columns)
@@ -168,7 +169,7 @@ class LabelledSource(seqio.DataSource):
     shuffle: bool = True,
     seed: Optional[int] = None,
     shard_info: Optional[seqio.ShardInfo] = None,
-    **unused: Any,
+    **unused: object,
   ) -> tf.data.Dataset:
     del unused
     table = self._texts()
@@ -186,7 +187,7 @@ class LabelledSource(seqio.DataSource):
       numbers = numbers.shuffle(min(len(table.labels[split]), SHUFFLED_ROWS), seed=seed)
     return numbers.map(lambda i: {name: tf.gather(x, i) for name, x in columns.items()})
 
-  def fingerprint(self, split: str) -> dict[str, Any]:
+  def fingerprint(self, split: str) -> JsonObject:
     """Returns facts that identify the rows of `split`."""
     table, digest = self._texts(), hashlib.sha256()
     for text, label in zip(table.texts[split], table.labels[split]):
@@ -196,7 +197,7 @@ class LabelledSource(seqio.DataSource):
     return {'examples': len(table.labels[split]), 'hash': digest.hexdigest()[:16]}
 
 
-def _column(values: Sequence[Any], dtype: tf.DType) -> Any:
+def _column(values: Sequence[object], dtype: tf.DType) -> tf.Tensor:
   """Returns a tensor of values, or of lists of values."""
   if values and isinstance(values[0], (list, tuple)):
     return tf.ragged.constant(values, dtype=dtype, ragged_rank=1)
@@ -215,7 +216,7 @@ def tfds_builder(source: seqio.TfdsDataSource, split: str) -> tfds.core.DatasetB
   return tfds.builder(name, data_dir=data_dir) if name else tfds.builder_from_directory(data_dir)
 
 
-def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any]:
+def source_fingerprint(source: seqio.DataSource, *, split: str) -> JsonObject:
   """Returns JSON-ready facts that identify the data of any SeqIO source."""
   if isinstance(source, (DocumentSource, LabelledSource)):
     return source.fingerprint(split)

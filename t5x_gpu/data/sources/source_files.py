@@ -20,12 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional, TypeVar
+from typing import Optional, TypeVar
 
 from t5x_gpu.data.sources.discovery import relative_names, sample_digest, sha256_of, unreadable
 from t5x_gpu.errors import DataError, listed, task_error
 from t5x_gpu.storage.files import atomic_write, set_aside_damaged
-from t5x_gpu.storage.json_schema import read_bytes
+from t5x_gpu.storage.json_schema import JsonObject, read_bytes
 
 NAME = 'source_files.json'
 _VERSION = 1
@@ -132,7 +132,7 @@ class SourceFiles:
 
   def to_json(self) -> bytes:
     """Returns the record for `check`."""
-    tasks: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, JsonObject] = {}
     for (task, name), file in list(self.files.items()):
       tasks.setdefault(task, {})[name] = dataclasses.astuple(file)
     return json.dumps({'version': _VERSION, 'tasks': tasks}).encode()

@@ -11,7 +11,7 @@ import itertools
 import logging
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class SeqioEvaluatedTask:
     examples: the examples of its split, as numpy arrays.
   """
 
-  def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]]):
+  def __init__(self, task: seqio.Task, examples: Sequence[task_lookup.Example]):
     self.name = task_lookup.own_name(task.name)
     self._task = task
     self._examples = examples
@@ -105,7 +105,7 @@ class SeqioEvaluatedTask:
           )
     return values
 
-  def _compute(self, metric: Any, output: Any) -> Mapping[str, Any]:
+  def _compute(self, metric: type[seqio.metrics.Metric], output: object) -> Mapping[str, object]:
     features = self._task.output_features
     try:
       computed = metric.from_model_output(self._examples, output, features, _TARGETS)
@@ -125,7 +125,7 @@ class SeqioEvaluatedTask:
       ) from e
 
 
-def _ids(x: Any) -> list[int]:
+def _ids(x: np.typing.ArrayLike) -> list[int]:
   return [int(i) for i in np.asarray(x).reshape(-1)]
 
 
@@ -196,7 +196,7 @@ def _check(task: seqio.Task, config: DatasetConfig) -> None:
 
 def _examples(
   task: seqio.Task, config: DatasetConfig, num_examples: Optional[int]
-) -> list[Mapping[str, Any]]:
+) -> list[task_lookup.Example]:
   examples = list(itertools.islice(task_lookup.numpy_examples(task, config), num_examples))
   if not examples:
     raise DataError(

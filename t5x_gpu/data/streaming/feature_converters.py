@@ -6,7 +6,7 @@ conversations and of preferences. `t5x_gpu.data.features` describes their result
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import STACK_TOKENS
@@ -46,7 +46,7 @@ class EncoderClassificationConverter(_EncoderConverter):
 
   PACKING_FEATURE_DTYPES = None
 
-  def __init__(self, *, label: str = 'label', types: bool = False, **options: Any):
+  def __init__(self, *, label: str = 'label', types: bool = False, **options: object):
     self._label, self._types = label, types
     kind = TOKENS if label == 'labels' else _NUMBER
     self.TASK_FEATURES = {'inputs': TOKENS, label: kind}
@@ -221,7 +221,7 @@ class LmConverter(seqio.LMFeatureConverter):
     **options: options of SeqIO's converter.
   """
 
-  def __init__(self, *, loss_on_targets_only: bool = True, **options: Any):
+  def __init__(self, *, loss_on_targets_only: bool = True, **options: object):
     super().__init__(**options)
     self._masked = loss_on_targets_only
 

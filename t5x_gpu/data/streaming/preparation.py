@@ -7,7 +7,7 @@ the rows of the streaming path.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line, task_error
 from t5x_gpu.runtime.machine import versions
+from t5x_gpu.storage.json_schema import JsonObject
 
 PART_BYTES = 64 * 2**20  # source bytes per part, by default
 _MIN_PARTS = 4
@@ -151,7 +152,7 @@ class Preparation:
       return RecordCounts()
     return found
 
-  def _check(self, row: dict[str, Any], member: str) -> None:
+  def _check(self, row: JsonObject, member: str) -> None:
     for name, bound in self.vocab_sizes.items():
       low, high = int(np.min(row[name])), int(np.max(row[name]))
       if low < 0 or high >= bound:
@@ -174,7 +175,7 @@ def preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: st
   return Preparation(config, feature_converter, lengths, sizes, spec.class_names, task)
 
 
-def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
+def _num_parts(task: seqio.Task, split: str, source: JsonObject) -> int:
   size = source.get('bytes')
   if size is None and isinstance(task.source, seqio.TfdsDataSource):
     info = seqio_sources.tfds_builder(task.source, split).info.splits
@@ -185,7 +186,7 @@ def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
   return min(parts, max(_MAX_READINGS, len(task.source.list_shards(split))))
 
 
-def _about(vocabulary: seqio.Vocabulary) -> dict[str, Any]:
+def _about(vocabulary: seqio.Vocabulary) -> JsonObject:
   name = vocabularies.vocabulary_name(vocabulary)
   return {
     'name': name,

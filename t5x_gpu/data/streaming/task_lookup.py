@@ -7,7 +7,9 @@ may number differently.
 import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
+
+import numpy as np
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
@@ -41,6 +43,7 @@ from t5x_gpu.errors import (
 )
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
+Example = Mapping[str, np.ndarray]
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
 
@@ -372,7 +375,7 @@ def reading_problem(task: TaskOrMixture) -> Optional[DataError]:
   return next((problem for problem in found if problem is not None), None)
 
 
-def numpy_examples(task: TaskOrMixture, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
+def numpy_examples(task: TaskOrMixture, config: DatasetConfig) -> Iterator[Example]:
   """Yields the examples of `config`'s split as numpy, one epoch in order.
 
   Raises:

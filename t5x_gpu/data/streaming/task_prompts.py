@@ -5,8 +5,8 @@ encodes with special tokens and truncation as in training.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Iterator, Sequence
+from typing import Optional
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   vocabulary_name,
 )
 from t5x_gpu.errors import ConfigError, DataError, task_error
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class TaskText:
     return self._ids(self.inputs, text)
 
   def encode_chat(
-    self, messages: Sequence[Mapping[str, Any]], *, tools: Optional[list] = None, where: str
+    self, messages: Sequence[Json], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
     template = self._chat_template()
     return template.prompt(messages, tools=tools, where=where)
@@ -138,7 +139,7 @@ class TaskText:
     for number, example in enumerate(task_lookup.numpy_examples(task, config)):
       yield self._prompt(example, f'{name}, example {number}')
 
-  def _prompt(self, example: dict[str, Any], where: str) -> Prompt:
+  def _prompt(self, example: JsonObject, where: str) -> Prompt:
     def ids(feature: str) -> tuple[int, ...]:
       return tuple(int(i) for i in np.asarray(example.get(feature, ())).reshape(-1))
 
@@ -296,7 +297,7 @@ class ClassText:
       )
 
 
-def _spelled(example: Mapping[str, Any], names: Optional[Sequence[str]]) -> Optional[str]:
+def _spelled(example: Json, names: Optional[Sequence[str]]) -> Optional[str]:
   """Returns the true classes, separated by commas, or the true number; None if unknown."""
   if 'score' in example:
     return f'{example["score"] / SCORE_UNIT:.10g}'

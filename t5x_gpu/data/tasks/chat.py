@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 _WHERE = 'where'  # feature of the source: file:line
 _NAMED = 3  # number of conversations of a kind that the log names; it only counts further ones
@@ -76,7 +77,7 @@ class Templated:
   MARKS: tuple[str, ...] = (LOSS_MASK,)
 
   def __init__(self, reader: BlockReader):
-    self.variables: Optional[Mapping[str, Any]] = None
+    self.variables: Optional[Json] = None
     self._reader = reader
 
   def _map(
@@ -211,7 +212,7 @@ def is_chat(task: seqio.Task | seqio.Mixture) -> bool:
   return any(isinstance(preprocessor, Conversations) for preprocessor in templated(task))
 
 
-def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Mapping[str, Any]]) -> None:
+def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Json]) -> None:
   """Sets the variables of the chat template; raises DataError if `task` has no chat template."""
   found = templated(task)
   for preprocessor in found:
@@ -226,7 +227,7 @@ def set_variables(task: seqio.Task | seqio.Mixture, variables: Optional[Mapping[
     )
 
 
-def template_facts(task: seqio.Task | seqio.Mixture) -> dict[str, Any]:
+def template_facts(task: seqio.Task | seqio.Mixture) -> JsonObject:
   """Returns facts that identify the chat template of `task`; {} for other tasks."""
   if not is_chat(task):
     return {}

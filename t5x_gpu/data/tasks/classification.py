@@ -23,7 +23,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional, TypeVar
 
 from t5x_gpu.data.features import SCORE_UNIT, TOKEN_TYPES
 from t5x_gpu.data.sources import discovery, labelled, seqio_sources
@@ -270,7 +270,10 @@ def _labels(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
   return {name: x[name] for name in ('label', 'labels', 'score') if name in x}
 
 
-def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
+_Length = TypeVar('_Length', int, tf.Tensor)
+
+
+def pair_lengths(first: _Length, second: _Length, room: int) -> tuple[_Length, _Length]:
   """Returns how many of `first` and `second` tokens to keep in `room`; ints or scalar tensors."""
   at_most = tf.maximum if tf.is_tensor(first) else max
   at_least = tf.minimum if tf.is_tensor(first) else min

@@ -9,7 +9,7 @@ the first token is the first decoder input.
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.data.vocabularies.vocabularies import end_id
 from t5x_gpu.errors import DataError, task_error
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 
 class Preferences(Templated):
@@ -87,11 +88,7 @@ class Preferences(Templated):
 
 
 def _both(
-  vocabulary: seqio.Vocabulary,
-  template: Callable[[], ChatTemplate],
-  pair: Mapping[str, Any],
-  *,
-  where: str,
+  vocabulary: seqio.Vocabulary, template: Callable[[], ChatTemplate], pair: Json, *, where: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Returns ids and loss mask of the chosen and of the rejected text."""
   texts = []
@@ -149,7 +146,7 @@ def check_pairs(task: seqio.Task | seqio.Mixture, *, name: str, feature_converte
   )
 
 
-def template_facts(task: seqio.Task | seqio.Mixture) -> dict[str, Any]:
+def template_facts(task: seqio.Task | seqio.Mixture) -> JsonObject:
   """Returns facts that identify the chat template for pairs; {} for other tasks."""
   vocabulary = task.output_features['targets'].vocabulary if has_pairs(task) else None
   if not isinstance(vocabulary, HuggingFaceVocabulary):

@@ -13,7 +13,8 @@ import importlib
 import json
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -22,7 +23,7 @@ from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.storage.files import check_not_refused
-from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.storage.json_schema import Json, JsonValue, read_json
 
 TEMPLATE_FILE, CONFIG_FILE = 'chat_template.jinja', 'tokenizer_config.json'
 # Result of `strftime_now`: the date that Llama 3.1's template uses without a clock.
@@ -34,7 +35,7 @@ _OLDEST_JINJA = (3, 1, 6)  # templates can escape the sandbox of earlier version
 _SHOWN = 40
 _PARAMETERS = ('DatasetConfig.vocabulary',)
 
-Message = Mapping[str, Any]
+Message = Json
 Span = tuple[int, int]
 
 
@@ -51,7 +52,7 @@ class ChatTemplate:
     file: file of the template.
   """
 
-  def __init__(self, vocabulary: seqio.Vocabulary, variables: Optional[Mapping[str, Any]] = None):
+  def __init__(self, vocabulary: seqio.Vocabulary, variables: Optional[Json] = None):
     if not isinstance(vocabulary, HuggingFaceVocabulary):
       raise DataError(
         'Messages need a tokenizer with a chat template; the vocabulary is a '
@@ -263,7 +264,7 @@ def _compiled(source: str) -> Any:
     ) from e
 
 
-def _jinja2() -> Any:
+def _jinja2() -> types.ModuleType:
   try:
     jinja2 = importlib.import_module('jinja2')
     for part in ('ext', 'sandbox'):
@@ -281,7 +282,7 @@ def _jinja2() -> Any:
   return jinja2
 
 
-def _environment(jinja2: Any) -> Any:
+def _environment(jinja2: types.ModuleType) -> Any:
   """Returns the environment of transformers' templates: options, filters and functions."""
 
   class Generation(jinja2.ext.Extension):
@@ -294,22 +295,22 @@ def _environment(jinja2: Any) -> Any:
       body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
       return jinja2.nodes.CallBlock(self.call_method('marked'), [], [], body).set_lineno(line)
 
-    def marked(self, caller: Any) -> str:
+    def marked(self, caller: Callable[[], str]) -> str:
       return f'{_BEGIN}{caller()}{_END}'
 
   class Namespace(jinja2.utils.Namespace):
     """Jinja's namespace without names that begin with an underscore, which are Python internals."""
 
-    def __init__(*args: Any, **kwargs: Any):
+    def __init__(*args: object, **kwargs: object):
       for name in dict(*args[1:], **kwargs):
         _check_name(name)
       jinja2.utils.Namespace.__init__(*args, **kwargs)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
       _check_name(name)
       super().__setitem__(name, value)
 
-  def _check_name(name: Any) -> None:
+  def _check_name(name: object) -> None:
     if str(name).startswith('_'):
       raise jinja2.exceptions.SecurityError(f'a namespace cannot have the name {name!r}')
 
@@ -329,10 +330,10 @@ def _environment(jinja2: Any) -> Any:
 
 
 def _to_json(
-  value: Any,
+  value: JsonValue,
   ensure_ascii: bool = False,
-  indent: Any = None,
-  separators: Any = None,
+  indent: Optional[int | str] = None,
+  separators: Optional[tuple[str, str]] = None,
   sort_keys: bool = False,
 ) -> str:
   """Replaces Jinja's filter, which escapes HTML."""

@@ -27,6 +27,7 @@ _PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
 _RARE = '\u16a0'
 _PARAMETERS = ('DatasetConfig.vocabulary',)
 log = logging.getLogger(__name__)
+_Tokenizer = Any  # tokenizers.Tokenizer, which is imported if it is needed
 _error = functools.partial(DataError, parameters=_PARAMETERS)
 
 
@@ -178,7 +179,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     text = tf.numpy_function(decode, [ids], tf.string, stateful=False)
     return tf.ensure_shape(text, ids.shape[:-1])
 
-  def __eq__(self, other: Any) -> bool:
+  def __eq__(self, other: object) -> bool:
     return (
       isinstance(other, HuggingFaceVocabulary)
       and self.fingerprint == other.fingerprint
@@ -207,7 +208,7 @@ def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
   )
 
 
-def _load(path: pathlib.Path) -> Any:
+def _load(path: pathlib.Path) -> _Tokenizer:
   try:
     library = importlib.import_module('tokenizers')
   except ModuleNotFoundError as e:
@@ -230,7 +231,7 @@ def _load(path: pathlib.Path) -> Any:
   return tokenizer
 
 
-def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
+def _special_tokens(path: pathlib.Path, tokenizer: _Tokenizer) -> dict[str, str]:
   """Returns 'eos_token' -> its text for the special tokens named in the folder of `path`."""
   named: dict[str, str] = {}
   for name in (
@@ -267,7 +268,7 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
   return named
 
 
-def _check_unknown(path: pathlib.Path, tokenizer: Any) -> None:
+def _check_unknown(path: pathlib.Path, tokenizer: _Tokenizer) -> None:
   """Raises DataError if a letter outside of the vocabulary is an error, and warns if it is lost.
 
   Such a letter may come late, and its text cannot be changed within a run.

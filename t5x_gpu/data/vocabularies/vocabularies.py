@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class HashedWordsVocabulary(seqio.Vocabulary):
     kept = tf.ragged.boolean_mask(ids, ids >= NUM_SPECIAL)
     return tf.strings.reduce_join('<' + tf.strings.as_string(kept) + '>', axis=-1, separator=' ')
 
-  def __eq__(self, other: Any) -> bool:
+  def __eq__(self, other: object) -> bool:
     return (
       isinstance(other, HashedWordsVocabulary)
       and self.num_words == other.num_words

@@ -6,7 +6,8 @@ Facts are `name -> (identity, shown)`: identities are compared, `shown` appears 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+from t5x_gpu.storage.json_schema import JsonValue
 
 Facts = Mapping[str, tuple[str, str]]
 
@@ -27,7 +28,7 @@ def differences(
   digests: Sequence[str],
   hostnames: Sequence[str],
   process_index: int,
-  exchange: Callable[[Any], list[Any]],
+  exchange: Callable[[JsonValue], list[JsonValue]],
   only_common: bool = False,
 ) -> list[str]:
   """Returns a line per fact that differs between processes; the same lines on all processes.
@@ -53,7 +54,7 @@ def differences(
   reported = exchange(sent if is_first else None)
   lines = []
   for name in sorted(set().union(*(reported[p] for p in first.values()))):
-    variants: dict[Any, tuple[str, list[int]]] = {}
+    variants: dict[object, tuple[str, list[int]]] = {}
     for value, process in first.items():
       identity, shown = reported[process].get(name, (None, 'nothing'))
       if identity is not None or not only_common:

@@ -9,14 +9,18 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Optional, Protocol, TypeVar
 
 from t5x_gpu.runtime.cluster import addresses, jax_internals
+from t5x_gpu.storage.json_schema import JsonValue
 
 _log = logging.getLogger(__name__)
 
 _EXCHANGE_SECONDS = 60
 _rounds = itertools.count()
+
+
+_T = TypeVar('_T')
 
 
 class Store(Protocol):
@@ -35,9 +39,9 @@ class Store(Protocol):
     """Returns whether process 0 has certainly ended, as opposed to being unreachable."""
 
 
-def within(seconds: float, ask: Callable[[], Any]) -> Any:
+def within(seconds: float, ask: Callable[[], _T]) -> Optional[_T]:
   """Returns the result of `ask`; None if it raises or does not return in time."""
-  answers: list[Any] = []
+  answers: list[_T] = []
 
   def run() -> None:
     with contextlib.suppress(Exception):
@@ -65,7 +69,7 @@ def delay_aborts() -> None:
 class _JaxStore:
   """The store of `jax.distributed`."""
 
-  def __init__(self, client: Any, address: str):
+  def __init__(self, client: jax_internals.Client, address: str):
     self._client = client
     self._address = addresses.split(address)
     self.key_value_set = client.key_value_set
@@ -93,13 +97,11 @@ def coordination_store() -> Optional[Store]:
   return _JaxStore(state.client, state.coordinator_address) if state.client else None
 
 
-def exchange(value: Any) -> list[Any]:
+def exchange(value: JsonValue) -> list[JsonValue]:
   """Returns each process's value, by process index; usable before a backend starts.
 
   All processes must call it the same number of times.
 
-  Args:
-    value: a JSON value.
   """
   state, key = jax_internals.distributed_state(), f't5x_gpu_exchange/{next(_rounds)}'
   state.client.key_value_set(f'{key}/{state.process_id}', json.dumps(value))
@@ -126,7 +128,7 @@ def let_gloo_listen_on(host: str) -> None:
     _log.info('This jaxlib has no make_gloo_tcp_collectives: gloo chooses its address.')
     return
 
-  def make_on_host(*args: Any, **kwargs: Any) -> Any:
+  def make_on_host(*args: object, **kwargs: object) -> object:
     try:
       return make(*args, **{'hostname': host, **kwargs})
     except (TypeError, RuntimeError) as e:  # another signature; no such address

@@ -6,8 +6,27 @@ JAX is imported only when a function needs it: XLA's flags must be set before.
 
 import importlib
 import sys
+import types
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional, Protocol
+
+
+class Client(Protocol):
+  """The key-value store and barriers of `jax.distributed`."""
+
+  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+  def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+  def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...
+
+
+class State(Protocol):
+  """Whom this process has joined; without a client, nobody."""
+
+  client: Optional[Client]
+  coordinator_address: str
+  process_id: int
+  num_processes: int
 
 
 def backends_started() -> bool:
@@ -19,8 +38,8 @@ def backends_started() -> bool:
   return bridge is not None and bridge.backends_are_initialized()
 
 
-def distributed_state() -> Any:
-  """Returns the state of `jax.distributed`: client, coordinator address, process id and count.
+def distributed_state() -> State:
+  """Returns the state of `jax.distributed`.
 
   Missing: a public client of its key-value store and barriers; `multihost_utils` exchanges arrays
   only, by a collective of all devices.
@@ -28,7 +47,7 @@ def distributed_state() -> Any:
   return _private('distributed').global_state
 
 
-def gloo_maker() -> Optional[Callable[..., Any]]:
+def gloo_maker() -> Optional[Callable[..., object]]:
   """Returns the function that makes the collectives of CPU devices; None if jaxlib has none.
 
   Missing: an argument of `jax.distributed.initialize` for the address on which gloo listens, next
@@ -37,10 +56,10 @@ def gloo_maker() -> Optional[Callable[..., Any]]:
   return getattr(getattr(_private('lib'), '_jax', None), 'make_gloo_tcp_collectives', None)
 
 
-def set_gloo_maker(make: Callable[..., Any]) -> None:
+def set_gloo_maker(make: Callable[..., object]) -> None:
   """Replaces `gloo_maker`; before JAX has devices. Missing: as for `gloo_maker`."""
   _private('lib')._jax.make_gloo_tcp_collectives = make
 
 
-def _private(name: str) -> Any:
+def _private(name: str) -> types.ModuleType:
   return importlib.import_module(f'jax._src.{name}')

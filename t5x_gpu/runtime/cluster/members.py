@@ -14,8 +14,8 @@ import platform
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Self
+from collections.abc import Sequence
+from typing import Optional, Self
 
 import jax
 import jaxlib
@@ -24,6 +24,7 @@ from t5x_gpu.errors import ClusterError, number_ranges
 from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.storage.json_schema import Json
 
 # Packages that affect numbers. Versions come from metadata, without imports.
 _CUDA = ('12', '13')
@@ -160,7 +161,7 @@ class ClusterMember:
   code: str = ''
 
   @classmethod
-  def from_json(cls, values: Mapping[str, Any]) -> Self:
+  def from_json(cls, values: Json) -> Self:
     """Returns the member; ignores fields that this version of t5x_gpu does not have."""
     known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
     return cls(**{**known, 'gpus': tuple(values['gpus'])})

@@ -27,12 +27,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import ClusterError, Problem, listed, number_ranges
 from t5x_gpu.runtime.cluster import addresses
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember, Meeting
+from t5x_gpu.storage.json_schema import JsonObject, JsonValue
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Question:
   """
 
   connection: socket.socket
-  message: Any
+  message: JsonValue
   is_signed: bool
   is_proven: bool
   peer_host: str
@@ -90,7 +91,7 @@ class Question:
   _challenge: str
   _secret: str
 
-  def answer(self, message: Any) -> None:
+  def answer(self, message: JsonValue) -> None:
     """Sends the answer and closes the connection."""
     text = json.dumps(message)
     self.connection.settimeout(LINE_SECONDS)
@@ -158,7 +159,7 @@ class Reception:
         connection.close()
     return questions
 
-  def _accept(self, connection: socket.socket, peer: tuple[Any, ...]) -> None:
+  def _accept(self, connection: socket.socket, peer: tuple[object, ...]) -> None:
     connection.setblocking(False)
     caller = _Caller(peer[0], new_secret(), time.monotonic() + LINE_SECONDS)
     self._callers[connection] = caller
@@ -207,7 +208,7 @@ class Reception:
     )
 
 
-def send_question(connection: socket.socket, message: Any, secret: str) -> str:
+def send_question(connection: socket.socket, message: JsonValue, secret: str) -> str:
   """Sends a question, and returns the challenge for `read_answer`.
 
   Raises:
@@ -228,7 +229,7 @@ def send_question(connection: socket.socket, message: Any, secret: str) -> str:
 
 def read_answer(
   connection: socket.socket, challenge: str, secret: str, *, deadline: float
-) -> tuple[Any, bool]:
+) -> tuple[JsonValue, bool]:
   """Returns the answer, and whether it is signed with `secret`.
 
   Args:
@@ -324,7 +325,7 @@ class _Host(contextlib.AbstractContextManager):
     self._failed = threading.Event()
     self._release: Optional[threading.Thread] = None
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, *exc_info: object) -> None:
     self._reception.close()
     if self._release is not None and exc_info[0] is not None:
       self._failed.set()
@@ -531,7 +532,7 @@ class _Guest:
     self._failures[address] = Problem(str(answer.get('refused', other)), _FIND_PROCESS_0)
     return None
 
-  def _hello(self) -> dict[str, Any]:
+  def _hello(self) -> JsonObject:
     return {
       'run': self._cluster.run_id,
       'count': self._cluster.process_count,

@@ -15,11 +15,12 @@ import resource
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.runtime import hardware, machine
 from t5x_gpu.runtime.hardware import GIB
 from t5x_gpu.runtime.xla.presets import generation
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ LEAST_FREE = 20 * GIB
 SLOWDOWNS = {0x8: 'hardware slowdown', 0x40: 'heat', 0x80: 'power brake', 0x20: 'heat'}
 
 
-def json_lines(text: str) -> dict[str, Any]:
+def json_lines(text: str) -> JsonObject:
   """Merges the objects that a measuring child printed into one dictionary."""
   found = {}
   for line in text.splitlines():
@@ -323,7 +324,7 @@ def json_lines(text: str) -> dict[str, Any]:
 
 
 def check_devices(
-  found: Optional[Mapping[str, Any]],
+  found: Optional[Json],
   *,
   on_machine: int,
   problem: str = '',
@@ -402,7 +403,7 @@ def check_links(topology: str, *, gpus: int) -> Check:
 
 
 def check_matmul(
-  rates: Optional[Sequence[float]], *, devices: Optional[Mapping[str, Any]], problem: str = ''
+  rates: Optional[Sequence[float]], *, devices: Optional[Json], problem: str = ''
 ) -> Check:
   """Compares the speed of a large matmul with the datasheet.
 
@@ -429,7 +430,7 @@ def check_matmul(
   return Check('matmul', OK, value)
 
 
-def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True, problem: str = '') -> Check:
+def check_all_reduce(found: Json, *, nvlink: bool = True, problem: str = '') -> Check:
   """Checks the bus bandwidth of an all-reduce, per tier of links.
 
   Args:

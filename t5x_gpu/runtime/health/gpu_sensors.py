@@ -59,7 +59,7 @@ def own_uuids() -> tuple[str, ...]:
 def read(pynvml: types.ModuleType, uuid: str) -> GpuReading:
   """Returns the readings of one GPU. NVML must be initialized."""
 
-  def ask(function: str, *args: Any) -> Any:
+  def ask(function: str, *args: object) -> Any:
     try:
       return getattr(pynvml, function)(*args)
     except (pynvml.NVMLError, AttributeError):  # an older driver, a GPU without ECC or NVLink
@@ -88,7 +88,9 @@ def read(pynvml: types.ModuleType, uuid: str) -> GpuReading:
   )
 
 
-def _nvlink_errors(pynvml: types.ModuleType, handle: Any, ask: Callable[..., Any]) -> Optional[int]:
+def _nvlink_errors(
+  pynvml: types.ModuleType, handle: object, ask: Callable[..., Any]
+) -> Optional[int]:
   counts = []
   for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
     state = ask('nvmlDeviceGetNvLinkState', handle, link)
@@ -129,7 +131,7 @@ class GpuSensors:
       self._thread.start()
     return self
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, *exc_info: object) -> None:
     self._stop.set()
     if self._uuids:
       self._thread.join(_JOIN_SECONDS)
