@@ -171,7 +171,7 @@ def check_temporary_folder() -> None:
   except FileNotFoundError as e:
     raise AccessError(
       f'{e.strerror}.',
-      fix='Free space in one of these folders, or set the environment variable TMPDIR to another one.',
+      fix='Free space in one of them, or set the environment variable TMPDIR to another folder.',
     ) from e
 
 
