@@ -25,8 +25,8 @@ from t5x_gpu.storage.json_schema import JsonObject
 _THREADS = 16
 _SAMPLED_FILES = 2048  # limited because every process opens them, perhaps on one file server
 _SAMPLED_BLOCKS = 4096  # blocks of 4 KiB, over all files; at least two per file
-# Facts of `describe()` that depend on where and when files were copied; file contents are compared
 _SHOWN_CHARACTERS = 100
+# Facts of `describe()` that depend on where and when files were copied; file contents are compared
 # instead.
 _OF_FILES = ('source of ', 'rows of ')
 
