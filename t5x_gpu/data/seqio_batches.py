@@ -7,7 +7,6 @@ names at the end are the functions of a data module.
 """
 
 import contextlib
-import functools
 import glob
 import itertools
 import json
@@ -15,7 +14,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Optional
 
 import numpy as np
@@ -74,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 class SeqioBatches:
-  """A resumable `BatchIterator` over `make_dataset()`, which returns the same stream every time.
+  """A resumable `BatchIterator` over the batches of a task, the same stream every time.
 
   Its state is the position of tf.data and its buffers, as bytes. TensorFlow cannot save the
   position of a pipeline that runs Python code (`from_generator`, `py_function`) or draws random
@@ -82,51 +81,36 @@ class SeqioBatches:
   a restart reads those batches again.
 
   Args:
-    make_dataset: returns the dataset of batches.
-    name: name of the task, for messages.
-    spec: spec of the batches.
-    fingerprint: facts that identify the data and its order.
-    problem: returns the error of a reader when tf.data fails.
-    pad_last: pad the last batch with rows of zeros.
-    file_facts: returns facts about the source files, to compare them between hosts.
-    paths: returns task -> its source files.
-    class_names: class names of the labels, or None.
-    pipeline: version of the dataset's operations; buffers of another version cannot be continued.
-    by_hash: see `check_same_data`.
+    task: the checked task or mixture.
+    config, spec, feature_converter: as for `open_batches`.
+    repeat: whether the data start over; otherwise the last batch is padded with rows of zeros.
   """
 
   def __init__(
     self,
-    make_dataset: Callable[[], tf.data.Dataset],
+    task: task_lookup.TaskOrMixture,
+    config: DatasetConfig,
     *,
-    name: str,
     spec: BatchSpec,
-    fingerprint: Json,
-    problem: Callable[[], Optional[DataError]],
-    pad_last: bool,
-    file_facts: Callable[[], Facts] = dict,
-    paths: Callable[[], Mapping[str, Sequence[str]]] = dict,
-    class_names: Optional[Sequence[str]] = None,
-    pipeline: int = 1,
-    by_hash: Callable[[], Json] = dict,
+    feature_converter: str,
+    repeat: bool,
   ):
-    self._pipeline = pipeline
-    self._make_dataset = make_dataset
-    self.file_facts = file_facts
-    self._name = name
-    self._spec = spec
-    self._fingerprint = dict(fingerprint)
-    self._by_hash = by_hash
-    self._problem = problem
-    self._pad_last = pad_last
-    self._paths = paths
+    self._task, self._config, self._spec = task, config, spec
+    self._feature_converter, self._repeat = feature_converter, repeat
+    self._name = config.mixture_or_task_name
+    self._fingerprint = _fingerprint(
+      task, config, feature_converter=feature_converter, repeat=repeat
+    )
+    class_names = task_lookup.class_names(task, spec.class_names)
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
+    # Version of the dataset's operations; buffers of another version cannot be continued.
+    self._pipeline = 2 if gets_ids_plus_one(feature_converter, task.output_features) else 1
     self._stateful_op = ''  # an operation whose position TensorFlow cannot save
     self._start()
 
   def _start(self) -> None:
     """Starts over, with a new dataset: a second iterator over a shuffled dataset changes order."""
-    self._iterator = iter(self._make_dataset())
+    self._iterator = iter(self._dataset())
     self._names = sorted(self._iterator.element_spec)  # `with_masks` adds the other features
     self._pending: Optional[Batch] = None
     self._batches_taken = 0
@@ -149,14 +133,14 @@ class SeqioBatches:
       try:
         batch = next(self._iterator)
       except StopIteration:
-        if self._pad_last:
+        if not self._repeat:
           raise
         failure = 'the source has no example when it is read again'
       except tf.errors.OpError as e:
         failure = first_line(e)
       # Not in `except`: the frames of `e` would keep the iterator, whose threads hang at exit.
       if failure:
-        raise self._problem() or DataError(
+        raise task_lookup.reading_problem(self._task) or DataError(
           f'Reading batch {self._batches_taken} of {self._name!r} failed: {failure}',
           fix='Check that the files of the task are complete and readable.',
         )
@@ -164,7 +148,7 @@ class SeqioBatches:
     return self._pending
 
   def _checked(self, batch: Batch) -> Batch:
-    if self._pad_last:
+    if not self._repeat:
       missing = self._spec.batch_size - len(next(iter(batch.values())))
       # Rows of zeros: padding tokens, loss or label weight 0, segment 0.
       batch = {
@@ -216,7 +200,7 @@ class SeqioBatches:
         '(in preprocessors, seqio.map_over_dataset(num_seeds=1)).',
         docs='data.md#python-code-in-a-task',
       )
-    if not self._pad_last:
+    if self._repeat:
       log.warning(
         'data: the pipeline of %r calls %s, whose position TensorFlow cannot save. So a restart '
         'reads all earlier batches again: the same batches, after about %.3g s per 1,000 steps.',
@@ -289,7 +273,7 @@ class SeqioBatches:
     """
     header, position, tail = _parse_state(state)
     now = json.loads(json.dumps(self._fingerprint))
-    check_same_data(header['data'], now, by_hash=self._by_hash)
+    check_same_data(header['data'], now, by_hash=self._sources_by_hash)
     self._start()
     taken = header['batches_taken']
     try:
@@ -337,6 +321,55 @@ class SeqioBatches:
       LIBRARIES: versions(_PACKAGES),
       'guarantee': STREAMING,
     }
+
+  def _dataset(self) -> tf.data.Dataset:
+    """Returns a new dataset of the batches."""
+    config = self._config
+    # Preprocessors of user tasks may use random operations without a seed.
+    tf.random.set_seed(config.seed)
+    examples = task_lookup.examples(
+      self._task, config, shuffle=config.shuffle, num_epochs=None if self._repeat else 1
+    )
+    rows = model_rows(
+      examples,
+      converter=make_converter(
+        self._feature_converter, pack=config.pack, loss_on_targets_only=config.loss_on_targets_only
+      ),
+      name=self._feature_converter,
+      task_feature_lengths=config.task_feature_lengths,
+      output_features=self._task.output_features,
+      class_numbers=task_lookup.class_numbers(self._task, self._spec.class_names),
+      masks=row_masks(self._spec.shapes),
+    )
+    batches = rows.batch(config.batch_size, drop_remainder=self._repeat)
+    return batches.prefetch(_PREFETCH_BATCHES).with_options(deterministic_options(_THREADS))
+
+  def _sources_by_hash(self) -> Json:
+    return {
+      f'source of {subtask.name}': subtask.source.fingerprint_by_hash()
+      for subtask in seqio.get_subtasks(self._task)
+      if isinstance(subtask.source, seqio_sources.DocumentSource)
+    }
+
+  def file_facts(self) -> Facts:
+    """Returns facts about the source files, to compare them between hosts."""
+    found, split = {}, self._config.split
+    for subtask in seqio.get_subtasks(self._task):
+      if split in subtask.splits:
+        facts = seqio_sources.file_facts(subtask.source, split=split)
+        found |= {f'{subtask.name}: {name}': fact for name, fact in facts.items()}
+    return found
+
+  def _paths(self) -> dict[str, list[str]]:
+    """Returns task -> the files with its examples: SeqIO's cache, or the source."""
+    found, split = {}, self._config.split
+    for subtask in seqio.get_subtasks(self._task):
+      if self._config.use_cached and subtask.cache_dir:
+        prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, split)
+        found[subtask.name] = sorted(tf.io.gfile.glob(f'{glob.escape(prefix)}*'))
+      elif split in subtask.splits:
+        found[subtask.name] = seqio_sources.source_paths(subtask.source, split=split)
+    return found
 
   def watched_files(self) -> list[str]:
     """Returns the source files."""
@@ -440,62 +473,6 @@ def _fingerprint(
   return facts
 
 
-def _sources_by_hash(task: task_lookup.TaskOrMixture) -> JsonObject:
-  return {
-    f'source of {subtask.name}': subtask.source.fingerprint_by_hash()
-    for subtask in seqio.get_subtasks(task)
-    if isinstance(subtask.source, seqio_sources.DocumentSource)
-  }
-
-
-def _file_facts(task: task_lookup.TaskOrMixture, split: str) -> Facts:
-  found = {}
-  for subtask in seqio.get_subtasks(task):
-    if split in subtask.splits:
-      facts = seqio_sources.file_facts(subtask.source, split=split)
-      found |= {f'{subtask.name}: {name}': fact for name, fact in facts.items()}
-  return found
-
-
-def _paths(task: task_lookup.TaskOrMixture, config: DatasetConfig) -> dict[str, list[str]]:
-  """Returns task -> the files with its examples: SeqIO's cache, or the source."""
-  found = {}
-  for subtask in seqio.get_subtasks(task):
-    if config.use_cached and subtask.cache_dir:
-      prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, config.split)
-      found[subtask.name] = sorted(tf.io.gfile.glob(f'{glob.escape(prefix)}*'))
-    elif config.split in subtask.splits:
-      found[subtask.name] = seqio_sources.source_paths(subtask.source, split=config.split)
-  return found
-
-
-def _dataset(
-  task: task_lookup.TaskOrMixture,
-  config: DatasetConfig,
-  *,
-  converter: seqio.FeatureConverter,
-  feature_converter: str,
-  repeat: bool,
-  spec: BatchSpec,
-) -> tf.data.Dataset:
-  # Preprocessors of user tasks may use random operations without a seed.
-  tf.random.set_seed(config.seed)
-  examples = task_lookup.examples(
-    task, config, shuffle=config.shuffle, num_epochs=None if repeat else 1
-  )
-  rows = model_rows(
-    examples,
-    converter=converter,
-    name=feature_converter,
-    task_feature_lengths=config.task_feature_lengths,
-    output_features=task.output_features,
-    class_numbers=task_lookup.class_numbers(task, spec.class_names),
-    masks=row_masks(spec.shapes),
-  )
-  batches = rows.batch(config.batch_size, drop_remainder=repeat)
-  return batches.prefetch(_PREFETCH_BATCHES).with_options(deterministic_options(_THREADS))
-
-
 def open_batches(
   config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool = True
 ) -> SeqioBatches:
@@ -521,32 +498,11 @@ def open_batches(
     )
   features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
   features.check_pack(feature_converter, pack=config.pack)
-  converter = make_converter(
-    feature_converter, pack=config.pack, loss_on_targets_only=config.loss_on_targets_only
-  )
   task = task_lookup.lookup(config)
   task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
-
   task_lookup.check_not_empty(task, config)
   batches = SeqioBatches(
-    lambda: _dataset(
-      task,
-      config,
-      converter=converter,
-      feature_converter=feature_converter,
-      repeat=repeat,
-      spec=spec,
-    ),
-    name=config.mixture_or_task_name,
-    spec=spec,
-    fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
-    problem=functools.partial(task_lookup.reading_problem, task),
-    pad_last=not repeat,
-    file_facts=functools.partial(_file_facts, task, config.split),
-    paths=functools.partial(_paths, task, config),
-    class_names=task_lookup.class_names(task, spec.class_names),
-    pipeline=2 if gets_ids_plus_one(feature_converter, task.output_features) else 1,
-    by_hash=functools.partial(_sources_by_hash, task),
+    task, config, spec=spec, feature_converter=feature_converter, repeat=repeat
   )
   try:
     batches.peek()
