@@ -69,7 +69,7 @@ def delay_aborts() -> None:
 class _JaxStore:
   """The store of `jax.distributed`."""
 
-  def __init__(self, client: jax_internals.Client, address: str):
+  def __init__(self, client: jax_internals.CoordinationClient, address: str):
     self._client = client
     self._address = addresses.split(address)
     self.key_value_set = client.key_value_set

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Optional, Protocol
 
 
-class Client(Protocol):
+class CoordinationClient(Protocol):
   """The key-value store and barriers of `jax.distributed`."""
 
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
@@ -20,10 +20,10 @@ class Client(Protocol):
   def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...
 
 
-class State(Protocol):
-  """Whom this process has joined; without a client, nobody."""
+class CoordinationState(Protocol):
+  """The processes of the run; without a client, this process is alone."""
 
-  client: Optional[Client]
+  client: Optional[CoordinationClient]
   coordinator_address: str
   process_id: int
   num_processes: int
@@ -38,7 +38,7 @@ def backends_started() -> bool:
   return bridge is not None and bridge.backends_are_initialized()
 
 
-def distributed_state() -> State:
+def distributed_state() -> CoordinationState:
   """Returns the state of `jax.distributed`.
 
   Missing: a public client of its key-value store and barriers; `multihost_utils` exchanges arrays
