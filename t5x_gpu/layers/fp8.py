@@ -300,8 +300,14 @@ class InEightBits(Parameter):
   def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
     return self.replace(param=function(self.param))
 
-  def as_gradient(self, part: jax.Array) -> 'InEightBits':
-    return InEightBits(self.param.as_gradient(part), None, None)
+  def as_gradient(self, part: jax.Array, others: Optional[jax.Array]) -> 'InEightBits':
+    return InEightBits(self.param.as_gradient(part, None), None, None, others)
+
+  def others(self, gradient: Quantized) -> Optional[jax.Array]:
+    """Returns the gradient of `amax`: the largest values of this step."""
+    if self.amax is None:
+      return None
+    return gradient.amax + _at(self.amax, Operand.KERNEL, self.largest)
 
   def unreduced(self, gradient: Quantized) -> jax.Array:
     return gradient.port.astype(jnp.float32)

@@ -63,8 +63,11 @@ class Ahead(Parameter):
   def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
     return self.replace(param=self.param.convert(function))
 
-  def as_gradient(self, part: jax.Array) -> 'Ahead':
-    return Ahead(self.param.as_gradient(part))
+  def as_gradient(self, part: jax.Array, others: Tree) -> 'Ahead':
+    return Ahead(self.param.as_gradient(part, others))
+
+  def others(self, gradient: Any) -> Tree:
+    return self.param.others(gradient)
 
   def unreduced(self, gradient: Any) -> jax.Array:
     return self.param.unreduced(gradient)
@@ -440,7 +443,10 @@ class _Loop:
       total = self._with_layer(total, trained, at_end, pending, i + 1)
       pending, gradient, more = one(ahead, _at(kept.stored, i), gradient, i)
       of_shared = jax.tree.map(jnp.add, of_shared, more)
-      return (following, (pending, gradient, of_shared), total), None
+      return (following, (pending, gradient, of_shared), total), others_of(pending, i)
+
+    def others_of(gradients: list[Any], i: Index) -> list[Tree]:
+      return [_others(_at(leaf, i), x) for leaf, x in zip(trained, gradients, strict=True)]
 
     trained = chosen(step.trained, leaves)
     at_end = _are_summed_at_end(trained)
@@ -454,23 +460,27 @@ class _Loop:
     if sent:
       done, sent = jax.lax.optimization_barrier((done, sent))
     of_after = merged(is_sent, sent, [None] * len(of_after))
-    state = ahead, done, total
+    state, others = (ahead, done, total), others_of(done[0], last)
     if last:
-      state = self._scan(body, state, jnp.arange(1, last), reverse=True)[0]
-      state = body(state, 0)[0]  # the weights gathered here are not used
+      state, middle = self._scan(body, state, jnp.arange(1, last), reverse=True)
+      state, first = body(state, 0)  # the weights gathered here are not used
+      parts = (jax.tree.map(lambda x: x[None], tree) for tree in (first, others))
+      others = jax.tree.map(lambda a, b, c: jnp.concatenate([a, c, b]), *parts, middle)
+    else:
+      others = jax.tree.map(lambda x: x[None], others)
     _, (pending, gradient, of_shared), total = state
     # Otherwise XLA merges these collectives with the previous layer's, and hides neither.
     if not any(kept.has_port):
       pending, _ = jax.lax.optimization_barrier((pending, total))
     total = self._with_layer(total, trained, at_end, pending, 0, skip=kept.has_port)
     total = [self._summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
-    gradients = merged(step.trained, total, [None] * len(leaves))
+    gradients = list(map(_as_gradient, trained, total, others))
     ports = [
       leaf.unreduced(x) if has else None
       for leaf, x, has in zip(trained, pending, kept.has_port, strict=True)
     ]
     return (
-      [g if g is None else _as_gradient(leaf, g) for leaf, g in zip(leaves, gradients)],
+      merged(step.trained, gradients, [None] * len(leaves)),
       merged(step.trained, ports, [None] * len(leaves)),
       gradient,
       jax.tree.unflatten(
@@ -536,8 +546,12 @@ def _part(leaf: Any) -> jax.Array:
   return leaf.split.part if is_parameter(leaf) else leaf
 
 
-def _as_gradient(leaf: Any, part: jax.Array) -> Any:
-  return leaf.as_gradient(part) if is_parameter(leaf) else part
+def _others(leaf: Any, gradient: Any) -> Tree:
+  return leaf.others(gradient) if is_parameter(leaf) else None
+
+
+def _as_gradient(leaf: Any, part: jax.Array, others: Tree) -> Any:
+  return leaf.as_gradient(part, others) if is_parameter(leaf) else part
 
 
 def _is_primal(x: Any) -> bool:

@@ -61,8 +61,21 @@ class Parameter(abc.ABC):
     """Returns this parameter with `function(split)` in place of `split`."""
 
   @abc.abstractmethod
-  def as_gradient(self, part: jax.Array) -> 'Parameter':
-    """Returns the gradient of this parameter, given the gradient of its part."""
+  def as_gradient(self, part: jax.Array, others: Tree) -> 'Parameter':
+    """Returns the gradient of this parameter.
+
+    Args:
+      part: gradient of the part.
+      others: gradients of other arrays, from `others`.
+    """
+
+  @abc.abstractmethod
+  def others(self, gradient: Any) -> Tree:
+    """Returns the gradients of arrays that are not reduced; None if there are none.
+
+    Args:
+      gradient: gradient of the result of `whole`.
+    """
 
   @abc.abstractmethod
   def unreduced(self, gradient: Any) -> jax.Array:
@@ -180,8 +193,12 @@ class Split(Parameter):
   def convert(self, function: Callable[['Split'], Parameter]) -> Parameter:
     return function(self)
 
-  def as_gradient(self, part: jax.Array) -> 'Split':
+  def as_gradient(self, part: jax.Array, others: Tree) -> 'Split':
+    del others
     return self.replace(part=part, full=None, earlier=None)
+
+  def others(self, gradient: jax.Array) -> None:
+    del gradient
 
   def unreduced(self, gradient: jax.Array) -> jax.Array:
     return gradient.astype(jnp.float32)

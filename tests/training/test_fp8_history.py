@@ -90,11 +90,13 @@ LAYOUTS = {
   'accumulation': dict(num_microbatches=2),
   'data': dict(num_devices=2, num_microbatches=2),
   'fsdp': dict(num_devices=2, fsdp=2, num_microbatches=2),  # layer by layer
+  'overlap': dict(num_devices=2, num_microbatches=2, overlap_layers=True),
+  'fsdp_overlap': dict(num_devices=2, fsdp=2, overlap_layers=True),
   'zero1': dict(num_devices=2, fsdp=2, zero_stage=1, num_microbatches=2),
   'context': dict(num_devices=2, context=2),
   'fsdp_model': dict(num_devices=4, fsdp=2, num_partitions=2, num_microbatches=2),
 }
-FAST = ('fsdp',)
+FAST = ('fsdp', 'fsdp_overlap')
 
 
 @pytest.mark.parametrize(
