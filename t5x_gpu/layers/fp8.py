@@ -328,7 +328,7 @@ def in_8_bits(
   groups = [[p if is_parameter(p) else Split(p) for p in group] for group in groups]
 
   def source(split: Split) -> jax.Array:
-    x = varying(split.part if split.full is None else split.full, split.dims.sums)
+    x = varying(split.part if split.full is None else split.full, split.dims.sum_axes)
     return jax.lax.stop_gradient(x)
 
   def largest_of(group: Sequence[Parameter]) -> jax.Array:

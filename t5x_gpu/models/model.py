@@ -31,13 +31,13 @@ DeviceBatch = Mapping[str, jax.Array]
 # What every model must have, with `loss` or the three parts of the loss.
 REQUIRED = ('num_outcomes', 'feature_converter', 'init')
 # Parts of the loss, for pipelines, accumulation by layer, and the table of layers of `parity`.
-PARTS = ('embed', 'run_layers', 'head')
+PIECES = ('embed', 'run_layers', 'head')
 # Methods of a model that writes text: `infer`, samples and task metrics.
 DECODING = ('start_decoding', 'decode_step')
 
 
 class Model:
-  """A model that the trainer can train. Subclasses need `REQUIRED`, and `loss` or `PARTS`.
+  """A model that the trainer can train. Subclasses need `REQUIRED`, and `loss` or `PIECES`.
 
   Attributes:
     num_outcomes: number of tokens or classes that the model chooses from; 1 for a number.
@@ -327,7 +327,7 @@ class ModelWrapper(Model):
 
 def is_layered(model: Model) -> bool:
   """Returns whether the loss of the model is `head(run_layers(embed(...)))`."""
-  return not model.missing(*PARTS)
+  return not model.missing(*PIECES)
 
 
 def writes_text(model: Model) -> bool:
@@ -383,7 +383,7 @@ def check_model(model: Any) -> None:
       f'class {name}(Model).',
     )
   missing = model.missing(*REQUIRED)
-  if model.missing('loss') and model.missing(*PARTS):
+  if model.missing('loss') and model.missing(*PIECES):
     missing.append('loss')
   methods = ('feature_converter', 'batch_spec', 'init', 'logical_sizes', 'flops_per_token', 'loss')
   wrong = [] if missing else [method for method in methods if not _can_be_called(model, method)]

@@ -4,10 +4,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional, Union
 
 import jax
 
+from t5x_gpu.partitioning.trees import ParamNames, Tree
 from t5x_gpu.terminal.console import mib, table
 
 
@@ -69,7 +70,9 @@ class ArrayLayout:
     return words if self.padding is None else f'{words} ({self.padding[0]} padded)'
 
 
-def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> list[ArrayLayout]:
+def array_layouts(
+  tree: Tree, names: ParamNames, *, parameters: Sequence[str] = ()
+) -> list[ArrayLayout]:
   """Returns the layout of every array of a tree.
 
   Args:
@@ -104,13 +107,13 @@ def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> l
   return found
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: Union[None, str, tuple[str, ...]]) -> tuple[str, ...]:
   if entry is None:
     return ()
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def state_layouts(state: Any, names: Any) -> tuple[list[ArrayLayout], list[ArrayLayout]]:
+def state_layouts(state: Tree, names: ParamNames) -> tuple[list[ArrayLayout], list[ArrayLayout]]:
   """Returns the layouts of (parameters, optimizer state) of a TrainState and its names."""
   parameters = array_layouts(state.params, names.params)
   return parameters, array_layouts(

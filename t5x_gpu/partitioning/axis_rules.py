@@ -5,8 +5,8 @@ which `whole` (parameters.py) gathers. `split_ways`, `local_ways`, `sum_over` an
 for code that counts or adds along a split axis. All use the names in `AXES`. The active `AxisRules`
 (the sum of the rules of all parallelism files) map a name to the mesh axes that split it. An
 unknown name, two dimensions on one mesh axis, and a size that does not divide are errors. Flax's
-own rules accept all three silently and then train replicated. `on_own_part` calls kernels that the
-compiler cannot split, each device on its own part.
+own rules accept all three silently and then train replicated. `on_each_device` calls kernels that
+the compiler cannot split, each device on its own part.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
+from t5x_gpu.partitioning.trees import ParamNames, Params, Tree, TreeFn
 
 # The one vocabulary for shapes in docstrings, parameters and rules.
 AXES: dict[str, str] = {
@@ -219,7 +220,7 @@ def manual_axes(name: str) -> tuple[str, ...]:
   return tuple(axis for axis in axes if axis in active.manual_axes)
 
 
-def sum_over(x: Any, name: str) -> Any:
+def sum_over(x: Tree, name: str) -> Tree:
   """Returns local arrays summed over the devices that split activations along `name`."""
   axes = manual_axes(name)
   return jax.lax.psum(x, axes) if axes else x
@@ -294,7 +295,7 @@ def with_axes(
   return named_init
 
 
-def is_named(x: Any) -> bool:
+def is_named(x: object) -> bool:
   """Returns whether `x` is a parameter with axis names; an `is_leaf` for tree maps."""
   return isinstance(x, NamedParam)
 
@@ -323,7 +324,7 @@ class AxisNames:
   fsdp: Optional[FsdpDim] = None
 
 
-def split_names(boxed: Any) -> tuple[Any, Any]:
+def split_names(boxed: Params) -> tuple[Params, ParamNames]:
   """Returns (values, tree of AxisNames) of a tree of `NamedParam`.
 
   Raises:
@@ -353,9 +354,9 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
   )
 
 
-def on_own_part(
-  function: Callable[..., Any], names: Sequence[Optional[Names]], out_names: Any
-) -> Callable[..., Any]:
+def on_each_device(
+  function: TreeFn, names: Sequence[Optional[Names]], out_names: Sequence[Names]
+) -> TreeFn:
   """Returns `function` of whole arrays as a function that each device computes on its parts.
 
   Along mesh axes that are already manual (region.py), arrays are local. The other axes, usually
@@ -385,7 +386,7 @@ def on_own_part(
     check_vma=False,
   )
 
-  def marked(*args: Any) -> Any:
+  def marked(*args: Tree) -> Tree:
     # A scan hoists work that depends only on its constants, also out of a nested region. The
     # hoisted residuals then have shardings that XLA refuses. The barrier ties all arguments
     # together.
@@ -395,7 +396,7 @@ def on_own_part(
   return marked
 
 
-def unmarked(x: Any) -> Any:
+def unmarked(x: Tree) -> Tree:
   """Returns a tree's arrays without their marks; call it in a region that does not check marks.
 
   Since jax 0.11 such a region keeps the marks of its arguments, and Pallas kernels refuse them. The

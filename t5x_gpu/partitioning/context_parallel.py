@@ -12,7 +12,6 @@ work; Llama Team 2024 (Llama 3), section 3.3.2: a chunk from both ends per devic
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from t5x_gpu.partitioning.ring_attention import (
   largest_block,
   to_query_heads,
 )
+from t5x_gpu.partitioning.trees import Tree
 
 METHODS = ('ring', 'gather')
 
@@ -182,9 +182,9 @@ def gathered_attention(
   value: jax.Array,
   *,
   logits_fn: LogitsFn,
-  logits_params: Any,
-  q_info: Any,
-  kv_info: Any,
+  logits_params: Tree,
+  q_info: Tree,
+  kv_info: Tree,
   axis: str = 'context',
 ) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv] of the local queries.
@@ -224,6 +224,6 @@ gather_length = jax.custom_vjp(_all_lengths, nondiff_argnums=(0,))
 gather_length.defvjp(_all_lengths_forward, _all_lengths_backward)
 
 
-def gather_info(info: Any, axis: str = 'context') -> Any:
+def gather_info(info: Tree, axis: str = 'context') -> Tree:
   """Returns arrays whose last dimension is the local length with the whole one."""
   return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True), info)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, FsdpDim, Table
+from t5x_gpu.partitioning.trees import ArrayLike, ParamNames, Tree
 from t5x_gpu.terminal.console import show
 
 AXIS = 'fsdp'
@@ -171,7 +172,9 @@ def padding_of(
   return Padding(dim, names.fsdp.size, zeros) if zeros else None
 
 
-def padded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]) -> Any:
+def padded(
+  x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]
+) -> jax.Array:
   """Returns a global array with its padding, split by `table`; to be traced."""
   padding = padding_of(names, table=table, mesh_shape=mesh_shape)
   if padding is None:
@@ -179,7 +182,9 @@ def padded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[
   return jax.lax.with_sharding_constraint(padding.added(x), _spec(names, table))
 
 
-def unpadded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]) -> Any:
+def unpadded(
+  x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]
+) -> jax.Array:
   """Returns a global array without its padding, split in the same unequal parts; to be traced.
 
   XLA pads these parts by itself, so nothing moves.
@@ -208,7 +213,7 @@ def without_padding(mesh: Mesh, padding: Optional[Padding]) -> Mesh:
   )
 
 
-def cost_lines(stored: Any, true: Any, names: Any, *, ways: int) -> list[str]:
+def cost_lines(stored: Tree, true: Tree, names: ParamNames, *, ways: int) -> list[str]:
   """Returns the cost of arrays that do not divide over `ways` devices; [] if all divide.
 
   Args:
@@ -260,7 +265,7 @@ def _axes(sharding: NamedSharding) -> set[str]:
   return {axis for entry in entries for axis in entry if axis}
 
 
-def _local_bytes(array: Any) -> int:
+def _local_bytes(array: ArrayLike) -> int:
   return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 

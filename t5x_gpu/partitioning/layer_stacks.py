@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import jax
 
+from t5x_gpu.partitioning.trees import Batch, Tree
+
 Params = Mapping[str, Any]
 # Name of the stack of a model with one stack, whose layers are `params['layers']`.
 ONLY = ''
@@ -29,11 +31,11 @@ def is_reference(path: str) -> bool:
 class RunsLayers(Protocol):
   """The part of a model that runs layers."""
 
-  def run_layers(self, params: Params, x: Any, batch: Any, **options: Any) -> Any:
+  def run_layers(self, params: Params, x: Tree, batch: Batch, **options: Any) -> Tree:
     """Returns `x` after the layers in `params`, or after the layers of `stack` if given."""
 
 
-def layers_of(params: Params, stack: str) -> Any:
+def layers_of(params: Params, stack: str) -> Tree:
   """Returns the parameters of the layers of a stack."""
   return (params if stack == ONLY else params[stack])['layers']
 
@@ -43,7 +45,7 @@ def num_layers(params: Params, stack: str) -> int:
   return jax.tree.leaves(layers_of(params, stack))[0].shape[0]
 
 
-def with_layers(params: Params, stack: str, layers: Any) -> dict[str, Any]:
+def with_layers(params: Params, stack: str, layers: Tree) -> dict[str, Any]:
   """Returns `params` with `layers` as the layers of a stack."""
   if stack == ONLY:
     return {**params, 'layers': layers}
@@ -61,16 +63,16 @@ def without_layers(params: Params, stacks: Sequence[str]) -> dict[str, Any]:
   return {name: others(value) if name in stacks else value for name, value in params.items()}
 
 
-def part_of(x: Any, stacks: Sequence[str], stack: str) -> Any:
+def member_of(x: Tree, stacks: Sequence[str], stack: str) -> Tree:
   """Returns the member of `x`, the activation between layers, that belongs to a stack."""
   return x if tuple(stacks) == (ONLY,) else x[tuple(stacks).index(stack)]
 
 
-def with_part(x: Any, stacks: Sequence[str], stack: str, part: Any) -> Any:
-  """Returns `x`, the activation between layers, with `part` as the member of a stack."""
+def with_member(x: Tree, stacks: Sequence[str], stack: str, member: Tree) -> Tree:
+  """Returns `x`, the activation between layers, with `member` as the member of a stack."""
   if tuple(stacks) == (ONLY,):
-    return part
-  return tuple(part if name == stack else old for name, old in zip(stacks, x, strict=True))
+    return member
+  return tuple(member if name == stack else old for name, old in zip(stacks, x, strict=True))
 
 
 def prefix_of(stack: str) -> str:
@@ -79,8 +81,8 @@ def prefix_of(stack: str) -> str:
 
 
 def run_layers(
-  model: RunsLayers, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
-) -> Any:
+  model: RunsLayers, params: Params, x: Tree, batch: Batch, *, stack: str, **options: Any
+) -> Tree:
   """Returns `model.run_layers(...)`; passes `stack` only to a model with several stacks.
 
   Args:

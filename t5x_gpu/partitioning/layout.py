@@ -24,6 +24,7 @@ from t5x_gpu.partitioning.mesh import mesh_table
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 from t5x_gpu.partitioning.region import Region
+from t5x_gpu.partitioning.trees import ArrayLike, ParamNames, Path, Shapes, Tree, TreeFn
 from t5x_gpu.runtime.topology import Topology
 
 
@@ -92,7 +93,7 @@ class Layout:
     """Parts into which the rows of a batch are split; divides the batch size."""
     return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
 
-  def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
+  def shardings(self, abstract: Shapes, names: ParamNames, table: Optional[Table] = None) -> Tree:
     """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
 
     Arrays that `fsdp` divides only with padding are split over a factor of `fsdp`.
@@ -104,7 +105,7 @@ class Layout:
     """
     table = self.rules.parameters if table is None else table
 
-    def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
+    def sharding(path: Path, axis_names: AxisNames, array: ArrayLike) -> NamedSharding:
       axis_names = self._chosen(axis_names, array)
       padding = self._padding(axis_names, table)
       mesh = fsdp.without_padding(self.mesh, padding)
@@ -112,7 +113,7 @@ class Layout:
 
     return jax.tree_util.tree_map_with_path(sharding, names, abstract)
 
-  def stored(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
+  def stored(self, abstract: Shapes, names: ParamNames, table: Optional[Table] = None) -> Tree:
     """Returns shapes with shardings of arrays as a run stores them, with padding.
 
     Args:
@@ -122,7 +123,7 @@ class Layout:
     """
     table = self.rules.parameters if table is None else table
 
-    def array_of(path: Any, axis_names: AxisNames, array: Any) -> jax.ShapeDtypeStruct:
+    def array_of(path: Path, axis_names: AxisNames, array: ArrayLike) -> jax.ShapeDtypeStruct:
       axis_names = self._chosen(axis_names, array)
       padding = self._padding(axis_names, table)
       shape = array.shape if padding is None else padding.shape(array.shape)
@@ -131,28 +132,28 @@ class Layout:
 
     return jax.tree_util.tree_map_with_path(array_of, names, abstract)
 
-  def chosen(self, names: Any, abstract: Any) -> Any:
+  def chosen(self, names: ParamNames, abstract: Shapes) -> ParamNames:
     """Returns `names` with the dimension of each array that `fsdp` splits."""
     return jax.tree.map(self._chosen, names, abstract)
 
-  def padded(self, tree: Any, names: Any, table: Table) -> Any:
+  def padded(self, tree: Tree, names: ParamNames, table: Table) -> Tree:
     """Returns global arrays with the padding of `stored`; to be traced."""
     options = dict(table=table, mesh_shape=self.mesh.shape)
     return jax.tree.map(lambda n, x: fsdp.padded(x, n, **options), names, tree)
 
-  def unpadded(self, tree: Any, names: Any, table: Table) -> Any:
+  def unpadded(self, tree: Tree, names: ParamNames, table: Table) -> Tree:
     """Returns global arrays in their true shapes, split in unequal parts; to be traced."""
     options = dict(table=table, mesh_shape=self.mesh.shape)
     return jax.tree.map(lambda n, x: fsdp.unpadded(x, n, **options), names, tree)
 
-  def _chosen(self, axis_names: AxisNames, array: Any) -> AxisNames:
+  def _chosen(self, axis_names: AxisNames, array: ArrayLike) -> AxisNames:
     return fsdp.choose_dim(axis_names, array.shape, rules=self.rules, mesh_shape=self.mesh.shape)
 
   def _padding(self, axis_names: AxisNames, table: Table) -> Optional[fsdp.Padding]:
     return fsdp.padding_of(axis_names, table=table, mesh_shape=self.mesh.shape)
 
   def _sharding(
-    self, path: Any, axis_names: AxisNames, shape: Sequence[int], table: Table, mesh: Mesh
+    self, path: Path, axis_names: AxisNames, shape: Sequence[int], table: Table, mesh: Mesh
   ) -> NamedSharding:
     what = jax.tree_util.keystr(path, simple=True, separator='/')
     own = own_table(axis_names, table)
@@ -191,11 +192,11 @@ class Layout:
       }
     return self.put(batch)
 
-  def jit(self, function: Callable[..., Any], **jit_options: Any) -> 'OnMesh':
+  def jit(self, function: TreeFn, **jit_options: Any) -> 'OnMesh':
     """Returns `function` jitted over this layout; options are jax.jit's."""
 
     @functools.wraps(function)
-    def traced(*args: Any) -> Any:
+    def traced(*args: Tree) -> Tree:
       with use_rules(self.rules, self.mesh.shape):
         return function(*args)
 
@@ -206,15 +207,17 @@ class Layout:
     """Whether the layers of a stage are adjacent in memory, so not in the model's order."""
     return self.pipeline is not None and self.pipeline.repeats > 1
 
-  def in_run_order(self, tree: Any, names: Any) -> Any:
+  def in_run_order(self, tree: Tree, names: ParamNames) -> Tree:
     """Returns a tree with its layers moved from the model's order to the run's order."""
     return self._reordered(tree, names, lambda order: order)
 
-  def in_model_order(self, tree: Any, names: Any) -> Any:
+  def in_model_order(self, tree: Tree, names: ParamNames) -> Tree:
     """Returns a tree with its layers moved from the run's order to the model's order."""
     return self._reordered(tree, names, np.argsort)
 
-  def _reordered(self, tree: Any, names: Any, of_order: Callable[[np.ndarray], np.ndarray]) -> Any:
+  def _reordered(
+    self, tree: Tree, names: ParamNames, of_order: Callable[[np.ndarray], np.ndarray]
+  ) -> Tree:
     if not self.reorders_layers:
       return tree
 
@@ -247,16 +250,16 @@ class OnMesh:
   mesh: Mesh
   jitted: Any
 
-  def __call__(self, *args: Any) -> Any:
+  def __call__(self, *args: Tree) -> Tree:
     with jax.set_mesh(self.mesh):
       return self.jitted(*args)
 
-  def trace(self, *args: Any) -> Any:
+  def trace(self, *args: Tree) -> Any:
     """Returns JAX's traced function, which has made all choices that depend on shapes."""
     with jax.set_mesh(self.mesh):
       return self.jitted.trace(*args)
 
-  def lower(self, *args: Any) -> Any:
+  def lower(self, *args: Tree) -> jax.stages.Lowered:
     """Returns JAX's lowered function; call `.compile()` on it for an executable.
 
     The mesh may have GPUs that this machine lacks; enter `deviceless.kernels_for` first.

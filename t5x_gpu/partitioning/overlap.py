@@ -16,13 +16,14 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import jaxpr_as_fun
+from jax.tree_util import PyTreeDef
 
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.parameters import (
@@ -31,12 +32,13 @@ from t5x_gpu.partitioning.parameters import (
   Parameter,
   Policy,
   Split,
+  Weights,
   is_parameter,
   keep_activations_only,
   over_layers,
   whole,
 )
-from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
+from t5x_gpu.partitioning.trees import DTypeLike, Gradients, Index, Params, Tree, TreeFn
 
 
 @flax.struct.dataclass
@@ -57,7 +59,7 @@ class Ahead(Parameter):
   def split(self) -> Split:
     return self.param.split
 
-  def whole(self, dtype: DTypeLike) -> Any:
+  def whole(self, dtype: DTypeLike) -> Weights:
     return self.param.whole(dtype)
 
   def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
@@ -66,10 +68,10 @@ class Ahead(Parameter):
   def as_gradient(self, part: jax.Array, others: Tree) -> 'Ahead':
     return Ahead(self.param.as_gradient(part, others))
 
-  def others(self, gradient: Any) -> Tree:
+  def others(self, gradient: Weights) -> Tree:
     return self.param.others(gradient)
 
-  def unreduced(self, gradient: Any) -> jax.Array:
+  def unreduced(self, gradient: Weights) -> jax.Array:
     return self.param.unreduced(gradient)
 
   def __mul__(self, factor: float) -> 'Ahead':
@@ -87,7 +89,7 @@ class UsedAfter:
     params: tree of parameters; after the loop has run, as they come out of it.
   """
 
-  params: Any
+  params: Params
 
 
 _used_after: contextvars.ContextVar[Optional[UsedAfter]] = contextvars.ContextVar(
@@ -96,7 +98,7 @@ _used_after: contextvars.ContextVar[Optional[UsedAfter]] = contextvars.ContextVa
 
 
 @contextlib.contextmanager
-def used_after(params: Any) -> Iterator[UsedAfter]:
+def used_after(params: Params) -> Iterator[UsedAfter]:
   """Context for a loop; `params` are used after the loop."""
   after = UsedAfter(params)
   token = _used_after.set(after)
@@ -254,19 +256,14 @@ class LayerStep:
   """
 
   def __init__(
-    self,
-    function: Callable[..., Any],
-    *,
-    trained: Sequence[bool],
-    differentiated: Sequence[bool],
-    **remat: Any,
+    self, function: TreeFn, *, trained: Sequence[bool], differentiated: Sequence[bool], **remat: Any
   ):
     self._function, self._remat, self._traced = function, remat, None
     self.trained, self.differentiated = trained, differentiated
 
   def forward(
-    self, weights: list[Any], carry: Any, shared: list[jax.Array], number: jax.Array
-  ) -> tuple[Any, list[jax.Array]]:
+    self, weights: list[Params], carry: Tree, shared: list[jax.Array], number: jax.Array
+  ) -> tuple[Tree, list[jax.Array]]:
     """Returns (carry, arrays to be stored for the backward pass)."""
     inputs = (weights, shared, number, carry)
     if self._traced is None:
@@ -277,16 +274,21 @@ class LayerStep:
     return jax.tree.unflatten(self._output, outputs), stored
 
   def backward(
-    self, weights: list[Any], shared: list[jax.Array], number: jax.Array, stored: Any, gradient: Any
-  ) -> tuple[list[Any], Any, list[jax.Array]]:
+    self,
+    weights: list[Params],
+    shared: list[jax.Array],
+    number: jax.Array,
+    stored: list[jax.Array],
+    gradient: Tree,
+  ) -> tuple[list[Gradients], Tree, list[jax.Array]]:
     """Returns the gradients of (trained weights, carry, differentiated arrays of `shared`)."""
     fixed, stored = jax.tree.leaves((weights, shared, number)), iter(stored)
     needed = [next(stored) if i is None else fixed[i] for i in self._sources]
     return jax.tree.unflatten(self._pull, needed)(gradient)
 
-  def _trace(self, inputs: Any) -> None:
-    def forward(weights: Any, shared: Any, number: Any, carry: Any) -> Any:
-      def layer(trained: Any, carry: Any, differentiated: Any) -> Any:
+  def _trace(self, inputs: tuple) -> None:
+    def forward(weights: Params, shared: Tree, number: Index, carry: Tree) -> Tree:
+      def layer(trained: Tree, carry: Tree, differentiated: Tree) -> Tree:
         whole = merged(self.trained, trained, weights)
         return self._function(
           whole, carry, merged(self.differentiated, differentiated, shared), number
@@ -319,8 +321,9 @@ def merged(which: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) 
   return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]
 
 
-# Parameters, or arrays.
-_Leaves = list[Any]
+# A parameter, or an array.
+_Leaf = Any
+_Leaves = list[_Leaf]
 
 
 @flax.struct.dataclass
@@ -336,37 +339,43 @@ class _Kept:
     shared_tree: tree structure of `shared`.
   """
 
-  leaves: Any
+  leaves: _Leaves
   shared: list[jax.Array]
   first: jax.Array
-  stored: Any
-  stored_last: Any
-  ahead_last: Any
+  stored: Tree
+  stored_last: Tree
+  ahead_last: list[Weights]
   step: LayerStep = flax.struct.field(pytree_node=False)
   has_port: tuple[bool, ...] = flax.struct.field(pytree_node=False)
   after_trained: tuple[bool, ...] = flax.struct.field(pytree_node=False)
-  shared_tree: Any = flax.struct.field(pytree_node=False)
+  shared_tree: PyTreeDef = flax.struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
   layer: Layer
-  treedef: Any
-  dtype: Any
-  policy: Callable[..., Any]
+  treedef: PyTreeDef
+  dtype: DTypeLike
+  policy: Policy
   unroll: int
 
-  def forward(self, leaves: Any, carry: Any, shared: Any, first: jax.Array) -> Any:
+  def forward(self, leaves: _Leaves, carry: Tree, shared: Tree, first: jax.Array) -> Tree:
     """Returns the output, without gradients."""
 
-    def step(weights: Any, carry: Any, number: jax.Array) -> tuple[Any, Any]:
+    def step(weights: Params, carry: Tree, number: jax.Array) -> tuple[Tree, Tree]:
       return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number), ()
 
     return self._forward(leaves, carry, first, step)[0]
 
   def forward_and_kept(
-    self, leaves: Any, ports: Any, carry: Any, shared: Any, first: Any, after: Any
-  ) -> Any:
+    self,
+    leaves: _Leaves,
+    ports: list,
+    carry: Tree,
+    shared: Tree,
+    first: CustomVJPPrimal,
+    after: list,
+  ) -> Tree:
     """Returns ((output, after), _Kept); arguments are `CustomVJPPrimal`s."""
     has_port = [port is not None for port in ports]
     trained = [
@@ -379,7 +388,7 @@ class _Loop:
       lambda x: x.value, (leaves, carry, flat, first, after), is_leaf=_is_primal
     )
 
-    def function(weights: Any, carry: Any, shared: list[jax.Array], number: jax.Array) -> Any:
+    def function(weights: Params, carry: Tree, shared: list[jax.Array], number: jax.Array) -> Tree:
       shared = jax.tree.unflatten(shared_tree, shared)
       return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number)
 
@@ -393,7 +402,7 @@ class _Loop:
       prevent_cse=self.unroll >= _num_layers(leaves),
     )
 
-    def step(weights: Any, carry: Any, number: jax.Array) -> Any:
+    def step(weights: Params, carry: Tree, number: jax.Array) -> Tree:
       return layer.forward(weights, carry, flat, number)
 
     output, *stored = self._forward(leaves, carry, first, step)
@@ -409,14 +418,14 @@ class _Loop:
       shared_tree=shared_tree,
     )
 
-  def _forward(self, leaves: Any, carry: Any, first: jax.Array, step: Callable[..., Any]) -> Any:
+  def _forward(self, leaves: _Leaves, carry: Tree, first: jax.Array, step: TreeFn) -> Tree:
     """Returns the output and what the backward pass needs.
 
     It is (output, stacked residuals of all layers but the last, residuals of the last layer,
     gathered weights of the last layer).
     """
 
-    def body(state: Any, i: jax.Array) -> Any:
+    def body(state: Tree, i: jax.Array) -> Tree:
       carry, ahead = state
       following = self._gathered(leaves, i + 1)
       carry, stored = step(self._weights(leaves, ahead, i), carry, first + i)
@@ -428,16 +437,16 @@ class _Loop:
     carry, stored_last = step(self._weights(leaves, ahead, last), carry, first + last)
     return carry, stored, stored_last, ahead
 
-  def backward(self, kept: _Kept, gradients: Any) -> Any:
+  def backward(self, kept: _Kept, gradients: tuple[Tree, list]) -> Tree:
     """Returns the gradients of the arguments."""
     gradient, of_after = gradients
     leaves, step, last = kept.leaves, kept.step, _num_layers(kept.leaves) - 1
 
-    def one(ahead: Any, stored: Any, gradient: Any, i: Any) -> Any:
+    def one(ahead: Tree, stored: Tree, gradient: Tree, i: Index) -> Tree:
       weights = self._weights(leaves, ahead, i)
       return step.backward(weights, kept.shared, kept.first + i, stored, gradient)
 
-    def body(state: Any, i: Any) -> Any:
+    def body(state: Tree, i: Index) -> Tree:
       ahead, (pending, gradient, of_shared), total = state
       following = self._gathered(leaves, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
@@ -445,7 +454,7 @@ class _Loop:
       of_shared = jax.tree.map(jnp.add, of_shared, more)
       return (following, (pending, gradient, of_shared), total), others_of(pending, i)
 
-    def others_of(gradients: list[Any], i: Index) -> list[Tree]:
+    def others_of(gradients: list[Weights], i: Index) -> list[Tree]:
       return [_others(_at(leaf, i), x) for leaf, x in zip(trained, gradients, strict=True)]
 
     trained = chosen(step.trained, leaves)
@@ -491,14 +500,21 @@ class _Loop:
     )
 
   def _with_layer(
-    self, total: Any, leaves: Any, at_end: Any, pending: Any, i: Any, *, skip: Any = None
-  ) -> Any:
+    self,
+    total: list[jax.Array],
+    leaves: _Leaves,
+    at_end: Sequence[bool],
+    pending: list[Gradients],
+    i: Index,
+    *,
+    skip: Optional[Sequence[bool]] = None,
+  ) -> list[jax.Array]:
     """Returns stacked gradients with the gradients of layer `i` added at its index.
 
     They are summed over devices unless `at_end` marks the leaf. Leaves in `skip` are not changed.
     """
 
-    def added(to: jax.Array, leaf: Any, late: bool, x: Any, skipped: bool) -> jax.Array:
+    def added(to: jax.Array, leaf: _Leaf, late: bool, x: Tree, skipped: bool) -> jax.Array:
       if skipped:
         return to
       x = x if late else self._summed(_at(leaf, i), x)
@@ -507,21 +523,21 @@ class _Loop:
     skip = skip or [False] * len(total)
     return [added(*of_leaf) for of_leaf in zip(total, leaves, at_end, pending, skip, strict=True)]
 
-  def _summed(self, leaf: Any, gradient: jax.Array) -> jax.Array:
+  def _summed(self, leaf: _Leaf, gradient: Weights) -> jax.Array:
     """Returns the gradient of a parameter (of one layer, or of all) summed over devices."""
     _, pull = jax.vjp(lambda p: whole(p, self.dtype), leaf)
     return _part(pull(gradient)[0])
 
-  def _gathered(self, leaves: Any, i: Any) -> list[Any]:
+  def _gathered(self, leaves: _Leaves, i: Index) -> list[Weights]:
     """Returns the weights of layer `i` that need an all-gather, gathered."""
     return [whole(_at(p, i), self.dtype) for p in leaves if _is_gathered(p)]
 
-  def _weights(self, leaves: Any, ahead: list[Any], i: Any) -> list[Any]:
+  def _weights(self, leaves: _Leaves, ahead: list[Weights], i: Index) -> list[Weights]:
     """Returns all weights of layer `i`, given the gathered ones from `_gathered`."""
     gathered = iter(ahead)
     return [next(gathered) if _is_gathered(p) else whole(_at(p, i), self.dtype) for p in leaves]
 
-  def _scan(self, body: Any, state: Any, numbers: jax.Array, **options: Any) -> Any:
+  def _scan(self, body: TreeFn, state: Tree, numbers: jax.Array, **options: Any) -> Tree:
     unroll = max(1, min(self.unroll, numbers.size))
     return jax.lax.scan(body, state, numbers, unroll=unroll, **options)
 
@@ -537,54 +553,54 @@ def _are_summed_at_end(layers: _Leaves) -> list[bool]:
   return [is_parameter(leaf) and leaf.split.dims.fsdp is None for leaf in layers]
 
 
-def _is_gathered(leaf: Any) -> bool:
+def _is_gathered(leaf: _Leaf) -> bool:
   return is_parameter(leaf) and leaf.split.is_gathered
 
 
-def _part(leaf: Any) -> jax.Array:
+def _part(leaf: _Leaf) -> jax.Array:
   """Returns the differentiated array of a parameter, or of its gradient."""
   return leaf.split.part if is_parameter(leaf) else leaf
 
 
-def _others(leaf: Any, gradient: Any) -> Tree:
+def _others(leaf: _Leaf, gradient: Weights) -> Tree:
   return leaf.others(gradient) if is_parameter(leaf) else None
 
 
-def _as_gradient(leaf: Any, part: jax.Array, others: Tree) -> Any:
+def _as_gradient(leaf: _Leaf, part: jax.Array, others: Tree) -> Tree:
   return leaf.as_gradient(part, others) if is_parameter(leaf) else part
 
 
-def _is_primal(x: Any) -> bool:
+def _is_primal(x: object) -> bool:
   return isinstance(x, CustomVJPPrimal)
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
   return isinstance(x, SymbolicZero)
 
 
-def _num_layers(leaves: Any) -> int:
+def _num_layers(leaves: _Leaves) -> int:
   return jax.tree.leaves(leaves)[0].shape[0]
 
 
-def _at(tree: Any, i: Any) -> Any:
+def _at(tree: Tree, i: Index) -> Tree:
   """Returns entry `i` of every array [layers, ...]."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def _no_gradients(leaf: Any, at_end: bool) -> jax.Array:
+def _no_gradients(leaf: _Leaf, at_end: bool) -> jax.Array:
   x = _part(leaf)
-  axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.split.dims.sums if at_end else ()))
+  axes = (*jax.typeof(x).manual_axis_type.varying, *(leaf.split.dims.sum_axes if at_end else ()))
   return varying(jnp.zeros(x.shape, x.dtype), axes)
 
 
-def _instantiated(x: Any) -> jax.Array:
+def _instantiated(x: Union[jax.Array, SymbolicZero]) -> jax.Array:
   if not _is_zero(x):
     return x
   zeros = jnp.zeros(x.aval.shape, x.aval.dtype)
   return varying(zeros, tuple(x.aval.manual_axis_type.varying))
 
 
-def _after(arrays: list[jax.Array], gradient: Any) -> list[jax.Array]:
+def _after(arrays: list[jax.Array], gradient: Tree) -> list[jax.Array]:
   """Returns `arrays`, available only once `gradient` is.
 
   The forward and the backward pass of the last layer are not in loops. Without this barrier, XLA

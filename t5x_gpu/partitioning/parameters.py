@@ -22,6 +22,7 @@ from typing import Any, Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from t5x_gpu.partitioning.axis_rules import AxisNames, Table, varying
 from t5x_gpu.partitioning.fsdp import Padding, own_table, padding_of
@@ -44,6 +45,10 @@ def whole(params: Params, dtype: DTypeLike) -> Params:
   )
 
 
+# A whole parameter: an array, or `fp8.Quantized`.
+Weights = Any
+
+
 class Parameter(abc.ABC):
   """A parameter that has to be made whole."""
 
@@ -53,7 +58,7 @@ class Parameter(abc.ABC):
     """The differentiated part, and how it is split."""
 
   @abc.abstractmethod
-  def whole(self, dtype: DTypeLike) -> Any:
+  def whole(self, dtype: DTypeLike) -> Weights:
     """Returns the whole parameter; its gradient is reduced to the gradient of the part."""
 
   @abc.abstractmethod
@@ -70,7 +75,7 @@ class Parameter(abc.ABC):
     """
 
   @abc.abstractmethod
-  def others(self, gradient: Any) -> Tree:
+  def others(self, gradient: Weights) -> Tree:
     """Returns the gradients of arrays that are not reduced; None if there are none.
 
     Args:
@@ -78,11 +83,11 @@ class Parameter(abc.ABC):
     """
 
   @abc.abstractmethod
-  def unreduced(self, gradient: Any) -> jax.Array:
+  def unreduced(self, gradient: Weights) -> jax.Array:
     """Returns the gradient of the result of `whole` as a float32 array."""
 
 
-def is_parameter(x: Any) -> bool:
+def is_parameter(x: object) -> bool:
   """Returns whether `x` is a `Parameter`; an `is_leaf` for tree maps."""
   return isinstance(x, Parameter)
 
@@ -97,14 +102,14 @@ class Dims:
     fsdp: dimension that `fsdp` splits; None for a parameter that is whole on every device.
     model: dimension that `model` splits, or None.
     padding: zeros that make the parts equal, or None.
-    sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
+    sum_axes: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
     reducer: how gradients are summed.
   """
 
   fsdp: Optional[int] = None
   model: Optional[int] = None
   padding: Optional[Padding] = None
-  sums: tuple[str, ...] = ()
+  sum_axes: tuple[str, ...] = ()
   reducer: Reducer = InFloat32()
 
   def gather(self, part: jax.Array) -> jax.Array:
@@ -119,11 +124,11 @@ class Dims:
     return self.reducer.psum_scatter(gradient, 'fsdp', dim=self.fsdp, model_dim=self.model)
 
   def total(self, gradient: jax.Array) -> jax.Array:
-    """Returns the sum of `gradient` over `sums`."""
-    return self.reducer.psum(gradient, self.sums, model_dim=self.model)
+    """Returns the sum of `gradient` over `sum_axes`."""
+    return self.reducer.psum(gradient, self.sum_axes, model_dim=self.model)
 
   def reduced(self, gradient: jax.Array, earlier: Optional[jax.Array] = None) -> jax.Array:
-    """Returns this device's part of the sum of `gradient` over `fsdp` and `sums`, in float32.
+    """Returns this device's part of the sum of `gradient` over `fsdp` and `sum_axes`, in float32.
 
     Args:
       gradient: gradient of the whole parameter, from this device's rows.
@@ -175,7 +180,7 @@ class Split(Parameter):
     full: the whole parameter if every device has it (stage 2, pipelines), else None.
     dims: the dimensions that are split.
     earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
-      over `dims.sums`; None if there are no earlier microbatches.
+      over `dims.sum_axes`; None if there are no earlier microbatches.
   """
 
   part: jax.Array
@@ -186,6 +191,17 @@ class Split(Parameter):
   @property
   def split(self) -> 'Split':
     return self
+
+  def summed_once(self) -> 'Split':
+    """Returns this parameter for several uses, after which its gradient is summed over devices.
+
+    Without this, the gradient of each use would be summed over `dims.sum_axes`.
+    """
+    if not self.dims.sum_axes and self.earlier is None:
+      return self
+    dims = dataclasses.replace(self.dims, fsdp=None)
+    part = _use(None, dims, self.part, None, self.earlier)
+    return Split(part, self.full, dataclasses.replace(self.dims, sum_axes=()))
 
   def whole(self, dtype: DTypeLike) -> jax.Array:
     return _use(dtype, self.dims, self.part, self.full, self.earlier)
@@ -215,16 +231,6 @@ class Split(Parameter):
     return self.full is None and self.dims.fsdp is not None
 
 
-def summed(parameter: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
-  """Returns `parameter`; the backward pass sums its gradient over `dims.sums`.
-
-  For a parameter with several uses: reduces its gradient once, after adding all uses.
-  """
-  if not dims.sums and earlier is None:
-    return parameter
-  return _use(None, dataclasses.replace(dims, fsdp=None), parameter, None, earlier)
-
-
 def _make_whole(
   dtype: Optional[DTypeLike],
   dims: Dims,
@@ -234,7 +240,7 @@ def _make_whole(
 ) -> jax.Array:
   """Returns the whole parameter, in `dtype` if it is split."""
   del earlier
-  part = varying(part, dims.sums)
+  part = varying(part, dims.sum_axes)
   if dims.fsdp is None:
     return part if full is None else full
   return dims.gather(part.astype(dtype)) if full is None else full.astype(dtype)
@@ -331,12 +337,12 @@ _MOVES = frozenset(
 )
 
 
-def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
+def keep_activations_only(primitive: Primitive, *_: Any, **__: Any) -> bool:
   """A policy for `jax.checkpoint` that stores everything except gathered parameters."""
   return primitive.name not in _MOVES
 
 
-def _keep_activations_of_padded(primitive: Any, *_: Any, **__: Any) -> bool:
+def _keep_activations_of_padded(primitive: Primitive, *_: Any, **__: Any) -> bool:
   return primitive.name not in _MOVES | {'slice'}
 
 

@@ -23,7 +23,7 @@ varying over `varying_axes`. Source: Huang et al. 2019 (GPipe); Narayanan et al.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Optional, Protocol
+from typing import Optional, Protocol, Union
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,11 @@ import jax.numpy as jnp
 from t5x_gpu.partitioning.axis_rules import AxisRules, varying
 from t5x_gpu.partitioning.layer_stacks import (
   layers_of,
+  member_of,
   num_layers,
-  part_of,
   run_layers,
   with_layers,
-  with_part,
+  with_member,
 )
 from t5x_gpu.partitioning.overlap import Ahead
 from t5x_gpu.partitioning.parameters import Dims, Split
@@ -47,6 +47,7 @@ from t5x_gpu.partitioning.pipeline_schedules import (
   layer_order,
   traffic_per_step,
 )
+from t5x_gpu.partitioning.trees import Tree, TreeFn
 
 __all__ = [
   'SCHEDULES',
@@ -60,7 +61,6 @@ __all__ = [
   'value_and_grad',
 ]
 
-Tree = Any
 AXIS = 'stage'
 
 
@@ -84,8 +84,151 @@ class Pieces(Protocol):
     With several stacks it also takes `stack`, and `first_layer` counts within that stack.
     """
 
-  def head(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, tuple[Any, Any]]:
+  def head(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Returns name -> (sum, weight); the sum of 'loss' is differentiated."""
+
+
+def rules() -> AxisRules:
+  """Returns the rules of pipeline parallelism."""
+  return AxisRules(parameters={'layers': (AXIS,)})
+
+
+def value_and_grad(
+  pieces: Pieces,
+  params: Tree,
+  microbatches: Tree,
+  *,
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  varying_axes: Sequence[str],
+  repeats: int = 1,
+  num_stacks: int = 1,
+  skip_idle: bool = True,
+  complete: Callable[[Tree], Tree] = lambda params: params,
+  layer_sums: Optional['LayerSums'] = None,
+  earlier: Optional[Tree] = None,
+) -> tuple[Tree, Tree]:
+  """Returns (gradients of the summed loss, sums), both local and not yet reduced.
+
+  With `layer_sums`, the gradients of layers are reduced.
+
+  Args:
+    pieces: the model.
+    params: dict; leaves of 'layers' (of each stack, see layer_stacks.py) are this stage's
+      [layers / stages, ...], in `layer_order`. Other parameters are whole on every stage; the
+      caller sums their gradients over `stage`.
+    microbatches: arrays [num_microbatches, rows, ...], the same on all stages.
+    schedule: one of SCHEDULES.
+    num_stages: size of `stage`.
+    num_microbatches: at least num_stages for 'circular' and for several stacks.
+    varying_axes: all manual mesh axes, including `stage`.
+    repeats: blocks of layers per stage and stack, for 'circular'.
+    num_stacks: stacks of the model; 1 for '1f1b' and without skip_idle.
+    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
+    complete: `params` -> all parameters, including those without gradients.
+    layer_sums: reduces the gradients of layers in the last backward tick; None if the caller
+      reduces them. Requires one block per stage.
+    earlier: gradients to add, for example of earlier microbatches.
+  """
+  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
+  if schedule == '1f1b':
+    return _one_forward_one_backward(run, params, earlier, layer_sums)
+
+  def loss(params: Tree, first: Optional[Tree] = None) -> tuple[jax.Array, Tree]:
+    sums = _forward(run, params, first)
+    return sums['loss'][0], sums
+
+  # The transpose of a scan whose ticks end in a permute is the backward pipeline.
+  if layer_sums is None:
+    grads, sums = jax.grad(loss, has_aux=True)(params)
+    return _plus(grads, earlier), sums
+  first = run.shift(first_tick(run, params))
+  (grads, dx), sums = jax.grad(loss, (0, 1), has_aux=True)(params, first)
+  return last_tick(run, params, dx, 0, _plus(grads, earlier), layer_sums), sums
+
+
+def forward(
+  pieces: Pieces,
+  params: Tree,
+  microbatches: Tree,
+  *,
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  varying_axes: Sequence[str],
+  repeats: int = 1,
+  num_stacks: int = 1,
+  skip_idle: bool = True,
+) -> Tree:
+  """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
+  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
+  return _forward(run, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSums:
+  """How the last backward tick sums the gradients of layers over devices while it computes.
+
+  Every tick contributes to the gradients of layers. After the last tick, in which stage 0 works
+  alone, the network would sum all gradients with no computation left to hide it. So the last tick
+  adds the gradients of earlier ticks, and sums each layer's gradients while it computes the next
+  layer (overlap.py). All stages compute the last tick, so that all send the same arrays at the same
+  time. The other stages discard their results; they would wait for stage 0 anyway.
+
+  Attributes:
+    dims: per parameter: how a layer's gradient is split and summed; None for parameters outside of
+      layers, whose gradients the caller reduces.
+    axes: all manual mesh axes.
+  """
+
+  dims: Sequence[Optional[Dims]]
+  axes: Sequence[str]
+
+  def inputs(self, params: Tree) -> Tree:
+    """Returns the arrays to differentiate: ports for layers, the parameters themselves elsewhere.
+
+    A port has the shape of a reduced gradient and takes it; its value is never read.
+    """
+
+    def port(dims: Dims, param: jax.Array) -> jax.Array:
+      shape = jax.eval_shape(dims.reduced, param)
+      axes = tuple(a for a in self.axes if a not in dims.sum_axes)
+      return varying(jnp.zeros(shape.shape, shape.dtype), axes)
+
+    return self._on_layers(port, lambda param: param, params)
+
+  def parameters(self, inputs: Tree, params: Tree, earlier: Tree) -> Tree:
+    """Returns parameters whose gradients reach `inputs`.
+
+    Args:
+      inputs: from `inputs`.
+      params: whole parameters.
+      earlier: gradients of earlier ticks; they are added to the gradients of layers.
+    """
+    return self._on_layers(
+      lambda dims, port, param, before: Ahead(Split(port, param, dims, before)),
+      lambda param, *_: param,
+      inputs,
+      params,
+      earlier,
+    )
+
+  def total(self, grads: Tree, earlier: Tree) -> Tree:
+    """Returns the gradients of `inputs`, plus earlier ticks' gradients outside of layers."""
+    return self._on_layers(lambda dims, own, before: own, jnp.add, grads, earlier)
+
+  def _on_layers(self, of_layer: TreeFn, of_other: TreeFn, *trees: Tree) -> Tree:
+    leaves, treedefs = zip(*map(jax.tree.flatten, trees))
+    return jax.tree.unflatten(
+      treedefs[0],
+      [
+        of_other(*of_leaf) if dims is None else of_layer(dims, *of_leaf)
+        for dims, *of_leaf in zip(self.dims, *leaves, strict=True)
+      ],
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +279,11 @@ class PipelineRun:
 
   def output(self, x: Tree) -> Tree:
     """Returns the part of the activation that the head reads: the last stack's."""
-    return part_of(x, self.stacks, self.stacks[-1])
+    return member_of(x, self.stacks, self.stacks[-1])
 
   def head(self, params: Tree, output: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
     """Returns (summed loss, sums)."""
-    x = with_part([None] * len(self.stacks), self.stacks, self.stacks[-1], output)
+    x = with_member([None] * len(self.stacks), self.stacks, self.stacks[-1], output)
     sums = self.varying(self.pieces.head(self.complete(params), x, microbatch))
     return sums['loss'][0], sums
 
@@ -211,76 +354,11 @@ def add(a: Tree, b: Tree) -> Tree:
   return jax.tree.map(jnp.add, a, b)
 
 
-def where(condition: Any, a: Tree, b: Tree) -> Tree:
+def where(condition: Union[bool, jax.Array], a: Tree, b: Tree) -> Tree:
   """Returns `a` if `condition`, a Python bool or a traced one, else `b`."""
   if condition is True:
     return a
   return jax.tree.map(functools.partial(jnp.where, condition), a, b)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSums:
-  """How the last backward tick sums the gradients of layers over devices while it computes.
-
-  Every tick contributes to the gradients of layers. After the last tick, in which stage 0 works
-  alone, the network would sum all gradients with no computation left to hide it. So the last tick
-  adds the gradients of earlier ticks, and sums each layer's gradients while it computes the next
-  layer (overlap.py). All stages compute the last tick, so that all send the same arrays at the same
-  time. The other stages discard their results; they would wait for stage 0 anyway.
-
-  Attributes:
-    dims: per parameter: how a layer's gradient is split and summed; None for parameters outside of
-      layers, whose gradients the caller reduces.
-    axes: all manual mesh axes.
-  """
-
-  dims: Sequence[Optional[Dims]]
-  axes: Sequence[str]
-
-  def inputs(self, params: Tree) -> Tree:
-    """Returns the arrays to differentiate: ports for layers, the parameters themselves elsewhere.
-
-    A port has the shape of a reduced gradient and takes it; its value is never read.
-    """
-
-    def port(dims: Dims, param: jax.Array) -> jax.Array:
-      shape = jax.eval_shape(dims.reduced, param)
-      axes = tuple(a for a in self.axes if a not in dims.sums)
-      return varying(jnp.zeros(shape.shape, shape.dtype), axes)
-
-    return self._on_layers(port, lambda param: param, params)
-
-  def parameters(self, inputs: Tree, params: Tree, earlier: Tree) -> Tree:
-    """Returns parameters whose gradients reach `inputs`.
-
-    Args:
-      inputs: from `inputs`.
-      params: whole parameters.
-      earlier: gradients of earlier ticks; they are added to the gradients of layers.
-    """
-    return self._on_layers(
-      lambda dims, port, param, before: Ahead(Split(port, param, dims, before)),
-      lambda param, *_: param,
-      inputs,
-      params,
-      earlier,
-    )
-
-  def total(self, grads: Tree, earlier: Tree) -> Tree:
-    """Returns the gradients of `inputs`, plus earlier ticks' gradients outside of layers."""
-    return self._on_layers(lambda dims, own, before: own, jnp.add, grads, earlier)
-
-  def _on_layers(
-    self, of_layer: Callable[..., Any], of_other: Callable[..., Any], *trees: Tree
-  ) -> Tree:
-    leaves, treedefs = zip(*map(jax.tree.flatten, trees))
-    return jax.tree.unflatten(
-      treedefs[0],
-      [
-        of_other(*of_leaf) if dims is None else of_layer(dims, *of_leaf)
-        for dims, *of_leaf in zip(self.dims, *leaves, strict=True)
-      ],
-    )
 
 
 def first_tick(run: PipelineRun, params: Tree) -> Tree:
@@ -318,86 +396,6 @@ def last_tick(
   _, transpose = jax.vjp(output, layer_sums.inputs(params))
   found = transpose(where(stage == 0, dy, jax.tree.map(jnp.zeros_like, dy)))[0]
   return layer_sums.total(found, grads)
-
-
-def rules() -> AxisRules:
-  """Returns the rules of pipeline parallelism."""
-  return AxisRules(parameters={'layers': (AXIS,)})
-
-
-def value_and_grad(
-  pieces: Pieces,
-  params: Tree,
-  microbatches: Tree,
-  *,
-  schedule: str,
-  num_stages: int,
-  num_microbatches: int,
-  varying_axes: Sequence[str],
-  repeats: int = 1,
-  num_stacks: int = 1,
-  skip_idle: bool = True,
-  complete: Callable[[Tree], Tree] = lambda params: params,
-  layer_sums: Optional[LayerSums] = None,
-  earlier: Optional[Tree] = None,
-) -> tuple[Tree, Tree]:
-  """Returns (gradients of the summed loss, sums), both local and not yet reduced.
-
-  With `layer_sums`, the gradients of layers are reduced.
-
-  Args:
-    pieces: the model.
-    params: dict; leaves of 'layers' (of each stack, see layer_stacks.py) are this stage's
-      [layers / stages, ...], in `layer_order`. Other parameters are whole on every stage; the
-      caller sums their gradients over `stage`.
-    microbatches: arrays [num_microbatches, rows, ...], the same on all stages.
-    schedule: one of SCHEDULES.
-    num_stages: size of `stage`.
-    num_microbatches: at least num_stages for 'circular' and for several stacks.
-    varying_axes: all manual mesh axes, including `stage`.
-    repeats: blocks of layers per stage and stack, for 'circular'.
-    num_stacks: stacks of the model; 1 for '1f1b' and without skip_idle.
-    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
-    complete: `params` -> all parameters, including those without gradients.
-    layer_sums: reduces the gradients of layers in the last backward tick; None if the caller
-      reduces them. Requires one block per stage.
-    earlier: gradients to add, for example of earlier microbatches.
-  """
-  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
-  if schedule == '1f1b':
-    return _one_forward_one_backward(run, params, earlier, layer_sums)
-
-  def loss(params: Tree, first: Optional[Tree] = None) -> tuple[jax.Array, Tree]:
-    sums = _forward(run, params, first)
-    return sums['loss'][0], sums
-
-  # The transpose of a scan whose ticks end in a permute is the backward pipeline.
-  if layer_sums is None:
-    grads, sums = jax.grad(loss, has_aux=True)(params)
-    return _plus(grads, earlier), sums
-  first = run.shift(first_tick(run, params))
-  (grads, dx), sums = jax.grad(loss, (0, 1), has_aux=True)(params, first)
-  return last_tick(run, params, dx, 0, _plus(grads, earlier), layer_sums), sums
-
-
-def forward(
-  pieces: Pieces,
-  params: Tree,
-  microbatches: Tree,
-  *,
-  schedule: str,
-  num_stages: int,
-  num_microbatches: int,
-  varying_axes: Sequence[str],
-  repeats: int = 1,
-  num_stacks: int = 1,
-  skip_idle: bool = True,
-) -> Tree:
-  """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
-  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
-  return _forward(run, params)
 
 
 def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tree:
@@ -555,7 +553,7 @@ def _backward(
   unit: jax.Array,
   stage: jax.Array,
   state: Tree,
-  works: Any,
+  works: Union[bool, jax.Array],
 ) -> Tree:
   """Returns (dx, grads, sums) after the backward pass of `unit` in this stage.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.mesh_sizes import SET_BY, divisors
+from t5x_gpu.partitioning.trees import Index
 
 # gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as possible.
 # circular: gpipe with several blocks of layers per stage, which microbatches visit in turn.
@@ -77,11 +78,11 @@ class Timetable:
     """Stage inputs kept for the backward pass: a ring buffer in 1f1b, otherwise all of them."""
     return 2 * self.num_stages - 1 if self.schedule == '1f1b' else self.forward_ticks
 
-  def forward_unit(self, tick: Any, stage: Any) -> Any:
+  def forward_unit(self, tick: Index, stage: Index) -> Index:
     """Returns the unit that `stage` runs forward; outside of [0, num_units) it idles."""
     return tick - stage
 
-  def backward_unit(self, tick: Any, stage: Any) -> Any:
+  def backward_unit(self, tick: Index, stage: Index) -> Index:
     """Returns the unit that `stage` runs backward in 1f1b; on the last stage, its forward unit."""
     return tick - (2 * (self.num_stages - 1) - stage)
 

@@ -9,8 +9,8 @@ of parameters; gradients come out unreduced and are reduced once, here. The comp
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Mapping, Sequence
+from typing import Optional, Union
 
 import jax
 import jax.numpy as jnp
@@ -22,70 +22,10 @@ from t5x_gpu.partitioning.fsdp import own_table
 from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer
 from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.overlap import Ahead, with_ports
-from t5x_gpu.partitioning.parameters import Dims, Split, dims_of, summed
+from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, dims_of
 from t5x_gpu.partitioning.pipeline import LayerSums
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
-
-_HEADS = 'kv_heads'
-
-
-@dataclasses.dataclass(frozen=True)
-class PerDeviceCopies:
-  """Copies of parameters during a step, one per device along `model`, and sums of their gradients.
-
-  The compiler handles `model`. If every device holds a parameter whole and uses it on its part of
-  the activations, the compiler would sum its gradient at each use: for every layer, microbatch and
-  pipeline tick. With a copy per device, each copy has a local gradient, and these are summed once.
-  There are two kinds:
-
-  - parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
-  - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
-
-  Attributes:
-    rules: which mesh axes split each array axis.
-    mesh_shape: mesh axis -> size.
-  """
-
-  rules: AxisRules
-  mesh_shape: Mapping[str, int]
-
-  @property
-  def count(self) -> int:
-    return self.mesh_shape.get('model', 1)
-
-  def dim(self, axis_names: AxisNames) -> Optional[int]:
-    """Returns the dimension of the copies, counted from the last one (-1); None without copies."""
-    names = axis_names.names
-    if self.count > 1 and 'model' in self.rules.activations.get(axis_names.along, ()):
-      return -1 - sum(name != 'layers' for name in names)
-    if self.count > 1 and _HEADS in names and 'model' not in self.rules.parameters.get(_HEADS, ()):
-      return names.index(_HEADS) - len(names)
-    return None
-
-  def make(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
-    """Returns copies of the parameter `x`, one per device; `x` itself if it needs none."""
-    dim = self.dim(axis_names)
-    if dim is None:
-      return x
-    if axis_names.along is not None:
-      x = jnp.expand_dims(x, dim)
-    x = jnp.repeat(x, self.count // x.shape[dim], axis=dim)
-    return jax.lax.with_sharding_constraint(
-      x, PartitionSpec(*('model' if i == x.ndim + dim else None for i in range(x.ndim)))
-    )
-
-  def total(self, axis_names: AxisNames, gradient: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `gradient` summed over copies, in the shape of the parameter `like`."""
-    dim = self.dim(axis_names)
-    if dim is None:
-      return gradient
-    if axis_names.along is not None:
-      return gradient.sum(dim)
-    at = gradient.ndim + dim
-    return gradient.reshape(
-      *gradient.shape[:at], like.shape[at], -1, *gradient.shape[at + 1 :]
-    ).sum(at + 1)
-
+from t5x_gpu.partitioning.trees import DTypeLike, Gradients, ParamNames, Params, Specs, Tree, TreeFn
 
 # Suffix of features that hold token positions.
 PLACES = '_places'
@@ -161,7 +101,7 @@ class Region:
   def _part_table(self) -> Table:
     return self.rules.state if self.reduces_in_backward else self.rules.parameters
 
-  def _specs(self, names: Any, table: Table) -> Any:
+  def _specs(self, names: ParamNames, table: Table) -> Specs:
     return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
 
   @property
@@ -174,19 +114,19 @@ class Region:
     ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
     return bool(self.axes) and not ends
 
-  def part_specs(self, names: Any) -> Any:
+  def part_specs(self, names: ParamNames) -> Specs:
     """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
     return self._specs(names, self._part_table)
 
-  def kept_specs(self, names: Any) -> Any:
+  def kept_specs(self, names: ParamNames) -> Specs:
     """Returns a tree of PartitionSpecs of the parameters as stored between steps."""
     return self._specs(names, self.rules.parameters)
 
-  def gradient_specs(self, names: Any) -> Any:
+  def gradient_specs(self, names: ParamNames) -> Specs:
     """Returns a tree of PartitionSpecs of reduced gradients, equal to the optimizer state's."""
     return self._specs(names, self.rules.state)
 
-  def padded_parts(self, params: Any, names: Any) -> Any:
+  def padded_parts(self, params: Params, names: ParamNames) -> Params:
     """Returns global parameters that `part_specs` can split; under ZeRO-3 they are stored so."""
     return jax.tree.map(
       lambda x, n: fsdp.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
@@ -194,7 +134,7 @@ class Region:
       names,
     )
 
-  def unpadded_gradients(self, grads: Any, names: Any) -> Any:
+  def unpadded_gradients(self, grads: Gradients, names: ParamNames) -> Gradients:
     """Returns global gradients, split by `gradient_specs`, in the shapes of the parameters."""
     return jax.tree.map(
       lambda x, n: fsdp.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
@@ -229,70 +169,81 @@ class Region:
 
   def parameters(
     self,
-    parts: Any,
-    params: Any,
-    names: Any,
+    parts: Params,
+    params: Params,
+    names: ParamNames,
     *,
-    sums: bool = False,
-    earlier: Any = None,
+    reduces: bool = False,
+    earlier: Optional[Gradients] = None,
     in_layers: bool = True,
-    first_stack: Any = None,
-  ) -> Any:
+    first_stack: Optional[Tree] = None,
+  ) -> Params:
     """Returns the parameters for a model: a `Parameter` if its backward pass reduces, else arrays.
 
     Args:
       parts: differentiated parts, split by `part_specs`; or copies of them.
       params: parameters as stored between steps; ZeRO-2 uses these, which are whole.
       names: tree of AxisNames.
-      sums: whether the backward pass also sums gradients over the axes of `sum_axes`. `parts` then
-        must not vary over these axes, and neither do the gradients.
-      earlier: with `sums`, gradients of earlier microbatches, not summed over these axes.
+      reduces: whether the backward pass sums gradients over all devices, not only over `fsdp`.
+        `parts` then must not vary over the axes of `sum_axes`, and neither do the gradients.
+      earlier: with `reduces`, gradients of earlier microbatches, not summed over these axes.
       in_layers: whether the model calls `whole` on each layer, so that a layer's gradients are
         summed as soon as they are known; otherwise all layers' gradients are summed together.
       first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
         have a port (`with_ports`); None for no ports.
     """
 
-    def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:
-      dims = dataclasses.replace(
-        self._dims(axis_names), sums=self.sum_axes(axis_names) if sums else ()
-      )
-      split = self.reduces_in_backward and dims.fsdp is not None
-      full = param if split and self.zero_stage == 2 else None
-      copies = self._copies.dim(axis_names)
-      if copies is not None and (part.ndim, part.shape[copies:]) != (
-        param.ndim,
-        param.shape[copies:],
-      ):
-        dims = dataclasses.replace(dims, model=copies)
-        full = None if full is None else self._copies.make(axis_names, full)
-      if not split:
-        dims = dataclasses.replace(dims, fsdp=None, padding=None)
+    def parameter(
+      axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Optional[jax.Array]
+    ) -> Union[jax.Array, Parameter]:
+      split = self._split(axis_names, part, param, before, reduces=reduces)
+      is_split = split.dims.fsdp is not None
       if in_layers and 'layers' in axis_names.names:
-        if not split and not sums:
+        if not is_split and not reduces:
           return part
-        stack = Split(part, full, dims, before)
-        return Ahead(stack) if self.overlap_layers else stack
-      part = summed(part, dims, before)
-      return Split(part, full, dataclasses.replace(dims, sums=())) if split else part
+        return Ahead(split) if self.overlap_layers else split
+      split = split.summed_once()
+      return split if is_split else split.part
 
-    if earlier is None:
-      earlier = jax.tree.map(lambda _: None, names)
+    def made(parts: Params) -> Params:
+      return jax.tree.map(parameter, names, parts, params, before)
 
-    def made(parts: Any) -> Any:
-      return jax.tree.map(lambda n, *of_leaf: parameter(n, *of_leaf), names, parts, params, earlier)
-
-    if not sums or first_stack is None:
+    before = jax.tree.map(lambda _: None, names) if earlier is None else earlier
+    if not reduces or first_stack is None:
       return made(parts)
     return with_ports(made, parts, first_stack, axes=self.axes)
 
-  def frozen(self, params: Any, names: Any, dtype: Any) -> Any:
-    """Returns parameters without gradient for a model; arguments as in `whole`."""
+  def _split(
+    self,
+    axis_names: AxisNames,
+    part: jax.Array,
+    param: jax.Array,
+    earlier: Optional[jax.Array],
+    *,
+    reduces: bool,
+  ) -> Split:
+    """Returns one of `parameters` in parts."""
+    dims = self._dims(axis_names)
+    if not self.reduces_in_backward or dims.fsdp is None:
+      dims = dataclasses.replace(dims, fsdp=None, padding=None)
+    full = param if dims.fsdp is not None and self.zero_stage == 2 else None
+    copies = self._copies.dim(axis_names)
+    if copies is not None and (part.ndim, part.shape[copies:]) != (
+      param.ndim,
+      param.shape[copies:],
+    ):
+      dims = dataclasses.replace(dims, model=copies)
+      full = None if full is None else self._copies.make(axis_names, full)
+    sum_axes = self.sum_axes(axis_names) if reduces else ()
+    return Split(part, full, dataclasses.replace(dims, sum_axes=sum_axes), earlier)
+
+  def frozen(self, params: Params, names: ParamNames, dtype: DTypeLike) -> Params:
+    """Returns parameters without gradient for a model; arguments as in `gathered`."""
     if not self.reduces_in_backward:
-      return self.whole(params, names, dtype)
+      return self.gathered(params, names, dtype)
     return self.parameters(params, params, names) if self.zero_stage == 3 else params
 
-  def whole(self, params: Any, names: Any, dtype: Any) -> Any:
+  def gathered(self, params: Params, names: ParamNames, dtype: DTypeLike) -> Params:
     """Returns stored parameters, gathered over `fsdp`; cannot be differentiated through.
 
     Args:
@@ -315,16 +266,16 @@ class Region:
       axis_names, table=self.rules.state, mesh_shape=self.mesh_shape, reducer=self.reducer
     )
 
-  def copies(self, parts: Any, names: Any) -> Any:
+  def copies(self, parts: Params, names: ParamNames) -> Params:
     """Returns `parts` with a copy per device along `model` of parameters that need one."""
     return jax.tree.map(self._copies.make, names, parts)
 
-  def sum_copies(self, grads: Any, parts: Any, names: Any) -> Any:
+  def sum_copies(self, grads: Gradients, parts: Params, names: ParamNames) -> Gradients:
     """Returns the gradients of `parts`, given the gradients of `copies(parts, names)`."""
     return jax.tree.map(self._copies.total, names, grads, parts)
 
   @property
-  def _copies(self) -> PerDeviceCopies:
+  def _copies(self) -> 'PerDeviceCopies':
     return PerDeviceCopies(self.rules, self.mesh_shape)
 
   def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
@@ -335,7 +286,7 @@ class Region:
       own.add('fsdp')
     return tuple(a for a in self.axes if a not in own)
 
-  def layer_sums(self, names: Any) -> LayerSums:
+  def layer_sums(self, names: ParamNames) -> LayerSums:
     """Returns how the last backward tick of a pipeline sums gradients, from a tree of AxisNames."""
 
     def dims(axis_names: AxisNames) -> Optional[Dims]:
@@ -343,11 +294,11 @@ class Region:
         return None
       split, copies = self._dims(axis_names), self._copies.dim(axis_names)
       model = split.model if copies is None else copies
-      return dataclasses.replace(split, model=model, sums=self.sum_axes(axis_names))
+      return dataclasses.replace(split, model=model, sum_axes=self.sum_axes(axis_names))
 
     return LayerSums(tuple(map(dims, jax.tree.leaves(names))), self.axes)
 
-  def reduce_gradients(self, grads: Any, names: Any) -> Any:
+  def reduce_gradients(self, grads: Gradients, names: ParamNames) -> Gradients:
     """Returns local gradients summed over all devices, split by `gradient_specs`.
 
     Gradients that are reduced over the same axes in float32 share one collective. Gradients that
@@ -364,7 +315,7 @@ class Region:
       if dims.reducer == InFloat32():
         groups[axes].append(i)
       else:
-        leaves[i] = dataclasses.replace(dims, sums=axes).total(leaves[i])
+        leaves[i] = dataclasses.replace(dims, sum_axes=axes).total(leaves[i])
     for axes, members in groups.items():
       if axes:
         for i, reduced in zip(members, jax.lax.psum([leaves[i] for i in members], axes)):
@@ -372,8 +323,8 @@ class Region:
     return jax.tree.unflatten(treedef, leaves)
 
   def map(
-    self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, marked: bool = True
-  ) -> Callable[..., Any]:
+    self, function: TreeFn, *, in_specs: Specs, out_specs: Specs, marked: bool = True
+  ) -> TreeFn:
     """Returns `function` of local arrays as a function of global arrays.
 
     Args:
@@ -384,7 +335,7 @@ class Region:
     if not self.axes:
       return function
 
-    def local(*args: Any) -> Any:
+    def local(*args: Tree) -> Tree:
       with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
         return function(*(jax.tree.map(self.varying, args) if marked else args))
 
@@ -394,14 +345,75 @@ class Region:
     """Returns `x`, marked as different on every device of the manual axes."""
     return varying(x, self.axes)
 
-  def largest(self, tree: Any) -> Any:
+  def largest(self, tree: Tree) -> Tree:
     """Returns the maximum of local numbers over all devices."""
     if not self.axes:
       return tree
     return jax.lax.pmax(jax.tree.map(self.varying, tree), self.axes)
 
-  def total(self, tree: Any) -> Any:
+  def total(self, tree: Tree) -> Tree:
     """Returns the sum of local numbers over all devices."""
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)
+
+
+_HEADS = 'kv_heads'
+
+
+@dataclasses.dataclass(frozen=True)
+class PerDeviceCopies:
+  """Copies of parameters during a step, one per device along `model`, and sums of their gradients.
+
+  The compiler handles `model`. If every device holds a parameter whole and uses it on its part of
+  the activations, the compiler would sum its gradient at each use: for every layer, microbatch and
+  pipeline tick. With a copy per device, each copy has a local gradient, and these are summed once.
+  There are two kinds:
+
+  - parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
+  - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
+
+  Attributes:
+    rules: which mesh axes split each array axis.
+    mesh_shape: mesh axis -> size.
+  """
+
+  rules: AxisRules
+  mesh_shape: Mapping[str, int]
+
+  @property
+  def count(self) -> int:
+    return self.mesh_shape.get('model', 1)
+
+  def dim(self, axis_names: AxisNames) -> Optional[int]:
+    """Returns the dimension of the copies, counted from the last one (-1); None without copies."""
+    names = axis_names.names
+    if self.count > 1 and 'model' in self.rules.activations.get(axis_names.along, ()):
+      return -1 - sum(name != 'layers' for name in names)
+    if self.count > 1 and _HEADS in names and 'model' not in self.rules.parameters.get(_HEADS, ()):
+      return names.index(_HEADS) - len(names)
+    return None
+
+  def make(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
+    """Returns copies of the parameter `x`, one per device; `x` itself if it needs none."""
+    dim = self.dim(axis_names)
+    if dim is None:
+      return x
+    if axis_names.along is not None:
+      x = jnp.expand_dims(x, dim)
+    x = jnp.repeat(x, self.count // x.shape[dim], axis=dim)
+    return jax.lax.with_sharding_constraint(
+      x, PartitionSpec(*('model' if i == x.ndim + dim else None for i in range(x.ndim)))
+    )
+
+  def total(self, axis_names: AxisNames, gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `gradient` summed over copies, in the shape of the parameter `like`."""
+    dim = self.dim(axis_names)
+    if dim is None:
+      return gradient
+    if axis_names.along is not None:
+      return gradient.sum(dim)
+    at = gradient.ndim + dim
+    return gradient.reshape(
+      *gradient.shape[:at], like.shape[at], -1, *gradient.shape[at + 1 :]
+    ).sum(at + 1)

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.partitioning.axis_rules import shard
 from t5x_gpu.partitioning.mesh_sizes import divisors
+from t5x_gpu.partitioning.trees import Gradients, Index, Tree, TreeFn
 
 # Largest block of local queries or keys, in positions.
 BLOCK_LENGTH = 1024
@@ -58,9 +59,9 @@ def ring_attention(
   value: jax.Array,
   *,
   logits_fn: LogitsFn,
-  logits_params: Any,
-  q_info: Any,
-  kv_info: Any,
+  logits_params: Tree,
+  q_info: Tree,
+  kv_info: Tree,
   axis: Optional[str] = 'context',
   may_attend: Optional[MayAttendFn] = None,
   block_length: int = BLOCK_LENGTH,
@@ -216,7 +217,7 @@ def _backward(ring: _Ring, saved, dout):
 _ring.defvjp(_forward, _backward)
 
 
-def visit_all(axis: Optional[str], meet: Callable[..., Any], sums: Any, visitor: Any) -> Any:
+def visit_all(axis: Optional[str], meet: TreeFn, sums: Tree, visitor: Tree) -> Tree:
   """Returns `sums` after `sums = meet(sums, visitor)` with the `visitor` of every device of `axis`.
 
   Each device begins with its own visitor. With axis None there are no others.
@@ -233,8 +234,8 @@ def visit_all(axis: Optional[str], meet: Callable[..., Any], sums: Any, visitor:
 
 
 def send_around(
-  axis: Optional[str], meet: Callable[..., Any], grads: Any, visitor: Any
-) -> tuple[Any, Any]:
+  axis: Optional[str], meet: TreeFn, grads: Gradients, visitor: Tree
+) -> tuple[Tree, Tree]:
   """Returns `grads` after `meet(grads, visitor)` with every device's keys, and (dkey, dvalue).
 
   The gradients of keys and values travel with them around the ring, back to their device.
@@ -262,10 +263,10 @@ def send_around(
 class _Block:
   """One block of positions: cuts it out of arrays, and writes results back."""
 
-  start: Any
+  start: Index
   length: int
 
-  def __call__(self, tree: Any, dimension: int) -> Any:
+  def __call__(self, tree: Tree, dimension: int) -> Tree:
     return jax.tree.map(
       lambda x: jax.lax.dynamic_slice_in_dim(x, self.start, self.length, dimension % x.ndim), tree
     )
@@ -277,9 +278,7 @@ class _Block:
     return self.put(x, self(x, dimension) + more, dimension)
 
 
-def _for_pairs(
-  ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int, kv_length: int
-) -> Any:
+def _for_pairs(ring: _Ring, block: TreeFn, carry: Tree, q_length: int, kv_length: int) -> Tree:
   """Returns `carry` after block(carry, queries, keys) for every pair of blocks."""
   q_block, kv_block = (largest_block(length, ring.block_length) for length in (q_length, kv_length))
   per_row = kv_length // kv_block
@@ -300,13 +299,13 @@ def largest_block(length: int, at_most: int = BLOCK_LENGTH) -> int:
 
 def _attend_or_skip(
   ring: _Ring, infos: tuple[Any, Any], attend: Callable[[], Any], skip: Callable[[], Any]
-) -> Any:
+) -> Tree:
   if ring.may_attend is None:
     return attend()
   return jax.lax.cond(ring.may_attend(*infos), attend, skip)
 
 
-def _pass_on(tree: Any, axis: str) -> Any:
+def _pass_on(tree: Tree, axis: str) -> Tree:
   """Returns the `tree` of the previous device; every device sends its own to the next."""
   ways = jax.lax.axis_size(axis)
   hops = [(device, (device + 1) % ways) for device in range(ways)]

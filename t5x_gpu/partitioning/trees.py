@@ -3,7 +3,7 @@
 JAX cannot type a tree by its leaves, so these names are for readers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,15 +13,37 @@ from jax.typing import DTypeLike
 Tree = Any
 # The leaves are parameters: arrays, or `parameters.Parameter` inside the region.
 Params = Any
+# The optimizer's state; its leaves are arrays.
+OptState = Any
 # One leaf per parameter: its gradient; its AxisNames; its PartitionSpec.
 Gradients = Any
-Names = Any
+ParamNames = Any
 Specs = Any
-# Arrays, or jax.ShapeDtypeStruct in their place.
+# The leaves are arrays, or jax.ShapeDtypeStruct in their place.
 Shapes = Any
+# An array, or what stands for it: jax.ShapeDtypeStruct, numpy.ndarray.
+ArrayLike = Any
 # Feature -> array [batch, length, ...] or [batch].
 Batch = Mapping[str, jax.Array]
 # A Python integer, or a traced one.
 Index = Any
+# Path of a leaf, from jax.tree_util.tree_map_with_path.
+Path = Any
+# A function of trees.
+TreeFn = Callable[..., Any]
 
-__all__ = ['Batch', 'DTypeLike', 'Gradients', 'Index', 'Names', 'Params', 'Shapes', 'Specs', 'Tree']
+__all__ = [
+  'ArrayLike',
+  'Batch',
+  'DTypeLike',
+  'Gradients',
+  'Index',
+  'OptState',
+  'ParamNames',
+  'Params',
+  'Path',
+  'Shapes',
+  'Specs',
+  'Tree',
+  'TreeFn',
+]

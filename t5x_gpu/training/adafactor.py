@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.errors import ConfigError, Problem, did_you_mean
 from t5x_gpu.partitioning.axis_rules import AXES, AxisNames
+from t5x_gpu.partitioning.trees import Gradients, OptState, ParamNames, Params, Tree
 
 ROLES = {
   'row': 'kept in the row moment, averaged in the column moment',
@@ -157,7 +158,7 @@ class Adafactor:
         factored = min(shape[i] for i in matrix) >= self.min_dim_size_to_factor
     return _Dims(stack, rows, columns, len(shape), factored)
 
-  def init(self, params: Any, names: Any) -> Any:
+  def init(self, params: Params, names: ParamNames) -> Tree:
     def moment(param: jax.Array, axis_names: AxisNames) -> FactoredMoment:
       dims = self._dims(param.shape, axis_names)
       if not dims.factored:
@@ -169,7 +170,7 @@ class Adafactor:
 
     return jax.tree.map(moment, params, names)
 
-  def state_names(self, params: Any, names: Any) -> Any:
+  def state_names(self, params: Params, names: ParamNames) -> Tree:
     def moment(param: jax.Array, axis_names: AxisNames) -> FactoredMoment:
       dims = self._dims(param.shape, axis_names)
       if not dims.factored:
@@ -183,14 +184,14 @@ class Adafactor:
 
   def update(
     self,
-    grads: Any,
-    state: Any,
-    params: Any,
+    grads: Gradients,
+    state: OptState,
+    params: Params,
     *,
-    names: Any,
+    names: ParamNames,
     learning_rate: jax.Array,
     step: jax.Array,
-  ) -> tuple[Any, Any]:
+  ) -> tuple[Params, OptState]:
     decay = 1.0 - (step.astype(jnp.float32) + 1.0) ** -self.decay_rate
 
     def new_moment(grad: jax.Array, moment: FactoredMoment, axis_names: AxisNames):

@@ -10,7 +10,7 @@ See docs/parallelism.md#memory.
 
 import dataclasses
 import math
-from typing import Any, Optional, Self
+from typing import Optional, Self
 
 import jax
 
@@ -19,6 +19,7 @@ from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, config_of, encodes_texts
 from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.partitioning.trees import Params, Tree
 from t5x_gpu.runtime.hardware import Limit, run_limits
 from t5x_gpu.terminal.console import show
 from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
@@ -106,7 +107,7 @@ class RunMemory:
     """Whether the devices use the memory of their host."""
     return self.program.layout.mesh.devices.flat[0].platform == 'cpu'
 
-  def compiled(self, step: Any) -> Self:
+  def compiled(self, step: jax.stages.Compiled) -> Self:
     """Returns a copy with the sizes that XLA reports for the compiled `step`.
 
     Raises:
@@ -220,7 +221,7 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Ru
   return memory
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Tree) -> int:
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
@@ -232,7 +233,7 @@ def check_evaluation_memory(program: Program) -> None:
 
 
 def check_inference_memory(
-  params: Any, layout: Layout, *, generator: Optional[Generator] = None
+  params: Params, layout: Layout, *, generator: Optional[Generator] = None
 ) -> None:
   """Raises OutOfMemoryError unless parameters and prompts fit; all processes must call it.
 
@@ -249,7 +250,7 @@ def check_inference_memory(
 
 
 def _check_fits(
-  layout: Layout, params: Any, *, copy: int = 0, prompts: int = 0, prompt_bytes: int = 0
+  layout: Layout, params: Params, *, copy: int = 0, prompts: int = 0, prompt_bytes: int = 0
 ) -> None:
   """Raises OutOfMemoryError unless a device has room.
 

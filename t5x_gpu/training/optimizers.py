@@ -6,7 +6,7 @@ gets axis names, so its state is split over the mesh like the parameters.
 
 import dataclasses
 import zlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,15 @@ import optax
 
 from t5x_gpu.errors import ConfigError, Problem, did_you_mean
 from t5x_gpu.partitioning.axis_rules import AxisNames
+from t5x_gpu.partitioning.trees import OptState, ParamNames, Params, Path, Tree
 
-Params = Any
-OptState = Any
 MOMENT_DTYPES = ('float32', 'bfloat16')
 
 
 class Optimizer(Protocol):
   """Parameters and gradients in, new parameters and state out. `names` is a tree of AxisNames."""
 
-  def init(self, params: Params, names: Any) -> OptState:
+  def init(self, params: Params, names: ParamNames) -> OptState:
     """Returns the state before the first step."""
 
   def update(
@@ -32,13 +31,13 @@ class Optimizer(Protocol):
     state: OptState,
     params: Params,
     *,
-    names: Any,
+    names: ParamNames,
     learning_rate: jax.Array,
     step: jax.Array,
   ) -> tuple[Params, OptState]:
     """Returns (new parameters, new state). `step` counts from 0."""
 
-  def state_names(self, params: Params, names: Any) -> Any:
+  def state_names(self, params: Params, names: ParamNames) -> Tree:
     """Returns the state's tree with an AxisNames for each array; `params` may be abstract."""
 
 
@@ -83,14 +82,14 @@ class AdamW:
         docs='performance.md#moments-in-bfloat16',
       )
 
-  def _transformation(self, names: Any) -> optax.GradientTransformation:
+  def _transformation(self, names: ParamNames) -> optax.GradientTransformation:
     decays = jax.tree_util.tree_map_with_path(_decays, names)
     return optax.chain(
       optax.scale_by_adam(self.b1, self.b2, self.eps),
       optax.add_decayed_weights(self.weight_decay, mask=decays),
     )
 
-  def init(self, params: Params, names: Any) -> OptState:
+  def init(self, params: Params, names: ParamNames) -> OptState:
     return self._stored(self._transformation(names).init(params), names)
 
   def update(
@@ -99,7 +98,7 @@ class AdamW:
     state: OptState,
     params: Params,
     *,
-    names: Any,
+    names: ParamNames,
     learning_rate: jax.Array,
     step: jax.Array,
   ) -> tuple[Params, OptState]:
@@ -108,7 +107,7 @@ class AdamW:
     params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
     return params, self._stored(state, names)
 
-  def state_names(self, params: Params, names: Any) -> Any:
+  def state_names(self, params: Params, names: ParamNames) -> Tree:
     transformation = self._transformation(names)
     state = jax.eval_shape(transformation.init, params)  # dtypes do not matter here
     return optax.tree_map_params(
@@ -119,7 +118,7 @@ class AdamW:
       transform_non_params=lambda x: AxisNames((None,) * x.ndim),
     )
 
-  def _stored(self, state: OptState, names: Any) -> OptState:
+  def _stored(self, state: OptState, names: ParamNames) -> OptState:
     """Returns optax's `state` with the moments in the dtypes in which they are stored."""
     adam, *rest = state
     mu, nu = adam.mu, adam.nu
@@ -146,7 +145,7 @@ def _widened(state: OptState) -> OptState:
   return adam._replace(mu=mu, nu=nu), *rest
 
 
-def _keys(names: Any, step: jax.Array) -> Any:
+def _keys(names: ParamNames, step: jax.Array) -> Tree:
   """Returns a key per parameter for one step, the same on any mesh."""
   key = jax.random.fold_in(jax.random.key(0), step)
   return jax.tree_util.tree_map_with_path(
@@ -154,7 +153,7 @@ def _keys(names: Any, step: jax.Array) -> Any:
   )
 
 
-def _decays(path: Any, names: AxisNames) -> bool:
+def _decays(path: Path, names: AxisNames) -> bool:
   """Returns whether weight decay applies to a parameter.
 
   It applies to matrices; biases of heads, which also have two axes, are excluded.

@@ -18,6 +18,7 @@ from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
 from t5x_gpu.partitioning.layout import Layout, OnMesh
+from t5x_gpu.partitioning.trees import Params, Shapes, Tree, TreeFn
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal.console import show
@@ -106,16 +107,16 @@ class Program:
     """Returns `state` with these gradient norms of earlier steps, if the run needs them."""
     return state.replace(grad_norms=self.config.spike_cfg.norms_on(self.layout.replicated, values))
 
-  def params_in_run_order(self, params: Any) -> Any:
+  def params_in_run_order(self, params: Params) -> Params:
     """Returns the parameters of a checkpoint as the run stores them."""
     layout, names = self.layout, self.names.params
 
-    def stored(params: Any) -> Any:
+    def stored(params: Params) -> Params:
       return layout.padded(layout.in_run_order(params, names), names, layout.rules.parameters)
 
     return self._converted(params, stored, self.abstract_state.params)
 
-  def _converted(self, tree: Any, convert: Callable[[Any], Any], like: Any) -> Any:
+  def _converted(self, tree: Tree, convert: TreeFn, like: Shapes) -> Tree:
     if not (self.layout.reorders_layers or self.is_padded):
       return tree
     shardings = jax.tree.map(lambda a: a.sharding, like)
@@ -212,13 +213,13 @@ def _first_state(
   """Returns (a function that makes the first state, its shapes, its form)."""
   model, optimizer = config.model, config.optimizer
 
-  def init_boxed() -> Any:
+  def init_boxed() -> Params:
     return model.init(jax.random.key(config.random_seed), spec)
 
   abstract_params, names = split_names(jax.eval_shape(init_boxed))
   names = layout.chosen(names, abstract_params)
 
-  def of_params(params: Any) -> TrainState:
+  def of_params(params: Params) -> TrainState:
     return new_state(layout.in_run_order(params, names), optimizer, names, **options)
 
   def init() -> TrainState:
@@ -238,7 +239,7 @@ def _jitted(
   *,
   init: Callable[[], TrainState],
   train_step: StepFn,
-  eval_step: Callable[..., Any],
+  eval_step: TreeFn,
 ) -> dict[str, OnMesh]:
   shardings = jax.tree.map(lambda a: a.sharding, abstract)
   return {
@@ -304,7 +305,7 @@ def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[
   return dict(applied.compile_options) or None
 
 
-def bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: Tree) -> int:
   """Returns the bytes that the arrays of an abstract, sharded tree take on one device."""
   return sum(
     math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)

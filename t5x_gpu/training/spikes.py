@@ -6,7 +6,7 @@ advances, and so do the schedule and the data.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import flax.traverse_util
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.partitioning.trees import Gradients, Tree
 
 WINDOW = 128  # gradient norms in the median
 LEAST_NORMS = 16  # needed before the median is used
@@ -65,13 +66,15 @@ class SpikeConfig:
     """Returns the history of gradient norms before the first step; None if the run has none."""
     return None if self.skip_above is None else jnp.full((WINDOW,), jnp.nan, jnp.float32)
 
-  def abstract_norms(self, sharding: Any) -> Optional[jax.ShapeDtypeStruct]:
+  def abstract_norms(self, sharding: jax.sharding.Sharding) -> Optional[jax.ShapeDtypeStruct]:
     """Returns shape and sharding of the history; None if the run has none."""
     if self.skip_above is None:
       return None
     return jax.ShapeDtypeStruct((WINDOW,), jnp.float32, sharding=sharding)
 
-  def norms_on(self, sharding: Any, values: Sequence[float]) -> Optional[jax.Array]:
+  def norms_on(
+    self, sharding: jax.sharding.Sharding, values: Sequence[float]
+  ) -> Optional[jax.Array]:
     """Returns the history that ends with `values`, oldest first; None if the run has none."""
     if self.skip_above is None:
       return None
@@ -92,8 +95,8 @@ class SpikeConfig:
     return skip, jnp.where(skip, norms, longer)
 
   def chosen(
-    self, old: Any, new: Any, *, loss: jax.Array, grad_norm: jax.Array, norms: Optional[jax.Array]
-  ) -> tuple[Any, Optional[jax.Array], dict[str, jax.Array]]:
+    self, old: Tree, new: Tree, *, loss: jax.Array, grad_norm: jax.Array, norms: Optional[jax.Array]
+  ) -> tuple[Tree, Optional[jax.Array], dict[str, jax.Array]]:
     """Returns (tree `old` if the step is skipped, else `new`; the new history; metrics)."""
     if not self.skips:
       return new, norms, {}
@@ -107,12 +110,12 @@ def known_norms(norms: Optional[jax.Array]) -> list[float]:
   return [float(value) for value in values[np.isfinite(values)]]
 
 
-def choose(skip: jax.Array, old: Any, new: Any) -> Any:
+def choose(skip: jax.Array, old: Tree, new: Tree) -> Tree:
   """Returns the tree `old` if `skip`, else `new`."""
   return jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
 
 
-def group_norms(grads: Any, depth: Optional[int]) -> dict[str, jax.Array]:
+def group_norms(grads: Gradients, depth: Optional[int]) -> dict[str, jax.Array]:
   """Returns 'grad_norm/layers/mlp' -> norm of the gradients whose paths begin so.
 
   Args:

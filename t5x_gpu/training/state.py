@@ -23,6 +23,7 @@ from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.layer_stacks import ONLY, layers_of
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.region import Region
+from t5x_gpu.partitioning.trees import OptState, ParamNames, Params, Tree
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.spikes import SpikeConfig
 
@@ -55,7 +56,7 @@ class Fp8History:
   margin: int = 0
   stacks: tuple[str, ...] = (ONLY,)
 
-  def new(self, params: Any) -> Any:
+  def new(self, params: Params) -> Tree:
     """Returns the history before the first step."""
 
     def zeros(kernel: jax.Array) -> jax.Array:
@@ -67,7 +68,7 @@ class Fp8History:
       history |= layers if stack == ONLY else {stack: layers}
     return history
 
-  def amaxes(self, history: Any) -> Any:
+  def amaxes(self, history: Tree) -> Tree:
     """Returns the values that set the scales of this step, [layers, Operand] for each kernel."""
 
     def amax(values: jax.Array) -> jax.Array:
@@ -76,7 +77,7 @@ class Fp8History:
 
     return jax.tree.map(amax, history)
 
-  def after(self, history: Any, seen: Any) -> Any:
+  def after(self, history: Tree, seen: Tree) -> Tree:
     """Returns the history with this step's largest values in place of the oldest ones."""
     return jax.tree.map(
       lambda values, new: jnp.concatenate([new[..., None], values[..., :-1]], axis=-1),
@@ -85,7 +86,7 @@ class Fp8History:
     )
 
 
-def history_names(history: Any) -> Any:
+def history_names(history: Tree) -> Tree:
   """Returns a tree of AxisNames; every device has the whole history."""
   return jax.tree.map(lambda _: AxisNames((None, None, None)), history)
 
@@ -110,7 +111,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
   return Fp8History(config.fp8_history, config.fp8_margin, tuple(model.stacks))
 
 
-def with_amaxes(params: Any, amaxes: Any) -> Any:
+def with_amaxes(params: Params, amaxes: Tree) -> Params:
   """Returns `params` with the arrays of `amaxes` next to the kernels."""
   result = copy.copy(params)
   for name, inner in amaxes.items():
@@ -131,7 +132,7 @@ class Trained:
 
   is_trained: Optional[Callable[[str], bool]] = None
 
-  def split(self, tree: Any) -> tuple[Any, Any]:
+  def split(self, tree: Tree) -> tuple[Tree, Tree]:
     """Returns (trained, frozen) leaves of a tree with one leaf per parameter."""
     if self.is_trained is None:
       return tree, {}
@@ -140,7 +141,7 @@ class Trained:
       (trained if self.is_trained('/'.join(path)) else frozen)[path] = leaf
     return (flax.traverse_util.unflatten_dict(trained), flax.traverse_util.unflatten_dict(frozen))
 
-  def join(self, trained: Any, frozen: Any) -> Any:
+  def join(self, trained: Tree, frozen: Tree) -> Tree:
     """Returns the tree with both parts, the inverse of `split`."""
     if self.is_trained is None:
       return trained
@@ -167,10 +168,10 @@ class TrainState(flax.struct.PyTreeNode):
   """
 
   step: jax.Array
-  params: Any
-  opt_state: Any
-  fp8_history: Any = flax.struct.field(default_factory=dict)
-  grad_norms: Any = None
+  params: Params
+  opt_state: OptState
+  fp8_history: Tree = flax.struct.field(default_factory=dict)
+  grad_norms: Optional[jax.Array] = None
 
   def saved(self) -> dict[str, Any]:
     """Returns field -> tree as checkpoints store it: no `grad_norms`, no empty `fp8_history`."""
@@ -180,9 +181,9 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def new_state(
-  params: Any,
+  params: Params,
   optimizer: Optimizer,
-  names: Any,
+  names: ParamNames,
   *,
   trained: Trained = Trained(),
   history: Optional[Fp8History] = None,
@@ -197,9 +198,9 @@ def new_state(
 
 
 def state_names(
-  params: Any,
+  params: Params,
   optimizer: Optimizer,
-  names: Any,
+  names: ParamNames,
   *,
   trained: Trained = Trained(),
   history: Optional[Fp8History] = None,

@@ -11,7 +11,7 @@ whole global batch. `StepConfig` holds the settings, which plan, bench and parit
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Optional
 
 import flax.struct
@@ -24,25 +24,25 @@ from t5x_gpu.errors import ConfigError, ModelError
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.fp8 import is_quantized
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import PARTS, Model, compute_dtype, is_layered, uses_fp8
+from t5x_gpu.models.model import PIECES, Model, compute_dtype, is_layered, uses_fp8
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
   layers_of,
+  member_of,
   num_layers,
-  part_of,
   prefix_of,
   run_layers,
   with_layers,
-  with_part,
+  with_member,
   without_layers,
 )
 from t5x_gpu.partitioning.parameters import whole
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 from t5x_gpu.partitioning.region import Region, is_places
-from t5x_gpu.partitioning.trees import Params
+from t5x_gpu.partitioning.trees import Batch, Gradients, Index, ParamNames, Params, Path, Tree
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
@@ -87,12 +87,9 @@ class StepConfig:
   xla_preset: str = 'default'
 
 
-Batch = Mapping[str, jax.Array]
-
-
 def breadth_first_loss(
   model: Model,
-  params: Any,
+  params: Params,
   batch: Batch,
   microbatches: Batch,
   same: Batch,
@@ -125,12 +122,14 @@ def breadth_first_loss(
   rest = in_float32(without_layers(params, stacks))
 
   # The scan carries, and so stores for each layer, only the stack's own part of the activation.
-  def layer(stack: str, x: Any, part: Any, of_layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
+  def layer(
+    stack: str, x: Tree, part: Tree, of_layer: tuple[Params, jax.Array]
+  ) -> tuple[Tree, None]:
     weights, number = in_float32(of_layer[0]), of_layer[1]
     stacked = jax.tree.map(lambda w: w[None], weights)
     amaxes = [fp8.copies(a, num_microbatches) for a in fp8.amaxes_of(stacked)]
 
-    def one(of_microbatch: tuple[Any, Batch, list[jax.Array]]) -> Any:
+    def one(of_microbatch: tuple[Tree, Batch, list[jax.Array]]) -> Tree:
       x, microbatch, amaxes = of_microbatch
       y = run_layers(
         model,
@@ -141,12 +140,12 @@ def breadth_first_loss(
         dropout_key=dropout_key,
         first_layer=number,
       )
-      return part_of(y, stacks, stack)
+      return member_of(y, stacks, stack)
 
-    x = with_part(x, stacks, stack, part)
+    x = with_member(x, stacks, stack, part)
     return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches, amaxes)), None
 
-  def head(of_microbatch: tuple[Any, Batch]) -> Sums:
+  def head(of_microbatch: tuple[Tree, Batch]) -> Sums:
     x, microbatch = of_microbatch
     return model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
 
@@ -158,20 +157,20 @@ def breadth_first_loss(
     layers, count = layers_of(params, stack), num_layers(params, stack)
     if uses_fp8(model):
       layers = in_8_bits(layers)
-    part, _ = jax.lax.scan(body, part_of(x, stacks, stack), (layers, jnp.arange(count)))
-    x = with_part(x, stacks, stack, part)
+    part, _ = jax.lax.scan(body, member_of(x, stacks, stack), (layers, jnp.arange(count)))
+    x = with_member(x, stacks, stack, part)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)
 
 
-def _in_float32(x: Any) -> Any:
+def _in_float32(x: Tree) -> Tree:
   if is_quantized(x):
     return x.replace(port=x.port.astype(jnp.float32))
   return x.astype(jnp.float32)
 
 
 # (params, amaxes, batch, dropout key) -> (gradients of the summed loss, sums, largest values).
-GradientsFn = Callable[[Any, Any, Batch, jax.Array], tuple[Any, Sums, Any]]
+GradientsFn = Callable[[Params, Tree, Batch, jax.Array], tuple[Gradients, Sums, Tree]]
 
 
 @flax.struct.dataclass
@@ -184,9 +183,9 @@ class _Found:
     amaxes: gradients of `amaxes`: the largest values of FP8 operands.
   """
 
-  grads: Any
+  grads: Gradients
   sums: Sums
-  amaxes: Any
+  amaxes: Tree
 
   def plus(self, other: '_Found') -> '_Found':
     """Returns the results of both passes together."""
@@ -202,28 +201,28 @@ def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
   `amaxes` are from this step.
 
   Args:
-    config: the run's configuration; its model has `PARTS` for a pipeline or accumulation by layer.
+    config: the run's configuration; its model has `PIECES` for a pipeline or accumulation by layer.
     form: how the state is stored and the step is split.
   Raises:
-    ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
+    ModelError: the model lacks pieces that a pipeline or accumulation by layer needs.
   """
   model, num_microbatches, trained = config.model, config.num_microbatches, trained_of(config.model)
   region, names = form.layout.region, form.names.params
   in_parts = region.reduces_in_backward or region.sums_in_backward
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
-  _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
+  _check_pieces(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   region = _for_model(region, model)
   trained_names, frozen_names = trained.split(names)
-  sent = compute_dtype(model)
+  dtype = compute_dtype(model)
   in_backward = _in_backward(model, region, trained_names, by_layer=by_layer)
 
-  def local(parts: Any, *others: Any) -> tuple[Any, Sums, Any]:
+  def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
     kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
     kept, frozen = trained.split(kept)
-    frozen = region.frozen(frozen, frozen_names, sent)
+    frozen = region.frozen(frozen, frozen_names, dtype)
 
-    def find(parts: Any, batch: Batch, **reduction: Any) -> _Found:
-      def loss_sum(parts: Any, amaxes: Any) -> tuple[jax.Array, Sums]:
+    def find(parts: Params, batch: Batch, **reduction: Any) -> _Found:
+      def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
         params = region.parameters(parts, kept, trained_names, **in_backward, **reduction)
         params = with_amaxes(trained.join(params, frozen), amaxes)
         sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
@@ -236,11 +235,13 @@ def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
       options = {'names': trained_names, 'complete': complete, **reduction}
       return _find_in_pipeline(model, parts, batch, region, dropout_key, **options)
 
-    parts = parts if in_parts else region.whole(kept, trained_names, sent)
+    parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
     found = _summed(find, parts, batch, 1 if by_layer else num_microbatches, region, trained_names)
     return found.grads, found.sums, region.largest(found.amaxes)
 
-  def gradients(params: Any, amaxes: Any, batch: Batch, dropout_key: Any) -> tuple[Any, Sums, Any]:
+  def gradients(
+    params: Params, amaxes: Tree, batch: Batch, dropout_key: jax.Array
+  ) -> tuple[Gradients, Sums, Tree]:
     batch = region.with_rows(batch)
     specs = (region.part_specs(trained_names), region.kept_specs(names))
     local_to_global = region.map(
@@ -256,11 +257,11 @@ def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
   return gradients
 
 
-def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Any, Batch], Sums]:
+def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
   model, region, names = config.model, form.layout.region, form.names.params
 
-  def local(params: Any, batch: Batch) -> Sums:
+  def local(params: Params, batch: Batch) -> Sums:
     if region.pipeline is None:
       return region.total(model.loss(region.parameters(params, params, names), batch))
     pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
@@ -268,14 +269,14 @@ def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Any, Batch
     return region.total(
       pipeline_lib.forward(
         pieces,
-        region.whole(params, names, compute_dtype(model)),
+        region.gathered(params, names, compute_dtype(model)),
         microbatches,
         varying_axes=region.axes,
         **pipeline.options,
       )
     )
 
-  def eval_step(params: Any, batch: Batch) -> Sums:
+  def eval_step(params: Params, batch: Batch) -> Sums:
     batch = region.with_rows(batch)
     return region.map(
       local,
@@ -286,7 +287,9 @@ def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Any, Batch
   return eval_step
 
 
-def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) -> dict[str, Any]:
+def _in_backward(
+  model: Model, region: Region, names: ParamNames, *, by_layer: bool
+) -> dict[str, Any]:
   """Returns the options of `Region.parameters` that depend on the model."""
   gathers = model.gathers_layers
   in_layers = is_layered(model) and (region.reduces_in_backward or gathers)
@@ -294,7 +297,7 @@ def _in_backward(model: Model, region: Region, names: Any, *, by_layer: bool) ->
     return dict(in_layers=in_layers)
   prefix = prefix_of(model.stacks[0])
 
-  def is_first(path: Any, _: Any) -> bool:
+  def is_first(path: Path, _: Any) -> bool:
     return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
 
   return dict(in_layers=in_layers, first_stack=jax.tree_util.tree_map_with_path(is_first, names))
@@ -307,9 +310,9 @@ def _for_model(region: Region, model: Model) -> Region:
   return region
 
 
-def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
-  """Raises ModelError if the model lacks parts that a pipeline or accumulation by layer needs."""
-  missing = model.missing(*PARTS) if pipeline or by_layer else []
+def _check_pieces(model: Model, *, pipeline: bool, by_layer: bool) -> None:
+  """Raises ModelError if the model lacks pieces that a pipeline or accumulation by layer needs."""
+  missing = model.missing(*PIECES) if pipeline or by_layer else []
   if missing:
     instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
     raise ModelError(
@@ -321,7 +324,7 @@ def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
 
 
 def _loss(
-  model: Model, params: Any, batch: Batch, dropout_key: jax.Array, count: Optional[int]
+  model: Model, params: Params, batch: Batch, dropout_key: jax.Array, count: Optional[int]
 ) -> Sums:
   """Returns the sums of local rows; with `count`, in `count` microbatches layer by layer."""
   if count is None:
@@ -342,12 +345,12 @@ class _Pieces:
   def stacks(self) -> tuple[str, ...]:
     return tuple(self.model.stacks)
 
-  def embed(self, params: Any, microbatch: Batch) -> Any:
+  def embed(self, params: Params, microbatch: Batch) -> Tree:
     return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
   def run_layers(
-    self, params: Any, x: Any, microbatch: Batch, first_layer: Any, stack: str = ONLY
-  ) -> Any:
+    self, params: Params, x: Tree, microbatch: Batch, first_layer: Index, stack: str = ONLY
+  ) -> Tree:
     return run_layers(
       self.model,
       params,
@@ -358,7 +361,7 @@ class _Pieces:
       first_layer=first_layer,
     )
 
-  def head(self, params: Any, x: Any, microbatch: Batch) -> Sums:
+  def head(self, params: Params, x: Tree, microbatch: Batch) -> Sums:
     return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
 
@@ -372,19 +375,19 @@ def _pipeline_input(
 
 def _find_in_pipeline(
   model: Model,
-  parts: Any,
+  parts: Params,
   batch: Batch,
   region: Region,
   dropout_key: jax.Array,
   *,
-  complete: Callable[[Any], Any],
-  names: Any,
-  sums: bool = False,
-  earlier: Any = None,
+  complete: Callable[[Params], Params],
+  names: ParamNames,
+  reduces: bool = False,
+  earlier: Tree = None,
 ) -> _Found:
   """Returns the results of the local rows; `complete` adds parameters without gradients.
 
-  With `sums`, gradients of layers, including `earlier` microbatches', are summed over devices.
+  With `reduces`, gradients of layers, including `earlier` microbatches', are summed over devices.
   """
   pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
   grads, of_rows = pipeline_lib.value_and_grad(
@@ -393,7 +396,7 @@ def _find_in_pipeline(
     microbatches,
     varying_axes=region.axes,
     complete=complete,
-    layer_sums=region.layer_sums(names) if sums else None,
+    layer_sums=region.layer_sums(names) if reduces else None,
     earlier=earlier,
     **region.pipeline.options,
   )
@@ -412,11 +415,11 @@ def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
 
 def _summed(
   find: Callable[..., _Found],
-  parts: Any,
+  parts: Params,
   batch: Batch,
   num_microbatches: int,
   region: Region,
-  names: Any,
+  names: ParamNames,
 ) -> _Found:
   """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
   copies = region.copies(parts, names)
@@ -432,24 +435,24 @@ def _summed(
 
 
 def _accumulate_then_sum(
-  find: Callable[..., _Found], parts: Any, batch: Batch, num_microbatches: int, region: Region
+  find: Callable[..., _Found], parts: Params, batch: Batch, num_microbatches: int, region: Region
 ) -> _Found:
   """Returns the results of all microbatches; the last one sums gradients over devices.
 
   Its backward pass first adds the gradients of the earlier microbatches.
   """
   if num_microbatches == 1:
-    return find(parts, batch, sums=True)
+    return find(parts, batch, reduces=True)
   same, microbatches = _split_rows(batch, num_microbatches)
   first, last = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
   earlier = _accumulated(find, jax.tree.map(region.varying, parts), first, same, region)
-  of_last = find(parts, {**last, **same}, sums=True, earlier=earlier.grads)
+  of_last = find(parts, {**last, **same}, reduces=True, earlier=earlier.grads)
   return of_last.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=of_last.grads)
 
 
 def _accumulate(
-  find: Callable[[Any, Batch], _Found],
-  parts: Any,
+  find: Callable[[Params, Batch], _Found],
+  parts: Params,
   batch: Batch,
   num_microbatches: int,
   region: Region,
@@ -462,7 +465,11 @@ def _accumulate(
 
 
 def _accumulated(
-  find: Callable[[Any, Batch], _Found], parts: Any, microbatches: Batch, same: Batch, region: Region
+  find: Callable[[Params, Batch], _Found],
+  parts: Params,
+  microbatches: Batch,
+  same: Batch,
+  region: Region,
 ) -> _Found:
   """Returns the results of `microbatches` [count, rows, ...]."""
 
@@ -534,7 +541,7 @@ def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
   return train_step
 
 
-def _global_norm(tree: Any) -> jax.Array:
+def _global_norm(tree: Tree) -> jax.Array:
   return jnp.sqrt(sum(jnp.sum(jax.lax.square(x)) for x in jax.tree.leaves(tree)))
 
 

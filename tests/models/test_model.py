@@ -15,7 +15,7 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import (
-  PARTS,
+  PIECES,
   REQUIRED,
   Model,
   ModelWrapper,
@@ -108,7 +108,7 @@ def test_a_model_with_the_required_members_alone_is_built():
 
 
 def test_three_parts_replace_the_loss():
-  model = Custom(*REQUIRED, *PARTS)
+  model = Custom(*REQUIRED, *PIECES)
   check_model(model)
   params = nn.unbox(model.init(jax.random.key(0), None))
   tokens = jnp.arange(1, 17)[None]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.partitioning import pipeline as pipeline_lib
-from t5x_gpu.partitioning.layer_stacks import ONLY, with_layers, with_part, without_layers
+from t5x_gpu.partitioning.layer_stacks import ONLY, with_layers, with_member, without_layers
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from tests.helpers_layouts import QUICK
 from tests.parity.tolerances import MESH_GRADIENT
@@ -269,5 +269,5 @@ def test_layers_of_a_stack_are_put_where_they_were_taken():
   assert jax.tree.structure(taken) == jax.tree.structure(params)
   one = {'layers': 1, 'table': 2}
   assert with_layers(without_layers(one, (ONLY,)), ONLY, 1) == one
-  assert with_part((1, 2), STACKS, 'writer', 3) == (1, 3)
-  assert with_part(1, (ONLY,), ONLY, 3) == 3
+  assert with_member((1, 2), STACKS, 'writer', 3) == (1, 3)
+  assert with_member(1, (ONLY,), ONLY, 3) == 3

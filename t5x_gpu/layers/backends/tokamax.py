@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from t5x_gpu.layers.backends import tokamax_internals
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import KeyRanges, TokenInfo, key_ranges, longer, padded
-from t5x_gpu.partitioning.axis_rules import on_own_part
+from t5x_gpu.partitioning.axis_rules import on_each_device
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
 _QUERY = ('batch', None, 'heads', 'kv')
@@ -106,8 +106,8 @@ class KernelCall:
   """The forward and backward kernels of attention, and their static arguments.
 
   Tokamax's custom_vjp loses the marks of arrays that vary over manual axes, so JAX refuses its
-  gradients. Here both kernels are called separately, and `on_own_part` marks their results. Neither
-  method may be differentiated.
+  gradients. Here both kernels are called separately, and `on_each_device` marks their results.
+  Neither method may be differentiated.
 
   Attributes:
     kernel: as in TokamaxAttention.
@@ -144,7 +144,7 @@ class KernelCall:
       return out, row_max, row_sum
 
     names = (_QUERY, _RESIDUAL, _RESIDUAL)
-    return on_own_part(kernel, _names(bias, end), names)(query, key, value, bias, start, end)
+    return on_each_device(kernel, _names(bias, end), names)(query, key, value, bias, start, end)
 
   def backward(
     self, saved: Sequence[Optional[jax.Array]], dout: jax.Array
@@ -164,7 +164,7 @@ class KernelCall:
       return tuple(grads[name] for name in ('q', 'k', 'v', *(() if bias is None else ('bias',))))
 
     bias_names = () if bias is None else (_BIAS,)
-    dquery, dkey, dvalue, *dbias = on_own_part(
+    dquery, dkey, dvalue, *dbias = on_each_device(
       kernel,
       (*_names(bias, end), _QUERY, _RESIDUAL, _RESIDUAL, _QUERY),
       (_QUERY, _KEY, _KEY, *bias_names),

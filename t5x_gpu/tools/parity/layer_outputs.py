@@ -77,7 +77,7 @@ def make_layer_outputs(
     params = (
       region.parameters(kept, kept, names)
       if region.pipeline is None
-      else region.whole(kept, names, compute_dtype(model))
+      else region.gathered(kept, names, compute_dtype(model))
     )
     return _LayerByLayer(model, region, params, batch, dropout_key).outputs(places)
 
