@@ -20,6 +20,7 @@ CORE = [
   'absl-py>=2.1',
   'numpy>=2.0,<3',
   'rich>=13.7',
+  'tensorboardX>=2.6.4,<3',
   'nvidia-ml-py>=13.580,<14',  # pure Python; without a driver it reports no GPUs
 ]
 # Attention kernels for GPUs: an extra, because a run on a CPU does not import it, and it pins
@@ -43,7 +44,6 @@ DATA = [
 # Hugging Face's models and tokenizers. python -m t5x_gpu.convert compares logits with them if torch
 # is installed too; conversion itself needs neither.
 HF = ['transformers>=5.24,<6', 'safetensors>=0.8,<0.9', 'jinja2>=3.1.6,<4']
-PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
 # The documentation site (`make docs`).
 DOCS = ['sphinx>=9.0,<10', 'myst-parser>=5.2,<6', 'furo>=2025.12']
 # torch: tests compare with Hugging Face models, on one Python because it is large. moto and flask:
@@ -53,6 +53,7 @@ DEV = [
   'pytest-xdist>=3.6',
   'hypothesis>=6.120',
   'ruff==0.17.6',
+  'matplotlib>=3.9',  # draws pictures of docs/: scripts/draw_*.py, benchmarks/layouts.py
   *HF,
   *KERNELS,
   *DOCS,
@@ -92,7 +93,7 @@ setuptools.setup(
   package_dir={'t5x_gpu.gin_configs': 'gin_configs', 't5x_gpu.scripts': 'scripts'},
   package_data={'': ['*.gin'], 't5x_gpu': ['py.typed'], 't5x_gpu.scripts': ['train*']},
   cmdclass={'build_py': BuildPy},
-  install_requires=CORE + DATA + PLOTS,
+  install_requires=CORE + DATA,
   extras_require={
     'gpu': [f'jax[cuda13]{JAX}; platform_system == "Linux"', *KERNELS],
     'dev': DEV,

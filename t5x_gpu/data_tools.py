@@ -23,8 +23,10 @@ from t5x_gpu.data.batches import PREPARED, Batch, BatchIterator, BatchSpec, Data
 from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.index import Index, check_shards, counted_features, read_index
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics.pictures import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
+from t5x_gpu.reporting.charts import Axis, Series, line_chart
+from t5x_gpu.reporting.page import Section, page
+from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
@@ -59,7 +61,7 @@ PROG = 'python -m t5x_gpu.data'
 EXAMPLES = """examples:
   {prog} preview --gin_file=my.gin             rows as training gets them, examples in colors
   {prog} preview prepared:/data/rows --split=validation
-  {prog} stats prepared:/data/rows --picture=lengths.png
+  {prog} stats prepared:/data/rows --picture=lengths.html
   {prog} bench --gin_file=my.gin               tokens/s of the data; fast enough for the model?
   {prog} check prepared:/data/rows             every byte against its checksum
 """
@@ -107,7 +109,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     metavar='N',
     help='preview: rows to print (4); stats of text: rows to read (1000)',
   )
-  parser.add_argument('--picture', metavar='FILE.png', help='stats: plot the lengths')
+  parser.add_argument('--picture', metavar='FILE.html', help='stats: plot the lengths')
   parser.add_argument(
     '--seconds',
     type=float,
@@ -215,6 +217,58 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
   console.print(f'{facts.rows} rows: padding {facts.padding:.1%}')
 
 
+_BAR = 40
+
+
+def bins(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
+  """Returns (range of lengths, number of examples), without gaps.
+
+  Args:
+    lengths: exponent e -> examples with 2**(e-1) < length <= 2**e.
+  """
+  if not lengths:
+    return []
+
+  def label(e: int) -> str:
+    low, high = (2 ** (e - 1) + 1 if e else 1), 2**e
+    return f'{low:,}' if low == high else f'{low:,}-{high:,}'
+
+  return [(label(e), lengths.get(e, 0)) for e in range(min(lengths), max(lengths) + 1)]
+
+
+def lengths_table(lengths: Mapping[int, int]) -> list[str]:
+  """Returns the histogram as lines of text."""
+  found = bins(lengths)
+  total, most = sum(lengths.values()), max(lengths.values(), default=1)
+  width = max((len(name) for name, _ in found), default=0)
+  return [
+    f'  {name:>{width}}  {number / total:6.1%}  {"#" * round(_BAR * number / most)}'.rstrip()
+    for name, number in found
+  ]
+
+
+def lengths_page(lengths: Mapping[str, Mapping[int, int]], *, title: str) -> str:
+  """Returns a page with the share of examples by length, one curve per task.
+
+  Args:
+    lengths: task -> histogram as in `bins`.
+    title: title of the page.
+  """
+  found = [e for histogram in lengths.values() for e in histogram] or [0]
+  curves = []
+  for color, (name, histogram) in enumerate(lengths.items()):
+    total = sum(histogram.values()) or 1
+    points = [
+      (2.0**e, 100 * histogram.get(e, 0) / total) for e in range(min(found), max(found) + 1)
+    ]
+    curves.append(Series(name, points, color, 'dots'))
+  examples = sum(sum(histogram.values()) for histogram in lengths.values())
+  x = Axis('tokens per example, at most', is_log=True, exact='{:,.0f}'.format)
+  y = Axis('% of examples', low=0.0, exact='{:.1f}'.format)
+  chart = line_chart(curves, title=f'Lengths of {examples:,} examples', x=x, y=y)
+  return page(title, [Section('lengths', 'Lengths', [chart])])
+
+
 def stats(
   data: _Data, *, num_rows: int, picture: Optional[str], console: rich.console.Console
 ) -> None:
@@ -244,13 +298,9 @@ def stats(
   together = sum(lengths.values(), collections.Counter())
   console.print('tokens of an example:', *lengths_table(together), sep='\n')
   if picture:
-    path = plot_lengths(
-      lengths,
-      picture,
-      title=f'{data.config.mixture_or_task_name}, '
-      f'{data.config.split}: {sum(together.values()):,} examples',
-    )
-    console.print(f'Plotted: {path}')
+    title = f'{data.config.mixture_or_task_name}, {data.config.split}'
+    write_atomically(picture, lengths_page(lengths, title=title))
+    console.print(f'Plotted: {picture}')
 
 
 def _print_shares(
@@ -353,6 +403,10 @@ def main(argv: Optional[list[str]] = None) -> int:
   extra = args.extra
   if extra.seconds <= 0:
     raise ConfigError(f'--seconds={extra.seconds:g} must be positive.', fix='Leave it out.')
+  if extra.picture and not extra.picture.endswith('.html'):
+    raise ConfigError(
+      f'--picture={extra.picture} is not a page.', fix='Write --picture=FILE.html.', docs='data.md'
+    )
   logging_setup.quiet_environment()
   data = _opened(args)
   logging_setup.setup()

@@ -19,25 +19,18 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.model import config_of
-from t5x_gpu.partitioning.array_layout import state_layouts
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.terminal import logging_setup
-from t5x_gpu.tools.planning import remedies, screen, sharding, what_if
-from t5x_gpu.tools.planning.assumptions import Assumptions, calibrated, check_is_used
+from t5x_gpu.tools.planning import remedies, screen, sharding
+from t5x_gpu.tools.planning.assumptions import Assumptions, calibrated
 from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
 from t5x_gpu.tools.planning.gpu_compile import compile_step
-from t5x_gpu.tools.planning.gpu_targets import (
-  TARGETS,
-  DescribedGpus,
-  GpuTarget,
-  described_gpus,
-  find_target,
-)
+from t5x_gpu.tools.planning.gpu_targets import TARGETS, DescribedGpus, described_gpus, find_target
 from t5x_gpu.tools.planning.page import plan_page
 from t5x_gpu.tools.planning.prediction import PlanConfig, Planner
 from t5x_gpu.tools.planning.remat_costs import remat_costs, remat_json, remat_text
-from t5x_gpu.tools.planning.screen import outcome_json, prediction_json
+from t5x_gpu.tools.planning.screen import prediction_json
 from t5x_gpu.tools.planning.search import search, workers
 from t5x_gpu.tools.planning.sharding import gpu_json, gpu_text
 from t5x_gpu.training.program import Program, build_program
@@ -45,11 +38,21 @@ from t5x_gpu.training.program import Program, build_program
 PREDICTION, SHARDING, REMAT = 'prediction', 'sharding', 'remat'
 SHOWN = (PREDICTION, SHARDING, REMAT)
 # Flags that change or extend a prediction, and have no effect on the output of --show.
-_OF_PREDICTIONS = ('scale', 'what_if', 'calibrate', 'html')
+_OF_PREDICTIONS = ('calibrate', 'html')
+_LOOP = 'Plan once per value, in a loop of the shell: '
+# Flags that are gone -> their replacement.
+_REMOVED = {
+  'scale': f'{_LOOP}--gpus=N --gin.BATCH_SIZE=ROWS --json=FILE.',
+  'what_if': f'{_LOOP}--gpu=NAME or --gin.NAME=VALUE --json=FILE.',
+  'out': '--show=sharding prints how each parameter is split, and what each device holds.',
+}
 
 
 def check_flags(extra: argparse.Namespace, *, dry_run: bool) -> None:
-  """Raises ConfigError for flags that do not work together."""
+  """Raises ConfigError for flags that are gone or do not work together."""
+  for name, fix in _REMOVED.items():
+    if getattr(extra, name):
+      raise ConfigError(f'plan has no --{name} any more.', fix=fix, docs='plan.md#flags')
   _check_show(extra, dry_run)
   _check_search(extra)
 
@@ -76,7 +79,7 @@ def _check_show(extra: argparse.Namespace, dry_run: bool) -> None:
 
 
 def _check_search(extra: argparse.Namespace) -> None:
-  others = _given(extra, ('scale', 'what_if', 'out', 'html'))
+  others = _given(extra, ('html',))
   others += [f'--show={extra.show}'] if extra.show != PREDICTION else []
   if extra.search is not None and others:
     raise ConfigError(
@@ -95,9 +98,9 @@ def _check_search(extra: argparse.Namespace) -> None:
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
-  {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --scale=8,64,512 --html=plan.html
+  {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --html=plan.html
   {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --search=best.gin
-  {prog} --gin_file=my.gin --gpus=64 --show=sharding --out=layout.png
+  {prog} --gin_file=my.gin --gpus=64 --show=sharding --json=layout.json
   {prog} --gin_file=my.gin --show=remat --gpu=h100
   {prog} --gin_file=my.gin --gpus=16 --gin.Partitioner.fsdp=4 --json=plan.json
 
@@ -147,22 +150,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     metavar='N',
     help='how many variants --search predicts at a time (default: as cores and memory allow)',
   )
-  group.add_argument(
-    '--scale', metavar='N,N,...', help='also predict, by formula, these numbers of GPUs'
-  )
-  group.add_argument(
-    '--what_if',
-    metavar='NAME=V,V',
-    help='also predict, by formula, other GPUs (gpu=h100,b200) or values of a gin macro or '
-    'parameter (BATCH_SIZE=64,128)',
-  )
+  group.add_argument('--scale', help=argparse.SUPPRESS)
+  group.add_argument('--what_if', help=argparse.SUPPRESS)
+  group.add_argument('--out', help=argparse.SUPPRESS)
   group.add_argument(
     '--calibrate',
     metavar='FILE',
     help='results.json of scripts/bench_gpu.sh: use its measured efficiencies instead of the '
     'defaults; none: use the defaults, even if benchmarks/results has measurements of this GPU',
   )
-  group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
   group.add_argument(
     '--html', metavar='FILE.html', help='also write the prediction as one page with charts'
@@ -200,7 +196,7 @@ def _show_sharding(
 
 
 def _show_prediction(
-  config: PlanConfig, program: Program, planner: Planner, args: cli.Args, variants: what_if.Variants
+  config: PlanConfig, program: Program, planner: Planner, args: cli.Args
 ) -> None:
   """Prints the prediction and the results of other flags, and writes JSON if --json is given."""
   extra, topology = args.extra, program.layout.topology
@@ -208,7 +204,7 @@ def _show_prediction(
   prediction = predicted(config, topology)
   print(screen.first_screen(prediction))
   content = prediction_json(prediction)
-  advice, scaled, changed = '', None, None
+  advice = ''
   if not prediction.memory.fits:
     compiled = planner.exactly if planner.compiles and not args.dry_run else None
     found, advice = remedies.advice(
@@ -218,18 +214,6 @@ def _show_prediction(
     content['remedies'] = [
       {'settings': r.change.settings, 'prediction': prediction_json(r.prediction)} for r in found
     ]
-  if extra.scale:
-    numbers = what_if.numbers(extra.scale, '--scale')
-    scaled = what_if.scaled(config, topology, planner, prediction, numbers)
-    how = f'the same rows per GPU ({what_if.how(prediction)})'
-    print(f'\nOn other numbers of GPUs, {how}\n{what_if.scale_table(scaled)}')
-    content['scale'] = {n: outcome_json(p) for n, p in scaled.items()}
-  if extra.what_if:
-    name, _ = what_if.name_and_values(extra.what_if)
-    outcomes = what_if.changed(variants, topology, planner, (config, prediction))
-    how, changed = what_if.how(prediction), (name, outcomes)
-    print(f'\nWhat if ({how})\n{what_if.what_if_table(name, outcomes)}')
-    content['what_if'] = {value: outcome_json(p) for value, p in outcomes.items()}
   print('\n' + screen.tables(prediction), flush=True)
   _write(extra.json, content)
   if extra.html:
@@ -238,8 +222,6 @@ def _show_prediction(
       program.layout,
       title=f'Plan of {", ".join(pathlib.Path(name).name for name in args.gin_files)}',
       advice=advice,
-      scaled=scaled,
-      what_if=changed,
     )
     _write(extra.html, page)
     print(f'\nPage: {extra.html}')
@@ -303,14 +285,8 @@ def _write(path: Optional[str], content: dict[str, Any] | str) -> None:
     write_atomically(path, text)
 
 
-def _draw(program: Program, path: str, title: str) -> None:
-  parameters, optimizer = state_layouts(program.abstract_state, program.names)
-  sharding.draw_shardings(parameters, optimizer, path, title=title)
-  print(f'Picture: {path}')
-
-
 def main(argv: Optional[list[str]] = None) -> int:
-  """Parses flags and gin files and prints the plan; --out draws it, --json writes it."""
+  """Parses flags and gin files and prints the plan; --json writes it."""
   level = 'TF_CPP_MIN_LOG_LEVEL'
   if os.environ.get(level, '1') == '1' and not logging_setup.is_verbose():
     os.environ[level] = '2'  # no memory warnings: the plan prints whether a step fits
@@ -323,24 +299,17 @@ def main(argv: Optional[list[str]] = None) -> int:
     gpus=extra.gpus, gpus_per_host=extra.gpus_per_host, devices=extra.devices, hosts=extra.hosts
   )
   gpu = find_target(extra.gpu or DEFAULT_GPU)
-  cli.check_folders_of(extra.out, extra.json, extra.html, extra.search)
+  cli.check_folders_of(extra.json, extra.html, extra.search)
   check_flags(extra, dry_run=args.dry_run)
-  largest = what_if.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
-  name, values = what_if.name_and_values(extra.what_if) if extra.what_if else ('', [])
-  devices = simulated_devices(max(topology.num_devices, largest))
+  devices = simulated_devices(topology.num_devices)
   gpus = None
   if extra.gpu and extra.show != PREDICTION:
     gpus = described_gpus(
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
 
-  def configured(more: Sequence[str], of: GpuTarget) -> tuple[PlanConfig, Assumptions]:
-    run, assumed = _configured(args, more)
-    return run, calibrated(extra.calibrate, of, assumed)
-
-  variants = what_if.variants(name, values, configured, gpu)
-  check_is_used(extra.calibrate, [gpu, *(other for other, *_ in variants.values())])
-  config, assumed = configured((), gpu)
+  config, assumed = _configured(args)
+  assumed = calibrated(extra.calibrate, gpu, assumed)
   logging_setup.setup()
   planner = Planner(gpu, assumed, devices)
   if extra.search is not None:
@@ -350,10 +319,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(sharding.layout_text(program), flush=True)
   else:
     print(program.layout.table(), end='\n\n' if extra.show == PREDICTION else '\n', flush=True)
-  if extra.out:
-    _draw(program, extra.out, f'{", ".join(args.gin_files)} on {topology}')
   if extra.show == PREDICTION:
-    _show_prediction(config, program, planner, args, variants)
+    _show_prediction(config, program, planner, args)
   elif args.dry_run:
     _write(extra.json, sharding.layout_json(program))
   elif extra.show == REMAT:

@@ -7,11 +7,11 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.reporting.report_page import REPORT, report_page
+from t5x_gpu.reporting.run_record import read_runs
 from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal.console import Console
-from t5x_gpu.tools.reporting.report_page import report_page
-from t5x_gpu.tools.reporting.run_record import read_runs
 
 PROG = 'python -m t5x_gpu.report'
 EXAMPLES = """examples:
@@ -68,7 +68,7 @@ def _output(args: argparse.Namespace) -> pathlib.Path:
     raise ConfigError(
       f'{args.folders[0]!r} is in object storage.', fix='Name a file here: --out=report.html'
     )
-  return folder / 'report.html'
+  return folder / REPORT
 
 
 if __name__ == '__main__':

@@ -15,8 +15,8 @@ from t5x_gpu.checkpoint.run_files import SAMPLES, temporary_folder
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers import METRICS
-from t5x_gpu.tools.reporting.live_view import view
-from t5x_gpu.tools.reporting.run_record import RunRecord, read_run
+from t5x_gpu.reporting.live_view import view
+from t5x_gpu.reporting.run_record import RunRecord, read_run
 
 PROG = 'python -m t5x_gpu.top'
 EXAMPLES = """examples:

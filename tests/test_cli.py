@@ -9,7 +9,7 @@ import pytest
 from t5x_gpu import __main__, cli, launch
 from t5x_gpu.config import gin_loader, provenance, report
 from t5x_gpu.errors import AccessError, ConfigError, MeshError
-from t5x_gpu.tools.reporting import run_record
+from t5x_gpu.reporting import run_record
 from tests.helpers_disk import refused_to_python
 
 PROG = 'python -m t5x_gpu.train'

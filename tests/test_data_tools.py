@@ -5,15 +5,14 @@ import json
 import re
 import shutil
 
-import matplotlib.image
 import numpy as np
 import pytest
 
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.prepared.shard_writer import RowStats, pieces, target_of
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics.pictures import bins, lengths_table
 from tests.helpers_train import TINY_GIN, run_here
+from tests.reporting.pages import Page
 
 pytestmark = pytest.mark.tf
 command = importlib.import_module('t5x_gpu.data_tools')
@@ -63,9 +62,9 @@ def test_facts_of_rows_leave_out_rows_that_only_fill_a_batch():
 
 
 def test_lengths_have_bins_without_gaps():
-  assert bins({0: 1, 3: 2}) == [('1', 1), ('2', 0), ('3-4', 0), ('5-8', 2)]
-  assert lengths_table({0: 1, 1: 3})[1] == '  2   75.0%  ' + '#' * 40
-  assert bins({}) == []
+  assert command.bins({0: 1, 3: 2}) == [('1', 1), ('2', 0), ('3-4', 0), ('5-8', 2)]
+  assert command.lengths_table({0: 1, 1: 3})[1] == '  2   75.0%  ' + '#' * 40
+  assert command.bins({}) == []
 
 
 def test_preview_shows_rows_as_text(mixed_rows):
@@ -95,7 +94,7 @@ def test_preview_spells_out_what_a_terminal_would_obey(tmp_path):
 
 
 def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
-  picture = tmp_path / 'lengths.png'
+  picture = tmp_path / 'lengths.html'
   out = run('stats', mixed_rows, f'--picture={picture}')
   index = read_index(mixed_rows, split='train')
   assert f'{index.rows:,} rows in prepared:{mixed_rows}' in out
@@ -104,7 +103,15 @@ def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
     (rate, index.members[name].rows, name)
     for rate, name in (('60.0', 'mixed_a'), ('30.0', 'mixed_b'), ('10.0', 'mixed_c'))
   ]
-  assert matplotlib.image.imread(picture).std() > 0.05  # something is drawn
+  drawn = Page(picture.read_text())
+  drawn.check()
+  assert sum(a.get('class', '').startswith('line') for _, a in drawn.tags) == 3
+
+
+def test_a_picture_must_be_a_page():
+  with pytest.raises(ConfigError, match='lengths.png is not a page') as e:
+    command.main(['stats', 'prepared:x', '--picture=lengths.png'])
+  assert 'FILE.html' in e.value.fix
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ ORDER = (
   'conversion',
   'evaluation',
   'compiled',
+  'reporting',
   'run',
   'tools',
 )

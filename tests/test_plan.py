@@ -11,10 +11,9 @@ import sys
 
 import jax
 import pytest
-from matplotlib import image
 
 from t5x_gpu import plan
-from t5x_gpu.errors import ConfigError, MeshError, ModelError, UserError
+from t5x_gpu.errors import ConfigError, MeshError, ModelError
 from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.runtime.xla import probe
 from t5x_gpu.tools.planning.devices import topology_of
@@ -60,7 +59,7 @@ def test_a_plan_works_without_a_data_name(capsys):
 
 
 def test_the_plan_prints_layout_traffic_and_findings(gin_file, tmp_path, capsys):
-  got = planned(gin_file, tmp_path, '--hosts=2', f'--out={tmp_path / "layout.png"}')
+  got = planned(gin_file, tmp_path, '--hosts=2')
   printed = capsys.readouterr().out
   assert 'mesh: 2 hosts x 4 GPUs = 8 GPUs' in printed
   assert 'layers/mlp/wi_0/kernel' in printed and 'layers embed mlp' in printed
@@ -68,8 +67,6 @@ def test_the_plan_prints_layout_traffic_and_findings(gin_file, tmp_path, capsys)
   assert 'local checkpoints would take' in printed and 'any one may be lost' in printed
   assert 'a b c d | a b c d' in printed, 'who holds which part'
   assert 'gradient reduction' in printed and 'network' in printed and 'inside a host' in printed
-  picture = image.imread(tmp_path / 'layout.png')
-  assert picture.shape[0] > 300 and picture.shape[1] > 800 and picture.std() > 0.1
   assert got['num_devices'] == 8
   assert got['mesh']['data'] == {'size': 2, 'inside_a_host': 1, 'across_hosts': 2}
   assert sum(math.prod(p['shape']) for p in got['parameters']) == got['num_params']
@@ -190,14 +187,15 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
     ('--gpus=8 --devices=8', 'given twice: --gpus=8 --devices=8'),
     ('--gpus_per_host=8 --hosts=1', 'given twice: --gpus_per_host=8 --hosts=1'),
     ('--gpus=100000', 'at most 4,096'),
-    ('--scale=1,12,100000', 'at most 4,096'),
-    ('--scale=1,x', 'not a list of numbers'),
+    ('--scale=8,64', '--gpus=N --gin.BATCH_SIZE=ROWS --json=FILE'),
+    ('--what_if=gpu=h100,b200', '--gpu=NAME or --gin.NAME=VALUE --json=FILE'),
     ('--calibrate=nowhere.json', 'cannot be read'),
     ('--gin.Assumptions.gemm_efficiency=2', 'at most 1'),
     ('--gin.Assumptions.hidden_shares={"fdsp": 0.5}', 'The mesh axes are'),
     ('--show=memory', 'invalid choice'),
     ('--gpu=h10', "Did you mean 'h100'"),
-    ('--out=nowhere/x.png', "the folder 'nowhere' does not exist"),
+    ('--json=nowhere/x.json', "the folder 'nowhere' does not exist"),
+    ('--out=x.png', '--show=sharding prints how each parameter is split'),
   ],
 )
 def test_errors_for_wrong_flags_list_the_allowed_values(gin_file, flag, expected):
@@ -205,22 +203,6 @@ def test_errors_for_wrong_flags_list_the_allowed_values(gin_file, flag, expected
     plan.main(flags(gin_file, *(flag.split() if flag.count('--') > 1 else [flag])))
   assert expected in str(e.value)
   assert e.value.docs or not re.match('--(gpus|devices|hosts|scale|what_if|calibrate)', flag)
-
-
-@pytest.mark.parametrize(
-  'text, expected',
-  [
-    ('foo', 'not NAME=VALUE,VALUE'),
-    ('gpu=h100,b200,xx', "'xx'"),
-    ('BATCHSIZE=8,16', "Did you mean 'BATCH_SIZE'"),
-    ('TransformerConfig.dtype=float32,floaty', 'floaty'),
-  ],
-)
-def test_a_typo_in_what_if_is_found_before_anything_compiles(gin_file, text, expected, capsys):
-  with pytest.raises(UserError) as e:
-    plan.main(flags(gin_file, f'--what_if={text}'))
-  assert expected in str(e.value) and capsys.readouterr().out == ''
-  assert text != 'foo' or not e.value.parameters, 'where each was set would follow'
 
 
 @pytest.mark.parametrize(
@@ -313,15 +295,11 @@ def test_a_dry_run_predicts_by_formulas_alone(gin_file, capsys):
   assert 'splitting' not in printed.err
 
 
-def test_fp8_needs_a_gpu_that_has_it(gin_file, tmp_path, capsys):
+def test_fp8_needs_a_gpu_that_has_it(gin_file, tmp_path):
   dry = ['--dry_run', '--show=prediction']
   with pytest.raises(ModelError, match='A100-SXM4-80GB cannot multiply FP8'):
     plan.main(flags(gin_file, *dry, '--gpu=a100-80', PRECISION='"fp8"'))
-  kinds = '--what_if=gpu=a100-80,h100'
-  got = planned(gin_file, tmp_path, *dry, kinds, PRECISION='"fp8"')['what_if']
-  assert got.keys() == {'a100-80', 'h100'}
-  assert 'cannot multiply FP8' in got['a100-80']['error'] and got['h100']['mfu'] > 0
-  assert 'gpu = a100-80: PRECISION' in capsys.readouterr().out, 'the reason, below the table'
+  assert planned(gin_file, tmp_path, *dry, PRECISION='"fp8"')['mfu'] > 0
 
 
 def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path, capsys):
@@ -400,43 +378,7 @@ def test_a_calibration_is_of_one_gpu(gin_file, tmp_path):
   part = {'status': 'done', 'small': False, 'machine': machine, 'rows': rows}
   file.write_text(json.dumps({'ceilings': part}))
   dry = ['--dry_run', '--show=prediction', f'--calibrate={file}']
-  got = planned(gin_file, tmp_path, *dry, '--what_if=gpu=h100,b200')['what_if']
-  found = [got[gpu]['assumptions']['memory_efficiency'] for gpu in got]
-  assert [e['value'] for e in found] == [pytest.approx(0.85), 0.8]
-  assert [e['source'].startswith('measured: ') for e in found] == [True, False]
+  found = planned(gin_file, tmp_path, *dry)['assumptions']['memory_efficiency']
+  assert found['value'] == pytest.approx(0.85) and found['source'].startswith('measured: ')
   with pytest.raises(ConfigError, match='does not apply to NVIDIA B200'):
     planned(gin_file, tmp_path, *dry, '--gpu=b200')
-
-
-def test_other_numbers_and_kinds_of_gpus_are_compared(gin_file, tmp_path, capsys):
-  got = planned(
-    gin_file,
-    tmp_path,
-    '--dry_run',
-    '--show=prediction',
-    '--gpus=2',
-    '--scale=1,2,8',
-    '--what_if=gpu=h100,b200',
-    fsdp=1,
-    model=1,
-  )
-  assert [p['num_gpus'] for p in got['scale'].values()] == [1, 2, 8]
-  assert [p['tokens_per_step'] for p in got['scale'].values()] == [4 * 32, 8 * 32, 32 * 32]
-  assert got['what_if']['h100']['seconds_per_step'] == got['seconds_per_step']
-  assert got['what_if']['b200']['peak_flops'] > got['peak_flops']
-  printed = capsys.readouterr().out
-  assert 'efficiency' in printed and '100%' in printed and '###' in printed
-  batch = planned(
-    gin_file, tmp_path, '--dry_run', '--show=prediction', '--what_if=BATCH_SIZE=8,7', model=1
-  )
-  assert batch['what_if']['8']['tokens_per_step'] == 8 * 32
-  assert 'BATCH_SIZE' in batch['what_if']['7']['error']
-
-
-def test_what_if_takes_a_tuple(gin_file, tmp_path):
-  dry = ['--dry_run', '--show=prediction']
-  gated = "TransformerConfig.mlp_activations=('gelu', 'linear'),('gelu',)"
-  got = planned(gin_file, tmp_path, *dry, f'--what_if={gated}')['what_if']
-  assert got.keys() == {"('gelu', 'linear')", "('gelu',)"}
-  two, one = (p['num_params'] for p in got.values())
-  assert two > one

@@ -11,6 +11,7 @@ from t5x_gpu import train
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.runtime.main_log import log_once
 from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, listing, run_here
+from tests.reporting.pages import Page
 
 PROMISED = (
   'train/loss',
@@ -68,17 +69,17 @@ def test_nothing_unexpected_is_left_in_model_dir(finished):
     'config.gin',
     'config_origins.txt',
     'goodput.jsonl',
-    'loss.png',
     'metrics.jsonl',
+    'report.html',
     'tensorboard',
   ]
 
 
-def test_the_picture_of_the_loss_is_a_png_of_some_size(finished):
-  content = (finished.model_dir / 'loss.png').read_bytes()
-  assert content[:8] == b'\x89PNG\r\n\x1a\n' and content[-8:-4] == b'IEND'
-  width, height = struct.unpack('>II', content[16:24])
-  assert width > 300 and height > 200
+def test_the_report_of_a_finished_run_is_complete(finished):
+  page = Page((finished.model_dir / 'report.html').read_text('utf-8'))
+  page.check()
+  assert 'done · 9 of 9 steps' in page.text and 'Dashed line: loss of guessing' in page.text
+  assert 'Loss' in page.headings and 'Goodput' in page.headings
 
 
 def test_tensorboard_events_hold_the_numbers_of_the_metrics_file(finished):
@@ -126,7 +127,7 @@ def test_the_compile_is_announced(finished):
 def test_the_end_names_the_next_commands(finished):
   for part in (
     'Done at step 9',
-    'loss.png',
+    'report.html',
     '--gin.TRAIN_STEPS=18',
     'tensorboard --logdir',
     'grep BATCH_SIZE',

@@ -45,7 +45,7 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
   address, project = 's3://runs/resumed', Project(tmp_path)
   first = project.run(MODEL_DIR=address, **FAST)
   assert first.code == 0, first.err
-  assert f'In {address}: loss.png' in first.out
+  assert f'In {address}: report.html' in first.out
   folder = as_path(address)
   assert committed_steps(folder) == [2, 4, 6] and losses(address) == uninterrupted
   # A save that a kill has cut short.
@@ -57,7 +57,13 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
   assert committed_steps(folder) == [2, 4, 6]
   assert losses(address) == pytest.approx(uninterrupted, rel=MESH_LOSS)  # four devices for eight
   names = folder.files()
-  for wanted in ('config.gin', 'config_origins.txt', 'config_1.gin', 'loss.png', 'metrics.jsonl'):
+  for wanted in (
+    'config.gin',
+    'config_origins.txt',
+    'config_1.gin',
+    'report.html',
+    'metrics.jsonl',
+  ):
     assert wanted in names
   ledger = [json.loads(line) for line in (folder / 'goodput.jsonl').read_text().splitlines()]
   assert len({line['run'] for line in ledger if line.get('end') == 'done'}) == 2

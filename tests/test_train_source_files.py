@@ -223,4 +223,4 @@ def test_the_fuzz_tests_damage_every_file_that_a_start_opens(project, opened):
   names = {name for name in names if not name.startswith(('..', 'checkpoint_', 'tensorboard'))}
   temporary = {name for name in names if '.tmp' in name or name.startswith('.write_test')}
   # Written at the end, and opened by a client of W&B or MLflow.
-  assert names - temporary - {'.', 'loss.png'} == START_FILES - {'loggers.json'}
+  assert names - temporary - {'.', 'report.html'} == START_FILES - {'loggers.json'}

@@ -1,8 +1,9 @@
 """The small files in MODEL_DIR, next to the checkpoints.
 
-- Files of a run: config.gin, metrics.jsonl, samples.jsonl, TensorBoard event files, pictures. Their
-  writers append, rename and flush, which only a disk can do. With a MODEL_DIR in object storage,
-  they are written to a local folder of process 0 and copied before each commit and at the end.
+- Files of a run: config.gin, metrics.jsonl, samples.jsonl, report.html, TensorBoard event files.
+  Their writers append, rename and flush, which only a disk can do. With a MODEL_DIR in object
+  storage, they are written to a local folder of process 0, and copied before each commit and at
+  the end.
 - Files that describe the model and are carried from one MODEL_DIR to the next: its gin file;
   tokenizer and configuration of a converted model.
 """
@@ -35,8 +36,8 @@ SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
 # Files that a report reads, and files that a resumed run also needs, because it appends to them
 # and keeps earlier configurations.
 _OF_A_REPORT = (
-  r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|eval/.*\.jsonl'
-  r'|profiles/[^/]+/anatomy\.json'
+  r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|eval/.*\.(jsonl|csv)'
+  r'|confusion\.csv|profiles/[^/]+/anatomy\.json'
 )
 _OF_A_PROCESS = re.compile(r'(profiles|spikes)/.*process_\d+\b.*')  # except process 0
 _OF_A_RUN = _OF_A_REPORT + r'|loggers\.json|tensorboard/.*|eval/.*'

@@ -1,7 +1,7 @@
 """Evaluates checkpoints one after the other (loss, and metrics of tasks), and stores the results.
 
 `steps_to_evaluate` selects the checkpoints while a run may still write and remove some;
-`EvalResults` stores the metrics as MODEL_DIR/eval/NAME.jsonl with pictures.
+`EvalResults` stores the metrics as MODEL_DIR/eval/NAME.jsonl.
 """
 
 import contextlib
@@ -33,7 +33,6 @@ from t5x_gpu.evaluation.evaluator import (
   values_of,
 )
 from t5x_gpu.metrics import reduce, scores
-from t5x_gpu.metrics.pictures import plot_confusion
 from t5x_gpu.metrics.writers import (
   JsonLinesWriter,
   MetricWriter,
@@ -302,13 +301,9 @@ class EvalResults(contextlib.AbstractContextManager):
     self._writer.flush()
 
   def add_confusion(self, step: int, confusion: np.ndarray, names: Sequence[str]) -> None:
-    """Writes the confusion matrix as a table and, if matplotlib is installed, as a picture."""
+    """Writes the confusion matrix as a table, which a report shows."""
     stem = self.folder / f'{self.name}_confusion_{step}'
     scores.write_confusion_csv(confusion, names, f'{stem}.csv')
-    try:
-      plot_confusion(confusion, names, f'{stem}.png', title=f'Step {step}, {self.name}')
-    except ConfigError as e:
-      _log.warning('No picture: %s', e)
 
 
 def _check_facts(path: pathlib.Path, facts: Json, name: str) -> None:

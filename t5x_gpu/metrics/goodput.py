@@ -44,7 +44,7 @@ MEANING = {
   'restore': 'the first state: a checkpoint, or initial values',
   'input': 'the devices had nothing to do, because the next batch was not ready',
   'save': 'the loop waits for a save',
-  'eval': 'evaluations; the sample and pictures at the end',
+  'eval': 'evaluations; the sample and the report at the end',
   OTHER: 'other pauses of the loop, and the end of the process',
   LOST: 'steps that were trained again after a restart',
   DOWNTIME: 'between the last sign of one process and the start of the next',

@@ -164,7 +164,8 @@ def write_confusion_csv(
   lines += [
     ','.join([name, *(f'{x:g}' for x in row)]) for name, row in zip(quoted, matrix, strict=True)
   ]
-  target.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+  # 'replace': a class name may have characters that UTF-8 cannot write
+  target.write_text('\n'.join(lines) + '\n', encoding='utf-8', errors='replace')
   return target
 
 

@@ -6,7 +6,6 @@
 import dataclasses
 import json
 import logging
-import tempfile
 from collections.abc import Mapping
 from typing import Optional
 
@@ -21,20 +20,17 @@ from t5x_gpu.data.data_module import Vocabulary, batches_for, module_of, open_vo
 from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.data.sources.source_files import FileWatch, SourceFiles
-from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, UserError, first_line, listed
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, UserError, first_line
 from t5x_gpu.evaluation.evaluator import (
   LOSS,
   Evaluator,
   TaskEvaluator,
   check_eval_batch,
   class_names_of,
-  confusion_of,
   dummy_sums,
   open_task_evaluator,
   values_of,
 )
-from t5x_gpu.metrics.pictures import MAX_WRITTEN_CLASSES, draw_confusion
-from t5x_gpu.metrics.scores import all_names, shown_names
 from t5x_gpu.metrics.writers import check_names
 from t5x_gpu.models.decoding import check_sample, check_writes_text
 from t5x_gpu.run.check import PlannedRun
@@ -88,7 +84,7 @@ class Evaluations:
     Args:
       keep: compares a metric.
     Raises:
-      ConfigError, DataError: a metric, a table or a picture fails; `keep` has an unknown metric.
+      ConfigError, DataError: a metric fails; `keep` has an unknown metric.
     """
     values: dict[str, float] = {}
     model = self._run.model
@@ -96,31 +92,10 @@ class Evaluations:
     if self._loss is not None and (in_classes or keep.best and keep.metric.startswith(LOSS)):
       sums = dummy_sums(self._program)
       values |= values_of(sums, prefix=LOSS)
-      confusion = confusion_of(sums)
-      if confusion is not None and distributed.is_main_process():
-        self._draw(confusion)
     if self._tasks is not None:
       values |= self._tasks.rehearse()
     check_names(values)
     keep.value_of(values)
-
-  def _draw(self, confusion: np.ndarray) -> None:
-    names = all_names(self.class_names(), len(confusion))
-    longest = sorted(names, key=len)[-MAX_WRITTEN_CLASSES:]  # drawing 1,000 names is slow
-    ones = np.ones((len(longest), len(longest)))
-    try:
-      with tempfile.TemporaryDirectory() as folder:
-        draw_confusion(folder, ones, longest, step=self._run.total_steps)
-    except UserError:
-      raise
-    except Exception as e:  # matplotlib failed, or a name is not text
-      raise DataError(
-        'The confusion matrix that the run draws at its end cannot be drawn with the class names '
-        f'{", ".join(map(repr, listed(shown_names(names), _LISTED)))}: {first_line(e)}.',
-        fix='Rename the classes, in the data or in EncoderModel.class_names.',
-        parameters=('EncoderModel.class_names',),
-        docs='tasks.md#your-own-classification-data',
-      ) from e
 
   def class_names(self) -> tuple[str, ...]:
     """Returns the class names of the training data; () if it has none."""

@@ -1,11 +1,9 @@
-"""`finish`: the sample, the pictures and the closing text of a run that has taken all its steps."""
+"""`finish`: the sample, the report and the closing text of a run that has taken all its steps."""
 
 import logging
 import math
-import os
 import shlex
 from collections.abc import Sequence
-from typing import Optional
 
 import numpy as np
 
@@ -13,14 +11,16 @@ from t5x_gpu.checkpoint.run_files import append_sample
 from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.data.data_module import zero_is_padding
 from t5x_gpu.errors import first_line
-from t5x_gpu.metrics import pictures
-from t5x_gpu.metrics.pictures import draw_confusion
+from t5x_gpu.metrics import scores
 from t5x_gpu.models.inference.generation import sample
+from t5x_gpu.reporting.report_page import REPORT, report_page
+from t5x_gpu.reporting.run_record import read_run
 from t5x_gpu.run.data import row_length, vocabulary_of
 from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog
+from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.training.schedules import with_total_steps
 from t5x_gpu.training.state import TrainState
 
@@ -28,52 +28,32 @@ _log = logging.getLogger(__name__)
 
 
 def closing_text(
-  folder: str | os.PathLike,
+  files: Sequence[str],
   *,
   shown: str,
   step: int,
   rates: tuple[float, float],
-  guess_loss: Optional[float],
-  confusion: Optional[np.ndarray],
-  class_names: Optional[tuple[str, ...]],
-  logged: Sequence[str] = ('metrics.jsonl', 'tensorboard/'),
   export_problem: str = '',
 ) -> str:
-  """Draws the loss curve and the confusion matrix; returns a text for the end of the run.
+  """Returns a text for the end of the run.
 
   Args:
-    folder: folder of the run, to which the pictures are written.
+    files: files that the run wrote.
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
     rates: learning rate of the last step, and of the next step in a run of twice as many steps.
-    guess_loss: loss of guessing, a line in the picture; None for no line.
-    confusion: matrix [true class, predicted class]; None if the model has no classes.
-    class_names: class names of the data, which may be fewer than in `confusion`; None to use
-      numbers.
-    logged: files that the loggers wrote in `folder`.
     export_problem: why the model cannot be exported to Hugging Face; '' if it can.
   """
-  files = [*logged, 'config.gin', 'config_origins.txt']
-  table = ''
-  if confusion is not None:
-    files[:0], table = draw_confusion(folder, confusion, class_names or (), step=step)
-  try:
-    if 'metrics.jsonl' in logged and pictures.plot_losses(
-      os.path.join(folder, 'metrics.jsonl'), os.path.join(folder, 'loss.png'), guess_loss=guess_loss
-    ):
-      files.insert(0, 'loss.png')
-  except Exception as e:  # matplotlib is not installed, or fails; the run itself is complete
-    _log.warning('No picture of the loss: %s', first_line(e))
   where = shlex.quote(shown)
   curves = f'  curves       tensorboard --logdir {where}/tensorboard\n'
   convert = (
     f'  convert      python -m t5x_gpu.convert --from={where} --to=FOLDER   (Hugging Face)\n'
   )
   return (
-    f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
+    f'Done at step {step}. In {shown}: {", ".join(files)}\n'
     'Next:\n'
     f'  report       python -m t5x_gpu.report {where}\n'
-    f'{curves if "tensorboard/" in logged else ""}'
+    f'{curves if "tensorboard/" in files else ""}'
     f'  infer        python -m t5x_gpu.infer --checkpoint={where} --prompts=prompts.txt\n'
     f'{"" if export_problem else convert}'
     f'{_how_to_continue(step, *rates)}'
@@ -137,18 +117,32 @@ def _rates(live: LiveRun, step: int) -> tuple[float, float]:
 
 def _closing_text(live: LiveRun) -> str:
   run, files = live.plan.run, live.checkpointer.files
-  evaluations = live.data.evaluations
-  confusion = evaluations.confusion
+  written, tables = _write_results(live)
   text = closing_text(
-    files.folder,
+    [*written, *run.logging_cfg.files, 'config.gin', 'config_origins.txt'],
     shown=str(files.model_dir),
     step=run.total_steps,
     rates=_rates(live, run.total_steps),
-    guess_loss=run.model.guess_loss,
-    confusion=confusion,
-    logged=run.logging_cfg.files,
     export_problem=export_problem(run.model),
-    class_names=None if confusion is None else evaluations.class_names(),
   )
   files.push()
-  return text
+  return tables + text
+
+
+def _write_results(live: LiveRun) -> tuple[list[str], str]:
+  """Writes the confusion matrix and the report; returns their names, and the matrix as a table."""
+  files, evaluations = live.checkpointer.files, live.data.evaluations
+  written, table = [], ''
+  if (confusion := evaluations.confusion) is not None:
+    names = scores.all_names(evaluations.class_names(), len(confusion))
+    scores.write_confusion_csv(confusion, names, files.folder / 'confusion.csv')
+    written.append('confusion.csv')
+    table = scores.confusion_table(confusion, names) + '\n'
+  files.push()  # a report reads MODEL_DIR
+  try:
+    page = report_page([read_run(str(files.model_dir))])
+    write_atomically(files.folder / REPORT, page)
+    written.insert(0, REPORT)
+  except Exception as e:  # the run itself is complete
+    _log.warning('No report: %s', first_line(e))
+  return written, table

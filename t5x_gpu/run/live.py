@@ -567,6 +567,7 @@ def start_facts(live: LiveRun) -> JsonObject:
   return {
     'total_steps': live.plan.run.total_steps,
     'tokens_per_step': live.tokens_per_step,
+    'guess_loss': live.plan.run.model.guess_loss,
     'devices': devices.size,
     'device_kind': devices.flat[0].device_kind,
     'processes': distributed.process_count(),

@@ -28,7 +28,6 @@ _THIRD_PARTY = (
   'etils',
   'flax',
   'jax',
-  'matplotlib',
   'optax',
   'orbax',
   'seqio',

@@ -20,7 +20,7 @@ from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.store import Checkpoint, StateReader
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.evaluation.checkpoint_evaluator import read_if_there, steps_to_evaluate
-from t5x_gpu.tools.reporting.run_record import read_run
+from t5x_gpu.reporting.run_record import read_run
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
 from tests.checkpoint.test_checksums import flip_a_bit
 from tests.checkpoint.test_run_lock import lock_of

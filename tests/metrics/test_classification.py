@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from t5x_gpu.errors import ShapeError
-from t5x_gpu.metrics import pictures, scores
+from t5x_gpu.metrics import scores
 
 # Ten examples of three classes, worked out by hand below.
 MATRIX = np.array([[3, 1, 0], [0, 2, 1], [1, 0, 2]])
@@ -96,30 +95,6 @@ def test_csv_reads_back(tmp_path):
   rows = list(csv.reader(path.read_text().splitlines()))
   assert rows[0][2] == 'b "quoted", and'
   assert [[float(x) for x in row[1:]] for row in rows[1:]] == MATRIX.tolist()
-
-
-@pytest.mark.quick_cases('16')
-@pytest.mark.parametrize('count', [2, 16, 40])
-def test_any_matrix_gives_a_picture_without_warnings(tmp_path, count):
-  matrix = np.random.default_rng(0).integers(0, 9, (count, count))
-  matrix[0] = 0  # a class without an example
-  names = [f'class_{i} $x' for i in range(count)]
-  png = pictures.plot_confusion(matrix, names, tmp_path / 'c.png', title='a $title_1')
-  assert png.read_bytes().startswith(b'\x89PNG\r\n\x1a\n') and len(png.read_bytes()) > 5000
-  assert [p.name for p in tmp_path.iterdir()] == ['c.png']
-
-
-def test_picture_shows_what_the_matrix_holds(tmp_path):
-  pngs = [
-    pictures.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
-    for i, matrix in enumerate((MATRIX, MATRIX.T))
-  ]
-  assert pngs[0] != pngs[1]
-
-
-def test_picture_of_other_names_is_refused(tmp_path):
-  with pytest.raises(ShapeError, match='does not match 2 class names'):
-    pictures.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
 
 
 def test_f1_of_several_labels_by_hand():

@@ -5,33 +5,32 @@ import pytest
 from t5x_gpu.run.finish import closing_text
 
 
-def text(tmp_path, **changes):
-  arguments = dict(shown='runs/a', step=400, rates=(1e-3, 1e-3), guess_loss=None, confusion=None)
-  return closing_text(tmp_path, **{**arguments, 'class_names': None, 'logged': (), **changes})
+def text(**changes):
+  return closing_text((), **{'shown': 'runs/a', 'step': 400, 'rates': (1e-3, 1e-3), **changes})
 
 
-def test_the_next_commands_are_report_infer_convert_and_continue(tmp_path):
-  lines = text(tmp_path).splitlines()
+def test_the_next_commands_are_report_infer_convert_and_continue():
+  lines = text().splitlines()
   assert '  report       python -m t5x_gpu.report runs/a' in lines
   assert any('t5x_gpu.infer --checkpoint=runs/a' in line for line in lines)
   assert any('t5x_gpu.convert --from=runs/a' in line for line in lines)
   assert '  continue     the same command with --gin.TRAIN_STEPS=800' in lines
-  assert 'learning rate' not in text(tmp_path)
+  assert 'learning rate' not in text()
 
 
-def test_a_model_that_cannot_be_exported_is_offered_no_convert(tmp_path):
-  assert 't5x_gpu.convert' not in text(tmp_path, export_problem='relative_bias has no counterpart')
+def test_a_model_that_cannot_be_exported_is_offered_no_convert():
+  assert 't5x_gpu.convert' not in text(export_problem='relative_bias has no counterpart')
 
 
-def test_a_folder_with_a_space_is_quoted(tmp_path):
-  assert "t5x_gpu.report 'my runs/a'" in text(tmp_path, shown='my runs/a')
+def test_a_folder_with_a_space_is_quoted():
+  assert "t5x_gpu.report 'my runs/a'" in text(shown='my runs/a')
 
 
 @pytest.mark.parametrize(
   'rates, words', [((1e-4, 5e-4), 'constant.learning_rate=0.0001'), ((0.0, 5e-4), 'rate=5e-05')]
 )
 def test_a_schedule_that_would_rise_again_is_said_with_both_rates_and_another_schedule(
-  tmp_path, rates, words
+  rates, words
 ):
-  found = text(tmp_path, rates=rates)
+  found = text(rates=rates)
   assert f'from {rates[0]:.2g} to 0.0005' in found and words in found

@@ -58,7 +58,7 @@ class Assumptions:
     fragmentation: share of the temporaries that the allocator loses between arrays.
     save_gigabytes: GB/s that one host writes to the storage of checkpoints.
     sources: parameter -> source of its value, if it is neither from gin nor the default; set by a
-      calibration and by a compiled step.
+      calibration.
   """
 
   gemm_efficiency: Optional[float] = None
@@ -227,13 +227,21 @@ def calibrated(flag: Optional[str], gpu: GpuTarget, assumed: Assumptions) -> Ass
     gpu: GPU of the prediction.
     assumed: assumptions as configured by gin.
   Raises:
-    ConfigError: `flag` is not such a file.
+    ConfigError: `flag` is not such a file, or its values are of another GPU.
   """
   if flag == NONE:
     return assumed
   if flag:
     found = read(pathlib.Path(flag))
-    found = found if found.gpu == gpu else None
+    if found.gpu != gpu:
+      settings = ' '.join(f'--gin.Assumptions.{name}={v:.3g}' for name, v in found.values.items())
+      raise ConfigError(
+        f'--calibrate={flag} was measured on {found.gpu.device_kind}, which does not apply to '
+        f'{gpu.device_kind}.',
+        fix=f'Plan with --gpu={found.gpu.name}; or, if you expect the same of your GPU, write '
+        f'{settings}.',
+        docs='plan.md#how-it-is-computed',
+      )
   else:
     here = dict.fromkeys(
       root / name for root in (pathlib.Path.cwd(), _REPOSITORY) for name in FOLDERS
@@ -241,23 +249,6 @@ def calibrated(flag: Optional[str], gpu: GpuTarget, assumed: Assumptions) -> Ass
     found = find(gpu, list(here))
     found = found and found.without(assumed)
   return found.applied(assumed) if found else assumed
-
-
-def check_is_used(flag: Optional[str], gpus: Sequence[GpuTarget]) -> None:
-  """Raises ConfigError if --calibrate is a file of a GPU that is not in `gpus`."""
-  if flag in (None, NONE):
-    return
-  found = read(pathlib.Path(flag))
-  if found.gpu not in gpus:
-    planned = ' or '.join(dict.fromkeys(gpu.device_kind for gpu in gpus))
-    settings = ' '.join(f'--gin.Assumptions.{name}={v:.3g}' for name, v in found.values.items())
-    raise ConfigError(
-      f'--calibrate={flag} was measured on {found.gpu.device_kind}, which does not apply to '
-      f'{planned}.',
-      fix=f'Plan with --gpu={found.gpu.name}; or, if you expect the same of your GPU, write '
-      f'{settings}.',
-      docs='plan.md#how-it-is-computed',
-    )
 
 
 def find(gpu: GpuTarget, folders: Sequence[pathlib.Path]) -> Optional[Calibration]:

@@ -87,7 +87,7 @@ def simulated_devices(
   if number > MOST_GPUS:
     raise ConfigError(
       f'A plan of {number:,} GPUs is too large: it simulates each of them, at most {MOST_GPUS:,}.',
-      fix=f'Give numbers of at most {MOST_GPUS} to --gpus, --devices and --scale.',
+      fix=f'Give a number of at most {MOST_GPUS} to --gpus.',
       docs='plan.md#flags',
     )
   before = environ.get('XLA_FLAGS')

@@ -8,15 +8,15 @@ phone shows one below the other.
 import math
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Optional
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from t5x_gpu.errors import UserError
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh import FSDP_SPLITS, SPLITS, device_array
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
+from t5x_gpu.reporting.charts import NUM_COLORS, stacked_bars
+from t5x_gpu.reporting.page import Child, Section, Tile, element, page, table, views
 from t5x_gpu.terminal.console import show
 from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning.formulas import work
@@ -35,17 +35,6 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
 )
 from t5x_gpu.tools.planning.formulas.step_time import NETWORK, NVLINK, CollectiveTime, StepTime
 from t5x_gpu.tools.planning.prediction import Prediction
-from t5x_gpu.tools.planning.what_if import Outcome, what_if_rows
-from t5x_gpu.tools.reporting.charts import (
-  NUM_COLORS,
-  Axis,
-  Points,
-  Series,
-  line_chart,
-  short_number,
-  stacked_bars,
-)
-from t5x_gpu.tools.reporting.page import Child, Section, Tile, element, page, table, views
 
 MOST_HOSTS = 16
 _MOST_VIEWS = 4
@@ -209,15 +198,7 @@ _TIME_COLORS = {
 }
 
 
-def plan_page(
-  p: Prediction,
-  layout: Layout,
-  *,
-  title: str,
-  advice: str = '',
-  scaled: Optional[Mapping[int, Outcome]] = None,
-  what_if: Optional[tuple[str, Mapping[str, Outcome]]] = None,
-) -> str:
+def plan_page(p: Prediction, layout: Layout, *, title: str, advice: str = '') -> str:
   """Returns a plan as HTML.
 
   Args:
@@ -225,8 +206,6 @@ def plan_page(
     layout: layout of the run.
     title: title of the page, such as the names of the gin files.
     advice: changes that would make it fit, if it does not; '' for none.
-    scaled: number of GPUs -> the prediction, or an error.
-    what_if: (name, value -> the prediction with it, or an error).
   """
   sections = [
     _bottleneck(p),
@@ -235,8 +214,6 @@ def plan_page(
     _mesh(layout, p),
     _traffic(p),
     _time(p.time),
-    *([_scaling(scaled)] if scaled else []),
-    *([_what_if(*what_if)] if what_if else []),
     _assumptions(p),
   ]
   written = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime())
@@ -399,64 +376,6 @@ def _time(step: StepTime) -> Section:
   )
   head, *rows = screen.time_rows(step)
   return Section('time', 'Time', [chart, table(head, rows, texts=(0, 1, 6))])
-
-
-def _scaling(scaled: Mapping[int, Outcome]) -> Section:
-  known = {n: p for n, p in scaled.items() if not isinstance(p, UserError)}
-  content: list[Child] = []
-  if known:
-    content = [element('div', *_scaling_charts(known), class_='grid2'), _scaling_table(known)]
-  content += [
-    element('p', f'{n:,} GPU{"s" * (n > 1)}: {e.what}')
-    for n, e in scaled.items()
-    if isinstance(e, UserError)
-  ]
-  intro = 'Other numbers of GPUs are predicted by formula, with the same rows per GPU.'
-  return Section('scaling', 'Other numbers of GPUs', content, intro)
-
-
-def _scaling_charts(known: Mapping[int, Prediction]) -> Sequence[ET.Element]:
-  first = min(known)
-  base = known[first].tokens_per_second / first
-  speed: Points = [(float(n), p.tokens_per_second) for n, p in sorted(known.items())]
-  ideal: Points = [(float(n), base * n) for n in sorted(known)]
-  share: Points = [(n, 100 * speed_n / (base * n)) for n, speed_n in speed]
-  x = Axis('GPUs', is_log=True, exact=lambda v: f'{v:,.0f}')
-  tokens = Axis('tokens/s', is_log=True, text=short_number, exact=lambda v: f'{v:,.0f}')
-  percent = Axis(f'% of the tokens/s per GPU of {first}', low=0.0, text='{:.0f}'.format)
-  return [
-    line_chart(
-      [Series('predicted', speed, 0, 'dots'), Series(f'as on {first}', ideal, 7, 'dashed')],
-      title='Speed',
-      x=x,
-      y=tokens,
-    ),
-    line_chart([Series('efficiency', share, 2, 'dots')], title='Efficiency', x=x, y=percent),
-  ]
-
-
-def _scaling_table(known: Mapping[int, Prediction]) -> ET.Element:
-  head = ('GPUs', 's/step', 'tokens/s', 'MFU', 'memory per GPU', 'fits', 'to the end')
-  rows = [
-    (
-      f'{n:,}',
-      screen.seconds(p.seconds_per_step),
-      f'{p.tokens_per_second:,.0f}',
-      'unknown' if p.mfu is None else f'{p.mfu:.1%}',
-      show(p.memory.needed_bytes),
-      screen.fits_cell(p.memory),
-      screen.duration(p.days),
-    )
-    for n, p in sorted(known.items())
-  ]
-  return table(head, rows, texts=(5,))
-
-
-def _what_if(name: str, outcomes: Mapping[str, Outcome]) -> Section:
-  (head, *rows), notes = what_if_rows(name, outcomes)
-  content: list[Child] = [table(head, rows), *(element('p', note) for note in notes)]
-  intro = 'Other values are predicted by formula.'
-  return Section('what-if', 'What if', content, intro)
 
 
 def _assumptions(p: Prediction) -> Section:

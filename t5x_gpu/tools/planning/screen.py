@@ -3,9 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Union
+from typing import Any
 
-from t5x_gpu.errors import UserError
 from t5x_gpu.terminal.console import count, duration, mib, seconds, show, table
 from t5x_gpu.tools.planning.devices import GPUS_PER_HOST
 from t5x_gpu.tools.planning.formulas.step_memory import (
@@ -213,11 +212,6 @@ def left(memory: MemoryUse) -> str:
   return f'{show(abs(memory.left_bytes))} {"to spare" if memory.fits else "too much"}'
 
 
-def fits_cell(memory: MemoryUse) -> str:
-  """Returns 'yes' or 'no: 48.29 GiB too much', the cell of a table."""
-  return 'yes' if memory.fits else f'no: {left(memory)}'
-
-
 def tables(p: Prediction) -> str:
   """Returns parameters, memory, time and traffic by part, the checkpoint, the assumptions."""
   return '\n\n'.join(
@@ -402,10 +396,3 @@ def prediction_json(p: Prediction) -> dict[str, Any]:
       name: effective._asdict() for name, effective in p.assumed.effective(p.gpu).items()
     },
   }
-
-
-def outcome_json(outcome: Union[Prediction, UserError]) -> dict[str, Any]:
-  """Returns `prediction_json`, or the error instead."""
-  if isinstance(outcome, UserError):
-    return {'error': str(outcome)}
-  return prediction_json(outcome)

@@ -8,7 +8,7 @@ import pytest
 
 from t5x_gpu.config import gin_loader
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.tools.planning import screen, what_if
+from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.formulas import step_memory
 from t5x_gpu.tools.planning.gpu_targets import find_target
@@ -83,7 +83,6 @@ def test_a_rack_of_many_nvlinks_is_a_caveat_of_its_gpu_alone(t5):
   rack = dataclasses.replace(t5, gpu=find_target('gb200'))
   [caveat] = set(screen.caveats(rack)) - set(screen.caveats(t5))
   assert 'hosts of 8 with NVLink inside are assumed' in caveat and 'NVL72' in caveat
-  assert caveat in what_if.what_if_table('gpu', {'h100': t5, 'gb200': rack})
   assert caveat in screen.first_screen(rack)
   of_rack = dataclasses.replace(rack, num_gpus=72)
   four = dataclasses.replace(t5, num_gpus=4)

@@ -227,7 +227,6 @@ def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_fi
 
 def test_flags_that_do_not_go_with_a_search_are_refused(gin_file):
   for more, words in (
-    (['--search', '--scale=8,64'], '--scale'),
     (['--search', '--show=sharding'], '--show=sharding'),
     (['--search_processes=2'], '--search_processes'),
     (['--search', '--search_processes=0'], 'at least 1'),

@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.tools.reporting.page import Child, add, element, table
+from t5x_gpu.reporting.page import Child, add, element, table
 
 Points = list[tuple[float, float]]
 

@@ -15,10 +15,10 @@ import rich.console
 
 from t5x_gpu import top
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.tools.reporting.live_view import eta_seconds, sparkline, view
-from t5x_gpu.tools.reporting.run_record import read_run
+from t5x_gpu.reporting.live_view import eta_seconds, sparkline, view
+from t5x_gpu.reporting.run_record import read_run
 from tests.helpers_train import REPOSITORY
-from tests.tools.reporting.runs import MANIFEST, START, write_profile, write_run
+from tests.reporting.runs import MANIFEST, START, write_profile, write_run
 
 
 def frame(folder, *, now: float, width: int = 120, unicode: bool = True) -> str:

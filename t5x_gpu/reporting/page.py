@@ -233,6 +233,10 @@ i.p1,span.p1{background-image:repeating-linear-gradient(45deg,#0000 0 4px,var(--
 i.p2,span.p2{background-image:repeating-linear-gradient(135deg,#0000 0 4px,var(--card) 4px 6px)}
 i.p3,span.p3{background-image:repeating-linear-gradient(90deg,#0000 0 4px,var(--card) 4px 6px)}
 .bar-total{font-variant-numeric:tabular-nums;white-space:nowrap}
+.shade{margin:-.32rem -.9rem -.32rem 0;padding:.32rem .6rem;
+  background:rgb(0 114 178/var(--share))}
+.shade.dark{color:#fff}
+.class-name{max-width:6rem;margin-left:auto;white-space:normal;overflow-wrap:anywhere}
 .hosts{display:grid;grid-template-columns:repeat(auto-fill,minmax(13rem,1fr));gap:.75rem;
   margin-top:.6rem}
 .host{display:block;width:100%;height:auto;max-width:22rem}

@@ -8,10 +8,10 @@ import pytest
 from t5x_gpu import report
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
-from t5x_gpu.tools.reporting.run_record import read_run, read_runs
-from tests.tools.reporting.browser import needs_browser, open_page
-from tests.tools.reporting.pages import Page
-from tests.tools.reporting.runs import write_run
+from t5x_gpu.reporting.run_record import read_run, read_runs
+from tests.reporting.browser import needs_browser, open_page
+from tests.reporting.pages import Page
+from tests.reporting.runs import write_run
 
 SECTIONS = [
   'Loss',
@@ -23,7 +23,7 @@ SECTIONS = [
   'Configuration',
   'Samples',
 ]
-GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'from_30213db'
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'from_30213db'
 
 
 def written(*folders, out) -> Page:

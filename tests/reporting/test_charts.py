@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from t5x_gpu.tools.reporting import charts
-from t5x_gpu.tools.reporting.page import Section, Tile, element, page, table, views
-from tests.tools.reporting.pages import Page
+from t5x_gpu.reporting import charts
+from t5x_gpu.reporting.page import Section, Tile, element, page, table, views
+from tests.reporting.pages import Page
 
 HOSTILE = '</title></style><script>alert(1)</script>\x00" onload="x()" \ud800 &amp; <b>'
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Optional
 
 from t5x_gpu.errors import listed
-from t5x_gpu.terminal.progress import format_loss, format_seconds
-from t5x_gpu.tools.reporting.page import Section, Tile, page, table
-from t5x_gpu.tools.reporting.run_record import RunRecord
-from t5x_gpu.tools.reporting.sections import (
+from t5x_gpu.reporting.page import Section, Tile, page, table
+from t5x_gpu.reporting.run_record import RunRecord
+from t5x_gpu.reporting.sections import (
   anatomy_section,
+  classes_section,
   configuration_section,
   data_section,
   evaluations_section,
@@ -21,6 +21,7 @@ from t5x_gpu.tools.reporting.sections import (
   speed_section,
   state_of,
 )
+from t5x_gpu.terminal.progress import format_loss, format_seconds
 
 # Each returns its section, or None if the runs have no data for it. To add a section, add a
 # function here; it reads its data from `RunRecord.folder`.
@@ -31,10 +32,14 @@ SECTIONS: tuple[Callable[[Sequence[RunRecord]], Optional[Section]], ...] = (
   speed_section,
   anatomy_section,
   evaluations_section,
+  classes_section,
   data_section,
   configuration_section,
   samples_section,
 )
+
+
+REPORT = 'report.html'  # in MODEL_DIR
 
 
 def report_page(runs: Sequence[RunRecord]) -> str:

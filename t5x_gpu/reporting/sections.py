@@ -1,12 +1,18 @@
 """Sections of a report: loss, speed, evaluations, profiles, configuration, data, samples, time."""
 
+import csv
 import json
+import math
 import pathlib
+import re
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
+import numpy as np
+
+from t5x_gpu.metrics import scores
 from t5x_gpu.metrics.goodput import (
   CATEGORIES,
   DONE,
@@ -16,25 +22,18 @@ from t5x_gpu.metrics.goodput import (
   ProcessAccount,
   summary,
 )
-from t5x_gpu.metrics.pictures import smooth
 from t5x_gpu.metrics.throughput import pauses_that_took_time
+from t5x_gpu.reporting.charts import Axis, Points, Series, line_chart, short_number, stacked_bars
+from t5x_gpu.reporting.page import Child, Section, element, folded, table, views
+from t5x_gpu.reporting.run_record import ReportedSetting, RunRecord, differences
 from t5x_gpu.storage.json_schema import Fields, ListOf, MapOf, Nullable, Whole, read_json
 from t5x_gpu.terminal.progress import format_seconds
-from t5x_gpu.tools.reporting.charts import (
-  Axis,
-  Points,
-  Series,
-  line_chart,
-  short_number,
-  stacked_bars,
-)
-from t5x_gpu.tools.reporting.page import Child, Section, element, folded, table, views
-from t5x_gpu.tools.reporting.run_record import ReportedSetting, RunRecord, differences
 
 _DENSE = 30  # with more points, a smoothed curve is drawn over the raw curve
 _STEP = Axis('step', exact=lambda v: f'{v:,.0f}', whole=True)
 _LOG_STEP = Axis('step', is_log=True, exact=lambda v: f'{v:,.0f}')
 _MOST_TABLE_STEPS = 12
+_MOST_LOST = 3
 _MOST_CHARTS = 6
 _EVAL = ('eval/', 'infer_eval/')
 _LOSSES = ('train/loss', 'eval/loss')
@@ -46,6 +45,36 @@ def _exact(value: float) -> str:
 
 def _value_axis(label: str, *, is_log: bool = False, low: Optional[float] = None) -> Axis:
   return Axis(label, is_log=is_log, low=low, exact=_exact)
+
+
+def smooth(values: Sequence[float], *, span: float) -> list[float]:
+  """Returns `values` smoothed over about `span` neighbors, without lag.
+
+  Local linear regression with Gaussian weights (Fan and Gijbels 1996, section 2.2). An exponential
+  average was tried first: it lagged behind a falling loss by a tenth of the picture, and its last
+  value was not the current loss. Ignores values that are not finite.
+  """
+  y = np.asarray(values, np.float64)
+  known = np.isfinite(y)
+  sigma = max(span / 2, 0.5)
+  radius = math.ceil(4 * sigma)
+  offsets = np.arange(-radius, radius + 1)
+  kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
+
+  def moment(x: np.ndarray, power: int) -> np.ndarray:
+    # convolve flips the kernel: the weight of x[i + k] is kernel(k) * k**power
+    full = np.convolve(x, (kernel * offsets.astype(np.float64) ** power)[::-1])
+    return full[radius : radius + len(x)]
+
+  weight, value = known.astype(np.float64), np.where(known, y, 0.0)
+  s0, s1, s2 = (moment(weight, power) for power in range(3))
+  t0, t1 = (moment(value, power) for power in range(2))
+  determinant = s0 * s2 - s1 * s1
+  with np.errstate(divide='ignore', invalid='ignore'):
+    line, mean = (s2 * t0 - s1 * t1) / determinant, t0 / s0
+  # One known neighbor does not determine a slope; without neighbors, there is no value.
+  out = np.where(determinant > 1e-9 * s0 * s2, line, mean)
+  return np.where(s0 > 1e-12, out, np.nan).tolist()
 
 
 def _smoothed(points: Points) -> Points:
@@ -93,10 +122,11 @@ def loss_section(runs: Sequence[RunRecord]) -> Optional[Section]:
       curves.append(Series(name, points, own, kind))
   if not curves:
     return None
-  marks = restart_marks(runs[0]) if len(runs) == 1 else []
+  marks = [*restart_marks(runs[0]), *_lost(runs[0])] if len(runs) == 1 else []
+  limits = [(loss, f'loss of guessing: {loss:.2f}') for loss in _guesses(runs)]
 
   def chart(x: Axis, y: Axis) -> ET.Element:
-    return line_chart(curves, title='Loss', x=x, y=y, marks=marks)
+    return line_chart(curves, title='Loss', x=x, y=y, marks=marks, limits=limits)
 
   label = 'loss'
   content = views(
@@ -121,8 +151,22 @@ def loss_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   more = folded('Accuracy, learning rate, norms', element('div', *charts, class_='grid2'))
   intro = 'The thin line has the value of each log line, the thick line is smoothed.'
   dense = any(len(run.series('train/loss')) > _DENSE for run in runs)
-  intro = (intro if dense else '') + (' Dotted lines are restarts.' if marks else '')
+  intro = intro if dense else ''
+  intro += f' Dotted lines: {", ".join(dict.fromkeys(what for _, what in marks))}.' if marks else ''
+  intro += f' Dashed line: {", ".join(text for _, text in limits)}.' if limits else ''
   return Section('loss', 'Loss', [content, more if charts else None], intro.strip())
+
+
+def _lost(run: RunRecord) -> list[tuple[float, str]]:
+  """Returns (step, text) of the losses that are not finite, which leave a gap in the curve."""
+  lost = {x: key for key in _LOSSES for x, y in run.series(key) if not math.isfinite(y)}
+  return [(x, f'{key} is not finite at step {x:,}') for x, key in sorted(lost.items())[:_MOST_LOST]]
+
+
+def _guesses(runs: Sequence[RunRecord]) -> list[float]:
+  """Returns the losses of guessing, as far as the runs recorded them."""
+  found = [run.facts.get('guess_loss') for run in runs]
+  return sorted({loss for loss in found if isinstance(loss, float) and math.isfinite(loss)})
 
 
 def _chart(
@@ -201,6 +245,61 @@ def _table(
 
 def _cell(value: Optional[float]) -> str:
   return '' if value is None else _exact(value)
+
+
+_MOST_CLASSES = 30  # with more, the squares would be too small to read
+_OF_EVAL = re.compile(r'(.+)_confusion_(\d+)')
+
+
+def classes_section(runs: Sequence[RunRecord]) -> Optional[Section]:
+  """Returns the confusion matrices of classifiers: at the end of training, and by evaluation."""
+  content: list[Child] = []
+  for run in runs:
+    latest: dict[str, tuple[int, pathlib.Path]] = {}
+    for path in run.folder.glob('eval/*_confusion_*.csv'):
+      if match := _OF_EVAL.fullmatch(path.stem):
+        latest[match[1]] = max(latest.get(match[1], (-1, path)), (int(match[2]), path))
+    files = {f'{name}, step {step:,}': path for name, (step, path) in sorted(latest.items())}
+    if (last := run.folder / 'confusion.csv').is_file():
+      files = {'Validation at the end of training': last, **files}
+    for title, path in files.items():
+      content.append(_confusion(path, f'{run.name}: {title}' if len(runs) > 1 else title))
+  if not content:
+    return None
+  intro = 'A square is the percentage of the true class in its row that got this prediction.'
+  return Section('classes', 'Classes', content, intro)
+
+
+def _confusion(path: pathlib.Path, title: str) -> ET.Element:
+  """Returns the matrix [true, predicted] of a file of `scores.write_confusion_csv` as a table."""
+  try:
+    with path.open(encoding='utf-8', newline='') as f:
+      (_, *names), *rows = csv.reader(f)
+    matrix = np.array([[float(x) for x in row[1:]] for row in rows])
+    if matrix.shape != (len(names), len(names)):
+      raise ValueError(f'{matrix.shape[0]} rows of {len(names)} classes')
+  except (OSError, ValueError) as e:
+    return element('p', f'{path.name} cannot be read: {e}.', class_='note')
+  found = scores.class_scores(matrix).items()
+  caption = '   '.join([title, *(f'{name.replace("_", " ")} {value:.3f}' for name, value in found)])
+  if len(names) > _MOST_CLASSES:
+    return element('p', f'{caption}. The matrix of {len(names)} classes is in {path.name}.')
+  names, totals = scores.shown_names(names), matrix.sum(1)
+  shares = matrix / np.where(totals, totals, 1)[:, None]
+  cells = [
+    [f'{name} ({total:g})', *map(_square, of_class)]
+    for name, total, of_class in zip(names, totals, shares)
+  ]
+  heads = [element('div', name, class_='class-name') for name in names]
+  return table(['true (examples) \\ predicted', *heads], cells, caption=caption)
+
+
+def _square(share: float) -> Child:
+  """Returns the percentage on a background of that strength; nothing if it rounds to 0."""
+  if share < 0.005:
+    return None
+  tone = 'shade dark' if share > 0.55 else 'shade'
+  return element('div', f'{100 * share:.0f}', class_=tone, style=f'--share:{share:.2f}')
 
 
 _MOST_PROFILES = 8

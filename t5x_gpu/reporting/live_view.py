@@ -13,9 +13,9 @@ import rich.text
 
 from t5x_gpu.metrics.goodput import LOST, summary
 from t5x_gpu.metrics.throughput import pauses_that_took_time
+from t5x_gpu.reporting.run_record import RunRecord
+from t5x_gpu.reporting.sections import ended, latest_profile, mixture_shares, state_of
 from t5x_gpu.terminal.progress import format_loss, format_seconds
-from t5x_gpu.tools.reporting.run_record import RunRecord
-from t5x_gpu.tools.reporting.sections import ended, latest_profile, mixture_shares, state_of
 
 _BLOCKS, _ASCII = '▁▂▃▄▅▆▇█', '_.-=+*%#'
 _SPARKS = 40

@@ -4,6 +4,8 @@ import datetime
 import json
 import math
 import pathlib
+from collections.abc import Mapping
+from typing import Any, Optional
 
 from t5x_gpu.config import report
 from t5x_gpu.config.provenance import Provenance, Setting
@@ -54,6 +56,7 @@ def write_run(
   with_ledger: bool = True,
   with_config: bool = True,
   learning_rate: str = '0.001',
+  facts: Optional[Mapping[str, Any]] = None,
 ) -> pathlib.Path:
   """Writes a run of 40 steps, killed once; its first process trained 24 steps and saved 20.
 
@@ -62,6 +65,7 @@ def write_run(
     starts: (first step, last step) of each process; all but the last are killed.
     with_ledger, with_config: False for runs without them.
     learning_rate: value of LEARNING_RATE; also changes the losses.
+    facts: more facts about each start, for the ledger.
   """
   folder.mkdir(parents=True, exist_ok=True)
   clock = Clock()
@@ -72,7 +76,7 @@ def write_run(
     clock.seconds += 30
     with goodput.phase('compile'):
       clock.seconds += 60
-    goodput.open(folder, first_step=first_step, facts=FACTS)
+    goodput.open(folder, first_step=first_step, facts=FACTS | dict(facts or {}))
     with goodput.phase('productive'):
       for step in range(first_step + 1, last_step + 1):
         clock.seconds += 10
