@@ -19,13 +19,7 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.config import gin_loader
-from t5x_gpu.conversion.conversion import (
-  CHECKS,
-  TOLERANCE,
-  ConversionRequest,
-  RunText,
-  has_transformers,
-)
+from t5x_gpu.conversion.conversion import CHECKS, TOLERANCE, ConversionRequest, has_transformers
 from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES
 from t5x_gpu.conversion.hf.folder import CONFIG
 from t5x_gpu.conversion.model_spec import ModelFields, describe
@@ -34,6 +28,7 @@ from t5x_gpu.conversion.t5x_files import is_t5x
 from t5x_gpu.conversion.tensor_copy import FLOATS
 from t5x_gpu.conversion.to_hf import convert_ours, merge_lora
 from t5x_gpu.conversion.to_ours import convert_hf, convert_t5x
+from t5x_gpu.conversion.tokenizer import RunText
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
 from t5x_gpu.evaluation.infer_jobs import decoding_changes, open_prompt_text

@@ -15,6 +15,7 @@ from t5x_gpu.models.config import DROPOUT_PLACES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.model import Model, Params
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import split_names
 
@@ -67,7 +68,7 @@ class ModelFields:
   config: TransformerConfig
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-  def build(self) -> Any:
+  def build(self) -> Model:
     """Returns the model."""
     return MODELS[self.kind](self.config, **self.options)
 
@@ -78,7 +79,7 @@ class ModelFields:
     options = [MODELS[kind] for kind in (self.kind, *MODELS) if field in OPTIONS[kind]]
     return f'{(*options, TransformerConfig)[0].__name__}.{field}'
 
-  def abstract_params(self) -> Any:
+  def abstract_params(self) -> Params:
     """Returns the tree of shapes of its parameters."""
     params = jax.eval_shape(lambda: self.build().init(jax.random.key(0), None))
     return split_names(params)[0]
@@ -114,7 +115,7 @@ class ModelFields:
     }
 
 
-def describe(model: Any) -> ModelFields:
+def describe(model: Model) -> ModelFields:
   """Returns the fields of a model from models/; raises CheckpointError for other models."""
   for kind, cls in MODELS.items():
     if type(model) is cls:
@@ -136,7 +137,7 @@ def describe(model: Any) -> ModelFields:
   )
 
 
-def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
+def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, object, object]]:
   """Returns (field, value in a, value in b) for each field that differs; ignores run settings."""
   ours, theirs = _comparable(a), _comparable(b)
   return [
@@ -146,7 +147,7 @@ def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
   ]
 
 
-def _comparable(model: ModelFields) -> dict[str, Any]:
+def _comparable(model: ModelFields) -> dict[str, object]:
   """Returns the fields that affect logits, normalized so that equal models have equal fields."""
   c = model.config
   values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in RUN_FIELDS}

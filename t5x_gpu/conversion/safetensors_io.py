@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,7 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import (
   Fields,
+  JsonObject,
   MapOf,
   Text,
   Whole,
@@ -316,7 +317,7 @@ def make_headers(
 
 
 def _make_header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> str:
-  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  header: JsonObject = {'__metadata__': {'format': 'pt'}}
   offset = 0
   for name, dtype, shape in tensors:
     end = offset + math.prod(shape) * dtype.itemsize

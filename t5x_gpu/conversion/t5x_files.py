@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import flax.serialization
 import flax.traverse_util
@@ -21,9 +21,11 @@ from t5x_gpu.checkpoint.manifest import ARRAY_METADATA
 from t5x_gpu.checkpoint.model_dir import check_only_files
 from t5x_gpu.errors import CheckpointError, first_line
 from t5x_gpu.storage.files import access_error
-from t5x_gpu.storage.json_schema import parse_json, read_bytes, read_json
+from t5x_gpu.storage.json_schema import Json, JsonObject, parse_json, read_bytes, read_json
 from t5x_gpu.storage.paths import system_error
 
+# Name -> the array itself, or its TensorStore spec.
+Stored = Mapping[str, np.ndarray | JsonObject]
 _BROKEN_FIX = 'Copy the checkpoint again.'
 # Raised by msgpack, NumPy and TensorStore for damaged files. RecursionError is a RuntimeError.
 _BROKEN = (
@@ -52,9 +54,7 @@ class T5xArrays:
     CheckpointError: an array cannot be opened.
   """
 
-  def __init__(
-    self, path: pathlib.Path, arrays: Mapping[str, np.ndarray | dict[str, Any]], context: ts.Context
-  ):
+  def __init__(self, path: pathlib.Path, arrays: Stored, context: ts.Context):
     self.path, self._arrays, self._context = path, arrays, context
     with _errors_as_ours(path):
       opened = {name: self._open(name) for name in arrays}
@@ -65,7 +65,7 @@ class T5xArrays:
       }
 
   @functools.cache  # noqa: B019 - a reader lives as long as its command
-  def _open(self, name: str) -> Any:
+  def _open(self, name: str) -> np.ndarray | ts.TensorStore:
     array = self._arrays[name]
     if isinstance(array, np.ndarray):
       return array
@@ -175,7 +175,7 @@ def _checkpoint_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 # Step, parameters, and a function that returns the arrays of the optimizer.
-_Contents = tuple[int, dict[str, Any], Callable[[], dict[str, Any]]]
+_Contents = tuple[int, Stored, Callable[[], Stored]]
 
 
 def _read_legacy(folder: pathlib.Path) -> _Contents:
@@ -189,7 +189,7 @@ def _read_legacy(folder: pathlib.Path) -> _Contents:
   )
 
 
-def _legacy_arrays(folder: pathlib.Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _legacy_arrays(folder: pathlib.Path, tree: Json) -> Stored:
   flat = flax.traverse_util.flatten_dict(tree, sep='/', is_leaf=lambda _, value: 'driver' in value)
   arrays = {}
   for name, value in flat.items():
@@ -209,14 +209,14 @@ def _legacy_arrays(folder: pathlib.Path, tree: Mapping[str, Any]) -> dict[str, A
 def _read_orbax(folder: pathlib.Path, context: ts.Context) -> _Contents:
   state = _orbax_state(folder)
   if (state / 'manifest.ocdbt').is_file():
-    base: dict[str, Any] = {'driver': 'ocdbt', 'base': f'file://{state}/'}
+    base: JsonObject = {'driver': 'ocdbt', 'base': f'file://{state}/'}
     store = ts.KvStore.open(base, context=context).result()
     metadata = [key.decode() for key in store.list().result()]
 
     def content(name: str) -> bytes:
       return store.read(name).result().value
 
-    def kvstore(name: str) -> Any:
+    def kvstore(name: str) -> JsonObject | str:
       return {**base, 'path': f'{name}/'}
   else:
     metadata = [p.relative_to(state).as_posix() for p in state.glob('*/.zarray')]
@@ -224,7 +224,7 @@ def _read_orbax(folder: pathlib.Path, context: ts.Context) -> _Contents:
     def content(name: str) -> bytes:
       return read_bytes(state / name)
 
-    def kvstore(name: str) -> Any:
+    def kvstore(name: str) -> JsonObject | str:
       return f'file://{state / name}/'
 
   drivers = {'.zarray': 'zarr', 'zarr.json': 'zarr3'}
@@ -237,7 +237,7 @@ def _read_orbax(folder: pathlib.Path, context: ts.Context) -> _Contents:
     if file in drivers
   }
 
-  def below(prefix: str) -> dict[str, Any]:
+  def below(prefix: str) -> Stored:
     return {
       name.removeprefix(prefix).replace('.', '/'): spec
       for name, spec in specs.items()

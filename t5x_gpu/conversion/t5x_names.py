@@ -30,6 +30,7 @@ from t5x_gpu.training.adafactor import (
   standard_logical_factor_rules,
 )
 
+Moments = Mapping[str, Any]  # nested dictionaries of FactoredMoment
 _SCANNED = re.compile(r'(encoder|decoder)/(?!layers_\d)(\w+)/pre_mlp_layer_norm/scale')
 _NUMBERED = re.compile(r'(encoder|decoder)/layers_(\d+)/pre_mlp_layer_norm/scale')
 # Names of the relative bias of each layer in different versions of T5X.
@@ -271,7 +272,7 @@ class T5xMoments:
   """
 
   weights: ForeignWeights
-  settings: Optional[Mapping[str, Any]]
+  settings: Optional[Mapping[str, object]]
 
   @property
   def shapes(self) -> Mapping[str, Shape]:
@@ -279,7 +280,7 @@ class T5xMoments:
     return self.weights.table.our_shapes
 
   @property
-  def opt_state(self) -> Any:
+  def opt_state(self) -> Moments:
     """Returns the tree of shapes of the converted optimizer state."""
     return _tree(self.shapes)
 
@@ -377,8 +378,8 @@ def _role(axis: str) -> str:
   return standard_logical_factor_rules().get(axis, 'none')
 
 
-def _tree(shapes: Mapping[str, Shape]) -> Any:
-  of: dict[str, dict[str, Any]] = {}
+def _tree(shapes: Mapping[str, Shape]) -> Moments:
+  of: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
   for name, shape in shapes.items():
     path, _, kind = name.rpartition('/')
     of.setdefault(path, {})[kind] = jax.ShapeDtypeStruct(shape, np.float32)
@@ -386,7 +387,7 @@ def _tree(shapes: Mapping[str, Shape]) -> Any:
   return flax.traverse_util.unflatten_dict(moments, sep='/')
 
 
-def _settings(model: ModelFields, shapes: Mapping[str, Shape]) -> Optional[Mapping[str, Any]]:
+def _settings(model: ModelFields, shapes: Mapping[str, Shape]) -> Optional[Mapping[str, object]]:
   """Returns the first of `_SETTINGS` that gives Adafactor these arrays, or None."""
   want = describe_arrays(_tree(shapes))
   params, names = split_names(jax.eval_shape(lambda: model.build().init(jax.random.key(0), None)))

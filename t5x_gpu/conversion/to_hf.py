@@ -10,7 +10,7 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -19,18 +19,7 @@ from t5x_gpu.checkpoint.atomic_folder import new_folder
 from t5x_gpu.checkpoint.params_files import ParamsReader, Place, num_bytes, tree_problems
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.conversion import conversion, name_table
-from t5x_gpu.conversion.conversion import (
-  ConversionRequest,
-  RunText,
-  carry_vocabulary,
-  check_logits,
-  export_tokenizer,
-  export_vocabulary,
-  generation_config,
-  hf_reference,
-  token_ids,
-  tokenizer_warning,
-)
+from t5x_gpu.conversion.conversion import Batch, ConversionRequest, check_logits, hf_reference
 from t5x_gpu.conversion.hf.config_json import from_hf, guess_family, to_hf
 from t5x_gpu.conversion.hf.folder import (
   CONFIG,
@@ -53,9 +42,20 @@ from t5x_gpu.conversion.tensor_copy import (
   copy_to_theirs,
 )
 from t5x_gpu.conversion.to_ours import counted, write_ours
+from t5x_gpu.conversion.tokenizer import (
+  RunText,
+  carry_vocabulary,
+  export_tokenizer,
+  export_vocabulary,
+  generation_config,
+  token_ids,
+  tokenizer_warning,
+)
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
 from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import LoraModel, factors_of, without_adapters
+from t5x_gpu.models.model import Model
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.terminal.console import Console
 
 
@@ -74,7 +74,7 @@ class MergedParams:
   def __init__(self, reader: ParamsReader, lora: LoraModel):
     self._reader, self._scale = reader, lora.scale
     self.path, self.step = reader.path, reader.step
-    self.manifest: Mapping[str, Any] = reader.manifest
+    self.manifest: Json = reader.manifest
     self.shapes = {n: shape for n, shape in reader.shapes.items() if not lora.is_adapter(n)}
     self.dtypes = {name: reader.dtypes[name] for name in self.shapes}
     factors = {name: factors_of(name, {n: n for n in reader.shapes}.get) for name in self.shapes}
@@ -139,7 +139,7 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
     carry_hf_folder(reader.path.parent, folder)
     console.say(f'vocabulary: {carry_vocabulary(request.vocabulary, folder)}')
 
-  def adapted_logits(batch: Mapping[str, Any]) -> tuple[Any, str]:
+  def adapted_logits(batch: Batch) -> tuple[np.ndarray, str]:
     adapted = dataclasses.replace(lora, model=conversion.for_the_check(model).build())
     params = conversion.params_of_checkpoint(reader)
     return conversion.logits_of(adapted, params, batch), 'the model with its adapters'
@@ -186,11 +186,11 @@ class _ScaledParams:
     factor: factor for parameters whose path matches `pattern`.
   """
 
-  def __init__(self, reader: Any, factor: float, pattern: str):
+  def __init__(self, reader: ParamsReader | MergedParams, factor: float, pattern: str):
     self._reader, self._factor, self._pattern = reader, np.float32(factor), re.compile(pattern)
     self.path, self.shapes = reader.path, reader.shapes
 
-  def read_at(self, path: str, place: Any) -> np.ndarray:
+  def read_at(self, path: str, place: Place) -> np.ndarray:
     """Returns a part of a parameter."""
     value = self._reader.read_at(path, place)
     return value * self._factor if self._pattern.search(path) else value
@@ -219,7 +219,7 @@ def folded(model: ModelFields, family: str) -> tuple[ModelFields, float, str]:
   return dataclasses.replace(model, config=config), factor, pattern
 
 
-def export_problem(model: Any) -> str:
+def export_problem(model: Model) -> str:
   """Returns the reason why a model cannot be exported to Hugging Face; '' if it can."""
   try:
     fields = describe(without_adapters(policy_of(model)))
@@ -233,9 +233,8 @@ def export_problem(model: Any) -> str:
 
 def convert_ours(request: ConversionRequest, console: Console) -> None:
   """Writes a Hugging Face model from a t5x_gpu checkpoint; adapters are merged into the kernels."""
-  reader: Any = ParamsReader(request.model_dir, step=request.step, step_setting='--step')
-  if request.lora is not None:
-    reader = MergedParams(reader, request.lora)
+  stored = ParamsReader(request.model_dir, step=request.step, step_setting='--step')
+  reader = stored if request.lora is None else MergedParams(stored, request.lora)
   record = read_record(request.like or reader.path.parent)
   if request.like is not None and record is None:
     raise ConfigError(
@@ -318,7 +317,9 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
   console.say(f'done: {request.target}')
 
 
-def _text_of(request: ConversionRequest, reader: Any) -> tuple[Optional[RunText], str]:
+def _text_of(
+  request: ConversionRequest, reader: ParamsReader | MergedParams
+) -> tuple[Optional[RunText], str]:
   """Returns how `infer` reads and ends texts; or None and the reason why it is unknown."""
   try:
     return request.read_text(reader.manifest), ''
@@ -327,7 +328,7 @@ def _text_of(request: ConversionRequest, reader: Any) -> tuple[Optional[RunText]
 
 
 def _write_generation(
-  text: RunText, model: ModelFields, ids: Mapping[str, Any], folder: pathlib.Path, console: Console
+  text: RunText, model: ModelFields, ids: Json, folder: pathlib.Path, console: Console
 ) -> None:
   content, notes = generation_config(text, model, ids)
   (folder / GENERATION).write_text(json.dumps(content, indent=2) + '\n', 'utf-8')
@@ -346,9 +347,7 @@ def _model_of(record: HfRecord) -> ModelFields:
   return from_hf(record.config, has_tensor=lambda name: name in own)
 
 
-def _hf_config(
-  model: ModelFields, family: str, like: Optional[HfRecord], ids: Mapping[str, Any]
-) -> str:
+def _hf_config(model: ModelFields, family: str, like: Optional[HfRecord], ids: Json) -> str:
   """Returns the text of config.json; the text in `like` if it describes this model and `ids`."""
   if like is not None:
     theirs = _model_of(like)

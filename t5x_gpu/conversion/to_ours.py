@@ -34,6 +34,7 @@ from t5x_gpu.conversion.tensor_copy import (
   copy_to_ours,
 )
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.terminal.console import Console
 
 _INCLUDE = 'Include it in place of a file of gin_configs/models/.'
@@ -153,9 +154,9 @@ def write_ours(
   chunks: Mapping[str, Shape],
   num_source_bytes: int,
   step: int,
-  about: Mapping[str, Any],
+  about: Json,
   reference: Reference,
-  write_extra: Callable[[pathlib.Path], Any] = lambda folder: None,
+  write_extra: Callable[[pathlib.Path], None] = lambda folder: None,
   origin: str = 'converted',
   moments: Optional[T5xMoments] = None,
 ) -> None:

@@ -16,10 +16,10 @@ import pytest
 from t5x_gpu import convert, infer
 from t5x_gpu.checkpoint.params_files import ParamsWriter
 from t5x_gpu.config import gin_loader
-from t5x_gpu.conversion.conversion import FORCED_CLASSES, RunText, tokenizer_warning
 from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES, from_hf
 from t5x_gpu.conversion.model_spec import gin_text
 from t5x_gpu.conversion.to_hf import export_problem
+from t5x_gpu.conversion.tokenizer import FORCED_CLASSES, RunText, tokenizer_warning
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.partitioning.axis_rules import split_names

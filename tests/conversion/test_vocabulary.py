@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from t5x_gpu.checkpoint.run_files import carried_vocabulary
-from t5x_gpu.conversion.conversion import carry_vocabulary, export_vocabulary
+from t5x_gpu.conversion.tokenizer import carry_vocabulary, export_vocabulary
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ an error, never left out silently.
 """
 
 import functools
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.conversion.hf import rotary
 from t5x_gpu.conversion.hf.families import BERT, GPT2, T5, UMT5
-from t5x_gpu.conversion.hf.keys import ConfigFamily, HasTensor, Json
+from t5x_gpu.conversion.hf.keys import ConfigFamily, HasTensor
 from t5x_gpu.conversion.hf.llama import (
   GEMMA2,
   GEMMA3,
@@ -27,6 +27,7 @@ from t5x_gpu.conversion.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 from t5x_gpu.models.config import DROPOUT_PLACES
 from t5x_gpu.models.encoder import SINGLE_LABEL
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 CONFIG_FAMILIES: dict[str, ConfigFamily] = {
   't5': T5,
@@ -178,7 +179,7 @@ def family_of(config: Json) -> str:
   return family
 
 
-def with_defaults(config: Json) -> dict[str, Any]:
+def with_defaults(config: Json) -> JsonObject:
   """Returns `config` with transformers' defaults of the family for missing keys.
 
   Raises:
@@ -279,7 +280,7 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     raise _mismatch(f'config.json of this {family} model has an invalid value: {e}.') from e
 
 
-def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> dict[str, Any]:
+def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> JsonObject:
   """Returns a config.json for `model`.
 
   Args:

@@ -6,13 +6,11 @@ Llama.
 """
 
 import dataclasses
-from typing import Any
 
 from t5x_gpu.conversion.hf.keys import (
   INIT_STDDEV,
   ConfigFamily,
   HasTensor,
-  Json,
   Keys,
   activation,
   divided,
@@ -29,6 +27,7 @@ from t5x_gpu.conversion.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import MULTI_LABEL, PROBLEMS
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 _T5: Keys = {
   'vocab_size': 'vocab_size',
@@ -89,7 +88,7 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
   return ModelFields('encoder_decoder', c, {'num_encoder_layers': config['num_layers']})
 
 
-def _write_t5(model: ModelFields) -> dict[str, Any]:
+def _write_t5(model: ModelFields) -> JsonObject:
   c = model.config
   gated = len(c.mlp_activations) > 1
   theirs = 'gelu' if gated and c.mlp_activations[0] == 'gelu' else their_activation(c)
@@ -148,7 +147,7 @@ def _read_gpt2(config: Json, has_tensor: HasTensor) -> ModelFields:
   return ModelFields('decoder_only', c)
 
 
-def _write_gpt2(model: ModelFields) -> dict[str, Any]:
+def _write_gpt2(model: ModelFields) -> JsonObject:
   c = model.config
   return {
     'architectures': ['GPT2LMHeadModel'],
@@ -309,7 +308,7 @@ def _unnamed(classes: int) -> tuple[str, ...]:
   return tuple(f'LABEL_{i}' for i in range(classes))
 
 
-def _write_bert(model: ModelFields) -> dict[str, Any]:
+def _write_bert(model: ModelFields) -> JsonObject:
   c = model.config
   out = {
     'model_type': 'bert',

@@ -15,7 +15,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
 from t5x_gpu.conversion.hf.config_json import LAYERS, family_of, from_hf, training_differences
@@ -29,6 +29,9 @@ from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import (
   Also,
   Fields,
+  Json,
+  JsonObject,
+  JsonValue,
   ListOf,
   MapOf,
   Nullable,
@@ -50,7 +53,7 @@ _MODULES = ListOf(Fields({'type': str, 'path': str}))
 _MODES = {'first_token': 'cls_token', 'mean': 'mean_tokens'}
 
 
-def read_modules(folder: pathlib.Path) -> Optional[dict[str, Any]]:
+def read_modules(folder: pathlib.Path) -> Optional[JsonObject]:
   """Returns the arguments of `EncoderModel` that modules.json sets; None without that file.
 
   Raises:
@@ -71,7 +74,7 @@ def read_modules(folder: pathlib.Path) -> Optional[dict[str, Any]]:
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
 
 
-def _pooling(path: pathlib.Path, config: Mapping[str, Any]) -> str:
+def _pooling(path: pathlib.Path, config: Json) -> str:
   modes = [name.removeprefix('pooling_mode_') for name, on in config.items() if on is True]
   modes = [mode for mode in modes if f'pooling_mode_{mode}' in config]
   ours = [name for name, theirs in _MODES.items() if modes == [theirs]]
@@ -119,7 +122,7 @@ def write_modules(model: ModelFields, folder: pathlib.Path, *, is_new: bool) -> 
   )
 
 
-def _write(path: pathlib.Path, content: Any) -> None:
+def _write(path: pathlib.Path, content: JsonValue) -> None:
   path.parent.mkdir(exist_ok=True)
   path.write_text(json.dumps(content, indent=2) + '\n', 'utf-8')
 
@@ -146,7 +149,7 @@ def check_start(folder: pathlib.Path) -> None:
     )
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read(path: pathlib.Path) -> JsonObject:
   """Returns the JSON object in a file; {} if the file does not exist."""
   try:
     return read_json(path, dict) if path.is_file() else {}
@@ -155,9 +158,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
 
 
-def end_differences(
-  folder: pathlib.Path, config: Mapping[str, Any], *, vocab_size: int
-) -> list[str]:
+def end_differences(folder: pathlib.Path, config: Json, *, vocab_size: int) -> list[str]:
   """Returns sentences on where the files disagree about the tokens that end a text.
 
   Args:
@@ -165,7 +166,7 @@ def end_differences(
     config: its config.json.
     vocab_size: vocabulary size of the model.
   """
-  ends: dict[str, list[Any]] = {}
+  ends: dict[str, list[JsonValue]] = {}
   for file, content in (('config.json', config), (GENERATION, _read(folder / GENERATION))):
     found = content.get('eos_token_id')
     if found is not None:
@@ -388,7 +389,7 @@ def open_hf(
   )
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
+def read_config(folder: pathlib.Path) -> JsonObject:
   """Returns the parsed config.json of `folder`; raises CheckpointError if it cannot be read."""
   path = folder / CONFIG
   try:
@@ -404,11 +405,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_token_table(
-  folder: pathlib.Path,
-  config: Mapping[str, Any],
-  tensors: SafetensorsFolder,
-  names: Names,
-  family: str,
+  folder: pathlib.Path, config: Json, tensors: SafetensorsFolder, names: Names, family: str
 ) -> None:
   """Raises CheckpointError if the token table does not match the family or size in config.json."""
   wanted = FAMILIES[family].token_table
@@ -486,7 +483,7 @@ class HfRecord:
   index: Optional[str]
 
   @functools.cached_property
-  def config(self) -> dict[str, Any]:
+  def config(self) -> JsonObject:
     return read_config(self.folder)
 
 

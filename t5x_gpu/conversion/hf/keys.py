@@ -7,11 +7,12 @@ layer in `layer_types`, or follow the pattern of their family.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional, TypeVar
+from typing import Optional, TypeVar
 
 from t5x_gpu.conversion.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError, did_you_mean
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.storage.json_schema import Json, JsonObject, JsonValue
 
 # transformers' names -> t5x_gpu's. transformers' 'gelu' is exact; t5x_gpu's is the tanh
 # approximation.
@@ -27,7 +28,6 @@ ACTIVATIONS = {
 THEIR_ACTIVATIONS = {'relu': 'relu', 'silu': 'silu', 'gelu_exact': 'gelu', 'gelu': 'gelu_new'}
 INIT_STDDEV = 0.02  # the default of initializer_range
 
-Json = Mapping[str, Any]
 HasTensor = Callable[[str], bool]
 Keys = Mapping[str, str]  # field of TransformerConfig -> key of config.json
 
@@ -52,10 +52,10 @@ class ConfigFamily:
 
   architectures: tuple[str, ...]
   read: Callable[[Json, HasTensor], ModelFields]
-  write: Callable[[ModelFields], dict[str, Any]]
+  write: Callable[[ModelFields], JsonObject]
   used: frozenset[str]
-  defaults: Mapping[str, Any]
-  fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+  defaults: Json
+  fixed: Mapping[str, tuple[JsonValue, ...]] = dataclasses.field(default_factory=dict)
   no_effect: frozenset[str] = frozenset()
   other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
   repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -97,12 +97,12 @@ def used(keys: 'Keys', *more: str) -> frozenset[str]:
   return _COMMON | {*keys.values(), *more}
 
 
-def read_keys(config: Json, keys: Keys) -> dict[str, Any]:
+def read_keys(config: Json, keys: Keys) -> JsonObject:
   """Returns TransformerConfig fields; raises KeyError for a missing key."""
   return {field: config[key] for field, key in keys.items()}
 
 
-def write_keys(c: TransformerConfig, keys: Keys) -> dict[str, Any]:
+def write_keys(c: TransformerConfig, keys: Keys) -> JsonObject:
   """Returns the keys of config.json for the same fields."""
   return {key: getattr(c, field) for field, key in keys.items()}
 
@@ -181,7 +181,7 @@ class LayerKinds:
   """
 
   read: Callable[[Json], Sequence[int]]
-  write: Callable[[Sequence[int]], dict[str, Any]]
+  write: Callable[[Sequence[int]], JsonObject]
 
 
 def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
@@ -237,7 +237,7 @@ def kinds_by_type(
     kinds = kind_of_each(config, default=default, window=window)
     return [window if kind == SLIDING else 0 for kind in kinds]
 
-  def write(windows: Sequence[int]) -> dict[str, Any]:
+  def write(windows: Sequence[int]) -> JsonObject:
     return {
       **({'sliding_window': max(windows)} if any(windows) else {}),
       **({'use_sliding_window': any(windows)} if switched else {}),

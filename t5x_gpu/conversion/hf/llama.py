@@ -5,7 +5,7 @@ A `Traits` lists how a family differs from Llama. One reader and one writer serv
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.conversion.hf import rotary
 from t5x_gpu.conversion.hf.keys import (
@@ -15,7 +15,6 @@ from t5x_gpu.conversion.hf.keys import (
   ONE_WINDOW,
   ConfigFamily,
   HasTensor,
-  Json,
   Keys,
   LayerKinds,
   activation,
@@ -38,6 +37,7 @@ from t5x_gpu.conversion.hf.rotary import Rotary
 from t5x_gpu.conversion.model_spec import ModelFields
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.storage.json_schema import Json, JsonObject, JsonValue
 
 _LLAMA: Keys = {
   'vocab_size': 'vocab_size',
@@ -57,7 +57,7 @@ _DEFAULTS: Json = {
 }
 
 # The last two keys are in files of Phi-4 and SmolLM-2; transformers ignores them.
-_FIXED: Mapping[str, tuple[Any, ...]] = {
+_FIXED: Mapping[str, tuple[JsonValue, ...]] = {
   'is_decoder': (False, True),
   'pruned_heads': ({}, None),
   'lm_head_bias': (False,),
@@ -84,7 +84,7 @@ class Traits:
   name: str
   architecture: str
   keys: Keys = dataclasses.field(default_factory=dict)
-  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fields: Json = dataclasses.field(default_factory=dict)
   layers: LayerKinds = ALL_SEE_ALL
   rotary: Rotary = rotary.ONE
   activation: str = 'hidden_act'
@@ -124,7 +124,7 @@ class Traits:
     )
     return ModelFields('decoder_only', c)
 
-  def write(self, model: ModelFields) -> dict[str, Any]:
+  def write(self, model: ModelFields) -> JsonObject:
     c = dataclasses.replace(model.config, normalize_gates=model.config.gates_add_up)
     act = their_activation(c)
     windows, ropes = (
@@ -160,7 +160,7 @@ def family(
   no_effect: frozenset[str] = frozenset(),
   other_names: Optional[Keys] = None,
   repeats: Optional[Keys] = None,
-  **fixed: tuple[Any, ...],
+  **fixed: tuple[JsonValue, ...],
 ) -> ConfigFamily:
   """Returns the family of `traits`; the other arguments are as in ConfigFamily."""
   own_bias = {} if 'attention_bias' in traits.fields else {'attention_bias': False}

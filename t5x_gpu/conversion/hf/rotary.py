@@ -6,11 +6,12 @@ with a window, and some layers of SmolLM-3 do not use any.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
-from t5x_gpu.conversion.hf.keys import FULL, SLIDING, Json, layers_with_rope
+from t5x_gpu.conversion.hf.keys import FULL, SLIDING, layers_with_rope
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding, yarn_attention_factor
+from t5x_gpu.storage.json_schema import Json, JsonObject
 
 Ropes = Sequence[Optional[RotaryEmbedding]]  # one per layer
 
@@ -71,12 +72,12 @@ class Rotary:
   """
 
   read: Callable[[Json, Sequence[int]], Ropes]
-  write: Callable[[Ropes, Sequence[int]], dict[str, Any]]
+  write: Callable[[Ropes, Sequence[int]], JsonObject]
   keys: tuple[str, ...] = (*READ, 'original_max_position_embeddings')
-  defaults: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {'rope_theta': 10000.0})
+  defaults: Json = dataclasses.field(default_factory=lambda: {'rope_theta': 10000.0})
 
 
-def _read(config: Json, **options: Any) -> RotaryEmbedding:
+def _read(config: Json, **options: float | bool) -> RotaryEmbedding:
   """Returns the rotary positions of `rope_parameters` (transformers 5) or `rope_scaling`.
 
   Raises:
@@ -137,7 +138,7 @@ def _one(
   return RotaryEmbedding(theta=theta, scaling=kind, fraction=fraction, **values)
 
 
-def _with_defaults(kind: str, rope: Json, config: Json) -> dict[str, Any]:
+def _with_defaults(kind: str, rope: Json, config: Json) -> JsonObject:
   """Returns `rope` with transformers' values for missing keys of this kind."""
   rope, longest = dict(rope), config['max_position_embeddings']
   key = _LENGTH['original_length']
@@ -166,7 +167,7 @@ def _mscale(factor: float, weight: float) -> float:
   return 1.0 + weight * (yarn_attention_factor(factor) - 1.0)
 
 
-def _scaling(rope: RotaryEmbedding) -> Optional[dict[str, Any]]:
+def _scaling(rope: RotaryEmbedding) -> Optional[JsonObject]:
   if rope.scaling not in _SCALINGS:
     return None
   values = {theirs: getattr(rope, ours) for ours, theirs in _SCALINGS[rope.scaling].items()}
@@ -180,11 +181,11 @@ def _scaling(rope: RotaryEmbedding) -> Optional[dict[str, Any]]:
   }
 
 
-def _parameters(rope: RotaryEmbedding) -> dict[str, Any]:
+def _parameters(rope: RotaryEmbedding) -> JsonObject:
   return {'rope_theta': rope.theta, **(_scaling(rope) or {'rope_type': 'default'})}
 
 
-def _write(rope: Optional[RotaryEmbedding]) -> dict[str, Any]:
+def _write(rope: Optional[RotaryEmbedding]) -> JsonObject:
   """Returns the keys if all layers have the same positions."""
   if rope is None:
     return {}
@@ -227,7 +228,7 @@ def _read_local_and_global(config: Json, windows: Sequence[int]) -> Ropes:
   return [ours[SLIDING if window else FULL] for window in windows]
 
 
-def _write_local_and_global(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
+def _write_local_and_global(ropes: Ropes, windows: Sequence[int]) -> JsonObject:
   """Returns Gemma-3's keys; kinds of layers that the model lacks get transformers' defaults."""
 
   def of(kind: bool, theta: float) -> RotaryEmbedding:
@@ -257,7 +258,7 @@ def _read_some(config: Json, windows: Sequence[int]) -> Ropes:
   return [rope if has else None for has in layers_with_rope(config)]
 
 
-def _write_some(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
+def _write_some(ropes: Ropes, windows: Sequence[int]) -> JsonObject:
   del windows
   return {
     **_write(next((rope for rope in ropes if rope), None)),
@@ -273,7 +274,7 @@ IN_SOME_LAYERS = Rotary(
 )
 
 
-def _write_partial(ropes: Ropes, windows: Sequence[int]) -> dict[str, Any]:
+def _write_partial(ropes: Ropes, windows: Sequence[int]) -> JsonObject:
   del windows
   keys, fraction = (
     _write(ropes[0]),
