@@ -72,7 +72,6 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
     request: what to check.
   """
   on_machine = max(machine.find_gpus({}).count, len(machine.pci_numa_nodes()))
-  nvlink = True
   yield Check(
     'processes',
     WARN if request.cluster.warnings else OK,
@@ -85,15 +84,7 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
     yield Check(
       'xla flags', WARN if applied.warnings else OK, applied.summary, '\n'.join(applied.warnings)
     )
-    topology = (
-      machine.run_with_deadline(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)
-      if on_machine > 1
-      else None
-    )
-    links = checks_lib.check_links(topology.output if topology else '', gpus=on_machine)
-    nvlink = 'NV' in links.value
-    yield links
-  yield from _examine_devices(request, on_machine=on_machine, nvlink=nvlink)
+  yield from _examine_devices(request, on_machine=on_machine)
   if request.is_first_here:
     done = machine.run_with_deadline(
       [sys.executable, '-m', 't5x_gpu.tools.doctor.measure_disk', request.model_dir],
@@ -106,7 +97,7 @@ def examine(request: DoctorRequest) -> Iterator[Check]:
     )
 
 
-def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -> Iterator[Check]:
+def _examine_devices(request: DoctorRequest, *, on_machine: int) -> Iterator[Check]:
   """Yields checks of this process's devices, then of the links between all processes' devices."""
   seconds = request.timeout_seconds * (3 if on_machine else 1)  # NCCL, CUDA and autotuning
   found, problem = _measure('devices', request, seconds=seconds)
@@ -134,7 +125,6 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
   if devices is None:
     return  # reported above: jax did not start
   yield checks_lib.check_matmul(found.get('matmul'), devices=devices, problem=problem)
-  yield checks_lib.check_clocks(found.get('clocks'), gpus=gpus)
   if request.cluster.process_count == 1 and gpus < 2:
     yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
   elif seen.status != FAIL:  # a process with CPU devices would make all other processes wait
@@ -142,7 +132,7 @@ def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -
     found, problem = _measure(
       'all_reduce', request, f'--join_seconds={join}', seconds=seconds + join
     )
-    check = checks_lib.check_all_reduce(found, nvlink=nvlink, problem=problem)
+    check = checks_lib.check_all_reduce(found, problem=problem)
     if request.is_first_here or check.status == FAIL:  # one warning per host is enough
       yield check
 

@@ -1,8 +1,8 @@
 """Checks of the machine and the installation, each a function that returns a `Check`.
 
 `quick_checks` only reads files and package metadata, so it cannot hang; every run makes these
-checks. The doctor also checks GPUs, links, speeds and disks: these functions take the output of
-nvidia-smi and of child processes, so all can be tested without a GPU.
+checks. The doctor also checks GPUs, speeds and disks: these functions take the output of child
+processes, so all can be tested without a GPU.
 """
 
 import dataclasses
@@ -306,7 +306,7 @@ NVLINK = {'a100': 300e9, 'h100': 450e9, 'h200': 450e9, 'b200': 900e9}
 LEAST_LINK_SHARE = 0.5
 LEAST_DISK = 100e6
 LEAST_FREE = 20 * GIB
-# Bits of nvidia-smi's clocks_throttle_reasons.active: hardware slowdown, by heat, by power brake;
+# Bits of NVML's clock event reasons: hardware slowdown, by heat, by power brake;
 # software slowdown by heat. Every healthy GPU reaches its power cap (4) under load.
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 SLOWDOWNS = {0x8: 'hardware slowdown', 0x40: 'heat', 0x80: 'power brake', 0x20: 'heat'}
@@ -371,37 +371,6 @@ def check_devices(
   return Check('devices', OK, value + (f' ({hidden})' if hidden else ''))
 
 
-def check_links(topology: str, *, gpus: int) -> Check:
-  """Checks how the GPUs of this host are linked.
-
-  Args:
-    topology: output of `nvidia-smi topo -m`.
-    gpus: number of GPUs on this machine.
-  """
-  if gpus < 2:
-    return Check('nvlink', OK, 'one GPU, no link needed' if gpus else 'no GPU here')
-  rows = re.findall(
-    r'^\s*GPU(\d+)((?:\s+(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS))+)', topology, re.MULTILINE
-  )
-  cells = {(int(i), j): cell for i, row in rows for j, cell in enumerate(row.split()[: len(rows)])}
-  pairs = [cell for (i, j), cell in cells.items() if i < j]
-  if not pairs:
-    return Check('nvlink', WARN, 'nvidia-smi topo -m shows no links', 'Run it by hand.')
-  kinds = {kind: pairs.count(kind) for kind in sorted(set(pairs))}
-  value = ', '.join(f'{count} pairs by {kind}' for kind, count in kinds.items())
-  linked = sum(count for kind, count in kinds.items() if kind.startswith('NV'))
-  if linked == len(pairs):
-    return Check('nvlink', OK, value)
-  fix = (
-    'Some pairs have no NVLink: keep num_partitions within pairs that have it, or have the bridge '
-    'or switch checked.'
-    if linked
-    else 'No NVLink: tensor parallelism will be slow, prefer data or fsdp. On an SXM machine, is '
-    'nvidia-fabricmanager running?'
-  )
-  return Check('nvlink', WARN, value, fix)
-
-
 def check_matmul(
   rates: Optional[Sequence[float]], *, devices: Optional[Json], problem: str = ''
 ) -> Check:
@@ -426,17 +395,21 @@ def check_matmul(
     fix = f'GPU {list(rates).index(slowest)} is slower than the others, and all will wait for it: '
     return Check('matmul', WARN, value, fix + 'is it hot, throttled, or in use?')
   if peak and slowest < peak * LEAST_MATMUL_SHARE:
-    return Check('matmul', WARN, value, 'Is another job on this GPU (nvidia-smi)? See also clocks.')
+    return Check(
+      'matmul',
+      WARN,
+      value,
+      'Is another job on this GPU? nvidia-smi -q -d CLOCK,PERFORMANCE shows what slows it.',
+    )
   return Check('matmul', OK, value)
 
 
-def check_all_reduce(found: Json, *, nvlink: bool = True, problem: str = '') -> Check:
+def check_all_reduce(found: Json, *, problem: str = '') -> Check:
   """Checks the bus bandwidth of an all-reduce, per tier of links.
 
   Args:
     found: from the measuring child: 'all_reduce', tier -> bytes/s; 'together', the devices; or a
       'problem' and its fix.
-    nvlink: whether NVLink connects the GPUs.
     problem: why the child ended early.
   """
   together, rates = found.get('together'), found.get('all_reduce')
@@ -453,38 +426,16 @@ def check_all_reduce(found: Json, *, nvlink: bool = True, problem: str = '') -> 
     ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}' for tier, rate in rates.items())
     + f' ({together["topology"]})'
   )
-  link = NVLINK.get(generation(together['kind']) or '')
-  if nvlink and link and rates.get('in_host', link) < LEAST_LINK_SHARE * link:
-    fix = 'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).'
+  kind = together['kind']
+  link = None if 'PCI' in kind.upper() else NVLINK.get(generation(kind) or '')
+  if link and rates.get('in_host', link) < LEAST_LINK_SHARE * link:
+    fix = (
+      'nvidia-smi topo -m shows the links: without NVLink, prefer data or fsdp to tensor '
+      'parallelism. NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS), or '
+      'nvidia-fabricmanager may not run.'
+    )
     return Check('all-reduce', WARN, f'{value}, NVLink reaches {link / 1e9:.0f}', fix)
   return Check('all-reduce', OK, value)
-
-
-def check_clocks(text: Optional[str], *, gpus: int) -> Check:
-  """Checks the GPUs' clocks under load, and what slows them.
-
-  Args:
-    text: a line 'current, maximum, reasons' per GPU, MHz and a bit mask.
-    gpus: number of GPUs that jax sees.
-  """
-  if not gpus:
-    return Check('clocks', OK, 'not measured: jax sees no GPU')
-  rows = [[cell.strip() for cell in line.split(',')] for line in (text or '').splitlines()]
-  rows = [row for row in rows if len(row) == 3 and row[0].isdigit() and row[1].isdigit()]
-  if not rows:
-    fix = 'nvidia-smi -q -d CLOCK,PERFORMANCE'
-    return Check('clocks', WARN, 'nvidia-smi did not report them', fix)
-  slow = {}
-  for i, (_, _, reasons) in enumerate(rows):
-    mask = int(reasons, 16) if re.fullmatch(r'0x[0-9a-fA-F]+', reasons) else 0
-    if names := sorted({name for bit, name in SLOWDOWNS.items() if mask & bit}):
-      slow[i] = ' and '.join(names)
-  lowest = min(int(row[0]) for row in rows)
-  value = f'{lowest} of {rows[0][1]} MHz under load'
-  if slow:
-    reasons = ', '.join(f'GPU {i}: {reason}' for i, reason in slow.items())
-    return Check('clocks', WARN, f'{value}; {reasons}', 'Have cooling and power checked.')
-  return Check('clocks', OK, value)
 
 
 def check_disk(found: Optional[Mapping[str, float]], *, folder: str, problem: str = '') -> Check:

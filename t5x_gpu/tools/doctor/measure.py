@@ -1,6 +1,6 @@
 """Measures this process's devices, and the links between the devices of all processes.
 
-    python -m t5x_gpu.tools.doctor.measure devices      matmuls, and clocks under load
+    python -m t5x_gpu.tools.doctor.measure devices      matmuls
     python -m t5x_gpu.tools.doctor.measure all_reduce   with the other processes, if any
 
 Runs as a child process of the doctor, so that a hung driver or network hangs only the child.
@@ -11,12 +11,9 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
-import subprocess
 import time
 import traceback
-from collections.abc import Collection, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +21,20 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.errors import UserError
-from t5x_gpu.runtime import distributed, machine, process_exit
+from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.runtime.topology import discover
+from t5x_gpu.storage.json_schema import JsonObject, JsonValue
 
 MIB = 2**20
 # Large enough to be bound by tensor cores; small enough for a laptop's CPU.
 GPU_MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 1024
 GPU_ALL_REDUCE_BYTES, CPU_ALL_REDUCE_BYTES = 256 * MIB, 4 * MIB
-LOAD_SECONDS = 1.5
-CLOCK_FIELDS = 'uuid,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active'
 
 
-def describe_devices() -> dict[str, Any]:
+def describe_devices() -> JsonObject:
   """Returns platform, count and kinds of jax's devices, and the CUDA libraries it loaded."""
   devices = jax.devices()
   found = {
@@ -60,7 +56,7 @@ def describe_devices() -> dict[str, Any]:
 
 
 def measure_matmul(
-  devices: Sequence[Any], *, size: int, dtype: str, repeats: int = 20
+  devices: Sequence[jax.Device], *, size: int, dtype: str, repeats: int = 20
 ) -> list[float]:
   """Returns the FLOP/s of a `[size, size]` matmul on each device, one after the other.
 
@@ -90,7 +86,7 @@ def measure_matmul(
 
 
 def measure_all_reduce(
-  devices: Sequence[Any], *, num_hosts: int = 1, num_bytes: int = GPU_ALL_REDUCE_BYTES
+  devices: Sequence[jax.Device], *, num_hosts: int = 1, num_bytes: int = GPU_ALL_REDUCE_BYTES
 ) -> dict[str, float]:
   """Returns bytes/s of an all-reduce per tier of links: 'in_host', and 'across_hosts' if several.
 
@@ -134,43 +130,7 @@ def measure_all_reduce(
   return rates
 
 
-def clocks_under_load(
-  devices: Sequence[Any], flops: float, *, gpus: Collection[str] = ()
-) -> Optional[str]:
-  """Returns a line of `CLOCK_FIELDS` (without uuid) per GPU while all `devices` multiply.
-
-  Returns None without nvidia-smi.
-
-  Args:
-    devices: local GPUs.
-    flops: FLOP/s of one GPU, from `measure_matmul`, to compute the work for `LOAD_SECONDS`.
-    gpus: UUIDs of `devices`, so that other, possibly idle GPUs are left out; () if unknown.
-  """
-  size = GPU_MATMUL_SIZE
-  repeats = max(1, int(LOAD_SECONDS * flops / (2 * size**3)))
-  chain = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y @ x, x))
-  arrays = [jax.device_put(jnp.full((size, size), 1 / size, jnp.bfloat16), d) for d in devices]
-  jax.block_until_ready([chain(x) for x in arrays])  # compiles for each device
-  busy = [chain(x) for x in arrays]
-  try:
-    time.sleep(LOAD_SECONDS / 3)  # clocks follow the load within about 100 ms
-    text = subprocess.run(
-      ['nvidia-smi', f'--query-gpu={CLOCK_FIELDS}', '--format=csv,noheader,nounits'],
-      capture_output=True,
-      text=True,
-      timeout=10,
-      check=True,
-    ).stdout
-  except (OSError, subprocess.SubprocessError):
-    return None
-  finally:
-    jax.block_until_ready(busy)
-  rows = [line.partition(', ') for line in text.splitlines()]
-  own = [row for row in rows if row[0] in gpus] or rows
-  return '\n'.join(clocks for _, _, clocks in own)
-
-
-def _print_json(name: str, value: Any) -> None:
+def _print_json(name: str, value: JsonValue) -> None:
   print(json.dumps({name: value}), flush=True)
 
 
@@ -185,10 +145,7 @@ def _measure_devices(cluster: ClusterInfo, preset: str) -> None:
       'matmul', measure_matmul(local[:1], size=CPU_MATMUL_SIZE, dtype='float32', repeats=5)
     )
     return
-  rates = measure_matmul(local, size=GPU_MATMUL_SIZE, dtype='bfloat16')
-  _print_json('matmul', rates)
-  gpus = machine.own_gpus(machine.physical_gpus(), os.environ, cluster.local_device_ids)
-  _print_json('clocks', clocks_under_load(local, min(rates), gpus=gpus))
+  _print_json('matmul', measure_matmul(local, size=GPU_MATMUL_SIZE, dtype='bfloat16'))
 
 
 def _measure_links(cluster: ClusterInfo, preset: str, *, join_seconds: int) -> None:
