@@ -25,7 +25,6 @@ FOREIGN = {
   '_refused_by_child': 'XLA',
   '_save_error': 'Orbax',
   '_wait': 'TensorStore',
-  'check_clocks': 'nvidia-smi',
   'compile_errors': 'XLA',
   'is_outage': 'TensorStore',
   'read': 'tokenize of Python',

@@ -92,7 +92,13 @@ def varying_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str
   return tuple(name for name, place in zip(mesh_shape, places) if (place != place[:, :1]).any())
 
 
-KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+COLLECTIVE_KINDS = (
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'all-to-all',
+  'collective-permute',
+)
 # Instructions allowed between an all-reduce and the slice that makes it a reduce-scatter.
 _SAME_ELEMENTS = ('copy', 'bitcast', 'convert', 'reshape', 'transpose')
 
@@ -111,7 +117,7 @@ class Collective:
   """One collective operation of the program.
 
   Attributes:
-    kind: one of KINDS.
+    kind: one of COLLECTIVE_KINDS.
     axes: mesh axes whose devices exchange data, in the order of the mesh.
     dtype, shape: the larger array on one device: the result of an all-gather, else the operand.
     bytes_per_device: bytes that each device sends per run, in a ring: (n - 1) / n of the array,
@@ -202,7 +208,7 @@ def collectives_of(module: Module, visit: Visit, mesh_shape: Mapping[str, int]) 
   """Returns the collectives of one instruction of `module.walk()`, one per array that it sends."""
   instruction = visit.instruction
   kind = instruction.opcode.removesuffix('-start')
-  if kind not in KINDS:
+  if kind not in COLLECTIVE_KINDS:
     return []
   num_devices = math.prod(mesh_shape.values())
   groups = replica_groups(instruction.rest, num_devices)

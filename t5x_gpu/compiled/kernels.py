@@ -17,7 +17,7 @@ from t5x_gpu.compiled.hlo_text import Computation, Instruction, Module, Visit
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.model import Model, config_of, uses_fp8
 
-KINDS = {
+KERNEL_KINDS = {
   'fp8_gemm': 'matrix product of eight-bit floats, by cuBLAS or Triton',
   'gemm': 'matrix product of another type, by cuBLAS or Triton',
   'mosaic': 'Pallas kernel for Hopper or Blackwell (Mosaic)',
@@ -50,7 +50,7 @@ class KernelCount:
 
 
 def count_kernels(hlo: str) -> Mapping[str, KernelCount]:
-  """Returns a count for each of `KINDS`.
+  """Returns a count for each of `KERNEL_KINDS`.
 
   Args:
     hlo: `compiled.as_text()` of a program for a GPU.
@@ -89,17 +89,17 @@ class Kernels:
     self._found: dict[str, Optional[str]] = {}  # computation -> its first kind of kernel
 
   def counts(self) -> Mapping[str, KernelCount]:
-    """Returns a count for each of `KINDS`."""
+    """Returns a count for each of `KERNEL_KINDS`."""
     calls, runs = collections.Counter(), collections.Counter()
     for visit in self._outside_fusions():
       kind = self.kind(visit.computation, visit.instruction)
       if kind:
         calls[kind] += 1
         runs[kind] += visit.count
-    return {kind: KernelCount(calls[kind], runs[kind]) for kind in KINDS}
+    return {kind: KernelCount(calls[kind], runs[kind]) for kind in KERNEL_KINDS}
 
   def kind(self, computation: Computation, instruction: Instruction) -> Optional[str]:
-    """Returns an instruction's kind, one of `KINDS`; None for any other instruction."""
+    """Returns an instruction's kind, one of `KERNEL_KINDS`; None for any other instruction."""
     if instruction.opcode == 'custom-call':
       target = instruction.attribute('custom_call_target') or ''
       return next((kind for part, kind in _TARGETS if part in target), None)

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.compiled import hlo_text
-from t5x_gpu.compiled.collectives import KINDS, collectives_of
+from t5x_gpu.compiled.collectives import COLLECTIVE_KINDS, collectives_of
 from t5x_gpu.errors import DataError
 
 Interval = tuple[float, float]  # begin, end
@@ -58,7 +58,7 @@ def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
 
 
 _CONTROL = ('while', 'call', 'conditional')  # only the operations inside are counted
-_COLLECTIVE_NAME = re.compile('|'.join(KINDS))
+_COLLECTIVE_NAME = re.compile('|'.join(COLLECTIVE_KINDS))
 _NCCL = re.compile(r'nccl\w*?_(AllGather|AllReduce|ReduceScatter|SendRecv|AllToAll)')
 _NCCL_KINDS = {
   'AllGather': 'all-gather',
@@ -74,7 +74,7 @@ class ProgramOp:
   """One instruction.
 
   Attributes:
-    kind: opcode; for a collective one of KINDS.
+    kind: opcode; for a collective one of COLLECTIVE_KINDS.
     op_name: path in the traced Python program.
     is_collective: whether it sends data between devices.
     axes: mesh axes over which it sends.
@@ -108,7 +108,7 @@ class ProgramOps:
       self._ops[instruction.name] = ProgramOp(
         kind=sent[0].kind if sent else kind,
         op_name=visit.op_name,
-        is_collective=kind in KINDS,
+        is_collective=kind in COLLECTIVE_KINDS,
         axes=sent[0].axes if sent else (),
         bytes_sent=sum(collective.bytes_per_device for collective in sent),
       )

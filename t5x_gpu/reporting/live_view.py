@@ -3,8 +3,8 @@
 import datetime
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Optional
 
 import rich.console
 import rich.progress_bar
@@ -15,6 +15,7 @@ from t5x_gpu.metrics.goodput import LOST, summary
 from t5x_gpu.metrics.throughput import pauses_that_took_time
 from t5x_gpu.reporting.run_record import RunRecord
 from t5x_gpu.reporting.sections import ended, latest_profile, mixture_shares, state_of
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.terminal.progress import format_loss, format_seconds
 
 _BLOCKS, _ASCII = '▁▂▃▄▅▆▇█', '_.-=+*%#'
@@ -130,7 +131,7 @@ def _speed(run: RunRecord) -> str:
   return '  '.join(text(value) for value, text in known if value is not None)
 
 
-def _profile(profile: Mapping[str, Any], now: float) -> str:
+def _profile(profile: Json, now: float) -> str:
   seconds, parts = profile['seconds_per_step'], profile['parts']
   shares = ', '.join(
     f'{name.replace("_", " ")} {parts[name] / seconds:.1%}'

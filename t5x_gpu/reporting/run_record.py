@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional, TypeVar
+from typing import Optional, TypeVar
 
 from t5x_gpu.checkpoint import run_files
 from t5x_gpu.checkpoint.model_dir import UNREADABLE, ModelDir, as_model_dir, error_line
@@ -24,8 +24,8 @@ from t5x_gpu.metrics import goodput
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers import METRICS
 from t5x_gpu.metrics.writers import parse_line
-from t5x_gpu.storage.json_schema import parse_json, read_bytes
-from t5x_gpu.storage.paths import as_path
+from t5x_gpu.storage.json_schema import Json, JsonObject, parse_json, read_bytes
+from t5x_gpu.storage.paths import AnyPath, as_path
 
 # `key = value (%MACRO)   origin   overrides ...`, as `config.report` writes it.
 _LINE = re.compile(
@@ -118,7 +118,7 @@ def differences(
   return [(key, [run.get(key) for run in runs]) for key in keys]
 
 
-Records = list[dict[str, Any]]
+Records = list[JsonObject]
 _T = TypeVar('_T')
 _EVAL_FOLDER = 'eval'
 _MOST_NAMED = 10  # damaged lines that a message names
@@ -153,13 +153,13 @@ class RunRecord:
   settings: Mapping[str, ReportedSetting]
   earlier: Sequence[list[str]]
   checkpoints: Sequence[int]
-  manifest: Mapping[str, Any]
+  manifest: Json
   evaluations: Mapping[str, Records]
   samples: Records
   problems: Sequence[str]
 
   @functools.cached_property
-  def facts(self) -> Mapping[str, Any]:
+  def facts(self) -> Json:
     """The ledger's facts about the last start: 'devices', 'total_steps', ..."""
     return self.accounts.processes[-1].process.facts if self.accounts else {}
 
@@ -260,7 +260,7 @@ def read_runs(model_dirs: Sequence[str]) -> list[RunRecord]:
 
 def _check_named_once(model_dirs: Sequence[str]) -> None:
   """Raises ConfigError if a folder is named twice: charts identify runs by name."""
-  seen: dict[Any, str] = {}
+  seen: dict[AnyPath, str] = {}
   for name in model_dirs:
     path = as_path(name)
     path = path.resolve() if isinstance(path, pathlib.Path) else path
@@ -320,7 +320,7 @@ def _read(
 
 
 def _records(
-  path: pathlib.Path, parse: Callable[[bytes], Optional[dict[str, Any]]], problems: list[str]
+  path: pathlib.Path, parse: Callable[[bytes], Optional[JsonObject]], problems: list[str]
 ) -> Records:
   """Returns the records of a file of JSON lines."""
   found, damaged = [], []
@@ -345,9 +345,7 @@ def _damaged_text(name: str, lines: Sequence[int]) -> str:
   return f'{len(lines)} lines of {name} are damaged and were skipped: {", ".join(named)}.'
 
 
-def _checkpoints(
-  model_dir: ModelDir, problems: list[str]
-) -> tuple[Sequence[int], Mapping[str, Any]]:
+def _checkpoints(model_dir: ModelDir, problems: list[str]) -> tuple[Sequence[int], Json]:
   """Returns the committed steps, and the manifest of the latest readable checkpoint."""
   steps = model_dir.steps
   for step in reversed(steps):

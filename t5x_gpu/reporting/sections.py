@@ -8,7 +8,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from t5x_gpu.metrics.throughput import pauses_that_took_time
 from t5x_gpu.reporting.charts import Axis, Points, Series, line_chart, short_number, stacked_bars
 from t5x_gpu.reporting.page import Child, Section, element, folded, table, views
 from t5x_gpu.reporting.run_record import ReportedSetting, RunRecord, differences
-from t5x_gpu.storage.json_schema import Fields, ListOf, MapOf, Nullable, Whole, read_json
+from t5x_gpu.storage.json_schema import Fields, Json, ListOf, MapOf, Nullable, Whole, read_json
 from t5x_gpu.terminal.progress import format_seconds
 
 _DENSE = 30  # with more points, a smoothed curve is drawn over the raw curve
@@ -351,7 +351,7 @@ def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   return Section('anatomy', 'Anatomy of a step', content, intro)
 
 
-def latest_profile(run: RunRecord) -> tuple[Optional[Mapping[str, Any]], list[str]]:
+def latest_profile(run: RunRecord) -> tuple[Optional[Json], list[str]]:
   """Returns the readable profile of process 0 with the last steps, and the unreadable ones."""
   unreadable: list[str] = []
   paths = [p for p in run.folder.glob('profiles/*/anatomy.json') if p.parent.name.isdecimal()]
@@ -361,7 +361,7 @@ def latest_profile(run: RunRecord) -> tuple[Optional[Mapping[str, Any]], list[st
   return None, unreadable
 
 
-def _profiles(folder: pathlib.Path) -> tuple[list[Mapping[str, Any]], list[str]]:
+def _profiles(folder: pathlib.Path) -> tuple[list[Json], list[str]]:
   """Returns the latest profiles, by step and process, and the unreadable ones."""
   unreadable: list[str] = []
   paths = folder.glob('profiles/*/anatomy.json')
@@ -373,9 +373,7 @@ def _profiles(folder: pathlib.Path) -> tuple[list[Mapping[str, Any]], list[str]]
   return [p for p in found if p in shown], sorted(unreadable)
 
 
-def _read(
-  path: pathlib.Path, folder: pathlib.Path, unreadable: list[str]
-) -> Optional[Mapping[str, Any]]:
+def _read(path: pathlib.Path, folder: pathlib.Path, unreadable: list[str]) -> Optional[Json]:
   try:
     return read_json(path, _SCHEMA)
   except (OSError, ValueError) as e:
@@ -383,21 +381,21 @@ def _read(
     return None
 
 
-def _process(profile: Mapping[str, Any]) -> int:
+def _process(profile: Json) -> int:
   return profile.get('process_index', 0)
 
 
-def _steps(profile: Mapping[str, Any]) -> str:
+def _steps(profile: Json) -> str:
   rank = _process(profile)
   process = f', process {rank} on {profile.get("host", "another host")}' if rank else ''
   return f'steps {profile["first_step"]:,}-{profile["last_step"]:,} ({profile["reason"]}){process}'
 
 
-def _parts(profile: Mapping[str, Any]) -> dict[str, float]:
+def _parts(profile: Json) -> dict[str, float]:
   return {name.replace('_', ' '): profile['parts'].get(name) or 0.0 for name in _PARTS}
 
 
-def _tables(profile: Mapping[str, Any], prefix: str) -> list[Child]:
+def _tables(profile: Json, prefix: str) -> list[Child]:
   operations = [
     [o['name'], o['kind'], f'{1e3 * o["seconds"]:.3f}', f'{o["share"]:.1%}', o.get('op_name', '')]
     for o in profile['operations'][:_MOST_ROWS]
@@ -523,7 +521,7 @@ def data_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   return Section('data', 'Data', content, 'As recorded in the latest checkpoint.')
 
 
-def _data(run: RunRecord) -> Mapping[str, Any]:
+def _data(run: RunRecord) -> Json:
   return run.manifest.get('data', {})
 
 
@@ -540,11 +538,11 @@ def mixture_shares(run: RunRecord, *, most: int = _MOST_SHARES) -> dict[str, flo
   return found
 
 
-def _is_rate(value: Any) -> bool:
+def _is_rate(value: object) -> bool:
   return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -38,13 +38,14 @@ from t5x_gpu.checkpoint.run_files import GIN_FILES, carry
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.store import PIECE_BYTES, UNSTACKED, Source, StateReader
 from t5x_gpu.errors import CheckpointError, did_you_mean
+from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.storage.paths import AnyPath, RemotePath
 from t5x_gpu.terminal.console import Console, show
 
 _ORIGINS = (STARTED_FROM, 'converted_from', 'resharded_from')
 
 
-def describe(source: Source, *, step: Optional[int] = None) -> dict[str, Any]:
+def describe(source: Source, *, step: Optional[int] = None) -> JsonObject:
   """Returns all facts about a checkpoint, JSON-ready; sizes are in bytes.
 
   Args:
@@ -101,7 +102,7 @@ def disk_bytes(path: AnyPath) -> Optional[int]:
   return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
 
-def description_text(d: dict[str, Any]) -> str:
+def description_text(d: JsonObject) -> str:
   """Returns the result of `describe` as text: a line per array, then the other facts."""
   lines = [f'{d["path"]}: step {d["step"]}' + (f', written {d["written"]}' if d['written'] else '')]
   width = max(map(len, d['arrays']), default=0)

@@ -8,7 +8,7 @@ import ast
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.run_files import carry
 from t5x_gpu.checkpoint.store import UNSTACKED, Checkpoint, StateReader, StateWriter, stacked_arrays
 from t5x_gpu.errors import AccessError, CheckpointError
-from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.storage.json_schema import JsonObject, JsonValue, read_json
 from t5x_gpu.storage.paths import AnyPath
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.tools.checkpoints import check_sums, damage_named, verify
@@ -94,7 +94,7 @@ class ReshardPlan:
   def num_bytes(self) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays.values())
 
-  def as_json(self) -> Any:
+  def as_json(self) -> list[list[JsonValue]]:
     return [
       [name, list(shape), str(dtype), list(self.chunks[name]), name in self.unstacked]
       for name, (shape, dtype) in self.arrays.items()
@@ -328,7 +328,7 @@ def _cast(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 def _manifest(
   reader: StateReader, plan: ReshardPlan, request: ReshardRequest, checksums: Mapping[str, str]
-) -> dict[str, Any]:
+) -> JsonObject:
   """Returns the manifest of the source, updated for the new arrays."""
   manifest = {
     **reader.manifest,
@@ -350,7 +350,7 @@ def _manifest(
   return manifest
 
 
-def _empty(reader: StateReader, request: ReshardRequest) -> dict[str, Any]:
+def _empty(reader: StateReader, request: ReshardRequest) -> JsonObject:
   """Returns the nodes of Orbax's tree without arrays, leaving out a dropped optimizer."""
   tree = read_json(reader.path / 'state' / '_METADATA', TREE)['tree_metadata']
   return {

@@ -395,12 +395,8 @@ def check_matmul(
     fix = f'GPU {list(rates).index(slowest)} is slower than the others, and all will wait for it: '
     return Check('matmul', WARN, value, fix + 'is it hot, throttled, or in use?')
   if peak and slowest < peak * LEAST_MATMUL_SHARE:
-    return Check(
-      'matmul',
-      WARN,
-      value,
-      'Is another job on this GPU? nvidia-smi -q -d CLOCK,PERFORMANCE shows what slows it.',
-    )
+    fix = 'nvidia-smi shows other jobs on it; nvidia-smi -q -d CLOCK,PERFORMANCE, what slows it.'
+    return Check('matmul', WARN, value, fix)
   return Check('matmul', OK, value)
 
 
@@ -431,8 +427,8 @@ def check_all_reduce(found: Json, *, problem: str = '') -> Check:
   if link and rates.get('in_host', link) < LEAST_LINK_SHARE * link:
     fix = (
       'nvidia-smi topo -m shows the links: without NVLink, prefer data or fsdp to tensor '
-      'parallelism. NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS), or '
-      'nvidia-fabricmanager may not run.'
+      'parallelism. NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS), '
+      'or nvidia-fabricmanager is not running.'
     )
     return Check('all-reduce', WARN, f'{value}, NVLink reaches {link / 1e9:.0f}', fix)
   return Check('all-reduce', OK, value)

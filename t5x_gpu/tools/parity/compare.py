@@ -7,12 +7,12 @@ of a sum of large terms, and adding in another order gives a different 1e-9.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import numpy as np
 
-from t5x_gpu.tools.parity.layer_outputs import LayerOutputs
+from t5x_gpu.tools.parity.layer_outputs import LayerOutputs, Tree
 
 # Allowed rounding of an update, in ulps of the parameter's largest value: one for the addition, the
 # rest because compilers fuse the preceding arithmetic differently.
@@ -106,7 +106,7 @@ def layer_differences(
   if got is None or want is None:
     return []
 
-  def worst(got: Any, want: Any, layer: int) -> float:
+  def worst(got: Tree, want: Tree, layer: int) -> float:
     return max(
       _relative(a[layer], b[layer])
       for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
@@ -129,7 +129,7 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
   return error
 
 
-def leaves(names: Any, tree: Any) -> list[Leaf]:
+def leaves(names: Tree, tree: Tree) -> list[Leaf]:
   """Returns the arrays of `tree`, in JAX's order.
 
   Args:
@@ -150,7 +150,7 @@ def leaves(names: Any, tree: Any) -> list[Leaf]:
   return found
 
 
-def differences(got: Any, want: Any, *, names: Any) -> list[ArrayDifference]:
+def differences(got: Tree, want: Tree, *, names: Tree) -> list[ArrayDifference]:
   """Returns how much each array of `got` differs from `want`, in JAX's order.
 
   Args:
@@ -163,7 +163,9 @@ def differences(got: Any, want: Any, *, names: Any) -> list[ArrayDifference]:
   ]
 
 
-def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[ArrayDifference]:
+def update_differences(
+  got: Tree, want: Tree, before: Tree, *, names: Tree
+) -> list[ArrayDifference]:
   """Returns how much new parameters differ, relative to the update.
 
   Differences relative to the parameter would hide errors: the first step of a warm-up changes a
@@ -184,7 +186,7 @@ def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[
   return result
 
 
-def _zipped(got: Any, want: Any, *, names: Any) -> Iterator[tuple[Leaf, np.ndarray, np.ndarray]]:
+def _zipped(got: Tree, want: Tree, *, names: Tree) -> Iterator[tuple[Leaf, np.ndarray, np.ndarray]]:
   assert jax.tree.structure(got) == jax.tree.structure(want), 'two different models'
   yield from zip(leaves(names, want), jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
 

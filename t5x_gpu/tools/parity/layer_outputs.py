@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import Model, compute_dtype, is_layered
+from t5x_gpu.models.model import Model, Params, compute_dtype, is_layered
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
@@ -31,7 +31,9 @@ from t5x_gpu.partitioning.layer_stacks import (
 from t5x_gpu.partitioning.region import Region
 
 Batch = Mapping[str, jax.Array]
-Tree = Any
+Tree = Any  # arrays of a model, or their AxisNames, in nested dictionaries
+# (number, stage, index in the stage) of a layer: numbers, or arrays [layers] for all layers.
+Place = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class LayerOutputs(flax.struct.PyTreeNode):
@@ -51,7 +53,7 @@ class LayerOutputs(flax.struct.PyTreeNode):
   layers: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
-def has_layers(model: Model, params: Any) -> bool:
+def has_layers(model: Model, params: Params) -> bool:
   """Returns whether `model` can be run layer by layer."""
   return is_layered(model) and all(
     'layers' in (params if stack == ONLY else params.get(stack, {})) for stack in model.stacks
@@ -59,8 +61,8 @@ def has_layers(model: Model, params: Any) -> bool:
 
 
 def make_layer_outputs(
-  *, model: Model, region: Region, names: Any, seed: int
-) -> Callable[[Any, Batch, jax.Array], LayerOutputs]:
+  *, model: Model, region: Region, names: Tree, seed: int
+) -> Callable[[Params, Batch, jax.Array], LayerOutputs]:
   """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
 
   Args:
@@ -72,7 +74,7 @@ def make_layer_outputs(
   stacks = tuple(model.stacks)
 
   def local(
-    kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
+    kept: Params, batch: Batch, dropout_key: jax.Array, places: tuple[Place, ...]
   ) -> tuple[Tree, Tree, Sums]:
     params = (
       region.parameters(kept, kept, names)
@@ -81,7 +83,7 @@ def make_layer_outputs(
     )
     return _LayerByLayer(model, region, params, batch, dropout_key).outputs(places)
 
-  def layer_outputs(params: Any, batch: Batch, step: jax.Array) -> LayerOutputs:
+  def layer_outputs(params: Params, batch: Batch, step: jax.Array) -> LayerOutputs:
     batch = region.with_rows(batch)
     counts = {stack: num_layers(params, stack) for stack in stacks}
     places = tuple(_places(count, region) for count in counts.values())
@@ -120,11 +122,11 @@ class _LayerByLayer:
 
   model: Model
   region: Region
-  params: Any
+  params: Params
   batch: Batch
   dropout_key: jax.Array
 
-  def outputs(self, places: Sequence[Any]) -> tuple[Tree, Tree, Sums]:
+  def outputs(self, places: Sequence[Place]) -> tuple[Tree, Tree, Sums]:
     """Returns (outputs, gradients, sums) as in `LayerOutputs`.
 
     Args:
@@ -149,7 +151,7 @@ class _LayerByLayer:
     others = tuple(a for a in self.region.axes if a != 'stage')
     return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
 
-  def _run(self, stack: str, x: Tree, place: Any) -> Tree:
+  def _run(self, stack: str, x: Tree, place: Place) -> Tree:
     """Returns `x` after one layer; valid only on the stage that holds the layer."""
     number, _, index = place
     layer = jax.tree.map(
@@ -167,7 +169,7 @@ class _LayerByLayer:
       )
     )
 
-  def _forward(self, stack: str, x: Tree, place: Any) -> tuple[Tree, Tree]:
+  def _forward(self, stack: str, x: Tree, place: Place) -> tuple[Tree, Tree]:
     y = self._from_stage(self._run(stack, x, place), place[1])
     return self._varying(y), (x, y)
 
@@ -175,13 +177,13 @@ class _LayerByLayer:
     sums = self._varying(self.model.head(self.params, x, self.batch, dropout_key=self.dropout_key))
     return sums['loss'][0], sums
 
-  def _backward(self, stack: str, dy: Tree, of_layer: Any) -> tuple[Tree, Tree]:
+  def _backward(self, stack: str, dy: Tree, of_layer: tuple[Tree, Place]) -> tuple[Tree, Tree]:
     x, place = of_layer
     _, transpose = jax.vjp(lambda x: self._run(stack, x, place), x)
     dx = self._from_stage(transpose(dy)[0], place[1])
     return self._varying(dx), dx
 
-  def _from_stage(self, tree: Tree, stage: Any) -> Tree:
+  def _from_stage(self, tree: Tree, stage: jax.Array | int) -> Tree:
     """Returns, on all stages, the values of `stage`."""
     if 'stage' not in self.region.axes:
       return tree
@@ -199,7 +201,7 @@ def _joined(trees: Sequence[Tree]) -> Tree:
   return jax.tree.map(lambda *parts: jnp.concatenate(parts), *trees)
 
 
-def _places(num_layers: int, region: Region) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _places(num_layers: int, region: Region) -> Place:
   """Returns (number, stage, index in the stage) of each layer, arrays [layers] in model order."""
   numbers, pipeline = np.arange(num_layers), region.pipeline
   if pipeline is None:

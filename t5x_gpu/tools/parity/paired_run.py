@@ -10,7 +10,7 @@ independent updates would report.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import flax.struct
 import jax
@@ -27,7 +27,7 @@ from t5x_gpu.tools.parity.compare import (
   layer_differences,
   update_differences,
 )
-from t5x_gpu.tools.parity.layer_outputs import LayerOutputs, has_layers, make_layer_outputs
+from t5x_gpu.tools.parity.layer_outputs import LayerOutputs, Tree, has_layers, make_layer_outputs
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import Schedule
@@ -49,8 +49,8 @@ class StepResult:
   state: TrainState
   metrics: Mapping[str, float]
   weights: Mapping[str, float]
-  gradient: Any
-  unclipped: Any
+  gradient: Tree
+  unclipped: Tree
 
 
 class RecordedRun:
@@ -61,7 +61,9 @@ class RecordedRun:
     compiler_options: XLA options of the step.
   """
 
-  def __init__(self, program: Program, *, compiler_options: Optional[Mapping[str, Any]] = None):
+  def __init__(
+    self, program: Program, *, compiler_options: Optional[Mapping[str, str | bool | int]] = None
+  ):
     self.program, config = program, program.config
     self._max_grad_norm = config.max_grad_norm
     options = None if compiler_options is None else dict(compiler_options)
@@ -128,7 +130,7 @@ class RecordedRun:
       gradients=jax.tree.map(in_order, found.gradients),
     )
 
-  def _to_mesh(self, tree: Any, abstract: Any, names: Any) -> Any:
+  def _to_mesh(self, tree: Tree, abstract: Tree, names: Tree) -> Tree:
     """Returns a copy on the mesh: the step donates its argument."""
     tree = self.program.layout.in_run_order(tree, names)
     return jax.tree.map(
@@ -139,13 +141,13 @@ class RecordedRun:
     state = self.program.layout.in_model_order(_to_host(state), self.program.names)
     return jax.tree.map(lambda x, a: _in_shape(x, a.shape), state, self.program.abstract_saved)
 
-  def _unclip(self, gradient: Any, norm: float) -> Any:
+  def _unclip(self, gradient: Tree, norm: float) -> Tree:
     if self._max_grad_norm is None or not norm > self._max_grad_norm:
       return gradient
     return jax.tree.map(lambda g: g * np.float32(norm / self._max_grad_norm), gradient)
 
 
-def _to_host(tree: Any) -> Any:
+def _to_host(tree: Tree) -> Tree:
   """Returns a copy on the host: a view would change when the device reuses its memory."""
   return jax.tree.map(np.array, jax.device_get(tree))
 
@@ -227,7 +229,7 @@ class TwoRuns:
     trained = one.program.trained
     self._gradient_names, _ = trained.split(self.names.params)
 
-    def update(state: TrainState, gradient: Any) -> tuple[Any, Any]:
+    def update(state: TrainState, gradient: Tree) -> tuple[Tree, Tree]:
       params, frozen = trained.split(state.params)
       params, opt_state = optimizer.update(
         gradient,
@@ -313,8 +315,8 @@ def _relative(got: float, want: float) -> float:
 class RecordedState(flax.struct.PyTreeNode):
   """State of `Recording`: the inner optimizer's state, and the gradient of the last update."""
 
-  optimizer: Any
-  gradient: Any
+  optimizer: Tree
+  gradient: Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,23 +329,23 @@ class Recording:
 
   optimizer: Optimizer
 
-  def init(self, params: Any, names: Any) -> RecordedState:
+  def init(self, params: Tree, names: Tree) -> RecordedState:
     return RecordedState(self.optimizer.init(params, names), jax.tree.map(jnp.zeros_like, params))
 
   def update(
     self,
-    grads: Any,
+    grads: Tree,
     state: RecordedState,
-    params: Any,
+    params: Tree,
     *,
-    names: Any,
+    names: Tree,
     learning_rate: jax.Array,
     step: jax.Array,
-  ) -> tuple[Any, RecordedState]:
+  ) -> tuple[Tree, RecordedState]:
     params, inner = self.optimizer.update(
       grads, state.optimizer, params, names=names, learning_rate=learning_rate, step=step
     )
     return params, RecordedState(inner, grads)
 
-  def state_names(self, params: Any, names: Any) -> RecordedState:
+  def state_names(self, params: Tree, names: Tree) -> RecordedState:
     return RecordedState(self.optimizer.state_names(params, names), names)

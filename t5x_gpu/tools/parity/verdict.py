@@ -9,9 +9,10 @@ parameters, metrics, optimizer state and update. A `Report` becomes table rows o
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.data.batches import Batch
+from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.tools.parity.compare import ArrayDifference
 from t5x_gpu.tools.parity.paired_run import Rounding, StepDifferences, TwoRuns
 
@@ -300,10 +301,10 @@ def parameter_rows(report: Report) -> list[list[str]]:
   return rows
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: Report) -> JsonObject:
   """Returns the report for JSON; infinite differences are None."""
 
-  def arrays(found: list[ArrayDifference]) -> dict[str, Any]:
+  def arrays(found: list[ArrayDifference]) -> JsonObject:
     return {d.leaf.name(): [_finite(x) for x in d.by_layer] for d in found}
 
   return {

@@ -12,9 +12,10 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.tools.planning.gpu_targets import TARGETS, GpuTarget
 
 _NCCL = 'https://github.com/NVIDIA/nccl/blob/v2.19.3-1/src/graph/tuning.cc'
@@ -32,7 +33,7 @@ HIDDEN = {'stage': 0.0, 'data': 0.85, 'fsdp': 0.8, 'context': 0.8, 'expert': 0.3
 class Effective(NamedTuple):
   """A figure that a prediction uses, and its source."""
 
-  value: Any
+  value: float | Mapping[str, float]
   source: str
 
 
@@ -294,7 +295,7 @@ def read(path: pathlib.Path) -> Calibration:
   return Calibration(values, gpu, path)
 
 
-def _results(path: pathlib.Path) -> Mapping[str, Any]:
+def _results(path: pathlib.Path) -> Json:
   try:
     results = json.loads(path.read_text(encoding='utf-8'))
   except OSError as e:
@@ -317,7 +318,7 @@ def _results(path: pathlib.Path) -> Mapping[str, Any]:
   return results
 
 
-def _measured(rows: list[Mapping[str, Any]], gpu: GpuTarget) -> Iterator[tuple[str, float]]:
+def _measured(rows: list[Json], gpu: GpuTarget) -> Iterator[tuple[str, float]]:
   for name, precision in (('gemm_efficiency', 'bfloat16'), ('fp8_gemm_efficiency', 'fp8')):
     rates = [
       row['tflops']
@@ -337,7 +338,7 @@ def _measured(rows: list[Mapping[str, Any]], gpu: GpuTarget) -> Iterator[tuple[s
       yield name, min(1.0, rate * 1e12 / gpu.peak_flops('bfloat16'))
 
 
-def _attention(rows: list[Mapping[str, Any]], kernel: str) -> Optional[float]:
+def _attention(rows: list[Json], kernel: str) -> Optional[float]:
   """Returns TFLOP/s forward and backward of a kernel, on rows closest to 4096."""
   timed = [
     (abs(row['length'] - _LENGTH), row['backward']['tflops'])

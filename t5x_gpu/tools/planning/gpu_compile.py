@@ -16,7 +16,6 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -166,7 +165,7 @@ class CompiledStep:
 
   @functools.cached_property
   def kernels(self) -> Mapping[str, KernelCount]:
-    """Kind of matrix kernel -> its number (`kernels.KINDS`)."""
+    """Kind of matrix kernel -> its number (`kernels.KERNEL_KINDS`)."""
     return count_kernels(self.hlo)
 
   @property
@@ -212,7 +211,7 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
   )
 
 
-def memory_of(compiled: Any, hlo: str) -> CompiledMemory:
+def memory_of(compiled: jax.stages.Compiled, hlo: str) -> CompiledMemory:
   """Returns the memory of a compiled function on one device; `hlo` is its text.
 
   Donated arguments share their memory with outputs. XLA's own peak counts the arguments alone

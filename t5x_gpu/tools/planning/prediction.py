@@ -19,7 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional, Union
 
 import flax.traverse_util
 import jax
@@ -33,6 +33,7 @@ from t5x_gpu.models.flops import step_flops, step_tokens
 from t5x_gpu.models.model import Model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.partitioning import pipeline as pipeline_lib
+from t5x_gpu.partitioning.pipeline_schedules import Pipeline
 from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
@@ -51,6 +52,7 @@ from t5x_gpu.tools.planning.gpu_targets import GpuTarget, can_compile, described
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.train_step import StepConfig
 
+Setting = Union[None, bool, int, float, str]  # the value of a gin parameter
 SECONDS_PER_DAY = 86400
 # Sources of memory and traffic, from the least to the most exact.
 FORMULA, PARTITIONED, COMPILED = 'formula', 'partitioned', 'compiled'
@@ -256,7 +258,7 @@ def _params_by_part(program: Program, model: Model) -> dict[str, int]:
   return dict(found.most_common())
 
 
-def _recomputes_for(shape: StepShape, pipeline: Any) -> str:
+def _recomputes_for(shape: StepShape, pipeline: Optional[Pipeline]) -> str:
   if not shape.recomputes:
     return ''
   if pipeline:
@@ -264,7 +266,7 @@ def _recomputes_for(shape: StepShape, pipeline: Any) -> str:
   return MICROBATCHES if shape.by_layer else REMAT
 
 
-def _bubble_fraction(pipeline: Any) -> float:
+def _bubble_fraction(pipeline: Optional[Pipeline]) -> float:
   if pipeline is None:
     return 0.0
   return pipeline_lib.bubble_fraction(

@@ -9,7 +9,7 @@ program compiled for the CPU, or for a GPU that this machine does not need.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.compiled.collectives import flops_per_device, partitioned
 from t5x_gpu.errors import ModelError
@@ -18,6 +18,7 @@ from t5x_gpu.models.dpo import DpoModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.runtime.main_log import silent
+from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import mib, table
 from t5x_gpu.tools.planning.gpu_compile import compile_step
 from t5x_gpu.tools.planning.gpu_targets import DescribedGpus
@@ -77,7 +78,7 @@ def remat_costs(
   return costs
 
 
-def with_config(model: Model, **changes: Any) -> Model:
+def with_config(model: Model, **changes: object) -> Model:
   """Returns `model` with other values in its TransformerConfig.
 
   Raises:
@@ -131,6 +132,6 @@ def remat_text(costs: Sequence[RematCost], *, current: str, gpu: Optional[str] =
   )
 
 
-def remat_json(costs: Sequence[RematCost], *, current: str) -> dict[str, Any]:
+def remat_json(costs: Sequence[RematCost], *, current: str) -> JsonObject:
   """Returns the contents of `remat_text` for JSON."""
   return {'current': current, 'policies': [dataclasses.asdict(cost) for cost in costs]}

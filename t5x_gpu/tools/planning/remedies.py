@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import MeshError, UserError
 from t5x_gpu.models.model import config_of
@@ -27,7 +27,7 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
   PARAMETERS,
   STACK,
 )
-from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction
+from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction, Setting
 from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.training.optimizers import AdamW
 
@@ -110,7 +110,7 @@ def _joined(first: Change, second: Change) -> Change:
   return Change((*first.settings, *second.settings), second.config)
 
 
-def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Any]:
+def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Setting]:
   """Returns the parameters that are not default in `wanted` or in `given`.
 
   A run keeps the settings of its own gin files, so parameters that return to their default are
@@ -156,7 +156,7 @@ def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitione
   Parameters of `given` that neither split the run nor save memory stay.
   """
   hosts, each, total = topology.num_hosts, topology.devices_per_host, topology.num_devices
-  options: list[dict[str, Any]] = [dict(data=1, fsdp=total)]
+  options: list[dict[str, Setting]] = [dict(data=1, fsdp=total)]
   if hosts > 1 and each > 1:
     options.append(dict(ici_mesh_shape={'fsdp': each}, dcn_mesh_shape={'data': hosts}))
   for model in (2, 4, 8):
@@ -173,7 +173,7 @@ def _partitioners(given: Partitioner, topology: Topology) -> Iterator[Partitione
     yield wanted
 
 
-def _fsdp_for_data(given: Partitioner, topology: Topology) -> Optional[dict[str, Any]]:
+def _fsdp_for_data(given: Partitioner, topology: Topology) -> Optional[dict[str, Setting]]:
   """Returns the sizes of `given` with `data` moved into fsdp; None if no other axis splits it."""
   by_host = given.ici_mesh_shape is not None or given.dcn_mesh_shape is not None
   try:
@@ -302,7 +302,7 @@ def _ranked(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
     left = left[number:]
 
 
-def _cost_besides_time(candidate: _Candidate) -> tuple[Any, ...]:
+def _cost_besides_time(candidate: _Candidate) -> tuple[object, ...]:
   change, prediction = candidate
   of_change = not change.keeps_precision, len(change.kinds)
   return *of_change, prediction.memory.needed_bytes, len(change.settings)

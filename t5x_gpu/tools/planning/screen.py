@@ -3,8 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import count, duration, mib, seconds, show, table
 from t5x_gpu.tools.planning.devices import GPUS_PER_HOST
 from t5x_gpu.tools.planning.formulas.step_memory import (
@@ -349,7 +349,7 @@ def _ms(value: float) -> str:
   return f'{value * 1e3:,.2f}'
 
 
-def prediction_json(p: Prediction) -> dict[str, Any]:
+def prediction_json(p: Prediction) -> JsonObject:
   """Returns all values of a prediction; seconds, bytes, FLOPs, and shares of 1."""
   memory, time = p.memory, p.time
   return {

@@ -8,18 +8,19 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.compiled.collectives import Collective, flops_per_device, inventory, partitioned_hlo
-from t5x_gpu.compiled.kernels import KINDS, KernelCount
+from t5x_gpu.compiled.kernels import KERNEL_KINDS, KernelCount
 from t5x_gpu.partitioning import array_layout
 from t5x_gpu.partitioning.array_layout import ArrayLayout, part_held, state_layouts
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
 from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.topology import Device
+from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import mib, table
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep
 from t5x_gpu.tools.planning.sharding_lint import PURPOSES, Finding, ParameterShapes, lint, purpose
@@ -289,7 +290,7 @@ def traffic_text(plan: ShardingPlan) -> str:
   return '\n'.join(lines)
 
 
-def as_json(plan: ShardingPlan) -> dict[str, Any]:
+def as_json(plan: ShardingPlan) -> JsonObject:
   """Returns the plan for JSON."""
   shapes = ParameterShapes(plan.parameters, plan.program.layout.sizes.total)
   return {
@@ -303,12 +304,12 @@ def as_json(plan: ShardingPlan) -> dict[str, Any]:
   }
 
 
-def layout_json(program: Program) -> dict[str, Any]:
+def layout_json(program: Program) -> JsonObject:
   """Returns the sharding, as far as it is known before the step is compiled."""
   sizes = program.layout.sizes
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
 
-  def arrays(layouts: Sequence[ArrayLayout]) -> list[dict[str, Any]]:
+  def arrays(layouts: Sequence[ArrayLayout]) -> list[JsonObject]:
     return [
       {**dataclasses.asdict(a), 'bytes': a.num_bytes, 'bytes_per_device': a.bytes_per_device}
       for a in layouts
@@ -370,8 +371,8 @@ def _sent(step: CompiledStep) -> str:
   return table(rows, right=(2, 3)) if step.overlaps else 'no collectives: the GPUs exchange nothing'
 
 
-def gpu_json(step: CompiledStep) -> dict[str, Any]:
-  """Returns the contents of `gpu_text` for JSON; kernels as in `kernels.KINDS`."""
+def gpu_json(step: CompiledStep) -> JsonObject:
+  """Returns the contents of `gpu_text` for JSON; kernels as in `kernels.KERNEL_KINDS`."""
   memory = step.memory
   return {
     'gpu': step.gpus.target.name,
@@ -380,9 +381,7 @@ def gpu_json(step: CompiledStep) -> dict[str, Any]:
     'argument_bytes': memory.argument_bytes,
     'temporary_bytes': memory.temporary_bytes,
     'output_bytes': memory.output_bytes,
-    'kernels': {
-      kind: {'calls': step.kernels[kind].calls, 'runs': step.kernels[kind].runs} for kind in KINDS
-    },
+    'kernels': {kind: dataclasses.asdict(step.kernels[kind]) for kind in KERNEL_KINDS},
     'sent': {
       f'{o.kind} {"+".join(o.axes)}': {'bytes': o.num_bytes, 'hidden_bytes': o.hidden_bytes}
       for o in step.overlaps

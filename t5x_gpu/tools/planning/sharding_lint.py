@@ -10,13 +10,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.compiled.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.partitioning.axis_rules import Table
 from t5x_gpu.partitioning.manual_collectives import SCOPE
 from t5x_gpu.terminal.console import show
+from t5x_gpu.training.program import Program
 
 PARAMETER, GRADIENT, ACTIVATION = 'parameter gather', 'gradient reduction', 'activation'
 OPTIMIZER, OTHER = 'optimizer', 'other'
@@ -134,11 +135,11 @@ class Finding:
     return f'{self.rule}: {self.what}\n  {self.fix}'
 
 
-def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) -> list[Finding]:
+def lint(program: Program, *, collectives: Optional[Sequence[Collective]] = None) -> list[Finding]:
   """Returns the findings for the training step of a program, most expensive first.
 
   Args:
-    program: a training.program.Program.
+    program: program on simulated devices.
     collectives: collectives of its training step; None compiles the step here.
   """
   mesh_shape = program.layout.mesh.shape
@@ -305,11 +306,12 @@ def repeated(
 ) -> list[Finding]:
   """Returns reductions that run more often than gradients of that shape exist."""
   shapes = ParameterShapes(parameters, mesh_shape)
-  groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+  groups: dict[tuple[object, ...], list[Collective]] = collections.defaultdict(list)
   for c in collectives:
     if purpose(c, shapes) == GRADIENT:
       groups[c.axes, c.kind, key(c.shape)].append(c)
-  wasted: dict[tuple[Any, ...], list[tuple[int, str, Collective]]] = collections.defaultdict(list)
+  wasted: dict[tuple[object, ...], list[tuple[int, str, Collective]]]
+  wasted = collections.defaultdict(list)
   for (axes, kind, _), members in groups.items():
     matches = shapes.find(members[0].shape)
     times = sum(c.count for c in members) / sum(m.copies for m in matches)

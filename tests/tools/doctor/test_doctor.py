@@ -267,6 +267,11 @@ def test_all_reduce_is_held_against_the_links(rates, status, text):
   assert check.status == status and text in check.value
 
 
+def test_cards_without_nvlink_are_not_held_against_it():
+  found = {'together': {**TOGETHER, 'kind': 'NVIDIA H100 PCIe'}, 'all_reduce': {'in_host': 20e9}}
+  assert checks_lib.check_all_reduce(found).status == OK
+
+
 @pytest.mark.parametrize(
   'found, text',
   [
@@ -481,5 +486,3 @@ def test_matmul_on_a_gpu_stays_below_its_datasheet():
   found = measure.describe_devices()
   check = checks_lib.check_matmul(rates, devices=found)
   assert check.status == OK, check
-  clocks = measure.clocks_under_load(jax.local_devices()[:1], rates[0])
-  assert 'MHz under load' in checks_lib.check_clocks(clocks, gpus=1).value

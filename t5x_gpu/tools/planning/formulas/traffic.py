@@ -38,7 +38,7 @@ class CollectiveTraffic:
   """Collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind: one of `collectives.KINDS`.
+    kind: one of `collectives.COLLECTIVE_KINDS`.
     axes: mesh axes, in the order of the mesh.
     num_bytes: bytes that a device sends in a step, in a ring.
     calls: number of collectives in a step.

@@ -7,12 +7,12 @@ products; each of their arrays is read and written once, as XLA fuses them.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import seen_keys, step_flops
+from t5x_gpu.models.model import Model
 from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
 from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
 
@@ -59,7 +59,7 @@ class Work:
   in_layers: bool = True
 
 
-def step_work(shape: StepShape, program: Program, model: Any) -> list[Work]:
+def step_work(shape: StepShape, program: Program, model: Model) -> list[Work]:
   """Returns the whole computation of the busiest device in a step."""
   found: list[Work] = []
   if shape.config is None:

@@ -14,16 +14,17 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import rich.console
 import rich.progress
 
 from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import show, table
 from t5x_gpu.tools.planning import screen
 from t5x_gpu.tools.planning.gpu_targets import find_target
-from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction
+from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction, Setting
 from t5x_gpu.tools.planning.remedies import ALMOST, EQUAL, layout_settings
 from t5x_gpu.tools.planning.screen import seconds
 from t5x_gpu.tools.planning.search import workers
@@ -61,7 +62,7 @@ class SearchState:
   given: Optional[Prediction | str] = None
   seconds: float = 0.0
   is_complete: bool = False
-  _ratios: dict[Any, list[float]] = dataclasses.field(default_factory=dict)
+  _ratios: dict[tuple[object, ...], list[float]] = dataclasses.field(default_factory=dict)
 
   def add(self, score: Score, outcome: Prediction | str) -> None:
     """Adds the result of compiling a variant: a prediction, or why it does not compile."""
@@ -368,7 +369,7 @@ def gin_text(
   return '\n'.join(lines) + '\n'
 
 
-def _for_any_hosts(layout: Mapping[str, Any]) -> dict[str, Any]:
+def _for_any_hosts(layout: Mapping[str, Setting]) -> dict[str, Setting]:
   """Returns `layout` with -1 for the axis that spans hosts.
 
   The result gives the same mesh on the searched GPUs, and also works on other numbers of hosts.
@@ -420,7 +421,7 @@ def _comment(what: str, reasons: Iterable[str]) -> list[str]:
   return [f'# {what}:', *lines] if lines else []
 
 
-def search_json(found: SearchState) -> dict[str, Any]:
+def search_json(found: SearchState) -> JsonObject:
   """Returns every variant that fits, the fastest first; seconds and bytes."""
   fitting = sorted((s for s in found.scores if found.fits(s)), key=found.estimate)
   return {

@@ -5,7 +5,7 @@ All compute the same step, except variants in another precision.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import MeshError
 from t5x_gpu.models.model import config_of
@@ -14,7 +14,7 @@ from t5x_gpu.partitioning.mesh_sizes import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
-from t5x_gpu.tools.planning.prediction import PlanConfig
+from t5x_gpu.tools.planning.prediction import PlanConfig, Setting
 from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.tools.planning.remedies import SIZES
 
@@ -25,7 +25,7 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 _LEAST_LENGTH = 2048
 
 # (parameter of Partitioner, value) for all values that differ from the default
-Layout = tuple[tuple[str, Any], ...]
+Layout = tuple[tuple[str, Setting], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,9 @@ def precisions(config: PlanConfig, gpu: GpuTarget) -> tuple[Optional[str], ...]:
   return (of_model.dtype,)
 
 
-def policies(config: PlanConfig, layout: Layout, num_microbatches: int) -> tuple[Any, ...]:
+def policies(
+  config: PlanConfig, layout: Layout, num_microbatches: int
+) -> tuple[Optional[str], ...]:
   """Returns values of TransformerConfig.remat_policy that make a difference."""
   if config_of(config.model) is None:
     return (None,)
@@ -114,7 +116,7 @@ def layouts(config: PlanConfig, topology: Topology) -> Iterator[Layout]:
           yield _layout(**sizes, **of_stages)
 
 
-def _replicas(number: int) -> Iterator[dict[str, Any]]:
+def _replicas(number: int) -> Iterator[dict[str, Setting]]:
   """Yields ways in which `number` devices share the batch: replicas of groups with fsdp."""
   for fsdp in divisors(number):
     yield dict(data=number // fsdp, fsdp=fsdp)
@@ -122,7 +124,7 @@ def _replicas(number: int) -> Iterator[dict[str, Any]]:
       yield dict(data=number // fsdp, fsdp=fsdp, zero_stage=1)
 
 
-def _stages(topology: Topology, left: int) -> Iterator[dict[str, Any]]:
+def _stages(topology: Topology, left: int) -> Iterator[dict[str, Setting]]:
   """Yields pipelines across hosts, on `left` devices."""
   for stage in divisors(topology.num_hosts)[1:]:
     rest = left // stage
@@ -155,7 +157,7 @@ def with_overlap(variant: Variant) -> Optional[Variant]:
   return dataclasses.replace(variant, layout=_layout(**sizes, overlap_layers=True))
 
 
-def _keeps_inputs_only(sizes: dict[str, Any], num_microbatches: int) -> bool:
+def _keeps_inputs_only(sizes: dict[str, Setting], num_microbatches: int) -> bool:
   """Returns whether layers are recomputed with every policy: pipelines, ZeRO by layer."""
   by_layer = (
     num_microbatches > 1
@@ -171,7 +173,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Partition
 }
 
 
-def _layout(**sizes: Any) -> Layout:
+def _layout(**sizes: Setting) -> Layout:
   return tuple(
     (name, value)
     for name, value in sorted(sizes.items())

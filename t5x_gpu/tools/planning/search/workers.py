@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.partitioning.layout import Layout as RunLayout
@@ -42,7 +42,7 @@ class Score:
   least_seconds: float
   needed_bytes: int
   pool_bytes: int
-  family: tuple[Any, ...]
+  family: tuple[object, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Worker:
       return str(e)
 
 
-def _family(layout: RunLayout, variant: Variant) -> tuple[Any, ...]:
+def _family(layout: RunLayout, variant: Variant) -> tuple[object, ...]:
   sizes = layout.sizes
   axes = tuple((axis, sizes.crosses_hosts(axis)) for axis, n in sizes.total.items() if n > 1)
   accumulates = layout.accumulate_by if variant.num_microbatches > 1 else ''
