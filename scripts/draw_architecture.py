@@ -16,7 +16,7 @@ PACKAGE = ROOT / 't5x_gpu'
 PICTURE = ROOT / 'docs' / 'images' / 'architecture.svg'
 COMMANDS = 'commands'
 # Horizontal places next to the middle column, so that long arrows do not cross boxes.
-COLUMNS = {'compiled': 790, 'metrics': 250, 'data': 790, 'terminal': 790}
+COLUMNS = {'reporting': 140, 'compiled': 790, 'metrics': 250, 'data': 790, 'terminal': 790}
 WIDTH, BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT = 960, 212, 52, 92
 STYLE = (
   'text{font-family:sans-serif;fill:#222}.name{font-size:15px;font-weight:bold}'
