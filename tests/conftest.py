@@ -135,6 +135,17 @@ def warm(tmp_path_factory):
     yield started
 
 
+@pytest.fixture(scope='session')
+def mixed_rows(tmp_path_factory):
+  """A prepared mixture of 6 : 3 : 1 with packed rows of 32 tokens; tests must not change it."""
+  from tests.helpers_prepared import prepare_here
+
+  folder = tmp_path_factory.mktemp('mixed_rows')
+  prepare_here('mixed', folder, num_parts=2)
+  prepare_here('mixed', folder, num_parts=1, split='validation')
+  return folder
+
+
 @pytest.fixture
 def golden(request):
   """Returns check(path, text), which fails with a diff where text is not what `path` holds."""

@@ -241,15 +241,11 @@ from t5x_gpu.models import decoder_only
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
-  inner: decoder_only.DecoderOnlyModel
+class Own(decoder_only.DecoderOnlyModel):
   loss_alone: bool = False
 
-  def __getattr__(self, name):
-    return getattr(self.inner, name)
-
   def loss(self, params, batch, *, dropout_key=None):
-    sums = self.inner.loss(params, batch, dropout_key=dropout_key)
+    sums = super().loss(params, batch, dropout_key=dropout_key)
     if self.loss_alone:
       return {'loss': sums['loss']}
     total, weight = sums['cross_entropy']
@@ -270,9 +266,9 @@ def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
     tmp_path,
     gin=TINY_GIN
     + (
-      'import own_model\nfrom t5x_gpu.models import decoder_only\n'
+      'import own_model\nfrom t5x_gpu.models import config\n'
       'train_script.train.model = @own_model.Own()\n'
-      'own_model.Own.inner = @decoder_only.DecoderOnlyModel()\n'
+      'own_model.Own.config = @config.TransformerConfig()\n'
       f'own_model.Own.loss_alone = {loss_alone}\n'
     ),
   )

@@ -5,7 +5,6 @@ import collections
 import pytest
 
 from t5x_gpu.data import batches, data_module, features
-from tests.helpers_prepared import prepare_here
 
 Opened = collections.namedtuple('Opened', 'spec iterator config')
 
@@ -22,15 +21,6 @@ def _text_folder(tmp_path):
       number += 1
       text.append(f'line {number} ' + 'abcdefgh' * (number % 7))
     (folder / f'{f}.txt').write_text('\n'.join(text) + '\n')
-  return folder
-
-
-@pytest.fixture(name='mixed_rows', scope='session')
-def _mixed_rows(tmp_path_factory):
-  """A prepared mixture of 6 : 3 : 1 with packed rows of 32 tokens; tests must not change it."""
-  folder = tmp_path_factory.mktemp('mixed_rows')
-  prepare_here('mixed', folder, num_parts=2)
-  prepare_here('mixed', folder, num_parts=1, split='validation')
   return folder
 
 
