@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Optional
 
-from t5x_gpu.compiled.collectives import KINDS, Collective
+from t5x_gpu.compiled.collectives import COLLECTIVE_KINDS, Collective
 
 
 def total_bytes(
@@ -39,5 +39,5 @@ def chosen(
   collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
 ) -> list[Collective]:
   """Returns the collectives of one kind whose axes include `axis`; None takes all."""
-  assert kind is None or kind in KINDS, kind
+  assert kind is None or kind in COLLECTIVE_KINDS, kind
   return [c for c in collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
