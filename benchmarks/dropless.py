@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul
-from t5x_gpu.layers.moe import MoeMlp
+from t5x_gpu.layers.moe import MoeConfig, MoeMlp
 from t5x_gpu.partitioning.axis_rules import split_names
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'dropless.json'
@@ -32,7 +32,10 @@ BATCH, LENGTH, EMBED, MLP = 4, 512, 256, 512
 
 def layer(experts: int, k: int, factor: Any) -> Callable[[], Any]:
   """Returns a function that computes loss and gradients once."""
-  module = MoeMlp(experts, MLP, k, factor)
+  config = MoeConfig(
+    num_experts=experts, num_experts_per_token=k, expert_capacity_factor=factor, mlp_dim=MLP
+  )
+  module = MoeMlp(config)
   x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, EMBED))
   params = jax.jit(lambda: split_names(module.init(jax.random.key(0), x[:1, :1])['params'])[0])()
   step = jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(module.apply({'params': p}, x)[0] ** 2)))

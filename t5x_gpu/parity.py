@@ -22,8 +22,8 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
+from t5x_gpu.layers.config import IN_FLOAT32
 from t5x_gpu.models.model import uses_fp8
-from t5x_gpu.models.precision import IN_FLOAT32
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Device, Topology, discover
 from t5x_gpu.runtime.xla import flags as flags_lib

@@ -61,12 +61,14 @@ def trees() -> dict[pathlib.Path, ast.Module]:
 def parameters() -> dict[str, set[str]]:
   """Returns class or function -> the names that gin can bind, and its other attributes."""
   found: dict[str, set[str]] = {}
+  bases: dict[str, list[str]] = {}
   for tree in trees().values():
     for node in tree.body:
       if isinstance(node, ast.FunctionDef):
         found.setdefault(node.name, set()).update(_arguments(node))
       elif isinstance(node, ast.ClassDef):
         names = found.setdefault(node.name, set())
+        bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
         for item in node.body:
           if isinstance(item, ast.AnnAssign):
             names.add(item.target.id)
@@ -74,6 +76,11 @@ def parameters() -> dict[str, set[str]]:
             names.update(target.id for target in item.targets if isinstance(target, ast.Name))
           elif isinstance(item, ast.FunctionDef):
             names.update(_arguments(item) if item.name == '__init__' else [item.name])
+
+  def inherited(name: str) -> set[str]:
+    return found.get(name, set()).union(*map(inherited, bases.get(name, ())))
+
+  found |= {name: inherited(name) for name in bases}
   found['train'] |= found['Run'] | found['EvalConfig'] | found['StepConfig']  # it makes a Run
   return found
 

@@ -565,7 +565,11 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_compiles(flags):
 def test_the_one_device_that_a_mesh_is_compared_with_needs_memory_too(monkeypatch):
   """Split over the mesh the state fits; whole it does not."""
   config = StepConfig(
-    model=DecoderOnlyModel(TransformerConfig(64, 1, 16, 2, 8, 2**16)),
+    model=DecoderOnlyModel(
+      TransformerConfig(
+        vocab_size=64, num_layers=1, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=2**16
+      )
+    ),
     optimizer=AdamW(),
     partitioner=Partitioner(data=1, fsdp=8),
     train_dataset_cfg=ROWS,

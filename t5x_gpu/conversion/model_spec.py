@@ -217,7 +217,8 @@ def gin_text(model: ModelFields, *, title: str) -> str:
     'config.TransformerConfig:',
   ]
   kinds = [rope for rope in dict.fromkeys(c.rope_of_layers) if rope]
-  for field in dataclasses.fields(c):
+  # Settings without a default, the sizes, come first.
+  for field in sorted(dataclasses.fields(c), key=lambda f: f.default is not dataclasses.MISSING):
     value = getattr(c, field.name)
     if field.name in macros:
       lines.append(f'  {field.name} = %{macros[field.name]}')

@@ -3,6 +3,7 @@
 With a `KVCache`, decoding computes keys and values of each token once.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.backends.kinds import Attention
-from t5x_gpu.layers.dense import DenseGeneral, Initializer, Linear, LinearParams, fan_in_init
+from t5x_gpu.layers.config import LayerConfig
+from t5x_gpu.layers.dense import DenseGeneral, Linear, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.layers.fp8 import contract, on_kernels, operand
 from t5x_gpu.layers.norm import HeadsNorm, RMSNorm
@@ -79,32 +81,43 @@ BIASES = ('none', 'qkv', 'all')
 FEATURE_NORMS = ('head', 'head_plus_one', 'all_heads')
 
 
-class MultiHeadAttention(nn.Module):
-  """Projections to heads, attention, and the projection back.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig(LayerConfig):
+  """Settings of the heads of an attention.
 
   Attributes:
-    num_heads, head_dim: query heads and their features; the product may differ from embed_dim.
-    num_kv_heads: key and value heads, each shared by several query heads; None for num_heads.
-    query_pre_attn_scalar: logits are divided by the square root of this number; None for T5, whose
-      query initializer includes the factor.
-    bias_in: which projections have a bias: 'none', 'qkv' or 'all'.
-    qk_norm: norm of queries and keys, one of FEATURE_NORMS; None for no norm.
-    norm_epsilon: epsilon of the norm.
-    dropout_rate: dropout rate of attention weights.
-    dtype: dtype of the projections; logits and softmax are float32.
-    kernel_init: initializer of all kernels; None for T5's initializers.
+    num_heads: number of attention heads.
+    head_dim: features of one head; num_heads x head_dim need not be embed_dim.
+    num_kv_heads: key and value heads, each shared by several query heads (GQA; 1 is MQA); None for
+      num_heads.
+    query_pre_attn_scalar: attention logits are divided by the square root of this number, usually
+      head_dim. None for T5, whose query initializer includes the factor.
+    qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
+    qk_norm_kind: 'head', over the features of each head; 'head_plus_one', which multiplies by
+      1 + scale (Gemma-3); 'all_heads', over the features of all heads together (OLMo-2).
+    attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
+    attention_dropout: dropout rate of attention weights; None for dropout_rate.
   """
 
   num_heads: int
   head_dim: int
   num_kv_heads: Optional[int] = None
   query_pre_attn_scalar: Optional[float] = None
-  bias_in: str = 'none'
-  qk_norm: Optional[str] = None
-  norm_epsilon: float = 1e-6
-  dropout_rate: float = 0.0
-  dtype: Any = jnp.float32
-  kernel_init: Optional[Initializer] = None
+  qk_norm: bool = False
+  qk_norm_kind: str = 'head'
+  attention_bias: str = 'none'
+  attention_dropout: Optional[float] = None
+
+  @property
+  def kv_heads(self) -> int:
+    """Heads of keys and values."""
+    return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+
+class MultiHeadAttention(nn.Module):
+  """Projections to heads, attention, and the projection back; logits and softmax are float32."""
+
+  config: AttentionConfig
 
   @nn.compact
   def __call__(
@@ -134,47 +147,46 @@ class MultiHeadAttention(nn.Module):
       layer: index of this layer in `cache`.
       dropout_rng: None for no dropout.
     """
-    inputs = {'query': x}
+    c, inputs = self.config, {'query': x}
     if kv_input is not None:
       inputs |= {'key': kv_input, 'value': kv_input}
     heads = self._project(inputs)
     query, key, value = (heads.get(name) for name in ('query', 'key', 'value'))
-    if self.qk_norm is not None:
+    if c.qk_norm:
       query = self._feature_norm('query_norm', 'heads')(query)
       key = None if key is None else self._feature_norm('key_norm', 'kv_heads')(key)
     if rotation is not None:
       query, key = rotation(query), rotation(key)
-    if self.query_pre_attn_scalar is not None:
-      query = query * jnp.asarray(self.query_pre_attn_scalar**-0.5, query.dtype)
+    if c.query_pre_attn_scalar is not None:
+      query = query * jnp.asarray(c.query_pre_attn_scalar**-0.5, query.dtype)
     if cache is not None:
       if key is not None:
         cache = cache.write(layer, key, value)
       key, value = cache.read(layer)
     # T5 drops an attention weight for all queries at once, which is equivalent to dropping a value.
-    value = dropout_positions(
-      value, self.dropout_rate, dropout_rng, num_heads=self.num_kv_heads or self.num_heads
-    )
+    value = dropout_positions(value, c.dropout('attention'), dropout_rng, num_heads=c.kv_heads)
     out = attention(query, key, value, bias, window)
     out = shard(out, 'batch', 'length', 'heads', 'kv')
-    init = self.kernel_init or fan_in_init(num_in=2, distribution='normal')
+    init = c.kernel_init or fan_in_init(num_in=2, distribution='normal')
     out = DenseGeneral(
       (x.shape[-1],),
       ('heads', 'kv', 'embed'),
       num_in=2,
       kernel_init=init,
-      dtype=self.dtype,
-      use_bias=self.bias_in == 'all',
+      dtype=c.compute_dtype,
+      use_bias=c.attention_bias == 'all',
       bias_along='residual_length',
       name='out',
     )(out)
     return shard(out, 'batch', 'residual_length', 'embed'), cache
 
   def _feature_norm(self, name: str, heads: str) -> nn.Module:
-    if self.qk_norm == 'all_heads':
-      count = self.num_heads if heads == 'heads' else self.num_kv_heads or self.num_heads
-      return HeadsNorm(count, self.norm_epsilon, self.dtype, heads=heads, name=name)
-    plus_one = self.qk_norm == 'head_plus_one'
-    return RMSNorm(self.norm_epsilon, self.dtype, plus_one, axis='kv', along=heads, name=name)
+    c = self.config
+    if c.qk_norm_kind == 'all_heads':
+      count = c.num_heads if heads == 'heads' else c.kv_heads
+      return HeadsNorm(count, c.norm_epsilon, c.compute_dtype, heads=heads, name=name)
+    plus_one = c.qk_norm_kind == 'head_plus_one'
+    return RMSNorm(c.norm_epsilon, c.compute_dtype, plus_one, axis='kv', along=heads, name=name)
 
   def _project(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns name -> [batch, length, heads, kv] from name -> input [batch, length, embed].
@@ -183,34 +195,27 @@ class MultiHeadAttention(nn.Module):
     by key and value head, so the input is gathered once and its gradient reduced once. If there are
     fewer key and value heads than devices, every device computes the head that its queries need.
     """
-    kv_heads = self.num_kv_heads or self.num_heads
-    maps = {}
+    c, dtype, maps = self.config, self.config.compute_dtype, {}
     for name, x in inputs.items():
-      axis, count = ('heads', self.num_heads) if name == 'query' else ('kv_heads', kv_heads)
-      init = self.kernel_init or fan_in_init(
-        num_in=1,
-        distribution='normal',
-        scale=1.0 / self.head_dim
-        if name == 'query' and self.query_pre_attn_scalar is None
-        else 1.0,
-      )  # the 1/sqrt(kv) of T5's softmax
+      axis, count = ('heads', c.num_heads) if name == 'query' else ('kv_heads', c.kv_heads)
+      # T5's queries start with the factor 1/sqrt(kv), which its softmax lacks.
+      scale = 1.0 / c.head_dim if name == 'query' and c.query_pre_attn_scalar is None else 1.0
+      init = c.kernel_init or fan_in_init(num_in=1, distribution='normal', scale=scale)
       maps[name] = LinearParams(
-        (x.shape[-1], count, self.head_dim),
+        (x.shape[-1], count, c.head_dim),
         ('embed', axis, 'kv'),
         init,
-        self.bias_in != 'none',
+        c.attention_bias != 'none',
         name=name,
-      )(self.dtype)
-    operands = {
-      id(x): operand(x.astype(self.dtype), maps[name].kernel) for name, x in inputs.items()
-    }
+      )(dtype)
+    operands = {id(x): operand(x.astype(dtype), maps[name].kernel) for name, x in inputs.items()}
     ways = split_ways('kv_heads')
     if ways == 1:
       return {
         name: self._finish(name, m, contract(operands[id(x)], m.kernel), x)
         for (name, x), m in zip(inputs.items(), maps.values())
       }
-    groups = kv_heads if kv_heads % ways == 0 else ways
+    groups = c.kv_heads if c.kv_heads % ways == 0 else ways
 
     def by_group(x: jax.Array) -> jax.Array:
       """Returns [..., groups, heads per group, kv] of parameters [..., heads, kv]."""
@@ -229,8 +234,8 @@ class MultiHeadAttention(nn.Module):
       for name, kernel in zip(names, kernels):
         part = y[..., start : start + kernel.shape[-2], :]
         start += kernel.shape[-2]
-        m = maps[name].on_features(lambda w: by_group(w).reshape(*w.shape[:-2], -1, self.head_dim))
-        projected[name] = self._finish(name, m, part.reshape(*x.shape[:2], -1, self.head_dim), x)
+        m = maps[name].on_features(lambda w: by_group(w).reshape(*w.shape[:-2], -1, c.head_dim))
+        projected[name] = self._finish(name, m, part.reshape(*x.shape[:2], -1, c.head_dim), x)
     return projected
 
   def _finish(self, name: str, linear: Linear, y: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,16 +1,17 @@
 """The MLP of a block, plain or gated."""
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any, Optional
+from collections.abc import Callable, Iterable
+from typing import Optional
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.layers.dense import DenseGeneral, Initializer, fan_in_init, project_together
+from t5x_gpu.layers.config import LayerConfig
+from t5x_gpu.layers.dense import DenseGeneral, fan_in_init, project_together
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.partitioning.axis_rules import shard
 
@@ -34,52 +35,68 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
   return ACTIVATIONS[name]
 
 
-class Mlp(nn.Module):
-  """Two linear maps with activations between; several activations are multiplied (gated MLP).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpConfig(LayerConfig):
+  """Settings of an MLP.
 
   Attributes:
-    mlp_dim: hidden features.
-    activations: ('gelu', 'linear') is T5.1.1's gated GELU, ('relu',) is T5 1.0's MLP.
-    dropout_rate: dropout rate of the hidden features, one mask for all positions as in T5.
-    dtype: dtype of the computation.
-    use_bias: whether both maps have a bias.
-    kernel_init: initializer of all kernels; None for T5's initializers.
-  Source: Shazeer 2020 (GLU variants).
+    mlp_dim: hidden features of the MLP, or of each expert.
+    mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP (T5
+      1.0). 'gelu' is the tanh approximation; 'gelu_exact' is BERT's.
+    mlp_bias: whether the linear maps have a bias.
+    mlp_dropout: dropout rate of the hidden features, one mask for all positions as in T5; None for
+      dropout_rate.
   """
 
   mlp_dim: int
-  activations: tuple[str, ...] = ('gelu', 'linear')
-  dropout_rate: float = 0.0
-  dtype: Any = jnp.float32
-  use_bias: bool = False
-  kernel_init: Optional[Initializer] = None
+  mlp_activations: tuple[str, ...] = ('gelu', 'linear')
+  mlp_bias: bool = False
+  mlp_dropout: Optional[float] = None
+
+  @property
+  def branches(self) -> tuple[str, ...]:
+    """Names of the kernels that multiply the input, one for each activation."""
+    number = len(self.mlp_activations)
+    return ('wi',) if number == 1 else tuple(f'wi_{i}' for i in range(number))
+
+
+def activated(config: MlpConfig, branches: Iterable[jax.Array]) -> jax.Array:
+  """Returns the hidden features: the product of the activations of all branches."""
+  return functools.reduce(
+    operator.mul, (activation(name)(y) for name, y in zip(config.mlp_activations, branches))
+  )
+
+
+class Mlp(nn.Module):
+  """Two linear maps with activations between; several activations are multiplied (gated MLP).
+
+  Source: Shazeer 2020 (GLU variants).
+  """
+
+  config: MlpConfig
 
   @nn.compact
   def __call__(self, x: jax.Array, *, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
     """Returns [batch, length, embed], the shape of `x`; `dropout_rng` None for no dropout."""
-    init = self.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
-    names = (
-      ['wi'] if len(self.activations) == 1 else [f'wi_{i}' for i in range(len(self.activations))]
-    )
+    c = self.config
+    init = c.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
     branches = project_together(
       x,
-      dict.fromkeys(names, init),
-      features=self.mlp_dim,
+      dict.fromkeys(c.branches, init),
+      features=c.mlp_dim,
       axes=('embed', 'mlp'),
-      dtype=self.dtype,
-      use_bias=self.use_bias,
+      dtype=c.compute_dtype,
+      use_bias=c.mlp_bias,
     )
-    hidden = functools.reduce(
-      operator.mul, (activation(name)(y) for name, y in zip(self.activations, branches))
-    )
-    hidden = dropout(shard(hidden, 'batch', 'length', 'mlp'), self.dropout_rate, dropout_rng)
+    hidden = shard(activated(c, branches), 'batch', 'length', 'mlp')
+    hidden = dropout(hidden, c.dropout('mlp'), dropout_rng)
     out = DenseGeneral(
       (x.shape[-1],),
       ('mlp', 'embed'),
-      dtype=self.dtype,
+      dtype=c.compute_dtype,
       name='wo',
-      kernel_init=self.kernel_init,
-      use_bias=self.use_bias,
+      kernel_init=c.kernel_init,
+      use_bias=c.mlp_bias,
       bias_along='residual_length',
     )(hidden)
     return shard(out, 'batch', 'residual_length', 'embed')

@@ -7,9 +7,9 @@ Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one r
 Gale et al. 2022 (MegaBlocks).
 """
 
+import dataclasses
 import functools
 import math
-import operator
 from typing import Any, Optional
 
 import flax.linen as nn
@@ -21,7 +21,7 @@ import numpy as np
 from t5x_gpu.layers.dense import Initializer, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul
-from t5x_gpu.layers.mlp import activation
+from t5x_gpu.layers.mlp import MlpConfig, activated
 from t5x_gpu.partitioning import expert_parallel
 from t5x_gpu.partitioning.axis_rules import is_manual, local_ways, shard, sum_over, with_axes
 from t5x_gpu.partitioning.context_parallel import length_order, local_positions
@@ -361,27 +361,37 @@ def _in_blocks(ids: jax.Array, num_groups: int) -> tuple[Placement, Groups]:
   return order.place(jnp.cumsum(sizes) - sizes, num_blocks * block), Groups(sizes, block)
 
 
-class MoeMlp(nn.Module):
-  """An `Mlp` per expert; each token uses a few experts.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig(MlpConfig):
+  """Settings of experts, each of which is an MLP of these settings.
 
   Attributes:
-    num_experts: number of experts of the layer, over all devices.
-    experts_per_token: number of experts that each token uses.
-    capacity_factor: capacity of the experts, as in `capacity`; None never drops a token.
-    mlp_dim, activations, dropout_rate, dtype: as in `Mlp`, for each expert.
-    normalize_gates: whether the gates of a token are divided by their sum, as in `choose`.
-    kernel_init: initializer of the experts' and router's kernels; None for T5's initializers.
+    num_experts: number of experts, over all devices, that replace each MLP (a mixture of experts);
+      0 for a dense MLP.
+    num_experts_per_token: number of experts that each token uses.
+    expert_capacity_factor: capacity of each expert for the tokens of a row; 1 is exactly enough if
+      tokens are spread evenly. Tokens beyond the capacity skip the experts. None is dropless: every
+      expert takes all tokens that choose it, sorted by expert.
+    normalize_gates: True divides the gates of a token's experts by their sum (Mixtral); False uses
+      the probabilities among all experts. None is True for more than one expert per token.
   """
 
-  num_experts: int
-  mlp_dim: int
-  experts_per_token: int = 2
-  capacity_factor: Optional[float] = 2.0
-  activations: tuple[str, ...] = ('gelu', 'linear')
-  dropout_rate: float = 0.0
-  dtype: Any = jnp.float32
+  num_experts: int = 0
+  num_experts_per_token: int = 2
+  expert_capacity_factor: Optional[float] = 2.0
   normalize_gates: Optional[bool] = None
-  kernel_init: Optional[Initializer] = None
+
+  @property
+  def gates_add_up(self) -> bool:
+    """Whether the gates of a token's experts are divided by their sum."""
+    several = self.num_experts_per_token > 1
+    return several if self.normalize_gates is None else self.normalize_gates
+
+
+class MoeMlp(nn.Module):
+  """An `Mlp` per expert; each token uses a few experts."""
+
+  config: MoeConfig
 
   @nn.compact
   def __call__(
@@ -398,20 +408,21 @@ class MoeMlp(nn.Module):
       valid: [batch, length], 0 on padding.
       dropout_rng: None for no dropout.
     """
+    c = self.config
     # Whole rows from here to the result: if rows were split by position, as the residual may be,
     # sorting would exchange them over `model` repeatedly.
-    router = _Router(self.num_experts, self.kernel_init, name='router')
+    router = _Router(c.num_experts, c.kernel_init, name='router')
     logits = shard(router(x), 'batch', 'length', None)
-    x = x.astype(self.dtype)
+    x = x.astype(c.compute_dtype)
     kernels = self._kernels(x.shape[-1])
-    if self.capacity_factor is None:
+    if c.expert_capacity_factor is None:
       out = self._dropless(x, logits, *kernels, dropout_rng)
     else:
       out = self._with_capacity(x, logits, *kernels, dropout_rng)
     charges = (
       None
       if valid is None
-      else router_charges(logits, experts_per_token=self.experts_per_token, valid=valid)
+      else router_charges(logits, experts_per_token=c.num_experts_per_token, valid=valid)
     )
     return shard(out, 'batch', 'residual_length', 'embed'), charges
 
@@ -420,33 +431,29 @@ class MoeMlp(nn.Module):
 
     One matmul computes all branches, so that their input's gradient is reduced over `model` once.
     """
-    local, number = expert_parallel.num_local(self.num_experts), len(self.activations)
-    shape = (local, embed_dim, self.mlp_dim)
-    branches = [
-      _ExpertKernel(shape, ('embed', 'mlp'), self.kernel_init, name=name)().astype(self.dtype)
-      for name in (['wi'] if number == 1 else [f'wi_{i}' for i in range(number)])
-    ]
-    shape = (local, self.mlp_dim, embed_dim)
-    out = _ExpertKernel(shape, ('mlp', 'embed'), self.kernel_init, name='wo')()
-    return jnp.stack(branches, axis=2), out.astype(self.dtype)
+    c, local = self.config, expert_parallel.num_local(self.config.num_experts)
+
+    def kernel(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> jax.Array:
+      param = _ExpertKernel((local, *shape), axes, c.kernel_init, name=name)
+      return param().astype(c.compute_dtype)
+
+    branches = [kernel(name, (embed_dim, c.mlp_dim), ('embed', 'mlp')) for name in c.branches]
+    out = kernel('wo', (c.mlp_dim, embed_dim), ('mlp', 'embed'))
+    return jnp.stack(branches, axis=2), out
 
   def _activated(self, branches: jax.Array) -> jax.Array:
     """Returns [..., mlp] from [..., branches, mlp]."""
-    return functools.reduce(
-      operator.mul,
-      (activation(name)(branches[..., i, :]) for i, name in enumerate(self.activations)),
-    )
+    return activated(self.config, (branches[..., i, :] for i in range(branches.shape[-2])))
 
   def _dropless(
     self, x: jax.Array, logits: jax.Array, wi: jax.Array, wo: jax.Array, rng: Optional[DropoutRng]
   ) -> jax.Array:
     """Returns [batch, length, embed], with capacity for all tokens in every expert."""
-    routing = route_all(
-      logits, experts_per_token=self.experts_per_token, normalize=self.normalize_gates
-    )
+    c = self.config
+    routing = route_all(logits, experts_per_token=c.num_experts_per_token, normalize=c.gates_add_up)
     rows = routing.dispatch(x)
     branches = shard(grouped_matmul(rows, wi, routing.groups), None, None, 'mlp')
-    hidden = routing.dropout(self._activated(branches), self.dropout_rate, rng)
+    hidden = routing.dropout(self._activated(branches), c.dropout('mlp'), rng)
     hidden = shard(hidden, None, 'mlp')
     out = shard(grouped_matmul(hidden, wo, routing.groups, split='inputs'), None, 'embed')
     return shard(routing.combine(out), 'batch', 'length', 'embed')
@@ -455,11 +462,12 @@ class MoeMlp(nn.Module):
     self, x: jax.Array, logits: jax.Array, wi: jax.Array, wo: jax.Array, rng: Optional[DropoutRng]
   ) -> jax.Array:
     """Returns [batch, length, embed], with fixed capacity for a row's tokens in every expert."""
+    c = self.config
     routing = route(
       logits,
-      experts_per_token=self.experts_per_token,
+      experts_per_token=c.num_experts_per_token,
       capacity=self._capacity(x.shape[1]),
-      normalize=self.normalize_gates,
+      normalize=c.gates_add_up,
     )
     tokens = shard(routing.dispatch(x), 'batch', 'experts', None, 'embed')
     tokens = expert_parallel.to_experts(tokens)
@@ -472,20 +480,22 @@ class MoeMlp(nn.Module):
     return shard(routing.combine(out), 'batch', 'length', 'embed')
 
   def _capacity(self, length: int) -> int:
+    c = self.config
     return capacity(
       length * local_ways('length'),
-      num_experts=self.num_experts,
-      factor=self.capacity_factor,
-      experts_per_token=self.experts_per_token,
+      num_experts=c.num_experts,
+      factor=c.expert_capacity_factor,
+      experts_per_token=c.num_experts_per_token,
     )
 
   def _dropout(self, hidden: jax.Array, rng: Optional[DropoutRng]) -> jax.Array:
     """Returns `hidden` [rows of the group, local experts, capacity, mlp] after dropout."""
-    if rng is None or self.dropout_rate == 0.0:
+    rate = self.config.dropout('mlp')
+    if rng is None or rate == 0.0:
       return hidden
     rng = rng.replace(rows=expert_parallel.group_rows(rng.rows))
     rows, experts, slots, features = hidden.shape
-    flat = dropout(hidden.reshape(rows, experts * slots, features), self.dropout_rate, rng)
+    flat = dropout(hidden.reshape(rows, experts * slots, features), rate, rng)
     return flat.reshape(hidden.shape)
 
 

@@ -6,9 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.layers.config import LayerConfig
 from t5x_gpu.layers.dense import combine, param_along
-
-NORMS = ('rms', 'rms_plus_one', 'layer')
 
 
 class RMSNorm(nn.Module):
@@ -100,8 +99,9 @@ class LayerNorm(nn.Module):
     return combine(jnp.add, y, bias.astype(self.dtype))
 
 
-def norm(kind: str, *, epsilon: float, dtype: Any, name: Optional[str] = None) -> nn.Module:
-  """Returns the module of one of `NORMS` over `embed`."""
-  if kind == 'layer':
+def make_norm(config: LayerConfig, *, name: Optional[str] = None) -> nn.Module:
+  """Returns the norm over `embed` of this configuration."""
+  epsilon, dtype = config.norm_epsilon, config.compute_dtype
+  if config.norm == 'layer':
     return LayerNorm(epsilon, dtype, name=name)
-  return RMSNorm(epsilon, dtype, plus_one=kind == 'rms_plus_one', name=name)
+  return RMSNorm(epsilon, dtype, plus_one=config.norm == 'rms_plus_one', name=name)

@@ -2,22 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
-
-import flax.linen as nn
+from typing import Optional
 
 from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
-from t5x_gpu.layers.attention import BIASES, FEATURE_NORMS
+from t5x_gpu.layers.attention import BIASES, FEATURE_NORMS, AttentionConfig
 from t5x_gpu.layers.backends import choose
-from t5x_gpu.layers.dense import Initializer
+from t5x_gpu.layers.config import NORMS, PRECISIONS, precision_hint
 from t5x_gpu.layers.mlp import activation
-from t5x_gpu.layers.norm import NORMS
+from t5x_gpu.layers.moe import MoeConfig
 from t5x_gpu.layers.positions import RotaryEmbedding, bucket_problem, rope_problems
-from t5x_gpu.models.precision import PRECISIONS, SCALINGS, fp8_problems, precision_hint
 from t5x_gpu.models.remat import POLICIES
 
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 NORM_POSITIONS = ('pre', 'post', 'sandwich', 'output')
+# 'current': the scale of a tensor follows from its largest value. 'delayed': from the largest value
+# of earlier steps, which is known before the tensor is computed.
+SCALINGS = ('current', 'delayed')
 REMAT_POLICIES = tuple(POLICIES)
 
 DROPOUT_PLACES = (
@@ -30,27 +30,27 @@ DROPOUT_PLACES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-  """Sizes and choices of one stack of layers; the defaults are T5.1.1's.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(AttentionConfig, MoeConfig):
+  """Settings of one stack of layers; the defaults are T5.1.1's.
+
+  Settings of the layers are in the groups that this class extends: `AttentionConfig`
+  (layers/attention.py), `MlpConfig` (layers/mlp.py), `MoeConfig` (layers/moe.py), and `LayerConfig`
+  for all of them (layers/config.py). The settings of the whole stack are here.
 
   Attributes:
     vocab_size: number of token ids, at least the vocabulary's size; a multiple of 128 suits GPUs.
     num_layers: number of layers of the stack.
     embed_dim: features of the residual stream.
-    num_heads: number of attention heads.
-    head_dim: features of one head; num_heads x head_dim need not be embed_dim.
-    mlp_dim: hidden features of the MLP, or of each expert.
-    mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP.
-      'gelu' is the tanh approximation; 'gelu_exact' is BERT's.
-    mlp_bias: whether the linear maps of the MLP have a bias.
-    dropout_rate: dropout rate of embeddings, attention, MLP features, block outputs, the last
-      output and the classifier's input, unless a field below sets another rate.
-    embedding_dropout, attention_dropout, mlp_dropout, residual_dropout, output_dropout,
-      classifier_dropout: rates that replace dropout_rate; None for dropout_rate.
-    dtype: precision of the computation, 'float32', 'bfloat16' or 'fp8' (docs/precision.md);
-      parameters and softmax are float32.
-    logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
+    norm_position: 'pre'; 'post', after each residual sum (BERT); 'sandwich', before and after
+      each block (Gemma-2); 'output', only after each block, before the sum (OLMo-2).
+
+    attention: backend of the attention: 'auto' chooses the best one that devices and sizes allow;
+      or 'dense', 'chunked', 'tokamax' (docs/attention.md). The result is the same.
+    attention_softcap: cap on attention logits, cap * tanh(logits / cap) (Gemma-2); None for no cap.
+    windows: tokens in layer i attend to windows[i % len(windows)] positions, including their own;
+      0 for all.
+
     relative_bias: 'shared' (one for all layers: current T5X), 'per_layer', or 'none'.
     num_relpos_buckets, max_relpos_distance: buckets and largest distance of the relative bias.
     rope: rotary positions, or None.
@@ -59,47 +59,29 @@ class TransformerConfig:
     num_positions: rows of a learned position table (GPT-2, BERT), which limits the length; 0 for no
       table.
     max_length: longest row that a model without a position table was trained on; 0 for any length.
+
     num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for no table.
-    num_kv_heads: key and value heads, each shared by several query heads (GQA; 1 is MQA); None for
-      num_heads.
-    query_pre_attn_scalar: attention logits are divided by the square root of this number, usually
-      head_dim. None for T5, whose query initializer includes the factor.
-    attention_softcap, logits_softcap: cap on attention logits and vocabulary logits,
-      cap * tanh(logits / cap) (Gemma-2); None for no cap.
-    qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
-    qk_norm_kind: 'head', over the features of each head; 'head_plus_one', which multiplies by
-      1 + scale (Gemma-3); 'all_heads', over the features of all heads together (OLMo-2).
-    attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
-    attention: backend of the attention: 'auto' chooses the best one that devices and sizes allow;
-      or 'dense', 'chunked', 'tokamax' (docs/attention.md). The result is the same.
-    windows: tokens in layer i attend to windows[i % len(windows)] positions, including their own;
-      0 for all.
-    norm: 'rms'; 'rms_plus_one', which multiplies by 1 + scale (Gemma); 'layer', with a bias.
-    norm_epsilon: epsilon of all norms.
-    norm_position: 'pre'; 'post', after each residual sum (BERT); 'sandwich', before and after
-      each block (Gemma-2); 'output', only after each block, before the sum (OLMo-2).
     embedding_norm: whether a norm follows the embeddings (BERT).
     scale_embedding: multiply embeddings by sqrt(embed_dim) (Gemma).
+
+    logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
     scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
-    init_stddev: standard deviation of the initial values of all kernels and tables; None for T5's
-      initializers.
-    remat_policy: activations that a layer stores for the backward pass, which recomputes the rest:
-      'none' stores everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with
-      weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
-    scan_unroll: layers per iteration of the scan over layers; more costs compile time and saves
-      loop overhead. Parameters are always stacked [layers, ...].
-    num_experts: number of experts that replace each MLP (a mixture of experts); 0 for a dense MLP.
-    num_experts_per_token: number of experts that each token uses.
-    expert_capacity_factor: capacity of each expert for the tokens of a row; 1 is exactly enough if
-      tokens are spread evenly. Tokens beyond the capacity skip the experts. None is dropless: every
-      expert takes all tokens that choose it, sorted by expert (layers/moe.py).
-    normalize_gates: True divides the gates of a token's experts by their sum (Mixtral); False uses
-      the probabilities among all experts. None is True for more than one expert per token.
+    logits_softcap: as attention_softcap, on vocabulary logits.
     loss_chunks: number of chunks of the length in which logits and loss are computed, one at a
       time, so that memory never holds all logits. None chooses chunks whose logits fit 256 MiB, and
       does not split small logits; 0 stores all logits.
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
+
+    embedding_dropout, residual_dropout, output_dropout, classifier_dropout: dropout rates of
+      embeddings, block outputs, the last output and the classifier's input; None for dropout_rate.
+
+    remat_policy: activations that a layer stores for the backward pass, which recomputes the rest:
+      'none' stores everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with
+      weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
+    scan_unroll: layers per iteration of the scan over layers; more costs compile time and saves
+      loop overhead. Parameters are always stacked [layers, ...].
+
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state (docs/precision.md).
     fp8_history: number of steps; with more steps, an outlier affects the scales for longer.
@@ -110,57 +92,43 @@ class TransformerConfig:
   vocab_size: int
   num_layers: int
   embed_dim: int
-  num_heads: int
-  head_dim: int
-  mlp_dim: int
-  mlp_activations: tuple[str, ...] = ('gelu', 'linear')
-  dropout_rate: float = 0.0
-  dtype: str = 'float32'
-  logits_via_embedding: bool = False
+  norm_position: str = 'pre'
+
+  attention: str = 'auto'
+  attention_softcap: Optional[float] = None
+  windows: tuple[int, ...] = (0,)
+
   relative_bias: str = 'shared'
   num_relpos_buckets: int = 32
   max_relpos_distance: int = 128
-  remat_policy: str = 'none'
-  scan_unroll: int = 1
-  mlp_bias: bool = False
   rope: Optional[RotaryEmbedding] = None
+  ropes: tuple[Optional[RotaryEmbedding], ...] = ()
   num_positions: int = 0
   max_length: int = 0
+
   num_token_types: int = 0
-  num_kv_heads: Optional[int] = None
-  query_pre_attn_scalar: Optional[float] = None
-  attention_softcap: Optional[float] = None
-  logits_softcap: Optional[float] = None
-  qk_norm: bool = False
-  attention_bias: str = 'none'
-  windows: tuple[int, ...] = (0,)
-  norm: str = 'rms'
-  norm_epsilon: float = 1e-6
-  norm_position: str = 'pre'
   embedding_norm: bool = False
   scale_embedding: bool = False
+
+  logits_via_embedding: bool = False
   scale_tied_logits: bool = True
-  init_stddev: Optional[float] = None
-  num_experts: int = 0
-  num_experts_per_token: int = 2
-  expert_capacity_factor: Optional[float] = 2.0
+  logits_softcap: Optional[float] = None
+  loss_chunks: Optional[int] = None
   router_balance_loss: float = 0.0
   router_z_loss: float = 0.0
-  loss_chunks: Optional[int] = None
-  attention: str = 'auto'
+
+  embedding_dropout: Optional[float] = None
+  residual_dropout: Optional[float] = None
+  output_dropout: Optional[float] = None
+  classifier_dropout: Optional[float] = None
+
+  remat_policy: str = 'none'
+  scan_unroll: int = 1
+
   fp8_scaling: str = 'current'
   fp8_history: int = 1024
   fp8_margin: int = 0
   fp8_logits: bool = False
-  embedding_dropout: Optional[float] = None
-  attention_dropout: Optional[float] = None
-  mlp_dropout: Optional[float] = None
-  residual_dropout: Optional[float] = None
-  output_dropout: Optional[float] = None
-  classifier_dropout: Optional[float] = None
-  ropes: tuple[Optional[RotaryEmbedding], ...] = ()
-  qk_norm_kind: str = 'head'
-  normalize_gates: Optional[bool] = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -290,7 +258,7 @@ class TransformerConfig:
       yield from buckets
     if not self.mlp_activations:
       yield 'mlp_activations', "has no activation: ('relu',) is a plain MLP."
-    yield from fp8_problems(self)
+    yield from self._unused_fp8_settings()
     if self.fp8_logits and self.loss_chunks == 0:
       yield (
         'fp8_logits',
@@ -304,19 +272,22 @@ class TransformerConfig:
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
       yield 'num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.'
 
-  def dropout(self, place: str) -> float:
-    """Returns the rate of one of `DROPOUT_PLACES`: 'embedding', 'attention', ..."""
-    rate = getattr(self, f'{place}_dropout')
-    return self.dropout_rate if rate is None else rate
-
-  @property
-  def compute_dtype(self) -> Any:
-    return PRECISIONS[self.dtype].dtype
-
-  @property
-  def fp8(self) -> bool:
-    """Whether the matmuls of the layers are in FP8."""
-    return PRECISIONS[self.dtype].fp8
+  def _unused_fp8_settings(self) -> Iterator[tuple[str, str]]:
+    """Yields (parameter, problem) for FP8 settings that have no effect."""
+    fp8 = self.dtype not in PRECISIONS or self.fp8
+    for field in dataclasses.fields(self):
+      if not field.name.startswith('fp8_') or getattr(self, field.name) == field.default:
+        continue
+      if not fp8:
+        used, value, needed = 'dtype', self.dtype, 'fp8'
+      elif field.name in ('fp8_history', 'fp8_margin') and self.fp8_scaling == 'current':
+        used, value, needed = 'fp8_scaling', 'current', 'delayed'
+      else:
+        continue
+      yield (
+        field.name,
+        f'has no effect with {used} = {value!r}: set {used} = {needed!r}, or leave it out.',
+      )
 
   @property
   def multiplies_logits_in_fp8(self) -> bool:
@@ -328,17 +299,6 @@ class TransformerConfig:
     return self.num_experts > 0 and (self.router_balance_loss > 0.0 or self.router_z_loss > 0.0)
 
   @property
-  def gates_add_up(self) -> bool:
-    """Whether the gates of a token's experts are divided by their sum."""
-    several = self.num_experts_per_token > 1
-    return several if self.normalize_gates is None else self.normalize_gates
-
-  @property
-  def kv_heads(self) -> int:
-    """Heads of keys and values."""
-    return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-  @property
   def rope_of_layers(self) -> tuple[Optional[RotaryEmbedding], ...]:
     """Rotary positions: layer i has rope_of_layers[i % len(rope_of_layers)]."""
     return self.ropes or (self.rope,)
@@ -348,11 +308,6 @@ class TransformerConfig:
     """Length of the longest example that uses short rotary factors; None without long factors."""
     lengths = [r.original_length for r in self.rope_of_layers if r and r.depends_on_length]
     return lengths[0] if lengths else None
-
-  @property
-  def kernel_init(self) -> Optional[Initializer]:
-    """Initializer of all kernels; None for T5's initializers, which differ by kernel."""
-    return None if self.init_stddev is None else nn.initializers.normal(self.init_stddev)
 
   @property
   def length_limit(self) -> Optional[int]:

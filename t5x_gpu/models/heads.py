@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import FACTORS, DenseGeneral
 from t5x_gpu.layers.dropout import DropoutRng, dropout
-from t5x_gpu.layers.mlp import Mlp, activation
-from t5x_gpu.layers.norm import norm
+from t5x_gpu.layers.mlp import Mlp, MlpConfig, activation
+from t5x_gpu.layers.norm import make_norm
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.losses import (
   Sums,
@@ -229,14 +229,14 @@ class ClassifierHead(nn.Module):
     tokens = row if row.ndim == 3 else row[:, None]
     tokens = dropout(tokens, c.dropout('classifier'), dropout_rng)
     if self.mlp_dim:
-      tokens = Mlp(
-        self.mlp_dim,
-        c.mlp_activations[:1],
-        dtype=c.compute_dtype,
-        use_bias=True,
-        kernel_init=c.kernel_init,
-        name='classifier_mlp',
-      )(tokens)
+      mlp = MlpConfig(
+        mlp_dim=self.mlp_dim,
+        mlp_activations=c.mlp_activations[:1],
+        mlp_bias=True,
+        dtype=c.dtype,
+        init_stddev=c.init_stddev,
+      )
+      tokens = Mlp(mlp, name='classifier_mlp')(tokens)
     tokens = tokens if row.ndim == 3 else tokens[:, 0]
     return DenseGeneral((self.num_classes,), ('embed', None), name='classifier', **options)(
       tokens
@@ -263,9 +263,7 @@ class MaskedTokenHead(nn.Module):
       along='residual_length',
       bias_along='residual_length',
     )(x)
-    x = norm(c.norm, epsilon=c.norm_epsilon, dtype=c.compute_dtype, name='mlm_norm')(
-      activation(c.mlp_activations[0])(x)
-    )
+    x = make_norm(c, name='mlm_norm')(activation(c.mlp_activations[0])(x))
     x = shard(x, 'batch', 'length', 'embed')
     bias = self.param(
       'mlm_bias', with_axes(nn.initializers.zeros, ('vocab',)), (c.vocab_size,), jnp.float32

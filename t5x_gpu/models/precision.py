@@ -1,72 +1,14 @@
-"""The precision of a model's computation, by name; parameters are always float32."""
+"""FP8: the kernels of a stack that are multiplied in 8 bits, and the GPUs that can."""
 
-import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.errors import ModelError
 from t5x_gpu.layers import fp8
 
 Params = Mapping[str, Any]
 
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-  """The number formats of a model's computation.
-
-  Attributes:
-    dtype: dtype of activations and matmuls; reductions, softmax and norm statistics are float32.
-    fp8: whether the matmuls with `KERNELS` multiply 8-bit operands (layers/fp8.py).
-  """
-
-  dtype: Any
-  fp8: bool = False
-
-
-# 'current': the scale of a tensor follows from its largest value. 'delayed': from the largest value
-# of earlier steps, which is known before the tensor is computed.
-SCALINGS = ('current', 'delayed')
-
-PRECISIONS: dict[str, Precision] = {
-  'float32': Precision(jnp.float32),
-  'bfloat16': Precision(jnp.bfloat16),
-  'fp8': Precision(jnp.bfloat16, fp8=True),
-  # FP8 without the rounding of bfloat16, for comparisons in `parity`.
-  'fp8_float32': Precision(jnp.float32, fp8=True),
-}
-
-# Precision -> the same precision without the rounding of bfloat16; 'float32' for others.
-IN_FLOAT32 = dict.fromkeys(('fp8', 'fp8_float32'), 'fp8_float32')
-
-
-def precision_hint(value: object) -> str:
-  """Returns a list of precisions for users, and the precision that `value` probably means."""
-  names = [name for name in PRECISIONS if name != 'fp8_float32']
-  is_8_bits = re.search(r'^f(p|loat)?_?8|e[45]m[23]', str(value).lower())
-  return ', '.join(names) + '.' + did_you_mean('fp8' if is_8_bits else value, names)
-
-
-def fp8_problems(config: Any) -> Iterator[tuple[str, str]]:
-  """Yields (parameter, problem) for FP8 settings of a TransformerConfig that have no effect."""
-  precision = PRECISIONS.get(config.dtype)
-  for field in dataclasses.fields(config):
-    if not field.name.startswith('fp8_') or getattr(config, field.name) == field.default:
-      continue
-    if precision is not None and not precision.fp8:
-      yield field.name, f"has no effect with dtype = {config.dtype!r}: set dtype = 'fp8'{_OR_DROP}"
-    elif field.name in _OF_DELAYED and config.fp8_scaling == 'current':
-      yield (
-        field.name,
-        f"has no effect with fp8_scaling = 'current': set fp8_scaling = 'delayed'{_OR_DROP}",
-      )
-
-
-# Parameters of delayed scaling.
-_OF_DELAYED = ('fp8_history', 'fp8_margin')
-_OR_DROP = ', or leave it out.'
 
 # Names of a block's kernels that are multiplied in 8 bits. Kernels of a group share a scale: if
 # features are split, one matmul computes the whole group.

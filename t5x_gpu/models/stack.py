@@ -7,7 +7,7 @@ and add different heads, on the base classes `TransformerModel` and `OneStackMod
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, TypeVar, Union
 
 import flax.struct
 import jax
@@ -21,6 +21,7 @@ from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.embedding import Embedding, is_looked_up_in_parts, rows_of_parts
 from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.layers.norm import make_norm
 from t5x_gpu.layers.positions import PositionTable, example_lengths, rotations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
@@ -33,7 +34,6 @@ from t5x_gpu.models.transformer import (
   attention_kind,
   attention_need,
   init_layers,
-  make_norm,
   relative_table,
   scan_layers,
 )
@@ -42,6 +42,7 @@ from t5x_gpu.partitioning.axis_rules import shard
 from t5x_gpu.partitioning.parameters import whole
 
 Keys = Mapping[str, jax.Array]
+_Table = TypeVar('_Table', Embedding, PositionTable)
 
 
 def dropout_rng(
@@ -144,22 +145,11 @@ class Embeddings:
 
   @property
   def _tokens(self) -> Embedding:
-    c = self.config
-    return Embedding(
-      c.vocab_size,
-      c.embed_dim,
-      dtype=c.compute_dtype,
-      stddev=1.0 if c.init_stddev is None else c.init_stddev,
-    )
+    return self._table(self.config.vocab_size, Embedding)
 
-  def _table(self, size: int) -> PositionTable:
+  def _table(self, size: int, kind: type[_Table] = PositionTable) -> _Table:
     c = self.config
-    return PositionTable(
-      size,
-      c.embed_dim,
-      dtype=c.compute_dtype,
-      stddev=1.0 if c.init_stddev is None else c.init_stddev,
-    )
+    return kind(size, c.embed_dim, c.compute_dtype, 1.0 if c.init_stddev is None else c.init_stddev)
 
 
 def output(x: Activation) -> jax.Array:

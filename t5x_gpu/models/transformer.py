@@ -20,7 +20,7 @@ from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp
-from t5x_gpu.layers.norm import norm
+from t5x_gpu.layers.norm import make_norm
 from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
@@ -109,11 +109,6 @@ def relative_table(
   )
 
 
-def make_norm(config: TransformerConfig, *, name: Optional[str] = None) -> nn.Module:
-  """Returns the norm of this configuration."""
-  return norm(config.norm, epsilon=config.norm_epsilon, dtype=config.compute_dtype, name=name)
-
-
 class TransformerLayer(nn.Module):
   """Self-attention, attention to the encoder if there is one, and an MLP, each with a residual."""
 
@@ -153,7 +148,7 @@ class TransformerLayer(nn.Module):
     if c.relative_bias == 'per_layer':
       bias = shared.attention.bias(relative_table(c, name='relpos_bias')())
     h = before(x, 'self_attention')
-    h, own = self._attention('self_attention')(
+    h, own = MultiHeadAttention(c, name='self_attention')(
       h,
       shared.attention,
       kv_input=h,
@@ -168,7 +163,7 @@ class TransformerLayer(nn.Module):
     if shared.cross_attention is not None:
       cross_rng = rng('cross_attention')  # drops values, which have the encoder's positions
       cross_rng = cross_rng and cross_rng.replace(positions=shared.encoder_places)
-      h, of_encoder = self._attention('cross_attention')(
+      h, of_encoder = MultiHeadAttention(c, name='cross_attention')(
         before(x, 'cross_attention'),
         shared.cross_attention,
         kv_input=shared.encoded,
@@ -179,54 +174,11 @@ class TransformerLayer(nn.Module):
       x = add(x, h, 'cross_attention', dropout_rng, 'cross_attention_out')
     h, charges = before(x, 'mlp'), None
     if c.num_experts:
-      h, charges = self._experts()(h, valid=shared.valid, dropout_rng=rng('mlp'))
+      h, charges = MoeMlp(c, name='moe')(h, valid=shared.valid, dropout_rng=rng('mlp'))
     else:
-      h = self._mlp()(h, dropout_rng=rng('mlp'))
+      h = Mlp(c, name='mlp')(h, dropout_rng=rng('mlp'))
     x = add(x, h, 'mlp', dropout_rng, 'mlp_out')
     return x, None if caches is None else LayerCaches(own, of_encoder), charges
-
-  def _attention(self, name: str) -> MultiHeadAttention:
-    c = self.config
-    return MultiHeadAttention(
-      c.num_heads,
-      c.head_dim,
-      c.num_kv_heads,
-      c.query_pre_attn_scalar,
-      c.attention_bias,
-      c.qk_norm_kind if c.qk_norm else None,
-      c.norm_epsilon,
-      c.dropout('attention'),
-      c.compute_dtype,
-      c.kernel_init,
-      name=name,
-    )
-
-  def _mlp(self) -> Mlp:
-    c = self.config
-    return Mlp(
-      c.mlp_dim,
-      c.mlp_activations,
-      c.dropout('mlp'),
-      c.compute_dtype,
-      c.mlp_bias,
-      c.kernel_init,
-      name='mlp',
-    )
-
-  def _experts(self) -> MoeMlp:
-    c = self.config
-    return MoeMlp(
-      c.num_experts,
-      c.mlp_dim,
-      c.num_experts_per_token,
-      c.expert_capacity_factor,
-      c.mlp_activations,
-      c.dropout('mlp'),
-      c.compute_dtype,
-      c.normalize_gates,
-      c.kernel_init,
-      name='moe',
-    )
 
   def _window(self, number: Any) -> Optional[jax.Array]:
     windows = self.config.windows

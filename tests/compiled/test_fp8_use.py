@@ -44,7 +44,16 @@ def test_a_step_without_fp8_is_an_error():
 
 def test_the_line_names_emulated_products_and_those_not_in_fp8():
   config = TransformerConfig(
-    32, 1, 16, 2, 8, 24, dtype='fp8', num_experts=4, fp8_scaling='delayed', fp8_history=16
+    vocab_size=32,
+    num_layers=1,
+    embed_dim=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    dtype='fp8',
+    num_experts=4,
+    fp8_scaling='delayed',
+    fp8_history=16,
   )
   mesh = jax.sharding.Mesh(jax.devices()[:1], 'data')
   [line] = fp8_lines(None, DecoderOnlyModel(config), mesh)
@@ -56,7 +65,11 @@ def test_the_line_names_emulated_products_and_those_not_in_fp8():
 
 def test_a_step_that_runs_on_a_gpu_is_refused_without_fp8_matmuls():
   """Devices and program stand in for a GPU's; the check reads nothing else of them."""
-  model = DecoderOnlyModel(TransformerConfig(32, 1, 16, 2, 8, 24, dtype='fp8'))
+  model = DecoderOnlyModel(
+    TransformerConfig(
+      vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=24, dtype='fp8'
+    )
+  )
   mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform='gpu')]))
 
   def compiled(operand):

@@ -12,7 +12,7 @@ from t5x_gpu.layers.backends.plain import dot_product_attention
 from t5x_gpu.layers.dense import DenseGeneral
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import decoder_mask, token_info
-from t5x_gpu.layers.mlp import Mlp
+from t5x_gpu.layers.mlp import Mlp, MlpConfig
 from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_names, use_rules
@@ -185,7 +185,7 @@ def test_dense_initializer_has_unit_gain_whatever_the_shape_of_inputs_and_featur
 
 def test_gated_mlp_multiplies_its_branches(rng):
   x = rng.normal(size=(1, 2, 4)).astype(np.float32)
-  module = Mlp(8, ('gelu', 'linear'))
+  module = Mlp(MlpConfig(mlp_dim=8))
   params = init(module, x)
   hidden = jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])
   np.testing.assert_allclose(

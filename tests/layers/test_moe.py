@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from t5x_gpu.layers.backends.choose import Hardware
 from t5x_gpu.layers.dropout import DropoutRng
 from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul, kernel_for
 from t5x_gpu.layers.mlp import Mlp
-from t5x_gpu.layers.moe import MoeMlp, capacity, route, router_charges
+from t5x_gpu.layers.moe import MoeConfig, MoeMlp, capacity, route, router_charges
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.partitioning.axis_rules import AxisNames, split_names
@@ -31,6 +30,19 @@ CONFIG = TransformerConfig(
 @pytest.fixture
 def x():
   return np.random.default_rng(0).normal(size=(BATCH, LENGTH, EMBED)).astype(np.float32)
+
+
+def moe(num_experts, k=2, factor=2.0, **settings):
+  """Returns experts, of which each token uses `k`."""
+  return MoeMlp(
+    MoeConfig(
+      num_experts=num_experts,
+      num_experts_per_token=k,
+      expert_capacity_factor=factor,
+      mlp_dim=MLP,
+      **settings,
+    )
+  )
 
 
 def init(module):
@@ -84,7 +96,7 @@ def reference(params, x, ids, kept):
 @pytest.mark.quick_cases('4-2-0.5', '5-3-0.7')
 @pytest.mark.parametrize('experts, k, factor', [(4, 2, 4.0), (4, 2, 0.5), (6, 1, 1.0), (5, 3, 0.7)])
 def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, experts, k, factor):
-  module = MoeMlp(experts, MLP, k, factor)
+  module = moe(experts, k, factor)
   params = init(module)
   room = capacity(LENGTH, num_experts=experts, experts_per_token=k, factor=factor)
   weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
@@ -108,8 +120,8 @@ def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, exp
 @pytest.mark.parametrize('activations', [('relu',), ('gelu', 'linear')])
 @pytest.mark.parametrize('rate', [0.0, 0.5])
 def test_one_expert_with_room_for_all_is_the_dense_mlp(x, activations, rate):
-  options = dict(activations=activations, dropout_rate=rate)
-  dense, module = Mlp(MLP, **options), MoeMlp(1, MLP, 1, 1.0, **options)
+  module = moe(1, 1, 1.0, mlp_activations=activations, dropout_rate=rate)
+  dense = Mlp(module.config)
   params = init(dense)
   of_expert = {**jax.tree.map(lambda p: p[None], params), 'router': init(module)['router']}
   rng = DropoutRng(jax.random.key(1), jnp.arange(BATCH))
@@ -124,13 +136,13 @@ def test_one_expert_with_room_for_all_is_the_dense_mlp(x, activations, rate):
 def all_to_one_expert(module):
   """Returns parameters under which every token with a positive first feature chooses expert 0."""
   params = init(module)
-  kernel = np.zeros((EMBED, module.num_experts), np.float32)
+  kernel = np.zeros((EMBED, module.config.num_experts), np.float32)
   kernel[0, 0] = 100.0
   return {**params, 'router': {'kernel': jnp.asarray(kernel)}}
 
 
 def test_overflow_drops_the_later_tokens_of_a_row_only(x):
-  module = MoeMlp(4, MLP, 1, 1.0)  # room for 12 / 4 = 3 tokens
+  module = moe(4, 1, 1.0)  # room for 12 / 4 = 3 tokens
   x[:, :, 0] = 1.0
   x[1, :6, 0] = -1.0  # the first tokens of row 1 go elsewhere
   out = np.asarray(apply(module, all_to_one_expert(module), x))
@@ -141,7 +153,7 @@ def test_overflow_drops_the_later_tokens_of_a_row_only(x):
 
 
 def test_a_row_is_independent_of_other_rows_and_a_token_of_later_ones(x):
-  module = MoeMlp(4, MLP, 2, 0.5)
+  module = moe(4, 2, 0.5)
   params = init(module)
   out = np.asarray(apply(module, params, x))
   changed = x.copy()
@@ -163,24 +175,24 @@ def test_gates_add_up_to_one_and_a_single_gate_is_its_probability():
 @pytest.mark.slow
 @pytest.mark.parametrize('factor', [None, 4.0])
 def test_gates_are_divided_by_their_sum_or_not_as_asked(x, factor):
-  params = init(MoeMlp(4, MLP))
+  params = init(moe(4))
   logits = x @ np.asarray(params['router']['kernel'])
   chosen = np.sort(jax.nn.softmax(logits), axis=-1)[..., -2:].sum(-1, keepdims=True)
-  both = [apply(MoeMlp(4, MLP, 2, factor, normalize_gates=on), params, x) for on in (True, False)]
+  both = [apply(moe(4, 2, factor, normalize_gates=on), params, x) for on in (True, False)]
   np.testing.assert_allclose(both[0] * chosen, both[1], rtol=1e-4, atol=1e-6)
   one = route(logits, experts_per_token=1, capacity=LENGTH, normalize=True).gates
   np.testing.assert_array_equal(one, 1.0)
 
 
 def test_gradients_do_not_use_scatter_add(x):
-  module = MoeMlp(4, MLP)
+  module = moe(4)
   gradient = jax.grad(lambda p, x: output(module, p, x).sum(), (0, 1))
   assert 'scatter' not in str(jax.make_jaxpr(gradient)(init(module), x))
 
 
 def test_the_router_chooses_in_float32_whatever_the_dtype(x):
   """Choices of bfloat16 logits would differ: two experts' logits are closer than its rounding."""
-  module = MoeMlp(2, MLP, 1, 2.0, dtype=jnp.bfloat16)
+  module = moe(2, 1, dtype='bfloat16')
   params = init(module)
   kernel = np.ones((EMBED, 2), np.float32)
   kernel[:, 1] += 1e-4
@@ -192,10 +204,10 @@ def test_the_router_chooses_in_float32_whatever_the_dtype(x):
 
 
 def test_experts_are_drawn_as_so_many_mlps():
-  kernel = init(MoeMlp(64, MLP))['wo']['kernel']
+  kernel = init(moe(64))['wo']['kernel']
   np.testing.assert_allclose(np.std(kernel), MLP**-0.5, rtol=0.05)
   assert len({float(k[0, 0]) for k in kernel}) == 64
-  params = init(MoeMlp(64, MLP, kernel_init=nn.initializers.normal(0.02)))
+  params = init(moe(64, init_stddev=0.02))
   for kernel in jax.tree.leaves(params):  # of the experts and of the router
     np.testing.assert_allclose(np.std(kernel), 0.02, rtol=0.1)
 
@@ -244,7 +256,7 @@ def test_adafactor_treats_each_expert_as_a_separate_parameter():
 
 
 def test_without_a_capacity_factor_no_token_is_dropped(x):
-  module = MoeMlp(4, MLP, 1, None)
+  module = moe(4, 1, None)
   params = all_to_one_expert(module)
   assert (np.abs(np.asarray(apply(module, params, x))).sum(-1) > 0).all()
 
@@ -276,7 +288,7 @@ def test_dropless_experts_equal_experts_with_room_for_all_tokens(x, experts, k, 
   # 6 experts of one token each take some of the groups empty, and blocks partly filled.
   weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
   rng = DropoutRng(jax.random.key(1), jnp.arange(BATCH))
-  dropless, roomy = (MoeMlp(experts, MLP, k, factor, dropout_rate=rate) for factor in (None, 99.0))
+  dropless, roomy = (moe(experts, k, factor, dropout_rate=rate) for factor in (None, 99.0))
 
   def value_and_grads(module):
     def f(p, x):
@@ -292,7 +304,7 @@ def test_dropless_experts_equal_experts_with_room_for_all_tokens(x, experts, k, 
 
 
 def test_dropless_experts_may_all_be_the_same_or_unused():
-  module = MoeMlp(4, MLP, 1, None)
+  module = moe(4, 1, None)
   x = np.abs(np.random.default_rng(0).normal(size=(2, 200, EMBED))).astype(np.float32)
   params = all_to_one_expert(module)
   gradient = jax.jit(jax.grad(lambda p: output(module, p, x).sum()))(params)
@@ -330,6 +342,6 @@ def test_grouped_matmuls_choose_a_kernel_and_say_why(capability, dtype, features
 
 def test_on_a_cpu_a_line_says_that_experts_are_a_loop(x, capsys):
   log_once.cache_clear()
-  module = MoeMlp(4, MLP, 1, None)
+  module = moe(4, 1, None)
   jax.eval_shape(functools.partial(output, module), init(module), x)
   assert 'experts: grouped matmuls by a loop over blocks (cpu)' in capsys.readouterr().out

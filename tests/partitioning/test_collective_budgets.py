@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
-from t5x_gpu.models.precision import PRECISIONS
 from t5x_gpu.partitioning import (
   context_parallel,
   data_parallel,
@@ -53,7 +52,7 @@ def expected_bytes(name):
   case, c = CASES[name], config_of(CASES[name])
   partitioner, n = program(name).layout, program(name).layout.mesh.shape
   stage, in_bfloat16 = partitioner.zero_stage, partitioner.gradient_dtype == 'bfloat16'
-  dtype_bytes = np.dtype(PRECISIONS[c.dtype].dtype).itemsize
+  dtype_bytes = np.dtype(c.compute_dtype).itemsize
   num_layers = c.num_layers // n['stage']
   # Elements that one device holds, whole over fsdp.
   mlp = num_layers * 3 * c.mlp_dim * c.embed_dim // n['model']

@@ -243,7 +243,15 @@ def test_auto_takes_the_kernel_of_the_device_or_says_why_not(device, change, wan
 
 
 def test_heads_that_model_splits_do_not_count_as_those_of_a_device():
-  config = TransformerConfig(512, 24, 1024, 128, 128, 65536, dtype='bfloat16')  # T5-11B
+  config = TransformerConfig(
+    vocab_size=512,
+    num_layers=24,
+    embed_dim=1024,
+    num_heads=128,
+    head_dim=128,
+    mlp_dim=65536,
+    dtype='bfloat16',
+  )  # T5-11B
 
   def chosen() -> Choice:
     need = attention_need(config)
@@ -285,7 +293,15 @@ def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change, reason
 )
 def test_an_unknown_backend_is_refused_with_the_one_that_takes_its_place(asked, said):
   with pytest.raises(ModelError) as e:
-    TransformerConfig(32, 1, 16, 2, 8, 24, attention=asked)
+    TransformerConfig(
+      vocab_size=32,
+      num_layers=1,
+      embed_dim=16,
+      num_heads=2,
+      head_dim=8,
+      mlp_dim=24,
+      attention=asked,
+    )
   assert said in str(e.value)
 
 
