@@ -363,7 +363,7 @@ def _in_blocks(ids: jax.Array, num_groups: int) -> tuple[Placement, Groups]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeConfig(MlpConfig):
-  """Settings of experts, each of which is an MLP of these settings.
+  """Settings of a mixture of experts; each expert is an MLP with these settings.
 
   Attributes:
     num_experts: number of experts, over all devices, that replace each MLP (a mixture of experts);

@@ -112,7 +112,7 @@ def check_encoder(model: Any) -> None:
   if model.embeds:
     _check_embedding(model)
   if model.regresses and (model.label_smoothing or model.z_loss):
-    raise _not_cross_entropy(model, 'of a regression it is the squared error')
+    raise _not_cross_entropy(model, 'a regression minimizes the squared error')
   if model.token_types and model.config.num_token_types < 2:
     raise ModelError(
       'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
@@ -144,13 +144,13 @@ def _check_classes(model: Any) -> None:
       parameters=('EncoderModel.class_names',),
     )
   if model.multi_label and (model.label_smoothing or model.z_loss):
-    raise _not_cross_entropy(model, 'with several labels it is binary cross entropy')
+    raise _not_cross_entropy(model, 'rows with several labels have a binary cross entropy')
 
 
 def _not_cross_entropy(model: Any, instead: str) -> ModelError:
   return ModelError(
-    f'label_smoothing = {model.label_smoothing} and z_loss = {model.z_loss} need a loss over one '
-    f'class per row; {instead}.',
+    f'label_smoothing = {model.label_smoothing} and z_loss = {model.z_loss} change the cross '
+    f'entropy over one class per row, but {instead}.',
     fix='Set EncoderModel.label_smoothing = 0.0 and EncoderModel.z_loss = 0.0.',
     parameters=('EncoderModel.label_smoothing', 'EncoderModel.z_loss'),
   )

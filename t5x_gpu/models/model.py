@@ -263,8 +263,16 @@ def _of_model(name: str) -> property:
   return property(operator.attrgetter(f'model.{name}'))
 
 
+def _with_params_of_model(name: str) -> Callable[..., Any]:
+  @functools.wraps(getattr(Model, name))
+  def method(self: 'ModelWrapper', params: Params, *args: Any, **options: Any) -> Any:
+    return getattr(self.model, name)(self.params_of_model(params), *args, **options)
+
+  return method
+
+
 class ModelWrapper(Model):
-  """A model that changes another model: a subclass has the members that differ.
+  """A model that changes another model: a subclass has `params_of_model`, and what differs.
 
   Attributes:
     model: the other model.
@@ -296,33 +304,14 @@ class ModelWrapper(Model):
     """Returns the parameters that `model` gets."""
     raise NotImplementedError
 
-  def loss(self, params: Params, *args: Any, **options: Any) -> Sums:
-    return self.model.loss(self.params_of_model(params), *args, **options)
-
-  def embed(self, params: Params, *args: Any, **options: Any) -> Any:
-    return self.model.embed(self.params_of_model(params), *args, **options)
-
-  def run_layers(self, params: Params, *args: Any, **options: Any) -> Any:
-    return self.model.run_layers(self.params_of_model(params), *args, **options)
-
-  def head(self, params: Params, *args: Any, **options: Any) -> Sums:
-    return self.model.head(self.params_of_model(params), *args, **options)
-
-  def logits(self, params: Params, *args: Any, **options: Any) -> jax.Array:
-    return self.model.logits(self.params_of_model(params), *args, **options)
-
-  def token_log_probs(self, params: Params, *args: Any, **options: Any) -> jax.Array:
-    return self.model.token_log_probs(self.params_of_model(params), *args, **options)
-
-  def start_decoding(
-    self, params: Params, *args: Any, **options: Any
-  ) -> tuple[jax.Array, DecodingState]:
-    return self.model.start_decoding(self.params_of_model(params), *args, **options)
-
-  def decode_step(
-    self, params: Params, *args: Any, **options: Any
-  ) -> tuple[jax.Array, DecodingState]:
-    return self.model.decode_step(self.params_of_model(params), *args, **options)
+  loss = _with_params_of_model('loss')
+  embed = _with_params_of_model('embed')
+  run_layers = _with_params_of_model('run_layers')
+  head = _with_params_of_model('head')
+  logits = _with_params_of_model('logits')
+  token_log_probs = _with_params_of_model('token_log_probs')
+  start_decoding = _with_params_of_model('start_decoding')
+  decode_step = _with_params_of_model('decode_step')
 
 
 def is_layered(model: Model) -> bool:
@@ -364,7 +353,15 @@ def compute_dtype(model: Model) -> Any:
 
 def check_model(model: Any) -> None:
   """Raises ModelError unless `model` is a Model with the required members and their signatures."""
+  error = functools.partial(
+    ModelError, parameters=('train.model',), docs='add_a_model.md#when-the-layer-is-not-enough'
+  )
   while isinstance(model, ModelWrapper):
+    if type(model).params_of_model is ModelWrapper.params_of_model:
+      raise error(
+        f'{type(model).__name__} lacks params_of_model, which every ModelWrapper must have.',
+        fix=f'Declare\n  {_declaration("params_of_model", ModelWrapper)}',
+      )
     model = model.model
   if isinstance(model, type):
     raise ModelError(
@@ -373,9 +370,6 @@ def check_model(model: Any) -> None:
       parameters=('train.model',),
     )
   name = type(model).__name__
-  error = functools.partial(
-    ModelError, parameters=('train.model',), docs='add_a_model.md#when-the-layer-is-not-enough'
-  )
   if not isinstance(model, Model):
     raise error(
       f'{name} is not a model: it does not derive from t5x_gpu.models.model.Model.',
@@ -397,10 +391,10 @@ def check_model(model: Any) -> None:
     )
 
 
-def _declaration(name: str) -> str:
+def _declaration(name: str, base: type[Model] = Model) -> str:
   if name == 'num_outcomes':
     return f'{name}: int'
-  signature = inspect.signature(getattr(Model, name))
+  signature = inspect.signature(getattr(base, name))
   plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
   return f'def {name}{inspect.Signature(plain)}'
 

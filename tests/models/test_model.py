@@ -171,3 +171,12 @@ def test_a_wrapper_hides_no_member_of_its_model_behind_a_default(wrapper):
   assert ModelWrapper in bases
   members = {name for name in {**vars(Model), **Model.__annotations__} if name[0] != '_'}
   assert members <= set().union(*map(vars, bases))
+
+
+def test_a_wrapper_without_the_parameters_of_its_model_is_refused():
+  class Wrapper(ModelWrapper):
+    model = DECODER
+
+  with pytest.raises(ModelError, match='Wrapper lacks params_of_model') as error:
+    build(Wrapper())
+  assert 'def params_of_model(self, params)' in error.value.fix

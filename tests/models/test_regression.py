@@ -84,5 +84,5 @@ def test_the_loss_of_guessing():
 
 
 def test_options_of_cross_entropy_are_refused():
-  with pytest.raises(ModelError, match='of a regression it is the squared error'):
+  with pytest.raises(ModelError, match='a regression minimizes the squared error'):
     EncoderModel(CONFIG, head_type='regression', label_smoothing=0.1)

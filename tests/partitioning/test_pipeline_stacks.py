@@ -1,4 +1,4 @@
-"""A model of two stacks, the second of which reads the first, works in a pipeline."""
+"""A pipeline of two stacks; the second stack reads the output of the first."""
 
 import functools
 

@@ -50,7 +50,7 @@ class XlaSetting:
     source: URL.
     generations: GPUs to which it applies; empty for all GPUs, also unknown ones.
     hosts: 'any', 'one' or 'several'.
-    axes: mesh axes, at least one of which must be larger than 1; empty for any mesh.
+    axes: applies only to meshes that split one of these axes; empty for any mesh.
     without_axes: mesh axes that must all have size 1.
     layers_ahead: True if it applies to loops over layers that communicate one layer ahead
       (partitioning/overlap.py), False if to other loops; None for both.
