@@ -5,14 +5,15 @@ With a `KVCache`, decoding computes keys and values of each token once.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
-from t5x_gpu.layers.backends.kinds import Attention
+from t5x_gpu.layers.backends.kinds import Attention, Bias
 from t5x_gpu.layers.config import LayerConfig
 from t5x_gpu.layers.dense import DenseGeneral, Linear, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
@@ -39,7 +40,7 @@ class KVCache:
   value: jax.Array
   slot: jax.Array
 
-  def write(self, layer: Any, key: jax.Array, value: jax.Array) -> 'KVCache':
+  def write(self, layer: ArrayLike, key: jax.Array, value: jax.Array) -> 'KVCache':
     """Returns the cache with new `key` and `value` [batch, new, kv_heads, kv] of `layer`."""
 
     def put(stack: jax.Array, x: jax.Array) -> jax.Array:
@@ -48,7 +49,7 @@ class KVCache:
 
     return self.replace(key=put(self.key, key), value=put(self.value, value))
 
-  def read(self, layer: Any) -> tuple[jax.Array, jax.Array]:
+  def read(self, layer: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Returns (key, value) [batch, slots, kv_heads, kv] of `layer`."""
     return tuple(
       jnp.swapaxes(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2)
@@ -66,7 +67,7 @@ class KVCache:
 
 
 def empty_cache(
-  *, num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype: Any
+  *, num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
   """Returns a cache of zeros, split over the mesh by the active rules."""
   zeros = _laid_out(jnp.zeros((num_layers, batch, num_kv_heads, slots, head_dim), dtype))
@@ -126,11 +127,11 @@ class MultiHeadAttention(nn.Module):
     attention: Attention,
     *,
     kv_input: Optional[jax.Array] = None,
-    bias: Any = None,
+    bias: Optional[Bias] = None,
     window: Optional[jax.Array] = None,
     rotation: Optional[Rotation] = None,
     cache: Optional[KVCache] = None,
-    layer: Any = 0,
+    layer: ArrayLike = 0,
     dropout_rng: Optional[DropoutRng] = None,
   ) -> tuple[jax.Array, Optional[KVCache]]:
     """Returns the output [batch, length, embed] and the updated `cache`.

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.fp8 import Kernel, contract, is_quantized, on_kernels
@@ -89,7 +90,7 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
   """
   flat_init = nn.initializers.variance_scaling(scale, 'fan_in', distribution)
 
-  def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+  def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> jax.Array:
     # Drawn as a matrix, so that fan-in is the product of the contracted dimensions.
     flat = (math.prod(shape[:num_in]), math.prod(shape[num_in:]))
     return flat_init(key, flat, dtype).reshape(shape)
@@ -129,7 +130,7 @@ class Linear:
     )
 
 
-def lora_factors(module: nn.Module, dtype: Any) -> Optional[tuple[jax.Array, jax.Array]]:
+def lora_factors(module: nn.Module, dtype: DTypeLike) -> Optional[tuple[jax.Array, jax.Array]]:
   """Returns the LoRA factors next to a module's kernel, or None."""
   if not module.has_variable('params', FACTORS[0]):
     return None
@@ -157,7 +158,7 @@ class DenseGeneral(nn.Module):
   axes: tuple[Optional[str], ...]
   num_in: int = 1
   kernel_init: Optional[Initializer] = None
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
   use_bias: bool = False
   dot_general: Optional[Callable[..., jax.Array]] = None
   along: Optional[str] = None
@@ -203,7 +204,7 @@ def project_together(
   *,
   features: int,
   axes: tuple[str, str],
-  dtype: Any = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
   use_bias: bool = False,
 ) -> list[jax.Array]:
   """Returns several linear maps [batch, length, features] of `x` [batch, length, inputs].
@@ -245,7 +246,7 @@ class LinearParams(nn.Module):
   use_bias: bool = False
 
   @nn.compact
-  def __call__(self, dtype: Any) -> Linear:
+  def __call__(self, dtype: DTypeLike) -> Linear:
     """Returns the map in `dtype`."""
     kernel = param_along(self, 'kernel', self.init, axes=self.axes, shape=self.shape)
     bias = None

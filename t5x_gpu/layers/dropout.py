@@ -5,11 +5,12 @@ number of devices and of microbatches does not change the dropped features.
 """
 
 import zlib
-from typing import Any, Optional
+from typing import Optional
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
 @flax.struct.dataclass
@@ -26,7 +27,7 @@ class DropoutRng:
   rows: jax.Array
   positions: Optional[jax.Array] = None
 
-  def fold(self, number: Any) -> 'DropoutRng':
+  def fold(self, number: ArrayLike) -> 'DropoutRng':
     """Returns the source of the masks of layer `number`."""
     return self.replace(key=jax.random.fold_in(self.key, number))
 

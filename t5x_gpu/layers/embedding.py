@@ -6,12 +6,13 @@ the gather. If that takes fewer bytes, devices exchange only the rows that their
 """
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_axes
 from t5x_gpu.partitioning.parameters import Dims, Split
@@ -33,7 +34,7 @@ class Embedding(nn.Module):
 
   vocab_size: int
   embed_dim: int
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
   stddev: float = 1.0
 
   def setup(self) -> None:
@@ -48,7 +49,7 @@ class Embedding(nn.Module):
     return shard(out, 'batch', 'residual_length', 'embed')
 
 
-def is_looked_up_in_parts(table: Any, ids: jax.Array, dtype: Any) -> bool:
+def is_looked_up_in_parts(table: object, ids: jax.Array, dtype: DTypeLike) -> bool:
   """Returns whether `rows_of_parts` can be used, and sends less than a gather of the table.
 
   Args:
@@ -93,7 +94,7 @@ def traffic_per_step(
   }
 
 
-def rows_of_parts(table: Split, ids: jax.Array, dtype: Any) -> jax.Array:
+def rows_of_parts(table: Split, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns the rows `ids` of a table whose features are split over `fsdp`, without gathering it.
 
   Each device looks up its features for the ids of all devices, and sends the rows to them. In the
@@ -108,6 +109,9 @@ def rows_of_parts(table: Split, ids: jax.Array, dtype: Any) -> jax.Array:
   rows = _lookup(None, table.part, of_all).astype(dtype)
   rows = jax.lax.all_to_all(rows, 'fsdp', split_axis=0, concat_axis=3, tiled=True)[0]
   return shard(rows, 'batch', 'residual_length', 'embed')
+
+
+_Saved = tuple[jax.Array, jax.Array]  # table and ids
 
 
 def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -133,11 +137,15 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
   )(table, ids)
 
 
-def _rows_forward(axis: Optional[str], table: jax.Array, ids: jax.Array) -> Any:
+def _rows_forward(
+  axis: Optional[str], table: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, _Saved]:
   return _rows(axis, table, ids), (table, ids)
 
 
-def _rows_backward(axis: Optional[str], saved: Any, gradient: jax.Array) -> Any:
+def _rows_backward(
+  axis: Optional[str], saved: _Saved, gradient: jax.Array
+) -> tuple[jax.Array, None]:
   """Returns the gradient of the table, summed in float32: a common token has thousands of terms."""
 
   def local(table: jax.Array, ids: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from t5x_gpu.layers.backends.choose import Hardware, hardware
 from t5x_gpu.layers.backends.tokamax_internals import has_ragged_dot, library
@@ -286,11 +287,11 @@ def _axes(*arrays: jax.Array) -> list[str]:
   return sorted(frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)))
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, blocks: _Blocks, axes: list[str]) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, blocks: _Blocks, axes: list[str]) -> jax.Array:
   return varying(jnp.broadcast_to(blocks.zero.astype(dtype), shape), axes)
 
 
-def _kernel(dtype: Any, *sizes: int) -> Optional[str]:
+def _kernel(dtype: DTypeLike, *sizes: int) -> Optional[str]:
   """Returns the Tokamax kernel for operands of these sizes; None for the loop.
 
   Logs the choice, once per reason.
@@ -309,7 +310,9 @@ def _kernel(dtype: Any, *sizes: int) -> Optional[str]:
   return kernel
 
 
-def kernel_for(device: Hardware, dtype: Any, sizes: Sequence[int]) -> tuple[Optional[str], str]:
+def kernel_for(
+  device: Hardware, dtype: DTypeLike, sizes: Sequence[int]
+) -> tuple[Optional[str], str]:
   """Returns (kernel of Tokamax for a GPU, or None; the reason in a few words).
 
   Args:

@@ -10,13 +10,14 @@ Gale et al. 2022 (MegaBlocks).
 import dataclasses
 import functools
 import math
-from typing import Any, Optional
+from typing import Optional
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from t5x_gpu.layers.dense import Initializer, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout
@@ -536,7 +537,7 @@ class _ExpertKernel(nn.Module):
 
 
 def _of_each_expert(
-  init: Initializer, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
+  init: Initializer, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
   """Returns kernels [experts, inputs, features], each initialized like the kernel of an MLP."""
   return jax.vmap(lambda k: init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))

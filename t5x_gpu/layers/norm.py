@@ -1,10 +1,11 @@
 """Norms, with statistics always in float32."""
 
-from typing import Any, Optional
+from typing import Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t5x_gpu.layers.config import LayerConfig
 from t5x_gpu.layers.dense import combine, param_along
@@ -24,7 +25,7 @@ class RMSNorm(nn.Module):
   """
 
   epsilon: float = 1e-6
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
   plus_one: bool = False
   axis: str = 'embed'
   along: str = 'residual_length'
@@ -56,7 +57,7 @@ class HeadsNorm(nn.Module):
 
   num_heads: int
   epsilon: float = 1e-6
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
   heads: str = 'heads'
 
   @nn.compact
@@ -83,7 +84,7 @@ class LayerNorm(nn.Module):
   """
 
   epsilon: float = 1e-6
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:

@@ -6,13 +6,14 @@ The frequencies of rotary positions may be scaled for longer rows than in the or
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo
@@ -38,7 +39,7 @@ class Rotation:
     rotated += [rest] if rest.shape[-1] else []
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
-  def of_layer(self, number: Any) -> 'Rotation':
+  def of_layer(self, number: ArrayLike) -> 'Rotation':
     """Returns the rotation of a layer, which is the same for all layers."""
     del number
     return self
@@ -57,7 +58,7 @@ class LayerRotations:
   sin: jax.Array
   kinds: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
-  def of_layer(self, number: Any) -> Rotation:
+  def of_layer(self, number: ArrayLike) -> Rotation:
     """Returns the rotation of layer `number`, which may be traced."""
     kind = jnp.asarray(self.kinds)[number % len(self.kinds)]
     return Rotation(*(jax.lax.dynamic_index_in_dim(x, kind, keepdims=False) for x in self._both))
@@ -68,7 +69,11 @@ class LayerRotations:
 
 
 def rotations(
-  ropes: Sequence[Any], positions: jax.Array, head_dim: int, *, lengths: Optional[jax.Array] = None
+  ropes: Sequence[Optional['RotaryEmbedding']],
+  positions: jax.Array,
+  head_dim: int,
+  *,
+  lengths: Optional[jax.Array] = None,
 ) -> Optional[Union[Rotation, LayerRotations]]:
   """Returns the rotations of `positions` in layers with these embeddings; None without rotation.
 
@@ -300,7 +305,7 @@ class RelativeBuckets:
       max_distance=self.max_distance,
     )
 
-  def _look_up(self, table: jax.Array, buckets: Any) -> jax.Array:
+  def _look_up(self, table: jax.Array, buckets: ArrayLike) -> jax.Array:
     # A one-hot matmul, whose gradient is also a matmul; the gradient of a gather is a slow scatter.
     one_hot = jax.nn.one_hot(buckets, self.num_buckets, dtype=table.dtype)
     return shard(jnp.einsum('hb,qkb->hqk', table, one_hot)[None], None, 'heads', None, None)
@@ -317,7 +322,7 @@ class RelativePositionTable(nn.Module):
 
   num_heads: int
   num_buckets: int = 32
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   @nn.compact
   def __call__(self) -> jax.Array:
@@ -496,7 +501,7 @@ class RotaryEmbedding:
     )
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
   return isinstance(value, (int, float)) and 0.0 < value < math.inf
 
 
@@ -546,7 +551,7 @@ class PositionTable(nn.Module):
 
   size: int
   embed_dim: int
-  dtype: Any = jnp.float32
+  dtype: DTypeLike = jnp.float32
   stddev: float = 0.02
 
   @nn.compact

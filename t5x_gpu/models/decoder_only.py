@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Optional
+from typing import ClassVar, Optional
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +37,7 @@ class DecoderOnlyModel(OneStackModel):
   z_loss: float = 0.0
   label_smoothing: float = 0.0
   inputs_bidirectional_attention: bool = False
-  layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  layer: Callable[[TransformerConfig], nn.Module] = TransformerLayer
   side: ClassVar[str] = 'decoder'
 
   def __post_init__(self) -> None:

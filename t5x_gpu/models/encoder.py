@@ -7,7 +7,7 @@ of its arguments, and the losses and counts of rows with labels, tags, a number 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Optional
+from typing import ClassVar, Optional
 
 import flax.linen as nn
 import jax
@@ -93,7 +93,7 @@ SINGLE_LABEL, MULTI_LABEL = 'single_label_classification', 'multi_label_classifi
 PROBLEMS = (SINGLE_LABEL, MULTI_LABEL)
 
 
-def check_encoder(model: Any) -> None:
+def check_encoder(model: 'EncoderModel') -> None:
   """Raises ModelError for invalid or contradictory arguments of an EncoderModel."""
   check_loss_options('EncoderModel', z_loss=model.z_loss, label_smoothing=model.label_smoothing)
   if model.head_type != 'mlm':
@@ -122,7 +122,7 @@ def check_encoder(model: Any) -> None:
     )
 
 
-def _check_classes(model: Any) -> None:
+def _check_classes(model: 'EncoderModel') -> None:
   if model.num_classes < 2:
     raise ModelError(
       f'EncoderModel.num_classes = {model.num_classes}: classification needs two classes or more.',
@@ -147,7 +147,7 @@ def _check_classes(model: Any) -> None:
     raise _not_cross_entropy(model, 'rows with several labels have a binary cross entropy')
 
 
-def _not_cross_entropy(model: Any, instead: str) -> ModelError:
+def _not_cross_entropy(model: 'EncoderModel', instead: str) -> ModelError:
   return ModelError(
     f'label_smoothing = {model.label_smoothing} and z_loss = {model.z_loss} change the cross '
     f'entropy over one class per row, but {instead}.',
@@ -156,7 +156,7 @@ def _not_cross_entropy(model: Any, instead: str) -> ModelError:
   )
 
 
-def _check_embedding(model: Any) -> None:
+def _check_embedding(model: 'EncoderModel') -> None:
   wrong = [
     f'{name} = {getattr(model, name)!r}'
     for name, allowed in (
@@ -398,7 +398,7 @@ class EncoderModel(OneStackModel):
   class_names: tuple[str, ...] = ()
   normalize: bool = True
   temperature: float = 0.05
-  layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  layer: Callable[[TransformerConfig], nn.Module] = TransformerLayer
   side: ClassVar[str] = 'encoder'
 
   def __post_init__(self) -> None:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Optional
+from typing import ClassVar, Optional
 
+import flax.linen as nn
 import jax
+from jax.typing import ArrayLike
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError
@@ -42,7 +44,7 @@ class EncoderDecoderModel(TransformerModel):
   num_encoder_layers: Optional[int] = None
   z_loss: float = 0.0
   label_smoothing: float = 0.0
-  layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  layer: Callable[[TransformerConfig], nn.Module] = TransformerLayer
   stacks: ClassVar[tuple[str, ...]] = ('encoder', 'decoder')
 
   def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class EncoderDecoderModel(TransformerModel):
     *,
     stack: str,
     dropout_key: Optional[jax.Array] = None,
-    first_layer: Any = 0,
+    first_layer: ArrayLike = 0,
   ) -> Activations:
     """Returns `x` after the layers of `params[stack]['layers']`.
 
@@ -184,7 +186,7 @@ class EncoderDecoderModel(TransformerModel):
     x: jax.Array,
     batch: DeviceBatch,
     dropout_key: Optional[jax.Array],
-    first_layer: Any = 0,
+    first_layer: ArrayLike = 0,
   ) -> jax.Array:
     return self._encoder.run(
       params['encoder'],

@@ -1,7 +1,7 @@
 """Output projections on top of a stack."""
 
 import functools
-from typing import Any, Optional
+from typing import Optional
 
 import flax.linen as nn
 import jax
@@ -21,6 +21,7 @@ from t5x_gpu.models.losses import (
   linear_log_probs,
   weighted_sums,
 )
+from t5x_gpu.models.model import Params
 from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
 from t5x_gpu.partitioning.parameters import whole
 
@@ -59,7 +60,7 @@ class TokenLogits(nn.Module):
     return shard(logits, 'batch', 'length', 'vocab')
 
 
-def init_token_logits(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
+def init_token_logits(config: TransformerConfig, key: jax.Array) -> dict[str, Params]:
   """Returns {'logits_dense': parameters}; empty if logits are tied to the token table."""
   if config.logits_via_embedding:
     return {}
@@ -68,7 +69,7 @@ def init_token_logits(config: TransformerConfig, key: jax.Array) -> dict[str, An
 
 
 def token_logits(
-  config: TransformerConfig, params: Any, x: jax.Array, token_embedder: Any
+  config: TransformerConfig, params: Params, x: jax.Array, token_embedder: Params
 ) -> jax.Array:
   """Returns [batch, length, vocab] in float32.
 
@@ -88,9 +89,9 @@ def token_logits(
 
 def token_loss(
   config: TransformerConfig,
-  params: Any,
+  params: Params,
   x: jax.Array,
-  token_embedder: Any,
+  token_embedder: Params,
   targets: jax.Array,
   weights: jax.Array,
   *,
@@ -124,7 +125,11 @@ def token_loss(
 
 
 def token_log_probs(
-  config: TransformerConfig, params: Any, x: jax.Array, token_embedder: Any, targets: jax.Array
+  config: TransformerConfig,
+  params: Params,
+  x: jax.Array,
+  token_embedder: Params,
+  targets: jax.Array,
 ) -> jax.Array:
   """Returns the log-probability of each target token, float32 [batch, length].
 
@@ -148,7 +153,7 @@ def token_log_probs(
 
 
 def _logit_terms(
-  config: TransformerConfig, params: Any, x: jax.Array, token_embedder: Any
+  config: TransformerConfig, params: Params, x: jax.Array, token_embedder: Params
 ) -> list[tuple[jax.Array, jax.Array]]:
   """Returns the `terms` of `linear_cross_entropy`; arguments as in `token_logits`."""
   x = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype)

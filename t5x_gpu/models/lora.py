@@ -11,8 +11,8 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from collections.abc import Callable, Iterable, Mapping
+from typing import Optional, TypeVar
 
 import flax.traverse_util
 import jax
@@ -25,6 +25,8 @@ from t5x_gpu.layers.dense import FACTORS
 from t5x_gpu.models.model import Model, ModelWrapper, Params, check_model
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
+_Factor = TypeVar('_Factor')
+_Array = TypeVar('_Array', np.ndarray, jax.Array)
 STACKS = ('layers',)  # leading axes whose entries are separate kernels
 _KERNEL = '/kernel'
 # Kernels in a decoder that multiply the encoder's tokens.
@@ -100,7 +102,7 @@ class LoraModel(ModelWrapper):
         flat[prefix + name] = factor
     return flax.traverse_util.unflatten_dict(flat, sep='/')
 
-  def _adapted(self, paths: Mapping[str, Any]) -> list[str]:
+  def _adapted(self, paths: Iterable[str]) -> list[str]:
     return [p for p in paths if p.endswith(_KERNEL) and re.fullmatch(self.pattern, p)]
 
   def _new_factors(self, key: jax.Array, kernel: NamedParam) -> tuple[NamedParam, NamedParam]:
@@ -224,7 +226,9 @@ def without_adapters(model: Model) -> Model:
   return model.model if isinstance(model, LoraModel) else model
 
 
-def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
+def factors_of(
+  path: str, get: Callable[[str], Optional[_Factor]]
+) -> tuple[Optional[_Factor], Optional[_Factor]]:
   """Returns the two factors next to the kernel at `path`; (None, None) for other parameters.
 
   Args:
@@ -237,7 +241,9 @@ def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
   return first, second
 
 
-def merged_kernel(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
+def merged_kernel(
+  kernel: _Array, a: Optional[_Array], b: Optional[_Array], *, scale: float
+) -> _Array:
   """Returns kernel + scale a b, in numpy for numpy arrays; `kernel` if the factors are None.
 
   Args:

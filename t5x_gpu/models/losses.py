@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.fp8 import E4M3, E5M2, largest_value, scale_of, to_8_bits
@@ -201,6 +202,12 @@ def linear_log_probs(
 
 # An operand of a matmul, and its scale; None if the operand is not in 8 bits.
 _Operand = tuple[jax.Array, Optional[jax.Array]]
+_Arrays = tuple[jax.Array, ...]
+# Arguments of a sweep: inputs, kernels, bias, targets, weights.
+_Arguments = tuple[_Arrays, _Arrays, Optional[jax.Array], jax.Array, jax.Array]
+# Gradients of inputs, kernels and bias.
+_Gradients = tuple[_Arrays, _Arrays, Optional[jax.Array]]
+_TokenSums = dict[str, jax.Array]  # metric -> sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +223,17 @@ class _Sweep:
   def _letters(self) -> str:
     return ''.join(name[0] for name in self.axes)
 
-  def __call__(self, operands: Any, *, with_gradients: bool) -> tuple[Any, Any]:
+  def __call__(
+    self, operands: _Arguments, *, with_gradients: bool
+  ) -> tuple[_TokenSums, Optional[_Gradients]]:
     """Returns (sums, gradients of inputs, kernels and bias); None instead of unwanted gradients."""
     inputs, kernels, bias, targets, weights = operands
     in_dtype = [self._operand(kernel.astype(x.dtype)) for x, kernel in zip(inputs, kernels)]
     zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
 
-    def body(carry: Any, start: jax.Array) -> tuple[Any, None]:
+    def body(
+      carry: tuple[_TokenSums, Optional[_Gradients]], start: jax.Array
+    ) -> tuple[tuple[_TokenSums, Optional[_Gradients]], None]:
       sums, gradients = carry
 
       def part(a: jax.Array) -> jax.Array:
@@ -248,13 +259,15 @@ class _Sweep:
     starts = jnp.arange(0, targets.shape[1], self.chunk)
     return jax.lax.scan(body, (sums, gradients), starts)[0]
 
-  def _operand(self, x: jax.Array, dtype: Any = E4M3) -> _Operand:
+  def _operand(self, x: jax.Array, dtype: DTypeLike = E4M3) -> _Operand:
     if not self.fp8:
       return x, None
     scale = scale_of(largest_value(x), dtype)
     return to_8_bits(x, scale, dtype), scale
 
-  def _logits(self, inputs: Any, kernels: Any, bias: Optional[jax.Array]) -> jax.Array:
+  def _logits(
+    self, inputs: Sequence[_Operand], kernels: Sequence[_Operand], bias: Optional[jax.Array]
+  ) -> jax.Array:
     """Returns [batch, chunk, vocab] in float32."""
     equation = f'ble,{self._letters}->blv'
     logits = sum(_product(equation, x, kernel) for x, kernel in zip(inputs, kernels))
@@ -262,7 +275,14 @@ class _Sweep:
       logits = logits + bias.astype(jnp.float32)
     return shard(logits, 'batch', 'length', 'vocab')
 
-  def _add(self, gradients: Any, dlogits: Any, inputs: Any, kernels: Any, start: Any) -> Any:
+  def _add(
+    self,
+    gradients: _Gradients,
+    dlogits: jax.Array,
+    inputs: Sequence[_Operand],
+    kernels: Sequence[_Operand],
+    start: jax.Array,
+  ) -> _Gradients:
     """Returns `gradients` plus the gradients of one chunk, whose logits' gradient is `dlogits`."""
     dinputs, dkernels, dbias = gradients
     if dbias is not None:
@@ -286,18 +306,20 @@ def _product(equation: str, a: _Operand, b: _Operand) -> jax.Array:
   return product if a[1] is None else product * (a[1] * b[1])
 
 
-def _zeros_like(shape: Any, dtype: Any, *, operands: Any) -> jax.Array:
+def _zeros_like(
+  shape: tuple[int, ...], dtype: DTypeLike, *, operands: Sequence[jax.Array]
+) -> jax.Array:
   """Returns zeros that vary over the same manual axes as any of `operands`."""
   axes = dict.fromkeys(a for x in operands for a in jax.typeof(x).manual_axis_type.varying)
   return varying(jnp.zeros(shape, dtype), tuple(axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(sweep: _Sweep, *operands: Any) -> dict[str, jax.Array]:
+def _sums(sweep: _Sweep, *operands: *_Arguments) -> _TokenSums:
   return sweep(operands, with_gradients=False)[0]
 
 
-def _forward(sweep: _Sweep, *operands: Any) -> Any:
+def _forward(sweep: _Sweep, *operands: *_Arguments) -> tuple[_TokenSums, _Gradients]:
   sums, gradients = sweep(operands, with_gradients=True)
   like = operands[:3]
   return sums, jax.tree.map(
@@ -305,7 +327,9 @@ def _forward(sweep: _Sweep, *operands: Any) -> Any:
   )
 
 
-def _backward(sweep: _Sweep, gradients: Any, cotangents: dict[str, jax.Array]) -> Any:
+def _backward(
+  sweep: _Sweep, gradients: _Gradients, cotangents: _TokenSums
+) -> tuple[Optional[jax.Array], ...]:
   if sweep.token_loss.z_loss:
     wrong = (cotangents['cross_entropy'] != 0.0) | (cotangents['z_loss'] != 0.0)
     scale = cotangents['loss'] + jnp.where(wrong, jnp.nan, 0.0)

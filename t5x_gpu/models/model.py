@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Optional
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import BatchSpec
@@ -28,6 +29,8 @@ Params = Any
 # A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], row numbers for
 # dropout; and 'encoder_places', 'decoder_places' [length], positions of tokens in split rows.
 DeviceBatch = Mapping[str, jax.Array]
+# What layers pass on: [batch, length, embed]; of several stacks a tuple; or a tree of the model's.
+LayerOutput = Any
 # What every model must have, with `loss` or the three parts of the loss.
 REQUIRED = ('num_outcomes', 'feature_converter', 'init')
 # Parts of the loss, for pipelines, accumulation by layer, and the table of layers of `parity`.
@@ -59,7 +62,7 @@ class Model:
 
   # Without a default here, a dataclass that declares these two as fields still requires them.
   num_outcomes: int
-  config: Any
+  config: object
   stacks: ClassVar[tuple[str, ...]] = (ONLY,)
   gathers_layers: ClassVar[bool] = False
   couples_rows: ClassVar[bool] = False
@@ -172,7 +175,7 @@ class Model:
 
   def _after_layers(
     self, params: Params, batch: DeviceBatch, dropout_key: Optional[jax.Array]
-  ) -> Any:
+  ) -> LayerOutput:
     x = self.embed(params, batch, dropout_key=dropout_key)
     for stack in self.stacks:
       x = run_layers(self, params, x, batch, stack=stack, dropout_key=dropout_key)
@@ -180,19 +183,19 @@ class Model:
 
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> Any:
+  ) -> LayerOutput:
     """Returns the input of the first layer, [batch, length, embed]; a tuple with one per stack."""
     raise NotImplementedError
 
   def run_layers(
     self,
     params: Params,
-    x: Any,
+    x: LayerOutput,
     batch: DeviceBatch,
     *,
     dropout_key: Optional[jax.Array] = None,
-    first_layer: Any = 0,
-  ) -> Any:
+    first_layer: ArrayLike = 0,
+  ) -> LayerOutput:
     """Returns `x` after the layers in `params['layers']`.
 
     Args:
@@ -207,7 +210,12 @@ class Model:
     raise NotImplementedError
 
   def head(
-    self, params: Params, x: Any, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+    self,
+    params: Params,
+    x: LayerOutput,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
   ) -> Sums:
     """Returns the sums of `loss` from `x`, the output of the last layer."""
     raise NotImplementedError
@@ -345,13 +353,13 @@ def uses_fp8(model: Model) -> bool:
   return config is not None and config.fp8
 
 
-def compute_dtype(model: Model) -> Any:
+def compute_dtype(model: Model) -> DTypeLike:
   """Returns the dtype of the model's matmuls; float32 without a TransformerConfig."""
   config = config_of(model)
   return jnp.float32 if config is None else config.compute_dtype
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
   """Raises ModelError unless `model` is a Model with the required members and their signatures."""
   error = functools.partial(
     ModelError, parameters=('train.model',), docs='add_a_model.md#when-the-layer-is-not-enough'
@@ -399,7 +407,7 @@ def _declaration(name: str, base: type[Model] = Model) -> str:
   return f'def {name}{inspect.Signature(plain)}'
 
 
-def _can_be_called(model: Any, name: str) -> bool:
+def _can_be_called(model: Model, name: str) -> bool:
   """Returns whether a method of `model` accepts the parameters that `Model` declares."""
   _, *parameters = inspect.signature(getattr(Model, name)).parameters.values()
   positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]

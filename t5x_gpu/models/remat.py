@@ -13,15 +13,16 @@ Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are the same a
 """
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
 # (primitive, *arguments, **parameters) -> whether, or where, to store the results.
-Policy = Callable[..., Any]
+Policy = Callable[..., object]
 LAYER_INPUT = 'layer_input'
 # Matrix products, and kernels, which contain them.
 _DOTS = frozenset({'dot_general', 'ragged_dot_general', 'ragged_dot', 'pallas_call', 'run_state'})
@@ -36,12 +37,12 @@ _offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
 _attention_results = jax.checkpoint_policies.save_only_these_names(RESULTS)
 
 
-def _all_dots(primitive: Any, *args: Any, **params: Any) -> bool:
+def _all_dots(primitive: Primitive, *args: object, **params: object) -> bool:
   # Attention has a name: loops and nested regions hide its matrix products and kernels.
   return primitive.name in _DOTS or _attention_results(primitive, *args, **params)
 
 
-def _offload(primitive: Any, *args: Any, **params: Any) -> Any:
+def _offload(primitive: Primitive, *args: object, **params: object) -> object:
   policy = _offload_dots if primitive.name == 'dot_general' else _offload_inputs
   return policy(primitive, *args, **params)
 

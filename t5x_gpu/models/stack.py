@@ -9,9 +9,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Optional, TypeVar, Union
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
@@ -175,7 +177,7 @@ class Stack:
   causal: bool
   final_norm: str
   attends_to_encoder: bool = False
-  layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  layer: Callable[[TransformerConfig], nn.Module] = TransformerLayer
 
   def init(self, keys: Keys) -> dict[str, Params]:
     """Returns part name -> parameters."""
@@ -204,7 +206,7 @@ class Stack:
     encoder_info: Optional[TokenInfo] = None,
     encoded: Optional[jax.Array] = None,
     rng: Optional[DropoutRng] = None,
-    first_layer: Any = 0,
+    first_layer: ArrayLike = 0,
   ) -> Activation:
     """Returns `x` after the layers of `params['layers']`.
 
@@ -336,7 +338,7 @@ class TransformerModel(Model, abc.ABC):
   """
 
   config: TransformerConfig
-  layer: Callable[[TransformerConfig], Any]
+  layer: Callable[[TransformerConfig], nn.Module]
   gathers_layers: ClassVar[bool] = True
 
   @property
@@ -449,7 +451,7 @@ class OneStackModel(TransformerModel):
     batch: DeviceBatch,
     *,
     dropout_key: Optional[jax.Array] = None,
-    first_layer: Any = 0,
+    first_layer: ArrayLike = 0,
   ) -> Activation:
     """Returns `x` after the layers of `params['layers']`, which start at number `first_layer`."""
     return self._stack.run(

@@ -8,16 +8,19 @@ import jax
 from t5x_gpu.layers.masks import TokenInfo, decoder_mask, encoder_mask
 from t5x_gpu.layers.positions import RelativeBuckets
 
+# A relative bias in the form of a backend: an array, or the arguments that make one.
+Bias = Any
+
 
 class Attention(Protocol):
   """Attends from queries [batch, q_length, heads, kv] to keys [batch, kv_length, kv_heads, kv].
 
   Query head h attends to key and value head h // (heads / kv_heads). Created once per batch, from
-  positions and segments of its tokens, and called in every layer. The type of a bias depends on the
-  backend; a bias shared between layers is computed once.
+  positions and segments of its tokens, and called in every layer. A bias
+  shared between layers is computed once.
   """
 
-  def bias(self, table: jax.Array) -> Any:
+  def bias(self, table: jax.Array) -> Bias:
     """Returns the argument `bias` of a call, from a table [heads, relpos_buckets]."""
 
   def __call__(
@@ -25,7 +28,7 @@ class Attention(Protocol):
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: Any,
+    bias: Optional[Bias],
     window: Optional[jax.Array] = None,
   ) -> jax.Array:
     """Returns [batch, q_length, heads, kv]; `window` is the number of positions to attend to."""

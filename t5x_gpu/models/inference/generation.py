@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +222,7 @@ def by_layer(model: Model, params: Params, *, layout: Layout) -> Params:
     stack.delete()
     return layers
 
-  def walk(tree: Any) -> Any:
+  def walk(tree: Params) -> Params:
     if not isinstance(tree, Mapping):
       return tree
     if 'layers' not in tree:
@@ -256,7 +256,7 @@ class Generator:
     *,
     layout: Layout,
     config: DecodingConfig,
-    compiler_options: Optional[Mapping[str, Any]] = None,
+    compiler_options: Optional[Mapping[str, object]] = None,
   ):
     check_writes_text(model)
     _check_tokens(model, config)

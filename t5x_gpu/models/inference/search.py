@@ -5,17 +5,21 @@ A search chooses the next tokens and decides when to stop; the loop calls the mo
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Optional, Protocol, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from t5x_gpu.models.incremental import DecodingState
 from t5x_gpu.partitioning.axis_rules import shard
 
 # (tokens [rows], state) -> (logits [rows, vocab] of the next token, next state).
 DecodeStep = Callable[[jax.Array, DecodingState], tuple[jax.Array, DecodingState]]
+Carry = TypeVar('Carry')  # what a search remembers between tokens, such as Texts
+# (index of the next token, tokens [rows], carry, state).
+_Loop = tuple[ArrayLike, jax.Array, Carry, DecodingState]
 
 
 @flax.struct.dataclass
@@ -33,7 +37,7 @@ class Continuations:
   scores: jax.Array
 
 
-class Search(Protocol):
+class Search(Protocol[Carry]):
   """How to choose tokens; each search has its own type of `carry`.
 
   Attributes:
@@ -44,12 +48,12 @@ class Search(Protocol):
   num_rows_per_prompt: int
   max_decode_length: int
 
-  def start(self, rows: int) -> Any:
+  def start(self, rows: int) -> Carry:
     """Returns the first carry."""
 
   def choose(
-    self, number: Any, logits: jax.Array, carry: Any
-  ) -> tuple[Any, jax.Array, Optional[jax.Array]]:
+    self, number: ArrayLike, logits: jax.Array, carry: Carry
+  ) -> tuple[Carry, jax.Array, Optional[jax.Array]]:
     """Returns (carry, tokens [rows], beams [batch, beams] that they continue).
 
     `beams` is None if every row continues itself.
@@ -60,15 +64,15 @@ class Search(Protocol):
       carry: from `start` or the previous call.
     """
 
-  def goes_on(self, carry: Any) -> jax.Array:
+  def goes_on(self, carry: Carry) -> jax.Array:
     """Returns whether another token could change the result."""
 
-  def result(self, carry: Any) -> Continuations:
+  def result(self, carry: Carry) -> Continuations:
     """Returns the continuations, best first."""
 
 
 def run(
-  search: Search, *, logits: jax.Array, state: DecodingState, decode_step: DecodeStep
+  search: Search[Carry], *, logits: jax.Array, state: DecodingState, decode_step: DecodeStep
 ) -> Continuations:
   """Returns the result of `search`; the loop ends as soon as no row needs another token.
 
@@ -82,16 +86,18 @@ def run(
     logits = jnp.repeat(logits, search.num_rows_per_prompt, axis=0)
     state = state.repeat(search.num_rows_per_prompt)
 
-  def choose(number: Any, logits: jax.Array, carry: Any, state: DecodingState) -> Any:
+  def choose(
+    number: ArrayLike, logits: jax.Array, carry: Carry, state: DecodingState
+  ) -> tuple[jax.Array, Carry, DecodingState]:
     logits = shard(logits, 'batch', None)  # not split over vocab: choosing needs all tokens
     carry, tokens, beams = search.choose(number, logits, carry)
     return tokens, carry, state if beams is None else state.beams(beams)
 
-  def goes_on(loop: Any) -> jax.Array:
+  def goes_on(loop: _Loop[Carry]) -> jax.Array:
     number, _, carry, _ = loop
     return (number < search.max_decode_length) & search.goes_on(carry)
 
-  def another(loop: Any) -> Any:
+  def another(loop: _Loop[Carry]) -> _Loop[Carry]:
     number, tokens, carry, state = loop
     logits, state = decode_step(tokens, state)
     return number + 1, *choose(number, logits, carry, state)
@@ -179,7 +185,9 @@ class Sampling:
       jnp.repeat(self.numbers < 0, self.num_rows_per_prompt),
     )
 
-  def choose(self, number: Any, logits: jax.Array, carry: Texts) -> tuple[Texts, jax.Array, None]:
+  def choose(
+    self, number: ArrayLike, logits: jax.Array, carry: Texts
+  ) -> tuple[Texts, jax.Array, None]:
     allowed = without_padding(logits, zero_is_padding=self.zero_is_padding)
     if self.temperature > 0:
       allowed = most_probable(allowed / self.temperature, top_k=self.top_k, top_p=self.top_p)
@@ -201,7 +209,7 @@ class Sampling:
       None,
     )
 
-  def _keys(self, number: Any) -> jax.Array:
+  def _keys(self, number: ArrayLike) -> jax.Array:
     """Returns a key per row for token `number`."""
 
     def key(prompt: jax.Array, decode: jax.Array) -> jax.Array:
@@ -277,7 +285,7 @@ class BeamSearch:
     )
 
   def choose(
-    self, number: Any, logits: jax.Array, carry: Beams
+    self, number: ArrayLike, logits: jax.Array, carry: Beams
   ) -> tuple[Beams, jax.Array, jax.Array]:
     beams, length = self.num_rows_per_prompt, carry.length + 1
     gains = without_padding(jax.nn.log_softmax(logits), zero_is_padding=self.zero_is_padding)
@@ -317,7 +325,7 @@ class BeamSearch:
       of_kept(origin),
     )
 
-  def _penalty(self, length: Any) -> jax.Array:
+  def _penalty(self, length: ArrayLike) -> jax.Array:
     length = jnp.asarray(length, jnp.float32)
     return (length if self.is_huggingface else (5.0 + length) / 6.0) ** self.length_penalty
 
