@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.layers.dropout import dropout
-from t5x_gpu.layers.masks import TokenInfo, token_info
+from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.heads import init_token_logits, token_log_probs, token_logits, token_loss
-from t5x_gpu.models.incremental import DecodingState, advance, begin
+from t5x_gpu.models.incremental import DecodingState, begin
 from t5x_gpu.models.losses import Sums, check_loss_options
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.stack import Activation, OneStackModel
+from t5x_gpu.models.stack import Activation, OneStackModel, info_of
 from t5x_gpu.models.transformer import TransformerLayer
 
 
@@ -69,13 +69,7 @@ class DecoderOnlyModel(OneStackModel):
 
   def _info(self, batch: DeviceBatch) -> TokenInfo:
     prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
-    return token_info(
-      batch['decoder_target_tokens'],
-      prefix=prefix,
-      segment_ids=batch.get('decoder_segment_ids'),
-      positions=batch.get('decoder_places'),
-      known=(batch.get('decoder_loss_weights'), batch.get('decoder_causal_attention')),
-    )
+    return info_of(batch, 'decoder', prefix=prefix)
 
   def finish(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
@@ -155,7 +149,7 @@ class DecoderOnlyModel(OneStackModel):
       bidirectional_prompt=self.inputs_bidirectional_attention,
       keeps_tokens=True,
     )
-    return self._extend(params, prompts, state)
+    return self._stack.next_logits(params, params, prompts, state)
 
   def decode_step(
     self, params: Params, tokens: jax.Array, state: DecodingState
@@ -166,21 +160,11 @@ class DecoderOnlyModel(OneStackModel):
       state = jax.lax.cond(
         grown.any(), lambda state: self._again(params, state, grown), lambda state: state, state
       )
-    return self._extend(params, tokens[:, None], state)
+    return self._stack.next_logits(params, params, tokens[:, None], state)
 
   def _again(self, params: Params, state: DecodingState, rows: jax.Array) -> DecodingState:
     """Returns `state` with keys and values of `rows` [batch] computed with long rotary factors."""
     own = state.caches.own
     start = state.replace(caches=state.caches.replace(own=own.replace(slot=jnp.int32(0))))
     # Also fills slots of future tokens, which are overwritten before they are read.
-    return state.of_rows(rows, self._extend(params, state.tokens, start)[1])
-
-  def _extend(
-    self, params: Params, tokens: jax.Array, state: DecodingState
-  ) -> tuple[jax.Array, DecodingState]:
-    info, positions, cached = state.of_next(tokens.shape[1])
-    x = self._embeddings(params, tokens, positions)
-    x, caches = self._stack.extend(params, x, info, positions, state.caches, cached)
-    x = self._stack.finish(params, x[:, -1:])
-    logits = token_logits(self.config, params, x, params['token_embedder'])
-    return logits[:, 0], advance(state, caches, tokens)
+    return state.of_rows(rows, self._stack.next_logits(params, params, state.tokens, start)[1])

@@ -18,7 +18,7 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.entities import entity_kinds
 from t5x_gpu.data.features import LABEL, LABEL_WEIGHTS, LABELS, SCORE_UNIT, SCORES
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.layers.masks import TokenInfo, token_info
+from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.heads import (
   ClassifierHead,
@@ -35,7 +35,7 @@ from t5x_gpu.models.losses import (
   refuse_router_losses,
 )
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.stack import Activation, OneStackModel
+from t5x_gpu.models.stack import Activation, OneStackModel, positions_of
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import gather_over, is_manual, local_ways, shard, sum_over
 from t5x_gpu.partitioning.parameters import whole
@@ -510,13 +510,6 @@ class EncoderModel(OneStackModel):
       )
     return MaskedTokenHead(self.config)
 
-  def _info(self, batch: DeviceBatch) -> TokenInfo:
-    return token_info(
-      batch['encoder_input_tokens'],
-      segment_ids=batch.get('encoder_segment_ids'),
-      positions=batch.get('encoder_places'),
-    )
-
   def _logits(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
@@ -538,7 +531,7 @@ class EncoderModel(OneStackModel):
   ) -> tuple[jax.Array, jax.Array]:
     """Returns text vectors [batch, 3, embed] in float32, and whether each text exists."""
     x, segments = self._stack.finish(params, x), self._info(batch).segments
-    vectors, exist = pool_texts(x, segments, self._positions(batch), kind=self.pooling)
+    vectors, exist = pool_texts(x, segments, positions_of(batch, 'encoder'), kind=self.pooling)
     if self.normalize:
       squares = jnp.sum(jax.lax.square(vectors), axis=-1, keepdims=True)
       vectors = vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))

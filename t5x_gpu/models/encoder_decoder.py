@@ -11,14 +11,13 @@ from jax.typing import ArrayLike
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.dropout import DropoutRng, dropout
-from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import encoder_decoder_flops_per_row
 from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
-from t5x_gpu.models.incremental import DecodingState, advance, begin
+from t5x_gpu.models.incremental import DecodingState, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.stack import Stack, TransformerModel, dropout_rng
+from t5x_gpu.models.stack import Stack, TransformerModel, dropout_rng, info_of, positions_of
 from t5x_gpu.models.transformer import TransformerLayer
 
 # Outputs of both stacks so far: [batch, inputs_length, embed] and [batch, targets_length, embed].
@@ -162,9 +161,9 @@ class EncoderDecoderModel(TransformerModel):
     return of_encoder, self._decoder.run(
       params['decoder'],
       of_decoder,
-      _info(batch, 'decoder'),
-      _positions(batch, 'decoder'),
-      encoder_info=_info(batch, 'encoder'),
+      info_of(batch, 'decoder'),
+      positions_of(batch, 'decoder'),
+      encoder_info=info_of(batch, 'encoder'),
       encoded=encoded,
       first_layer=first_layer,
       rng=_dropout_rng(dropout_key, batch, 'decoder', 'layers'),
@@ -176,7 +175,7 @@ class EncoderDecoderModel(TransformerModel):
     return self._embeddings(
       params,
       batch[f'{side}_input_tokens'],
-      _positions(batch, side),
+      positions_of(batch, side),
       rng=_dropout_rng(dropout_key, batch, side, 'embed'),
     )
 
@@ -191,8 +190,8 @@ class EncoderDecoderModel(TransformerModel):
     return self._encoder.run(
       params['encoder'],
       x,
-      _info(batch, 'encoder'),
-      _positions(batch, 'encoder'),
+      info_of(batch, 'encoder'),
+      positions_of(batch, 'encoder'),
       rng=_dropout_rng(dropout_key, batch, 'encoder', 'layers'),
       first_layer=first_layer,
     )
@@ -279,47 +278,13 @@ class EncoderDecoderModel(TransformerModel):
       slots=slots,
       encoder_segments=encoder_segments,
     )
-    return self._extend(params, prompts, state, encoded)
+    return self._decoder.next_logits(params['decoder'], params, prompts, state, encoded=encoded)
 
   def decode_step(
     self, params: Params, tokens: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState]:
     """Returns logits [batch, vocab] of the token after `tokens` [batch], and the next state."""
-    return self._extend(params, tokens[:, None], state, None)
-
-  def _extend(
-    self, params: Params, tokens: jax.Array, state: DecodingState, encoded: Optional[jax.Array]
-  ) -> tuple[jax.Array, DecodingState]:
-    info, positions, cached = state.of_next(tokens.shape[1])
-    x = self._embeddings(params, tokens, positions)
-    x, caches = self._decoder.extend(
-      params['decoder'],
-      x,
-      info,
-      positions,
-      state.caches,
-      cached,
-      encoder_info=state.encoder_info(),
-      encoded=encoded,
-    )
-    x = self._decoder.finish(params['decoder'], x[:, -1:])
-    logits = token_logits(self.config, params['decoder'], x, params['token_embedder'])
-    return logits[:, 0], advance(state, caches, tokens)
-
-
-def _info(batch: DeviceBatch, side: str) -> TokenInfo:
-  tokens = 'encoder_input_tokens' if side == 'encoder' else 'decoder_target_tokens'
-  return token_info(
-    batch[tokens],
-    segment_ids=batch.get(f'{side}_segment_ids'),
-    positions=batch.get(f'{side}_places'),
-    known=(batch.get(f'{side}_loss_weights'),),
-  )
-
-
-def _positions(batch: DeviceBatch, side: str) -> jax.Array:
-  """Returns the position of each token in its example; a packed row holds several examples."""
-  return batch.get(f'{side}_positions', _info(batch, side).positions)
+    return self._decoder.next_logits(params['decoder'], params, tokens[:, None], state)
 
 
 def _dropout_rng(

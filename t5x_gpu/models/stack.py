@@ -22,11 +22,13 @@ from t5x_gpu.layers.backends.choose import make_attention
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.embedding import Embedding, is_looked_up_in_parts, rows_of_parts
-from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.layers.norm import make_norm
 from t5x_gpu.layers.positions import PositionTable, example_lengths, rotations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
+from t5x_gpu.models.heads import token_logits
+from t5x_gpu.models.incremental import DecodingState, advance
 from t5x_gpu.models.losses import Sums, with_router_losses
 from t5x_gpu.models.model import DeviceBatch, Model, Params
 from t5x_gpu.models.transformer import (
@@ -61,6 +63,29 @@ def dropout_rng(
   if key is None:
     return None
   return DropoutRng(key, batch['rows'], batch.get(f'{side}_places')).at(part)
+
+
+def info_of(batch: DeviceBatch, side: str, *, prefix: Optional[jax.Array] = None) -> TokenInfo:
+  """Returns the segments and positions that attention needs.
+
+  Args:
+    batch: features of the batch.
+    side: 'encoder' or 'decoder'.
+    prefix: see TokenInfo.
+  """
+  known = (batch.get(f'{side}_{name}') for name in ('loss_weights', 'causal_attention'))
+  return token_info(
+    batch['encoder_input_tokens' if side == 'encoder' else 'decoder_target_tokens'],
+    prefix=prefix,
+    segment_ids=batch.get(f'{side}_segment_ids'),
+    positions=batch.get(f'{side}_places'),
+    known=tuple(known),
+  )
+
+
+def positions_of(batch: DeviceBatch, side: str) -> jax.Array:
+  """Returns the position of each token in its example; a packed row holds several examples."""
+  return batch.get(f'{side}_positions', info_of(batch, side).positions)
 
 
 @flax.struct.dataclass
@@ -229,29 +254,31 @@ class Stack:
     x, _, charges = self._scan(params, x.x, shared, charges=x.charges, **options)
     return Routed(x, charges)
 
-  def extend(
+  def next_logits(
     self,
     params: Params,
-    x: jax.Array,
-    info: TokenInfo,
-    positions: jax.Array,
-    caches: LayerCaches,
-    cached: TokenInfo,
+    embedders: Params,
+    tokens: jax.Array,
+    state: DecodingState,
     *,
-    encoder_info: Optional[TokenInfo] = None,
     encoded: Optional[jax.Array] = None,
-  ) -> tuple[jax.Array, LayerCaches]:
-    """Returns `x` [batch, new, embed] after all layers, and the caches with the new tokens.
+  ) -> tuple[jax.Array, DecodingState]:
+    """Returns float32 logits [batch, vocab] of the token after `tokens`, and the next state.
 
     Args:
-      params, x, info, positions: as in `run`, for the new tokens only.
-      caches: keys and values of earlier tokens.
-      cached: positions and segments of all slots of `caches`, including the new tokens.
-      encoder_info: positions and segments of the encoder's tokens.
+      params: as in `run`, with the final norm, and the logits unless they are tied.
+      embedders: parameters of `Embeddings`.
+      tokens: [batch, new], whose keys and values are added to the caches.
+      state: state before these tokens.
       encoded: output of the encoder in the first call; None afterwards, when caches hold it.
     """
-    shared = self._shared(params, info, positions, encoder_info, encoded, cached=cached)
-    return self._scan(params, output(x), shared, caches=caches)[:2]
+    info, positions, cached = state.of_next(tokens.shape[1])
+    x = output(Embeddings(self.config)(embedders, tokens, positions))
+    shared = self._shared(params, info, positions, state.encoder_info(), encoded, cached=cached)
+    x, caches, _ = self._scan(params, x, shared, caches=state.caches)
+    x = self.finish(params, x[:, -1:])
+    logits = token_logits(self.config, params, x, embedders['token_embedder'])
+    return logits[:, 0], advance(state, caches, tokens)
 
   def finish(self, params: Params, x: Activation) -> jax.Array:
     """Returns [batch, length, embed] after the final norm, if there is one."""
@@ -439,7 +466,7 @@ class OneStackModel(TransformerModel):
     return self._embeddings(
       params,
       batch[f'{self.side}_input_tokens'],
-      self._positions(batch),
+      positions_of(batch, self.side),
       token_types=batch.get(f'{self.side}_token_types'),
       rng=self._rng(dropout_key, batch, 'embed'),
     )
@@ -458,7 +485,7 @@ class OneStackModel(TransformerModel):
       params,
       x,
       self._info(batch),
-      self._positions(batch),
+      positions_of(batch, self.side),
       rng=self._rng(dropout_key, batch, 'layers'),
       first_layer=first_layer,
     )
@@ -487,13 +514,8 @@ class OneStackModel(TransformerModel):
     in_parts = is_looked_up_in_parts(table.get('embedding'), ids, self.config.compute_dtype)
     return {'token_embedder': table} if in_parts else {}
 
-  @abc.abstractmethod
   def _info(self, batch: DeviceBatch) -> TokenInfo:
-    """Returns the segments and positions that attention needs."""
-
-  def _positions(self, batch: DeviceBatch) -> jax.Array:
-    """Returns the position of each token in its example; a packed row holds several examples."""
-    return batch.get(f'{self.side}_positions', self._info(batch).positions)
+    return info_of(batch, self.side)
 
   def _rng(self, key: Optional[jax.Array], batch: DeviceBatch, part: str) -> Optional[DropoutRng]:
     return dropout_rng(key, batch, part, side=self.side)
