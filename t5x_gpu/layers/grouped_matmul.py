@@ -12,7 +12,7 @@ import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Optional, Union
 
 import flax.struct
 import jax
@@ -111,6 +111,9 @@ class _Split:
     return PartitionSpec() if self.inputs else PartitionSpec(*(None,) * (rank - 2), self.axis)
 
 
+_Residuals = tuple[jax.Array, jax.Array, _Blocks]  # rows, kernels, blocks
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(split: _Split, rows: jax.Array, kernels: jax.Array, blocks: _Blocks) -> jax.Array:
   rank = kernels.ndim
@@ -125,11 +128,15 @@ def _product(split: _Split, rows: jax.Array, kernels: jax.Array, blocks: _Blocks
   return _masked(out, blocks)
 
 
-def _forward(split: _Split, rows: jax.Array, kernels: jax.Array, blocks: _Blocks) -> Any:
+def _forward(
+  split: _Split, rows: jax.Array, kernels: jax.Array, blocks: _Blocks
+) -> tuple[jax.Array, _Residuals]:
   return _product(split, rows, kernels, blocks), (rows, kernels, blocks)
 
 
-def _backward(split: _Split, residuals: Any, gradient: jax.Array) -> Any:
+def _backward(
+  split: _Split, residuals: _Residuals, gradient: jax.Array
+) -> tuple[Optional[jax.Array], ...]:
   rows, kernels, blocks = residuals
   rank = kernels.ndim
   of_rows = _beside(
@@ -164,7 +171,7 @@ def _masked(out: jax.Array, blocks: _Blocks) -> jax.Array:
 def _beside(
   split: _Split,
   function: Callable[..., jax.Array],
-  arrays: tuple[Any, ...],
+  arrays: tuple[Union[jax.Array, _Blocks], ...],
   specs: tuple[PartitionSpec, ...],
   out: PartitionSpec,
   *,
@@ -181,7 +188,7 @@ def _beside(
   if not axes:
     return function(*arrays)
 
-  def local(*parts: Any) -> jax.Array:
+  def local(*parts: Union[jax.Array, _Blocks]) -> jax.Array:
     result = function(*(parts if has_marks else unmarked(parts)))
     if not summed or split.axis is None:
       return result
@@ -250,7 +257,7 @@ def _kernel_gradients(rows: jax.Array, gradient: jax.Array, blocks: _Blocks) -> 
     out = varying(_ragged_sums(kernel, rows, gradient, blocks.sizes), axes)
     return out.reshape(*shape[:2], *features)
 
-  def add_block(sums: jax.Array, of_block: Any) -> tuple[jax.Array, None]:
+  def add_block(sums: jax.Array, of_block: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
     rows, gradient, group, used = of_block
 
     def added() -> jax.Array:

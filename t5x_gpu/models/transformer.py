@@ -6,27 +6,34 @@ around each block; one attention, or two in the decoder of an encoder-decoder.
 
 import dataclasses
 import functools
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from t5x_gpu.layers.attention import KVCache, MultiHeadAttention
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.backends.choose import AttentionNeed
-from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
+from t5x_gpu.layers.backends.kinds import Attention, AttentionKind, Bias
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp
 from t5x_gpu.layers.norm import make_norm
-from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable
+from t5x_gpu.layers.positions import (
+  LayerRotations,
+  RelativeBuckets,
+  RelativePositionTable,
+  Rotation,
+)
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
 from t5x_gpu.partitioning import overlap
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
+from t5x_gpu.partitioning.layer_stacks import Params
 
 
 @flax.struct.dataclass
@@ -44,8 +51,8 @@ class StackInputs:
   """
 
   attention: Attention
-  bias: Any = None
-  rotation: Any = None
+  bias: Optional[Bias] = None
+  rotation: Optional[Union[Rotation, LayerRotations]] = None
   cross_attention: Optional[Attention] = None
   encoded: Optional[jax.Array] = None
   encoder_places: Optional[jax.Array] = None
@@ -120,7 +127,7 @@ class TransformerLayer(nn.Module):
     x: jax.Array,
     shared: StackInputs,
     dropout_rng: Optional[DropoutRng],
-    number: Any = 0,
+    number: ArrayLike = 0,
     caches: Optional[LayerCaches] = None,
   ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
     """Returns `x` [batch, length, embed] after the layer, updated `caches`, and router charges.
@@ -180,7 +187,7 @@ class TransformerLayer(nn.Module):
     x = add(x, h, 'mlp', dropout_rng, 'mlp_out')
     return x, None if caches is None else LayerCaches(own, of_encoder), charges
 
-  def _window(self, number: Any) -> Optional[jax.Array]:
+  def _window(self, number: ArrayLike) -> Optional[jax.Array]:
     windows = self.config.windows
     return jnp.asarray(windows)[number % len(windows)] if any(windows) else None
 
@@ -211,7 +218,7 @@ def _add_block(
   return shard(x, 'batch', 'residual_length', 'embed')
 
 
-def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int) -> Any:
+def init_layers(layer: nn.Module, rng: jax.Array, *inputs: object, num_layers: int) -> Params:
   """Returns the parameters of `num_layers` layers, stacked on a leading `layers` axis.
 
   Args:
@@ -231,13 +238,13 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
 
 def scan_layers(
   layer: nn.Module,
-  params: Any,
+  params: Params,
   x: jax.Array,
-  shared: Any,
+  shared: StackInputs,
   *,
   config: TransformerConfig,
   dropout_rng: Optional[DropoutRng] = None,
-  first_layer: Any = 0,
+  first_layer: ArrayLike = 0,
   caches: Optional[LayerCaches] = None,
   charges: Optional[jax.Array] = None,
 ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
@@ -259,7 +266,7 @@ def scan_layers(
     charges: [batch, length, 2], router charges so far; None without router losses.
   """
 
-  def one(weights: Any, carry: Any, shared: Any, number: Any) -> Any:
+  def one(weights: Any, carry: Any, shared: Any, number: ArrayLike) -> Any:
     (x, caches, charges), (shared, rng) = carry, shared
     rng = rng and rng.fold(number)
     x, caches, more = layer.apply({'params': weights}, named_input(x), shared, rng, number, caches)

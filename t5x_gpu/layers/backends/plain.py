@@ -8,7 +8,7 @@ masked. They look up the relative bias per block, so its gradient goes to the ta
 """
 
 import dataclasses
-from typing import Any, Optional
+from typing import Optional
 
 import flax.struct
 import jax
@@ -205,7 +205,7 @@ class _BlockLogits:
   def __call__(
     self, table: Optional[jax.Array], query: jax.Array, key: jax.Array, q: TokenInfo, kv: TokenInfo
   ) -> jax.Array:
-    bias: Any = None
+    bias: Optional[jax.Array] = None
     if table is not None:
       bias = self.kind.buckets.bias_between(table, q.positions, kv.positions, length=self.length)
     return attention_logits(query, key, self.kind.mask(q, kv), bias, self.kind.softcap)

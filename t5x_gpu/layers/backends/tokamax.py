@@ -8,7 +8,7 @@ any token. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import flax.struct
 import jax
@@ -21,6 +21,7 @@ from t5x_gpu.layers.masks import KeyRanges, TokenInfo, key_ranges, longer, padde
 from t5x_gpu.partitioning.axis_rules import on_each_device
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
+_Names = tuple[Optional[str], ...]
 _QUERY = ('batch', None, 'heads', 'kv')
 _KEY = ('batch', None, 'kv_heads', 'kv')
 _BIAS = (None, 'heads', None, None)
@@ -173,7 +174,7 @@ class KernelCall:
 
   def _options(
     self, bias: Optional[jax.Array], start: jax.Array, end: Optional[jax.Array]
-  ) -> dict[str, Any]:
+  ) -> dict[str, object]:
     mask = tokamax_internals.range_mask(start, end, is_causal=self.causal)
     return dict(bias=bias, mask=mask, logits_scale=1.0, logits_soft_cap=self.softcap)
 
@@ -206,7 +207,7 @@ def _backward(call: KernelCall, saved, dout):
 attend.defvjp(_forward, _backward)
 
 
-def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Any, ...]:
+def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Optional[_Names], ...]:
   return (
     _QUERY,
     _KEY,
@@ -217,7 +218,7 @@ def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Any, ..
   )
 
 
-def _kernel(name: str) -> Any:
+def _kernel(name: str) -> tokamax_internals.Kernel:
   if name == 'reference':
     return tokamax_internals.plain_attention(_reference_gradients)
   return tokamax_internals.kernel(name)

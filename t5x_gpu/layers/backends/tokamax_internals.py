@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
@@ -21,9 +22,12 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.main_log import log_once
 
 _ATTENTION = 'tokamax._src.ops.attention'
+# Objects of Tokamax, which is imported late and need not be installed: an operation, and a mask.
+Kernel = Any
+Mask = Any
 
 
-def library(module: str = 'tokamax') -> Any:
+def library(module: str = 'tokamax') -> types.ModuleType:
   """Returns a module of Tokamax, imported only when needed, because it takes seconds.
 
   Missing: an import that defines no absl flags, and one warning for all untuned kernels.
@@ -44,7 +48,7 @@ def library(module: str = 'tokamax') -> Any:
 
 
 @functools.cache
-def _library(module: str) -> Any:
+def _library(module: str) -> types.ModuleType:
   from absl import flags
 
   if not flags.FLAGS.is_parsed():  # otherwise absl would read the flags of our command line
@@ -53,7 +57,7 @@ def _library(module: str) -> Any:
   return importlib.import_module(module)
 
 
-def kernel(name: str) -> Any:
+def kernel(name: str) -> Kernel:
   """Returns the operation 'mosaic_gpu' or 'triton', which has `bind`, `vjp` and `replace`.
 
   Missing: `tokamax.dot_product_attention` that returns maximum and sum of each softmax, and a
@@ -62,7 +66,7 @@ def kernel(name: str) -> Any:
   return library(f'{_ATTENTION}.api').IMPLEMENTATIONS[name]
 
 
-def plain_attention(vjp: Callable[..., dict[str, Any]]) -> Any:
+def plain_attention(vjp: Callable[..., dict[str, jax.Array]]) -> Kernel:
   """Returns the operation that defines attention in plain JAX, with `vjp` as its gradients.
 
   Missing: as for `kernel`.
@@ -70,7 +74,7 @@ def plain_attention(vjp: Callable[..., dict[str, Any]]) -> Any:
   return library(f'{_ATTENTION}.base').DotProductAttention(vjp=vjp)
 
 
-def range_mask(start: jax.Array, end: Optional[jax.Array], *, is_causal: bool) -> Any:
+def range_mask(start: jax.Array, end: Optional[jax.Array], *, is_causal: bool) -> Mask:
   """Returns a mask that lets each query attend to keys from `start` to before `end`.
 
   Missing: ranges that differ by query in `tokamax.dot_product_attention`.
@@ -95,13 +99,13 @@ def has_ragged_dot(kernel: str) -> bool:
   return importlib.util.find_spec(f'{package}.{module}') is not None
 
 
-_untuned: contextvars.ContextVar[Optional[list[Any]]] = contextvars.ContextVar(
+_untuned: contextvars.ContextVar[Optional[list[object]]] = contextvars.ContextVar(
   'untuned', default=None
 )
 
 
 @contextlib.contextmanager
-def listed_untuned() -> Iterator[list[Any]]:
+def listed_untuned() -> Iterator[list[object]]:
   """Context that lists calls of kernels without tuned block sizes in all that is traced within it.
 
   Each is a `tokamax.BoundArguments` of shapes, and listed once. A call that an outer function has

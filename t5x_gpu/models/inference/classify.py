@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional, Union
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from t5x_gpu.errors import DataError
 from t5x_gpu.models.inference.generation import padded_length
 from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
+
+# Probabilities of the classes, a number or a vector; or of each word, None without a token.
+Classified = Union[list[float], list[Optional[list[float]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +68,14 @@ class Classifier:
 
   def generate(
     self, prompts: Sequence[EncodedRow], *, numbers: Optional[Sequence[int]] = None
-  ) -> list[Any]:
+  ) -> list[Classified]:
     """Returns one result per prompt: the class probabilities, [number] or the vector.
 
     For a model that classifies words, a result is a list with one entry per word; None marks a word
     without a token in the row.
     """
     del numbers
-    found: list[Any] = []
+    found: list[Classified] = []
     for start in range(0, len(prompts), self.batch_size):
       part = prompts[start : start + self.batch_size]
       batch = self._layout.put(self._batch(part))
