@@ -76,7 +76,7 @@ class Quantized:
 Kernel = Union[jax.Array, Quantized]
 
 
-def is_quantized(x: Any) -> bool:
+def is_quantized(x: object) -> bool:
   """Returns whether `x` is a Quantized; an `is_leaf` for tree maps."""
   return isinstance(x, Quantized)
 
@@ -90,7 +90,7 @@ def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
   )
 
 
-def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+def scale_of(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns the smallest powers of two by which `largest` divided is in the range of `dtype`.
 
   A scale is NaN where `largest` is not finite, so that an overflow is noticed.
@@ -106,17 +106,17 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
   return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def largest_value(x: jax.Array, *, axis: Any = None) -> jax.Array:
+def largest_value(x: jax.Array, *, axis: Optional[Union[int, tuple[int, ...]]] = None) -> jax.Array:
   """Returns the largest absolute value along `axis` (None for all) in float32."""
   return jnp.max(jnp.abs(x), axis=axis).astype(jnp.float32)
 
 
-def to_8_bits(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def to_8_bits(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns `x / scale` in `dtype`; `scale` from `scale_of`."""
   return (x * (1.0 / scale).astype(x.dtype)).astype(dtype)
 
 
-def saturated(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def saturated(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
   """Returns `to_8_bits`, with values out of range clipped, but infinities as NaN."""
   most = float(jnp.finfo(dtype).max)
   values = jnp.clip(x * (1.0 / scale).astype(x.dtype), -most, most)
@@ -133,13 +133,13 @@ def _at(amax: jax.Array, which: Operand, largest: jax.Array) -> jax.Array:
   return varying(found, tuple(jax.typeof(amax).manual_axis_type.varying))
 
 
-def amaxes_of(tree: Any) -> list[jax.Array]:
+def amaxes_of(tree: Tree) -> list[jax.Array]:
   """Returns the `amax` of each kernel of a tree that has one."""
   kernels = [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
   return [x.amax for x in kernels if x.amax is not None]
 
 
-def with_amaxes(tree: Any, amaxes: Sequence[jax.Array]) -> Any:
+def with_amaxes(tree: Tree, amaxes: Sequence[jax.Array]) -> Tree:
   """Returns `tree` with the arrays of `amaxes_of` replaced by `amaxes`."""
   rest = iter(amaxes)
   return jax.tree.map(
@@ -209,7 +209,7 @@ def _e4m3(values: jax.Array) -> jax.Array:
 
 
 def _converted(
-  x: jax.Array, dtype: Any, amax: Optional[jax.Array], which: Operand
+  x: jax.Array, dtype: DTypeLike, amax: Optional[jax.Array], which: Operand
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (values, scale) of `x`.
 
@@ -232,31 +232,53 @@ class _Product:
   """A product over `num_in` dimensions; gradients have the dtypes of the ports."""
 
   num_in: int
-  x_dtype: Any
-  kernel_dtype: Any
+  x_dtype: DTypeLike
+  kernel_dtype: DTypeLike
+
+
+# The last dimensions of one operand, and the first ones of the other.
+_Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
+# Values and scale of both operands, and `amax`.
+_Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, Optional[jax.Array]]
 
 
 def _multiply(
-  p: _Product, x8: Any, x_scale: Any, x: Any, w8: Any, w_scale: Any, w: Any, amax: Any
-) -> Any:
+  p: _Product,
+  x8: jax.Array,
+  x_scale: jax.Array,
+  x: jax.Array,
+  w8: jax.Array,
+  w_scale: jax.Array,
+  w: jax.Array,
+  amax: Optional[jax.Array],
+) -> jax.Array:
   """Returns [..., features] in the dtype of the port `x`."""
   del x, w, amax
   last, first = tuple(range(x8.ndim - p.num_in, x8.ndim)), tuple(range(p.num_in))
   return _dot(_e4m3(x8), w8, (last, first), x_scale * w_scale, p.x_dtype)
 
 
-def _dot(a: jax.Array, b: jax.Array, contracted: Any, scale: jax.Array, dtype: Any) -> jax.Array:
+def _dot(
+  a: jax.Array, b: jax.Array, contracted: _Dimensions, scale: jax.Array, dtype: DTypeLike
+) -> jax.Array:
   product = jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=dtype)
   return product * scale.astype(dtype)
 
 
 def _forward(
-  p: _Product, x8: Any, x_scale: Any, x: Any, w8: Any, w_scale: Any, w: Any, amax: Any
-) -> Any:
+  p: _Product,
+  x8: jax.Array,
+  x_scale: jax.Array,
+  x: jax.Array,
+  w8: jax.Array,
+  w_scale: jax.Array,
+  w: jax.Array,
+  amax: Optional[jax.Array],
+) -> tuple[jax.Array, _Saved]:
   return _multiply(p, x8, x_scale, x, w8, w_scale, w, amax), (x8, x_scale, w8, w_scale, amax)
 
 
-def _backward(p: _Product, saved: Any, gradient: jax.Array) -> Any:
+def _backward(p: _Product, saved: _Saved, gradient: jax.Array) -> tuple[Optional[jax.Array], ...]:
   x8, x_scale, w8, w_scale, amax = saved
   g8, g_scale = _converted(gradient, E5M2, amax, Operand.GRADIENT)
   rows = tuple(range(x8.ndim - p.num_in))

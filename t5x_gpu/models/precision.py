@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers import fp8
+from t5x_gpu.partitioning.layer_stacks import Params
+from t5x_gpu.runtime.topology import Device
 
-Params = Mapping[str, Any]
-
+_Leaf = TypeVar('_Leaf')  # an array, or the name or shape of one
 
 # Names of a block's kernels that are multiplied in 8 bits. Kernels of a group share a scale: if
 # features are split, one matmul computes the whole group.
@@ -43,7 +44,7 @@ def in_8_bits(layers: Params) -> Params:
   return _on_groups(layers, converted)
 
 
-def amaxes_like(layers: Params, make: Callable[[Any], Any]) -> Params:
+def amaxes_like(layers: Params, make: Callable[[_Leaf], _Leaf]) -> Params:
   """Returns the subtree of `layers` with `AMAX` = make(kernel) in place of each of `KERNELS`."""
 
   def pruned(tree: Params) -> Params:
@@ -83,7 +84,7 @@ def _on_groups(params: Params, function: Callable[[list[Params]], list[Params]])
 FP8_CAPABILITY = 8.9
 
 
-def check_devices(fp8: bool, devices: Sequence[Any]) -> None:
+def check_devices(fp8: bool, devices: Sequence[Device]) -> None:
   """Raises ModelError if a model in FP8 has a GPU that cannot multiply 8-bit operands.
 
   Args:

@@ -7,7 +7,7 @@ and add different heads, on the base classes `TransformerModel` and `OneStackMod
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Optional, TypeVar, Union
+from typing import ClassVar, Optional, TypeVar, Union
 
 import flax.linen as nn
 import flax.struct
@@ -349,7 +349,7 @@ class Stack:
     )
 
   def _scan(
-    self, params: Params, x: jax.Array, shared: StackInputs, **options: Any
+    self, params: Params, x: jax.Array, shared: StackInputs, **options: object
   ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
     return scan_layers(
       self.layer(self.config), params['layers'], x, shared, config=self.config, **options

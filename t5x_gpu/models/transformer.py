@@ -6,7 +6,7 @@ around each block; one attention, or two in the decoder of an encoder-decoder.
 
 import dataclasses
 import functools
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import flax.linen as nn
 import flax.struct
@@ -218,6 +218,10 @@ def _add_block(
   return shard(x, 'batch', 'residual_length', 'embed')
 
 
+# Of the loop over layers: x, caches, router charges so far.
+_Carry = tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]
+
+
 def init_layers(layer: nn.Module, rng: jax.Array, *inputs: object, num_layers: int) -> Params:
   """Returns the parameters of `num_layers` layers, stacked on a leading `layers` axis.
 
@@ -247,7 +251,7 @@ def scan_layers(
   first_layer: ArrayLike = 0,
   caches: Optional[LayerCaches] = None,
   charges: Optional[jax.Array] = None,
-) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
+) -> _Carry:
   """Returns (x, caches, charges) after all layers of `params`.
 
   FSDP parameters are gathered one layer at a time.
@@ -266,7 +270,12 @@ def scan_layers(
     charges: [batch, length, 2], router charges so far; None without router losses.
   """
 
-  def one(weights: Any, carry: Any, shared: Any, number: ArrayLike) -> Any:
+  def one(
+    weights: Params,
+    carry: _Carry,
+    shared: tuple[StackInputs, Optional[DropoutRng]],
+    number: ArrayLike,
+  ) -> _Carry:
     (x, caches, charges), (shared, rng) = carry, shared
     rng = rng and rng.fold(number)
     x, caches, more = layer.apply({'params': weights}, named_input(x), shared, rng, number, caches)
