@@ -218,7 +218,7 @@ def _add_block(
   return shard(x, 'batch', 'residual_length', 'embed')
 
 
-# Of the loop over layers: x, caches, router charges so far.
+# The carry of the loop over layers: x, caches, router charges so far.
 _Carry = tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]
 
 
