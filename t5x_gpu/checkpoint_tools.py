@@ -13,7 +13,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.checkpoint.retention import BEST_IS, Keep
 from t5x_gpu.checkpoint.run_lock import check_lock
-from t5x_gpu.checkpoint.store import Checkpoint, StateReader, find_checkpoint
+from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, find_checkpoint
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.storage.paths import local_path
@@ -142,7 +142,7 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
   damaged = 0
   for step in [found.step] if is_one else opened.steps:
     try:
-      reader = StateReader(Checkpoint(found.model_dir, step))
+      reader = StateReader(CheckpointAddress(found.model_dir, step))
     except AccessError:
       raise
     except CheckpointError as e:
@@ -172,7 +172,7 @@ def _average(args: argparse.Namespace, console: Console) -> int:
     found = find_checkpoint(opened)
     is_one = found.model_dir is not opened or not args.last
     steps = [found.step] if is_one else opened.steps[-args.last :]
-    readers += [ParamsReader(Checkpoint(found.model_dir, step)) for step in steps]
+    readers += [ParamsReader(CheckpointAddress(found.model_dir, step)) for step in steps]
   if len(readers) < 2:
     raise ConfigError(
       'There is only one checkpoint to average.',

@@ -18,7 +18,7 @@ import jax
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable, shared_model_dir
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.store import Checkpoint
+from t5x_gpu.checkpoint.store import CheckpointAddress
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.entities import entity_kinds
@@ -86,7 +86,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
   )
   if not distributed.is_main_process():
     for step in queue(done=distributed.broadcast_json(None)):
-      _evaluate_one(Checkpoint(model_dir, step), evaluator)
+      _evaluate_one(CheckpointAddress(model_dir, step), evaluator)
     return 0
   check_writable(model_dir.path)
   with (
@@ -98,7 +98,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
     if done:
       log(f'Evaluated before: {", ".join(map(str, done))} ({results.path}).')
     for step in queue(done=done):
-      values = _evaluate_one(Checkpoint(model_dir, step), evaluator, show=bar)
+      values = _evaluate_one(CheckpointAddress(model_dir, step), evaluator, show=bar)
       if values is not None:
         _report(step, values, evaluator, results, dataset, config.model)
         files.push()
@@ -117,7 +117,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
 
 
 def _evaluate_one(
-  checkpoint: Checkpoint, evaluator: CheckpointEvaluator, *, show: Show = silent
+  checkpoint: CheckpointAddress, evaluator: CheckpointEvaluator, *, show: Show = silent
 ) -> Optional[Mapping[str, float]]:
   """Returns a checkpoint's metrics; None if the run has removed it. All processes must call it."""
   params = read_if_there(checkpoint, evaluator.program)

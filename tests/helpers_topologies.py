@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored
+from t5x_gpu.checkpoint.checkpointer import Checkpointer, RestoredState
 from t5x_gpu.checkpoint.initialize import resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.retention import Keep
@@ -175,13 +175,13 @@ def write(folder: os.PathLike, name: str) -> None:
     )
 
 
-def read(folder: os.PathLike, name: str) -> Restored:
+def read(folder: os.PathLike, name: str) -> RestoredState:
   """Returns the latest checkpoint on the mesh of this layout."""
   with Checkpointer(str(folder)) as checkpointer:
     return checkpointer.restore_latest(program(name).abstract_saved)
 
 
-def data_of(restored: Restored) -> SyntheticBatches:
+def data_of(restored: RestoredState) -> SyntheticBatches:
   """Returns the batches of a run that continues; raises DataError if they differ from the run's."""
   batches = data()
   resume_data(batches, data_state=restored.data_state, manifest=restored.manifest)

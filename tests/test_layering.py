@@ -340,7 +340,7 @@ def test_layers_and_models_touch_sharding_only_by_names():
 
 def test_only_model_dir_lists_steps_and_reads_manifests():
   # Everything else asks a ModelDir, which remembers the answer.
-  askers = {'committed_steps', 'read_manifest', 'read_saved'}
+  askers = {'committed_steps', 'read_manifest', 'read_metadata'}
   found = [
     f'{path_of(name).relative_to(ROOT)}:{node.lineno} imports {alias.name}'
     for name, tree in modules().items()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert, infer
-from t5x_gpu.checkpoint.model_dir import read_saved
+from t5x_gpu.checkpoint.model_dir import read_metadata
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter
 from t5x_gpu.checkpoint.store import StateReader
 from t5x_gpu.config import gin_loader
@@ -46,7 +46,7 @@ def parameters(path: pathlib.Path, step: int) -> dict[str, np.ndarray]:
 
 
 def origin(project: Project, step: int) -> dict:
-  return read_saved(project.model_dir, step).manifest['started_from']
+  return read_metadata(project.model_dir, step).manifest['started_from']
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_new_data_keeps_optimizer_and_step_and_starts_the_data_again(tmp_path, b
   result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=10)
   assert result.code == 0, result.err
   assert sorted(project.metrics()) == [3, 4] and project.metrics() != base.metrics()
-  got, after_two_steps = read_saved(project.model_dir, 4), read_saved(base.model_dir, 2)
+  got, after_two_steps = read_metadata(project.model_dir, 4), read_metadata(base.model_dir, 2)
   for field in ('next_batch_hash', 'data'):
     assert got.manifest[field] == after_two_steps.manifest[field]
   assert got.data_state == after_two_steps.data_state

@@ -41,7 +41,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
-from t5x_gpu.checkpoint.store import Checkpoint, StateReader, check_written, read_state
+from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, check_written, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
@@ -68,7 +68,7 @@ def saved_data(data_state: bytes) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
+class RestoredState:
   """A checkpoint that has been read.
 
   Attributes:
@@ -322,7 +322,7 @@ class BaseCheckpointer(abc.ABC):
 
   def restore_latest(
     self, target: TrainState, *, promote: Promote = nothing_local
-  ) -> Optional[Restored]:
+  ) -> Optional[RestoredState]:
     """Returns the latest readable checkpoint on the mesh of `target`; None if there is none.
 
     Unreadable checkpoints are set aside, with a warning that names the checkpoint used instead.
@@ -340,7 +340,7 @@ class BaseCheckpointer(abc.ABC):
       self._release()  # the run ends before it has written anything
       raise
 
-  def _restore_latest(self, target: TrainState, promote: Promote) -> Optional[Restored]:
+  def _restore_latest(self, target: TrainState, promote: Promote) -> Optional[RestoredState]:
     steps = self.steps()
     reasons: dict[int, str] = {}
     while steps:
@@ -364,9 +364,9 @@ class BaseCheckpointer(abc.ABC):
       raise none_can_be_read(self._dir.path, reasons)
     return None
 
-  def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[Restored], str]:
+  def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[RestoredState], str]:
     """Returns the checkpoint, or None and the reason; the same on all processes."""
-    checkpoint = Checkpoint(self._dir, step)
+    checkpoint = CheckpointAddress(self._dir, step)
     restored, reasons = read_checkpoint(
       checkpoint,
       target,
@@ -397,11 +397,11 @@ def known_part(manifest: Manifest, target: TrainState) -> TrainState:
 
 
 def read_checkpoint(
-  checkpoint: Checkpoint,
+  checkpoint: CheckpointAddress,
   target: TrainState,
   *,
   check: Callable[[Manifest], None] = lambda manifest: None,
-) -> tuple[Optional[Restored], list[str]]:
+) -> tuple[Optional[RestoredState], list[str]]:
   """Reads a checkpoint onto the mesh of `target`, and compares its values with the checksums.
 
   All processes call it.
@@ -419,10 +419,10 @@ def read_checkpoint(
 
   def read() -> None:
     nonlocal restored
-    saved = checkpoint.saved
+    saved = checkpoint.metadata
     check(saved.manifest)
     state = read_state(checkpoint, known_part(saved.manifest, target))
-    restored = Restored(path, state, saved.data_state, saved.manifest)
+    restored = RestoredState(path, state, saved.data_state, saved.manifest)
 
   def compare() -> None:
     check_restored(restored.state, restored.manifest, step=checkpoint.step)
@@ -452,7 +452,7 @@ def _damage(do: Callable[[], None], path: AnyPath) -> str:
   return ''
 
 
-def _check_damaged_for_all(checkpoint: Checkpoint, reasons: Sequence[str]) -> None:
+def _check_damaged_for_all(checkpoint: CheckpointAddress, reasons: Sequence[str]) -> None:
   """Raises CheckpointError if the files are intact and some hosts damage the data they read.
 
   Each process reads different parts, so a single process may see the damage in a file. The
@@ -467,7 +467,7 @@ def _check_damaged_for_all(checkpoint: Checkpoint, reasons: Sequence[str]) -> No
   with distributed.errors_together():
     if distributed.process_index() in witnesses:
       # A new ModelDir: this process may have read the metadata before they changed.
-      again = Checkpoint(ModelDir(checkpoint.model_dir.path), checkpoint.step)
+      again = CheckpointAddress(ModelDir(checkpoint.model_dir.path), checkpoint.step)
       number = witnesses.index(distributed.process_index())
       problem = _first_problem(again, number, len(witnesses))
   if any(distributed.gather_json(problem)):
@@ -482,7 +482,7 @@ def _check_damaged_for_all(checkpoint: Checkpoint, reasons: Sequence[str]) -> No
   )
 
 
-def _first_problem(checkpoint: Checkpoint, number: int, count: int) -> str:
+def _first_problem(checkpoint: CheckpointAddress, number: int, count: int) -> str:
   """Returns the first damaged array with the reason; '' if all match their checksums.
 
   Checks the arrays number, number + count, ...

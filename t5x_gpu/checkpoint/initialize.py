@@ -1,8 +1,9 @@
 """Builds the first state of a run from its own checkpoint, another checkpoint, or the seed.
 
-`RestoreConfig` sets the other checkpoint in gin: another run's, or a converted model. `plan_start`
-compares names and shapes before anything compiles. On each process, `restore_from` then reads the
-parts that its devices hold; any mesh may have written them. `resume_data` moves the data along.
+`RestoreConfig` sets the other checkpoint in gin: another run's, or a converted model.
+`choose_origin` compares names and shapes before anything compiles. On each process, `restore_from`
+then reads the parts that its devices hold; any mesh may have written them. `resume_data` moves the
+data along.
 """
 
 import dataclasses
@@ -18,14 +19,14 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.checkpoint.checkpointer import Restored, read_checkpoint
+from t5x_gpu.checkpoint.checkpointer import RestoredState, read_checkpoint
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, Manifest, differences
-from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.model_dir import CheckpointMetadata
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, check_params, tree_problems
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
-from t5x_gpu.checkpoint.store import Checkpoint, read_array
+from t5x_gpu.checkpoint.store import CheckpointAddress, read_array
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
@@ -118,22 +119,22 @@ class RestoreConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class Origin:
   """What a run starts from: another checkpoint; without `reader`, its own checkpoint or the seed.
 
   Attributes:
     reader: reader of the other checkpoint.
     taken: path of a parameter -> its path in the other checkpoint.
     saved: for 'resume' and 'new_data', the metadata of the other checkpoint.
-    origin: where the run's first state comes from, for its manifests; JSON-ready.
+    record: where the run's first state comes from, for its manifests.
     text: a table for the log.
     takes_data: whether the data continue from their position in `saved`.
   """
 
   reader: Optional[ParamsReader] = None
   taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  saved: Optional[Saved] = None
-  origin: Optional[Json] = None
+  saved: Optional[CheckpointMetadata] = None
+  record: Optional[Json] = None
   text: str = ''
   takes_data: bool = True
 
@@ -142,9 +143,9 @@ class Start:
     """Folder of the other checkpoint; '' without a checkpoint."""
     return '' if self.reader is None else str(self.reader.path)
 
-  def origin_of(self, restored: Optional[Restored]) -> Optional[Json]:
-    """Returns the origin of the run's first state, taken from its manifest if it was `restored`."""
-    return self.origin or (restored and restored.manifest.get(STARTED_FROM))
+  def record_of(self, restored: Optional[RestoredState]) -> Optional[Json]:
+    """Returns `record`; of a run that was `restored`, the record in its manifest."""
+    return self.record or (restored and restored.manifest.get(STARTED_FROM))
 
   def first_state(
     self,
@@ -152,7 +153,7 @@ class Start:
     program: Program,
     fresh: Optional[TrainState],
     local: LocalTier | NoLocalTier = NoLocalTier(),
-  ) -> tuple[TrainState, Optional[Restored]]:
+  ) -> tuple[TrainState, Optional[RestoredState]]:
     """Returns the state of the next step, and the checkpoint that holds the whole state, or None.
 
     Args:
@@ -214,7 +215,7 @@ def _with_history(state: TrainState, program: Program) -> TrainState:
   return state.replace(fp8_history=zeros)
 
 
-def restore_from(checkpoint: Checkpoint, target: TrainState) -> Restored:
+def restore_from(checkpoint: CheckpointAddress, target: TrainState) -> RestoredState:
   """Reads a checkpoint of another run onto the mesh of `target`; never writes to the other run.
 
   Args:
@@ -292,9 +293,13 @@ def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -
   )
 
 
-def plan_start(
-  config: Optional[RestoreConfig], program: Program, model: Model, *, saved: Optional[Saved]
-) -> Start:
+def choose_origin(
+  config: Optional[RestoreConfig],
+  program: Program,
+  model: Model,
+  *,
+  saved: Optional[CheckpointMetadata],
+) -> Origin:
   """Returns what the run starts from, after comparing names and shapes. Reads no array.
 
   Args:
@@ -309,18 +314,18 @@ def plan_start(
   if config is None:
     if saved is None:
       _warn_of_frozen(program, ())
-    return Start()
+    return Origin()
   if saved is not None:
-    return Start(
+    return Origin(
       text=f'Ignoring RestoreConfig.path = {config.path!r}: resuming from checkpoint_{saved.step} '
       'of MODEL_DIR.'
     )
   reader = _open(config)
   if config.mode in _WHOLE:
     text = f'Starting from {reader.path}: {MODES[config.mode]}.'
-    return Start(
+    return Origin(
       reader,
-      origin=_origin(config, reader),
+      record=_record(config, reader),
       text=text,
       saved=_whole(config, reader, program.abstract_saved),
       takes_data=config.mode == 'resume',
@@ -336,12 +341,12 @@ def plan_start(
   }
   _check(config, reader, want, taken, may_lack)
   _warn_of_frozen(program, taken)
-  return Start(
-    reader, taken, origin=_origin(config, reader), text=_table(config, reader, want, taken)
+  return Origin(
+    reader, taken, record=_record(config, reader), text=_table(config, reader, want, taken)
   )
 
 
-def _origin(config: RestoreConfig, reader: ParamsReader) -> Json:
+def _record(config: RestoreConfig, reader: ParamsReader) -> Json:
   return {
     'checkpoint': str(reader.path),
     'step': reader.step,
@@ -384,7 +389,7 @@ def _open(config: RestoreConfig) -> ParamsReader:
     ) from e
 
 
-def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> Saved:
+def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> CheckpointMetadata:
   """Returns the metadata of the checkpoint, if it holds all of `target`."""
   what = f'RestoreConfig.mode = {config.mode!r}, and {reader.path} holds '
   fix = "RestoreConfig.mode = 'warm_start' takes the parameters alone."
@@ -405,7 +410,7 @@ def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> S
       fix=fix,
       parameters=('RestoreConfig.path', 'RestoreConfig.mode'),
     )
-  return reader.saved
+  return reader.metadata
 
 
 def _assigned(

@@ -55,12 +55,12 @@ from t5x_gpu.storage.paths import (
 _log = logging.getLogger(__name__)
 
 PREFIX = 'checkpoint'
-# Errors that `read_saved` raises for files that are missing, truncated or garbled.
+# Errors that `read_metadata` raises for files that are missing, truncated or garbled.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class CheckpointMetadata:
   """The metadata of a checkpoint.
 
   Attributes:
@@ -101,7 +101,7 @@ class ModelDir(contextlib.AbstractContextManager):
     self.is_remote = is_remote(self.path)
     self._steps: Optional[list[int]] = None
     self._manifests: dict[int, Manifest] = {}
-    self._saved: dict[int, Saved] = {}
+    self._metadata: dict[int, CheckpointMetadata] = {}
     self.is_locked = False  # on all processes
     self._lock: Optional[RunLock] = None  # on process 0
     self._made: list[pathlib.Path] = []  # folders that `lock` has created
@@ -124,12 +124,12 @@ class ModelDir(contextlib.AbstractContextManager):
       self._manifests[step] = read_manifest(self.path, step)
     return self._manifests[step]
 
-  def saved(self, step: int) -> Saved:
-    """Returns the metadata of a checkpoint if its files are complete, as `read_saved`."""
-    if step not in self._saved:
-      self._saved[step] = read_saved(self.path, step, manifest=self._manifests.get(step))
-      self._manifests[step] = self._saved[step].manifest
-    return self._saved[step]
+  def metadata(self, step: int) -> CheckpointMetadata:
+    """Returns the metadata of a checkpoint if its files are complete, as `read_metadata`."""
+    if step not in self._metadata:
+      self._metadata[step] = read_metadata(self.path, step, manifest=self._manifests.get(step))
+      self._manifests[step] = self._metadata[step].manifest
+    return self._metadata[step]
 
   def is_ours(self, step: int) -> bool:
     """Returns whether `checkpoint_<step>` has a t5x_gpu manifest; otherwise it may be foreign."""
@@ -145,7 +145,7 @@ class ModelDir(contextlib.AbstractContextManager):
     """Forgets the list of steps and the manifests."""
     self.relist()
     self._manifests.clear()
-    self._saved.clear()
+    self._metadata.clear()
 
   def committed(self, step: int) -> None:
     """Records that this run has saved `step`."""
@@ -155,7 +155,7 @@ class ModelDir(contextlib.AbstractContextManager):
     """Records that this run has removed or renamed the checkpoint of `step`."""
     self._steps = [s for s in self.steps if s != step]
     self._manifests.pop(step, None)
-    self._saved.pop(step, None)
+    self._metadata.pop(step, None)
 
   def lock(self, *, wait: bool = False) -> None:
     """Takes run.lock; if this run already has it, checks that no other run has taken over.
@@ -232,8 +232,8 @@ def as_model_dir(model_dir: ModelDir | str | os.PathLike | AnyPath) -> ModelDir:
 
 def check_model_dir(
   model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Tree
-) -> Optional[Saved]:
-  """Returns the latest checkpoint that passes the checks of `read_saved`; None if there is none.
+) -> Optional[CheckpointMetadata]:
+  """Returns the latest checkpoint that passes the checks of `read_metadata`; None if there is none.
 
   Leaves no trace. All processes call it.
 
@@ -249,14 +249,14 @@ def check_model_dir(
     return _latest_readable(as_model_dir(model_dir), target)
 
 
-def _latest_readable(model_dir: ModelDir, target: Tree) -> Optional[Saved]:
+def _latest_readable(model_dir: ModelDir, target: Tree) -> Optional[CheckpointMetadata]:
   if not model_dir.is_locked and jax.process_index() == 0:
     # Only on process 0: others would see its temporary folders appear and vanish.
     _check_may_write(model_dir.path)
   reasons: dict[int, str] = {}
   for step in reversed(model_dir.steps):
     try:
-      saved = model_dir.saved(step)
+      saved = model_dir.metadata(step)
     except UNREADABLE as e:
       reasons[step] = error_line(e)
       continue
@@ -385,7 +385,9 @@ def read_manifest(folder: AnyPath, step: int) -> Manifest:
     return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
 
 
-def read_saved(folder: AnyPath, step: int, *, manifest: Optional[Manifest] = None) -> Saved:
+def read_metadata(
+  folder: AnyPath, step: int, *, manifest: Optional[Manifest] = None
+) -> CheckpointMetadata:
   """Returns the metadata of a checkpoint, if all of its files are complete.
 
   Finds array files that are missing or truncated; does not read their contents.
@@ -408,7 +410,7 @@ def read_saved(folder: AnyPath, step: int, *, manifest: Optional[Manifest] = Non
     check_seal(manifest, data=data)
     read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
     check_array_files(checkpoint / 'state')
-  return Saved(step, base64.b64decode(data['iterator']), manifest)
+  return CheckpointMetadata(step, base64.b64decode(data['iterator']), manifest)
 
 
 def error_line(e: Exception) -> str:

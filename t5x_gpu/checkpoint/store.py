@@ -27,8 +27,8 @@ from t5x_gpu.checkpoint.manifest import Manifest, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
   UNREADABLE,
+  CheckpointMetadata,
   ModelDir,
-  Saved,
   as_model_dir,
   check_array_files,
   checkpoint_path,
@@ -59,7 +59,7 @@ _Result = TypeVar('_Result')
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class CheckpointAddress:
   """One checkpoint of an open MODEL_DIR, which lists the steps and reads the metadata once.
 
   Attributes:
@@ -76,18 +76,18 @@ class Checkpoint:
     return self.model_dir.checkpoint(self.step)
 
   @property
-  def saved(self) -> Saved:
-    """Its metadata; see `ModelDir.saved`."""
-    return self.model_dir.saved(self.step)
+  def metadata(self) -> CheckpointMetadata:
+    """Its metadata; see `ModelDir.metadata`."""
+    return self.model_dir.metadata(self.step)
 
 
 # A checkpoint, or where to look for one: MODEL_DIR or the folder of one checkpoint.
-Source = Union[Checkpoint, ModelDir, str, os.PathLike, AnyPath]
+Source = Union[CheckpointAddress, ModelDir, str, os.PathLike, AnyPath]
 
 
 def find_checkpoint(
   path: ModelDir | str | os.PathLike | AnyPath, *, step: Optional[int] = None
-) -> Checkpoint:
+) -> CheckpointAddress:
   """Returns a checkpoint; its `model_dir` is `path` if that is an open MODEL_DIR.
 
   Args:
@@ -118,15 +118,15 @@ def find_checkpoint(
       else 'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.',
       parameters=('MODEL_DIR',),
     )
-  return Checkpoint(model_dir, steps[-1] if step is None else step)
+  return CheckpointAddress(model_dir, steps[-1] if step is None else step)
 
 
-def _checkpoint_in(opened: ModelDir) -> Optional[Checkpoint]:
+def _checkpoint_in(opened: ModelDir) -> Optional[CheckpointAddress]:
   """Returns the checkpoint whose folder is `opened`; None if `opened` is a MODEL_DIR."""
   number = re.fullmatch(rf'{PREFIX}_(\d+)', opened.path.name)
   if not number:
     return None
-  found = Checkpoint(ModelDir(opened.path.parent), int(number[1]))
+  found = CheckpointAddress(ModelDir(opened.path.parent), int(number[1]))
   has_manifest = (opened.path / 'manifest').exists()
   if opened.is_remote:
     is_one = has_manifest and found.step in found.model_dir.steps
@@ -147,7 +147,7 @@ class StateReader:
   Attributes:
     checkpoint: the checkpoint that was found.
     path, step: folder and step of the checkpoint.
-    saved, manifest: metadata of the checkpoint.
+    metadata, manifest: metadata of the checkpoint.
     shapes, dtypes: '/'-joined path -> shape, dtype.
   Raises:
     CheckpointError: no checkpoint exists, or it cannot be read.
@@ -163,14 +163,14 @@ class StateReader:
     cache_bytes: Optional[int] = None,
     step_setting: str = '',
   ):
-    is_found = isinstance(source, Checkpoint)
+    is_found = isinstance(source, CheckpointAddress)
     self.checkpoint = source if is_found else find_checkpoint(source, step=step)
     self.path, self.step = self.checkpoint.path, self.checkpoint.step
     self._prefix = prefix
     try:
       with access_errors(self.path):
-        self.saved = self.checkpoint.saved
-        self.manifest: Manifest = self.saved.manifest
+        self.metadata = self.checkpoint.metadata
+        self.manifest: Manifest = self.metadata.manifest
         self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(

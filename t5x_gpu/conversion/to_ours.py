@@ -12,7 +12,7 @@ from t5x_gpu.checkpoint.atomic_folder import new_folder
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, num_bytes
 from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN, carried_generation, not_applied
-from t5x_gpu.checkpoint.store import Checkpoint, StateReader
+from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader
 from t5x_gpu.conversion import conversion
 from t5x_gpu.conversion.conversion import (
   ConversionRequest,
@@ -197,7 +197,7 @@ def write_ours(
     write_extra(folder)
     title = f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.'
     (folder / MODEL_GIN).write_text(gin_text(model, title=f'{title}\n{_INCLUDE}'), 'utf-8')
-    reader = ParamsReader(Checkpoint(ModelDir(folder), step))
+    reader = ParamsReader(CheckpointAddress(ModelDir(folder), step))
     with console.progress('read back', num_source_bytes) as advance:
       compare_with_ours(pieces(), reader, advance=advance)
     console.say(f'check: {len(shapes)} parameters read back: bit-identical')
@@ -216,7 +216,7 @@ def write_ours(
   console.say(f'done: {request.target}: checkpoint_{step}, {MODEL_GIN}')
 
 
-def _compare_moments(moments: T5xMoments, written: Checkpoint, console: Console) -> None:
+def _compare_moments(moments: T5xMoments, written: CheckpointAddress, console: Console) -> None:
   reader = StateReader(written, prefix='opt_state/')
   compare_with_ours(moments.weights.our_pieces(), reader)
   console.say(f'check: {len(reader.shapes)} moments read back: bit-identical')

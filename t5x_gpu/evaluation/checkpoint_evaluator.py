@@ -18,7 +18,7 @@ import numpy as np
 
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.params_files import read_params
-from t5x_gpu.checkpoint.store import Checkpoint
+from t5x_gpu.checkpoint.store import CheckpointAddress
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import batches_for, open_task_names
 from t5x_gpu.data.same_data import differences
@@ -221,7 +221,7 @@ def _next(
   return _END if time.monotonic() >= deadline else _NOT_YET
 
 
-def read_if_there(checkpoint: Checkpoint, program: Program) -> Optional[Params]:
+def read_if_there(checkpoint: CheckpointAddress, program: Program) -> Optional[Params]:
   """Returns the parameters; None, on all processes, if the run has removed the checkpoint.
 
   Raises:

@@ -4,10 +4,15 @@ import contextlib
 import dataclasses
 from typing import Optional
 
-from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
+from t5x_gpu.checkpoint.initialize import Origin, RestoreConfig, choose_origin
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import differences, moments_differ
-from t5x_gpu.checkpoint.model_dir import ModelDir, Saved, check_model_dir, shared_model_dir
+from t5x_gpu.checkpoint.model_dir import (
+  CheckpointMetadata,
+  ModelDir,
+  check_model_dir,
+  shared_model_dir,
+)
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.data.data_module import import_modules
@@ -84,22 +89,22 @@ class PlannedRun(CheckedRun):
   """A checked run, and what it starts from.
 
   Attributes:
-    start: origin of the parameters if the run has no checkpoint.
+    origin: source of the parameters if the run has no checkpoint.
     saved: the checkpoint to continue from; None for a new run.
   """
 
-  start: Start
-  saved: Optional[Saved]
+  origin: Origin
+  saved: Optional[CheckpointMetadata]
 
   @property
   def source(self) -> str:
     """Folder of the checkpoint that the run starts from: `model_dir`, or another run's."""
-    return self.start.path or str(self.model_dir.path)
+    return self.origin.path or str(self.model_dir.path)
 
   @property
   def continues_data(self) -> bool:
     """Returns whether the data continue where `saved` left them."""
-    return self.saved is not None and self.start.takes_data
+    return self.saved is not None and self.origin.takes_data
 
   @property
   def is_done(self) -> bool:
@@ -120,7 +125,7 @@ class PlannedRun(CheckedRun):
     return f'{precision}{self.memory.line()}\nDry run: the run could start. Steps done: {steps}.'
 
 
-def plan_run(checked: CheckedRun, *, promoted: Optional[Saved] = None) -> PlannedRun:
+def plan_run(checked: CheckedRun, *, promoted: Optional[CheckpointMetadata] = None) -> PlannedRun:
   """Returns the run with the checkpoint that it starts from; prints where that is.
 
   All processes must call it, with MODEL_DIR locked unless the run is a dry one.
@@ -136,15 +141,15 @@ def plan_run(checked: CheckedRun, *, promoted: Optional[Saved] = None) -> Planne
   saved = check_model_dir(model_dir, target=program.abstract_saved)
   saved = promoted or saved
   with distributed.errors_together():
-    start = plan_start(run.initialize_from, program, run.model, saved=saved)
+    origin = choose_origin(run.initialize_from, program, run.model, saved=saved)
   distributed.assert_equal_across_hosts(
-    start.origin or (saved and saved.step),
+    origin.record or (saved and saved.step),
     f'The latest checkpoint in {model_dir.path}',
     fix='Set MODEL_DIR to one folder of a file system that all processes share.',
     error=CheckpointError,
   )
-  log(start.text)
-  plan = PlannedRun(**vars(checked), start=start, saved=saved or start.saved)
+  log(origin.text)
+  plan = PlannedRun(**vars(checked), origin=origin, saved=saved or origin.saved)
   if not plan.is_done:  # in the main thread, before `open_data` uses them in another
     import_modules(
       run.train_dataset_cfg,

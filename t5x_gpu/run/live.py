@@ -269,7 +269,7 @@ class LiveRun:
     data: batches of the next steps, and the evaluations.
     checkpointer: saves to MODEL_DIR.
     first_step: number of steps taken before the first state.
-    origin: where the run started, for its manifests; None for a run that started from its seed.
+    started_from: where the run started, for its manifests; None for the seed.
     goodput: records where the time goes.
     bad_steps: counts the steps that are skipped.
   """
@@ -279,7 +279,7 @@ class LiveRun:
   data: RunData
   checkpointer: AnyCheckpointer
   first_step: int
-  origin: Optional[Json]
+  started_from: Optional[Json]
   goodput: Goodput
   bad_steps: BadSteps
 
@@ -417,7 +417,7 @@ class LiveRun:
       mesh_shape=program.layout.mesh.shape,
       data=self.data.batches.describe(),
       next_batch_hash=next_hash,
-      started_from=self.origin,
+      started_from=self.started_from,
       metrics=metrics,
       grad_norms=known_norms(state.grad_norms),
     )
@@ -443,7 +443,7 @@ class LiveRun:
         'z_loss = 1e-4, then start again.',
         parameters=('train.learning_rate', 'train.max_grad_norm'),
       )
-    if step == 1 and not self.plan.start.origin:
+    if step == 1 and not self.plan.origin.record:
       loss = reduce.means(sums).values.get('cross_entropy')
       check_first_loss(loss, self.plan.run.model)
 
@@ -468,25 +468,25 @@ def open_run(
     train_step, fresh, data = _compile_and_open(plan, xla)
   checkpointer = open_checkpointer(plan.model_dir, keep=plan.run.checkpoint_cfg.kept)
   with goodput.phase('restore'):
-    state, restored = plan.start.first_state(checkpointer, plan.program, fresh, plan.local)
+    state, restored = plan.origin.first_state(checkpointer, plan.program, fresh, plan.local)
     first_step = int(state.step)
     if restored:
       state = plan.program.with_grad_norms(state, restored.manifest.get(GRAD_NORMS, ()))
-      if plan.start.takes_data and (not plan.saved or plan.saved.step != first_step):
+      if plan.origin.takes_data and (not plan.saved or plan.saved.step != first_step):
         # The latest checkpoint, which `open_data` used, could not be read.
         resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
       log(f'Continuing from {restored.path}.')
       log(_changed_rate(plan, pathlib.Path(checkpointer.files.folder), first_step))
-  if plan.start.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
-    carry_hf_folder(plan.start.reader.path.parent, plan.model_dir.path)
-  origin = plan.start.origin_of(restored)
+  if plan.origin.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
+    carry_hf_folder(plan.origin.reader.path.parent, plan.model_dir.path)
+  started_from = plan.origin.record_of(restored)
   bad_steps = BadSteps(
     plan.run.spike_cfg,
     folder=pathlib.Path(checkpointer.files.folder),
     first_step=first_step,
     vocabulary=functools.partial(text_vocabulary_of, plan.run),
   )
-  live = LiveRun(plan, train_step, data, checkpointer, first_step, origin, goodput, bad_steps)
+  live = LiveRun(plan, train_step, data, checkpointer, first_step, started_from, goodput, bad_steps)
   return live, state
 
 

@@ -88,7 +88,7 @@ def describe(source: Source, *, step: Optional[int] = None) -> JsonObject:
     'gin': [str(folder / name) for name in GIN_FILES if (folder / name).is_file()],
     'versions': manifest.get('versions'),
     'data': manifest.get('data'),
-    'data_state_bytes': len(reader.saved.data_state),
+    'data_state_bytes': len(reader.metadata.data_state),
     'next_batch_hash': manifest.get('next_batch_hash'),
     'checksums': f'{len(checksums)} of {len(arrays)} arrays',
     **{key: manifest[key] for key in _ORIGINS if manifest.get(key)},
@@ -255,7 +255,7 @@ def plan_prune(model_dir: ModelDir, keep: Keep) -> PrunePlan:
   steps, values, kept = [], {}, {}
   for step in model_dir.steps:
     try:
-      value = keep.value_of(model_dir.saved(step).manifest.get('metrics') or {})
+      value = keep.value_of(model_dir.metadata(step).manifest.get('metrics') or {})
       steps.append(step)
       if value is not None:
         values[step] = value

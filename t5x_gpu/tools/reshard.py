@@ -27,7 +27,13 @@ from t5x_gpu.checkpoint.manifest import DATA, TREE
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.run_files import carry
-from t5x_gpu.checkpoint.store import UNSTACKED, Checkpoint, StateReader, StateWriter, stacked_arrays
+from t5x_gpu.checkpoint.store import (
+  UNSTACKED,
+  CheckpointAddress,
+  StateReader,
+  StateWriter,
+  stacked_arrays,
+)
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.storage.json_schema import JsonObject, JsonValue, read_json
 from t5x_gpu.storage.paths import AnyPath
@@ -205,7 +211,7 @@ def reshard(request: ReshardRequest, console: Console) -> AnyPath:
         empty=_empty(reader, request),
       )
       if request.verify:
-        _verify(Checkpoint(ModelDir(journal.folder), reader.step), request, console)
+        _verify(CheckpointAddress(ModelDir(journal.folder), reader.step), request, console)
       carry(reader.path.parent, journal.folder)
       journal.finish()
     except AccessError:
@@ -361,7 +367,7 @@ def _empty(reader: StateReader, request: ReshardRequest) -> JsonObject:
   }
 
 
-def _verify(written: Checkpoint, request: ReshardRequest, console: Console) -> None:
+def _verify(written: CheckpointAddress, request: ReshardRequest, console: Console) -> None:
   """Raises CheckpointError unless the new checkpoint reads back with the right checksums."""
   reader = StateReader(written, cache_bytes=0)
   with console.progress('read back', reader.num_bytes) as advance:

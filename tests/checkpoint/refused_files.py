@@ -22,7 +22,7 @@ from t5x_gpu import checkpoint_tools
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.initialize import restore_from
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.store import Checkpoint
+from t5x_gpu.checkpoint.store import CheckpointAddress
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.launch import free_address
 from t5x_gpu.runtime import distributed
@@ -83,7 +83,7 @@ def rank(index: int, address: str, folder: pathlib.Path) -> None:
       found[errno.errorcode[number]] = outcome(model_dir, target)
   with refused(ARRAYS if index else '', errno.EMFILE):
     try:
-      restore_from(Checkpoint(ModelDir(model_dir), 2), target)
+      restore_from(CheckpointAddress(ModelDir(model_dir), 2), target)
     except CheckpointError as e:
       found['of another run'] = f'{type(e).__name__}: {e}'
   if index == 0:

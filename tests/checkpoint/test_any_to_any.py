@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.checkpointer import Restored
+from t5x_gpu.checkpoint.checkpointer import RestoredState
 from tests import helpers_topologies
 from tests.helpers_topologies import SPLITS, STEPS_BEFORE
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
@@ -54,7 +54,7 @@ def written(tmp_path_factory):
   return folders
 
 
-def check_restored(restored: Restored, reader: str) -> None:
+def check_restored(restored: RestoredState, reader: str) -> None:
   """Fails unless every array has the bits that were written, split as the reader's mesh wants."""
   want = jax.tree_util.tree_leaves_with_path(helpers_topologies.state())
   targets = jax.tree.leaves(helpers_topologies.program(reader).abstract_saved)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
-from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.initialize import Origin, RestoreConfig, choose_origin
+from t5x_gpu.checkpoint.model_dir import CheckpointMetadata
 from t5x_gpu.checkpoint.params_files import ParamsWriter
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError
 from t5x_gpu.models.config import TransformerConfig
@@ -68,7 +68,7 @@ def write(folder: pathlib.Path, values: dict[str, np.ndarray]) -> str:
   return str(folder)
 
 
-def started(start: Start, p: Program, tmp_path: pathlib.Path) -> dict[str, np.ndarray]:
+def started(start: Origin, p: Program, tmp_path: pathlib.Path) -> dict[str, np.ndarray]:
   """Returns the first parameters of a run."""
   with Checkpointer(str(tmp_path / 'run')) as checkpointer:
     state, restored = start.first_state(checkpointer, p, None)
@@ -80,7 +80,7 @@ def started(start: Start, p: Program, tmp_path: pathlib.Path) -> dict[str, np.nd
 
 def message(config: RestoreConfig, p: Program) -> str:
   with pytest.raises(CheckpointError) as e:
-    plan_start(config, p, MODEL, saved=None)
+    choose_origin(config, p, MODEL, saved=None)
   assert e.value.fix and all('RestoreConfig.' in name for name in e.value.parameters)
   return str(e.value)
 
@@ -100,7 +100,7 @@ def message(config: RestoreConfig, p: Program) -> str:
 def test_every_layout_starts_from_the_same_values(tmp_path, values, partitioner):
   path, p = write(tmp_path / 'base', values), program(num_devices=8, **partitioner)
   want = jax.tree.map(lambda a: a.sharding, p.abstract_state.params)
-  start = plan_start(RestoreConfig(path), p, MODEL, saved=None)
+  start = choose_origin(RestoreConfig(path), p, MODEL, saved=None)
   got = started(start, p, tmp_path)
   for name, value in values.items():
     np.testing.assert_array_equal(got[name], value, err_msg=name)
@@ -117,21 +117,21 @@ def test_assignment_map_reads_under_other_names(tmp_path, values):
     },
   )
   config = RestoreConfig(path, assignment_map=((r'layers/(.*)', r'encoder/layers/\1'),))
-  start = plan_start(config, program(), MODEL, saved=None)
+  start = choose_origin(config, program(), MODEL, saved=None)
   got = started(start, program(), tmp_path)
   for name, value in values.items():
     np.testing.assert_array_equal(got[name], value, err_msg=name)
-  assert start.origin['assignment_map'] == [[r'layers/(.*)', r'encoder/layers/\1']]
+  assert start.record['assignment_map'] == [[r'layers/(.*)', r'encoder/layers/\1']]
 
 
 def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
   path, p = write(tmp_path / 'base', values), program()
-  start = plan_start(RestoreConfig(path), p, MODEL, saved=None)
+  start = choose_origin(RestoreConfig(path), p, MODEL, saved=None)
   query, key = (f'layers/self_attention/{name}/kernel' for name in ('query', 'key'))
   start = dataclasses.replace(start, taken={**start.taken, key: query})
   start._filled(p.init(), p)
   for copy in (0, 1):
-    asked, read = [], Start._read
+    asked, read = [], Origin._read
 
     def damaged(self, source, like):
       asked.append(source)
@@ -139,14 +139,14 @@ def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
       return read(self, source, like) + is_copy
 
     with monkeypatch.context() as context, pytest.raises(CheckpointError, match='is damaged'):
-      context.setattr(Start, '_read', damaged)
+      context.setattr(Origin, '_read', damaged)
       start._filled(p.init(), p)
 
 
 def test_the_runs_own_checkpoint_wins_even_if_the_other_is_gone(tmp_path):
-  saved = Saved(5, b'', {})
-  start = plan_start(RestoreConfig(str(tmp_path / 'gone')), program(), MODEL, saved=saved)
-  assert start.origin is None and 'checkpoint_5' in start.text
+  saved = CheckpointMetadata(5, b'', {})
+  start = choose_origin(RestoreConfig(str(tmp_path / 'gone')), program(), MODEL, saved=saved)
+  assert start.record is None and 'checkpoint_5' in start.text
 
 
 def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_names(
@@ -165,7 +165,7 @@ def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_na
   advice = "RestoreConfig.pattern = r'(decoder_norm|logits_dense|relpos_bias)/.*'"
   assert advice in text
   pattern = advice.split("r'")[1].rstrip("'")
-  start = plan_start(RestoreConfig(path, 'partial', pattern), program(), MODEL, saved=None)
+  start = choose_origin(RestoreConfig(path, 'partial', pattern), program(), MODEL, saved=None)
   assert set(start.taken) == {
     'decoder_norm/scale',
     'logits_dense/projection/kernel',
@@ -187,13 +187,13 @@ def test_patterns_that_match_nothing_are_refused_with_what_there_is(tmp_path, va
 def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, caplog):
   model = LoraModel(MODEL, rank=2)
   p = program(model)
-  plan_start(None, p, model, saved=None)
+  choose_origin(None, p, model, saved=None)
   assert 'parameters are frozen, but come from no checkpoint: decoder_norm/scale' in (
     ' '.join(caplog.messages)
   )
   caplog.clear()
   path = write(tmp_path / 'base', values)
-  start = plan_start(RestoreConfig(path), p, model, saved=None)
+  start = choose_origin(RestoreConfig(path), p, model, saved=None)
   assert not caplog.messages and set(start.taken) == set(values)
   assert start.text.splitlines()[-1].split() == [
     'layers/self_attention/value/lora_b',
@@ -226,7 +226,7 @@ def test_a_source_that_cannot_be_read_is_replaced_by_a_setting_of_this_run(tmp_p
   """`--step` is a flag of other commands."""
   config, p = RestoreConfig(write(tmp_path / 'other', values)), program()
   with refused_to_python('checkpoint_3/data', errno.EMFILE), pytest.raises(AccessError) as refused:
-    plan_start(config, p, MODEL, saved=None)
+    choose_origin(config, p, MODEL, saved=None)
   assert 'Too many open files' in str(refused.value)
   (tmp_path / 'other' / 'checkpoint_3' / 'data' / 'metadata').write_bytes(b'{')
   text = message(config, p)

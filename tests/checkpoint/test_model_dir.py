@@ -17,7 +17,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
-from t5x_gpu.checkpoint.store import Checkpoint, StateReader
+from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.evaluation.checkpoint_evaluator import read_if_there, steps_to_evaluate
 from t5x_gpu.reporting.run_record import read_run
@@ -144,7 +144,7 @@ def test_an_evaluation_lists_the_steps_once_before_and_once_after_each_checkpoin
   steps = steps_to_evaluate(model_dir, wanted='all', done=(1,), last_step=None, timeout=60.0)
   for step in steps:
     assert seen['steps listed'] == step - 1
-    assert read_if_there(Checkpoint(model_dir, step), program) is not None
+    assert read_if_there(CheckpointAddress(model_dir, step), program) is not None
   assert seen == counts(listed=3, read=(2, 3))
 
 

@@ -14,7 +14,7 @@ from t5x_gpu import reshard
 from t5x_gpu.checkpoint.model_dir import (
   UNREADABLE,
   committed_steps,
-  read_saved,
+  read_metadata,
   remove_checkpoint,
   remove_leftovers,
 )
@@ -124,7 +124,7 @@ def test_a_killed_deletion_leaves_half_of_a_checkpoint_with_orbax_and_none_with_
       manager.delete(3)
   assert committed_steps(folder) == [3, 7]
   with pytest.raises(UNREADABLE):
-    read_saved(folder, 3)
+    read_metadata(folder, 3)
 
   with killed_after_one_file(monkeypatch):
     remove_checkpoint(folder, 7)

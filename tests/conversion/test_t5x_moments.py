@@ -10,7 +10,7 @@ import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
+from t5x_gpu.checkpoint.initialize import RestoreConfig, choose_origin
 from t5x_gpu.checkpoint.model_dir import check_same_model
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.conversion.t5x_names import t5x_model, t5x_moments
@@ -101,7 +101,7 @@ def program_of(model, optimizer):
 
 def first_state(folder, model, program, model_dir):
   """Returns the first state of a run that starts from `folder` with new data."""
-  start = plan_start(RestoreConfig(str(folder), 'new_data'), program, model, saved=None)
+  start = choose_origin(RestoreConfig(str(folder), 'new_data'), program, model, saved=None)
   assert not start.takes_data
   with Checkpointer(str(model_dir)) as checkpointer:
     return start.first_state(checkpointer, program, None)[0]
@@ -179,11 +179,11 @@ def test_an_imported_checkpoint_has_no_data_to_resume_and_needs_its_setting(tmp_
   model = convert.model_of_gin([ours / 'model.gin']).build()
   program = program_of(model, Adafactor(layers='joined_heads'))
   with pytest.raises(CheckpointError, match='no position in the data.*\n*.*new_data'):
-    plan_start(RestoreConfig(str(ours), 'resume'), program, model, saved=None)
+    choose_origin(RestoreConfig(str(ours), 'resume'), program, model, saved=None)
   with pytest.raises(CheckpointError, match='no position in the data, as converted'):
     check_same_model(ours, STEP, ParamsReader(ours).manifest, target=program.abstract_saved)
   with pytest.raises(CheckpointError, match='Adafactor.layers="\'joined_heads\'"'):
-    plan_start(
+    choose_origin(
       RestoreConfig(str(ours), 'new_data'), program_of(model, Adafactor()), model, saved=None
     )
 

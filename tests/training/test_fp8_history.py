@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.precision_curves import Run, averages, curve
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.initialize import Start
+from t5x_gpu.checkpoint.initialize import Origin
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ModelError
@@ -149,7 +149,7 @@ def test_a_checkpoint_without_a_history_gets_a_new_one(tmp_path, one_device, cap
 
   def restored(folder, program):
     with Checkpointer(folder) as checkpointer:
-      return Start().first_state(checkpointer, program, None)[0]
+      return Origin().first_state(checkpointer, program, None)[0]
 
   with_it, without = saved('with', state), saved('without', state.replace(fp8_history={}))
   same = restored(with_it, p)

@@ -16,7 +16,7 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_
 from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, Manifest, differences
 from t5x_gpu.checkpoint.model_dir import (
   UNREADABLE,
+  CheckpointMetadata,
   ModelDir,
-  Saved,
   error_line,
   is_real_folder,
   set_aside_checkpoint,
@@ -274,7 +274,7 @@ class Assembly:
     self._writer: Optional[StateWriter] = None
     self.refused: list[str] = []
 
-  def run(self, *, fallback: str) -> Optional[Saved]:
+  def run(self, *, fallback: str) -> Optional[CheckpointMetadata]:
     """Returns the promoted checkpoint; None if parts are missing, or it belongs to another model.
 
     Args:
@@ -323,7 +323,7 @@ class Assembly:
       else f'Promoted local checkpoint {step} to checkpoint_{step}: {gigabytes(size)} in '
       f'{time.monotonic() - started:.1f} s. It is newer than {fallback}.'
     )
-    return Saved(step, base64.b64decode(self._facts['data_state']), manifest)
+    return CheckpointMetadata(step, base64.b64decode(self._facts['data_state']), manifest)
 
   def _shared_facts(self) -> Json:
     """Returns the facts of the save, from one of the files."""
@@ -503,7 +503,7 @@ class Assembly:
 
 def promote_local(
   model_dir: ModelDir, local: LocalTier | NoLocalTier, *, target: Tree, dry_run: bool
-) -> Optional[Saved]:
+) -> Optional[CheckpointMetadata]:
   """Makes the newest local checkpoint an ordinary one if it is complete and newer than all others.
 
   Args:
@@ -516,23 +516,11 @@ def promote_local(
   Raises:
     CheckpointError: a local checkpoint cannot be written to MODEL_DIR.
   """
-  if not isinstance(local, LocalTier):
-    return None
-  folder = model_dir.path
-  if distributed.is_main_process() and not dry_run:
-    if is_real_folder(folder / STAGING):  # left by a killed process; anything else stays
-      shutil.rmtree(folder / STAGING, ignore_errors=True)
-  run, durable = None, None
-  with distributed.errors_together():
-    if distributed.is_main_process():
-      run, durable = read_run_id(folder), _newest_readable(model_dir)
-  run, durable = distributed.broadcast_json((run, durable))
-  if run is None:
-    return None
-  found = _find(local.folder, run, durable)
-  return _first_complete(
-    model_dir, found, candidates(found), target, durable=durable, dry_run=dry_run
-  )
+  staging = model_dir.path / STAGING
+  if not dry_run and distributed.is_main_process() and isinstance(local, LocalTier):
+    if is_real_folder(staging):  # left by a killed process; anything else stays
+      shutil.rmtree(staging, ignore_errors=True)
+  return _promote(model_dir, local, lambda: _newest_readable(model_dir), target, dry_run=dry_run)
 
 
 def promote_newer(
@@ -550,37 +538,35 @@ def promote_newer(
   Raises:
     CheckpointError: a local checkpoint cannot be written to MODEL_DIR.
   """
-  if not isinstance(local, LocalTier):
-    return None
-  run = None
-  with distributed.errors_together():
-    run = read_run_id(model_dir.path) if distributed.is_main_process() else None
-  run = distributed.broadcast_json(run)
-  if run is None:
-    return None
-  found = _find(local.folder, run, newer_than)
-  saved = _first_complete(model_dir, found, candidates(found), target, durable=newer_than)
-  return None if saved is None else saved.step
+  promoted = _promote(model_dir, local, lambda: newer_than, target)
+  return None if promoted is None else promoted.step
 
 
-def _find(local: pathlib.Path, run: str, newer_than: Optional[int]) -> LocalFiles:
-  return find_local_files(local / run, run=run, newer_than=-1 if newer_than is None else newer_than)
-
-
-def _first_complete(
+def _promote(
   model_dir: ModelDir,
-  found: LocalFiles,
-  waiting: Sequence[Candidate],
+  local: LocalTier | NoLocalTier,
+  newer_than: Callable[[], Optional[int]],
   target: Tree,
   *,
-  durable: Optional[int],
   dry_run: bool = False,
-) -> Optional[Saved]:
-  """Promotes and returns the first candidate of `waiting` that is complete; None if none is.
+) -> Optional[CheckpointMetadata]:
+  """Promotes and returns the newest complete local checkpoint; None if there is none.
 
   Raises:
-    AccessError: parts of a newer candidate cannot be opened, but may be intact.
+    AccessError: parts of a newer local checkpoint cannot be opened, but may be intact.
   """
+  if not isinstance(local, LocalTier):
+    return None
+  run, durable = None, None
+  with distributed.errors_together():
+    if distributed.is_main_process():
+      run, durable = read_run_id(model_dir.path), newer_than()
+  run, durable = distributed.broadcast_json((run, durable))
+  if run is None:
+    return None
+  found = find_local_files(
+    local.folder / run, run=run, newer_than=-1 if durable is None else durable
+  )
   fallback = 'the seed' if durable is None else f'checkpoint_{durable}'
 
   def check_none_refused(step: int, reasons: Sequence[str], instead: str) -> None:
@@ -598,7 +584,7 @@ def _first_complete(
     newest = max((s for s, _ in found.refused if s > step), default=step)
     check_none_refused(newest, [what for s, what in found.refused if s == newest > step], instead)
 
-  for candidate in waiting:
+  for candidate in candidates(found):
     check_newer(candidate.step, f'local checkpoint {candidate.step}')
     assembly = Assembly(model_dir, candidate, found, target, dry_run=dry_run)
     saved = assembly.run(fallback=fallback)
@@ -613,7 +599,7 @@ def _first_complete(
 def _newest_readable(model_dir: ModelDir) -> Optional[int]:
   for step in reversed(model_dir.steps):
     try:
-      return model_dir.saved(step).step
+      return model_dir.metadata(step).step
     except UNREADABLE:
       continue
   return None
