@@ -334,7 +334,7 @@ def test_folders_that_pages_mention_exist():
 
 
 def test_names_of_modules_that_texts_mention_exist():
-  # `fsdp.keep_policy`, `t5x_gpu.data.seqio_batches`, `t5x_gpu.data.batches.BatchIterator`.
+  # `parameters.keep_policy`, `t5x_gpu.data.seqio_batches`, `t5x_gpu.data.batches.BatchIterator`.
   problems = []
   for path in (*PAGES, *GIN_FILES, *SCRIPTS, *SOURCES):
     text = path.read_text(encoding='utf-8')

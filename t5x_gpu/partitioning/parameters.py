@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from t5x_gpu.partitioning.axis_rules import AxisNames, Table, varying
+from t5x_gpu.partitioning.axis_rules import AxisNames, Names, Table, varying
 from t5x_gpu.partitioning.fsdp import Padding, own_table, padding_of
 from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer, all_gather
 from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
@@ -153,8 +153,7 @@ def dims_of(
     names: axis names of the parameter.
     table: array axis -> mesh axes, of the optimizer state.
     mesh_shape: mesh axis -> size.
-    reducer: how gradients are summed. Gradients of vectors (scales of norms, biases) stay in
-      float32: they are small, and one all-reduce carries several.
+    reducer: how gradients are summed that `in_bfloat16` allows to round; others in float32.
   """
   own = own_table(names, table)
 
@@ -165,10 +164,17 @@ def dims_of(
     return places[0] - len(names.names) if places else None
 
   padding = padding_of(names, table=own, mesh_shape=mesh_shape)
-  is_vector = sum(name != 'layers' for name in names.names) <= 1
-  return Dims(
-    dim_of('fsdp'), dim_of('model'), padding, reducer=InFloat32() if is_vector else reducer
-  )
+  reducer = reducer if in_bfloat16(names.names) else InFloat32()
+  return Dims(dim_of('fsdp'), dim_of('model'), padding, reducer=reducer)
+
+
+def in_bfloat16(names: Names) -> bool:
+  """Returns whether the gradient of a parameter can be sent in bfloat16.
+
+  Gradients of vectors (scales of norms, biases) stay in float32. They are small, and one all-reduce
+  carries several.
+  """
+  return sum(name != 'layers' for name in names) > 1
 
 
 @flax.struct.dataclass

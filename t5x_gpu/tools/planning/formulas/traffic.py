@@ -26,6 +26,7 @@ from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.array_layout import ArrayLayout, array_layouts
 from t5x_gpu.partitioning.layer_stacks import is_reference
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
+from t5x_gpu.partitioning.parameters import in_bfloat16
 from t5x_gpu.tools.planning.formulas.step_shape import StepShape
 from t5x_gpu.tools.planning.gpu_compile import Overlap
 from t5x_gpu.training.program import Program
@@ -112,13 +113,13 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   saved, names = program.abstract_saved.params, program.names.params
   stage = 1 if layout.pipeline else layout.zero_stage
   trained = set(_names(program.trained.split(saved)[0]))
-  sizes, in_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
+  sizes, sends_bfloat16 = _LayerSizes(), layout.gradient_dtype == 'bfloat16'
   # The optimizer state's table has the dimension that fsdp splits, for every ZeRO stage.
   for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes
     own = math.prod(p.shape) / math.prod(p.parts) * (mesh['fsdp'] if split else 1)
-    half = in_bfloat16 and fsdp_lib.in_bfloat16(p.names)
+    half = sends_bfloat16 and in_bfloat16(p.names)
     if split:
       gathers = 1.0
       if in_layers and not is_reference(p.name):
