@@ -169,12 +169,13 @@ class Started:
 
 
 def train_and_resume(place: Place) -> Any:
-  argv = place.gin(MODEL_DIR=place.folder('resumed'))
+  """Leaves a run in the folder `a`, for the flows of RUN_FIRST."""
+  argv = place.gin(MODEL_DIR=place.folder('a'))
   place.run('train', *argv, '--gin.TRAIN_STEPS=2')
   if place.between:
     place.between()
   place.run('train', *argv)
-  return _losses(place.real('resumed'))
+  return _losses(place.real('a'))
 
 
 def kill_and_resume(place: Place) -> Any:
@@ -193,9 +194,8 @@ def kill_and_resume(place: Place) -> Any:
 
 
 def train(place: Place) -> Any:
-  """Leaves a run in the folder `a`, for the flows of RUN_FIRST."""
-  place.run('train', *place.gin(MODEL_DIR=place.folder('a')))
-  return _losses(place.real('a'))
+  place.run('train', *place.gin(MODEL_DIR=place.folder('trained')))
+  return _losses(place.real('trained'))
 
 
 def evaluate(place: Place) -> Any:
@@ -273,7 +273,7 @@ def _losses(folder: pathlib.Path) -> dict[int, float]:
   return {r['step']: r['train/loss'] for r in records}
 
 
-# They begin with the run that `train` leaves.
+# They begin with the run that `train_and_resume` leaves.
 RUN_FIRST = ('evaluate', 'infer', 'convert_there_and_back', 'reshard')
 # Flow -> another flow, whose numbers are the same.
 SAME = {'train_and_resume': 'train', 'kill_and_resume': 'train', 'convert_there_and_back': 'infer'}

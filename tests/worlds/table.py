@@ -3,10 +3,21 @@
 A world changes a `Place`. In it every flow gives the numbers of the plain world, or the error that
 the world's `refused` names ends training before step 1. There is no third outcome.
 
-A tokenizer has other numbers: what is equal in its world is SAME of flows.py (resumed and not,
-converted and not), and prepared rows have exactly the texts and tokens that the tokenizer's own
-library counts, each text with its end. tests/data/test_token_ids.py compares streamed and prepared
-batches, id by id.
+Worlds are tried together, one of each kind in a session, and each session has the flows that the
+world's code can reach (test_worlds.py, `combined`):
+
+| kind | can break | flows of test-all |
+|---|---|---|
+| path | each command's reading and writing of its files | each, some as parts of others |
+| environment | the start, the output and the end of each process | the same |
+| data | opening the texts, first and again | the same; they cost no further command |
+| tokenizer | the ids, the written text, the exported tokenizer | infer, convert_there_and_back |
+
+`launch_two` hands paths and variables on to two other processes: a few worlds of each kind.
+
+A tokenizer has other numbers: what is equal in its world is SAME of flows.py (converted and not).
+tests/data/test_token_ids.py compares streamed and prepared batches with each tokenizer's own
+library, id by id.
 """
 
 import codecs
@@ -28,7 +39,7 @@ import pyarrow.parquet
 import pytest
 
 from tests import helpers_tokenizers
-from tests.worlds.flows import FLOWS, Place
+from tests.worlds.flows import Place
 
 # Some have the name of a special token, or a word that some tokenizers do not know.
 ODD = ('more', '<pad>', '</s>', '[SEP]', 'new!')
@@ -37,7 +48,6 @@ IN_VALIDATION = (4, 29, 56)  # by the hash that assigns texts to splits
 KINDS = ('path', 'environment', 'data')
 # Prepared rows are the same in every format, and shuffled by the name of their task.
 OTHER_ORDER = ('prepare_and_train',)
-TRAINS = ('train_and_resume', 'prepare_and_train')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +58,6 @@ class World:
     name: name of the world, unique.
     kind: worlds of different kinds can be combined.
     change: changes a plain Place.
-    flows: names of the flows that this world can reach.
     changes: names of the flows whose numbers depend on this world, by design.
     refused: how the error begins that ends training before its first step, as a regular expression;
       None if everything works. With `Place.between`, training is refused after that.
@@ -57,7 +66,6 @@ class World:
   name: str
   kind: str
   change: Callable[[Place], None]
-  flows: Sequence[str] = tuple(FLOWS)
   changes: Sequence[str] = ()
   refused: Optional[str] = None
 
@@ -420,17 +428,17 @@ _JSONL = 'odd.jsonl'
 
 def _refused(name: str, error: str, content: bytes) -> World:
   """Returns a world whose texts are `content`, as jsonl, which `error` refuses."""
-  return World(name, 'data', _source('jsonl', _JSONL, lambda: content), TRAINS, refused=error)
+  return World(name, 'data', _source('jsonl', _JSONL, lambda: content), refused=error)
 
 
 DATA = [
-  World(
-    'byte order mark', 'data', _source('jsonl', _JSONL, lambda: codecs.BOM_UTF8 + _lines()), TRAINS
-  ),
-  World('CRLF', 'data', _source('jsonl', _JSONL, lambda: _lines(end='\r\n')), TRAINS),
-  World('blank lines', 'data', _source('jsonl', _JSONL, lambda: _lines(blank=' \n\n')), TRAINS),
-  World('no last newline', 'data', _source('jsonl', _JSONL, lambda: _lines()[:-1]), TRAINS),
-  World('gz', 'data', _source('jsonl', 'odd.jsonl.gz', lambda: gzip.compress(_lines())), TRAINS),
+  # First, as the first flow of `make test` starts twice.
+  World('copied between two starts', 'data', _copied_between),
+  World('byte order mark', 'data', _source('jsonl', _JSONL, lambda: codecs.BOM_UTF8 + _lines())),
+  World('CRLF', 'data', _source('jsonl', _JSONL, lambda: _lines(end='\r\n'))),
+  World('blank lines', 'data', _source('jsonl', _JSONL, lambda: _lines(blank=' \n\n'))),
+  World('no last newline', 'data', _source('jsonl', _JSONL, lambda: _lines()[:-1])),
+  World('gz', 'data', _source('jsonl', 'odd.jsonl.gz', lambda: gzip.compress(_lines()))),
   World(
     'gz of two members',
     'data',
@@ -439,16 +447,11 @@ DATA = [
       'odd.JSONL.GZ',
       lambda: gzip.compress(_lines()[:1000]) + gzip.compress(_lines()[1000:]),
     ),
-    TRAINS,
   ),
-  World('csv', 'data', _source('csv', 'odd.csv', lambda: _separated(',')), TRAINS, OTHER_ORDER),
-  World('tsv', 'data', _source('tsv', 'odd.tsv', lambda: _separated('\t')), TRAINS, OTHER_ORDER),
+  World('csv', 'data', _source('csv', 'odd.csv', lambda: _separated(',')), OTHER_ORDER),
+  World('tsv', 'data', _source('tsv', 'odd.tsv', lambda: _separated('\t')), OTHER_ORDER),
   World(
-    'parquet',
-    'data',
-    _source('parquet', 'odd.parquet', lambda: _parquet(_table())),
-    TRAINS,
-    OTHER_ORDER,
+    'parquet', 'data', _source('parquet', 'odd.parquet', lambda: _parquet(_table())), OTHER_ORDER
   ),
   World(
     'parquet, large strings, a null column',
@@ -458,14 +461,12 @@ DATA = [
       'odd.parquet',
       lambda: _parquet(_table(pa.large_string(), note=pa.nulls(len(TEXTS)))),
     ),
-    TRAINS,
     OTHER_ORDER,
   ),
   World(
     'parquet, string views',
     'data',
     _source('parquet', 'odd.parquet', lambda: _parquet(_table(pa.string_view()))),
-    TRAINS,
     OTHER_ORDER,
   ),
   World(
@@ -474,31 +475,27 @@ DATA = [
     _source(
       'parquet', 'odd.parquet', lambda: _parquet(_table(pa.dictionary(pa.int32(), pa.string())))
     ),
-    TRAINS,
     OTHER_ORDER,
   ),
-  World('a column with a comma', 'data', _column_with_a_comma, TRAINS, OTHER_ORDER),
-  World('jsonl with names of splits', 'data', _split_names, TRAINS, OTHER_ORDER),
-  World('save_to_disk twice', 'data', _saved_twice, TRAINS, OTHER_ORDER),
-  World('copied between two starts', 'data', _copied_between, TRAINS),
+  World('a column with a comma', 'data', _column_with_a_comma, OTHER_ORDER),
+  World('jsonl with names of splits', 'data', _split_names, OTHER_ORDER),
+  World('save_to_disk twice', 'data', _saved_twice, OTHER_ORDER),
   World(
     'replaced between two starts',
     'data',
     _replaced_between,
-    TRAINS,
     refused='DataError: The training text has changed',
   ),
-  World('input/output error', 'data', _failing_disk, TRAINS, refused=r'DataError: .*\(EIO\)'),
-  World('no right to read', 'data', _unreadable, TRAINS, refused='DataError: .*Permission denied'),
-  World('a line of 300 MB', 'data', _long_line, TRAINS, refused='DataError: .*longer than 256 MiB'),
+  World('input/output error', 'data', _failing_disk, refused=r'DataError: .*\(EIO\)'),
+  World('no right to read', 'data', _unreadable, refused='DataError: .*Permission denied'),
+  World('a line of 300 MB', 'data', _long_line, refused='DataError: .*longer than 256 MiB'),
   World(
     'a compressed line of 300 MB',
     'data',
     _source('jsonl', 'odd.jsonl.gz', _long_line_compressed),
-    TRAINS,
     refused='DataError: .*longer than 256 MiB',
   ),
-  World('no file', 'data', _no_file, TRAINS, refused='DataError: No file matches'),
+  World('no file', 'data', _no_file, refused='DataError: No file matches'),
   _refused('empty', 'DataError: All 1 files', b''),
   _refused('missing column', 'DataError', b'{"body": "a"}\n' * 60),
   _refused('nulls', 'DataError: .* has no text', b'{"text": null}\n' * 60),
@@ -512,7 +509,6 @@ DATA = [
     'two columns of one name',
     'data',
     _source('csv', 'odd.csv', lambda: b'text,text\na,b\n' * 60),
-    TRAINS,
     refused='DataError',
   ),
 ]
