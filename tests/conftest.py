@@ -62,7 +62,6 @@ LONGEST = (
   'data/test_seqio_batches.py',
   'test_eval.py',
   'test_train_resume.py',
-  'test_train_crashes.py',
   'training/test_train_step.py',
   'parity/test_hf_logits.py',
   'test_plan.py',

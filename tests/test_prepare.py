@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -194,26 +193,16 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_signal_and_no_process_sta
 
 
 @pytest.mark.slow
-def test_a_run_on_a_prepared_mixture_resumes_bit_exactly(project, tmp_path):
+def test_a_run_on_a_prepared_mixture_refuses_other_rates(project, tmp_path):
   rows = tmp_path / 'rows'
   prepare_here('mixed', rows, num_parts=1)
   macros = {
     **MODULE,
     'MIXTURE_OR_TASK_NAME': f'prepared:{rows}',
-    'SAVE_PERIOD': 4,
-    'TRAIN_STEPS': 8,
-    'DROPOUT_RATE': 0.1,
     'train_eval/DatasetConfig.split': 'train',
   }
-  whole = project.run(**macros)
-  assert whole.code == 0, whole.err
-  losses, evaluated = project.metrics(), project.metrics('eval/loss')
-  assert list(losses) == list(range(1, 9)) and evaluated.keys() == {8}
-  shutil.rmtree(project.model_dir / 'checkpoint_8')
-  again = project.run(**macros)
-  assert again.code == 0 and 'checkpoint_4' in again.out, again.err
-  assert project.metrics() == losses and project.metrics('eval/loss') == evaluated
-  shutil.rmtree(project.model_dir / 'checkpoint_8')
+  first = project.run(**macros, TRAIN_STEPS=2)
+  assert first.code == 0, first.err
   refused = project.run(**macros, **{'train/DatasetConfig.mixture_rates': "{'mixed_a': 1}"})
   assert refused.code == 1 and 'rates: saved' in refused.err
 

@@ -32,12 +32,11 @@ CHECKPOINTS = {
   'property/test_nothing_is_lost.py': (
     'test_a_run_that_is_killed_damaged_and_moved_is_the_run_that_nothing_happened_to'
   ),
-  'test_train_crashes.py': (
-    'test_kill_9_while_a_save_writes_its_files_loses_nothing_that_was_committed'
-  ),
   'test_train_damaged_files.py': 'test_a_restart_moves_damaged_files_aside_and_names_them',
   'test_train_paths.py': ('test_a_run_continues_wherever_its_folder_is_and_every_tool_reads_it'),
-  'test_train_resume.py': ('test_stop_signals_save_and_leave_and_the_next_run_continues_exactly'),
+  'test_train_resume.py': (
+    'test_a_run_that_ended_and_starts_again_is_the_run_that_nothing_happened_to'
+  ),
   'test_train_stops.py': (
     'test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint'
   ),
@@ -51,7 +50,6 @@ OTHERS = [
   ('parity/test_layouts.py', 'test_the_first_gradients_of_a_layout_are_those_of_one_device'),
   ('parity/test_t5x_decoder_only.py', 'test_losses_of_twenty_adafactor_steps_equal_t5x'),
   ('parity/test_t5x_encoder_decoder.py', 'test_losses_of_twenty_adafactor_steps_equal_t5x'),
-  ('test_train_crashes.py', 'test_kill_9_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it'),
 ]
 
 

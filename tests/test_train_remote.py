@@ -217,19 +217,6 @@ def test_a_training_run_whose_server_is_killed_leaves_with_1_and_its_error(
   assert not [secret for secret in SECRETS if secret in run.out + err]
 
 
-@pytest.mark.slow
-def test_a_killed_run_continues_from_its_last_commit(server, uninterrupted, tmp_path):
-  address, project = 's3://runs/killed', Project(tmp_path)
-  with project.start(MODEL_DIR=address, hold_before=5, DATA_MODULE='"held_data"', **FAST) as run:
-    run.wait_for(run.held)
-    run.wait_for(lambda: committed_steps(as_path(address)) == [2, 4])
-    run.kill()
-  result = project.run(MODEL_DIR=address, num_devices=1, **FAST)
-  assert result.code == 0, result.err
-  assert f'Continuing from {address}/checkpoint_4.' in result.out
-  assert losses(address) == pytest.approx(uninterrupted, rel=1e-5)
-
-
 def test_a_dry_run_leaves_no_trace(server, tmp_path):
   result = Project(tmp_path).run('--dry_run', MODEL_DIR='s3://runs/dry')
   assert result.code == 0 and as_path('s3://runs/dry').files() == []
