@@ -23,6 +23,7 @@ from typing import Any, Optional, Self
 
 from t5x_gpu import cli, train
 from t5x_gpu.metrics.writers import TensorBoardWriter
+from tests.helpers_autograph import Repeater, note_conversions
 from tests.helpers_train import REPOSITORY
 
 # What a run imports only when it needs it.
@@ -139,6 +140,7 @@ def _run(request: Mapping[str, Any]) -> None:
     (2, request['err'], os.O_WRONLY | os.O_APPEND),
   ):
     os.dup2(os.open(path, mode), descriptor)
+  note_conversions(_conversions())
   os.environ.clear()
   os.environ.update(request['environment'])
   sys.path.insert(0, request['cwd'])
@@ -149,17 +151,23 @@ def _run(request: Mapping[str, Any]) -> None:
     cli.run_main(train.main)
 
 
+def _conversions() -> pathlib.Path:
+  return pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR']).with_suffix('.autograph')
+
+
 def main() -> None:
   lowering = (LOWERING,) if importlib.util.find_spec(LOWERING) else ()
   for name in (*LATER, *lowering, *sys.argv[1:]):
     importlib.import_module(name)
   TensorBoardWriter('unused')  # imports what writes event files
+  conversions = Repeater(_conversions())
   for line in sys.stdin:
     request = json.loads(line)
     if 'poll' in request:
       pid, status = os.waitpid(request['poll'], os.WNOHANG)
       answer = os.waitstatus_to_exitcode(status) if pid else None
     else:
+      conversions.repeat()
       answer = os.fork()
       if answer == 0:
         _run(request)
