@@ -314,7 +314,7 @@ def test_a_run_that_ended_and_starts_again_is_the_run_that_nothing_happened_to(
   with trial.start() as run:
     assert run.finish() == 0, run.err
   assert 'Traceback' not in run.err
-  assert (deleting in when) == ('Deleted the rest of checkpoint_3' in run.out + run.err)
+  assert deleting not in when or 'Deleted the rest of checkpoint_3' in run.err
   [begin] = re.findall(rf'Continuing from {trial.model_dir}/checkpoint_(\d+)\.', run.out) or [0]
   assert int(begin) > saved if where == 'local checkpoints' else int(begin) == saved
   assert ('batches again in' in run.err) == KINDS[what].reads_again
