@@ -183,9 +183,8 @@ def test_greedy_text_equals_hugging_face(name, both):
 
 
 @pytest.mark.quick_cases('gpt2-1.0', 't5_1_1-1.0')
-@pytest.mark.parametrize(
-  'name, penalty', [*((name, 1.0) for name in FAMILIES), ('gpt2', 0.0), ('t5_1_1', 0.0)]
-)
+@pytest.mark.parametrize('penalty', [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize('name', FAMILIES)
 def test_texts_and_scores_of_a_beam_search_equal_hugging_face(name, penalty, both):
   check(
     both,
