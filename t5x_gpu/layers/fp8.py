@@ -223,7 +223,10 @@ def _converted(
   return to_8_bits(x, scale, dtype), scale
 
 
-def _arrays(x: Quantized) -> tuple[jax.Array, jax.Array, jax.Array]:
+_Arrays = tuple[jax.Array, jax.Array, jax.Array]  # values, scale and port of an operand
+
+
+def _arrays(x: Quantized) -> _Arrays:
   return x.values, x.scale, x.port
 
 
@@ -238,22 +241,15 @@ class _Product:
 
 # The last dimensions of one operand, and the first ones of the other.
 _Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
+# Both operands, and `amax`.
+_Arguments = tuple[*_Arrays, *_Arrays, Optional[jax.Array]]
 # Values and scale of both operands, and `amax`.
 _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, Optional[jax.Array]]
 
 
-def _multiply(
-  p: _Product,
-  x8: jax.Array,
-  x_scale: jax.Array,
-  x: jax.Array,
-  w8: jax.Array,
-  w_scale: jax.Array,
-  w: jax.Array,
-  amax: Optional[jax.Array],
-) -> jax.Array:
-  """Returns [..., features] in the dtype of the port `x`."""
-  del x, w, amax
+def _multiply(p: _Product, *arrays: *_Arguments) -> jax.Array:
+  """Returns [..., features] in the dtype of the port of `x`."""
+  x8, x_scale, _, w8, w_scale, _, _ = arrays
   last, first = tuple(range(x8.ndim - p.num_in, x8.ndim)), tuple(range(p.num_in))
   return _dot(_e4m3(x8), w8, (last, first), x_scale * w_scale, p.x_dtype)
 
@@ -265,17 +261,9 @@ def _dot(
   return product * scale.astype(dtype)
 
 
-def _forward(
-  p: _Product,
-  x8: jax.Array,
-  x_scale: jax.Array,
-  x: jax.Array,
-  w8: jax.Array,
-  w_scale: jax.Array,
-  w: jax.Array,
-  amax: Optional[jax.Array],
-) -> tuple[jax.Array, _Saved]:
-  return _multiply(p, x8, x_scale, x, w8, w_scale, w, amax), (x8, x_scale, w8, w_scale, amax)
+def _forward(p: _Product, *arrays: *_Arguments) -> tuple[jax.Array, _Saved]:
+  x8, x_scale, _, w8, w_scale, _, amax = arrays
+  return _multiply(p, *arrays), (x8, x_scale, w8, w_scale, amax)
 
 
 def _backward(p: _Product, saved: _Saved, gradient: jax.Array) -> tuple[Optional[jax.Array], ...]:

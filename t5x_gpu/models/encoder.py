@@ -345,10 +345,11 @@ def entity_hits(
     return begins, last_word, kinds & begins[..., None]
 
   num_kinds = len(entities.entity_kinds(names))
-  ours, theirs = found(predicted), found(jnp.maximum(labels - 1, 0))
-  same = ours[0] & theirs[0] & (ours[1] == theirs[1])
-  right = ours[2] & theirs[2] & same[..., None]
-  return hits_of(right, ours[2], theirs[2], counted_once(jnp.ones(right.shape)))
+  begins, last_words, predicted_kinds = found(predicted)
+  true_begins, true_last_words, true_kinds = found(jnp.maximum(labels - 1, 0))
+  same = begins & true_begins & (last_words == true_last_words)
+  right = predicted_kinds & true_kinds & same[..., None]
+  return hits_of(right, predicted_kinds, true_kinds, counted_once(jnp.ones(right.shape)))
 
 
 _CONVERTERS = {

@@ -208,6 +208,7 @@ _Arguments = tuple[_Arrays, _Arrays, Optional[jax.Array], jax.Array, jax.Array]
 # Gradients of inputs, kernels and bias.
 _Gradients = tuple[_Arrays, _Arrays, Optional[jax.Array]]
 _TokenSums = dict[str, jax.Array]  # metric -> sum
+_Totals = tuple[_TokenSums, Optional[_Gradients]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,17 +224,13 @@ class _Sweep:
   def _letters(self) -> str:
     return ''.join(name[0] for name in self.axes)
 
-  def __call__(
-    self, operands: _Arguments, *, with_gradients: bool
-  ) -> tuple[_TokenSums, Optional[_Gradients]]:
+  def __call__(self, operands: _Arguments, *, with_gradients: bool) -> _Totals:
     """Returns (sums, gradients of inputs, kernels and bias); None instead of unwanted gradients."""
     inputs, kernels, bias, targets, weights = operands
     in_dtype = [self._operand(kernel.astype(x.dtype)) for x, kernel in zip(inputs, kernels)]
     zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
 
-    def body(
-      carry: tuple[_TokenSums, Optional[_Gradients]], start: jax.Array
-    ) -> tuple[tuple[_TokenSums, Optional[_Gradients]], None]:
+    def body(carry: _Totals, start: jax.Array) -> tuple[_Totals, None]:
       sums, gradients = carry
 
       def part(a: jax.Array) -> jax.Array:
