@@ -1,32 +1,46 @@
-"""`python -m t5x_gpu.config explain KEY | show | diff A.gin B.gin`: where values come from."""
+"""`python -m t5x_gpu.config explain KEY | show | diff A.gin B.gin | from_t5x FILE`.
+
+The first three tell where the values of a run come from; the last translates gin files of T5X.
+"""
 
 import argparse
 import dataclasses
+import pathlib
 import sys
 from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.provenance import Provenance
+from t5x_gpu.config.t5x import translation
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.storage.files import write_atomically
 
 PROG = 'python -m t5x_gpu.config'
-DESCRIPTION = 'Shows where the values of a run come from and what they override; runs nothing.'
+DESCRIPTION = (
+  'Shows where the values of a run come from and what they override, and translates gin files of '
+  'T5X; runs nothing.'
+)
 EXAMPLES = """examples:
   {prog} explain BATCH_SIZE --gin_file=my.gin       one value; part of a name is enough
   {prog} show --gin_file=my.gin --gin.BATCH_SIZE=8  all values
   {prog} diff a.gin b.gin                           what differs between two
+  {prog} from_t5x t5x/examples/a.gin --gin_search_paths=T5X --output=ours.gin
+                                                    what becomes of each value, and our file
 """
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('command', choices=('explain', 'show', 'diff'))
+  parser.add_argument('command', choices=('explain', 'show', 'diff', 'from_t5x'))
   parser.add_argument('names', nargs='*', metavar='KEY|FILE')
   parser.add_argument(
     '--entry',
     default=gin_loader.ENTRY,
     metavar='MODULE.FUNCTION',
     help='function that the configuration is for (default: %(default)s)',
+  )
+  parser.add_argument(
+    '--output', metavar='FILE', help='from_t5x: the gin file to write; it must not exist'
   )
 
 
@@ -36,6 +50,9 @@ def main(argv: Optional[list[str]] = None) -> Optional[int]:
     PROG, DESCRIPTION, argv, extra=_flags, gin_file_required=False, examples=EXAMPLES
   )
   command, names = args.extra.command, args.extra.names
+  if command == 'from_t5x':
+    _from_t5x(args)
+    return None
   wanted = {'show': 0, 'diff': 2}.get(command, max(1, len(names)))
   if len(names) != wanted:
     raise ConfigError(
@@ -62,3 +79,34 @@ def main(argv: Optional[list[str]] = None) -> Optional[int]:
     for name in names:
       print('\n'.join(report.explain(provenance, name)))
   return None
+
+
+def _from_t5x(args: cli.Args) -> None:
+  """Prints what becomes of each value of T5X's files, and writes our file.
+
+  Raises:
+    ConfigError: nothing is given, the output exists, or a value is refused.
+  """
+  files, output = [*args.extra.names, *args.gin_files], args.extra.output
+  if not files:
+    raise ConfigError('No file is given.', fix=f'{PROG} from_t5x FILE --output=ours.gin')
+  if output and pathlib.Path(output).exists():
+    raise ConfigError(f'{output} exists.', fix='Give a new file: --output=FILE')
+  found = translation.translate(files, bindings=args.bindings, search_paths=args.gin_search_paths)
+  for line in translation.table(found.outcomes):
+    print(line)
+  if found.unused:
+    print('nothing uses')
+    for key, origin in found.unused:
+      print(f'  {key}  ({origin})')
+  if found.problems:
+    raise ConfigError(
+      "T5X's gin files ask for things that do not exist here",
+      problems=found.problems,
+      docs=translation.DOCS,
+    )
+  if output:
+    write_atomically(output, found.text)
+    print(f'written: {output}')
+  else:
+    print('--output=FILE writes our file.')

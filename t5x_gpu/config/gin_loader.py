@@ -13,6 +13,7 @@ import gin
 from t5x_gpu.config import checks, gin_names, provenance
 from t5x_gpu.config.gin_text import REQUIRED, GinFiles
 from t5x_gpu.config.reader import Bindings, Call, Reader
+from t5x_gpu.config.t5x import translation as t5x
 from t5x_gpu.errors import ConfigError, Problem
 
 ENTRY = 't5x_gpu.train.train'
@@ -113,8 +114,22 @@ def load(
   _make_working_directory_importable()
   entries = (entry,) if isinstance(entry, str) else tuple(entry)
   reader = Reader(GinFiles(search_paths), read_as_data=read_as_data)
+  gin_files = [os.fspath(name) for name in gin_files]
+  theirs = t5x.of_t5x(gin_files, search_paths=search_paths)
+  if theirs:
+    translated = t5x.translate(theirs, bindings=bindings, search_paths=search_paths)
+    if translated.problems:
+      raise ConfigError(
+        "T5X's gin files ask for things that do not exist here",
+        problems=translated.problems,
+        docs=t5x.DOCS,
+      )
+    reader.read_text(translated.text, shown='translation', origins=translated.origins)
+    reader.notes += translated.notes
+    bindings = translated.ours
   for name in gin_files:
-    reader.read_file(os.fspath(name), asked_at='')
+    if name not in theirs:
+      reader.read_file(name, asked_at='')
   for text, origin in computed.items():
     reader.read_command_line([text], origin=origin)
   reader.read_command_line(bindings)

@@ -226,17 +226,28 @@ class Reader:
       self.unreadable = True
       self._refuse(e)
 
+  def read_text(self, text: str, *, shown: str, origins: Mapping[int, str]) -> None:
+    """Reads gin text that a command has written; `origins` tells line -> origin of its value."""
+    self.names.append(names := FileNames())
+    found = gin_text.read(text, shown=shown)
+    self._read_statements(found, shown=shown, names=names, origins=origins)
+
   def _refuse(self, e: ConfigError) -> None:
     self.problems.append(Problem(e.what, e.fix, e.parameters))
     self.docs = self.docs or e.docs
 
   def _read_statements(
-    self, found: Iterable[gin_text.Statement], *, shown: str, names: FileNames
+    self,
+    found: Iterable[gin_text.Statement],
+    *,
+    shown: str,
+    names: FileNames,
+    origins: Mapping[int, str] = types.MappingProxyType({}),
   ) -> None:
     lines: dict[tuple[str, str, str], int] = {}
     for statement in found:
       line = statement.location.line_num
-      at = f'{shown}:{line}'
+      at = origins.get(line, f'{shown}:{line}')
       if isinstance(statement, config_parser.ImportStatement):
         self._import(statement, at=at, names=names)
       elif isinstance(statement, config_parser.IncludeStatement):

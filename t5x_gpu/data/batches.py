@@ -135,7 +135,8 @@ class DatasetConfig:
     mixture_or_task_name: a registered SeqIO Task or Mixture; a source such as
       `text_files:PATTERN` or `jsonl:PATTERN`, which needs no Python (docs/tasks.md); or
       `prepared:DIR` (docs/data.md).
-    task_feature_lengths: task feature -> length in tokens, {'inputs': 512, 'targets': 114}.
+    task_feature_lengths: task feature -> length in tokens, {'inputs': 512, 'targets': 114}. None,
+      for train.infer_eval_dataset_cfg alone: examples are not cut.
     split: 'train', 'validation', ...
     batch_size: rows of the global batch (after packing).
     shuffle: shuffle files and examples with `seed`.
@@ -155,7 +156,7 @@ class DatasetConfig:
   """
 
   mixture_or_task_name: str
-  task_feature_lengths: Mapping[str, int]
+  task_feature_lengths: Optional[Mapping[str, int]]
   split: str
   batch_size: int
   shuffle: bool = True

@@ -116,6 +116,7 @@ class CheckpointEvaluator:
         model,
         self.program,
         dataclasses.replace(tasks_dataset or dataset, split=dataset.split),
+        train_lengths=config.train_dataset_cfg.task_feature_lengths,
         decoding=decoding,
         num_examples=num_examples,
         required=metrics == 'tasks',

@@ -233,6 +233,7 @@ def open_task_evaluator(
   program: Program,
   dataset: DatasetConfig,
   *,
+  train_lengths: Mapping[str, int],
   decoding: Optional[DecodingConfig] = None,
   num_examples: Optional[int] = None,
   required: bool = True,
@@ -241,8 +242,12 @@ def open_task_evaluator(
 
   Args:
     model, program: model and program to evaluate.
-    dataset: task or mixture, its split, and the lengths that inputs and targets are cut to.
-    decoding: how to decode predictions; None for greedy decoding up to the length of the targets.
+    dataset: task or mixture, its split, and the lengths that inputs and targets are cut to; None
+      for whole examples.
+    train_lengths: the lengths of the training data, whose features tell how the model reads
+      examples if `dataset` has no lengths.
+    decoding: how to decode predictions; None for greedy decoding up to the length of the targets,
+      or of the longest target.
     num_examples: take only this many examples of each task; None for all.
     required: whether a task without metrics, or a model that cannot generate text, is an error;
       otherwise returns None for them.
@@ -259,16 +264,18 @@ def open_task_evaluator(
       'use a DecoderOnlyModel or an EncoderDecoderModel.',
       parameters=('train.model', 'train.infer_eval_dataset_cfg'),
     )
-  config = decoding or DecodingConfig(
-    max_decode_length=dataset.task_feature_lengths.get('targets', 128),
-    batch_size=dataset.batch_size,
-  )
+  lengths = dataset.task_feature_lengths
   tasks = open_evaluated_tasks(
     dataset,
-    feature_converter=model.feature_converter(dataset.task_feature_lengths),
+    feature_converter=model.feature_converter(train_lengths if lengths is None else lengths),
     num_examples=num_examples,
     required=required,
   )
+  if lengths is None:
+    longest = max((len(ids) for task in tasks for ids in task.targets), default=1)
+  else:
+    longest = lengths.get('targets', 128)
+  config = decoding or DecodingConfig(max_decode_length=longest, batch_size=dataset.batch_size)
   return TaskEvaluator(model, program, tasks, config) if tasks else None
 
 

@@ -133,6 +133,9 @@ def read_request(
   if is_run:
     run = types.SimpleNamespace(**loaded.arguments(only=RUN_SETTINGS))
     dataset = run.infer_eval_dataset_cfg or run.train_eval_dataset_cfg or run.train_dataset_cfg
+    if dataset.task_feature_lengths is None:
+      lengths = run.train_dataset_cfg.task_feature_lengths
+      dataset = dataclasses.replace(dataset, task_feature_lengths=lengths)
     dataset = dataclasses.replace(dataset, split=flags.split or dataset.split)
     ends, ignored = (), {}
   elif folder is None:

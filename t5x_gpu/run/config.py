@@ -48,6 +48,17 @@ class EvalConfig(StepConfig):
   infer_eval_dataset_cfg: Optional[DatasetConfig] = None
   decoding_cfg: Optional[DecodingConfig] = None
 
+  def __post_init__(self) -> None:
+    for name in ('train', 'train_eval'):
+      dataset = getattr(self, f'{name}_dataset_cfg')
+      if dataset is not None and dataset.task_feature_lengths is None:
+        raise ConfigError(
+          f'{name}/DatasetConfig.task_feature_lengths = None: rows of a batch have fixed lengths.',
+          fix="Set lengths, as in {'inputs': 512, 'targets': 128}. None is for "
+          'train.infer_eval_dataset_cfg, whose examples are read one by one.',
+          parameters=(f'{name}/DatasetConfig.task_feature_lengths',),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(EvalConfig):

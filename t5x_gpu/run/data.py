@@ -146,7 +146,11 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
     loss = _open_loss(run, program, required=run.eval_period is not None or loss_required)
   if run.infer_eval_dataset_cfg is not None:
     tasks = open_task_evaluator(
-      run.model, program, run.infer_eval_dataset_cfg, decoding=run.decoding_cfg
+      run.model,
+      program,
+      run.infer_eval_dataset_cfg,
+      train_lengths=run.train_dataset_cfg.task_feature_lengths,
+      decoding=run.decoding_cfg,
     )
   return Evaluations(run, program, loss=loss, tasks=tasks)
 

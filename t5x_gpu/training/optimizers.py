@@ -1,4 +1,4 @@
-"""The optimizer interface, and AdamW.
+"""The optimizer interface, AdamW, and any optimizer of optax.
 
 An optimizer gets each step's learning rate, so the logged rate is the rate that was used. It also
 gets axis names, so its state is split over the mesh like the parameters.
@@ -6,7 +6,8 @@ gets axis names, so its state is split over the mesh like the parameters.
 
 import dataclasses
 import zlib
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, Union
 
 import jax
 import jax.numpy as jnp
@@ -108,15 +109,7 @@ class AdamW:
     return params, self._stored(state, names)
 
   def state_names(self, params: Params, names: ParamNames) -> Tree:
-    transformation = self._transformation(names)
-    state = jax.eval_shape(transformation.init, params)  # dtypes do not matter here
-    return optax.tree_map_params(
-      transformation,
-      lambda _, n: n,
-      state,
-      names,
-      transform_non_params=lambda x: AxisNames((None,) * x.ndim),
-    )
+    return _optax_names(self._transformation(names), params, names)
 
   def _stored(self, state: OptState, names: ParamNames) -> OptState:
     """Returns optax's `state` with the moments in the dtypes in which they are stored."""
@@ -128,6 +121,85 @@ class AdamW:
       keys = _keys(names, adam.count)
       nu = jax.tree.map(lambda x, key: stochastically_rounded(x, key), nu, keys)
     return adam._replace(mu=mu, nu=nu), *rest
+
+
+# A transformation of optax, or a function that makes one from `learning_rate`.
+Transformation = Union[optax.GradientTransformation, Callable[..., optax.GradientTransformation]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optax:
+  """Transformations of optax, applied in order; any of them whose state is shaped like parameters.
+
+  In gin: `Optax.transformations = [@optax.clip(), @optax.lion]`, after `import optax`.
+
+  Attributes:
+    transformations: transformations, and functions that make one from `learning_rate` (named
+      without parentheses in gin), which get the learning rate of each step. There is at least one
+      such function, so the logged rate is the rate that was used.
+  Raises:
+    ConfigError: no function takes the learning rate; or a state is not shaped like the parameters.
+  """
+
+  transformations: Sequence[Transformation]
+
+  def __post_init__(self) -> None:
+    if not any(map(callable, self.transformations)):
+      raise ConfigError(
+        'No transformation of Optax.transformations takes the learning rate of the step.',
+        fix='Name one without parentheses: Optax.transformations = [@optax.clip(), @optax.adamw]',
+        parameters=('Optax.transformations',),
+        docs='add_an_optimizer.md',
+      )
+
+  def _transformation(self, learning_rate: Union[float, jax.Array]) -> optax.GradientTransformation:
+    return optax.chain(
+      *(t(learning_rate=learning_rate) if callable(t) else t for t in self.transformations)
+    )
+
+  def init(self, params: Params, names: ParamNames) -> OptState:
+    del names
+    return self._transformation(0.0).init(params)
+
+  def update(
+    self,
+    grads: Params,
+    state: OptState,
+    params: Params,
+    *,
+    names: ParamNames,
+    learning_rate: jax.Array,
+    step: jax.Array,
+  ) -> tuple[Params, OptState]:
+    del names, step  # optax counts its own
+    updates, state = self._transformation(learning_rate).update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  def state_names(self, params: Params, names: ParamNames) -> Tree:
+    return _optax_names(self._transformation(0.0), params, names)
+
+
+def _optax_names(transformation: optax.GradientTransformation, params: Params, names: ParamNames) -> Tree:
+  """Returns the state's tree with an AxisNames for each array."""
+
+  def of_parameter(array: jax.ShapeDtypeStruct, axis_names: AxisNames) -> AxisNames:
+    if array.ndim != len(axis_names.names):
+      raise ConfigError(
+        f'An optax optimizer keeps an array {array.shape} for a parameter with axes '
+        f'{axis_names.names}, so it cannot be split like the parameter.',
+        fix='Use adafactor.Adafactor, or an optimizer of yours that names its state.',
+        parameters=('train.optimizer',),
+        docs='add_an_optimizer.md',
+      )
+    return axis_names
+
+  return optax.tree_map_params(
+    transformation,
+    of_parameter,
+    jax.eval_shape(transformation.init, params),  # dtypes do not matter here
+    names,
+    transform_non_params=lambda x: AxisNames((None,) * x.ndim),
+  )
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:

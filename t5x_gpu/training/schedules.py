@@ -54,6 +54,83 @@ def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float
   return schedule
 
 
+FACTORS = (
+  'constant',
+  'linear_warmup',
+  'linear_decay',
+  'rsqrt_decay',
+  'rsqrt_normalized_decay',
+  'decay_every',
+  'cosine_decay',
+)
+
+
+def factors(
+  factors: str = 'constant * linear_warmup * rsqrt_decay',
+  *,
+  base_learning_rate: float = 0.5,
+  warmup_steps: int = 1000,
+  decay_factor: float = 0.5,
+  steps_per_decay: int = 20_000,
+  steps_per_cycle: int = 100_000,
+  step_offset: int = 0,
+  min_learning_rate: float = 1e-8,
+) -> Schedule:
+  """Returns the product of named factors, with T5X's names, formulas and defaults.
+
+  Args:
+    factors: names of `FACTORS`, joined by '*'. `linear_warmup` is step / warmup_steps, so the first
+      step has rate `min_learning_rate`; the other schedules here warm up one step earlier.
+      `linear_decay` includes the base rate and a warm-up.
+    base_learning_rate: the value of `constant`.
+    warmup_steps: steps of every warm-up, and steps before `rsqrt_decay` and `cosine_decay` fall.
+    decay_factor: slope of `linear_decay` per step; the factor of each step of `decay_every`.
+    steps_per_decay: length of a step of `decay_every`.
+    steps_per_cycle: period of `cosine_decay`, which starts again after each.
+    step_offset: subtracted from the step.
+    min_learning_rate: smallest rate.
+  Raises:
+    ConfigError: an unknown factor.
+  Source: create_learning_rate_scheduler of t5x/utils.py.
+  """
+  names = [name.strip() for name in factors.split('*')]
+  unknown = [name for name in names if name not in FACTORS]
+  if unknown:
+    raise ConfigError(
+      f'schedules.factors: {unknown[0]!r} is not a factor.{did_you_mean(unknown[0], FACTORS)}',
+      fix=f'Join some of these by *: {", ".join(FACTORS)}',
+      parameters=('factors.factors',),
+    )
+
+  def factor(name: str, step: jax.Array) -> jax.Array:
+    match name:
+      case 'constant':
+        return base_learning_rate
+      case 'linear_warmup':
+        return jnp.minimum(1.0, step / warmup_steps)
+      case 'linear_decay':
+        falling = 1.0 + decay_factor * (warmup_steps - step)
+        return base_learning_rate * jnp.minimum(step / warmup_steps, falling)
+      case 'rsqrt_decay':
+        return 1 / jnp.sqrt(jnp.maximum(step, warmup_steps))
+      case 'rsqrt_normalized_decay':
+        return jnp.sqrt(warmup_steps / jnp.maximum(step, warmup_steps))
+      case 'decay_every':
+        return decay_factor ** (step // steps_per_decay)
+      case 'cosine_decay':
+        cycle = jnp.maximum(0.0, (step - warmup_steps) / steps_per_cycle) % 1.0
+        return 0.5 * (1 + jnp.cos(jnp.pi * cycle))
+
+  def schedule(step: jax.Array) -> jax.Array:
+    counted = jnp.maximum(0.0, _float(step) - step_offset)
+    rate = jnp.float32(1.0)
+    for name in names:
+      rate *= factor(name, counted)
+    return jnp.maximum(rate, min_learning_rate).astype(jnp.float32)
+
+  return schedule
+
+
 def with_total_steps(schedule: Schedule, total_steps: int) -> Schedule:
   """Returns the schedule for a run of `total_steps`, or `schedule` if the total does not matter.
 

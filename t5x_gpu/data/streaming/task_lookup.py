@@ -353,7 +353,7 @@ def examples(
   def build() -> tf.data.Dataset:
     # No in-memory cache: it would freeze the first epoch's order and enlarge the saved state.
     return task.get_dataset(
-      dict(config.task_feature_lengths),
+      config.task_feature_lengths and dict(config.task_feature_lengths),
       split=config.split,
       use_cached=config.use_cached,
       shuffle=shuffle,
