@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
-from t5x_gpu.training.optimizers import AdamW, stochastically_rounded
+from t5x_gpu.training.optimizers import AdamW, Optax, stochastically_rounded
 from t5x_gpu.training.program import bytes_per_device
 from t5x_gpu.training.schedules import constant
 from tests import helpers_layouts
@@ -78,6 +79,67 @@ def test_adamw_is_optax_adamw_with_decay_on_matrices_only():
     updates, want_state = tx.update(grads[i], want_state, want)
     want = optax.apply_updates(want, updates)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+
+
+@pytest.mark.parametrize(
+  'transformations, reference',
+  [
+    ((optax.clip(0.5), optax.lion), optax.chain(optax.clip(0.5), optax.lion(0.1))),
+    ((optax.adamw,), optax.adamw(0.1)),
+    (
+      (optax.clip_by_global_norm(1.0), functools.partial(optax.sgd, momentum=0.9)),
+      optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    ),
+  ],
+  ids=['clip_lion', 'adamw', 'global_norm_momentum'],
+)
+def test_transformations_of_optax_give_optaxs_updates(transformations, reference):
+  shapes = {'kernel': (2, 4, 6), 'scale': (2, 4)}
+  params = arrays(0, shapes)
+  got = run(Optax(transformations), params, NAMES)
+  want, state = params, reference.init(params)
+  for i in range(3):
+    updates, state = reference.update(arrays(i + 1, shapes), state, want)
+    want = optax.apply_updates(want, updates)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
+
+
+def test_transformations_without_a_learning_rate_are_refused():
+  with pytest.raises(ConfigError) as e:
+    Optax([optax.clip(1.0), optax.scale_by_adam()])
+  assert e.value.parameters == ('Optax.transformations',)
+
+
+def test_state_that_is_not_shaped_like_the_parameters_is_refused():
+  with pytest.raises(ConfigError) as e:
+    Optax([optax.adafactor]).state_names(arrays(0, {'kernel': (2, 4, 6), 'scale': (2, 4)}), NAMES)
+  assert 'cannot be split' in e.value.what
+
+
+def test_optax_on_a_mesh_that_splits_its_state_equals_one_device():
+  split, alone = (
+    build_with(
+      model=DecoderOnlyModel(dataclasses.replace(helpers_layouts.CONFIG, num_layers=1)),
+      optimizer=Optax((optax.clip(0.5), functools.partial(optax.sgd, momentum=0.9))),
+      learning_rate=constant(1e-2),
+      partitioner=Partitioner(**axes),
+      topology=Topology(1, devices),
+      devices=jax.devices()[:devices],
+      batch_size=8,
+      task_feature_lengths={'targets': 8},
+      pack=False,
+    )
+    for devices, axes in ((4, dict(fsdp=2, num_partitions=2)), (1, {}))
+  )
+  per_device = [bytes_per_device(p.abstract_state.opt_state) for p in (split, alone)]
+  assert per_device[0] < 0.4 * per_device[1]
+  states = []
+  for program in (split, alone):
+    state = program.init()
+    for batch in uneven_batches(program.spec, seed=1, num_batches=2):
+      state, _ = program.train_step(state, program.layout.put_batch(batch))
+    states.append(jax.device_get(state.params))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *states)
 
 
 def reference_adafactor(param, grads, *, learning_rate, factored):

@@ -53,3 +53,50 @@ def test_learning_rate_grows_with_the_replicas_as_asked(scaling, factor):
 def test_an_unknown_scaling_is_refused_with_the_nearest_one():
   with pytest.raises(ConfigError, match="'linaer' is not one of .* Did you mean 'linear'"):
     schedules.replica_factor('linaer', 2)
+
+
+@pytest.mark.parametrize(
+  'factors, want',
+  [
+    ('constant', [2.0] * 6),
+    ('constant * linear_warmup', [1e-8, 0.5, 1.5, 2.0, 2.0, 2.0]),
+    ('constant * rsqrt_decay', [1.0, 1.0, 1.0, 1.0, 2 / 5**0.5, 0.2]),
+    ('constant * rsqrt_normalized_decay', [2.0, 2.0, 2.0, 2.0, 4 / 5**0.5, 0.4]),
+    ('linear_decay', [1e-8, 0.5, 1.5, 2.0, 1.8, 1e-8]),
+    ('constant * decay_every', [2.0, 2.0, 2.0, 2.0, 0.2, 2e-8]),
+    (
+      'constant * cosine_decay',
+      [2.0, 2.0, 2.0, 2.0, 1 + np.cos(np.pi / 10), 1 + np.cos(0.6 * np.pi)],
+    ),
+  ],
+)
+def test_factors_have_t5xs_values_where_they_turn(factors, want):
+  schedule = schedules.factors(
+    factors,
+    base_learning_rate=2.0,
+    warmup_steps=4,
+    decay_factor=0.1,
+    steps_per_decay=5,
+    steps_per_cycle=10,
+  )
+  got = at(schedule, 0, 1, 3, 4, 5, 100)
+  np.testing.assert_allclose(got[:5], want[:5], rtol=1e-6)
+  np.testing.assert_allclose(got[5], want[5], rtol=1e-4, atol=1e-8)
+
+
+def test_factors_count_from_their_offset_and_have_a_floor():
+  schedule = schedules.factors(
+    'constant * linear_warmup',
+    base_learning_rate=1.0,
+    warmup_steps=10,
+    step_offset=100,
+    min_learning_rate=0.25,
+  )
+  np.testing.assert_allclose(at(schedule, 0, 100, 101, 105, 110), [0.25, 0.25, 0.25, 0.5, 1.0])
+
+
+def test_factor_that_does_not_exist_is_named():
+  with pytest.raises(ConfigError) as e:
+    schedules.factors('constant * rsqrt_decai')
+  assert e.value.parameters == ('factors.factors',)
+  assert "'rsqrt_decay'" in e.value.what

@@ -1,0 +1,644 @@
+"""One rule per parameter of T5X: our parameter that takes its value, or the reason why none does.
+
+`RULES` is the whole table; docs/from_t5x.md prints it. The functions before it map values.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from t5x_gpu.config.gin_text import Reference
+from t5x_gpu.config.t5x.records import Record, Unset, Value
+from t5x_gpu.config.t5x.translator import (
+  NAMES,
+  NOT_WRITTEN,
+  PROTOCOLS,
+  Outcome,
+  Refused,
+  Rule,
+  Translator,
+  canonical,
+  text_of,
+)
+
+
+def _same(here: str, **fields: Any) -> Rule:
+  return Rule('same', here, **fields)
+
+
+def _mapped(here: str, what: str, value: Callable[['Translator', Any], Any], **fields: Any) -> Rule:
+  return Rule('mapped', here, what, value, **fields)
+
+
+def _no_effect(what: str, **fields: Any) -> Rule:
+  return Rule('no effect', '', what, **fields)
+
+
+def _refused(what: str) -> Rule:
+  return Rule('refused', '', what)
+
+
+def _if_none(value: Any) -> Callable[['Translator', Any], Any]:
+  return lambda translator, given: value if given is None else given
+
+
+def _only(*legal: Any, why: str) -> Callable[['Translator', Any], Any]:
+  """Returns a rule's `value` for parameters without effect at `legal` values, refused otherwise."""
+
+  def value(translator: 'Translator', given: Any) -> Any:
+    if given not in legal:
+      raise Refused(why)
+    return NOT_WRITTEN
+
+  return value
+
+
+def _named(value: Any, table: Mapping[str, str], parameter: str) -> str:
+  """Returns the entry of `table` for the record `value`; raises Refused for other names."""
+  if not isinstance(value, Record):
+    raise Refused(f'{text_of(value)} is not a function or class.')
+  name = canonical(value.name)
+  if name not in table:
+    raise Refused(f'{name} is not known here. {PROTOCOLS.get(parameter, "")}'.rstrip())
+  return table[name]
+
+
+def _model(t: Translator, value: Any) -> Reference:
+  name = _named(
+    value,
+    {
+      't5x.models.EncoderDecoderModel': 'EncoderDecoderModel',
+      't5x.models.DecoderOnlyModel': 'DecoderOnlyModel',
+    },
+    'model',
+  )
+  t.apply(value)
+  return t.reference(name)
+
+
+def _network(t: Translator, value: Any) -> Reference:
+  layers = _named(
+    value,
+    {
+      't5x.examples.t5.network.Transformer': 'joined_heads',
+      't5x.examples.decoder_only.network.DecoderWrapper': 'joined_heads',
+      't5x.examples.scalable_t5.network.Transformer': 'scanned',
+    },
+    'module',
+  )
+  config = value.arguments.get('config')
+  if config is None or not isinstance(config.value, Record):
+    given = text_of(config.value) if config else 'not set'
+    raise Refused(f'{value.name}.config is {given}, which is not a configuration.')
+  t.layers = layers
+  t.apply(value)
+  t.apply(config.value)
+  return t.reference('TransformerConfig')
+
+
+def _dtype(t: Translator, value: Any) -> str:
+  text = value.name.rpartition('.')[2] if isinstance(value, Record) else value
+  if not isinstance(text, str) or text not in ('float32', 'bfloat16'):
+    raise Refused(f'{text!r} is not a precision here: float32, bfloat16, fp8 (docs/precision.md).')
+  return text
+
+
+def _optimizer(t: Translator, value: Any) -> Reference:
+  if isinstance(value, Record) and value.name == 't5x.adafactor.Adafactor':
+    t.apply(value)
+    return t.reference('Adafactor')
+  if isinstance(value, Record) and value.name in (
+    't5x.optimizers.chain',
+    't5x.optimizers.wrap_optax_optimizer',
+  ):
+    t.apply(value)
+    return t.reference('Optax')
+  if isinstance(value, Record) and value.name.startswith('t5x.'):
+    # t5x.optimizers.adamw(...) and its like: optax's functions of the same names.
+    parts = value.name.split('.')
+    if parts[:2] == ['t5x', 'optimizers']:
+      return _chain(t, [dataclasses.replace(value, name=f'optax.{parts[-1]}')])
+  raise Refused(f'{text_of(value)} is not known here. {PROTOCOLS["optimizer_def"]}')
+
+
+def _chain(t: Translator, value: Any) -> Any:
+  """Writes `Optax.transformations`; the learning rate of the last step becomes the run's."""
+  if isinstance(value, Record):
+    value = [value]
+  if not isinstance(value, (list, tuple)):
+    raise Refused(f'{text_of(value)} is not a list of transformations.')
+  transformations = []
+  for record in value:
+    if not isinstance(record, Record) or not record.name.startswith('optax.'):
+      raise Refused(f'{text_of(record)} is not a transformation of optax.')
+    takes_rate = 'learning_rate' in record.arguments
+    for parameter, given in record.arguments.items():
+      if parameter != 'learning_rate':
+        t.blocks.setdefault(record.name, {})[parameter] = (given.value, given.origin)
+        t.outcomes.append(
+          Outcome(
+            f'{record.name}.{parameter}',
+            text_of(given.value),
+            given.origin,
+            'same',
+            f'{record.name}.{parameter}',
+          )
+        )
+    t.blocks.setdefault(record.name, {})
+    transformations.append(Reference(record.name, not takes_rate))
+    if takes_rate:
+      _optax_rate(t, record.arguments['learning_rate'], f'{record.name}.learning_rate')
+  t.write('Optax.transformations', transformations, 'T5X')
+  return t.reference('Optax')
+
+
+def _optax_rate(t: Translator, given: Value, name: str) -> None:
+  """Writes `train.learning_rate` from optax's: a number, or a schedule of optax."""
+  value = given.value
+  if isinstance(value, Record):
+    for parameter, argument in value.arguments.items():
+      t.blocks.setdefault(value.name, {})[parameter] = (argument.value, argument.origin)
+      t.outcomes.append(
+        Outcome(
+          f'{value.name}.{parameter}',
+          text_of(argument.value),
+          argument.origin,
+          'same',
+          f'{value.name}.{parameter}',
+        )
+      )
+    t.write('train.learning_rate', Reference(value.name, True), given.origin)
+  elif not isinstance(value, Unset):
+    t.write('factors.factors', 'constant', given.origin)
+    t.write('factors.base_learning_rate', value, given.origin)
+    t.write('factors.min_learning_rate', 0.0, given.origin)
+    t.write('train.learning_rate', t.reference('factors'), given.origin)
+  t.outcomes.append(
+    Outcome(
+      name,
+      text_of(value),
+      given.origin,
+      'mapped',
+      'train.learning_rate',
+      'T5X takes the rate of optax and only logs Trainer.learning_rate_fn.',
+    )
+  )
+
+
+def _schedule(t: Translator, value: Any) -> Any:
+  _named(value, {'t5x.utils.create_learning_rate_scheduler': 'factors'}, 'learning_rate_fn')
+  if 'learning_rate' in t.blocks.get(NAMES['train'], {}):
+    t.without_effect(value, 'T5X takes the learning rate of optax, and only logs this schedule.')
+    return NOT_WRITTEN
+  t.apply(value)
+  return t.reference('factors')
+
+
+def _trainer(t: Translator, value: Any) -> Any:
+  _named(value, {'t5x.trainer.Trainer': ''}, 'trainer_cls')
+  t.apply(value)
+  return NOT_WRITTEN
+
+
+def _partitioner(t: Translator, value: Any) -> Reference:
+  _named(value, {'t5x.partitioning.PjitPartitioner': ''}, 'partitioner')
+  t.apply(value)
+  return t.reference('Partitioner')
+
+
+def _submesh(t: Translator, value: Any) -> Any:
+  if value is None:
+    return NOT_WRITTEN
+  return math.prod(_sizes(value, 4))
+
+
+def _sizes(value: Any, number: int) -> Sequence[int]:
+  if not isinstance(value, (list, tuple)) or len(value) != number:
+    raise Refused(f'{text_of(value)} is not {number} sizes.')
+  if not all(isinstance(size, int) and size > 0 for size in value):
+    raise Refused(f'{text_of(value)} is not {number} sizes.')
+  return value
+
+
+def _axis_rules(t: Translator, value: Any) -> Any:
+  _named(value, {'t5x.partitioning.standard_logical_axis_rules': ''}, 'logical_axis_rules')
+  t.apply(value)
+  return NOT_WRITTEN
+
+
+def _split_parameters(t: Translator, value: Any) -> Any:
+  if value == 1:
+    return NOT_WRITTEN
+  t.write('Partitioner.data', 1, 'T5X')
+  return -1
+
+
+def _mesh_shape(t: Translator, value: Any) -> Any:
+  if value is None:
+    return NOT_WRITTEN
+  replica, data, model = _sizes(value, 3)
+  return {'data': replica * data, 'model': model}
+
+
+def _dataset(t: Translator, value: Any) -> Any:
+  if value is None:
+    return None
+  _named(value, {'t5x.utils.DatasetConfig': ''}, 'dataset_cfg')
+  t.apply(value, scope=value.scope)
+  return t.reference('DatasetConfig', scope=value.scope)
+
+
+def _task(t: Translator, value: Any) -> str:
+  if not isinstance(value, str):
+    raise Refused(
+      f'{text_of(value)} makes a task. Here a file is a source of its own, such as '
+      '"tfrecord:PATTERN" or "jsonl:PATTERN" (docs/tasks.md).'
+    )
+  return value
+
+
+def _checkpoints(t: Translator, value: Any) -> Reference:
+  _named(value, {'t5x.utils.CheckpointConfig': ''}, 'checkpoint_cfg')
+  t.apply(value)
+  return t.reference('CheckpointConfig')
+
+
+def _save(t: Translator, value: Any) -> Any:
+  if value is not None:
+    _named(value, {'t5x.utils.SaveCheckpointConfig': ''}, 'save')
+    t.apply(value)
+    return NOT_WRITTEN
+  # A period beyond every run: the last step alone is saved.
+  t.write('CheckpointConfig.period', 10**9, 'T5X')
+  t.write('CheckpointConfig.keep', 1, 'T5X')
+  return NOT_WRITTEN
+
+
+def _restore(t: Translator, value: Any) -> Any:
+  if value is None:
+    return NOT_WRITTEN
+  _named(value, {'t5x.utils.RestoreCheckpointConfig': ''}, 'restore')
+  t.apply(value)
+  if NAMES['RestoreConfig'] not in t.blocks:
+    return NOT_WRITTEN
+  t.write('RestoreConfig.mode', 'new_data', 'T5X')
+  return t.reference('RestoreConfig')
+
+
+def _eval_period(t: Translator, value: Any) -> Any:
+  t.eval_period = value
+  return value or None
+
+
+def _factors(t: Translator, value: Any) -> Any:
+  return value
+
+
+def _normalizer(t: Translator, value: Any) -> Any:
+  if value is None:
+    t.write('train.loss_normalizing_factor', 1.0, 'T5X')
+  elif value == 'NUM_REAL_TARGET_TOKENS':
+    t.write('train.loss_normalizing_factor', None, 'T5X')
+  elif isinstance(value, str):
+    raise Refused(f'{value!r}: a loss here is divided by a number, or by its target tokens.')
+  elif isinstance(value, (int, float)):
+    t.write('train.loss_normalizing_factor', float(value), 'T5X')
+  else:
+    raise Refused(f'{text_of(value)} is not a number.')
+  return NOT_WRITTEN
+
+
+_VOCABULARY = _no_effect('The task of the data has its vocabulary; the model needs none.')
+
+
+def _loss_rules(model: str) -> dict[str, Rule]:
+  """Returns the rules that both of T5X's models have."""
+  prefix = f't5x.models.{model}'
+  return {
+    f'{prefix}.module': _mapped(f'{model}.config', 'the sizes of the network', _network),
+    f'{prefix}.optimizer_def': _mapped(
+      'train.optimizer', "the optimizer is the run's, not the model's", _optimizer
+    ),
+    f'{prefix}.z_loss': _same(f'{model}.z_loss'),
+    f'{prefix}.label_smoothing': _same(f'{model}.label_smoothing'),
+    f'{prefix}.loss_normalizing_factor': _mapped(
+      'train.loss_normalizing_factor',
+      "T5X's None is the sum, 1.0 here; NUM_REAL_TARGET_TOKENS is None here.",
+      _normalizer,
+      default=None,
+    ),
+    f'{prefix}.input_vocabulary': _VOCABULARY,
+    f'{prefix}.output_vocabulary': _VOCABULARY,
+    f'{prefix}.vocabulary': _VOCABULARY,
+  }
+
+
+def _network_rules(config: str) -> dict[str, Rule]:
+  """Returns the rules of one of T5X's configurations of a network; defaults are T5X's."""
+  here = 'TransformerConfig'
+  return {
+    f'{config}.vocab_size': _same(f'{here}.vocab_size'),
+    f'{config}.dtype': _mapped(f'{here}.dtype', 'the name of the dtype', _dtype),
+    f'{config}.emb_dim': _same(f'{here}.embed_dim', default=512),
+    f'{config}.num_heads': _same(f'{here}.num_heads', default=8),
+    f'{config}.num_layers': _same(f'{here}.num_layers', default=6),
+    f'{config}.num_decoder_layers': _same(f'{here}.num_layers', default=6),
+    f'{config}.num_encoder_layers': _same('EncoderDecoderModel.num_encoder_layers', default=6),
+    f'{config}.head_dim': _same(f'{here}.head_dim', default=64),
+    f'{config}.mlp_dim': _same(f'{here}.mlp_dim', default=2048),
+    f'{config}.mlp_activations': _same(f'{here}.mlp_activations', default=('relu',)),
+    f'{config}.dropout_rate': _same(f'{here}.dropout_rate', default=0.1),
+    f'{config}.logits_via_embedding': _same(f'{here}.logits_via_embedding'),
+    f'{config}.float32_attention_logits': _no_effect('The softmax is always float32.'),
+    f'{config}.remat_policy': _same(f'{here}.remat_policy'),
+    f'{config}.scan_layers': _no_effect('Layers are always scanned.'),
+  }
+
+
+def _without(rules: dict[str, Rule], *parameters: str) -> dict[str, Rule]:
+  return {name: r for name, r in rules.items() if name.rpartition('.')[2] not in parameters}
+
+
+_NO_SEED = 'T5X draws a new seed at every start; here 0, so that a restart continues the same run.'
+
+
+def _scale(t: Translator, value: Any) -> Any:
+  if value:  # the size of a head is written by now: arguments with defaults come first
+    head_dim, origin = t.blocks[NAMES['TransformerConfig']]['head_dim']
+    t.write('TransformerConfig.query_pre_attn_scalar', head_dim, origin)
+  return NOT_WRITTEN
+
+
+def _refuse(why: str) -> Any:
+  raise Refused(why)
+
+
+def _actions(t: Translator, value: Any) -> Any:
+  if not isinstance(value, (Mapping, type(None))):
+    raise Refused(f'{text_of(value)} is not a dictionary of actions.')
+  for action in [a for actions in (value or {}).values() for a in actions]:
+    _named(action, {'t5x.trainer.TerminateOnNanAction': ''}, 'actions')
+    t.apply(action)
+  return NOT_WRITTEN
+
+
+def _decode(t: Translator, value: Any) -> Any:
+  _named(
+    value, {'t5x.decoding.temperature_sample': '', 't5x.decoding.beam_search': ''}, 'decode_fn'
+  )
+  t.apply(value)
+  return NOT_WRITTEN
+
+
+RULES: dict[str, Rule] = {
+  # The run.
+  '__main__.train.model': _mapped('train.model', 'the class of the same name', _model),
+  '__main__.train.model_dir': _same('train.model_dir'),
+  '__main__.train.train_dataset_cfg': _mapped('train.train_dataset_cfg', '', _dataset),
+  '__main__.train.train_eval_dataset_cfg': _mapped('train.train_eval_dataset_cfg', '', _dataset),
+  '__main__.train.infer_eval_dataset_cfg': _mapped('train.infer_eval_dataset_cfg', '', _dataset),
+  '__main__.train.checkpoint_cfg': _mapped('train.checkpoint_cfg', '', _checkpoints),
+  '__main__.train.partitioner': _mapped('train.partitioner', '', _partitioner),
+  '__main__.train.trainer_cls': _mapped('', 'its parameters are those of train', _trainer),
+  '__main__.train.total_steps': _same('train.total_steps'),
+  '__main__.train.eval_steps': _same('train.eval_steps'),
+  '__main__.train.eval_period': _mapped(
+    'train.eval_period', 'also of train.infer_eval_period; 0 is None', _eval_period
+  ),
+  '__main__.train.stats_period': _mapped('train.log_period', '', lambda t, v: v or NOT_WRITTEN),
+  '__main__.train.random_seed': _mapped(
+    'train.random_seed',
+    _NO_SEED,
+    _if_none(0),
+    numbers=lambda v: 'another seed' if v is None else '',
+  ),
+  '__main__.train.relative_steps': _no_effect(
+    'None counts steps from 0, as total_steps does.',
+    value=_only(None, 0, why='Set total_steps to the step at which the run ends.'),
+  ),
+  '__main__.train.use_hardware_rng': _no_effect(
+    'Keys are always threefry.',
+    numbers=lambda v: 'other dropout masks and initial values (T5X: rbg)' if v else '',
+  ),
+  '__main__.train.summarize_config_fn': _no_effect('config.gin is always written.'),
+  '__main__.train.inference_evaluator_cls': _no_effect(
+    'Metrics of tasks are computed where infer_eval_dataset_cfg is set.'
+  ),
+  '__main__.train.use_jax_array': _no_effect('Arrays are always jax.Array.'),
+  '__main__.train.use_orbax': _no_effect('Checkpoints are always written with Orbax.'),
+  '__main__.train.gc_period': _no_effect('The garbage collector needs no steps of the run.'),
+  '__main__.train.concurrent_metrics': _no_effect('Metrics are computed after decoding.'),
+  '__main__.train.run_eval_before_training': _no_effect(
+    'False is what a run here does.',
+    value=_only(False, why='No run here evaluates before its first step.'),
+  ),
+  '__main__.train.train_eval_get_dataset_fn': _no_effect(
+    'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.'
+  ),
+  '__main__.train.actions': _no_effect(
+    'A loss that is not finite always ends the run.', value=lambda t, v: _actions(t, v)
+  ),
+  't5x.trainer.TerminateOnNanAction.task': _no_effect('The loss of every step is checked.'),
+  # Its trainer.
+  't5x.trainer.Trainer.num_microbatches': _mapped(
+    'train.num_microbatches', 'None and 0 are 1', lambda t, v: v or 1
+  ),
+  't5x.trainer.Trainer.learning_rate_fn': _mapped('train.learning_rate', '', _schedule),
+  't5x.utils.create_learning_rate_scheduler.factors': _same(
+    'factors.factors', default='constant * linear_warmup * rsqrt_decay'
+  ),
+  't5x.utils.create_learning_rate_scheduler.base_learning_rate': _same(
+    'factors.base_learning_rate', default=0.5
+  ),
+  't5x.utils.create_learning_rate_scheduler.warmup_steps': _same(
+    'factors.warmup_steps', default=1000
+  ),
+  't5x.utils.create_learning_rate_scheduler.decay_factor': _same('factors.decay_factor'),
+  't5x.utils.create_learning_rate_scheduler.steps_per_decay': _same('factors.steps_per_decay'),
+  't5x.utils.create_learning_rate_scheduler.steps_per_cycle': _same('factors.steps_per_cycle'),
+  't5x.utils.create_learning_rate_scheduler.step_offset': _same('factors.step_offset'),
+  't5x.utils.create_learning_rate_scheduler.min_learning_rate': _same('factors.min_learning_rate'),
+  # Its data.
+  't5x.utils.DatasetConfig.mixture_or_task_name': _mapped(
+    'DatasetConfig.mixture_or_task_name', '', _task
+  ),
+  't5x.utils.DatasetConfig.task_feature_lengths': _same('DatasetConfig.task_feature_lengths'),
+  't5x.utils.DatasetConfig.split': _same('DatasetConfig.split'),
+  't5x.utils.DatasetConfig.batch_size': _same('DatasetConfig.batch_size'),
+  't5x.utils.DatasetConfig.shuffle': _same('DatasetConfig.shuffle'),
+  't5x.utils.DatasetConfig.seed': _mapped(
+    'DatasetConfig.seed',
+    _NO_SEED,
+    _if_none(0),
+    numbers=lambda v: 'another order of the data' if v is None else '',
+  ),
+  't5x.utils.DatasetConfig.use_cached': _same('DatasetConfig.use_cached'),
+  't5x.utils.DatasetConfig.pack': _same('DatasetConfig.pack', default=False),
+  't5x.utils.DatasetConfig.module': _mapped(
+    'DatasetConfig.mixture_or_task_module', 'module is something else here', lambda t, v: v
+  ),
+  't5x.utils.DatasetConfig.use_custom_packing_ops': _no_effect('Rows are packed without them.'),
+  't5x.utils.DatasetConfig.use_memory_cache': _no_effect('Only the speed of SeqIO differs.'),
+  # Its checkpoints.
+  't5x.utils.CheckpointConfig.save': _mapped(
+    '', 'None saves the last step alone, and the step at which a signal stops the run', _save
+  ),
+  't5x.utils.CheckpointConfig.restore': _mapped('train.initialize_from', '', _restore),
+  't5x.utils.SaveCheckpointConfig.period': _same('CheckpointConfig.period'),
+  't5x.utils.SaveCheckpointConfig.keep': _same('CheckpointConfig.keep', default=None),
+  't5x.utils.SaveCheckpointConfig.dtype': _no_effect(
+    'Parameters are saved as they are, in float32.',
+    value=_only('float32', why='A checkpoint holds the parameters exactly, in float32.'),
+  ),
+  't5x.utils.SaveCheckpointConfig.save_dataset': _no_effect(
+    'The position in the data is always saved.'
+  ),
+  't5x.utils.SaveCheckpointConfig.keep_dataset_checkpoints': _no_effect(
+    'The position in the data is part of the checkpoint.'
+  ),
+  't5x.utils.SaveCheckpointConfig.checkpointer_cls': _no_effect('Orbax writes checkpoints.'),
+  't5x.utils.RestoreCheckpointConfig.path': _mapped(
+    'RestoreConfig.path',
+    'None and [] start from the seed',
+    lambda t, v: (
+      v
+      if isinstance(v, str)
+      else NOT_WRITTEN
+      if not v
+      else _refuse('Only one checkpoint can be named.')
+    ),
+  ),
+  't5x.utils.RestoreCheckpointConfig.mode': _no_effect(
+    "The path names the checkpoint; total_steps counts its step, as T5X's does.",
+    value=_only('specific', 'latest', why='Only one checkpoint can be named.'),
+  ),
+  't5x.utils.RestoreCheckpointConfig.dtype': _no_effect('Parameters are always float32.'),
+  't5x.utils.RestoreCheckpointConfig.use_gda': _no_effect('Arrays are always jax.Array.'),
+  't5x.utils.RestoreCheckpointConfig.checkpointer_cls': _no_effect(
+    'Orbax reads checkpoints.',
+    value=lambda t, v: _named(v, {'t5x.checkpoints.Checkpointer': ''}, '') or NOT_WRITTEN,
+  ),
+  # The mesh.
+  't5x.partitioning.PjitPartitioner.num_partitions': _same('Partitioner.num_partitions'),
+  't5x.partitioning.PjitPartitioner.model_parallel_submesh': _mapped(
+    'Partitioner.num_partitions', 'the product; it wins over num_partitions, as in T5X', _submesh
+  ),
+  't5x.partitioning.PjitPartitioner.ici_mesh_shape': _mapped(
+    'Partitioner.ici_mesh_shape', '(replica, data, model) -> data, model', _mesh_shape
+  ),
+  't5x.partitioning.PjitPartitioner.dcn_mesh_shape': _mapped(
+    'Partitioner.dcn_mesh_shape', '(replica, data, model) -> data, model', _mesh_shape
+  ),
+  't5x.partitioning.PjitPartitioner.logical_axis_rules': _mapped(
+    '', 'each kind of parallelism has its rules', _axis_rules
+  ),
+  't5x.partitioning.PjitPartitioner.params_on_devices': _no_effect('Always True.'),
+  't5x.partitioning.PjitPartitioner.backend': _no_effect("The backend is the machine's."),
+  't5x.partitioning.standard_logical_axis_rules.parameter_partitioning_dims': _mapped(
+    'Partitioner.fsdp', '2 splits parameters over all data-parallel devices', _split_parameters
+  ),
+  't5x.partitioning.standard_logical_axis_rules.activation_partitioning_dims': _no_effect(
+    '1 is what a run here does.',
+    value=_only(
+      1,
+      why='Activations are not split by embed here. The nearest is '
+      'Partitioner.sequence_parallel = True, which splits them by position.',
+    ),
+  ),
+  # The optimizer.
+  't5x.adafactor.Adafactor.decay_rate': _same('Adafactor.decay_rate'),
+  't5x.adafactor.Adafactor.clipping_threshold': _same('Adafactor.clipping_threshold'),
+  't5x.adafactor.Adafactor.multiply_by_parameter_scale': _mapped(
+    'Adafactor.multiply_by_parameter_scale',
+    '',
+    lambda t, v: v if isinstance(v, bool) else _refuse('One value applies to all parameters.'),
+  ),
+  't5x.adafactor.Adafactor.min_dim_size_to_factor': _same('Adafactor.min_dim_size_to_factor'),
+  't5x.adafactor.Adafactor.epsilon1': _same('Adafactor.epsilon1'),
+  't5x.adafactor.Adafactor.epsilon2': _same('Adafactor.epsilon2'),
+  't5x.adafactor.Adafactor.global_norm_clip_threshold': _same('train.max_grad_norm'),
+  't5x.adafactor.Adafactor.step_offset': _no_effect(
+    '0 is what a run here does.',
+    value=_only(0, why='The second moment decays with the step of the run.'),
+  ),
+  't5x.adafactor.Adafactor.beta1': _no_effect(
+    'None is what a run here does.', value=_only(None, why='Adafactor here has no momentum.')
+  ),
+  't5x.adafactor.Adafactor.weight_decay_rate': _no_effect(
+    'None is what a run here does.', value=_only(None, why='Adafactor here has no weight decay.')
+  ),
+  't5x.adafactor.Adafactor.factored': _no_effect(
+    'True is what a run here does.',
+    value=_only(True, why='Set Adafactor.logical_factor_rules: an axis with role "none".'),
+  ),
+  't5x.adafactor.Adafactor.logical_factor_rules': _no_effect(
+    'Axis names always decide what is factored.',
+    value=lambda t, v: (
+      v is None or _named(v, {'t5x.adafactor.standard_logical_factor_rules': ''}, '') or NOT_WRITTEN
+    ),
+    numbers=lambda v: 'T5X factors second moments by shape alone' if v is None else '',
+    default=None,
+  ),
+  't5x.optimizers.chain.transformations': _mapped('train.optimizer', 'optax itself', _chain),
+  't5x.optimizers.wrap_optax_optimizer.optax_optimizer': _mapped('train.optimizer', '', _chain),
+  # SeqIO's objects, which are real here; the rules are for what surrounds them.
+  'seqio.Evaluator.logger_cls': _no_effect('train.logging_cfg says where metrics go.'),
+  'seqio.Evaluator.num_examples': _no_effect(
+    'None evaluates all examples.',
+    value=_only(None, why='Metrics of tasks are computed of all examples of the split.'),
+  ),
+  'seqio.Evaluator.use_memory_cache': _no_effect('Examples are always kept in memory.'),
+  'seqio.Evaluator.log_dir': _no_effect('Metrics go to MODEL_DIR.'),
+  'seqio.JSONLogger.write_n_results': _no_effect(
+    'python -m t5x_gpu.infer writes predictions; a run writes their metrics.'
+  ),
+  'seqio.SentencePieceVocabulary.sentencepiece_model_file': _VOCABULARY,
+  'seqio.SentencePieceVocabulary.extra_ids': _VOCABULARY,
+  'seqio.ByteVocabulary.extra_ids': _VOCABULARY,
+  # Models.
+  **_without(_loss_rules('EncoderDecoderModel'), 'vocabulary'),
+  **_without(_loss_rules('DecoderOnlyModel'), 'input_vocabulary', 'output_vocabulary'),
+  't5x.models.DecoderOnlyModel.inputs_bidirectional_attention': _same(
+    'DecoderOnlyModel.inputs_bidirectional_attention'
+  ),
+  't5x.models.EncoderDecoderModel.predict_batch_with_aux.num_decodes': _same(
+    'DecodingConfig.num_beams'
+  ),
+  't5x.models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes': _no_effect(
+    'False is what metrics use.', value=_only(False, None, why='Metrics use the best beam.')
+  ),
+  't5x.models.DecoderOnlyModel.predict_batch_with_aux.num_decodes': _same(
+    'DecodingConfig.num_decodes'
+  ),
+  't5x.models.DecoderOnlyModel.decode_fn': _mapped(
+    '', 'its parameters', lambda t, v: _decode(t, v)
+  ),
+  't5x.models.EncoderDecoderModel.decode_fn': _mapped(
+    '', 'its parameters', lambda t, v: _decode(t, v)
+  ),
+  't5x.decoding.temperature_sample.temperature': _same('DecodingConfig.temperature'),
+  't5x.decoding.temperature_sample.topk': _same('DecodingConfig.top_k'),
+  't5x.decoding.temperature_sample.topp': _mapped(
+    'DecodingConfig.top_p', '0 is 1.0, all tokens', lambda t, v: v or 1.0
+  ),
+  't5x.decoding.temperature_sample.num_decodes': _same('DecodingConfig.num_decodes'),
+  't5x.decoding.beam_search.num_decodes': _same('DecodingConfig.num_beams'),
+  't5x.decoding.beam_search.alpha': _same('DecodingConfig.length_penalty'),
+  't5x.examples.t5.network.Transformer.config': _mapped('', '', lambda t, v: NOT_WRITTEN),
+  't5x.examples.scalable_t5.network.Transformer.config': _mapped('', '', lambda t, v: NOT_WRITTEN),
+  't5x.examples.decoder_only.network.DecoderWrapper.config': _mapped(
+    '', '', lambda t, v: NOT_WRITTEN
+  ),
+  **_without(_network_rules('t5x.examples.t5.network.T5Config'), 'num_layers', 'scan_layers'),
+  **_without(_network_rules('t5x.examples.scalable_t5.network.T5Config'), 'num_layers'),
+  **_without(
+    _network_rules('t5x.examples.decoder_only.network.TransformerConfig'),
+    'num_decoder_layers',
+    'num_encoder_layers',
+    'scan_layers',
+  ),
+  't5x.examples.t5.network.T5Config.scale_attn_logits': _mapped(
+    '', 'True is TransformerConfig.query_pre_attn_scalar = head_dim', lambda t, v: _scale(t, v)
+  ),
+}

@@ -1,0 +1,248 @@
+"""Applies rules to records of T5X's gin files: what is written, and what becomes of each value."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Optional
+
+from t5x_gpu.config import gin_text
+from t5x_gpu.config.gin_text import Macro, Reference
+from t5x_gpu.config.t5x import records
+from t5x_gpu.config.t5x.records import Record, Unset, Value
+
+Status = Literal['same', 'mapped', 'no effect', 'refused']
+# The alias of a module in the written file -> the module.
+MODULES = {
+  'adafactor': 't5x_gpu.training.adafactor',
+  'batches': 't5x_gpu.data.batches',
+  'checkpointer': 't5x_gpu.checkpoint.checkpointer',
+  'config': 't5x_gpu.models.config',
+  'decoder_only': 't5x_gpu.models.decoder_only',
+  'decoding': 't5x_gpu.models.decoding',
+  'encoder_decoder': 't5x_gpu.models.encoder_decoder',
+  'logging_config': 't5x_gpu.metrics.logging_config',
+  'profile_config': 't5x_gpu.run.profile_config',
+  'spikes': 't5x_gpu.training.spikes',
+  'initialize': 't5x_gpu.checkpoint.initialize',
+  'optimizers': 't5x_gpu.training.optimizers',
+  'partitioner': 't5x_gpu.partitioning.partitioner',
+  'schedules': 't5x_gpu.training.schedules',
+  'train_script': 't5x_gpu.train',
+}
+# Our classes and functions, as the written file names them.
+NAMES = {
+  'train': 'train_script.train',
+  'Adafactor': 'adafactor.Adafactor',
+  'CheckpointConfig': 'checkpointer.CheckpointConfig',
+  'DatasetConfig': 'batches.DatasetConfig',
+  'DecoderOnlyModel': 'decoder_only.DecoderOnlyModel',
+  'DecodingConfig': 'decoding.DecodingConfig',
+  'EncoderDecoderModel': 'encoder_decoder.EncoderDecoderModel',
+  'LoggingConfig': 'logging_config.LoggingConfig',
+  'Optax': 'optimizers.Optax',
+  'Partitioner': 'partitioner.Partitioner',
+  'ProfileConfig': 'profile_config.ProfileConfig',
+  'RestoreConfig': 'initialize.RestoreConfig',
+  'SpikeConfig': 'spikes.SpikeConfig',
+  'TransformerConfig': 'config.TransformerConfig',
+  'factors': 'schedules.factors',
+}
+# Modules with the same names: the GPU branch's copies, and `t5x.train` where it is not `__main__`.
+COPIES = {
+  't5x.contrib.gpu.t5.network': 't5x.examples.t5.network',
+  't5x.train': '__main__',
+  't5x.eval': '__main__',
+  't5x.infer': '__main__',
+  't5x.contrib.gpu.train': '__main__',
+}
+
+
+class Refused(Exception):
+  """A value that this project cannot honour; the message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What became of one value of T5X.
+
+  Attributes:
+    name: T5X's parameter, 'train/t5x.utils.DatasetConfig.seed'.
+    value: T5X's value, as text.
+    origin: 'FILE:LINE', '--gin.KEY', or 'T5X' for a default of T5X's.
+    status: the rule's.
+    here: our parameter; '' if there is none.
+    what: how the value maps, why it has no effect, or why it is refused.
+    numbers: how the run's numbers differ from T5X's; '' if they do not.
+  """
+
+  name: str
+  value: str
+  origin: str
+  status: Status
+  here: str = ''
+  what: str = ''
+  numbers: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """What becomes of one parameter of T5X.
+
+  Attributes:
+    here: our parameter, 'DatasetConfig.seed'.
+    value: (translator, T5X's value) -> ours; None keeps the value. Raises Refused.
+    what: how the value maps, why it has no effect, or why it is refused.
+    numbers: T5X's value -> how numbers differ, or ''.
+    default: T5X's default where ours is another one, so that it is written; () if there is none.
+  """
+
+  status: Status
+  here: str = ''
+  what: str = ''
+  value: Optional[Callable[['Translator', Any], Any]] = None
+  numbers: Callable[[Any], str] = lambda value: ''
+  default: Any = ()
+
+
+OURS = 't5x_gpu'  # origin of values that T5X does not have
+NOT_WRITTEN = object()  # what a rule returns that has written its values itself
+
+
+class Translator:
+  """Applies `rules` to the records of T5X's files; collects the text, outcomes and problems."""
+
+  def __init__(self, files: records.Files, rules: Mapping[str, Rule]):
+    self.files = files
+    self._rules: dict[str, dict[str, Rule]] = {}
+    for name, rule in rules.items():
+      owner, _, parameter = name.rpartition('.')
+      self._rules.setdefault(owner, {})[parameter] = rule
+    self.outcomes: list[Outcome] = []
+    self.blocks: dict[str, dict[str, tuple[Any, str]]] = {}
+    self.macros: dict[str, tuple[Any, str]] = {}
+    self.modules: dict[str, str] = {}
+    self.layers = ''  # how T5X holds the layers, for Adafactor
+    self.eval_period: Any = None
+    self.refused: set[str] = set()  # parameters inside refused values
+    self._done: set[tuple[str, str, str]] = set()
+
+  def write(self, here: str, value: Any, origin: str, *, scope: str = '', macro: str = '') -> None:
+    """Sets our parameter `here`, 'DatasetConfig.seed', in `scope`; through `macro` if given."""
+    name, _, parameter = here.rpartition('.')
+    block = f'{scope}/{NAMES.get(name, name)}' if scope else NAMES.get(name, name)
+    if macro and not (isinstance(value, Unset) and macro in self.macros):
+      self.macros[macro] = (value, self.files.macro_origin(macro) or origin)
+    self.blocks.setdefault(block, {})[parameter] = (Macro(macro) if macro else value, origin)
+
+  def reference(self, name: str, *, scope: str = '', call: bool = True) -> Reference:
+    """Returns `@scope/name()` of one of our `NAMES`."""
+    self.blocks.setdefault(f'{scope}/{NAMES[name]}' if scope else NAMES[name], {})
+    return Reference(f'{scope}/{NAMES[name]}' if scope else NAMES[name], call)
+
+  def apply(self, record: Record, *, scope: str = '') -> None:
+    """Applies the rules of every parameter of `record` that is bound or has a default of T5X's."""
+    name = canonical(record.name)
+    rules = self._rules.get(name, {})
+    defaults = {p: Value(r.default, 'T5X') for p, r in rules.items() if r.default != ()}
+    arguments = {**defaults, **record.arguments}
+    # The model has the optimizer, which may have the learning rate.
+    for parameter, given in sorted(arguments.items(), key=lambda item: item[0] != 'model'):
+      rule = rules.get(parameter)
+      key = (name, scope, parameter)
+      if key in self._done:
+        continue
+      self._done.add(key)
+      self._apply(f'{name}.{parameter}', rule, given, scope)
+
+  def without_effect(self, record: Record, what: str) -> None:
+    """Notes that none of the arguments of `record` has an effect."""
+    name = canonical(record.name)
+    self.outcomes += [
+      Outcome(f'{name}.{parameter}', text_of(given.value), given.origin, 'no effect', what=what)
+      for parameter, given in record.arguments.items()
+    ]
+
+  def _apply(self, name: str, rule: Optional[Rule], given: Value, scope: str) -> None:
+    def outcome(status: Status, what: str = '', numbers: str = '', here: str = '') -> None:
+      if status == 'refused':
+        self.refused |= set(_inside(given.value))
+      if given.origin != 'T5X' or numbers or status == 'refused':
+        text = given.macro and f'%{given.macro}' or text_of(given.value)
+        key = f'{scope}/{name}' if scope else name
+        self.outcomes.append(Outcome(key, text, given.origin, status, here, what, numbers))
+
+    if rule is None:
+      outcome('refused', unknown(name, given.value))
+      return
+    if rule.status == 'refused':
+      outcome('refused', rule.what)
+      return
+    if isinstance(given.value, Unset):
+      if rule.here:
+        self.write(rule.here, given.value, given.origin, scope=scope, macro=given.value.macro)
+      outcome(rule.status, rule.what, here=rule.here)
+      return
+    try:
+      value = given.value if rule.value is None else rule.value(self, given.value)
+    except Refused as e:
+      outcome('refused', str(e))
+      return
+    if rule.status == 'no effect':
+      for record in gin_text.instances(given.value, Record):
+        self.apply(record)
+    if rule.here and value is not NOT_WRITTEN:
+      kept = given.macro if _is_data(value) and value == given.value else ''
+      self.write(rule.here, value, given.origin, scope=scope, macro=kept)
+    kept = rule.here and value is not NOT_WRITTEN and value == given.value
+    outcome('same' if kept else rule.status, rule.what, rule.numbers(given.value), rule.here)
+
+
+def _inside(value: Any) -> Iterator[str]:
+  """Yields the parameters that the records in `value` bind."""
+  for record in gin_text.instances(value, Record):
+    for parameter, given in record.arguments.items():
+      yield f'{canonical(record.name)}.{parameter}'
+      yield from _inside(given.value)
+
+
+def canonical(name: str) -> str:
+  """Returns `name` with T5X's copies of a module replaced by the module."""
+  for copy, module in COPIES.items():
+    if name.startswith(f'{copy}.'):
+      return f'{module}{name[len(copy) :]}'
+  return name
+
+
+def _is_data(value: Any) -> bool:
+  return not any(True for _ in gin_text.instances(value, Reference))
+
+
+def text_of(value: Any) -> str:
+  if isinstance(value, Record):
+    return f'@{value.name}{"()" if value.evaluated else ""}'
+  if isinstance(value, (list, tuple)):
+    inside = ', '.join(map(text_of, value))
+    if isinstance(value, list):
+      return f'[{inside}]'
+    return f'({inside}{"," if len(value) == 1 else ""})'
+  if isinstance(value, Mapping):
+    return '{' + ', '.join(f'{text_of(k)}: {text_of(v)}' for k, v in value.items()) + '}'
+  return repr(value)
+
+
+# What stands here for classes that users of T5X write themselves, by the parameter that takes them.
+PROTOCOLS = {
+  'model': 'A model of yours is a class with the members of docs/add_a_model.md: train.model.',
+  'module': 'A network of yours is a layer or a model of docs/add_a_model.md.',
+  'optimizer_def': 'An optimizer is a transformation of optax (optimizers.Optax) or a class of '
+  'yours: docs/add_an_optimizer.md.',
+  'trainer_cls': 'There are no trainer classes: a model defines its loss and metrics '
+  '(docs/add_a_model.md).',
+  'get_dataset_fn': 'Batches of your own come from a data module: docs/add_a_data_source.md.',
+  'learning_rate_fn': 'A schedule is a function of the step: train.learning_rate.',
+}
+
+
+def unknown(name: str, value: Any) -> str:
+  parameter = name.rpartition('.')[2]
+  what = f'Nothing here corresponds to {name.removeprefix("__main__.")}.'
+  return f'{what} {PROTOCOLS[parameter]}' if parameter in PROTOCOLS else what
