@@ -143,8 +143,10 @@ class Files:
       if isinstance(symbol, Macro):
         target, own_scope = ('', symbol.name), symbol.name
       else:
-        own_scope, _, name = symbol.scoped_selector.rpartition('/')
-        target, own_scope = (name, own_scope or scope), own_scope or scope
+        own_scope, _, name = symbol.written.rpartition('/')
+        # Without (), T5X calls it after gin has left the scope.
+        own_scope = own_scope or (scope if symbol.evaluate else '')
+        target = name, own_scope
       if target in open_calls:
         raise ConfigError(f'{binding.origin}: {symbol} leads to itself.')
       if isinstance(symbol, Reference):
@@ -240,7 +242,7 @@ class Reader:
     def full(symbol: Union[Reference, Macro]) -> Union[Reference, Macro]:
       if isinstance(symbol, Macro):
         return symbol
-      own_scope, slash, name = symbol.scoped_selector.rpartition('/')
+      own_scope, slash, name = symbol.written.rpartition('/')
       name = self._full_name(name, origin, imports)
       return Reference(f'{own_scope}{slash}{name}', symbol.evaluate)
 
