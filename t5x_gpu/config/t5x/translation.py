@@ -94,7 +94,15 @@ def translate(
   t = Translator(files, RULES)
   run = files.call('__main__.train')
   if not run.arguments:
-    raise ConfigError("The files bind nothing of T5X's train.", docs=DOCS)
+    other = next((name for name in _OTHERS if files.call(f'__main__.{name}').arguments), '')
+    raise ConfigError(
+      f"{', '.join(gin_files)}: T5X's train is not configured"
+      + (f', but its {other} is.' if other else '.'),
+      fix=_OTHERS[other]
+      if other
+      else 'Add the gin file of a run: --gin_file=pretrain.gin --gin_file=model.gin',
+      docs=DOCS,
+    )
   t.apply(run)
   _finish(t, run)
   _refuse_forgotten(t)
@@ -103,6 +111,14 @@ def translate(
   return Translation(text, tuple(t.outcomes), origins, unused, files.ours)
 
 
+# T5X's other scripts -> what to do here.
+_OTHERS = {
+  'evaluate': 'Evaluate a run by its own configuration: '
+  'python -m t5x_gpu.eval --gin_file=MODEL_DIR/config.gin --split=SPLIT',
+  'infer': 'Write predictions of a run or a converted checkpoint: '
+  'python -m t5x_gpu.infer --checkpoint=FOLDER --prompts=FILE',
+  'precompile': 'Compile with the gin file of the run: python -m t5x_gpu.train --precompile',
+}
 _GROUPS = {
   'same': 'kept',
   'mapped': 'mapped',
@@ -152,6 +168,7 @@ def _finish(t: Translator, run: Record) -> None:
     t.apply(t.files.call(f'{model.value.name}.predict_batch_with_aux'))
   if NAMES['DecodingConfig'] in t.blocks:
     t.write('train.decoding_cfg', t.reference('DecodingConfig'), 'T5X')
+    _limit_decoding(t)
   if train.get('infer_eval_dataset_cfg', (None, ''))[0] is not None and t.eval_period:
     t.write('train.infer_eval_period', t.eval_period, 'T5X')
   # Settings that T5X does not have, by name, so that a command can set them.
@@ -178,6 +195,18 @@ def _finish(t: Translator, run: Record) -> None:
       unset = value is None or isinstance(value, Macro) and t.macros[value.name][0] is None
       if unset:
         parameters['mixture_or_task_module'] = (modules[0], t.files.modules[modules[0]])
+
+
+def _limit_decoding(t: Translator) -> None:
+  """Decodes up to the length of the targets, as T5X; of the training targets if it is computed."""
+  name = 'task_feature_lengths'
+  for scope in ('infer_eval', 'train_eval', 'train'):
+    value, origin = t.blocks.get(f'{scope}/{NAMES["DatasetConfig"]}', {}).get(name, (None, ''))
+    if isinstance(value, Macro):
+      value, origin = t.macros[value.name]
+    if isinstance(value, Mapping) and 'targets' in value:
+      t.write('DecodingConfig.max_decode_length', value['targets'], origin)
+      return
 
 
 def _refuse_forgotten(t: Translator) -> None:
@@ -224,3 +253,13 @@ def _render(t: Translator, gin_files: Sequence[str]) -> tuple[str, dict[int, str
       for parameter, (value, origin) in parameters.items():
         add(f'  {parameter} = {text_of(value)}', origin)
   return '\n'.join(lines) + '\n', origins
+
+
+def rules_table() -> list[str]:
+  """Returns the lines of the table in docs/from_t5x.md: one per parameter of T5X."""
+  lines = ['| T5X | here | |', '|---|---|---|']
+  for name, rule in RULES.items():
+    here = f'`{rule.here}`' if rule.here else rule.status if rule.status != 'mapped' else ''
+    what = rule.what.replace('|', '\\|')
+    lines.append(f'| `{name.removeprefix("__main__.")}` | {here} | {what} |')
+  return lines

@@ -139,7 +139,7 @@ def test_origins_of_values_are_t5xs_lines():
 def test_files_without_a_run_say_so():
   with pytest.raises(ConfigError) as e:
     translate('models/encoder_decoder')
-  assert 'bind nothing' in e.value.what
+  assert "T5X's train is not configured" in e.value.what
 
 
 def test_every_rule_names_a_parameter_of_ours():
@@ -152,3 +152,22 @@ def test_every_rule_names_a_parameter_of_ours():
       owner, _, parameter = rule.here.rpartition('.')
       assert owner in NAMES, name
       assert parameter.isidentifier()
+
+
+def test_page_has_every_rule():
+  page = pathlib.Path(__file__).parents[3] / 'docs' / 'from_t5x.md'
+  assert page.read_text().partition('<!-- rules -->\n')[2].splitlines() == translation.rules_table()
+
+
+@pytest.mark.parametrize(
+  'script, command', [('evaluate', 't5x_gpu.eval'), ('infer', 't5x_gpu.infer')]
+)
+def test_files_of_t5xs_other_scripts_name_the_command(script, command, tmp_path):
+  (tmp_path / 'other.gin').write_text(
+    'from __gin__ import dynamic_registration\nimport __main__ as script\n'
+    f"script.{script}.output_dir = 'x'\n"
+  )
+  with pytest.raises(ConfigError) as e:
+    translation.translate([str(tmp_path / 'other.gin')])
+  assert f'its {script} is' in e.value.what
+  assert command in e.value.fix
