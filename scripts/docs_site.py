@@ -27,6 +27,7 @@ SECTIONS = {
     'tasks',
     'data',
     'models',
+    'from_t5x',
     'finetune',
     'sweep',
     'infer',

@@ -103,7 +103,7 @@ def _from_t5x(args: cli.Args) -> None:
     raise ConfigError(
       "T5X's gin files ask for things that do not exist here",
       problems=found.problems,
-      docs=translation.DOCS,
+      docs='from_t5x.md',
     )
   if output:
     write_atomically(output, found.text)

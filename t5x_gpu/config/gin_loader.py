@@ -122,7 +122,7 @@ def load(
       raise ConfigError(
         "T5X's gin files ask for things that do not exist here",
         problems=translated.problems,
-        docs=t5x.DOCS,
+        docs='from_t5x.md',
       )
     reader.read_text(translated.text, shown='translation', origins=translated.origins)
     reader.notes += translated.notes

@@ -187,7 +187,7 @@ def _optax_names(transformation: optax.GradientTransformation, params: Params, n
       raise ConfigError(
         f'An optax optimizer keeps an array {array.shape} for a parameter with axes '
         f'{axis_names.names}, so it cannot be split like the parameter.',
-        fix='Use adafactor.Adafactor, or an optimizer of yours that names its state.',
+        fix='Use adafactor.Adafactor, or your own optimizer that names its state.',
         parameters=('train.optimizer',),
         docs='add_an_optimizer.md',
       )

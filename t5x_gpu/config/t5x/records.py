@@ -36,7 +36,7 @@ class Value:
   Attributes:
     value: a literal, a `Record`, an `Unset`, or a list, tuple or dict of these.
     origin: 'FILE:LINE' or '--gin.KEY' of the binding that names the parameter.
-    macro: the macro that the binding consists of; '' if it is no single macro.
+    macro: the macro that the binding consists of; '' if it is anything else.
   """
 
   value: Any

@@ -19,7 +19,7 @@ from t5x_gpu.config.t5x.translator import (
   Rule,
   Translator,
   canonical,
-  text_of,
+  spelled,
 )
 
 
@@ -27,28 +27,28 @@ def _same(here: str, **fields: Any) -> Rule:
   return Rule('same', here, **fields)
 
 
-def _mapped(here: str, what: str, value: Callable[['Translator', Any], Any], **fields: Any) -> Rule:
-  return Rule('mapped', here, what, value, **fields)
+def _mapped(here: str, note: str, value: Callable[['Translator', Any], Any], **fields: Any) -> Rule:
+  return Rule('mapped', here, note, value, **fields)
 
 
-def _no_effect(what: str, **fields: Any) -> Rule:
-  return Rule('no effect', '', what, **fields)
+def _no_effect(note: str, **fields: Any) -> Rule:
+  return Rule('no effect', '', note, **fields)
 
 
-def _refused(what: str) -> Rule:
-  return Rule('refused', '', what)
+def _refused(note: str) -> Rule:
+  return Rule('refused', '', note)
 
 
 def _if_none(value: Any) -> Callable[['Translator', Any], Any]:
   return lambda translator, given: value if given is None else given
 
 
-def _only(*legal: Any, why: str) -> Callable[['Translator', Any], Any]:
+def _only(*legal: Any, reason: str) -> Callable[['Translator', Any], Any]:
   """Returns a rule's `value` for parameters without effect at `legal` values, refused otherwise."""
 
   def value(translator: 'Translator', given: Any) -> Any:
     if given not in legal:
-      raise Refused(why)
+      raise Refused(reason)
     return NOT_WRITTEN
 
   return value
@@ -57,7 +57,7 @@ def _only(*legal: Any, why: str) -> Callable[['Translator', Any], Any]:
 def _named(value: Any, table: Mapping[str, str], parameter: str) -> str:
   """Returns the entry of `table` for the record `value`; raises Refused for other names."""
   if not isinstance(value, Record):
-    raise Refused(f'{text_of(value)} is not a function or class.')
+    raise Refused(f'{spelled(value)} is not a function or class.')
   name = canonical(value.name)
   if name not in table:
     raise Refused(f'{name} is not known here. {PROTOCOLS.get(parameter, "")}'.rstrip())
@@ -89,7 +89,7 @@ def _network(t: Translator, value: Any) -> Reference:
   )
   config = value.arguments.get('config')
   if config is None or not isinstance(config.value, Record):
-    given = text_of(config.value) if config else 'not set'
+    given = spelled(config.value) if config else 'not set'
     raise Refused(f'{value.name}.config is {given}, which is not a configuration.')
   t.layers = layers
   t.apply(value)
@@ -119,7 +119,7 @@ def _optimizer(t: Translator, value: Any) -> Reference:
     parts = value.name.split('.')
     if parts[:2] == ['t5x', 'optimizers']:
       return _chain(t, [dataclasses.replace(value, name=f'optax.{parts[-1]}')])
-  raise Refused(f'{text_of(value)} is not known here. {PROTOCOLS["optimizer_def"]}')
+  raise Refused(f'{spelled(value)} is not known here. {PROTOCOLS["optimizer_def"]}')
 
 
 def _chain(t: Translator, value: Any) -> Any:
@@ -127,11 +127,11 @@ def _chain(t: Translator, value: Any) -> Any:
   if isinstance(value, Record):
     value = [value]
   if not isinstance(value, (list, tuple)):
-    raise Refused(f'{text_of(value)} is not a list of transformations.')
+    raise Refused(f'{spelled(value)} is not a list of transformations.')
   transformations = []
   for record in value:
     if not isinstance(record, Record) or not record.name.startswith('optax.'):
-      raise Refused(f'{text_of(record)} is not a transformation of optax.')
+      raise Refused(f'{spelled(record)} is not a transformation of optax.')
     takes_rate = 'learning_rate' in record.arguments
     for parameter, given in record.arguments.items():
       if parameter != 'learning_rate':
@@ -139,7 +139,7 @@ def _chain(t: Translator, value: Any) -> Any:
         t.outcomes.append(
           Outcome(
             f'{record.name}.{parameter}',
-            text_of(given.value),
+            spelled(given.value),
             given.origin,
             'same',
             f'{record.name}.{parameter}',
@@ -162,7 +162,7 @@ def _optax_rate(t: Translator, given: Value, name: str) -> None:
       t.outcomes.append(
         Outcome(
           f'{value.name}.{parameter}',
-          text_of(argument.value),
+          spelled(argument.value),
           argument.origin,
           'same',
           f'{value.name}.{parameter}',
@@ -177,7 +177,7 @@ def _optax_rate(t: Translator, given: Value, name: str) -> None:
   t.outcomes.append(
     Outcome(
       name,
-      text_of(value),
+      spelled(value),
       given.origin,
       'mapped',
       'train.learning_rate',
@@ -215,9 +215,9 @@ def _submesh(t: Translator, value: Any) -> Any:
 
 def _sizes(value: Any, number: int) -> Sequence[int]:
   if not isinstance(value, (list, tuple)) or len(value) != number:
-    raise Refused(f'{text_of(value)} is not {number} sizes.')
+    raise Refused(f'{spelled(value)} is not {number} sizes.')
   if not all(isinstance(size, int) and size > 0 for size in value):
-    raise Refused(f'{text_of(value)} is not {number} sizes.')
+    raise Refused(f'{spelled(value)} is not {number} sizes.')
   return value
 
 
@@ -252,7 +252,7 @@ def _dataset(t: Translator, value: Any) -> Any:
 def _task(t: Translator, value: Any) -> str:
   if not isinstance(value, str):
     raise Refused(
-      f'{text_of(value)} makes a task. Here a file is a source of its own, such as '
+      f'{spelled(value)} makes a task. Here a file is a source of its own, such as '
       '"tfrecord:PATTERN" or "jsonl:PATTERN" (docs/tasks.md).'
     )
   return value
@@ -305,7 +305,7 @@ def _normalizer(t: Translator, value: Any) -> Any:
   elif isinstance(value, (int, float)):
     t.write('train.loss_normalizing_factor', float(value), 'T5X')
   else:
-    raise Refused(f'{text_of(value)} is not a number.')
+    raise Refused(f'{spelled(value)} is not a number.')
   return NOT_WRITTEN
 
 
@@ -370,13 +370,13 @@ def _scale(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
-def _refuse(why: str) -> Any:
-  raise Refused(why)
+def _refuse(reason: str) -> Any:
+  raise Refused(reason)
 
 
 def _actions(t: Translator, value: Any) -> Any:
   if not isinstance(value, (Mapping, type(None))):
-    raise Refused(f'{text_of(value)} is not a dictionary of actions.')
+    raise Refused(f'{spelled(value)} is not a dictionary of actions.')
   for action in [a for actions in (value or {}).values() for a in actions]:
     _named(action, {'t5x.trainer.TerminateOnNanAction': ''}, 'actions')
     t.apply(action)
@@ -400,7 +400,7 @@ RULES: dict[str, Rule] = {
   '__main__.train.infer_eval_dataset_cfg': _mapped('train.infer_eval_dataset_cfg', '', _dataset),
   '__main__.train.checkpoint_cfg': _mapped('train.checkpoint_cfg', '', _checkpoints),
   '__main__.train.partitioner': _mapped('train.partitioner', '', _partitioner),
-  '__main__.train.trainer_cls': _mapped('', 'its parameters are those of train', _trainer),
+  '__main__.train.trainer_cls': _mapped('', 'its parameters are parameters of train', _trainer),
   '__main__.train.total_steps': _same('train.total_steps'),
   '__main__.train.eval_steps': _same('train.eval_steps'),
   '__main__.train.eval_period': _mapped(
@@ -415,7 +415,7 @@ RULES: dict[str, Rule] = {
   ),
   '__main__.train.relative_steps': _no_effect(
     'None counts steps from 0, as total_steps does.',
-    value=_only(None, 0, why='Set total_steps to the step at which the run ends.'),
+    value=_only(None, 0, reason='Set total_steps to the step at which the run ends.'),
   ),
   '__main__.train.use_hardware_rng': _no_effect(
     'Keys are always threefry.',
@@ -427,11 +427,11 @@ RULES: dict[str, Rule] = {
   ),
   '__main__.train.use_jax_array': _no_effect('Arrays are always jax.Array.'),
   '__main__.train.use_orbax': _no_effect('Checkpoints are always written with Orbax.'),
-  '__main__.train.gc_period': _no_effect('The garbage collector needs no steps of the run.'),
+  '__main__.train.gc_period': _no_effect('The garbage collector runs by itself.'),
   '__main__.train.concurrent_metrics': _no_effect('Metrics are computed after decoding.'),
   '__main__.train.run_eval_before_training': _no_effect(
-    'False is what a run here does.',
-    value=_only(False, why='No run here evaluates before its first step.'),
+    'False as in every run here.',
+    value=_only(False, reason='No run here evaluates before its first step.'),
   ),
   '__main__.train.train_eval_get_dataset_fn': _no_effect(
     'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.'
@@ -489,7 +489,7 @@ RULES: dict[str, Rule] = {
   't5x.utils.SaveCheckpointConfig.keep': _same('CheckpointConfig.keep', default=None),
   't5x.utils.SaveCheckpointConfig.dtype': _no_effect(
     'Parameters are saved as they are, in float32.',
-    value=_only('float32', why='A checkpoint holds the parameters exactly, in float32.'),
+    value=_only('float32', reason='A checkpoint holds the parameters exactly, in float32.'),
   ),
   't5x.utils.SaveCheckpointConfig.save_dataset': _no_effect(
     'The position in the data is always saved.'
@@ -511,7 +511,7 @@ RULES: dict[str, Rule] = {
   ),
   't5x.utils.RestoreCheckpointConfig.mode': _no_effect(
     "The path names the checkpoint; total_steps counts its step, as T5X's does.",
-    value=_only('specific', 'latest', why='Only one checkpoint can be named.'),
+    value=_only('specific', 'latest', reason='Only one checkpoint can be named.'),
   ),
   't5x.utils.RestoreCheckpointConfig.dtype': _no_effect('Parameters are always float32.'),
   't5x.utils.RestoreCheckpointConfig.use_gda': _no_effect('Arrays are always jax.Array.'),
@@ -539,10 +539,10 @@ RULES: dict[str, Rule] = {
     'Partitioner.fsdp', '2 splits parameters over all data-parallel devices', _split_parameters
   ),
   't5x.partitioning.standard_logical_axis_rules.activation_partitioning_dims': _no_effect(
-    '1 is what a run here does.',
+    '1 as in every run here.',
     value=_only(
       1,
-      why='Activations are not split by embed here. The nearest is '
+      reason='Activations are not split by embed here. The nearest is '
       'Partitioner.sequence_parallel = True, which splits them by position.',
     ),
   ),
@@ -559,18 +559,18 @@ RULES: dict[str, Rule] = {
   't5x.adafactor.Adafactor.epsilon2': _same('Adafactor.epsilon2'),
   't5x.adafactor.Adafactor.global_norm_clip_threshold': _same('train.max_grad_norm'),
   't5x.adafactor.Adafactor.step_offset': _no_effect(
-    '0 is what a run here does.',
-    value=_only(0, why='The second moment decays with the step of the run.'),
+    '0 as in every run here.',
+    value=_only(0, reason='The second moment decays with the step of the run.'),
   ),
   't5x.adafactor.Adafactor.beta1': _no_effect(
-    'None is what a run here does.', value=_only(None, why='Adafactor here has no momentum.')
+    'None as in every run here.', value=_only(None, reason='Adafactor here has no momentum.')
   ),
   't5x.adafactor.Adafactor.weight_decay_rate': _no_effect(
-    'None is what a run here does.', value=_only(None, why='Adafactor here has no weight decay.')
+    'None as in every run here.', value=_only(None, reason='Adafactor here has no weight decay.')
   ),
   't5x.adafactor.Adafactor.factored': _no_effect(
-    'True is what a run here does.',
-    value=_only(True, why='Set Adafactor.logical_factor_rules: an axis with role "none".'),
+    'True as in every run here.',
+    value=_only(True, reason='Set Adafactor.logical_factor_rules: an axis with role "none".'),
   ),
   't5x.adafactor.Adafactor.logical_factor_rules': _no_effect(
     'Axis names always decide what is factored.',
@@ -586,7 +586,7 @@ RULES: dict[str, Rule] = {
   'seqio.Evaluator.logger_cls': _no_effect('train.logging_cfg says where metrics go.'),
   'seqio.Evaluator.num_examples': _no_effect(
     'None evaluates all examples.',
-    value=_only(None, why='Metrics of tasks are computed of all examples of the split.'),
+    value=_only(None, reason='Metrics of tasks are computed of all examples of the split.'),
   ),
   'seqio.Evaluator.use_memory_cache': _no_effect('Examples are always kept in memory.'),
   'seqio.Evaluator.log_dir': _no_effect('Metrics go to MODEL_DIR.'),
@@ -606,7 +606,7 @@ RULES: dict[str, Rule] = {
     'DecodingConfig.num_beams'
   ),
   't5x.models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes': _no_effect(
-    'False is what metrics use.', value=_only(False, None, why='Metrics use the best beam.')
+    'False as metrics do.', value=_only(False, None, reason='Metrics use the best beam.')
   ),
   't5x.models.DecoderOnlyModel.predict_batch_with_aux.num_decodes': _same(
     'DecodingConfig.num_decodes'

@@ -18,12 +18,10 @@ from t5x_gpu.config.t5x.translator import (
   Outcome,
   Translator,
   canonical,
-  text_of,
+  spelled,
   unknown,
 )
 from t5x_gpu.errors import ConfigError, Problem
-
-DOCS = 'from_t5x.md'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Translation:
   """Our configuration, and what became of each of T5X's values.
 
   Attributes:
-    text: a gin file of ours; each line ends with the origin of its value.
+    text: the gin file; each line ends with the origin of its value.
     outcomes: one per value that the run uses.
     origins: line of `text` -> origin of the value on it.
     unused: the bindings that nothing uses, with their origins.
@@ -48,7 +46,7 @@ class Translation:
   def problems(self) -> list[Problem]:
     """The values that are refused."""
     return [
-      Problem(f'{o.origin}: {_short(o.name)} = {o.value}: {o.what}')
+      Problem(f'{o.origin}: {_short(o.name)} = {o.value}: {o.note}')
       for o in self.outcomes
       if o.status == 'refused'
     ]
@@ -62,7 +60,7 @@ class Translation:
       f'{count["no effect"]} without effect here. `python -m t5x_gpu.config from_t5x` lists them.'
     ]
     notes += [
-      f"numbers differ from T5X's: {o.numbers}. {_short(o.name)} = {o.value} ({o.origin}): {o.what}"
+      f"numbers differ from T5X's: {o.numbers}. {_short(o.name)} = {o.value} ({o.origin}): {o.note}"
       for o in self.outcomes
       if o.numbers
     ]
@@ -101,7 +99,7 @@ def translate(
       fix=_OTHERS[other]
       if other
       else 'Add the gin file of a run: --gin_file=pretrain.gin --gin_file=model.gin',
-      docs=DOCS,
+      docs='from_t5x.md',
     )
   t.apply(run)
   _finish(t, run)
@@ -136,7 +134,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     for o in found:
       here = f' -> {o.here}' if o.here else ''
       lines.append(f'  {_short(o.name)} = {o.value}{here}  ({o.origin})')
-      lines += [f'    {text}' for text in (o.what,) if text and status != 'same']
+      lines += [f'    {text}' for text in (o.note,) if text and status != 'same']
       lines += [f"    numbers differ from T5X's: {o.numbers}"] if o.numbers else []
   return lines
 
@@ -216,7 +214,7 @@ def _refuse_forgotten(t: Translator) -> None:
     name = f'{canonical(b.selector)}.{b.argument}'
     if b.argument and b.key in t.files.used and name not in seen:
       t.outcomes.append(
-        Outcome(name, repr(b.value), b.origin, 'refused', what=unknown(name, b.value))
+        Outcome(name, repr(b.value), b.origin, 'refused', note=unknown(name, b.value))
       )
 
 
@@ -246,20 +244,10 @@ def _render(t: Translator, gin_files: Sequence[str]) -> tuple[str, dict[int, str
   used = {macro.name for macro in gin_text.instances(values, Macro)}
   for name in sorted(used & t.macros.keys()):
     value, origin = t.macros[name]
-    add(f'{name} = {Unset() if isinstance(value, Unset) else text_of(value)}', origin)
+    add(f'{name} = {Unset() if isinstance(value, Unset) else spelled(value)}', origin)
   for block, parameters in t.blocks.items():
     if parameters:
       lines += ['', f'{block}:']
       for parameter, (value, origin) in parameters.items():
-        add(f'  {parameter} = {text_of(value)}', origin)
+        add(f'  {parameter} = {spelled(value)}', origin)
   return '\n'.join(lines) + '\n', origins
-
-
-def rules_table() -> list[str]:
-  """Returns the lines of the table in docs/from_t5x.md: one per parameter of T5X."""
-  lines = ['| T5X | here | |', '|---|---|---|']
-  for name, rule in RULES.items():
-    here = f'`{rule.here}`' if rule.here else rule.status if rule.status != 'mapped' else ''
-    what = rule.what.replace('|', '\\|')
-    lines.append(f'| `{name.removeprefix("__main__.")}` | {here} | {what} |')
-  return lines

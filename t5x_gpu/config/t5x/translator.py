@@ -70,7 +70,7 @@ class Outcome:
     origin: 'FILE:LINE', '--gin.KEY', or 'T5X' for a default of T5X's.
     status: the rule's.
     here: our parameter; '' if there is none.
-    what: how the value maps, why it has no effect, or why it is refused.
+    note: how the value maps, why it has no effect, or why it is refused.
     numbers: how the run's numbers differ from T5X's; '' if they do not.
   """
 
@@ -79,7 +79,7 @@ class Outcome:
   origin: str
   status: Status
   here: str = ''
-  what: str = ''
+  note: str = ''
   numbers: str = ''
 
 
@@ -90,14 +90,14 @@ class Rule:
   Attributes:
     here: our parameter, 'DatasetConfig.seed'.
     value: (translator, T5X's value) -> ours; None keeps the value. Raises Refused.
-    what: how the value maps, why it has no effect, or why it is refused.
+    note: how the value maps, why it has no effect, or why it is refused.
     numbers: T5X's value -> how numbers differ, or ''.
     default: T5X's default where ours is another one, so that it is written; () if there is none.
   """
 
   status: Status
   here: str = ''
-  what: str = ''
+  note: str = ''
   value: Optional[Callable[['Translator', Any], Any]] = None
   numbers: Callable[[Any], str] = lambda value: ''
   default: Any = ()
@@ -153,33 +153,33 @@ class Translator:
       self._done.add(key)
       self._apply(f'{name}.{parameter}', rule, given, scope)
 
-  def without_effect(self, record: Record, what: str) -> None:
+  def without_effect(self, record: Record, note: str) -> None:
     """Notes that none of the arguments of `record` has an effect."""
     name = canonical(record.name)
     self.outcomes += [
-      Outcome(f'{name}.{parameter}', text_of(given.value), given.origin, 'no effect', what=what)
+      Outcome(f'{name}.{parameter}', spelled(given.value), given.origin, 'no effect', note=note)
       for parameter, given in record.arguments.items()
     ]
 
   def _apply(self, name: str, rule: Optional[Rule], given: Value, scope: str) -> None:
-    def outcome(status: Status, what: str = '', numbers: str = '', here: str = '') -> None:
+    def outcome(status: Status, note: str = '', numbers: str = '', here: str = '') -> None:
       if status == 'refused':
         self.refused |= set(_inside(given.value))
       if given.origin != 'T5X' or numbers or status == 'refused':
-        text = given.macro and f'%{given.macro}' or text_of(given.value)
+        text = given.macro and f'%{given.macro}' or spelled(given.value)
         key = f'{scope}/{name}' if scope else name
-        self.outcomes.append(Outcome(key, text, given.origin, status, here, what, numbers))
+        self.outcomes.append(Outcome(key, text, given.origin, status, here, note, numbers))
 
     if rule is None:
       outcome('refused', unknown(name, given.value))
       return
     if rule.status == 'refused':
-      outcome('refused', rule.what)
+      outcome('refused', rule.note)
       return
     if isinstance(given.value, Unset):
       if rule.here:
         self.write(rule.here, given.value, given.origin, scope=scope, macro=given.value.macro)
-      outcome(rule.status, rule.what, here=rule.here)
+      outcome(rule.status, rule.note, here=rule.here)
       return
     try:
       value = given.value if rule.value is None else rule.value(self, given.value)
@@ -193,7 +193,7 @@ class Translator:
       kept = given.macro if _is_data(value) and value == given.value else ''
       self.write(rule.here, value, given.origin, scope=scope, macro=kept)
     kept = rule.here and value is not NOT_WRITTEN and value == given.value
-    outcome('same' if kept else rule.status, rule.what, rule.numbers(given.value), rule.here)
+    outcome('same' if kept else rule.status, rule.note, rule.numbers(given.value), rule.here)
 
 
 def _inside(value: Any) -> Iterator[str]:
@@ -216,28 +216,28 @@ def _is_data(value: Any) -> bool:
   return not any(True for _ in gin_text.instances(value, Reference))
 
 
-def text_of(value: Any) -> str:
+def spelled(value: Any) -> str:
   if isinstance(value, Record):
     return f'@{value.name}{"()" if value.evaluated else ""}'
   if isinstance(value, (list, tuple)):
-    inside = ', '.join(map(text_of, value))
+    inside = ', '.join(map(spelled, value))
     if isinstance(value, list):
       return f'[{inside}]'
     return f'({inside}{"," if len(value) == 1 else ""})'
   if isinstance(value, Mapping):
-    return '{' + ', '.join(f'{text_of(k)}: {text_of(v)}' for k, v in value.items()) + '}'
+    return '{' + ', '.join(f'{spelled(k)}: {spelled(v)}' for k, v in value.items()) + '}'
   return repr(value)
 
 
 # What stands here for classes that users of T5X write themselves, by the parameter that takes them.
 PROTOCOLS = {
-  'model': 'A model of yours is a class with the members of docs/add_a_model.md: train.model.',
-  'module': 'A network of yours is a layer or a model of docs/add_a_model.md.',
-  'optimizer_def': 'An optimizer is a transformation of optax (optimizers.Optax) or a class of '
-  'yours: docs/add_an_optimizer.md.',
+  'model': 'Your own model is a class with the members of docs/add_a_model.md: train.model.',
+  'module': 'Your own network is a layer or a model of docs/add_a_model.md.',
+  'optimizer_def': 'An optimizer is a transformation of optax (optimizers.Optax) or your '
+  'own class: docs/add_an_optimizer.md.',
   'trainer_cls': 'There are no trainer classes: a model defines its loss and metrics '
   '(docs/add_a_model.md).',
-  'get_dataset_fn': 'Batches of your own come from a data module: docs/add_a_data_source.md.',
+  'get_dataset_fn': 'Your own batches come from a data module: docs/add_a_data_source.md.',
   'learning_rate_fn': 'A schedule is a function of the step: train.learning_rate.',
 }
 

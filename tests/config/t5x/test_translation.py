@@ -69,7 +69,7 @@ KNOWN = sorted(name for name in rules.RULES)
 
 @st.composite
 def bindings(draw):
-  """Bindings of T5X's parameters to values that nobody planned for."""
+  """Bindings of T5X's parameters to values of any kind."""
   names = draw(st.lists(st.sampled_from(KNOWN), min_size=1, max_size=5, unique=True))
   some = st.sampled_from(["'text'", '3', '0', '-1.5', 'None', 'True', '[]', '(1, 2)', '%X', '{}'])
   scope = st.sampled_from(('', 'train/', 'MODEL/'))
@@ -111,7 +111,7 @@ def test_a_submesh_wins_over_num_partitions():
   assert found['t5x.partitioning.PjitPartitioner.model_parallel_submesh'].status == 'mapped'
 
 
-def test_files_of_ours_beside_t5xs_are_read_as_ours(tmp_path):
+def test_our_files_given_with_t5xs_are_read_as_ours(tmp_path):
   (tmp_path / 'mine.gin').write_text(
     'from __gin__ import dynamic_registration\n'
     'from t5x_gpu.partitioning import partitioner\npartitioner.Partitioner.fsdp = -1\n'
@@ -154,9 +154,17 @@ def test_every_rule_names_a_parameter_of_ours():
       assert parameter.isidentifier()
 
 
-def test_page_has_every_rule():
+def test_page_has_every_rule(request):
   page = pathlib.Path(__file__).parents[3] / 'docs' / 'from_t5x.md'
-  assert page.read_text().partition('<!-- rules -->\n')[2].splitlines() == translation.rules_table()
+  lines = ['| T5X | here | |', '|---|---|---|']
+  for name, rule in rules.RULES.items():
+    here = f'`{rule.here}`' if rule.here else '' if rule.status == 'mapped' else rule.status
+    lines.append(f'| `{name.removeprefix("__main__.")}` | {here} | {rule.note} |')
+  text, mark, table = page.read_text().partition('<!-- rules -->\n')
+  if request.config.getoption('update_golden'):
+    page.write_text(text + mark + '\n'.join(lines) + '\n')
+  else:
+    assert table.splitlines() == lines
 
 
 @pytest.mark.parametrize(
