@@ -62,7 +62,7 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Binding:
+class T5XBinding:
   """`scope/selector.argument = value` at `origin`; a macro has neither argument nor full name.
 
   Attributes:
@@ -93,13 +93,15 @@ class Files:
     used: keys of the bindings that `call` has read.
   """
 
-  def __init__(self, bindings: Sequence[Binding], modules: Mapping[str, str], ours: Sequence[str]):
+  def __init__(
+    self, bindings: Sequence[T5XBinding], modules: Mapping[str, str], ours: Sequence[str]
+  ):
     self.bindings = tuple(bindings)
     self.modules = dict(modules)
     self.ours = tuple(ours)
     self.used: set[str] = set()
     self._last = {b.key: b for b in bindings}
-    self._arguments: dict[str, dict[str, dict[str, Binding]]] = {}
+    self._arguments: dict[str, dict[str, dict[str, T5XBinding]]] = {}
     for b in self._last.values():
       if b.argument:
         self._arguments.setdefault(b.selector, {}).setdefault(b.scope, {})[b.argument] = b
@@ -108,7 +110,7 @@ class Files:
     """Returns the origin of a macro's value, '' if nothing sets it."""
     return self._last[name].origin if name in self._last else ''
 
-  def final(self) -> list[Binding]:
+  def final(self) -> list[T5XBinding]:
     """Returns the bindings that no later one replaces."""
     return list(self._last.values())
 
@@ -125,7 +127,7 @@ class Files:
   ) -> Record:
     by_scope = self._arguments.get(name, {})
     parts = scope.split('/') if scope else []
-    applied: dict[str, Binding] = {}
+    applied: dict[str, T5XBinding] = {}
     for i in range(len(parts) + 1):
       applied.update(by_scope.get('/'.join(parts[:i]), {}))
     arguments = {}
@@ -137,7 +139,7 @@ class Files:
     return Record(name, arguments, scope, evaluated)
 
   def _value(
-    self, value: Any, scope: str, binding: Binding, open_calls: tuple[tuple[str, str], ...]
+    self, value: Any, scope: str, binding: T5XBinding, open_calls: tuple[tuple[str, str], ...]
   ) -> Any:
     def resolved(symbol: Union[Reference, Macro]) -> Any:
       if isinstance(symbol, Macro):
@@ -166,7 +168,7 @@ def names_t5x(module: str) -> bool:
   return module == '__main__' or module.partition('.')[0] == 't5x'
 
 
-class Reader:
+class T5XReader:
   """Collects the bindings of gin files, includes first read where they stand.
 
   Args:
@@ -179,7 +181,7 @@ class Reader:
     self._known = sorted(known)
     self._seen: dict[str, None] = {}  # full names that the files use
     self._reading: list[pathlib.Path] = []
-    self.bindings: list[Binding] = []
+    self.bindings: list[T5XBinding] = []
     self.modules: dict[str, str] = {}
     self.ours: list[str] = []
     self.problems: list[Problem] = []
@@ -251,7 +253,7 @@ class Reader:
     elif scope:  # a macro with a scope is a macro with a longer name
       scope, selector = '', f'{scope}/{selector}'
     value = gin_text.map_symbols(value, full)
-    self.bindings.append(Binding(scope, selector, argument, value, origin))
+    self.bindings.append(T5XBinding(scope, selector, argument, value, origin))
 
   def _full_name(self, selector: str, origin: str, imports: Mapping[str, str]) -> str:
     first, dot, rest = selector.partition('.')
@@ -299,7 +301,7 @@ def read(
   Raises:
     ConfigError: a file is missing or is not gin; a short name has several meanings.
   """
-  reader = Reader(GinFiles(search_paths), known)
+  reader = T5XReader(GinFiles(search_paths), known)
   for name in gin_files:
     reader.read_file(name)
   reader.read_command_line(bindings)

@@ -14,29 +14,31 @@ from t5x_gpu.config.t5x.translator import (
   NAMES,
   NOT_WRITTEN,
   PROTOCOLS,
-  Outcome,
+  ValueOutcome,
   Refused,
-  Rule,
+  ParameterRule,
   Translator,
   canonical,
   spelled,
 )
 
 
-def _same(here: str, **fields: Any) -> Rule:
-  return Rule('same', here, **fields)
+def _same(here: str, **fields: Any) -> ParameterRule:
+  return ParameterRule('same', here, **fields)
 
 
-def _mapped(here: str, note: str, value: Callable[['Translator', Any], Any], **fields: Any) -> Rule:
-  return Rule('mapped', here, note, value, **fields)
+def _mapped(
+  here: str, note: str, value: Callable[['Translator', Any], Any], **fields: Any
+) -> ParameterRule:
+  return ParameterRule('mapped', here, note, value, **fields)
 
 
-def _no_effect(note: str, **fields: Any) -> Rule:
-  return Rule('no effect', '', note, **fields)
+def _no_effect(note: str, **fields: Any) -> ParameterRule:
+  return ParameterRule('no effect', '', note, **fields)
 
 
-def _refused(note: str) -> Rule:
-  return Rule('refused', '', note)
+def _refused(note: str) -> ParameterRule:
+  return ParameterRule('refused', '', note)
 
 
 def _if_none(value: Any) -> Callable[['Translator', Any], Any]:
@@ -137,7 +139,7 @@ def _chain(t: Translator, value: Any) -> Any:
       if parameter != 'learning_rate':
         t.blocks.setdefault(record.name, {})[parameter] = (given.value, given.origin)
         t.outcomes.append(
-          Outcome(
+          ValueOutcome(
             f'{record.name}.{parameter}',
             spelled(given.value),
             given.origin,
@@ -160,7 +162,7 @@ def _optax_rate(t: Translator, given: Value, name: str) -> None:
     for parameter, argument in value.arguments.items():
       t.blocks.setdefault(value.name, {})[parameter] = (argument.value, argument.origin)
       t.outcomes.append(
-        Outcome(
+        ValueOutcome(
           f'{value.name}.{parameter}',
           spelled(argument.value),
           argument.origin,
@@ -175,7 +177,7 @@ def _optax_rate(t: Translator, given: Value, name: str) -> None:
     t.write('factors.min_learning_rate', 0.0, given.origin)
     t.write('train.learning_rate', t.reference('factors'), given.origin)
   t.outcomes.append(
-    Outcome(
+    ValueOutcome(
       name,
       spelled(value),
       given.origin,
@@ -312,7 +314,7 @@ def _normalizer(t: Translator, value: Any) -> Any:
 _VOCABULARY = _no_effect('The task of the data has its vocabulary; the model needs none.')
 
 
-def _loss_rules(model: str) -> dict[str, Rule]:
+def _loss_rules(model: str) -> dict[str, ParameterRule]:
   """Returns the rules that both of T5X's models have."""
   prefix = f't5x.models.{model}'
   return {
@@ -334,7 +336,7 @@ def _loss_rules(model: str) -> dict[str, Rule]:
   }
 
 
-def _network_rules(config: str) -> dict[str, Rule]:
+def _network_rules(config: str) -> dict[str, ParameterRule]:
   """Returns the rules of one of T5X's configurations of a network; defaults are T5X's."""
   here = 'TransformerConfig'
   return {
@@ -356,7 +358,7 @@ def _network_rules(config: str) -> dict[str, Rule]:
   }
 
 
-def _without(rules: dict[str, Rule], *parameters: str) -> dict[str, Rule]:
+def _without(rules: dict[str, ParameterRule], *parameters: str) -> dict[str, ParameterRule]:
   return {name: r for name, r in rules.items() if name.rpartition('.')[2] not in parameters}
 
 
@@ -391,7 +393,7 @@ def _decode(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ParameterRule] = {
   # The run.
   '__main__.train.model': _mapped('train.model', 'the class of the same name', _model),
   '__main__.train.model_dir': _same('train.model_dir'),

@@ -15,7 +15,7 @@ from t5x_gpu.config.t5x.translator import (
   MODULES,
   NAMES,
   OURS,
-  Outcome,
+  ValueOutcome,
   Translator,
   canonical,
   spelled,
@@ -37,7 +37,7 @@ class Translation:
   """
 
   text: str
-  outcomes: tuple[Outcome, ...]
+  outcomes: tuple[ValueOutcome, ...]
   origins: Mapping[int, str]
   unused: tuple[tuple[str, str], ...]
   ours: tuple[str, ...]
@@ -125,7 +125,7 @@ _GROUPS = {
 }
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def table(outcomes: Sequence[ValueOutcome]) -> list[str]:
   """Returns lines that list the outcomes, grouped by status."""
   lines = []
   for status, heading in _GROUPS.items():
@@ -214,7 +214,7 @@ def _refuse_forgotten(t: Translator) -> None:
     name = f'{canonical(b.selector)}.{b.argument}'
     if b.argument and b.key in t.files.used and name not in seen:
       t.outcomes.append(
-        Outcome(name, repr(b.value), b.origin, 'refused', note=unknown(name, b.value))
+        ValueOutcome(name, repr(b.value), b.origin, 'refused', note=unknown(name, b.value))
       )
 
 

@@ -61,7 +61,7 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ValueOutcome:
   """What became of one value of T5X.
 
   Attributes:
@@ -84,7 +84,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ParameterRule:
   """What becomes of one parameter of T5X.
 
   Attributes:
@@ -110,13 +110,13 @@ NOT_WRITTEN = object()  # what a rule returns that has written its values itself
 class Translator:
   """Applies `rules` to the records of T5X's files; collects the text, outcomes and problems."""
 
-  def __init__(self, files: records.Files, rules: Mapping[str, Rule]):
+  def __init__(self, files: records.Files, rules: Mapping[str, ParameterRule]):
     self.files = files
-    self._rules: dict[str, dict[str, Rule]] = {}
+    self._rules: dict[str, dict[str, ParameterRule]] = {}
     for name, rule in rules.items():
       owner, _, parameter = name.rpartition('.')
       self._rules.setdefault(owner, {})[parameter] = rule
-    self.outcomes: list[Outcome] = []
+    self.outcomes: list[ValueOutcome] = []
     self.blocks: dict[str, dict[str, tuple[Any, str]]] = {}
     self.macros: dict[str, tuple[Any, str]] = {}
     self.modules: dict[str, str] = {}
@@ -157,18 +157,20 @@ class Translator:
     """Notes that none of the arguments of `record` has an effect."""
     name = canonical(record.name)
     self.outcomes += [
-      Outcome(f'{name}.{parameter}', spelled(given.value), given.origin, 'no effect', note=note)
+      ValueOutcome(
+        f'{name}.{parameter}', spelled(given.value), given.origin, 'no effect', note=note
+      )
       for parameter, given in record.arguments.items()
     ]
 
-  def _apply(self, name: str, rule: Optional[Rule], given: Value, scope: str) -> None:
+  def _apply(self, name: str, rule: Optional[ParameterRule], given: Value, scope: str) -> None:
     def outcome(status: Status, note: str = '', numbers: str = '', here: str = '') -> None:
       if status == 'refused':
         self.refused |= set(_inside(given.value))
       if given.origin != 'T5X' or numbers or status == 'refused':
         text = given.macro and f'%{given.macro}' or spelled(given.value)
         key = f'{scope}/{name}' if scope else name
-        self.outcomes.append(Outcome(key, text, given.origin, status, here, note, numbers))
+        self.outcomes.append(ValueOutcome(key, text, given.origin, status, here, note, numbers))
 
     if rule is None:
       outcome('refused', unknown(name, given.value))
