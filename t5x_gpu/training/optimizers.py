@@ -179,7 +179,9 @@ class Optax:
     return _optax_names(self._transformation(0.0), params, names)
 
 
-def _optax_names(transformation: optax.GradientTransformation, params: Params, names: ParamNames) -> Tree:
+def _optax_names(
+  transformation: optax.GradientTransformation, params: Params, names: ParamNames
+) -> Tree:
   """Returns the state's tree with an AxisNames for each array."""
 
   def of_parameter(array: jax.ShapeDtypeStruct, axis_names: AxisNames) -> AxisNames:

@@ -14,10 +14,10 @@ from t5x_gpu.config.t5x.translator import (
   NAMES,
   NOT_WRITTEN,
   PROTOCOLS,
-  ValueOutcome,
-  Refused,
   ParameterRule,
+  Refused,
   Translator,
+  ValueOutcome,
   canonical,
   spelled,
 )
