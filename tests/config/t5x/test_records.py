@@ -19,7 +19,7 @@ NAMES = {
   't5x.main.train': ('model', 'data', 'eval_data', 'steps'),
   't5x.models.Model': ('config', 'loss', 'optimizer'),
   't5x.models.Config': ('size', 'names'),
-  't5x.utils.DatasetConfig': ('seed', 'name', 'lengths'),
+  't5x.utils.RowsConfig': ('seed', 'name', 'lengths'),
   't5x.optim.Adam': ('rate', 'decay'),
 }
 
