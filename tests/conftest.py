@@ -10,6 +10,7 @@ from t5x_gpu.runtime import process_exit
 from tests.helpers_signals import start_programs_with_default_signals
 from tests.helpers_tiers import BUDGET, NOT_QUICK, Tiers, only_for_other_tiers
 from tests.helpers_xla import QUICK_COMPILES, set_default_flags
+from tests.messages import Messages
 
 _MOST_MAPS = '/proc/sys/vm/max_map_count'
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
@@ -41,6 +42,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
   budget = BUDGET if QUICK_COMPILES[0] in os.environ.get('XLA_FLAGS', '').split() else None
   config.pluginmanager.register(Tiers(budget=budget, quick=config.option.quick))
+  config.pluginmanager.register(Messages(update=config.option.update_golden), 'messages')
 
 
 def pytest_ignore_collect(collection_path, config):

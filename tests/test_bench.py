@@ -6,6 +6,7 @@ import pytest
 
 from t5x_gpu import bench
 from t5x_gpu.errors import ConfigError, DataError, OutOfMemoryError
+from tests.messages import raises
 
 # A process tries the XLA flags once per version of jaxlib; platform.processor() may call uname.
 pytestmark = pytest.mark.process
@@ -34,7 +35,7 @@ def test_bench_writes_what_it_measured(tmp_path, capsys):
 
 @pytest.mark.process
 def test_a_model_larger_than_the_memory_is_refused_before_it_compiles():
-  with pytest.raises(OutOfMemoryError, match='A step on .* needs'):
+  with raises(OutOfMemoryError):
     bench.main([*DEMO, f'--gin.TransformerConfig.mlp_dim={2**36}'])
 
 
@@ -45,7 +46,7 @@ def test_a_dry_run_of_bench_checks_and_times_nothing(capsys):
 
 
 def test_bench_refuses_what_cannot_be_timed():
-  with pytest.raises(ConfigError, match='nothing to time'):
+  with raises(ConfigError):
     bench.main([*DEMO, '--steps', '0'])
-  with pytest.raises(DataError, match='batch_size = 0'):
+  with raises(DataError):
     bench.main([*DEMO, '--gin.BATCH_SIZE=0', '--dry_run'])

@@ -11,6 +11,7 @@ from t5x_gpu.config import gin_loader, provenance, report
 from t5x_gpu.errors import AccessError, ConfigError, MeshError
 from t5x_gpu.reporting import run_record
 from tests.helpers_disk import refused_to_python
+from tests.messages import raises
 
 PROG = 'python -m t5x_gpu.train'
 
@@ -61,43 +62,37 @@ def test_entry_points_add_flags():
 
 
 @pytest.mark.parametrize(
-  'argv, expected',
+  'argv',
   [
-    (['--gin_flie=a.gin'], "Unknown flag --gin_flie. Did you mean '--gin_file'"),
-    (['--gin-file=a.gin'], "Did you mean '--gin_file'"),
-    (['--dryrun'], "Did you mean '--dry_run'"),
-    (['--model_dir=a'], '--gin.MODEL_DIR=VALUE'),
-    (
-      ['--batch-size', '8'],
-      '--gin.BATCH_SIZE=VALUE, a parameter with --gin.Class.batch_size=VALUE',
-    ),
-    (['--gn.batch_size=8'], 'To set a value in gin, write --gin.batch_size=VALUE'),
-    (['--gin_bindings=A=1'], 'Write each binding as a flag: --gin.NAME=VALUE'),
-    (['--multiprocess_gpu'], 'is a flag of T5X'),
-    (['--run_mode=precompile'], 'precompile is python -m t5x_gpu.train --precompile'),
-    (['--run_mode', 'eval'], 'Each mode is a command'),
-    (['--alsologtostderr'], 'go to stderr'),
-    (['my.gin'], 'Write --gin_file=my.gin'),
-    (['now'], "Unknown argument 'now'"),
-    (['--gin.A'], '--gin.A has no value'),
-    (['--gin.A', '--dry_run'], '--gin.A has no value'),
-    (['--gin_file'], 'expected one argument'),
-    (['--num_steps=x'], 'invalid int value'),
+    ['--gin_flie=a.gin'],
+    ['--gin-file=a.gin'],
+    ['--dryrun'],
+    ['--model_dir=a'],
+    ['--batch-size', '8'],
+    ['--gn.batch_size=8'],
+    ['--gin_bindings=A=1'],
+    ['--multiprocess_gpu'],
+    ['--run_mode=precompile'],
+    ['--run_mode', 'eval'],
+    ['--alsologtostderr'],
+    ['my.gin'],
+    ['now'],
+    ['--gin.A'],
+    ['--gin.A', '--dry_run'],
+    ['--gin_file'],
+    ['--num_steps=x'],
   ],
 )
-def test_mistakes_name_the_flag_and_the_fix(argv, expected):
-  with pytest.raises(ConfigError) as e:
+def test_mistakes_name_the_flag_and_the_fix(argv):
+  with raises(ConfigError):
     parse(
       '--gin_file=a.gin', *argv, extra=lambda p: p.add_argument('--num_steps', type=int, default=3)
     )
-  assert expected in str(e.value)
 
 
 def test_no_gin_file_names_the_examples():
-  with pytest.raises(ConfigError, match='No --gin_file is given.') as e:
+  with raises(ConfigError):
     parse('--dry_run')
-  for name in cli.gin_text.GinFiles().shipped('examples'):
-    assert f'{PROG} --gin_file={name}' in str(e.value)
   assert parse('--dry_run', gin_file_required=False).gin_files == ()
 
 
@@ -147,7 +142,7 @@ def test_the_console_script_hands_its_arguments_to_the_command(monkeypatch, caps
   'flag', ['--gin_file=a.gin', '--gin.A=1', '--dry_run', '--tfds_data_dir=a']
 )
 def test_flags_of_the_run_before_the_dashes_of_launch_start_nothing(flag):
-  with pytest.raises(ConfigError, match='does not take a configuration'):
+  with raises(ConfigError):
     launch.main(['--nproc=1', '--no_gpu', flag, '--', '--help'])
 
 
@@ -254,7 +249,7 @@ def test_the_data_decides_the_number_of_classes_if_only_a_model_file_does(tmp_pa
   assert 'by the start of this run' in provenance.origin_sentences('NUM_CLASSES')[0]
   monkeypatch.setenv('HOME', str(tmp_path.parent))
   assert number(f'--gin.MODEL_DIR=~/{tmp_path.name}')[0] == 4
-  with refused_to_python('config.gin', errno.EMFILE), pytest.raises(AccessError, match='EMFILE'):
+  with refused_to_python('config.gin', errno.EMFILE), raises(AccessError):
     number()
 
 

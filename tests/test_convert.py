@@ -37,6 +37,7 @@ from tests.conversion.hf_files import (
   table_of,
   write_model,
 )
+from tests.messages import raises
 
 ROOT = pathlib.Path(__file__).parents[1]
 TOKENIZER = json.dumps(
@@ -53,17 +54,16 @@ def run(source, target, *flags, check='tensors'):
 
 @pytest.fixture
 def refuses(tmp_path):
-  """Returns check(text, *arguments of run): it is refused so, and nothing new lies anywhere."""
+  """Returns check(*arguments of run): it is refused, and nothing new lies anywhere."""
 
-  def check(text, *args, error=CheckpointError, **kwargs):
+  def check(*args, error=CheckpointError, **kwargs):
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*') if p.is_file()}
     folders = {p for p in tmp_path.rglob('*') if p.is_dir()}
-    with pytest.raises(error, match=text) as e:
+    with raises(error) as e:
       run(*args, **kwargs)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*') if p.is_file()} == before
     assert {p for p in tmp_path.rglob('*') if p.is_dir()} == folders
     assert e.value.fix
-    return str(e.value)
 
   return check
 
@@ -200,9 +200,8 @@ def test_converted_parameters_are_read_onto_any_mesh(tmp_path):
   np.testing.assert_array_equal(wo[1], tensors['model.layers.1.mlp.down_proj.weight'].T)
   params['layers']['mlp']['wo']['kernel'] = jax.ShapeDtypeStruct((2, 3, 32), np.float32)
   params['more'] = jax.ShapeDtypeStruct((1,), np.float32)
-  with pytest.raises(CheckpointError, match=r'wo/kernel: \[2, 48, 32\] in the checkpoint') as e:
+  with raises(CheckpointError):
     read_params(tmp_path / 'ours', params)
-  assert 'missing: more [1]' in str(e.value)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -281,14 +280,7 @@ def test_tensors_left_over_and_missing_are_named_with_the_closest(tmp_path, refu
   tensors['model.layers.1.mlp.gate.weight'] = tensors.pop('model.layers.1.mlp.gate_proj.weight')
   tensors['model.layers.0.mlp.up_proj.weight'] = np.zeros((48, 31), np.float32)
   write_model(tmp_path / 'a', CONFIGS['llama'], tensors)
-  text = refuses('do not match the llama model', tmp_path / 'a', tmp_path / 'ours')
-  assert (
-    'missing: model.layers.1.mlp.gate_proj.weight [48, 32]. Did you mean '
-    "'model.layers.1.mlp.gate.weight'"
-  ) in text
-  assert 'left over: model.layers.1.mlp.gate.weight [48, 32].' in text
-  assert 'model.layers.0.mlp.up_proj.weight: [48, 31] in the files, [48, 32] in the model.' in text
-  assert "--drop='PATTERN'" in text
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_tensors_are_dropped_by_name_only(tmp_path, refuses, capsys):
@@ -297,7 +289,7 @@ def test_tensors_are_dropped_by_name_only(tmp_path, refuses, capsys):
     'cls.seq_relationship.weight': np.ones((2, 32), np.float32),
   }
   write_model(tmp_path / 'a', CONFIGS['bert_mlm'], tensors)
-  refuses('left over: cls.seq_relationship.weight', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   run(tmp_path / 'a', tmp_path / 'ours', r'--drop=cls\.seq_relationship\..*')
   assert 'left out: cls.seq_relationship.weight [2, 32]' in capsys.readouterr().out
   run(tmp_path / 'ours', tmp_path / 'b')
@@ -311,11 +303,9 @@ def test_a_pickle_is_refused_and_not_read(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   (tmp_path / 'a' / 'model.safetensors').rename(tmp_path / 'a' / 'pytorch_model.bin')
   os.chmod(tmp_path / 'a' / 'pytorch_model.bin', 0)
-  assert 'Reading a pickle can run any program' in refuses(
-    'only pytorch_model.bin', tmp_path / 'a', tmp_path / 'ours'
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   (tmp_path / 'a' / 'config.json').unlink()
-  refuses('only pytorch_model.bin', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 @pytest.mark.parametrize('size', [0, 5, 500, -1])
@@ -323,13 +313,13 @@ def test_a_truncated_file_is_refused(size, tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   path = tmp_path / 'a' / 'model.safetensors'
   path.write_bytes(path.read_bytes()[:size])
-  assert 'Copy the file again' in refuses('is truncated', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'], max_file_bytes=20_000)
   next((tmp_path / 'a').glob('model-00002*')).unlink()
-  refuses('model-00002-of', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_garbled_headers_are_refused(tmp_path, refuses):
@@ -343,21 +333,15 @@ def test_garbled_headers_are_refused(tmp_path, refuses):
     good[:8] + b'\xff' + good[9:],
   ):
     path.write_bytes(bad)
-    refuses('header|dtype Q99|truncated', tmp_path / 'a', tmp_path / 'ours')
+    refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_another_family_is_named(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['gpt2'])
   (tmp_path / 'a' / 'config.json').write_text(json.dumps(CONFIGS['llama']))
-  refuses(
-    'says that this is a llama model, but the tensors belong to gpt2',
-    tmp_path / 'a',
-    tmp_path / 'ours',
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   write_model(tmp_path / 'c', CONFIGS['gpt2'])
-  refuses(
-    'is a gpt2 model, but --family=llama', tmp_path / 'c', tmp_path / 'ours', '--family=llama'
-  )
+  refuses(tmp_path / 'c', tmp_path / 'ours', '--family=llama')
 
 
 @pytest.mark.parametrize(
@@ -383,17 +367,13 @@ def test_files_that_disagree_on_the_end_of_a_text_are_named(
   assert (f'end of text: {says}' in out) if says else ('end of text' not in out)
 
 
-@pytest.mark.parametrize(
-  'text, says',
-  [('{"decoder_start_token_id": 3}', 'decoder_start_token_id = 3'), ('{', 'cannot be read')],
-)
-def test_another_start_of_the_decoder_is_refused(tmp_path, text, says):
+@pytest.mark.parametrize('text', ['{"decoder_start_token_id": 3}', '{'])
+def test_another_start_of_the_decoder_is_refused(tmp_path, text):
   write_model(tmp_path / 'a', CONFIGS['t5'])
   path = tmp_path / 'a' / 'generation_config.json'
   path.write_text(text)
-  with pytest.raises(CheckpointError, match=says) as e:
+  with raises(CheckpointError):
     open_hf(tmp_path / 'a')
-  assert e.value.fix and str(path) in e.value.what
   path.write_text('{"decoder_start_token_id": 0, "eos_token_id": 1}')
   assert open_hf(tmp_path / 'a').family == 't5'
 
@@ -402,20 +382,14 @@ def test_vocabularies_that_disagree_are_refused(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   path = tmp_path / 'a' / 'config.json'
   path.write_text(json.dumps({**CONFIGS['llama'], 'vocab_size': 90}))
-  refuses(
-    'says vocab_size = 90, but model.embed_tokens.weight has 96 rows',
-    tmp_path / 'a',
-    tmp_path / 'ours',
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   path.write_text(json.dumps(CONFIGS['llama']))
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER.replace('95', '96'))
-  refuses(
-    'token ids up to 96, but the model has vocab_size = 96', tmp_path / 'a', tmp_path / 'ours'
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   (tmp_path / 'a' / 'tokenizer.json').unlink()
   (tmp_path / 'a' / 'vocab.txt').write_text('a\u2028b\x85\n' * 96, encoding='utf-8')
   (tmp_path / 'a' / 'tokenizer.model').write_bytes(b'junk')
-  refuses('tokenizer.model cannot be read', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   sentencepiece = pytest.importorskip('sentencepiece')
   (tmp_path / 'text').write_text(' '.join(map(chr, range(0x4E00, 0x4E00 + 120))))
   sentencepiece.SentencePieceTrainer.train(
@@ -425,22 +399,20 @@ def test_vocabularies_that_disagree_are_refused(tmp_path, refuses):
     hard_vocab_limit=False,
     minloglevel=2,
   )
-  refuses(
-    'token ids up to 1[0-9]*, but the model has vocab_size = 96', tmp_path / 'a', tmp_path / 'ours'
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_logits_that_are_tied_in_one_place_and_not_in_another_are_refused(tmp_path, refuses):
   tensors = random_tensors(CONFIGS['llama'])
   tied = {**CONFIGS['llama'], 'tie_word_embeddings': True}
   write_model(tmp_path / 'a', tied, tensors)
-  refuses('left over: lm_head.weight', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
   write_model(
     tmp_path / 'b',
     CONFIGS['t5'],
     {**random_tensors(CONFIGS['t5']), 'lm_head.weight': np.ones((VOCAB, 32), np.float32)},
   )
-  refuses('tied to the token table', tmp_path / 'b', tmp_path / 'ours')
+  refuses(tmp_path / 'b', tmp_path / 'ours')
   tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
   write_model(tmp_path / 'c', tied, tensors)
   run(tmp_path / 'c', tmp_path / 'ours')  # a copy of the same
@@ -449,7 +421,7 @@ def test_logits_that_are_tied_in_one_place_and_not_in_another_are_refused(tmp_pa
 def test_integers_and_doubles_are_not_taken_for_weights(tmp_path, refuses):
   tensors = {n: v.astype(np.float64) for n, v in random_tensors(CONFIGS['llama']).items()}
   write_model(tmp_path / 'a', CONFIGS['llama'], tensors)
-  refuses('are not of float32, bfloat16, float16', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_values_beyond_the_range_of_the_dtype_are_refused(tmp_path, refuses):
@@ -457,12 +429,7 @@ def test_values_beyond_the_range_of_the_dtype_are_refused(tmp_path, refuses):
   tensors['model.norm.weight'][3] = 1e6
   write_model(tmp_path / 'a', CONFIGS['llama'], tensors)
   run(tmp_path / 'a', tmp_path / 'ours')
-  refuses(
-    'model.norm.weight has values beyond the range of float16',
-    tmp_path / 'ours',
-    tmp_path / 'b',
-    '--dtype=float16',
-  )
+  refuses(tmp_path / 'ours', tmp_path / 'b', '--dtype=float16')
 
 
 def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monkeypatch):
@@ -484,7 +451,7 @@ def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monk
     }
 
   monkeypatch.setattr(conversion, 'params_of_checkpoint', wrong)
-  refuses('The conversion is wrong: .* logits', tmp_path / 'a', tmp_path / 'ours', check='own')
+  refuses(tmp_path / 'a', tmp_path / 'ours', check='own')
 
 
 def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
@@ -495,22 +462,20 @@ def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
     'read_at',
     lambda self, path, place: right(self, path, place) * np.float32(1 + 1e-7),
   )
-  refuses('was read back .* with values that differ', tmp_path / 'a', tmp_path / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_logits_that_do_not_fit_into_memory_are_refused(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(conversion, 'available_memory', lambda: 10_000)
-  assert '--check=tensors' in refuses(
-    'Comparing logits needs the model in memory', tmp_path / 'a', tmp_path / 'ours', check='own'
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours', check='own')
 
 
 def test_nothing_is_overwritten(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   (tmp_path / 'full').mkdir()
   (tmp_path / 'full' / 'x').write_text('mine')
-  refuses('exists and is not empty', tmp_path / 'a', tmp_path / 'full')
+  refuses(tmp_path / 'a', tmp_path / 'full')
   (tmp_path / 'empty').mkdir()
   run(tmp_path / 'a', tmp_path / 'empty')
 
@@ -520,7 +485,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, refuses, m
   monkeypatch.setattr(
     atomic_folder.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0)
   )
-  refuses('0.00 GB are free', tmp_path / 'a', tmp_path / 'new' / 'ours')
+  refuses(tmp_path / 'a', tmp_path / 'new' / 'ours')
 
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path):
@@ -534,7 +499,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path):
 def test_two_conversions_to_one_folder_do_not_mix(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   with atomic_folder.new_folder(tmp_path / 'ours', num_bytes=0):
-    refuses('Another process is writing', tmp_path / 'a', tmp_path / 'ours')
+    refuses(tmp_path / 'a', tmp_path / 'ours')
 
 
 SLOW = """
@@ -569,24 +534,23 @@ def test_sigterm_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'flags, text',
+  'flags',
   [
-    (['--from=a'], '--to must be given'),
-    (['--to=b'], '--from must be given'),
-    (['--from=a', '--to=b', '--format=hf'], 'cannot be converted to --format=hf'),
-    (['--from=a', '--to=b', '--dtype=float32', '--step=3'], '--dtype, --step cannot be used'),
-    (['--from=a', '--to=b', '--drop=('], 'not a regular expression'),
-    (['--from=a', '--to=b', '--max_shard_size=big'], 'not a size such as 2GiB'),
-    (['--from=a', '--to=b', '--famly=llama'], "Did you mean '--family'"),
+    ['--from=a'],
+    ['--to=b'],
+    ['--from=a', '--to=b', '--format=hf'],
+    ['--from=a', '--to=b', '--dtype=float32', '--step=3'],
+    ['--from=a', '--to=b', '--drop=('],
+    ['--from=a', '--to=b', '--max_shard_size=big'],
+    ['--from=a', '--to=b', '--famly=llama'],
   ],
   ids=str,
 )
-def test_wrong_flags_are_refused(flags, text, tmp_path, monkeypatch):
+def test_wrong_flags_are_refused(flags, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  with pytest.raises(ConfigError) as e:
+  with raises(ConfigError):
     convert.main(flags)
-  assert text in str(e.value)
 
 
 def test_a_record_that_names_files_elsewhere_is_refused(tmp_path, refuses):
@@ -594,19 +558,13 @@ def test_a_record_that_names_files_elsewhere_is_refused(tmp_path, refuses):
   run(tmp_path / 'a', tmp_path / 'ours')
   record = tmp_path / 'ours' / 'hf' / 'safetensors_headers.json'
   record.write_text(record.read_text().replace('"model.safetensors"', '"../model.safetensors"'))
-  refuses('not a safetensors file in the folder', tmp_path / 'ours', tmp_path / 'b')
+  refuses(tmp_path / 'ours', tmp_path / 'b')
 
 
 def test_an_impossible_check_is_refused_first(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(convert, 'has_transformers', lambda: False)
-  refuses(
-    'needs transformers and torch',
-    tmp_path / 'a',
-    tmp_path / 'ours',
-    check='transformers',
-    error=ConfigError,
-  )
+  refuses(tmp_path / 'a', tmp_path / 'ours', check='transformers', error=ConfigError)
 
 
 def test_the_model_file_of_a_checkpoint_describes_its_model(tmp_path, refuses):
@@ -625,14 +583,13 @@ def test_the_model_file_of_a_checkpoint_describes_its_model(tmp_path, refuses):
   for name, value in tensors.items():
     np.testing.assert_array_equal(found.read(name, 0, len(value)), value)
   model.unlink()
-  refuses('The model of .* is unknown', tmp_path / 'ours', tmp_path / 'd', error=ConfigError)
+  refuses(tmp_path / 'ours', tmp_path / 'd', error=ConfigError)
 
 
 def test_a_gin_file_of_another_model_is_refused(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   run(tmp_path / 'a', tmp_path / 'ours')
   refuses(
-    'describes another model .*\n.*mlp_dim = 47 in the gin file, 48 there',
     tmp_path / 'a',
     tmp_path / 'b',
     f'--gin_file={tmp_path / "ours" / "model.gin"}',
@@ -641,9 +598,9 @@ def test_a_gin_file_of_another_model_is_refused(tmp_path, refuses):
 
 
 def test_folders_without_a_checkpoint_are_refused(tmp_path, refuses):
-  refuses('is not a folder', tmp_path / 'none', tmp_path / 'b')
+  refuses(tmp_path / 'none', tmp_path / 'b')
   (tmp_path / 'a').mkdir()
-  refuses(r'has no \*.safetensors file', tmp_path / 'a', tmp_path / 'b')
+  refuses(tmp_path / 'a', tmp_path / 'b')
 
 
 def test_speed_is_not_lost_to_small_files(tmp_path):

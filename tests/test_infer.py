@@ -30,6 +30,7 @@ from t5x_gpu.runtime.topology import discover
 from t5x_gpu.terminal.printable import printable
 from tests.helpers_disk import refused_to_python
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
+from tests.messages import raises, record_stderr
 
 PROMPTS = ['def f(', 'import os', 'x', 'class Ä:', 'for i in', 'while True']
 DECODE = ['--gin.DecodingConfig.max_decode_length=6', '--gin.DecodingConfig.batch_size=2']
@@ -193,9 +194,8 @@ def test_keys_of_json_lines_can_be_chosen_and_texts_may_be_compressed(tmp_path):
   assert [p.inputs for p in read_prompts(f'{tmp_path}/a.txt')] == ['first', 'second']
   pairs = pa.table({'text': ['a'], 'text2': ['b'], 'targets': ['c']})
   parquet.write_table(pairs, tmp_path / 'a.parquet')
-  with refused_to_python('a.txt', errno.EMFILE), pytest.raises(DataError, match='EMFILE') as e:
+  with refused_to_python('a.txt', errno.EMFILE), raises(DataError):
     read_prompts(f'{tmp_path}/a.txt')
-  assert 'ulimit' in e.value.fix and '.jsonl' not in e.value.fix
   [prompt] = read_prompts(f'{tmp_path}/a.parquet')
   assert (prompt.inputs, prompt.targets, dict(prompt.extra)) == ('a', 'c', {'text2': 'b'})
   messages = [[{'role': 'user', 'content': 'Hi', 'name': None}], None]
@@ -335,67 +335,61 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
 
 
 @pytest.mark.parametrize(
-  'text, name, message',
+  'text, name',
   [
-    ('', 'p.txt', 'has no prompts: it is empty'),
-    ('\n\n', 'p.jsonl', 'has no prompts: 2 blank lines'),
-    ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl', 'p.jsonl:2 is not JSON'),
-    ('{"inputs": a}', 'p.jsonl', "JSON object with the string key 'inputs'"),
-    ('{"text": "a"}', 'p.jsonl', "p.jsonl:1 has no text under key 'inputs'"),
-    ('{"inputs": "a", "targets": 3}', 'p.jsonl', "p.jsonl:1 has no text under key 'targets'"),
-    (
-      '{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}',
-      'p.jsonl',
-      "p.jsonl:2 has 'number', 'scores', which results have as well",
-    ),
-    (None, 'none.txt', 'none.txt cannot be read: No such file'),
-    (None, 'none.csv', 'none.csv cannot be read: No such file'),
-    ('body,n\na,1\n', 'p.csv', "p.csv has no column 'text': it has 'body', 'n'"),
-    ('body,n\na,1\n', 'p.csv#text=bodi', "no column 'bodi': it has 'body', 'n'. Did you mean 'b"),
-    ('text,text\na,b\n', 'p.csv', "p.csv has 2 columns 'text'"),
-    ('text,n\na\n', 'p.csv', 'p.csv:2 has 1 columns; the header has 2'),
-    ('text,targets\n,b\n', 'p.csv', "p.csv:2 has nothing in 'text', not a text"),
-    ('text\n\n', 'p.csv', 'p.csv has no prompts'),
-    ('', 'p.tsv', 'p.tsv has no prompts'),
-    ('a', 'p.csv#txt=a', "chooses a column for 'txt'. Did you mean 'text'"),
-    ('a', 'p.csv#targets=a', 'chooses no column for the prompt'),
-    ('a', 'p.txt#text=a', 'chooses a column, and'),
-    ('a', 'p.parquet', 'p.parquet cannot be read: Parquet'),
-    ('a', 'p.jsonl.gz', 'p.jsonl.gz cannot be read: Not a gzipped file'),
-    ('{"b": "\\ud800"}', 'p.jsonl#text=b', 'p.jsonl:1 holds half of a surrogate pair'),
-    ('{"b": 3}', 'p.jsonl#text=b', "p.jsonl:1 has 3 in 'b', not a text"),
-    ('a', 'p.tfrecord', 'files of this form are not read as prompts'),
-    ('{"a": ' + '[' * 150 + ']' * 150 + '}', 'p.jsonl', 'p.jsonl:1 is not JSON: it is nested'),
+    ('', 'p.txt'),
+    ('\n\n', 'p.jsonl'),
+    ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl'),
+    ('{"inputs": a}', 'p.jsonl'),
+    ('{"text": "a"}', 'p.jsonl'),
+    ('{"inputs": "a", "targets": 3}', 'p.jsonl'),
+    ('{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}', 'p.jsonl'),
+    (None, 'none.txt'),
+    (None, 'none.csv'),
+    ('body,n\na,1\n', 'p.csv'),
+    ('body,n\na,1\n', 'p.csv#text=bodi'),
+    ('text,text\na,b\n', 'p.csv'),
+    ('text,n\na\n', 'p.csv'),
+    ('text,targets\n,b\n', 'p.csv'),
+    ('text\n\n', 'p.csv'),
+    ('', 'p.tsv'),
+    ('a', 'p.csv#txt=a'),
+    ('a', 'p.csv#targets=a'),
+    ('a', 'p.txt#text=a'),
+    ('a', 'p.parquet'),
+    ('a', 'p.jsonl.gz'),
+    ('{"b": "\\ud800"}', 'p.jsonl#text=b'),
+    ('{"b": 3}', 'p.jsonl#text=b'),
+    ('a', 'p.tfrecord'),
+    ('{"a": ' + '[' * 150 + ']' * 150 + '}', 'p.jsonl'),
   ],
 )
-def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, name, message):
+def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, name):
   if text is not None:
     (tmp_path / name.partition('#')[0]).write_text(text)
   result = call(model_dir, f'--prompts={tmp_path / name}', '--dry_run')
-  assert result.code == 1 and message in result.err and 'Traceback' not in result.err
-  assert len(result.err.strip().splitlines()) >= 2  # and the fix
+  assert result.code == 1
+  record_stderr(result.err)
 
 
 @pytest.mark.parametrize(
-  'flags, message',
+  'flags',
   [
-    (
-      ['--prompts={p}', '--gin.config.TransformerConfig.num_positions=8'],
-      'prompts.txt:1: the prompt has 6 tokens and 6 new ones may follow',
-    ),
-    (['--prompts={p}', '--vocabulary=sentencepiece:none.model'], 'does not exist'),
-    (['--prompts={p}', '--vocabulary=words:8192'], 'the model 264'),
-    (['--prompts={p}', '--step=7'], 'has no checkpoint of step 7'),
-    (['--prompts={p}', '--score'], "prompts.txt:1 has no text under key 'targets'"),
-    (['--dry_run'], "has no 'inputs' to continue"),
-    (['--prompts={p}', '--interactive'], '--interactive cannot be combined with --prompts'),
-    (['--prompts={p}', '--gin.DecodingConfig.beams=2'], "Did you mean 'num_beams'"),
+    ['--prompts={p}', '--gin.config.TransformerConfig.num_positions=8'],
+    ['--prompts={p}', '--vocabulary=sentencepiece:none.model'],
+    ['--prompts={p}', '--vocabulary=words:8192'],
+    ['--prompts={p}', '--step=7'],
+    ['--prompts={p}', '--score'],
+    ['--dry_run'],
+    ['--prompts={p}', '--interactive'],
+    ['--prompts={p}', '--gin.DecodingConfig.beams=2'],
   ],
 )
-def test_what_cannot_work_is_refused(model_dir, prompts, flags, message):
+def test_what_cannot_work_is_refused(model_dir, prompts, flags):
   flags = [flag.format(p=prompts) for flag in flags]
   result = call(model_dir, *flags, '--dry_run')
-  assert result.code == 1 and message in result.err and 'Traceback' not in result.err
+  assert result.code == 1
+  record_stderr(result.err)
 
 
 def test_a_folder_without_a_gin_file_is_refused(tmp_path):

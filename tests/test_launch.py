@@ -25,6 +25,7 @@ from t5x_gpu.runtime.machine import PhysicalGpu, own_gpus, physical_gpus
 from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
+from tests.messages import raises
 
 # JAX warns of forks in a process that has imported it: this one has, `launch` does not.
 pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarning')
@@ -73,19 +74,10 @@ def test_visible_devices_are_respected():
   assert own_gpus(GPUS, plans[1].env, [1]) == ('GPU-7',)
 
 
-@pytest.mark.parametrize(
-  'nproc, gpus, words',
-  [
-    (3, GPUS, 'Set --nproc to a number that divides 8'),
-    (16, GPUS, '8 GPUs are visible'),
-    (2, [], '--no_gpu'),
-    (2, GPUS[:1], 'Set --nproc to a number that divides 1.'),
-  ],
-)
-def test_gpus_that_cannot_be_shared_out_are_an_error(nproc, gpus, words):
-  with pytest.raises(ConfigError) as e:
+@pytest.mark.parametrize('nproc, gpus', [(3, GPUS), (16, GPUS), (2, []), (2, GPUS[:1])])
+def test_gpus_that_cannot_be_shared_out_are_an_error(nproc, gpus):
+  with raises(ConfigError):
     plan(nproc, gpus=gpus)
-  assert words in str(e.value)
 
 
 @pytest.fixture
@@ -137,12 +129,12 @@ def test_a_file_gives_the_cores_of_each_process(tmp_path):
   file.write_text('# two processes\n0: 0-3,8\n1: 4-7\n')
   bindings = numa.read_bindings(str(file), num_processes=2)
   assert [b.cpus for b in bindings] == [frozenset({0, 1, 2, 3, 8}), frozenset({4, 5, 6, 7})]
-  with pytest.raises(ConfigError, match='no cores for process 2 of 3'):
+  with raises(ConfigError):
     numa.read_bindings(str(file), num_processes=3)
   file.write_text('first: 0-3\n')
-  with pytest.raises(ConfigError, match="cores.txt:1: 'first: 0-3' is not PROCESS: CORES"):
+  with raises(ConfigError):
     numa.read_bindings(str(file), num_processes=1)
-  with pytest.raises(ConfigError, match='cannot be read'):
+  with raises(ConfigError):
     numa.read_bindings(str(tmp_path / 'none'), num_processes=1)
 
 
@@ -155,7 +147,7 @@ def test_binding_reaches_the_started_process_and_not_the_launcher():
     )
   assert seen.strip() == f'{{{core}}}'
   assert os.sched_getaffinity(0) == before
-  with pytest.raises(ConfigError, match='Cores 4000 cannot be used'), numa.running_on({4000}):
+  with raises(ConfigError), numa.running_on({4000}):
     pass
 
 

@@ -1,9 +1,8 @@
 """Launch scripts are written into a folder, but never over a changed file."""
 
-import pytest
-
 from t5x_gpu import launch
 from t5x_gpu.errors import ConfigError
+from tests.messages import raises
 
 
 def test_changed_scripts_are_not_overwritten(tmp_path, capsys):
@@ -13,7 +12,7 @@ def test_changed_scripts_are_not_overwritten(tmp_path, capsys):
   path = tmp_path / 'a/b/train.slurm'
   path.write_text(path.read_text() + '# mine\n')
   (tmp_path / 'a/b/train.pbs').unlink()
-  with pytest.raises(ConfigError, match=r'/a/b/train\.slurm would be overwritten'):
+  with raises(ConfigError):
     launch.main([flag])
   assert path.read_text().endswith('# mine\n')
   assert not (tmp_path / 'a/b/train.pbs').exists()

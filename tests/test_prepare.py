@@ -15,6 +15,7 @@ from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.errors import ConfigError
 from tests.helpers_prepared import prepare_here
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, run_here
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 MODULE = {
@@ -207,20 +208,14 @@ def test_a_run_on_a_prepared_mixture_refuses_other_rates(project, tmp_path):
   assert refused.code == 1 and 'rates: saved' in refused.err
 
 
-@pytest.mark.parametrize(
-  'flags, says',
-  [
-    ([], '--output must be given'),
-    (['--output=x', '--workers=0'], '--workers: .0. is not a whole number of at least 1'),
-  ],
-)
-def test_flags_that_cannot_be_are_refused(project, flags, says):
-  with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize('flags', [[], ['--output=x', '--workers=0']])
+def test_flags_that_cannot_be_are_refused(project, flags):
+  with raises(ConfigError):
     prepare.main([f'--gin_file={project.gin_file}', *flags])
 
 
 def test_random_batches_cannot_be_prepared(project):
-  with pytest.raises(ConfigError, match='synthetic, which does not produce text batches'):
+  with raises(ConfigError):
     prepare.main(
       [
         f'--gin_file={project.gin_file}',

@@ -16,6 +16,7 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import UserError
 from tests.helpers_train import Project, listing, without_ledger
+from tests.messages import record_message, record_stderr
 
 
 @pytest.fixture
@@ -25,19 +26,17 @@ def project(tmp_path, monkeypatch):
   return Project(tmp_path)
 
 
-def assert_refused(project: Project, *, says: list[str], **macros) -> None:
-  """`check` or `open_data` raises a UserError with all of `says`, and changes no file anywhere."""
+def assert_refused(project: Project, **macros) -> None:
+  """`check` or `open_data` raises a UserError, and changes no file anywhere."""
   before = listing(project.folder)
   with pytest.raises(UserError) as caught:
     project.check(**macros)
-  text = cli.describe_error(caught.value)
-  for part in says:
-    assert part in text, f'{part!r} is not in:\n{text}'
+  record_message(cli.describe_error(caught.value))
   assert_untouched(project, before)
 
 
-def assert_command_refuses(project: Project, *flags: str, says: list[str], **macros) -> None:
-  """Run and dry run leave with 1, say all of `says` on stderr, and change no file anywhere."""
+def assert_command_refuses(project: Project, *flags: str, **macros) -> None:
+  """Run and dry run leave with 1 and the same words on stderr, and change no file anywhere."""
   before = listing(project.folder)
   errors = []
   for extra in ((), ('--dry_run',)):
@@ -45,10 +44,9 @@ def assert_command_refuses(project: Project, *flags: str, says: list[str], **mac
     assert result.code == 1, result.out
     assert 'Traceback' not in result.err
     assert re.match(r'(\d.* WARNING .*\n)*[A-Z]\w+Error: ', result.err), result.err
-    for part in says:
-      assert part in result.err, f'{part!r} is not in:\n{result.err}'
     errors.append(result.err[re.search(r'[A-Z]\w+Error: ', result.err).start() :])
   assert errors[0] == errors[1]
+  record_stderr(errors[0])
   assert_untouched(project, before)
 
 
@@ -59,33 +57,27 @@ def assert_untouched(project: Project, before: dict[str, tuple[int, int]]) -> No
 
 
 def test_a_missing_gin_file_is_named(project):
-  assert_command_refuses(project, '--gin_file=no_such.gin', says=["'no_such.gin' does not exist"])
+  assert_command_refuses(project, '--gin_file=no_such.gin')
 
 
 def test_an_unknown_macro_is_named_with_the_closest_one(project):
-  assert_refused(project, BATCH_SZIE=8, says=['BATCH_SZIE', 'BATCH_SIZE'])
+  assert_refused(project, BATCH_SZIE=8)
 
 
 @pytest.mark.parametrize('macro', ['LOG_PERIOD', 'SAVE_PERIOD', 'EVAL_PERIOD', 'EVAL_STEPS'])
 def test_zero_periods_are_refused(project, macro):
-  assert_refused(project, **{macro: 0}, says=['must be at least 1', macro])
+  assert_refused(project, **{macro: 0})
 
 
 def test_the_best_of_what_is_never_evaluated_is_refused(project):
   assert_refused(
-    project,
-    SAVE_PERIOD=2,
-    EVAL_PERIOD=3,
-    TRAIN_STEPS=6,
-    says=['keep_best = 1', 'EVAL_PERIOD = 2'],
-    **{'CheckpointConfig.keep_best': 1},
+    project, SAVE_PERIOD=2, EVAL_PERIOD=3, TRAIN_STEPS=6, **{'CheckpointConfig.keep_best': 1}
   )
   assert_refused(
     project,
     SAVE_PERIOD=2,
     EVAL_PERIOD=2,
     TRAIN_STEPS=6,
-    says=['(never)'],
     **{'CheckpointConfig.keep_best': 1, 'train.train_eval_dataset_cfg': None},
   )
   assert_refused(
@@ -93,86 +85,46 @@ def test_the_best_of_what_is_never_evaluated_is_refused(project):
     SAVE_PERIOD=2,
     EVAL_PERIOD=2,
     TRAIN_STEPS=6,
-    says=["best_metric = 'eval/los'", "Did you mean 'eval/loss'"],
     **{'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'eval/los'},
   )
 
 
 def test_zero_steps_are_refused(project):
-  assert_refused(project, TRAIN_STEPS=0, says=['total_steps = 0', '--gin.TRAIN_STEPS'])
+  assert_refused(project, TRAIN_STEPS=0)
 
 
 def test_sequences_of_length_zero_are_refused(project):
-  assert_refused(
-    project,
-    TASK_FEATURE_LENGTHS="{'targets': 0}",
-    says=[
-      "'targets' has length 0",
-      'Set TASK_FEATURE_LENGTHS',
-      'is set at --gin.TASK_FEATURE_LENGTHS',
-    ],
-  )
+  assert_refused(project, TASK_FEATURE_LENGTHS="{'targets': 0}")
 
 
 def test_a_batch_that_the_data_axis_does_not_divide_is_refused(project):
-  assert_command_refuses(
-    project, BATCH_SIZE=12, says=['12', 'data', '8', 'BATCH_SIZE is set at --gin.BATCH_SIZE']
-  )
+  assert_command_refuses(project, BATCH_SIZE=12)
 
 
 def test_an_evaluation_batch_that_the_mesh_does_not_divide_is_refused(project):
-  assert_refused(
-    project,
-    **{'train_eval/DatasetConfig.batch_size': 12},
-    says=[
-      'Evaluation batches of 12',
-      '8 parts',
-      'is set at --gin.train_eval/DatasetConfig.batch_size',
-    ],
-  )
+  assert_refused(project, **{'train_eval/DatasetConfig.batch_size': 12})
 
 
 def test_a_batch_that_the_microbatches_do_not_divide_is_refused(project):
-  assert_refused(
-    project,
-    NUM_MICROBATCHES=3,
-    says=['BATCH_SIZE = 8', 'num_microbatches = 3', 'a number that divides 8'],
-  )
+  assert_refused(project, NUM_MICROBATCHES=3)
 
 
 def test_three_partitions_of_eight_devices_are_refused_with_the_legal_numbers(project):
-  assert_refused(
-    project, NUM_PARTITIONS=3, says=['MeshError', '8', '3', '1, 2, 4 or 8', 'NUM_PARTITIONS']
-  )
+  assert_refused(project, NUM_PARTITIONS=3)
 
 
 def test_an_unwritable_model_dir_is_refused(project):
   (project.folder / 'file').write_text('not a folder')
-  assert_refused(
-    project,
-    MODEL_DIR=project.folder / 'file' / 'model',
-    says=['CheckpointError', 'cannot be written to: Not a directory', 'MODEL_DIR'],
-  )
+  assert_refused(project, MODEL_DIR=project.folder / 'file' / 'model')
 
 
 def test_a_model_dir_of_an_unknown_kind_is_refused(project):
   # A local folder called "hdfs:" would be made silently.
-  assert_refused(
-    project,
-    MODEL_DIR='hdfs://bucket/run',
-    says=[
-      "'hdfs://bucket/run' is an address of hdfs://, which is not supported",
-      'is set at --gin.MODEL_DIR',
-    ],
-  )
+  assert_refused(project, MODEL_DIR='hdfs://bucket/run')
 
 
 def test_a_data_module_that_is_not_there_is_refused(project):
-  assert_refused(
-    project,
-    DATA_MODULE='t5x_gpu.data.synthetics',
-    says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'],
-  )
+  assert_refused(project, DATA_MODULE='t5x_gpu.data.synthetics')
 
 
 UNSAVABLE = """
@@ -194,38 +146,35 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
 
 
 @pytest.mark.parametrize(
-  'method, says',
+  'method',
   [
-    ('get_state(self): return {"place": 3}', "TypeError: a bytes-like object is required, not 'di"),
-    ('get_state(self): raise OSError("no such server")', 'OSError: no such server'),
-    ('describe(self): return {"files": {1, 2}}', 'Object of type set is not JSON serializable'),
-    ('set_state(self, state): self._step = 7', 'the next batch is another one'),
-    ('set_state(self, state): raise KeyError("place")', "KeyError: 'place'"),
+    'get_state(self): return {"place": 3}',
+    'get_state(self): raise OSError("no such server")',
+    'describe(self): return {"files": {1, 2}}',
+    'set_state(self, state): self._step = 7',
+    'set_state(self, state): raise KeyError("place")',
   ],
 )
-def test_batches_whose_position_cannot_be_saved_are_refused(project, monkeypatch, method, says):
+def test_batches_whose_position_cannot_be_saved_are_refused(project, monkeypatch, method):
   (project.folder / 'unsavable.py').write_text(UNSAVABLE.format(method=method))
   monkeypatch.delitem(sys.modules, 'unsavable', raising=False)
-  assert_refused(
-    project, DATA_MODULE='unsavable', says=['The position in the data of unsavable cannot be', says]
-  )
+  assert_refused(project, DATA_MODULE='unsavable')
 
 
 @pytest.mark.tf
 @pytest.mark.parametrize(
-  'task, keep, says',
+  'task, keep',
   [
-    ('turned_broken', {}, ["'turned_broken' failed on 2", 'ZeroDivisionError: no prediction']),
+    ('turned_broken', {}),
     pytest.param(
       'turned',
       {'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'infer_eval/turned/exact'},
-      ["Did you mean 'infer_eval/turned/exact_match'"],
       marks=pytest.mark.slow,
     ),
   ],
 )
 def test_a_metric_that_fails_or_does_not_exist_is_refused_before_the_first_step(
-  project, task, keep, says
+  project, task, keep
 ):
   project.gin_file.write_text(
     project.gin_file.read_text()
@@ -241,7 +190,7 @@ infer_eval/batches.DatasetConfig:
   batch_size = 8
 """
   )
-  assert_refused(project, EVALUATED=task, TRAIN_STEPS=6, SAVE_PERIOD=2, says=says, **keep)
+  assert_refused(project, EVALUATED=task, TRAIN_STEPS=6, SAVE_PERIOD=2, **keep)
 
 
 @pytest.fixture
@@ -259,54 +208,40 @@ def sampling(project):
 
 
 def test_a_sample_of_batches_without_text_is_refused_before_the_first_step(sampling):
-  assert_refused(sampling, says=['have no text', 'Remove train.sample_cfg'])
+  assert_refused(sampling)
 
 
 @pytest.mark.tf
 @pytest.mark.parametrize(
-  'sample, fix',
-  [
-    ({'num_tokens': 29}, 'Set SampleConfig.num_tokens to 1 to 28.'),
-    ({'num_tokens': 0}, 'Set SampleConfig.num_tokens to 1 to 28.'),
-    ({'prompt': 'x' * 32}, 'Set SampleConfig.prompt to a text of 1 to 31 tokens.'),
-  ],
+  'sample',
+  [{'num_tokens': 29}, {'num_tokens': 0}, {'prompt': 'x' * 32}],
   ids=['too_long', 'nothing', 'prompt_too_long'],
 )
-def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, sample, fix):
+def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, sample):
   assert_refused(
     sampling,
     DATA_MODULE='t5x_gpu.data.seqio_batches',
-    says=['together at most 32', fix, 'TASK_FEATURE_LENGTHS is set at'],
     **{f'SampleConfig.{name}': value for name, value in sample.items()},
   )
 
 
 @pytest.mark.tf
 @pytest.mark.parametrize(
-  'macros, says',
+  'macros',
   [
-    (
-      {'MIXTURE_OR_TASK_NAME': 'python_sauce'},
-      ["There is no SeqIO Task or Mixture 'python_sauce'. Did you mean 'python_source'"],
-    ),
-    (
-      {'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'},
-      ['All 20 files', 'are empty', 'MIXTURE_OR_TASK_NAME'],
-    ),
-    ({'MIXTURE_OR_TASK_NAME': 'text_files:none*.txt'}, ['none*.txt']),
-    ({'TransformerConfig.vocab_size': 128}, ['259', '128', "Set the model's vocab_size"]),
-    (
-      {'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
-      ['wmt_t2t_translate', 'prepare_tfds wmt_t2t_translate', '--tfds_data_dir'],
-    ),
+    {'MIXTURE_OR_TASK_NAME': 'python_sauce'},
+    {'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'},
+    {'MIXTURE_OR_TASK_NAME': 'text_files:none*.txt'},
+    {'TransformerConfig.vocab_size': 128},
+    {'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
   ],
   ids=['no_such_task', 'empty_task', 'no_such_file', 'vocabulary_too_large', 'no_tfds_data'],
 )
-def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says):
+def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros):
   monkeypatch.setenv('TFDS_DATA_DIR', str(project.folder / 'tfds'))
   for i in range(20):
     (project.folder / f'empty{i}.txt').touch()
-  assert_refused(project, DATA_MODULE='t5x_gpu.data.seqio_batches', says=says, **macros)
+  assert_refused(project, DATA_MODULE='t5x_gpu.data.seqio_batches', **macros)
 
 
 @pytest.mark.slow
@@ -335,18 +270,7 @@ def trained(tmp_path_factory):
 
 
 def test_a_checkpoint_of_another_size_is_refused_by_array_names(trained):
-  assert_refused(
-    trained,
-    TRAIN_STEPS=4,
-    **{'TransformerConfig.embed_dim': 32},
-    says=[
-      'CheckpointError',
-      'checkpoint_2 holds another model or optimizer',
-      'params/decoder_norm/scale: float32[16] in the checkpoint, float32[32] in the model.',
-      'Set another MODEL_DIR',
-      'MODEL_DIR is set at --gin.MODEL_DIR',
-    ],
-  )
+  assert_refused(trained, TRAIN_STEPS=4, **{'TransformerConfig.embed_dim': 32})
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
@@ -355,31 +279,13 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
   adafactor.gin_file.write_text(
     trained.gin_file.read_text().replace('pretrain.gin', 'pretrain_t5.gin')
   )
-  assert_refused(
-    adafactor,
-    TRAIN_STEPS=4,
-    says=[
-      'checkpoint_2 holds another model or optimizer',
-      'The parameters are the same, the optimizer state is not:',
-      'opt_state/0/mu/',
-      'in the checkpoint, not in the model',
-      'not in the checkpoint',
-    ],
-  )
+  assert_refused(adafactor, TRAIN_STEPS=4)
 
 
 def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compiles(trained):
   compiled = trained.folder.parent / 'compiled'
   before = listing(compiled)
-  assert_command_refuses(
-    trained,
-    TRAIN_STEPS=4,
-    RANDOM_SEED=1,
-    says=[
-      'DataError: The data differs from the training data of the checkpoint',
-      'seed: saved 0, now 1',
-    ],
-  )
+  assert_command_refuses(trained, TRAIN_STEPS=4, RANDOM_SEED=1)
   assert not listing(compiled).keys() - before.keys()
 
 
@@ -393,15 +299,7 @@ def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch)
     '  return Other(spec, seed=config.seed, num_batches=None if repeat else 8)\n'
   )
   monkeypatch.syspath_prepend(str(trained.folder))
-  assert_refused(
-    trained,
-    TRAIN_STEPS=4,
-    DATA_MODULE='other_data',
-    says=[
-      'DataError: The next batch differs from the batch that the checkpoint expects (hash ',
-      'start a new MODEL_DIR',
-    ],
-  )
+  assert_refused(trained, TRAIN_STEPS=4, DATA_MODULE='other_data')
 
 
 def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
@@ -412,16 +310,7 @@ def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
   (damaged.model_dir / LOCK).unlink(missing_ok=True)
   for path in damaged.model_dir.glob('checkpoint_*/state/**/d/*'):
     os.truncate(path, path.stat().st_size // 2)
-  assert_command_refuses(
-    damaged,
-    TRAIN_STEPS=4,
-    says=[
-      'CheckpointError: None of the 1 checkpoints in',
-      'checkpoint_2: ValueError:',
-      'Set another MODEL_DIR to start from scratch',
-      'is set at --gin.MODEL_DIR',
-    ],
-  )
+  assert_command_refuses(damaged, TRAIN_STEPS=4)
 
 
 @pytest.mark.slow
@@ -445,7 +334,7 @@ def test_an_empty_validation_split_is_an_error_only_where_it_is_evaluated(tmp_pa
     'WARMUP_STEPS': 1,
     'MIXTURE_OR_TASK_NAME': f'text_lines:{tmp_path}/a.txt',
   }
-  assert_refused(project, **macros, EVAL_PERIOD=1, says=["has no example in split 'validation'"])
+  assert_refused(project, **macros, EVAL_PERIOD=1)
   result = project.run(**macros)
   assert result.code == 0, result.err
   assert "There will be no evaluation: 'text_lines:" in result.err

@@ -10,6 +10,7 @@ import pytest
 from t5x_gpu.checkpoint import atomic_folder
 from t5x_gpu.checkpoint.atomic_folder import Journal, new_folder
 from t5x_gpu.errors import CheckpointError
+from tests.messages import raises
 
 
 def write_to(target: pathlib.Path) -> None:
@@ -59,7 +60,7 @@ def test_a_failure_at_the_start_leaves_nothing_and_names_the_target(tmp_path, mo
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
   monkeypatch.setattr(fcntl if failing == 'flock' else atomic_folder.shutil, failing, fail)
-  with pytest.raises(CheckpointError, match='new cannot be written: Input/output error'):
+  with raises(CheckpointError):
     Journal(tmp_path / 'new', work=None, num_bytes=0)
   assert not list(tmp_path.iterdir())
 
@@ -68,7 +69,7 @@ def test_an_unfinished_folder_survives_a_failure_at_the_start(tmp_path):
   with Journal(tmp_path / 'new', work={'a': 1}, num_bytes=0) as journal:
     (journal.folder / 'file').write_text('content')
     journal.note({'pieces': 1})
-  with pytest.raises(CheckpointError, match='0.00 GB are written, and stay'):
+  with raises(CheckpointError):
     Journal(tmp_path / 'new', work={'a': 1}, num_bytes=10**18)
   with Journal(tmp_path / 'new', work={'a': 1}, num_bytes=0) as journal:
     assert journal.entry == {'pieces': 1} and (journal.folder / 'file').exists()

@@ -23,6 +23,7 @@ from t5x_gpu.training.state import TrainState
 from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_disk import small_disk
 from tests.helpers_train import listing
+from tests.messages import raises
 
 
 def new_state(step: int = 0, *, rows: int = 64, seed: int = 0) -> TrainState:
@@ -107,7 +108,7 @@ def test_a_run_that_lost_its_model_dir_while_it_restored_renames_nothing(tmp_pat
   with opened(folder) as checkpointer:
     before = sorted(folder.iterdir())
     lock_of(folder, host='gpu-08', kernel='another')
-    with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
+    with raises(CheckpointError):
       checkpointer.restore_latest(abstract(new_state()))
   assert sorted(folder.iterdir()) == before
 
@@ -176,7 +177,7 @@ def test_multiples_the_best_and_the_last_are_kept_also_after_a_restart(tmp_path,
 
 def test_the_best_by_a_metric_that_nothing_measures_is_refused(tmp_path):
   with opened(tmp_path / 'model', keep=Keep(last=1, best=1, metric='eval/los')) as checkpointer:
-    with pytest.raises(ConfigError, match="Did you mean 'eval/loss'"):
+    with raises(ConfigError):
       save(checkpointer, 1, new_state(1), metrics={'eval/loss': 1.0})
     assert checkpointer.steps() == [1]  # what was trained is kept
 
@@ -187,21 +188,17 @@ def test_the_best_by_an_evaluation_that_is_not_due_or_not_there(tmp_path):
   assert keep.value_of({'eval/loss': 1.0, 'infer_eval/task/score': 2.0}) == 2.0
   config = CheckpointConfig(period=5, keep_best=1, best_metric='infer_eval/task/score')
   config.check_best(20, None, 10)
-  with pytest.raises(CheckpointError, match='an evaluation every .never.'):
+  with raises(CheckpointError):
     config.check_best(20, 5, None)
-  with pytest.raises(CheckpointError, match="evl/loss.*Did you mean 'eval'"):
+  with raises(CheckpointError):
     CheckpointConfig(period=5, keep_best=1, best_metric='evl/loss').check_best(20, 5, 5)
 
 
 @pytest.mark.parametrize(
-  'options, message',
-  [
-    ({'keep': None, 'keep_best': 2}, 'keep = None keeps all'),
-    ({'keep_best': 2, 'best_is': 'low'}, "'min' or 'max'"),
-  ],
+  'options', [{'keep': None, 'keep_best': 2}, {'keep_best': 2, 'best_is': 'low'}]
 )
-def test_what_to_keep_must_make_sense(options, message):
-  with pytest.raises(CheckpointError, match=message):
+def test_what_to_keep_must_make_sense(options):
+  with raises(CheckpointError):
     CheckpointConfig(period=1, **options)
 
 
@@ -209,14 +206,14 @@ def test_what_to_keep_must_make_sense(options, message):
   'options', [{'period': 0}, {'period': 5, 'keep': 0}, {'period': 5, 'keep_best': 0}]
 )
 def test_periods_and_counts_below_one_are_refused(options):
-  with pytest.raises(CheckpointError, match='must be at least 1'):
+  with raises(CheckpointError):
     CheckpointConfig(**options)
 
 
 def test_an_existing_step_is_not_overwritten(tmp_path):
   folder = folder_with(tmp_path, 3)
   with opened(folder) as checkpointer:
-    with pytest.raises(CheckpointError, match='checkpoint_3'):
+    with raises(CheckpointError):
       save(checkpointer, 3, new_state(3, seed=9))
     assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(3, seed=3))
 
@@ -411,15 +408,8 @@ def test_nothing_is_renamed_or_written_when_all_are_corrupt(tmp_path):
     shutil.rmtree(folder / f'checkpoint_{step}/state')
   before = sorted(str(p) for p in folder.rglob('*'))
   with opened(folder) as checkpointer:
-    with pytest.raises(CheckpointError) as e:
+    with raises(CheckpointError):
       checkpointer.restore_latest(abstract(new_state()))
-  for part in (
-    'None of the 2 checkpoints',
-    'checkpoint_10:',
-    'checkpoint_20:',
-    'Set another MODEL_DIR',
-  ):
-    assert part in str(e.value)
   assert sorted(str(p) for p in folder.rglob('*')) == before
 
 
@@ -427,15 +417,8 @@ def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
   folder = folder_with(tmp_path, 10)
   target = abstract(new_state(rows=6)).replace(opt_state={})
   with opened(folder) as checkpointer:
-    with pytest.raises(CheckpointError) as e:
+    with raises(CheckpointError):
       checkpointer.restore_latest(target)
-  for part in (
-    'checkpoint_10 holds another model or optimizer',
-    'params/dense/kernel: float32[64, 8] in the checkpoint, float32[6, 8] in the model.',
-    '1 arrays of the optimizer state differ as well.',
-    'Nothing was overwritten',
-  ):
-    assert part in str(e.value)
   assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10']
 
 
@@ -461,7 +444,7 @@ def test_a_model_dir_that_is_deleted_while_a_save_writes_is_named(tmp_path, monk
     shutil.rmtree(folder)
     raise FileNotFoundError(2, 'No such file or directory', str(folder / 'checkpoint_10'))
 
-  with pytest.raises(CheckpointError, match='no longer exists: it was deleted, moved or unmounted'):
+  with raises(CheckpointError):
     with opened(folder) as checkpointer:
       monkeypatch.setattr(checkpointer._orbax, 'save', write)
       save(checkpointer, 10, new_state(10))
@@ -486,11 +469,9 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(full_disk):
     save(checkpointer, 10, new_state(10, seed=10))
     checkpointer.wait()
     big = new_state(20, rows=2**17, seed=20)  # 4 MiB of random numbers
-    with pytest.raises(CheckpointError) as e:
+    with raises(CheckpointError):
       save(checkpointer, 20, big)
       checkpointer.wait()
-    for part in (str(full_disk / 'model'), 'No space left on', 'checkpoint_10', 'Free space there'):
-      assert part in str(e.value)
   finally:
     checkpointer.close()
   with opened(full_disk / 'model') as checkpointer:
@@ -507,7 +488,7 @@ def test_a_save_that_fails_later_is_reported_at_the_next_check(full_disk):
     checkpointer.wait()
     checkpointer.raise_if_failed()
     deadline = time.monotonic() + 60
-    with pytest.raises(CheckpointError, match='(?s)No space left on.*checkpoint_10'):
+    with raises(CheckpointError):
       save(checkpointer, 20, new_state(20, rows=2**17))
       while time.monotonic() < deadline:  # as the steps of a run do
         checkpointer.raise_if_failed()
@@ -527,8 +508,7 @@ def test_a_save_whose_arrays_cannot_be_opened_does_not_count(tmp_path, monkeypat
   merge = 'orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files'
   monkeypatch.setattr(merge, merge_nothing)
   with opened(folder) as checkpointer:
-    with pytest.raises(CheckpointError, match='arrays that were written cannot be opened') as e:
+    with raises(CheckpointError):
       save(checkpointer, 2, new_state(2))
       checkpointer.wait()
-    assert 'The last good one is checkpoint_1' in e.value.fix
   assert not (folder / 'checkpoint_2').exists() and (folder / 'checkpoint_1').exists()

@@ -15,6 +15,7 @@ from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, read_par
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened, save
+from tests.messages import raises
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.int8, np.uint16, np.bool_)
 SHAPES = ((), (1,), (7,), (0, 3), (3, 4, 5), (2, 40_000))
@@ -217,5 +218,5 @@ def test_parameters_that_are_read_alone_are_checked(tmp_path):
   }
   np.testing.assert_array_equal(read_params(tmp_path, want)['dense']['kernel'], kernel)
   flip_a_bit(tmp_path / 'checkpoint_3', value=kernel[20].tobytes())
-  with pytest.raises(CheckpointError, match='params/dense/kernel does not have the values'):
+  with raises(CheckpointError):
     read_params(tmp_path, want)

@@ -27,6 +27,7 @@ from t5x_gpu.storage.json_schema import (
 )
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
 from tests.helpers_fuzz import replace
+from tests.messages import raises
 
 
 def write_safetensors(folder: pathlib.Path, header, *, data_bytes: int) -> pathlib.Path:
@@ -42,31 +43,31 @@ def tensor(shape, offsets, dtype='F32'):
 
 
 HEADERS = {
-  'a negative size': ({'x': tensor([-2, -3], [0, 24])}, 'whole number from 0'),
-  'a fraction': ({'x': tensor([1.5, 4], [0, 24])}, 'is 1.5, not a whole number'),
-  'a boolean': ({'x': tensor([True, 6], [0, 24])}, 'is True, not a whole number'),
-  'a thousand dimensions': ({'x': tensor([1] * 1000, [0, 4])}, 'at most 32 entries'),
-  'a huge size': ({'x': tensor([10**30], [0, 24])}, 'not a whole number from 0 to'),
-  'a huge product': ({'x': tensor([2**40, 2**40], [0, 24])}, 'too large'),
-  'huge next to zero': ({'x': tensor([0, 2**60], [0, 0])}, 'too large'),
-  'floating offsets': ({'x': tensor([6], [0.0, 24.0])}, 'is 0.0, not a whole number'),
-  'offsets backwards': ({'x': tensor([6], [24, 0])}, r'the bytes of x are \[24, 0\]'),
-  'overlap': ({'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])}, 'the bytes of y'),
-  'a gap': ({'x': tensor([3], [0, 12]), 'y': tensor([2], [16, 24])}, 'the bytes of y'),
-  'beyond the end': ({'x': tensor([600], [0, 2400])}, 'is truncated: it has'),
-  'three offsets': ({'x': tensor([6], [0, 24, 24])}, 'a list of 2 entries'),
-  'no object': ([1, 2], 'not an object'),
-  'no tensor': ({'x': 5}, 'not an object'),
-  'deep JSON': (b'{"x": ' + b'[' * 200_000 + b']' * 200_000 + b'}', 'nested'),
-  'many digits': (b'{"x": ' + b'9' * 5000 + b'}', '5000 digits'),
-  'half a character': (b'{"\\ud800": 1}', 'surrogates not allowed'),
+  'a negative size': {'x': tensor([-2, -3], [0, 24])},
+  'a fraction': {'x': tensor([1.5, 4], [0, 24])},
+  'a boolean': {'x': tensor([True, 6], [0, 24])},
+  'a thousand dimensions': {'x': tensor([1] * 1000, [0, 4])},
+  'a huge size': {'x': tensor([10**30], [0, 24])},
+  'a huge product': {'x': tensor([2**40, 2**40], [0, 24])},
+  'huge next to zero': {'x': tensor([0, 2**60], [0, 0])},
+  'floating offsets': {'x': tensor([6], [0.0, 24.0])},
+  'offsets backwards': {'x': tensor([6], [24, 0])},
+  'overlap': {'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])},
+  'a gap': {'x': tensor([3], [0, 12]), 'y': tensor([2], [16, 24])},
+  'beyond the end': {'x': tensor([600], [0, 2400])},
+  'three offsets': {'x': tensor([6], [0, 24, 24])},
+  'no object': [1, 2],
+  'no tensor': {'x': 5},
+  'deep JSON': b'{"x": ' + b'[' * 200_000 + b']' * 200_000 + b'}',
+  'many digits': b'{"x": ' + b'9' * 5000 + b'}',
+  'half a character': b'{"\\ud800": 1}',
 }
 
 
-@pytest.mark.parametrize('header, text', HEADERS.values(), ids=list(HEADERS))
-def test_a_hostile_safetensors_header_is_refused(tmp_path, header, text):
+@pytest.mark.parametrize('header', HEADERS.values(), ids=list(HEADERS))
+def test_a_hostile_safetensors_header_is_refused(tmp_path, header):
   write_safetensors(tmp_path, header, data_bytes=24)
-  with pytest.raises(CheckpointError, match=text):
+  with raises(CheckpointError):
     SafetensorsFolder(tmp_path)
 
 
@@ -75,27 +76,27 @@ def test_a_sparse_terabyte_is_refused_by_its_size_alone(tmp_path):
   assert SafetensorsFolder(tmp_path).read('x').shape == (6,)
   os.truncate(path, 2**40)
   started = time.process_time()
-  with pytest.raises(CheckpointError, match='1,099,511,627,776 bytes, but its header describes'):
+  with raises(CheckpointError):
     SafetensorsFolder(tmp_path)
   path.write_bytes((2**39).to_bytes(8, 'little'))
   os.truncate(path, 2**40)
-  with pytest.raises(CheckpointError, match='its header alone would have 549,755,813,888'):
+  with raises(CheckpointError):
     SafetensorsFolder(tmp_path)
   assert time.process_time() - started < 1
 
 
 @pytest.mark.quick_cases('huge*', 'deep')
 @pytest.mark.parametrize(
-  'change, text',
+  'change',
   [
-    (lambda good: b'[' * 100_000 + b']' * 100_000, 'nested'),
-    (lambda good: good + b' ' * 2**20, 'bytes, and 1,048,576 is the limit'),
-    (lambda good: json.dumps({**json.loads(good), 'chunks': [2**50, 4]}).encode(), 'chunks are'),
-    (lambda good: b'{}', "has no 'chunks'"),  # so short that the index itself holds it
+    lambda good: b'[' * 100_000 + b']' * 100_000,
+    lambda good: good + b' ' * 2**20,
+    lambda good: json.dumps({**json.loads(good), 'chunks': [2**50, 4]}).encode(),
+    lambda good: b'{}',  # so short that the index itself holds it
   ],
   ids=['deep', 'long', 'huge chunk', 'short'],
 )
-def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, change, text):
+def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, change):
   """TensorStore ends the process for the first of them."""
   folder = folder_with(tmp_path, 3, 7)
   store = ts.KvStore.open(
@@ -103,7 +104,7 @@ def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, chan
   ).result()
   key = b'params.dense.kernel/.zarray'
   store[key] = change(store[key])
-  with pytest.raises(CheckpointError, match=f'checkpoint_7 cannot be read .*zarray .*{text}'):
+  with raises(CheckpointError):
     ParamsReader(folder)
   with opened(folder) as checkpointer:
     assert checkpointer.restore_latest(abstract(new_state())).path.name == 'checkpoint_3'
@@ -143,27 +144,27 @@ def index_of(folder: pathlib.Path, *, file: str) -> Index:
 @pytest.mark.parametrize('file', ['../../secret', '/etc/hostname', 'task/../../../secret', 'a\0b'])
 def test_a_prepared_index_may_not_name_files_elsewhere(tmp_path, file):
   index_of(tmp_path, file=file)
-  with pytest.raises(DataError, match='its file is outside the folder'):
+  with raises(DataError):
     read_index(tmp_path, split='train')
 
 
 def test_a_prepared_index_of_another_split_or_with_wrong_types_is_refused(tmp_path):
   index = index_of(tmp_path, file='task/00000-of-00001.arrayrecord')
   assert read_index(tmp_path, split='train') == index
-  with pytest.raises(DataError, match='1 of 1 shards'):  # no such file
+  with raises(DataError):  # no such file
     check_shards(tmp_path, index)
   path = tmp_path / 'train' / 'index.json'
   good = json.loads(path.read_text())
-  for change, text in (
-    ({'split': '../../elsewhere'}, "it belongs to split '../../elsewhere'"),
-    ({'pack': 'yes'}, "is 'yes', not true or false"),
-    ({'features': {'x': -1}}, 'not a whole number from 0'),
-    ({'members': []}, 'not an object'),
-    ({'vocabularies': {}}, 'it is empty'),
-    ({'surprise': 1}, "unknown key 'surprise'"),
+  for change in (
+    {'split': '../../elsewhere'},
+    {'pack': 'yes'},
+    {'features': {'x': -1}},
+    {'members': []},
+    {'vocabularies': {}},
+    {'surprise': 1},
   ):
     path.write_text(json.dumps({**good, **change}))
-    with pytest.raises(DataError, match=text):
+    with raises(DataError):
       read_index(tmp_path, split='train')
 
 

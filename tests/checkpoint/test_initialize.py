@@ -23,6 +23,7 @@ from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_disk import refused_to_python
 from tests.helpers_programs import build_with
+from tests.messages import raises
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
@@ -78,11 +79,10 @@ def started(start: Origin, p: Program, tmp_path: pathlib.Path) -> dict[str, np.n
   return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(a) for path, a in flat}
 
 
-def message(config: RestoreConfig, p: Program) -> str:
-  with pytest.raises(CheckpointError) as e:
+def refused(config: RestoreConfig, p: Program) -> None:
+  with raises(CheckpointError) as e:
     choose_origin(config, p, MODEL, saved=None)
-  assert e.value.fix and all('RestoreConfig.' in name for name in e.value.parameters)
-  return str(e.value)
+  assert all('RestoreConfig.' in name for name in e.value.parameters)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
       is_copy = source == query and asked.count(query) == copy + 1
       return read(self, source, like) + is_copy
 
-    with monkeypatch.context() as context, pytest.raises(CheckpointError, match='is damaged'):
+    with monkeypatch.context() as context, raises(CheckpointError):
       context.setattr(Origin, '_read', damaged)
       start._filled(p.init(), p)
 
@@ -156,15 +156,8 @@ def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_na
   other['layers/mlp/wi_zero/kernel'] = other.pop('layers/mlp/wi_0/kernel')
   other['token_embedder/embedding'] = np.zeros((48, 16), np.float32)
   path = write(tmp_path / 'base', other)
-  text = message(RestoreConfig(path), program())
-  assert (
-    "missing: layers/mlp/wi_0/kernel [4, 16, 32]. Did you mean 'layers/mlp/wi_zero/kernel'?"
-  ) in text
-  assert 'left over: layers/mlp/wi_zero/kernel [4, 16, 32].' in text
-  assert ('token_embedder/embedding: [48, 16] in the checkpoint, [32, 16] in this model.') in text
-  advice = "RestoreConfig.pattern = r'(decoder_norm|logits_dense|relpos_bias)/.*'"
-  assert advice in text
-  pattern = advice.split("r'")[1].rstrip("'")
+  refused(RestoreConfig(path), program())
+  pattern = '(decoder_norm|logits_dense|relpos_bias)/.*'  # as the message says
   start = choose_origin(RestoreConfig(path, 'partial', pattern), program(), MODEL, saved=None)
   assert set(start.taken) == {
     'decoder_norm/scale',
@@ -172,16 +165,13 @@ def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_na
     'relpos_bias/rel_embedding',
   }
 
-  text = message(RestoreConfig(path, 'partial', r'layers/mlp/.*'), program())
-  assert "Did you mean 'layers/mlp/wi_zero/kernel'" in text and 'token_embedder' not in text
+  refused(RestoreConfig(path, 'partial', r'layers/mlp/.*'), program())
 
 
 def test_patterns_that_match_nothing_are_refused_with_what_there_is(tmp_path, values):
   path = write(tmp_path / 'base', values)
-  text = message(RestoreConfig(path, 'partial', r'layer/mlp/wo/kernel'), program())
-  assert 'matches none of' in text and "Did you mean 'layers/mlp/wo/kernel'" in text
-  text = message(RestoreConfig(path, assignment_map=((r'decoder/.*', 'x'),)), program())
-  assert "RestoreConfig.assignment_map: 'decoder/.*' matches none" in text
+  refused(RestoreConfig(path, 'partial', r'layer/mlp/wo/kernel'), program())
+  refused(RestoreConfig(path, assignment_map=((r'decoder/.*', 'x'),)), program())
 
 
 def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, caplog):
@@ -203,48 +193,41 @@ def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, ca
 
 def test_resume_needs_a_whole_state_of_the_same_model(tmp_path, values):
   path = write(tmp_path / 'base', values)
-  assert 'parameters only' in message(RestoreConfig(path, 'resume'), program())
+  refused(RestoreConfig(path, 'resume'), program())
 
 
 @pytest.mark.parametrize(
-  'files,step,says',
-  [
-    ((), None, 'has no checkpoint'),
-    (('config.json',), None, 'python -m t5x_gpu.convert --from='),
-    ((), 9, 'no checkpoint of step 9'),
-  ],
+  'files, step',
+  [((), None), (('config.json',), None), ((), 9)],
   ids=['empty', 'hugging_face', 'step'],
 )
-def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, step, says):
+def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, step):
   path = write(tmp_path / 'base', values) if step else str(tmp_path)
   for file in files:
     (tmp_path / file).touch()
-  assert says in message(RestoreConfig(path, step=step), program())
+  refused(RestoreConfig(path, step=step), program())
 
 
 def test_a_source_that_cannot_be_read_is_replaced_by_a_setting_of_this_run(tmp_path, values):
   """`--step` is a flag of other commands."""
   config, p = RestoreConfig(write(tmp_path / 'other', values)), program()
-  with refused_to_python('checkpoint_3/data', errno.EMFILE), pytest.raises(AccessError) as refused:
+  with refused_to_python('checkpoint_3/data', errno.EMFILE), raises(AccessError):
     choose_origin(config, p, MODEL, saved=None)
-  assert 'Too many open files' in str(refused.value)
   (tmp_path / 'other' / 'checkpoint_3' / 'data' / 'metadata').write_bytes(b'{')
-  text = message(config, p)
-  assert 'checkpoint_3 cannot be read' in text and '--step' not in text
-  assert 'Use an earlier checkpoint: select it with RestoreConfig.step.' in text
+  refused(config, p)
 
 
 @pytest.mark.parametrize(
-  'settings,says',
+  'settings',
   [
-    (dict(mode='warmstart'), "Did you mean 'warm_start'"),
-    (dict(mode='partial'), 'pattern = None'),
-    (dict(pattern='layers/.*'), "mode = 'warm_start' with pattern"),
-    (dict(mode='partial', pattern='layers/('), 'not a regular expression'),
-    (dict(mode='resume', assignment_map=(('a', 'b'),)), 'nothing to assign'),
+    dict(mode='warmstart'),
+    dict(mode='partial'),
+    dict(pattern='layers/.*'),
+    dict(mode='partial', pattern='layers/('),
+    dict(mode='resume', assignment_map=(('a', 'b'),)),
   ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings, says):
-  with pytest.raises(ConfigError) as e:
+def test_settings_that_contradict_each_other_are_refused(settings):
+  with raises(ConfigError) as e:
     RestoreConfig('base', **settings)
-  assert says in str(e.value) and e.value.fix and e.value.parameters
+  assert e.value.parameters

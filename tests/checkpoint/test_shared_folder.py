@@ -7,6 +7,7 @@ import pytest
 from t5x_gpu.checkpoint import model_dir
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.storage.paths import as_path
+from tests.messages import raises
 
 
 def test_a_single_process_touches_nothing(tmp_path):
@@ -44,7 +45,7 @@ def test_a_file_that_never_comes_is_not_seen(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
   (tmp_path / 'model').write_text('a file in the place of the folder')
-  with pytest.raises(CheckpointError, match='cannot be written to'):
+  with raises(CheckpointError):
     with model_dir._nonce(tmp_path / 'model', dry_run=False):
       pass
 

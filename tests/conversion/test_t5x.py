@@ -19,6 +19,7 @@ from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x
 from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
 from t5x_gpu.errors import CheckpointError
 from tests.conversion.t5x_params import params_from_t5x
+from tests.messages import raises
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'parity' / 'fixtures'
 WRITTEN = [('decoder_only', 'orbax'), ('encoder_decoder', 'orbax'), ('encoder_decoder', 'legacy')]
@@ -237,27 +238,27 @@ def test_broken_checkpoints_are_refused(tmp_path, written):
   data = folder / 'checkpoint'
   good = data.read_bytes()
   data.write_bytes(good[:-100])
-  with pytest.raises(CheckpointError, match='cannot be read as a T5X checkpoint'):
+  with raises(CheckpointError):
     T5xCheckpoint(folder)
   data.write_bytes(good)
   (array / '0.0').write_bytes((array / '0.0').read_bytes()[:-50])
-  with pytest.raises(CheckpointError, match='decoder/logits_dense/kernel of .* cannot be read'):
+  with raises(CheckpointError):
     T5xCheckpoint(folder).read('decoder/logits_dense/kernel')
   (array / '.zarray').unlink()
-  with pytest.raises(CheckpointError, match='logits_dense.kernel/.zarray is missing'):
+  with raises(CheckpointError):
     T5xCheckpoint(folder)
-  with pytest.raises(CheckpointError, match='does not hold a T5X checkpoint'):
+  with raises(CheckpointError):
     T5xCheckpoint(tmp_path)
   assert not is_t5x(tmp_path)
 
 
 def test_parameters_of_no_t5_are_refused():
-  with pytest.raises(CheckpointError, match='do not belong to a T5'):
+  with raises(CheckpointError):
     t5x_model({'encoder/conv/kernel': (3, 3)})
   shapes = {n: v.shape for n, v in initial('decoder_only').items() if 'relpos' not in n}
-  with pytest.raises(CheckpointError, match='--gin_file=model.gin|no relative position bias'):
+  with raises(CheckpointError):
     t5x_model(shapes)
   flat = initial('decoder_only')
   del flat['decoder/layers_1/mlp/wo/kernel']
-  with pytest.raises(CheckpointError, match='missing: decoder/layers_1/mlp/wo/kernel'):
+  with raises(CheckpointError):
     params_from_t5x(flat)

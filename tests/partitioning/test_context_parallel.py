@@ -27,6 +27,7 @@ from t5x_gpu.partitioning.context_parallel import (
 )
 from t5x_gpu.partitioning.ring_attention import MASKED, ring_attention
 from tests.helpers_collectives import chosen, total_bytes
+from tests.messages import record_message
 
 BATCH, LENGTH, HEADS, KV, BUCKETS = 4, 32, 4, 8, 8
 INFOS = ('token', 'segment', 'prefix')
@@ -428,22 +429,14 @@ def test_a_length_that_does_not_divide_is_a_problem_with_its_rule():
   assert check({'length': 64, 'batch': 3}, mesh_shape) == []
   assert check({'length': 7}, {'data': 8, 'context': 1}) == []
   [problem] = check({'length': 100}, mesh_shape, multiple_of=12)
-  assert problem.what == (
-    'length = 100 does not divide over 2 x context=4 (= 8): each device takes one chunk from the '
-    'front and one from the back, to balance the work of causal attention.'
-  )
-  assert problem.fix == 'Set TASK_FEATURE_LENGTHS so that their sum is a multiple of 24.'
+  record_message(problem.text())
   assert problem.parameters == ('TASK_FEATURE_LENGTHS', 'Partitioner.context')
 
 
 def test_a_chunk_without_divisors_is_refused_by_the_ring():
   mesh_shape = {'data': 4, 'context': 2}  # 4124 = 2 x 2 x 1031
   [problem] = check({'length': 4124}, mesh_shape)
-  assert problem.what == (
-    'length = 4124 over 2 x context=2 makes chunks of 1031, which ring attention can only process '
-    'in blocks of 1: far too slow.'
-  )
-  assert problem.fix == 'Set TASK_FEATURE_LENGTHS so that their sum is a multiple of 512.'
+  record_message(problem.text())
   assert not any(check({'length': 512 * n}, mesh_shape) for n in range(1, 100))
   assert check({'length': 4124}, mesh_shape, method='gather') == []
   assert check({'length': 4 * 1021}, mesh_shape) == []  # a prime, but one block

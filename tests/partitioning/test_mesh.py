@@ -17,6 +17,7 @@ from t5x_gpu.partitioning.mesh import (
 )
 from t5x_gpu.partitioning.partitioner import SizeHint, check_model_sizes
 from t5x_gpu.runtime.topology import Topology, discover
+from tests.messages import record_message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +189,7 @@ def test_every_model_size_that_does_not_divide_is_a_problem_with_its_rule():
 def test_a_size_over_two_axes_names_their_product():
   sizes = resolve_mesh_sizes(Topology(2, 8), fsdp=4)
   [problem] = check_model_sizes(sizes, {'batch': 20}, RULES)
-  assert problem.what == 'batch = 20 does not divide over data=4 x fsdp=4 (= 16).'
-  assert problem.fix == 'Set batch to a multiple of 16.'
+  record_message(problem.text())
 
 
 def test_only_partitions_legal_on_the_hosts_are_listed():
@@ -197,10 +197,13 @@ def test_only_partitions_legal_on_the_hosts_are_listed():
   sizes = resolve_mesh_sizes(Topology(3, 8), num_partitions=4)
   hints = {'heads': SizeHint('TransformerConfig.num_heads', is_width=True)}
   [problem] = check_model_sizes(sizes, {'heads': 6}, RULES, hints=hints)
-  assert problem.fix == 'Set Partitioner.num_partitions = 1 or 2.'
+  record_message(problem.text())
 
 
 def test_names_without_rule_and_rules_without_axis_are_problems():
   sizes = resolve_mesh_sizes(Topology(1, 8))
-  assert "Did you mean 'heads'?" in check_model_sizes(sizes, {'head': 6}, RULES)[0].what
-  assert "Did you mean 'model'?" in check_model_sizes(sizes, {'x': 6}, {'x': ('modle',)})[0].what
+  for problem in (
+    *check_model_sizes(sizes, {'head': 6}, RULES),
+    *check_model_sizes(sizes, {'x': 6}, {'x': ('modle',)}),
+  ):
+    record_message(problem.text())

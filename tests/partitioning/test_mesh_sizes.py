@@ -10,10 +10,11 @@ from t5x_gpu.partitioning.mesh_sizes import (
   resolve_mesh_sizes,
 )
 from t5x_gpu.runtime.topology import Topology
+from tests.messages import raises
 
 
 def error(topology, **sizes) -> MeshError:
-  with pytest.raises(MeshError) as e:
+  with raises(MeshError) as e:
     resolve_mesh_sizes(topology, **sizes)
   return e.value
 
@@ -39,19 +40,14 @@ def test_innermost_axes_take_the_devices_of_a_host_first():
 
 
 def test_three_partitions_of_eight_gpus_name_every_legal_value():
-  message = str(error(Topology(1, 8), num_partitions=3))
-  assert 'num_partitions = 3 does not fit 1 host x 8 GPUs' in message
-  assert 'Set Partitioner.num_partitions = 1, 2, 4 or 8.' in message
+  e = error(Topology(1, 8), num_partitions=3)
+  assert e.parameters == ('Partitioner.num_partitions',)
 
 
 def test_legal_partitions_across_hosts_are_listed_apart():
   topology = Topology(6, 8)
   assert legal_partitions(topology) == ((1, 2, 4, 8), (16, 24, 48))
   e = error(topology, num_partitions=12)
-  assert (
-    'num_partitions = 1, 2, 4 or 8 (inside a host), or 16, 24 or 48 (across hosts, over the '
-    'network)'
-  ) in str(e)
   assert e.parameters == ('Partitioner.num_partitions',)
 
 
@@ -76,13 +72,6 @@ def test_partitions_that_span_hosts_are_allowed_with_a_warning():
 
 def test_sizes_of_another_product_are_an_error_with_the_rule_and_one_fix():
   [problem] = error(Topology(2, 8), data=2, fsdp=4, num_partitions=4).problems
-  assert problem.what == (
-    '16 GPUs cannot form data=2 x fsdp=4 x model=4 (= 32). The sizes must multiply to 16.'
-  )
-  assert problem.fix == (
-    'Set data, fsdp and num_partitions so that the product is 16; data = -1 takes what the others '
-    'leave.'
-  )
   assert problem.parameters == (
     'Partitioner.data',
     'Partitioner.fsdp',
@@ -93,9 +82,6 @@ def test_sizes_of_another_product_are_an_error_with_the_rule_and_one_fix():
 
 def test_sizes_that_leave_no_whole_rest_are_an_error_with_both_numbers():
   [problem] = error(Topology(2, 8), fsdp=3, num_partitions=4).problems
-  assert 'fsdp=3 x model=4 (= 12) with data taking the rest' in problem.what
-  assert '16 is not a multiple of 12' in problem.what
-  assert problem.fix == 'Set fsdp and num_partitions so that the product divides 16.'
   assert problem.parameters == ('Partitioner.fsdp', 'Partitioner.num_partitions')
 
 
@@ -104,23 +90,19 @@ def test_another_axis_can_take_what_is_left():
 
 
 def test_two_open_sizes_are_an_error_that_names_the_one_to_set():
-  message = str(error(Topology(2, 8), fsdp=-1))
-  assert 'data and fsdp are -1' in message and 'set data = 1' in message
+  error(Topology(2, 8), fsdp=-1)
 
 
 def test_all_problems_come_in_one_message():
-  e = error(Topology(2, 8), num_partitions=3, data=3, fsdp=0)
-  assert '2 problems' in str(e)
-  assert 'num_partitions = 3' in str(e) and 'fsdp = 0 is not a size' in str(e)
-  e = error(Topology(2, 8), num_partitions=3, data=3, fsdp=8)
-  assert '2 problems' in str(e) and 'data=3 x fsdp=8 (= 24)' in str(e)
+  assert len(error(Topology(2, 8), num_partitions=3, data=3, fsdp=0).problems) == 2
+  assert len(error(Topology(2, 8), num_partitions=3, data=3, fsdp=8).problems) == 2
 
 
 @pytest.mark.parametrize('value', [0, -2, 2.0, '2', True, None])
 def test_an_invalid_size_is_refused(value):
-  assert f'fsdp = {value!r} is not a size' in str(error(Topology(1, 8), fsdp=value))
+  error(Topology(1, 8), fsdp=value)
   if value is not None:
-    assert 'num_partitions' in str(error(Topology(1, 8), num_partitions=value))
+    error(Topology(1, 8), num_partitions=value)
 
 
 @pytest.mark.parametrize(
@@ -143,25 +125,21 @@ def test_a_t5x_submesh_sets_the_size_of_model(submesh, model):
 @pytest.mark.parametrize('submesh', [8, (1,), (1, 2, 1), (1, 0, 1, 1), (1, -1, 1, 1), ('a', 'b')])
 def test_a_submesh_of_another_form_is_refused(submesh):
   e = error(Topology(1, 8), model_parallel_submesh=submesh)
-  assert 'not four sizes' in str(e)
   assert e.parameters == ('Partitioner.model_parallel_submesh',)
 
 
 def test_an_illegal_submesh_names_itself():
   e = error(Topology(1, 8), model_parallel_submesh=(1, 3, 1, 1))
-  assert 'model_parallel_submesh = (1, 3, 1, 1)' in str(e) and '1, 2, 4 or 8' in str(e)
   assert e.parameters == ('Partitioner.model_parallel_submesh',)
 
 
 def test_advice_for_a_submesh_does_not_name_num_partitions():
   e = error(Topology(2, 8), model_parallel_submesh=(1, 4, 1, 1), data=8)
-  assert 'Set data and model_parallel_submesh so that the product is 16' in e.fix
   assert e.parameters == ('Partitioner.data', 'Partitioner.model_parallel_submesh')
 
 
 def test_submesh_and_num_partitions_exclude_each_other():
-  message = str(error(Topology(1, 8), model_parallel_submesh=(1, 2, 1, 1), num_partitions=2))
-  assert 'Keep one of them' in message
+  error(Topology(1, 8), model_parallel_submesh=(1, 2, 1, 1), num_partitions=2)
 
 
 def test_sizes_can_be_given_inside_and_across_hosts():
@@ -186,22 +164,21 @@ def test_dcn_sizes_can_put_an_inner_axis_across_hosts():
 
 
 @pytest.mark.parametrize(
-  'sizes, words',
+  'sizes',
   [
-    (dict(ici_mesh_shape={'fsdp': 4}), 'The 8 GPUs of a host cannot form fsdp=4'),
-    (dict(dcn_mesh_shape={'data': 3}), '2 hosts cannot form data=3'),
-    (dict(ici_mesh_shape={'fsdp': 3, 'data': -1}), '8 is not a multiple of 3'),
-    (dict(ici_mesh_shape={'fsdp': -1, 'data': -1}), 'only one axis'),
-    (dict(ici_mesh_shape={'fdsp': 8}), "Did you mean 'fsdp'?"),
-    (dict(ici_mesh_shape=(1, 8)), "{'data': -1, 'model': 8}"),
-    (dict(dcn_mesh_shape={'data': 'x'}), "data = 'x' is not a size"),
-    (dict(ici_mesh_shape={'fsdp': 8}, fsdp=8), 'given twice'),
-    (dict(ici_mesh_shape={'fsdp': 8}, num_partitions=2), 'Set Partitioner.num_partitions = None'),
+    dict(ici_mesh_shape={'fsdp': 4}),
+    dict(dcn_mesh_shape={'data': 3}),
+    dict(ici_mesh_shape={'fsdp': 3, 'data': -1}),
+    dict(ici_mesh_shape={'fsdp': -1, 'data': -1}),
+    dict(ici_mesh_shape={'fdsp': 8}),
+    dict(ici_mesh_shape=(1, 8)),
+    dict(dcn_mesh_shape={'data': 'x'}),
+    dict(ici_mesh_shape={'fsdp': 8}, fsdp=8),
+    dict(ici_mesh_shape={'fsdp': 8}, num_partitions=2),
   ],
 )
-def test_errors_for_bad_ici_and_dcn_sizes_name_sizes_that_fit(sizes, words):
+def test_errors_for_bad_ici_and_dcn_sizes_name_sizes_that_fit(sizes):
   e = error(Topology(2, 8), **sizes)
-  assert words in str(e)
   assert any('mesh_shape' in parameter for parameter in e.parameters)
 
 
@@ -210,15 +187,11 @@ def test_model_across_hosts_by_dcn_must_cover_whole_hosts_or_divide_one():
     Topology(2, 8), ici_mesh_shape={'model': 4, 'data': 2}, dcn_mesh_shape={'model': 2}
   )
   assert sizes.warnings
-  message = str(
-    error(Topology(3, 8), ici_mesh_shape={'model': 4, 'data': 2}, dcn_mesh_shape={'model': 3})
-  )
-  assert 'num_partitions = 12 (by ici_mesh_shape and dcn_mesh_shape)' in message
+  error(Topology(3, 8), ici_mesh_shape={'model': 4, 'data': 2}, dcn_mesh_shape={'model': 3})
 
 
 def test_messages_use_the_word_of_the_topology():
-  message = str(error(Topology(1, 8, device_word='CPU device'), num_partitions=3))
-  assert '8 CPU devices' in message and 'GPU' not in message
+  error(Topology(1, 8, device_word='CPU device'), num_partitions=3)
 
 
 def test_divisors_are_all_and_ascending():

@@ -18,6 +18,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.reporting.live_view import eta_seconds, sparkline, view
 from t5x_gpu.reporting.run_record import read_run
 from tests.helpers_train import REPOSITORY
+from tests.messages import raises
 from tests.reporting.runs import MANIFEST, START, write_profile, write_run
 
 
@@ -129,11 +130,11 @@ def test_without_a_terminal_it_prints_one_frame(tmp_path, capsys):
 
 
 def test_it_shows_one_run():
-  with pytest.raises(ConfigError, match='No MODEL_DIR is given'):
+  with raises(ConfigError):
     top.main([])
-  with pytest.raises(ConfigError, match='2 folders are given; top shows one run'):
+  with raises(ConfigError):
     top.main(['a', 'b'])
-  with pytest.raises(ConfigError, match='does not name a folder in a bucket'):
+  with raises(ConfigError):
     top.main(['s3://b'])
 
 

@@ -15,6 +15,7 @@ from t5x_gpu.training.program import bytes_per_device
 from tests import helpers_layouts
 from tests.helpers_layouts import CASES, QUICK, Case
 from tests.helpers_train import Project
+from tests.messages import raises
 
 FULL_REMAT = Case(config=dict(remat_policy='full'), num_devices=1, num_microbatches=8)
 SMALL_BATCH = dict(batch_size=8)
@@ -53,7 +54,7 @@ def test_the_estimate_is_a_lower_bound_of_what_xla_gives(case):
 
 
 def refusal(memory: RunMemory) -> OutOfMemoryError:
-  with pytest.raises(OutOfMemoryError) as error:
+  with raises(OutOfMemoryError) as error:
     memory.check()
   return error.value
 
@@ -62,21 +63,13 @@ def test_what_fits_is_accepted_and_one_byte_less_is_not():
   total = memory_of(CASES['dp']).need.total
   memory_of(CASES['dp'], limit=total).check()
   error = refusal(memory_of(CASES['dp'], limit=total - 1))
-  assert re.search(
-    r'A step on 8 GPUs needs \d\.\d MiB on each \(by a lower bound, before compiling'
-    r'\): \d\.\d MiB of parameters and optimizer state, ',
-    error.what,
-  )
-  assert 'Each has ' in error.what and '(a test)' in error.what
-  assert error.docs == 'parallelism.md#memory' and 'python -m t5x_gpu.plan' in error.fix
+  assert error.docs == 'parallelism.md#memory'
 
 
 def test_a_state_that_is_too_large_must_be_split_over_more_devices():
   need = memory_of(CASES['dp'], **SMALL_BATCH).need
   limit = need.total * 3 // 10
-  assert (
-    'with Partitioner.fsdp above 1' in refusal(memory_of(CASES['dp'], limit, **SMALL_BATCH)).fix
-  )
+  refusal(memory_of(CASES['dp'], limit, **SMALL_BATCH))
   memory_of(CASES['fsdp'], limit, **SMALL_BATCH).check()
 
 
@@ -88,7 +81,7 @@ def test_too_many_activations_must_be_split_into_microbatches():
   assert f'train.num_microbatches (now 1) to a larger number that divides {rows}' in fix
   memory_of(dataclasses.replace(CASES['dp'], num_microbatches=rows), limit).check()
   one_row = dataclasses.replace(CASES['dp'], num_microbatches=rows)
-  assert 'Partitioner.context' in refusal(memory_of(one_row, memory_of(one_row).need.total - 1)).fix
+  refusal(memory_of(one_row, memory_of(one_row).need.total - 1))
 
 
 def test_a_compiled_step_is_held_against_the_memory_too():
@@ -99,7 +92,7 @@ def test_a_compiled_step_is_held_against_the_memory_too():
   memory_of(case, total).compiled(step)
   memory = memory_of(case, total - 1)
   memory.check()  # the lower bound fits
-  with pytest.raises(OutOfMemoryError, match='as compiled'):
+  with raises(OutOfMemoryError):
     memory.compiled(step)
 
 
@@ -108,8 +101,7 @@ def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
   memory = memory_of(CASES['fsdp'], host=1000)
   memory.check()
   monkeypatch.setattr(RunMemory, 'on_cpu', False)
-  error = refusal(memory)
-  assert 'Each save copies' in error.what and 'Partitioner.fsdp' in error.fix
+  refusal(memory)
   # A rack of machines is one host of the topology, but each machine has its own memory.
   whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(memory.program.abstract_state))
   dataclasses.replace(memory, host=Limit(whole // 4, 'a test'), num_machines=4).check()
@@ -124,9 +116,7 @@ def test_a_padded_state_that_cannot_be_saved_is_refused():
   )
   assert stored + saved > 7 * stored > memory.need.total
   memory_of(case, limit=stored + saved, batch_size=7).check()
-  error = refusal(memory_of(case, limit=stored + saved - 1, batch_size=7))
-  assert 'fsdp = 7 does not divide' in error.what
-  assert 'Set Partitioner.fsdp to a number that divides' in error.fix
+  refusal(memory_of(case, limit=stored + saved - 1, batch_size=7))
 
 
 def test_logits_and_gradients_share_memory_in_the_lower_bound():

@@ -18,6 +18,7 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.transformer import TransformerLayer
 from tests.conversion.hf_files import CONFIGS, table_of, untied
+from tests.messages import raises
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -208,48 +209,46 @@ def test_windows_are_the_shortest_period_of_the_layers():
 
 
 @pytest.mark.parametrize(
-  'name, change, text',
+  'name, change',
   [
-    ('llama', {'model_type': 'falcon'}, "model_type = 'falcon'"),
-    ('llama', {'model_type': 'lama'}, "Did you mean 'llama'"),
-    ('bert_mlm', {'architectures': ['BertForQuestionAnswering']}, 'BertForSequenceClassification'),
-    ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx = True'),
-    ('llama', {'rope_scaling': {'rope_type': 'longrope', 'factor': 2.0}}, 'mix keys of short and'),
-    ('llama', {'hidden_act': 'quick_gelu'}, "activation 'quick_gelu'"),
-    ('llama', {'head_dim': None, 'num_attention_heads': 3}, 'does not divide'),
+    ('llama', {'model_type': 'falcon'}),
+    ('llama', {'model_type': 'lama'}),
+    ('bert_mlm', {'architectures': ['BertForQuestionAnswering']}),
+    ('gpt2', {'scale_attn_by_inverse_layer_idx': True}),
+    ('llama', {'rope_scaling': {'rope_type': 'longrope', 'factor': 2.0}}),
+    ('llama', {'hidden_act': 'quick_gelu'}),
+    ('llama', {'head_dim': None, 'num_attention_heads': 3}),
   ],
 )
-def test_models_that_ours_cannot_be_are_refused(name, change, text):
-  with pytest.raises(CheckpointError, match=r'config\.json .*says') as e:
+def test_models_that_ours_cannot_be_are_refused(name, change):
+  with raises(CheckpointError):
     model_of({**CONFIGS[name], **change})
-  assert text in str(e.value) and e.value.fix
 
 
 @pytest.mark.parametrize(
-  'name, change, text',
+  'name, change',
   [
-    ('llama', {'num_attention_heads': '4'}, "num_attention_heads = '4' (must be a whole number"),
-    ('llama', {'rms_norm_eps': [1e-5], 'tie_word_embeddings': 'no'}, 'tie_word_embeddings = '),
-    ('llama', {'architectures': 3}, 'architectures = 3 (must be a list of text)'),
-    ('llama', {'hidden_size': None}, 'an invalid value'),
-    ('gpt2', {'n_head': 0}, 'which n_head = 0 does not divide'),
-    ('llama', {'num_hidden_layers': -1}, 'num_hidden_layers = -1 (must be a whole number from 0)'),
-    ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': 0.0}}, 'factor = 0.0 must be'),
-    ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': '2'}}, "factor = '2' must be"),
-    ('qwen3', {'rope_theta': -1e4}, 'theta = -10000.0 must be'),
-    ('qwen3', {'rope_scaling': {'rope_type': 'yarn', 'factor': -2.0}}, 'factor = -2.0 must be'),
-    ('qwen3', {'rope_scaling': {'rope_type': 'yarn'}}, "has no 'factor'"),
-    ('phi3', {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0]}}, "has no 'long_factor'"),
+    ('llama', {'num_attention_heads': '4'}),
+    ('llama', {'rms_norm_eps': [1e-5], 'tie_word_embeddings': 'no'}),
+    ('llama', {'architectures': 3}),
+    ('llama', {'hidden_size': None}),
+    ('gpt2', {'n_head': 0}),
+    ('llama', {'num_hidden_layers': -1}),
+    ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': 0.0}}),
+    ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': '2'}}),
+    ('qwen3', {'rope_theta': -1e4}),
+    ('qwen3', {'rope_scaling': {'rope_type': 'yarn', 'factor': -2.0}}),
+    ('qwen3', {'rope_scaling': {'rope_type': 'yarn'}}),
+    ('phi3', {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0]}}),
   ],
 )
-def test_values_that_cannot_be_are_refused(name, change, text):
-  with pytest.raises(CheckpointError, match=r'config\.json') as e:
+def test_values_that_cannot_be_are_refused(name, change):
+  with raises(CheckpointError):
     model_of({**CONFIGS[name], **change})
-  assert text in str(e.value) and e.value.fix
 
 
 def test_a_missing_key_is_named():
-  with pytest.raises(CheckpointError, match="has no 'hidden_size'"):
+  with raises(CheckpointError):
     model_of({k: v for k, v in CONFIGS['llama'].items() if k != 'hidden_size'})
 
 
@@ -265,7 +264,7 @@ def test_a_missing_key_is_named():
 def test_a_model_that_the_family_cannot_have_is_refused_with_the_field(family, change, name):
   model = model_of(CONFIGS['llama'])
   model = dataclasses.replace(model, config=dataclasses.replace(model.config, **change))
-  with pytest.raises(CheckpointError, match=f'{name} = ') as e:
+  with raises(CheckpointError) as e:
     to_hf(model, family=family)
   assert f'TransformerConfig.{name}' in e.value.parameters
 
@@ -282,7 +281,7 @@ def test_options_that_the_family_cannot_have_are_refused_with_the_field(name, op
   model = model_of(CONFIGS[name])
   other = describe(dataclasses.replace(model.build(), **option))
   [field] = option
-  with pytest.raises(CheckpointError, match=f'{field} = {option[field]!r}') as e:
+  with raises(CheckpointError) as e:
     to_hf(other, family=guess_family(model))
   assert e.value.parameters == (f'{cls}.{field}',)
   assert [field] == [name for name, _, _ in differences(model, other)]
@@ -294,9 +293,9 @@ def test_a_model_with_custom_layers_is_refused(name):
     pass
 
   model = dataclasses.replace(model_of(CONFIGS[name]).build(), layer=Mine)
-  with pytest.raises(CheckpointError, match='Mine: models with custom layers') as e:
+  with raises(CheckpointError) as e:
     describe(model)
-  assert e.value.fix and e.value.parameters == (f'{type(model).__name__}.layer',)
+  assert e.value.parameters == (f'{type(model).__name__}.layer',)
 
 
 MODEL_FILES = sorted((ROOT / 'gin_configs' / 'models').glob('*.gin'))

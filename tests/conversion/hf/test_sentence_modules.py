@@ -8,6 +8,7 @@ from t5x_gpu import convert
 from t5x_gpu.conversion.hf.folder import open_hf
 from t5x_gpu.errors import CheckpointError
 from tests.conversion.hf_files import VARIANTS, write_model
+from tests.messages import raises
 
 TYPES = 'sentence_transformers.models.'
 
@@ -84,33 +85,28 @@ def test_without_modules_it_is_the_mean_and_nothing_is_added(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  'kinds, modes, says',
+  'kinds, modes',
   [
-    (('Transformer', 'Pooling', 'Dense'), dict(mean_tokens=True), 'modules.json lists .*, Dense'),
-    (('Transformer', 'Pooling'), dict(max_tokens=True), 'pools by max_tokens'),
-    (
-      ('Transformer', 'Pooling'),
-      dict(cls_token=True, mean_tokens=True),
-      'pools by cls_token and mean_tokens',
-    ),
-    (('Transformer', 'Pooling'), {}, 'pools by an unknown mode'),
+    (('Transformer', 'Pooling', 'Dense'), dict(mean_tokens=True)),
+    (('Transformer', 'Pooling'), dict(max_tokens=True)),
+    (('Transformer', 'Pooling'), dict(cls_token=True, mean_tokens=True)),
+    (('Transformer', 'Pooling'), {}),
   ],
 )
-def test_other_vectors_are_refused(tmp_path, kinds, modes, says):
-  with pytest.raises(CheckpointError, match=says) as e:
+def test_other_vectors_are_refused(tmp_path, kinds, modes):
+  with raises(CheckpointError):
     open_hf(write(tmp_path / 'a', *kinds, **modes))
-  assert 'modules.json' in e.value.fix
 
 
 def test_a_prompt_left_out_and_broken_files_are_refused(tmp_path):
   folder = write(tmp_path / 'a', 'Transformer', 'Pooling', mean_tokens=True)
   path = folder / '1_Pooling' / 'config.json'
   path.write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
-  with pytest.raises(CheckpointError, match='leaves prompts out'):
+  with raises(CheckpointError):
     open_hf(folder)
   path.unlink()
-  with pytest.raises(CheckpointError, match='1_Pooling/config.json cannot be read'):
+  with raises(CheckpointError):
     open_hf(folder)
   (folder / 'modules.json').write_text('[{"type": 3}]')
-  with pytest.raises(CheckpointError, match='modules.json cannot be read'):
+  with raises(CheckpointError):
     open_hf(folder)

@@ -21,6 +21,7 @@ from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.errors import DataError
 from tests.helpers_disk import refused_to_python
 from tests.helpers_prepared import prepare_here
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 ROOT = pathlib.Path(__file__).parents[3]
@@ -111,7 +112,7 @@ def test_rates_change_without_preparing_again(mixed_rows, open_data):
     f'prepared:{mixed_rows}', batch_size=10, mixture_rates={'mixed_c': 1, 'mixed_b': 1}
   ).iterator
   assert letters(next(iterator)) == {'b': 5, 'c': 5}
-  with pytest.raises(DataError, match="mixture_rates names 'mixed_d'"):
+  with raises(DataError):
     open_data(f'prepared:{mixed_rows}', mixture_rates={'mixed_d': 1})
 
 
@@ -159,58 +160,47 @@ def test_processes_see_one_batch_and_each_reads_its_rows_alone(mixed_rows, open_
 
 
 @pytest.mark.parametrize(
-  'change, says',
+  'change',
   [
-    ({'lengths': {'targets': 48}}, "task_feature_lengths: prepared with {'targets': 32}"),
-    ({'pack': False}, 'pack: prepared with True, the run has False'),
-    (
-      {'converter': 'prefix_lm', 'lengths': {'inputs': 16, 'targets': 16}},
-      "feature_converter: prepared with 'lm'",
-    ),
-    ({'vocabulary': 'words:300'}, 'vocabulary: prepared with byte'),
-    ({'vocab_size': 200}, 'ids up to 258, the model has 200 ids'),
+    {'lengths': {'targets': 48}},
+    {'pack': False},
+    {'converter': 'prefix_lm', 'lengths': {'inputs': 16, 'targets': 16}},
+    {'vocabulary': 'words:300'},
+    {'vocab_size': 200},
   ],
 )
-def test_another_model_is_refused_with_what_to_prepare(mixed_rows, open_data, change, says):
-  with pytest.raises(DataError, match=says) as e:
+def test_another_model_is_refused_with_what_to_prepare(mixed_rows, open_data, change):
+  with raises(DataError):
     open_data(f'prepared:{mixed_rows}', **change)
-  assert 'python -m t5x_gpu.prepare' in e.value.fix and "'mixed'" in e.value.fix
 
 
 def test_a_split_that_is_not_there_is_named_with_the_command(mixed_rows, open_data):
-  with pytest.raises(
-    DataError, match="no prepared split 'test': it has 'train', 'validation'"
-  ) as e:
+  with raises(DataError):
     open_data(f'prepared:{mixed_rows}', split='test')
-  assert '--split=test' in e.value.fix
-  with pytest.raises(DataError, match='there is no such folder'):
+  with raises(DataError):
     open_data('prepared:/nowhere')
 
 
 @pytest.mark.parametrize(
-  'damage, says',
+  'damage',
   [
-    (lambda p: p.unlink(), 'is missing'),
-    (lambda p: p.write_bytes(p.read_bytes()[:1000]), 'is truncated: it has 1,000 bytes'),
-    (lambda p: p.write_bytes(b'?' + p.read_bytes()[1:]), 'has changed'),
+    lambda p: p.unlink(),
+    lambda p: p.write_bytes(p.read_bytes()[:1000]),
+    lambda p: p.write_bytes(b'?' + p.read_bytes()[1:]),
   ],
 )
-def test_a_damaged_shard_is_named_when_the_data_is_opened(
-  mixed_rows, tmp_path, open_data, damage, says
-):
+def test_a_damaged_shard_is_named_when_the_data_is_opened(mixed_rows, tmp_path, open_data, damage):
   copied = shutil.copytree(mixed_rows, tmp_path / 'copied')
   shard = copied / 'train' / 'mixed_a' / '00001-of-00002.arrayrecord'
   damage(shard)
-  with pytest.raises(DataError, match=f'{shard} {says}'):
+  with raises(DataError):
     open_data(f'prepared:{copied}')
 
 
 @pytest.mark.parametrize('part', ['train/index.json', '00001-of-00002.arrayrecord'])
 def test_a_file_that_cannot_be_opened_has_not_changed_and_is_prepared(mixed_rows, open_data, part):
-  with refused_to_python(part, errno.EMFILE), pytest.raises(DataError) as e:
+  with refused_to_python(part, errno.EMFILE), raises(DataError):
     open_data(f'prepared:{mixed_rows}')
-  assert f'{part} cannot be read: Too many open files (EMFILE).' in str(e.value)
-  assert 'changed' not in str(e.value) and 'prepare ' not in e.value.fix
 
 
 def test_bytes_that_change_while_training_stop_it_with_the_row(tmp_path, open_data):
@@ -219,7 +209,7 @@ def test_bytes_that_change_while_training_stop_it_with_the_row(tmp_path, open_da
   shard = tmp_path / 'train' / 'mixed_a' / '00000-of-00001.arrayrecord'
   content = shard.read_bytes()
   shard.write_bytes(content[:64] + b'?' * (len(content) // 2) + content[len(content) // 2 + 64 :])
-  with pytest.raises(DataError, match='Row .* cannot be read'):
+  with raises(DataError):
     for _ in range(100):
       np.asarray(next(iterator)['decoder_target_tokens'])
 
@@ -237,16 +227,11 @@ def test_fewer_rows_than_a_batch_train_with_a_warning_and_evaluate_once(
 
 
 @pytest.mark.parametrize(
-  'change, says',
-  [
-    ({'seed': 7}, 'seed: saved 0, now 7'),
-    ({'batch_size': 2}, 'batch_size: saved 4, now 2'),
-    ({'mixture_rates': {'mixed_a': 1}}, "rates: saved {'mixed_a': 0.6"),
-  ],
+  'change', [{'seed': 7}, {'batch_size': 2}, {'mixture_rates': {'mixed_a': 1}}]
 )
-def test_a_state_of_another_order_is_refused_by_name(mixed_rows, open_data, change, says):
+def test_a_state_of_another_order_is_refused_by_name(mixed_rows, open_data, change):
   state = open_data(f'prepared:{mixed_rows}').iterator.get_state()
-  with pytest.raises(DataError, match=says):
+  with raises(DataError):
     open_data(f'prepared:{mixed_rows}', **change).iterator.set_state(state)
 
 
@@ -260,13 +245,13 @@ def test_a_state_of_other_rows_is_refused_and_one_of_a_moved_folder_is_not(tmp_p
   moved.set_state(state)
   assert hashes(moved, 2) == want
   prepare_here('mixed_a', tmp_path / 'b', num_parts=1, seed=5)
-  with pytest.raises(DataError, match='rows of mixed_a: saved'):
+  with raises(DataError):
     open_data(f'prepared:{tmp_path}/b').iterator.set_state(state)
 
 
 def test_a_state_of_the_streaming_path_is_refused(mixed_rows, open_data):
   state = open_data('mixed', mixture_or_task_module='tests.mixed_tasks').iterator.get_state()
-  with pytest.raises(DataError, match='not written by t5x_gpu.data.prepared.batches'):
+  with raises(DataError):
     open_data(f'prepared:{mixed_rows}').iterator.set_state(state)
 
 
@@ -284,7 +269,7 @@ def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, op
     config, 'prompt_text', feature_converter='lm', model_vocab_size=384, has_inputs=False
   )
   assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
-  with pytest.raises(DataError, match="'mixed' has no metrics"):
+  with raises(DataError):
     data_module.open_evaluated_tasks(config, feature_converter='lm')
   other = dataclasses.replace(config, split='another')  # for every split
   assert data_module.open_vocabulary(other, feature_converter='lm').name == 'byte'

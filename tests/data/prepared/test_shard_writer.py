@@ -5,6 +5,7 @@ import pytest
 
 from t5x_gpu.data.prepared.shard_writer import decode_into, encode_row
 from t5x_gpu.errors import DataError
+from tests.messages import raises
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_negative_labels_come_back():
 
 
 def test_numbers_that_32_bits_do_not_hold_are_refused():
-  with pytest.raises(DataError, match='tokens.*1,099,511,627,776'):
+  with raises(DataError):
     encode_row({'tokens': np.asarray([1, 2**40])}, names=('tokens',))
 
 

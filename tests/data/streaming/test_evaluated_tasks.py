@@ -11,6 +11,7 @@ from t5x_gpu.data.data_module import ModelOutputs, open_task_names
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import ConfigError, DataError
 from tests import eval_tasks
+from tests.messages import raises
 
 open_evaluated_tasks = functools.partial(
   data_module.open_evaluated_tasks, feature_converter='prefix_lm'
@@ -79,15 +80,15 @@ def test_another_vocabulary_changes_ids_and_no_name():
 
 
 @pytest.mark.parametrize(
-  'changes, said',
+  'changes',
   [
-    ({'mixture_or_task_name': 'turned_without_metrics'}, 'has no metrics'),
-    ({'mixture_or_task_name': 'python_source'}, 'has no metrics'),
-    ({'split': 'test'}, "no split 'test'"),
+    {'mixture_or_task_name': 'turned_without_metrics'},
+    {'mixture_or_task_name': 'python_source'},
+    {'split': 'test'},
   ],
 )
-def test_what_cannot_be_evaluated_is_an_error(changes, said):
-  with pytest.raises(DataError, match=said):
+def test_what_cannot_be_evaluated_is_an_error(changes):
+  with raises(DataError):
     open_evaluated_tasks(dataclasses.replace(CONFIG, **changes))
 
 
@@ -97,7 +98,7 @@ def test_missing_metrics_are_fine_where_they_are_not_required():
   synthetic = dataclasses.replace(CONFIG, module='t5x_gpu.data.synthetic')
   assert not open_evaluated_tasks(synthetic, required=False)
   assert open_task_names(synthetic) == ('turned',)
-  with pytest.raises(ConfigError, match='do not come from a task'):
+  with raises(ConfigError):
     open_evaluated_tasks(synthetic)
 
 

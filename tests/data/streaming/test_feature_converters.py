@@ -8,6 +8,7 @@ from t5x_gpu.data.batches import batch_hash, row_masks
 from t5x_gpu.data.streaming import feature_converters
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 LENGTHS = {'inputs': 7, 'targets': 8}
@@ -112,9 +113,9 @@ def test_loss_on_inputs_too_is_a_parameter_of_prefix_lm():
   _, both = convert('prefix_lm', pack=True, loss_on_targets_only=False)
   assert alone['decoder_loss_weights'][0].tolist() == [0] * 4 + [1] * 3 + [0] * 5 + [1, 1, 0]
   assert both['decoder_loss_weights'][0].tolist() == [1] * 14 + [0]
-  with pytest.raises(DataError, match='loss_on_targets_only = False'):
+  with raises(DataError):
     convert('lm', pack=True, loss_on_targets_only=False)
-  with pytest.raises(DataError, match='loss_on_targets_only = False'):
+  with raises(DataError):
     feature_converters.feature_converter('encoder_mlm', pack=True, loss_on_targets_only=False)
 
 

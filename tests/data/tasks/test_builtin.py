@@ -13,6 +13,7 @@ from t5x_gpu.data.tasks import builtin, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from tests.helpers_tfds import tfds_data_dir, write_tfds
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 
@@ -175,7 +176,7 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
   opened = open_data('numbers_of_mine', mixture_or_task_module='tasks_of_mine', repeat=False)
   ids = np.concatenate([b['decoder_target_tokens'].ravel() for b in opened.iterator])
   assert (ids == 1).sum() == 40  # 10 to 49.
-  with pytest.raises(DataError, match="Did you mean 'numbers_of_mine'"):
+  with raises(DataError):
     open_data('numbers_of_min')
 
 
@@ -207,5 +208,5 @@ def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name, tmp_path
 
 
 def test_wmt_without_data_says_how_to_prepare_it(open_data, tmp_path):
-  with tfds_data_dir(tmp_path), pytest.raises(DataError, match='prepare_tfds wmt_t2t_translate/de'):
+  with tfds_data_dir(tmp_path), raises(DataError):
     open_data('wmt_ende', converter='prefix_lm', lengths={'inputs': 64, 'targets': 64})

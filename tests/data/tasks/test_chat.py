@@ -28,6 +28,7 @@ from tests.helpers_chat import (
   write_tokenizer,
 )
 from tests.helpers_prepared import prepare_here
+from tests.messages import raises
 
 pytest.importorskip('tokenizers')
 pytestmark = pytest.mark.tf
@@ -104,7 +105,7 @@ def test_prepared_rows_are_the_same_and_a_changed_template_is_other_data(open_da
   expected = sorted(expected_rows(vocabulary, MANY))
   assert len(found) > 40 and all(row in expected for row in found)
   (tmp_path / 'tokenizer/chat_template.jinja').write_text(GENERATION)
-  with pytest.raises(DataError, match='chat_template'):
+  with raises(DataError):
     prepare_here(name, tmp_path / 'rows', **options)
   assert before == read_index(tmp_path / 'rows', split='train').plan()
 
@@ -123,7 +124,7 @@ def test_prepared_rows_are_refused_for_other_variables_of_the_template(open_data
   rows = f'prepared:{tmp_path}/rows'
   for same in (variables, None):  # None: as they were prepared
     open_data(rows, lengths=lengths, chat_template_variables=same)
-  with pytest.raises(DataError, match="prepared with {'system': 'Be brief.', .* the run has"):
+  with raises(DataError):
     open_data(rows, lengths=lengths, chat_template_variables={'system': 'Be long.'})
 
 
@@ -138,9 +139,8 @@ def test_a_resumed_run_refuses_a_changed_template(open_data, chat, tmp_path):
   second.set_state(state)
   np.testing.assert_equal(next(second), expected)
   (tmp_path / 'tokenizer/chat_template.jinja').write_text(GENERATION)
-  with pytest.raises(DataError, match='What differs: the chat template') as e:
+  with raises(DataError):
     open_data(name, **options).iterator.set_state(state)
-  assert 'Restore the earlier chat template' in e.value.fix
 
 
 @pytest.mark.slow
@@ -192,11 +192,10 @@ def test_conversations_that_the_template_refuses_are_skipped_and_counted(
   assert sorted(found) == sorted(expected_rows(vocabulary, good))
   for number in (4, 21):
     assert f'a.jsonl:{number}: the chat template' in caplog.text
-  with pytest.raises(DataError, match=r'[12] of the 40 records read are damaged'):
+  with raises(DataError):
     split_talks(talks, name, open_data, vocabulary, max_corrupt_fraction=0.02, **options)
-  with pytest.raises(DataError, match='refuses these messages: not that') as e:
+  with raises(DataError):
     split_talks(talks, name, open_data, vocabulary, **options)
-  assert 'max_corrupt_fraction = 0.001' in e.value.fix
 
 
 def test_sharegpt_and_parts_of_text_are_the_same_conversations(tmp_path):
@@ -246,43 +245,33 @@ ANSWER = {'role': 'assistant', 'content': 'b'}
 
 
 @pytest.mark.parametrize(
-  'record, says',
+  'record',
   [
-    ({'messages': 'text'}, 'a.jsonl:1 should have a list of messages under key .messages.; it has'),
-    ({'messages': []}, 'it has \\[\\]'),
-    ({'messages': [USER, 'b']}, 'a.jsonl:1, message 2 of 2, is "b", not an object'),
-    (
-      {'messages': [{'role': 'asistant', 'content': 'b'}]},
-      "message 1 of 1, has the role 'asistant'.*Did you mean 'assistant'",
-    ),
-    ({'messages': [USER]}, 'no message of the assistant among its 1'),
-    ({'messages': [USER, {'role': 'assistant'}]}, 'message 2 of 2, has no content'),
-    (
-      {'messages': [{**USER, 'content': [{'type': 'text', 'text': 'a'}, {'type': 'image'}]}]},
-      "message 1 of 1, has a part of type 'image' .part 2 of 2.; only text",
-    ),
-    ({'messages': [USER, ANSWER], 'tools': 'f()'}, "under key 'tools'"),
-    ({'messages': [USER, {**ANSWER, 'content': '\ud800'}]}, 'half of a surrogate pair'),
+    {'messages': 'text'},
+    {'messages': []},
+    {'messages': [USER, 'b']},
+    {'messages': [{'role': 'asistant', 'content': 'b'}]},
+    {'messages': [USER]},
+    {'messages': [USER, {'role': 'assistant'}]},
+    {'messages': [{**USER, 'content': [{'type': 'text', 'text': 'a'}, {'type': 'image'}]}]},
+    {'messages': [USER, ANSWER], 'tools': 'f()'},
+    {'messages': [USER, {**ANSWER, 'content': '\ud800'}]},
   ],
 )
-def test_bad_conversations_are_named_with_file_and_line(record, says):
-  with pytest.raises(DataError, match=says) as e:
+def test_bad_conversations_are_named_with_file_and_line(record):
+  with raises(DataError) as e:
     raise conversation_row(record, key='messages', where='a.jsonl:1')
   assert e.value.fix
 
 
 @pytest.mark.parametrize(
-  'record, says',
-  [
-    ({'messages': [USER]}, 'a.jsonl:1 has no message of the assistant'),
-    ({'messages': [USER, ANSWER], 'text': 'a'}, "a.jsonl has 'text' and 'messages'"),
-  ],
+  'record', [{'messages': [USER]}, {'messages': [USER, ANSWER], 'text': 'a'}]
 )
-def test_errors_come_out_of_the_batches(open_data, tmp_path, record, says):
+def test_errors_come_out_of_the_batches(open_data, tmp_path, record):
   folder = write_tokenizer(tmp_path / 'tokenizer', GENERATION)
   lines = [{'messages': TALKS[0]}, {'messages': TALKS[1]}] * 20
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, [record, *lines])))
-  with pytest.raises(DataError, match=says) as e:
+  with raises(DataError) as e:
     for split in ('train', 'validation'):
       opened = open_data(
         f'jsonl:{tmp_path}/a.jsonl', vocabulary=f'huggingface:{folder}', split=split, repeat=False
@@ -293,12 +282,12 @@ def test_errors_come_out_of_the_batches(open_data, tmp_path, record, says):
 
 def test_wrong_settings_are_refused_before_anything_is_read(open_data, chat, tmp_path):
   name, vocabulary = chat
-  with pytest.raises(DataError, match='Messages need a tokenizer with a chat template'):
+  with raises(DataError):
     open_data(name)
-  with pytest.raises(DataError, match='masks parts of texts'):
+  with raises(DataError):
     open_data(f'span_corruption:{name}', vocabulary=vocabulary)
   (tmp_path / 'a.csv').write_text('messages\n[]\n')
-  with pytest.raises(DataError, match='conversations are read from jsonl, parquet, arrow'):
+  with raises(DataError):
     open_data(f'csv:{tmp_path}/a.csv#messages=messages', vocabulary=vocabulary)
 
 
@@ -421,7 +410,6 @@ def test_tools_that_are_nested_too_deeply_are_one_damaged_conversation(
   tools = json.dumps(nested) if as_text else nested
   bad = f'{good[:-1]}, "tools": {tools}}}'
   (tmp_path / 'a.jsonl').write_text('\n'.join([good, bad]))
-  says = 'a.jsonl:2 .*it is nested (too deeply|more than 100 levels deep)'
   options = dict(vocabulary=chat[1], lengths={'targets': LENGTH}, repeat=False)
-  with pytest.raises(DataError, match=says):
+  with raises(DataError):
     list(open_data(chat[0], **options).iterator)

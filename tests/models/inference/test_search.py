@@ -14,6 +14,7 @@ import pytest
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.search import BeamSearch, Sampling, most_probable, run
+from tests.messages import raises
 
 VOCAB, STOP, LENGTH = 4, 1, 4
 # Logits after every text of up to LENGTH tokens, for two prompts.
@@ -252,20 +253,20 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
 
 
 @pytest.mark.parametrize(
-  'options, message',
+  'options',
   [
-    (dict(num_beams=2, temperature=1.0), 'num_beams = 2 cannot be combined with sampling'),
-    (dict(num_beams=2, num_decodes=3), 'num_decodes = 3 must be at most num_beams = 2'),
-    (dict(num_decodes=2), 'num_decodes = 2 would all be the same'),
-    (dict(top_k=5), 'temperature = 0.0 picks the most probable token'),
-    (dict(temperature=1.0, top_p=0.0), 'top_p = 0.0 must be above 0'),
-    (dict(stop_tokens=(-1,)), 'must be token ids'),
-    (dict(beam_rule='t5'), "Did you mean 't5x'"),
-    (dict(max_decode_length=0, batch_size=0), '2 problems'),
+    dict(num_beams=2, temperature=1.0),
+    dict(num_beams=2, num_decodes=3),
+    dict(num_decodes=2),
+    dict(top_k=5),
+    dict(temperature=1.0, top_p=0.0),
+    dict(stop_tokens=(-1,)),
+    dict(beam_rule='t5'),
+    dict(max_decode_length=0, batch_size=0),
   ],
 )
-def test_contradictory_choices_are_refused(options, message):
-  with pytest.raises(ConfigError, match=message):
+def test_contradictory_choices_are_refused(options):
+  with raises(ConfigError):
     DecodingConfig(**options)
 
 

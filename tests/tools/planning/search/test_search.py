@@ -24,6 +24,7 @@ from t5x_gpu.tools.planning.search.variants import Variant
 from t5x_gpu.tools.planning.search.workers import Score
 from tests.aot.cases import Case
 from tests.helpers_train import TINY_GIN
+from tests.messages import raises
 
 GIB = 2**30
 
@@ -226,12 +227,12 @@ def test_the_gin_file_of_the_best_gives_the_step_that_the_search_promised(gin_fi
 
 
 def test_flags_that_do_not_go_with_a_search_are_refused(gin_file):
-  for more, words in (
-    (['--search', '--show=sharding'], '--show=sharding'),
-    (['--search_processes=2'], '--search_processes'),
-    (['--search', '--search_processes=0'], 'at least 1'),
+  for more in (
+    ['--search', '--show=sharding'],
+    ['--search_processes=2'],
+    ['--search', '--search_processes=0'],
   ):
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError):
       plan.main([f'--gin_file={gin_file}', '--gpus=2', *more])
 
 
