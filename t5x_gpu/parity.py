@@ -143,7 +143,6 @@ def _scaled(schedule: Schedule, factor: float) -> Schedule:
 
 
 def parity(
-  config: StepConfig,
   programs: tuple[Program, Program],
   *,
   num_steps: int = 3,
@@ -153,25 +152,18 @@ def parity(
   """Returns the differences of the two programs of `build` over some steps.
 
   Args:
-    config: configuration of the run.
-    programs: from `build` with the same configuration.
+    programs: from `build`.
     num_steps: updates to compare.
     tolerance: largest relative difference allowed.
     xla: settings to compile with.
   """
   # By default GPUs multiply float32 matrices in TF32, which has a mantissa of 10 bits.
   with jax.default_matmul_precision('highest'):
-    mesh, one = (
-      RecordedRun(program, compiler_options=compile_options(program, xla)) for program in programs
+    mesh, one = (RecordedRun(p, compiler_options=compile_options(p, xla)) for p in programs)
+    batches = uneven_batches(
+      programs[0].spec, seed=programs[0].config.random_seed, num_batches=num_steps
     )
-    runs = TwoRuns(
-      mesh,
-      one,
-      optimizer=config.optimizer,
-      schedule=_scaled(config.learning_rate, programs[0].learning_rate_factor),
-    )
-    batches = uneven_batches(programs[0].spec, seed=config.random_seed, num_batches=num_steps)
-    return compare_runs(runs, batches, tolerance=tolerance)
+    return compare_runs(TwoRuns(mesh, one), batches, tolerance=tolerance)
 
 
 def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
@@ -293,7 +285,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   check_memory_of_both(programs, config)
   if args.dry_run:
     return 0
-  report = parity(config, programs, num_steps=args.extra.steps, tolerance=tolerance, xla=xla)
+  report = parity(programs, num_steps=args.extra.steps, tolerance=tolerance, xla=xla)
   console = rich.console.Console(highlight=False)
   for rows in (step_rows(report), layer_rows(report), parameter_rows(report)):
     if len(rows) > 1:

@@ -192,19 +192,3 @@ def ticks(name: str) -> int:
 def busy(name: str) -> float:
   """Returns the share of its ticks in which a stage has work."""
   return timetable(name).num_units / ticks(name)
-
-
-class KeepGradients:
-  """An optimizer whose state is the last gradients, and which changes nothing."""
-
-  def init(self, params, names):
-    del names
-    return jax.tree.map(jax.numpy.zeros_like, params)
-
-  def state_names(self, params, names):
-    del params
-    return names
-
-  def update(self, grads, state, params, **_):
-    del state
-    return params, grads

@@ -10,7 +10,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.optimizers import AdamW, Optimizer
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
 from t5x_gpu.training.train_step import StepConfig
@@ -32,13 +32,18 @@ def build_with(
 
 
 def program_of(
-  model: Model, task_feature_lengths: Mapping[str, int], *, num_microbatches: int = 1, **mesh: Any
+  model: Model,
+  task_feature_lengths: Mapping[str, int],
+  *,
+  optimizer: Optimizer = AdamW(),
+  num_microbatches: int = 1,
+  **mesh: Any,
 ) -> Program:
   """Returns the program for a batch of 8 rows, on the devices that `mesh` needs."""
   devices = math.prod(size for size in mesh.values() if size is not True)
   return build_with(
     model=model,
-    optimizer=AdamW(),
+    optimizer=optimizer,
     learning_rate=constant(1e-2),
     pack=False,
     partitioner=Partitioner(**mesh),

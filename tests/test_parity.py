@@ -32,6 +32,7 @@ from t5x_gpu.training.program import bytes_per_device
 from t5x_gpu.training.schedules import constant
 from t5x_gpu.training.train_step import StepConfig
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
+from tests.messages import raises
 
 ROWS = DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8)
 # A user's own model file: four residual layers of two modules, and mistakes to switch on that only
@@ -167,7 +168,7 @@ def report_of(
   programs = parity.build(
     config, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
   )
-  return parity.parity(config, programs, num_steps=steps)
+  return parity.parity(programs, num_steps=steps)
 
 
 @pytest.mark.slow
@@ -502,19 +503,19 @@ def test_gradients_sent_in_bfloat16_have_their_own_tolerance(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  'flags, error, what',
+  'flags, error',
   [
-    (['--steps=0'], ConfigError, 'nothing to compare'),
-    (['--tolerance=nan'], ConfigError, 'nothing to compare'),
-    (['--hosts=3'], ConfigError, 'Give --hosts a number that divides 8'),
-    (['--devices=0'], ConfigError, '--devices of at least 1'),
-    (['--devices=16'], MeshError, 'jax has already started with 8 CPU devices'),
-    (['--real'], MeshError, 'Remove --real'),
+    (['--steps=0'], ConfigError),
+    (['--tolerance=nan'], ConfigError),
+    (['--hosts=3'], ConfigError),
+    (['--devices=0'], ConfigError),
+    (['--devices=16'], MeshError),
+    (['--real'], MeshError),
   ],
 )
-def test_what_cannot_be_compared_is_refused(flags, error, what, monkeypatch):
+def test_what_cannot_be_compared_is_refused(flags, error, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])  # put back afterwards
-  with pytest.raises(error, match=what):
+  with raises(error):
     parity.main(['--gin_file=gin_configs/examples/demo.gin', *flags])
 
 
@@ -579,5 +580,5 @@ def test_the_one_device_that_a_mesh_is_compared_with_needs_memory_too(monkeypatc
   mesh, one = (bytes_per_device(program.abstract_state) for program in programs)
   limit = RunLimits(Limit((mesh + one) // 2, 'a test'), None, 1)
   monkeypatch.setattr(memory, 'run_limits', lambda *args, **kwargs: limit)
-  with pytest.raises(OutOfMemoryError, match='A step on 1 CPU device needs'):
+  with raises(OutOfMemoryError):
     parity.check_memory_of_both(programs, config)

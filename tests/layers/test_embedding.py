@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 
-import numpy as np
 import pytest
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
@@ -12,8 +11,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
-from tests.helpers_gradients import gradients, program
-from tests.parity.tolerances import MESH_GRADIENT
+from tests.helpers_parity import assert_same_steps, program_on_mesh, recorded
 
 CONFIG = TransformerConfig(
   vocab_size=512, num_layers=2, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
@@ -49,25 +47,24 @@ def sent(p) -> collections.Counter:
   ],
 )
 def test_gradients_are_those_of_a_whole_table(model, mesh):
-  split = program(model, **mesh)
+  split = program_on_mesh(model, **mesh)
   assert sent(split)['all-to-all', ('fsdp',)] > 0
-  whole, parts = gradients(program(model, data=8)), gradients(split)
-  assert whole.keys() == parts.keys()
-  for path, array in whole.items():
-    error = np.abs(parts[path] - array).max()
-    assert error <= MESH_GRADIENT * np.abs(array).max(), f'{path}: {error:.1e}'
+  assert_same_steps(recorded(split), recorded(program_on_mesh(model, data=8)))
 
 
 def test_the_table_stays_where_it_is():
   sizes = dict(embed_dim=CONFIG.embed_dim, fsdp=8, dtype_bytes=4)
-  found, table = sent(program(PLAIN, fsdp=8)), 7 / 8 * 4 * CONFIG.vocab_size * CONFIG.embed_dim
+  found, table = (
+    sent(program_on_mesh(PLAIN, fsdp=8)),
+    7 / 8 * 4 * CONFIG.vocab_size * CONFIG.embed_dim,
+  )
   expected = traffic_per_step([IDS], **sizes)['all-to-all']
   assert found['all-to-all', ('fsdp',)] == pytest.approx(expected)
   # A vocabulary as small as this is gathered.
   small = DecoderOnlyModel(dataclasses.replace(CONFIG, vocab_size=16))
-  assert sent(program(small, fsdp=8))['all-to-all', ('fsdp',)] == 0
+  assert sent(program_on_mesh(small, fsdp=8))['all-to-all', ('fsdp',)] == 0
   assert sends_less_in_parts(IDS, vocab_size=CONFIG.vocab_size, dtype_bytes=4)
   # Gathered for the logits alone: once, like the kernel of a model without tied logits.
-  tied = sent(program(DecoderOnlyModel(TIED), fsdp=8))
+  tied = sent(program_on_mesh(DecoderOnlyModel(TIED), fsdp=8))
   for kind in ('all-gather', 'reduce-scatter'):
     assert tied[kind, ('fsdp',)] == pytest.approx(found[kind, ('fsdp',)], abs=table / 50)

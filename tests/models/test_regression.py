@@ -2,12 +2,10 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ModelError
 from t5x_gpu.evaluation.evaluator import values_of
 from t5x_gpu.metrics import reduce
@@ -17,8 +15,9 @@ from t5x_gpu.models.dpo import DpoModel
 from t5x_gpu.models.encoder import HEADS, EncoderModel, of_numbers
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import encodes_texts
+from tests.helpers_parity import OPTIMIZER, assert_same_evaluation, assert_same_steps, recorded
 from tests.helpers_programs import program_of
-from tests.parity.tolerances import MESH_GRADIENT
+from tests.messages import raises
 
 CONFIG = TransformerConfig(
   vocab_size=32, num_layers=2, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.0
@@ -49,20 +48,12 @@ def test_sums_are_squared_and_absolute_errors_of_counted_rows():
   ids=str,
 )
 def test_a_mesh_finds_what_one_device_finds(mesh):
-  alone, spread = program_of(MODEL, {'inputs': 8}), program_of(MODEL, {'inputs': 8}, **mesh)
-  [batch] = uneven_batches(alone.spec, seed=1, num_batches=1)
-  found = []
-  for program in (alone, spread):
-    state, given = program.init(), program.layout.put_batch(batch)
-    evaluated = program.eval_step(state.params, given)
-    found.append(jax.device_get((evaluated, program.train_step(state, given)[1])))
-  if 'stage' in mesh:  # a stage has the rows of a microbatch
-    del found[0][0]['pairs']
-  for want, got in zip(*found):
-    assert got.keys() == want.keys()
-    for name, pair in want.items():
-      for ours, theirs in zip(got[name], pair, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=MESH_GRADIENT, atol=1e-6, err_msg=name)
+  alone, spread = (
+    program_of(MODEL, {'inputs': 8}, optimizer=OPTIMIZER, **sizes) for sizes in ({}, mesh)
+  )
+  assert_same_steps(recorded(spread), recorded(alone))
+  # A stage has the rows of a microbatch.
+  assert_same_evaluation(spread, alone, but=('pairs',) if 'stage' in mesh else ())
 
 
 def test_infer_takes_every_encoder_but_that_of_masked_tokens():
@@ -84,5 +75,5 @@ def test_the_loss_of_guessing():
 
 
 def test_options_of_cross_entropy_are_refused():
-  with pytest.raises(ModelError, match='a regression minimizes the squared error'):
+  with raises(ModelError):
     EncoderModel(CONFIG, head_type='regression', label_smoothing=0.1)

@@ -19,7 +19,8 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.schedules import constant
-from tests.helpers_layouts import QUICK, KeepGradients
+from tests.helpers_layouts import QUICK
+from tests.helpers_parity import OPTIMIZER
 from tests.helpers_programs import build_with
 from tests.parity.test_layouts import BATCH, CASES, FAMILIES, LENGTH, LENGTHS, MODELS, Case
 
@@ -45,8 +46,8 @@ def build(case: Case, num_devices: int, **change):
     model = DecoderOnlyModel(dataclasses.replace(MODELS[case.model], **change))
   return build_with(
     model=model,
-    optimizer=KeepGradients(),
-    learning_rate=constant(1.0),
+    optimizer=OPTIMIZER,
+    learning_rate=constant(1e-2),
     partitioner=Partitioner(**case.partitioner),
     topology=Topology(case.num_hosts, num_devices // case.num_hosts),
     devices=jax.devices()[:num_devices],
@@ -72,7 +73,9 @@ def first_step(program, with_params=lambda params: params):
   def run(changed=lambda params: params):
     state = init()
     state, sums = step(state.replace(params=changed(with_params(state.params))), batch)
-    grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
+    grads, _ = jax.tree_util.tree_flatten_with_path(
+      program.in_model_order(state).opt_state.gradient
+    )
     return float(sums['loss'][0] / sums['loss'][1]), {
       jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in grads
     }

@@ -3,11 +3,9 @@
 import functools
 
 import jax
-import numpy as np
 import pytest
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
-from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.layers.moe import capacity
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -17,8 +15,9 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.schedules import constant
 from tests.helpers_collectives import chosen, count, total_bytes
+from tests.helpers_parity import OPTIMIZER, assert_same_steps, recorded
 from tests.helpers_programs import build_with
-from tests.parity.tolerances import MESH_GRADIENT
+from tests.messages import record_message
 
 BATCH, LENGTH, EXPERTS = 16, 16, 4
 # As much room as evenly spread tokens need: some find none.
@@ -46,11 +45,11 @@ LAYOUTS = {
 
 
 @functools.cache
-def program(name):
+def program(name, optimizer=AdamW()):
   number = 1 if name == 'one' else 8
   return build_with(
     model=DecoderOnlyModel(CONFIG, z_loss=1e-3),
-    optimizer=AdamW(eps=1e-3),
+    optimizer=optimizer,
     learning_rate=constant(1e-2),
     partitioner=Partitioner(accumulate_by='microbatch', **LAYOUTS[name]),
     topology=Topology(1, number),
@@ -60,17 +59,6 @@ def program(name):
     pack=True,
     num_microbatches=2,
   )
-
-
-@functools.cache
-def trained(name):
-  """Returns (losses and gradient norms, parameters) of two steps."""
-  p = program(name)
-  state, numbers = p.init(), []
-  for batch in uneven_batches(p.spec, seed=1, num_batches=2):
-    state, sums = p.train_step(state, p.layout.put_batch(batch))
-    numbers.append([float(sums['loss'][0] / sums['loss'][1]), float(sums['grad_norm'][0])])
-  return numbers, jax.tree.map(np.asarray, state.params)
 
 
 @functools.cache
@@ -85,14 +73,12 @@ def collectives(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['ring', 'sequence', 'gather', 'stage'])
 def test_rows_without_room_for_all_tokens_train_as_on_one_device(name):
-  (numbers, params), (want_numbers, want) = trained(name), trained('one')
-  np.testing.assert_allclose(numbers, want_numbers, rtol=MESH_GRADIENT)
+  assert_same_steps(recorded(program(name, OPTIMIZER)), one_device(), num_steps=2)
 
-  def compare(path, got, want):
-    error = np.abs(got - want).max() / np.abs(want).max()
-    assert error < MESH_GRADIENT, f'{jax.tree_util.keystr(path)}: {error:.1e}'
 
-  jax.tree_util.tree_map_with_path(compare, params, want)
+@functools.cache
+def one_device():
+  return recorded(program('one', OPTIMIZER))
 
 
 @pytest.mark.parametrize('name', [name for name in LAYOUTS if name != 'one'])
@@ -176,12 +162,10 @@ def test_experts_that_divide_are_fine(sizes, expert):
 
 def test_experts_that_do_not_divide_are_a_problem_with_the_rule():
   [problem] = check({'experts': 6}, {'data': 2, 'expert': 4})
-  assert 'experts = 6' in problem.what and 'expert=4' in problem.what
-  assert problem.fix == 'Set Partitioner.expert to a number that divides 6.'
+  record_message(problem.text())
   assert problem.parameters == ('TransformerConfig.num_experts', 'Partitioner.expert')
 
 
 def test_an_expert_axis_of_a_dense_model_is_a_problem():
   [problem] = check({'mlp': 64}, {'data': 2, 'expert': 4})
-  assert 'this model has none' in problem.what
-  assert 'Set Partitioner.expert = 1 and' in problem.fix
+  record_message(problem.text())

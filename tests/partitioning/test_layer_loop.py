@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 
-import numpy as np
 import pytest
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
@@ -11,8 +10,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
-from tests.helpers_gradients import gradients, program
-from tests.parity.tolerances import MESH_GRADIENT
+from tests.helpers_parity import assert_same_steps, program_on_mesh, recorded
 
 CONFIG = TransformerConfig(
   vocab_size=64, num_layers=3, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
@@ -54,19 +52,16 @@ MODELS = {
   ],
 )
 def test_gradients_are_those_of_a_plain_loop(name, mesh):
-  plain = gradients(program(MODELS[name], overlap_layers=False, **mesh))
-  ahead = gradients(program(MODELS[name], overlap_layers=True, **mesh))
-  assert plain.keys() == ahead.keys()
-  for path, array in plain.items():
-    error = np.abs(ahead[path] - array).max()
-    assert error <= MESH_GRADIENT * np.abs(array).max(), f'{path}: {error:.1e}'
+  plain = recorded(program_on_mesh(MODELS[name], overlap_layers=False, **mesh))
+  ahead = recorded(program_on_mesh(MODELS[name], overlap_layers=True, **mesh))
+  assert_same_steps(ahead, plain)
 
 
 @pytest.mark.slow
 def test_the_loop_sends_the_same_gradients_and_gathers_the_last_layer_once():
   sent = {}
   for ahead in (False, True):
-    p = program(MODELS['none'], overlap_layers=ahead, **HSDP)
+    p = program_on_mesh(MODELS['none'], overlap_layers=ahead, **HSDP)
     hlo = partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
     sent[ahead] = collections.Counter()
     for c in inventory(hlo, p.layout.mesh.shape):

@@ -30,7 +30,6 @@ from t5x_gpu.tools.parity.compare import (
 from t5x_gpu.tools.parity.layer_outputs import LayerOutputs, Tree, has_layers, make_layer_outputs
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.program import Program
-from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.state import TrainState
 
 
@@ -59,18 +58,24 @@ class RecordedRun:
   Args:
     program: built with `Recording` around its optimizer.
     compiler_options: XLA options of the step.
+    layers: also run the model layer by layer, if it can be.
   """
 
   def __init__(
-    self, program: Program, *, compiler_options: Optional[Mapping[str, str | bool | int]] = None
+    self,
+    program: Program,
+    *,
+    compiler_options: Optional[Mapping[str, str | bool | int]] = None,
+    layers: bool = True,
   ):
     self.program, config = program, program.config
     self._max_grad_norm = config.max_grad_norm
     options = None if compiler_options is None else dict(compiler_options)
     state, batch = program.abstract_state, program.abstract_batch
+    self._init = program.init.lower().compile(compiler_options=options)
     self._step = program.train_step.lower(state, batch).compile(compiler_options=options)
     self._layers = None
-    if has_layers(config.model, state.params):
+    if layers and has_layers(config.model, state.params):
       function = make_layer_outputs(
         model=config.model,
         region=program.layout.region,
@@ -85,7 +90,7 @@ class RecordedRun:
 
   def init(self) -> TrainState:
     """Returns the state before the first step."""
-    return _without_recording(self._from_mesh(self.program.init()))
+    return _without_recording(self._from_mesh(self._init()))
 
   def step(self, state: TrainState, batch: Batch) -> StepResult:
     """Returns the result of one step from `state`, which is not changed."""
@@ -216,13 +221,11 @@ class TwoRuns:
 
   Args:
     mesh, one: runs of the same model, optimizer, schedule and seed.
-    optimizer, schedule: the optimizer and schedule of both runs.
   """
 
-  def __init__(
-    self, mesh: RecordedRun, one: RecordedRun, *, optimizer: Optimizer, schedule: Schedule
-  ):
+  def __init__(self, mesh: RecordedRun, one: RecordedRun):
     self.mesh, self.one = mesh, one
+    optimizer, schedule = one.program.config.optimizer.optimizer, one.program.config.learning_rate
     self.names = dataclasses.replace(
       one.program.names, opt_state=one.program.names.opt_state.optimizer
     )
