@@ -52,7 +52,7 @@ def test_a_mesh_finds_what_one_device_finds(mesh):
     program_of(MODEL, {'inputs': 8}, optimizer=OPTIMIZER, **sizes) for sizes in ({}, mesh)
   )
   assert_same_steps(recorded(spread), recorded(alone))
-  # A stage has the rows of a microbatch.
+  # A stage has the rows of a microbatch, so it has no pairs of rows.
   assert_same_evaluation(spread, alone, but=('pairs',) if 'stage' in mesh else ())
 
 
