@@ -83,7 +83,7 @@ class T5xArrays:
       if refused := system_error(e):
         raise access_error(refused, self.path) from e
       raise CheckpointError(
-        f'{name} of {self.path} cannot be read: {first_line(e)[:300]}', fix=_BROKEN_FIX
+        f'{name} of {self.path} cannot be read: {first_line(e)[:600]}', fix=_BROKEN_FIX
       ) from e
 
 
@@ -128,7 +128,7 @@ def _errors_as_ours(path: pathlib.Path) -> Iterator[None]:
     if refused := system_error(e):
       raise access_error(refused, path) from e
     raise CheckpointError(
-      f'{path} cannot be read as a T5X checkpoint ({type(e).__name__}: {first_line(e)[:300]}).',
+      f'{path} cannot be read as a T5X checkpoint ({type(e).__name__}: {first_line(e)[:600]}).',
       fix=_BROKEN_FIX,
     ) from e
 

@@ -9,6 +9,7 @@ its steps to such a failure. After `outlive`, text that a stream does not accept
 import contextlib
 import errno
 import io
+import math
 import os
 import pathlib
 import select
@@ -92,10 +93,12 @@ class Stream(io.FileIO):
     # A signal handler or another thread may write concurrently, and a poll object refuses that.
     poll = select.poll()
     poll.register(self.fileno(), select.POLLOUT)
-    if not self.outlives:
-      poll.poll()
-    elif not poll.poll(0 if self.failure else 1000 * self._stall_seconds):
-      raise TimeoutError(f'its reader has read nothing for {self._stall_seconds:.0f} s')
+    stall_seconds = self._stall_seconds if self.outlives else math.inf
+    end = time.monotonic() + (0 if self.failure else stall_seconds)
+    # A handler whose signal comes just before a poll runs after it, so no poll takes long.
+    while not poll.poll(1000 * max(0, min(1, end - time.monotonic()))):
+      if time.monotonic() >= end:
+        raise TimeoutError(f'its reader has read nothing for {stall_seconds:.0f} s')
 
   def _announce(self, error: OSError) -> None:
     text = (

@@ -14,7 +14,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.state import new_state
 from t5x_gpu.training.train_step import StepConfig
-from tests.checkpoint.t5x_params import params_from_t5x
+from tests.conversion.t5x_params import params_from_t5x
 from tests.parity.tolerances import REFERENCE_LOSS
 
 FIXTURES = pathlib.Path(__file__).parent / 'fixtures'

@@ -14,6 +14,7 @@ import numpy as np
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.storage.user_paths import user_path
 
 # Ids 0 and 1 are padding and end of text; every word has an id, so there is no unknown id.
 EOS_ID, NUM_SPECIAL = 1, 2
@@ -179,7 +180,9 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
       parameters=('DatasetConfig.vocabulary',),
     )
-  path = os.path.expanduser(name[len(_PREFIX) :])
+  path = name[len(_PREFIX) :]
+  if '://' not in path:  # TensorFlow takes `..` after a link for the parent of the link
+    path = str(user_path(path))
   if '://' not in path and not os.path.isfile(path):
     raise DataError(
       f'The SentencePiece model {path!r} does not exist (working directory: {os.getcwd()}).',
