@@ -101,7 +101,7 @@ KINDS = {
   ),
   'prepared rows of a mixture': Kind(
     {'MIXTURE_OR_TASK_MODULE': 'tests.mixed_tasks', 'train_eval/DatasetConfig.split': 'train'},
-    module=SEQIO,
+    module='t5x_gpu.data.prepared.batches',
     prepare=_prepared_rows,
   ),
   'FP8 with FSDP, accumulation and remat': Kind(
