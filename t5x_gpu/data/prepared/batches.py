@@ -113,13 +113,21 @@ def _text_problems(index: Index, config: DatasetConfig, *, feature_converter: st
   if variables and variables != prepared_with:
     yield f'chat_template_variables: prepared with {prepared_with}, the run has {variables}.'
   names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
-  if config.vocabulary is not None and config.vocabulary not in names:
+  if config.vocabulary is not None and _located(config.vocabulary) not in map(_located, names):
     known = ', '.join(sorted(names))
     yield f'vocabulary: prepared with {known}, the run has {config.vocabulary!r}.'
   for parts in features.layout(feature_converter).tokens.values():
     for part in parts:
       if part not in index.vocabularies:
         yield f'vocabulary: prepared without a vocabulary for {part!r}.'
+
+
+def _located(vocabulary: str) -> str:
+  """Returns the name of a vocabulary with the path of its file as the system sees it."""
+  kind, _, path = vocabulary.partition(':')
+  if kind not in ('sentencepiece', 'huggingface') or '://' in path:
+    return vocabulary
+  return f'{kind}:{os.path.realpath(os.path.expanduser(path))}'
 
 
 def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:

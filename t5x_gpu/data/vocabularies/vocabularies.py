@@ -6,6 +6,7 @@
 import dataclasses
 import hashlib
 import os
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Optional, Union
 
@@ -180,8 +181,9 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
       parameters=('DatasetConfig.vocabulary',),
     )
-  path = name[len(_PREFIX) :]
-  if '://' not in path:  # TensorFlow takes `..` after a link for the parent of the link
+  path = os.path.expanduser(name[len(_PREFIX) :])
+  # TensorFlow takes `..` after a link for the parent of the link.
+  if '://' not in path and '..' in pathlib.Path(path).parts:
     path = str(user_path(path))
   if '://' not in path and not os.path.isfile(path):
     raise DataError(
