@@ -176,9 +176,10 @@ class T5XReader:
     known: full names that short names may mean, besides the names that the files use.
   """
 
-  def __init__(self, files: GinFiles, known: Collection[str]):
+  def __init__(self, files: GinFiles, known: Collection[str], parameters: Collection[str]):
     self._files = files
-    self._known = sorted(known)
+    self._known, self._parameters = sorted(known), frozenset(parameters)
+    self._aliases: dict[str, str] = {}  # what the files import, by the names that they give it
     self._seen: dict[str, None] = {}  # full names that the files use
     self._reading: list[pathlib.Path] = []
     self.bindings: list[T5XBinding] = []
@@ -209,6 +210,8 @@ class T5XReader:
           whole = statement.is_from or statement.alias
           first = statement.module if whole else statement.module.partition('.')[0]
           imports[statement.bound_name()] = first
+          if names_t5x(statement.module):
+            self._aliases[statement.bound_name()] = first
           if not names_t5x(statement.module):
             self.modules.setdefault(statement.module, at)
       elif isinstance(statement, config_parser.IncludeStatement):
@@ -225,10 +228,23 @@ class T5XReader:
     for text in texts:
       override = gin_text.parse_override(text)
       scope, selector, argument = config_parser.parse_binding_key(override.key)
-      if (argument and not self._matches(selector)) or (not argument and selector not in macros):
+      if argument and selector.partition('.')[0] in self._aliases:
+        names = {self._full_name(selector, override.origin, self._aliases)}
+      else:
+        names = set(self._matches(selector)) if argument else macros & {selector}
+      # A parameter that T5X does not have may be ours: `train` has more of them here.
+      if (
+        argument
+        and names
+        and not any(
+          name not in self._known or f'{name}.{argument}' in self._parameters for name in names
+        )
+      ):
+        names = set()
+      if not names:
         self.ours.append(text)
         continue
-      self.bind(scope, selector, argument, override.value, override.origin, {})
+      self.bind(scope, selector, argument, override.value, override.origin, self._aliases)
 
   def bind(
     self,
@@ -264,9 +280,9 @@ class T5XReader:
     self._seen[name] = None
     return name
 
-  def _matches(self, selector: str) -> bool:
+  def _matches(self, selector: str) -> list[str]:
     names = (*self._seen, *self._known)
-    return any(f'.{name}'.endswith(f'.{selector}') for name in names)
+    return [name for name in names if f'.{name}'.endswith(f'.{selector}')]
 
   def _by_suffix(self, selector: str, origin: str) -> str:
     """Returns the full name that ends in `selector`; a name in use comes before a known one."""
@@ -295,13 +311,19 @@ def read(
   bindings: Sequence[str] = (),
   search_paths: Sequence[str] = (),
   known: Collection[str] = (),
+  parameters: Collection[str] = (),
 ) -> Files:
   """Returns the bindings of `gin_files`, then of `bindings` ('KEY=VALUE').
 
+  Args:
+    gin_files, search_paths: as for `gin_loader.load`.
+    bindings: for these files, or for t5x_gpu where they name nothing of T5X's.
+    known: full names that short names may mean, besides the names that the files use.
+    parameters: the parameters of `known` that T5X has, 't5x.utils.DatasetConfig.seed'.
   Raises:
     ConfigError: a file is missing or is not gin; a short name has several meanings.
   """
-  reader = T5XReader(GinFiles(search_paths), known)
+  reader = T5XReader(GinFiles(search_paths), known, parameters)
   for name in gin_files:
     reader.read_file(name)
   reader.read_command_line(bindings)

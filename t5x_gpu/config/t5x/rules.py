@@ -3,7 +3,6 @@
 `RULES` is the whole table; docs/from_t5x.md prints it. The functions before it map values.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from t5x_gpu.config.t5x.translator import (
   ParameterRule,
   Refused,
   Translator,
-  ValueOutcome,
   canonical,
   spelled,
 )
@@ -94,6 +92,8 @@ def _network(t: Translator, value: Any) -> Reference:
     given = spelled(config.value) if config else 'not set'
     raise Refused(f'{value.name}.config is {given}, which is not a configuration.')
   t.layers = layers
+  if layers == 'scanned':  # each of its layers has a bias
+    t.write('TransformerConfig.relative_bias', 'per_layer', 'T5X')
   t.apply(value)
   t.apply(config.value)
   return t.reference('TransformerConfig')
@@ -106,92 +106,89 @@ def _dtype(t: Translator, value: Any) -> str:
   return text
 
 
+# Optimizers of optax that t5x.optimizers has under the same names.
+_OPTAX = (
+  'adabelief adagrad adam adamw fromage lamb lars lion noisy_sgd radam rmsprop sgd yogi'
+).split()
+
+
 def _optimizer(t: Translator, value: Any) -> Reference:
-  if isinstance(value, Record) and value.name == 't5x.adafactor.Adafactor':
+  name = value.name if isinstance(value, Record) else ''
+  if name == 't5x.adafactor.Adafactor':
     t.apply(value)
     return t.reference('Adafactor')
-  if isinstance(value, Record) and value.name in (
-    't5x.optimizers.chain',
-    't5x.optimizers.wrap_optax_optimizer',
-  ):
+  if name in ('t5x.optimizers.chain', 't5x.optimizers.wrap_optax_optimizer'):
     t.apply(value)
     return t.reference('Optax')
-  if isinstance(value, Record) and value.name.startswith('t5x.'):
-    # t5x.optimizers.adamw(...) and its like: optax's functions of the same names.
-    parts = value.name.split('.')
-    if parts[:2] == ['t5x', 'optimizers']:
-      return _chain(t, [dataclasses.replace(value, name=f'optax.{parts[-1]}')])
+  if name.removeprefix('t5x.optimizers.') in _OPTAX:
+    return _chain(t, [value])
   raise Refused(f'{spelled(value)} is not known here. {PROTOCOLS["optimizer_def"]}')
 
 
 def _chain(t: Translator, value: Any) -> Any:
-  """Writes `Optax.transformations`; the learning rate of the last step becomes the run's."""
+  """Writes `Optax.transformations`; the learning rate of one of them becomes the run's."""
   if isinstance(value, Record):
     value = [value]
   if not isinstance(value, (list, tuple)):
     raise Refused(f'{spelled(value)} is not a list of transformations.')
-  transformations = []
+  transformations, rates = [], 0
   for record in value:
-    if not isinstance(record, Record) or not record.name.startswith('optax.'):
+    name = record.name if isinstance(record, Record) else ''
+    own = name.replace('t5x.optimizers.', 'optax.')
+    if not own.startswith('optax.'):
       raise Refused(f'{spelled(record)} is not a transformation of optax.')
-    takes_rate = 'learning_rate' in record.arguments
-    for parameter, given in record.arguments.items():
-      if parameter != 'learning_rate':
-        t.blocks.setdefault(record.name, {})[parameter] = (given.value, given.origin)
-        t.outcomes.append(
-          ValueOutcome(
-            f'{record.name}.{parameter}',
-            spelled(given.value),
-            given.origin,
-            'same',
-            f'{record.name}.{parameter}',
-          )
-        )
-    t.blocks.setdefault(record.name, {})
-    transformations.append(Reference(record.name, not takes_rate))
-    if takes_rate:
-      _optax_rate(t, record.arguments['learning_rate'], f'{record.name}.learning_rate')
+    rate = record.arguments.get('learning_rate')
+    _same_of_optax(t, record, own)
+    transformations.append(Reference(own, rate is None))
+    if rate is not None:
+      rates += 1
+      _optax_rate(t, rate, f'{name}.learning_rate')
+  if rates != 1:
+    raise Refused(
+      f'{rates} of the transformations take a learning rate; here one does, such as optax.adamw.'
+    )
   t.write('Optax.transformations', transformations, 'T5X')
   return t.reference('Optax')
 
 
+def _same_of_optax(t: Translator, record: Record, own: str) -> None:
+  """Writes the arguments of a function of optax, which is called `own` here, but for its rate."""
+  block = t.blocks.setdefault(own, {})
+  for parameter, given in record.arguments.items():
+    if parameter != 'learning_rate':
+      block[parameter] = (given.value, given.origin)
+      t.note(f'{record.name}.{parameter}', given, 'same', f'{own}.{parameter}')
+
+
 def _optax_rate(t: Translator, given: Value, name: str) -> None:
-  """Writes `train.learning_rate` from optax's: a number, or a schedule of optax."""
+  """Writes `train.learning_rate` from optax's: a number, or a schedule of optax or of T5X."""
   value = given.value
-  if isinstance(value, Record):
-    for parameter, argument in value.arguments.items():
-      t.blocks.setdefault(value.name, {})[parameter] = (argument.value, argument.origin)
-      t.outcomes.append(
-        ValueOutcome(
-          f'{value.name}.{parameter}',
-          spelled(argument.value),
-          argument.origin,
-          'same',
-          f'{value.name}.{parameter}',
-        )
-      )
-    t.write('train.learning_rate', Reference(value.name, True), given.origin)
-  elif not isinstance(value, Unset):
+  if not isinstance(value, (Record, Unset)):
     t.write('factors.factors', 'constant', given.origin)
     t.write('factors.base_learning_rate', value, given.origin)
     t.write('factors.min_learning_rate', 0.0, given.origin)
-    t.write('train.learning_rate', t.reference('factors'), given.origin)
-  t.outcomes.append(
-    ValueOutcome(
-      name,
-      spelled(value),
-      given.origin,
-      'mapped',
-      'train.learning_rate',
-      'T5X takes the rate of optax and only logs Trainer.learning_rate_fn.',
-    )
-  )
+    value = t.reference('factors')
+  elif isinstance(value, Record) and canonical(value.name) == _SCHEDULER:
+    t.apply(value)
+    value = t.reference('factors')
+  elif isinstance(value, Record):
+    if not value.name.startswith('optax.'):
+      raise Refused(f'{spelled(value)} is not a schedule of optax or of T5X.')
+    _same_of_optax(t, value, value.name)
+    value = Reference(value.name, True)
+  t.write('train.learning_rate', value, given.origin)
+  note = 'T5X takes the rate of optax and only logs Trainer.learning_rate_fn.'
+  t.note(name, given, 'mapped', 'train.learning_rate', note)
+
+
+_SCHEDULER = 't5x.utils.create_learning_rate_scheduler'
 
 
 def _schedule(t: Translator, value: Any) -> Any:
-  _named(value, {'t5x.utils.create_learning_rate_scheduler': 'factors'}, 'learning_rate_fn')
+  _named(value, {_SCHEDULER: ''}, 'learning_rate_fn')
   if 'learning_rate' in t.blocks.get(NAMES['train'], {}):
-    t.without_effect(value, 'T5X takes the learning rate of optax, and only logs this schedule.')
+    if not t.has_applied(_SCHEDULER):
+      t.without_effect(value, 'T5X takes the learning rate of optax, and only logs this.')
     return NOT_WRITTEN
   t.apply(value)
   return t.reference('factors')
@@ -236,11 +233,13 @@ def _split_parameters(t: Translator, value: Any) -> Any:
   return -1
 
 
-def _mesh_shape(t: Translator, value: Any) -> Any:
-  if value is None:
+def _mesh_shape(side: str) -> Callable[[Translator, Any], Any]:
+  def value(t: Translator, given: Any) -> Any:
+    if given is not None:
+      t.mesh_shapes[side] = _sizes(given, 3)
     return NOT_WRITTEN
-  replica, data, model = _sizes(value, 3)
-  return {'data': replica * data, 'model': model}
+
+  return value
 
 
 def _dataset(t: Translator, value: Any) -> Any:
@@ -311,6 +310,44 @@ def _normalizer(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
+_NUM_DECODES = _no_effect('T5X passes predict_batch_with_aux.num_decodes, or 1.')
+
+
+def _by_decode_fn(t: Translator, value: Any) -> Any:
+  del t, value  # `_decode` has written it
+  return NOT_WRITTEN
+
+
+def _decode(t: Translator, value: Any) -> Any:
+  name = _named(
+    value,
+    {'t5x.decoding.temperature_sample': 'sample', 't5x.decoding.beam_search': 'beams'},
+    'decode_fn',
+  )
+  t.apply(value)
+  if name == 'beams':
+    t.decoding = 'beams'
+    return NOT_WRITTEN
+  given = {'temperature': 1.0, 'topk': 1, 'topp': 0.0}
+  given |= {p: v.value for p, v in value.arguments.items() if not isinstance(v.value, Unset)}
+  if given['topk'] == 1:
+    t.decoding = 'greedy'
+    return NOT_WRITTEN
+  t.decoding = 'sample'
+  origin = next((v.origin for v in value.arguments.values()), 'T5X')
+  t.write('DecodingConfig.temperature', given['temperature'], origin)
+  t.write('DecodingConfig.top_k', given['topk'], origin)
+  t.write('DecodingConfig.top_p', given['topp'] or 1.0, origin)
+  return NOT_WRITTEN
+
+
+def _num_decodes(t: Translator, value: Any) -> Any:
+  kind = t.decoding or ('beams' if t.has_applied('t5x.models.EncoderDecoderModel') else 'greedy')
+  if kind != 'greedy':  # greedy texts are all the same
+    t.write(f'DecodingConfig.{"num_beams" if kind == "beams" else "num_decodes"}', value, 'T5X')
+  return NOT_WRITTEN
+
+
 _VOCABULARY = _no_effect('The task of the data has its vocabulary; the model needs none.')
 
 
@@ -336,12 +373,22 @@ def _loss_rules(model: str) -> dict[str, ParameterRule]:
   }
 
 
+def _scan(t: Translator, value: Any) -> Any:
+  t.layers = 'scanned' if value else 'separate'
+  return NOT_WRITTEN
+
+
 def _network_rules(config: str) -> dict[str, ParameterRule]:
   """Returns the rules of one of T5X's configurations of a network; defaults are T5X's."""
   here = 'TransformerConfig'
   return {
     f'{config}.vocab_size': _same(f'{here}.vocab_size'),
-    f'{config}.dtype': _mapped(f'{here}.dtype', 'the name of the dtype', _dtype),
+    f'{config}.dtype': _mapped(
+      f'{here}.dtype',
+      'the name of the dtype',
+      _dtype,
+      numbers=lambda v: 'softmax of attention in float32' if v != 'float32' else '',
+    ),
     f'{config}.emb_dim': _same(f'{here}.embed_dim', default=512),
     f'{config}.num_heads': _same(f'{here}.num_heads', default=8),
     f'{config}.num_layers': _same(f'{here}.num_layers', default=6),
@@ -354,7 +401,9 @@ def _network_rules(config: str) -> dict[str, ParameterRule]:
     f'{config}.logits_via_embedding': _same(f'{here}.logits_via_embedding'),
     f'{config}.float32_attention_logits': _no_effect('The softmax is always float32.'),
     f'{config}.remat_policy': _same(f'{here}.remat_policy'),
-    f'{config}.scan_layers': _no_effect('Layers are always scanned.'),
+    f'{config}.scan_layers': _no_effect(
+      'Layers are always scanned; Adafactor.layers keeps which moments are factored.', value=_scan
+    ),
   }
 
 
@@ -382,14 +431,6 @@ def _actions(t: Translator, value: Any) -> Any:
   for action in [a for actions in (value or {}).values() for a in actions]:
     _named(action, {'t5x.trainer.TerminateOnNanAction': ''}, 'actions')
     t.apply(action)
-  return NOT_WRITTEN
-
-
-def _decode(t: Translator, value: Any) -> Any:
-  _named(
-    value, {'t5x.decoding.temperature_sample': '', 't5x.decoding.beam_search': ''}, 'decode_fn'
-  )
-  t.apply(value)
   return NOT_WRITTEN
 
 
@@ -425,7 +466,8 @@ RULES: dict[str, ParameterRule] = {
   ),
   '__main__.train.summarize_config_fn': _no_effect('config.gin is always written.'),
   '__main__.train.inference_evaluator_cls': _no_effect(
-    'Metrics of tasks are computed where infer_eval_dataset_cfg is set.'
+    'Metrics of tasks are computed where infer_eval_dataset_cfg is set.',
+    value=lambda t, v: v is None or _named(v, {'seqio.Evaluator': ''}, '') or NOT_WRITTEN,
   ),
   '__main__.train.use_jax_array': _no_effect('Arrays are always jax.Array.'),
   '__main__.train.use_orbax': _no_effect('Checkpoints are always written with Orbax.'),
@@ -436,7 +478,13 @@ RULES: dict[str, ParameterRule] = {
     value=_only(False, reason='No run here evaluates before its first step.'),
   ),
   '__main__.train.train_eval_get_dataset_fn': _no_effect(
-    'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.'
+    'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.',
+    value=lambda t, v: (
+      _named(v, {'t5x.utils.get_training_eval_datasets': ''}, 'get_dataset_fn') or NOT_WRITTEN
+    ),
+  ),
+  't5x.utils.get_training_eval_datasets.deterministic': _no_effect(
+    'The data of evaluations are always in the same order.'
   ),
   '__main__.train.actions': _no_effect(
     'A loss that is not finite always ends the run.', value=lambda t, v: _actions(t, v)
@@ -481,10 +529,17 @@ RULES: dict[str, ParameterRule] = {
     'DatasetConfig.mixture_or_task_module', 'module is something else here', lambda t, v: v
   ),
   't5x.utils.DatasetConfig.use_custom_packing_ops': _no_effect('Rows are packed without them.'),
+  't5x.utils.DatasetConfig.trim_output_features': _no_effect(
+    'Features are cut to their lengths.',
+    value=_only(True, reason='Features are always cut to their lengths.'),
+  ),
   't5x.utils.DatasetConfig.use_memory_cache': _no_effect('Only the speed of SeqIO differs.'),
   # Its checkpoints.
   't5x.utils.CheckpointConfig.save': _mapped(
-    '', 'None saves the last step alone, and the step at which a signal stops the run', _save
+    '',
+    'None saves the last step alone, and the step at which a signal stops the run',
+    _save,
+    default=None,
   ),
   't5x.utils.CheckpointConfig.restore': _mapped('train.initialize_from', '', _restore),
   't5x.utils.SaveCheckpointConfig.period': _same('CheckpointConfig.period'),
@@ -515,7 +570,22 @@ RULES: dict[str, ParameterRule] = {
     "The path names the checkpoint; total_steps counts its step, as T5X's does.",
     value=_only('specific', 'latest', reason='Only one checkpoint can be named.'),
   ),
-  't5x.utils.RestoreCheckpointConfig.dtype': _no_effect('Parameters are always float32.'),
+  't5x.utils.RestoreCheckpointConfig.dtype': _no_effect(
+    'Parameters are always float32.',
+    numbers=lambda v: 'T5X rounds the restored state' if v not in (None, 'float32') else '',
+  ),
+  't5x.utils.RestoreCheckpointConfig.strict': _no_effect(
+    'A checkpoint must have every parameter.',
+    value=_only(True, reason="Take some of the parameters with RestoreConfig.mode = 'partial'."),
+  ),
+  't5x.utils.RestoreCheckpointConfig.fallback_to_scratch': _no_effect(
+    'A missing checkpoint is an error.',
+    value=_only(False, reason='A missing checkpoint is an error here.'),
+  ),
+  't5x.utils.RestoreCheckpointConfig.restore_dataset': _no_effect(
+    'A new run reads its data from the start.',
+    value=_only(False, reason="Continue in the data of T5X's run is not possible."),
+  ),
   't5x.utils.RestoreCheckpointConfig.use_gda': _no_effect('Arrays are always jax.Array.'),
   't5x.utils.RestoreCheckpointConfig.checkpointer_cls': _no_effect(
     'Orbax reads checkpoints.',
@@ -527,10 +597,12 @@ RULES: dict[str, ParameterRule] = {
     'Partitioner.num_partitions', 'the product; it wins over num_partitions, as in T5X', _submesh
   ),
   't5x.partitioning.PjitPartitioner.ici_mesh_shape': _mapped(
-    'Partitioner.ici_mesh_shape', '(replica, data, model) -> data, model', _mesh_shape
+    '',
+    'with dcn_mesh_shape: sizes of data and model, or of data, fsdp and model',
+    _mesh_shape('ici'),
   ),
   't5x.partitioning.PjitPartitioner.dcn_mesh_shape': _mapped(
-    'Partitioner.dcn_mesh_shape', '(replica, data, model) -> data, model', _mesh_shape
+    '', 'as ici_mesh_shape; T5X uses them together, and ignores one alone', _mesh_shape('dcn')
   ),
   't5x.partitioning.PjitPartitioner.logical_axis_rules': _mapped(
     '', 'each kind of parallelism has its rules', _axis_rules
@@ -559,7 +631,17 @@ RULES: dict[str, ParameterRule] = {
   't5x.adafactor.Adafactor.min_dim_size_to_factor': _same('Adafactor.min_dim_size_to_factor'),
   't5x.adafactor.Adafactor.epsilon1': _same('Adafactor.epsilon1'),
   't5x.adafactor.Adafactor.epsilon2': _same('Adafactor.epsilon2'),
-  't5x.adafactor.Adafactor.global_norm_clip_threshold': _same('train.max_grad_norm'),
+  't5x.adafactor.Adafactor.global_norm_clip_threshold': _mapped(
+    'train.max_grad_norm', '0 is None', lambda t, v: v or None
+  ),
+  't5x.adafactor.Adafactor.skip_nan_updates': _no_effect(
+    'A loss that is not finite ends the run; train.spike_cfg skips steps.',
+    value=_only(False, reason='Set train.spike_cfg, which skips such steps.'),
+  ),
+  't5x.adafactor.Adafactor.max_parameter_scale': _no_effect(
+    'None as in every run here.', value=_only(None, reason='The scale of a parameter has no limit.')
+  ),
+  't5x.adafactor.Adafactor.dtype_momentum': _no_effect('There is no momentum.'),
   't5x.adafactor.Adafactor.step_offset': _no_effect(
     '0 as in every run here.',
     value=_only(0, reason='The second moment decays with the step of the run.'),
@@ -579,8 +661,6 @@ RULES: dict[str, ParameterRule] = {
     value=lambda t, v: (
       v is None or _named(v, {'t5x.adafactor.standard_logical_factor_rules': ''}, '') or NOT_WRITTEN
     ),
-    numbers=lambda v: 'T5X factors second moments by shape alone' if v is None else '',
-    default=None,
   ),
   't5x.optimizers.chain.transformations': _mapped('train.optimizer', 'optax itself', _chain),
   't5x.optimizers.wrap_optax_optimizer.optax_optimizer': _mapped('train.optimizer', '', _chain),
@@ -604,28 +684,26 @@ RULES: dict[str, ParameterRule] = {
   't5x.models.DecoderOnlyModel.inputs_bidirectional_attention': _same(
     'DecoderOnlyModel.inputs_bidirectional_attention'
   ),
-  't5x.models.EncoderDecoderModel.predict_batch_with_aux.num_decodes': _same(
-    'DecodingConfig.num_beams'
+  **{
+    f't5x.models.{model}.{name}': rule
+    for model in ('EncoderDecoderModel', 'DecoderOnlyModel')
+    for name, rule in {
+      'predict_batch_with_aux.num_decodes': _mapped(
+        '', 'DecodingConfig.num_beams of a beam search, else num_decodes', _num_decodes
+      ),
+      'predict_batch_with_aux.return_all_decodes': _no_effect('Metrics use the best text.'),
+      'decode_fn': _mapped('', 'its parameters', _decode),
+    }.items()
+  },
+  't5x.decoding.temperature_sample.temperature': _mapped(
+    '', 'DecodingConfig.temperature; 0 if topk = 1, which is the default of T5X', _by_decode_fn
   ),
-  't5x.models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes': _no_effect(
-    'False as metrics do.', value=_only(False, None, reason='Metrics use the best beam.')
-  ),
-  't5x.models.DecoderOnlyModel.predict_batch_with_aux.num_decodes': _same(
-    'DecodingConfig.num_decodes'
-  ),
-  't5x.models.DecoderOnlyModel.decode_fn': _mapped(
-    '', 'its parameters', lambda t, v: _decode(t, v)
-  ),
-  't5x.models.EncoderDecoderModel.decode_fn': _mapped(
-    '', 'its parameters', lambda t, v: _decode(t, v)
-  ),
-  't5x.decoding.temperature_sample.temperature': _same('DecodingConfig.temperature'),
-  't5x.decoding.temperature_sample.topk': _same('DecodingConfig.top_k'),
+  't5x.decoding.temperature_sample.topk': _mapped('', 'DecodingConfig.top_k', _by_decode_fn),
   't5x.decoding.temperature_sample.topp': _mapped(
-    'DecodingConfig.top_p', '0 is 1.0, all tokens', lambda t, v: v or 1.0
+    '', 'DecodingConfig.top_p; 0 is 1.0, all tokens', _by_decode_fn
   ),
-  't5x.decoding.temperature_sample.num_decodes': _same('DecodingConfig.num_decodes'),
-  't5x.decoding.beam_search.num_decodes': _same('DecodingConfig.num_beams'),
+  't5x.decoding.temperature_sample.num_decodes': _NUM_DECODES,
+  't5x.decoding.beam_search.num_decodes': _NUM_DECODES,
   't5x.decoding.beam_search.alpha': _same('DecodingConfig.length_penalty'),
   't5x.examples.t5.network.Transformer.config': _mapped('', '', lambda t, v: NOT_WRITTEN),
   't5x.examples.scalable_t5.network.Transformer.config': _mapped('', '', lambda t, v: NOT_WRITTEN),
@@ -641,6 +719,9 @@ RULES: dict[str, ParameterRule] = {
     'scan_layers',
   ),
   't5x.examples.t5.network.T5Config.scale_attn_logits': _mapped(
-    '', 'True is TransformerConfig.query_pre_attn_scalar = head_dim', lambda t, v: _scale(t, v)
+    '',
+    'True is TransformerConfig.query_pre_attn_scalar = head_dim',
+    lambda t, v: _scale(t, v),
+    numbers=lambda v: 'initial query kernels are sqrt(head_dim) times larger' if v else '',
   ),
 }

@@ -88,7 +88,9 @@ def translate(
   Raises:
     ConfigError: a file cannot be read; the files do not configure `train`.
   """
-  files = records.read(gin_files, bindings=bindings, search_paths=search_paths, known=known_names())
+  files = records.read(
+    gin_files, bindings=bindings, search_paths=search_paths, known=known_names(), parameters=RULES
+  )
   t = Translator(files, RULES)
   run = files.call('__main__.train')
   if not run.arguments:
@@ -166,7 +168,12 @@ def _finish(t: Translator, run: Record) -> None:
     t.apply(t.files.call(f'{model.value.name}.predict_batch_with_aux'))
   if NAMES['DecodingConfig'] in t.blocks:
     t.write('train.decoding_cfg', t.reference('DecodingConfig'), 'T5X')
-    _limit_decoding(t)
+    _limit_decoding(t, run)
+  _write_mesh(t)
+  if t.eval_period == 0:  # T5X then never evaluates
+    for parameter in ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg'):
+      t.write(f'train.{parameter}', None, 'T5X')
+  _compare_microbatches(t)
   if train.get('infer_eval_dataset_cfg', (None, ''))[0] is not None and t.eval_period:
     t.write('train.infer_eval_period', t.eval_period, 'T5X')
   # Settings that T5X does not have, by name, so that a command can set them.
@@ -195,15 +202,45 @@ def _finish(t: Translator, run: Record) -> None:
         parameters['mixture_or_task_module'] = (modules[0], t.files.modules[modules[0]])
 
 
-def _limit_decoding(t: Translator) -> None:
+def _write_mesh(t: Translator) -> None:
+  """Writes the mesh shapes, which replace the sizes, if both are set."""
+  partitioner = t.blocks.get(NAMES['Partitioner'], {})
+  if len(t.mesh_shapes) == 2:
+    splits_parameters = 'fsdp' in partitioner
+    for name in ('num_partitions', 'data', 'fsdp'):
+      partitioner.pop(name, None)
+    for side, (replica, data, model) in t.mesh_shapes.items():
+      sizes = {'data': replica, 'fsdp': data} if splits_parameters else {'data': replica * data}
+      t.write(f'Partitioner.{side}_mesh_shape', {**sizes, 'model': model}, 'T5X')
+
+
+def _compare_microbatches(t: Translator) -> None:
+  train = t.blocks[NAMES['train']]
+  number, origin = train.get('num_microbatches', (1, ''))
+  per_token = train.get('loss_normalizing_factor', (1.0, ''))[0] is None
+  if per_token and isinstance(number, int) and number > 1:
+    note = 'T5X divides each microbatch by its own tokens and adds them up'
+    name = 't5x.trainer.Trainer.num_microbatches'
+    t.outcomes.append(
+      ValueOutcome(name, str(number), origin, 'mapped', note='the whole batch', numbers=note)
+    )
+
+
+def _limit_decoding(t: Translator, run: Record) -> None:
   """Decodes up to the length of the targets, as T5X; of the training targets if it is computed."""
-  name = 'task_feature_lengths'
-  for scope in ('infer_eval', 'train_eval', 'train'):
-    value, origin = t.blocks.get(f'{scope}/{NAMES["DatasetConfig"]}', {}).get(name, (None, ''))
-    if isinstance(value, Macro):
-      value, origin = t.macros[value.name]
-    if isinstance(value, Mapping) and 'targets' in value:
-      t.write('DecodingConfig.max_decode_length', value['targets'], origin)
+  for parameter in ('infer_eval_dataset_cfg', 'train_dataset_cfg'):
+    dataset = run.arguments.get(parameter)
+    if dataset is None or not isinstance(dataset.value, Record):
+      continue
+    lengths = dataset.value.arguments.get('task_feature_lengths')
+    if lengths is not None and isinstance(lengths.value, Mapping) and 'targets' in lengths.value:
+      t.write('DecodingConfig.max_decode_length', lengths.value['targets'], lengths.origin)
+      if parameter == 'train_dataset_cfg':
+        name = 'infer_eval/t5x.utils.DatasetConfig.task_feature_lengths'
+        numbers = f'texts end after {lengths.value["targets"]} tokens (T5X: the longest target)'
+        t.outcomes.append(
+          ValueOutcome(name, 'None', dataset.origin, 'mapped', numbers=numbers, note='with beams')
+        )
       return
 
 

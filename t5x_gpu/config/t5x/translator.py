@@ -1,7 +1,7 @@
 """Applies rules to records of T5X's gin files: what is written, and what becomes of each value."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Optional
 
 from t5x_gpu.config import gin_text
@@ -107,6 +107,11 @@ OURS = 't5x_gpu'  # origin of values that T5X does not have
 NOT_WRITTEN = object()  # what a rule returns that has written its values itself
 
 
+# Parameters before and after the others. The model has the optimizer, which may have the learning
+# rate; a model's way to decode tells what num_decodes is; a submesh wins over num_partitions.
+_ORDER = {'model': -1, 'decode_fn': -1, 'model_parallel_submesh': 1}
+
+
 class Translator:
   """Applies `rules` to the records of T5X's files; collects the text, outcomes and problems."""
 
@@ -122,6 +127,8 @@ class Translator:
     self.modules: dict[str, str] = {}
     self.layers = ''  # how T5X holds the layers, for Adafactor
     self.eval_period: Any = None
+    self.decoding = ''  # 'beams', 'sample' or 'greedy', if a file says
+    self.mesh_shapes: dict[str, Sequence[int]] = {}  # 'ici', 'dcn' -> (replica, data, model)
     self.refused: set[str] = set()  # parameters inside refused values
     self._done: set[tuple[str, str, str]] = set()
 
@@ -144,14 +151,22 @@ class Translator:
     rules = self._rules.get(name, {})
     defaults = {p: Value(r.default, 'T5X') for p, r in rules.items() if r.default != ()}
     arguments = {**defaults, **record.arguments}
-    # The model has the optimizer, which may have the learning rate.
-    for parameter, given in sorted(arguments.items(), key=lambda item: item[0] != 'model'):
+    for parameter, given in sorted(arguments.items(), key=lambda item: _ORDER.get(item[0], 0)):
       rule = rules.get(parameter)
       key = (name, scope, parameter)
       if key in self._done:
         continue
       self._done.add(key)
       self._apply(f'{name}.{parameter}', rule, given, scope)
+
+  def has_applied(self, name: str) -> bool:
+    """Returns whether a record of this name has been applied."""
+    return any(applied == name for applied, _, _ in self._done)
+
+  def note(self, name: str, given: Value, status: Status, here: str, text: str = '') -> None:
+    """Adds the outcome of a value that has no rule of its own."""
+    value = spelled(given.value)
+    self.outcomes.append(ValueOutcome(name, value, given.origin, status, here, text))
 
   def without_effect(self, record: Record, note: str) -> None:
     """Notes that none of the arguments of `record` has an effect."""

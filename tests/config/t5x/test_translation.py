@@ -179,3 +179,140 @@ def test_files_of_t5xs_other_scripts_name_the_command(script, command, tmp_path)
     translation.translate([str(tmp_path / 'other.gin')])
   assert f'its {script} is' in e.value.what
   assert command in e.value.fix
+
+
+HEADER = """
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import optax
+from t5x import adafactor
+from t5x import decoding
+from t5x import models
+from t5x import optimizers
+from t5x import partitioning
+from t5x import trainer
+from t5x import utils
+include 'runs/finetune.gin'
+include 'models/encoder_decoder.gin'
+TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 48}
+"""
+
+
+def lines_of(tmp_path, text, *bindings):
+  """Returns the assignments that a file with `text` is translated to, and its problems."""
+  (tmp_path / 'a.gin').write_text(HEADER + text)
+  found = translation.translate(
+    [str(tmp_path / 'a.gin')], bindings=bindings, search_paths=[str(FILES)]
+  )
+  lines = [line.partition('  #')[0].strip() for line in found.text.splitlines()]
+  return lines, [problem.what for problem in found.problems], found
+
+
+SAMPLE = 'models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\n'
+NUM_DECODES = 'models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\n'
+SUBMESH = 'partitioning.PjitPartitioner.model_parallel_submesh = (1, 1, 1, 4)\n'
+SHAPES = (
+  'partitioning.PjitPartitioner.ici_mesh_shape = (1, 4, 2)\n'
+  'partitioning.PjitPartitioner.dcn_mesh_shape = (2, 1, 1)\n'
+)
+SCHEDULED = (
+  'OPTIMIZER = @optimizers.chain()\noptimizers.chain.transformations = [@optax.lion()]\n'
+  'optax.lion.learning_rate = @utils.create_learning_rate_scheduler()\n'
+)
+
+
+@pytest.mark.parametrize(
+  'text, written, absent',
+  [
+    # T5X samples among one token unless topk says otherwise.
+    (SAMPLE + 'decoding.temperature_sample.temperature = 0.7\n', [], ['temperature = 0.7']),
+    (
+      SAMPLE + 'decoding.temperature_sample.topk = 40\n' + NUM_DECODES,
+      ['temperature = 1.0', 'top_k = 40', 'num_decodes = 4', 'max_decode_length = 48'],
+      ['num_beams = 4'],
+    ),
+    (NUM_DECODES, ['num_beams = 4', 'max_decode_length = 48'], ['num_decodes = 4']),
+    (
+      'infer_eval/utils.DatasetConfig.task_feature_lengths = {"targets": 9}\n' + NUM_DECODES,
+      ['max_decode_length = 9'],
+      [],
+    ),
+    (
+      SUBMESH + 'partitioning.PjitPartitioner.num_partitions = 2\n',
+      ['num_partitions = 4'],
+      ['num_partitions = 2'],
+    ),
+    (SHAPES[: SHAPES.index('\n') + 1], ['num_partitions = 1'], ['ici_mesh_shape']),
+    (
+      SHAPES,
+      ["ici_mesh_shape = {'data': 4, 'model': 2}", "dcn_mesh_shape = {'data': 2, 'model': 1}"],
+      ['num_partitions = 1'],
+    ),
+    (
+      SHAPES + 'partitioning.standard_logical_axis_rules.parameter_partitioning_dims = 2\n',
+      ["ici_mesh_shape = {'data': 1, 'fsdp': 4, 'model': 2}"],
+      ['fsdp = -1', 'data = 1'],
+    ),
+    ('adafactor.Adafactor.global_norm_clip_threshold = 0.0\n', ['max_grad_norm = None'], []),
+    (
+      SCHEDULED,
+      ['learning_rate = @schedules.factors()', 'warmup_steps = 1000'],
+      ['learning_rate = @t5x.utils.create_learning_rate_scheduler()'],
+    ),
+    (
+      'OPTIMIZER = @optimizers.adamw()\noptimizers.adamw.learning_rate = 0.5\n'
+      'optimizers.adamw.b2 = 0.9\n',
+      ['transformations = [@optax.adamw]', 'b2 = 0.9', 'base_learning_rate = 0.5'],
+      [],
+    ),
+    (
+      'train_script.train.eval_period = 0\n',
+      ['train_eval_dataset_cfg = None', 'infer_eval_dataset_cfg = None'],
+      [],
+    ),
+  ],
+)
+def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
+  lines, problems, _ = lines_of(tmp_path, text)
+  assert not problems
+  assert all(line in lines for line in written), lines
+  assert not any(line.startswith(tuple(absent)) for line in lines if absent)
+
+
+@pytest.mark.parametrize(
+  'text, named',
+  [
+    ('OPTIMIZER = @optimizers.MultiOptimizer()\n', 'MultiOptimizer'),
+    (
+      'OPTIMIZER = @optimizers.chain()\n'
+      'optimizers.chain.transformations = [@optax.scale_by_adam(), @optax.scale()]\n',
+      '0 of the transformations',
+    ),
+    ('train_script.train.inference_evaluator_cls = @optax.lion\n', 'inference_evaluator_cls'),
+    ('train_script.train.train_eval_get_dataset_fn = @optax.lion\n', 'get_dataset_fn'),
+    ('utils.RestoreCheckpointConfig.strict = False\n', 'strict'),
+  ],
+)
+def test_what_t5x_would_do_otherwise_is_refused(text, named, tmp_path):
+  _, problems, _ = lines_of(tmp_path, text)
+  assert len(problems) == 1 and named in problems[0]
+
+
+def test_differences_in_numbers_are_named(tmp_path):
+  text = (
+    "models.EncoderDecoderModel.loss_normalizing_factor = 'NUM_REAL_TARGET_TOKENS'\n"
+    'trainer.Trainer.num_microbatches = 2\n' + NUM_DECODES
+  )
+  _, _, found = lines_of(tmp_path, text)
+  notes = '\n'.join(found.notes)
+  assert 'divides each microbatch by its own tokens' in notes
+  assert 'texts end after 48 tokens' in notes
+
+
+def test_flags_name_parameters_as_the_files_do_and_ours(tmp_path):
+  lines, _, found = lines_of(
+    tmp_path, '', 'train_script.train.eval_period=7', 'train.stats_period=5', 'train.log_period=3'
+  )
+  assert 'eval_period = 7' in lines and 'infer_eval_period = 7' in lines
+  assert 'log_period = 5' in lines
+  assert found.ours == ('train.log_period=3',)
