@@ -225,5 +225,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 if __name__ == '__main__':
   # Imported under its own name: gin files import t5x_gpu.infer, and a module must not exist twice.
+  from t5x_gpu.infer import main as main_
 
-  cli.run_main(main)
+  cli.run_main(main_)

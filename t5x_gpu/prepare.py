@@ -201,5 +201,6 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 if __name__ == '__main__':
   # Imported under its own name, because the workers import it too.
+  from t5x_gpu.prepare import main as main_
 
-  cli.run_main(main)
+  cli.run_main(main_)

@@ -2,7 +2,7 @@
 
 Read this file first: `main` starts the process and reads the settings, `train_run` is the run, and
 `take_steps` is its loop. The stages are modules of run/, in the order they run: config, check,
-data, live, finish.
+live (which opens data), finish.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def _train(
   if plan.model_dir.steps and not plan.model_dir.is_remote:
     goodput.open(plan.model_dir.path)  # a failed restart counts too
   live, state = open_run(plan, xla=xla, goodput=goodput)
-  plan.model_dir.lock()  # compile and restore may have taken long
+  plan.model_dir.lock()  # checks that no other run took over meanwhile
   streams.keep_in(live.checkpointer.files.folder, process_index=jax.process_index())
   if write_config is not None and distributed.is_main_process():
     write_config(str(live.checkpointer.files.folder))
@@ -234,5 +234,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == '__main__':
   # Gin files import t5x_gpu.train; running `__main__` would create a second copy of the module.
+  from t5x_gpu.train import main as main_
 
-  cli.run_main(main)
+  cli.run_main(main_)

@@ -1,6 +1,8 @@
 """Flags mean what T5X users type; errors come with a remedy, their origins and exit code 1."""
 
+import ast
 import errno
+import pathlib
 import subprocess
 import sys
 
@@ -263,3 +265,17 @@ def test_a_machine_that_cannot_write_temporary_files_gets_an_error_with_a_fix():
   assert done.returncode == 1 and 'Traceback' not in done.stderr
   assert done.stderr.startswith('AccessError: No usable temporary directory found in')
   assert 'TMPDIR' in done.stderr
+
+
+@pytest.mark.parametrize('command', ['train', 'eval', 'infer', 'prepare'])
+def test_a_command_that_gin_or_workers_import_runs_under_its_own_name(command):
+  # Otherwise its module exists twice: as `__main__`, and as what they import.
+  path = pathlib.Path(cli.__file__).with_name(f'{command}.py')
+  (block,) = [
+    node
+    for node in ast.parse(path.read_text(encoding='utf-8')).body
+    if isinstance(node, ast.If) and '__main__' in ast.unparse(node.test)
+  ]
+  first, run = map(ast.unparse, block.body)
+  assert first == f'from t5x_gpu.{command} import main as main_'
+  assert run == 'cli.run_main(main_)'

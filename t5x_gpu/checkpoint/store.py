@@ -201,7 +201,6 @@ class StateReader:
 
   def chunk_shape(self, name: str) -> Shape:
     """Returns the shape of the chunks of an array on disk; a chunk is read as a whole."""
-    # None for an array without dimensions.
     with access_errors(self.path):
       array = self._opened(self._parts(name)[0], self._index)
     shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
@@ -270,7 +269,7 @@ class StateReader:
 
   @property
   def num_bytes(self) -> int:
-    """Returns the size of all arrays."""
+    """Size of all arrays."""
     return sum(self.bytes_of(name) for name in self.shapes)
 
   def bytes_of(self, name: str) -> int:

@@ -262,7 +262,7 @@ class OnMesh:
   def lower(self, *args: Tree) -> jax.stages.Lowered:
     """Returns JAX's lowered function; call `.compile()` on it for an executable.
 
-    The mesh may have GPUs that this machine lacks; enter `deviceless.kernels_for` first.
+    The mesh may have GPUs that this machine lacks; enter `gpu_targets.kernels_for` first.
     """
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)

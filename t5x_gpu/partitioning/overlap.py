@@ -163,7 +163,7 @@ def with_ports(
   backward pass ends with the embeddings, whose table is often the largest array of a model. If the
   first layer's gradients were sent before the table's gradient, no matmul would be left to hide the
   table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
-  their results. So the loop over layers (overlap.py) returns the first layer's gradients unreduced.
+  their results. So the loop over layers (`run`) returns the first layer's gradients unreduced.
 
   Args:
     make: parts -> parameters for a model, whose backward pass reduces their gradients.

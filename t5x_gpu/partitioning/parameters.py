@@ -8,10 +8,10 @@ This is the path of a parameter through a training step:
    layer's parameters are whole at a time. The backward pass gathers them again (`keep_policy`).
 3. The gradient of `whole` is `reduced`: summed over devices, each of which keeps its own part.
 
-Layers and models call `whole` and know nothing else of this. Other features are other kinds of
-`Parameter` with the same interface: overlap.py communicates one layer ahead of the computation,
-layers/fp8.py gathers kernels in 8 bits. `manual_collectives.InBfloat16` sends gradients with half
-the bytes. `Split.earlier` adds the gradients of earlier microbatches.
+Most layers and models call only `whole`; tests/test_layering.py lists the others. Other features
+are other kinds of `Parameter` with the same interface: overlap.py communicates one layer ahead of
+the computation, layers/fp8.py gathers kernels in 8 bits. `manual_collectives.InBfloat16` sends
+gradients with half the bytes. `Split.earlier` adds the gradients of earlier microbatches.
 """
 
 import abc

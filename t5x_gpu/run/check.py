@@ -90,7 +90,7 @@ class PlannedRun(CheckedRun):
 
   Attributes:
     origin: source of the parameters if the run has no checkpoint.
-    saved: the checkpoint to continue from; None for a new run.
+    saved: the checkpoint whose whole state the run takes, its own or another run's; None otherwise.
   """
 
   origin: Origin

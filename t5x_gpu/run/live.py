@@ -271,7 +271,7 @@ class LiveRun:
     first_step: number of steps taken before the first state.
     started_from: where the run started, for its manifests; None for the seed.
     goodput: records where the time goes.
-    bad_steps: counts the steps that are skipped.
+    bad_steps: checks each finished step, counts the skipped ones, writes their batches.
   """
 
   plan: PlannedRun

@@ -29,7 +29,7 @@ _Output = seqio.metrics.ModelOutputType
 
 
 class SeqioEvaluatedTask:
-  """A SeqIO task with metrics; see `task_metrics.EvaluatedTask`.
+  """A SeqIO task with metrics; see `data_module.EvaluatedTask`.
 
   Args:
     task: the task to evaluate.

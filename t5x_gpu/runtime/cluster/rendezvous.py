@@ -285,7 +285,7 @@ def meet(
     cluster: which process this is.
     me: the facts that this process sends.
     timeout_seconds: deadline for all processes to come.
-    secret: the job's secret (`job_secret.from_environment`); '' admits every process.
+    secret: the job's secret (`secret_from_environment`); '' admits every process.
   Raises:
     ClusterError: some processes did not come (the message names them), process 0 cannot be reached
       (with the reason), its port is in use, or two processes have the same index.

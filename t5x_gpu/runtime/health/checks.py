@@ -151,7 +151,7 @@ def check_numa(nodes: Mapping[str, int], *, num_nodes: int) -> Check:
   """Returns the NUMA node of each GPU.
 
   Args:
-    nodes: PCI address -> node, from `gpu_detect.pci_numa_nodes`.
+    nodes: PCI address -> node, from `machine.pci_numa_nodes`.
     num_nodes: NUMA nodes of the machine.
   """
   if not nodes:
