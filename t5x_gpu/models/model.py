@@ -305,6 +305,9 @@ class ModelWrapper(Model):
   feature_converter = _of_model('feature_converter')
   batch_spec = _of_model('batch_spec')
   logical_sizes = _of_model('logical_sizes')
+  flops_per_token = _of_model('flops_per_token')
+  flops_per_row = _of_model('flops_per_row')
+  is_trained = _of_model('is_trained')
   is_adapter = _of_model('is_adapter')
   source_of = _of_model('source_of')
 

@@ -171,3 +171,18 @@ def test_a_wrapper_without_the_parameters_of_its_model_is_refused():
   with pytest.raises(ModelError, match='Wrapper lacks params_of_model') as error:
     build(Wrapper())
   assert 'def params_of_model(self, params)' in error.value.fix
+
+
+def test_a_wrapper_trains_and_counts_as_its_model_does():
+  class Head(type(DECODER)):
+    def is_trained(self, path):
+      return path.startswith('head')
+
+  class Wrapper(ModelWrapper):
+    model = Head(DECODER.config)
+
+    def params_of_model(self, params):
+      return params
+
+  assert Wrapper().is_trained('head/x') and not Wrapper().is_trained('layers/x')
+  assert Wrapper().flops_per_token(8) == DECODER.flops_per_token(8)
