@@ -77,7 +77,9 @@ class Adafactor:
   """T5's optimizer.
 
   Attributes:
-    decay_rate: the second moment decays with 1 - (step + 1)^-decay_rate.
+    decay_rate: the second moment decays with 1 - (step - step_offset + 1)^-decay_rate.
+    step_offset: the step from which the decay counts, as of a pretrained checkpoint that a run
+      continues with fresh moments.
     clipping_threshold: root mean square above which an update is scaled down; None for never.
     multiply_by_parameter_scale: make the update relative to the parameter's root mean square.
     min_dim_size_to_factor: matrices with a smaller side keep the full second moment, where the size
@@ -102,6 +104,7 @@ class Adafactor:
   epsilon2: float = 1e-3
   logical_factor_rules: Optional[Mapping[str, str]] = dataclasses.field(default=None, hash=False)
   layers: Optional[str] = None
+  step_offset: int = 0
 
   def __post_init__(self) -> None:
     rules = self.logical_factor_rules or {}
@@ -192,7 +195,10 @@ class Adafactor:
     learning_rate: jax.Array,
     step: jax.Array,
   ) -> tuple[Params, OptState]:
-    decay = 1.0 - (step.astype(jnp.float32) + 1.0) ** -self.decay_rate
+    counted = step.astype(jnp.float32)
+    if self.step_offset:
+      counted = jnp.maximum(counted - self.step_offset, 0.0)
+    decay = 1.0 - (counted + 1.0) ** -self.decay_rate
 
     def new_moment(grad: jax.Array, moment: FactoredMoment, axis_names: AxisNames):
       dims = self._dims(grad.shape, axis_names)

@@ -162,6 +162,24 @@ def reference_adafactor(param, grads, *, learning_rate, factored):
   return param
 
 
+def test_adafactor_counts_its_decay_from_the_offset():
+  shapes = {'kernel': (2, 4, 6), 'scale': (2, 4)}
+  params, grads = arrays(0, shapes), arrays(1, shapes)
+
+  def updated(optimizer, first):
+    state, new = optimizer.init(params, NAMES), params
+    for step in (first, first + 1):
+      new, state = optimizer.update(
+        grads, state, new, names=NAMES, learning_rate=jnp.float32(0.1), step=jnp.int32(step)
+      )
+    return new
+
+  got, want = updated(Adafactor(step_offset=1000), 1000), updated(Adafactor(), 0)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  late = updated(Adafactor(), 1000)
+  assert not np.array_equal(late['kernel'], want['kernel'])
+
+
 @pytest.mark.parametrize('shape, factored', [((128, 160), True), ((128, 96), False)], ids=str)
 def test_adafactor_of_a_stack_is_adafactor_of_each_layer(shape, factored):
   shapes = {'kernel': (3, *shape), 'scale': (3, shape[0])}

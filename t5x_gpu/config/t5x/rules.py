@@ -642,10 +642,7 @@ RULES: dict[str, ParameterRule] = {
     'None as in every run here.', value=_only(None, reason='The scale of a parameter has no limit.')
   ),
   't5x.adafactor.Adafactor.dtype_momentum': _no_effect('There is no momentum.'),
-  't5x.adafactor.Adafactor.step_offset': _no_effect(
-    '0 as in every run here.',
-    value=_only(0, reason='The second moment decays with the step of the run.'),
-  ),
+  't5x.adafactor.Adafactor.step_offset': _same('Adafactor.step_offset'),
   't5x.adafactor.Adafactor.beta1': _no_effect(
     'None as in every run here.', value=_only(None, reason='Adafactor here has no momentum.')
   ),
