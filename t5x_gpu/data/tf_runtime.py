@@ -54,9 +54,17 @@ with _without_chatter():
   import seqio
   import tensorflow as tf
 
-# Hides "Using an uncached ... is not recommended", feature shapes, in-memory caching.
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Hides "Using an uncached ... is not recommended", feature shapes, in-memory caching.
+
+  Tokamax tells through the same logger which kernels have no tuned block sizes.
+  """
+  return record.levelno >= logging.ERROR or f'{os.sep}tokamax{os.sep}' in record.pathname
+
+
 if not is_verbose():
-  logging.getLogger('absl').setLevel(logging.ERROR)
+  logging.getLogger('absl').addFilter(_is_news)
 
 try:
   # Otherwise TF would allocate the memory of every GPU that JAX is about to use.
