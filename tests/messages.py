@@ -53,6 +53,7 @@ _MACHINE = [
   (r'(data state \(|byte range \[0, |value of size )\d+', r'\1N'),  # of compressed files
   (r'0x[0-9a-f]{6,}', '0xADDRESS'),
   (r'\d+ are registered: [^.]*', 'N are registered: NAMES'),  # other tests add some
+  (r'(?<!\S)/ exists and holds .*? and \d+ more', '/ exists and holds NAMES and N more'),
   (r', and \d+ more', ', and N more'),
   (r'_\d{15,}', '_NUMBER'),
   (

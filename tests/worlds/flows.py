@@ -275,8 +275,6 @@ def _losses(folder: pathlib.Path) -> dict[int, float]:
 
 # They begin with the run that `train_and_resume` leaves.
 RUN_FIRST = ('evaluate', 'infer', 'convert_there_and_back', 'reshard')
-# Flow -> another flow, whose numbers are the same.
-SAME = {'train_and_resume': 'train', 'kill_and_resume': 'train', 'convert_there_and_back': 'infer'}
 
 FLOWS = {
   flow.__name__: flow

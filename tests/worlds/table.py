@@ -4,7 +4,7 @@ A world changes a `Place`. In it every flow gives the numbers of the plain world
 the world's `refused` names ends training before step 1. There is no third outcome.
 
 Worlds are tried together, one of each kind in a session, and each session has the flows that the
-world's code can reach (test_worlds.py, `combined`):
+world's code can reach (sessions.py, `combined`):
 
 | kind | can break | flows of test-all |
 |---|---|---|
@@ -15,7 +15,8 @@ world's code can reach (test_worlds.py, `combined`):
 
 `launch_two` hands paths and variables on to two other processes: a few worlds of each kind.
 
-A tokenizer has other numbers: what is equal in its world is SAME of flows.py (converted and not).
+A tokenizer changes the numbers: in its world a resumed run equals an unbroken run, and a converted
+model writes the same text.
 tests/data/test_token_ids.py compares streamed and prepared batches with each tokenizer's own
 library, id by id.
 """
