@@ -149,6 +149,12 @@ def take_steps(
   ):
     live.goodput.open(files.folder, first_step=live.first_step, facts=start_facts(live))
     log(live.goodput.interruption())
+    if run.run_eval_before_training:
+      with watchdog.phase('eval'), recorder.timer.pause('eval'):
+        metrics = data.evaluations.run_all(state, show=recorder.show)
+      if metrics:
+        recorder.log(live.first_step, metrics, evaluated=data.evaluations.evaluated)
+      recorder.timer.restart()  # the ETA expects no such pause again
     for step in range(live.first_step + 1, run.total_steps + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():

@@ -36,6 +36,7 @@ EVAL_STEPS = 100
 Z_LOSS = 0.0
 train_script.train.infer_eval_dataset_cfg = @train_eval/batches.DatasetConfig()
 train_script.train.infer_eval_period = 4
+train_script.train.run_eval_before_training = True
 train_script.train.decoding_cfg = @decoding.DecodingConfig()
 decoding.DecodingConfig.max_decode_length = 6
 """).replace(
@@ -70,9 +71,30 @@ def evaluated(project):
   return project
 
 
+def test_a_run_can_evaluate_before_its_first_step(project):
+  first, *rest = read_json_lines(project.model_dir / 'metrics.jsonl')
+  assert first['step'] == 0 and rest[0]['step'] == 1
+  assert {'eval/loss', 'infer_eval/turned/mean_score'} < first.keys()
+  assert 'train/loss' not in first
+  # Random parameters guess: the loss is nearly log(vocab_size).
+  assert first['eval/cross_entropy'] == pytest.approx(math.log(264), rel=0.1)
+  assert 'eval  step 0 | ' in project.trained.out and 'step 0/6' not in project.trained.out
+
+
+def test_a_restart_evaluates_before_its_first_step_with_the_numbers_of_that_step(project, tmp_path):
+  model_dir = tmp_path / 'model'
+  shutil.copytree(project.model_dir, model_dir)
+  result = project.run(num_devices=1, MODEL_DIR=model_dir, TRAIN_STEPS=7)
+  assert result.code == 0, result.err
+  records = [r for r in read_json_lines(model_dir / 'metrics.jsonl') if r['step'] == 6]
+  then, again = ({k: v for k, v in r.items() if 'eval/' in k} for r in records)
+  assert then == again and 'eval/loss' in again
+
+
 @pytest.mark.slow
 def test_all_checkpoints_have_the_loss_that_training_found_for_them(evaluated):
   trained = evaluated.metrics('eval/loss')
+  assert sorted(trained) == [0, 2, 4, 6]
   found = records(evaluated)
   assert sorted(found) == [2, 4, 6]
   for step, record in found.items():
@@ -83,10 +105,10 @@ def test_all_checkpoints_have_the_loss_that_training_found_for_them(evaluated):
 def test_metrics_of_tasks_during_training_come_in_their_period_and_are_those_of_eval(evaluated):
   name = 'infer_eval/turned/mean_score'
   trained = evaluated.metrics(name)
-  assert sorted(trained) == [4, 6]
+  assert sorted(trained) == [0, 4, 6]
   found = records(evaluated)
-  for step, value in trained.items():
-    assert found[step][name] == pytest.approx(value, rel=1e-5)
+  for step in (4, 6):
+    assert found[step][name] == pytest.approx(trained[step], rel=1e-5)
   assert found[6]['infer_eval/turned/examples'] == 5.0
 
 

@@ -154,7 +154,8 @@ class Recorder(contextlib.ExitStack):
     self._extra = {}
     self._window.reset()
     self._writer.write(step, {**values, **(evaluation or {})})
-    self._progress.update(step, values, eta_seconds=times.eta_seconds)
+    if times.step_seconds is not None:  # None before the first step
+      self._progress.update(step, values, eta_seconds=times.eta_seconds)
     if evaluation:
       self._progress.note(
         f'eval  step {step} | {evaluated}{" | " * bool(evaluated)}'

@@ -70,6 +70,7 @@ class Run(EvalConfig):
     eval_period: steps between evaluations of the loss; None for one at the end.
     eval_steps: batches of each evaluation.
     infer_eval_period: steps between evaluations of tasks; None for one at the end.
+    run_eval_before_training: also evaluate, loss and tasks, before the first step of every start.
     sample_cfg: text to continue at the end; None for none.
     initialize_from: checkpoint to start from while `model_dir` has none; None for the seed.
     watchdog_cfg: deadlines that end a run that hangs.
@@ -82,6 +83,7 @@ class Run(EvalConfig):
   eval_period: Optional[int] = None
   eval_steps: int = 20
   infer_eval_period: Optional[int] = None
+  run_eval_before_training: bool = False
   sample_cfg: Optional[SampleConfig] = None
   initialize_from: Optional[RestoreConfig] = None
   watchdog_cfg: WatchdogConfig = WatchdogConfig()

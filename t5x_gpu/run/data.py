@@ -116,12 +116,23 @@ class Evaluations:
 
   def run(self, step: int, state: TrainState, *, show: Show = silent) -> Mapping[str, float]:
     """Returns the metrics that are due after `step`; `show` shows the progress."""
+    loss, tasks = self._loss_is_due(step), self._tasks_are_due(step)
+    return self._run_parts(state, loss=loss, tasks=tasks, show=show)
+
+  def run_all(self, state: TrainState, *, show: Show = silent) -> Mapping[str, float]:
+    """Returns the metrics of every evaluation; {} if the run has none."""
+    loss, tasks = self._loss is not None, self._tasks is not None
+    return self._run_parts(state, loss=loss, tasks=tasks, show=show)
+
+  def _run_parts(
+    self, state: TrainState, *, loss: bool, tasks: bool, show: Show
+  ) -> Mapping[str, float]:
     values: dict[str, float] = {}
     sizes = []
-    if self._loss_is_due(step):
+    if loss:
       values |= self._loss.run(state.params, show=show)
       sizes.append(f'{self._loss.num_rows:,} rows')
-    if self._tasks_are_due(step):
+    if tasks:
       sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
       values |= self._tasks.run(self._program.in_model_order(state).params, show=show)
     self.evaluated = ', '.join(sizes)

@@ -473,10 +473,7 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.use_orbax': _no_effect('Checkpoints are always written with Orbax.'),
   '__main__.train.gc_period': _no_effect('The garbage collector runs by itself.'),
   '__main__.train.concurrent_metrics': _no_effect('Metrics are computed after decoding.'),
-  '__main__.train.run_eval_before_training': _no_effect(
-    'False as in every run here.',
-    value=_only(False, reason='No run here evaluates before its first step.'),
-  ),
+  '__main__.train.run_eval_before_training': _same('train.run_eval_before_training'),
   '__main__.train.train_eval_get_dataset_fn': _no_effect(
     'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.',
     value=lambda t, v: (

@@ -40,11 +40,10 @@ def by_name(outcomes):
 
 def test_what_this_project_does_not_have_is_refused_by_name_with_its_line_and_the_way_on():
   problems = [p.what for p in translate('unknown_names').problems]
-  assert len(problems) == 6
+  assert len(problems) == 5
   for name, way in (
     ('train.trainer_cls', 'docs/add_a_model.md'),
     ('train.get_dataset_fn', 'docs/add_a_data_source.md'),
-    ('train.run_eval_before_training', 'before its first step'),
     ('loss_normalizing_factor', 'AVERAGE_PER_SEQUENCE'),
     ('made_up', 'Nothing here corresponds'),
     ('activation_partitioning_dims', 'sequence_parallel'),
