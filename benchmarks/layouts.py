@@ -34,7 +34,6 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.partitioning.array_layout import state_layouts
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.partitioning.pipeline import bubble_fraction
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
 from t5x_gpu.training.program import Program, build_program
@@ -148,7 +147,7 @@ class Layout:
   @property
   def bubble(self) -> Optional[float]:
     pipeline = self.program.layout.pipeline
-    return None if pipeline is None else bubble_fraction(**pipeline.options)
+    return None if pipeline is None else pipeline.bubble_fraction
 
 
 def load(setting: Setting) -> StepConfig:
@@ -176,11 +175,7 @@ def one_device_flops(config: StepConfig, device: Any) -> int:
 def share_of_ticks(program: Program, trip_counts: Sequence[int]) -> float:
   """Returns in how many of a pipeline's ticks, the outermost of the loops, a stage has work."""
   pipeline = program.layout.pipeline
-  return (
-    1.0
-    if pipeline is None
-    else pipeline.num_stacks * pipeline.repeats * pipeline.num_microbatches / trip_counts[0]
-  )
+  return 1.0 if pipeline is None else pipeline.num_units / trip_counts[0]
 
 
 def mean_flops(hlo: str, program: Program) -> float:

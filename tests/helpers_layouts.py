@@ -173,22 +173,14 @@ def collectives(name: str) -> list[Collective]:
 
 def timetable(name: str) -> Timetable:
   """Returns the timetable of the pipeline of a case."""
-  pipeline = program(name).layout.pipeline
-  return Timetable(
-    pipeline.schedule,
-    pipeline.num_stages,
-    pipeline.num_microbatches,
-    pipeline.repeats,
-    pipeline.num_stacks,
-  )
+  return program(name).layout.pipeline
 
 
 def ticks(name: str) -> int:
   """Returns how often a tick of the pipeline runs."""
-  table = timetable(name)
-  return table.interleaved_ticks if table.schedule == '1f1b' else table.forward_ticks
+  return timetable(name).ticks
 
 
 def busy(name: str) -> float:
   """Returns the share of its ticks in which a stage has work."""
-  return timetable(name).num_units / ticks(name)
+  return timetable(name).busy_share

@@ -22,7 +22,7 @@ from t5x_gpu.partitioning.fsdp import own_table
 from t5x_gpu.partitioning.manual_collectives import InBfloat16, InFloat32
 from t5x_gpu.partitioning.mesh import mesh_table
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
-from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.partitioning.region import Region
 from t5x_gpu.partitioning.trees import ArrayLike, ParamNames, Path, Shapes, Tree, TreeFn
 from t5x_gpu.runtime.topology import Topology
@@ -49,7 +49,7 @@ class Layout:
   sizes: MeshSizes
   topology: Topology
   zero_stage: int = 3
-  pipeline: Optional[Pipeline] = None
+  pipeline: Optional[Timetable] = None
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
   gradient_dtype: str = 'float32'
@@ -234,11 +234,9 @@ class Layout:
     """Returns a small table of the mesh and the pipeline, for the log."""
     lines = [mesh_table(self.sizes, self.topology, zero_stage=self.zero_stage)]
     if self.pipeline is not None:
-      options = self.pipeline.options
-      bubble = pipeline.bubble_fraction(**options)
       lines.append(
         f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
-        f'microbatches, bubble {bubble:.1%} of the time of the layers'
+        f'microbatches, bubble {self.pipeline.bubble_fraction:.1%} of the time of the layers'
       )
     return '\n'.join([*lines, *(f'  {note}' for note in self.notes)])
 

@@ -34,7 +34,7 @@ from t5x_gpu.partitioning.mesh_sizes import (
   product_words,
   resolve_mesh_sizes,
 )
-from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.runtime.topology import Device, Topology
 
 
@@ -259,7 +259,7 @@ class Partitioner:
 
   def _pipeline(
     self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int
-  ) -> Optional[Pipeline]:
+  ) -> Optional[Timetable]:
     stages = sizes.total['stage']
     if stages == 1:
       return None
@@ -270,13 +270,13 @@ class Partitioner:
       count = next((n for n in legal if n >= 4 * stages), legal[-1])
     # A ring needs all devices in every step, including devices of an idle stage.
     ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
-    return Pipeline(
+    return Timetable(
       self.pipeline_schedule,
       stages,
       count,
       self.pipeline_repeats,
-      not ring,
       logical_sizes.get('stacks', 1),
+      skip_idle=not ring,
     )
 
   def _batch_parts(self, sizes: MeshSizes) -> int:
@@ -324,7 +324,7 @@ class Partitioner:
     return list(dict.fromkeys(problems))  # both tables may split an axis in the same way
 
   def _hints(
-    self, sizes: MeshSizes, num_microbatches: int, pipeline: Optional[Pipeline]
+    self, sizes: MeshSizes, num_microbatches: int, pipeline: Optional[Timetable]
   ) -> dict[str, SizeHint]:
     """Returns array axis -> how a problem describes its size."""
     rows = 1  # a device's rows must be a multiple of this

@@ -5,7 +5,7 @@ microbatches, so that stages work on different microbatches at the same time. Wh
 microbatch's activation per tick to the next stage, and its gradient back. No other way to split a
 model has less traffic per step, so use it for the slowest link. When: layers do not fit even with
 fsdp x model, or the network between hosts is too slow for fsdp. The price is the bubble, in which
-stages wait (`bubble_fraction`): use several times more microbatches than stages.
+stages wait (`Timetable.bubble_fraction`): use several times more microbatches than stages.
 
 Schedules: 'gpipe' keeps the input of every stage for every microbatch. '1f1b' keeps 2S-1 inputs for
 any number of microbatches. 'circular' gives each stage R blocks of layers, for a bubble R
@@ -42,7 +42,6 @@ from t5x_gpu.partitioning.parameters import Dims, Split
 from t5x_gpu.partitioning.pipeline_schedules import (
   SCHEDULES,
   Timetable,
-  bubble_fraction,
   check,
   layer_order,
   traffic_per_step,
@@ -52,7 +51,6 @@ from t5x_gpu.partitioning.trees import Tree, TreeFn
 __all__ = [
   'SCHEDULES',
   'Pieces',
-  'bubble_fraction',
   'check',
   'forward',
   'layer_order',
@@ -97,14 +95,9 @@ def value_and_grad(
   pieces: Pieces,
   params: Tree,
   microbatches: Tree,
+  table: Timetable,
   *,
-  schedule: str,
-  num_stages: int,
-  num_microbatches: int,
   varying_axes: Sequence[str],
-  repeats: int = 1,
-  num_stacks: int = 1,
-  skip_idle: bool = True,
   complete: Callable[[Tree], Tree] = lambda params: params,
   layer_sums: Optional['LayerSums'] = None,
   earlier: Optional[Tree] = None,
@@ -119,21 +112,15 @@ def value_and_grad(
       [layers / stages, ...], in `layer_order`. Other parameters are whole on every stage; the
       caller sums their gradients over `stage`.
     microbatches: arrays [num_microbatches, rows, ...], the same on all stages.
-    schedule: one of SCHEDULES.
-    num_stages: size of `stage`.
-    num_microbatches: at least num_stages for 'circular' and for several stacks.
+    table: the schedule.
     varying_axes: all manual mesh axes, including `stage`.
-    repeats: blocks of layers per stage and stack, for 'circular'.
-    num_stacks: stacks of the model; 1 for '1f1b' and without skip_idle.
-    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
     complete: `params` -> all parameters, including those without gradients.
     layer_sums: reduces the gradients of layers in the last backward tick; None if the caller
       reduces them. Requires one block per stage.
     earlier: gradients to add, for example of earlier microbatches.
   """
-  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
-  if schedule == '1f1b':
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), complete)
+  if table.schedule == '1f1b':
     return _one_forward_one_backward(run, params, earlier, layer_sums)
 
   def loss(params: Tree, first: Optional[Tree] = None) -> tuple[jax.Array, Tree]:
@@ -150,22 +137,10 @@ def value_and_grad(
 
 
 def forward(
-  pieces: Pieces,
-  params: Tree,
-  microbatches: Tree,
-  *,
-  schedule: str,
-  num_stages: int,
-  num_microbatches: int,
-  varying_axes: Sequence[str],
-  repeats: int = 1,
-  num_stacks: int = 1,
-  skip_idle: bool = True,
+  pieces: Pieces, params: Tree, microbatches: Tree, table: Timetable, *, varying_axes: Sequence[str]
 ) -> Tree:
   """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
-  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
-  return _forward(run, params)
+  return _forward(PipelineRun(pieces, microbatches, table, tuple(varying_axes)), params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +213,8 @@ class PipelineRun:
   Attributes:
     pieces: the model.
     microbatches: arrays [num_microbatches, rows, ...].
-    table: the timetable.
+    table: the schedule.
     varying_axes: all manual mesh axes.
-    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
     complete: differentiated parameters -> all parameters.
   """
 
@@ -248,13 +222,18 @@ class PipelineRun:
   microbatches: Tree
   table: Timetable
   varying_axes: tuple[str, ...]
-  skip_idle: bool = True
   complete: Callable[[Tree], Tree] = lambda params: params
 
   def __post_init__(self) -> None:
-    assert len(self.stacks) == self.table.num_stacks, (self.stacks, self.table)
+    table = self.table
+    assert table.schedule in SCHEDULES, table
+    assert table.num_stages > 1 and table.num_microbatches > 0 and table.repeats > 0, table
+    assert table.repeats == 1 or table.schedule == 'circular', table
+    assert table.num_stacks == 1 or table.schedule != '1f1b', table
+    assert table.num_blocks == 1 or table.num_microbatches >= table.num_stages, table
+    assert len(self.stacks) == table.num_stacks, (self.stacks, table)
     # The stack to run is chosen by a branch, which must not contain a collective-permute.
-    assert len(self.stacks) == 1 or self.skip_idle, self.stacks
+    assert len(self.stacks) == 1 or table.skip_idle, self.stacks
 
   @property
   def stacks(self) -> tuple[str, ...]:
@@ -322,7 +301,7 @@ class PipelineRun:
   def first_activation(self, params: Tree) -> Tree:
     """Returns the activation that stages hold before they have received one."""
     microbatch = self.microbatch(0)
-    if self.skip_idle:
+    if self.table.skip_idle:
       return self.zeros(jax.eval_shape(self.embed, params, microbatch))
     # Discarded work runs on a real activation: on zeros, layers have huge derivatives (a norm's is
     # 1/sqrt(epsilon)), and a discarded 0 * inf is NaN.
@@ -369,7 +348,7 @@ def first_tick(run: PipelineRun, params: Tree) -> Tree:
     return run.run_block(params, run.embed(params, run.microbatch(0)), 0, stage)
 
   x = run.first_activation(params)
-  return jax.lax.cond(stage == 0, block, lambda x: x, x) if run.skip_idle else block(x)
+  return jax.lax.cond(stage == 0, block, lambda x: x, x) if run.table.skip_idle else block(x)
 
 
 def last_tick(
@@ -416,7 +395,7 @@ def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tr
     works = (0 <= unit) & (unit < table.num_units)
     unit = jnp.clip(unit, 0, table.num_units - 1)
     enters = (stage == 0) & (unit < table.num_microbatches)
-    if run.skip_idle:
+    if run.table.skip_idle:
       enters &= works
     x = jax.lax.cond(
       enters,
@@ -428,7 +407,7 @@ def _forward(run: PipelineRun, params: Tree, first: Optional[Tree] = None) -> Tr
     def block(x: Tree) -> Tree:
       return run.run_block(params, x, unit, stage)
 
-    return jax.lax.cond(works, block, lambda x: x, x) if run.skip_idle else block(x)
+    return jax.lax.cond(works, block, lambda x: x, x) if run.table.skip_idle else block(x)
 
   def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
     x, waiting, outputs = carry
@@ -515,14 +494,14 @@ def _one_forward_one_backward(
       return run.run_block(params, x, unit, stage)
 
     # The last stage runs a unit backward at once, which recomputes its forward pass anyway.
-    y = jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.skip_idle else block(x)
+    y = jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.table.skip_idle else block(x)
     y = run.shift(y)  # during the backward pass
 
     works, unit = inside(table.backward_unit(t, stage))
     x = at(kept, (unit + stage) % table.kept_inputs)
     state = (dy, grads, sums)
     back = functools.partial(_backward, run, params, x, unit, stage)
-    if run.skip_idle:
+    if run.table.skip_idle:
       dx, grads, sums = jax.lax.cond(
         works, lambda state: back(state, True), lambda state: state, state
       )

@@ -8,7 +8,7 @@ works on ints, NumPy arrays and traced values; `pipeline.value_and_grad` follows
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -23,7 +23,7 @@ SCHEDULES = ('gpipe', '1f1b', 'circular')
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-  """Which unit each stage computes in each tick.
+  """The schedule of a pipeline: which unit each stage computes in each tick.
 
   Attributes:
     schedule: one of SCHEDULES.
@@ -32,7 +32,8 @@ class Timetable:
     repeats: R, blocks of layers per stage and stack; 1 unless 'circular'. Block r of stage s is
       block r * S + s of the stack.
     num_stacks: K, stacks of the model: 2 for encoder-decoders, else 1. A stage has R blocks of the
-      first stack, then R of the second.
+      first stack, then R of the second. 1 for '1f1b' and without `skip_idle`.
+    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
   """
 
   schedule: str
@@ -40,13 +41,7 @@ class Timetable:
   num_microbatches: int
   repeats: int = 1
   num_stacks: int = 1
-
-  def __post_init__(self) -> None:
-    assert self.schedule in SCHEDULES, self
-    assert self.num_stages > 1 and self.num_microbatches > 0 and self.repeats > 0, self
-    assert self.repeats == 1 or self.schedule == 'circular', self
-    assert self.num_stacks == 1 or self.schedule != '1f1b', self
-    assert self.num_blocks == 1 or self.num_microbatches >= self.num_stages, self
+  skip_idle: bool = True
 
   @property
   def num_blocks(self) -> int:
@@ -69,6 +64,30 @@ class Timetable:
     return self.num_units + 2 * (self.num_stages - 1)
 
   @property
+  def ticks(self) -> int:
+    """Ticks of a step's forward pass; in 1f1b they contain the backward pass, too."""
+    return self.interleaved_ticks if self.schedule == '1f1b' else self.forward_ticks
+
+  @property
+  def busy_share(self) -> float:
+    """Share of the ticks in which a stage has work."""
+    return self.num_units / self.ticks
+
+  @property
+  def bubble_fraction(self) -> float:
+    """Fraction of the time of the layers in which a stage waits for others.
+
+    (S-1) / (K*R*M + S-1): a stage has work in K*R*M of K*R*M + S-1 forward slots, and likewise in
+    the backward pass. With two stacks this assumes blocks of equal duration; otherwise stages also
+    wait for the slower block. Slots of 1f1b in which all stages idle cost nothing. If idle work is
+    computed and discarded, they cost 2(S-1) of M + 2(S-1).
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2, which give it
+    relative to the ideal time, (S-1) / (R*M); Huang et al. 2019 (GPipe), section 2.2.
+    """
+    return 1.0 - self.num_units / (self.forward_ticks if self.skip_idle else self.ticks)
+
+  @property
   def head_share(self) -> int:
     """Microbatches whose head a stage computes, rounded up; in 1f1b the last stage computes all."""
     return -(-self.num_microbatches // self.num_stages)
@@ -86,33 +105,12 @@ class Timetable:
     """Returns the unit that `stage` runs backward in 1f1b; on the last stage, its forward unit."""
     return tick - (2 * (self.num_stages - 1) - stage)
 
-
-@dataclasses.dataclass(frozen=True)
-class Pipeline:
-  """The schedule of a pipeline; see `pipeline.value_and_grad` for the fields."""
-
-  schedule: str
-  num_stages: int
-  num_microbatches: int
-  repeats: int
-  skip_idle: bool
-  num_stacks: int = 1
-
-  @property
-  def num_blocks(self) -> int:
-    """Blocks of layers of every stage."""
-    return self.repeats * self.num_stacks
-
-  @property
-  def options(self) -> dict[str, Any]:
-    return dataclasses.asdict(self)
-
   @property
   def least_rows(self) -> int:
     """Fewest rows of a device: with several blocks per stage, microbatches go around the stages."""
     return self.num_stages if self.num_blocks > 1 else 1
 
-  def for_rows(self, rows: int) -> 'Pipeline':
+  def for_rows(self, rows: int) -> 'Timetable':
     """Returns the schedule for another number of rows, with as few microbatches if possible.
 
     Args:
@@ -121,32 +119,6 @@ class Pipeline:
     legal = [n for n in divisors(rows) if n >= self.least_rows]
     count = max((n for n in legal if n <= self.num_microbatches), default=legal[0])
     return dataclasses.replace(self, num_microbatches=count)
-
-
-def bubble_fraction(
-  schedule: str,
-  num_stages: int,
-  num_microbatches: int,
-  repeats: int = 1,
-  *,
-  num_stacks: int = 1,
-  skip_idle: bool = True,
-) -> float:
-  """Returns the fraction of the time of the layers in which a stage waits for others.
-
-  (S-1) / (K*R*M + S-1): a stage has work in K*R*M of K*R*M + S-1 forward slots, and likewise in the
-  backward pass. With two stacks this assumes blocks of equal duration; otherwise stages also wait
-  for the slower block. Slots of 1f1b in which all stages idle cost nothing. If idle work is
-  computed and discarded (`skip_idle=False`), they cost 2(S-1) of M + 2(S-1).
-
-  Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2, which give it
-  relative to the ideal time, (S-1) / (R*M); Huang et al. 2019 (GPipe), section 2.2.
-  """
-  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
-  slots = table.forward_ticks
-  if schedule == '1f1b' and not skip_idle:
-    slots = table.interleaved_ticks
-  return 1.0 - table.num_units / slots
 
 
 def layer_order(num_layers: int, num_stages: int, repeats: int = 1) -> np.ndarray:
@@ -160,13 +132,9 @@ def layer_order(num_layers: int, num_stages: int, repeats: int = 1) -> np.ndarra
 
 
 def traffic_per_step(
+  table: Timetable,
   *,
-  schedule: str,
-  num_stages: int,
-  num_microbatches: int,
   activation_bytes: int,
-  repeats: int = 1,
-  num_stacks: int = 1,
   output_bytes: Optional[int] = None,
   shared_gradient_bytes: int = 0,
   sums_in_last_tick: bool = False,
@@ -178,15 +146,15 @@ def traffic_per_step(
   gradients of parameters that every stage holds, as a ring. Evaluation sends half of the permutes.
 
   Args:
-    schedule, num_stages, num_microbatches, repeats, num_stacks: as in `Timetable`.
+    table: the schedule.
     activation_bytes: bytes of a microbatch between two layers on one device, over all stacks.
     output_bytes: bytes of the part that the head reads (the last stack's); None for all bytes.
     shared_gradient_bytes: gradients of all parameters except layers, on one device.
     sums_in_last_tick: whether the last tick is computed separately (`pipeline.LayerSums`). In 1f1b
       it has no forward pass.
   """
-  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
-  if schedule == '1f1b':
+  num_stages = table.num_stages
+  if table.schedule == '1f1b':
     sent = (table.interleaved_ticks - 0.5 * sums_in_last_tick) * activation_bytes
   else:
     output_bytes = activation_bytes if output_bytes is None else output_bytes

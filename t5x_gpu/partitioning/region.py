@@ -24,7 +24,7 @@ from t5x_gpu.partitioning.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.overlap import Ahead, with_ports
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, dims_of
 from t5x_gpu.partitioning.pipeline import LayerSums
-from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.partitioning.trees import DTypeLike, Gradients, ParamNames, Params, Specs, Tree, TreeFn
 
 # Suffix of features that hold token positions.
@@ -34,6 +34,26 @@ PLACES = '_places'
 def is_places(name: str) -> bool:
   """Returns whether a feature holds token positions [length], the same for all rows."""
   return name.endswith(PLACES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+  """How a backward pass reduces the gradients of parameters.
+
+  Attributes:
+    over_all_axes: whether it sums gradients over all devices, not only over `fsdp`. The
+      differentiated parts, and their gradients, then do not vary over `Region.sum_axes`.
+    earlier: with `over_all_axes`, gradients of earlier microbatches, not summed over these axes.
+    in_layers: whether the model calls `whole` on each layer, so that a layer's gradients are
+      summed as soon as they are known; otherwise all layers' gradients are summed together.
+    first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
+      have a port (`with_ports`); None for no ports.
+  """
+
+  over_all_axes: bool = False
+  earlier: Optional[Gradients] = None
+  in_layers: bool = True
+  first_stack: Optional[Tree] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Region:
   rules: AxisRules
   mesh_shape: Mapping[str, int]
   zero_stage: int = 3
-  pipeline: Optional[Pipeline] = None
+  pipeline: Optional[Timetable] = None
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
   reducer: Reducer = InFloat32()
@@ -168,15 +188,7 @@ class Region:
     return {**batch, **more}
 
   def parameters(
-    self,
-    parts: Params,
-    params: Params,
-    names: ParamNames,
-    *,
-    reduces: bool = False,
-    earlier: Optional[Gradients] = None,
-    in_layers: bool = True,
-    first_stack: Optional[Tree] = None,
+    self, parts: Params, params: Params, names: ParamNames, reduction: Reduction = Reduction()
   ) -> Params:
     """Returns the parameters for a model: a `Parameter` if its backward pass reduces, else arrays.
 
@@ -184,21 +196,16 @@ class Region:
       parts: differentiated parts, split by `part_specs`; or copies of them.
       params: parameters as stored between steps; ZeRO-2 uses these, which are whole.
       names: tree of AxisNames.
-      reduces: whether the backward pass sums gradients over all devices, not only over `fsdp`.
-        `parts` then must not vary over the axes of `sum_axes`, and neither do the gradients.
-      earlier: with `reduces`, gradients of earlier microbatches, not summed over these axes.
-      in_layers: whether the model calls `whole` on each layer, so that a layer's gradients are
-        summed as soon as they are known; otherwise all layers' gradients are summed together.
-      first_stack: tree of bools: whether a parameter belongs to the layers that run first, and can
-        have a port (`with_ports`); None for no ports.
+      reduction: how the backward pass reduces gradients.
     """
+    reduces = reduction.over_all_axes
 
     def parameter(
       axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Optional[jax.Array]
     ) -> Union[jax.Array, Parameter]:
       split = self._split(axis_names, part, param, before, reduces=reduces)
       is_split = split.dims.fsdp is not None
-      if in_layers and 'layers' in axis_names.names:
+      if reduction.in_layers and 'layers' in axis_names.names:
         if not is_split and not reduces:
           return part
         return Ahead(split) if self.overlap_layers else split
@@ -208,10 +215,12 @@ class Region:
     def made(parts: Params) -> Params:
       return jax.tree.map(parameter, names, parts, params, before)
 
-    before = jax.tree.map(lambda _: None, names) if earlier is None else earlier
-    if not reduces or first_stack is None:
+    before = reduction.earlier
+    if before is None:
+      before = jax.tree.map(lambda _: None, names)
+    if not reduces or reduction.first_stack is None:
       return made(parts)
-    return with_ports(made, parts, first_stack, axes=self.axes)
+    return with_ports(made, parts, reduction.first_stack, axes=self.axes)
 
   def _split(
     self,

@@ -40,8 +40,8 @@ from t5x_gpu.partitioning.layer_stacks import (
 )
 from t5x_gpu.partitioning.parameters import whole
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.partitioning.pipeline_schedules import Pipeline
-from t5x_gpu.partitioning.region import Region, is_places
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
+from t5x_gpu.partitioning.region import Reduction, Region, is_places
 from t5x_gpu.partitioning.trees import Batch, Gradients, Index, ParamNames, Params, Path, Tree
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
@@ -214,16 +214,16 @@ def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
   region = _for_model(region, model)
   trained_names, frozen_names = trained.split(names)
   dtype = compute_dtype(model)
-  in_backward = _in_backward(model, region, trained_names, by_layer=by_layer)
+  reduction = _reduction(model, region, trained_names, by_layer=by_layer)
 
   def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
     kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
     kept, frozen = trained.split(kept)
     frozen = region.frozen(frozen, frozen_names, dtype)
 
-    def find(parts: Params, batch: Batch, **reduction: Any) -> _Found:
+    def find(parts: Params, batch: Batch, reduction: Reduction) -> _Found:
       def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
-        params = region.parameters(parts, kept, trained_names, **in_backward, **reduction)
+        params = region.parameters(parts, kept, trained_names, reduction)
         params = with_amaxes(trained.join(params, frozen), amaxes)
         sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
         return sums['loss'][0], jax.tree.map(region.varying, sums)
@@ -231,12 +231,20 @@ def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
       if region.pipeline is None:
         (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
         return _Found(grads, sums, largest)
-      complete = functools.partial(trained.join, frozen=frozen)
-      options = {'names': trained_names, 'complete': complete, **reduction}
-      return _find_in_pipeline(model, parts, batch, region, dropout_key, **options)
+      return _find_in_pipeline(
+        model,
+        parts,
+        batch,
+        region,
+        dropout_key,
+        complete=functools.partial(trained.join, frozen=frozen),
+        layer_sums=region.layer_sums(trained_names) if reduction.over_all_axes else None,
+        earlier=reduction.earlier,
+      )
 
     parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
-    found = _summed(find, parts, batch, 1 if by_layer else num_microbatches, region, trained_names)
+    passes = 1 if by_layer else num_microbatches
+    found = _summed(find, reduction, parts, batch, passes, region, trained_names)
     return found.grads, found.sums, region.largest(found.amaxes)
 
   def gradients(
@@ -271,8 +279,8 @@ def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Ba
         pieces,
         region.gathered(params, names, compute_dtype(model)),
         microbatches,
+        pipeline,
         varying_axes=region.axes,
-        **pipeline.options,
       )
     )
 
@@ -287,20 +295,19 @@ def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Ba
   return eval_step
 
 
-def _in_backward(
-  model: Model, region: Region, names: ParamNames, *, by_layer: bool
-) -> dict[str, Any]:
-  """Returns the options of `Region.parameters` that depend on the model."""
+def _reduction(model: Model, region: Region, names: ParamNames, *, by_layer: bool) -> Reduction:
+  """Returns how the model's backward pass reduces gradients, before the last microbatch."""
   gathers = model.gathers_layers
   in_layers = is_layered(model) and (region.reduces_in_backward or gathers)
   if by_layer or not gathers or not region.layers_ahead:
-    return dict(in_layers=in_layers)
+    return Reduction(in_layers=in_layers)
   prefix = prefix_of(model.stacks[0])
 
   def is_first(path: Path, _: Any) -> bool:
     return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
 
-  return dict(in_layers=in_layers, first_stack=jax.tree_util.tree_map_with_path(is_first, names))
+  first_stack = jax.tree_util.tree_map_with_path(is_first, names)
+  return Reduction(in_layers=in_layers, first_stack=first_stack)
 
 
 def _for_model(region: Region, model: Model) -> Region:
@@ -366,7 +373,7 @@ class _Pieces:
 
 
 def _pipeline_input(
-  model: Model, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
+  model: Model, batch: Batch, pipeline: Timetable, dropout_key: Optional[jax.Array]
 ) -> tuple[_Pieces, Batch]:
   """Returns the model in parts and the microbatches of the local rows."""
   same, microbatches = _split_rows(batch, pipeline.num_microbatches)
@@ -381,24 +388,20 @@ def _find_in_pipeline(
   dropout_key: jax.Array,
   *,
   complete: Callable[[Params], Params],
-  names: ParamNames,
-  reduces: bool = False,
-  earlier: Tree = None,
+  layer_sums: Optional[pipeline_lib.LayerSums],
+  earlier: Optional[Gradients],
 ) -> _Found:
-  """Returns the results of the local rows; `complete` adds parameters without gradients.
-
-  With `reduces`, gradients of layers, including `earlier` microbatches', are summed over devices.
-  """
+  """Returns the results of the local rows; keyword arguments as in `pipeline.value_and_grad`."""
   pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
   grads, of_rows = pipeline_lib.value_and_grad(
     pieces,
     parts,
     microbatches,
+    region.pipeline,
     varying_axes=region.axes,
     complete=complete,
-    layer_sums=region.layer_sums(names) if reduces else None,
+    layer_sums=layer_sums,
     earlier=earlier,
-    **region.pipeline.options,
   )
   return _Found(grads, of_rows, {})
 
@@ -413,8 +416,13 @@ def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
   }
 
 
+# (parts, local rows, how gradients are reduced) -> the results of a pass over these rows.
+_Find = Callable[[Params, Batch, Reduction], _Found]
+
+
 def _summed(
-  find: Callable[..., _Found],
+  find: _Find,
+  reduction: Reduction,
   parts: Params,
   batch: Batch,
   num_microbatches: int,
@@ -424,34 +432,41 @@ def _summed(
   """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
   copies = region.copies(parts, names)
   if region.sums_in_backward:
-    found = _accumulate_then_sum(find, copies, batch, num_microbatches, region)
+    found = _accumulate_then_sum(find, reduction, copies, batch, num_microbatches, region)
     grads = region.sum_copies(found.grads, parts, names)
   else:
     copies = jax.tree.map(region.varying, copies)
     accumulate = _accumulate_then_sum if region.sums_in_last_tick else _accumulate
-    found = accumulate(find, copies, batch, num_microbatches, region)
+    found = accumulate(find, reduction, copies, batch, num_microbatches, region)
     grads = region.reduce_gradients(region.sum_copies(found.grads, parts, names), names)
   return found.replace(grads=grads, sums=region.total(found.sums))
 
 
 def _accumulate_then_sum(
-  find: Callable[..., _Found], parts: Params, batch: Batch, num_microbatches: int, region: Region
+  find: _Find,
+  reduction: Reduction,
+  parts: Params,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
 ) -> _Found:
   """Returns the results of all microbatches; the last one sums gradients over devices.
 
   Its backward pass first adds the gradients of the earlier microbatches.
   """
+  sums = dataclasses.replace(reduction, over_all_axes=True)
   if num_microbatches == 1:
-    return find(parts, batch, reduces=True)
+    return find(parts, batch, sums)
   same, microbatches = _split_rows(batch, num_microbatches)
   first, last = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
-  earlier = _accumulated(find, jax.tree.map(region.varying, parts), first, same, region)
-  of_last = find(parts, {**last, **same}, reduces=True, earlier=earlier.grads)
+  earlier = _accumulated(find, reduction, jax.tree.map(region.varying, parts), first, same, region)
+  of_last = find(parts, {**last, **same}, dataclasses.replace(sums, earlier=earlier.grads))
   return of_last.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=of_last.grads)
 
 
 def _accumulate(
-  find: Callable[[Params, Batch], _Found],
+  find: _Find,
+  reduction: Reduction,
   parts: Params,
   batch: Batch,
   num_microbatches: int,
@@ -459,27 +474,23 @@ def _accumulate(
 ) -> _Found:
   """Returns the results of all microbatches of local rows."""
   if num_microbatches == 1:
-    return find(parts, batch)
+    return find(parts, batch, reduction)
   same, microbatches = _split_rows(batch, num_microbatches)
-  return _accumulated(find, parts, microbatches, same, region)
+  return _accumulated(find, reduction, parts, microbatches, same, region)
 
 
 def _accumulated(
-  find: Callable[[Params, Batch], _Found],
-  parts: Params,
-  microbatches: Batch,
-  same: Batch,
-  region: Region,
+  find: _Find, reduction: Reduction, parts: Params, microbatches: Batch, same: Batch, region: Region
 ) -> _Found:
   """Returns the results of `microbatches` [count, rows, ...]."""
 
   def body(carry: _Found, microbatch: Batch) -> tuple[_Found, None]:
-    return carry.plus(find(parts, {**microbatch, **same})), None
+    return carry.plus(find(parts, {**microbatch, **same}, reduction)), None
 
   first = jax.tree.map(lambda x: x[0], microbatches)
   zeros = jax.tree.map(
     lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
-    jax.eval_shape(find, parts, {**first, **same}),
+    jax.eval_shape(functools.partial(find, reduction=reduction), parts, {**first, **same}),
   )
   return jax.lax.scan(body, zeros, microbatches)[0]
 

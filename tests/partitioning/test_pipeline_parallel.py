@@ -135,14 +135,8 @@ def pipeline(
     name: P(None, rows or None, *(length,) * (name != 'rows'))
     for name in ('tokens', 'targets', 'rows', 'weights')
   }
-  options = dict(
-    schedule=schedule,
-    num_stages=mesh.shape['stage'],
-    repeats=repeats,
-    num_microbatches=num_microbatches,
-    varying_axes=manual,
-    skip_idle=skip_idle,
-  )
+  table = Timetable(schedule, mesh.shape['stage'], num_microbatches, repeats, skip_idle=skip_idle)
+  options = dict(table=table, varying_axes=manual)
 
   def missing(spec):
     return tuple(a for a in manual if a not in jax.tree.leaves(tuple(spec)))
@@ -304,17 +298,13 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
   found = [c for c in inventory(program, mesh.shape) if 'stage' in c.axes]
   activation = (ROWS // mesh.shape.get('data', 1), LENGTH, EMBED)
   table = Timetable(schedule, stages, m, repeats)
-  ticks = table.interleaved_ticks if schedule == '1f1b' else table.forward_ticks
   permutes = [c for c in found if c.kind == 'collective-permute']
   assert not any(c.in_branch for c in permutes)
-  assert [(c.shape, c.count) for c in permutes if c.trip_counts] == [(activation, ticks)] * 2
+  assert [(c.shape, c.count) for c in permutes if c.trip_counts] == [(activation, table.ticks)] * 2
   dealt_out = [] if schedule == '1f1b' else [(table.head_share, *activation)] * 2 * (stages - 1)
   assert [c.shape for c in permutes if not c.trip_counts] == dealt_out
   expected = pipeline_lib.traffic_per_step(
-    schedule=schedule,
-    num_stages=stages,
-    num_microbatches=m,
-    repeats=repeats,
+    table,
     activation_bytes=4 * int(np.prod(activation)),
     shared_gradient_bytes=4 * (2 * VOCAB * EMBED + EMBED),
   )
@@ -378,9 +368,7 @@ TABLES = [
 def test_bubble_fraction_is_the_part_of_slots_that_are_idle(table):
   slots = timeline(table)
   idle = sum(cell is None for slot in slots for cell in slot) / (len(slots) * table.num_stages)
-  assert pipeline_lib.bubble_fraction(
-    table.schedule, table.num_stages, table.num_microbatches, table.repeats
-  ) == pytest.approx(idle)
+  assert table.bubble_fraction == pytest.approx(idle)
 
 
 @pytest.mark.parametrize('table', TABLES, ids=str)
@@ -416,8 +404,8 @@ def test_1f1b_never_holds_more_inputs_than_it_keeps():
 
 
 def test_computed_idle_ticks_make_the_bubble_of_1f1b_larger():
-  assert pipeline_lib.bubble_fraction('1f1b', 4, 12) == pytest.approx(3 / 15)
-  assert pipeline_lib.bubble_fraction('1f1b', 4, 12, skip_idle=False) == pytest.approx(6 / 18)
+  assert Timetable('1f1b', 4, 12).bubble_fraction == pytest.approx(3 / 15)
+  assert Timetable('1f1b', 4, 12, skip_idle=False).bubble_fraction == pytest.approx(6 / 18)
 
 
 @pytest.mark.parametrize('stages', [2, 3, 4])

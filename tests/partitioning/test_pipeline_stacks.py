@@ -131,14 +131,7 @@ def pipeline(schedule, num_microbatches, *, repeats=1, train=True, **sizes):
     is_leaf=lambda x: isinstance(x, P),
   )
   batch = jax.tree.map(lambda _: P(None, 'data' if 'data' in sizes else None), toy_batch(1))
-  options = dict(
-    schedule=schedule,
-    num_stages=sizes['stage'],
-    repeats=repeats,
-    num_stacks=2,
-    num_microbatches=num_microbatches,
-    varying_axes=manual,
-  )
+  table = Timetable(schedule, sizes['stage'], num_microbatches, repeats, num_stacks=2)
 
   def missing(spec):
     return tuple(a for a in manual if a not in tuple(spec))
@@ -151,9 +144,11 @@ def pipeline(schedule, num_microbatches, *, repeats=1, train=True, **sizes):
     )
     if not train:
       return jax.lax.psum(
-        pipeline_lib.forward(TwoStacks(), params, microbatches, **options), manual
+        pipeline_lib.forward(TwoStacks(), params, microbatches, table, varying_axes=manual), manual
       )
-    grads, sums = pipeline_lib.value_and_grad(TwoStacks(), params, microbatches, **options)
+    grads, sums = pipeline_lib.value_and_grad(
+      TwoStacks(), params, microbatches, table, varying_axes=manual
+    )
     grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, missing(spec)), grads, specs)
     return grads, jax.lax.psum(sums, manual)
 
@@ -223,13 +218,7 @@ def test_what_both_stacks_have_moves_once_per_tick_and_to_other_heads_the_second
   assert dealt_out == [(table.head_share, *shapes['writer'])] * 2
   sizes = {stack: 4 * int(np.prod(shape)) for stack, shape in shapes.items()}
   expected = pipeline_lib.traffic_per_step(
-    schedule=schedule,
-    num_stages=2,
-    num_microbatches=num_microbatches,
-    repeats=repeats,
-    num_stacks=2,
-    activation_bytes=sum(sizes.values()),
-    output_bytes=sizes['writer'],
+    table, activation_bytes=sum(sizes.values()), output_bytes=sizes['writer']
   )
   assert sum(c.bytes_per_call for c in found) == expected['collective-permute']
 
@@ -246,9 +235,7 @@ def test_what_both_stacks_have_moves_once_per_tick_and_to_other_heads_the_second
 )
 def test_two_stacks_halve_the_bubble_and_no_unit_starts_before_its_input_is_there(table):
   s, m = table.num_stages, table.num_microbatches
-  assert pipeline_lib.bubble_fraction(
-    table.schedule, s, m, table.repeats, num_stacks=2
-  ) == pytest.approx((s - 1) / (2 * table.repeats * m + s - 1))
+  assert table.bubble_fraction == pytest.approx((s - 1) / (2 * table.repeats * m + s - 1))
   done = {}
   for tick in range(table.forward_ticks):
     for stage in range(s):

@@ -32,8 +32,7 @@ from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
 from t5x_gpu.models.model import Model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
-from t5x_gpu.partitioning import pipeline as pipeline_lib
-from t5x_gpu.partitioning.pipeline_schedules import Pipeline
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
@@ -222,7 +221,7 @@ def predict(
       gpu=gpu,
       dtype=dtype,
       assumed=assumed,
-      bubble_fraction=_bubble_fraction(layout.pipeline),
+      bubble_fraction=layout.pipeline.bubble_fraction if layout.pipeline else 0.0,
     ),
     checkpoint=_checkpoint(program, assumed),
     source=source,
@@ -258,25 +257,12 @@ def _params_by_part(program: Program, model: Model) -> dict[str, int]:
   return dict(found.most_common())
 
 
-def _recomputes_for(shape: StepShape, pipeline: Optional[Pipeline]) -> str:
+def _recomputes_for(shape: StepShape, pipeline: Optional[Timetable]) -> str:
   if not shape.recomputes:
     return ''
   if pipeline:
     return PIPELINE
   return MICROBATCHES if shape.by_layer else REMAT
-
-
-def _bubble_fraction(pipeline: Optional[Pipeline]) -> float:
-  if pipeline is None:
-    return 0.0
-  return pipeline_lib.bubble_fraction(
-    pipeline.schedule,
-    pipeline.num_stages,
-    pipeline.num_microbatches,
-    pipeline.repeats,
-    num_stacks=pipeline.num_stacks,
-    skip_idle=pipeline.skip_idle,
-  )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Optional
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.partitioning.pipeline import Timetable
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.formulas.step_shape import StackShape, StepShape
@@ -191,15 +190,8 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
   tokens = shape.tokens(stack)
   pipeline = program.layout.pipeline
   if pipeline:
-    table = Timetable(
-      pipeline.schedule,
-      pipeline.num_stages,
-      pipeline.num_microbatches,
-      pipeline.repeats,
-      pipeline.num_stacks,
-    )
     of_microbatch = tokens / pipeline.num_microbatches
-    kept = table.kept_inputs * of_microbatch * residual
+    kept = pipeline.kept_inputs * of_microbatch * residual
     return shape.item_bytes * (kept + stack.num_layers * of_microbatch * residual)
   if shape.keeps != 'full' and shape.passes > 1:
     tokens /= shape.passes

@@ -78,17 +78,7 @@ def compiled_traffic(
 def busy_share(program: Program) -> float:
   """Returns the share of a pipeline's ticks in which a stage has work; 1 without a pipeline."""
   pipeline = program.layout.pipeline
-  if pipeline is None:
-    return 1.0
-  table = pipeline_lib.Timetable(
-    pipeline.schedule,
-    pipeline.num_stages,
-    pipeline.num_microbatches,
-    pipeline.repeats,
-    pipeline.num_stacks,
-  )
-  ticks = table.interleaved_ticks if table.schedule == '1f1b' else table.forward_ticks
-  return table.num_units / ticks
+  return 1.0 if pipeline is None else pipeline.busy_share
 
 
 def formula_traffic(program: Program, shape: StepShape) -> list[CollectiveTraffic]:
@@ -264,11 +254,7 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
       for stack in shape.stacks
     ]
     sent = pipeline_lib.traffic_per_step(
-      schedule=pipeline.schedule,
-      num_stages=pipeline.num_stages,
-      repeats=pipeline.repeats,
-      num_microbatches=pipeline.num_microbatches,
-      num_stacks=pipeline.num_stacks,
+      pipeline,
       activation_bytes=sum(activations),
       output_bytes=activations[-1],
       sums_in_last_tick=layout.region.sums_in_last_tick,
