@@ -251,7 +251,10 @@ def differences(manifest: Manifest, target: Tree) -> list[str]:
     others = len(_differing(have, want, optimizer, limit=None))
     return lines + ([f'{others} arrays of the optimizer state differ as well.'] if others else [])
   lines = _differing(have, want, optimizer)
-  if lines and _factored(have) and _factored(want):
+  different = [n for n in optimizer if have.get(n) != want.get(n)]
+  if lines and all(n.endswith('/momentum') for n in different):
+    lines.append('Adafactor.beta1 decides whether there is momentum; None has none.')
+  elif lines and _factored(have) and _factored(want):
     lines.append(
       'Adafactor.layers and Adafactor.min_dim_size_to_factor decide which moments are factored. '
       '--gin.Adafactor.layers="\'joined_heads\'" continues checkpoints older than `layers`; '

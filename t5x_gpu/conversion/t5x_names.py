@@ -248,9 +248,9 @@ def _layer_rules(
   return rules
 
 
-# T5X's moments v_row, v_col and v become `row`, `column` and `full`. For a plain matrix, v_row is
-# the moment that keeps the smaller dimension; t5x_gpu's Adafactor chooses by the names of the
-# dimensions. Otherwise the name table works as for parameters.
+# T5X's moments v_row, v_col, v and m become `row`, `column`, `full` and `momentum`. For a plain
+# matrix, v_row is the moment that keeps the smaller dimension; t5x_gpu's Adafactor chooses by the
+# names of the dimensions. Otherwise the name table works as for parameters.
 
 ABSENT = (1,)  # the shape of a moment that a parameter does not have
 # Adafactor settings here that a T5X run may correspond to; the last is `factored = False`.
@@ -263,7 +263,7 @@ _FIX = 'Continue from the parameters: train.initialize_from with RestoreConfig.m
 
 @dataclasses.dataclass(frozen=True)
 class T5xMoments:
-  """The second moments of a T5X checkpoint.
+  """The moments of a T5X checkpoint.
 
   Attributes:
     weights: T5X's arrays, with the table that maps them to 'layers/mlp/wo/kernel/row', ...
@@ -288,19 +288,22 @@ class T5xMoments:
     shapes = self.shapes
     factored = sum(name.endswith('/row') for name in shapes)
     count = factored + sum(name.endswith('/full') for name in shapes)
+    momentum = _has_momentum(shapes)
     needs = (
       'Adafactor.min_dim_size_to_factor of the T5X run'
       if self.settings is None
       else ', '.join(f'Adafactor.{name} = {value!r}' for name, value in self.settings.items())
     )
     return (
-      f'second moments of {count} parameters, {factored} of them factored. To continue: '
+      f'second moments of {count} parameters, {factored} of them factored'
+      f'{", and momentum" if momentum else ""}. To continue: '
       f"RestoreConfig.mode = 'new_data', {needs}"
+      f'{", Adafactor.beta1 of the T5X run" if momentum else ""}'
     )
 
 
 def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
-  """Returns the second moments of a checkpoint, for the optimizer state of `model`.
+  """Returns the moments of a checkpoint, for the optimizer state of `model`.
 
   Raises:
     CheckpointError: the checkpoint has no moments, or they do not match t5x_gpu's Adafactor.
@@ -309,18 +312,15 @@ def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
   if not arrays.shapes:
     raise CheckpointError('the checkpoint has no optimizer state', fix=_FIX)
   rules, names = [], {name: name for name in arrays.shapes}
+  momentum = any(name.endswith('/m') and s != ABSENT for name, s in arrays.shapes.items())
   for rule in t5x_rules(model, checkpoint.shapes):
-    rules += _rules(rule, checkpoint.shapes, arrays.shapes)
+    rules += _rules(rule, checkpoint.shapes, arrays.shapes, momentum=momentum)
   table = Table(rules, model.sizes())
   for name, shape in arrays.shapes.items():
     path, _, kind = name.rpartition('/')
     if path not in checkpoint.shapes or kind not in ('m', 'v', 'v_col', 'v_row'):
       raise CheckpointError(
         f'the optimizer is not Adafactor: it has an array {name} {list(shape)}', fix=_FIX
-      )
-    if kind == 'm' and shape != ABSENT:
-      raise CheckpointError(
-        f'it has momentum (beta1), which ours does not: {name} {list(shape)}', fix=_FIX
       )
     if name not in table.their_shapes and shape == ABSENT:
       del names[name]
@@ -329,11 +329,18 @@ def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
   return T5xMoments(weights, _settings(model, table.our_shapes))
 
 
-def _rules(rule: Rule, params: Mapping[str, Shape], moments: Mapping[str, Shape]) -> Sequence[Rule]:
-  """Returns the rules for the moments of the parameter that `rule` maps."""
+def _rules(
+  rule: Rule, params: Mapping[str, Shape], moments: Mapping[str, Shape], *, momentum: bool
+) -> Sequence[Rule]:
+  """Returns the rules for the moments, with `momentum` or without, of the parameter of `rule`."""
   first = rule.theirs.format(0) if rule.is_stacked else rule.theirs
+
+  def whole(ours: str, theirs: str) -> Rule:
+    return dataclasses.replace(rule, ours=f'{rule.ours}/{ours}', theirs=f'{rule.theirs}/{theirs}')
+
+  more = [whole('momentum', 'm')] if momentum else []
   if moments.get(f'{first}/v_row', ABSENT) == ABSENT == moments.get(f'{first}/v_col', ABSENT):
-    return [dataclasses.replace(rule, ours=f'{rule.ours}/full', theirs=f'{rule.theirs}/v')]
+    return [whole('full', 'v'), *more]
   rows, columns = _factored_dims(rule, params[first])
 
   def without(dims: Sequence[int], name: str) -> Rule:
@@ -347,7 +354,7 @@ def _rules(rule: Rule, params: Mapping[str, Shape], moments: Mapping[str, Shape]
       rule, ours=f'{rule.ours}/{ours}', theirs=f'{rule.theirs}/{name}', axes=f'{before} -> {after}'
     )
 
-  return [without(columns, 'v_row'), without(rows, 'v_col')]
+  return [without(columns, 'v_row'), without(rows, 'v_col'), *more]
 
 
 def _factored_dims(rule: Rule, shape: Shape) -> tuple[Sequence[int], Sequence[int]]:
@@ -387,12 +394,17 @@ def _tree(shapes: Mapping[str, Shape]) -> Moments:
   return flax.traverse_util.unflatten_dict(moments, sep='/')
 
 
+def _has_momentum(shapes: Mapping[str, Shape]) -> bool:
+  return any(name.endswith('/momentum') for name in shapes)
+
+
 def _settings(model: ModelFields, shapes: Mapping[str, Shape]) -> Optional[Mapping[str, object]]:
   """Returns the first of `_SETTINGS` that gives Adafactor these arrays, or None."""
   want = describe_arrays(_tree(shapes))
   params, names = split_names(jax.eval_shape(lambda: model.build().init(jax.random.key(0), None)))
+  beta1 = 0.9 if _has_momentum(shapes) else None  # its value does not change the shapes
   for settings in _SETTINGS:
-    init = functools.partial(Adafactor(**settings).init, names=names)
+    init = functools.partial(Adafactor(**settings, beta1=beta1).init, names=names)
     if describe_arrays(jax.eval_shape(init, params)) == want:
       return settings
   return None

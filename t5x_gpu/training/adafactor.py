@@ -49,11 +49,16 @@ def standard_logical_factor_rules() -> dict[str, str]:
 
 
 class FactoredMoment(flax.struct.PyTreeNode):
-  """Second moment of one parameter: `row` and `column` if factored, else `full`."""
+  """Moments of one parameter.
+
+  The second moment is `row` and `column` if it is factored, else `full`; `momentum` is the mean of
+  past updates, with `Adafactor.beta1`.
+  """
 
   row: Optional[Any] = None
   column: Optional[Any] = None
   full: Optional[Any] = None
+  momentum: Optional[Any] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +97,12 @@ class Adafactor:
     layers: how T5X would hold the layers, a key of `LAYERS`; t5x_gpu always stacks them. Matrices
       outside of the layers are factored by size in any case. None is 'scanned', except that a run
       that continues from a checkpoint keeps the checkpoint's factoring (run/check.py).
+    beta1: decay of the momentum, which averages the updates, learning rate included; it needs one
+      more float32 array per parameter. None for no momentum.
+    weight_decay_rate: share of every parameter, biases and norms included, that a step removes. It
+      is not multiplied by the learning rate. None for no decay.
   Raises:
-    ConfigError: an unknown axis, role or `layers`.
+    ConfigError: an unknown axis, role or `layers`; a rate below 0, or of 1 and above.
   """
 
   decay_rate: float = 0.8
@@ -105,6 +114,8 @@ class Adafactor:
   logical_factor_rules: Optional[Mapping[str, str]] = dataclasses.field(default=None, hash=False)
   layers: Optional[str] = None
   step_offset: int = 0
+  beta1: Optional[float] = None
+  weight_decay_rate: Optional[float] = None
 
   def __post_init__(self) -> None:
     rules = self.logical_factor_rules or {}
@@ -133,6 +144,14 @@ class Adafactor:
           parameters=(layers_of,),
         )
       )
+    problems += [
+      Problem(
+        f'Adafactor.{name} = {rate!r} is neither None nor a share from 0 to below 1.',
+        parameters=(f'Adafactor.{name}',),
+      )
+      for name in ('beta1', 'weight_decay_rate')
+      if (rate := getattr(self, name)) is not None and not 0 <= rate < 1
+    ]
     if problems:
       raise ConfigError(
         'The optimizer cannot be built',
@@ -164,11 +183,13 @@ class Adafactor:
   def init(self, params: Params, names: ParamNames) -> Tree:
     def moment(param: jax.Array, axis_names: AxisNames) -> FactoredMoment:
       dims = self._dims(param.shape, axis_names)
+      momentum = None if self.beta1 is None else jnp.zeros(param.shape, jnp.float32)
       if not dims.factored:
-        return FactoredMoment(full=jnp.zeros(param.shape, jnp.float32))
+        return FactoredMoment(full=jnp.zeros(param.shape, jnp.float32), momentum=momentum)
       return FactoredMoment(
         row=jnp.zeros(_without(param.shape, dims.columns), jnp.float32),
         column=jnp.zeros(_without(param.shape, dims.rows), jnp.float32),
+        momentum=momentum,
       )
 
     return jax.tree.map(moment, params, names)
@@ -176,11 +197,13 @@ class Adafactor:
   def state_names(self, params: Params, names: ParamNames) -> Tree:
     def moment(param: jax.Array, axis_names: AxisNames) -> FactoredMoment:
       dims = self._dims(param.shape, axis_names)
+      momentum = None if self.beta1 is None else axis_names
       if not dims.factored:
-        return FactoredMoment(full=axis_names)
+        return FactoredMoment(full=axis_names, momentum=momentum)
       return FactoredMoment(
         row=AxisNames(_without(axis_names.names, dims.columns)),
         column=AxisNames(_without(axis_names.names, dims.rows)),
+        momentum=momentum,
       )
 
     return jax.tree.map(moment, params, names)
@@ -208,13 +231,13 @@ class Adafactor:
         return decay * old + (1.0 - decay) * new
 
       if not dims.factored:
-        return FactoredMoment(full=decayed(moment.full, square))
-      return FactoredMoment(
+        return moment.replace(full=decayed(moment.full, square))
+      return moment.replace(
         row=decayed(moment.row, jnp.mean(square, dims.columns)),
         column=decayed(moment.column, jnp.mean(square, dims.rows)),
       )
 
-    def new_param(
+    def new_update(
       param: jax.Array, grad: jax.Array, moment: FactoredMoment, axis_names: AxisNames
     ) -> jax.Array:
       dims = self._dims(grad.shape, axis_names)
@@ -224,10 +247,23 @@ class Adafactor:
       scale = learning_rate
       if self.multiply_by_parameter_scale:
         scale = scale * jnp.maximum(_rms(param, dims.own), self.epsilon2)
-      return param - (scale * update).astype(param.dtype)
+      return scale * update
+
+    def new_param(param: jax.Array, update: jax.Array) -> jax.Array:
+      if self.weight_decay_rate is not None:
+        param = (1.0 - self.weight_decay_rate) * param
+      return param - update.astype(param.dtype)
 
     moments = jax.tree.map(new_moment, grads, state, names)
-    return jax.tree.map(new_param, params, grads, moments, names), moments
+    updates = jax.tree.map(new_update, params, grads, moments, names)
+    if self.beta1 is not None:
+      moments = jax.tree.map(
+        lambda u, m: m.replace(momentum=self.beta1 * m.momentum + (1.0 - self.beta1) * u),
+        updates,
+        moments,
+      )
+      updates = jax.tree.map(lambda u, m: m.momentum, updates, moments)
+    return jax.tree.map(new_param, params, updates), moments
 
 
 def _inverse_root(moment: FactoredMoment, dims: _Dims) -> jax.Array:

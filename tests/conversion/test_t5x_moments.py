@@ -43,7 +43,7 @@ AXES = {
 }
 
 
-def of_t5x(flat, *, joined, scan_axis):
+def of_t5x(flat, *, joined, scan_axis, beta1=None):
   """Returns path -> T5xParameter of T5X's parameters."""
   out = {}
   for path, value in flat.items():
@@ -53,7 +53,7 @@ def of_t5x(flat, *, joined, scan_axis):
       axes[axes.index('kv')] = 'joined_kv'
     if scan_axis is not None and '/layers/' in path:
       axes.insert(scan_axis, 'layers')
-    out[path] = T5xParameter(tuple(axes), value.shape)
+    out[path] = T5xParameter(tuple(axes), value.shape, beta1)
   return out
 
 
@@ -110,24 +110,24 @@ def first_state(folder, model, program, model_dir):
 
 @pytest.mark.quick_cases('decoder_only-scanned-*')
 @pytest.mark.parametrize(
-  'name, layers, joined, scan_axis, kind',
+  'name, layers, joined, scan_axis, kind, beta1',
   [
-    ('encoder_decoder', 'scanned', False, 1, 'orbax'),
-    ('encoder_decoder', 'scanned', True, 0, 'legacy'),
-    ('encoder_decoder', 'separate', False, None, 'legacy'),
-    ('encoder_decoder', 'joined_heads', True, None, 'orbax'),
-    ('decoder_only', 'scanned', True, None, 'legacy'),  # sides of 128: no difference
+    ('encoder_decoder', 'scanned', False, 1, 'orbax', None),
+    ('encoder_decoder', 'scanned', True, 0, 'legacy', None),
+    ('encoder_decoder', 'separate', False, None, 'legacy', 0.9),
+    ('encoder_decoder', 'joined_heads', True, None, 'orbax', None),
+    ('decoder_only', 'scanned', True, None, 'legacy', 0.9),  # sides of 128: no difference
   ],
 )
 def test_a_run_continues_an_imported_checkpoint_as_t5x(
-  name, layers, joined, scan_axis, kind, tmp_path, capsys
+  name, layers, joined, scan_axis, kind, beta1, tmp_path, capsys
 ):
   values = initial(name)
   if not joined:
     values = with_heads_apart(values, 4)
   if scan_axis is not None:
     values = stacked(values, scan_axis)
-  parameters = of_t5x(values, joined=joined, scan_axis=scan_axis)
+  parameters = of_t5x(values, joined=joined, scan_axis=scan_axis, beta1=beta1)
   rng = np.random.default_rng(0)
 
   def some_grads():
@@ -141,10 +141,11 @@ def test_a_run_continues_an_imported_checkpoint_as_t5x(
   out = ' '.join(capsys.readouterr().out.split())
   factored = sum(p.factored is not None for p in parameters.values())
   assert f'Adafactor.layers = {layers!r}' in out and 'moments read back: bit-identical' in out
+  assert ('and momentum' in out) == (beta1 is not None)
   assert (factored > 0) == (layers != 'joined_heads')
 
   model = convert.model_of_gin([tmp_path / 'ours' / 'model.gin']).build()
-  optimizer = Adafactor(layers=layers)
+  optimizer = Adafactor(layers=layers, beta1=beta1)
   program = program_of(model, optimizer)
   state, names = (
     first_state(tmp_path / 'ours', model, program, tmp_path / 'run'),

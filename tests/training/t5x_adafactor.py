@@ -5,6 +5,7 @@ Written from the rules of google-research/t5x, t5x/adafactor.py (`_parse_rule`, 
 """
 
 import dataclasses
+from typing import Optional
 
 import numpy as np
 
@@ -27,10 +28,13 @@ class T5xParameter:
   Attributes:
     axes: T5X's names of its dimensions.
     shape: their sizes.
+    beta1, weight_decay_rate: as of T5X's Adafactor.
   """
 
   axes: tuple[str, ...]
   shape: tuple[int, ...]
+  beta1: Optional[float] = None
+  weight_decay_rate: Optional[float] = None
 
   def __post_init__(self):
     assert len(self.axes) == len(self.shape)
@@ -56,6 +60,8 @@ class T5xParameter:
 
   def new_state(self):
     state = {name: np.zeros(1) for name in ('m', 'v', 'v_col', 'v_row')}
+    if self.beta1 is not None:
+      state['m'] = np.zeros(self.shape)
     if self.factored is None:
       return {**state, 'v': np.zeros(self.shape)}
     rows, columns = self.factored
@@ -80,7 +86,10 @@ class T5xParameter:
       column = np.expand_dims(state['v_col'], rows)
       update = grad / np.sqrt(row / row.mean(rows, keepdims=True) * column)
     update = update / np.maximum(1.0, self._rms(update))
-    return param - learning_rate * np.maximum(self._rms(param), 1e-3) * update, state
+    subtrahend = learning_rate * np.maximum(self._rms(param), 1e-3) * update
+    if self.beta1 is not None:
+      subtrahend = state['m'] = self.beta1 * state['m'] + (1 - self.beta1) * subtrahend
+    return (1 - (self.weight_decay_rate or 0.0)) * param - subtrahend, state
 
   def _rms(self, x):
     return np.sqrt((x**2).mean(self.averaged, keepdims=True))

@@ -60,13 +60,13 @@ MODELS = {
 }
 
 
-def parameters(model, sizes):
+def parameters(model, sizes, **settings):
   """Returns name -> its parameters in T5X: one, or one for each layer."""
   sizes = {**sizes, 'layers': NUM_LAYERS}
   out = {}
   for name, axes in {**MODELS[model], **OUTSIDE}.items():
     names = tuple(axes.split())
-    parameter = T5xParameter(names, tuple(sizes[n] for n in names))
+    parameter = T5xParameter(names, tuple(sizes[n] for n in names), **settings)
     apart = name in MODELS[model] and model != 'scanned'
     out[name] = [parameter] * (NUM_LAYERS if apart else 1)
   return out
@@ -106,9 +106,9 @@ def drawn(rng, shape):
   return out.astype(np.float32)
 
 
-def compare(optimizer, model, sizes):
-  """Runs both, and compares the parameters after every step."""
-  params, rng = parameters(model, sizes), np.random.default_rng(0)
+def compare(optimizer, model, sizes, **settings):
+  """Runs both, and compares the parameters after every step; `settings` are T5X's."""
+  params, rng = parameters(model, sizes, **settings), np.random.default_rng(0)
   names = {name: our_names(parts) for name, parts in params.items()}
   theirs = {
     name: [(rng.normal(size=p.shape).astype(np.float32), p.new_state()) for p in parts]
@@ -160,6 +160,13 @@ def test_updates_equal_t5x(model, sizes):
   )
 
 
+@pytest.mark.quick_cases('separate')
+@pytest.mark.parametrize('model', MODELS)
+def test_momentum_and_weight_decay_equal_t5x(model):
+  settings = {'beta1': 0.9, 'weight_decay_rate': 0.01}
+  compare(Adafactor(layers=model, **settings), model, SIZES['narrow_mlp'], **settings)
+
+
 def test_matrices_outside_of_the_layers_are_factored_by_size_whatever_their_axes():
   params = {'positions': jnp.ones((130, 128)), 'few': jnp.ones((127, 128))}
   names = {name: AxisNames((None, 'embed')) for name in params}
@@ -182,7 +189,12 @@ def test_the_table_of_roles_decides():
 
 def test_settings_that_cannot_be_are_refused_together():
   with raises(ConfigError):
-    Adafactor(layers='scaned', logical_factor_rules={'mlpp': 'row', 'embed': 'col'})
+    Adafactor(
+      layers='scaned',
+      logical_factor_rules={'mlpp': 'row', 'embed': 'col'},
+      beta1=1.0,
+      weight_decay_rate=-0.1,
+    )
 
 
 def test_an_older_checkpoint_names_the_setting_that_continues_it():
@@ -196,3 +208,5 @@ def test_an_older_checkpoint_names_the_setting_that_continues_it():
   assert 'opt_state/p/full float32[2, 8, 4]: in the checkpoint' in lines
   assert """--gin.Adafactor.layers="'joined_heads'" continues checkpoints""" in lines
   assert not differences(old, state(layers='joined_heads'))
+  lines = '\n'.join(differences(old, state(layers='joined_heads', beta1=0.9)))
+  assert 'Adafactor.beta1 decides' in lines and 'min_dim_size_to_factor' not in lines

@@ -228,9 +228,12 @@ def test_adafactor_keeps_a_row_and_a_column_where_adamw_keeps_two_matrices():
 
   assert size(Adafactor()) == 2 * (256 + 512) + 2 * 256
   assert size(AdamW()) > 2 * 2 * 256 * 512
+  assert size(Adafactor(beta1=0.9)) == size(Adafactor()) + 2 * 256 * 512 + 2 * 256
 
 
-@pytest.mark.parametrize('optimizer', [AdamW(), Adafactor()], ids=['adamw', 'adafactor'])
+@pytest.mark.parametrize(
+  'optimizer', [AdamW(), Adafactor(), Adafactor(beta1=0.9)], ids=['adamw', 'adafactor', 'momentum']
+)
 def test_state_names_have_the_tree_and_ranks_of_the_state(optimizer):
   params = arrays(0, {'kernel': (2, 256, 512), 'scale': (2, 256)})
   state, names = optimizer.init(params, NAMES), optimizer.state_names(params, NAMES)

@@ -638,14 +638,15 @@ RULES: dict[str, ParameterRule] = {
   't5x.adafactor.Adafactor.max_parameter_scale': _no_effect(
     'None as in every run here.', value=_only(None, reason='The scale of a parameter has no limit.')
   ),
-  't5x.adafactor.Adafactor.dtype_momentum': _no_effect('There is no momentum.'),
+  't5x.adafactor.Adafactor.dtype_momentum': _no_effect(
+    'Momentum is float32.',
+    value=lambda t, v: (
+      NOT_WRITTEN if _dtype(t, v) == 'float32' else _refuse('Momentum here is float32.')
+    ),
+  ),
   't5x.adafactor.Adafactor.step_offset': _same('Adafactor.step_offset'),
-  't5x.adafactor.Adafactor.beta1': _no_effect(
-    'None as in every run here.', value=_only(None, reason='Adafactor here has no momentum.')
-  ),
-  't5x.adafactor.Adafactor.weight_decay_rate': _no_effect(
-    'None as in every run here.', value=_only(None, reason='Adafactor here has no weight decay.')
-  ),
+  't5x.adafactor.Adafactor.beta1': _same('Adafactor.beta1'),
+  't5x.adafactor.Adafactor.weight_decay_rate': _same('Adafactor.weight_decay_rate'),
   't5x.adafactor.Adafactor.factored': _no_effect(
     'True as in every run here.',
     value=_only(True, reason='Set Adafactor.logical_factor_rules: an axis with role "none".'),
