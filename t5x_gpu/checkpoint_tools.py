@@ -18,7 +18,7 @@ from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.storage.paths import local_path
 from t5x_gpu.terminal import logging_setup
-from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.console import Console, show
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
 from t5x_gpu.tools.checkpoints import (
@@ -217,9 +217,9 @@ def _show(plan: PrunePlan, console: Console) -> None:
     if step in plan.kept:
       console.say(f'keep    checkpoint_{step}: {plan.kept[step]}')
     else:
-      console.say(f'remove  checkpoint_{step}: {plan.removed[step] / 1e6:,.1f} MB')
-  total = sum(plan.removed.values()) / 1e6
-  console.say(f'keep {len(plan.kept)}, remove {len(plan.removed)}: {total:,.1f} MB')
+      console.say(f'remove  checkpoint_{step}: {show(plan.removed[step], MB=",.1f")}')
+  total = sum(plan.removed.values())
+  console.say(f'keep {len(plan.kept)}, remove {len(plan.removed)}: {show(total, MB=",.1f")}')
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {

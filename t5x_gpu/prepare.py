@@ -24,6 +24,7 @@ from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import ShardJob, write_shards
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup, streams
+from t5x_gpu.terminal.console import show
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.progress import bar
 
@@ -145,7 +146,7 @@ def _summary(index: Index) -> Iterable[str]:
   size = sum(shard.bytes for member in index.members.values() for shard in member.shards)
   yield (
     f'{index.split}: {index.rows:,} rows, {index.tokens:,} tokens, padding '
-    f'{index.padding:.1%}, {size / 1e6:,.1f} MB'
+    f'{index.padding:.1%}, {show(size, MB=",.1f")}'
   )
   for name, member in index.members.items():
     if member.records.damaged:

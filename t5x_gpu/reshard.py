@@ -19,7 +19,7 @@ from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import Console
-from t5x_gpu.terminal.flag_types import byte_size
+from t5x_gpu.terminal.flag_types import MIB, byte_size
 from t5x_gpu.tools.reshard import ReshardRequest, reshard
 
 PROG = 'python -m t5x_gpu.reshard'
@@ -77,7 +77,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     type=byte_size,
     default=CHUNK_BYTES,
     metavar='SIZE',
-    help=f'maximum size of a chunk (default: {CHUNK_BYTES >> 20}MiB)',
+    help=f'maximum size of a chunk (default: {CHUNK_BYTES // MIB}MiB)',
   )
   form = group.add_mutually_exclusive_group()
   form.add_argument(

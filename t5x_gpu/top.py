@@ -14,7 +14,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import SAMPLES, temporary_folder
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
-from t5x_gpu.metrics.loggers import METRICS
+from t5x_gpu.metrics.writers import METRICS
 from t5x_gpu.reporting.live_view import view
 from t5x_gpu.reporting.run_record import RunRecord, read_run
 

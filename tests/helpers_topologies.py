@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, RestoredState
-from t5x_gpu.checkpoint.initialize import resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.data.batches import batch_hash
@@ -22,6 +21,7 @@ from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.run.data import resume_data
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program

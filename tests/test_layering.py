@@ -290,31 +290,67 @@ FOR_LAYERS = {
   'parameters': {'whole'},
   'layer_stacks': None,  # where a model keeps its layers
 }
-# Where layers and parallelism meet: module -> modules of partitioning/ that it imports, too.
+# Where layers and parallelism meet: module -> names of partitioning/ that it imports, too.
 MEETING_POINTS = {
   # A kind of parameter: kernels that are gathered in 8 bits.
-  'layers.fp8': {'axis_rules', 'parameters', 'trees'},
+  'layers.fp8': {
+    'axis_rules.varying',
+    'parameters.Dims',
+    'parameters.Parameter',
+    'parameters.Split',
+    'parameters.is_parameter',
+    'trees.DTypeLike',
+    'trees.Tree',
+  },
   # Looks rows up in a table whose rows or features are split.
-  'layers.embedding': {'axis_rules', 'parameters'},
+  'layers.embedding': {
+    'axis_rules.split_axes',
+    'axis_rules.split_axis',
+    'parameters.Dims',
+    'parameters.Split',
+  },
   # Expert parallelism, and kernels that the compiler cannot split.
-  'layers.moe': {'axis_rules', 'context_parallel', 'expert_parallel'},
-  'layers.grouped_matmul': {'axis_rules'},
+  'layers.moe': {
+    'axis_rules.is_manual',
+    'context_parallel.length_order',
+    'context_parallel.local_positions',
+    'expert_parallel',
+  },
+  'layers.grouped_matmul': {'axis_rules.split_axis', 'axis_rules.unmarked', 'axis_rules.varying'},
   # Attention over a split length.
-  'layers.positions': {'axis_rules', 'context_parallel'},
-  'layers.backends.choose': {'axis_rules'},
-  'layers.backends.context': {'axis_rules', 'context_parallel', 'ring_attention'},
-  'layers.backends.plain': {'axis_rules', 'context_parallel', 'ring_attention'},
-  'layers.backends.tokamax': {'axis_rules', 'ring_attention'},
-  'models.remat': {'ring_attention'},  # the name of attention's results
+  'layers.positions': {'axis_rules.context_method', 'context_parallel.gather_info'},
+  'layers.backends.choose': {'axis_rules.context_method'},
+  'layers.backends.context': {
+    'axis_rules.context_method',
+    'context_parallel.gather_info',
+    'context_parallel.gather_length',
+    'context_parallel.in_position_order',
+    'context_parallel.num_before',
+    'ring_attention.MASKED',
+    'ring_attention.RESULTS',
+    'ring_attention.full_like',
+    'ring_attention.per_row',
+    'ring_attention.send_around',
+    'ring_attention.visit_all',
+  },
+  'layers.backends.plain': {
+    'axis_rules.context_method',
+    'context_parallel.gathered_attention',
+    'ring_attention.MASKED',
+    'ring_attention.largest_block',
+    'ring_attention.ring_attention',
+  },
+  'layers.backends.tokamax': {'axis_rules.on_each_device', 'ring_attention.RESULTS'},
+  'models.remat': {'ring_attention.RESULTS'},  # the name of attention's results
   # The loop over layers, which may communicate ahead, and what is used after it.
   'models.stack': {'overlap'},
   'models.transformer': {'overlap'},
   # Sums over whole rows count on one device, and in a pipeline not at all.
-  'models.losses': {'axis_rules'},
-  'models.encoder': {'axis_rules'},
+  'models.losses': {'axis_rules.is_manual', 'axis_rules.varying'},
+  'models.encoder': {'axis_rules.is_manual'},
   # They compile for a layout.
-  'models.inference.classify': {'layout'},
-  'models.inference.generation': {'layout'},
+  'models.inference.classify': {'layout.Layout'},
+  'models.inference.generation': {'layout.Layout'},
 }
 
 
@@ -334,7 +370,8 @@ def test_layers_and_models_touch_sharding_only_by_names():
       for imported, name in sharding_imports(module):
         allowed = FOR_LAYERS.get(imported, set())
         if allowed is not None and name not in allowed:
-          beyond.setdefault(module.removeprefix('t5x_gpu.'), set()).add(imported)
+          found = beyond.setdefault(module.removeprefix('t5x_gpu.'), set())
+          found.add(f'{imported}.{name}' if name else imported)
   assert beyond == MEETING_POINTS
 
 

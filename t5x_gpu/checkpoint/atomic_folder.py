@@ -16,6 +16,7 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.storage.files import write_atomically, write_problem
 from t5x_gpu.storage.json_schema import Fields, Json, Nullable, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath
+from t5x_gpu.terminal.console import show
 
 _SCHEMA = Fields({'work': str, 'entry': Nullable(dict)})
 _REMOTE_JOURNAL = 'reshard.json'
@@ -140,13 +141,14 @@ class Journal(contextlib.AbstractContextManager):
     free = shutil.disk_usage(self.folder).free
     if free < num_bytes - written:
       raise CheckpointError(
-        f'{self._target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are '
-        'free.',
+        f'{self._target} would take about {show(num_bytes, GB=".2f")}, and '
+        f'{show(free, GB=".2f")} are free.',
         fix='Name a folder on a larger disk with --to, or free space'
         + (
           '.'
           if self.entry is None
-          else f'; the same command then continues: {written / 1e9:.2f} GB are written, and stay.'
+          else f'; the same command then continues: {show(written, GB=".2f")} are written, and '
+          'stay.'
         ),
       )
 

@@ -48,6 +48,7 @@ from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.storage.files import write_problem
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, access_errors
+from t5x_gpu.terminal.console import show
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -600,6 +601,6 @@ class Checkpointer(BaseCheckpointer):
     return CheckpointError(
       f'{what} could not be written to {folder}: {reason}',
       fix=f'{self._last_good()} Free space there: '
-      f'{shutil.disk_usage(folder).free / 2**30:.2f} GiB.',
+      f'{show(shutil.disk_usage(folder).free, GiB=".2f")}.',
       parameters=('MODEL_DIR',),
     )

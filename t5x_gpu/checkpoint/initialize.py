@@ -2,8 +2,7 @@
 
 `RestoreConfig` sets the other checkpoint in gin: another run's, or a converted model.
 `choose_origin` compares names and shapes before anything compiles. On each process, `restore_from`
-then reads the parts that its devices hold; any mesh may have written them. `resume_data` moves the
-data along.
+then reads the parts that its devices hold; any mesh may have written them.
 """
 
 import dataclasses
@@ -22,14 +21,11 @@ import jax.numpy as jnp
 from t5x_gpu.checkpoint.checkpointer import RestoredState, read_checkpoint
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
-from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, Manifest, differences
+from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, differences
 from t5x_gpu.checkpoint.model_dir import CheckpointMetadata
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, check_params, tree_problems
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
 from t5x_gpu.checkpoint.store import CheckpointAddress, read_array
-from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
-from t5x_gpu.data.same_data import check_next_batch
-from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
 from t5x_gpu.errors import (
   AccessError,
   CheckpointError,
@@ -40,9 +36,8 @@ from t5x_gpu.errors import (
 )
 from t5x_gpu.models.model import Model
 from t5x_gpu.runtime import distributed
-from t5x_gpu.storage.files import check_not_refused
-from t5x_gpu.storage.json_schema import Json, read_bytes
-from t5x_gpu.storage.paths import AnyPath, as_path
+from t5x_gpu.storage.json_schema import Json
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal.console import table
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.state import TrainState
@@ -232,65 +227,6 @@ def restore_from(checkpoint: CheckpointAddress, target: TrainState) -> RestoredS
       parameters=('RestoreConfig.path', 'RestoreConfig.step'),
     )
   return restored
-
-
-def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
-  """Returns the files that `data` reads; empty on all processes but 0, and for data without files.
-
-  Args:
-    data: data of the run.
-    folder: MODEL_DIR, or the checkpoint of another run that this run continues.
-    resumed: compare the files with the record in `folder`.
-  Raises:
-    DataError: a file has changed since the record was written, or cannot be read.
-    AccessError: the record cannot be opened.
-  """
-  read_files = optional_method(data, 'source_files')
-  if read_files is None or not distributed.is_main_process():
-    return SourceFiles({})
-  files = read_files()
-  if resumed:
-    check_sources(files, folder)
-  return files
-
-
-def open_watch(data: BatchIterator) -> FileWatch:
-  """Returns a watch for changes of the files of `data`; it watches no file except on process 0."""
-  files = optional_method(data, 'watched_files')
-  return FileWatch(files() if files is not None and distributed.is_main_process() else ())
-
-
-def check_sources(files: SourceFiles, folder: AnyPath) -> None:
-  """Checks that `files` have not changed since the record in `folder`, if it has a good one.
-
-  Raises:
-    DataError: a file has changed.
-    AccessError: the record cannot be opened.
-  """
-  if not files.files:
-    return
-  path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
-  try:
-    files.check(read_bytes(path), where=str(path))
-  except FileNotFoundError:
-    _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
-  except (OSError, ValueError) as e:
-    check_not_refused(e, path)
-    reason = e.strerror if isinstance(e, OSError) else e
-    _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
-
-
-def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -> None:
-  """Moves the data to the position in a checkpoint; raises DataError if the data differ."""
-  data.set_state(data_state)
-  if not manifest['next_batch_hash']:  # unknown: a source file had changed at the time of the save
-    return
-  check_next_batch(
-    saved_hash=manifest['next_batch_hash'],
-    hash_now=batch_hash(data.peek()),
-    saved=manifest['data'],
-    now=data.describe(),
-  )
 
 
 def choose_origin(

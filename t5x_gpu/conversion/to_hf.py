@@ -51,7 +51,7 @@ from t5x_gpu.conversion.tokenizer import (
   token_ids,
   tokenizer_warning,
 )
-from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
+from t5x_gpu.errors import CheckpointError, ConfigError, Problem, UserError, first_line
 from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import LoraModel, factors_of, without_adapters
 from t5x_gpu.models.model import Model
@@ -219,16 +219,16 @@ def folded(model: ModelFields, family: str) -> tuple[ModelFields, float, str]:
   return dataclasses.replace(model, config=config), factor, pattern
 
 
-def export_problem(model: Model) -> str:
-  """Returns the reason why a model cannot be exported to Hugging Face; '' if it can."""
+def export_problem(model: Model) -> Optional[Problem]:
+  """Returns what keeps a model from being exported to Hugging Face, in one line, or None."""
   try:
     fields = describe(without_adapters(policy_of(model)))
     family = guess_family(fields)
     to_hf(folded(fields, family)[0], family=family)
   except UserError as e:
     reason = ' '.join(e.what.split())
-    return reason if len(reason) <= _SHOWN else f'{reason[: _SHOWN - 3]}...'
-  return ''
+    return Problem(reason if len(reason) <= _SHOWN else f'{reason[: _SHOWN - 3]}...')
+  return None
 
 
 def convert_ours(request: ConversionRequest, console: Console) -> None:

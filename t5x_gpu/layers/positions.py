@@ -4,6 +4,7 @@ The frequencies of rotary positions may be scaled for longer rows than in the or
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Optional, Union
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
+from t5x_gpu.errors import ModelError, Problem, bad_setting, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method, shard, with_axes
 from t5x_gpu.partitioning.context_parallel import gather_info
@@ -213,8 +214,8 @@ ROPE_SCALINGS = ('none', 'linear', 'llama3', 'yarn', 'longrope', 'dynamic')
 
 def bucket_problem(
   *, bidirectional: bool, num_buckets: int, max_distance: int
-) -> Optional[tuple[str, str]]:
-  """Returns (parameter of TransformerConfig, problem) for invalid relative buckets, or None.
+) -> Optional[Problem]:
+  """Returns the problem with relative buckets, settings of TransformerConfig; None if valid.
 
   Arguments as for `relative_position_buckets`. If `max_distance` is not above the number of exact
   buckets, the logarithm of their ratio is 0 or negative: larger distances would share bucket 0, or
@@ -222,12 +223,17 @@ def bucket_problem(
   """
   stack, least = ('an encoder', 4) if bidirectional else ('a decoder', 2)
   if num_buckets < least:
-    return 'num_relpos_buckets', f'must be at least {least} in {stack}.'
+    return Problem(
+      f'num_relpos_buckets = {num_buckets!r} must be at least {least} in {stack}.',
+      parameters=('TransformerConfig.num_relpos_buckets',),
+    )
   num_exact = num_buckets // least
   if max_distance <= num_exact:
-    return 'max_relpos_distance', (
-      f'must be above {num_exact}: in {stack}, num_relpos_buckets = {num_buckets} has a separate '
-      f'bucket for each distance below {num_exact}.'
+    return Problem(
+      f'max_relpos_distance = {max_distance!r} must be above {num_exact}: in {stack}, '
+      f'num_relpos_buckets = {num_buckets} has a separate bucket for each distance below '
+      f'{num_exact}.',
+      parameters=('TransformerConfig.max_relpos_distance',),
     )
   return None
 
@@ -246,12 +252,11 @@ def relative_position_buckets(
     bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance
   )
   if problem is not None:
-    value = num_buckets if problem[0] == 'num_relpos_buckets' else max_distance
     raise ModelError(
-      f'The relative positions are impossible: {problem[0]} = {value} {problem[1]}',
-      fix=f'Set TransformerConfig.{problem[0]}; T5 has 32 buckets up to distance 128.',
+      f'The relative positions are impossible: {problem.what}',
+      fix=f'Set {problem.parameters[0]}; T5 has 32 buckets up to distance 128.',
       docs='models.md#settings',
-      parameters=(f'TransformerConfig.{problem[0]}',),
+      parameters=problem.parameters,
     )
   distance = np.arange(q_length)[:, None] - np.arange(kv_length)[None, :]  # > 0: key before query
   buckets = np.zeros_like(distance)
@@ -381,14 +386,14 @@ class RotaryEmbedding:
     if problems:
       raise ModelError(
         'The rotary positions are impossible',
-        problems=[bad_setting(self, name, text) for name, text in problems],
+        problems=problems,
         fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
       )
 
-  def _problems(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, problem)."""
+  def _problems(self) -> Iterator[Problem]:
+    bad_value = functools.partial(bad_setting, self)
     if self.scaling not in ROPE_SCALINGS:
-      yield (
+      yield bad_value(
         'scaling',
         f'is not one of {", ".join(ROPE_SCALINGS)}.'
         + did_you_mean(str(self.scaling), ROPE_SCALINGS),
@@ -397,28 +402,30 @@ class RotaryEmbedding:
     numbers += ('fraction', 'beta_slow', 'beta_fast')
     numbers += () if self.attention_factor is None else ('attention_factor',)
     bad = [name for name in numbers if not _is_positive(getattr(self, name))]
-    yield from ((name, 'must be a number above 0.') for name in bad)
+    yield from (bad_value(name, 'must be a number above 0.') for name in bad)
     for name in ('short_factors', 'long_factors'):
       if not all(map(_is_positive, getattr(self, name))):
-        yield name, 'must be numbers above 0.'
+        yield bad_value(name, 'must be numbers above 0.')
     if bad:
       return
     if self.fraction > 1.0:
-      yield 'fraction', 'must be at most 1.'
+      yield bad_value('fraction', 'must be at most 1.')
     if self.low_freq_factor >= self.high_freq_factor:
-      yield 'low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.'
+      yield bad_value(
+        'low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.'
+      )
     if self.beta_slow >= self.beta_fast:
-      yield 'beta_slow', f'must be below beta_fast = {self.beta_fast!r}.'
+      yield bad_value('beta_slow', f'must be below beta_fast = {self.beta_fast!r}.')
     if self.scaling == 'yarn' and self.theta <= 1.0:
-      yield 'theta', 'must be above 1 for yarn.'
+      yield bad_value('theta', 'must be above 1 for yarn.')
     if self.scaling == 'longrope' and self.original_length < 2:
-      yield 'original_length', 'must be at least 2 for longrope.'
+      yield bad_value('original_length', 'must be at least 2 for longrope.')
     if self.scaling not in ('yarn', 'longrope') and self.attention_factor is not None:
-      yield 'attention_factor', "has no effect: only 'yarn' and 'longrope' have one."
+      yield bad_value('attention_factor', "has no effect: only 'yarn' and 'longrope' have one.")
     if (self.scaling == 'longrope') != bool(self.short_factors) or (
       len(self.short_factors) != len(self.long_factors)
     ):
-      yield (
+      yield bad_value(
         'short_factors',
         f'must have as many numbers as long_factors, which has {len(self.long_factors)}: one for '
         "each frequency with scaling = 'longrope', else none.",
@@ -503,40 +510,6 @@ class RotaryEmbedding:
 
 def _is_positive(value: object) -> bool:
   return isinstance(value, (int, float)) and 0.0 < value < math.inf
-
-
-def rope_problems(
-  ropes: Sequence[Optional[RotaryEmbedding]], *, head_dim: int, limit: Optional[int]
-) -> Iterator[tuple[str, str]]:
-  """Yields (parameter of TransformerConfig, problem) for invalid rotary positions of the layers.
-
-  Args:
-    ropes: rotary positions of each layer, None for no rotation.
-    head_dim: features of a head.
-    limit: maximum row length in tokens; None for any length.
-  """
-  some = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-  if any(rope.rotated(head_dim) % 2 or rope.rotated(head_dim) < 2 for rope in some):
-    yield 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
-  if len({rope.fraction for rope in some}) > 1:
-    yield 'ropes', 'must rotate the same fraction of the features in all layers.'
-  if len({rope.original_length for rope in some if rope.depends_on_length}) > 1:
-    yield 'ropes', "must have the same original_length in all layers with scaling = 'longrope'."
-  for rope in some:
-    pairs, divisors = rope.rotated(head_dim) // 2, len(rope.short_factors)
-    if rope.scaling == 'longrope' and divisors != pairs:
-      yield (
-        'head_dim',
-        f'has {pairs} rotated pairs of features, but short_factors and long_factors have '
-        f'{divisors} numbers.',
-      )
-    if rope.scaling == 'dynamic' and not 1 <= (limit or 0) <= rope.original_length:
-      yield (
-        'max_length',
-        f'must be from 1 to original_length = {rope.original_length} of rotary positions with '
-        "scaling = 'dynamic': in longer rows, keys would have different frequencies with and "
-        'without a cache (docs/models.md#longer-contexts).',
-      )
 
 
 class PositionTable(nn.Module):

@@ -25,7 +25,7 @@ from t5x_gpu.config.report import CONFIG, ORIGINS
 from t5x_gpu.errors import ConfigError, first_line
 from t5x_gpu.metrics import logging_config
 from t5x_gpu.metrics.logging_config import MLFLOW, WANDB, LoggingConfig
-from t5x_gpu.metrics.writers import JsonLinesWriter, MetricWriter, TensorBoardWriter
+from t5x_gpu.metrics.writers import METRICS, JsonLinesWriter, MetricWriter, TensorBoardWriter
 from t5x_gpu.storage.files import set_aside_damaged, write_atomically
 from t5x_gpu.storage.json_schema import MapOf, Text, read_json
 
@@ -337,7 +337,6 @@ class WandbClient:
     self._run.finish(exit_code=int(failed))
 
 
-METRICS = 'metrics.jsonl'
 TENSORBOARD = 'tensorboard'
 
 

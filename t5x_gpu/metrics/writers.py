@@ -33,6 +33,8 @@ from t5x_gpu.storage.json_schema import Fields, Whole, parse_json
 
 _log = logging.getLogger(__name__)
 
+METRICS = 'metrics.jsonl'
+
 # JSON has no NaN or infinity, so NaN is `"train/loss": null` and `"train/loss_nonfinite": "nan"`.
 _NONFINITE = '_nonfinite'
 _NONFINITE_VALUES = ('nan', 'inf', '-inf')

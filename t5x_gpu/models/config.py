@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from t5x_gpu.errors import ModelError, bad_setting, did_you_mean
+from t5x_gpu.errors import ModelError, Problem, bad_setting, did_you_mean
 from t5x_gpu.layers.attention import BIASES, FEATURE_NORMS, AttentionConfig
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.config import NORMS, PRECISIONS, precision_hint
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.moe import MoeConfig
-from t5x_gpu.layers.positions import RotaryEmbedding, bucket_problem, rope_problems
+from t5x_gpu.layers.positions import RotaryEmbedding, bucket_problem
 from t5x_gpu.models.remat import POLICIES
 
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
@@ -144,11 +144,11 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     """Whether the model has positions of any kind."""
     return self.relative_bias != 'none' or any(self.rope_of_layers) or self.num_positions > 0
 
-  def _refuse(self, problems: Sequence[tuple[str, str]]) -> None:
+  def _refuse(self, problems: Sequence[Problem]) -> None:
     if problems:
       raise ModelError(
         'The model cannot be built',
-        problems=[bad_setting(self, name, text) for name, text in problems],
+        problems=problems,
         fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
         docs='models.md#settings',
       )
@@ -158,10 +158,10 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     problem = self._bucket_problem(causal=causal)
     problems = [] if problem is None else [problem]
     if causal and self.num_token_types:
-      problems.append(('num_token_types', 'is for encoders: set it to 0.'))
+      problems.append(bad_setting(self, 'num_token_types', 'is for encoders: set it to 0.'))
     self._refuse(problems)
 
-  def _bucket_problem(self, *, causal: bool) -> Optional[tuple[str, str]]:
+  def _bucket_problem(self, *, causal: bool) -> Optional[Problem]:
     if self.relative_bias == 'none':
       return None
     return bucket_problem(
@@ -170,8 +170,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       max_distance=self.max_relpos_distance,
     )
 
-  def _bad_numbers(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, problem) for numbers out of range."""
+  def _bad_numbers(self) -> Iterator[Problem]:
+    """Yields problems with numbers out of range."""
     optional = ('query_pre_attn_scalar', 'attention_softcap', 'logits_softcap', 'init_stddev')
     given = [name for name in optional if getattr(self, name) is not None]
     none, at_least_0 = 'must be at least 1, or 0 for none.', 'must be at least 0.'
@@ -212,14 +212,18 @@ class TransformerConfig(AttentionConfig, MoeConfig):
         ('loss_chunks',),
       ),
     ):
-      yield from ((name, text) for name in parameters if is_bad(getattr(self, name)))
+      yield from (
+        bad_setting(self, name, text) for name in parameters if is_bad(getattr(self, name))
+      )
     if not self.windows or any(
       isinstance(w, bool) or not isinstance(w, int) or w < 0 for w in self.windows
     ):
-      yield 'windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).'
+      yield bad_setting(
+        self, 'windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).'
+      )
 
-  def _bad_choices(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, problem) for unknown names."""
+  def _bad_choices(self) -> Iterator[Problem]:
+    """Yields problems with unknown names."""
     hints = {'dtype': precision_hint, 'attention': choose.hint}
     for parameter, allowed in (
       ('relative_bias', RELATIVE_BIAS),
@@ -238,18 +242,20 @@ class TransformerConfig(AttentionConfig, MoeConfig):
           hint = hints[parameter](value)
         else:
           hint = f'{", ".join(allowed)}.{did_you_mean(value, allowed)}'
-        yield parameter, f'is not one of {hint}'
+        yield bad_setting(self, parameter, f'is not one of {hint}')
 
-  def _contradictions(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, problem) for values that exclude each other."""
+  def _contradictions(self) -> Iterator[Problem]:
+    """Yields problems with values that exclude each other."""
     if self.max_length > 0 and self.num_positions > 0:
-      yield (
+      yield bad_setting(
+        self,
         'max_length',
         f'has no effect with num_positions = {self.num_positions}, which already limits the '
         'length: leave it out.',
       )
     if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
-      yield (
+      yield bad_setting(
+        self,
         'num_kv_heads',
         f'does not divide num_heads = {self.num_heads}: set it to a number that does.',
       )
@@ -257,23 +263,26 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     if None not in buckets:  # `check_stack` knows whether the stack is causal
       yield from buckets
     if not self.mlp_activations:
-      yield 'mlp_activations', "has no activation: ('relu',) is a plain MLP."
+      yield bad_setting(self, 'mlp_activations', "has no activation: ('relu',) is a plain MLP.")
     yield from self._unused_fp8_settings()
     if self.fp8_logits and self.loss_chunks == 0:
-      yield (
+      yield bad_setting(
+        self,
         'fp8_logits',
         'needs a loss that does not store logits: set loss_chunks = None, or 1 or more.',
       )
     if self.rope is not None and self.ropes:
-      yield 'ropes', 'replaces rope, which is set too: leave one of them out.'
-    yield from rope_problems(self.rope_of_layers, head_dim=self.head_dim, limit=self.length_limit)
+      yield bad_setting(self, 'ropes', 'replaces rope, which is set too: leave one of them out.')
+    yield from self._rope_problems()
     if self.num_experts > 0 and self.mlp_bias:
-      yield 'mlp_bias', 'is not supported with experts.'
+      yield bad_setting(self, 'mlp_bias', 'is not supported with experts.')
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
-      yield 'num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.'
+      yield bad_setting(
+        self, 'num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.'
+      )
 
-  def _unused_fp8_settings(self) -> Iterator[tuple[str, str]]:
-    """Yields (parameter, problem) for FP8 settings that have no effect."""
+  def _unused_fp8_settings(self) -> Iterator[Problem]:
+    """Yields problems with FP8 settings that have no effect."""
     fp8 = self.dtype not in PRECISIONS or self.fp8
     for field in dataclasses.fields(self):
       if not field.name.startswith('fp8_') or getattr(self, field.name) == field.default:
@@ -284,10 +293,44 @@ class TransformerConfig(AttentionConfig, MoeConfig):
         used, value, needed = 'fp8_scaling', 'current', 'delayed'
       else:
         continue
-      yield (
+      yield bad_setting(
+        self,
         field.name,
         f'has no effect with {used} = {value!r}: set {used} = {needed!r}, or leave it out.',
       )
+
+  def _rope_problems(self) -> Iterator[Problem]:
+    """Yields problems with rotary positions that do not fit the heads, each other or the length."""
+    some = list(dict.fromkeys(rope for rope in self.rope_of_layers if rope is not None))
+    if any(rope.rotated(self.head_dim) % 2 or rope.rotated(self.head_dim) < 2 for rope in some):
+      yield bad_setting(
+        self, 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
+      )
+    if len({rope.fraction for rope in some}) > 1:
+      yield bad_setting(
+        self, 'ropes', 'must rotate the same fraction of the features in all layers.'
+      )
+    if len({rope.original_length for rope in some if rope.depends_on_length}) > 1:
+      yield bad_setting(
+        self, 'ropes', "must have the same original_length in all layers with scaling = 'longrope'."
+      )
+    for rope in some:
+      pairs, divisors = rope.rotated(self.head_dim) // 2, len(rope.short_factors)
+      if rope.scaling == 'longrope' and divisors != pairs:
+        yield bad_setting(
+          self,
+          'head_dim',
+          f'has {pairs} rotated pairs of features, but short_factors and long_factors have '
+          f'{divisors} numbers.',
+        )
+      if rope.scaling == 'dynamic' and not 1 <= (self.length_limit or 0) <= rope.original_length:
+        yield bad_setting(
+          self,
+          'max_length',
+          f'must be from 1 to original_length = {rope.original_length} of rotary positions with '
+          "scaling = 'dynamic': in longer rows, keys would have different frequencies with and "
+          'without a cache (docs/models.md#longer-contexts).',
+        )
 
   @property
   def multiplies_logits_in_fp8(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Optional
 
 from t5x_gpu.errors import Problem
 from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.terminal.console import show
 
 SPLIT = dict.fromkeys(('heads', 'kv_heads', 'mlp', 'vocab'), ('model',))
 
@@ -79,8 +80,8 @@ def shared_kv_heads_note(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]
   kernels = 2 * layers * sizes['embed'] * kv_heads * sizes['kv'] * 4
   return (
     f'kv_heads = {kv_heads} < model = {model}: every device holds all heads and computes one, '
-    f'shared by {devices} devices: {kernels * (model - 1) / model / 2**20:,.3g} MiB '
-    f'of parameters more than if split, and their gradients ({kernels / 2**20:,.3g} MiB) are '
+    f'shared by {devices} devices: {show(kernels * (model - 1) / model, MiB=",.3g")} '
+    f'of parameters more than if split, and their gradients ({show(kernels, MiB=",.3g")}) are '
     'all-reduced over model once per step'
   )
 

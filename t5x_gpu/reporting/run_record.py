@@ -22,8 +22,7 @@ from t5x_gpu.config.report import CONFIG, ORIGINS, changes
 from t5x_gpu.errors import AccessError, ConfigError, did_you_mean, listed, number_ranges
 from t5x_gpu.metrics import goodput
 from t5x_gpu.metrics.goodput import GOODPUT
-from t5x_gpu.metrics.loggers import METRICS
-from t5x_gpu.metrics.writers import parse_line
+from t5x_gpu.metrics.writers import METRICS, parse_line
 from t5x_gpu.storage.json_schema import Json, JsonObject, parse_json, read_bytes
 from t5x_gpu.storage.paths import AnyPath, as_path
 

@@ -219,5 +219,5 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
       'model does not see the order of its tokens.'
     )
   if problem := export_problem(run.model):
-    lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem}')
+    lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem.what}')
   return '\n'.join(lines)

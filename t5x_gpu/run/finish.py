@@ -33,7 +33,7 @@ def closing_text(
   shown: str,
   step: int,
   rates: tuple[float, float],
-  export_problem: str = '',
+  can_export: bool = True,
 ) -> str:
   """Returns a text for the end of the run.
 
@@ -42,7 +42,7 @@ def closing_text(
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
     rates: learning rate of the last step, and of the next step in a run of twice as many steps.
-    export_problem: why the model cannot be exported to Hugging Face; '' if it can.
+    can_export: whether `convert` can write the model for Hugging Face.
   """
   where = shlex.quote(shown)
   curves = f'  curves       tensorboard --logdir {where}/tensorboard\n'
@@ -55,7 +55,7 @@ def closing_text(
     f'  report       python -m t5x_gpu.report {where}\n'
     f'{curves if "tensorboard/" in files else ""}'
     f'  infer        python -m t5x_gpu.infer --checkpoint={where} --prompts=prompts.txt\n'
-    f'{"" if export_problem else convert}'
+    f'{convert if can_export else ""}'
     f'{_how_to_continue(step, *rates)}'
     f'  who set it   grep BATCH_SIZE {where}/config_origins.txt'
   )
@@ -123,7 +123,7 @@ def _closing_text(live: LiveRun) -> str:
     shown=str(files.model_dir),
     step=run.total_steps,
     rates=_rates(live, run.total_steps),
-    export_problem=export_problem(run.model),
+    can_export=export_problem(run.model) is None,
   )
   files.push()
   return tables + text

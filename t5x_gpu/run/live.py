@@ -22,7 +22,6 @@ from typing import Optional
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.initialize import resume_data
 from t5x_gpu.checkpoint.local.tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
@@ -39,7 +38,7 @@ from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.models.flops import step_tokens
 from t5x_gpu.models.model import DeviceBatch, Model
 from t5x_gpu.run.check import PlannedRun
-from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
+from t5x_gpu.run.data import RunData, open_data, resume_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.distributed import is_main_process

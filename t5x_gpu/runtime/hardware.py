@@ -17,8 +17,8 @@ from typing import Optional
 from t5x_gpu.runtime import distributed, machine
 from t5x_gpu.runtime.topology import Device
 from t5x_gpu.terminal.console import show
+from t5x_gpu.terminal.flag_types import GIB
 
-GIB = 2**30
 _NVIDIA = 'https://www.nvidia.com/'
 _PRODUCTS = _NVIDIA + 'en-us/data-center/'
 _AMPERE = _NVIDIA + (

@@ -36,10 +36,10 @@ class Console:
     with bar(title, num_bytes, done=done, bytes=True) as advance:
       yield advance
     seconds = max(time.monotonic() - start, 1e-9)
-    megabytes = (num_bytes - done) / 1e6
+    moved = num_bytes - done
     self.say(
-      f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
-      f'peak memory {_peak_bytes() / 1e6:,.0f} MB'
+      f'{title}: {show(moved, MB=",.1f")} in {seconds:.1f} s, '
+      f'{show(moved / seconds, MB=",.0f")}/s; peak memory {show(_peak_bytes(), MB=",.0f")}'
     )
 
 

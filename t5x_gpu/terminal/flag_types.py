@@ -4,6 +4,7 @@ import argparse
 import re
 
 UNITS = {'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30}
+MIB, GIB = UNITS['MiB'], UNITS['GiB']
 
 
 def positive_int(text: str) -> int:

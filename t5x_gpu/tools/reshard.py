@@ -37,7 +37,8 @@ from t5x_gpu.checkpoint.store import (
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.storage.json_schema import JsonObject, JsonValue, read_json
 from t5x_gpu.storage.paths import AnyPath
-from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.console import Console, show
+from t5x_gpu.terminal.flag_types import MIB
 from t5x_gpu.tools.checkpoints import check_sums, damage_named, verify
 
 LEAST_MEMORY = 16 << 20
@@ -124,7 +125,7 @@ def plan_reshard(reader: StateReader, request: ReshardRequest) -> ReshardPlan:
     raise CheckpointError(
       f'--memory={request.memory:,} bytes is too little: {largest} of {reader.path} is stored in '
       f'chunks of {reader.chunk_bytes(largest):,} bytes, which must be read whole.',
-      fix=f'Set --memory={-(-least // 2**20)}MiB or more. The new checkpoint has chunks of at most '
+      fix=f'Set --memory={-(-least // MIB)}MiB or more. The new checkpoint has chunks of at most '
       f'{_max_chunk_bytes(request):,} bytes and will need less.',
       docs='reshard.md#memory',
     )
@@ -243,7 +244,7 @@ def _copy(
   checksums, skipped = dict(entry['checksums']), entry['pieces']
   done = _bytes_of_first(reader, plan, skipped)
   if skipped:
-    console.say(f'continuing an interrupted call: {done / 1e6:,.1f} MB are already written')
+    console.say(f'continuing an interrupted call: {show(done, MB=",.1f")} are already written')
   count, num_unflushed = 0, 0
   most_bytes = piece_bytes(request)
   total = sum(reader.bytes_of(name) for name in plan.arrays)

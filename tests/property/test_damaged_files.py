@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint import initialize, run_lock
-from t5x_gpu.checkpoint.initialize import check_sources
 from t5x_gpu.checkpoint.local.file_format import write_local_file
 from t5x_gpu.checkpoint.local.promotion import candidates, find_local_files
 from t5x_gpu.checkpoint.local.tier import ensure_run_id, read_run_id
@@ -38,6 +37,7 @@ from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput, read_ledger
 from t5x_gpu.metrics.loggers import RunIds
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
+from t5x_gpu.run.data import check_sources
 from t5x_gpu.tools.checkpoints import verify
 from tests.checkpoint.test_checkpointer import (
   abstract,

@@ -179,7 +179,8 @@ def check(drawn):
   except ModelError as e:
     assert e.what and e.fix
     return
-  assert '\n' not in export_problem(model)
+  problem = export_problem(model)
+  assert problem is None or '\n' not in problem.what
   params, _ = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
 
   def loss(params):

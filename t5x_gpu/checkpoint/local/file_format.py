@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays import HostSums, Shape
-from t5x_gpu.checkpoint.manifest import CHECKSUM, DTYPE, SHAPE
+from t5x_gpu.checkpoint.manifest import BASE64, CHECKSUM, DTYPE, MANIFEST, SHAPE
 from t5x_gpu.storage.files import atomic_write
 from t5x_gpu.storage.json_schema import (
   MOST_BYTES,
@@ -32,6 +32,7 @@ from t5x_gpu.storage.json_schema import (
   Json,
   ListOf,
   Whole,
+  check,
   open_regular,
   parse_json,
 )
@@ -44,7 +45,17 @@ LOCAL_FILE = Fields(
     'parts': ListOf((str, ListOf(Whole()), SHAPE, DTYPE, CHECKSUM, Whole())),
   }
 )
-
+LOCAL_FACTS = Fields(
+  {
+    'run': str,
+    'attempt': str,
+    'step': Whole(),
+    'process': Whole(),
+    'hosts': ListOf(str),
+    'data_state': BASE64,
+    'manifest': MANIFEST,
+  }
+)
 
 MAGIC = b'T5XLOCAL'
 FORMAT = 1
@@ -94,6 +105,21 @@ class LocalFile:
   facts: Json
   parts: tuple[Part, ...]
   data_start: int
+
+  def check(self, *, step: int) -> None:
+    """Raises ValueError unless the file is of `step`, and all parts lie inside their arrays."""
+    check(self.facts, LOCAL_FACTS)
+    if self.facts['step'] != step:
+      raise ValueError(f'it is of step {self.facts["step"]}')
+    arrays = self.facts['manifest']['arrays']
+    for part in self.parts:
+      shape, dtype = arrays.get(part.name, ([], ''))
+      if (
+        part.dtype != dtype
+        or not len(part.start) == len(part.shape) == len(shape)
+        or any(begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape))
+      ):
+        raise ValueError(f'{part} is not a part of one of its arrays')
 
   def read(self, part: Part, shape: Shape) -> np.ndarray:
     """Returns a part's values.

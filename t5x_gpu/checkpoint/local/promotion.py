@@ -26,7 +26,7 @@ from t5x_gpu.checkpoint.arrays import Shape, boxes, chunk_of_shard, record, to_t
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
-from t5x_gpu.checkpoint.manifest import BASE64, MANIFEST, Manifest, differences
+from t5x_gpu.checkpoint.manifest import Manifest, differences
 from t5x_gpu.checkpoint.model_dir import (
   UNREADABLE,
   CheckpointMetadata,
@@ -41,23 +41,10 @@ from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
 from t5x_gpu.storage.files import set_aside
-from t5x_gpu.storage.json_schema import Fields, Json, ListOf, Whole, check
+from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import access_errors, system_error
 
 _log = logging.getLogger(__name__)
-
-LOCAL_FACTS = Fields(
-  {
-    'run': str,
-    'attempt': str,
-    'step': Whole(),
-    'process': Whole(),
-    'hosts': ListOf(str),
-    'data_state': BASE64,
-    'manifest': MANIFEST,
-  }
-)
-
 
 Box = tuple[int, Shape, Shape]  # index of the array among the sorted names, start, shape
 Holder = tuple[int, int]  # process, index of the file among the files it found
@@ -128,7 +115,7 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Loca
     step = int(FILE_NAME.fullmatch(path.name)[1])
     try:
       file = open_local_file(path)
-      _check_facts(file, step)
+      file.check(step=step)
       if file.facts['run'] == run:
         files.append(file)
     except (OSError, ValueError) as e:
@@ -151,22 +138,6 @@ def _identity(folder: pathlib.Path) -> str:
   except OSError:
     return ''
   return f'{boot_id()}:{stat.st_dev}:{stat.st_ino}'
-
-
-def _check_facts(file: LocalFile, step: int) -> None:
-  """Raises ValueError unless the file contains its step, and all parts lie inside their arrays."""
-  check(file.facts, LOCAL_FACTS)
-  if file.facts['step'] != step:
-    raise ValueError(f'it is of step {file.facts["step"]}')
-  arrays = file.facts['manifest']['arrays']
-  for part in file.parts:
-    shape, dtype = arrays.get(part.name, ([], ''))
-    if (
-      part.dtype != dtype
-      or not len(part.start) == len(part.shape) == len(shape)
-      or any(begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape))
-    ):
-      raise ValueError(f'{part} is not a part of one of its arrays')
 
 
 def _summary(file: LocalFile) -> Json:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Optional, TypedDict
 
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
-from t5x_gpu.errors import DataError, NoExamplesError, listed, task_error
+from t5x_gpu.errors import DataError, NoExamplesError, Problem, listed, task_error
 from t5x_gpu.storage.files import access_error, is_missing
 from t5x_gpu.storage.json_schema import (
   Also,
@@ -315,8 +315,10 @@ _SAMPLED_SHARDS = 32  # number of shards whose samples are compared when trainin
 _THREADS = 16
 
 
-def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str]) -> str:
-  """Returns how a shard has changed; '' if it is unchanged.
+def shard_problem(
+  folder: pathlib.Path, shard: Shard, *, content: Optional[str]
+) -> Optional[Problem]:
+  """Returns how a shard has changed; None if it is unchanged.
 
   Args:
     folder: folder of the split.
@@ -326,24 +328,24 @@ def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str])
     DataError: the shard cannot be opened; its rows may be intact.
   """
   if not shard.rows:
-    return ''
+    return None
   path = folder / shard.file
   try:
     size = path.stat().st_size
     if size != shard.bytes:
       cut = 'truncated' if size < shard.bytes else 'changed'
-      return f'{path} is {cut}: it has {size:,} bytes, the index says {shard.bytes:,}.'
+      return Problem(f'{path} is {cut}: it has {size:,} bytes, the index says {shard.bytes:,}.')
     if content == 'sample' and sample_digest(path) != shard.sample:
-      return f'{path} has changed: the sha256 of sampled blocks differs from the index.'
+      return Problem(f'{path} has changed: the sha256 of sampled blocks differs from the index.')
     if content == 'all' and sha256_of(path) != shard.sha256:
-      return f'{path} has changed: its sha256 differs from the index.'
+      return Problem(f'{path} has changed: its sha256 differs from the index.')
   except FileNotFoundError:
-    return f'{path} is missing.'
+    return Problem(f'{path} is missing.')
   except OSError as e:
     if not is_missing(e):
       raise unopened(e, path) from e
-    return f'{path} cannot be read: {e.strerror or e}.'
-  return ''
+    return Problem(f'{path} cannot be read: {e.strerror or e}.')
+  return None
 
 
 def check_shards(
@@ -361,7 +363,7 @@ def check_shards(
   shards = [shard for member in index.members.values() for shard in member.shards if shard.rows]
   step = max(1, len(shards) // _SAMPLED_SHARDS)
 
-  def problem(number: int) -> str:
+  def problem(number: int) -> Optional[Problem]:
     what = None if content == 'sample' and number % step else content
     return shard_problem(split, shards[number], content=what)
 
@@ -370,7 +372,7 @@ def check_shards(
   if problems:
     raise task_error(
       f'{len(problems)} of {len(shards)} shards of the prepared data have changed:\n  '
-      + '\n  '.join(listed(problems, 5)),
+      + '\n  '.join(listed([problem.what for problem in problems], 5)),
       fix='Copy them again from where they were prepared, or run the same command python -m '
       't5x_gpu.prepare again: it rebuilds the shards that changed.',
       docs='data.md',

@@ -33,6 +33,7 @@ from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.terminal.console import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +340,7 @@ def _disk_error(path: pathlib.Path, error: OSError) -> DataError:
   free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
   reason = error.strerror or first_line(error)[:300]
   return DataError(
-    f'{path} could not be written: {reason} ({free / 1e6:,.0f} MB are free there). Finished '
+    f'{path} could not be written: {reason} ({show(free, MB=",.0f")} are free there). Finished '
     'shards are kept.',
     fix='Free some space, or use a larger disk, and run the same command again: it continues.',
     docs='data.md',

@@ -21,6 +21,7 @@ from typing import IO, AnyStr, BinaryIO, Optional, Union
 import pyarrow as pa
 
 from t5x_gpu.errors import DataError, did_you_mean, task_error
+from t5x_gpu.terminal.console import show
 
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
@@ -123,7 +124,7 @@ def limited_lines(f: IO[AnyStr], name: str) -> Iterator[AnyStr]:
 def too_long(where: str) -> DataError:
   """Returns the error for a line, or a text of a row, that is longer than `MAX_TEXT_BYTES`."""
   return DataError(
-    f'{where} is longer than {MAX_TEXT_BYTES >> 20} MiB.',
+    f'{where} is longer than {show(MAX_TEXT_BYTES, MiB=".0f")}.',
     fix='Cut it into several rows, or remove it. A text in a single line: fold -s -w 100000 FILE > '
     'NEW_FILE',
     docs='tasks.md#damaged-input',

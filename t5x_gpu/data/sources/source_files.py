@@ -26,6 +26,7 @@ from t5x_gpu.data.sources.discovery import relative_names, sample_digest, sha256
 from t5x_gpu.errors import DataError, listed, task_error
 from t5x_gpu.storage.files import atomic_write, set_aside_damaged
 from t5x_gpu.storage.json_schema import JsonObject, read_bytes
+from t5x_gpu.terminal.console import show
 
 NAME = 'source_files.json'
 _VERSION = 1
@@ -201,10 +202,10 @@ class SourceFiles:
       return
     total = sum(self.files[key].size for key in to_hash)
     log.warning(
-      '%d source files (%.3g GB) have modification times that differ from the record of this run; '
+      '%d source files (%s) have modification times that differ from the record of this run; '
       'comparing all their bytes',
       len(to_hash),
-      total / 1e9,
+      show(total, GB='.3g'),
     )
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
       for (key, path), sha256 in zip(to_hash.items(), pool.map(_sha256, to_hash.values())):

@@ -22,6 +22,7 @@ from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method
 from t5x_gpu.runtime.main_log import log_once
+from t5x_gpu.terminal.console import show
 
 # Listed head sizes of kernels are sizes whose forward and backward passes compile for the GPU.
 
@@ -382,7 +383,7 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
   if able and sum(stored.values()) <= MOST_STORED_BYTES:
     return Choice(able[0], of)
   if able:
-    gib = ' and '.join(f'{n / 2**30:.1f} GiB of {what}' for what, n in stored.items() if n)
+    gib = ' and '.join(f'{show(n, GiB=".1f")} of {what}' for what, n in stored.items() if n)
     why_not = no_kernel = f'a kernel would store {gib}'
     remedy = 'more NUM_MICROBATCHES or shorter rows, which store less'
   elif device.platform == 'gpu':

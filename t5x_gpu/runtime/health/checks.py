@@ -21,6 +21,7 @@ from t5x_gpu.runtime import hardware, machine
 from t5x_gpu.runtime.hardware import GIB
 from t5x_gpu.runtime.xla.presets import generation
 from t5x_gpu.storage.json_schema import Json, JsonObject
+from t5x_gpu.terminal.console import show
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
   except OSError:
     return Check('/dev/shm', bad, 'not there', fix)
   size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-  value = f'{size / GIB:.2g} GiB, {free / GIB:.2g} GiB free'
+  value = f'{show(size, GiB=".2g")}, {show(free, GiB=".2g")} free'
   if size < LEAST_SHM_BYTES:
     return Check('/dev/shm', bad, value, fix)
   if free < LEAST_SHM_BYTES:
@@ -264,7 +265,7 @@ def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
 def check_host() -> Check:
   """Returns the CPUs and memory that this process may use."""
   cpus, limit = len(os.sched_getaffinity(0)), hardware.host_limit()
-  total = f'{limit.bytes / GIB:.0f} GiB' if limit else 'an unknown amount'
+  total = show(limit.bytes, GiB='.0f') if limit else 'an unknown amount'
   return Check('host', OK, f'{cpus} CPUs, {total} of memory for this process')
 
 
@@ -419,7 +420,7 @@ def check_all_reduce(found: Json, *, problem: str = '') -> Check:
     )
     return Check('all-reduce', FAIL, f'{came}: {problem or "no answer"}', fix)
   value = (
-    ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}' for tier, rate in rates.items())
+    ', '.join(f'{show(rate, GB=".3g")}/s {tier.replace("_", " ")}' for tier, rate in rates.items())
     + f' ({together["topology"]})'
   )
   kind = together['kind']
@@ -446,8 +447,9 @@ def check_disk(found: Optional[Mapping[str, float]], *, folder: str, problem: st
     fix = 'Choose a folder that you can write to: --model_dir=FOLDER'
     return Check('disk', FAIL, f'{folder}: {problem or "no answer"}', fix)
   value = (
-    f'{folder}: write {found["write"] / 1e6:.0f} MB/s, read {found["read"] / 1e6:.0f} MB/s, '
-    f'{found["sync_seconds"] * 1e3:.0f} ms per sync, {found["free"] / GIB:.0f} GiB free'
+    f'{folder}: write {show(found["write"], MB=".0f")}/s, '
+    f'read {show(found["read"], MB=".0f")}/s, {found["sync_seconds"] * 1e3:.0f} ms per sync, '
+    f'{show(found["free"], GiB=".0f")} free'
   )
   if found['write'] < LEAST_DISK:
     minutes = 12e9 / found['write'] / 60

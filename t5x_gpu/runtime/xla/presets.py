@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Optional, Union
 
 from t5x_gpu.errors import ConfigError, did_you_mean
+from t5x_gpu.terminal.flag_types import MIB
 
 Value = Union[bool, int, float, str]
 
@@ -335,7 +336,6 @@ PRESETS = {
   'deterministic': 'default without its optimizations; a program gives the same bits on every run',
   'none': 'sets nothing; your own XLA_FLAGS are still checked',
 }
-MIB = 2**20
 # A combined collective is as large as one layer, within these bounds. Below, latency dominates;
 # above, no computation is left to overlap with it.
 LEAST_COMBINED_BYTES = 128 * MIB  # across hosts

@@ -27,8 +27,8 @@ from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.runtime.topology import discover
 from t5x_gpu.storage.json_schema import JsonObject, JsonValue
+from t5x_gpu.terminal.flag_types import MIB
 
-MIB = 2**20
 # Large enough to be bound by tensor cores; small enough for a laptop's CPU.
 GPU_MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 1024
 GPU_ALL_REDUCE_BYTES, CPU_ALL_REDUCE_BYTES = 256 * MIB, 4 * MIB

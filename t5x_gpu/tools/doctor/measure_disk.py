@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 
-MIB = 2**20
+from t5x_gpu.terminal.flag_types import MIB
+
 DISK_BYTES = 256 * MIB
 
 

@@ -21,7 +21,7 @@ from t5x_gpu.partitioning.mesh_sizes import MeshSizes
 from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.topology import Device
 from t5x_gpu.storage.json_schema import JsonObject
-from t5x_gpu.terminal.console import mib, table
+from t5x_gpu.terminal.console import mib, show, table
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep
 from t5x_gpu.tools.planning.sharding_lint import PURPOSES, Finding, ParameterShapes, lint, purpose
 from t5x_gpu.training.program import Program, size_line
@@ -348,15 +348,12 @@ def gpu_text(step: CompiledStep) -> str:
 
 def _memory(step: CompiledStep) -> str:
   memory, available = step.memory, step.gpus.target.memory_bytes
-
-  def gib(num_bytes: int) -> str:
-    return f'{num_bytes / 2**30:.2f}'
-
   return (
-    f'memory per GPU: {gib(memory.total_bytes)} of {gib(available)} GiB '
+    f'memory per GPU: {show(memory.total_bytes, GiB=".2f")} of {show(available, GiB=".2f")} '
     f'({"fits" if memory.total_bytes <= available else "DOES NOT FIT"}), NCCL not counted: '
-    f'arguments {gib(memory.argument_bytes)}, temporaries {gib(memory.temporary_bytes)}, '
-    f'outputs {gib(memory.output_bytes)}'
+    f'arguments {show(memory.argument_bytes, GiB=".2f")}, '
+    f'temporaries {show(memory.temporary_bytes, GiB=".2f")}, '
+    f'outputs {show(memory.output_bytes, GiB=".2f")}'
   )
 
 
