@@ -64,7 +64,11 @@ def test_other_new_and_missing_messages_fail_until_they_are_updated(tmp_path):
 
   def pytest_on(*flags):
     command = [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', *flags]
-    env = {'PYTHONPATH': str(REPOSITORY), 'T5X_GPU_TESTS_SHARE': str(tmp_path / 'base')}
+    env = {
+      'PYTHONPATH': str(REPOSITORY),
+      'T5X_GPU_TESTS_SHARE': str(tmp_path / 'base'),
+      'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1',
+    }
     done = subprocess.run(
       [*command, f'--basetemp={tmp_path}/base'],
       cwd=tmp_path,

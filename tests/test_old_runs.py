@@ -72,7 +72,7 @@ def test_a_run_of_adafactor_before_its_setting_continues_by_itself(tmp_path):
   assert result.code == 0, result.err
   result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=4)
   assert result.code == 0, result.err
-  assert "Adafactor.layers = 'joined_heads', as the checkpoint of t5x_gpu " in result.out
+  assert "Adafactor.layers = 'joined_heads', to match the second moments" in result.out
   assert f'Continuing from {project.model_dir}/checkpoint_2.' in result.out
   at_once = project.run(layers, TRAIN_STEPS=4, MODEL_DIR=tmp_path / 'at_once')
   assert at_once.code == 0, at_once.err

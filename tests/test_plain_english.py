@@ -9,6 +9,7 @@ import io
 import pathlib
 import re
 import tokenize
+from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[1]
 THIS = pathlib.Path(__file__).resolve()
@@ -107,14 +108,11 @@ def files() -> list[pathlib.Path]:
   ]
 
 
-def words_of(path: pathlib.Path) -> list[tuple[int, str, bool]]:
-  """Returns (line, text, whether it is a name) of all that a person reads."""
-  text = path.read_text(encoding='utf-8')
-  if path.suffix != '.py':
-    return [(number, line, False) for number, line in enumerate(text.splitlines(), 1)]
+def words_of(tokens: Iterable[tokenize.TokenInfo]) -> list[tuple[int, str, bool]]:
+  """Returns (line, text, whether it is a name) of all that a person reads in a Python file."""
   found = []
   kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, 'FSTRING_MIDDLE', -1)}
-  for token in tokenize.generate_tokens(io.StringIO(text).readline):
+  for token in tokens:
     if token.type in kinds:
       lines = token.string.splitlines()
       found += [(token.start[0] + i, line, False) for i, line in enumerate(lines)]
@@ -123,18 +121,17 @@ def words_of(path: pathlib.Path) -> list[tuple[int, str, bool]]:
   return found
 
 
-def names_in_tests(path: pathlib.Path) -> list[tuple[int, str]]:
-  """Returns (line, name) of the file, of its test functions, and of strings that are one name.
+def names_in_tests(tokens: Iterable[tokenize.TokenInfo]) -> list[tuple[int, str]]:
+  """Returns (line, name) of the test functions of a file, and of its strings that are one name.
 
   The strings are mostly ids of parametrized cases.
   """
-  found = [(1, path.stem)]
-  with path.open(encoding='utf-8') as file:
-    for token in tokenize.generate_tokens(file.readline):
-      is_test = token.type == tokenize.NAME and token.string.startswith('test_')
-      is_id = token.type == tokenize.STRING and re.fullmatch(r"'\w+'", token.string)
-      if is_test or is_id:
-        found.append((token.start[0], token.string.strip("'")))
+  found = []
+  for token in tokens:
+    is_test = token.type == tokenize.NAME and token.string.startswith('test_')
+    is_id = token.type == tokenize.STRING and re.fullmatch(r"'\w+'", token.string)
+    if is_test or is_id:
+      found.append((token.start[0], token.string.strip("'")))
   return found
 
 
@@ -158,9 +155,16 @@ def better(words: str) -> str:
 
 
 def problems(path: pathlib.Path) -> list[str]:
-  name = path.relative_to(ROOT).as_posix()
+  name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding='utf-8')
   found = []
-  for line, text, is_name in words_of(path):
+  words = [(number, line, False) for number, line in enumerate(text.splitlines(), 1)]
+  names = []
+  if path.suffix == '.py':
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    words = words_of(tokens)
+    if path.is_relative_to(ROOT / 'tests'):
+      names = [(1, path.stem), *names_in_tests(tokens)]
+  for line, text, is_name in words:
     if is_name:
       if text in NAMES:
         found.append(f'{name}:{line}: the name {text!r}; better: {NAMES[text]}')
@@ -168,10 +172,9 @@ def problems(path: pathlib.Path) -> list[str]:
     for match in idioms().finditer(text):
       if (name, match[0]) not in QUOTED:
         found.append(f'{name}:{line}: {match[0]!r}; better: {better(text)}')
-  if path.suffix == '.py' and path.is_relative_to(ROOT / 'tests'):
-    for line, words in names_in_tests(path):
-      if match := idiom_in_test_name(words):
-        found.append(f'{name}:{line}: {words!r}; better: {better(match[0])}')
+  for line, words in names:
+    if match := idiom_in_test_name(words):
+      found.append(f'{name}:{line}: {words!r}; better: {better(match[0])}')
   return found
 
 

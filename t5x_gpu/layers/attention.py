@@ -84,7 +84,7 @@ FEATURE_NORMS = ('head', 'head_plus_one', 'all_heads')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(LayerConfig):
-  """Settings of the heads of an attention.
+  """Settings of attention heads.
 
   Attributes:
     num_heads: number of attention heads.
@@ -219,7 +219,7 @@ class MultiHeadAttention(nn.Module):
     groups = c.kv_heads if c.kv_heads % ways == 0 else ways
 
     def by_group(x: jax.Array) -> jax.Array:
-      """Returns [..., groups, heads per group, kv] of parameters [..., heads, kv]."""
+      """Returns parameters [..., heads, kv] as [..., groups, heads per group, kv]."""
       if x.shape[-2] < groups:
         x = jnp.repeat(x, groups // x.shape[-2], axis=-2)
       return x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])

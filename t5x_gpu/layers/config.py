@@ -62,7 +62,7 @@ class LayerConfig:
     norm_epsilon: epsilon of all norms.
     init_stddev: standard deviation of the initial values of all kernels and tables; None for T5's
       initializers.
-    dropout_rate: rate of all dropouts that have no rate of their own ('attention_dropout', ...).
+    dropout_rate: default of all dropout rates ('attention_dropout', ...).
   """
 
   dtype: str = 'float32'

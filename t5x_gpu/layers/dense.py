@@ -114,7 +114,7 @@ class Linear:
   factors: Optional[tuple[jax.Array, jax.Array]] = None
 
   def finish(self, y: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `y`, the product of `x` and the kernel, plus the factors' product and the bias."""
+    """Returns `y` (`x` times the kernel) plus the LoRA term and the bias."""
     if self.factors is not None:
       down, up = self.factors
       low = jnp.tensordot(x.astype(down.dtype), down, down.ndim - 1)

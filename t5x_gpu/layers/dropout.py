@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 @flax.struct.dataclass
 class DropoutRng:
-  """The source of the masks of one layer.
+  """Random keys for the dropout masks of one layer.
 
   Attributes:
     key: key of this step and layer.
@@ -28,11 +28,11 @@ class DropoutRng:
   positions: Optional[jax.Array] = None
 
   def fold(self, number: ArrayLike) -> 'DropoutRng':
-    """Returns the source of the masks of layer `number`."""
+    """Returns the keys for layer `number`."""
     return self.replace(key=jax.random.fold_in(self.key, number))
 
   def at(self, site: str) -> 'DropoutRng':
-    """Returns the source of the mask of one place in a layer, by its name."""
+    """Returns the keys for the place `name` in a layer."""
     return self.fold(zlib.crc32(site.encode()))
 
   def row_keys(self) -> jax.Array:

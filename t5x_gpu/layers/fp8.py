@@ -28,15 +28,15 @@ from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, is_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
 
-# Four bits of exponent and three of mantissa, for operands of the forward pass; five and two for
-# gradients, which need more range.
+# E4M3 (4 bits of exponent, 3 of mantissa) for operands of the forward pass, and E5M2 for gradients,
+# which need more range.
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 _SMALLEST = 2.0**-100  # so that the scale of an array of zeros is not 0
 
 
 class Operand(enum.IntEnum):
-  """Place of an operand of a matmul in an `amax`: activation, kernel, gradient of the product."""
+  """Index of a matmul operand in an `amax`: activation, kernel, or output gradient."""
 
   X, KERNEL, GRADIENT = range(3)
 
@@ -82,7 +82,7 @@ def is_quantized(x: object) -> bool:
 
 
 def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
-  """Returns `function(*kernels)`, a rearrangement of values; quantized ones have one scale."""
+  """Returns `function(*kernels)`, which only rearranges values; quantized kernels share a scale."""
   if not is_quantized(kernels[0]):
     return function(*kernels)
   return kernels[0].replace(
@@ -91,7 +91,7 @@ def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
 
 
 def scale_of(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns the smallest powers of two by which `largest` divided is in the range of `dtype`.
+  """Returns the smallest power-of-two scales for which `largest / scale` fits the range of `dtype`.
 
   A scale is NaN where `largest` is not finite, so that an overflow is noticed.
 
@@ -134,7 +134,7 @@ def _at(amax: jax.Array, which: Operand, largest: jax.Array) -> jax.Array:
 
 
 def amaxes_of(tree: Tree) -> list[jax.Array]:
-  """Returns the `amax` of each kernel of a tree that has one."""
+  """Returns the amaxes of a tree's kernels, without kernels that have none."""
   kernels = [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
   return [x.amax for x in kernels if x.amax is not None]
 
@@ -150,7 +150,7 @@ def with_amaxes(tree: Tree, amaxes: Sequence[jax.Array]) -> Tree:
 
 
 def copies(x: jax.Array, count: int) -> jax.Array:
-  """Returns [count, ...] of an `amax`, one per microbatch; its gradient is the copies' maximum.
+  """Returns `count` copies of an `amax`, one per microbatch; its gradient is their maximum.
 
   Without copies, autodiff would add the microbatches' values instead of taking their maximum.
   """
@@ -168,7 +168,7 @@ _copies.defvjp(
 
 
 def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) -> jax.Array:
-  """Returns the product over the last `num_in` dimensions of `x` and the first of `kernel`.
+  """Returns `x` times `kernel`, contracting the last `num_in` dimensions of `x`.
 
   Args:
     x: [..., inputs].
@@ -183,7 +183,7 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
 
 
 def operand(x: Union[jax.Array, Quantized], kernel: Kernel) -> Union[jax.Array, Quantized]:
-  """Returns `x` as an operand of several products with kernels like `kernel`."""
+  """Returns `x`, converted once for several matmuls with kernels like `kernel`."""
   if is_quantized(x) or not is_quantized(kernel):
     return x
   return quantized(x, kernel.amax)
@@ -239,7 +239,7 @@ class _Product:
   kernel_dtype: DTypeLike
 
 
-# The last dimensions of one operand, and the first ones of the other.
+# Contracts the last dimensions of the first operand with the first dimensions of the second.
 _Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
 # Both operands, and `amax`.
 _Arguments = tuple[*_Arrays, *_Arrays, Optional[jax.Array]]
@@ -333,7 +333,7 @@ def in_8_bits(
   Args:
     groups: kernels stacked [layers, ...], arrays or Parameters.
     amaxes: [layers, Operand] of each kernel, for delayed scaling; kernels of a group have the same
-      largest value of kernels.
+      entry for the kernel.
   """
   groups = [[p if is_parameter(p) else Split(p) for p in group] for group in groups]
 

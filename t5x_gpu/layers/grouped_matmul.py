@@ -161,7 +161,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _masked(out: jax.Array, blocks: _Blocks) -> jax.Array:
-  """Returns `out` with 0 after the last group, where kernels write nothing."""
+  """Returns `out` with zeros after the last group, where the kernels do not write."""
   if hardware().platform != 'gpu':
     return out
   used = jnp.arange(out.shape[0]) < jnp.sum(blocks.sizes)
@@ -177,7 +177,7 @@ def _beside(
   *,
   summed: bool = False,
 ) -> jax.Array:
-  """Returns `function` of each device's parts along `split.axis`; if `summed`, summed over it."""
+  """Applies `function` to each device's part along `split.axis`; `summed` adds the results up."""
   axes, manual = {split.axis} - {None}, ()
   # Results of kernels are not marked as varying, and kernels may refuse marked arguments.
   has_marks = hardware().platform != 'gpu'
@@ -205,7 +205,7 @@ def _beside(
 def _rows_times_kernels(
   rows: jax.Array, kernels: jax.Array, blocks: _Blocks, *, transposed: bool = False
 ) -> jax.Array:
-  """Returns the products of local parts; with `transposed`, of features with kernels transposed.
+  """Returns local rows times kernels; with `transposed`, features times transposed kernels.
 
   Args:
     rows: [rows, inputs]; with `transposed`, [rows, ...features].

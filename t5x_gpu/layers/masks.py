@@ -43,7 +43,7 @@ def longer(x: jax.Array, length: int, *, dimension: int = 1) -> jax.Array:
 
 
 def padded(info: TokenInfo, length: int) -> TokenInfo:
-  """Returns `info` with padding after its tokens, up to `length`; for positions 0, 1, 2, ..."""
+  """Returns `info` padded to `length` after its tokens, whose positions are 0, 1, 2, ..."""
   if length == info.segments.shape[-1]:
     return info
   return jax.tree.map(lambda x: longer(x, length, dimension=x.ndim - 1), info).replace(

@@ -68,7 +68,7 @@ def activated(config: MlpConfig, branches: Iterable[jax.Array]) -> jax.Array:
 
 
 class Mlp(nn.Module):
-  """Two linear maps with activations between; several activations are multiplied (gated MLP).
+  """Two linear maps with an activation between them, or the product of several (gated MLP).
 
   Source: Shazeer 2020 (GLU variants).
   """

@@ -34,7 +34,7 @@ from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 def capacity(
   length: int, *, num_experts: int, experts_per_token: int, factor: Optional[float]
 ) -> int:
-  """Returns the capacity of each expert: the number of tokens of a row that it takes.
+  """Returns the capacity of an expert: the most tokens that it takes from one row.
 
   Args:
     length: number of tokens of the whole row.
@@ -273,7 +273,7 @@ class DroplessRouting:
     return (taken * self.gates[..., None]).sum(2).astype(y.dtype)
 
   def dropout(self, hidden: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
-    """Returns `hidden` [slots, mlp] after dropout, whose mask belongs to the row of a token."""
+    """Returns `hidden` [slots, mlp] after dropout, with the mask of each token's row."""
     if rng is None or rate == 0.0:
       return hidden
     batch, length, k = self.gates.shape
@@ -352,7 +352,7 @@ def _sorted(ids: jax.Array, num_groups: int) -> _Sorted:
 
 
 def _in_blocks(ids: jax.Array, num_groups: int) -> tuple[Placement, Groups]:
-  """Returns the placement in which every group begins with a block, and the groups."""
+  """Returns (placement in which every group starts at a block boundary, the groups)."""
   block, most = _BLOCKS
   while block < most and 2 * block * num_groups <= ids.shape[0]:
     block *= 2

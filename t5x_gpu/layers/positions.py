@@ -122,8 +122,9 @@ def llama3_frequencies(
 ) -> np.ndarray:
   """Returns `frequencies` with slow frequencies divided by `factor`.
 
-  Frequencies with fewer than `low` turns over `original_length` are slow, with more than `high`
-  fast; between them, the weight of the division falls linearly with the number of turns.
+  Frequencies with fewer than `low` turns over `original_length` are slow; frequencies with more
+  than `high` turns are fast. Between them, the weight of the division falls linearly with the
+  number of turns.
   Source: Llama 3.1's reference code.
   """
   turns = original_length * frequencies / (2 * math.pi)
@@ -143,8 +144,9 @@ def yarn_frequencies(
 ) -> np.ndarray:
   """Returns `frequencies` with slow frequencies divided by `factor`.
 
-  Frequencies with fewer than `beta_slow` turns over `original_length` are slow, with more than
-  `beta_fast` fast; between them, the weight of the division rises linearly with the index.
+  Frequencies with fewer than `beta_slow` turns over `original_length` are slow; frequencies with
+  more than `beta_fast` turns are fast. Between them, the weight of the division rises linearly with
+  the index.
 
   Args:
     frequencies: unscaled frequencies of `theta`, in descending order.

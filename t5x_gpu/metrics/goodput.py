@@ -479,6 +479,6 @@ class Goodput(contextlib.AbstractContextManager):
     try:
       ledger = read_ledger(self._path)
     except (OSError, ValueError) as e:  # best effort: must not stop a run
-      _log.warning('No goodput: %s cannot be read: %s.', self._path, e)
+      _log.warning('Goodput is not shown: %s cannot be read: %s.', self._path, e)
       return None
     return accounts_of(ledger) if ledger.runs else None

@@ -122,7 +122,7 @@ def state_layouts(state: Tree, names: ParamNames) -> tuple[list[ArrayLayout], li
 
 
 def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], int]:
-  """Returns parameter -> its optimizer state's bytes per device; None -> bytes of no parameter."""
+  """Returns parameter -> bytes of its optimizer state on a device; None -> all other bytes."""
   found: collections.Counter = collections.Counter()
   for array in optimizer:
     found[array.parameter] += array.bytes_per_device

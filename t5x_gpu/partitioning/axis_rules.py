@@ -227,7 +227,7 @@ def sum_over(x: Tree, name: str) -> Tree:
 
 
 def gather_over(x: jax.Array, name: str, *, dim: int) -> jax.Array:
-  """Returns the parts of a local array on the devices that split `name`, joined along `dim`."""
+  """Returns a local array, gathered along `dim` from the devices that split `name`."""
   axes = manual_axes(name)
   return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
@@ -357,7 +357,7 @@ def split_names(boxed: Params) -> tuple[Params, ParamNames]:
 def on_each_device(
   function: TreeFn, names: Sequence[Optional[Names]], out_names: Sequence[Names]
 ) -> TreeFn:
-  """Returns `function` of whole arrays as a function that each device computes on its parts.
+  """Returns a function of whole arrays; each device applies `function` to its own parts.
 
   Along mesh axes that are already manual (region.py), arrays are local. The other axes, usually
   only `model`, are automatic: XLA would gather every argument of a kernel on every device. In

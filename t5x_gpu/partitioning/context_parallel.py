@@ -45,7 +45,7 @@ def check(
   method: str = 'ring',
   multiple_of: int = 1,
 ) -> list[Problem]:
-  """Returns the problem if the length cannot be split over `context`, else [].
+  """Returns problems with splitting the length over `context`; [] if there are none.
 
   Args:
     sizes: array axis -> size; reads 'length'.
@@ -78,7 +78,7 @@ def check(
 
 
 def fits(length: int, ways: int, method: str) -> bool:
-  """Returns whether `length` can be split over `context` = ways, without tiny blocks.
+  """Returns whether `length` can be split over `ways` devices without tiny blocks.
 
   A chunk with a large prime factor has only small divisors, so the ring would loop over positions.
   """
@@ -105,7 +105,7 @@ def length_order(length: int, ways: int) -> np.ndarray:
 
 
 def in_position_order(x: jax.Array, ways: int, *, dim: int) -> jax.Array:
-  """Returns `x`, whose dimension `dim` is in `length_order`, with positions 0, 1, 2, ... there."""
+  """Returns `x` with its dimension `dim` reordered from `length_order` to 0, 1, 2, ..."""
   before, after = x.shape[:dim], x.shape[dim + 1 :]
   front, back = jnp.moveaxis(x.reshape(*before, ways, 2, -1, *after), dim + 1, 0)
   return jnp.concatenate([front, jnp.flip(back, dim)], axis=dim).reshape(x.shape)
@@ -225,5 +225,5 @@ gather_length.defvjp(_all_lengths_forward, _all_lengths_backward)
 
 
 def gather_info(info: Tree, axis: str = 'context') -> Tree:
-  """Returns arrays whose last dimension is the local length with the whole one."""
+  """Returns arrays [..., local length] gathered to [..., length]."""
   return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True), info)

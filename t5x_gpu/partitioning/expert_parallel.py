@@ -24,7 +24,7 @@ def rules() -> AxisRules:
 
 
 def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> list[Problem]:
-  """Returns the problem if there are no experts or they do not divide, else [].
+  """Returns problems with splitting the experts; [] if there are none.
 
   Args:
     sizes: array axis -> size; reads 'experts', absent or 0 for a model without experts.
@@ -76,7 +76,7 @@ def from_experts(x: jax.Array) -> jax.Array:
 
 
 def exchange(x: jax.Array) -> jax.Array:
-  """Returns [devices * n, ...]: the part of `x` that each device of the group holds for this one.
+  """Returns [devices * n, ...]: what the group's devices send to this device (all-to-all).
 
   Args:
     x: [devices * n, ...], a part for each device of the group.

@@ -19,7 +19,7 @@ from t5x_gpu.partitioning.trees import Batch, Tree
 Params = Mapping[str, Any]
 # Name of the stack of a model with one stack, whose layers are `params['layers']`.
 ONLY = ''
-# Subtree with the frozen copy, which has the paths of the model below this name.
+# Subtree with the frozen copy of a model; below this name, paths are the model's paths.
 REFERENCE = 'reference_model'
 
 

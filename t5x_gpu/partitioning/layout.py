@@ -94,7 +94,7 @@ class Layout:
     return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
 
   def shardings(self, abstract: Shapes, names: ParamNames, table: Optional[Table] = None) -> Tree:
-    """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
+    """Returns a tree of NamedSharding for arrays (or shapes) with axes `names`.
 
     Arrays that `fsdp` divides only with padding are split over a factor of `fsdp`.
 
@@ -183,7 +183,7 @@ class Layout:
     }
 
   def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns a batch for training and evaluation: as `put`, but in the order of `context`."""
+    """Returns a batch on devices, as `put` does, with positions in the order of `context`."""
     ways = self.mesh.shape['context']
     if ways > 1:
       batch = {
@@ -204,7 +204,7 @@ class Layout:
 
   @property
   def reorders_layers(self) -> bool:
-    """Whether the layers of a stage are adjacent in memory, so not in the model's order."""
+    """Whether layers are stored stage by stage instead of in the model's order."""
     return self.pipeline is not None and self.pipeline.repeats > 1
 
   def in_run_order(self, tree: Tree, names: ParamNames) -> Tree:

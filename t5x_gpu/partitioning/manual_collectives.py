@@ -142,7 +142,7 @@ class InBfloat16(Reducer):
     return exchange(_rounded(of_host), axis_index_groups=across).astype(jnp.float32).sum(0)
 
   def hosts(self, axes: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
-    """Returns per host the flat places of its devices along `axes`; all places for a single host.
+    """Returns, for each host, the flat indices of its devices along `axes`.
 
     Args:
       axes: mesh axes.

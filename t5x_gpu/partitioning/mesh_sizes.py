@@ -136,7 +136,7 @@ def partitions_problem(
 
 
 def slots_problem(slots: Slots, sizes: Mapping[str, int], *, open_axis: Optional[str]) -> Problem:
-  """Returns the problem that `sizes` do not fill the slots.
+  """Returns the problem if `sizes` do not fill the slots; None if they do.
 
   Args:
     slots: the slots to fill.
@@ -177,7 +177,7 @@ def any_of(values: Iterable[Any], *, word: str = 'or') -> str:
 
 
 def sizes_words(sizes: Mapping[str, int]) -> str:
-  """Returns 'data=2 x fsdp=4', without axes of size 1 unless all are."""
+  """Returns 'data=2 x fsdp=4'; axes of size 1 are left out, unless all are."""
   return ' x '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or (
     'data=1' if 'data' in sizes else 'model=1'
   )

@@ -326,7 +326,7 @@ def _of_kv_heads(gradient: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def per_row(x: jax.Array) -> jax.Array:
-  """Returns [batch, q_length, heads, 1] of [batch, heads, q_length]."""
+  """Returns [batch, q_length, heads, 1] from [batch, heads, q_length]."""
   return x.swapaxes(1, 2)[..., None]
 
 

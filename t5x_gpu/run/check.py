@@ -184,8 +184,8 @@ def _with_moments_of(
     if not differences(manifest, found.abstract_saved):
       version = manifest['versions'].get('t5x_gpu', 'unknown')
       log(
-        f'optimizer: Adafactor.layers = {layers!r}, as the checkpoint of t5x_gpu {version} has its '
-        'second moments'
+        f'optimizer: Adafactor.layers = {layers!r}, to match the second moments in the checkpoint '
+        f'(t5x_gpu {version})'
       )
       return changed, found
   return run, program

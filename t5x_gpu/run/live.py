@@ -384,7 +384,7 @@ class LiveRun:
     )
     if is_good and step == self.plan.run.total_steps:
       if distributed.is_main_process():
-        _log.warning('%s\nThe run has read all its text before that.', what)
+        _log.warning('%s\nThe run had already read all of its text.', what)
       return
     raise task_error(
       what

@@ -25,7 +25,7 @@ ROLES = {
   'batch': 'each index is a separate parameter',
   'none': 'not factored',
 }
-# How T5X holds the layers of a model: that decides which kernels are plain matrices.
+# How T5X stores the layers of a model, which decides which kernels are plain matrices.
 LAYERS = {
   'scanned': 'in one array (scan_layers): kernels of layers are factored at any size',
   'separate': 'one by one: kernels of a layer with two dimensions are factored by size',
@@ -83,8 +83,8 @@ class Adafactor:
 
   Attributes:
     decay_rate: the second moment decays with 1 - (step - step_offset + 1)^-decay_rate.
-    step_offset: the step from which the decay counts, as of a pretrained checkpoint that a run
-      continues with fresh moments.
+    step_offset: step at which the decay starts: the step of a pretrained checkpoint, if the run
+      starts from its parameters with fresh moments.
     clipping_threshold: root mean square above which an update is scaled down; None for never.
     multiply_by_parameter_scale: make the update relative to the parameter's root mean square.
     min_dim_size_to_factor: matrices with a smaller side keep the full second moment, where the size

@@ -161,7 +161,7 @@ class RunMemory:
       )
 
   def _fix(self) -> str:
-    """Returns which setting makes the largest part of a step smaller."""
+    """Returns the fix: the setting that shrinks the largest part of a step."""
     need, layout = self.need, self.program.layout
     rows = self.program.spec.batch_size // (layout.batch_parts * self.num_microbatches)
     if need.total - need.activations > self.limit.bytes:
@@ -275,7 +275,7 @@ def _check_fits(
 
 
 def _how_to_fit(layout: Layout, room: int, prompt_bytes: int) -> str:
-  """Returns what makes room: fewer prompts at one time, or parameters split further.
+  """Returns how to make room: fewer prompts at a time, or parameters split further.
 
   Args:
     layout: mesh and rules.

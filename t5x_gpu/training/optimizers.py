@@ -103,7 +103,7 @@ class AdamW:
     learning_rate: jax.Array,
     step: jax.Array,
   ) -> tuple[Params, OptState]:
-    del step  # optax counts its own
+    del step  # optax keeps its own step count
     updates, state = self._transformation(names).update(grads, _widened(state), params)
     params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
     return params, self._stored(state, names)
@@ -129,14 +129,14 @@ Transformation = Union[optax.GradientTransformation, Callable[..., optax.Gradien
 
 @dataclasses.dataclass(frozen=True)
 class Optax:
-  """Transformations of optax, applied in order; any of them whose state is shaped like parameters.
+  """Optax transformations, applied in order; their states must be shaped like the parameters.
 
   In gin: `Optax.transformations = [@optax.clip(), @optax.lion]`, after `import optax`.
 
   Attributes:
-    transformations: transformations, and functions that make one from `learning_rate` (named
-      without parentheses in gin), which get the learning rate of each step. There is at least one
-      such function, so the logged rate is the rate that was used.
+    transformations: transformations, or functions that make one from `learning_rate` (written
+      without parentheses in gin). These functions get the learning rate of each step. At least one
+      is needed, so that the logged rate is the rate that was used.
   Raises:
     ConfigError: no function takes the learning rate; or a state is not shaped like the parameters.
   """
@@ -171,7 +171,7 @@ class Optax:
     learning_rate: jax.Array,
     step: jax.Array,
   ) -> tuple[Params, OptState]:
-    del names, step  # optax counts its own
+    del names, step  # optax keeps its own step count
     updates, state = self._transformation(learning_rate).update(grads, state, params)
     return optax.apply_updates(params, updates), state
 

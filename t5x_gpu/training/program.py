@@ -313,7 +313,7 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def gradient_bytes(program: Program, table: Table) -> int:
-  """Returns the bytes that the gradients of a step take on one device, split as `table` says."""
+  """Returns the bytes that the gradients of a step take on one device, split by `table`."""
   trained, names = (
     program.trained.split(tree)[0] for tree in (program.abstract_saved.params, program.names.params)
   )

@@ -116,7 +116,7 @@ def choose(skip: jax.Array, old: Tree, new: Tree) -> Tree:
 
 
 def group_norms(grads: Gradients, depth: Optional[int]) -> dict[str, jax.Array]:
-  """Returns 'grad_norm/layers/mlp' -> norm of the gradients whose paths begin so.
+  """Returns 'grad_norm/layers/mlp' -> norm of all gradients below layers/mlp.
 
   Args:
     grads: tree of nested dictionaries.

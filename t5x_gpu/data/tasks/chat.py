@@ -53,7 +53,11 @@ class LongExamples:
     what = f'left out: {self._reason} before the end of the row' if left_out else 'cut'
     if len(found) <= _NAMED:
       log.warning(
-        '%s has %d tokens, a row %d (TASK_FEATURE_LENGTHS): %s', where.decode(), size, length, what
+        '%s has %d tokens; a row holds %d (TASK_FEATURE_LENGTHS): %s',
+        where.decode(),
+        size,
+        length,
+        what,
       )
     elif len(str(len(found))) > len(str(len(found) - 1)):  # 10, 100, ...
       log.warning(

@@ -387,7 +387,7 @@ def _best(need: AttentionNeed, device: Hardware, of: str) -> Choice:
     why_not = no_kernel = f'a kernel would store {gib}'
     remedy = 'more NUM_MICROBATCHES or shorter rows, which store less'
   elif device.platform == 'gpu':
-    # The kernel that lacks the least; a kernel for this GPU, if one exists.
+    # The kernel with the fewest missing features, preferably one for this GPU.
     name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
     no_kernel = f'{name}: {lacks(BACKENDS[name], need, device)[0]}'
     why_not = f'no kernel, {no_kernel}'
@@ -447,7 +447,7 @@ def make_attention(
 def attention_by(
   name: str, kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
 ) -> Attention:
-  """Returns the attention of a batch by the backend `name` of `BACKENDS`, without a check."""
+  """Returns the attention of a batch, computed by the backend `name`, without checks."""
   kv, is_split = info if kv_info is None else kv_info, context_method() is not None
   if name == 'chunked':
     return (ContextAttention if is_split else ChunkedAttention)(info, kv, kind)

@@ -98,7 +98,7 @@ def kernel_context_attention(
   kernel: str,
   multiple: int = 1,
 ) -> KernelContextAttention:
-  """Returns the attention of a batch whose rows are split, by one of Tokamax's kernels.
+  """Returns attention for a batch whose rows are split, computed by a Tokamax kernel.
 
   Args:
     kind, info, kv_info: as in `make_attention`, for the local positions.

@@ -85,7 +85,7 @@ def tokamax_attention(
   kernel: str,
   multiple: int = 1,
 ) -> TokamaxAttention:
-  """Returns the attention of a batch by one of Tokamax's kernels.
+  """Returns attention for a batch, computed by a Tokamax kernel.
 
   Args:
     kind, info, kv_info: as in `make_attention`.

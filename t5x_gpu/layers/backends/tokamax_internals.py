@@ -22,7 +22,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.main_log import log_once
 
 _ATTENTION = 'tokamax._src.ops.attention'
-# Objects of Tokamax, which is imported late and need not be installed: an operation, and a mask.
+# Tokamax's types of an operation and a mask; Tokamax is imported late, and may be missing.
 Kernel = Any
 Mask = Any
 

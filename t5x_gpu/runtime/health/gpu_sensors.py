@@ -167,7 +167,7 @@ class GpuSensors:
     try:
       pynvml.nvmlInit()
     except pynvml.NVMLError as e:
-      _log.warning('No clocks, power or errors of the GPUs: %s.', e)
+      _log.warning('GPU clocks, power and errors are not recorded: %s.', e)
       return
     with contextlib.suppress(pynvml.NVMLError):
       while True:

@@ -166,7 +166,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(open_data, tmp_path,
   text = caplog.text
   assert all(len(targets) <= 48 and any(loss) for _, targets, loss in found)
   assert re.search(
-    r'a\.jsonl:[123] has \d+ tokens, a row 48 \(TASK_FEATURE_LENGTHS\): left out', text
+    r'a\.jsonl:[123] has \d+ tokens; a row holds 48 \(TASK_FEATURE_LENGTHS\): left out', text
   )
   assert text.count(': cut') == 4  # three by name, and once at 10
   assert '10 conversations so far are longer than the 48 tokens of a row' in text

@@ -187,7 +187,7 @@ def test_long_pairs_are_cut_fairly_or_left_out_and_counted(open_data, tmp_path, 
   sizes = {tuple(len(targets) for _, targets, _ in pair) for pair in found}
   assert sizes == {(19, 45), (32, 32)}
   assert 10 < len(found) <= 20 and all(any(loss) for pair in found for _, _, loss in pair)
-  assert 'has 79 tokens, a row 64 (TASK_FEATURE_LENGTHS): cut' in caplog.text
+  assert 'has 79 tokens; a row holds 64 (TASK_FEATURE_LENGTHS): cut' in caplog.text
   assert 'left out: an answer has no token before the end of the row' in caplog.text
 
 
