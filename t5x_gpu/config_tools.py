@@ -92,7 +92,12 @@ def _from_t5x(args: cli.Args) -> None:
     raise ConfigError('No file is given.', fix=f'{PROG} from_t5x FILE --output=ours.gin')
   if output and pathlib.Path(output).exists():
     raise ConfigError(f'{output} exists.', fix='Give a new file: --output=FILE')
-  found = translation.translate(files, bindings=args.bindings, search_paths=args.gin_search_paths)
+  found = translation.translate(
+    files,
+    bindings=args.bindings,
+    search_paths=args.gin_search_paths,
+    script=translation.configured_script(files, search_paths=args.gin_search_paths) or 'train',
+  )
   for line in translation.table(found.outcomes):
     print(line)
   if found.unused:

@@ -20,6 +20,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir, check_writable, shared_model_
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.store import CheckpointAddress
 from t5x_gpu.config import gin_loader
+from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.entities import entity_kinds
 from t5x_gpu.errors import CheckpointError, ConfigError
@@ -34,15 +35,21 @@ from t5x_gpu.evaluation.checkpoint_evaluator import (
 )
 from t5x_gpu.evaluation.evaluator import class_names_of
 from t5x_gpu.metrics import scores
+from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.model import Model
+from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.runtime.main_log import log
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
 from t5x_gpu.terminal.progress import Show, bar, silent
+from t5x_gpu.training import schedules
+from t5x_gpu.training.adafactor import Adafactor
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -55,30 +62,116 @@ split. Flags may change it: --gin.train_eval/DatasetConfig.batch_size=64 (docs/e
 METRICS = ('all', 'loss', 'tasks')
 
 
-def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool = False) -> int:
+_SETUP = 't5x_gpu.eval.EvalSetup'
+# Shapes of the program where examples are not cut: metrics of tasks do not depend on them.
+_ANY_LENGTHS = {'inputs': 128, 'targets': 128}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSetup:
+  """An evaluation of tasks without the gin file of a run. Flags of the command take precedence.
+
+  Attributes:
+    model: the model of the checkpoint.
+    dataset_cfg: task or mixture with metrics, and its split; examples are not cut if
+      task_feature_lengths is None.
+    checkpoint: MODEL_DIR, one of its checkpoints, a converted model, or a checkpoint of T5X, which
+      is converted into `output_dir` first.
+    output_dir: folder of the results.
+    steps: as --steps, for a MODEL_DIR.
+    decoding_cfg: how to decode predictions; None for greedy decoding.
+    partitioner, distributed_cfg, xla_preset: as for a run.
+  """
+
+  model: Model
+  dataset_cfg: DatasetConfig
+  checkpoint: str
+  output_dir: str
+  steps: str = 'last'
+  decoding_cfg: Optional[DecodingConfig] = None
+  partitioner: Partitioner = dataclasses.field(default_factory=Partitioner)
+  distributed_cfg: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+  xla_preset: str = 'default'
+
+
+def evaluate_setup(setup: EvalSetup, options: argparse.Namespace, *, dry_run: bool = False) -> int:
+  """Evaluates the checkpoint of `setup` as `evaluate` does; returns the exit code."""
+  if options.watch:
+    raise ConfigError(
+      '--watch waits for the checkpoints of a run; this gin file configures no run.',
+      fix='Give the gin file of the run, MODEL_DIR/config.gin.',
+    )
+  options = argparse.Namespace(**vars(options))
+  options.metrics = options.metrics or 'tasks'
+  dataset = setup.dataset_cfg
+  if dataset.task_feature_lengths is None:
+    if options.metrics != 'tasks':
+      raise ConfigError(
+        f'--metrics={options.metrics} computes the loss, whose rows have fixed lengths; '
+        'DatasetConfig.task_feature_lengths is None.',
+        fix="Set lengths, as in {'inputs': 512, 'targets': 128}, or leave --metrics out.",
+        parameters=('DatasetConfig.task_feature_lengths',),
+      )
+    dataset = dataclasses.replace(dataset, task_feature_lengths=_ANY_LENGTHS)
+  results = shared_model_dir(setup.output_dir, dry_run=dry_run)
+  folder = as_path(setup.checkpoint, parameter='EvalSetup.checkpoint')
+  found = converted_once(folder, results.path, setup.model, dry_run=dry_run)
+  if found is None:
+    log(f'Dry run: {folder} is a T5X checkpoint, which would be converted first.')
+    return 0
+  step = re.fullmatch(r'checkpoint_(\d+)', found.name)
+  is_step = step is not None and (found / 'manifest').is_dir()
+  options.steps = options.steps or (str(int(step[1])) if is_step else setup.steps)
+  config = EvalConfig(
+    model=setup.model,
+    model_dir=str(found.parent if is_step else found),
+    train_dataset_cfg=dataset,
+    train_eval_dataset_cfg=dataset,
+    infer_eval_dataset_cfg=setup.dataset_cfg,
+    decoding_cfg=setup.decoding_cfg,
+    partitioner=setup.partitioner,
+    # An evaluation has no updates.
+    optimizer=Adafactor(),
+    learning_rate=schedules.constant(0.0),
+    total_steps=0,
+    distributed_cfg=setup.distributed_cfg,
+    xla_preset=setup.xla_preset,
+  )
+  return evaluate(config, options, results=results, dry_run=dry_run)
+
+
+def evaluate(
+  config: EvalConfig,
+  options: argparse.Namespace,
+  *,
+  results: Optional[ModelDir] = None,
+  dry_run: bool = False,
+) -> int:
   """Evaluates the checkpoints that `options` select; returns the exit code.
 
   Args:
     config: configuration of the run.
     options: the flags of `_add_flags`.
+    results: folder of the results; None for MODEL_DIR.
     dry_run: build, open and check everything, print the plan, write nothing.
   """
+  metrics = options.metrics or 'all'
   model_dir = shared_model_dir(config.model_dir, dry_run=dry_run)
   dataset = _dataset(config, options.split)
-  wanted = _wanted(options.steps)
+  wanted = _wanted(options.steps or 'all')
   _check_checkpoints(model_dir, wanted, watch=options.watch)
   evaluator = CheckpointEvaluator(
     config,
     dataset,
     tasks_dataset=config.infer_eval_dataset_cfg,
     decoding=config.decoding_cfg,
-    metrics=options.metrics,
+    metrics=metrics,
     num_batches=options.batches,
     num_examples=options.examples,
   )
   name = options.name or re.sub(r'\W+', '_', dataset.split)
   if dry_run:
-    log(f'Dry run: would evaluate {options.steps} of steps {model_dir.steps}.')
+    log(f'Dry run: would evaluate {options.steps or "all"} of steps {model_dir.steps}.')
     return 0
   last_step = config.total_steps if options.watch else None
   queue = functools.partial(
@@ -88,26 +181,28 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
     for step in queue(done=distributed.broadcast_json(None)):
       _evaluate_one(CheckpointAddress(model_dir, step), evaluator)
     return 0
-  check_writable(model_dir.path)
+  folder = (results or model_dir).path
+  facts = _facts(config, dataset, options, metrics=metrics)
+  if results is not None:
+    facts['checkpoint'] = str(model_dir.path)
+  check_writable(folder)
   with (
-    RunFiles(model_dir.path, is_main=True) as files,
-    EvalResults(files.folder, name, _facts(config, dataset, options)) as results,
+    RunFiles(folder, is_main=True) as files,
+    EvalResults(files.folder, name, facts) as records,
     evaluator,
   ):
-    done = distributed.broadcast_json(sorted(results.records))
+    done = distributed.broadcast_json(sorted(records.records))
     if done:
-      log(f'Evaluated before: {", ".join(map(str, done))} ({results.path}).')
+      log(f'Evaluated before: {", ".join(map(str, done))} ({records.path}).')
     for step in queue(done=done):
       values = _evaluate_one(CheckpointAddress(model_dir, step), evaluator, show=bar)
       if values is not None:
-        _report(step, values, evaluator, results, dataset, config.model)
+        _report(step, values, evaluator, records, dataset, config.model)
         files.push()
-    known = results.records
-  where = results.path.parent.relative_to(files.folder)
+    known = records.records
+  where = records.path.parent.relative_to(files.folder)
   width = shutil.get_terminal_size((100, 24)).columns
-  print(
-    f'\n{printable(table(known, width=width))}\n\nIn {model_dir.path / where}: {results.path.name}'
-  )
+  print(f'\n{printable(table(known, width=width))}\n\nIn {folder / where}: {records.path.name}')
   if options.watch and max(known, default=0) < config.total_steps:
     print(
       f'No further checkpoint within {options.timeout:g} s; the run is not at step '
@@ -195,7 +290,7 @@ def _check_checkpoints(model_dir: ModelDir, wanted: Wanted, *, watch: bool) -> N
 
 
 def _facts(
-  config: EvalConfig, dataset: DatasetConfig, options: argparse.Namespace
+  config: EvalConfig, dataset: DatasetConfig, options: argparse.Namespace, *, metrics: str
 ) -> dict[str, Any]:
   """Returns the settings that affect the metrics, besides the checkpoint and the code."""
   decoding, tasks = config.decoding_cfg, config.infer_eval_dataset_cfg
@@ -205,7 +300,7 @@ def _facts(
     'task_feature_lengths': dict(dataset.task_feature_lengths),
     'pack': dataset.pack,
     'vocabulary': dataset.vocabulary,
-    'metrics': options.metrics,
+    'metrics': metrics,
     'loss_on_targets_only': dataset.loss_on_targets_only,
     'batches': options.batches,
     # With --batches, the batch size determines the number of examples.
@@ -220,10 +315,7 @@ def _facts(
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('what to evaluate')
   group.add_argument(
-    '--steps',
-    default='all',
-    metavar='STEPS',
-    help='checkpoints of MODEL_DIR: all (default), last, or 1000,2000',
+    '--steps', metavar='STEPS', help='checkpoints of MODEL_DIR: all (default), last, or 1000,2000'
   )
   group.add_argument(
     '--watch', action='store_true', help='wait for new checkpoints up to step TRAIN_STEPS'
@@ -239,7 +331,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--metrics',
     choices=METRICS,
-    default='all',
     help=('the loss, task metrics (an error if there are none), or all (default)'),
   )
   group.add_argument(
@@ -269,10 +360,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if not args.dry_run:
     streams.outlive()  # the command writes files, so it continues without standard output
   cluster = cluster_lib.detect_here(args.extra)
-  loaded = args.load_with_classes()
-  config = gin_loader.configured(loaded, EvalConfig)
+  setup = None
+  if gin_loader.configures(args.gin_files, _SETUP, search_paths=args.gin_search_paths):
+    setup = config = gin_loader.configured(args.load(entry=_SETUP), EvalSetup, entry=_SETUP)
+  else:
+    config = gin_loader.configured(args.load_with_classes(), EvalConfig)
   distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+  if setup is not None:
+    return evaluate_setup(setup, args.extra, dry_run=args.dry_run)
   return evaluate(config, args.extra, dry_run=args.dry_run)
 
 

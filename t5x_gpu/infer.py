@@ -15,15 +15,17 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
+from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.data.data_module import Prompt, PromptText
 from t5x_gpu.data.prompts import parse_prompts, read_prompts
 from t5x_gpu.data.sources.rows import limited_lines
 from t5x_gpu.errors import ConfigError, DataError, task_error
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results
 from t5x_gpu.evaluation.infer_jobs import open_job
-from t5x_gpu.evaluation.infer_request import gin_file_of, read_request
+from t5x_gpu.evaluation.infer_request import InferSetup, gin_file_of, read_request
 from t5x_gpu.runtime import distributed, main_log
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
@@ -42,10 +44,10 @@ How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 """
 
 
-def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
+def prompts_of(args: argparse.Namespace, text: PromptText, *, score: bool) -> list[Prompt]:
   """Returns the prompts that the flags name, the same on every process."""
   if args.prompts is None:
-    prompts = text.examples() if args.score else _with_inputs(text.examples())
+    prompts = text.examples() if score else _with_inputs(text.examples())
     return list(itertools.islice(prompts, args.examples))
   records = None
   if distributed.is_main_process():
@@ -64,6 +66,17 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
   if isinstance(records, dict):  # process 0 failed: raise its error on every process
     raise DataError(records['what'], fix=records['fix'])
   return [Prompt(**record) for record in records][: args.examples]
+
+
+def shard(prompts: Sequence[Prompt], setup: InferSetup) -> list[Prompt]:
+  """Returns the prompts of a shard, which keep their numbers."""
+  if setup.num_shards == 1:
+    return list(prompts)
+  return [
+    dataclasses.replace(prompt, number=number if prompt.number is None else prompt.number)
+    for number, prompt in enumerate(prompts)
+    if number % setup.num_shards == setup.shard_id
+  ]
 
 
 def _with_inputs(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
@@ -145,6 +158,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help="compute log-probabilities of the prompts' targets instead of text",
   )
   group.add_argument(
+    '--shard_id', type=int, metavar='I', help='only prompts I, I + num_shards, ... (counted from 0)'
+  )
+  group.add_argument(
+    '--num_shards', type=positive_int, metavar='N', help='number of jobs that share the prompts'
+  )
+  group.add_argument(
     '--chat',
     action='store_true',
     help=(
@@ -204,22 +223,26 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   )
   distributed.start(cluster, request.distributed_cfg, xla_preset=request.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-  job = open_job(request, score=flags.score, one_at_a_time=flags.interactive, dry_run=args.dry_run)
+  setup = request.setup
+  output = flags.output or setup.output
+  if output:
+    folder = as_path(setup.output_dir or os.path.dirname(output) or '.')
+    found = converted_once(request.checkpoint, folder, request.model, dry_run=args.dry_run)
+    if found is None:
+      say(f'Dry run: {request.checkpoint} is a T5X checkpoint, which would be converted first.')
+      return 0
+    request = dataclasses.replace(request, checkpoint=found)
+  job = open_job(request, score=setup.score, one_at_a_time=flags.interactive, dry_run=args.dry_run)
   if flags.interactive:
     if not args.dry_run:
       talk(job, chat=flags.chat)
     return 0
-  prompts = prompts_of(flags, job.text)
+  prompts = shard(prompts_of(flags, job.text, score=setup.score), setup)
   new = write_results(
-    job,
-    prompts,
-    output=flags.output,
-    score=flags.score,
-    overwrite=flags.overwrite,
-    dry_run=args.dry_run,
+    job, prompts, output=output, score=setup.score, overwrite=flags.overwrite, dry_run=args.dry_run
   )
-  if flags.output and not args.dry_run:
-    say(f'{len(prompts)} results in {flags.output}, {new} of them new.')
+  if output and not args.dry_run:
+    say(f'{len(prompts)} results in {output}, {new} of them new.')
   return 0
 
 

@@ -115,9 +115,12 @@ def load(
   entries = (entry,) if isinstance(entry, str) else tuple(entry)
   reader = Reader(GinFiles(search_paths), read_as_data=read_as_data)
   gin_files = [os.fspath(name) for name in gin_files]
-  theirs = t5x.of_t5x(gin_files, search_paths=search_paths)
+  trusted = [name for name in gin_files if name not in read_as_data]
+  theirs = t5x.of_t5x(trusted, search_paths=search_paths)
   if theirs:
-    translated = t5x.translate(theirs, bindings=bindings, search_paths=search_paths)
+    translated = t5x.translate(
+      theirs, bindings=bindings, search_paths=search_paths, script=t5x.script_of(entries)
+    )
     if translated.problems:
       raise ConfigError(
         "T5X's gin files ask for things that do not exist here",
@@ -159,6 +162,22 @@ def load(
   config = gin_names.config_text(reader.names)
   report, notes = provenance.collect(bound, calls, used=used, config=config)
   return LoadedConfig(entries, report, (*reader.notes, *notes), bound)
+
+
+def configures(gin_files: Sequence[str], entry: str, *, search_paths: Sequence[str] = ()) -> bool:
+  """Returns whether gin files, ours or T5X's, configure `entry`; runs no code.
+
+  Does not read the includes of our files. Passes over files that cannot be read: `load` reports the
+  error.
+  """
+  try:
+    if script := t5x.configured_script(gin_files, search_paths=search_paths):
+      return script == t5x.script_of([entry])
+    paths = map(GinFiles(search_paths).find, gin_files)
+    texts = [path.read_text('utf-8', 'replace') for path in paths]
+  except (ConfigError, OSError):
+    return False
+  return any(entry.rpartition('.')[2] in text for text in texts)
 
 
 def _make_working_directory_importable() -> None:

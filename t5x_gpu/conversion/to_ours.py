@@ -1,8 +1,12 @@
 """Converts Hugging Face models and T5X checkpoints to t5x_gpu checkpoints.
 
 The folder appears only after every tensor has been read back and the logits have been compared.
+Commands whose gin file names a T5X checkpoint call `converted_once` instead.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
@@ -22,9 +26,9 @@ from t5x_gpu.conversion.conversion import (
   own_reference,
 )
 from t5x_gpu.conversion.hf.folder import CONFIG, MODULES, carry_files, open_hf, write_record
-from t5x_gpu.conversion.model_spec import ModelFields, differences, gin_text
+from t5x_gpu.conversion.model_spec import ModelFields, describe, differences, gin_text
 from t5x_gpu.conversion.name_table import Table
-from t5x_gpu.conversion.t5x_files import T5xCheckpoint
+from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x
 from t5x_gpu.conversion.t5x_names import T5xMoments, t5x_layers, t5x_model, t5x_moments, t5x_table
 from t5x_gpu.conversion.tensor_copy import (
   ForeignWeights,
@@ -34,7 +38,12 @@ from t5x_gpu.conversion.tensor_copy import (
   copy_to_ours,
 )
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.models.model import Model
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.main_log import log, stream_of_messages
 from t5x_gpu.storage.json_schema import Json
+from t5x_gpu.storage.paths import AnyPath, as_path, is_remote
 from t5x_gpu.terminal.console import Console
 
 _INCLUDE = 'Include it in place of a file of gin_configs/models/.'
@@ -84,13 +93,8 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
   """Writes a t5x_gpu checkpoint, with Adafactor state, and model.gin from a T5X checkpoint."""
   files = T5xCheckpoint(request.source)
   model = request.model or t5x_model(files.shapes)
-  table = t5x_table(model, files.shapes)
-  weights = ForeignWeights(table, files, Names({n: n for n in files.shapes}))
-  weights.check(
-    what=f'The parameters of {files.path} do not match the model',
-    fix='Name the model file that belongs to them: --gin_file=model.gin.',
-  )
-  console.say(f'from: {files.path}: T5X, step {files.step}, {counted(table.our_shapes)}')
+  weights = _t5x_weights(model, files)
+  console.say(f'from: {files.path}: T5X, step {files.step}, {counted(weights.table.our_shapes)}')
   for stack, layers in t5x_layers(files.shapes).items():
     console.say(f'recognized: {stack}: {layers}')
   if request.model is None and len(model.config.mlp_activations) > 1:
@@ -111,6 +115,88 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
     reference=own_reference(model, weights),
     moments=_moments(model, files, console),
   )
+
+
+def converted_once(
+  path: AnyPath, folder: AnyPath, model: Model, *, dry_run: bool = False
+) -> Optional[AnyPath]:
+  """Returns `path`, or the folder of its conversion if it is a T5X checkpoint.
+
+  Process 0 converts a T5X checkpoint, with the moments of Adafactor, to a folder in
+  `folder`/converted. Later calls find it there; another job that is converting it is waited for.
+  Tensors are read back; logits are not compared. All processes must call it.
+
+  Args:
+    path: folder of any checkpoint, or of several, of which the latest counts.
+    folder: MODEL_DIR, or the folder of results. In object storage nothing is converted.
+    model: the model that the parameters belong to.
+    dry_run: compare names and shapes, write nothing, and return None for a T5X checkpoint.
+  Raises:
+    CheckpointError: the checkpoint cannot be converted.
+  """
+  found: list[Optional[str]] = [str(path)]
+  with distributed.errors_together():
+    if distributed.is_main_process() and not is_remote(path) and not is_remote(folder):
+      with contextlib.suppress(OSError):  # whoever opens the checkpoint reports the error
+        if is_t5x(path):
+          found = [_convert_into(folder / 'converted', path, model, dry_run=dry_run)]
+  [found_path] = distributed.broadcast_json(found)
+  return None if found_path is None else as_path(found_path)
+
+
+def _convert_into(
+  folder: pathlib.Path, path: pathlib.Path, model: Model, *, dry_run: bool
+) -> Optional[str]:
+  fields = describe(without_adapters(model))
+  files = T5xCheckpoint(path)
+  digest = hashlib.sha256(str(files.path).encode()).hexdigest()[:8]
+  target = folder / f'{files.path.name}-{digest}'
+  request = ConversionRequest(
+    source=files.path,
+    model_dir=ModelDir(files.path),
+    target=target,
+    # gin holds the configuration of the command; reading the new model.gin would replace it.
+    read_gin=lambda written: fields,
+    model=fields,
+    check='tensors',
+  )
+  try:
+    if dry_run:
+      _t5x_weights(fields, files)
+      return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / f'.{target.name}.lock'):
+      if not (target / MODEL_GIN).is_file():
+        log(f'{files.path} is a T5X checkpoint. It is converted once, to {target}.')
+        convert_t5x(request, Console(stream_of_messages()))
+  except CheckpointError as e:
+    raise CheckpointError(
+      f'The T5X checkpoint {files.path} cannot be converted: {e.what}',
+      fix='Convert it by hand, and give the new folder:\n'
+      f'  python -m t5x_gpu.convert --from={files.path} --to=NEW_FOLDER',
+      docs='from_t5x.md#checkpoints',
+    ) from e
+  return str(target)
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+  """Waits until no other process of this host, or of the file server, holds the lock."""
+  with open(path, 'w', encoding='utf-8') as lock:
+    with contextlib.suppress(OSError):  # a file system without locks: `new_folder` finds the other
+      fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+
+
+def _t5x_weights(model: ModelFields, files: T5xCheckpoint) -> ForeignWeights:
+  """Returns the parameters of `files` as a `model` has them; raises CheckpointError."""
+  table = t5x_table(model, files.shapes)
+  weights = ForeignWeights(table, files, Names({n: n for n in files.shapes}))
+  weights.check(
+    what=f'The parameters of {files.path} do not match the model',
+    fix='Name the model file that belongs to them: --gin_file=model.gin.',
+  )
+  return weights
 
 
 def _moments(model: ModelFields, files: T5xCheckpoint, console: Console) -> Optional[T5xMoments]:

@@ -275,7 +275,9 @@ def open_task_evaluator(
     longest = max((len(ids) for task in tasks for ids in task.targets), default=1)
   else:
     longest = lengths.get('targets', 128)
-  config = decoding or DecodingConfig(max_decode_length=longest, batch_size=dataset.batch_size)
+  config = decoding or DecodingConfig(max_decode_length=None, batch_size=dataset.batch_size)
+  if config.max_decode_length is None:
+    config = dataclasses.replace(config, max_decode_length=longest)
   return TaskEvaluator(model, program, tasks, config) if tasks else None
 
 

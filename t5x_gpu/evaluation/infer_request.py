@@ -34,6 +34,7 @@ from t5x_gpu.storage.paths import AnyPath, as_path
 # Gin file in the folder of a run, and of a converted model.
 RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
 _SETUP = 't5x_gpu.evaluation.infer_request.InferSetup'
+_RESULTS_OF = re.compile(r'[^\w.-]+')  # characters of a task's name that file names lack
 _SETUP_GIN = """from __gin__ import dynamic_registration
 from t5x_gpu.evaluation import infer_request
 from t5x_gpu.models import decoding
@@ -61,16 +62,46 @@ RUN_SETTINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferSetup:
-  """Settings in gin that only `infer` has.
+  """Settings in gin that only `infer` has. Flags of the command take precedence.
 
   Attributes:
     decoding_cfg: how to choose tokens, unless the run's gin file sets it.
     model, partitioner: values from a model file; None with the gin file of a run, which sets them.
+    dataset_cfg: task, split and lengths of the prompts; None with other gin files. With a dataset,
+      gin files configure a job without a run.
+    checkpoint: as --checkpoint, or a checkpoint of T5X, which is converted into `output_dir` first.
+    output_dir: folder of the results, TASK-predict.jsonl-00000-of-00001; None for --output.
+    score: as --score.
+    shard_id, num_shards: take each prompt whose number is shard_id modulo num_shards.
   """
 
   decoding_cfg: DecodingConfig
   model: Optional[Model] = None
   partitioner: Optional[Partitioner] = None
+  dataset_cfg: Optional[DatasetConfig] = None
+  checkpoint: Optional[str] = None
+  output_dir: Optional[str] = None
+  score: bool = False
+  shard_id: int = 0
+  num_shards: int = 1
+
+  def __post_init__(self) -> None:
+    if not 0 <= self.shard_id < self.num_shards:
+      raise ConfigError(
+        f'Shard {self.shard_id} of {self.num_shards} does not exist.',
+        fix=f'Shards are 0 to num_shards - 1: set num_shards to at least {self.shard_id + 1}.',
+        parameters=('InferSetup.shard_id', 'InferSetup.num_shards'),
+      )
+
+  @property
+  def output(self) -> Optional[str]:
+    """The file of the results, named as in T5X."""
+    if self.output_dir is None or self.dataset_cfg is None:
+      return None
+    task = _RESULTS_OF.sub('_', self.dataset_cfg.mixture_or_task_name)
+    mode = 'score' if self.score else 'predict'
+    shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
+    return str(as_path(self.output_dir) / f'{task}-{mode}.jsonl-{shard}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +116,11 @@ class InferRequest:
     step: step of the checkpoint; None for the latest.
     ends: ids that end a text according to the files of a converted model.
     sets_start_token: whether gin sets DecodingConfig.start_token.
-    is_run: whether the gin file configures a run, not only a model.
+    is_run: whether the gin file configures a run or a job, not only a model.
     may_import: modules that the task may import in addition to t5x_gpu's; None for any.
     distributed_cfg, xla_preset: how the processes start.
     chat: whether prompts are conversations.
+    setup: settings in gin with the values of the flags.
     ignored: generation settings in the files of a converted model, which are not applied.
   """
 
@@ -104,6 +136,7 @@ class InferRequest:
   may_import: Optional[tuple[str, ...]]
   distributed_cfg: DistributedConfig
   xla_preset: str
+  setup: InferSetup
   chat: bool = False
   ignored: Json = dataclasses.field(default_factory=dict)
 
@@ -127,10 +160,17 @@ def read_request(
   folder = as_path(flags.checkpoint) if flags.checkpoint else None
   run_folder = _folder_of_run(folder)
   files = list(map(str, gin_files)) or [gin_file_of(flags.checkpoint)]
-  as_data, is_run = not gin_files and not flags.trust_gin, configures_run(files)
-  loaded = _load(files, bindings, search_paths, is_run=is_run, as_data=as_data)
-  setup = gin_loader.configured(loaded, InferSetup, entry=_SETUP)
-  if is_run:
+  as_data = not gin_files and not flags.trust_gin
+  is_job = bool(gin_files) and gin_loader.configures(files, _SETUP, search_paths=search_paths)
+  is_run = not is_job and configures_run(files)
+  if is_job:
+    loaded = gin_loader.load(files, bindings=bindings, search_paths=search_paths, entry=_SETUP)
+  else:
+    loaded = _load(files, bindings, search_paths, is_run=is_run, as_data=as_data)
+  setup = _with_flags(gin_loader.configured(loaded, InferSetup, entry=_SETUP), flags)
+  if is_job:
+    run, dataset, ends, ignored = None, _dataset_of_job(setup, flags), (), {}
+  elif is_run:
     run = types.SimpleNamespace(**loaded.arguments(only=RUN_SETTINGS))
     dataset = run.infer_eval_dataset_cfg or run.train_eval_dataset_cfg or run.train_dataset_cfg
     if dataset.task_feature_lengths is None:
@@ -148,27 +188,61 @@ def read_request(
     run, dataset = None, DatasetConfig('', {}, '', 1)
     ends, ignored = carried_ends(run_folder), carried_generation(run_folder / HF_FOLDER)
   source = run or setup
+  decoding = source.decoding_cfg or setup.decoding_cfg
+  if decoding.max_decode_length is None:
+    length = dataset.task_feature_lengths.get('targets', DecodingConfig.max_decode_length)
+    decoding = dataclasses.replace(decoding, max_decode_length=length)
   return InferRequest(
     model=policy_of(source.model),
     partitioner=source.partitioner,
-    dataset=_with_vocabulary(dataset, flags, run_folder, is_run=is_run, as_data=as_data),
-    decoding=source.decoding_cfg or setup.decoding_cfg,
-    checkpoint=folder or as_path(run.model_dir),
+    dataset=_with_vocabulary(
+      dataset, flags, run_folder, has_task=is_run or is_job, as_data=as_data
+    ),
+    decoding=decoding,
+    checkpoint=folder or as_path(run.model_dir if run else setup.checkpoint),
     step=flags.step,
     ends=ends,
     sets_start_token=any(
       setting.key.endswith('DecodingConfig.start_token') for setting in loaded.provenance.settings
     ),
-    is_run=is_run,
+    is_run=is_run or is_job,
     # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
     may_import=tuple(binding.partition('=')[2].strip('\'"') for binding in bindings)
     if as_data
     else None,
     distributed_cfg=run.distributed_cfg if run else DistributedConfig(),
     xla_preset=run.xla_preset if run else 'default',
+    setup=setup,
     chat=flags.chat,
     ignored=ignored,
   )
+
+
+def _with_flags(setup: InferSetup, flags: argparse.Namespace) -> InferSetup:
+  """Returns `setup` with the values of the flags that are given."""
+  names = ('checkpoint', 'score', 'shard_id', 'num_shards')
+  given = {name: getattr(flags, name, None) for name in names}
+  return dataclasses.replace(setup, **{k: v for k, v in given.items() if v not in (None, False)})
+
+
+def _dataset_of_job(setup: InferSetup, flags: argparse.Namespace) -> DatasetConfig:
+  """Returns the dataset of a job without a run; raises ConfigError if a setting is missing."""
+  dataset = setup.dataset_cfg
+  missing = [
+    name
+    for name in ('model', 'partitioner', 'dataset_cfg', 'checkpoint')
+    if getattr(setup, name) is None
+  ]
+  if missing:
+    names = ', '.join(f'InferSetup.{name}' for name in missing)
+    raise ConfigError(f'A job without a run needs {names}.', fix='Set it in the gin file.')
+  if dataset.task_feature_lengths is None:
+    raise ConfigError(
+      'DatasetConfig.task_feature_lengths = None: the length of predictions is unknown.',
+      fix="Set lengths, as in {'inputs': 512, 'targets': 128}.",
+      parameters=('DatasetConfig.task_feature_lengths',),
+    )
+  return dataclasses.replace(dataset, split=flags.split or dataset.split)
 
 
 def _with_vocabulary(
@@ -176,12 +250,12 @@ def _with_vocabulary(
   flags: argparse.Namespace,
   folder: Optional[AnyPath],
   *,
-  is_run: bool,
+  has_task: bool,
   as_data: bool,
 ) -> DatasetConfig:
   """Returns `dataset` with the vocabulary of the flag, or of a converted model."""
   vocabulary = flags.vocabulary
-  if vocabulary is None and not is_run:
+  if vocabulary is None and not has_task:
     vocabulary = carried_vocabulary(folder)
   if vocabulary is None:
     return dataset

@@ -17,7 +17,8 @@ class DecodingConfig:
   number of the prompt and the number of the decode. It never depends on the batch or the devices.
 
   Attributes:
-    max_decode_length: maximum number of tokens to add to a prompt, including the stop token.
+    max_decode_length: maximum number of tokens to add to a prompt, including the stop token. None:
+      the length of 'targets' in the data, or of the longest target if the data has no lengths.
     num_decodes: number of continuations of each prompt: samples, or the best beams.
     temperature: 0 picks the most probable token, 1 samples from the model's distribution; a higher
       value flattens it.
@@ -41,7 +42,7 @@ class DecodingConfig:
   Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
   """
 
-  max_decode_length: int = 128
+  max_decode_length: Optional[int] = 128
   num_decodes: int = 1
   temperature: float = 0.0
   top_k: int = 0
@@ -63,7 +64,7 @@ class DecodingConfig:
       problems.append(bad_setting(self, parameter, text))
 
     for parameter in ('max_decode_length', 'num_decodes', 'num_beams', 'batch_size'):
-      if getattr(self, parameter) < 1:
+      if (number := getattr(self, parameter)) is not None and number < 1:
         refuse(parameter, 'must be at least 1.')
     if self.temperature < 0:
       refuse('temperature', 'must be at least 0.')

@@ -15,6 +15,7 @@ from t5x_gpu.checkpoint.model_dir import (
 )
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.conversion.to_hf import export_problem
+from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.data.data_module import import_modules
 from t5x_gpu.errors import CheckpointError, UserError
 from t5x_gpu.models.model import config_of
@@ -140,8 +141,16 @@ def plan_run(checked: CheckedRun, *, promoted: Optional[CheckpointMetadata] = No
   run, program, model_dir = checked.run, checked.program, checked.model_dir
   saved = check_model_dir(model_dir, target=program.abstract_saved)
   saved = promoted or saved
+  start, of_t5x = run.initialize_from, False
+  if start is not None and saved is None:
+    path = as_path(start.path, parameter='RestoreConfig.path')
+    found = converted_once(path, model_dir.path, run.model, dry_run=not model_dir.is_locked)
+    start, of_t5x = dataclasses.replace(start, path=str(found or path)), found is None
   with distributed.errors_together():
-    origin = choose_origin(run.initialize_from, program, run.model, saved=saved)
+    if of_t5x:
+      origin = Origin(text=f'{path} is a T5X checkpoint, which fits; the run would convert it.')
+    else:
+      origin = choose_origin(start, program, run.model, saved=saved)
   distributed.assert_equal_across_hosts(
     origin.record or (saved and saved.step),
     f'The latest checkpoint in {model_dir.path}',

@@ -39,10 +39,15 @@ def silent() -> Iterator[None]:
     _silent = before
 
 
+def stream_of_messages() -> TextIO:
+  """Returns the stream that messages go to."""
+  return sys.stderr if _on_stderr else sys.stdout
+
+
 def log(text: str, *, stream: Optional[TextIO] = None) -> None:
   """Prints `text` with a time stamp, unless it is empty; `stream` is standard output by default."""
   if distributed.is_main_process() and text and not _silent:
-    stream = stream or (sys.stderr if _on_stderr else sys.stdout)
+    stream = stream or stream_of_messages()
     print(f'{stamp(stream)}{printable(text)}', file=stream, flush=True)
 
 

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Optional, TextIO
 
 from t5x_gpu.terminal.flag_types import UNITS
 from t5x_gpu.terminal.logging_setup import stamp
@@ -15,11 +16,15 @@ from t5x_gpu.terminal.progress import bar
 
 
 class Console:
-  """Prints lines and progress bars to stdout."""
+  """Prints lines and progress bars to `stream`, standard output by default."""
+
+  def __init__(self, stream: Optional[TextIO] = None):
+    self._stream = stream
 
   def say(self, text: str) -> None:
     """Prints a line."""
-    print(f'{stamp(sys.stdout)}{printable(text)}', flush=True)
+    stream = self._stream or sys.stdout
+    print(f'{stamp(stream)}{printable(text)}', file=stream, flush=True)
 
   @contextlib.contextmanager
   def progress(
@@ -33,7 +38,7 @@ class Console:
       done: number of bytes done by an earlier process.
     """
     start = time.monotonic()
-    with bar(title, num_bytes, done=done, bytes=True) as advance:
+    with bar(title, num_bytes, done=done, bytes=True, stream=self._stream) as advance:
       yield advance
     seconds = max(time.monotonic() - start, 1e-9)
     moved = num_bytes - done

@@ -12,7 +12,7 @@ from t5x_gpu.config.t5x.records import Record, Unset, Value
 from t5x_gpu.config.t5x.translator import (
   NAMES,
   NOT_WRITTEN,
-  PROTOCOLS,
+  NotKnown,
   ParameterRule,
   Refused,
   Translator,
@@ -20,14 +20,15 @@ from t5x_gpu.config.t5x.translator import (
   spelled,
 )
 
+# (translator, T5X's value) -> ours. Raises Refused.
+ToOurs = Callable[[Translator, Any], Any]
+
 
 def _same(here: str, **fields: Any) -> ParameterRule:
   return ParameterRule('same', here, **fields)
 
 
-def _mapped(
-  here: str, note: str, value: Callable[['Translator', Any], Any], **fields: Any
-) -> ParameterRule:
+def _mapped(here: str, note: str, value: ToOurs, **fields: Any) -> ParameterRule:
   return ParameterRule('mapped', here, note, value, **fields)
 
 
@@ -35,18 +36,14 @@ def _no_effect(note: str, **fields: Any) -> ParameterRule:
   return ParameterRule('no effect', '', note, **fields)
 
 
-def _refused(note: str) -> ParameterRule:
-  return ParameterRule('refused', '', note)
-
-
-def _if_none(value: Any) -> Callable[['Translator', Any], Any]:
+def _if_none(value: Any) -> ToOurs:
   return lambda translator, given: value if given is None else given
 
 
-def _only(*legal: Any, reason: str) -> Callable[['Translator', Any], Any]:
+def _only(*legal: Any, reason: str) -> ToOurs:
   """Returns a rule's `value` for parameters without effect at `legal` values, refused otherwise."""
 
-  def value(translator: 'Translator', given: Any) -> Any:
+  def value(translator: Translator, given: Any) -> Any:
     if given not in legal:
       raise Refused(reason)
     return NOT_WRITTEN
@@ -54,39 +51,85 @@ def _only(*legal: Any, reason: str) -> Callable[['Translator', Any], Any]:
   return value
 
 
-def _named(value: Any, table: Mapping[str, str], parameter: str) -> str:
-  """Returns the entry of `table` for the record `value`; raises Refused for other names."""
+# T5X's class or function -> ours, a name of `NAMES`; '' if its parameters belong to others here.
+_COUNTERPARTS = {
+  't5x.adafactor.Adafactor': 'Adafactor',
+  't5x.decoding.beam_search': '',
+  't5x.decoding.temperature_sample': '',
+  't5x.models.DecoderOnlyModel': 'DecoderOnlyModel',
+  't5x.models.EncoderDecoderModel': 'EncoderDecoderModel',
+  't5x.optimizers.chain': 'Optax',
+  't5x.optimizers.wrap_optax_optimizer': 'Optax',
+  't5x.partitioning.PjitPartitioner': 'Partitioner',
+  't5x.partitioning.standard_logical_axis_rules': '',
+  't5x.trainer.TerminateOnNanAction': '',
+  't5x.trainer.Trainer': '',
+  't5x.utils.CheckpointConfig': 'CheckpointConfig',
+  't5x.utils.DatasetConfig': 'DatasetConfig',
+  't5x.utils.RestoreCheckpointConfig': '',
+  't5x.utils.SaveCheckpointConfig': '',
+  't5x.utils.create_learning_rate_scheduler': 'factors',
+}
+
+
+def _name(value: Any, *legal: str) -> str:
+  """Returns the name of a record; raises Refused unless it is one of `legal`."""
   if not isinstance(value, Record):
     raise Refused(f'{spelled(value)} is not a function or class.')
   name = canonical(value.name)
-  if name not in table:
-    raise Refused(f'{name} is not known here. {PROTOCOLS.get(parameter, "")}'.rstrip())
-  return table[name]
+  if name not in legal:
+    raise NotKnown(f'{name} is not known here.')
+  return name
+
+
+def _object(*legal: str) -> ToOurs:
+  """Returns a rule's `value` that applies a record of one of these names, and refers to ours."""
+
+  def value(t: Translator, given: Any) -> Any:
+    if given is None:
+      return None
+    ours = _COUNTERPARTS[_name(given, *legal)]
+    scope = given.scope if ours == 'DatasetConfig' else ''
+    t.apply(given, scope=scope)
+    return t.reference(ours, scope=scope) if ours else NOT_WRITTEN
+
+  return value
+
+
+def _nothing_but(*legal: str) -> ToOurs:
+  """Returns a rule's `value` for parameters without effect at None and at records of T5X's."""
+
+  def value(t: Translator, given: Any) -> Any:
+    if given is not None:
+      _name(given, *legal)
+    return NOT_WRITTEN
+
+  return value
+
+
+_DATASET = _object('t5x.utils.DatasetConfig')
+_PARTITIONER = _object('t5x.partitioning.PjitPartitioner')
 
 
 def _model(t: Translator, value: Any) -> Reference:
-  name = _named(
-    value,
-    {
-      't5x.models.EncoderDecoderModel': 'EncoderDecoderModel',
-      't5x.models.DecoderOnlyModel': 'DecoderOnlyModel',
-    },
-    'model',
-  )
-  t.apply(value)
-  return t.reference(name)
+  """Writes the model and how it decodes, which T5X binds as parameters of its methods."""
+  ours = _object('t5x.models.EncoderDecoderModel', 't5x.models.DecoderOnlyModel')(t, value)
+  t.apply(t.files.call(f'{value.name}.predict_batch_with_aux'))
+  if NAMES['DecodingConfig'] in t.blocks or t.entry == 'InferSetup':
+    t.write('DecodingConfig.max_decode_length', None, 'T5X')
+    t.write(f'{t.entry}.decoding_cfg', t.reference('DecodingConfig'), 'T5X')
+  return ours
+
+
+_NETWORKS = {
+  't5x.examples.t5.network.Transformer': 'joined_heads',
+  't5x.examples.decoder_only.network.DecoderWrapper': 'joined_heads',
+  't5x.examples.scalable_t5.network.Transformer': 'scanned',
+}
 
 
 def _network(t: Translator, value: Any) -> Reference:
-  layers = _named(
-    value,
-    {
-      't5x.examples.t5.network.Transformer': 'joined_heads',
-      't5x.examples.decoder_only.network.DecoderWrapper': 'joined_heads',
-      't5x.examples.scalable_t5.network.Transformer': 'scanned',
-    },
-    'module',
-  )
+  layers = _NETWORKS[_name(value, *_NETWORKS)]
   config = value.arguments.get('config')
   if config is None or not isinstance(config.value, Record):
     given = spelled(config.value) if config else 'not set'
@@ -110,19 +153,21 @@ def _dtype(t: Translator, value: Any) -> str:
 _OPTAX = (
   'adabelief adagrad adam adamw fromage lamb lars lion noisy_sgd radam rmsprop sgd yogi'
 ).split()
+_OPTIMIZERS = (
+  't5x.adafactor.Adafactor',
+  't5x.optimizers.chain',
+  't5x.optimizers.wrap_optax_optimizer',
+)
 
 
 def _optimizer(t: Translator, value: Any) -> Reference:
   name = value.name if isinstance(value, Record) else ''
-  if name == 't5x.adafactor.Adafactor':
-    t.apply(value)
-    return t.reference('Adafactor')
-  if name in ('t5x.optimizers.chain', 't5x.optimizers.wrap_optax_optimizer'):
-    t.apply(value)
-    return t.reference('Optax')
   if name.removeprefix('t5x.optimizers.') in _OPTAX:
     return _chain(t, [value])
-  raise Refused(f'{spelled(value)} is not known here. {PROTOCOLS["optimizer_def"]}')
+  ours = _object(*_OPTIMIZERS)(t, value)
+  if name == 't5x.adafactor.Adafactor' and t.layers:
+    t.write('Adafactor.layers', t.layers, 'T5X')
+  return ours
 
 
 def _chain(t: Translator, value: Any) -> Any:
@@ -169,8 +214,7 @@ def _optax_rate(t: Translator, given: Value, name: str) -> None:
     t.write('factors.min_learning_rate', 0.0, given.origin)
     value = t.reference('factors')
   elif isinstance(value, Record) and canonical(value.name) == _SCHEDULER:
-    t.apply(value)
-    value = t.reference('factors')
+    value = _object(_SCHEDULER)(t, value)
   elif isinstance(value, Record):
     if not value.name.startswith('optax.'):
       raise Refused(f'{spelled(value)} is not a schedule of optax or of T5X.')
@@ -185,25 +229,20 @@ _SCHEDULER = 't5x.utils.create_learning_rate_scheduler'
 
 
 def _schedule(t: Translator, value: Any) -> Any:
-  _named(value, {_SCHEDULER: ''}, 'learning_rate_fn')
-  if 'learning_rate' in t.blocks.get(NAMES['train'], {}):
-    if not t.has_applied(_SCHEDULER):
-      t.without_effect(value, 'T5X takes the learning rate of optax, and only logs this.')
-    return NOT_WRITTEN
-  t.apply(value)
-  return t.reference('factors')
-
-
-def _trainer(t: Translator, value: Any) -> Any:
-  _named(value, {'t5x.trainer.Trainer': ''}, 'trainer_cls')
-  t.apply(value)
+  _name(value, _SCHEDULER)
+  if t.written('train.learning_rate') is None:
+    return _object(_SCHEDULER)(t, value)
+  if not t.has_applied(_SCHEDULER):
+    t.without_effect(value, 'T5X takes the learning rate of optax, and only logs this.')
   return NOT_WRITTEN
 
 
-def _partitioner(t: Translator, value: Any) -> Reference:
-  _named(value, {'t5x.partitioning.PjitPartitioner': ''}, 'partitioner')
-  t.apply(value)
-  return t.reference('Partitioner')
+_MICROBATCHES = 'T5X divides each microbatch by its own tokens and adds them up'
+
+
+def _per_microbatch(t: Translator, number: Any) -> str:
+  by_token = t.written('train.loss_normalizing_factor', 1.0) is None
+  return _MICROBATCHES if by_token and isinstance(number, int) and number > 1 else ''
 
 
 def _submesh(t: Translator, value: Any) -> Any:
@@ -220,12 +259,6 @@ def _sizes(value: Any, number: int) -> Sequence[int]:
   return value
 
 
-def _axis_rules(t: Translator, value: Any) -> Any:
-  _named(value, {'t5x.partitioning.standard_logical_axis_rules': ''}, 'logical_axis_rules')
-  t.apply(value)
-  return NOT_WRITTEN
-
-
 def _split_parameters(t: Translator, value: Any) -> Any:
   if value == 1:
     return NOT_WRITTEN
@@ -233,43 +266,62 @@ def _split_parameters(t: Translator, value: Any) -> Any:
   return -1
 
 
-def _mesh_shape(side: str) -> Callable[[Translator, Any], Any]:
-  def value(t: Translator, given: Any) -> Any:
-    if given is not None:
-      t.mesh_shapes[side] = _sizes(given, 3)
+def _ici_mesh_shape(t: Translator, value: Any) -> Any:
+  t.ici_mesh_shape = None if value is None else _sizes(value, 3)
+  return NOT_WRITTEN
+
+
+def _dcn_mesh_shape(t: Translator, value: Any) -> Any:
+  """Writes both shapes, which replace the sizes; T5X ignores one shape without the other."""
+  if value is None or t.ici_mesh_shape is None:
     return NOT_WRITTEN
-
-  return value
-
-
-def _dataset(t: Translator, value: Any) -> Any:
-  if value is None:
-    return None
-  _named(value, {'t5x.utils.DatasetConfig': ''}, 'dataset_cfg')
-  t.apply(value, scope=value.scope)
-  return t.reference('DatasetConfig', scope=value.scope)
+  shapes = {'ici': t.ici_mesh_shape, 'dcn': _sizes(value, 3)}
+  partitioner = t.blocks.setdefault(NAMES['Partitioner'], {})
+  splits_parameters = 'fsdp' in partitioner
+  for name in ('num_partitions', 'data', 'fsdp'):
+    partitioner.pop(name, None)
+  for side, (replica, data, model) in shapes.items():
+    sizes = {'data': replica, 'fsdp': data} if splits_parameters else {'data': replica * data}
+    t.write(f'Partitioner.{side}_mesh_shape', {**sizes, 'model': model}, 'T5X')
+  return NOT_WRITTEN
 
 
 def _task(t: Translator, value: Any) -> str:
   if not isinstance(value, str):
     raise Refused(
-      f'{spelled(value)} makes a task. Here a file is a source of its own, such as '
-      '"tfrecord:PATTERN" or "jsonl:PATTERN" (docs/tasks.md).'
+      f'{spelled(value)} makes a task. Here files of examples are the task: "tfrecord:PATTERN" or '
+      '"jsonl:PATTERN" (docs/tasks.md).'
     )
   return value
 
 
-def _checkpoints(t: Translator, value: Any) -> Reference:
-  _named(value, {'t5x.utils.CheckpointConfig': ''}, 'checkpoint_cfg')
-  t.apply(value)
-  return t.reference('CheckpointConfig')
+def _task_module(t: Translator, value: Any) -> Any:
+  """Returns the module with the task: the named one, or the only one that the files import."""
+  if value is not None:
+    return value
+  modules = [m for m in t.files.modules if m.partition('.')[0] not in ('seqio', 'optax', 'gin')]
+  return modules[0] if len(modules) == 1 else None
+
+
+def _prompts(t: Translator, value: Any) -> Any:
+  """Writes the dataset of `infer`, whose batch size is the number of prompts at a time."""
+  if (size := value.arguments.get('batch_size')) if isinstance(value, Record) else None:
+    t.write('DecodingConfig.batch_size', size.value, size.origin, macro=size.macro)
+  return _DATASET(t, value)
+
+
+_INFER_MODES = {'predict': False, 'predict_with_aux': False, 'score': True}
+
+
+def _infer_mode(t: Translator, value: Any) -> bool:
+  if value not in _INFER_MODES:
+    raise Refused(f'{spelled(value)} is not one of {", ".join(_INFER_MODES)}.')
+  return _INFER_MODES[value]
 
 
 def _save(t: Translator, value: Any) -> Any:
   if value is not None:
-    _named(value, {'t5x.utils.SaveCheckpointConfig': ''}, 'save')
-    t.apply(value)
-    return NOT_WRITTEN
+    return _object('t5x.utils.SaveCheckpointConfig')(t, value)
   # A period beyond every run: the last step alone is saved.
   t.write('CheckpointConfig.period', 10**9, 'T5X')
   t.write('CheckpointConfig.keep', 1, 'T5X')
@@ -279,20 +331,34 @@ def _save(t: Translator, value: Any) -> Any:
 def _restore(t: Translator, value: Any) -> Any:
   if value is None:
     return NOT_WRITTEN
-  _named(value, {'t5x.utils.RestoreCheckpointConfig': ''}, 'restore')
-  t.apply(value)
+  _object('t5x.utils.RestoreCheckpointConfig')(t, value)
   if NAMES['RestoreConfig'] not in t.blocks:
     return NOT_WRITTEN
   t.write('RestoreConfig.mode', 'new_data', 'T5X')
   return t.reference('RestoreConfig')
 
 
+def _restored_path(t: Translator, value: Any) -> Any:
+  if value and not isinstance(value, str):
+    raise Refused('Only one checkpoint can be named.')
+  return value or NOT_WRITTEN
+
+
+def _restore_mode(t: Translator, value: Any) -> Any:
+  if value == 'all' and t.entry == 'EvalSetup':
+    t.write('EvalSetup.steps', 'all', 'T5X')
+  elif value not in ('specific', 'latest'):
+    raise Refused('Only one checkpoint can be named.')
+  return NOT_WRITTEN
+
+
 def _eval_period(t: Translator, value: Any) -> Any:
-  t.eval_period = value
-  return value or None
-
-
-def _factors(t: Translator, value: Any) -> Any:
+  if not value:  # T5X then never evaluates
+    t.write('train.train_eval_dataset_cfg', None, 'T5X')
+    t.write('train.infer_eval_dataset_cfg', None, 'T5X')
+    return None
+  if t.written('train.infer_eval_dataset_cfg') is not None:
+    t.write('train.infer_eval_period', value, 'T5X')
   return value
 
 
@@ -319,13 +385,9 @@ def _by_decode_fn(t: Translator, value: Any) -> Any:
 
 
 def _decode(t: Translator, value: Any) -> Any:
-  name = _named(
-    value,
-    {'t5x.decoding.temperature_sample': 'sample', 't5x.decoding.beam_search': 'beams'},
-    'decode_fn',
-  )
+  name = _name(value, 't5x.decoding.temperature_sample', 't5x.decoding.beam_search')
   t.apply(value)
-  if name == 'beams':
+  if name == 't5x.decoding.beam_search':
     t.decoding = 'beams'
     return NOT_WRITTEN
   given = {'temperature': 1.0, 'topk': 1, 'topp': 0.0}
@@ -387,7 +449,7 @@ def _network_rules(config: str) -> dict[str, ParameterRule]:
       f'{here}.dtype',
       'the name of the dtype',
       _dtype,
-      numbers=lambda v: 'softmax of attention in float32' if v != 'float32' else '',
+      numbers=lambda t, v: 'softmax of attention in float32' if v != 'float32' else '',
     ),
     f'{config}.emb_dim': _same(f'{here}.embed_dim', default=512),
     f'{config}.num_heads': _same(f'{here}.num_heads', default=8),
@@ -429,8 +491,7 @@ def _actions(t: Translator, value: Any) -> Any:
   if not isinstance(value, (Mapping, type(None))):
     raise Refused(f'{spelled(value)} is not a dictionary of actions.')
   for action in [a for actions in (value or {}).values() for a in actions]:
-    _named(action, {'t5x.trainer.TerminateOnNanAction': ''}, 'actions')
-    t.apply(action)
+    _object('t5x.trainer.TerminateOnNanAction')(t, action)
   return NOT_WRITTEN
 
 
@@ -438,12 +499,16 @@ RULES: dict[str, ParameterRule] = {
   # The run.
   '__main__.train.model': _mapped('train.model', 'the class of the same name', _model),
   '__main__.train.model_dir': _same('train.model_dir'),
-  '__main__.train.train_dataset_cfg': _mapped('train.train_dataset_cfg', '', _dataset),
-  '__main__.train.train_eval_dataset_cfg': _mapped('train.train_eval_dataset_cfg', '', _dataset),
-  '__main__.train.infer_eval_dataset_cfg': _mapped('train.infer_eval_dataset_cfg', '', _dataset),
-  '__main__.train.checkpoint_cfg': _mapped('train.checkpoint_cfg', '', _checkpoints),
-  '__main__.train.partitioner': _mapped('train.partitioner', '', _partitioner),
-  '__main__.train.trainer_cls': _mapped('', 'its parameters are parameters of train', _trainer),
+  '__main__.train.train_dataset_cfg': _mapped('train.train_dataset_cfg', '', _DATASET),
+  '__main__.train.train_eval_dataset_cfg': _mapped('train.train_eval_dataset_cfg', '', _DATASET),
+  '__main__.train.infer_eval_dataset_cfg': _mapped('train.infer_eval_dataset_cfg', '', _DATASET),
+  '__main__.train.checkpoint_cfg': _mapped(
+    'train.checkpoint_cfg', '', _object('t5x.utils.CheckpointConfig')
+  ),
+  '__main__.train.partitioner': _mapped('train.partitioner', '', _PARTITIONER),
+  '__main__.train.trainer_cls': _mapped(
+    '', 'its parameters are parameters of train', _object('t5x.trainer.Trainer')
+  ),
   '__main__.train.total_steps': _same('train.total_steps'),
   '__main__.train.eval_steps': _same('train.eval_steps'),
   '__main__.train.eval_period': _mapped(
@@ -454,7 +519,7 @@ RULES: dict[str, ParameterRule] = {
     'train.random_seed',
     _NO_SEED,
     _if_none(0),
-    numbers=lambda v: 'another seed' if v is None else '',
+    numbers=lambda t, v: 'another seed' if v is None else '',
   ),
   '__main__.train.relative_steps': _no_effect(
     'None counts steps from 0, as total_steps does.',
@@ -462,12 +527,12 @@ RULES: dict[str, ParameterRule] = {
   ),
   '__main__.train.use_hardware_rng': _no_effect(
     'Keys are always threefry.',
-    numbers=lambda v: 'other dropout masks and initial values (T5X: rbg)' if v else '',
+    numbers=lambda t, v: 'other dropout masks and initial values (T5X: rbg)' if v else '',
   ),
   '__main__.train.summarize_config_fn': _no_effect('config.gin is always written.'),
   '__main__.train.inference_evaluator_cls': _no_effect(
     'Metrics of tasks are computed where infer_eval_dataset_cfg is set.',
-    value=lambda t, v: v is None or _named(v, {'seqio.Evaluator': ''}, '') or NOT_WRITTEN,
+    value=_nothing_but('seqio.Evaluator'),
   ),
   '__main__.train.use_jax_array': _no_effect('Arrays are always jax.Array.'),
   '__main__.train.use_orbax': _no_effect('Checkpoints are always written with Orbax.'),
@@ -476,9 +541,7 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.run_eval_before_training': _same('train.run_eval_before_training'),
   '__main__.train.train_eval_get_dataset_fn': _no_effect(
     'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.',
-    value=lambda t, v: (
-      _named(v, {'t5x.utils.get_training_eval_datasets': ''}, 'get_dataset_fn') or NOT_WRITTEN
-    ),
+    value=_nothing_but('t5x.utils.get_training_eval_datasets'),
   ),
   't5x.utils.get_training_eval_datasets.deterministic': _no_effect(
     'The data of evaluations are always in the same order.'
@@ -487,9 +550,65 @@ RULES: dict[str, ParameterRule] = {
     'A loss that is not finite always ends the run.', value=lambda t, v: _actions(t, v)
   ),
   't5x.trainer.TerminateOnNanAction.task': _no_effect('The loss of every step is checked.'),
+  # Evaluation of checkpoints.
+  '__main__.evaluate.model': _mapped('EvalSetup.model', 'the class of the same name', _model),
+  '__main__.evaluate.dataset_cfg': _mapped('EvalSetup.dataset_cfg', '', _DATASET),
+  '__main__.evaluate.partitioner': _mapped('EvalSetup.partitioner', '', _PARTITIONER),
+  '__main__.evaluate.restore_checkpoint_cfg': _mapped('', '', _restore),
+  '__main__.evaluate.output_dir': _same('EvalSetup.output_dir'),
+  '__main__.evaluate.inference_evaluator_cls': _no_effect(
+    'Metrics of tasks are always computed.', value=_nothing_but('seqio.Evaluator')
+  ),
+  '__main__.evaluate.train_eval_get_dataset_fn': _no_effect(
+    'Each task of a mixture is evaluated.',
+    value=_nothing_but('t5x.utils.get_training_eval_datasets'),
+  ),
+  '__main__.evaluate.training_evaluator_cls': _no_effect(
+    'None as in every evaluation here.',
+    value=_only(None, reason='python -m t5x_gpu.eval --metrics=all computes the loss, too.'),
+  ),
+  # Predictions.
+  '__main__.infer.model': _mapped('InferSetup.model', 'the class of the same name', _model),
+  '__main__.infer.dataset_cfg': _mapped(
+    'InferSetup.dataset_cfg', 'also DecodingConfig.batch_size', _prompts
+  ),
+  '__main__.infer.partitioner': _mapped('InferSetup.partitioner', '', _PARTITIONER),
+  '__main__.infer.restore_checkpoint_cfg': _mapped('', '', _restore),
+  '__main__.infer.output_dir': _same('InferSetup.output_dir'),
+  '__main__.infer.mode': _mapped(
+    'InferSetup.score', 'every prediction has its score: predict_with_aux is predict', _infer_mode
+  ),
+  '__main__.infer.shard_id': _same('InferSetup.shard_id'),
+  '__main__.infer.num_shards': _same('InferSetup.num_shards'),
+  '__main__.infer.checkpoint_period': _no_effect('Every batch is saved at once.'),
+  '__main__.infer.checkpoint_ds_iter': _no_effect('A restart skips the prompts with results.'),
+  '__main__.infer.merge_chunked_results': _no_effect('Results are in one file per shard.'),
+  '__main__.infer.output_vocab_feature_name': _no_effect(
+    'Texts are written by the vocabulary of the targets.',
+    value=_only('targets', reason='Texts are always written by the vocabulary of the targets.'),
+  ),
+  '__main__.infer.file_extension': _no_effect(
+    'Results are JSON lines.', value=_only('jsonl', reason='Results are always JSON lines.')
+  ),
+  '__main__.infer.keep_aux_as_numpy': _no_effect('Scores are numbers in JSON.'),
+  '__main__.infer.verify_matching_vocabs_fn': _no_effect(
+    'Ids beyond the vocabulary of the model are always an error.'
+  ),
+  **{
+    f'__main__.{script}.{name}': rule
+    for script in ('evaluate', 'infer')
+    for name, rule in {
+      'summarize_config_fn': _no_effect('A file beside the results names what they depend on.'),
+      'use_orbax': _no_effect('Checkpoints are always read with Orbax.'),
+      'fallback_init_rng': _no_effect(
+        'A missing checkpoint is an error.',
+        value=_only(None, reason='A missing checkpoint is always an error.'),
+      ),
+    }.items()
+  },
   # Its trainer.
   't5x.trainer.Trainer.num_microbatches': _mapped(
-    'train.num_microbatches', 'None and 0 are 1', lambda t, v: v or 1
+    'train.num_microbatches', 'None and 0 are 1', lambda t, v: v or 1, numbers=_per_microbatch
   ),
   't5x.trainer.Trainer.learning_rate_fn': _mapped('train.learning_rate', '', _schedule),
   't5x.utils.create_learning_rate_scheduler.factors': _same(
@@ -518,12 +637,15 @@ RULES: dict[str, ParameterRule] = {
     'DatasetConfig.seed',
     _NO_SEED,
     _if_none(0),
-    numbers=lambda v: 'another order of the data' if v is None else '',
+    numbers=lambda t, v: 'another order of the data' if v is None else '',
   ),
   't5x.utils.DatasetConfig.use_cached': _same('DatasetConfig.use_cached'),
   't5x.utils.DatasetConfig.pack': _same('DatasetConfig.pack', default=False),
   't5x.utils.DatasetConfig.module': _mapped(
-    'DatasetConfig.mixture_or_task_module', 'module is something else here', lambda t, v: v
+    'DatasetConfig.mixture_or_task_module',
+    'without it, the only module that the files import',
+    _task_module,
+    default=None,
   ),
   't5x.utils.DatasetConfig.use_custom_packing_ops': _no_effect('Rows are packed without them.'),
   't5x.utils.DatasetConfig.trim_output_features': _no_effect(
@@ -554,22 +676,18 @@ RULES: dict[str, ParameterRule] = {
   't5x.utils.SaveCheckpointConfig.checkpointer_cls': _no_effect('Orbax writes checkpoints.'),
   't5x.utils.RestoreCheckpointConfig.path': _mapped(
     'RestoreConfig.path',
-    'None and [] start from the seed',
-    lambda t, v: (
-      v
-      if isinstance(v, str)
-      else NOT_WRITTEN
-      if not v
-      else _refuse('Only one checkpoint can be named.')
-    ),
+    'None and [] start from the seed; eval and infer: checkpoint',
+    _restored_path,
+    setup='checkpoint',
   ),
   't5x.utils.RestoreCheckpointConfig.mode': _no_effect(
-    "The path names the checkpoint; total_steps counts its step, as T5X's does.",
-    value=_only('specific', 'latest', reason='Only one checkpoint can be named.'),
+    "The path names the checkpoint; total_steps counts its step, as T5X's does. eval: 'all' is "
+    'EvalSetup.steps.',
+    value=_restore_mode,
   ),
   't5x.utils.RestoreCheckpointConfig.dtype': _no_effect(
     'Parameters are always float32.',
-    numbers=lambda v: 'T5X rounds the restored state' if v not in (None, 'float32') else '',
+    numbers=lambda t, v: 'T5X rounds the restored state' if v not in (None, 'float32') else '',
   ),
   't5x.utils.RestoreCheckpointConfig.strict': _no_effect(
     'A checkpoint must have every parameter.',
@@ -585,8 +703,7 @@ RULES: dict[str, ParameterRule] = {
   ),
   't5x.utils.RestoreCheckpointConfig.use_gda': _no_effect('Arrays are always jax.Array.'),
   't5x.utils.RestoreCheckpointConfig.checkpointer_cls': _no_effect(
-    'Orbax reads checkpoints.',
-    value=lambda t, v: _named(v, {'t5x.checkpoints.Checkpointer': ''}, '') or NOT_WRITTEN,
+    'Orbax reads checkpoints.', value=_nothing_but('t5x.checkpoints.Checkpointer')
   ),
   # The mesh.
   't5x.partitioning.PjitPartitioner.num_partitions': _same('Partitioner.num_partitions'),
@@ -594,15 +711,15 @@ RULES: dict[str, ParameterRule] = {
     'Partitioner.num_partitions', 'the product; it wins over num_partitions, as in T5X', _submesh
   ),
   't5x.partitioning.PjitPartitioner.ici_mesh_shape': _mapped(
-    '',
-    'with dcn_mesh_shape: sizes of data and model, or of data, fsdp and model',
-    _mesh_shape('ici'),
+    '', 'with dcn_mesh_shape: sizes of data and model, or of data, fsdp and model', _ici_mesh_shape
   ),
   't5x.partitioning.PjitPartitioner.dcn_mesh_shape': _mapped(
-    '', 'as ici_mesh_shape; T5X uses them together, and ignores one alone', _mesh_shape('dcn')
+    '', 'as ici_mesh_shape; T5X uses them together, and ignores one alone', _dcn_mesh_shape
   ),
   't5x.partitioning.PjitPartitioner.logical_axis_rules': _mapped(
-    '', 'each kind of parallelism has its rules', _axis_rules
+    '',
+    'each kind of parallelism has its rules',
+    _object('t5x.partitioning.standard_logical_axis_rules'),
   ),
   't5x.partitioning.PjitPartitioner.params_on_devices': _no_effect('Always True.'),
   't5x.partitioning.PjitPartitioner.backend': _no_effect("The backend is the machine's."),
@@ -653,9 +770,7 @@ RULES: dict[str, ParameterRule] = {
   ),
   't5x.adafactor.Adafactor.logical_factor_rules': _no_effect(
     'Axis names always decide what is factored.',
-    value=lambda t, v: (
-      v is None or _named(v, {'t5x.adafactor.standard_logical_factor_rules': ''}, '') or NOT_WRITTEN
-    ),
+    value=_nothing_but('t5x.adafactor.standard_logical_factor_rules'),
   ),
   't5x.optimizers.chain.transformations': _mapped('train.optimizer', 'optax itself', _chain),
   't5x.optimizers.wrap_optax_optimizer.optax_optimizer': _mapped('train.optimizer', '', _chain),
@@ -717,6 +832,6 @@ RULES: dict[str, ParameterRule] = {
     '',
     'True is TransformerConfig.query_pre_attn_scalar = head_dim',
     lambda t, v: _scale(t, v),
-    numbers=lambda v: 'initial query kernels are sqrt(head_dim) times larger' if v else '',
+    numbers=lambda t, v: 'initial query kernels are sqrt(head_dim) times larger' if v else '',
   ),
 }

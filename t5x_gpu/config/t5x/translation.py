@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from t5x_gpu.config import gin_text
 from t5x_gpu.config.gin_text import Macro
 from t5x_gpu.config.t5x import records
-from t5x_gpu.config.t5x.records import Record, Unset
+from t5x_gpu.config.t5x.records import Unset
 from t5x_gpu.config.t5x.rules import RULES
 from t5x_gpu.config.t5x.translator import (
   MODULES,
-  NAMES,
   OURS,
   Translator,
   ValueOutcome,
@@ -80,45 +79,83 @@ def _short(name: str) -> str:
   return f'{scope}{slash}{".".join(name.split(".")[-2:])}'
 
 
-def translate(
-  gin_files: Sequence[str], *, bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
-) -> Translation:
-  """Returns the configuration of `train` that T5X's `gin_files` and `bindings` describe.
+# T5X's functions that gin files configure -> our function or class, and the command that runs it.
+_SCRIPTS = {
+  'train': ('train', 't5x_gpu.train.train', 'python -m t5x_gpu.train'),
+  'evaluate': ('EvalSetup', 't5x_gpu.eval.EvalSetup', 'python -m t5x_gpu.eval'),
+  'infer': ('InferSetup', 't5x_gpu.evaluation.infer_request.InferSetup', 'python -m t5x_gpu.infer'),
+}
+# T5X's functions without a counterpart -> what to do here.
+_OTHERS = {
+  '__main__.precompile': 'Compile with the gin file of the run: '
+  'python -m t5x_gpu.train --precompile',
+  't5x.export_lib.save': 'There is no SavedModel here. Write predictions with '
+  'python -m t5x_gpu.infer, or a Hugging Face model with python -m t5x_gpu.convert.',
+}
 
+
+def script_of(entries: Sequence[str]) -> str:
+  """Returns T5X's function for the first of our entry points that has one; 'train' if none has."""
+  found = {entry: script for script, (_, entry, _) in _SCRIPTS.items()}
+  return next((found[entry] for entry in entries if entry in found), 'train')
+
+
+def configured_script(gin_files: Sequence[str], *, search_paths: Sequence[str] = ()) -> str:
+  """Returns 'train', 'evaluate' or 'infer' if T5X's `gin_files` configure it, else ''."""
+  theirs = of_t5x(gin_files, search_paths=search_paths)
+  if not theirs:
+    return ''
+  files = records.read(theirs, search_paths=search_paths, known=known_names(), parameters=RULES)
+  return next((name for name in _SCRIPTS if files.call(f'__main__.{name}').arguments), '')
+
+
+def translate(
+  gin_files: Sequence[str],
+  *,
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = (),
+  script: str = 'train',
+) -> Translation:
+  """Returns the configuration that T5X's `gin_files` and `bindings` describe.
+
+  Args:
+    script: T5X's function, 'train', 'evaluate' or 'infer'.
   Raises:
-    ConfigError: a file cannot be read; the files do not configure `train`.
+    ConfigError: a file cannot be read; the files do not configure `script`.
   """
   files = records.read(
     gin_files, bindings=bindings, search_paths=search_paths, known=known_names(), parameters=RULES
   )
-  t = Translator(files, RULES)
-  run = files.call('__main__.train')
+  entry = _SCRIPTS[script][0]
+  t = Translator(files, RULES, entry=entry)
+  run = files.call(f'__main__.{script}')
   if not run.arguments:
-    other = next((name for name in _OTHERS if files.call(f'__main__.{name}').arguments), '')
-    raise ConfigError(
-      f"{', '.join(gin_files)}: T5X's train is not configured"
-      + (f', but its {other} is.' if other else '.'),
-      fix=_OTHERS[other]
-      if other
-      else 'Add the gin file of a run: --gin_file=pretrain.gin --gin_file=model.gin',
-      docs='from_t5x.md',
-    )
+    raise _not_configured(files, gin_files, script)
   t.apply(run)
-  _finish(t, run)
+  if script == 'train':
+    _add_our_settings(t)
   _refuse_forgotten(t)
   unused = tuple((b.key, b.origin) for b in files.final() if b.key not in files.used)
   text, origins = _render(t, gin_files)
   return Translation(text, tuple(t.outcomes), origins, unused, files.ours)
 
 
-# T5X's other scripts -> what to do here.
-_OTHERS = {
-  'evaluate': 'Evaluate a run by its own configuration: '
-  'python -m t5x_gpu.eval --gin_file=MODEL_DIR/config.gin --split=SPLIT',
-  'infer': 'Write predictions of a run or a converted checkpoint: '
-  'python -m t5x_gpu.infer --checkpoint=FOLDER --prompts=FILE',
-  'precompile': 'Compile with the gin file of the run: python -m t5x_gpu.train --precompile',
-}
+def _not_configured(files: records.Files, gin_files: Sequence[str], script: str) -> ConfigError:
+  names = ' '.join(f'--gin_file={name}' for name in gin_files)
+  fixes = {f'__main__.{name}': f'Run {run} {names}' for name, (_, _, run) in _SCRIPTS.items()}
+  fixes |= _OTHERS
+  other = next((name for name in fixes if files.call(name).arguments), '')
+  shown = other.rpartition('.')[2]
+  return ConfigError(
+    f"{', '.join(gin_files)}: T5X's {script} is not configured"
+    + (f', but its {shown} is.' if other else '.'),
+    fix=fixes[other]
+    if other
+    else 'Add the gin file of a run: --gin_file=pretrain.gin --gin_file=model.gin',
+    docs='from_t5x.md',
+  )
+
+
 _GROUPS = {
   'same': 'kept',
   'mapped': 'mapped',
@@ -158,90 +195,17 @@ def known_names() -> set[str]:
   return {name.rpartition('.')[0] for name in RULES}
 
 
-def _finish(t: Translator, run: Record) -> None:
-  """Writes what follows from several of T5X's values."""
-  train = t.blocks.setdefault(NAMES['train'], {})
-  if NAMES['Adafactor'] in t.blocks and t.layers:
-    t.write('Adafactor.layers', t.layers, 'T5X')
-  model = run.arguments.get('model')
-  if isinstance(model and model.value, Record):
-    t.apply(t.files.call(f'{model.value.name}.predict_batch_with_aux'))
-  if NAMES['DecodingConfig'] in t.blocks:
-    t.write('train.decoding_cfg', t.reference('DecodingConfig'), 'T5X')
-    _limit_decoding(t, run)
-  _write_mesh(t)
-  if t.eval_period == 0:  # T5X then never evaluates
-    for parameter in ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg'):
-      t.write(f'train.{parameter}', None, 'T5X')
-  _compare_microbatches(t)
-  if train.get('infer_eval_dataset_cfg', (None, ''))[0] is not None and t.eval_period:
-    t.write('train.infer_eval_period', t.eval_period, 'T5X')
-  # Settings that T5X does not have, by name, so that a command can set them.
+def _add_our_settings(t: Translator) -> None:
+  """Adds settings that T5X does not have, by name, so that a command can set them."""
   for parameter, name in (
     ('logging_cfg', 'LoggingConfig'),
     ('profile_cfg', 'ProfileConfig'),
     ('spike_cfg', 'SpikeConfig'),
   ):
     t.write(f'train.{parameter}', t.reference(name), OURS)
-  if 'log_period' not in train:
-    periods = [
-      value
-      for value in (
-        train.get('eval_period', (None, ''))[0],
-        t.blocks.get(NAMES['CheckpointConfig'], {}).get('period', (None, ''))[0],
-      )
-      if isinstance(value, int)
-    ]
-    t.write('train.log_period', min([100, *periods]), 'T5X')
-  modules = [m for m in t.files.modules if m.split('.')[0] not in ('seqio', 'optax', 'gin')]
-  for block, parameters in t.blocks.items():
-    if block.endswith(NAMES['DatasetConfig']) and len(modules) == 1:
-      value, _ = parameters.get('mixture_or_task_module', (None, ''))
-      unset = value is None or isinstance(value, Macro) and t.macros[value.name][0] is None
-      if unset:
-        parameters['mixture_or_task_module'] = (modules[0], t.files.modules[modules[0]])
-
-
-def _write_mesh(t: Translator) -> None:
-  """Writes the mesh shapes, which replace the sizes, if both are set."""
-  partitioner = t.blocks.get(NAMES['Partitioner'], {})
-  if len(t.mesh_shapes) == 2:
-    splits_parameters = 'fsdp' in partitioner
-    for name in ('num_partitions', 'data', 'fsdp'):
-      partitioner.pop(name, None)
-    for side, (replica, data, model) in t.mesh_shapes.items():
-      sizes = {'data': replica, 'fsdp': data} if splits_parameters else {'data': replica * data}
-      t.write(f'Partitioner.{side}_mesh_shape', {**sizes, 'model': model}, 'T5X')
-
-
-def _compare_microbatches(t: Translator) -> None:
-  train = t.blocks[NAMES['train']]
-  number, origin = train.get('num_microbatches', (1, ''))
-  per_token = train.get('loss_normalizing_factor', (1.0, ''))[0] is None
-  if per_token and isinstance(number, int) and number > 1:
-    note = 'T5X divides each microbatch by its own tokens and adds them up'
-    name = 't5x.trainer.Trainer.num_microbatches'
-    t.outcomes.append(
-      ValueOutcome(name, str(number), origin, 'mapped', note='the whole batch', numbers=note)
-    )
-
-
-def _limit_decoding(t: Translator, run: Record) -> None:
-  """Decodes up to the length of the targets, as T5X; of the training targets if it is computed."""
-  for parameter in ('infer_eval_dataset_cfg', 'train_dataset_cfg'):
-    dataset = run.arguments.get(parameter)
-    if dataset is None or not isinstance(dataset.value, Record):
-      continue
-    lengths = dataset.value.arguments.get('task_feature_lengths')
-    if lengths is not None and isinstance(lengths.value, Mapping) and 'targets' in lengths.value:
-      t.write('DecodingConfig.max_decode_length', lengths.value['targets'], lengths.origin)
-      if parameter == 'train_dataset_cfg':
-        name = 'infer_eval/t5x.utils.DatasetConfig.task_feature_lengths'
-        numbers = f'texts end after {lengths.value["targets"]} tokens (T5X: the longest target)'
-        t.outcomes.append(
-          ValueOutcome(name, 'None', dataset.origin, 'mapped', numbers=numbers, note='with beams')
-        )
-      return
+  if t.written('train.log_period') is None:
+    periods = t.written('train.eval_period'), t.written('CheckpointConfig.period')
+    t.write('train.log_period', min([100, *(p for p in periods if isinstance(p, int))]), 'T5X')
 
 
 def _refuse_forgotten(t: Translator) -> None:
@@ -250,9 +214,7 @@ def _refuse_forgotten(t: Translator) -> None:
   for b in t.files.final():
     name = f'{canonical(b.selector)}.{b.argument}'
     if b.argument and b.key in t.files.used and name not in seen:
-      t.outcomes.append(
-        ValueOutcome(name, repr(b.value), b.origin, 'refused', note=unknown(name, b.value))
-      )
+      t.outcomes.append(ValueOutcome(name, repr(b.value), b.origin, 'refused', note=unknown(name)))
 
 
 def _render(t: Translator, gin_files: Sequence[str]) -> tuple[str, dict[int, str]]:

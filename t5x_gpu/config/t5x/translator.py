@@ -20,6 +20,8 @@ MODULES = {
   'decoding': 't5x_gpu.models.decoding',
   'encoder_decoder': 't5x_gpu.models.encoder_decoder',
   'logging_config': 't5x_gpu.metrics.logging_config',
+  'eval_script': 't5x_gpu.eval',
+  'infer_request': 't5x_gpu.evaluation.infer_request',
   'profile_config': 't5x_gpu.run.profile_config',
   'spikes': 't5x_gpu.training.spikes',
   'initialize': 't5x_gpu.checkpoint.initialize',
@@ -37,6 +39,8 @@ NAMES = {
   'DecoderOnlyModel': 'decoder_only.DecoderOnlyModel',
   'DecodingConfig': 'decoding.DecodingConfig',
   'EncoderDecoderModel': 'encoder_decoder.EncoderDecoderModel',
+  'EvalSetup': 'eval_script.EvalSetup',
+  'InferSetup': 'infer_request.InferSetup',
   'LoggingConfig': 'logging_config.LoggingConfig',
   'Optax': 'optimizers.Optax',
   'Partitioner': 'partitioner.Partitioner',
@@ -58,6 +62,10 @@ COPIES = {
 
 class Refused(Exception):
   """A value that this project cannot honour; the message is the reason."""
+
+
+class NotKnown(Refused):
+  """A function or class of T5X, or of a user, without a counterpart here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,32 +99,52 @@ class ParameterRule:
     here: our parameter, 'DatasetConfig.seed'.
     value: (translator, T5X's value) -> ours; None keeps the value. Raises Refused.
     note: how the value maps, why it has no effect, or why it is refused.
-    numbers: T5X's value -> how numbers differ, or ''.
+    numbers: (translator, T5X's value) -> how numbers differ, or ''.
     default: T5X's default where ours is another one, so that it is written; () if there is none.
+    setup: in files for `eval` and `infer`, the parameter of EvalSetup or InferSetup in place of
+      `here`.
   """
 
   status: Status
   here: str = ''
   note: str = ''
   value: Optional[Callable[['Translator', Any], Any]] = None
-  numbers: Callable[[Any], str] = lambda value: ''
+  numbers: Callable[['Translator', Any], str] = lambda translator, value: ''
   default: Any = ()
+  setup: str = ''
 
 
 OURS = 't5x_gpu'  # origin of values that T5X does not have
 NOT_WRITTEN = object()  # what a rule returns that has written its values itself
+_OF_TRAINING = 'Only training uses it.'
 
 
 # Parameters before and after the others. The model has the optimizer, which may have the learning
-# rate; a model's way to decode tells what num_decodes is; a submesh wins over num_partitions.
-_ORDER = {'model': -1, 'decode_fn': -1, 'model_parallel_submesh': 1}
+# rate, and whose moments depend on the network; a model's way to decode tells what num_decodes is;
+# a submesh wins over num_partitions, and mesh shapes over both; eval_period = 0 unsets datasets.
+_ORDER = {
+  'model': -1,
+  'module': -1,
+  'decode_fn': -1,
+  'model_parallel_submesh': 1,
+  'dcn_mesh_shape': 2,
+  'eval_period': 2,
+}
 
 
 class Translator:
-  """Applies `rules` to the records of T5X's files; collects the text, outcomes and problems."""
+  """Applies `rules` to the records of T5X's files; collects the text, outcomes and problems.
 
-  def __init__(self, files: records.Files, rules: Mapping[str, ParameterRule]):
-    self.files = files
+  Args:
+    files: the bindings.
+    rules: T5X's parameter -> its rule.
+    entry: the name in `NAMES` that the text configures: 'train', 'EvalSetup' or 'InferSetup'.
+  """
+
+  def __init__(
+    self, files: records.Files, rules: Mapping[str, ParameterRule], *, entry: str = 'train'
+  ):
+    self.files, self.entry = files, entry
     self._rules: dict[str, dict[str, ParameterRule]] = {}
     for name, rule in rules.items():
       owner, _, parameter = name.rpartition('.')
@@ -124,11 +152,9 @@ class Translator:
     self.outcomes: list[ValueOutcome] = []
     self.blocks: dict[str, dict[str, tuple[Any, str]]] = {}
     self.macros: dict[str, tuple[Any, str]] = {}
-    self.modules: dict[str, str] = {}
     self.layers = ''  # how T5X holds the layers, for Adafactor
-    self.eval_period: Any = None
     self.decoding = ''  # 'beams', 'sample' or 'greedy', if a file says
-    self.mesh_shapes: dict[str, Sequence[int]] = {}  # 'ici', 'dcn' -> (replica, data, model)
+    self.ici_mesh_shape: Optional[Sequence[int]] = None  # (replica, data, model)
     self.refused: set[str] = set()  # parameters inside refused values
     self._done: set[tuple[str, str, str]] = set()
 
@@ -140,10 +166,16 @@ class Translator:
       self.macros[macro] = (value, self.files.macro_origin(macro) or origin)
     self.blocks.setdefault(block, {})[parameter] = (Macro(macro) if macro else value, origin)
 
-  def reference(self, name: str, *, scope: str = '', call: bool = True) -> Reference:
+  def written(self, here: str, default: Any = None) -> Any:
+    """Returns the value of our parameter `here` without a scope; `default` if it is not set."""
+    name, _, parameter = here.rpartition('.')
+    return self.blocks.get(NAMES[name], {}).get(parameter, (default, ''))[0]
+
+  def reference(self, name: str, *, scope: str = '') -> Reference:
     """Returns `@scope/name()` of one of our `NAMES`."""
-    self.blocks.setdefault(f'{scope}/{NAMES[name]}' if scope else NAMES[name], {})
-    return Reference(f'{scope}/{NAMES[name]}' if scope else NAMES[name], call)
+    block = f'{scope}/{NAMES[name]}' if scope else NAMES[name]
+    self.blocks.setdefault(block, {})
+    return Reference(block, True)
 
   def apply(self, record: Record, *, scope: str = '') -> None:
     """Applies the rules of every parameter of `record` that is bound or has a default of T5X's."""
@@ -164,21 +196,22 @@ class Translator:
     return any(applied == name for applied, _, _ in self._done)
 
   def note(self, name: str, given: Value, status: Status, here: str, text: str = '') -> None:
-    """Adds the outcome of a value that has no rule of its own."""
+    """Adds the outcome of a value without a rule."""
     value = spelled(given.value)
     self.outcomes.append(ValueOutcome(name, value, given.origin, status, here, text))
 
   def without_effect(self, record: Record, note: str) -> None:
-    """Notes that none of the arguments of `record` has an effect."""
-    name = canonical(record.name)
-    self.outcomes += [
-      ValueOutcome(
-        f'{name}.{parameter}', spelled(given.value), given.origin, 'no effect', note=note
-      )
-      for parameter, given in record.arguments.items()
-    ]
+    """Notes that no argument of `record`, and of the records in it, has an effect."""
+    for parameter, given in record.arguments.items():
+      self.note(f'{canonical(record.name)}.{parameter}', given, 'no effect', '', note)
+      for inner in gin_text.instances(given.value, Record):
+        self.without_effect(inner, note)
 
   def _apply(self, name: str, rule: Optional[ParameterRule], given: Value, scope: str) -> None:
+    here = rule.here if rule else ''
+    if rule is not None and rule.setup and self.entry != 'train':
+      here = f'{self.entry}.{rule.setup}'
+
     def outcome(status: Status, note: str = '', numbers: str = '', here: str = '') -> None:
       if status == 'refused':
         self.refused |= set(_inside(given.value))
@@ -188,29 +221,38 @@ class Translator:
         self.outcomes.append(ValueOutcome(key, text, given.origin, status, here, note, numbers))
 
     if rule is None:
-      outcome('refused', unknown(name, given.value))
+      outcome('refused', unknown(name))
       return
     if rule.status == 'refused':
       outcome('refused', rule.note)
       return
+    if here.startswith('train.') and self.entry != 'train':
+      for record in gin_text.instances(given.value, Record):
+        self.without_effect(record, _OF_TRAINING)
+      outcome('no effect', _OF_TRAINING)
+      return
     if isinstance(given.value, Unset):
-      if rule.here:
-        self.write(rule.here, given.value, given.origin, scope=scope, macro=given.value.macro)
-      outcome(rule.status, rule.note, here=rule.here)
+      if here:
+        self.write(here, given.value, given.origin, scope=scope, macro=given.value.macro)
+      outcome(rule.status, rule.note, here=here)
       return
     try:
       value = given.value if rule.value is None else rule.value(self, given.value)
+    except NotKnown as e:
+      outcome('refused', _with_protocol(name, str(e)))
+      return
     except Refused as e:
       outcome('refused', str(e))
       return
     if rule.status == 'no effect':
       for record in gin_text.instances(given.value, Record):
         self.apply(record)
-    if rule.here and value is not NOT_WRITTEN:
+    is_written = here and value is not NOT_WRITTEN
+    if is_written:
       kept = given.macro if _is_data(value) and value == given.value else ''
-      self.write(rule.here, value, given.origin, scope=scope, macro=kept)
-    kept = rule.here and value is not NOT_WRITTEN and value == given.value
-    outcome('same' if kept else rule.status, rule.note, rule.numbers(given.value), rule.here)
+      self.write(here, value, given.origin, scope=scope, macro=kept)
+    is_kept = is_written and value == given.value
+    outcome('same' if is_kept else rule.status, rule.note, rule.numbers(self, given.value), here)
 
 
 def _inside(value: Any) -> Iterator[str]:
@@ -255,11 +297,16 @@ PROTOCOLS = {
   'trainer_cls': 'There are no trainer classes: a model defines its loss and metrics '
   '(docs/add_a_model.md).',
   'get_dataset_fn': 'Your own batches come from a data module: docs/add_a_data_source.md.',
+  'train_eval_get_dataset_fn': 'Your own batches come from a data module: '
+  'docs/add_a_data_source.md.',
   'learning_rate_fn': 'A schedule is a function of the step: train.learning_rate.',
 }
 
 
-def unknown(name: str, value: Any) -> str:
-  parameter = name.rpartition('.')[2]
-  what = f'Nothing here corresponds to {name.removeprefix("__main__.")}.'
-  return f'{what} {PROTOCOLS[parameter]}' if parameter in PROTOCOLS else what
+def unknown(name: str) -> str:
+  """Returns why T5X's parameter `name`, which has no rule, is refused."""
+  return _with_protocol(name, f'Nothing here corresponds to {name.removeprefix("__main__.")}.')
+
+
+def _with_protocol(name: str, reason: str) -> str:
+  return f'{reason} {PROTOCOLS.get(name.rpartition(".")[2], "")}'.rstrip()

@@ -12,11 +12,17 @@ from t5x_gpu.config.t5x.translator import NAMES
 from t5x_gpu.errors import ConfigError
 
 FILES = pathlib.Path(__file__).parent / 'files'
+EVAL, INFER = 't5x_gpu.eval.EvalSetup', 't5x_gpu.evaluation.infer_request.InferSetup'
 TRANSLATED = sorted(p.stem for p in FILES.glob('*.gin') if p.stem != 'unknown_names')
 
 
+SCRIPTS = {'evaluation': 'evaluate', 'predictions': 'infer'}  # of the other files: 'train'
+
+
 def translate(name, *bindings):
-  return translation.translate([f'{name}.gin'], bindings=bindings, search_paths=[str(FILES)])
+  return translation.translate(
+    [f'{name}.gin'], bindings=bindings, search_paths=[str(FILES)], script=SCRIPTS.get(name, 'train')
+  )
 
 
 @pytest.mark.parametrize('name', TRANSLATED)
@@ -29,9 +35,14 @@ def test_translation_is_a_configuration_of_ours(name, tmp_path):
   (tmp_path / 'ours.gin').write_text(translate(name, 'MODEL_DIR=x').text)
   unset = ('MIXTURE_OR_TASK_NAME="t"', 'TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8}')
   macros = (tmp_path / 'ours.gin').read_text()
-  bindings = [b for b in (*unset, 'TRAIN_STEPS=5') if f'{b.split("=")[0]} = %gin' in macros]
-  loaded = gin_loader.load([tmp_path / 'ours.gin'], bindings=bindings)
-  assert loaded.arguments(only=['model'])['model'] is not None
+  folders = 'CHECKPOINT_PATH="a"', 'EVAL_OUTPUT_DIR="b"', 'INFER_OUTPUT_DIR="c"'
+  bindings = [
+    b for b in (*unset, *folders, 'TRAIN_STEPS=5') if f'{b.split("=")[0]} = %gin' in macros
+  ]
+  entry = {'evaluation': EVAL, 'predictions': INFER}.get(name, gin_loader.ENTRY)
+  loaded = gin_loader.load([tmp_path / 'ours.gin'], bindings=bindings, entry=entry)
+  assert gin_loader.configures([str(tmp_path / 'ours.gin')], entry)
+  assert loaded.arguments()['model'] is not None
 
 
 def by_name(outcomes):
@@ -170,14 +181,49 @@ def test_page_has_every_rule(request):
   'script, command', [('evaluate', 't5x_gpu.eval'), ('infer', 't5x_gpu.infer')]
 )
 def test_files_of_t5xs_other_scripts_name_the_command(script, command, tmp_path):
-  (tmp_path / 'other.gin').write_text(
+  file = tmp_path / 'other.gin'
+  file.write_text(
     'from __gin__ import dynamic_registration\nimport __main__ as script\n'
     f"script.{script}.output_dir = 'x'\n"
   )
   with pytest.raises(ConfigError) as e:
-    translation.translate([str(tmp_path / 'other.gin')])
+    translation.translate([str(file)])
   assert f'its {script} is' in e.value.what
-  assert command in e.value.fix
+  assert f'{command} --gin_file={file}' in e.value.fix
+
+
+def test_files_that_compile_or_export_name_what_to_do_instead(tmp_path):
+  for text, fix in (
+    ("import __main__ as script\nscript.precompile.model_dir = 'x'\n", '--precompile'),
+    ("from t5x import export_lib\nexport_lib.save.output_dir = 'x'\n", 't5x_gpu.infer'),
+  ):
+    (tmp_path / 'other.gin').write_text(f'from __gin__ import dynamic_registration\n{text}')
+    with pytest.raises(ConfigError) as e:
+      translation.translate([str(tmp_path / 'other.gin')])
+    assert fix in e.value.fix
+
+
+def test_what_only_training_uses_has_no_effect_in_an_evaluation():
+  found = by_name(translate('evaluation').outcomes)
+  for name in (
+    't5x.models.EncoderDecoderModel.optimizer_def',
+    't5x.adafactor.Adafactor.decay_rate',
+    't5x.models.EncoderDecoderModel.loss_normalizing_factor',
+  ):
+    assert found[name].status == 'no effect' and 'training' in found[name].note
+
+
+def test_every_checkpoint_of_a_folder_can_be_evaluated():
+  path = 'utils.RestoreCheckpointConfig.mode="all"'
+  assert "steps = 'all'" in translate('evaluation', path).text
+  assert len(translate('predictions', path).problems) == 1
+
+
+@pytest.mark.parametrize(
+  'mode, score', [('predict', False), ('predict_with_aux', False), ('score', True)]
+)
+def test_modes_of_infer_are_predictions_or_scores(mode, score):
+  assert f'score = {score} ' in translate('predictions', f'infer_script.infer.mode={mode}').text
 
 
 HEADER = """
@@ -227,15 +273,10 @@ SCHEDULED = (
     (SAMPLE + 'decoding.temperature_sample.temperature = 0.7\n', [], ['temperature = 0.7']),
     (
       SAMPLE + 'decoding.temperature_sample.topk = 40\n' + NUM_DECODES,
-      ['temperature = 1.0', 'top_k = 40', 'num_decodes = 4', 'max_decode_length = 48'],
+      ['temperature = 1.0', 'top_k = 40', 'num_decodes = 4', 'max_decode_length = None'],
       ['num_beams = 4'],
     ),
-    (NUM_DECODES, ['num_beams = 4', 'max_decode_length = 48'], ['num_decodes = 4']),
-    (
-      'infer_eval/utils.DatasetConfig.task_feature_lengths = {"targets": 9}\n' + NUM_DECODES,
-      ['max_decode_length = 9'],
-      [],
-    ),
+    (NUM_DECODES, ['num_beams = 4', 'max_decode_length = None'], ['num_decodes = 4']),
     (
       SUBMESH + 'partitioning.PjitPartitioner.num_partitions = 2\n',
       ['num_partitions = 4'],
@@ -300,12 +341,11 @@ def test_what_t5x_would_do_otherwise_is_refused(text, named, tmp_path):
 def test_differences_in_numbers_are_named(tmp_path):
   text = (
     "models.EncoderDecoderModel.loss_normalizing_factor = 'NUM_REAL_TARGET_TOKENS'\n"
-    'trainer.Trainer.num_microbatches = 2\n' + NUM_DECODES
+    'trainer.Trainer.num_microbatches = 2\n'
   )
   _, _, found = lines_of(tmp_path, text)
   notes = '\n'.join(found.notes)
   assert 'divides each microbatch by its own tokens' in notes
-  assert 'texts end after 48 tokens' in notes
 
 
 def test_flags_name_parameters_as_the_files_do_and_ours(tmp_path):
