@@ -360,14 +360,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if not args.dry_run:
     streams.outlive()  # the command writes files, so it continues without standard output
   cluster = cluster_lib.detect_here(args.extra)
-  setup = None
+  setup, notes = None, ()
   if gin_loader.configures(args.gin_files, _SETUP, search_paths=args.gin_search_paths):
-    setup = config = gin_loader.configured(args.load(entry=_SETUP), EvalSetup, entry=_SETUP)
+    loaded = args.load(entry=_SETUP)
+    setup = config = gin_loader.configured(loaded, EvalSetup, entry=_SETUP)
+    notes = loaded.notes
   else:
     config = gin_loader.configured(args.load_with_classes(), EvalConfig)
   distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   if setup is not None:
+    log('\n'.join(f'note: {note}' for note in notes))
     return evaluate_setup(setup, args.extra, dry_run=args.dry_run)
   return evaluate(config, args.extra, dry_run=args.dry_run)
 

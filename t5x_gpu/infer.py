@@ -223,6 +223,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   )
   distributed.start(cluster, request.distributed_cfg, xla_preset=request.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+  say('\n'.join(f'note: {note}' for note in request.notes))
   setup = request.setup
   output = flags.output or setup.output
   if output:

@@ -2,13 +2,15 @@
 
 import json
 import pathlib
+import tarfile
 
 import pytest
 
-from t5x_gpu import config_tools, train
+from t5x_gpu import config_tools, eval, infer, train
 from tests.helpers_train import run_here
 
 FILES = pathlib.Path(__file__).parent / 'config' / 't5x' / 'files'
+WRITTEN_BY_T5X = pathlib.Path(__file__).parent / 'parity/fixtures/t5x_encoder_decoder'
 SEARCH = f'--gin_search_paths={FILES}'
 TASKS = """
 import seqio
@@ -97,3 +99,95 @@ def test_refused_values_are_an_error_of_both_commands(tmp_path):
     assert 'unknown_names.gin:12: train.trainer_cls' in result.err
     assert 'docs/from_t5x.md' in result.err
   assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+  """Flags that name the task and T5X's checkpoint of step 20."""
+  (tmp_path / 't5x_dialect_tasks.py').write_text(TASKS)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  with tarfile.open(WRITTEN_BY_T5X / 'checkpoint_orbax.tar.xz') as archive:
+    archive.extractall(tmp_path, filter='data')
+  return [
+    SEARCH,
+    '--gin.MIXTURE_OR_TASK_NAME=t5x_dialect_counting',
+    '--gin.MIXTURE_OR_TASK_MODULE=t5x_dialect_tasks',
+    f'--gin.CHECKPOINT_PATH={tmp_path / "checkpoint_orbax"}',
+  ]
+
+
+@pytest.mark.tf
+def test_t5xs_eval_and_infer_files_run_on_a_checkpoint_of_t5x_which_is_converted_once(
+  tmp_path, counting
+):
+  results = tmp_path / 'results'
+  evaluates = [
+    f'--gin_file={FILES / "evaluation.gin"}',
+    *counting,
+    f'--gin.EVAL_OUTPUT_DIR={results}',
+    '--gin.predict_batch_with_aux.num_decodes=1',
+  ]
+  dry = run_here(lambda: eval.main([*evaluates, '--dry_run']), num_devices=1)
+  assert 'would be converted first' in dry.out and not results.exists()
+  result = run_here(lambda: eval.main(evaluates), num_devices=1)
+  assert not result.code, result.err
+  assert 'It is converted once' in result.out and "T5X's gin files are translated" in result.out
+  [metrics] = map(json.loads, (results / 'eval' / 'validation.jsonl').read_text().splitlines())
+  assert metrics['step'] == 20 and 'infer_eval/t5x_dialect_counting/exact' in metrics
+
+  predicts = [
+    f'--gin_file={FILES / "predictions.gin"}',
+    *counting,
+    f'--gin.INFER_OUTPUT_DIR={results}',
+    '--gin.infer.num_shards=2',
+  ]
+  found = []
+  for shard in (0, 1):
+    result = run_here(lambda: infer.main([*predicts, f'--shard_id={shard}']), num_devices=1)
+    assert not result.code, result.err
+    assert 'converted once' not in result.err
+    file = results / f't5x_dialect_counting-predict.jsonl-{shard:05}-of-00002'
+    found += [json.loads(line) for line in file.read_text().splitlines()]
+  assert [(line['number'], line['targets']) for line in found] == [(0, '0'), (2, '2'), (1, '1')]
+
+
+@pytest.mark.tf
+@pytest.mark.slow
+def test_a_run_starts_from_a_checkpoint_of_t5x_with_its_step_and_moments(tmp_path, counting):
+  flags = run_flags(tmp_path, counting)
+  dry = run_here(lambda: train.main([*flags, '--dry_run']), num_devices=1)
+  assert 'the run would convert it' in dry.out and not (tmp_path / 'run').exists()
+  result = run_here(lambda: train.main(flags), num_devices=1)
+  assert not result.code, result.err
+  assert 'step 21/21' in result.out and 'moments read back: bit-identical' in result.out
+
+
+@pytest.mark.tf
+def test_dry_run_finds_that_a_checkpoint_of_t5x_does_not_fit(tmp_path, counting):
+  flags = [*run_flags(tmp_path, counting), '--dry_run', '--gin.T5Config.mlp_dim=8']
+  result = run_here(lambda: train.main(flags), num_devices=1)
+  assert result.code == 1 and 'checkpoint_orbax cannot be converted' in result.err
+  assert not (tmp_path / 'run').exists()
+
+
+def run_flags(tmp_path, counting):
+  """Returns flags of a run from T5X's checkpoint to step 21."""
+  return [
+    f'--gin_file={FILES / "t5_from_scratch.gin"}',
+    *counting[:-1],
+    f'--gin.MODEL_DIR={tmp_path / "run"}',
+    f'--gin.RestoreCheckpointConfig.path={tmp_path / "checkpoint_orbax"}',
+    '--gin.TRAIN_STEPS=21',
+    '--gin.BATCH_SIZE=4',
+    '--gin.USE_CACHED_TASKS=False',
+  ]
+
+
+def test_files_of_another_command_name_it(tmp_path):
+  for main, file, command in (
+    (train.main, 'evaluation', 't5x_gpu.eval'),
+    (eval.main, 'predictions', 't5x_gpu.infer'),
+    (infer.main, 'evaluation', 't5x_gpu.eval'),
+  ):
+    result = run_here(lambda: main([f'--gin_file={FILES / file}.gin', SEARCH]))
+    assert result.code == 1 and f'Run python -m {command} --gin_file=' in result.err

@@ -122,6 +122,7 @@ class InferRequest:
     chat: whether prompts are conversations.
     setup: settings in gin with the values of the flags.
     ignored: generation settings in the files of a converted model, which are not applied.
+    notes: remarks on the gin file of a job, to print.
   """
 
   model: Model
@@ -139,6 +140,7 @@ class InferRequest:
   setup: InferSetup
   chat: bool = False
   ignored: Json = dataclasses.field(default_factory=dict)
+  notes: tuple[str, ...] = ()
 
 
 def read_request(
@@ -215,6 +217,7 @@ def read_request(
     setup=setup,
     chat=flags.chat,
     ignored=ignored,
+    notes=loaded.notes if is_job else (),
   )
 
 

@@ -598,7 +598,7 @@ RULES: dict[str, ParameterRule] = {
     f'__main__.{script}.{name}': rule
     for script in ('evaluate', 'infer')
     for name, rule in {
-      'summarize_config_fn': _no_effect('A file beside the results names what they depend on.'),
+      'summarize_config_fn': _no_effect('A file next to the results names what they depend on.'),
       'use_orbax': _no_effect('Checkpoints are always read with Orbax.'),
       'fallback_init_rng': _no_effect(
         'A missing checkpoint is an error.',

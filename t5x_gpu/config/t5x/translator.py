@@ -294,6 +294,7 @@ PROTOCOLS = {
   'module': 'Your own network is a layer or a model of docs/add_a_model.md.',
   'optimizer_def': 'An optimizer is a transformation of optax (optimizers.Optax) or your '
   'own class: docs/add_an_optimizer.md.',
+  'partitioner': 'The mesh is partitioner.Partitioner (docs/mesh.md), which splits experts, too.',
   'trainer_cls': 'There are no trainer classes: a model defines its loss and metrics '
   '(docs/add_a_model.md).',
   'get_dataset_fn': 'Your own batches come from a data module: docs/add_a_data_source.md.',
