@@ -28,6 +28,7 @@ SECTIONS = {
     'data',
     'models',
     'from_t5x',
+    'from_huggingface',
     'finetune',
     'sweep',
     'infer',

@@ -1,10 +1,12 @@
-"""`python -m t5x_gpu.config explain KEY | show | diff A.gin B.gin | from_t5x FILE`.
+"""`python -m t5x_gpu.config explain | show | diff | from_t5x | from_hf`.
 
-The first three tell where the values of a run come from; the last translates gin files of T5X.
+The first three tell where the values of a run come from; the last two write the gin file of a run
+from gin files of T5X, and from a Hugging Face model.
 """
 
 import argparse
 import dataclasses
+import importlib
 import pathlib
 import sys
 from typing import Optional
@@ -18,8 +20,8 @@ from t5x_gpu.storage.files import write_atomically
 
 PROG = 'python -m t5x_gpu.config'
 DESCRIPTION = (
-  'Shows where the values of a run come from and what they override, and translates gin files of '
-  'T5X; runs nothing.'
+  'Shows where the values of a run come from and what they override; writes the gin file of a run '
+  'from gin files of T5X or from a Hugging Face model. Runs nothing.'
 )
 EXAMPLES = """examples:
   {prog} explain BATCH_SIZE --gin_file=my.gin       one value; part of a name is enough
@@ -27,12 +29,21 @@ EXAMPLES = """examples:
   {prog} diff a.gin b.gin                           what differs between two
   {prog} from_t5x t5x/examples/a.gin --gin_search_paths=T5X --output=ours.gin
                                                     what becomes of each value, and our file
+  {prog} from_hf Llama-3.2-1B --task='jsonl:chat/*.jsonl' --gpus=8 --gpu=h100 --output=my.gin
+                                                    converts the model, and writes a run that
+                                                    fine-tunes it
 """
+# Writes gin files from Hugging Face models. Imported when it is called: the other commands answer
+# in a fraction of a second, and need neither jax nor a model.
+_FROM_HF = 't5x_gpu.tools.from_hf'
+
+
+COMMANDS = ('explain', 'show', 'diff', 'from_t5x', 'from_hf')
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('command', choices=('explain', 'show', 'diff', 'from_t5x'))
-  parser.add_argument('names', nargs='*', metavar='KEY|FILE')
+  parser.add_argument('command', choices=COMMANDS)
+  parser.add_argument('names', nargs='*', metavar='KEY|FILE|FOLDER')
   parser.add_argument(
     '--entry',
     default=gin_loader.ENTRY,
@@ -40,7 +51,25 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     help='function that the configuration is for (default: %(default)s)',
   )
   parser.add_argument(
-    '--output', metavar='FILE', help='from_t5x: the gin file to write; it must not exist'
+    '--output', metavar='FILE', help='from_t5x, from_hf: the gin file to write; it must not exist'
+  )
+  group = parser.add_argument_group('from_hf')
+  group.add_argument(
+    '--task', metavar='TASK', help='the data, as MIXTURE_OR_TASK_NAME: jsonl:chat/*.jsonl'
+  )
+  group.add_argument('--lora', action='store_true', help='train adapters (default: all parameters)')
+  group.add_argument(
+    '--gpus', type=int, metavar='N', help='choose a layout that fits on N GPUs (default: any GPUs)'
+  )
+  group.add_argument(
+    '--gpus_per_host', type=int, metavar='N', help='GPUs per host (default: 8, or all if fewer)'
+  )
+  group.add_argument('--gpu', metavar='NAME', help='which GPU, as for plan (default: h100)')
+  group.add_argument(
+    '--converted', metavar='FOLDER', help='the converted model (default: runs/<name of the model>)'
+  )
+  group.add_argument(
+    '--model_dir', metavar='FOLDER', help='MODEL_DIR of the run (default: runs/<name of --output>)'
   )
 
 
@@ -52,6 +81,9 @@ def main(argv: Optional[list[str]] = None) -> Optional[int]:
   command, names = args.extra.command, args.extra.names
   if command == 'from_t5x':
     _from_t5x(args)
+    return None
+  if command == 'from_hf':
+    importlib.import_module(_FROM_HF).main(names, args.extra, dry_run=args.dry_run)
     return None
   wanted = {'show': 0, 'diff': 2}.get(command, max(1, len(names)))
   if len(names) != wanted:

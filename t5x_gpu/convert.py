@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -22,7 +21,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.conversion.conversion import CHECKS, TOLERANCE, ConversionRequest, has_transformers
 from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES
 from t5x_gpu.conversion.hf.folder import CONFIG
-from t5x_gpu.conversion.model_spec import ModelFields, describe
+from t5x_gpu.conversion.model_spec import ModelFields, describe, read_model
 from t5x_gpu.conversion.safetensors_io import SafetensorsFolder
 from t5x_gpu.conversion.t5x_files import is_t5x
 from t5x_gpu.conversion.tensor_copy import FLOATS
@@ -53,8 +52,6 @@ includes.
 The last example merges the adapters of a LoRA run into the kernels.
 """
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
-# Entry point for gin_loader; its only argument is the model.
-_MODEL_ENTRY = 't5x_gpu.conversion.model_spec.describe'
 
 
 def kind_of(model_dir: ModelDir) -> str:
@@ -119,22 +116,7 @@ def object_of_gin(
       names, ('model',), as_data=as_data, bindings=bindings, search_paths=search_paths
     )
     return loaded.arguments(only=('model',))['model']
-  with tempfile.TemporaryDirectory() as folder:
-    entry = pathlib.Path(folder) / 'entry.gin'
-    entry.write_text(
-      'from __gin__ import dynamic_registration\n'
-      'from t5x_gpu.conversion import model_spec as model_fields\n\n'
-      'model_fields.describe.model = %MODEL\n',
-      'utf-8',
-    )
-    loaded = gin_loader.load(
-      [*names, entry],
-      bindings=bindings,
-      search_paths=search_paths,
-      entry=_MODEL_ENTRY,
-      read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)),
-    )
-    return loaded.arguments(_MODEL_ENTRY)['model']
+  return read_model(names, as_data=as_data, bindings=bindings, search_paths=search_paths)
 
 
 def read_run_text(

@@ -4,12 +4,16 @@ Converters compare, build and write models through it, without gin.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.traverse_util
 import jax
 
+from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import DROPOUT_PLACES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -238,3 +242,35 @@ def gin_text(model: ModelFields, *, title: str) -> str:
     ]
     lines += ['', f'{scope}positions.RotaryEmbedding:', *(f'  {k} = {v!r}' for k, v in changed)]
   return '\n'.join(lines) + '\n'
+
+
+# Entry point for gin_loader; its only argument is the model.
+_ENTRY = f'{__name__}.{describe.__name__}'
+_ENTRY_GIN = """from __gin__ import dynamic_registration
+from t5x_gpu.conversion import model_spec as model_fields
+
+model_fields.describe.model = %MODEL
+"""
+
+
+def read_model(
+  files: Sequence[str | os.PathLike], *, as_data: bool = False, **options: Any
+) -> Model:
+  """Returns the model of gin model files, which only set MODEL.
+
+  Args:
+    files: paths of the gin files.
+    as_data: read `files` without running any code that they name.
+    **options: further arguments of `gin_loader.load`.
+  """
+  names = list(map(os.fspath, files))
+  with tempfile.TemporaryDirectory() as folder:
+    entry = pathlib.Path(folder) / 'entry.gin'
+    entry.write_text(_ENTRY_GIN, 'utf-8')
+    loaded = gin_loader.load(
+      [*names, entry],
+      entry=_ENTRY,
+      read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)),
+      **options,
+    )
+    return loaded.arguments(_ENTRY)['model']

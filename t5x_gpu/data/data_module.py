@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
+import numpy as np
+
 from t5x_gpu.data.batches import (
   PREPARED,
   Batch,
@@ -69,6 +71,25 @@ class ModelOutputs:
   predictions: Sequence[Sequence[int]] = ()
   prediction_scores: Sequence[float] = ()
   scores: Sequence[float] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+  """The size of a task's split.
+
+  Attributes:
+    features: features of the task; they show whether it has labels, conversations or preferences.
+    lengths: feature -> tokens of each measured example, uncut [number of measured examples].
+    num_examples: examples of the split; records of its source if only some were measured.
+  """
+
+  features: tuple[str, ...]
+  lengths: Mapping[str, np.ndarray]
+  num_examples: int
+
+  @property
+  def num_measured(self) -> int:
+    return max((len(x) for x in self.lengths.values()), default=0)
 
 
 class EvaluatedTask(Protocol):
@@ -346,6 +367,14 @@ class DataModule(Protocol):
       required: raise DataError if no task or example is found.
     """
 
+  def survey(self, config: DatasetConfig, *, num_measured: int) -> Survey:
+    """Returns the size of the split. Needed by `python -m t5x_gpu.config from_hf`.
+
+    Args:
+      config: a task or mixture, its split and vocabulary; its lengths do not matter.
+      num_measured: tokenize at most this many examples, a random sample.
+    """
+
   def prompt_text(
     self, config: DatasetConfig, *, feature_converter: str, model_vocab_size: int, has_inputs: bool
   ) -> PromptText:
@@ -551,6 +580,20 @@ def open_text(
       parameters=('DatasetConfig.module',),
     )
   return make(config, **options)
+
+
+def open_survey(config: DatasetConfig, *, num_measured: int) -> Survey:
+  """Returns the size of `config`'s split; see `DataModule.survey`."""
+  survey = _optional(config, 'survey')
+  if survey is None:
+    raise ConfigError(
+      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which cannot measure '
+      'examples.',
+      fix='Name a task or files of text, such as jsonl:data/*.jsonl.',
+      parameters=_MODULE,
+      docs='tasks.md',
+    )
+  return survey(config, num_measured=num_measured)
 
 
 def open_evaluated_tasks(

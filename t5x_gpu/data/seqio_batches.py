@@ -538,3 +538,4 @@ evaluated_tasks = evaluated_tasks_lib.open_tasks
 prompt_text = task_prompts.prompt_text
 class_text = task_prompts.class_text
 preparation = preparation_lib.preparation
+survey = task_lookup.survey

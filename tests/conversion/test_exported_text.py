@@ -109,8 +109,8 @@ def answers(folder, tmp_path, *flags):
   return [json.loads(line) for line in result.out.splitlines()]
 
 
-def generated(folder, *, chat=False, tokenizer='AutoTokenizer'):
-  """Returns (text, number of tokens) of transformers' answers, with its own defaults."""
+def generated(folder, *, chat=False, tokenizer='AutoTokenizer', **options):
+  """Returns (text, number of tokens) of transformers' answers; without options its defaults."""
   tokenizer = getattr(transformers, tokenizer).from_pretrained(folder)
   config = transformers.AutoConfig.from_pretrained(folder)
   auto = 'AutoModelForSeq2SeqLM' if config.is_encoder_decoder else 'AutoModelForCausalLM'
@@ -126,7 +126,7 @@ def generated(folder, *, chat=False, tokenizer='AutoTokenizer'):
     else:
       given = tokenizer(prompt, return_tensors='pt', return_token_type_ids=False)
     with torch.no_grad():
-      ids = model.generate(**given)[0].tolist()
+      ids = model.generate(**given, **options)[0].tolist()
     new = ids[1:] if config.is_encoder_decoder else ids[given['input_ids'].shape[1] :]
     ended = new[-1] in np.atleast_1d(model.generation_config.eos_token_id)
     text = tokenizer.decode(new[:-1] if ended else new)

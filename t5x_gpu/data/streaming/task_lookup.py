@@ -13,6 +13,7 @@ import numpy as np
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import Survey
 from t5x_gpu.data.features import LABELS, layout
 from t5x_gpu.data.sources import labelled, seqio_sources
 from t5x_gpu.data.tasks import (
@@ -375,15 +376,17 @@ def reading_problem(task: TaskOrMixture) -> Optional[DataError]:
   return next((problem for problem in found if problem is not None), None)
 
 
-def numpy_examples(task: TaskOrMixture, config: DatasetConfig) -> Iterator[Example]:
-  """Yields the examples of `config`'s split as numpy, one epoch in order.
+def numpy_examples(
+  task: TaskOrMixture, config: DatasetConfig, *, shuffle: bool = False
+) -> Iterator[Example]:
+  """Yields the examples of `config`'s split as numpy, one epoch, in order unless shuffled.
 
   Raises:
     DataError: an example cannot be read.
   """
   number = 0
   try:
-    for example in examples(task, config, shuffle=False, num_epochs=1).as_numpy_iterator():
+    for example in examples(task, config, shuffle=shuffle, num_epochs=1).as_numpy_iterator():
       yield example
       number += 1
   except tf.errors.OpError as e:
@@ -392,6 +395,35 @@ def numpy_examples(task: TaskOrMixture, config: DatasetConfig) -> Iterator[Examp
       f'{first_line(e)}',
       fix='Check that the files of the task are complete and readable.',
     ) from e
+
+
+def survey(config: DatasetConfig, *, num_measured: int) -> Survey:
+  """Returns the size of `config`'s split; see `data_module.DataModule.survey`."""
+  task = lookup(config)
+  check_split(task, config)
+  config = dataclasses.replace(config, task_feature_lengths=None)
+  lengths: dict[str, list[int]] = {name: [] for name in task.output_features}
+  found = 0
+  for example in numpy_examples(task, config, shuffle=True):
+    found += 1
+    if found > num_measured:
+      break
+    for name, sizes in lengths.items():
+      sizes.append(np.size(example[name]))
+  if found > num_measured:  # reading the others without tokenizing them is fast
+    sources = (part.source for part in seqio.get_subtasks(task) if config.split in part.splits)
+    found = sum(_num_records(source, config.split) for source in sources)
+  return Survey(tuple(lengths), {name: np.array(x) for name, x in lengths.items()}, found)
+
+
+def _num_records(source: seqio.DataSource, split: str) -> int:
+  records = source.get_dataset(split=split, shuffle=False)
+  return int(records.reduce(np.int64(0), tf.autograph.experimental.do_not_convert(_next_number)))
+
+
+def _next_number(number: tf.Tensor, record: Example) -> tf.Tensor:
+  del record
+  return number + 1
 
 
 def check_not_empty(task: TaskOrMixture, config: DatasetConfig) -> None:
