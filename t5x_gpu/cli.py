@@ -47,22 +47,32 @@ True, None, [1, 2], %MACRO and @module.name() mean the same as in gin. To see wh
   python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
 """
 
-_LOGS = 'Leave it out: log lines go to stderr. T5X_GPU_VERBOSE=1 adds the lines of all libraries.'
-# Flags of T5X's commands (t5x/train.py, t5x/main.py, absl) that t5x_gpu lacks -> what to do
-# instead.
-T5X_FLAGS = {
+_LOGS = 'log lines are always printed; T5X_GPU_VERBOSE=1 adds the lines of all libraries'
+# Flags of T5X's commands (t5x/train.py, t5x/main.py, absl) that are accepted -> why they have no
+# effect here.
+T5X_NO_EFFECT = {
   '--alsologtostderr': _LOGS,
+  '--jax_backend_target': 'JAX_PLATFORMS selects the backend',
+  '--logtostderr': _LOGS,
+  '--multiprocess_gpu': 'the launcher of several processes is detected (docs/slurm.md)',
+  '--stderrthreshold': _LOGS,
+}
+# absl's other ways to write a boolean flag.
+_DRY_RUN = {
+  **{f'--dry_run={value}': True for value in ('True', 'true', '1')},
+  **{f'--dry_run={value}': False for value in ('False', 'false', '0')},
+  '--nodry_run': False,
+}
+_WITH_VALUE = ('--jax_backend_target', '--stderrthreshold')
+# Other flags of T5X's commands that t5x_gpu lacks -> what to do instead.
+T5X_FLAGS = {
   '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
-  '--multiprocess_gpu': 'Leave it out: several processes are detected automatically, see '
-  'docs/slurm.md.',
   '--initialization_timeout': 'Set it in gin: DistributedConfig.initialization_timeout_seconds '
   '(docs/slurm.md).',
-  '--logtostderr': _LOGS,
   '--run_mode': 'Each mode is a command: python -m t5x_gpu.train, t5x_gpu.eval, t5x_gpu.infer; '
   'precompile is python -m t5x_gpu.train --precompile.',
   '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
   'MIXTURE_OR_TASK_MODULE names.',
-  '--stderrthreshold': _LOGS,
 }
 
 
@@ -196,6 +206,8 @@ def parse_args(
   if extra is not None:
     extra(parser)
   rest, bindings = _take_bindings(list(sys.argv[1:] if argv is None else argv))
+  if not without_config:
+    rest = _as_ours(rest, command=prog.rpartition('.')[2])
   values, unknown = parser.parse_known_intermixed_args(rest)
   if unknown:
     raise _unknown_argument(unknown[0], parser)
@@ -277,6 +289,25 @@ def _take_bindings(argv: list[str]) -> tuple[list[str], list[str]]:
       binding = f'{binding}={argv.pop(0)}'
     bindings.append(binding)
   return rest, bindings
+
+
+def _as_ours(argv: Sequence[str], *, command: str) -> list[str]:
+  """Returns arguments that T5X accepts as ours; prints which flags have no effect here."""
+  ours, left = [], list(argv)
+  while left:
+    argument = left.pop(0)
+    name, has_value, value = argument.partition('=')
+    flag = name.replace('--no', '--', 1)
+    if name == '--run_mode' and command == (value or next(iter(left), '')):
+      left = left if has_value else left[1:]
+    elif argument in _DRY_RUN:
+      ours += ['--dry_run'] if _DRY_RUN[argument] else []
+    elif flag in T5X_NO_EFFECT:
+      left = left[1:] if flag in _WITH_VALUE and not has_value else left
+      print(f'note: {name} of T5X has no effect: {T5X_NO_EFFECT[flag]}', file=sys.stderr)
+    else:
+      ours.append(argument)
+  return ours
 
 
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigError:

@@ -73,10 +73,9 @@ def test_entry_points_add_flags():
     ['--batch-size', '8'],
     ['--gn.batch_size=8'],
     ['--gin_bindings=A=1'],
-    ['--multiprocess_gpu'],
+    ['--dry_run=maybe'],
     ['--run_mode=precompile'],
     ['--run_mode', 'eval'],
-    ['--alsologtostderr'],
     ['my.gin'],
     ['now'],
     ['--gin.A'],
@@ -90,6 +89,31 @@ def test_mistakes_name_the_flag_and_the_fix(argv):
     parse(
       '--gin_file=a.gin', *argv, extra=lambda p: p.add_argument('--num_steps', type=int, default=3)
     )
+
+
+@pytest.mark.parametrize(
+  'argv, note',
+  [
+    (['--multiprocess_gpu'], 'the launcher of several processes is detected'),
+    (['--nomultiprocess_gpu'], 'is detected'),
+    (['--logtostderr', '--alsologtostderr=true'], 'log lines'),
+    (['--stderrthreshold', 'info'], 'log lines'),
+    (['--jax_backend_target=grpc://x'], 'JAX_PLATFORMS'),
+    (['--run_mode=train'], ''),
+    (['--run_mode', 'train'], ''),
+    (['--nodry_run'], ''),
+    (['--dry_run=False'], ''),
+  ],
+)
+def test_flags_of_t5x_that_change_nothing_are_accepted_and_named(argv, note, capsys):
+  args = parse('--gin_file=a.gin', *argv)
+  assert args.gin_files == ('a.gin',) and not args.dry_run
+  said = capsys.readouterr().err
+  assert note in said and bool(said) == bool(note)
+
+
+def test_dry_run_is_a_boolean_flag_as_in_t5x():
+  assert parse('--gin_file=a.gin', '--dry_run=True').dry_run
 
 
 def test_no_gin_file_names_the_examples():

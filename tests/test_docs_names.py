@@ -45,11 +45,20 @@ FOREIGN_FLAGS = {
   '--no-deps',
   '--run_mode',
   '--multiprocess_gpu',
+  '--logtostderr',
+  '--alsologtostderr',
+  '--stderrthreshold',
+  '--jax_backend_target',
   '--process-slot-var',
 }
-# The parameters of T5X that have a translation, and a macro of T5X's gin files.
+# The parameters of T5X that have a translation, and macros of T5X's gin files.
 T5X_RULES = ROOT / 't5x_gpu' / 'config' / 't5x' / 'rules.py'
-T5X_MACROS = {'INITIAL_CHECKPOINT_PATH'}
+T5X_MACROS = {
+  'INITIAL_CHECKPOINT_PATH',
+  'CHECKPOINT_PATH',
+  'EVAL_OUTPUT_DIR',
+  'INFER_OUTPUT_DIR',
+}
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.
 PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO', 'COMMAND'}

@@ -288,10 +288,24 @@ def _import_line(selector: str) -> str:
   return ''
 
 
+# T5's package asks for nightly builds of SeqIO and TFDS, which would replace the tested versions.
+_T5_FIX = """Install T5's package without its dependencies, then what its tasks need:
+  pip install --no-deps t5==0.9.4
+  pip install babel editdistance nltk pandas rouge-score sacrebleu scikit-learn scipy"""
+
+
+def install_fix(module: str, *, missing: str) -> str:
+  """Returns how to install `missing`, without which `module` of a package cannot be imported."""
+  return _T5_FIX if module.partition('.')[0] == 't5' else f'pip install {missing}'
+
+
 def import_problem(statement: config_parser.ImportStatement, error: BaseException) -> str:
   """Returns why the import of a gin file failed: no such module, or an error inside it."""
   module = statement.module
   missing = getattr(error, 'name', None) or ''
+  if isinstance(error, ModuleNotFoundError) and module.partition('.')[0] == 't5':
+    fix = install_fix(module, missing=missing)
+    return f'{module} cannot be imported: there is no module {missing!r}. {fix}'
   if not isinstance(error, ModuleNotFoundError) or not f'{module}.'.startswith(f'{missing}.'):
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (

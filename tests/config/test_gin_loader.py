@@ -236,3 +236,11 @@ def test_names_of_an_earlier_load_are_forgotten(load):
 
 def test_a_value_with_a_line_break_is_one_string(load):
   assert load(['my.gin'], bindings=['MODEL_DIR=1\nB = 2']).arguments()['model_dir'] == '1\nB = 2'
+
+
+def test_an_import_of_t5s_package_says_how_to_install_it(tmp_path):
+  (tmp_path / 'my.gin').write_text(
+    'from __gin__ import dynamic_registration\nfrom t5.data import mixtures\n'
+  )
+  with raises(ConfigError):
+    gin_loader.load([tmp_path / 'my.gin'])

@@ -34,6 +34,10 @@ def test_task_module_that_needs_something_missing(open_data, tmp_path, monkeypat
   refused(open_data, 'x', mixture_or_task_module='needy_tasks', error=ConfigError)
 
 
+def test_tasks_of_t5s_package_say_how_to_install_it(open_data):
+  refused(open_data, 'x', mixture_or_task_module='t5.data.mixtures', error=ConfigError)
+
+
 @pytest.mark.parametrize('kind', ['text_files', 'text_lines', 'jsonl'])
 def test_pattern_that_matches_nothing_lists_the_files_found(open_data, text_folder, kind):
   refused(open_data, f'{kind}:{text_folder}/*.json')

@@ -11,6 +11,7 @@ from typing import Optional, Union
 
 import numpy as np
 
+from t5x_gpu.config.gin_names import install_fix
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import Survey
@@ -201,14 +202,15 @@ def _import(module: str) -> None:
     importlib.import_module(module)
   except ModuleNotFoundError as e:
     # Distinguish a missing task module from a missing module that it imports.
-    missing = e.name if e.name and not f'{module}.'.startswith(f'{e.name}.') else None
+    is_own = bool(e.name) and f'{module}.'.startswith(f'{e.name}.')
+    missing = e.name if not is_own or e.name == 't5' else None
     raise ConfigError(
       f'DatasetConfig.mixture_or_task_module = {module!r} cannot be imported: '
       + (
         f'it needs {missing!r}, which is not installed.' if missing else 'there is no such module.'
       ),
       fix=(
-        f'pip install {missing}'
+        install_fix(module, missing=missing)
         if missing
         else 'Write it as in an import statement (my_project.tasks), and run where that import '
         'works, or install the project.'
