@@ -25,6 +25,7 @@ from t5x_gpu.evaluation.infer_jobs import open_job
 from t5x_gpu.evaluation.infer_request import InferSetup, gin_file_of, read_request
 from t5x_gpu.runtime import distributed, main_log
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.process_exit import interrupts_noted
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
@@ -36,7 +37,7 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --split=test --output=answers.jsonl
   {prog} --checkpoint=runs/demo --prompts=pairs.jsonl --score
   {prog} --checkpoint=runs/chat --interactive --chat
-  {prog} --checkpoint=runs/demo --interactive --gin.DecodingConfig.temperature=0.8
+  {prog} --checkpoint=runs/demo --interactive --temperature=0.8
 
 --checkpoint takes a MODEL_DIR or a model that t5x_gpu.convert wrote. Its own gin file describes the
 model, unless --gin_file is given. It is read as data; nothing in it runs without --trust_gin.
@@ -97,28 +98,81 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
       f'{distributed.process_count()} processes.',
       fix='Start one process, or give --prompts=FILE.',
     )
-  say('Type a prompt and press Enter; Ctrl-D ends.')
+  say(
+    'Type a message and press Enter. /reset starts over, /quit or Ctrl-D ends, Ctrl-C ends an '
+    'answer.'
+    if chat
+    else 'Type a prompt and press Enter; Ctrl-D ends.'
+  )
   said: list[dict[str, str]] = []  # the conversation so far
   for number in itertools.count():
     try:
       line = input('> ' if sys.stdin.isatty() else '')
     except EOFError:
       return
-    if line.strip():
+    if chat and line.strip() == '/quit':
+      return
+    if chat and line.strip() == '/reset':
+      said = []
+      say('The conversation starts over.')
+    elif line.strip():
       try:
         asked = [*said, {'role': 'user', 'content': line}]
-        prompt = Prompt('This prompt', line, messages=asked if chat else None)
-        tokens = job.tokens(prompt)
-        job.generator.check_prompt(len(tokens), where='This prompt')
-        [found] = job.generator.generate([tokens], numbers=[number])
-        found = found if job.outcome is None else [found]
+        messages = asked if chat else None
+        answer = _answer(job, Prompt('This prompt', line, messages=messages), number)
       except DataError as e:  # the next prompt may fit
-        say(str(e))
+        say(f'{e}' + ('\n  /reset starts over.' if said else ''))
         continue
-      for generated in found:
-        print(printable(job.decoded(generated)), flush=True)
       if chat:
-        said = [*asked, {'role': 'assistant', 'content': job.decoded(found[0])}]
+        said = [*asked, {'role': 'assistant', 'content': answer}]
+
+
+def _answer(job: InferJob, prompt: Prompt, number: int) -> str:
+  """Prints a text while the model writes it, until Ctrl-C; returns the text, the best of several.
+
+  Args:
+    job: the model and its text.
+    prompt: the prompt.
+    number: its number, on which samples depend.
+  """
+  tokens = job.tokens(prompt)
+  job.generator.check_prompt(len(tokens), where=prompt.where)
+  config = job.generator.config
+  if job.outcome is not None or config.num_beams > 1 or config.num_decodes > 1:
+    [found] = job.generator.generate([tokens], numbers=[number])
+    texts = [job.decoded(one) for one in (found if job.outcome is None else [found])]
+    for text in texts:
+      print(printable(text), flush=True)
+    return texts[0]
+  shown = text = ''
+  with interrupts_noted() as interrupted:
+    for found in job.generator.stream(tokens, number=number):
+      text = job.decoded(found)
+      if text.startswith(shown) and not text.endswith(_HALF):  # the next token may change its end
+        print(printable(text[len(shown) :]), end='', flush=True)
+        shown = text
+      if interrupted():
+        break
+  print(printable(text[len(shown) :] if text.startswith(shown) else ''))
+  return text
+
+
+_HALF = '\ufffd'  # the first bytes of a character
+
+
+# Flag -> parameter of DecodingConfig.
+_DECODING = {
+  'temperature': 'temperature',
+  'top_k': 'top_k',
+  'top_p': 'top_p',
+  'max_tokens': 'max_decode_length',
+}
+
+
+def _decoding_bindings(flags: argparse.Namespace) -> list[str]:
+  """Returns the gin bindings of the flags in `_DECODING`."""
+  given = {parameter: getattr(flags, name) for name, parameter in _DECODING.items()}
+  return [f'DecodingConfig.{name}={value}' for name, value in given.items() if value is not None]
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +226,17 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     ),
   )
   group.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
+  group.add_argument(
+    '--temperature',
+    type=float,
+    metavar='X',
+    help='0 takes the most probable token (the default), 1 samples: DecodingConfig.temperature',
+  )
+  group.add_argument('--top_k', type=int, metavar='N', help='sample among the N most probable')
+  group.add_argument(
+    '--top_p', type=float, metavar='X', help='sample among the tokens with this total probability'
+  )
+  group.add_argument('--max_tokens', type=positive_int, metavar='N', help='maximum of new tokens')
   cli.add_trust_flag(group)
   cluster_lib.add_flags(parser)
 
@@ -219,7 +284,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if flags.trust_gin:  # not `say`: it uses devices, and it is too early for that
     print(cli.trusted(gin_file_of(flags.checkpoint)), file=sys.stderr, flush=True)
   request = read_request(
-    flags, args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+    flags,
+    args.gin_files,
+    bindings=[*args.bindings, *_decoding_bindings(flags)],
+    search_paths=args.gin_search_paths,
   )
   distributed.start(cluster, request.distributed_cfg, xla_preset=request.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())

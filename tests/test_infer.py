@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import signal
 import sys
 import types
 
@@ -20,14 +21,19 @@ from pyarrow import parquet
 from t5x_gpu import convert, infer
 from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
 from t5x_gpu.config import gin_loader
+from t5x_gpu.data.data_module import Prompt
 from t5x_gpu.data.prompts import read_prompts
+from t5x_gpu.data.streaming.task_prompts import TaskText
 from t5x_gpu.errors import DataError
+from t5x_gpu.evaluation.generated_text import InferJob
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import discover
 from t5x_gpu.terminal.printable import printable
+from tests.conversion.hf_files import CONFIGS, write_model
+from tests.helpers_chat import CHATML, write_tokenizer
 from tests.helpers_disk import refused_to_python
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
 from tests.messages import raises, record_stderr
@@ -417,16 +423,21 @@ def test_merged_adapters_write_what_they_write_unmerged(model_dir, prompts, tmp_
   assert [record['score'] for record in got] == pytest.approx([w.score for [w] in wanted], rel=1e-4)
 
 
-def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
-  lines = iter(['import os', '', 'x'])
+def type_lines(monkeypatch, *lines):
+  """Types lines, then Ctrl-D."""
+  left = iter(lines)
 
   def typed(_):
     try:
-      return next(lines)
+      return next(left)
     except StopIteration:
       raise EOFError from None
 
   monkeypatch.setattr('builtins.input', typed)
+
+
+def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
+  type_lines(monkeypatch, 'import os', '', 'x')
   result = call(model_dir, '--interactive')
   assert result.code == 0, result.err
   by_input = {r['inputs']: printable(r['prediction']) for r in expected}
@@ -542,3 +553,69 @@ def test_what_is_larger_than_the_memory_is_refused_before_it_is_read(
     result = call(model_dir, f'--prompts={prompts}', f'--gin.{setting}={2**36}', *flags)
     assert result.code == 1 and 'Traceback' not in result.err
     assert 'OutOfMemoryError: The parameters take ' in result.err and what in result.err
+
+
+@pytest.mark.parametrize('temperature', [0.0, 0.7])
+def test_a_stream_gives_the_texts_of_generate_token_by_token(model_dir, temperature, monkeypatch):
+  jobs = []
+  monkeypatch.setattr(infer, 'talk', lambda job, *, chat: jobs.append(job))
+  assert call(model_dir, '--interactive', f'--temperature={temperature}').code == 0
+  [job] = jobs
+  prompt = job.tokens(Prompt('here', 'import os'))
+  [[whole]] = job.generator.generate([prompt], numbers=[3])
+  parts = list(job.generator.stream(prompt, number=3))
+  assert [len(part.tokens) for part in parts] == list(range(1, len(whole.tokens) + 1))
+  assert parts[-1].tokens == whole.tokens and parts[-1].is_complete == whole.is_complete
+  assert all(part.tokens == whole.tokens[: len(part.tokens)] for part in parts)
+  assert parts[-1].score == pytest.approx(whole.score, abs=1e-4)
+
+
+@pytest.fixture(name='chat_model', scope='module')
+def _chat_model(tmp_path_factory):
+  """A converted chat model of random weights."""
+  pytest.importorskip('tokenizers')
+  folder = tmp_path_factory.mktemp('chat')
+  write_model(folder / 'theirs', {**CONFIGS['llama'], 'vocab_size': 300})
+  write_tokenizer(folder / 'theirs', CHATML)
+  convert.main([f'--from={folder / "theirs"}', f'--to={folder / "ours"}', '--check=tensors'])
+  return folder / 'ours'
+
+
+def test_a_talk_keeps_its_messages_until_reset_and_ends_with_quit(chat_model, monkeypatch):
+  asked = []
+  encode = TaskText.encode_chat
+
+  def encode_chat(self, messages, **options):
+    asked.append([message['content'] for message in messages])
+    return encode(self, messages, **options)
+
+  monkeypatch.setattr(TaskText, 'encode_chat', encode_chat)
+  type_lines(monkeypatch, 'Hi', 'And?', '/reset', 'Hi', '/quit', 'never read')
+  result = call(chat_model, '--chat', '--interactive', '--max_tokens=4')
+  assert result.code == 0, result.err
+  first, second, third = result.out.removesuffix('\n').split('\n')
+  assert first == third and [len(messages) for messages in asked] == [1, 3, 1]
+  assert asked[1][0] == 'Hi' and asked[1][2] == 'And?' and printable(asked[1][1]) == first
+  assert 'The conversation starts over' in result.err
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_talk(chat_model, monkeypatch):
+  stream = Generator.stream
+
+  def interrupted(self, prompt, **options):
+    for i, found in enumerate(stream(self, prompt, **options)):
+      if i == 2:
+        signal.raise_signal(signal.SIGINT)
+      yield found
+
+  lengths = []
+  monkeypatch.setattr(Generator, 'stream', interrupted)
+  decoded = InferJob.decoded
+  monkeypatch.setattr(
+    InferJob, 'decoded', lambda self, one: lengths.append(len(one.tokens)) or decoded(self, one)
+  )
+  type_lines(monkeypatch, 'Hi', 'Hi again')
+  result = call(chat_model, '--chat', '--interactive', '--max_tokens=30')
+  assert result.code == 0, result.err
+  assert lengths == [1, 2, 3, 1, 2, 3]
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -239,3 +239,29 @@ def _main_thread_place() -> str:
     frame = frame.f_back
   code = frame.f_code
   return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})'
+
+
+@contextlib.contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+  """Context in which Ctrl-C does not end the process.
+
+  Yields a function that returns whether Ctrl-C was pressed since its last call. Works in the main
+  thread only; elsewhere Ctrl-C keeps its meaning.
+  """
+  pressed: list[int] = []
+
+  def take() -> bool:
+    found = bool(pressed)
+    pressed.clear()
+    return found
+
+  if threading.current_thread() is not threading.main_thread():
+    yield take
+    return
+  before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+  wakeup = signal.set_wakeup_fd(-1)  # a second Ctrl-C would leave (SecondInterruptLeaves)
+  try:
+    yield take
+  finally:
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, before)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Optional
 
 import jax
@@ -22,7 +22,18 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig, check_sample, check_writes_text, reads_inputs
 from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.inference.search import BeamSearch, Continuations, Sampling, Search, run
+from t5x_gpu.models.incremental import DecodingState
+from t5x_gpu.models.inference.search import (
+  BeamSearch,
+  Continuations,
+  Loop,
+  Sampling,
+  Search,
+  Texts,
+  continue_loop,
+  run,
+  start_loop,
+)
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
@@ -267,6 +278,9 @@ class Generator:
     options = dict(out_shardings=self._layout.replicated, compiler_options=compiler_options)
     model = _without_dropping(model)
     self._generate = self._layout.jit(functools.partial(_generate, model, config), **options)
+    # For `stream`: the first token, and one more.
+    self._begin = self._layout.jit(functools.partial(_begin, model, config))
+    self._go_on = self._layout.jit(functools.partial(_go_on, model, config), donate_argnums=1)
     self._score = self._layout.jit(functools.partial(_log_likelihood, model), **options)
 
   def with_params(self, params: Params) -> 'Generator':
@@ -319,6 +333,27 @@ class Generator:
       results += self._texts(jax.device_get(found))[: len(prompts[part])]
       advance(len(prompts[part]))
     return results
+
+  def stream(self, prompt: Sequence[int], *, number: int = 0) -> Iterator[Generated]:
+    """Yields the continuation of one prompt after each token, by the same tokens as `generate`.
+
+    For greedy decoding and sampling with one decode; a beam may change its first tokens.
+
+    Args:
+      prompt: its ids.
+      number: number of the prompt, on which its sample depends.
+    """
+    self._prompts.check(prompt, where=f'Prompt {number}')
+    batch = self._layout.put(self._prompts.to_continue([prompt], [number]))
+    loop = self._begin(self._params, batch)
+    while True:
+      texts: Texts = jax.device_get(loop[2])
+      length = int(texts.lengths[0])
+      tokens, ended = tuple(texts.tokens[0, :length].tolist()), bool(texts.finished[0])
+      yield Generated(tokens, float(texts.log_probabilities[0]), ended)
+      if ended or length == self.config.max_decode_length:
+        return
+      loop = self._go_on(self._params, loop, batch['numbers'])
 
   def _texts(self, found: Continuations) -> list[list[Generated]]:
     return [
@@ -442,6 +477,17 @@ def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
 def _generate(
   model: Model, config: DecodingConfig, params: Params, batch: DeviceBatch
 ) -> Continuations:
+  search = _search(config, batch['numbers'])
+  logits, state = _after_prompts(model, config, params, batch)
+  return run(
+    search, logits=logits, state=state, decode_step=functools.partial(model.decode_step, params)
+  )
+
+
+def _after_prompts(
+  model: Model, config: DecodingConfig, params: Params, batch: DeviceBatch
+) -> tuple[jax.Array, DecodingState]:
+  """Returns logits [batch, vocab] of the token after each prompt, and the state."""
   prompts, more = batch['prompts'], {}
   if 'encoder_tokens' in batch:
     more['encoder_tokens'] = batch['encoder_tokens']
@@ -450,13 +496,19 @@ def _generate(
     if 'encoder_segments' in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
       more['encoder_segments'] = batch['encoder_segments']
   slots = prompts.shape[1] + config.max_decode_length - 1  # the last token is never read again
-  logits, state = model.start_decoding(params, prompts, batch['lengths'], slots=slots, **more)
-  return run(
-    _search(config, batch['numbers']),
-    logits=logits,
-    state=state,
-    decode_step=functools.partial(model.decode_step, params),
-  )
+  return model.start_decoding(params, prompts, batch['lengths'], slots=slots, **more)
+
+
+def _begin(model: Model, config: DecodingConfig, params: Params, batch: DeviceBatch) -> Loop[Texts]:
+  logits, state = _after_prompts(model, config, params, batch)
+  return start_loop(_search(config, batch['numbers']), logits=logits, state=state)
+
+
+def _go_on(
+  model: Model, config: DecodingConfig, params: Params, loop: Loop[Texts], numbers: jax.Array
+) -> Loop[Texts]:
+  step = functools.partial(model.decode_step, params)
+  return continue_loop(_search(config, numbers), loop, decode_step=step, most=loop[0] + 1)
 
 
 def _log_likelihood(model: Model, params: Params, batch: DeviceBatch) -> jax.Array:

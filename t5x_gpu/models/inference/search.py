@@ -19,7 +19,7 @@ from t5x_gpu.partitioning.axis_rules import shard
 DecodeStep = Callable[[jax.Array, DecodingState], tuple[jax.Array, DecodingState]]
 Carry = TypeVar('Carry')  # what a search remembers between tokens, such as Texts
 # (index of the next token, tokens [rows], carry, state).
-_Loop = tuple[ArrayLike, jax.Array, Carry, DecodingState]
+Loop = tuple[ArrayLike, jax.Array, Carry, DecodingState]
 
 
 @flax.struct.dataclass
@@ -82,29 +82,46 @@ def run(
     state: state after the prompts.
     decode_step: method of the model.
   """
+  loop = start_loop(search, logits=logits, state=state)
+  return search.result(continue_loop(search, loop, decode_step=decode_step)[2])
+
+
+def start_loop(search: Search[Carry], *, logits: jax.Array, state: DecodingState) -> Loop[Carry]:
+  """Returns the loop with the first token of each text; arguments as for `run`."""
   if search.num_rows_per_prompt > 1:
     logits = jnp.repeat(logits, search.num_rows_per_prompt, axis=0)
     state = state.repeat(search.num_rows_per_prompt)
+  return jnp.int32(1), *_choose(search, 0, logits, search.start(logits.shape[0]), state)
 
-  def choose(
-    number: ArrayLike, logits: jax.Array, carry: Carry, state: DecodingState
-  ) -> tuple[jax.Array, Carry, DecodingState]:
-    logits = shard(logits, 'batch', None)  # not split over vocab: choosing needs all tokens
-    carry, tokens, beams = search.choose(number, logits, carry)
-    return tokens, carry, state if beams is None else state.beams(beams)
 
-  def goes_on(loop: _Loop[Carry]) -> jax.Array:
+def continue_loop(
+  search: Search[Carry],
+  loop: Loop[Carry],
+  *,
+  decode_step: DecodeStep,
+  most: Optional[ArrayLike] = None,
+) -> Loop[Carry]:
+  """Returns the loop with further tokens, until texts have `most`; None for max_decode_length."""
+  limit = search.max_decode_length if most is None else most
+
+  def goes_on(loop: Loop[Carry]) -> jax.Array:
     number, _, carry, _ = loop
-    return (number < search.max_decode_length) & search.goes_on(carry)
+    return (number < limit) & search.goes_on(carry)
 
-  def another(loop: _Loop[Carry]) -> _Loop[Carry]:
+  def another(loop: Loop[Carry]) -> Loop[Carry]:
     number, tokens, carry, state = loop
     logits, state = decode_step(tokens, state)
-    return number + 1, *choose(number, logits, carry, state)
+    return number + 1, *_choose(search, number, logits, carry, state)
 
-  first = choose(0, logits, search.start(logits.shape[0]), state)
-  carry = jax.lax.while_loop(goes_on, another, (jnp.int32(1), *first))[2]
-  return search.result(carry)
+  return jax.lax.while_loop(goes_on, another, loop)
+
+
+def _choose(
+  search: Search[Carry], number: ArrayLike, logits: jax.Array, carry: Carry, state: DecodingState
+) -> tuple[jax.Array, Carry, DecodingState]:
+  logits = shard(logits, 'batch', None)  # not split over vocab: choosing needs all tokens
+  carry, tokens, beams = search.choose(number, logits, carry)
+  return tokens, carry, state if beams is None else state.beams(beams)
 
 
 def without_padding(scores: jax.Array, *, zero_is_padding: bool) -> jax.Array:
