@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -50,6 +51,21 @@ def looks_for(call: ast.Call, members: set[str]) -> bool:
 
 def lookups(tree: ast.AST, members: set[str]) -> list[ast.Call]:
   return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and looks_for(n, members)]
+
+
+def test_bytes_are_formatted_in_one_place():
+  found = [
+    f'{path_of(module).relative_to(PACKAGE.parent)}:{node.lineno} formats bytes: use console.show.'
+    for module, tree in modules().items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.JoinedStr) and module != 't5x_gpu.terminal.console'
+    for value, text in itertools.pairwise(node.values)
+    if isinstance(value, ast.FormattedValue)
+    and isinstance(text, ast.Constant)
+    and re.match(r' ([KMG]i?B)\b(?!/)', text.value)
+    and not ast.unparse(value.value).startswith('mib(')
+  ]
+  none(found)
 
 
 def test_optional_members_are_declared_and_looked_for_in_one_place():

@@ -294,7 +294,7 @@ def _is_binding(statement: Statement) -> bool:
 
 
 def is_dynamic(statement: Statement) -> bool:
-  """Returns whether this is the import by which a file's names come from its own imports."""
+  """Returns whether this import turns on dynamic registration: names come from the imports."""
   is_import = isinstance(statement, config_parser.ImportStatement)
   return is_import and statement.is_from and statement.module == '__gin__.dynamic_registration'
 

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from typing import Optional
 
 from t5x_gpu.errors import AccessError
+from t5x_gpu.terminal.console import show
 
 _log = logging.getLogger(__name__)
 
-_SOME_GIGABYTES = 0.1  # a disk with less free space counts as full, for any file size
+_SOME_BYTES = 100_000_000  # a disk with less free space counts as full, for any file size
 
 
 @contextlib.contextmanager
@@ -93,13 +94,14 @@ def write_problem(e: OSError, folder: str | os.PathLike) -> str:
     stats = os.statvfs(folder)
   except OSError:
     return text
-  free = stats.f_bavail * stats.f_frsize / 1e9
+  free_bytes = stats.f_bavail * stats.f_frsize
+  free = show(free_bytes, GB='.2f')
   if stats.f_files and not stats.f_favail:
-    return f'{text}: all {stats.f_files:,} inodes are used; {free:.2f} GB are free (df -i)'
-  if free < _SOME_GIGABYTES:
-    return f'{text}: {free:.2f} GB are free (df -h)'
+    return f'{text}: all {stats.f_files:,} inodes are used; {free} are free (df -i)'
+  if free_bytes < _SOME_BYTES:
+    return f'{text}: {free} are free (df -h)'
   return (
-    f'{text}, although {free:.2f} GB and {stats.f_favail:,} inodes are free: the file was larger, '
+    f'{text}, although {free} and {stats.f_favail:,} inodes are free: the file was larger, '
     'or a limit of this user, project or job (of its memory, in /dev/shm) ended'
   )
 

@@ -430,53 +430,41 @@ def _summed(
   names: ParamNames,
 ) -> _Found:
   """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
-  copies = region.copies(parts, names)
-  if region.sums_in_backward:
-    found = _accumulate_then_sum(find, reduction, copies, batch, num_microbatches, region)
-    grads = region.sum_copies(found.grads, parts, names)
-  else:
+  copies, last = region.copies(parts, names), reduction
+  if region.sums_in_backward or region.sums_in_last_tick:
+    last = dataclasses.replace(reduction, over_all_axes=True)
+  if not region.sums_in_backward:
     copies = jax.tree.map(region.varying, copies)
-    accumulate = _accumulate_then_sum if region.sums_in_last_tick else _accumulate
-    found = accumulate(find, reduction, copies, batch, num_microbatches, region)
-    grads = region.reduce_gradients(region.sum_copies(found.grads, parts, names), names)
+  found = _accumulate(find, reduction, last, copies, batch, num_microbatches, region)
+  grads = region.sum_copies(found.grads, parts, names)
+  if not region.sums_in_backward:
+    grads = region.reduce_gradients(grads, names)
   return found.replace(grads=grads, sums=region.total(found.sums))
-
-
-def _accumulate_then_sum(
-  find: _Find,
-  reduction: Reduction,
-  parts: Params,
-  batch: Batch,
-  num_microbatches: int,
-  region: Region,
-) -> _Found:
-  """Returns the results of all microbatches; the last one sums gradients over devices.
-
-  Its backward pass first adds the gradients of the earlier microbatches.
-  """
-  sums = dataclasses.replace(reduction, over_all_axes=True)
-  if num_microbatches == 1:
-    return find(parts, batch, sums)
-  same, microbatches = _split_rows(batch, num_microbatches)
-  first, last = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
-  earlier = _accumulated(find, reduction, jax.tree.map(region.varying, parts), first, same, region)
-  of_last = find(parts, {**last, **same}, dataclasses.replace(sums, earlier=earlier.grads))
-  return of_last.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=of_last.grads)
 
 
 def _accumulate(
   find: _Find,
   reduction: Reduction,
+  last: Reduction,
   parts: Params,
   batch: Batch,
   num_microbatches: int,
   region: Region,
 ) -> _Found:
-  """Returns the results of all microbatches of local rows."""
+  """Returns the results of all microbatches of local rows.
+
+  If `last`, the reduction in the last microbatch, is over all axes, its backward pass first adds
+  the gradients of the earlier microbatches.
+  """
   if num_microbatches == 1:
-    return find(parts, batch, reduction)
+    return find(parts, batch, last)
   same, microbatches = _split_rows(batch, num_microbatches)
-  return _accumulated(find, reduction, parts, microbatches, same, region)
+  if not last.over_all_axes:
+    return _accumulated(find, reduction, parts, microbatches, same, region)
+  first, final = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
+  earlier = _accumulated(find, reduction, jax.tree.map(region.varying, parts), first, same, region)
+  found = find(parts, {**final, **same}, dataclasses.replace(last, earlier=earlier.grads))
+  return found.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=found.grads)
 
 
 def _accumulated(
