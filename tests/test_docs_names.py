@@ -53,12 +53,7 @@ FOREIGN_FLAGS = {
 }
 # The parameters of T5X that have a translation, and macros of T5X's gin files.
 T5X_RULES = ROOT / 't5x_gpu' / 'config' / 't5x' / 'rules.py'
-T5X_MACROS = {
-  'INITIAL_CHECKPOINT_PATH',
-  'CHECKPOINT_PATH',
-  'EVAL_OUTPUT_DIR',
-  'INFER_OUTPUT_DIR',
-}
+T5X_MACROS = {'INITIAL_CHECKPOINT_PATH', 'CHECKPOINT_PATH', 'EVAL_OUTPUT_DIR', 'INFER_OUTPUT_DIR'}
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.
 PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO', 'COMMAND'}
