@@ -6,7 +6,7 @@ This is the path of a parameter through a training step:
    `Dims` how to get the whole parameter and whom to send its gradient.
 2. `over_layers` runs the layers of a stack, one after the other. Each calls `whole`, so only one
    layer's parameters are whole at a time. The backward pass gathers them again (`keep_policy`).
-3. The gradient of `whole` is `reduced`: summed over devices, each of which keeps its own part.
+3. The gradient of `whole` is `reduced`: summed over devices; each device keeps its part.
 
 Most layers and models call only `whole`; tests/test_layering.py lists the others. Other features
 are other kinds of `Parameter` with the same interface: overlap.py communicates one layer ahead of
@@ -290,7 +290,7 @@ def over_layers(
   policy: Optional[Policy] = None,
   unroll: int = 1,
 ) -> Tree:
-  """Returns `carry` after all layers, each of which is gathered when it runs.
+  """Returns `carry` after all layers; each layer is gathered when it runs.
 
   Args:
     layer: computes one layer.

@@ -289,8 +289,9 @@ def _dcn_mesh_shape(t: Translator, value: Any) -> Any:
 def _task(t: Translator, value: Any) -> str:
   if not isinstance(value, str):
     raise Refused(
-      f'{spelled(value)} makes a task. Here files of examples are the task: "tfrecord:PATTERN" or '
-      '"jsonl:PATTERN" (docs/tasks.md).'
+      f'{spelled(value)} makes a task. Files with inputs and targets are a task here: '
+      '"tfrecord:PATTERN" or "jsonl:PATTERN" (docs/tasks.md). Files with inputs alone are prompts: '
+      'python -m t5x_gpu.infer --prompts=FILE.jsonl (docs/infer.md).'
     )
   return value
 
@@ -300,7 +301,7 @@ def _task_module(t: Translator, value: Any) -> Any:
   if value is not None:
     return value
   modules = [m for m in t.files.modules if m.partition('.')[0] not in ('seqio', 'optax', 'gin')]
-  return modules[0] if len(modules) == 1 else None
+  return Value(modules[0], t.files.modules[modules[0]]) if len(modules) == 1 else None
 
 
 def _prompts(t: Translator, value: Any) -> Any:

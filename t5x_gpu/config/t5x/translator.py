@@ -97,7 +97,8 @@ class ParameterRule:
 
   Attributes:
     here: our parameter, 'DatasetConfig.seed'.
-    value: (translator, T5X's value) -> ours; None keeps the value. Raises Refused.
+    value: (translator, T5X's value) -> ours, as a `Value` if another line sets it; None keeps the
+      value. Raises Refused.
     note: how the value maps, why it has no effect, or why it is refused.
     numbers: (translator, T5X's value) -> how numbers differ, or ''.
     default: T5X's default where ours is another one, so that it is written; () if there is none.
@@ -247,10 +248,13 @@ class Translator:
     if rule.status == 'no effect':
       for record in gin_text.instances(given.value, Record):
         self.apply(record)
+    origin = given.origin
+    if isinstance(value, Value):
+      value, origin = value.value, value.origin
     is_written = here and value is not NOT_WRITTEN
     if is_written:
       kept = given.macro if _is_data(value) and value == given.value else ''
-      self.write(here, value, given.origin, scope=scope, macro=kept)
+      self.write(here, value, origin, scope=scope, macro=kept)
     is_kept = is_written and value == given.value
     outcome('same' if is_kept else rule.status, rule.note, rule.numbers(self, given.value), here)
 
