@@ -38,10 +38,12 @@ from t5x_gpu.conversion.tensor_copy import (
   copy_to_ours,
 )
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import Model
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log, stream_of_messages
+from t5x_gpu.storage.files import write_problem
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, as_path, is_remote
 from t5x_gpu.terminal.console import Console
@@ -137,9 +139,11 @@ def converted_once(
   found: list[Optional[str]] = [str(path)]
   with distributed.errors_together():
     if distributed.is_main_process() and not is_remote(path) and not is_remote(folder):
+      is_theirs = False
       with contextlib.suppress(OSError):  # whoever opens the checkpoint reports the error
-        if is_t5x(path):
-          found = [_convert_into(folder / 'converted', path, model, dry_run=dry_run)]
+        is_theirs = is_t5x(path)
+      if is_theirs:
+        found = [_convert_into(folder / 'converted', path, model, dry_run=dry_run)]
   [found_path] = distributed.broadcast_json(found)
   return None if found_path is None else as_path(found_path)
 
@@ -147,7 +151,7 @@ def converted_once(
 def _convert_into(
   folder: pathlib.Path, path: pathlib.Path, model: Model, *, dry_run: bool
 ) -> Optional[str]:
-  fields = describe(without_adapters(model))
+  fields = describe(without_adapters(policy_of(model)))
   files = T5xCheckpoint(path)
   digest = hashlib.sha256(str(files.path).encode()).hexdigest()[:8]
   target = folder / f'{files.path.name}-{digest}'
@@ -169,9 +173,10 @@ def _convert_into(
       if not (target / MODEL_GIN).is_file():
         log(f'{files.path} is a T5X checkpoint. It is converted once, to {target}.')
         convert_t5x(request, Console(stream_of_messages()))
-  except CheckpointError as e:
+  except (CheckpointError, OSError) as e:
+    reason = e.what if isinstance(e, CheckpointError) else write_problem(e, folder)
     raise CheckpointError(
-      f'The T5X checkpoint {files.path} cannot be converted: {e.what}',
+      f'The T5X checkpoint {files.path} cannot be converted: {reason}',
       fix='Convert it by hand, and give the new folder:\n'
       f'  python -m t5x_gpu.convert --from={files.path} --to=NEW_FOLDER',
       docs='from_t5x.md#checkpoints',
