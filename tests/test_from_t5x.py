@@ -141,14 +141,12 @@ def test_t5xs_eval_and_infer_files_run_on_a_checkpoint_of_t5x_which_is_converted
     f'--gin.INFER_OUTPUT_DIR={results}',
     '--gin.infer.num_shards=2',
   ]
-  found = []
-  for shard in (0, 1):
-    result = run_here(lambda: infer.main([*predicts, f'--shard_id={shard}']), num_devices=1)
-    assert not result.code, result.err
-    assert 'converted once' not in result.err
-    file = results / f't5x_dialect_counting-predict.jsonl-{shard:05}-of-00002'
-    found += [json.loads(line) for line in file.read_text().splitlines()]
-  assert [(line['number'], line['targets']) for line in found] == [(0, '0'), (2, '2'), (1, '1')]
+  result = run_here(lambda: infer.main([*predicts, '--shard_id=0']), num_devices=1)
+  assert not result.code, result.err
+  assert 'converted once' not in result.err
+  file = results / 't5x_dialect_counting-predict.jsonl-00000-of-00002'
+  found = [json.loads(line) for line in file.read_text().splitlines()]
+  assert [(line['number'], line['targets']) for line in found] == [(0, '0'), (2, '2')]
 
 
 @pytest.mark.tf
