@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 
 import pytest
 
@@ -21,9 +22,14 @@ PLAIN = DecoderOnlyModel(CONFIG)
 IDS = 16 * 16 // 8  # of a device
 
 
-def sent(p) -> collections.Counter:
+# Tests share the program of PLAIN over fsdp.
+on_mesh = functools.cache(program_on_mesh)
+
+
+@functools.cache
+def sent(model, **mesh) -> collections.Counter:
   """Returns (kind, axes) -> bytes of a step."""
-  found = collections.Counter()
+  found, p = collections.Counter(), on_mesh(model, **mesh)
   hlo = partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
   for c in inventory(hlo, p.layout.mesh.shape):
     found[c.kind, c.axes] += c.bytes_per_call
@@ -47,24 +53,20 @@ def sent(p) -> collections.Counter:
   ],
 )
 def test_gradients_are_those_of_a_whole_table(model, mesh):
-  split = program_on_mesh(model, **mesh)
-  assert sent(split)['all-to-all', ('fsdp',)] > 0
-  assert_same_steps(recorded(split), recorded(program_on_mesh(model, data=8)))
+  assert sent(model, **mesh)['all-to-all', ('fsdp',)] > 0
+  assert_same_steps(recorded(on_mesh(model, **mesh)), recorded(on_mesh(model, data=8)))
 
 
 def test_the_table_stays_where_it_is():
   sizes = dict(embed_dim=CONFIG.embed_dim, fsdp=8, dtype_bytes=4)
-  found, table = (
-    sent(program_on_mesh(PLAIN, fsdp=8)),
-    7 / 8 * 4 * CONFIG.vocab_size * CONFIG.embed_dim,
-  )
+  found, table = sent(PLAIN, fsdp=8), 7 / 8 * 4 * CONFIG.vocab_size * CONFIG.embed_dim
   expected = traffic_per_step([IDS], **sizes)['all-to-all']
   assert found['all-to-all', ('fsdp',)] == pytest.approx(expected)
   # A vocabulary as small as this is gathered.
   small = DecoderOnlyModel(dataclasses.replace(CONFIG, vocab_size=16))
-  assert sent(program_on_mesh(small, fsdp=8))['all-to-all', ('fsdp',)] == 0
+  assert sent(small, fsdp=8)['all-to-all', ('fsdp',)] == 0
   assert sends_less_in_parts(IDS, vocab_size=CONFIG.vocab_size, dtype_bytes=4)
   # Gathered for the logits alone: once, like the kernel of a model without tied logits.
-  tied = sent(program_on_mesh(DecoderOnlyModel(TIED), fsdp=8))
+  tied = sent(DecoderOnlyModel(TIED), fsdp=8)
   for kind in ('all-gather', 'reduce-scatter'):
     assert tied[kind, ('fsdp',)] == pytest.approx(found[kind, ('fsdp',)], abs=table / 50)
