@@ -178,6 +178,28 @@ def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
   assert record['eval/turned/loss'] == pytest.approx(records(evaluated)[4]['eval/loss'], rel=1e-5)
 
 
+def test_the_perplexity_is_the_exponential_of_the_cross_entropy(evaluated):
+  for record in records(evaluated).values():
+    assert record['eval/perplexity'] == pytest.approx(math.exp(record['eval/cross_entropy']))
+
+
+def test_multiple_choice_compares_the_log_probabilities_of_the_choices(evaluated, tmp_path):
+  rows = [{'inputs': 'ab', 'choices': ['a', 'bc', 'abc'], 'answer': i % 3} for i in range(3)]
+  path = tmp_path / 'questions.jsonl'
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  task = f'multiple_choice:{path}'
+  flags = ['--name=choice', '--steps=6', '--metrics=tasks']
+  result = evaluate(evaluated, *flags, MIXTURE_OR_TASK_NAME=task)
+  assert result.code == 0, result.err
+  record = records(evaluated, 'choice')[6]
+  names = ('accuracy', 'accuracy_per_token', 'accuracy_per_byte')
+  # Each choice is the answer of one of three equal questions.
+  assert [record[f'infer_eval/multiple_choice/{name}'] for name in names] == [
+    pytest.approx(1 / 3)
+  ] * 3
+  assert record['infer_eval/multiple_choice/questions'] == 3
+
+
 @pytest.mark.slow
 def test_a_number_of_batches_and_of_examples_can_be_given(evaluated):
   result = evaluate(evaluated, '--name=few', '--steps=6', '--examples=2', '--batches=1')
@@ -193,6 +215,7 @@ def test_the_loss_alone_works_without_metrics(evaluated):
     'step',
     'eval/loss',
     'eval/cross_entropy',
+    'eval/perplexity',
     'eval/accuracy',
     'eval/z_loss',
   }

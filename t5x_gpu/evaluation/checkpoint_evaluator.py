@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from t5x_gpu.metrics.writers import (
   read_json_lines,
 )
 from t5x_gpu.models.decoding import DecodingConfig
-from t5x_gpu.models.model import Params
+from t5x_gpu.models.model import Params, writes_text
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import discover
 from t5x_gpu.storage.files import check_not_refused, write_atomically
@@ -86,7 +87,7 @@ class CheckpointEvaluator:
     num_examples: Optional[int] = None,
   ):
     topology, devices = discover()
-    model = config.model
+    self._model = model = config.model
     self.program = build_program(
       dataclasses.replace(config, num_microbatches=1),
       topology=topology,
@@ -156,11 +157,24 @@ class CheckpointEvaluator:
           values |= values_of(sums, prefix=f'{LOSS}{name}/')
       self.confusion, self.hits = confusion_of(total), hits_of(total)
       values = values_of(total, prefix=LOSS) | values
+      if writes_text(self._model):
+        values |= _perplexities(values)
     if self._tasks is not None:
       values |= self._tasks.run(params, show=show)
     return values
 
 
+def _perplexities(values: Mapping[str, float]) -> dict[str, float]:
+  """Returns the perplexity for each cross entropy, which is per target token."""
+  name = 'cross_entropy'
+  return {
+    f'{key.removesuffix(name)}perplexity': math.exp(min(value, _MOST_NATS))
+    for key, value in values.items()
+    if key.endswith(f'/{name}')
+  }
+
+
+_MOST_NATS = 700.0  # of a finite perplexity
 POLL_SECONDS = 2.0  # between two listings of MODEL_DIR
 Wanted = Union[str, tuple[int, ...]]  # 'all', 'last' or steps
 

@@ -19,6 +19,7 @@ from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.tasks import multiple_choice
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
 from t5x_gpu.errors import DataError, task_error
@@ -164,6 +165,8 @@ def open_tasks(
     one = dataclasses.replace(config, mixture_or_task_name=name, shuffle=False)
     task = task_lookup.lookup(one)
     task_lookup.check_split(task, one)
+    if task_lookup.kind(one) == multiple_choice.NAME:  # a question is never cut
+      one = dataclasses.replace(one, task_feature_lengths=None)
     if task.metric_objs:
       _check(task, one)
       found.append(SeqioEvaluatedTask(task, _examples(task, one, num_examples)))

@@ -21,6 +21,7 @@ from t5x_gpu.data.tasks import (
   builtin,
   chat,
   classification,
+  multiple_choice,
   preference,
   pretraining,
   tables,
@@ -116,6 +117,7 @@ _PATTERN_TASKS = {
   **tfds_tasks.PATTERN_TASKS,
   **classification.PATTERN_TASKS,
   **pretraining.PATTERN_TASKS,
+  **multiple_choice.PATTERN_TASKS,
 }
 # Removed sources of earlier versions -> what to do instead.
 _REMOVED = {

@@ -1,0 +1,52 @@
+"""Multiple choice: questions become an example per choice, and scores become accuracies."""
+
+import json
+
+import pytest
+
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import ModelOutputs, open_evaluated_tasks
+from t5x_gpu.errors import DataError
+from tests.messages import raises
+
+pytestmark = pytest.mark.tf
+
+
+def opened(path, *rows):
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  config = DatasetConfig(f'multiple_choice:{path}', {'targets': 2}, 'validation', 1)
+  [task] = open_evaluated_tasks(config, feature_converter='lm')
+  return task
+
+
+def test_scores_are_compared_as_they_are_per_token_and_per_byte(tmp_path):
+  first = {'inputs': 'One?', 'choices': ['é', 'abcd'], 'answer': 'abcd'}
+  second = {'inputs': 'Two? ', 'choices': ['x', 'yy', 'zzz'], 'answer': 0}
+  task = opened(tmp_path / 'a.jsonl', first, second)
+  assert len(task.inputs) == 5 and task.needs_scores and not task.needs_predictions
+  texts = [bytes(i - 3 for i in ids).decode() for ids in task.targets]
+  assert texts == [' é', ' abcd', 'x', 'yy', 'zzz']  # a space joins, and nothing is cut
+  found = task.metrics(ModelOutputs(scores=[-3.0, -4.0, -1.0, -1.5, -9.0]))
+  assert found == {
+    'accuracy': 0.5,  # é and x
+    'accuracy_per_token': 0.5,  # -3 / 3 and -4 / 5; -1 and -1.5 / 2
+    'accuracy_per_byte': 0.5,
+    'questions': 2.0,
+  }
+  found = task.metrics(ModelOutputs(scores=[-3.0, -6.0, -1.0, -9.0, -9.0]))
+  assert found['accuracy'] == 0.5 and found['accuracy_per_byte'] == 0.5
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    {'inputs': 'a', 'choices': ['b'], 'answer': 0},
+    {'inputs': 'a', 'choices': ['b', 'c'], 'answer': 2},
+    {'inputs': 'a', 'choices': ['b', 'c'], 'answer': 'd'},
+    {'question': 'a', 'choices': ['b', 'c'], 'answer': 0},
+  ],
+  ids=['one-choice', 'no-such-index', 'no-such-choice', 'no-inputs'],
+)
+def test_a_line_that_is_not_a_question_is_an_error_with_its_place(row, tmp_path):
+  with raises(DataError):
+    opened(tmp_path / 'a.jsonl', row)
