@@ -27,10 +27,12 @@ class DecodingConfig:
     num_beams: number of beams of a beam search; 1 for no search.
     length_penalty: exponent that favors longer texts; 0 ranks by probability alone.
     beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
-      when no open beam can overtake a finished beam; open beams at max_decode_length rank behind
-      (T5X does not divide their log-probabilities). 'huggingface' divides by length **
+      when no open beam can overtake a finished beam; open beams at max_decode_length rank behind,
+      by their undivided log-probabilities. 'huggingface' divides by length **
       length_penalty, lets only the first num_beams candidates finish, counts open beams as finished
       at max_decode_length, and stops as `transformers` does with early_stopping=False.
+    rescale_log_probs: score samples by the distribution that they are drawn from, after
+      temperature, top_k and top_p, as T5X does by default; False for the model's own distribution.
     stop_tokens: ids that end a text, in addition to the vocabulary's end of sequence.
     start_token: decoder input before the first token: 0 for models trained here, whose inputs are
       shifted by one; None for a decoder with unshifted inputs (Llama, GPT-2), whose prompt needs at
@@ -55,6 +57,7 @@ class DecodingConfig:
   zero_is_padding: bool = True
   seed: int = 0
   batch_size: int = 32
+  rescale_log_probs: bool = False
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'stop_tokens', tuple(self.stop_tokens))

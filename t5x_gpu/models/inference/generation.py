@@ -470,6 +470,7 @@ def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
     top_k=config.top_k,
     top_p=config.top_p,
     seed=config.seed,
+    rescale_log_probs=config.rescale_log_probs,
     **options,
   )
 

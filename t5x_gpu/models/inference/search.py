@@ -179,8 +179,8 @@ class Sampling:
     numbers: [batch], number of each prompt; determines a sample, together with the seed and the
       number of the decode. Negative for rows without a prompt, which only fill the batch.
     num_rows_per_prompt: number of decodes per prompt.
-    max_decode_length, temperature, top_k, top_p, stop_tokens, zero_is_padding, seed: as in
-      DecodingConfig.
+    max_decode_length, temperature, top_k, top_p, stop_tokens, zero_is_padding, seed,
+      rescale_log_probs: as in DecodingConfig.
   """
 
   numbers: jax.Array
@@ -192,6 +192,7 @@ class Sampling:
   stop_tokens: tuple[int, ...]
   seed: int
   zero_is_padding: bool = True
+  rescale_log_probs: bool = False
 
   def start(self, rows: int) -> Texts:
     tokens = shard(jnp.zeros((rows, self.max_decode_length), jnp.int32), 'batch', None)
@@ -212,8 +213,10 @@ class Sampling:
     else:
       chosen = jnp.argmax(allowed, axis=-1)
     chosen = jnp.where(carry.finished, 0, chosen.astype(jnp.int32))
-    log_probability = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[:, None], -1)[:, 0]
-    gained = jnp.where(carry.finished, 0.0, log_probability)
+    scored = allowed if self.rescale_log_probs else logits
+    log_probability = jnp.take_along_axis(jax.nn.log_softmax(scored), chosen[:, None], -1)[:, 0]
+    is_certain = self.rescale_log_probs and self.temperature == 0
+    gained = jnp.where(carry.finished | is_certain, 0.0, log_probability)
     tokens = shard(carry.tokens.at[:, number].set(chosen), 'batch', None)
     return (
       Texts(
@@ -244,7 +247,8 @@ class Sampling:
     def by_prompt(x: jax.Array) -> jax.Array:
       return x.reshape(-1, self.num_rows_per_prompt, *x.shape[1:])
 
-    return Continuations(*map(by_prompt, (carry.tokens, carry.lengths, carry.log_probabilities)))
+    drawn = Continuations(*map(by_prompt, (carry.tokens, carry.lengths, carry.log_probabilities)))
+    return _best(self.num_rows_per_prompt, drawn)
 
 
 @flax.struct.dataclass
@@ -264,6 +268,10 @@ class Beams:
   length: jax.Array
   done: Continuations
   open: jax.Array
+
+
+# T5X's rules end no text below this log-probability: a stop token whose logit is -1e10 is forbidden.
+_IMPOSSIBLE = -1e7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,6 +326,8 @@ class BeamSearch:
     ends = stops
     if self.is_huggingface:
       ends = (ends | (length == self.max_decode_length)) & (jnp.arange(count) < beams)
+    else:
+      ends = ends & (log_probs > _IMPOSSIBLE)
     ended = jnp.where(ends & carry.open[:, None], log_probs / self._penalty(length), -jnp.inf)
     done = _best(
       beams,
@@ -378,7 +388,8 @@ class BeamSearch:
       Continuations(
         carry.tokens,
         jnp.full(done.lengths.shape, carry.length),
-        carry.log_probabilities / self._penalty(carry.length),
+        # T5X does not divide these: a penalty compares texts that ended.
+        carry.log_probabilities / (self._penalty(carry.length) if self.is_huggingface else 1.0),
       ),
     )
 

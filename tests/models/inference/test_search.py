@@ -36,18 +36,17 @@ class TableState:
     return self.replace(text=text)
 
 
-def table_step(tokens, state):
+def table_step(tokens, state, table=TABLE):
   state = state.replace(text=state.text * VOCAB + tokens)
-  return TABLE[state.prompt, state.text], state
+  return table[state.prompt, state.text], state
 
 
-def find(search: Any):
+def find(search: Any, table=TABLE):
   @jax.jit
   def found():
     state = TableState(jnp.arange(2), jnp.zeros(2, jnp.int32))
-    return run(
-      search(numbers=jnp.arange(2)), logits=TABLE[:, 0], state=state, decode_step=table_step
-    )
+    step = functools.partial(table_step, table=table)
+    return run(search(numbers=jnp.arange(2)), logits=table[:, 0], state=state, decode_step=step)
 
   return jax.device_get(found())
 
@@ -171,9 +170,24 @@ def test_scores_of_a_narrow_beam_are_those_of_its_texts(beams, options):
   for prompt in range(2):
     assert len(texts(found, prompt)) == beams
     for text, score in zip(texts(found, prompt), found.scores[prompt]):
-      np.testing.assert_allclose(
-        score, log_probability(prompt, text) / penalty(len(text)), rtol=1e-5
-      )
+      # T5X divides only the scores of texts that ended.
+      divisor = penalty(len(text)) if text[-1] == STOP or 'is_huggingface' in options else 1.0
+      np.testing.assert_allclose(score, log_probability(prompt, text) / divisor, rtol=1e-5)
+
+
+def test_stop_token_that_is_forbidden_ends_no_text_and_open_texts_are_sorted_without_penalty():
+  forbidden = TABLE.at[:, :, STOP].set(-1e10)  # as T5X's users forbid a token
+  found = find(beam_search(length_penalty=2.0), table=forbidden)
+  for prompt in range(2):
+    scores = {}
+    for text in itertools.product(range(2, VOCAB), repeat=LENGTH):
+      number, scores[text] = 0, 0.0
+      for token in text:
+        scores[text] += float(jax.nn.log_softmax(forbidden[prompt, number])[token])
+        number = number * VOCAB + token
+    best = sorted(scores, key=scores.get, reverse=True)
+    assert texts(found, prompt) == best  # 16 beams hold all of them
+    np.testing.assert_allclose(found.scores[prompt], [scores[t] for t in best], rtol=1e-5)
 
 
 def test_a_beam_of_one_without_penalty_is_greedy():
@@ -242,6 +256,33 @@ def test_samples_follow_the_distribution_at_the_temperature():
     wanted = jax.nn.softmax(TABLE[prompt, 0].at[0].set(-jnp.inf) / 2.0)
     share = np.bincount(found.tokens[prompt].ravel(), minlength=VOCAB) / 4000
     np.testing.assert_allclose(share, wanted, atol=0.03)
+
+
+@pytest.mark.parametrize(
+  'options, kept', [({'temperature': 1.4, 'top_k': 2}, 2), ({'temperature': 0.0}, 1)]
+)
+def test_rescaled_scores_are_those_of_the_distribution_that_is_drawn_from(options, kept):
+  found = find(sampling(**options, rescale_log_probs=True, stop_tokens=()))
+  for prompt in range(2):
+    number, want = 0, 0.0
+    for token in found.tokens[prompt, 0].tolist():
+      logits = np.asarray(TABLE[prompt, number], np.float64)[1:]  # padding is not drawn
+      logits = np.sort(logits / (options['temperature'] or 1.0))[-kept:]
+      scaled = float(TABLE[prompt, number, token]) / (options['temperature'] or 1.0)
+      want += scaled - np.log(np.exp(logits).sum())
+      number = number * VOCAB + token
+    np.testing.assert_allclose(found.scores[prompt, 0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_best_of_several_samples_comes_first():
+  found = find(sampling(num_rows_per_prompt=8, temperature=1.0))
+  assert (np.diff(found.scores, axis=1) <= 0).all() and np.ptp(found.scores) > 0
+  for prompt in range(2):
+    for tokens, length, score in zip(
+      found.tokens[prompt], found.lengths[prompt], found.scores[prompt]
+    ):
+      text = tuple(tokens[:length].tolist())
+      np.testing.assert_allclose(score, log_probability(prompt, text), rtol=1e-5)
 
 
 def test_padding_is_never_written_and_nothing_follows_a_stop_token():
