@@ -813,6 +813,9 @@ RULES: dict[str, ParameterRule] = {
   't5x.decoding.temperature_sample.topp': _mapped(
     '', 'DecodingConfig.top_p; 0 is 1.0, all tokens', _by_decode_fn
   ),
+  't5x.decoding.temperature_sample.rescale_log_probs': _same(
+    'DecodingConfig.rescale_log_probs', default=True
+  ),
   't5x.decoding.temperature_sample.num_decodes': _NUM_DECODES,
   't5x.decoding.beam_search.num_decodes': _NUM_DECODES,
   't5x.decoding.beam_search.alpha': _same('DecodingConfig.length_penalty'),

@@ -270,7 +270,7 @@ class Beams:
   open: jax.Array
 
 
-# T5X's rules end no text below this log-probability: a stop token whose logit is -1e10 is forbidden.
+# Below this log-probability, no text of T5X's rules ends: users forbid a token by a logit of -1e10.
 _IMPOSSIBLE = -1e7
 
 
