@@ -394,6 +394,31 @@ def cross_entropy(
   return weighted_sums({name: jnp.sum(x * weights) for name, x in per_token.items()}, weights)
 
 
+def averaged_per_sequence(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns `batch` with loss weights that add up to 1 in each sequence of each row.
+
+  A packed row has several sequences: the values of `STACK_segment_ids`. A sequence without loss
+  weights keeps zeros.
+
+  Args:
+    batch: [batch, length] features; loss weights are named `STACK_loss_weights`.
+  """
+  out = dict(batch)
+  for name, weights in batch.items():
+    stack, _, kind = name.partition('_')
+    if kind != 'loss_weights':
+      continue
+    weights = weights.astype(jnp.float32)
+    segments = batch.get(f'{stack}_segment_ids')
+    if segments is None:
+      total = jnp.sum(weights, axis=1, keepdims=True)
+    else:
+      segment_sums = functools.partial(jax.ops.segment_sum, num_segments=weights.shape[1] + 1)
+      total = jnp.take_along_axis(jax.vmap(segment_sums)(weights, segments), segments, axis=1)
+    out[name] = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
+  return out
+
+
 def weighted_sums(sums: Mapping[str, jax.Array], weights: jax.Array) -> Sums:
   """Returns `sums`, each paired with the sum of all `weights` [batch, length]."""
   weight = jnp.sum(weights.astype(jnp.float32))

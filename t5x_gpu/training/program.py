@@ -36,6 +36,7 @@ from t5x_gpu.training.train_step import (
   StepConfig,
   StepFn,
   check_microbatches,
+  check_normalizer,
   make_eval_step,
   make_train_step,
 )
@@ -184,6 +185,7 @@ def build_program(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
   )
   check_microbatches(dataset.batch_size, config.num_microbatches)
+  check_normalizer(config, spec)
   layout = _lay_out(config, spec, topology, devices)
   region = layout.region
   context = region.rules.context_method if 'context' in region.axes else None

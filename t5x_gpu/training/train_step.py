@@ -12,18 +12,18 @@ whole global batch. `StepConfig` holds the settings, which plan, bench and parit
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.errors import ConfigError, ModelError
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.fp8 import is_quantized
-from t5x_gpu.models.losses import Sums
+from t5x_gpu.models.losses import Sums, averaged_per_sequence
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, is_layered, uses_fp8
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
@@ -49,6 +49,18 @@ from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
 from t5x_gpu.training.state import StoredForm, TrainState, history_of, trained_of, with_amaxes
 
+# Divisors that depend on the batch -> what the gradients are then.
+_REAL, _TOTAL, _SEQUENCES = (
+  'NUM_REAL_TARGET_TOKENS',
+  'NUM_TOTAL_TARGET_TOKENS',
+  'AVERAGE_PER_SEQUENCE',
+)
+NORMALIZERS = {
+  _REAL: 'the mean over target tokens, as None',
+  _TOTAL: 'the sum over target tokens, divided by the positions of the batch, padding included',
+  _SEQUENCES: 'the mean over sequences of the mean over their target tokens',
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
@@ -63,9 +75,9 @@ class StepConfig:
     random_seed: for initialization and dropout; DatasetConfig.seed sets the order of the data.
     num_microbatches: parts of the batch that are computed one after the other, to save memory.
     max_grad_norm: global norm to which gradients are clipped; None for no clipping.
-    loss_normalizing_factor: divisor of the summed loss and its gradients. None divides by the
-      number of target tokens. 1.0, which is T5X's None, keeps the sum: batches with more tokens
-      weigh more.
+    loss_normalizing_factor: divisor of the summed loss and its gradients: a number, or one of
+      `NORMALIZERS` (T5X's names). None divides by the number of target tokens. 1.0, which is T5X's
+      None, keeps the sum: batches with more tokens weigh more.
     learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for no scaling.
     spike_cfg: which steps to skip.
     distributed_cfg: how long the processes wait for each other.
@@ -80,7 +92,7 @@ class StepConfig:
   random_seed: int = 0
   num_microbatches: int = 1
   max_grad_norm: Optional[float] = None
-  loss_normalizing_factor: Optional[float] = None
+  loss_normalizing_factor: Union[float, str, None] = None
   learning_rate_scaling: Optional[str] = None
   spike_cfg: SpikeConfig = SpikeConfig()
   distributed_cfg: DistributedConfig = DistributedConfig()
@@ -285,7 +297,7 @@ def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Ba
     )
 
   def eval_step(params: Params, batch: Batch) -> Sums:
-    batch = region.with_rows(batch)
+    batch = region.with_rows(_weighted(config, batch))
     return region.map(
       local,
       in_specs=(region.kept_specs(names), region.batch_specs(batch)),
@@ -507,11 +519,12 @@ def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
     dropout_key = jax.random.fold_in(jax.random.key(config.random_seed), state.step)
     amaxes = {} if history is None else history.amaxes(state.fp8_history)
-    grads, sums, amaxes = gradients(state.params, amaxes, batch, dropout_key)
-    if config.loss_normalizing_factor is None:
+    grads, sums, amaxes = gradients(state.params, amaxes, _weighted(config, batch), dropout_key)
+    divisor = config.loss_normalizing_factor
+    if divisor == _TOTAL:
+      divisor = max(x.size for name, x in batch.items() if _has_loss_weights(name))
+    elif divisor is None or isinstance(divisor, str):
       divisor = jnp.maximum(sums['loss'][1], 1.0)  # a batch of padding gives zeros, not NaN
-    else:
-      divisor = config.loss_normalizing_factor
     grads = jax.tree.map(lambda g: g / divisor, grads)
     grad_norm = _global_norm(grads)
     groups = group_norms(grads, spikes.group_depth)
@@ -538,6 +551,40 @@ def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
     return form.padded(new), sums
 
   return train_step
+
+
+def _weighted(config: StepConfig, batch: Batch) -> Batch:
+  if config.loss_normalizing_factor == _SEQUENCES:
+    return averaged_per_sequence(batch)
+  return batch
+
+
+def _has_loss_weights(feature: str) -> bool:
+  return feature.endswith('_loss_weights')
+
+
+def check_normalizer(config: StepConfig, spec: BatchSpec) -> None:
+  """Raises ConfigError for an unknown `loss_normalizing_factor`, or one that the loss has not."""
+  name = config.loss_normalizing_factor
+  if not isinstance(name, str):
+    return
+  parameters = ('train.loss_normalizing_factor',)
+  if name not in NORMALIZERS:
+    raise ConfigError(
+      f'train.loss_normalizing_factor = {name!r} is neither a number nor one of '
+      f'{", ".join(NORMALIZERS)}.{did_you_mean(name, NORMALIZERS)}',
+      fix='Set one of them, or None for the number of target tokens.',
+      parameters=parameters,
+    )
+  lengths = config.train_dataset_cfg.task_feature_lengths
+  pairs = config.model.feature_converter(lengths) == 'preference'
+  if name != _REAL and (pairs or not any(map(_has_loss_weights, spec.shapes))):
+    raise ConfigError(
+      f'train.loss_normalizing_factor = {name!r} counts target tokens, and the loss of a '
+      f'{type(config.model).__name__} is not one of target tokens.',
+      fix='Set train.loss_normalizing_factor = None, the mean over what the model counts.',
+      parameters=parameters,
+    )
 
 
 def _global_norm(tree: Tree) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_gpu.models.losses import cross_entropy
+from t5x_gpu.models.losses import averaged_per_sequence, cross_entropy
 
 
 @pytest.fixture
@@ -63,3 +63,23 @@ def test_a_batch_of_padding_has_no_loss_and_no_gradient(case):
     lambda x: cross_entropy(x, targets, weights * 0, z_loss=1e-4)['loss'][0]
   )(logits)
   assert loss == 0 and (np.asarray(grad) == 0).all()
+
+
+def test_weights_averaged_per_sequence_add_up_to_one_in_each():
+  weights = np.array([[1, 1, 1, 0], [2, 1, 1, 0], [0, 0, 0, 0]], np.int32)
+  alone = averaged_per_sequence({'decoder_loss_weights': weights})['decoder_loss_weights']
+  np.testing.assert_allclose(
+    alone, [[1 / 3, 1 / 3, 1 / 3, 0], [0.5, 0.25, 0.25, 0], [0] * 4], rtol=1e-6
+  )
+  packed = averaged_per_sequence(
+    {
+      'decoder_loss_weights': np.array([[1, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]], np.int32),
+      'decoder_segment_ids': np.array([[1, 1, 2, 2, 2, 3, 0], [1, 1, 2, 2, 2, 2, 2]], np.int32),
+    }
+  )
+  third = 1 / 3
+  np.testing.assert_allclose(
+    packed['decoder_loss_weights'],
+    [[1, 0, third, third, third, 0, 0], [0, 0, 0.2, 0.2, 0.2, 0.2, 0.2]],
+    rtol=1e-6,
+  )

@@ -134,6 +134,49 @@ def test_initial_parameters_are_bit_identical_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_average_per_sequence_is_the_mean_of_each_rows_mean_loss():
+  plain, averaged = build(), build(loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
+  params, batch = plain.init().params, next(batches())
+  losses = []
+  for row in range(16):
+    own = np.where(np.arange(16)[:, None] == row, batch['decoder_loss_weights'], 0)
+    sums = plain.eval_step(params, plain.layout.put_batch({**batch, 'decoder_loss_weights': own}))
+    if float(sums['loss'][1]):
+      losses.append(float(sums['loss'][0] / sums['loss'][1]))
+  assert len(losses) == 12  # four rows are padding
+  sums = averaged.eval_step(params, averaged.layout.put_batch(batch))
+  assert float(sums['loss'][1]) == pytest.approx(12)
+  assert float(sums['loss'][0]) == pytest.approx(sum(losses), rel=1e-5)
+  _, trained = averaged.train_step(averaged.init(), averaged.layout.put_batch(batch))
+  assert float(trained['loss'][0]) == pytest.approx(sum(losses), rel=1e-5)
+
+
+def test_gradients_are_divided_as_the_normalizer_says():
+  def norm(factor):
+    program = build(loss_normalizing_factor=factor)
+    _, sums = program.train_step(program.init(), program.layout.put_batch(next(batches())))
+    return float(sums['grad_norm'][0])
+
+  total = norm(1.0)
+  real = int(next(batches())['decoder_loss_weights'].sum())
+  assert norm('NUM_TOTAL_TARGET_TOKENS') == pytest.approx(total / (16 * 16), rel=1e-5)
+  assert norm('NUM_REAL_TARGET_TOKENS') == pytest.approx(total / real, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_average_per_sequence_on_a_mesh_with_accumulation_equals_one_device():
+  options = dict(optimizer=OPTIMIZER, loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
+  mesh = Partitioner(data=1, fsdp=2, context=2, num_partitions=2)
+  split = build(8, mesh, num_microbatches=4, **options)
+  assert_same_steps(recorded(split), recorded(build(**options)))
+
+
+@pytest.mark.parametrize('name', ['AVERAGE_PER_SEQUENCES', 'num_total_target_tokens'])
+def test_unknown_normalizer_is_refused_with_the_nearest_one(name):
+  with raises(ConfigError):
+    build(loss_normalizing_factor=name)
+
+
 class PlainGradientDescent:
   """A custom optimizer without state; the step is learning rate x gradient."""
 

@@ -241,8 +241,9 @@ _MICROBATCHES = 'T5X divides each microbatch by its own tokens and adds them up'
 
 
 def _per_microbatch(t: Translator, number: Any) -> str:
-  by_token = t.written('train.loss_normalizing_factor', 1.0) is None
-  return _MICROBATCHES if by_token and isinstance(number, int) and number > 1 else ''
+  factor = t.written('train.loss_normalizing_factor', 1.0)
+  of_batch = factor is None or isinstance(factor, str)
+  return _MICROBATCHES if of_batch and isinstance(number, int) and number > 1 else ''
 
 
 def _submesh(t: Translator, value: Any) -> Any:
@@ -366,10 +367,10 @@ def _eval_period(t: Translator, value: Any) -> Any:
 def _normalizer(t: Translator, value: Any) -> Any:
   if value is None:
     t.write('train.loss_normalizing_factor', 1.0, 'T5X')
-  elif value == 'NUM_REAL_TARGET_TOKENS':
+  elif isinstance(value, str) and value.upper() == 'NUM_REAL_TARGET_TOKENS':
     t.write('train.loss_normalizing_factor', None, 'T5X')
   elif isinstance(value, str):
-    raise Refused(f'{value!r}: a loss here is divided by a number, or by its target tokens.')
+    t.write('train.loss_normalizing_factor', value.upper(), 'T5X')
   elif isinstance(value, (int, float)):
     t.write('train.loss_normalizing_factor', float(value), 'T5X')
   else:
@@ -426,7 +427,7 @@ def _loss_rules(model: str) -> dict[str, ParameterRule]:
     f'{prefix}.label_smoothing': _same(f'{model}.label_smoothing'),
     f'{prefix}.loss_normalizing_factor': _mapped(
       'train.loss_normalizing_factor',
-      "T5X's None is the sum, 1.0 here; NUM_REAL_TARGET_TOKENS is None here.",
+      "None is the sum, 1.0 here; NUM_REAL_TARGET_TOKENS is None; other names are kept.",
       _normalizer,
       default=None,
     ),
