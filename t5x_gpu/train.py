@@ -151,7 +151,9 @@ def take_steps(
     log(live.goodput.interruption())
     if run.run_eval_before_training:
       with watchdog.phase('eval'), recorder.timer.pause('eval'):
-        metrics = data.evaluations.run_all(state, show=recorder.show)
+        metrics = data.evaluations.run(
+          live.first_step, state, folder=files.folder, all_parts=True, show=recorder.show
+        )
       if metrics:
         recorder.log(live.first_step, metrics, evaluated=data.evaluations.evaluated)
       recorder.timer.restart()  # the ETA expects no such pause again
@@ -173,7 +175,7 @@ def take_steps(
         recorder.finish()
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
           try:
-            metrics = data.evaluations.run(step, state, show=recorder.show)
+            metrics = data.evaluations.run(step, state, folder=files.folder, show=recorder.show)
           except DataError as e:  # a custom metric failed: save the step first
             problem, is_last = e, True
       if is_last or metrics or step == 1 or step % run.log_period == 0:

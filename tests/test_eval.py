@@ -37,6 +37,7 @@ Z_LOSS = 0.0
 train_script.train.infer_eval_dataset_cfg = @train_eval/batches.DatasetConfig()
 train_script.train.infer_eval_period = 4
 train_script.train.run_eval_before_training = True
+train_script.train.num_predictions = 3
 train_script.train.decoding_cfg = @decoding.DecodingConfig()
 decoding.DecodingConfig.max_decode_length = 6
 """).replace(
@@ -79,6 +80,17 @@ def test_a_run_can_evaluate_before_its_first_step(project):
   # Random parameters guess: the loss is nearly log(vocab_size).
   assert first['eval/cross_entropy'] == pytest.approx(math.log(264), rel=0.1)
   assert 'eval  step 0 | ' in project.trained.out and 'step 0/6' not in project.trained.out
+
+
+def test_every_evaluation_of_tasks_writes_the_texts_of_the_first_examples(project):
+  folder = project.model_dir / 'predictions'
+  assert sorted(p.name for p in folder.iterdir()) == [f'turned_{n}.jsonl' for n in (0, 4, 6)]
+  found = [json.loads(line) for line in (folder / 'turned_6.jsonl').read_text().splitlines()]
+  assert [r['inputs'] for r in found] == ['abc', 'def', 'ghi']
+  assert [r['targets'] for r in found] == ['cba', 'fed', 'ihg']
+  _, predictions = eval_tasks.seen['exact_match']
+  assert [f'prediction: {r["prediction"]}' for r in found] == predictions[:3]
+  assert all(r['score'] < 0 and r['target_score'] < 0 for r in found)
 
 
 def test_a_restart_evaluates_before_its_first_step_with_the_numbers_of_that_step(project, tmp_path):

@@ -16,12 +16,18 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from typing import Optional
 
 from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
-from t5x_gpu.storage.files import append_line, check_not_refused, set_aside_unless_file
+from t5x_gpu.storage.files import (
+  append_line,
+  check_not_refused,
+  set_aside_unless_file,
+  write_atomically,
+)
 from t5x_gpu.storage.json_schema import Fields, Json, Whole, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath, is_remote
 
@@ -30,6 +36,7 @@ _log = logging.getLogger(__name__)
 CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # in a run, and in a converted model
 GIN_FILES = (CONFIG_GIN, MODEL_GIN)
 HF_FOLDER = 'hf'  # in a converted model: config.json, tokenizer, names
+PREDICTIONS = 'predictions'  # of evaluated tasks
 VOCABULARY = 'vocabulary.txt'  # in a merged model: the name of a vocabulary without a file
 # SentencePiece models: the first in T5, the second in Llama 2 and Gemma.
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
@@ -267,6 +274,26 @@ def not_applied(settings: Json) -> str:
 # `MODEL_DIR/samples.jsonl`: texts that the model generated after the last step of a run.
 SAMPLES = 'samples.jsonl'
 SCHEMA = Fields({'step': Whole(), 'prompt': str, 'text': str}, optional={'temperature': float})
+
+
+def write_predictions(
+  folder: str | os.PathLike, step: int, task: str, records: Sequence[Json]
+) -> None:
+  """Writes predictions/TASK_STEP.jsonl, a line per record; warns if that fails.
+
+  Args:
+    folder: folder of the run's files.
+    step: number of training steps done.
+    task: name of the task.
+    records: texts and scores of its examples.
+  """
+  name = re.sub(r'[^\w.-]+', '_', task)
+  path = pathlib.Path(folder) / PREDICTIONS / f'{name}_{step}.jsonl'
+  try:
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, ''.join(json.dumps(record) + '\n' for record in records))
+  except OSError as e:
+    _log.warning('%s cannot be written: %s.', path, e.strerror or e)
 
 
 def append_sample(

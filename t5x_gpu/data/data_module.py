@@ -101,6 +101,9 @@ class EvaluatedTask(Protocol):
     eos_id: id that ends a text, or None.
     zero_is_a_word: id 0 is a word, not padding.
     needs_predictions, needs_scores: whether the metrics need predictions or scores.
+  Optional:
+    texts(outputs, number) -> records with the texts of the first `number` examples, None for all;
+      for train.num_predictions.
   """
 
   name: str

@@ -148,6 +148,7 @@ class TaskEvaluator:
     config: how to decode predictions.
   Attributes:
     tasks: as given.
+    outputs: the outputs of the last `run`, one per task.
   Raises:
     DataError: an example lacks inputs that predictions need, or does not fit the model.
   """
@@ -168,6 +169,7 @@ class TaskEvaluator:
       ),
     )
     self.tasks = tasks
+    self.outputs: list[ModelOutputs] = []
     for task in tasks:
       _check_inputs(task, reads_inputs(model))
       for number, (inputs, targets) in enumerate(zip(task.inputs, task.targets)):
@@ -180,7 +182,13 @@ class TaskEvaluator:
   def run(self, params: Params, *, show: Show = silent) -> dict[str, float]:
     """Returns infer_eval/TASK/METRIC of `params`, whose layers are in model order."""
     generator = self._generator.with_params(params)
-    return _named((task, task.metrics(_outputs(generator, task, show))) for task in self.tasks)
+    self.outputs = []
+
+    def metrics(task: EvaluatedTask) -> dict[str, float]:
+      self.outputs.append(_outputs(generator, task, show))
+      return task.metrics(self.outputs[-1])
+
+    return _named((task, metrics(task)) for task in self.tasks)
 
   def rehearse(self) -> dict[str, float]:
     """Returns the metrics of each task's first examples, with their targets as predictions.

@@ -70,6 +70,8 @@ class Run(EvalConfig):
     eval_period: steps between evaluations of the loss; None for one at the end.
     eval_steps: batches of each evaluation.
     infer_eval_period: steps between evaluations of tasks; None for one at the end.
+    num_predictions: examples of each evaluated task whose texts every evaluation writes to
+      MODEL_DIR/predictions; None for all.
     run_eval_before_training: also evaluate, loss and tasks, before the first step of every start.
     sample_cfg: text to continue at the end; None for none.
     initialize_from: checkpoint to start from while `model_dir` has none; None for the seed.
@@ -83,6 +85,7 @@ class Run(EvalConfig):
   eval_period: Optional[int] = None
   eval_steps: int = 20
   infer_eval_period: Optional[int] = None
+  num_predictions: Optional[int] = 0
   run_eval_before_training: bool = False
   sample_cfg: Optional[SampleConfig] = None
   initialize_from: Optional[RestoreConfig] = None
@@ -91,9 +94,15 @@ class Run(EvalConfig):
   profile_cfg: ProfileConfig = ProfileConfig()
 
   def check_periods(self) -> None:
-    """Raises ConfigError for a number of steps or batches below 1."""
+    """Raises ConfigError for steps or batches below 1, or examples below 0."""
     names = ('total_steps', 'log_period', 'eval_period', 'eval_steps', 'infer_eval_period')
     wrong = {name: n for name in names if (n := getattr(self, name)) is not None and n < 1}
+    if (self.num_predictions or 0) < 0:
+      raise ConfigError(
+        f'train.num_predictions = {self.num_predictions}: must be at least 0.',
+        fix='Give a number of examples, or None for all.',
+        parameters=['train.num_predictions'],
+      )
     if wrong:
       raise ConfigError(
         ', '.join(f'train.{name} = {n}' for name, n in wrong.items()) + ': must be at least 1.',

@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import logging
+import pathlib
 from collections.abc import Mapping
 from typing import Optional
 
@@ -14,6 +15,7 @@ import numpy as np
 from t5x_gpu.checkpoint.checkpointer import saved_data
 from t5x_gpu.checkpoint.manifest import Manifest, make_manifest, sealed
 from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.run_files import write_predictions
 from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
 from t5x_gpu.data.data_module import Vocabulary, batches_for, module_of, open_vocabulary
 from t5x_gpu.data.same_data import check_next_batch, data_line
@@ -115,19 +117,25 @@ class Evaluations:
     """Returns whether any evaluation follows `step`."""
     return self._loss_is_due(step) or self._tasks_are_due(step)
 
-  def run(self, step: int, state: TrainState, *, show: Show = silent) -> Mapping[str, float]:
-    """Returns the metrics that are due after `step`; `show` shows the progress."""
-    loss, tasks = self._loss_is_due(step), self._tasks_are_due(step)
-    return self._run_parts(state, loss=loss, tasks=tasks, show=show)
-
-  def run_all(self, state: TrainState, *, show: Show = silent) -> Mapping[str, float]:
-    """Returns the metrics of every evaluation; {} if the run has none."""
-    loss, tasks = self._loss is not None, self._tasks is not None
-    return self._run_parts(state, loss=loss, tasks=tasks, show=show)
-
-  def _run_parts(
-    self, state: TrainState, *, loss: bool, tasks: bool, show: Show
+  def run(
+    self,
+    step: int,
+    state: TrainState,
+    *,
+    folder: pathlib.Path,
+    all_parts: bool = False,
+    show: Show = silent,
   ) -> Mapping[str, float]:
+    """Returns the metrics that are due after `step`; {} if none is.
+
+    Args:
+      step, state: number of steps done, and the state.
+      folder: folder of the run's files, for `Run.num_predictions`.
+      all_parts: run every evaluation, due or not.
+      show: shows the progress.
+    """
+    loss = self._loss is not None if all_parts else self._loss_is_due(step)
+    tasks = self._tasks is not None if all_parts else self._tasks_are_due(step)
     values: dict[str, float] = {}
     sizes = []
     if loss:
@@ -136,8 +144,20 @@ class Evaluations:
     if tasks:
       sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
       values |= self._tasks.run(self._program.in_model_order(state).params, show=show)
+      self._write_predictions(folder, step)
     self.evaluated = ', '.join(sizes)
     return values
+
+  def _write_predictions(self, folder: pathlib.Path, step: int) -> None:
+    number = self._run.num_predictions
+    if number == 0 or not distributed.is_main_process():
+      return
+    for task, outputs in zip(self._tasks.tasks, self._tasks.outputs, strict=True):
+      texts = getattr(task, 'texts', None)  # optional
+      if texts is None:
+        _log.warning('%s: no predictions are written: the task has no method texts.', task.name)
+      else:
+        write_predictions(folder, step, task.name, texts(outputs, number))
 
 
 def open_evaluations(run: Run, program: Program, *, loss_required: bool = False) -> Evaluations:

@@ -427,7 +427,7 @@ def _loss_rules(model: str) -> dict[str, ParameterRule]:
     f'{prefix}.label_smoothing': _same(f'{model}.label_smoothing'),
     f'{prefix}.loss_normalizing_factor': _mapped(
       'train.loss_normalizing_factor',
-      "None is the sum, 1.0 here; NUM_REAL_TARGET_TOKENS is None; other names are kept.",
+      'None is the sum, 1.0 here; NUM_REAL_TARGET_TOKENS is None; other names are kept.',
       _normalizer,
       default=None,
     ),
@@ -784,9 +784,7 @@ RULES: dict[str, ParameterRule] = {
   ),
   'seqio.Evaluator.use_memory_cache': _no_effect('Examples are always kept in memory.'),
   'seqio.Evaluator.log_dir': _no_effect('Metrics go to MODEL_DIR.'),
-  'seqio.JSONLogger.write_n_results': _no_effect(
-    'python -m t5x_gpu.infer writes predictions; a run writes their metrics.'
-  ),
+  'seqio.JSONLogger.write_n_results': _same('train.num_predictions', default=None),
   'seqio.SentencePieceVocabulary.sentencepiece_model_file': _VOCABULARY,
   'seqio.SentencePieceVocabulary.extra_ids': _VOCABULARY,
   'seqio.ByteVocabulary.extra_ids': _VOCABULARY,

@@ -19,6 +19,7 @@ from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.streaming.task_prompts import text_of
 from t5x_gpu.data.tasks import multiple_choice
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
@@ -105,6 +106,22 @@ class SeqioEvaluatedTask:
             type(value).__name__,
           )
     return values
+
+  def texts(self, outputs: ModelOutputs, number: Optional[int]) -> list[dict[str, str | float]]:
+    """Returns the texts and scores of the first `number` examples; None for all."""
+    found = []
+    for i, example in enumerate(self._examples[:number]):
+      record: dict[str, str | float] = {}
+      if self.inputs[i]:
+        record[_INPUTS] = text_of(self._task, example, _INPUTS, self.inputs[i])
+      record[_TARGETS] = text_of(self._task, example, _TARGETS, self.targets[i])
+      if outputs.predictions:
+        record['prediction'] = self._targets.decode(list(outputs.predictions[i]))
+        record['score'] = float(outputs.prediction_scores[i])
+      if outputs.scores:
+        record['target_score'] = float(outputs.scores[i])
+      found.append(record)
+    return found
 
   def _compute(self, metric: type[seqio.metrics.Metric], output: object) -> Mapping[str, object]:
     features = self._task.output_features

@@ -143,18 +143,24 @@ class TaskText:
     def ids(feature: str) -> tuple[int, ...]:
       return tuple(int(i) for i in np.asarray(example.get(feature, ())).reshape(-1))
 
-    def text(feature: str, tokens: tuple[int, ...]) -> str:
-      written = example.get(f'{feature}_pretokenized')
-      if isinstance(written, bytes):
-        return written.decode('utf-8', 'replace')
-      vocabulary = self.task.output_features[feature].vocabulary
-      kept = text_vocabulary(vocabulary).without_padding(tokens)
-      return vocabulary.decode([i for i in kept if i != vocabulary.eos_id])
-
     inputs, targets = ids('inputs'), ids('targets')
     return Prompt(
-      where, text('inputs', inputs) if inputs else '', text('targets', targets), inputs, targets
+      where,
+      text_of(self.task, example, 'inputs', inputs) if inputs else '',
+      text_of(self.task, example, 'targets', targets),
+      inputs,
+      targets,
     )
+
+
+def text_of(task: seqio.Task, example: JsonObject, feature: str, ids: Sequence[int]) -> str:
+  """Returns a feature's text before tokenization if the task keeps it, else the text of `ids`."""
+  written = example.get(f'{feature}_pretokenized')
+  if isinstance(written, bytes):
+    return written.decode('utf-8', 'replace')
+  vocabulary = task.output_features[feature].vocabulary
+  kept = text_vocabulary(vocabulary).without_padding(ids)
+  return vocabulary.decode([i for i in kept if i != vocabulary.eos_id])
 
 
 def prompt_text(
