@@ -253,11 +253,6 @@ def _layer_rules(
 # names of the dimensions. Otherwise the name table works as for parameters.
 
 ABSENT = (1,)  # the shape of a moment that a parameter does not have
-# Adafactor settings here that a T5X run may correspond to; the last is `factored = False`.
-_SETTINGS = (
-  *({'layers': layers} for layers in LAYERS),
-  {'layers': 'joined_heads', 'min_dim_size_to_factor': 2**31 - 1},
-)
 _FIX = 'Continue from the parameters: train.initialize_from with RestoreConfig.mode = warm_start.'
 
 
@@ -311,9 +306,10 @@ def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
   arrays = checkpoint.moments()
   if not arrays.shapes:
     raise CheckpointError('the checkpoint has no optimizer state', fix=_FIX)
+  of_params = t5x_rules(model, checkpoint.shapes)
   rules, names = [], {name: name for name in arrays.shapes}
   momentum = any(name.endswith('/m') and s != ABSENT for name, s in arrays.shapes.items())
-  for rule in t5x_rules(model, checkpoint.shapes):
+  for rule in of_params:
     rules += _rules(rule, checkpoint.shapes, arrays.shapes, momentum=momentum)
   table = Table(rules, model.sizes())
   for name, shape in arrays.shapes.items():
@@ -326,7 +322,8 @@ def t5x_moments(model: ModelFields, checkpoint: T5xCheckpoint) -> T5xMoments:
       del names[name]
   weights = ForeignWeights(table, arrays, Names(names))
   weights.check(what='the arrays of the optimizer do not match T5X', fix=_FIX)
-  return T5xMoments(weights, _settings(model, table.our_shapes))
+  scanned = not any(rule.is_stacked for rule in of_params)
+  return T5xMoments(weights, _settings(model, table.our_shapes, scanned=scanned))
 
 
 def _rules(
@@ -398,12 +395,21 @@ def _has_momentum(shapes: Mapping[str, Shape]) -> bool:
   return any(name.endswith('/momentum') for name in shapes)
 
 
-def _settings(model: ModelFields, shapes: Mapping[str, Shape]) -> Optional[Mapping[str, object]]:
-  """Returns the first of `_SETTINGS` that gives Adafactor these arrays, or None."""
+def _settings(
+  model: ModelFields, shapes: Mapping[str, Shape], *, scanned: bool
+) -> Optional[Mapping[str, object]]:
+  """Returns settings that give Adafactor these arrays, or None.
+
+  Args:
+    model: the model.
+    shapes: path -> shape of the converted moments.
+    scanned: whether T5X holds the layers in one array.
+  """
+  unfactored = {'factored': False, 'layers': 'scanned' if scanned else 'separate'}
   want = describe_arrays(_tree(shapes))
   params, names = split_names(jax.eval_shape(lambda: model.build().init(jax.random.key(0), None)))
   beta1 = 0.9 if _has_momentum(shapes) else None  # its value does not change the shapes
-  for settings in _SETTINGS:
+  for settings in (*({'layers': layers} for layers in LAYERS), unfactored):
     init = functools.partial(Adafactor(**settings, beta1=beta1).init, names=names)
     if describe_arrays(jax.eval_shape(init, params)) == want:
       return settings

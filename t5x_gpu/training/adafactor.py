@@ -99,6 +99,8 @@ class Adafactor:
       that continues from a checkpoint keeps the checkpoint's factoring (run/check.py).
     beta1: decay of the momentum, which averages the updates, learning rate included; it needs one
       more float32 array per parameter. None for no momentum.
+    factored: False keeps the full second moment of every parameter. As in T5X, an array then has
+      one root mean square for clipping and scale: all layers together if `layers` is 'scanned'.
     weight_decay_rate: share of every parameter, biases and norms included, that a step removes. It
       is not multiplied by the learning rate. None for no decay.
   Raises:
@@ -116,6 +118,7 @@ class Adafactor:
   step_offset: int = 0
   beta1: Optional[float] = None
   weight_decay_rate: Optional[float] = None
+  factored: bool = True
 
   def __post_init__(self) -> None:
     rules = self.logical_factor_rules or {}
@@ -167,6 +170,10 @@ class Adafactor:
       return tuple(i for i, r in enumerate(roles) if r == role)
 
     stack, rows, columns = where('batch'), where('row'), where('column')
+    if not self.factored:
+      one_by_one = self.layers in ('separate', 'joined_heads')
+      stack = tuple(i for i, name in enumerate(names.names) if one_by_one and name == 'layers')
+      return _Dims(stack, (), (), len(shape), factored=False)
     factored = bool(rows and columns) and 'none' not in roles
     if self.layers == 'joined_heads':
       sides = (math.prod(shape[i] for i in dims) for dims in (rows, columns))

@@ -28,13 +28,14 @@ class T5xParameter:
   Attributes:
     axes: T5X's names of its dimensions.
     shape: their sizes.
-    beta1, weight_decay_rate: as of T5X's Adafactor.
+    beta1, weight_decay_rate, is_factored: as of T5X's Adafactor; the last is its `factored`.
   """
 
   axes: tuple[str, ...]
   shape: tuple[int, ...]
   beta1: Optional[float] = None
   weight_decay_rate: Optional[float] = None
+  is_factored: bool = True
 
   def __post_init__(self):
     assert len(self.axes) == len(self.shape)
@@ -42,11 +43,14 @@ class T5xParameter:
   @property
   def averaged(self):
     """The dimensions over which an update and the parameter have one root mean square."""
-    return tuple(i for i, name in enumerate(self.axes) if ROLES[name] != 'batch')
+    batched = [name for name in self.axes if self.is_factored and ROLES[name] == 'batch']
+    return tuple(i for i, name in enumerate(self.axes) if name not in batched)
 
   @property
   def factored(self):
     """(dimensions of the row, dimensions of the column), or None for a full second moment."""
+    if not self.is_factored:
+      return None
     if len(self.shape) <= 2 and len(self.averaged) == len(self.shape):  # the heuristic
       if len(self.shape) < 2:
         return None

@@ -160,6 +160,14 @@ def test_updates_equal_t5x(model, sizes):
   )
 
 
+@pytest.mark.quick_cases('scanned')
+@pytest.mark.parametrize('model', MODELS)
+def test_updates_without_factoring_equal_t5x(model):
+  optimizer = Adafactor(layers=model, factored=False)
+  factored = compare(optimizer, model, SIZES['narrow_mlp'], is_factored=False)
+  assert not any(factored.values())
+
+
 @pytest.mark.quick_cases('separate')
 @pytest.mark.parametrize('model', MODELS)
 def test_momentum_and_weight_decay_equal_t5x(model):

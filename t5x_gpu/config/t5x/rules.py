@@ -766,10 +766,7 @@ RULES: dict[str, ParameterRule] = {
   't5x.adafactor.Adafactor.step_offset': _same('Adafactor.step_offset'),
   't5x.adafactor.Adafactor.beta1': _same('Adafactor.beta1'),
   't5x.adafactor.Adafactor.weight_decay_rate': _same('Adafactor.weight_decay_rate'),
-  't5x.adafactor.Adafactor.factored': _no_effect(
-    'True as in every run here.',
-    value=_only(True, reason='Set Adafactor.logical_factor_rules: an axis with role "none".'),
-  ),
+  't5x.adafactor.Adafactor.factored': _same('Adafactor.factored'),
   't5x.adafactor.Adafactor.logical_factor_rules': _no_effect(
     'Axis names always decide what is factored.',
     value=_nothing_but('t5x.adafactor.standard_logical_factor_rules'),
