@@ -45,6 +45,13 @@ def test_the_last_step_is_saved_and_the_last_three_checkpoints_stay(finished):
   assert finished.steps() == [6, 8, 9]
 
 
+def test_named_steps_are_saved_as_well(tmp_path):
+  project = Project(tmp_path)
+  steps = {'CheckpointConfig.checkpoint_steps': (2, 3)}
+  assert project.run(TRAIN_STEPS=5, SAVE_PERIOD=100, num_devices=1, **steps).code == 0
+  assert project.steps() == [2, 3, 5]
+
+
 def test_a_checkpoint_holds_the_evaluation_of_its_step_if_there_was_one(finished):
   records = read_json_lines(finished.model_dir / 'metrics.jsonl')
   measured = {r['step']: r['eval/loss'] for r in records if 'eval/loss' in r}

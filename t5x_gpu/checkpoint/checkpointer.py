@@ -91,6 +91,7 @@ class CheckpointConfig:
 
   Attributes:
     period: steps between saves; the last step and an interrupted run are saved as well.
+    checkpoint_steps: further steps to save after; `keep` counts them like the others.
     keep: how many of the last checkpoints are kept; None for all.
     keep_every: checkpoints whose step is a multiple of this are kept, too.
     keep_best: this many of the best evaluated checkpoints are kept, too.
@@ -111,8 +112,10 @@ class CheckpointConfig:
   stop_before_end_seconds: float = 120.0
   local_checkpoint_dir: Optional[str] = None
   local_period: Optional[int] = None
+  checkpoint_steps: Sequence[int] = ()
 
   def __post_init__(self) -> None:
+    object.__setattr__(self, 'checkpoint_steps', tuple(self.checkpoint_steps))
     for name, what in (
       ('period', 'steps'),
       ('keep', 'checkpoints'),
@@ -139,6 +142,10 @@ class CheckpointConfig:
         parameters=('CheckpointConfig.best_is',),
       )
     check_local_settings(self.local_checkpoint_dir, self.local_period, period=self.period)
+
+  def is_due(self, step: int) -> bool:
+    """Returns whether a checkpoint follows `step`."""
+    return step % self.period == 0 or step in self.checkpoint_steps
 
   @property
   def kept(self) -> Keep:

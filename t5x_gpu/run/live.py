@@ -307,7 +307,7 @@ class LiveRun:
 
   def saver_due(self, step: int, *, is_last: bool) -> AnyCheckpointer | LocalTier | None:
     """Returns the saver to use after `step`; None for no checkpoint."""
-    if is_last or step % self.plan.run.checkpoint_cfg.period == 0:
+    if is_last or self.plan.run.checkpoint_cfg.is_due(step):
       return self.checkpointer
     return self.plan.local.due(step)
 

@@ -321,11 +321,13 @@ def _infer_mode(t: Translator, value: Any) -> bool:
   return _INFER_MODES[value]
 
 
+_NEVER = 10**9  # a period beyond every run: the last step alone is saved
+
+
 def _save(t: Translator, value: Any) -> Any:
   if value is not None:
     return _object('t5x.utils.SaveCheckpointConfig')(t, value)
-  # A period beyond every run: the last step alone is saved.
-  t.write('CheckpointConfig.period', 10**9, 'T5X')
+  t.write('CheckpointConfig.period', _NEVER, 'T5X')
   t.write('CheckpointConfig.keep', 1, 'T5X')
   return NOT_WRITTEN
 
@@ -663,8 +665,16 @@ RULES: dict[str, ParameterRule] = {
     default=None,
   ),
   't5x.utils.CheckpointConfig.restore': _mapped('train.initialize_from', '', _restore),
-  't5x.utils.SaveCheckpointConfig.period': _same('CheckpointConfig.period'),
   't5x.utils.SaveCheckpointConfig.keep': _same('CheckpointConfig.keep', default=None),
+  't5x.utils.SaveCheckpointConfig.period': _mapped(
+    'CheckpointConfig.period',
+    'None saves the last step alone, and checkpoint_steps',
+    lambda t, v: v or _NEVER,
+    default=None,
+  ),
+  't5x.utils.SaveCheckpointConfig.checkpoint_steps': _mapped(
+    'CheckpointConfig.checkpoint_steps', 'None is ()', _if_none(())
+  ),
   't5x.utils.SaveCheckpointConfig.dtype': _no_effect(
     'Parameters are saved as they are, in float32.',
     value=_only('float32', reason='A checkpoint holds the parameters exactly, in float32.'),

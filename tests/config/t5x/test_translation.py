@@ -297,6 +297,12 @@ SCHEDULED = (
       ["loss_normalizing_factor = 'AVERAGE_PER_SEQUENCE'"],
       [],
     ),
+    (
+      'utils.SaveCheckpointConfig.period = None\n'
+      'utils.SaveCheckpointConfig.checkpoint_steps = [10, 20]\n',
+      ['period = 1000000000', 'checkpoint_steps = [10, 20]'],
+      [],
+    ),
     ('adafactor.Adafactor.global_norm_clip_threshold = 0.0\n', ['max_grad_norm = None'], []),
     (
       SCHEDULED,
