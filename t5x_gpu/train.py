@@ -122,7 +122,7 @@ def _train(
     )
     return stop.exit_code
   with goodput.phase('eval'):
-    finish(live, state, watchdog)
+    finish(live, state, step, watchdog)
   return 0
 
 
@@ -157,7 +157,9 @@ def take_steps(
       if metrics:
         recorder.log(live.first_step, metrics, evaluated=data.evaluations.evaluated)
       recorder.timer.restart()  # the ETA expects no such pause again
-    for step in range(live.first_step + 1, run.total_steps + 1):
+    early_values, step, problem = live.early_values(), live.first_step, None
+    last_step = step if live.stops_early(early_values, step) else run.total_steps
+    for step in range(live.first_step + 1, last_step + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():
           batch = live.next_batch(step)
@@ -178,6 +180,7 @@ def take_steps(
             metrics = data.evaluations.run(step, state, folder=files.folder, show=recorder.show)
           except DataError as e:  # a custom metric failed: save the step first
             problem, is_last = e, True
+        is_last = is_last or live.stops_early(early_values, step, metrics)
       if is_last or metrics or step == 1 or step % run.log_period == 0:
         recorder.log(step, metrics, evaluated=data.evaluations.evaluated)
       saver = live.saver_due(step, is_last=is_last)

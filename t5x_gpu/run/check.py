@@ -67,11 +67,13 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   run.check_periods()
   run.logging_cfg.check_installed()
   run.profile_cfg.check_total(run.total_steps)
-  run.checkpoint_cfg.check_best(
-    run.total_steps,
+  eval_periods = (
     run.train_eval_dataset_cfg and run.eval_period,
     run.infer_eval_dataset_cfg and run.infer_eval_period,
   )
+  run.checkpoint_cfg.check_best(run.total_steps, *eval_periods)
+  if run.early_stopping is not None:
+    run.early_stopping.check_evaluated(*eval_periods)
   topology, devices = discover()
   program = build_program(run, topology=topology, devices=devices)
   run, program = _with_moments_of(model_dir, run, program, devices)

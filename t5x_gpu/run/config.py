@@ -21,6 +21,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
+from t5x_gpu.run.early_stopping import EarlyStopping
 from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
@@ -73,6 +74,7 @@ class Run(EvalConfig):
     num_predictions: examples of each evaluated task whose texts every evaluation writes to
       MODEL_DIR/predictions; None for all.
     run_eval_before_training: also evaluate, loss and tasks, before the first step of every start.
+    early_stopping: when the run ends before its last step; None for never.
     sample_cfg: text to continue at the end; None for none.
     initialize_from: checkpoint to start from while `model_dir` has none; None for the seed.
     watchdog_cfg: deadlines that end a run that hangs.
@@ -87,6 +89,7 @@ class Run(EvalConfig):
   infer_eval_period: Optional[int] = None
   num_predictions: Optional[int] = 0
   run_eval_before_training: bool = False
+  early_stopping: Optional[EarlyStopping] = None
   sample_cfg: Optional[SampleConfig] = None
   initialize_from: Optional[RestoreConfig] = None
   watchdog_cfg: WatchdogConfig = WatchdogConfig()

@@ -237,7 +237,10 @@ def open_data(plan: PlannedRun) -> RunData:
     vocabulary_of(run).decode([int(i) for i in prompt])
     check_sample(len(prompt), num_tokens=run.sample_cfg.num_tokens, length=row_length(program))
   keep = run.checkpoint_cfg.kept
-  needs_loss = bool(keep.best) and keep.metric.startswith(LOSS)
+  ranked = [keep] if keep.best else []
+  if run.early_stopping is not None:
+    ranked.append(run.early_stopping.keep)
+  needs_loss = any(k.metric.startswith(LOSS) for k in ranked)
   batches = batches_for(run.model, run.train_dataset_cfg, repeat=True)
   log(data_line(batches.describe(), process_count=distributed.process_count()))
   watch = open_watch(batches)
@@ -246,7 +249,8 @@ def open_data(plan: PlannedRun) -> RunData:
     resume_data(batches, data_state=saved.data_state, manifest=saved.manifest)
   _rehearse_save(plan, batches)
   evaluations = open_evaluations(run, program, loss_required=needs_loss)
-  evaluations.rehearse(keep)
+  for rule in ranked or [keep]:
+    evaluations.rehearse(rule)
   return RunData(batches, source_files, watch, evaluations)
 
 

@@ -33,6 +33,7 @@ def closing_text(
   shown: str,
   step: int,
   rates: tuple[float, float],
+  is_early: bool = False,
   can_export: bool = True,
 ) -> str:
   """Returns a text for the end of the run.
@@ -42,6 +43,7 @@ def closing_text(
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
     rates: learning rate of the last step, and of the next step in a run of twice as many steps.
+    is_early: whether the run has stopped before its last step.
     can_export: whether `convert` can write the model for Hugging Face.
   """
   where = shlex.quote(shown)
@@ -56,9 +58,12 @@ def closing_text(
     f'{curves if "tensorboard/" in files else ""}'
     f'  infer        python -m t5x_gpu.infer --checkpoint={where} --prompts=prompts.txt\n'
     f'{convert if can_export else ""}'
-    f'{_how_to_continue(step, *rates)}'
+    f'{_AFTER_EARLY_STOP if is_early else _how_to_continue(step, *rates)}'
     f'  who set it   grep BATCH_SIZE {where}/config_origins.txt'
   )
+
+
+_AFTER_EARLY_STOP = '  continue     the same command with a larger --gin.EarlyStopping.patience\n'
 
 
 def _how_to_continue(step: int, rate: float, longer_rate: float) -> str:
@@ -74,16 +79,22 @@ def _how_to_continue(step: int, rate: float, longer_rate: float) -> str:
   )
 
 
-def finish(live: LiveRun, state: TrainState, watchdog: Watchdog) -> None:
-  """Prints a sample if the run asks for one, then its results and where they are."""
+def finish(live: LiveRun, state: TrainState, step: int, watchdog: Watchdog) -> None:
+  """Prints a sample if the run asks for one, then its results and where they are.
+
+  Args:
+    live: the run.
+    state: the state after `step`, the last one.
+    watchdog: its deadline covers the sample.
+  """
   if live.plan.run.sample_cfg is not None:
     with watchdog.phase('eval'):
-      log(_sample_text(live, state))
+      log(_sample_text(live, state, step))
   if distributed.is_main_process():
-    log(_closing_text(live))
+    log(_closing_text(live, step))
 
 
-def _sample_text(live: LiveRun, state: TrainState) -> str:
+def _sample_text(live: LiveRun, state: TrainState, step: int) -> str:
   run, program = live.plan.run, live.plan.program
   config, vocabulary = run.sample_cfg, vocabulary_of(run)
   ids = sample(
@@ -100,7 +111,7 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
   if distributed.is_main_process():
     append_sample(
       live.checkpointer.files.folder,
-      run.total_steps,
+      step,
       prompt=config.prompt,
       temperature=config.temperature,
       text=text,
@@ -115,14 +126,15 @@ def _rates(live: LiveRun, step: int) -> tuple[float, float]:
   return factor * float(schedule(step - 1)), factor * float(longer(step))
 
 
-def _closing_text(live: LiveRun) -> str:
+def _closing_text(live: LiveRun, step: int) -> str:
   run, files = live.plan.run, live.checkpointer.files
   written, tables = _write_results(live)
   text = closing_text(
     [*written, *run.logging_cfg.files, 'config.gin', 'config_origins.txt'],
     shown=str(files.model_dir),
-    step=run.total_steps,
-    rates=_rates(live, run.total_steps),
+    step=step,
+    rates=_rates(live, step),
+    is_early=step < run.total_steps,
     can_export=export_problem(run.model) is None,
   )
   files.push()

@@ -32,6 +32,7 @@ from t5x_gpu.data.data_module import Vocabulary
 from t5x_gpu.errors import ConfigError, DataError, TrainingError, first_line, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
+from t5x_gpu.metrics.logging_config import FILES, JSON_LINES
 from t5x_gpu.metrics.monitor import Monitor, RankReports, model_speed
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.writers import read_json_lines
@@ -304,6 +305,35 @@ class LiveRun:
     """Returns the batch of this host for the next step on the devices."""
     self.bad_steps.read(batch)
     return self.plan.program.layout.put_batch(batch)
+
+  def early_values(self) -> dict[int, float]:
+    """Returns step -> value of the metric of `Run.early_stopping`, as far as files record it."""
+    stopping = self.plan.run.early_stopping
+    if stopping is None:
+      return {}
+    name, path = stopping.metric, self.checkpointer.files.folder / FILES[JSON_LINES]
+    found: list[tuple[int, float]] = []
+    if is_main_process() and path.is_file():
+      found = [(r['step'], r[name]) for r in read_json_lines(path) if name in r]
+    known = distributed.broadcast_json(found)
+    return {step: value for step, value in known if step <= self.first_step}
+
+  def stops_early(
+    self, values: dict[int, float], step: int, metrics: Optional[Mapping[str, float]] = None
+  ) -> bool:
+    """Returns whether the run ends after `step`; adds the metric of its evaluation to `values`."""
+    stopping = self.plan.run.early_stopping
+    if stopping is None:
+      return False
+    value = stopping.keep.value_of(metrics or {})
+    if value is not None:
+      values[step] = value
+    last = [values[s] for s in sorted(values)][-stopping.patience :]
+    if not stopping.is_reached(last):
+      return False
+    shown = ', '.join(f'{value:.6g}' for value in last)
+    log(f'Stopping early at step {step}: {stopping.metric} does not improve any more: {shown}.')
+    return True
 
   def saver_due(self, step: int, *, is_last: bool) -> AnyCheckpointer | LocalTier | None:
     """Returns the saver to use after `step`; None for no checkpoint."""

@@ -494,9 +494,32 @@ def _refuse(reason: str) -> Any:
 def _actions(t: Translator, value: Any) -> Any:
   if not isinstance(value, (Mapping, type(None))):
     raise Refused(f'{spelled(value)} is not a dictionary of actions.')
-  for action in [a for actions in (value or {}).values() for a in actions]:
-    _object('t5x.trainer.TerminateOnNanAction')(t, action)
+  for mode, actions in (value or {}).items():
+    for action in actions:
+      if isinstance(action, Record) and action.name == _EARLY_STOPPING:
+        _stop_early(t, mode, action)
+      else:
+        _object('t5x.trainer.TerminateOnNanAction')(t, action)
   return NOT_WRITTEN
+
+
+_EARLY_STOPPING = 't5x.trainer.EarlyStoppingAction'
+
+
+def _stop_early(t: Translator, mode: str, action: Record) -> None:
+  given = action.arguments.get('metric')
+  if mode not in ('TRAIN_EVAL', 'INFER_EVAL'):
+    raise Refused(f'{mode}: a run stops early by a metric of an evaluation.')
+  if t.written('train.early_stopping') is not None:
+    raise Refused('One metric can stop a run here, train.early_stopping.')
+  if given is None or not isinstance(given.value, (list, tuple)) or len(given.value) != 2:
+    raise Refused('EarlyStoppingAction.metric is not a task and its metric.')
+  task, metric = given.value
+  ours = {'cross_ent_loss': 'cross_entropy'}.get(metric, metric)
+  name = f'eval/{ours}' if mode == 'TRAIN_EVAL' else f'infer_eval/{task}/{metric}'
+  t.write('EarlyStopping.metric', name, given.origin)
+  t.apply(action)
+  t.write('train.early_stopping', t.reference('EarlyStopping'), given.origin)
 
 
 RULES: dict[str, ParameterRule] = {
@@ -550,9 +573,18 @@ RULES: dict[str, ParameterRule] = {
   't5x.utils.get_training_eval_datasets.deterministic': _no_effect(
     'The data of evaluations are always in the same order.'
   ),
-  '__main__.train.actions': _no_effect(
-    'A loss that is not finite always ends the run.', value=lambda t, v: _actions(t, v)
+  '__main__.train.actions': _mapped(
+    '',
+    'EarlyStoppingAction is train.early_stopping; a loss that is not finite always ends the run.',
+    lambda t, v: _actions(t, v),
   ),
+  f'{_EARLY_STOPPING}.metric': _mapped(
+    'EarlyStopping.metric', "'eval/METRIC' or 'infer_eval/TASK/METRIC'", lambda t, v: NOT_WRITTEN
+  ),
+  f'{_EARLY_STOPPING}.mode': _same('EarlyStopping.best_is'),
+  f'{_EARLY_STOPPING}.patience': _same('EarlyStopping.patience'),
+  f'{_EARLY_STOPPING}.atol': _same('EarlyStopping.atol'),
+  f'{_EARLY_STOPPING}.rtol': _same('EarlyStopping.rtol'),
   't5x.trainer.TerminateOnNanAction.task': _no_effect('The loss of every step is checked.'),
   # Evaluation of checkpoints.
   '__main__.evaluate.model': _mapped('EvalSetup.model', 'the class of the same name', _model),

@@ -303,6 +303,17 @@ SCHEDULED = (
       ['period = 1000000000', 'checkpoint_steps = [10, 20]'],
       [],
     ),
+    (
+      "train_script.train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}\n"
+      "trainer.EarlyStoppingAction.metric = ('any_task', 'cross_ent_loss')\n"
+      "trainer.EarlyStoppingAction.mode = 'min'\n",
+      [
+        "metric = 'eval/cross_entropy'",
+        "best_is = 'min'",
+        'early_stopping = @early_stopping.EarlyStopping()',
+      ],
+      [],
+    ),
     ('adafactor.Adafactor.global_norm_clip_threshold = 0.0\n', ['max_grad_norm = None'], []),
     (
       SCHEDULED,
