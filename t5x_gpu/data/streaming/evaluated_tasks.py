@@ -19,6 +19,7 @@ from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.streaming.task_prompts import feature_text
 from t5x_gpu.data.streaming.task_prompts import text_of
 from t5x_gpu.data.tasks import multiple_choice
 from t5x_gpu.data.tf_runtime import seqio
@@ -113,8 +114,8 @@ class SeqioEvaluatedTask:
     for i, example in enumerate(self._examples[:number]):
       record: dict[str, str | float] = {}
       if self.inputs[i]:
-        record[_INPUTS] = text_of(self._task, example, _INPUTS, self.inputs[i])
-      record[_TARGETS] = text_of(self._task, example, _TARGETS, self.targets[i])
+        record[_INPUTS] = feature_text(self._task, example, _INPUTS, self.inputs[i])
+      record[_TARGETS] = feature_text(self._task, example, _TARGETS, self.targets[i])
       if outputs.predictions:
         record['prediction'] = self._targets.decode(list(outputs.predictions[i]))
         record['score'] = float(outputs.prediction_scores[i])

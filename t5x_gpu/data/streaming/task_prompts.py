@@ -146,14 +146,14 @@ class TaskText:
     inputs, targets = ids('inputs'), ids('targets')
     return Prompt(
       where,
-      text_of(self.task, example, 'inputs', inputs) if inputs else '',
-      text_of(self.task, example, 'targets', targets),
+      feature_text(self.task, example, 'inputs', inputs) if inputs else '',
+      feature_text(self.task, example, 'targets', targets),
       inputs,
       targets,
     )
 
 
-def text_of(task: seqio.Task, example: JsonObject, feature: str, ids: Sequence[int]) -> str:
+def feature_text(task: seqio.Task, example: JsonObject, feature: str, ids: Sequence[int]) -> str:
   """Returns a feature's text before tokenization if the task keeps it, else the text of `ids`."""
   written = example.get(f'{feature}_pretokenized')
   if isinstance(written, bytes):
