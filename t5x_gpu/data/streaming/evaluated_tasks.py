@@ -20,7 +20,6 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.task_prompts import feature_text
-from t5x_gpu.data.streaming.task_prompts import text_of
 from t5x_gpu.data.tasks import multiple_choice
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
