@@ -1,9 +1,9 @@
-"""Shows what Llama-3 8B needs and sends on H100s; writes results/compiled_memory.json.
+"""Shows what Llama-3's steps need, move and send on H100s; writes results/compiled_memory.json.
 
     python -m benchmarks.compiled_memory        # with the extra [plan]; no GPU, some minutes
 
 Compiles the training step for GPUs that are absent, as `python -m t5x_gpu.plan --gpu=h100` does:
-packed rows of 4096 tokens, AdamW in float32, full remat, the XLA preset 'default'. Nothing runs.
+packed rows of 4096 tokens, AdamW in float32, the XLA preset 'default'. Nothing runs.
 """
 
 import argparse
@@ -18,20 +18,23 @@ from t5x_gpu.tools.planning.sharding import gpu_json
 from tests.aot.cases import Case
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'compiled_memory.json'
-REMAT = "REMAT_POLICY = 'full'"
 MICROBATCHES = 'NUM_MICROBATCHES = 8'
 FP8 = "PRECISION = 'fp8'"
 
 
-def _llama(layout: str, rows: int, *bindings: str, **where: Any) -> Case:
-  return Case(
-    model='llama3_8b', layout=layout, batch=(rows, 4096), bindings=(REMAT, *bindings), **where
-  )
+def _llama(
+  layout: str, rows: int, *bindings: str, model: str = 'llama3_8b', remat: str = 'full', **more: Any
+) -> Case:
+  remat = f'REMAT_POLICY = {remat!r}'
+  return Case(model=model, layout=layout, batch=(rows, 4096), bindings=(remat, *bindings), **more)
 
 
 CASES = (
   _llama('fsdp', 8),
+  _llama('fsdp', 8, remat='minimal', label='minimal'),
+  _llama('fsdp', 8, remat='dots', label='dots'),
   _llama('fsdp', 8, FP8, label='fp8'),
+  _llama('fsdp', 32, model='llama3_2_1b'),
   _llama('tp_sp', 8),
   _llama('3d', 64, MICROBATCHES),
   _llama('fsdp', 64, hosts=8),
@@ -50,7 +53,12 @@ def line(name: str, figures: dict[str, Any]) -> str:
     for row, n in figures['sent'].items()
     if n['bytes'] >= 5e7
   )
-  return f'| {name} | {gib[0]:.1f} + {gib[1]:.1f} = {sum(gib):.1f} | {kernels} | {sent} |'
+  moved = figures['traffic']
+  gigabytes = [round(moved[part] / 1e9) for part in ('other_bytes', 'matmul_bytes')]
+  return (
+    f'| {name} | {gib[0]:.1f} + {gib[1]:.1f} = {sum(gib):.1f} | {gigabytes[0]} + {gigabytes[1]} | '
+    f'{kernels} | {sent} |'
+  )
 
 
 def main() -> None:

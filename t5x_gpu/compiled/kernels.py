@@ -91,7 +91,7 @@ class Kernels:
   def counts(self) -> Mapping[str, KernelCount]:
     """Returns a count for each of `KERNEL_KINDS`."""
     calls, runs = collections.Counter(), collections.Counter()
-    for visit in self._outside_fusions():
+    for visit in self.outside_fusions():
       kind = self.kind(visit.computation, visit.instruction)
       if kind:
         calls[kind] += 1
@@ -131,7 +131,7 @@ class Kernels:
       self._found[name] = next(filter(None, found), None)
     return self._found[name]
 
-  def _outside_fusions(self) -> Iterator[Visit]:
+  def outside_fusions(self) -> Iterator[Visit]:
     """Yields the visits of instructions that are kernels rather than parts of a kernel."""
     fused: set[str] = set()
     for visit in self._module.walk():

@@ -1,8 +1,8 @@
 """Our training steps, compiled for GPUs that are absent, against recorded figures: make test-aot.
 
-Memory, kernels, bytes and overlap are XLA's own, for each jax of recorded.json: all cases on the
-oldest, ON_EACH_VERSION on others. After a change that moves them on purpose: `make test-aot
-ARGS=--update_golden`, then read git diff.
+Memory, kernels, traffic, sent bytes and overlap are XLA's own, for each jax of recorded.json: all
+cases on the oldest, ON_EACH_VERSION on others. After a change that moves them on purpose: `make
+test-aot ARGS=--update_golden`, then read git diff.
 """
 
 import fcntl
@@ -67,6 +67,8 @@ def problems(now: dict, before: dict) -> list[str]:
   for kind, number in before['kernels'].items():
     if now['kernels'].get(kind) != number:
       found.append(f'{kind} kernels: {now["kernels"].get(kind)}, recorded {number}')
+  for part in ('matmul_bytes', 'other_bytes', 'copied_bytes'):
+    compare_bytes(part, now['traffic'][part], before['traffic'][part])
   nothing = {'bytes': 0, 'hidden_bytes': 0}
   for row in {**before['sent'], **now['sent']}:
     new, old = now['sent'].get(row, nothing), before['sent'].get(row, nothing)

@@ -29,6 +29,7 @@ from t5x_gpu.compiled.kernels import (
   count_kernels,
   workspace_bytes,
 )
+from t5x_gpu.compiled.traffic import Traffic, traffic
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.runtime.xla import flags
@@ -167,6 +168,11 @@ class CompiledStep:
   def kernels(self) -> Mapping[str, KernelCount]:
     """Kind of matrix kernel -> its number (`kernels.KERNEL_KINDS`)."""
     return count_kernels(self.hlo)
+
+  @functools.cached_property
+  def traffic(self) -> Traffic:
+    """Bytes that the kernels of a step read and write."""
+    return traffic(self.hlo)
 
   @property
   def collectives(self) -> list[Collective]:

@@ -15,6 +15,7 @@ import numpy as np
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.compiled.collectives import Collective, flops_per_device, inventory, partitioned_hlo
 from t5x_gpu.compiled.kernels import KERNEL_KINDS, KernelCount
+from t5x_gpu.compiled.traffic import Traffic
 from t5x_gpu.partitioning import array_layout
 from t5x_gpu.partitioning.array_layout import ArrayLayout, part_held, state_layouts
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
@@ -341,6 +342,7 @@ def gpu_text(step: CompiledStep) -> str:
       _memory(step),
       'matrix kernels: '
       + '; '.join(_count(kind, n) for kind, n in step.kernels.items() if n.calls),
+      _traffic(step.traffic),
       _sent(step),
     ]
   )
@@ -362,6 +364,14 @@ def _count(kind: str, number: KernelCount) -> str:
   return f'{kind} {number.runs:,} per step ({calls} in the program)'
 
 
+def _traffic(t: Traffic) -> str:
+  return (
+    f'read and written per step: {show(t.other_bytes, GiB=".1f")} by elementwise kernels '
+    f'({show(t.copied_bytes, GiB=".1f")} by copies), {show(t.matmul_bytes, GB=".1f")} by matrix '
+    f'kernels; {t.kernels:,} kernels'
+  )
+
+
 def _sent(step: CompiledStep) -> str:
   rows = [('kind', 'mesh axis', 'MiB/GPU and step', 'behind a matrix kernel')]
   rows += [(o.kind, '+'.join(o.axes), mib(o.num_bytes), f'{o.share:.0%}') for o in step.overlaps]
@@ -379,6 +389,7 @@ def gpu_json(step: CompiledStep) -> JsonObject:
     'temporary_bytes': memory.temporary_bytes,
     'output_bytes': memory.output_bytes,
     'kernels': {kind: dataclasses.asdict(step.kernels[kind]) for kind in KERNEL_KINDS},
+    'traffic': dataclasses.asdict(step.traffic),
     'sent': {
       f'{o.kind} {"+".join(o.axes)}': {'bytes': o.num_bytes, 'hidden_bytes': o.hidden_bytes}
       for o in step.overlaps

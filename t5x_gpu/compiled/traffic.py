@@ -1,0 +1,139 @@
+"""The bytes that the kernels of a compiled program read and write in a GPU's memory.
+
+    traffic(compiled.as_text()).other_bytes
+
+A kernel reads each operand and writes each result once. Two kinds touch less: a slice reads what it
+returns, and an update in place writes the update alone. Kernels that multiply matrices are limited
+by their FLOPs; the others by these bytes.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from t5x_gpu.compiled import hlo_text
+from t5x_gpu.compiled.hlo_text import SAME_VALUE, Computation, Instruction, Module
+from t5x_gpu.compiled.kernels import Kernels
+
+# Instructions that launch no kernel, or whose kernels are counted where they are called.
+_NO_KERNEL = {
+  *('parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all'),
+  *('while', 'conditional', 'call', 'async-start', 'async-update', 'async-done', 'copy-done'),
+  *('partition-id', 'replica-id', 'opt-barrier', 'add-dependency'),
+}
+_COLLECTIVES = (
+  'all-gather',
+  'all-reduce',
+  'all-to-all',
+  'collective-',
+  'ragged-all-to-all',
+  'recv',
+  'reduce-scatter',
+  'send',
+)
+_SLICES = ('dynamic-slice', 'slice', 'gather')
+_UPDATE = 'dynamic-update-slice'
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """What one call of a program reads and writes on one GPU, without collectives.
+
+  Attributes:
+    kernels: kernels that run.
+    matmul_bytes: bytes of the kernels of `kernels.KERNEL_KINDS`: matmuls and attention.
+    other_bytes: bytes of all other kernels.
+    copied_bytes: the part of `other_bytes` that copies an array as it is.
+  """
+
+  kernels: int
+  matmul_bytes: int
+  other_bytes: int
+  copied_bytes: int
+
+
+def traffic(hlo: str) -> Traffic:
+  """Returns the traffic of a program.
+
+  Args:
+    hlo: `compiled.as_text()` of a program for a GPU.
+  """
+  module = hlo_text.parse(hlo)
+  kernels = Kernels(module)
+  runs, matmul_bytes, other_bytes, copied_bytes = 0, 0, 0, 0
+  for visit in kernels.outside_fusions():
+    instruction = visit.instruction
+    if instruction.opcode in _NO_KERNEL or instruction.opcode.startswith(_COLLECTIVES):
+      continue
+    runs += visit.count
+    moved = visit.count * bytes_moved(module, visit.computation, instruction)
+    if kernels.kind(visit.computation, instruction):
+      matmul_bytes += moved
+    else:
+      other_bytes += moved
+      if instruction.opcode in ('copy', 'copy-start'):
+        copied_bytes += moved
+  return Traffic(runs, matmul_bytes, other_bytes, copied_bytes)
+
+
+def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> int:
+  """Returns the bytes that an instruction outside of fusions reads and writes."""
+  if instruction.opcode == 'fusion':
+    fused = module.computations[module.called(instruction)[0]]
+    return _read_by(fused) + _written_by(fused)
+  if instruction.opcode in _SLICES:
+    return 2 * _result_bytes(instruction)
+  if instruction.opcode == _UPDATE:
+    return 2 * _result_bytes(computation.instructions[instruction.operands[1]])
+  operands = [computation.instructions.get(name) for name in instruction.operands]
+  read = sum(_result_bytes(operand) for operand in operands if operand is not None)
+  return 2 * read if instruction.opcode == 'copy-start' else read + _result_bytes(instruction)
+
+
+def _result_bytes(instruction: Instruction) -> int:
+  return sum(array.num_bytes for array in instruction.arrays)
+
+
+def _read_by(fused: Computation) -> int:
+  """Returns the bytes that a fusion reads of its parameters."""
+  total = 0
+  for parameter in fused.instructions.values():
+    if parameter.opcode != 'parameter':
+      continue
+    uses = list(_uses(fused, parameter.name))
+    whole = _result_bytes(parameter)
+    if uses and all(user.opcode in _SLICES for user, _ in uses):
+      total += min(whole, sum(_result_bytes(user) for user, _ in uses))
+    elif not uses or not all(_is_updated(user, name) for user, name in uses):
+      total += whole
+  return total
+
+
+def _uses(fused: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
+  """Yields (instruction that uses the value of `name`, name of its operand)."""
+  waiting = collections.deque([name])
+  while waiting:
+    operand = waiting.popleft()
+    for user in fused.users.get(operand, ()):
+      if user.opcode in (*SAME_VALUE, 'transpose') and user.name in fused.users:
+        waiting.append(user.name)
+      else:
+        yield user, operand
+
+
+def _is_updated(user: Instruction, operand: str) -> bool:
+  return user.opcode == _UPDATE and user.operands[0] == operand
+
+
+def _written_by(fused: Computation) -> int:
+  root = fused.instructions[fused.root]
+  outputs: Sequence[str] = root.operands if root.opcode == 'tuple' else (root.name,)
+  total = 0
+  for name in outputs:
+    origin = fused.origin(name)
+    if origin is not None and origin.opcode == _UPDATE:
+      origin = fused.instructions[origin.operands[1]]
+      total += _result_bytes(origin)
+    else:
+      total += _result_bytes(fused.instructions[name])
+  return total
