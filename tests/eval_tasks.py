@@ -32,9 +32,9 @@ def broken(targets, predictions):
   raise ZeroDivisionError('no prediction is right')
 
 
-def fails_at_the_second_call(targets, predictions):
+def fails_at_the_third_call(targets, predictions):
   seen['calls'] = seen.get('calls', 0) + 1
-  if seen['calls'] == 2:  # the first is before the first step, with the targets
+  if seen['calls'] == 3:  # after the check with the targets, and the evaluation before step 1
     raise IndexError('no such word')
   return {'calls': seen['calls']}
 
@@ -86,5 +86,5 @@ _add(
 _add('turned_more', [f'{a}{b}' for a in 'abcdef' for b in 'uvwxy'][:31], metric_fns=[mean_score])
 _add('turned_without_metrics', ['ab', 'cd', 'ef', 'gh'])
 _add('turned_broken', ['ab', 'cd', 'ef', 'gh'], metric_fns=[broken])
-_add('turned_fails', ['ab', 'cd', 'ef', 'gh'], metric_fns=[fails_at_the_second_call])
+_add('turned_fails', ['ab', 'cd', 'ef', 'gh'], metric_fns=[fails_at_the_third_call])
 seqio.MixtureRegistry.add('all_turned', [('turned', 1.0), ('turned_more', 1.0)])
