@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.Module):
     projected = {}
     for x in {id(x): x for x in inputs.values()}.values():
       names = [name for name in inputs if inputs[name] is x]
-      kernels = [on_kernels(by_group, maps[name].kernel) for name in names]
+      kernels = [on_kernels(by_group, maps[name].kernel.astype(dtype)) for name in names]
       joined = on_kernels(lambda *k: jnp.concatenate(k, axis=-2), *kernels)
       y = contract(operands[id(x)], joined)
       y = shard(y, 'batch', 'length', 'kv_heads', None, 'kv')

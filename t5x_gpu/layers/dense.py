@@ -100,7 +100,7 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-  """The arrays of a linear map, in the dtype of the computation.
+  """The arrays of a linear map.
 
   Attributes:
     kernel: [inputs..., features...]; for a matmul of 8-bit operands, a `Quantized`.
@@ -171,15 +171,15 @@ class DenseGeneral(nn.Module):
     in_shape = x.shape[x.ndim - self.num_in :]
     kernel = param_along(
       self, 'kernel', init, axes=self.axes, shape=in_shape + self.features, along=self.along
-    ).astype(self.dtype)
+    )
     x = x.astype(self.dtype)
     if self.along:
-      y = combine(jnp.matmul, x, kernel, rank=2)
+      y = combine(jnp.matmul, x, kernel.astype(self.dtype), rank=2)
     elif self.dot_general is None:
       y = contract(x, kernel, self.num_in)
     else:
       contracted = tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in))
-      y = self.dot_general(x, kernel, (contracted, ((), ())))
+      y = self.dot_general(x, kernel.astype(self.dtype), (contracted, ((), ())))
     y = Linear(kernel, factors=lora_factors(self, self.dtype)).finish(y, x)
     if not self.use_bias:
       return y
@@ -228,7 +228,8 @@ def project_together(
   ]
   operand = fp8.operand(x, maps[0].kernel)
   if len(maps) > 1 and split_ways(axes[1]) > 1:
-    stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *(m.kernel for m in maps))
+    kernels = (m.kernel.astype(dtype) for m in maps)
+    stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *kernels)
     y = contract(operand, stacked)
     y = shard(y, 'batch', 'length', None, axes[1])
     out = [y[:, :, i] for i in range(len(maps))]
@@ -247,11 +248,11 @@ class LinearParams(nn.Module):
 
   @nn.compact
   def __call__(self, dtype: DTypeLike) -> Linear:
-    """Returns the map in `dtype`."""
+    """Returns the map, with everything but the kernel in `dtype`; `contract` rounds the kernel."""
     kernel = param_along(self, 'kernel', self.init, axes=self.axes, shape=self.shape)
     bias = None
     if self.use_bias:
       bias = param_along(
         self, 'bias', nn.initializers.zeros, axes=self.axes[1:], shape=self.shape[1:]
       ).astype(dtype)
-    return Linear(kernel.astype(dtype), bias, lora_factors(self, dtype))
+    return Linear(kernel, bias, lora_factors(self, dtype))

@@ -172,14 +172,41 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
 
   Args:
     x: [..., inputs].
-    kernel: [inputs, features]; if it is quantized, 8-bit operands are multiplied.
+    kernel: [inputs, features]. If it is quantized, 8-bit operands are multiplied; an array is
+      rounded to the dtype of `x`, and its gradient is not.
     num_in: number of dimensions of `inputs`.
   """
   if not is_quantized(kernel):
-    return jnp.tensordot(x, kernel, num_in)
+    as_wide = x.dtype.itemsize >= kernel.dtype.itemsize
+    return jnp.tensordot(x, kernel, num_in) if as_wide else _narrow(num_in, x, kernel)
   x = operand(x, kernel)
   product = _Product(num_in, x.port.dtype, kernel.port.dtype)
   return _product(product, *_arrays(x), *_arrays(kernel), kernel.amax)
+
+
+def _in_dtype_of_x(num_in: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  return jnp.tensordot(x, kernel.astype(x.dtype), num_in)
+
+
+def _narrow_backward(
+  num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x, kernel = saved
+  rows = tuple(range(x.ndim - num_in))
+  features = tuple(range(len(rows), gradient.ndim)), tuple(range(num_in, kernel.ndim))
+  dx = jax.lax.dot_general(gradient, kernel.astype(x.dtype), (features, ((), ())))
+  dw = jax.lax.dot_general(
+    x, gradient, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
+  )
+  return dx, dw
+
+
+# `contract` of 16-bit activations and a float32 kernel, which it rounds. The matmul of the kernel's
+# gradient writes float32; autodiff would round the gradient and convert it in another pass.
+_narrow = jax.custom_vjp(_in_dtype_of_x, nondiff_argnums=(0,))
+_narrow.defvjp(
+  lambda num_in, x, kernel: (_in_dtype_of_x(num_in, x, kernel), (x, kernel)), _narrow_backward
+)
 
 
 def operand(x: Union[jax.Array, Quantized], kernel: Kernel) -> Union[jax.Array, Quantized]:
@@ -302,10 +329,11 @@ class InEightBits(Parameter):
   def split(self) -> Split:
     return self.param
 
-  def whole(self, dtype: DTypeLike) -> Quantized:
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Quantized:
+    del dtype, wide  # the gradient is float32
     p = self.param
     arrays = (p.part, p.earlier, self.values, self.scale, self.amax, self.largest)
-    return _use(dtype, p.dims, p.is_gathered, *arrays)
+    return _use(p.dims, p.is_gathered, *arrays)
 
   def convert(self, function: Callable[[Split], Parameter]) -> Parameter:
     return self.replace(param=function(self.param))
@@ -373,7 +401,6 @@ def in_8_bits(
 
 
 def _make_whole(
-  dtype: DTypeLike,
   dims: Dims,
   is_gathered: bool,
   part: jax.Array,
@@ -386,26 +413,26 @@ def _make_whole(
   """Returns the whole kernel of a layer."""
   del part, earlier, largest
   values = dims.gather(values) if is_gathered else values
-  return Quantized(values, scale, values.astype(dtype), amax)
+  return Quantized(values, scale, values.astype(jnp.float32), amax)
 
 
 def _use_forward(
-  dtype: DTypeLike, dims: Dims, is_gathered: bool, *arrays: Optional[jax.Array]
+  dims: Dims, is_gathered: bool, *arrays: Optional[jax.Array]
 ) -> tuple[Quantized, Tree]:
   _, earlier, _, _, amax, largest = arrays
   kernel_seen = None if amax is None else _at(amax, Operand.KERNEL, largest)
-  return _make_whole(dtype, dims, is_gathered, *arrays), (earlier, kernel_seen)
+  return _make_whole(dims, is_gathered, *arrays), (earlier, kernel_seen)
 
 
 def _use_backward(
-  dtype: DTypeLike, dims: Dims, is_gathered: bool, kept: Tree, gradient: Quantized
+  dims: Dims, is_gathered: bool, kept: Tree, gradient: Quantized
 ) -> tuple[Optional[jax.Array], ...]:
-  del dtype, is_gathered
+  del is_gathered
   earlier, kernel_seen = kept
   of_part = dims.reduced(gradient.port, earlier)
   of_amax = None if kernel_seen is None else gradient.amax + kernel_seen
   return of_part, None, None, None, of_amax, None
 
 
-_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1, 2))
+_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
 _use.defvjp(_use_forward, _use_backward)

@@ -59,8 +59,8 @@ class Ahead(Parameter):
   def split(self) -> Split:
     return self.param.split
 
-  def whole(self, dtype: DTypeLike) -> Weights:
-    return self.param.whole(dtype)
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
+    return self.param.whole(dtype, wide=wide)
 
   def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
     return self.replace(param=self.param.convert(function))
@@ -442,20 +442,20 @@ class _Loop:
     gradient, of_after = gradients
     leaves, step, last = kept.leaves, kept.step, _num_layers(kept.leaves) - 1
 
-    def one(ahead: Tree, stored: Tree, gradient: Tree, i: Index) -> Tree:
+    def one(ahead: Tree, stored: Tree, gradient: Tree, i: Index) -> tuple[Tree, list[Tree]]:
+      """Returns ((gradients of trained leaves, of the carry, of `shared`), other gradients)."""
       weights = self._weights(leaves, ahead, i)
-      return step.backward(weights, kept.shared, kept.first + i, stored, gradient)
+      of_weights, *rest = step.backward(weights, kept.shared, kept.first + i, stored, gradient)
+      others = [_others(_at(leaf, i), x) for leaf, x in zip(trained, of_weights, strict=True)]
+      return (list(map(_pending, trained, of_weights)), *rest), others
 
     def body(state: Tree, i: Index) -> Tree:
       ahead, (pending, gradient, of_shared), total = state
       following = self._gathered(leaves, i - 1)
       total = self._with_layer(total, trained, at_end, pending, i + 1)
-      pending, gradient, more = one(ahead, _at(kept.stored, i), gradient, i)
+      (pending, gradient, more), others = one(ahead, _at(kept.stored, i), gradient, i)
       of_shared = jax.tree.map(jnp.add, of_shared, more)
-      return (following, (pending, gradient, of_shared), total), others_of(pending, i)
-
-    def others_of(gradients: list[Weights], i: Index) -> list[Tree]:
-      return [_others(_at(leaf, i), x) for leaf, x in zip(trained, gradients, strict=True)]
+      return (following, (pending, gradient, of_shared), total), others
 
     trained = chosen(step.trained, leaves)
     at_end = _are_summed_at_end(trained)
@@ -463,13 +463,13 @@ class _Loop:
     ahead = self._gathered(leaves, max(last - 1, 0))
     gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
     stored_last = _after(kept.stored_last, gradient)
-    done = one(kept.ahead_last, stored_last, gradient, last)
+    done, others = one(kept.ahead_last, stored_last, gradient, last)
     is_sent = [t and not _is_zero(x) for t, x in zip(kept.after_trained, of_after, strict=True)]
     sent = chosen(is_sent, of_after)
     if sent:
       done, sent = jax.lax.optimization_barrier((done, sent))
     of_after = merged(is_sent, sent, [None] * len(of_after))
-    state, others = (ahead, done, total), others_of(done[0], last)
+    state = ahead, done, total
     if last:
       state, middle = self._scan(body, state, jnp.arange(1, last), reverse=True)
       state, first = body(state, 0)  # the weights gathered here are not used
@@ -482,10 +482,10 @@ class _Loop:
     if not any(kept.has_port):
       pending, _ = jax.lax.optimization_barrier((pending, total))
     total = self._with_layer(total, trained, at_end, pending, 0, skip=kept.has_port)
-    total = [self._summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
+    total = [_summed(leaf, x) if late else x for leaf, late, x in zip(trained, at_end, total)]
     gradients = list(map(_as_gradient, trained, total, others))
     ports = [
-      leaf.unreduced(x) if has else None
+      _unreduced(leaf, x) if has else None
       for leaf, x, has in zip(trained, pending, kept.has_port, strict=True)
     ]
     return (
@@ -517,25 +517,25 @@ class _Loop:
     def added(to: jax.Array, leaf: _Leaf, late: bool, x: Tree, skipped: bool) -> jax.Array:
       if skipped:
         return to
-      x = x if late else self._summed(_at(leaf, i), x)
+      x = x if late else _summed(_at(leaf, i), x)
       return jax.lax.dynamic_update_index_in_dim(to, x, i, 0)
 
     skip = skip or [False] * len(total)
     return [added(*of_leaf) for of_leaf in zip(total, leaves, at_end, pending, skip, strict=True)]
-
-  def _summed(self, leaf: _Leaf, gradient: Weights) -> jax.Array:
-    """Returns the gradient of a parameter (of one layer, or of all) summed over devices."""
-    _, pull = jax.vjp(lambda p: whole(p, self.dtype), leaf)
-    return _part(pull(gradient)[0])
 
   def _gathered(self, leaves: _Leaves, i: Index) -> list[Weights]:
     """Returns the weights of layer `i` that need an all-gather, gathered."""
     return [whole(_at(p, i), self.dtype) for p in leaves if _is_gathered(p)]
 
   def _weights(self, leaves: _Leaves, ahead: list[Weights], i: Index) -> list[Weights]:
-    """Returns all weights of layer `i`, given the gathered ones from `_gathered`."""
+    """Returns all weights of layer `i`, `wide`, given the gathered ones from `_gathered`."""
     gathered = iter(ahead)
-    return [next(gathered) if _is_gathered(p) else whole(_at(p, i), self.dtype) for p in leaves]
+    return [
+      next(gathered).astype(jnp.float32)
+      if _is_gathered(p)
+      else whole(_at(p, i), self.dtype, wide=True)
+      for p in leaves
+    ]
 
   def _scan(self, body: TreeFn, state: Tree, numbers: jax.Array, **options: Any) -> Tree:
     unroll = max(1, min(self.unroll, numbers.size))
@@ -555,6 +555,35 @@ def _are_summed_at_end(layers: _Leaves) -> list[bool]:
 
 def _is_gathered(leaf: _Leaf) -> bool:
   return is_parameter(leaf) and leaf.split.is_gathered
+
+
+def _pending(leaf: _Leaf, gradient: Weights) -> jax.Array:
+  """Returns a layer's gradient for the next iteration: in float32, the split dimension first.
+
+  The matmul of the gradient writes it so. XLA would otherwise convert and transpose it in passes
+  between the loop and the reduce-scatter.
+  """
+  if not is_parameter(leaf):
+    return gradient
+  gradient = leaf.unreduced(gradient)
+  dim = leaf.split.dims.fsdp
+  if dim != -1:
+    return gradient if dim is None else jnp.moveaxis(gradient, dim, 0)
+  by_feature = gradient.reshape(-1, gradient.shape[-1]).T  # a transposed matmul, not a transpose
+  return by_feature.reshape(-1, *gradient.shape[:-1])
+
+
+def _unreduced(leaf: _Leaf, pending: jax.Array) -> jax.Array:
+  """Returns a layer's gradient from `_pending`, with the dimensions of the parameter."""
+  is_moved = is_parameter(leaf) and leaf.split.dims.fsdp is not None
+  return jnp.moveaxis(pending, 0, leaf.split.dims.fsdp) if is_moved else pending
+
+
+def _summed(leaf: _Leaf, pending: jax.Array) -> jax.Array:
+  """Returns the gradient of a parameter (of one layer, or of all) summed over devices."""
+  if not is_parameter(leaf):
+    return pending
+  return leaf.split.dims.reduced(_unreduced(leaf, pending), leaf.split.earlier)
 
 
 def _part(leaf: _Leaf) -> jax.Array:

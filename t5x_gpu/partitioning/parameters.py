@@ -30,7 +30,7 @@ from t5x_gpu.partitioning.manual_collectives import InFloat32, Reducer, all_gath
 from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
 
 
-def whole(params: Params, dtype: DTypeLike) -> Params:
+def whole(params: Params, dtype: DTypeLike, *, wide: bool = False) -> Params:
   """Returns parameters as layers use them: arrays, or for matmuls in 8 bits `fp8.Quantized`.
 
   Models call it as late as possible: `over_layers` does, once per layer; models do for parameters
@@ -39,9 +39,10 @@ def whole(params: Params, dtype: DTypeLike) -> Params:
   Args:
     params: parameters as passed to a model's `loss`.
     dtype: compute dtype; parameters are gathered in it. Gradients are summed in float32.
+    wide: return float32, rounded to `dtype`, so that gradients arrive in float32.
   """
   return jax.tree.map(
-    lambda x: x.whole(dtype) if is_parameter(x) else x, params, is_leaf=is_parameter
+    lambda x: x.whole(dtype, wide=wide) if is_parameter(x) else x, params, is_leaf=is_parameter
   )
 
 
@@ -58,8 +59,12 @@ class Parameter(abc.ABC):
     """The differentiated part, and how it is split."""
 
   @abc.abstractmethod
-  def whole(self, dtype: DTypeLike) -> Weights:
-    """Returns the whole parameter; its gradient is reduced to the gradient of the part."""
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
+    """Returns the whole parameter; its gradient is reduced to the gradient of the part.
+
+    Args:
+      dtype, wide: as in `whole`.
+    """
 
   @abc.abstractmethod
   def convert(self, function: Callable[['Split'], 'Parameter']) -> 'Parameter':
@@ -206,11 +211,11 @@ class Split(Parameter):
     if not self.dims.sum_axes and self.earlier is None:
       return self
     dims = dataclasses.replace(self.dims, fsdp=None)
-    part = _use(None, dims, self.part, None, self.earlier)
+    part = _use(None, False, dims, self.part, None, self.earlier)
     return Split(part, self.full, dataclasses.replace(self.dims, sum_axes=()))
 
-  def whole(self, dtype: DTypeLike) -> jax.Array:
-    return _use(dtype, self.dims, self.part, self.full, self.earlier)
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> jax.Array:
+    return _use(dtype, wide, self.dims, self.part, self.full, self.earlier)
 
   def convert(self, function: Callable[['Split'], Parameter]) -> Parameter:
     return function(self)
@@ -239,38 +244,41 @@ class Split(Parameter):
 
 def _make_whole(
   dtype: Optional[DTypeLike],
+  wide: bool,
   dims: Dims,
   part: jax.Array,
   full: Optional[jax.Array],
   earlier: Optional[jax.Array],
 ) -> jax.Array:
-  """Returns the whole parameter, in `dtype` if it is split."""
+  """Returns the whole parameter; if it is split, in `dtype` or rounded to it."""
   del earlier
   part = varying(part, dims.sum_axes)
   if dims.fsdp is None:
     return part if full is None else full
-  return dims.gather(part.astype(dtype)) if full is None else full.astype(dtype)
+  rounded = dims.gather(part.astype(dtype)) if full is None else full.astype(dtype)
+  return rounded.astype(part.dtype) if wide else rounded
 
 
 def _use_forward(
   dtype: Optional[DTypeLike],
+  wide: bool,
   dims: Dims,
   part: jax.Array,
   full: Optional[jax.Array],
   earlier: Optional[jax.Array],
 ) -> tuple[jax.Array, Tree]:
-  return _make_whole(dtype, dims, part, full, earlier), (full, earlier)
+  return _make_whole(dtype, wide, dims, part, full, earlier), (full, earlier)
 
 
 def _use_backward(
-  dtype: Optional[DTypeLike], dims: Dims, kept: Tree, gradient: jax.Array
+  dtype: Optional[DTypeLike], wide: bool, dims: Dims, kept: Tree, gradient: jax.Array
 ) -> tuple[jax.Array, Optional[jax.Array], Optional[jax.Array]]:
-  del dtype
+  del dtype, wide
   full, earlier = kept
   return (dims.reduced(gradient, earlier), *jax.tree.map(jnp.zeros_like, (full, earlier)))
 
 
-_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
+_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1, 2))
 _use.defvjp(_use_forward, _use_backward)
 
 # (weights of a layer, carry, shared, number of the layer) -> carry.
@@ -307,7 +315,7 @@ def over_layers(
 
   def body(carry: Tree, of_layer: tuple[Params, Index]) -> tuple[Tree, None]:
     split_params, number = of_layer
-    return layer(whole(split_params, dtype), carry, shared, number), None
+    return layer(whole(split_params, dtype, wide=True), carry, shared, number), None
 
   if isinstance(params, tuple):
     for number, of_layer in enumerate(params, first_layer):

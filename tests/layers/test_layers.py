@@ -11,6 +11,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.plain import dot_product_attention
 from t5x_gpu.layers.dense import DenseGeneral
 from t5x_gpu.layers.embedding import Embedding
+from t5x_gpu.layers.fp8 import contract
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp, MlpConfig
 from t5x_gpu.layers.norm import RMSNorm
@@ -164,6 +165,21 @@ def test_gradient_of_a_bfloat16_table_adds_up_in_float32():
     )
   )(table)
   assert float(grad[0, 0]) == 1000  # bfloat16 would stop at 256
+
+
+@pytest.mark.parametrize('num_in', [1, 2])
+def test_gradient_of_a_float32_kernel_is_not_rounded_to_the_dtype_of_activations(rng, num_in):
+  inputs = (8, 4)[:num_in]
+  x = jnp.asarray(rng.normal(size=(2, 16, *inputs)), jnp.bfloat16)
+  kernel = jnp.asarray(rng.normal(size=(*inputs, 3, 5)), jnp.float32)
+  y, pull = jax.vjp(lambda x, k: contract(x, k, num_in), x, kernel)
+  rounded = kernel.astype(jnp.bfloat16)
+  assert y.dtype == jnp.bfloat16 and (y == jnp.tensordot(x, rounded, num_in)).all()
+  dy = jnp.asarray(rng.normal(size=y.shape), jnp.bfloat16)
+  dx, dkernel = pull(dy)
+  assert (dx == jnp.tensordot(dy, jnp.moveaxis(rounded, (-2, -1), (0, 1)), 2)).all()
+  exact = np.tensordot(np.float64(x), np.float64(dy), ((0, 1), (0, 1)))
+  np.testing.assert_allclose(dkernel, exact, rtol=1e-5, atol=1e-5)  # bfloat16 would be off by 4e-3
 
 
 def test_dense_general_contracts_the_trailing_dimensions(rng):

@@ -14,6 +14,7 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.losses import (
   CHUNK_BYTES,
+  CHUNK_TOKENS,
   TokenLoss,
   choose_num_chunks,
   cross_entropy,
@@ -175,7 +176,8 @@ def test_chunks_take_a_fraction_of_the_memory():
 
 def test_number_of_chunks_follows_the_size_of_the_logits():
   assert choose_num_chunks(8, 512, vocab_size=256) == 0  # 4 MiB
-  assert choose_num_chunks(4, 2048, vocab_size=262144) == 4 * 4 * 2048 * 262144 // CHUNK_BYTES
+  assert choose_num_chunks(4, 2048, vocab_size=262144) == 4 * 2048 // CHUNK_TOKENS
+  assert choose_num_chunks(4, 2048, vocab_size=32768) == 4 * 4 * 2048 * 32768 // CHUNK_BYTES
   assert choose_num_chunks(1024, 1, vocab_size=262144) == 1  # one position cannot be split
 
 
