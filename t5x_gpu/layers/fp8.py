@@ -24,6 +24,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, is_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
@@ -177,8 +178,11 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
     num_in: number of dimensions of `inputs`.
   """
   if not is_quantized(kernel):
-    as_wide = x.dtype.itemsize >= kernel.dtype.itemsize
-    return jnp.tensordot(x, kernel, num_in) if as_wide else _narrow(num_in, x, kernel)
+    if x.dtype.itemsize >= kernel.dtype.itemsize:
+      return jnp.tensordot(x, kernel, num_in)
+    marks = [jax.typeof(array).manual_axis_type.varying for array in (x, kernel)]
+    x, kernel = (varying(array, tuple(marks[0] | marks[1])) for array in (x, kernel))
+    return _narrow(num_in, x, kernel)
   x = operand(x, kernel)
   product = _Product(num_in, x.port.dtype, kernel.port.dtype)
   return _product(product, *_arrays(x), *_arrays(kernel), kernel.amax)
@@ -195,6 +199,8 @@ def _narrow_backward(
   rows = tuple(range(x.ndim - num_in))
   features = tuple(range(len(rows), gradient.ndim)), tuple(range(num_in, kernel.ndim))
   dx = jax.lax.dot_general(gradient, kernel.astype(x.dtype), (features, ((), ())))
+  if hardware().platform != 'gpu':  # XLA has no 16-bit matmul that ends in float32 for all CPUs
+    x, gradient = x.astype(kernel.dtype), gradient.astype(kernel.dtype)
   dw = jax.lax.dot_general(
     x, gradient, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
   )

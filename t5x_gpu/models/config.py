@@ -68,8 +68,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
     logits_softcap: as attention_softcap, on vocabulary logits.
     loss_chunks: number of chunks of the length in which logits and loss are computed, one at a
-      time, so that memory never holds all logits. None chooses chunks whose logits fit 256 MiB, and
-      does not split small logits; 0 stores all logits.
+      time, so that memory never holds all logits. None chooses chunks of 256 MiB of logits, or of
+      1024 tokens if that is more, and does not split small logits; 0 stores all logits.
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
 

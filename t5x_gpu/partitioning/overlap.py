@@ -3,7 +3,8 @@
 While a layer computes, the next layer's parameters are gathered (ZeRO-3), forward and backward. In
 the backward pass, the gradients of the layer that just finished are also summed over devices. No
 layer waits for a collective; each collective overlaps with the matmuls of a whole layer. The price
-is the memory of one layer's gathered parameters and one layer's gradients, in the compute dtype.
+is the memory of one layer's gathered parameters, in the compute dtype, and one layer's gradients,
+in float32.
 
 JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
 seldom move a collective to another iteration, so the backward loop is written out here. `run` is

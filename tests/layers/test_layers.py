@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.plain import dot_product_attention
@@ -180,6 +182,28 @@ def test_gradient_of_a_float32_kernel_is_not_rounded_to_the_dtype_of_activations
   assert (dx == jnp.tensordot(dy, jnp.moveaxis(rounded, (-2, -1), (0, 1)), 2)).all()
   exact = np.tensordot(np.float64(x), np.float64(dy), ((0, 1), (0, 1)))
   np.testing.assert_allclose(dkernel, exact, rtol=1e-5, atol=1e-5)  # bfloat16 would be off by 4e-3
+
+
+@pytest.mark.parametrize('split', ['x', 'kernel'])
+def test_contract_in_a_region_takes_an_operand_that_all_devices_share(rng, split):
+  x = jnp.asarray(rng.normal(size=(2, 8, 4)), jnp.bfloat16)
+  kernel = jnp.asarray(rng.normal(size=(2, 4, 3)), jnp.float32)
+  x, kernel = (x, kernel[0]) if split == 'x' else (x[0], kernel)
+
+  def loss(x, kernel):
+    return jnp.sum(contract(x, kernel).astype(jnp.float32) ** 2)
+
+  def each(x, kernel):
+    at = lambda array, name: array[0] if name == split else array  # noqa: E731
+    return jax.lax.psum(loss(at(x, 'x'), at(kernel, 'kernel')), 'data')
+
+  specs = tuple(P('data') if name == split else P() for name in ('x', 'kernel'))
+  mesh = Mesh(np.array(jax.devices()[:2]), ('data',))
+  in_region = jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=P())
+  in_axes = tuple(0 if name == split else None for name in ('x', 'kernel'))
+  want = jax.grad(lambda *a: jnp.sum(jax.vmap(loss, in_axes)(*a)), (0, 1))(x, kernel)
+  for got, expected in zip(jax.jit(jax.grad(in_region, (0, 1)))(x, kernel), want, strict=True):
+    np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=2e-2, atol=2e-2)
 
 
 def test_dense_general_contracts_the_trailing_dimensions(rng):

@@ -366,8 +366,8 @@ def _count(kind: str, number: KernelCount) -> str:
 
 def _traffic(t: Traffic) -> str:
   return (
-    f'read and written per step: {show(t.other_bytes, GiB=".1f")} by elementwise kernels '
-    f'({show(t.copied_bytes, GiB=".1f")} by copies), {show(t.matmul_bytes, GB=".1f")} by matrix '
+    f'read and written per step: {show(t.other_bytes, GB=".1f")} by elementwise kernels '
+    f'({show(t.copied_bytes, GB=".1f")} by copies), {show(t.matmul_bytes, GB=".1f")} by matrix '
     f'kernels; {t.kernels:,} kernels'
   )
 
