@@ -22,6 +22,7 @@ from t5x_gpu.metrics.scores import class_scores, hit_scores, pair_scores
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.models.model import Model, Params, writes_text
+from t5x_gpu.runtime import distributed
 from t5x_gpu.terminal.progress import Show, Total, silent
 from t5x_gpu.training.program import Program
 
@@ -180,13 +181,22 @@ class TaskEvaluator:
           self._generator.check_prompt(len(inputs), where=where, targets=len(targets))
 
   def run(self, params: Params, *, show: Show = silent) -> dict[str, float]:
-    """Returns infer_eval/TASK/METRIC of `params`, whose layers are in model order."""
+    """Returns infer_eval/TASK/METRIC of `params`, whose layers are in model order.
+
+    Each process computes the metrics, and all return the values of process 0: a metric with
+    randomness has other values on each process, which must not decide differently.
+
+    Raises:
+      DataError: a metric fails on any process; raised on all processes.
+    """
     generator = self._generator.with_params(params)
     self.outputs = []
 
     def metrics(task: EvaluatedTask) -> dict[str, float]:
       self.outputs.append(_outputs(generator, task, show))
-      return task.metrics(self.outputs[-1])
+      with distributed.errors_together():
+        values = task.metrics(self.outputs[-1])
+      return distributed.broadcast_json(values)
 
     return _named((task, metrics(task)) for task in self.tasks)
 
