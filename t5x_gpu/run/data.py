@@ -155,9 +155,12 @@ class Evaluations:
     for task, outputs in zip(self._tasks.tasks, self._tasks.outputs, strict=True):
       texts = getattr(task, 'texts', None)  # optional
       if texts is None:
-        _log.warning('%s: no predictions are written: the task has no method texts.', task.name)
-      else:
+        _log.warning('%s: no predictions are written: the task has no `texts` method.', task.name)
+        continue
+      try:
         write_predictions(folder, step, task.name, texts(outputs, number))
+      except Exception as e:  # a custom task may raise anything; the other processes would wait
+        _log.warning('%s: the predictions cannot be written: %s', task.name, first_line(e))
 
 
 def open_evaluations(run: Run, program: Program, *, loss_required: bool = False) -> Evaluations:

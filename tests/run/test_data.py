@@ -2,14 +2,40 @@
 
 import errno
 import os
+import types
 
 import pytest
 
 from t5x_gpu.data.sources.source_files import NAME, SourceFiles
 from t5x_gpu.errors import AccessError
-from t5x_gpu.run.data import open_sources
+from t5x_gpu.run.data import Evaluations, open_sources
 from tests.helpers_disk import refused_to_python
 from tests.messages import raises
+
+
+def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
+  def fails(outputs, number):
+    raise KeyError('a word of the vocabulary')
+
+  def task(name, texts):
+    return types.SimpleNamespace(name=name, targets=(), texts=texts)
+
+  tasks = types.SimpleNamespace(
+    tasks=[
+      task('raises', fails),
+      task('not_json', lambda outputs, number: [{'targets': b'bytes'}]),
+      task('good', lambda outputs, number: [{'targets': 'text'}]),
+    ],
+    outputs=[None] * 3,
+    run=lambda params, show: {'infer_eval/good/exact': 1.0},
+  )
+  run = types.SimpleNamespace(num_predictions=3, infer_eval_period=1, total_steps=5)
+  program = types.SimpleNamespace(in_model_order=lambda state: state)
+  evaluations = Evaluations(run, program, loss=None, tasks=tasks)
+  state = types.SimpleNamespace(params=None)
+  assert evaluations.run(1, state, folder=tmp_path) == {'infer_eval/good/exact': 1.0}
+  assert [message.split(':')[0] for message in caplog.messages] == ['raises', 'not_json']
+  assert (tmp_path / 'predictions' / 'good_1.jsonl').read_text() == '{"targets": "text"}\n'
 
 
 class Data:
