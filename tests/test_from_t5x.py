@@ -1,6 +1,7 @@
 """Gin files of T5X through the commands: `train` runs them, `config from_t5x` translates them."""
 
 import json
+import os
 import pathlib
 import tarfile
 
@@ -134,6 +135,8 @@ def test_t5xs_eval_and_infer_files_run_on_a_checkpoint_of_t5x_which_is_converted
   assert 'It is converted once' in result.out and "T5X's gin files are translated" in result.out
   [metrics] = map(json.loads, (results / 'eval' / 'validation.jsonl').read_text().splitlines())
   assert metrics['step'] == 20 and 'infer_eval/t5x_dialect_counting/exact' in metrics
+  dry = run_here(lambda: eval.main([*evaluates, '--dry_run']), num_devices=1)
+  assert 'would evaluate last of steps [20]' in dry.out, dry.err
 
   predicts = [
     f'--gin_file={FILES / "predictions.gin"}',
@@ -147,6 +150,11 @@ def test_t5xs_eval_and_infer_files_run_on_a_checkpoint_of_t5x_which_is_converted
   file = results / 't5x_dialect_counting-predict.jsonl-00000-of-00002'
   found = [json.loads(line) for line in file.read_text().splitlines()]
   assert [(line['number'], line['targets']) for line in found] == [(0, '0'), (2, '2')]
+
+  for file in (tmp_path / 'checkpoint_orbax').rglob('*'):  # as if T5X had written it again
+    os.utime(file, (1, 1))
+  dry = run_here(lambda: eval.main([*evaluates, '--dry_run']), num_devices=1)
+  assert 'would be converted first' in dry.out, dry.err
 
 
 @pytest.mark.tf

@@ -27,6 +27,7 @@ from t5x_gpu.storage.paths import system_error
 # Name -> the array itself, or its TensorStore spec.
 Stored = Mapping[str, np.ndarray | JsonObject]
 _BROKEN_FIX = 'Copy the checkpoint again.'
+_METADATA = ('*', '*/.zarray', 'state/*', 'state/*/.zarray')  # files, of both formats
 # Raised by msgpack, NumPy and TensorStore for damaged files. RecursionError is a RuntimeError.
 _BROKEN = (
   ValueError,
@@ -117,6 +118,16 @@ class T5xCheckpoint(T5xArrays):
     """
     with _errors_as_ours(self.path):
       return T5xArrays(self.path, self._moments(), self._context)
+
+  def version(self) -> list[tuple[str, int, int]]:
+    """Returns name, size and time (s) of the metadata files, which a later save changes.
+
+    Raises:
+      CheckpointError: a file cannot be read.
+    """
+    with _errors_as_ours(self.path):
+      found = {p: p.stat() for glob in _METADATA for p in self.path.glob(glob) if p.is_file()}
+    return [(str(p), stat.st_size, int(stat.st_mtime)) for p, stat in sorted(found.items())]
 
 
 @contextlib.contextmanager

@@ -125,14 +125,15 @@ def converted_once(
   """Returns `path`, or the folder of its conversion if it is a T5X checkpoint.
 
   Process 0 converts a T5X checkpoint, with the moments of Adafactor, to a folder in
-  `folder`/converted. Later calls find it there; another job that is converting it is waited for.
+  `folder`/converted. Later calls find it there. Waits for another job that is converting it.
   Tensors are read back; logits are not compared. All processes must call it.
 
   Args:
     path: folder of any checkpoint, or of several, of which the latest counts.
     folder: MODEL_DIR, or the folder of results. In object storage nothing is converted.
     model: the model that the parameters belong to.
-    dry_run: compare names and shapes, write nothing, and return None for a T5X checkpoint.
+    dry_run: write nothing. For a T5X checkpoint that is not converted yet, compare names and
+      shapes, and return None.
   Raises:
     CheckpointError: the checkpoint cannot be converted.
   """
@@ -153,7 +154,8 @@ def _convert_into(
 ) -> Optional[str]:
   fields = describe(without_adapters(policy_of(model)))
   files = T5xCheckpoint(path)
-  digest = hashlib.sha256(str(files.path).encode()).hexdigest()[:8]
+  # A checkpoint that T5X has written over an older one is converted again.
+  digest = hashlib.sha256(str([str(files.path), files.version()]).encode()).hexdigest()[:8]
   target = folder / f'{files.path.name}-{digest}'
   request = ConversionRequest(
     source=files.path,
@@ -166,6 +168,8 @@ def _convert_into(
   )
   try:
     if dry_run:
+      if (target / MODEL_GIN).is_file():
+        return str(target)
       _t5x_weights(fields, files)
       return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +193,11 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
   """Waits until no other process of this host, or of the file server, holds the lock."""
   with open(path, 'w', encoding='utf-8') as lock:
     with contextlib.suppress(OSError):  # a file system without locks: `new_folder` finds the other
-      fcntl.flock(lock, fcntl.LOCK_EX)
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        log(f'Waiting for another job that holds {path}.')
+        fcntl.flock(lock, fcntl.LOCK_EX)
     yield
 
 
