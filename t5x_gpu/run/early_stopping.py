@@ -19,7 +19,7 @@ class EarlyStopping:
     patience: the run ends after this many values of which none improves on the value before it.
     atol, rtol: a value improves only by more than atol + rtol * |value before|.
   Raises:
-    ConfigError: a setting that cannot be.
+    ConfigError: a setting is invalid.
   Source: EarlyStoppingAction of t5x/trainer.py.
   """
 
@@ -44,7 +44,7 @@ class EarlyStopping:
       problems.append(bad_setting(self, 'metric', text))
     if problems:
       raise ConfigError(
-        'The run cannot stop early',
+        'EarlyStopping has invalid settings',
         problems=problems,
         fix='Set them in gin or with --gin.EarlyStopping.NAME=VALUE.',
       )

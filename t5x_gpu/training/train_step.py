@@ -564,7 +564,7 @@ def _has_loss_weights(feature: str) -> bool:
 
 
 def check_normalizer(config: StepConfig, spec: BatchSpec) -> None:
-  """Raises ConfigError for an unknown `loss_normalizing_factor`, or one that the loss has not."""
+  """Raises ConfigError for an unknown `loss_normalizing_factor`, or one the loss does not have."""
   name = config.loss_normalizing_factor
   if not isinstance(name, str):
     return
