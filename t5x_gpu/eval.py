@@ -115,7 +115,8 @@ def evaluate_setup(setup: EvalSetup, options: argparse.Namespace, *, dry_run: bo
     dataset = dataclasses.replace(dataset, task_feature_lengths=_ANY_LENGTHS)
   results = shared_model_dir(setup.output_dir, dry_run=dry_run)
   folder = as_path(setup.checkpoint, parameter='EvalSetup.checkpoint')
-  found = converted_once(folder, results.path, setup.model, dry_run=dry_run)
+  wants_all = (options.steps or setup.steps) == 'all'
+  found = converted_once(folder, results.path, setup.model, dry_run=dry_run, wants_all=wants_all)
   if found is None:
     log(f'Dry run: {folder} is a T5X checkpoint, which would be converted first.')
     return 0

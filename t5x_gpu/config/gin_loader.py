@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import re
 import sys
 import types
 from collections.abc import Collection, Mapping, Sequence
@@ -177,7 +178,9 @@ def configures(gin_files: Sequence[str], entry: str, *, search_paths: Sequence[s
     texts = [path.read_text('utf-8', 'replace') for path in paths]
   except (ConfigError, OSError):
     return False
-  return any(entry.rpartition('.')[2] in text for text in texts)
+  # A binding or a block: comments and strings name the entry, too.
+  binding = rf'^(?:[\w./]*[./])?{entry.rpartition(".")[2]}\s*[.:]'
+  return any(re.search(binding, text, re.MULTILINE) for text in texts)
 
 
 def _make_working_directory_importable() -> None:

@@ -149,13 +149,18 @@ def is_t5x(folder: pathlib.Path) -> bool:
   return _latest(folder) is not None
 
 
-def _latest(folder: pathlib.Path) -> Optional[pathlib.Path]:
+def t5x_steps(folder: pathlib.Path) -> dict[int, pathlib.Path]:
+  """Returns step -> folder of the T5X checkpoints in `folder`."""
   # A ModelDir lists only checkpoints named by t5x_gpu; T5X's may be links or have leading zeros.
-  steps = {
+  return {
     int(m[1]): p
     for p in folder.glob('checkpoint_*')
     if (m := re.fullmatch(r'checkpoint_(\d+)', p.name)) and _kind(p)
   }
+
+
+def _latest(folder: pathlib.Path) -> Optional[pathlib.Path]:
+  steps = t5x_steps(folder)
   return folder if _kind(folder) else steps[max(steps)] if steps else None
 
 

@@ -28,7 +28,7 @@ from t5x_gpu.conversion.conversion import (
 from t5x_gpu.conversion.hf.folder import CONFIG, MODULES, carry_files, open_hf, write_record
 from t5x_gpu.conversion.model_spec import ModelFields, describe, differences, gin_text
 from t5x_gpu.conversion.name_table import Table
-from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x
+from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x, t5x_steps
 from t5x_gpu.conversion.t5x_names import T5xMoments, t5x_layers, t5x_model, t5x_moments, t5x_table
 from t5x_gpu.conversion.tensor_copy import (
   ForeignWeights,
@@ -120,7 +120,7 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
 
 
 def converted_once(
-  path: AnyPath, folder: AnyPath, model: Model, *, dry_run: bool = False
+  path: AnyPath, folder: AnyPath, model: Model, *, dry_run: bool = False, wants_all: bool = False
 ) -> Optional[AnyPath]:
   """Returns `path`, or the folder of its conversion if it is a T5X checkpoint.
 
@@ -134,6 +134,7 @@ def converted_once(
     model: the model that the parameters belong to.
     dry_run: write nothing. For a T5X checkpoint that is not converted yet, compare names and
       shapes, and return None.
+    wants_all: the caller reads every checkpoint in `path`, so several of T5X's are an error.
   Raises:
     CheckpointError: the checkpoint cannot be converted.
   """
@@ -143,6 +144,13 @@ def converted_once(
       is_theirs = False
       with contextlib.suppress(OSError):  # whoever opens the checkpoint reports the error
         is_theirs = is_t5x(path)
+      if is_theirs and wants_all and len(steps := sorted(t5x_steps(path))) > 1:
+        raise CheckpointError(
+          f'{path} has T5X checkpoints of steps {", ".join(map(str, steps))}, of which only the '
+          'latest would be converted and evaluated.',
+          fix='Convert each, python -m t5x_gpu.convert --from=CHECKPOINT --to=FOLDER, and evaluate '
+          'each FOLDER.',
+        )
       if is_theirs:
         found = [_convert_into(folder / 'converted', path, model, dry_run=dry_run)]
   [found_path] = distributed.broadcast_json(found)

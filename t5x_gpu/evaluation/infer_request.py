@@ -225,7 +225,9 @@ def _with_flags(setup: InferSetup, flags: argparse.Namespace) -> InferSetup:
   """Returns `setup` with the values of the flags that are given."""
   names = ('checkpoint', 'score', 'shard_id', 'num_shards')
   given = {name: getattr(flags, name, None) for name in names}
-  return dataclasses.replace(setup, **{k: v for k, v in given.items() if v not in (None, False)})
+  # 0 is a shard, so `in (None, False)` would drop it.
+  given = {k: v for k, v in given.items() if v is not None and v is not False}
+  return dataclasses.replace(setup, **given)
 
 
 def _dataset_of_job(setup: InferSetup, flags: argparse.Namespace) -> DatasetConfig:

@@ -136,6 +136,20 @@ def test_an_entry_that_no_file_configures(project):
     gin_loader.load(['my.gin'], entry='app.train.infer')
 
 
+@pytest.mark.parametrize(
+  'text, is_configured',
+  [
+    ('app.train.infer.model_dir = "a"\n', True),
+    ('a/train.infer:\n  model_dir = "a"\n', True),
+    ('# then app.train.infer: predictions\n', False),
+    ('train.train.note = "infer.model_dir"\n', False),
+  ],
+)
+def test_only_a_binding_configures_an_entry(text, is_configured, tmp_path):
+  (tmp_path / 'a.gin').write_text(text)
+  assert gin_loader.configures([str(tmp_path / 'a.gin')], 'app.train.infer') is is_configured
+
+
 def test_search_paths_and_other_working_directories(project, load, monkeypatch, tmp_path):
   write(project / 'lab/mine.gin', "include 'runs/run.gin'\nMODEL_DIR = 'm'\n")
   monkeypatch.chdir(project / 'app')

@@ -17,6 +17,7 @@ from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.checkpoint.store import StateReader
 from t5x_gpu.conversion.t5x_files import T5xCheckpoint, is_t5x
 from t5x_gpu.conversion.t5x_names import t5x_model, t5x_table
+from t5x_gpu.conversion.to_ours import converted_once
 from t5x_gpu.errors import CheckpointError
 from tests.conversion.t5x_params import params_from_t5x
 from tests.messages import raises
@@ -262,3 +263,13 @@ def test_parameters_of_no_t5_are_refused():
   del flat['decoder/layers_1/mlp/wo/kernel']
   with raises(CheckpointError):
     params_from_t5x(flat)
+
+
+def test_several_checkpoints_are_refused_where_all_are_wanted(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for step in (10, 20):
+    folder = tmp_path / 'theirs' / f'checkpoint_{step}'
+    folder.mkdir(parents=True)
+    (folder / 'checkpoint').touch()
+  with raises(CheckpointError):
+    converted_once(pathlib.Path('theirs'), tmp_path / 'ours', None, wants_all=True)

@@ -395,7 +395,7 @@ def _decode(t: Translator, value: Any) -> Any:
     t.decoding = 'beams'
     return NOT_WRITTEN
   given = {'temperature': 1.0, 'topk': 1, 'topp': 0.0}
-  given |= {p: v.value for p, v in value.arguments.items() if not isinstance(v.value, Unset)}
+  given |= {p: v.value for p, v in value.arguments.items()}
   if given['topk'] == 1:
     t.decoding = 'greedy'
     return NOT_WRITTEN
@@ -408,10 +408,28 @@ def _decode(t: Translator, value: Any) -> Any:
 
 
 def _num_decodes(t: Translator, value: Any) -> Any:
-  kind = t.decoding or ('beams' if t.has_applied('t5x.models.EncoderDecoderModel') else 'greedy')
-  if kind != 'greedy':  # greedy texts are all the same
-    t.write(f'DecodingConfig.{"num_beams" if kind == "beams" else "num_decodes"}', value, 'T5X')
+  name = {'beams': 'num_beams', 'sample': 'num_decodes'}.get(t.decoding)
+  if name and value not in (None, 1):  # greedy texts are all the same
+    t.write(f'DecodingConfig.{name}', value, 'T5X')
   return NOT_WRITTEN
+
+
+def _of_one_beam(t: Translator, value: Any) -> str:
+  if value not in (None, 1) or t.decoding != 'beams' or not _decodes(t):
+    return ''
+  return (
+    'T5X searches with one beam, whose text may end where the end is the second best token; here '
+    'one beam is greedy decoding'
+  )
+
+
+def _decodes(t: Translator) -> bool:
+  """Returns whether T5X's script writes texts."""
+  if t.entry == 'train':
+    data = t.files.call('__main__.train').arguments.get('infer_eval_dataset_cfg')
+    return data is not None and data.value is not None
+  mode = t.files.call('__main__.infer').arguments.get('mode')
+  return t.entry == 'EvalSetup' or mode is None or mode.value != 'score'
 
 
 _VOCABULARY = _no_effect('The task of the data has its vocabulary; the model needs none.')
@@ -515,11 +533,44 @@ def _stop_early(t: Translator, mode: str, action: Record) -> None:
   if given is None or not isinstance(given.value, (list, tuple)) or len(given.value) != 2:
     raise Refused('EarlyStoppingAction.metric is not a task and its metric.')
   task, metric = given.value
-  ours = {'cross_ent_loss': 'cross_entropy'}.get(metric, metric)
+  if mode == 'TRAIN_EVAL':
+    _check_metric_of_loss(t, task, metric, action)
+  ours = _METRICS.get(metric, metric)
   name = f'eval/{ours}' if mode == 'TRAIN_EVAL' else f'infer_eval/{task}/{metric}'
   t.write('EarlyStopping.metric', name, given.origin)
   t.apply(action)
   t.write('train.early_stopping', t.reference('EarlyStopping'), given.origin)
+
+
+# T5X's metrics of an evaluation of the loss that have other names here.
+_METRICS = {'cross_ent_loss': 'cross_entropy', 'loss_per_nonpadding_target_token': 'loss'}
+
+
+def _check_metric_of_loss(t: Translator, task: Any, metric: Any, action: Record) -> None:
+  """Raises Refused if a task's metric means another value here."""
+  data = t.files.call('__main__.train').arguments.get('train_eval_dataset_cfg')
+  arguments = data.value.arguments if data and isinstance(data.value, Record) else {}
+  name = arguments.get('mixture_or_task_name')
+  if name and isinstance(name.value, str) and task != name.value:
+    raise Refused(
+      f'EarlyStoppingAction.metric names the task {task!r}; the loss here is computed over all of '
+      f'{name.value!r}.'
+    )
+  atol = action.arguments.get('atol')
+  if metric in ('loss', 'cross_ent_loss') and atol and atol.value != 0:
+    raise Refused(
+      f"EarlyStoppingAction.atol is {spelled(atol.value)}; T5X's {metric} is the sum over a batch, "
+      'and here the mean over tokens. Set rtol, or the metric loss_per_nonpadding_target_token.'
+    )
+
+
+def _never_triggered(t: Translator, value: Any) -> str:
+  concurrent = t.files.call('__main__.train').arguments.get('concurrent_metrics')
+  if not str(t.written('EarlyStopping.metric')).startswith('infer_eval/'):
+    return ''
+  if concurrent is not None and concurrent.value is False:
+    return ''
+  return "T5X's run continues to its last step unless concurrent_metrics = False"
 
 
 RULES: dict[str, ParameterRule] = {
@@ -579,7 +630,10 @@ RULES: dict[str, ParameterRule] = {
     lambda t, v: _actions(t, v),
   ),
   f'{_EARLY_STOPPING}.metric': _mapped(
-    'EarlyStopping.metric', "'eval/METRIC' or 'infer_eval/TASK/METRIC'", lambda t, v: NOT_WRITTEN
+    'EarlyStopping.metric',
+    "'eval/METRIC' or 'infer_eval/TASK/METRIC'",
+    lambda t, v: NOT_WRITTEN,
+    numbers=_never_triggered,
   ),
   f'{_EARLY_STOPPING}.mode': _same('EarlyStopping.best_is'),
   f'{_EARLY_STOPPING}.patience': _same('EarlyStopping.patience'),
@@ -835,13 +889,20 @@ RULES: dict[str, ParameterRule] = {
   ),
   **{
     f't5x.models.{model}.{name}': rule
-    for model in ('EncoderDecoderModel', 'DecoderOnlyModel')
+    for model, decode_fn in (
+      ('EncoderDecoderModel', 't5x.decoding.beam_search'),
+      ('DecoderOnlyModel', 't5x.decoding.temperature_sample'),
+    )
     for name, rule in {
       'predict_batch_with_aux.num_decodes': _mapped(
-        '', 'DecodingConfig.num_beams of a beam search, else num_decodes', _num_decodes
+        '',
+        'DecodingConfig.num_beams of a beam search, else num_decodes',
+        _num_decodes,
+        numbers=_of_one_beam,
+        default=1,
       ),
       'predict_batch_with_aux.return_all_decodes': _no_effect('Metrics use the best text.'),
-      'decode_fn': _mapped('', 'its parameters', _decode),
+      'decode_fn': _mapped('', 'its parameters', _decode, default=Record(decode_fn, {})),
     }.items()
   },
   't5x.decoding.temperature_sample.temperature': _mapped(

@@ -235,6 +235,9 @@ class Translator:
       outcome('no effect', _OF_TRAINING)
       return
     if isinstance(given.value, Unset):
+      if not here and rule.status == 'mapped':  # its value would have been written elsewhere
+        outcome('refused', f'{given.value} has no value. {_fix_of(given.value)}')
+        return
       if here:
         self.write(here, given.value, given.origin, scope=scope, macro=given.value.macro)
       outcome(rule.status, rule.note, here=here)
@@ -261,6 +264,10 @@ class Translator:
     outcome('same' if is_kept else rule.status, rule.note, rule.numbers(self, given.value), here)
 
 
+def _fix_of(value: Unset) -> str:
+  return f'Set it: --gin.{value.macro}=VALUE.' if value.macro else 'Bind the parameter to a value.'
+
+
 def _inside(value: Any) -> Iterator[str]:
   """Yields the parameters that the records in `value` bind."""
   for record in gin_text.instances(value, Record):
@@ -282,6 +289,7 @@ def _is_data(value: Any) -> bool:
 
 
 def spelled(value: Any) -> str:
+  """Returns `value` as gin files spell it."""
   if isinstance(value, Record):
     return f'@{value.name}{"()" if value.evaluated else ""}'
   if isinstance(value, (list, tuple)):

@@ -252,6 +252,8 @@ def lines_of(tmp_path, text, *bindings):
   return lines, [problem.what for problem in found.problems], found
 
 
+STOP_EARLY = "train_script.train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}\n"
+METRIC = "MIXTURE_OR_TASK_NAME = 'mine'\ntrainer.EarlyStoppingAction.metric = ('mine', '{}')\n"
 SAMPLE = 'models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\n'
 NUM_DECODES = 'models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\n'
 SUBMESH = 'partitioning.PjitPartitioner.model_parallel_submesh = (1, 1, 1, 4)\n'
@@ -275,6 +277,7 @@ SCHEDULED = (
       ['temperature = 1.0', 'top_k = 40', 'num_decodes = 4', 'max_decode_length = None'],
       ['num_beams = 4'],
     ),
+    (NUM_DECODES.replace('4', 'None'), [], ['num_beams', 'num_decodes']),
     (NUM_DECODES, ['num_beams = 4', 'max_decode_length = None'], ['num_decodes = 4']),
     (
       SUBMESH + 'partitioning.PjitPartitioner.num_partitions = 2\n',
@@ -314,6 +317,7 @@ SCHEDULED = (
       ],
       [],
     ),
+    (STOP_EARLY + METRIC.format('loss_per_nonpadding_target_token'), ["metric = 'eval/loss'"], []),
     ('adafactor.Adafactor.global_norm_clip_threshold = 0.0\n', ['max_grad_norm = None'], []),
     (
       SCHEDULED,
@@ -352,6 +356,13 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
     ('train_script.train.inference_evaluator_cls = @optax.lion\n', 'inference_evaluator_cls'),
     ('train_script.train.train_eval_get_dataset_fn = @optax.lion\n', 'get_dataset_fn'),
     ('utils.RestoreCheckpointConfig.strict = False\n', 'strict'),
+    (STOP_EARLY + METRIC.format('loss').replace("('mine'", "('other'"), "the task 'other'"),
+    (
+      STOP_EARLY + METRIC.format('loss') + 'trainer.EarlyStoppingAction.atol = 0.1\n',
+      'sum over a batch',
+    ),
+    (SAMPLE + 'decoding.temperature_sample.temperature = %HOT\n', '--gin.HOT=VALUE'),
+    (NUM_DECODES.replace('4', '%MANY'), '--gin.MANY=VALUE'),
   ],
 )
 def test_what_t5x_would_do_otherwise_is_refused(text, named, tmp_path):
@@ -367,6 +378,28 @@ def test_differences_in_numbers_are_named(tmp_path):
   _, _, found = lines_of(tmp_path, text)
   notes = '\n'.join(found.notes)
   assert 'divides each microbatch by its own tokens' in notes
+
+
+def test_texts_of_one_beam_and_actions_that_t5x_never_runs_are_noted(tmp_path):
+  text = STOP_EARLY.replace('TRAIN', 'INFER') + METRIC.format('bleu')
+  _, problems, found = lines_of(tmp_path, text)
+  notes = '\n'.join(found.notes)
+  assert not problems
+  assert 'searches with one beam' in notes and 'continues to its last step' in notes
+  text += NUM_DECODES + 'train_script.train.concurrent_metrics = False\n'
+  _, _, found = lines_of(tmp_path, text)
+  notes = '\n'.join(found.notes)
+  assert 'searches with one beam' not in notes and 'continues to its last step' not in notes
+
+
+def test_scores_of_a_decoder_are_of_the_distribution_that_t5x_draws_from_by_default(tmp_path):
+  for name in ('decoder_from_scratch.gin', 'models/decoder_only.gin'):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    text = (FILES / name).read_text()
+    (tmp_path / name).write_text(text.replace('  decode_fn = @decoding.temperature_sample\n', ''))
+  paths = [str(tmp_path), str(FILES)]
+  found = translation.translate(['decoder_from_scratch.gin'], search_paths=paths)
+  assert 'rescale_log_probs = True  # T5X' in found.text and 'temperature =' not in found.text
 
 
 def test_flags_name_parameters_as_the_files_do_and_ours(tmp_path):
