@@ -157,10 +157,14 @@ def evaluate(
     dry_run: build, open and check everything, print the plan, write nothing.
   """
   metrics = options.metrics or 'all'
-  model_dir = shared_model_dir(config.model_dir, dry_run=dry_run)
+  if results is None:
+    model_dir = shared_model_dir(config.model_dir, dry_run=dry_run)
+  else:  # nothing is written next to the checkpoint, so its folder may be read-only
+    model_dir = ModelDir(as_path(config.model_dir))
   dataset = _dataset(config, options.split)
   wanted = _wanted(options.steps or 'all')
-  _check_checkpoints(model_dir, wanted, watch=options.watch)
+  with distributed.errors_together():
+    _check_checkpoints(model_dir, wanted, watch=options.watch)
   evaluator = CheckpointEvaluator(
     config,
     dataset,
