@@ -175,12 +175,17 @@ def take_steps(
       metrics = problem = None
       if data.evaluations.due(step):
         recorder.finish()
+        evaluate = functools.partial(
+          data.evaluations.run, step, state, folder=files.folder, show=recorder.show
+        )
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
           try:
-            metrics = data.evaluations.run(step, state, folder=files.folder, show=recorder.show)
+            metrics = evaluate()
+            if not is_last and live.stops_early(early_values, step, metrics):
+              is_last = True
+              metrics = {**metrics, **evaluate(rest=True)}
           except DataError as e:  # a custom metric failed: save the step first
             problem, is_last = e, True
-        is_last = is_last or live.stops_early(early_values, step, metrics)
       if is_last or metrics or step == 1 or step % run.log_period == 0:
         recorder.log(step, metrics, evaluated=data.evaluations.evaluated)
       saver = live.saver_due(step, is_last=is_last)

@@ -42,7 +42,8 @@ train_script.train.decoding_cfg = @decoding.DecodingConfig()
 decoding.DecodingConfig.max_decode_length = 6
 """).replace(
   'from t5x_gpu.models import config\n',
-  'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoding\n',
+  'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoding\n'
+  'from t5x_gpu.run import early_stopping\n',
 )
 
 
@@ -101,6 +102,20 @@ def test_a_restart_evaluates_before_its_first_step_with_the_numbers_of_that_step
   records = [r for r in read_json_lines(model_dir / 'metrics.jsonl') if r['step'] == 6]
   then, again = ({k: v for k, v in r.items() if 'eval/' in k} for r in records)
   assert then == again and 'eval/loss' in again
+
+
+def test_a_run_that_stops_early_runs_every_evaluation_at_its_end(project, tmp_path):
+  result = project.run(
+    '--gin.train.early_stopping=@early_stopping.EarlyStopping()',
+    '--gin.EarlyStopping.patience=2',
+    '--gin.EarlyStopping.atol=100.0',
+    num_devices=1,
+    MODEL_DIR=tmp_path / 'model',
+  )
+  assert result.code == 0 and 'Stopping early at step 2' in result.out, result.err
+  *_, last = read_json_lines(tmp_path / 'model' / 'metrics.jsonl')
+  assert last['step'] == 2 and {'eval/loss', 'infer_eval/turned/mean_score'} < last.keys()
+  assert (tmp_path / 'model' / 'predictions' / 'turned_2.jsonl').is_file()
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ class Evaluations:
     *,
     folder: pathlib.Path,
     all_parts: bool = False,
+    rest: bool = False,
     show: Show = silent,
   ) -> Mapping[str, float]:
     """Returns the metrics that are due after `step`; {} if none is.
@@ -132,12 +133,13 @@ class Evaluations:
       step, state: number of steps done, and the state.
       folder: folder of the run's files, for `Run.num_predictions`.
       all_parts: run every evaluation, due or not.
+      rest: run the evaluations that are not due instead, after the due ones: the run ends early.
       show: shows the progress.
     """
-    loss = self._loss is not None if all_parts else self._loss_is_due(step)
-    tasks = self._tasks is not None if all_parts else self._tasks_are_due(step)
+    loss = self._loss is not None and (all_parts or self._loss_is_due(step) != rest)
+    tasks = self._tasks is not None and (all_parts or self._tasks_are_due(step) != rest)
     values: dict[str, float] = {}
-    sizes = []
+    sizes = [self.evaluated] if rest else []
     if loss:
       values |= self._loss.run(state.params, show=show)
       sizes.append(f'{self._loss.num_rows:,} rows')

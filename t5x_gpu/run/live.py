@@ -25,6 +25,7 @@ import numpy as np
 from t5x_gpu.checkpoint.local.tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
+from t5x_gpu.checkpoint.retention import EVALUATIONS
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.compiled.kernels import fp8_lines
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
@@ -307,7 +308,10 @@ class LiveRun:
     return self.plan.program.layout.put_batch(batch)
 
   def early_values(self) -> dict[int, float]:
-    """Returns step -> value of the metric of `Run.early_stopping`, as far as files record it."""
+    """Returns step -> value of the metric of `Run.early_stopping`, as far as files record it.
+
+    Leaves out evaluations before the first step of a restart: they are not in the period.
+    """
     stopping = self.plan.run.early_stopping
     if stopping is None:
       return {}
@@ -316,7 +320,13 @@ class LiveRun:
     if is_main_process() and path.is_file():
       found = [(r['step'], r[name]) for r in read_json_lines(path) if name in r]
     known = distributed.broadcast_json(found)
-    return {step: value for step, value in known if step <= self.first_step}
+    period = getattr(self.plan.run, EVALUATIONS[name.partition('/')[0]])
+    start = min((step for step, _ in known), default=0)
+    return {
+      step: value
+      for step, value in known
+      if step <= self.first_step and (step == start or step % period == 0)
+    }
 
   def stops_early(
     self, values: dict[int, float], step: int, metrics: Optional[Mapping[str, float]] = None

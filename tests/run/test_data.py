@@ -38,6 +38,24 @@ def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
   assert (tmp_path / 'predictions' / 'good_1.jsonl').read_text() == '{"targets": "text"}\n'
 
 
+def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
+  loss = types.SimpleNamespace(run=lambda params, show: {'eval/loss': 1.0}, num_rows=2)
+  tasks = types.SimpleNamespace(
+    tasks=[], outputs=[], run=lambda params, show: {'infer_eval/good/exact': 0.5}
+  )
+  run = types.SimpleNamespace(
+    num_predictions=0, eval_period=2, infer_eval_period=None, total_steps=8
+  )
+  program = types.SimpleNamespace(in_model_order=lambda state: state)
+  evaluations = Evaluations(run, program, loss=loss, tasks=tasks)
+  state = types.SimpleNamespace(params=None)
+  for step, due, rest in ((4, ['eval/loss'], ['infer_eval/good/exact']), (8, None, [])):
+    found = list(evaluations.run(step, state, folder=tmp_path))
+    assert found == (due or ['eval/loss', 'infer_eval/good/exact'])
+    assert list(evaluations.run(step, state, folder=tmp_path, rest=True)) == rest
+  assert evaluations.evaluated == '2 rows'
+
+
 class Data:
   """Data that reads one file."""
 
