@@ -600,6 +600,7 @@ def test_a_talk_keeps_its_messages_until_reset_and_ends_with_quit(chat_model, mo
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_talk(chat_model, monkeypatch):
+  before = signal.getsignal(signal.SIGINT)
   stream = Generator.stream
 
   def interrupted(self, prompt, **options):
@@ -618,4 +619,4 @@ def test_an_interrupt_ends_the_answer_and_not_the_talk(chat_model, monkeypatch):
   result = call(chat_model, '--chat', '--interactive', '--max_tokens=30')
   assert result.code == 0, result.err
   assert lengths == [1, 2, 3, 1, 2, 3]
-  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  assert signal.getsignal(signal.SIGINT) is before
