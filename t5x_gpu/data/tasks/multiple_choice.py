@@ -4,7 +4,8 @@
                             index from 0)
 
 Each choice is an example, whose targets the model scores; nothing is generated. A space joins the
-inputs and a choice, unless one of them has white space there. The whole file is every split.
+inputs and a choice, unless one of them has white space there, or the vocabulary puts a space before
+each text by itself. The whole file is every split.
 """
 
 import collections
@@ -110,6 +111,26 @@ def accuracies(targets: Sequence[Mapping[str, int]], scores: Sequence[float]) ->
   }
 
 
+def _without_second_space(
+  dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature]
+) -> tf.data.Dataset:
+  """Removes the space between inputs and choice if the vocabulary puts one before each text.
+
+  SentencePiece's dummy prefix does; with both, each choice would begin with a stray token.
+  """
+  encode = output_features['targets'].vocabulary.encode
+  one, after_space = list(encode('a')), list(encode(' a'))
+  if one == after_space or list(encode('a a')) != one + one:
+    return dataset
+
+  def changed(example: Mapping[str, tf.Tensor]) -> Mapping[str, tf.Tensor]:
+    inputs = tf.strings.regex_replace(example['inputs'], ' $', '')
+    targets = tf.strings.regex_replace(example['targets'], '^ (.)', r'\1')
+    return {**example, 'inputs': inputs, 'targets': targets}
+
+  return dataset.map(changed)
+
+
 def multiple_choice(pattern: str) -> seqio.Task:
   """Returns the task of questions in .jsonl files; raises DataError for a line that is not one."""
   rows = _read(discovery.matching_files(pattern))
@@ -118,7 +139,10 @@ def multiple_choice(pattern: str) -> seqio.Task:
   return builtin.make_task(
     NAME,
     source=seqio.FunctionDataSource(functools.partial(_dataset, rows), splits=_SPLITS),
-    preprocessors=(functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=True),),
+    preprocessors=(
+      _without_second_space,
+      functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=True),
+    ),
     output_features={'inputs': feature, 'targets': feature},
     postprocess_fn=_facts,
     metric_fns=[accuracies],

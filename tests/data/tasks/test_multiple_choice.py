@@ -12,9 +12,11 @@ from tests.messages import raises
 pytestmark = pytest.mark.tf
 
 
-def opened(path, *rows):
+def opened(path, *rows, vocabulary=None):
   path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
-  config = DatasetConfig(f'multiple_choice:{path}', {'targets': 2}, 'validation', 1)
+  config = DatasetConfig(
+    f'multiple_choice:{path}', {'targets': 2}, 'validation', 1, vocabulary=vocabulary
+  )
   [task] = open_evaluated_tasks(config, feature_converter='lm')
   return task
 
@@ -35,6 +37,27 @@ def test_scores_are_compared_as_they_are_per_token_and_per_byte(tmp_path):
   }
   found = task.metrics(ModelOutputs(scores=[-3.0, -6.0, -1.0, -9.0, -9.0]))
   assert found['accuracy'] == 0.5 and found['accuracy_per_byte'] == 0.5
+
+
+def test_a_vocabulary_that_puts_a_space_before_a_text_gets_no_second_one(tmp_path):
+  import sentencepiece  # comes with seqio
+
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(['the Nile a'] * 9),
+    model_prefix=str(tmp_path / 'm'),
+    vocab_size=20,
+    hard_vocab_limit=False,
+    model_type='bpe',
+    remove_extra_whitespaces=False,
+    minloglevel=2,
+  )
+  own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / 'm.model'))
+  row = {'inputs': 'a ', 'choices': ['the Nile', ' the'], 'answer': 0}
+  name = f'sentencepiece:{tmp_path}/m.model'
+  task = opened(tmp_path / 'a.jsonl', row, vocabulary=name)
+  assert own.encode(' the') != own.encode('the')
+  assert [list(ids) for ids in task.targets] == [own.encode('the Nile'), own.encode('the')]
+  assert [list(ids) for ids in task.inputs] == 2 * [own.encode('a')]
 
 
 @pytest.mark.parametrize(
