@@ -98,12 +98,11 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
       f'{distributed.process_count()} processes.',
       fix='Start one process, or give --prompts=FILE.',
     )
-  say(
-    'Type a message and press Enter. /reset starts over, /quit or Ctrl-D ends, Ctrl-C ends an '
-    'answer.'
-    if chat
-    else 'Type a prompt and press Enter; Ctrl-D ends.'
-  )
+  if chat:
+    ends = 'Ctrl-C ends an answer' if _is_streamed(job) else 'Ctrl-C ends the program'
+    say(f'Type a message and press Enter. /reset starts over, /quit or Ctrl-D ends, {ends}.')
+  else:
+    say('Type a prompt and press Enter; Ctrl-D ends.')
   said: list[dict[str, str]] = []  # the conversation so far
   for number in itertools.count():
     try:
@@ -127,6 +126,12 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
         said = [*asked, {'role': 'assistant', 'content': answer}]
 
 
+def _is_streamed(job: InferJob) -> bool:
+  """Returns whether a text appears while the model writes it."""
+  config = job.generator.config
+  return job.outcome is None and config.num_beams == config.num_decodes == 1
+
+
 def _answer(job: InferJob, prompt: Prompt, number: int) -> str:
   """Prints a text while the model writes it, until Ctrl-C; returns the text, the best of several.
 
@@ -137,8 +142,7 @@ def _answer(job: InferJob, prompt: Prompt, number: int) -> str:
   """
   tokens = job.tokens(prompt)
   job.generator.check_prompt(len(tokens), where=prompt.where)
-  config = job.generator.config
-  if job.outcome is not None or config.num_beams > 1 or config.num_decodes > 1:
+  if not _is_streamed(job):
     [found] = job.generator.generate([tokens], numbers=[number])
     texts = [job.decoded(one) for one in (found if job.outcome is None else [found])]
     for text in texts:

@@ -157,10 +157,11 @@ class SecondInterruptLeaves:
 
   Args:
     leave: called with the exit code.
+    stays: whether it stays active after the block.
   """
 
-  def __init__(self, leave: Callable[[int], object] = os._exit):
-    self._leave = leave
+  def __init__(self, leave: Callable[[int], object] = os._exit, *, stays: bool = True):
+    self._leave, self._stays = leave, stays
     self._sockets: Optional[tuple[socket.socket, socket.socket]] = None
     self._interrupted = self._is_over = False
 
@@ -181,8 +182,9 @@ class SecondInterruptLeaves:
 
   def __exit__(self, *exc_info: object) -> None:
     self._is_over = True
-    if self._sockets is None or self._interrupted:
+    if self._sockets is None or (self._interrupted and self._stays):
       return
+    _handled.clear()
     if self._replaced and signal.getsignal(signal.SIGINT) is _raise:
       signal.signal(signal.SIGINT, signal.default_int_handler)
     self._forget()
@@ -192,7 +194,7 @@ class SecondInterruptLeaves:
     if self._sockets is None:
       return
     (_, writing), self._sockets = self._sockets, None
-    signal.set_wakeup_fd(self._previous)
+    signal.set_wakeup_fd(self._previous, warn_on_full_buffer=False)
     writing.close()  # ends the thread
 
   def _listen(self, reading: socket.socket) -> None:
@@ -243,7 +245,7 @@ def _main_thread_place() -> str:
 
 @contextlib.contextmanager
 def interrupts_noted() -> Iterator[Callable[[], bool]]:
-  """Context in which Ctrl-C does not end the process.
+  """Context in which Ctrl-C does not end the process, unless it is pressed twice.
 
   Yields a function that returns whether Ctrl-C was pressed since its last call. Works in the main
   thread only; elsewhere Ctrl-C keeps its meaning.
@@ -258,10 +260,11 @@ def interrupts_noted() -> Iterator[Callable[[], bool]]:
   if threading.current_thread() is not threading.main_thread():
     yield take
     return
-  before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-  wakeup = signal.set_wakeup_fd(-1)  # a second Ctrl-C would leave (SecondInterruptLeaves)
+  note = stops_on_interrupt(lambda number, frame: pressed.append(number))
+  before = signal.signal(signal.SIGINT, note)
   try:
-    yield take
+    # A new one: a Ctrl-C in an earlier block does not count.
+    with SecondInterruptLeaves(leave=leave_at_once, stays=False):
+      yield take
   finally:
-    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, before)

@@ -42,6 +42,14 @@ cli.run_main(main)
 GRACEFUL = 'from t5x_gpu.runtime import preemption; preemption.StopRequest().__enter__()'
 
 
+# As in a talk, after an answer that Ctrl-C ended.
+NOTED = (
+  'from t5x_gpu.runtime.process_exit import interrupts_noted as noted\n'
+  '  with noted() as pressed: signal.raise_signal(signal.SIGINT); assert pressed()\n'
+  '  noted().__enter__()'
+)
+
+
 # A shell starts what it runs in the background with SIGINT ignored, the tests maybe.
 NOT_IGNORED = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n'
 
@@ -67,7 +75,11 @@ def read_until(stream, text: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'before',
-  [pytest.param('pass', id='set-up', marks=pytest.mark.slow), pytest.param(GRACEFUL, id='loop')],
+  [
+    pytest.param('pass', id='set-up', marks=pytest.mark.slow),
+    pytest.param(GRACEFUL, id='loop'),
+    pytest.param(NOTED, id='talk'),
+  ],
 )
 def test_a_second_ctrl_c_leaves_a_main_thread_that_waits_inside_xla(before):
   with started(HANGS_IN_XLA.format(before=before)) as process:
