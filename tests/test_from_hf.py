@@ -98,6 +98,8 @@ def test_a_dry_run_prints_the_file_and_writes_nothing(folder, llama):
   file.write_text(result.out[result.out.index('# Fine-tunes') :])
   lines = written('printed.gin')
   assert lines['LEARNING_RATE = 0.0002'].startswith('QLoRA')
+  assert 'train_script.train.learning_rate = @schedules.constant()' in lines
+  assert 'optimizers.AdamW.b2 = 0.999' in lines
   assert 'the longest' in lines["TASK_FEATURE_LENGTHS = {'targets': 64}"]
   assert "include 'runs/llama/model.gin'" in lines
 
@@ -120,6 +122,26 @@ def test_lengths_cover_99_percent_of_the_examples_and_at_most_the_models_positio
   assert "TASK_FEATURE_LENGTHS = {'targets': 512}" in result.out and '100.0% are cut' in result.out
 
 
+@pytest.mark.parametrize(
+  'objective, model',
+  [('', 'llama'), pytest.param('span_corruption:', 't5', marks=pytest.mark.slow)],
+)
+def test_a_long_text_counts_as_all_its_rows(objective, model, folder):
+  write_model(folder / 'base', {**MODELS[model], 'vocab_size': 512})  # with sentinels
+  write_tokenizer(folder / 'base', None)
+  (folder / 'texts.jsonl').write_text('{"text": "%s"}\n' % ('b' * 20_000) * 200)
+  config = DatasetConfig(
+    'jsonl:texts.jsonl', None, 'train', 1, pack=False, vocabulary='huggingface:base'
+  )
+  texts = open_survey(config, num_measured=1000)
+  result = from_hf('base', f'--task={objective}jsonl:texts.jsonl', '--dry_run')
+  assert result.code == 0, result.err
+  epochs, in_a_row = (3, 512 / 0.9) if objective else (1, 512)
+  rows = epochs * texts.lengths['targets'].sum() / in_a_row
+  assert 'BATCH_SIZE = 128  # rows of a step, 128 pieces of texts' in result.out
+  assert f'TRAIN_STEPS = {-(-rows // 128):.0f}  # {epochs} epoch' in result.out
+
+
 def test_more_examples_than_are_measured_are_counted(folder):
   config = DatasetConfig('jsonl:pairs.jsonl', None, 'train', 1)
   whole, part = (open_survey(config, num_measured=number) for number in (100, 5))
@@ -128,8 +150,14 @@ def test_more_examples_than_are_measured_are_counted(folder):
 
 @pytest.mark.parametrize(
   'flags',
-  [['--task=classification:jsonl:labels.jsonl'], [], ['--task=jsonl:chats.jsonl', '--gpu=h200']],
-  ids=['data', 'no-data', 'no-gpus'],
+  [
+    ['--task=classification:jsonl:labels.jsonl'],
+    [],
+    ['--task=jsonl:chats.jsonl', '--gpu=h200'],
+    ['--task=jsonl:chats.jsonl', '--output=configs/my.gin'],
+    ['--task=jsonl:chats.jsonl', '--converted=runs/a', '--model_dir=./runs/a/'],
+  ],
+  ids=['data', 'no-data', 'no-gpus', 'no-folder', 'one-folder'],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(flags, folder, llama):
   with raises(ConfigError):
@@ -143,6 +171,9 @@ def test_a_folder_with_other_weights_is_not_taken_for_the_converted_model(folder
   assert from_hf('llama', *flags, '--output=one.gin').code == 0
   result = from_hf('llama', *flags, '--output=two.gin', '--lora')
   assert result.code == 0 and 'has the same weights, converted before' in result.out
+  write_tokenizer(folder / 'llama', None)
+  result = from_hf('llama', *flags, '--task=jsonl:pairs.jsonl', '--output=three.gin')
+  assert result.code == 1 and 'tokenizer_config.json in' in result.err
   write_model(folder / 'other', MODELS['llama'], seed=5)
   write_tokenizer(folder / 'other', CHATML)
   result = from_hf('other', *flags, '--output=three.gin')

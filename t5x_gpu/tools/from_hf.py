@@ -9,7 +9,9 @@ value.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
+import os
 import pathlib
 import shlex
 import tempfile
@@ -25,7 +27,7 @@ from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN, SENTENCEPIECE
 from t5x_gpu.checkpoint.store import CheckpointAddress
 from t5x_gpu.config import gin_loader
 from t5x_gpu.conversion.conversion import ConversionRequest
-from t5x_gpu.conversion.hf.folder import HfModel, open_hf
+from t5x_gpu.conversion.hf.folder import HfModel, changed_files, open_hf
 from t5x_gpu.conversion.model_spec import ModelFields, describe, gin_text, read_model
 from t5x_gpu.conversion.tensor_copy import compare_with_ours
 from t5x_gpu.conversion.to_ours import convert_hf
@@ -36,7 +38,8 @@ from t5x_gpu.errors import CheckpointError, ConfigError, NoExamplesError
 from t5x_gpu.models.encoder import MULTI_LABEL, SINGLE_LABEL
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.storage.files import write_atomically
-from t5x_gpu.storage.paths import local_path
+from t5x_gpu.storage.paths import as_path, local_path
+from t5x_gpu.storage.user_paths import user_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console, show
 from t5x_gpu.tools.planning.assumptions import Assumptions, calibrated
@@ -120,7 +123,8 @@ class RunRequest:
   def run(self) -> str:
     """MODEL_DIR."""
     stem = self.output.stem if self.output else f'{self.name}_tuned'
-    return self.model_dir or (f'runs/{stem}' if f'runs/{stem}' != self.to else f'runs/{stem}_tuned')
+    same = user_path(f'runs/{stem}') == user_path(self.to)
+    return self.model_dir or (f'runs/{stem}_tuned' if same else f'runs/{stem}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +139,9 @@ class Method:
     source: where the numbers come from.
     rate_source: where the learning rate comes from; '' for `source`.
     epochs_source: where the epochs come from; '' for `source`.
-    optimizer: the class of the optimizer: 'AdamW' with a linear decay, 'Adafactor' with a constant
-      rate.
-    weight_decay: of AdamW.
+    optimizer: the class of the optimizer, 'AdamW' or 'Adafactor'.
+    is_constant: the learning rate stays at its peak; else it falls linearly to 0.
+    weight_decay, b2: of AdamW; None for our default.
   """
 
   learning_rate: float
@@ -148,23 +152,46 @@ class Method:
   rate_source: str = ''
   epochs_source: str = ''
   optimizer: str = 'AdamW'
+  is_constant: bool = False
   weight_decay: float = 0.0
+  b2: Optional[float] = None
 
 
 _OWN = 'our choice'
 _FULL = Method(2e-5, 128, 2, 0.03, 'Tulu 2 (Ivison et al. 2023)')
-_TEXTS = dataclasses.replace(_FULL, epochs=1, epochs_source=_OWN)
+_FULL_LARGE = dataclasses.replace(_FULL, learning_rate=1e-5, source=f'{_FULL.source}, 70B')
 _DPO = Method(5e-7, 32, 3, 0.1, 'DPO of Tulu 2 (Ivison et al. 2023)')
-_LORA = Method(2e-4, 16, 3, 0.03, 'QLoRA (Dettmers et al. 2023), 7B and 13B', epochs_source=_OWN)
+_LORA = Method(
+  2e-4,
+  16,
+  3,
+  0.03,
+  'QLoRA (Dettmers et al. 2023), 7B and 13B',
+  epochs_source=_OWN,
+  is_constant=True,
+  b2=0.999,
+)
+_LORA_LARGE = dataclasses.replace(
+  _LORA, learning_rate=1e-4, source='QLoRA (Dettmers et al. 2023), 33B and 65B'
+)
+# Parameters from which a large model's method is used: between the published sizes.
+_LARGE, _LORA_FROM = 50e9, 20e9
 _LORA_DPO = dataclasses.replace(
   _DPO,
   learning_rate=10 * _DPO.learning_rate,
   rate_source=f'{_DPO.source}, times 10 for adapters (Schulman et al. 2025)',
 )
 _T5 = Method(
-  1e-3, 128, 3, 0.0, 'T5 (Raffel et al. 2020)', epochs_source=_OWN, optimizer='Adafactor'
+  1e-3,
+  128,
+  3,
+  0.0,
+  'T5 (Raffel et al. 2020)',
+  epochs_source=_OWN,
+  optimizer='Adafactor',
+  is_constant=True,
 )
-_BERT = Method(2e-5, 32, 3, 0.1, 'BERT (Devlin et al. 2019)', weight_decay=0.01)
+_BERT = Method(2e-5, 32, 3, 0.1, 'BERT (Devlin et al. 2019)', weight_decay=0.01, b2=0.999)
 # Rank and alpha of the adapters, and the kernels that have them, by whether the model has experts.
 _RANK, _ALPHA = 64, 16.0
 _ALL_KERNELS, _NO_EXPERTS = r'.*/kernel', r'.*attention/.*/kernel'
@@ -180,7 +207,8 @@ class _Data:
     validation: number of examples of the validation split.
     lengths: TASK_FEATURE_LENGTHS.
     reason: the reason for `lengths`.
-    per_row: examples of a packed row, on average; 1 if rows are not packed.
+    per_row: examples of a packed row, on average; 1 if rows are not packed. Below 1 for texts that
+      are cut into pieces, each of which fills a row.
     packed: whether rows are packed.
     class_names: names of the classes; () without.
   """
@@ -205,6 +233,11 @@ def write_run(request: RunRequest, console: Console) -> None:
   jax.config.update('jax_platforms', 'cpu')  # never takes a GPU from a run
   if request.output and request.output.exists():
     raise ConfigError(f'{request.output} exists.', fix='Give a new file: --output=FILE')
+  if as_path(request.run) == local_path(request.to, what='--converted'):
+    raise ConfigError(
+      f'--model_dir and --converted are the same folder, {request.to}.',
+      fix='Name two folders: the run starts from the converted model.',
+    )
   hf = open_hf(request.folder)
   console.say(f'model: {request.folder}: {hf.family}, {hf.model.kind}')
   data = _measured(request, hf.model)
@@ -218,9 +251,11 @@ def write_run(request: RunRequest, console: Console) -> None:
     (trial / MODEL_GIN).write_text(gin_text(hf.model, title=request.name), 'utf-8')
     config = draft.configured(trial)
     if request.topology is not None:
-      draft = dataclasses.replace(draft, layout=_layout(config, request))
+      draft = dataclasses.replace(draft, layout=_layout(config, request, kind=hf.model.kind))
       config = draft.configured(trial)
   console.say(f'layout: {draft.layout.reason}')
+  if note := draft.large_batch():
+    console.say(note)
   with contextlib.closing(_open(config)):  # every error of the data comes before the conversion
     pass
   text = draft.text(include=f'{request.to}/{MODEL_GIN}', vocabulary=draft.vocabulary())
@@ -233,17 +268,21 @@ def write_run(request: RunRequest, console: Console) -> None:
   print(draft.next_steps(), flush=True)
 
 
-def _own_vocabulary(folder: pathlib.Path | str) -> str:
+def _own_vocabulary(folder: pathlib.Path, *, copied_to: str = '') -> str:
   """Returns the tokenizer in a folder, as a value of VOCABULARY.
 
+  Args:
+    folder: the folder.
+    copied_to: the folder to name, which will have the same tokenizer; '' for `folder`.
   Raises:
     ConfigError: it has none that can be read.
   """
-  if (pathlib.Path(folder) / 'tokenizer.json').is_file():
-    return f'huggingface:{folder}'
+  named = copied_to or folder
+  if (folder / 'tokenizer.json').is_file():
+    return f'huggingface:{named}'
   for name in SENTENCEPIECE:
-    if (pathlib.Path(folder) / name).is_file():
-      return f'sentencepiece:{folder}/{name}'
+    if (folder / name).is_file():
+      return f'sentencepiece:{named}/{name}'
   raise ConfigError(
     f'{folder} has no tokenizer.',
     fix=f'Copy tokenizer.json, or {" or ".join(SENTENCEPIECE)}, from the source of the weights.',
@@ -251,10 +290,11 @@ def _own_vocabulary(folder: pathlib.Path | str) -> str:
   )
 
 
-# Task that makes its own examples of texts -> TASK_FEATURE_LENGTHS, and their source.
+# Task that cuts texts into examples -> TASK_FEATURE_LENGTHS, their source, and the tokens of
+# `inputs` for each token of the text (0.85 of them stay, and 0.05 are sentinels).
 _OBJECTIVES = {
-  'mlm': ({'inputs': 512, 'targets': 512}, "BERT's rows"),
-  'span_corruption': ({'inputs': 512, 'targets': 114}, "T5's rows"),
+  'mlm': ({'inputs': 512, 'targets': 512}, "BERT's rows", 1.0),
+  'span_corruption': ({'inputs': 512, 'targets': 114}, "T5's rows", 0.9),
 }
 
 
@@ -264,12 +304,12 @@ def _measured(request: RunRequest, model: ModelFields) -> _Data:
   Raises:
     ConfigError, DataError: the data cannot be read, or do not fit the model.
   """
-  objective = request.task.partition(':')[0]
-  fixed, of_objective = _OBJECTIVES.get(objective, (None, ''))
+  objective, _, text = request.task.partition(':')
+  fixed, of_objective, share = _OBJECTIVES.get(objective, (None, '', 1.0))
   config = DatasetConfig(
     request.task, fixed, 'train', 1, pack=False, vocabulary=_own_vocabulary(request.folder)
   )
-  train = open_survey(config, num_measured=_MEASURED)
+  train = open_survey(config, num_measured=1 if fixed else _MEASURED)
   kind = MASKED if objective == 'mlm' else _kind(train.features)
   if kind not in _KINDS[model.kind]:
     raise ConfigError(
@@ -288,8 +328,13 @@ def _measured(request: RunRequest, model: ModelFields) -> _Data:
     held_out = open_survey(validation, num_measured=0).num_examples
   except NoExamplesError:
     held_out = 0
-  packed = kind not in _LABELS.values()
-  sizes = {name: train.lengths[name] for name in _token_features(kind, model)}
+  packed, is_cut_up = kind not in _LABELS.values(), bool(fixed) or kind == TEXT
+  if fixed:  # the measured examples would be the pieces
+    texts = dataclasses.replace(config, mixture_or_task_name=text, task_feature_lengths=None)
+    train = open_survey(texts, num_measured=_MEASURED)
+    sizes = {'inputs': share * train.lengths['targets']}
+  else:
+    sizes = {name: train.lengths[name] for name in _token_features(kind, model)}
   limit = model.config.length_limit
   if fixed:
     lengths = {name: min(length, limit or length) for name, length in fixed.items()}
@@ -299,14 +344,14 @@ def _measured(request: RunRequest, model: ModelFields) -> _Data:
     reason = f'texts are cut into pieces of {lengths["targets"]:,} tokens'
   else:
     lengths, reason = _lengths(sizes, limit, of_row=model.kind == 'decoder_only')
-  if model.kind == 'decoder_only':  # a row holds all features
+  if model.kind == 'decoder_only' and not fixed:  # a row holds all features
     per_row = sum(lengths.values()) / float(np.mean(sum(sizes.values())))
   else:
     per_row = min(lengths[name] / float(np.mean(found)) for name, found in sizes.items())
+  if not is_cut_up:
+    per_row = max(1.0, per_row) if packed else 1.0
   names = () if not _has_names(kind) else open_class_names(config) or ()
-  return _Data(
-    kind, train, held_out, lengths, reason, max(1.0, per_row) if packed else 1.0, packed, names
-  )
+  return _Data(kind, train, held_out, lengths, reason, per_row, packed, names)
 
 
 def _has_names(kind: str) -> bool:
@@ -367,11 +412,15 @@ def _method(model: ModelFields, data: _Data, *, lora: bool) -> Method:
     return _BERT
   if data.kind == PREFERENCES:
     return _LORA_DPO if lora else _DPO
+  size = sum(map(math.prod, model.abstract_shapes().values()))
   if lora:
-    return _LORA
+    return _LORA_LARGE if size >= _LORA_FROM else _LORA
   if model.kind == 'encoder_decoder':
     return _T5
-  return _TEXTS if data.kind == TEXT else _FULL
+  full = _FULL_LARGE if size >= _LARGE else _FULL
+  if data.kind == TEXT:
+    return dataclasses.replace(full, epochs=1, epochs_source=_OWN)
+  return full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,11 +439,15 @@ class _Layout:
   )
 
 
-def _layout(config: PlanConfig, request: RunRequest) -> _Layout:
+def _layout(config: PlanConfig, request: RunRequest, *, kind: str) -> _Layout:
   """Returns fsdp, or the fastest layout that fits if fsdp does not or is 10% slower.
 
   By formula, with room for its error. Moments in bfloat16 are the last resort.
 
+  Args:
+    config: the run.
+    request: the GPUs.
+    kind: the kind of the model.
   Raises:
     ConfigError: none fits.
   """
@@ -417,10 +470,11 @@ def _layout(config: PlanConfig, request: RunRequest) -> _Layout:
     fitting = [((), given)]
   gpus = f'{topology.num_devices} x {gpu.device_kind}'
   if not fitting:
+    can_adapt = not request.lora and kind != 'encoder'
     raise ConfigError(
       f'{request.name} does not fit on {gpus}: '
       + nothing_fits(config, topology, by_formula=planner.by_formula),
-      fix='Give more GPUs' + ('.' if request.lora else ', or add --lora, which trains adapters.'),
+      fix='Give more GPUs' + (', or add --lora, which trains adapters.' if can_adapt else '.'),
       docs='plan.md',
     )
   settings, prediction = fitting[0]
@@ -453,27 +507,47 @@ class _Draft:
   data: _Data
   layout: _Layout = _Layout()
 
-  @property
+  @functools.cached_property
   def method(self) -> Method:
     return _method(self.hf.model, self.data, lora=self.request.lora)
 
   @property
+  def num_parts(self) -> int:
+    """Number that BATCH_SIZE is a multiple of."""
+    topology = self.request.topology
+    return topology.num_devices if topology else _ANY_GPUS
+
+  @property
   def rows(self) -> int:
     """BATCH_SIZE: rows that hold about the method's batch, and that the GPUs divide."""
-    topology = self.request.topology
-    parts = topology.num_devices if topology else _ANY_GPUS
-    return max(1, round(self.method.batch / self.data.per_row / parts)) * parts
+    parts = self.num_parts
+    return max(1, round(self.method.batch / max(1.0, self.data.per_row) / parts)) * parts
 
   @property
   def steps(self) -> int:
     examples = self.method.epochs * self.data.train.num_examples
-    return max(1, math.ceil(examples / (self.rows * self.data.per_row)))
+    return max(1, math.ceil(examples / self.examples_per_step))
+
+  @property
+  def examples_per_step(self) -> float:
+    return self.rows * self.data.per_row
+
+  def large_batch(self) -> str:
+    """Returns a note if a step has over twice as many examples as the method; else ''."""
+    method, per_row = self.method, max(1.0, self.data.per_row)
+    found = self.rows * per_row
+    if found <= 2 * method.batch:
+      return ''
+    parts = self.num_parts
+    fix = 'Fewer GPUs (--gpus=N)' if parts > 1 else f'PACK = False with BATCH_SIZE = {method.batch}'
+    return (
+      f'batch: a step has about {found:,.0f} examples, {method.batch} in {method.source}, since '
+      f'BATCH_SIZE is a multiple of {parts} GPUs. {fix} would come closer.'
+    )
 
   def vocabulary(self) -> str:
     """Returns VOCABULARY: the tokenizer that the converted model carries."""
-    return _own_vocabulary(self.request.folder).replace(
-      str(self.request.folder), f'{self.request.to}/{HF_FOLDER}', 1
-    )
+    return _own_vocabulary(self.request.folder, copied_to=f'{self.request.to}/{HF_FOLDER}')
 
   def configured(self, trial: pathlib.Path) -> PlanConfig:
     """Returns the run, with the files in `trial` in place of the converted model."""
@@ -535,7 +609,8 @@ class _Draft:
       't5x_gpu.training import optimizers',
     ]
     if self.method.optimizer == 'Adafactor':
-      modules = [*modules, 't5x_gpu.training import adafactor', 't5x_gpu.training import schedules']
+      modules = [*modules, 't5x_gpu.training import adafactor']
+    modules += ['t5x_gpu.training import schedules'] if self.method.is_constant else []
     modules += ['t5x_gpu.models import lora'] if self.request.lora else []
     modules += ['t5x_gpu.models import dpo'] if self.data.kind == PREFERENCES else []
     modules += ['t5x_gpu.models import encoder'] if self._new_head() else []
@@ -579,16 +654,16 @@ class _Draft:
 
   def _sizes(self) -> list[str]:
     data, method = self.data, self.method
-    per_step = round(self.rows * data.per_row)
-    held = f'about {per_step:,} examples' if data.packed else f'{self.rows} examples'
+    held, packing = f'{self.rows} examples', 'a row has one label'
+    if data.packed and data.per_row >= 1:
+      held = f'about {self.examples_per_step:,.0f} examples'
+      packing = f'{data.per_row:.1f} examples share a row'
+    elif data.packed:
+      held, packing = f'{self.rows} pieces of texts', f'a text fills {1 / data.per_row:.1f} rows'
     rounded = 'the GPUs' if self.request.topology else f'{_ANY_GPUS} GPUs'
     return [
       _line('TASK_FEATURE_LENGTHS', dict(data.lengths), data.reason),
-      _line(
-        'PACK',
-        data.packed,
-        f'{data.per_row:.1f} examples share a row' if data.packed else 'a row has one label',
-      ),
+      _line('PACK', data.packed, packing),
       _line(
         'BATCH_SIZE',
         self.rows,
@@ -602,34 +677,42 @@ class _Draft:
       _line('LEARNING_RATE', method.learning_rate, method.rate_source or method.source),
       _line('WARMUP_STEPS', self._warmup(), f'{method.warmup:.0%} of the steps; {method.source}'),
     ]
-    if method.optimizer == 'Adafactor':
-      return [
-        lines[0],
-        f'OPTIMIZER = @adafactor.Adafactor()  # {method.source}',
+    if not method.warmup:
+      del lines[1]
+    if method.is_constant:
+      lines += [
         f'train_script.train.learning_rate = @schedules.constant()  # {method.source}',
         'schedules.constant.learning_rate = %LEARNING_RATE  # as above',
       ]
-    return [*lines, f'optimizers.AdamW.weight_decay = {method.weight_decay}  # {method.source}']
+    if method.is_constant and method.warmup:
+      lines.append('schedules.constant.warmup_steps = %WARMUP_STEPS  # as above')
+    if method.optimizer == 'Adafactor':
+      return [*lines, f'OPTIMIZER = @adafactor.Adafactor()  # {method.source}']
+    lines.append(f'optimizers.AdamW.weight_decay = {method.weight_decay}  # {method.source}')
+    if method.b2 is not None:
+      lines.append(f'optimizers.AdamW.b2 = {method.b2}  # {method.source}')
+    return lines
 
   def _warmup(self) -> int:
     return math.ceil(self.method.warmup * self.steps)
 
   def _times(self) -> list[str]:
     data, method, steps = self.data, self.method, self.steps
-    per_step = self.rows * data.per_row
+    per_step = self.examples_per_step
     lines = [
       _line(
         'TRAIN_STEPS',
         steps,
-        f'{method.epochs} epochs ({method.epochs_source or method.source}) of '
-        f'{data.train.num_examples:,} examples, {per_step:,.0f} per step',
+        f'{method.epochs} epoch{"s" if method.epochs > 1 else ""} '
+        f'({method.epochs_source or method.source}) of {data.train.num_examples:,} examples, '
+        f'{per_step:,.{0 if per_step >= 10 else 2}f} per step',
       ),
       _line('SAVE_PERIOD', max(1, steps // 4), 'a quarter of the run'),
       _line('LOG_PERIOD', min(10, max(1, steps // 10)), 'steps between two lines of the log'),
     ]
     if not data.validation:
       return [*lines, _line('EVAL_PERIOD', None, 'the data have no validation split')]
-    taken = min(data.validation, _EVAL_ROWS)
+    taken = min(data.validation, _EVAL_ROWS * min(1.0, data.per_row))
     return [
       *lines,
       _line('EVAL_PERIOD', max(1, steps // _EVALUATIONS), 'a tenth of the run'),
@@ -731,10 +814,10 @@ def _open(config: PlanConfig) -> BatchIterator:
 
 
 def _convert(request: RunRequest, hf: HfModel, console: Console) -> None:
-  """Converts the model, or checks that its folder has the same weights from an earlier call.
+  """Converts the model, or checks that its folder has the same files from an earlier call.
 
   Raises:
-    ConfigError: the folder has other weights.
+    ConfigError: the folder has other weights, another configuration or another tokenizer.
     CheckpointError: see `convert_hf`.
   """
   target = pathlib.Path(request.to).expanduser()
@@ -755,6 +838,8 @@ def _convert(request: RunRequest, hf: HfModel, console: Console) -> None:
       raise CheckpointError(f'{reader.path} has other parameters.')
     with console.progress('compared', hf.weights.num_bytes) as advance:
       compare_with_ours(hf.weights.our_pieces(), reader, advance=advance)
+    if changed := changed_files(request.folder, target / HF_FOLDER):
+      raise CheckpointError(f'{", ".join(changed)} in {target / HF_FOLDER} differ.')
   except CheckpointError as e:
     raise ConfigError(
       f'{target} exists, and is not {request.folder} converted: {e.what}',
@@ -787,6 +872,14 @@ def main(folders: Sequence[str], flags: argparse.Namespace, *, dry_run: bool) ->
   if flags.gpus is None and (flags.gpu or flags.gpus_per_host):
     raise ConfigError('--gpu and --gpus_per_host need --gpus.', fix='Give --gpus=N, too.')
   local_path(folders[0], what='from_hf')  # object storage is refused
+  output = None
+  if flags.output:
+    output = pathlib.Path(os.path.expanduser(flags.output))
+    if not output.parent.is_dir():
+      raise ConfigError(
+        f'--output={flags.output}: the folder {output.parent} does not exist.',
+        fix=f'Create it first: mkdir -p {_quoted(output.parent)}',
+      )
   logging_setup.quiet_environment()
   logging_setup.setup()
   topology = None
@@ -796,7 +889,7 @@ def main(folders: Sequence[str], flags: argparse.Namespace, *, dry_run: bool) ->
     RunRequest(
       folder=pathlib.Path(folders[0]).expanduser(),
       task=flags.task,
-      output=pathlib.Path(flags.output) if flags.output else None,
+      output=output,
       converted=flags.converted,
       model_dir=flags.model_dir,
       lora=flags.lora,

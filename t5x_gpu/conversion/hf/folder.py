@@ -427,16 +427,34 @@ def _check_token_table(
     )
 
 
-def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence[str] = ()) -> None:
-  """Copies configuration and tokenizer from one folder to another."""
-  found = {
+def _carried(source: pathlib.Path) -> set[pathlib.Path]:
+  """Returns the files of configuration and tokenizer in a folder, relative to it."""
+  return {
     path.relative_to(source)
     for pattern in CARRIED
     for path in source.glob(pattern)
     if path.is_file() and path.name not in (INDEX, RECORD)
   }
+
+
+def changed_files(source: pathlib.Path, carried: pathlib.Path) -> list[str]:
+  """Returns the files of configuration and tokenizer that differ, or are in one folder only."""
+
+  def contents(folder: pathlib.Path, name: pathlib.Path) -> Optional[bytes]:
+    return (folder / name).read_bytes() if (folder / name).is_file() else None
+
+  return [
+    str(name)
+    for name in sorted(_carried(source) | _carried(carried))
+    if not name.name.startswith(('README', 'LICENSE'))
+    and contents(source, name) != contents(carried, name)
+  ]
+
+
+def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence[str] = ()) -> None:
+  """Copies configuration and tokenizer from one folder to another."""
   target.mkdir(exist_ok=True)
-  for name in sorted(found - set(map(pathlib.Path, without))):
+  for name in sorted(_carried(source) - set(map(pathlib.Path, without))):
     (target / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(source / name, target / name)
 
