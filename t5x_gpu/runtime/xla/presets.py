@@ -160,18 +160,30 @@ TABLE: tuple[XlaSetting, ...] = (
       _XLA,
       layers_ahead=True,
       large_layers=large_layers,
-      without_axes=('stage', 'context', 'expert', 'model'),
+      axes=axes,
+      without_axes=('stage', 'context', 'expert', 'model', *without),
       several_gpus=True,
     )
-    for large_layers, passes, buffers in (
+    for large_layers, axes, without, passes, buffers in (
       (
         True,
+        (),
+        (),
         'collective-pipeliner-backward,collective-pipeliner-forward',
         'Double buffering stays on: without it, each iteration copies the gathered weights (26 GB '
         'per step of Llama-3 8B on 8 H100, in FP8 55 GB).',
       ),
       (
         False,
+        (),
+        ('fsdp',),
+        'collective-pipeliner-backward,collective-pipeliner-forward',
+        'Double buffering stays on: without it, GPT-2 XL in `dp` copies 18 GB per step.',
+      ),
+      (
+        False,
+        ('fsdp',),
+        (),
         'collective-pipeliner-backward,collective-pipeliner-forward,loop-double-buffer-transformer',
         'With double buffering, XLA hides 32% instead of 92% of the gathers of a 134M decoder.',
       ),
