@@ -129,7 +129,7 @@ def converted_once(
   Tensors are read back; logits are not compared. All processes must call it.
 
   Args:
-    path: folder of any checkpoint, or of several, of which the latest counts.
+    path: folder of a checkpoint in any format, or of several checkpoints, where the latest counts.
     folder: MODEL_DIR, or the folder of results. In object storage nothing is converted.
     model: the model that the parameters belong to.
     dry_run: write nothing. For a T5X checkpoint that is not converted yet, compare names and
@@ -146,8 +146,8 @@ def converted_once(
         is_theirs = is_t5x(path)
       if is_theirs and wants_all and len(steps := sorted(t5x_steps(path))) > 1:
         raise CheckpointError(
-          f'{path} has T5X checkpoints of steps {", ".join(map(str, steps))}, of which only the '
-          'latest would be converted and evaluated.',
+          f'{path} has T5X checkpoints of steps {", ".join(map(str, steps))}; only the '
+          'latest checkpoint would be converted and evaluated.',
           fix='Convert each, python -m t5x_gpu.convert --from=CHECKPOINT --to=FOLDER, and evaluate '
           'each FOLDER.',
         )

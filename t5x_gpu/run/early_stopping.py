@@ -16,7 +16,7 @@ class EarlyStopping:
   Attributes:
     metric: an evaluation metric, named as in metrics.jsonl: 'eval/loss'.
     best_is: 'min' or 'max': whether low or high values are best.
-    patience: the run ends after this many values of which none improves on the value before it.
+    patience: the run ends after this many values in a row without an improvement.
     atol, rtol: a value improves only by more than atol + rtol * |value before|.
   Raises:
     ConfigError: a setting is invalid.

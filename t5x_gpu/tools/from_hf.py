@@ -208,7 +208,7 @@ class _Data:
     lengths: TASK_FEATURE_LENGTHS.
     reason: the reason for `lengths`.
     per_row: examples of a packed row, on average; 1 if rows are not packed. Below 1 for texts that
-      are cut into pieces, each of which fills a row.
+      are cut into pieces; each piece fills a row.
     packed: whether rows are packed.
     class_names: names of the classes; () without.
   """

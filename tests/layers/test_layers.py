@@ -194,8 +194,8 @@ def test_contract_in_a_region_takes_an_operand_that_all_devices_share(rng, split
     return jnp.sum(contract(x, kernel).astype(jnp.float32) ** 2)
 
   def each(x, kernel):
-    at = lambda array, name: array[0] if name == split else array  # noqa: E731
-    return jax.lax.psum(loss(at(x, 'x'), at(kernel, 'kernel')), 'data')
+    x, kernel = (x[0], kernel) if split == 'x' else (x, kernel[0])
+    return jax.lax.psum(loss(x, kernel), 'data')
 
   specs = tuple(P('data') if name == split else P() for name in ('x', 'kernel'))
   mesh = Mesh(np.array(jax.devices()[:2]), ('data',))

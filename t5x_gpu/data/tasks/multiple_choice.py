@@ -88,7 +88,7 @@ def accuracies(targets: Sequence[Mapping[str, int]], scores: Sequence[float]) ->
   """Returns the shares of questions whose answer has the highest log-probability of all choices.
 
   'accuracy' compares log-probabilities, 'accuracy_per_token' and 'accuracy_per_byte' divide them
-  by the length of the choice. Questions of which choices are missing do not count.
+  by the length of the choice. A question with missing choices does not count.
 
   Args:
     targets: the facts of each choice.
