@@ -126,6 +126,7 @@ def few_compiled_programs():
   ):
     if sum(1 for _ in maps) > int(most.read()) / 4:
       sys.modules['jax'].clear_caches()
+      gc.collect()  # programs in cycles; pytest_collection_finish makes this rare
 
 
 @pytest.fixture(scope='module')
