@@ -8,7 +8,6 @@ live (which opens data), finish.
 import argparse
 import functools
 import os
-from collections.abc import Callable
 from typing import Any, Optional
 
 import jax
@@ -16,10 +15,11 @@ import jax
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.local.promotion import promote_local
 from t5x_gpu.config import gin_loader
+from t5x_gpu.config.gin_loader import LoadedConfig
 from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.run import profiler as profiler_lib
-from t5x_gpu.run.check import PlannedRun, check, plan_run
+from t5x_gpu.run.check import check, plan_run
 from t5x_gpu.run.config import Run, introduce, write_config
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
@@ -49,7 +49,7 @@ def train_run(
   *,
   watchdog: Optional[Watchdog] = None,
   xla: Optional[flags.Applied] = None,
-  write_config: Optional[Callable[[str], None]] = None,
+  loaded: Optional[LoadedConfig] = None,
   dry_run: bool = False,
   only_compile: bool = False,
 ) -> int:
@@ -59,8 +59,8 @@ def train_run(
     run: settings of the run.
     watchdog: notified after every step; created if None.
     xla: settings to compile with; None for XLA's defaults.
-    write_config: called with the run's folder on process 0 once nothing can stop the run from
-      starting.
+    loaded: the configuration files of `run`, which are written to its folder once nothing can stop
+      the run from starting; None to write none.
     dry_run: run all checks, print the plan, write nothing.
     only_compile: run all checks, compile into the cache, write nothing else.
   Returns:
@@ -80,6 +80,7 @@ def train_run(
       model_dir, checked.local, target=checked.program.abstract_saved, dry_run=changes_nothing
     )
     plan = plan_run(checked, promoted=promoted)
+    run = plan.run
     if only_compile:
       log(precompile(plan, xla=xla))
       return 0
@@ -93,37 +94,26 @@ def train_run(
     with Goodput(
       enabled=distributed.is_main_process(), age_seconds=machine.seconds_since_start()
     ) as goodput:
-      return _train(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
-
-
-def _train(
-  plan: PlannedRun,
-  goodput: Goodput,
-  *,
-  watchdog: Watchdog,
-  xla: Optional[flags.Applied],
-  write_config: Optional[Callable[[str], None]],
-) -> int:
-  run = plan.run
-  if plan.model_dir.steps and not plan.model_dir.is_remote:
-    goodput.open(plan.model_dir.path)  # a failed restart counts too
-  live, state = open_run(plan, xla=xla, goodput=goodput)
-  plan.model_dir.lock()  # checks that no other run took over meanwhile
-  streams.keep_in(live.checkpointer.files.folder, process_index=jax.process_index())
-  if write_config is not None and distributed.is_main_process():
-    write_config(str(live.checkpointer.files.folder))
-  stop = preemption.StopRequest(before_end_seconds=run.checkpoint_cfg.stop_before_end_seconds)
-  state, step = take_steps(live, state, stop=stop, watchdog=watchdog)
-  log(goodput.summary())
-  if stop.signal is not None and step < run.total_steps:
-    log(
-      f'Stopped by {stop.signal.name} at step {step}; saved {live.checkpointer.path(step)}. '
-      'The same command continues it.'
-    )
-    return stop.exit_code
-  with goodput.phase('eval'):
-    finish(live, state, step, watchdog)
-  return 0
+      if model_dir.steps and not model_dir.is_remote:
+        goodput.open(model_dir.path)  # a failed restart counts too
+      live, state = open_run(plan, xla=xla, goodput=goodput)
+      model_dir.lock()  # checks that no other run took over meanwhile
+      folder = live.checkpointer.files.folder
+      streams.keep_in(folder, process_index=jax.process_index())
+      if loaded is not None and distributed.is_main_process():
+        write_config(run, loaded, str(folder))
+      stop = preemption.StopRequest(before_end_seconds=run.checkpoint_cfg.stop_before_end_seconds)
+      state, step = take_steps(live, state, stop=stop, watchdog=watchdog)
+      log(goodput.summary())
+      if stop.signal is not None and step < run.total_steps:
+        log(
+          f'Stopped by {stop.signal.name} at step {step}; saved {live.checkpointer.path(step)}. '
+          'The same command continues it.'
+        )
+        return stop.exit_code
+      with goodput.phase('eval'):
+        finish(live, state, step, watchdog)
+      return 0
 
 
 def take_steps(
@@ -138,6 +128,8 @@ def take_steps(
   """
   run, data, checkpointer = live.plan.run, live.data, live.checkpointer
   recorder = open_recorder(live, watchdog)
+  # Left in reverse order: while the checkpointer waits for its save, `stop` still handles signals;
+  # `files` copies the last lines of the recorder.
   with (
     checkpointer.files as files,
     data.source_files.kept_in(files.folder),
@@ -233,7 +225,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       run,
       watchdog=watchdog,
       xla=xla,
-      write_config=functools.partial(write_config, run, loaded),
+      loaded=loaded,
       dry_run=args.dry_run,
       only_compile=args.extra.precompile,
     )
