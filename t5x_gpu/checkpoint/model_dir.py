@@ -230,43 +230,41 @@ def as_model_dir(model_dir: ModelDir | str | os.PathLike | AnyPath) -> ModelDir:
   return model_dir if isinstance(model_dir, ModelDir) else ModelDir(model_dir)
 
 
-def check_model_dir(
+def newest_complete(
   model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Tree
 ) -> Optional[CheckpointMetadata]:
-  """Returns the latest checkpoint that passes the checks of `read_metadata`; None if there is none.
+  """Returns the newest checkpoint that passes the checks of `read_metadata`; None if there is none.
 
-  Leaves no trace. All processes call it.
+  Its arrays are not read: `BaseCheckpointer.restore_latest` may still find them damaged. Leaves no
+  trace. All processes call it.
 
   Args:
     model_dir: need not exist. May be locked by this run.
     target: the TrainState (or its shapes) of this run.
   Raises:
     CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
-      can be read, or the latest checkpoint belongs to another model.
+      can be read, or the newest checkpoint belongs to another model.
     AccessError: a checkpoint cannot be opened.
   """
   with distributed.errors_together():
-    return _latest_readable(as_model_dir(model_dir), target)
-
-
-def _latest_readable(model_dir: ModelDir, target: Tree) -> Optional[CheckpointMetadata]:
-  if not model_dir.is_locked and jax.process_index() == 0:
-    # Only on process 0: others would see its temporary folders appear and vanish.
-    _check_may_write(model_dir.path)
-  reasons: dict[int, str] = {}
-  for step in reversed(model_dir.steps):
-    try:
-      saved = model_dir.metadata(step)
-    except UNREADABLE as e:
-      reasons[step] = error_line(e)
-      continue
-    check_same_model(model_dir.path, step, saved.manifest, target=target)
-    for damaged, reason in reasons.items() if jax.process_index() == 0 else ():
-      _log.warning('checkpoint_%d cannot be read (%s); checkpoint_%d can.', damaged, reason, step)
-    return saved
-  if reasons:
-    raise none_can_be_read(model_dir.path, reasons)
-  return None
+    model_dir = as_model_dir(model_dir)
+    if not model_dir.is_locked and jax.process_index() == 0:
+      # Only on process 0: others would see its temporary folders appear and vanish.
+      _check_may_write(model_dir.path)
+    reasons: dict[int, str] = {}
+    for step in reversed(model_dir.steps):
+      try:
+        saved = model_dir.metadata(step)
+      except UNREADABLE as e:
+        reasons[step] = error_line(e)
+        continue
+      check_same_model(model_dir.path, step, saved.manifest, target=target)
+      for damaged, reason in reasons.items() if jax.process_index() == 0 else ():
+        _log.warning('checkpoint_%d cannot be read (%s); checkpoint_%d can.', damaged, reason, step)
+      return saved
+    if reasons:
+      raise none_can_be_read(model_dir.path, reasons)
+    return None
 
 
 def _check_may_write(folder: AnyPath) -> None:

@@ -10,7 +10,7 @@ from t5x_gpu.checkpoint.manifest import differences, moments_differ
 from t5x_gpu.checkpoint.model_dir import (
   CheckpointMetadata,
   ModelDir,
-  check_model_dir,
+  newest_complete,
   shared_model_dir,
 )
 from t5x_gpu.checkpoint.params_files import ParamsReader
@@ -141,7 +141,7 @@ def plan_run(checked: CheckedRun, *, promoted: Optional[CheckpointMetadata] = No
       checkpoint to start from is missing.
   """
   run, program, model_dir = checked.run, checked.program, checked.model_dir
-  saved = check_model_dir(model_dir, target=program.abstract_saved)
+  saved = newest_complete(model_dir, target=program.abstract_saved)
   saved = promoted or saved
   start, of_t5x = run.initialize_from, False
   if start is not None and saved is None:

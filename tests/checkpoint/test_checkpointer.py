@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.model_dir import check_array_files, check_model_dir
+from t5x_gpu.checkpoint.model_dir import check_array_files, newest_complete
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.store import read_state
@@ -316,7 +316,7 @@ def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
   folder = folder_with(tmp_path, 10, 20)
   corrupt(folder / 'checkpoint_20')
   before = listing(folder)
-  found = check_model_dir(folder, target=abstract(new_state())).step
+  found = newest_complete(folder, target=abstract(new_state())).step
   assert listing(folder) == before
   assert ('checkpoint_20 cannot be read' in caplog.text) == (found == 10)
   with opened(folder) as checkpointer:
@@ -329,7 +329,7 @@ def test_the_check_fails_in_the_words_of_the_restore_when_none_can_be_read(tmp_p
   folder = folder_with(tmp_path, 10)
   corrupt(folder / 'checkpoint_10')
   try:
-    check_model_dir(folder, target=abstract(new_state()))
+    newest_complete(folder, target=abstract(new_state()))
     words = ''
   except CheckpointError as e:
     words = str(e)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from t5x_gpu.checkpoint.model_dir import check_model_dir
+from t5x_gpu.checkpoint.model_dir import newest_complete
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.test_checkpointer import (
@@ -88,7 +88,7 @@ def test_what_somebody_put_there_stays_and_does_not_count(tmp_path, last):
   foreign = {name: what for name, what in entries(folder).items() if name not in before}
   assert len([name for name in foreign if '/' not in name]) == len(FOREIGN)
   elsewhere = listing(good)
-  assert check_model_dir(folder, target=abstract(new_state())).step == last
+  assert newest_complete(folder, target=abstract(new_state())).step == last
   with opened(folder, keep=Keep(last=1)) as checkpointer:
     assert checkpointer.steps() == [last]
     restored = checkpointer.restore_latest(abstract(new_state()))

@@ -27,7 +27,7 @@ from t5x_gpu.checkpoint.local.promotion import promote_local, promote_newer
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.checkpoint.local.tier import ABOUT, LocalTier, open_local_tier, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
+from t5x_gpu.checkpoint.model_dir import ModelDir, newest_complete
 from t5x_gpu.checkpoint.store import StateReader, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.tools.checkpoints import verify
@@ -130,7 +130,7 @@ def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool 
     if not dry_run:
       model_dir.lock()
     promoted = promote_local(model_dir, tier, target=target, dry_run=dry_run)
-    saved = check_model_dir(model_dir, target=target)
+    saved = newest_complete(model_dir, target=target)
     assert promoted is None or dry_run or promoted.step == saved.step
     return promoted or saved
 

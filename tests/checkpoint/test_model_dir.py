@@ -13,7 +13,7 @@ import pytest
 
 from t5x_gpu import checkpoint_tools, eval
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
+from t5x_gpu.checkpoint.model_dir import ModelDir, newest_complete
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
@@ -102,7 +102,7 @@ def test_the_check_and_the_restore_of_a_run_share_one_listing(tmp_path, calls):
   seen = calls(folder)
   with ModelDir(folder) as model_dir:
     model_dir.lock()
-    assert check_model_dir(model_dir, target=target).step == 3
+    assert newest_complete(model_dir, target=target).step == 3
     with Checkpointer(model_dir, keep=Keep(last=3, best=1)) as checkpointer:
       assert int(checkpointer.restore_latest(target).state.step) == 3
   assert seen == counts(listed=1, read=(1, 2, 3))
@@ -159,12 +159,12 @@ def test_a_report_lists_the_steps_once_and_reads_the_latest_manifest(tmp_path, c
 def test_what_another_run_saved_before_the_lock_is_seen_under_it(tmp_path):
   folder = folder_with(tmp_path / 'model', 1)
   with ModelDir(folder) as model_dir:
-    assert check_model_dir(model_dir, target=abstract(new_state())).step == 1
+    assert newest_complete(model_dir, target=abstract(new_state())).step == 1
     folder_with(folder, 2)
     assert model_dir.steps == [1]
     model_dir.lock()
     assert model_dir.steps == [1, 2]
-    assert check_model_dir(model_dir, target=abstract(new_state())).step == 2
+    assert newest_complete(model_dir, target=abstract(new_state())).step == 2
 
 
 def test_an_unreadable_checkpoint_is_read_again(tmp_path):
@@ -173,9 +173,9 @@ def test_an_unreadable_checkpoint_is_read_again(tmp_path):
   whole = manifest.read_bytes()
   manifest.write_bytes(whole[:20])
   with ModelDir(folder) as model_dir:
-    assert check_model_dir(model_dir, target=abstract(new_state())).step == 1
+    assert newest_complete(model_dir, target=abstract(new_state())).step == 1
     manifest.write_bytes(whole)  # the file server is back
-    assert check_model_dir(model_dir, target=abstract(new_state())).step == 2
+    assert newest_complete(model_dir, target=abstract(new_state())).step == 2
 
 
 def test_a_run_that_ends_before_it_saves_leaves_no_lock_and_no_folder(tmp_path):

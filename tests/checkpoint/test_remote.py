@@ -26,8 +26,8 @@ from t5x_gpu.checkpoint.model_dir import (
   COMMIT,
   SET_ASIDE,
   UNDER_WAY,
-  check_model_dir,
   committed_steps,
+  newest_complete,
   read_manifest,
   remove_checkpoint,
 )
@@ -215,7 +215,7 @@ def test_a_missing_object_of_arrays_is_found_before_they_are_read(address):
     if '/d/' in n
   ]
   (folder / data).unlink()
-  saved = check_model_dir(address, target=abstract(new_state()))
+  saved = newest_complete(address, target=abstract(new_state()))
   assert saved.step == 1
 
 
@@ -229,12 +229,12 @@ def test_two_runs_do_not_write_into_one(address):
     with pytest.raises(CheckpointError, match='now belongs to process 99 on gpu-17'):
       save(checkpointer, 1, new_state(1))
     lock.write_text(json.dumps({**mine, 'kernel': 'other', 'touched': mine['touched'] - 1000}))
-    check_model_dir(address, target=abstract(new_state()))  # no sign of life for too long
+    newest_complete(address, target=abstract(new_state()))  # no sign of life for too long
   assert committed_steps(as_path(address)) == []
 
 
 def test_a_check_leaves_no_trace(address):
-  assert check_model_dir(address, target=abstract(new_state())) is None
+  assert newest_complete(address, target=abstract(new_state())) is None
   assert as_path(address).files() == []
 
 
@@ -276,7 +276,7 @@ def test_a_first_save_that_the_storage_cuts_off_fails_although_nothing_can_be_li
 )
 def test_errors_name_the_problem_and_the_variables_that_are_read(server, what, options, part):
   with server.used(**options), pytest.raises(CheckpointError) as failed:
-    check_model_dir('s3://no-such-bucket/run', target=abstract(new_state()))
+    newest_complete('s3://no-such-bucket/run', target=abstract(new_state()))
   text = str(failed.value)
   assert part in text and 's3://no-such-bucket/run' in text
   assert 'AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY' in text

@@ -18,7 +18,7 @@ from t5x_gpu.checkpoint.local.file_format import write_local_file
 from t5x_gpu.checkpoint.local.promotion import candidates, find_local_files
 from t5x_gpu.checkpoint.local.tier import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
-from t5x_gpu.checkpoint.model_dir import check_model_dir
+from t5x_gpu.checkpoint.model_dir import newest_complete
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import append_sample
 from t5x_gpu.checkpoint.store import StateReader
@@ -111,7 +111,7 @@ def checkpoints(folder: pathlib.Path) -> Target:
   target = abstract(new_state())
 
   def use():
-    saved = check_model_dir(folder, target=target)
+    saved = newest_complete(folder, target=target)
     assert saved.step in (3, 7)
     reader = StateReader(folder, step=7)
     verify(reader, advance=lambda num_bytes: None, num_threads=1)
