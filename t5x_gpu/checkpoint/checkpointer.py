@@ -24,7 +24,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save_args
-from t5x_gpu.checkpoint.local.tier import check_local_settings
+from t5x_gpu.checkpoint.local.promotion import promote_newer
+from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, check_local_settings
 from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
 from t5x_gpu.checkpoint.model_dir import (
   UNREADABLE,
@@ -52,15 +53,6 @@ from t5x_gpu.terminal.console import show
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
-
-# (model_dir, newer_than) -> step of the newer local checkpoint that was moved into `model_dir`, or
-# None.
-Promote = Callable[[ModelDir, Optional[int]], Optional[int]]
-
-
-def nothing_local(model_dir: ModelDir, newer_than: Optional[int]) -> Optional[int]:
-  """The `Promote` of a run without local checkpoints."""
-  del model_dir, newer_than
 
 
 def saved_data(data_state: bytes) -> dict[str, str]:
@@ -329,7 +321,7 @@ class BaseCheckpointer(abc.ABC):
   # ---- Restoring ---------------------------------------------------------------------------------
 
   def restore_latest(
-    self, target: TrainState, *, promote: Promote = nothing_local
+    self, target: TrainState, *, local: LocalTier | NoLocalTier = NoLocalTier()
   ) -> Optional[RestoredState]:
     """Returns the latest readable checkpoint on the mesh of `target`; None if there is none.
 
@@ -337,18 +329,21 @@ class BaseCheckpointer(abc.ABC):
 
     Args:
       target: shapes, dtypes and shardings of this run.
-      promote: called when a checkpoint cannot be read, before the next older checkpoint is tried.
+      local: local checkpoints of the run. If a checkpoint cannot be read, a local one that is newer
+        than the next older checkpoint replaces it.
     Raises:
       CheckpointError: the checkpoint belongs to another model, no checkpoint can be read, or the
         storage does not answer.
     """
     try:
-      return self._restore_latest(target, promote)
+      return self._restore_latest(target, local)
     except BaseException:
       self._release()  # the run ends before it has written anything
       raise
 
-  def _restore_latest(self, target: TrainState, promote: Promote) -> Optional[RestoredState]:
+  def _restore_latest(
+    self, target: TrainState, local: LocalTier | NoLocalTier
+  ) -> Optional[RestoredState]:
     steps = self.steps()
     reasons: dict[int, str] = {}
     while steps:
@@ -362,12 +357,13 @@ class BaseCheckpointer(abc.ABC):
           self._set_all_aside(reasons, used=step)
         return restored
       self._dir.lock()
-      promoted = promote(self._dir, steps[-1] if steps else None)
+      older = steps[-1] if steps else None
+      promoted = promote_newer(self._dir, local, newer_than=older, target=target)
       if promoted is not None:
         steps.append(promoted)
         if promoted in reasons:  # it was renamed to make room
           _log.warning('checkpoint_%d could not be read (%s).', promoted, reasons.pop(promoted))
-          promote = nothing_local  # nothing newer is left
+          local = NoLocalTier()  # nothing newer is left
     if reasons:
       raise none_can_be_read(self._dir.path, reasons)
     return None

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.checkpoint.checkpointer import RestoredState, read_checkpoint
-from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA, differences
 from t5x_gpu.checkpoint.model_dir import CheckpointMetadata
@@ -159,10 +158,7 @@ class Origin:
     Raises:
       CheckpointError: no checkpoint can be read.
     """
-    restored = checkpointer.restore_latest(
-      program.abstract_saved,
-      promote=functools.partial(promote_newer, local, target=program.abstract_saved),
-    )
+    restored = checkpointer.restore_latest(program.abstract_saved, local=local)
     if restored is None and self.saved is not None:
       restored = restore_from(self.reader.checkpoint, program.abstract_saved)
     if restored is not None:

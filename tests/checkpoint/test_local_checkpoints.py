@@ -6,7 +6,6 @@ has its folder. Promotion runs in this process, which finds what the surviving h
 
 import collections
 import errno
-import functools
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ import pytest
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.local.file_format import open_local_file
-from t5x_gpu.checkpoint.local.promotion import promote_local, promote_newer
+from t5x_gpu.checkpoint.local.promotion import promote_local
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.checkpoint.local.tier import ABOUT, LocalTier, open_local_tier, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
@@ -138,10 +137,7 @@ def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool 
 def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
   checkpointer = Checkpointer(str(tmp_path / 'model'))
   target = program(layout).abstract_state
-  restored = checkpointer.restore_latest(
-    target,
-    promote=functools.partial(promote_newer, tier_that_sees(tmp_path, layout), target=target),
-  )
+  restored = checkpointer.restore_latest(target, local=tier_that_sees(tmp_path, layout))
   checkpointer.close()
   assert restored.data_state == b'data of %d' % step
   assert restored.manifest['next_batch_hash'] == f'hash{step}'

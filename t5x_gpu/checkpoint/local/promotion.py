@@ -495,15 +495,15 @@ def promote_local(
 
 
 def promote_newer(
-  local: LocalTier | NoLocalTier, model_dir: ModelDir, newer_than: Optional[int], *, target: Tree
+  model_dir: ModelDir, local: LocalTier | NoLocalTier, *, newer_than: Optional[int], target: Tree
 ) -> Optional[int]:
   """Promotes the newest complete local checkpoint and returns its step; None if there is none.
 
   For a run that has locked MODEL_DIR and finds a damaged checkpoint when it reads the arrays.
 
   Args:
-    local: local checkpoints of this run.
     model_dir: MODEL_DIR of this run.
+    local: local checkpoints of this run.
     newer_than: the step of the next older checkpoint; None if there is none.
     target: the TrainState (or its shapes) of this run.
   Raises:
