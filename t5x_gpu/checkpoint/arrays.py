@@ -143,13 +143,13 @@ _HIGH_WORD = 0x80000000  # added to the row for the second half of a 64-bit elem
 _BLOCK = 1 << 15  # elements; a block stays in the cache of a core
 
 
-def recorded(manifest: Manifest) -> dict[str, str]:
+def checksums_in(manifest: Manifest) -> dict[str, str]:
   """Returns the checksums in a manifest; {} if an older version without checksums wrote it."""
   kept = manifest.get(KEY) or {}
   return kept['arrays'] if kept.get('method') == METHOD else {}
 
 
-def record(checksums: Mapping[str, str]) -> Json:
+def checksums_entry(checksums: Mapping[str, str]) -> Json:
   """Returns the manifest entry for checksums."""
   return {KEY: {'method': METHOD, 'arrays': dict(checksums)}}
 
@@ -394,7 +394,7 @@ def check_restored(tree: Tree, manifest: Manifest, *, step: int, prefix: str = '
     step: step of the checkpoint.
     prefix: prefix of the tree's names in the manifest: 'params/'.
   """
-  want = recorded(manifest)
+  want = checksums_in(manifest)
   if not want:
     _log.info(
       'checkpoint_%d has no checksums (an older version wrote it): its values are not checked.',

@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from t5x_gpu.checkpoint.arrays import check_restored, checksums_of, record, save_args
+from t5x_gpu.checkpoint.arrays import check_restored, checksums_entry, checksums_of, save_args
 from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, check_local_settings
 from t5x_gpu.checkpoint.manifest import Manifest, describe_arrays, sealed
@@ -245,7 +245,7 @@ class BaseCheckpointer(abc.ABC):
       self._note_value(step, manifest)
     except ConfigError as e:
       unknown_metric = e
-    manifest = {**manifest, **record(checksums_of(state))}
+    manifest = {**manifest, **checksums_entry(checksums_of(state))}
     data = saved_data(data_state)
     self._start_to_save(step, state, data=data, manifest=manifest)
     if unknown_metric is not None:
@@ -393,7 +393,7 @@ class BaseCheckpointer(abc.ABC):
         )
 
 
-def known_part(manifest: Manifest, target: TrainState) -> TrainState:
+def _without_other_history(target: TrainState, manifest: Manifest) -> TrainState:
   """Returns `target`, without its FP8 history if the checkpoint has a different FP8 history."""
   want = describe_arrays({'fp8_history': target.fp8_history})
   have = manifest['arrays']
@@ -425,7 +425,7 @@ def read_checkpoint(
     nonlocal restored
     saved = checkpoint.metadata
     check(saved.manifest)
-    state = read_state(checkpoint, known_part(saved.manifest, target))
+    state = read_state(checkpoint, _without_other_history(target, saved.manifest))
     restored = RestoredState(path, state, saved.data_state, saved.manifest)
 
   def compare() -> None:
@@ -529,7 +529,7 @@ class Checkpointer(BaseCheckpointer):
     # Compressing takes longer than writing, and makes weights only 8% smaller.
     state_handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     merge = state_handler.finalize
-    state_handler.finalize = lambda folder: merge(_LiteralPath(folder))
+    state_handler.finalize = lambda folder: merge(_LiteralPath(folder))  # MODEL_DIR may contain `[`
     self._orbax = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(
         state=state_handler, data=ocp.JsonCheckpointHandler(), manifest=ocp.JsonCheckpointHandler()

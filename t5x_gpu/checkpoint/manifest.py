@@ -238,7 +238,7 @@ def differences(manifest: Manifest, target: Tree) -> list[str]:
   """Returns sentences on how the arrays of a manifest differ from `target`; [] if equal.
 
   If parameters differ, lists them and only counts the differences of the optimizer state. An FP8
-  history may differ: see `checkpointer.known_part`.
+  history may differ: a restore then leaves it out.
   """
   have, want = (
     {name: array for name, array in arrays.items() if not name.startswith(_HISTORY)}

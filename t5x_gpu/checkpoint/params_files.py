@@ -13,7 +13,7 @@ from typing import Optional
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import HostSums, as_tree, by_name, check_restored, record
+from t5x_gpu.checkpoint.arrays import HostSums, as_tree, by_name, check_restored, checksums_entry
 from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.store import (
   BLOSC,
@@ -205,7 +205,7 @@ class ParamsWriter(contextlib.AbstractContextManager):
     self._writer.close(
       manifest={
         **make_manifest(self._tree, mesh_shape={}, data={}, next_batch_hash=''),
-        **record({name: str(sums) for name, sums in self._sums.items()}),
+        **checksums_entry({name: str(sums) for name, sums in self._sums.items()}),
         (WITHOUT_DATA if 'opt_state' in self._tree else PARAMS_ONLY): True,
         'converted_from': self._about,
       },

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, by_name, piece_shape, recorded
+from t5x_gpu.checkpoint.arrays import HostSums, Shape, boxes, by_name, checksums_in, piece_shape
 from t5x_gpu.checkpoint.manifest import Manifest, sealed
 from t5x_gpu.checkpoint.model_dir import (
   PREFIX,
@@ -256,7 +256,7 @@ class StateReader:
       advance: called with the number of bytes read since the last call.
       most_bytes: maximum number of bytes to read at once.
     """
-    want, sums = recorded(self.manifest).get(self._prefix + name), HostSums(self.shapes[name])
+    want, sums = checksums_in(self.manifest).get(self._prefix + name), HostSums(self.shapes[name])
     try:
       for place, values in self.pieces(name, most_bytes=most_bytes):
         sums.add_at(place, values)

@@ -16,7 +16,7 @@ from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import HostSums, boxes, recorded, smaller_chunk
+from t5x_gpu.checkpoint.arrays import HostSums, boxes, checksums_in, smaller_chunk
 from t5x_gpu.checkpoint.atomic_folder import new_folder
 from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA
 from t5x_gpu.checkpoint.model_dir import (
@@ -56,7 +56,7 @@ def describe(source: Source, *, step: Optional[int] = None) -> JsonObject:
   """
   reader = StateReader(source, step=step, step_setting='--step')
   manifest, folder = reader.manifest, reader.checkpoint.model_dir.path
-  checksums = recorded(manifest)
+  checksums = checksums_in(manifest)
   arrays = {
     name: {
       'shape': list(shape),
@@ -345,7 +345,7 @@ def verify(
     num_threads: number of threads; each holds one piece and the chunks that contain it.
     most_bytes: maximum size of a piece.
   """
-  want = recorded(reader.manifest)
+  want = checksums_in(reader.manifest)
   problem = functools.partial(reader.problem, advance=advance, most_bytes=most_bytes)
   with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
     problems = dict(zip(reader.shapes, pool.map(problem, reader.shapes)))
@@ -371,7 +371,7 @@ def damage_named(name: str, where: AnyPath) -> Iterator[None]:
 
 def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where: str) -> None:
   """Raises CheckpointError if an array read from a checkpoint does not have its checksum."""
-  want = recorded(manifest).get(name)
+  want = checksums_in(manifest).get(name)
   if want is not None and str(sums) != want:
     raise CheckpointError(
       f'{name} of {where} does not have the values that were saved: its checksum is {sums}, '

@@ -18,8 +18,8 @@ from t5x_gpu.checkpoint.arrays import (
   HostSums,
   Shape,
   boxes,
+  checksums_entry,
   piece_shape,
-  record,
   smaller_chunk,
 )
 from t5x_gpu.checkpoint.atomic_folder import Journal, RemoteJournal, open_journal
@@ -339,7 +339,7 @@ def _manifest(
   """Returns the manifest of the source, updated for the new arrays."""
   manifest = {
     **reader.manifest,
-    **record(checksums),
+    **checksums_entry(checksums),
     'arrays': {n: [list(shape), str(dtype)] for n, (shape, dtype) in plan.arrays.items()},
     RESHARDED_FROM: {
       'checkpoint': str(reader.path),

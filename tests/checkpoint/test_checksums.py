@@ -189,14 +189,14 @@ def test_of_a_large_state_a_sample_is_checked_which_the_step_chooses(monkeypatch
   monkeypatch.setattr(arrays, 'SMALL_BYTES', 100)
   tree = {f'p{i}': jnp.full((16,), i, jnp.float32) for i in range(12)}
   wrong = dict.fromkeys(checksums_of(tree), '0' * 16)
-  manifest = {'arrays': {n: [[16], 'float32'] for n in tree}, **arrays.record(wrong)}
+  manifest = {'arrays': {n: [[16], 'float32'] for n in tree}, **arrays.checksums_entry(wrong)}
   named = set()
   for step in range(40):
     with pytest.raises(ValueError, match=f'so have {arrays.SAMPLED - 1} more') as e:
       arrays.check_restored(tree, manifest, step=step)
     named.add(str(e.value).split()[0])
   assert len(named) > 6
-  arrays.check_restored(tree, {**manifest, **arrays.record(checksums_of(tree))}, step=1)
+  arrays.check_restored(tree, {**manifest, **arrays.checksums_entry(checksums_of(tree))}, step=1)
 
 
 def test_parameters_that_are_read_alone_are_checked(tmp_path):

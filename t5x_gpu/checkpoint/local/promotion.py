@@ -22,7 +22,7 @@ from typing import Optional
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import Shape, boxes, chunk_of_shard, record, to_text
+from t5x_gpu.checkpoint.arrays import Shape, boxes, checksums_entry, chunk_of_shard, to_text
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
@@ -275,7 +275,7 @@ class Assembly:
         return None
       manifest = {
         **manifest,
-        **record(checksums),
+        **checksums_entry(checksums),
         PROMOTED_FROM: {
           'hosts': sorted(set(self._facts['hosts'])),
           'processes': len(self._facts['hosts']),
