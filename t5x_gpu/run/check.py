@@ -106,7 +106,7 @@ class PlannedRun(CheckedRun):
 
   @property
   def continues_data(self) -> bool:
-    """Returns whether the data continue where `saved` left them."""
+    """Whether the data continue where `saved` left them."""
     return self.saved is not None and self.origin.takes_data
 
   @property

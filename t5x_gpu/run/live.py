@@ -1,7 +1,7 @@
-"""`open_run`: a checked run, compiled, with its data open and its first state.
+"""`LiveRun`: a run that can take and save steps. `open_run` compiles it and restores its state.
 
-`LiveRun` takes steps, `BadSteps` checks each finished step, and `open_recorder` opens the
-measurements. `precompile` only compiles the programs of a run into the cache, for later runs.
+`open_recorder` opens the measurements, and `BadSteps` checks each finished step. `precompile` only
+compiles the programs of a run into the cache, for later runs.
 """
 
 import collections
@@ -58,203 +58,6 @@ from t5x_gpu.training.state import TrainState
 _log = logging.getLogger(__name__)
 
 
-def check_first_loss(loss: Optional[float], model: Model) -> None:
-  """Warns if the first loss of a new model is far from the loss of guessing.
-
-  Args:
-    loss: None for a batch without target tokens or a model without this metric: no warning.
-    model: computes the loss of guessing.
-  """
-  if loss is None:
-    return
-  expected = model.guess_loss
-  if expected is None:
-    return
-  if not expected - 1.0 <= loss <= expected + 1.5:
-    _log.warning(
-      'The first loss is %.2f; an untrained model should be near %.2f, the loss of '
-      'guessing. Check labels and initialization (tied embeddings start higher).',
-      loss,
-      expected,
-    )
-
-
-FOLDER = 'spikes'
-_KEPT = 3  # batches: one step is in flight, and the next batch may already be read
-
-
-class BadSteps:
-  """Checks each finished step.
-
-  Args:
-    config: how many steps may be skipped, and how many batches are written.
-    folder: MODEL_DIR.
-    first_step: number of steps taken before this process started.
-    vocabulary: returns a vocabulary that decodes ids into text, or None if there is no text.
-  """
-
-  def __init__(
-    self,
-    config: SpikeConfig,
-    *,
-    folder: pathlib.Path,
-    first_step: int,
-    vocabulary: Callable[[], Optional[Vocabulary]],
-  ):
-    self._config, self._folder, self._vocabulary = config, folder, vocabulary
-    self._batches: collections.deque[tuple[int, Batch]] = collections.deque(maxlen=_KEPT)
-    self._last_read = first_step
-    self._in_a_row = self._dumps = 0
-    self.num_skipped = 0
-
-  def read(self, batch: Batch) -> None:
-    """Remembers the batch of the next step."""
-    self._last_read += 1
-    self._batches.append((self._last_read, batch))
-
-  def step_done(self, step: int, sums: reduce.Sums) -> list[str]:
-    """Returns the names of values that are not finite in a step that was not skipped.
-
-    Raises:
-      TrainingError: too many steps were skipped in a row.
-    """
-    bad = [
-      name for name, (total, _) in sums.items() if np.size(total) == 1 and not math.isfinite(total)
-    ]
-    if not sums.get('skipped', (0.0, 1.0))[0]:
-      self._in_a_row = 0
-      if bad:
-        self._dump(step, f'{", ".join(bad)} is not finite')
-      return bad
-    self.num_skipped += 1
-    self._in_a_row += 1
-    norm = sums['grad_norm'][0]
-    reason = f'{", ".join(bad)} is not finite' if bad else f'the gradient norm is {norm:.4g}'
-    _log.warning('Step %d is skipped: %s. %d since the start.', step, reason, self.num_skipped)
-    self._dump(step, reason)
-    if self._in_a_row >= self._config.most_in_a_row:
-      raise TrainingError(
-        f'{self._in_a_row} steps up to step {step} were skipped in a row: {reason}. Their batches '
-        f'are in {self._folder / FOLDER}.',
-        fix='Lower the learning rate or lengthen the warm-up, then start again from the last '
-        'checkpoint.',
-        parameters=('SpikeConfig.most_in_a_row', 'SpikeConfig.skip_above', 'train.learning_rate'),
-        docs='monitor.md#spikes',
-      )
-    return []
-
-  def _dump(self, step: int, reason: str) -> None:
-    """Writes this process's rows of the batch of `step`, as arrays and as text."""
-    batch = dict(self._batches).get(step)
-    if batch is None or self._dumps >= self._config.most_dumps:
-      return
-    self._dumps += 1
-    folder = self._folder / FOLDER / f'step_{step:08}'
-    name = f'process_{distributed.process_index()}'
-    try:
-      folder.mkdir(parents=True, exist_ok=True)
-      arrays = {key: np.asarray(value) for key, value in batch.items()}
-      np.savez_compressed(folder / f'{name}.npz', **arrays)
-      text = f'step {step}: {reason}\n{_text(arrays, self._vocabulary())}'
-      (folder / f'{name}.txt').write_text(text, encoding='utf-8')
-    except Exception as e:  # a custom vocabulary may raise anything; it must not end the run
-      _log.warning('The batch of step %d cannot be written: %s', step, first_line(e))
-
-
-def _text(arrays: Batch, vocabulary: Optional[Vocabulary]) -> str:
-  """Returns each row of token features, decoded if there is a vocabulary."""
-  lines = []
-  for name, array in arrays.items():
-    if not (name.endswith('tokens') and array.ndim == 2):
-      continue
-    for number, row in enumerate(array):
-      ids = [int(i) for i in row]
-      shown = ' '.join(map(str, ids)) if vocabulary is None else repr(vocabulary.decode(ids))
-      lines.append(f'{name}[{number}]: {shown}')
-  return '\n'.join(lines) + '\n'
-
-
-def check_cache() -> None:
-  """Raises ConfigError if there is no folder for compiled programs."""
-  if programs.cache_folder() is None:
-    raise ConfigError(
-      '--precompile needs a folder for compiled programs, and there is none: on CPU it is off '
-      'unless you set it.',
-      fix='Set the environment variable JAX_COMPILATION_CACHE_DIR to a folder, and leave '
-      'JAX_ENABLE_COMPILATION_CACHE unset.',
-      docs='performance.md#start',
-    )
-
-
-def precompile(plan: PlannedRun, *, xla: Optional[flags.Applied]) -> str:
-  """Compiles initialization, training step and evaluation; returns a summary for the log.
-
-  Args:
-    plan: the checked run.
-    xla: settings to compile with, the same as the run's.
-  Raises:
-    OutOfMemoryError: the compiled step does not fit.
-    ModelError: as `compile_errors` and `fp8_lines`.
-  """
-  program, done = plan.program, []
-
-  def compiled(what: str, lowered: object, **options: object) -> object:
-    started = time.monotonic()
-    with compile_errors(program.layout.mesh.devices.flat[0].device_kind):
-      result = lowered.compile(**options)
-    done.append(f'  {what}: {time.monotonic() - started:.1f} s')
-    return result
-
-  compiled('initialization', program.init.lower())
-  step = compiled(
-    'training step',
-    program.train_step.lower(program.abstract_state, program.abstract_batch),
-    compiler_options=compile_options(program, xla),
-  )
-  memory = plan.memory.compiled(step)
-  precision = fp8_lines(step, plan.run.model, program.layout.mesh)
-  dataset = plan.run.train_eval_dataset_cfg
-  if dataset is not None:
-    spec = plan.run.model.batch_spec(
-      dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
-    )
-    batch = dataclasses.replace(program, spec=spec).abstract_batch
-    compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
-  lines = ['Compiled, without training:', *done, memory.line(), programs.cache_line(), *precision]
-  return '\n'.join(lines)
-
-
-# Each process compiles its own training step. Comparing the lowered steps finds differences that
-# digests of the code do not show: an environment variable, other GPUs, a module that reads a file
-# of its host.
-
-# May differ between processes with the same step: addresses, numbers of Python callbacks ...
-_ADDRESSES = re.compile(r'0x[0-9a-f]{6,16}\b|(?<=index = )\d+(?= : ui64)|(?<=")\d{8,}(?=")')
-# ... and compiled kernels (binary strings), which contain paths of source files.
-_STRINGS = re.compile(r'"[^"\n]*"')
-
-
-def comparable_text(lowered: jax.stages.Lowered) -> str:
-  """Returns the lowered step as text, without parts that may differ between processes."""
-  text = _ADDRESSES.sub('_', lowered.as_text())
-  return _STRINGS.sub(lambda string: '"_"' if r'\00' in string[0] else string[0], text)
-
-
-def check_same_step(lowered: jax.stages.Lowered) -> None:
-  """Raises ConfigError on all processes, with the first difference, if their steps differ.
-
-  Processes exchange digests only. This takes 0.04 s per megabyte of text; a model with its layers
-  in a scan has less than one megabyte.
-  """
-  if distributed.process_count() > 1:
-    distributed.assert_equal_across_hosts(
-      comparable_text(lowered),
-      'The lowered training step',
-      fix='Compare the environment of the hosts (env | sort), their GPUs (nvidia-smi -L) and '
-      'the files that your modules read. Code and versions are the same.',
-    )
-
-
 _LISTED = 5  # files that have changed
 
 CompiledStep = Callable[[TrainState, DeviceBatch], tuple[TrainState, reduce.DeviceSums]]
@@ -282,7 +85,7 @@ class LiveRun:
   first_step: int
   started_from: Optional[Json]
   goodput: Goodput
-  bad_steps: BadSteps
+  bad_steps: 'BadSteps'
 
   @property
   def tokens_per_step(self) -> int:
@@ -303,7 +106,7 @@ class LiveRun:
       return None
 
   def put_batch(self, batch: Batch) -> DeviceBatch:
-    """Returns the batch of this host for the next step on the devices."""
+    """Returns the batch of the next step on the devices; `bad_steps` remembers its rows."""
     self.bad_steps.read(batch)
     return self.plan.program.layout.put_batch(batch)
 
@@ -463,7 +266,7 @@ class LiveRun:
     saver.save(step, saved_state, data_state=data_state, manifest=manifest)
 
   def check_step(self, step: int, sums: reduce.Sums) -> None:
-    """Checks the numbers of a step that the devices have finished.
+    """Checks the numbers of a step that the devices have finished, and the save in progress.
 
     Raises:
       TrainingError: a number is not finite.
@@ -600,19 +403,33 @@ def _changed_rate(plan: PlannedRun, folder: pathlib.Path, step: int) -> str:
   )
 
 
-def start_facts(live: LiveRun) -> JsonObject:
-  """Returns facts about this start of the run, for the ledger."""
-  devices = live.plan.program.layout.mesh.devices
-  return {
-    'total_steps': live.plan.run.total_steps,
-    'tokens_per_step': live.tokens_per_step,
-    'guess_loss': live.plan.run.model.guess_loss,
-    'devices': devices.size,
-    'device_kind': devices.flat[0].device_kind,
-    'processes': distributed.process_count(),
-    'host': socket.gethostname(),
-    'job': os.environ.get('SLURM_JOB_ID', ''),
-  }
+def check_same_step(lowered: jax.stages.Lowered) -> None:
+  """Raises ConfigError on all processes, with the first difference, if their steps differ.
+
+  Each process compiles its own training step. Comparing the lowered steps finds differences that
+  digests of the code do not show: an environment variable, other GPUs, a module that reads a file
+  of its host. Processes exchange digests only. This takes 0.04 s per megabyte of text; a model with
+  its layers in a scan has less than one megabyte.
+  """
+  if distributed.process_count() > 1:
+    distributed.assert_equal_across_hosts(
+      comparable_text(lowered),
+      'The lowered training step',
+      fix='Compare the environment of the hosts (env | sort), their GPUs (nvidia-smi -L) and '
+      'the files that your modules read. Code and versions are the same.',
+    )
+
+
+# May differ between processes with the same step: addresses, numbers of Python callbacks ...
+_ADDRESSES = re.compile(r'0x[0-9a-f]{6,16}\b|(?<=index = )\d+(?= : ui64)|(?<=")\d{8,}(?=")')
+# ... and compiled kernels (binary strings), which contain paths of source files.
+_STRINGS = re.compile(r'"[^"\n]*"')
+
+
+def comparable_text(lowered: jax.stages.Lowered) -> str:
+  """Returns the lowered step as text, without parts that may differ between processes."""
+  text = _ADDRESSES.sub('_', lowered.as_text())
+  return _STRINGS.sub(lambda string: '"_"' if r'\00' in string[0] else string[0], text)
 
 
 def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
@@ -645,3 +462,184 @@ def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
     ),
   )
   return recorder
+
+
+def start_facts(live: LiveRun) -> JsonObject:
+  """Returns facts about this start of the run, for the ledger."""
+  devices = live.plan.program.layout.mesh.devices
+  return {
+    'total_steps': live.plan.run.total_steps,
+    'tokens_per_step': live.tokens_per_step,
+    'guess_loss': live.plan.run.model.guess_loss,
+    'devices': devices.size,
+    'device_kind': devices.flat[0].device_kind,
+    'processes': distributed.process_count(),
+    'host': socket.gethostname(),
+    'job': os.environ.get('SLURM_JOB_ID', ''),
+  }
+
+
+_SPIKES = 'spikes'
+_KEPT = 3  # batches: one step is in flight, and the next batch may already be read
+
+
+class BadSteps:
+  """Checks each finished step.
+
+  Args:
+    config: how many steps may be skipped, and how many batches are written.
+    folder: MODEL_DIR.
+    first_step: number of steps taken before this process started.
+    vocabulary: returns a vocabulary that decodes ids into text, or None if there is no text.
+  """
+
+  def __init__(
+    self,
+    config: SpikeConfig,
+    *,
+    folder: pathlib.Path,
+    first_step: int,
+    vocabulary: Callable[[], Optional[Vocabulary]],
+  ):
+    self._config, self._folder, self._vocabulary = config, folder, vocabulary
+    self._batches: collections.deque[tuple[int, Batch]] = collections.deque(maxlen=_KEPT)
+    self._last_read = first_step
+    self._in_a_row = self._dumps = 0
+    self.num_skipped = 0
+
+  def read(self, batch: Batch) -> None:
+    """Remembers the batch of the next step."""
+    self._last_read += 1
+    self._batches.append((self._last_read, batch))
+
+  def step_done(self, step: int, sums: reduce.Sums) -> list[str]:
+    """Returns the names of values that are not finite in a step that was not skipped.
+
+    Raises:
+      TrainingError: too many steps were skipped in a row.
+    """
+    bad = [
+      name for name, (total, _) in sums.items() if np.size(total) == 1 and not math.isfinite(total)
+    ]
+    if not sums.get('skipped', (0.0, 1.0))[0]:
+      self._in_a_row = 0
+      if bad:
+        self._dump(step, f'{", ".join(bad)} is not finite')
+      return bad
+    self.num_skipped += 1
+    self._in_a_row += 1
+    norm = sums['grad_norm'][0]
+    reason = f'{", ".join(bad)} is not finite' if bad else f'the gradient norm is {norm:.4g}'
+    _log.warning('Step %d is skipped: %s. %d since the start.', step, reason, self.num_skipped)
+    self._dump(step, reason)
+    if self._in_a_row >= self._config.most_in_a_row:
+      raise TrainingError(
+        f'{self._in_a_row} steps up to step {step} were skipped in a row: {reason}. Their batches '
+        f'are in {self._folder / _SPIKES}.',
+        fix='Lower the learning rate or lengthen the warm-up, then start again from the last '
+        'checkpoint.',
+        parameters=('SpikeConfig.most_in_a_row', 'SpikeConfig.skip_above', 'train.learning_rate'),
+        docs='monitor.md#spikes',
+      )
+    return []
+
+  def _dump(self, step: int, reason: str) -> None:
+    """Writes this process's rows of the batch of `step`, as arrays and as text."""
+    batch = dict(self._batches).get(step)
+    if batch is None or self._dumps >= self._config.most_dumps:
+      return
+    self._dumps += 1
+    folder = self._folder / _SPIKES / f'step_{step:08}'
+    name = f'process_{distributed.process_index()}'
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      arrays = {key: np.asarray(value) for key, value in batch.items()}
+      np.savez_compressed(folder / f'{name}.npz', **arrays)
+      text = f'step {step}: {reason}\n{_rows_as_text(arrays, self._vocabulary())}'
+      (folder / f'{name}.txt').write_text(text, encoding='utf-8')
+    except Exception as e:  # a custom vocabulary may raise anything; it must not end the run
+      _log.warning('The batch of step %d cannot be written: %s', step, first_line(e))
+
+
+def _rows_as_text(arrays: Batch, vocabulary: Optional[Vocabulary]) -> str:
+  """Returns each row of token features, decoded if there is a vocabulary."""
+  lines = []
+  for name, array in arrays.items():
+    if not (name.endswith('tokens') and array.ndim == 2):
+      continue
+    for number, row in enumerate(array):
+      ids = [int(i) for i in row]
+      shown = ' '.join(map(str, ids)) if vocabulary is None else repr(vocabulary.decode(ids))
+      lines.append(f'{name}[{number}]: {shown}')
+  return '\n'.join(lines) + '\n'
+
+
+def check_first_loss(loss: Optional[float], model: Model) -> None:
+  """Warns if the first loss of a new model is far from the loss of guessing.
+
+  Args:
+    loss: None for a batch without target tokens or a model without this metric: no warning.
+    model: computes the loss of guessing.
+  """
+  if loss is None:
+    return
+  expected = model.guess_loss
+  if expected is None:
+    return
+  if not expected - 1.0 <= loss <= expected + 1.5:
+    _log.warning(
+      'The first loss is %.2f; an untrained model should be near %.2f, the loss of '
+      'guessing. Check labels and initialization (tied embeddings start higher).',
+      loss,
+      expected,
+    )
+
+
+def check_cache() -> None:
+  """Raises ConfigError if there is no folder for compiled programs."""
+  if programs.cache_folder() is None:
+    raise ConfigError(
+      '--precompile needs a folder for compiled programs, and there is none: on CPU it is off '
+      'unless you set it.',
+      fix='Set the environment variable JAX_COMPILATION_CACHE_DIR to a folder, and leave '
+      'JAX_ENABLE_COMPILATION_CACHE unset.',
+      docs='performance.md#start',
+    )
+
+
+def precompile(plan: PlannedRun, *, xla: Optional[flags.Applied]) -> str:
+  """Compiles initialization, training step and evaluation; returns a summary for the log.
+
+  Args:
+    plan: the checked run.
+    xla: settings to compile with, the same as the run's.
+  Raises:
+    OutOfMemoryError: the compiled step does not fit.
+    ModelError: as `compile_errors` and `fp8_lines`.
+  """
+  program, done = plan.program, []
+
+  def compiled(what: str, lowered: object, **options: object) -> object:
+    started = time.monotonic()
+    with compile_errors(program.layout.mesh.devices.flat[0].device_kind):
+      result = lowered.compile(**options)
+    done.append(f'  {what}: {time.monotonic() - started:.1f} s')
+    return result
+
+  compiled('initialization', program.init.lower())
+  step = compiled(
+    'training step',
+    program.train_step.lower(program.abstract_state, program.abstract_batch),
+    compiler_options=compile_options(program, xla),
+  )
+  memory = plan.memory.compiled(step)
+  precision = fp8_lines(step, plan.run.model, program.layout.mesh)
+  dataset = plan.run.train_eval_dataset_cfg
+  if dataset is not None:
+    spec = plan.run.model.batch_spec(
+      dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
+    )
+    batch = dataclasses.replace(program, spec=spec).abstract_batch
+    compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
+  lines = ['Compiled, without training:', *done, memory.line(), programs.cache_line(), *precision]
+  return '\n'.join(lines)
