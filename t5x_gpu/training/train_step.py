@@ -99,14 +99,280 @@ class StepConfig:
   xla_preset: str = 'default'
 
 
-def breadth_first_loss(
-  model: Model,
-  params: Params,
+# Metric name -> (sum, weight); norms and the learning rate have weight 1.
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
+
+
+def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
+  """Returns the function that makes one update.
+
+  The key of dropout is fold_in(random_seed, step), on any topology and after a resume.
+
+  Args:
+    config: the run's configuration.
+    form: how the state is stored between steps.
+  Raises:
+    ModelError: as `make_gradients` and `history_of`.
+    ConfigError: as `replica_factor`.
+  """
+  gradients, layout, spikes = make_gradients(config, form), form.layout, config.spike_cfg
+  factor = replica_factor(config.learning_rate_scaling, layout.batch_parts)
+  history, trained = history_of(config.model, layout.region), trained_of(config.model)
+  names, _ = trained.split(form.names.params)
+
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+    dropout_key = jax.random.fold_in(jax.random.key(config.random_seed), state.step)
+    amaxes = {} if history is None else history.amaxes(state.fp8_history)
+    grads, sums, amaxes = gradients(state.params, amaxes, _weighted(config, batch), dropout_key)
+    divisor = config.loss_normalizing_factor
+    if divisor == _TOTAL:
+      divisor = max(x.size for name, x in batch.items() if _has_loss_weights(name))
+    elif divisor is None or isinstance(divisor, str):
+      divisor = jnp.maximum(sums['loss'][1], 1.0)  # a batch of padding gives zeros, not NaN
+    grads = jax.tree.map(lambda g: g / divisor, grads)
+    grad_norm = _global_norm(grads)
+    groups = group_norms(grads, spikes.group_depth)
+    if config.max_grad_norm is not None:
+      clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(grad_norm, 1e-12))
+      grads = jax.tree.map(lambda g: g * clip, grads)
+    learning_rate = jnp.asarray(factor * config.learning_rate(state.step), jnp.float32)
+    state = form.unpadded(state)  # `grads` have the true shapes, which optimizers see
+    params, frozen = trained.split(state.params)
+    old = params, state.opt_state, state.fp8_history
+    params, opt_state = config.optimizer.update(
+      grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
+    )
+    new = params, opt_state, old[2] if history is None else history.after(old[2], amaxes)
+    (params, opt_state, fp8_history), norms, skipped = spikes.chosen(
+      old, new, loss=sums['loss'][0], grad_norm=grad_norm, norms=state.grad_norms
+    )
+    # Norm of the new parameters, so that an update that ruins them is noticed before it is saved.
+    norms_now = {'grad_norm': grad_norm, 'param_norm': _global_norm(params)}
+    numbers = {**norms_now, 'learning_rate': learning_rate, **groups, **skipped}
+    sums = {**sums, **{name: (value, jnp.ones(())) for name, value in numbers.items()}}
+    params = trained.join(params, frozen)
+    new = TrainState(state.step + 1, params, opt_state, fp8_history, norms)
+    return form.padded(new), sums
+
+  return train_step
+
+
+def _weighted(config: StepConfig, batch: Batch) -> Batch:
+  if config.loss_normalizing_factor == _SEQUENCES:
+    return averaged_per_sequence(batch)
+  return batch
+
+
+def _has_loss_weights(feature: str) -> bool:
+  return feature.endswith('_loss_weights')
+
+
+def _global_norm(tree: Tree) -> jax.Array:
+  return jnp.sqrt(sum(jnp.sum(jax.lax.square(x)) for x in jax.tree.leaves(tree)))
+
+
+# (params, amaxes, batch, dropout key) -> (gradients of the summed loss, sums, largest values).
+GradientsFn = Callable[[Params, Tree, Batch, jax.Array], tuple[Gradients, Sums, Tree]]
+
+
+@flax.struct.dataclass
+class _Results:
+  """The results of a pass over some rows.
+
+  Attributes:
+    grads: gradients of the summed loss.
+    sums: sums of the loss and other metrics.
+    amaxes: gradients of `amaxes`: the largest values of FP8 operands.
+  """
+
+  grads: Gradients
+  sums: Sums
+  amaxes: Tree
+
+  def plus(self, other: '_Results') -> '_Results':
+    """Returns the results of both passes together."""
+    grads, sums = jax.tree.map(jnp.add, (self.grads, self.sums), (other.grads, other.sums))
+    return _Results(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
+
+
+# (parts, local rows, how gradients are reduced) -> the results of a pass over these rows.
+_Pass = Callable[[Params, Batch, Reduction], _Results]
+
+
+def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
+  """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
+
+  `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
+  padding. The input `amaxes` set the scales of FP8 operands (`state.Fp8History`); the output
+  `amaxes` are from this step.
+
+  Args:
+    config: the run's configuration; its model has `PIECES` for a pipeline or accumulation by layer.
+    form: how the state is stored and the step is split.
+  Raises:
+    ModelError: the model lacks pieces that a pipeline or accumulation by layer needs.
+  """
+  model, num_microbatches, trained = config.model, config.num_microbatches, trained_of(config.model)
+  region, names = form.layout.region, form.names.params
+  in_parts = region.reduces_in_backward or region.sums_in_backward
+  by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
+  _check_pieces(model, pipeline=region.pipeline is not None, by_layer=by_layer)
+  if region.sums_in_last_tick and not model.gathers_layers:  # the model does not call `whole`
+    region = dataclasses.replace(region, overlap_layers=False)
+  trained_names, frozen_names = trained.split(names)
+  dtype = compute_dtype(model)
+  reduction = _reduction(model, region, trained_names, by_layer=by_layer)
+
+  def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
+    # `parts` are differentiated; `kept` are the same parameters as stored, and the frozen ones.
+    kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
+    kept, frozen = trained.split(kept)
+    frozen = region.frozen(frozen, frozen_names, dtype)
+
+    def one_pass(parts: Params, batch: Batch, reduction: Reduction) -> _Results:
+      def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
+        params = region.parameters(parts, kept, trained_names, reduction)
+        params = with_amaxes(trained.join(params, frozen), amaxes)
+        if by_layer:
+          sums = breadth_first_loss(model, params, batch, num_microbatches, dropout_key=dropout_key)
+        else:
+          sums = model.loss(params, batch, dropout_key=dropout_key)
+        return sums['loss'][0], jax.tree.map(region.varying, sums)
+
+      if region.pipeline is None:
+        (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
+        return _Results(grads, sums, largest)
+      return _pass_in_pipeline(
+        model,
+        parts,
+        batch,
+        region,
+        dropout_key,
+        complete=functools.partial(trained.join, frozen=frozen),
+        layer_sums=region.layer_sums(trained_names) if reduction.over_all_axes else None,
+        earlier=reduction.earlier,
+      )
+
+    parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
+    passes = 1 if by_layer else num_microbatches
+    results = _over_devices(one_pass, reduction, parts, batch, passes, region, trained_names)
+    return results.grads, results.sums, region.largest(results.amaxes)
+
+  def gradients(
+    params: Params, amaxes: Tree, batch: Batch, dropout_key: jax.Array
+  ) -> tuple[Gradients, Sums, Tree]:
+    batch = region.with_rows(batch)
+    specs = (region.part_specs(trained_names), region.kept_specs(names))
+    local_to_global = region.map(
+      local,
+      in_specs=(*specs, PartitionSpec(), region.batch_specs(batch), PartitionSpec()),
+      out_specs=(region.gradient_specs(trained_names), PartitionSpec(), PartitionSpec()),
+      marked=False,
+    )
+    parts = region.padded_parts(trained.split(params)[0], trained_names)
+    grads, sums, amaxes = local_to_global(parts, params, amaxes, batch, dropout_key)
+    return region.unpadded_gradients(grads, trained_names), sums, amaxes
+
+  return gradients
+
+
+def _reduction(model: Model, region: Region, names: ParamNames, *, by_layer: bool) -> Reduction:
+  """Returns how the model's backward pass reduces gradients, before the last microbatch."""
+  gathers = model.gathers_layers
+  in_layers = is_layered(model) and (region.reduces_in_backward or gathers)
+  if by_layer or not gathers or not region.layers_ahead:
+    return Reduction(in_layers=in_layers)
+  prefix = prefix_of(model.stacks[0])
+
+  def is_first(path: Path, _: Any) -> bool:
+    return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
+
+  first_stack = jax.tree_util.tree_map_with_path(is_first, names)
+  return Reduction(in_layers=in_layers, first_stack=first_stack)
+
+
+def _over_devices(
+  one_pass: _Pass,
+  reduction: Reduction,
+  parts: Params,
   batch: Batch,
+  num_microbatches: int,
+  region: Region,
+  names: ParamNames,
+) -> _Results:
+  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
+  copies, last = region.copies(parts, names), reduction
+  if region.sums_in_backward or region.sums_in_last_tick:
+    last = dataclasses.replace(reduction, over_all_axes=True)
+  if not region.sums_in_backward:
+    copies = jax.tree.map(region.varying, copies)
+  results = _over_microbatches(one_pass, reduction, last, copies, batch, num_microbatches, region)
+  grads = region.sum_copies(results.grads, parts, names)
+  if not region.sums_in_backward:
+    grads = region.reduce_gradients(grads, names)
+  return results.replace(grads=grads, sums=region.total(results.sums))
+
+
+def _over_microbatches(
+  one_pass: _Pass,
+  reduction: Reduction,
+  last: Reduction,
+  parts: Params,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+) -> _Results:
+  """Returns the results of all microbatches of local rows.
+
+  If `last`, the reduction in the last microbatch, is over all axes, its backward pass first adds
+  the gradients of the earlier microbatches.
+  """
+  if num_microbatches == 1:
+    return one_pass(parts, batch, last)
+  same, microbatches = _split_rows(batch, num_microbatches)
+  if not last.over_all_axes:
+    return _scan_microbatches(one_pass, reduction, parts, microbatches, same, region)
+  first, final = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
+  earlier = _scan_microbatches(
+    one_pass, reduction, jax.tree.map(region.varying, parts), first, same, region
+  )
+  results = one_pass(parts, {**final, **same}, dataclasses.replace(last, earlier=earlier.grads))
+  return results.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=results.grads)
+
+
+def _scan_microbatches(
+  one_pass: _Pass,
+  reduction: Reduction,
+  parts: Params,
   microbatches: Batch,
   same: Batch,
-  *,
-  dropout_key: jax.Array,
+  region: Region,
+) -> _Results:
+  """Returns the results of `microbatches` [count, rows, ...]."""
+
+  def body(carry: _Results, microbatch: Batch) -> tuple[_Results, None]:
+    return carry.plus(one_pass(parts, {**microbatch, **same}, reduction)), None
+
+  first = jax.tree.map(lambda x: x[0], microbatches)
+  zeros = jax.tree.map(
+    lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
+    jax.eval_shape(functools.partial(one_pass, reduction=reduction), parts, {**first, **same}),
+  )
+  return jax.lax.scan(body, zeros, microbatches)[0]
+
+
+def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
+  """Returns (features without rows, features with rows as [count, rows / count, ...])."""
+  same = {name: x for name, x in batch.items() if is_places(name)}
+  return same, {
+    name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
+    for name, x in batch.items()
+    if name not in same
+  }
+
+
+def breadth_first_loss(
+  model: Model, params: Params, batch: Batch, num_microbatches: int, *, dropout_key: jax.Array
 ) -> Sums:
   """Returns the sums of `model.loss`; takes all microbatches through a layer before the next layer.
 
@@ -120,10 +386,10 @@ def breadth_first_loss(
     model: the model; parameters are gathered in its `compute_dtype`.
     params: parameters in the region; leaves of 'layers' are stacked.
     batch: all local rows.
-    microbatches: the same rows as arrays [num_microbatches, rows, ...].
-    same: features without rows, shared by all microbatches.
+    num_microbatches: number of parts that the rows are split into.
     dropout_key: key of the step.
   """
+  same, microbatches = _split_rows(batch, num_microbatches)
 
   def in_float32(params: Params) -> Params:
     # So that the gradients of the microbatches add up in float32.
@@ -162,7 +428,6 @@ def breadth_first_loss(
     return model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
 
   x = model.embed(rest, batch, dropout_key=dropout_key)
-  num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
   x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
   for stack in stacks:
     body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
@@ -181,175 +446,30 @@ def _in_float32(x: Tree) -> Tree:
   return x.astype(jnp.float32)
 
 
-# (params, amaxes, batch, dropout key) -> (gradients of the summed loss, sums, largest values).
-GradientsFn = Callable[[Params, Tree, Batch, jax.Array], tuple[Gradients, Sums, Tree]]
-
-
-@flax.struct.dataclass
-class _Found:
-  """The results of a pass over some rows.
-
-  Attributes:
-    grads: gradients of the summed loss.
-    sums: sums of the loss and other metrics.
-    amaxes: gradients of `amaxes`: the largest values of FP8 operands.
-  """
-
-  grads: Gradients
-  sums: Sums
-  amaxes: Tree
-
-  def plus(self, other: '_Found') -> '_Found':
-    """Returns the results of both passes together."""
-    grads, sums = jax.tree.map(jnp.add, (self.grads, self.sums), (other.grads, other.sums))
-    return _Found(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
-
-
-def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
-  """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
-
-  `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
-  padding. The input `amaxes` set the scales of FP8 operands (`state.Fp8History`); the output
-  `amaxes` are from this step.
-
-  Args:
-    config: the run's configuration; its model has `PIECES` for a pipeline or accumulation by layer.
-    form: how the state is stored and the step is split.
-  Raises:
-    ModelError: the model lacks pieces that a pipeline or accumulation by layer needs.
-  """
-  model, num_microbatches, trained = config.model, config.num_microbatches, trained_of(config.model)
-  region, names = form.layout.region, form.names.params
-  in_parts = region.reduces_in_backward or region.sums_in_backward
-  by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
-  _check_pieces(model, pipeline=region.pipeline is not None, by_layer=by_layer)
-  region = _for_model(region, model)
-  trained_names, frozen_names = trained.split(names)
-  dtype = compute_dtype(model)
-  reduction = _reduction(model, region, trained_names, by_layer=by_layer)
-
-  def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
-    kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
-    kept, frozen = trained.split(kept)
-    frozen = region.frozen(frozen, frozen_names, dtype)
-
-    def find(parts: Params, batch: Batch, reduction: Reduction) -> _Found:
-      def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
-        params = region.parameters(parts, kept, trained_names, reduction)
-        params = with_amaxes(trained.join(params, frozen), amaxes)
-        sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
-        return sums['loss'][0], jax.tree.map(region.varying, sums)
-
-      if region.pipeline is None:
-        (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
-        return _Found(grads, sums, largest)
-      return _find_in_pipeline(
-        model,
-        parts,
-        batch,
-        region,
-        dropout_key,
-        complete=functools.partial(trained.join, frozen=frozen),
-        layer_sums=region.layer_sums(trained_names) if reduction.over_all_axes else None,
-        earlier=reduction.earlier,
-      )
-
-    parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
-    passes = 1 if by_layer else num_microbatches
-    found = _summed(find, reduction, parts, batch, passes, region, trained_names)
-    return found.grads, found.sums, region.largest(found.amaxes)
-
-  def gradients(
-    params: Params, amaxes: Tree, batch: Batch, dropout_key: jax.Array
-  ) -> tuple[Gradients, Sums, Tree]:
-    batch = region.with_rows(batch)
-    specs = (region.part_specs(trained_names), region.kept_specs(names))
-    local_to_global = region.map(
-      local,
-      in_specs=(*specs, PartitionSpec(), region.batch_specs(batch), PartitionSpec()),
-      out_specs=(region.gradient_specs(trained_names), PartitionSpec(), PartitionSpec()),
-      marked=False,
-    )
-    parts = region.padded_parts(trained.split(params)[0], trained_names)
-    grads, sums, amaxes = local_to_global(parts, params, amaxes, batch, dropout_key)
-    return region.unpadded_gradients(grads, trained_names), sums, amaxes
-
-  return gradients
-
-
-def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Batch], Sums]:
-  """Returns the function (params, batch) -> sums, without dropout."""
-  model, region, names = config.model, form.layout.region, form.names.params
-
-  def local(params: Params, batch: Batch) -> Sums:
-    if region.pipeline is None:
-      return region.total(model.loss(region.parameters(params, params, names), batch))
-    pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
-    pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
-    return region.total(
-      pipeline_lib.forward(
-        pieces,
-        region.gathered(params, names, compute_dtype(model)),
-        microbatches,
-        pipeline,
-        varying_axes=region.axes,
-      )
-    )
-
-  def eval_step(params: Params, batch: Batch) -> Sums:
-    batch = region.with_rows(_weighted(config, batch))
-    return region.map(
-      local,
-      in_specs=(region.kept_specs(names), region.batch_specs(batch)),
-      out_specs=PartitionSpec(),
-    )(params, batch)
-
-  return eval_step
-
-
-def _reduction(model: Model, region: Region, names: ParamNames, *, by_layer: bool) -> Reduction:
-  """Returns how the model's backward pass reduces gradients, before the last microbatch."""
-  gathers = model.gathers_layers
-  in_layers = is_layered(model) and (region.reduces_in_backward or gathers)
-  if by_layer or not gathers or not region.layers_ahead:
-    return Reduction(in_layers=in_layers)
-  prefix = prefix_of(model.stacks[0])
-
-  def is_first(path: Path, _: Any) -> bool:
-    return jax.tree_util.keystr(path, simple=True, separator='/').startswith(f'{prefix}/')
-
-  first_stack = jax.tree_util.tree_map_with_path(is_first, names)
-  return Reduction(in_layers=in_layers, first_stack=first_stack)
-
-
-def _for_model(region: Region, model: Model) -> Region:
-  """Returns the region, without sums in the last tick if the model does not call `whole`."""
-  if region.sums_in_last_tick and not model.gathers_layers:
-    return dataclasses.replace(region, overlap_layers=False)
-  return region
-
-
-def _check_pieces(model: Model, *, pipeline: bool, by_layer: bool) -> None:
-  """Raises ModelError if the model lacks pieces that a pipeline or accumulation by layer needs."""
-  missing = model.missing(*PIECES) if pipeline or by_layer else []
-  if missing:
-    instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
-    raise ModelError(
-      f'{"A pipeline" if pipeline else "Accumulation by layer"} needs a model in three parts; '
-      f'{type(model).__name__} lacks {", ".join(missing)}.',
-      fix=f'Set Partitioner.{instead}, or add them to the model (Model in models/model.py).',
-      docs='add_a_model.md#when-the-layer-is-not-enough',
-    )
-
-
-def _loss(
-  model: Model, params: Params, batch: Batch, dropout_key: jax.Array, count: Optional[int]
-) -> Sums:
-  """Returns the sums of local rows; with `count`, in `count` microbatches layer by layer."""
-  if count is None:
-    return model.loss(params, batch, dropout_key=dropout_key)
-  same, microbatches = _split_rows(batch, count)
-  return breadth_first_loss(model, params, batch, microbatches, same, dropout_key=dropout_key)
+def _pass_in_pipeline(
+  model: Model,
+  parts: Params,
+  batch: Batch,
+  region: Region,
+  dropout_key: jax.Array,
+  *,
+  complete: Callable[[Params], Params],
+  layer_sums: Optional[pipeline_lib.LayerSums],
+  earlier: Optional[Gradients],
+) -> _Results:
+  """Returns the results of the local rows; keyword arguments as in `pipeline.value_and_grad`."""
+  pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
+  grads, of_rows = pipeline_lib.value_and_grad(
+    pieces,
+    parts,
+    microbatches,
+    region.pipeline,
+    varying_axes=region.axes,
+    complete=complete,
+    layer_sums=layer_sums,
+    earlier=earlier,
+  )
+  return _Results(grads, of_rows, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,175 +512,47 @@ def _pipeline_input(
   return _Pieces(model, same, dropout_key), microbatches
 
 
-def _find_in_pipeline(
-  model: Model,
-  parts: Params,
-  batch: Batch,
-  region: Region,
-  dropout_key: jax.Array,
-  *,
-  complete: Callable[[Params], Params],
-  layer_sums: Optional[pipeline_lib.LayerSums],
-  earlier: Optional[Gradients],
-) -> _Found:
-  """Returns the results of the local rows; keyword arguments as in `pipeline.value_and_grad`."""
-  pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
-  grads, of_rows = pipeline_lib.value_and_grad(
-    pieces,
-    parts,
-    microbatches,
-    region.pipeline,
-    varying_axes=region.axes,
-    complete=complete,
-    layer_sums=layer_sums,
-    earlier=earlier,
-  )
-  return _Found(grads, of_rows, {})
+def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Batch], Sums]:
+  """Returns the function (params, batch) -> sums, without dropout."""
+  model, region, names = config.model, form.layout.region, form.names.params
 
-
-def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
-  """Returns (features without rows, features with rows as [count, rows / count, ...])."""
-  same = {name: x for name, x in batch.items() if is_places(name)}
-  return same, {
-    name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
-    for name, x in batch.items()
-    if name not in same
-  }
-
-
-# (parts, local rows, how gradients are reduced) -> the results of a pass over these rows.
-_Find = Callable[[Params, Batch, Reduction], _Found]
-
-
-def _summed(
-  find: _Find,
-  reduction: Reduction,
-  parts: Params,
-  batch: Batch,
-  num_microbatches: int,
-  region: Region,
-  names: ParamNames,
-) -> _Found:
-  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
-  copies, last = region.copies(parts, names), reduction
-  if region.sums_in_backward or region.sums_in_last_tick:
-    last = dataclasses.replace(reduction, over_all_axes=True)
-  if not region.sums_in_backward:
-    copies = jax.tree.map(region.varying, copies)
-  found = _accumulate(find, reduction, last, copies, batch, num_microbatches, region)
-  grads = region.sum_copies(found.grads, parts, names)
-  if not region.sums_in_backward:
-    grads = region.reduce_gradients(grads, names)
-  return found.replace(grads=grads, sums=region.total(found.sums))
-
-
-def _accumulate(
-  find: _Find,
-  reduction: Reduction,
-  last: Reduction,
-  parts: Params,
-  batch: Batch,
-  num_microbatches: int,
-  region: Region,
-) -> _Found:
-  """Returns the results of all microbatches of local rows.
-
-  If `last`, the reduction in the last microbatch, is over all axes, its backward pass first adds
-  the gradients of the earlier microbatches.
-  """
-  if num_microbatches == 1:
-    return find(parts, batch, last)
-  same, microbatches = _split_rows(batch, num_microbatches)
-  if not last.over_all_axes:
-    return _accumulated(find, reduction, parts, microbatches, same, region)
-  first, final = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
-  earlier = _accumulated(find, reduction, jax.tree.map(region.varying, parts), first, same, region)
-  found = find(parts, {**final, **same}, dataclasses.replace(last, earlier=earlier.grads))
-  return found.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=found.grads)
-
-
-def _accumulated(
-  find: _Find, reduction: Reduction, parts: Params, microbatches: Batch, same: Batch, region: Region
-) -> _Found:
-  """Returns the results of `microbatches` [count, rows, ...]."""
-
-  def body(carry: _Found, microbatch: Batch) -> tuple[_Found, None]:
-    return carry.plus(find(parts, {**microbatch, **same}, reduction)), None
-
-  first = jax.tree.map(lambda x: x[0], microbatches)
-  zeros = jax.tree.map(
-    lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
-    jax.eval_shape(functools.partial(find, reduction=reduction), parts, {**first, **same}),
-  )
-  return jax.lax.scan(body, zeros, microbatches)[0]
-
-
-# Metric name -> (sum, weight); norms and the learning rate have weight 1.
-StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
-
-
-def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
-  """Returns the function that makes one update.
-
-  The key of dropout is fold_in(random_seed, step), on any topology and after a resume.
-
-  Args:
-    config: the run's configuration.
-    form: how the state is stored between steps.
-  Raises:
-    ModelError: as `make_gradients` and `history_of`.
-    ConfigError: as `replica_factor`.
-  """
-  gradients, layout, spikes = make_gradients(config, form), form.layout, config.spike_cfg
-  factor = replica_factor(config.learning_rate_scaling, layout.batch_parts)
-  history, trained = history_of(config.model, layout.region), trained_of(config.model)
-  names, _ = trained.split(form.names.params)
-
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-    dropout_key = jax.random.fold_in(jax.random.key(config.random_seed), state.step)
-    amaxes = {} if history is None else history.amaxes(state.fp8_history)
-    grads, sums, amaxes = gradients(state.params, amaxes, _weighted(config, batch), dropout_key)
-    divisor = config.loss_normalizing_factor
-    if divisor == _TOTAL:
-      divisor = max(x.size for name, x in batch.items() if _has_loss_weights(name))
-    elif divisor is None or isinstance(divisor, str):
-      divisor = jnp.maximum(sums['loss'][1], 1.0)  # a batch of padding gives zeros, not NaN
-    grads = jax.tree.map(lambda g: g / divisor, grads)
-    grad_norm = _global_norm(grads)
-    groups = group_norms(grads, spikes.group_depth)
-    if config.max_grad_norm is not None:
-      clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(grad_norm, 1e-12))
-      grads = jax.tree.map(lambda g: g * clip, grads)
-    learning_rate = jnp.asarray(factor * config.learning_rate(state.step), jnp.float32)
-    state = form.unpadded(state)
-    params, frozen = trained.split(state.params)
-    old = params, state.opt_state, state.fp8_history
-    params, opt_state = config.optimizer.update(
-      grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
+  def local(params: Params, batch: Batch) -> Sums:
+    if region.pipeline is None:
+      return region.total(model.loss(region.parameters(params, params, names), batch))
+    pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
+    pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
+    return region.total(
+      pipeline_lib.forward(
+        pieces,
+        region.gathered(params, names, compute_dtype(model)),
+        microbatches,
+        pipeline,
+        varying_axes=region.axes,
+      )
     )
-    new = params, opt_state, old[2] if history is None else history.after(old[2], amaxes)
-    (params, opt_state, fp8_history), norms, skipped = spikes.chosen(
-      old, new, loss=sums['loss'][0], grad_norm=grad_norm, norms=state.grad_norms
+
+  def eval_step(params: Params, batch: Batch) -> Sums:
+    batch = region.with_rows(_weighted(config, batch))
+    return region.map(
+      local,
+      in_specs=(region.kept_specs(names), region.batch_specs(batch)),
+      out_specs=PartitionSpec(),
+    )(params, batch)
+
+  return eval_step
+
+
+def _check_pieces(model: Model, *, pipeline: bool, by_layer: bool) -> None:
+  """Raises ModelError if the model lacks pieces that a pipeline or accumulation by layer needs."""
+  missing = model.missing(*PIECES) if pipeline or by_layer else []
+  if missing:
+    instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
+    raise ModelError(
+      f'{"A pipeline" if pipeline else "Accumulation by layer"} needs a model in three parts; '
+      f'{type(model).__name__} lacks {", ".join(missing)}.',
+      fix=f'Set Partitioner.{instead}, or add them to the model (Model in models/model.py).',
+      docs='add_a_model.md#when-the-layer-is-not-enough',
     )
-    # Norm of the new parameters, so that an update that ruins them is noticed before it is saved.
-    norms_now = {'grad_norm': grad_norm, 'param_norm': _global_norm(params)}
-    numbers = {**norms_now, 'learning_rate': learning_rate, **groups, **skipped}
-    sums = {**sums, **{name: (value, jnp.ones(())) for name, value in numbers.items()}}
-    params = trained.join(params, frozen)
-    new = TrainState(state.step + 1, params, opt_state, fp8_history, norms)
-    return form.padded(new), sums
-
-  return train_step
-
-
-def _weighted(config: StepConfig, batch: Batch) -> Batch:
-  if config.loss_normalizing_factor == _SEQUENCES:
-    return averaged_per_sequence(batch)
-  return batch
-
-
-def _has_loss_weights(feature: str) -> bool:
-  return feature.endswith('_loss_weights')
 
 
 def check_normalizer(config: StepConfig, spec: BatchSpec) -> None:
@@ -585,10 +577,6 @@ def check_normalizer(config: StepConfig, spec: BatchSpec) -> None:
       fix='Set train.loss_normalizing_factor = None, the mean over what the model counts.',
       parameters=parameters,
     )
-
-
-def _global_norm(tree: Tree) -> jax.Array:
-  return jnp.sqrt(sum(jnp.sum(jax.lax.square(x)) for x in jax.tree.leaves(tree)))
 
 
 def check_microbatches(batch_size: int, num_microbatches: int) -> None:
