@@ -152,7 +152,7 @@ def placed(name: str) -> TrainState:
   def put_parts(x: np.ndarray, like: Any) -> jax.Array:
     return jax.make_array_from_callback(x.shape, like.sharding, lambda place: x[place])
 
-  return p.in_run_order(jax.tree.map(put_parts, state(), p.abstract_saved))
+  return p.in_run_form(jax.tree.map(put_parts, state(), p.abstract_saved))
 
 
 def write(folder: os.PathLike, name: str) -> None:
@@ -160,7 +160,7 @@ def write(folder: os.PathLike, name: str) -> None:
   batches = data()
   for _ in range(STEPS_BEFORE):
     next(batches)
-  of_run = program(name).in_model_order(placed(name))
+  of_run = program(name).in_saved_form(placed(name))
   with Checkpointer(str(folder), keep=Keep()) as checkpointer:
     checkpointer.save(
       STEPS_BEFORE,

@@ -162,14 +162,14 @@ class Origin:
     if restored is None and self.saved is not None:
       restored = restore_from(self.reader.checkpoint, program.abstract_saved)
     if restored is not None:
-      return program.in_run_order(_with_history(restored.state, program)), restored
+      return program.in_run_form(_with_history(restored.state, program)), restored
     return self._filled(fresh or program.init(), program), None
 
   def _filled(self, state: TrainState, program: Program) -> TrainState:
     """Returns a fresh state with the parameters of the checkpoint; `state` is donated."""
     if not self.taken:
       return state
-    state = program.in_model_order(state)
+    state = program.in_saved_form(state)
     flat = flax.traverse_util.flatten_dict(state.params, sep='/')
     with distributed.errors_together():
       for name, source in self.taken.items():
@@ -181,7 +181,7 @@ class Origin:
       check_params(self.reader, {source: flat[name] for source, name in name_of.items()})
       left = {name: source for name, source in left.items() if name_of[source] != name}
     params = flax.traverse_util.unflatten_dict(flat, sep='/')
-    return program.in_run_order(state.replace(params=params))
+    return program.in_run_form(state.replace(params=params))
 
   def _read(self, source: str, like: jax.Array) -> jax.Array:
     try:

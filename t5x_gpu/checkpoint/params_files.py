@@ -59,7 +59,7 @@ def read_params(source: Source, abstract_params: Tree, *, step: Optional[int] = 
   Args:
     source: a checkpoint, MODEL_DIR, or the folder of one checkpoint.
     abstract_params: tree of ShapeDtypeStructs with shardings (`Program.abstract_saved.params`);
-      layers in the order of the model (`Program.in_run_order` comes after).
+      layers in the order of the model (`Program.in_run_form` comes after).
     step: step of the checkpoint; None for the latest.
   Raises:
     CheckpointError: no such checkpoint, or its parameters differ; lists all differences.

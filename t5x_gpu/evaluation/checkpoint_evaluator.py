@@ -146,7 +146,7 @@ class CheckpointEvaluator:
     values: dict[str, float] = {}
     self.num_rows = 0
     if self._losses:
-      run_order, total = self.program.params_in_run_order(params), {}
+      run_order, total = self.program.params_in_run_form(params), {}
       for name, evaluator in self._losses.items():
         sums = evaluator.sums(
           run_order, title=f'{LOSS}{name}', show=show, total=self._totals.get(name)

@@ -145,7 +145,7 @@ class Evaluations:
       sizes.append(f'{self._loss.num_rows:,} rows')
     if tasks:
       sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
-      values |= self._tasks.run(self._program.in_model_order(state).params, show=show)
+      values |= self._tasks.run(self._program.in_saved_form(state).params, show=show)
       self._write_predictions(folder, step)
     self.evaluated = ', '.join(sizes)
     return values

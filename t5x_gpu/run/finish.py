@@ -99,7 +99,7 @@ def _sample_text(live: LiveRun, state: TrainState, step: int) -> str:
   config, vocabulary = run.sample_cfg, vocabulary_of(run)
   ids = sample(
     run.model,
-    program.in_model_order(state).params,
+    program.in_saved_form(state).params,
     np.asarray(vocabulary.encode(config.prompt), np.int32),
     layout=program.layout,
     length=row_length(program),

@@ -253,7 +253,7 @@ class LiveRun:
     metrics: Optional[Mapping[str, float]],
   ) -> None:
     program = self.plan.program
-    saved_state = program.in_model_order(state)
+    saved_state = program.in_saved_form(state)
     manifest = make_manifest(
       saved_state,
       mesh_shape=program.layout.mesh.shape,

@@ -24,7 +24,7 @@ from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal.console import show
 from t5x_gpu.training.schedules import replica_factor
 from t5x_gpu.training.state import (
-  StoredForm,
+  RunForm,
   Trained,
   TrainState,
   history_of,
@@ -83,23 +83,26 @@ class Program:
   train_step: OnMesh
   eval_step: OnMesh
 
-  def in_model_order(self, state: TrainState) -> TrainState:
-    """Returns `state` as checkpoints store it: layers in the model's order, without padding."""
+  def in_saved_form(self, state: TrainState) -> TrainState:
+    """Returns `state` as checkpoints have it: layers in the model's order, without padding.
+
+    The gradient norms of earlier steps are left out: they are in the manifest.
+    """
+
+    form = RunForm(self.layout, self.names)
 
     def saved(state: TrainState) -> TrainState:
       return self.layout.in_model_order(form.unpadded(state), self.names)
 
-    form = StoredForm(self.layout, self.names)
-
     return self._converted(state.replace(grad_norms=None), saved, self.abstract_saved)
 
-  def in_run_order(self, state: TrainState) -> TrainState:
-    """Returns the `state` of a checkpoint as the run stores it: in its pipeline's order, padded."""
+  def in_run_form(self, state: TrainState) -> TrainState:
+    """Returns the `state` of a checkpoint in `RunForm`: layers in the pipeline's order, padded."""
+
+    form = RunForm(self.layout, self.names)
 
     def stored(state: TrainState) -> TrainState:
       return form.padded(self.layout.in_run_order(state, self.names))
-
-    form = StoredForm(self.layout, self.names)
 
     like = self.abstract_state.replace(grad_norms=None)
     return self.with_grad_norms(self._converted(state, stored, like), ())
@@ -108,8 +111,8 @@ class Program:
     """Returns `state` with these gradient norms of earlier steps, if the run needs them."""
     return state.replace(grad_norms=self.config.spike_cfg.norms_on(self.layout.replicated, values))
 
-  def params_in_run_order(self, params: Params) -> Params:
-    """Returns the parameters of a checkpoint as the run stores them."""
+  def params_in_run_form(self, params: Params) -> Params:
+    """Returns the parameters of a checkpoint as in `in_run_form`."""
     layout, names = self.layout, self.names.params
 
     def stored(params: Params) -> Params:
@@ -211,7 +214,7 @@ def build_program(
 
 def _first_state(
   config: StepConfig, spec: BatchSpec, layout: Layout
-) -> tuple[Callable[[], TrainState], TrainState, StoredForm]:
+) -> tuple[Callable[[], TrainState], TrainState, RunForm]:
   """Returns (a function that makes the first state, its shapes, its form)."""
   model, optimizer = config.model, config.optimizer
 
@@ -231,7 +234,7 @@ def _first_state(
   options = dict(trained=trained_of(model), history=history_of(model))
   of_state = state_names(abstract_params, optimizer, names, **options)
   shapes = jax.eval_shape(of_params, abstract_params)
-  return init, shapes, StoredForm(layout, layout.chosen(of_state, shapes), config.spike_cfg)
+  return init, shapes, RunForm(layout, layout.chosen(of_state, shapes), config.spike_cfg)
 
 
 def _jitted(

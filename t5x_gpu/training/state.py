@@ -1,7 +1,7 @@
 """The state that a step changes: step count, parameters, optimizer state, history of FP8 scales.
 
-`Trained` splits off frozen parameters, `Fp8History` implements delayed scaling, and `StoredForm`
-is the form between steps: padded where `fsdp` does not divide an array.
+`Trained` splits off frozen parameters, `Fp8History` implements delayed scaling, and `RunForm` is
+the form of a state in memory: padded where `fsdp` does not divide an array.
 """
 
 import copy
@@ -216,8 +216,11 @@ def state_names(
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredForm:
-  """Adds and removes the padding of a state (`fsdp.Padding`), inside a traced function.
+class RunForm:
+  """The form of a state between the steps of a run: arrays may have padding (`fsdp.Padding`).
+
+  Models, optimizers and checkpoints see the true shapes. `padded` and `unpadded` are for traced
+  functions.
 
   Attributes:
     layout: mesh and rules.

@@ -47,7 +47,7 @@ from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import StoredForm, TrainState, history_of, trained_of, with_amaxes
+from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_amaxes
 
 # Divisors that depend on the batch -> what the gradients are then.
 _REAL, _TOTAL, _SEQUENCES = (
@@ -103,7 +103,7 @@ class StepConfig:
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
-def make_train_step(config: StepConfig, form: StoredForm) -> StepFn:
+def make_train_step(config: StepConfig, form: RunForm) -> StepFn:
   """Returns the function that makes one update.
 
   The key of dropout is fold_in(random_seed, step), on any topology and after a resume.
@@ -199,7 +199,7 @@ class _Results:
 _Pass = Callable[[Params, Batch, Reduction], _Results]
 
 
-def make_gradients(config: StepConfig, form: StoredForm) -> GradientsFn:
+def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
 
   `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without
@@ -512,7 +512,7 @@ def _pipeline_input(
   return _Pieces(model, same, dropout_key), microbatches
 
 
-def make_eval_step(config: StepConfig, form: StoredForm) -> Callable[[Params, Batch], Sums]:
+def make_eval_step(config: StepConfig, form: RunForm) -> Callable[[Params, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
   model, region, names = config.model, form.layout.region, form.names.params
 

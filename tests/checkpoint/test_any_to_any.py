@@ -90,9 +90,9 @@ def test_every_pair_of_layouts_restores_bit_for_bit(written):
 def after_restore(written, writer: str, reader: str):
   """Returns the state of a run that continues under `reader`, and its batches."""
   restored = helpers_topologies.read(written[writer], reader)
-  return helpers_topologies.program(reader).in_run_order(
-    restored.state
-  ), helpers_topologies.data_of(restored)
+  return helpers_topologies.program(reader).in_run_form(restored.state), helpers_topologies.data_of(
+    restored
+  )
 
 
 @pytest.mark.parametrize('writer, reader', QUICK_LOSSES)

@@ -74,7 +74,7 @@ def started(start: Origin, p: Program, tmp_path: pathlib.Path) -> dict[str, np.n
   with Checkpointer(str(tmp_path / 'run')) as checkpointer:
     state, restored = start.first_state(checkpointer, p, None)
   assert restored is None and int(state.step) == 0
-  state = p.in_model_order(state)
+  state = p.in_saved_form(state)
   flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
   return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(a) for path, a in flat}
 

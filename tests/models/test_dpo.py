@@ -211,7 +211,7 @@ def trained(model, steps: int = 2, **options):
   for step in range(steps):
     state, sums = step_of(state, p.layout.put_batch(batch(step)))
     means.append({name: float(total) / float(weight) for name, (total, weight) in sums.items()})
-  flat = flax.traverse_util.flatten_dict(p.in_model_order(state).params, sep='/')
+  flat = flax.traverse_util.flatten_dict(p.in_saved_form(state).params, sep='/')
   return {name: np.asarray(x) for name, x in flat.items()}, means
 
 
@@ -256,7 +256,7 @@ def test_a_mesh_trains_as_one_device_with_logits_in_chunks(mesh, kind):
     np.testing.assert_allclose(params[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
   if kind == 'copy':
     first = program(DpoModel(PLAIN, 0.3))
-    first = flax.traverse_util.flatten_dict(first.in_model_order(first.init()).params, sep='/')
+    first = flax.traverse_util.flatten_dict(first.in_saved_form(first.init()).params, sep='/')
     for name, value in params.items():
       if name.startswith(REFERENCE):
         np.testing.assert_allclose(value, first[name], rtol=1e-6, atol=1e-7)

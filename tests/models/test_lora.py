@@ -95,7 +95,7 @@ def trained(model, steps: int = 2, **options) -> tuple[Program, dict, dict]:
   for step in range(steps):
     state, sums = step_of(state, p.layout.put_batch(batch(p, step)))
     losses.append({name: float(total) / float(weight) for name, (total, weight) in sums.items()})
-  return p, flat(p.in_model_order(state).params), losses
+  return p, flat(p.in_saved_form(state).params), losses
 
 
 FAMILIES = {

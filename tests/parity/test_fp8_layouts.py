@@ -73,9 +73,7 @@ def first_step(program, with_params=lambda params: params):
   def run(changed=lambda params: params):
     state = init()
     state, sums = step(state.replace(params=changed(with_params(state.params))), batch)
-    grads, _ = jax.tree_util.tree_flatten_with_path(
-      program.in_model_order(state).opt_state.gradient
-    )
+    grads, _ = jax.tree_util.tree_flatten_with_path(program.in_saved_form(state).opt_state.gradient)
     return float(sums['loss'][0] / sums['loss'][1]), {
       jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in grads
     }

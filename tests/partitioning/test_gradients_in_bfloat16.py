@@ -146,7 +146,7 @@ def leaves(tree):
 def one_step(program, batch):
   batch = program.layout.put_batch(batch)
   state = program.init.lower().compile(compiler_options=QUICK)()
-  params = jax.tree.map(np.asarray, program.in_model_order(state).params)
+  params = jax.tree.map(np.asarray, program.in_saved_form(state).params)
   step = program.train_step.lower(program.abstract_state, batch).compile(compiler_options=QUICK)
   return params, step(state, batch)[0]
 
@@ -159,7 +159,7 @@ def test_gradients_are_exact_but_for_their_roundings(name):
   [batch] = uneven_batches(program.spec, seed=1, num_batches=1)
   params, state = one_step(program, batch)
   replicas_are_equal(state)
-  got = dict(leaves(program.in_model_order(state).opt_state.gradient))
+  got = dict(leaves(program.in_saved_form(state).opt_state.gradient))
   terms = terms_of(model_of(name), params, batch)
   assert got.keys() == terms.keys()
   exact = {path: parts.sum(0) for path, parts in terms.items()}
@@ -167,7 +167,7 @@ def test_gradients_are_exact_but_for_their_roundings(name):
   # A mesh scales the FP8 kernels of a group alike, so terms differ a little.
   if LAYOUTS[name][1] is FP8:
     of_float32 = build(name, OPTIMIZER)
-    state = of_float32.in_model_order(one_step(of_float32, batch)[1])
+    state = of_float32.in_saved_form(one_step(of_float32, batch)[1])
     exact = dict(leaves(state.opt_state.gradient))
     more = 1.2
   relative = []

@@ -30,7 +30,7 @@ def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
     run=lambda params, show: {'infer_eval/good/exact': 1.0},
   )
   run = types.SimpleNamespace(num_predictions=3, infer_eval_period=1, total_steps=5)
-  program = types.SimpleNamespace(in_model_order=lambda state: state)
+  program = types.SimpleNamespace(in_saved_form=lambda state: state)
   evaluations = Evaluations(run, program, loss=None, tasks=tasks)
   state = types.SimpleNamespace(params=None)
   assert evaluations.run(1, state, folder=tmp_path) == {'infer_eval/good/exact': 1.0}
@@ -46,7 +46,7 @@ def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
   run = types.SimpleNamespace(
     num_predictions=0, eval_period=2, infer_eval_period=None, total_steps=8
   )
-  program = types.SimpleNamespace(in_model_order=lambda state: state)
+  program = types.SimpleNamespace(in_saved_form=lambda state: state)
   evaluations = Evaluations(run, program, loss=loss, tasks=tasks)
   state = types.SimpleNamespace(params=None)
   for step, due, rest in ((4, ['eval/loss'], ['infer_eval/good/exact']), (8, None, [])):
