@@ -85,11 +85,6 @@ class Region:
     """The manual axes: all of size 2 or more, except `model`."""
     return tuple(a for a in OUTER_AXES if self.mesh_shape.get(a, 1) > 1)
 
-  def spec(self, names: Sequence[Optional[str]], table: Table) -> PartitionSpec:
-    """Returns the PartitionSpec of an array with axes `names` over the manual axes."""
-    entries = (tuple(a for a in table.get(name, ()) if a in self.axes) for name in names)
-    return PartitionSpec(*(entry or None for entry in entries))
-
   @property
   def reduces_in_backward(self) -> bool:
     """Whether gradients are summed over `fsdp` as soon as a layer has them (ZeRO-2 and 3).
@@ -98,6 +93,16 @@ class Region:
     gathered and gradients summed once per step.
     """
     return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
+
+  @property
+  def sums_in_backward(self) -> bool:
+    """Whether the backward pass sums each gradient over all axes, not only over `fsdp`.
+
+    Communication then runs while other gradients are computed. False in a pipeline, and under
+    ZeRO-1, which scatters gradients once, at the end.
+    """
+    ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
+    return bool(self.axes) and not ends
 
   @property
   def layers_ahead(self) -> bool:
@@ -117,59 +122,28 @@ class Region:
       and self.axes != ('stage',)
     )
 
-  @property
-  def _part_table(self) -> Table:
-    return self.rules.state if self.reduces_in_backward else self.rules.parameters
+  def map(
+    self, function: TreeFn, *, in_specs: Specs, out_specs: Specs, marked: bool = True
+  ) -> TreeFn:
+    """Returns `function` of local arrays as a function of global arrays.
 
-  def _specs(self, names: ParamNames, table: Table) -> Specs:
-    return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
-
-  @property
-  def sums_in_backward(self) -> bool:
-    """Whether the backward pass sums each gradient over all axes, not only over `fsdp`.
-
-    Communication then runs while other gradients are computed. False in a pipeline, and under
-    ZeRO-1, which scatters gradients once, at the end.
+    Args:
+      function: function of local arrays.
+      in_specs, out_specs: PartitionSpecs of its arguments and results.
+      marked: whether arrays that are the same on all devices are passed marked as varying.
     """
-    ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
-    return bool(self.axes) and not ends
+    if not self.axes:
+      return function
 
-  def part_specs(self, names: ParamNames) -> Specs:
-    """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
-    return self._specs(names, self._part_table)
+    def local(*args: Tree) -> Tree:
+      with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
+        return function(*(jax.tree.map(self.varying, args) if marked else args))
 
-  def kept_specs(self, names: ParamNames) -> Specs:
-    """Returns a tree of PartitionSpecs of the parameters as stored between steps."""
-    return self._specs(names, self.rules.parameters)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
 
-  def gradient_specs(self, names: ParamNames) -> Specs:
-    """Returns a tree of PartitionSpecs of reduced gradients, equal to the optimizer state's."""
-    return self._specs(names, self.rules.state)
-
-  def padded_parts(self, params: Params, names: ParamNames) -> Params:
-    """Returns global parameters that `part_specs` can split; under ZeRO-3 they are stored so."""
-    return jax.tree.map(
-      lambda x, n: fsdp.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
-      params,
-      names,
-    )
-
-  def unpadded_gradients(self, grads: Gradients, names: ParamNames) -> Gradients:
-    """Returns global gradients, split by `gradient_specs`, in the shapes of the parameters."""
-    return jax.tree.map(
-      lambda x, n: fsdp.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
-      grads,
-      names,
-    )
-
-  def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
-    """Returns name -> PartitionSpec of [batch, length, ...], [batch], or places [length]."""
-    return {
-      name: self.spec(
-        ('length',) if is_places(name) else ('batch', 'length')[: x.ndim], self.rules.activations
-      )
-      for name, x in batch.items()
-    }
+  def varying(self, x: jax.Array) -> jax.Array:
+    """Returns `x`, marked as different on every device of the manual axes."""
+    return varying(x, self.axes)
 
   def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns `batch` with global row numbers and positions, which local arrays do not contain.
@@ -186,6 +160,55 @@ class Region:
             context_parallel.length_order(x.shape[1], self.mesh_shape['context'])
           )
     return {**batch, **more}
+
+  def part_specs(self, names: ParamNames) -> Specs:
+    """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
+    return self._specs(names, self._part_table)
+
+  def kept_specs(self, names: ParamNames) -> Specs:
+    """Returns a tree of PartitionSpecs of the parameters as stored between steps."""
+    return self._specs(names, self.rules.parameters)
+
+  def gradient_specs(self, names: ParamNames) -> Specs:
+    """Returns a tree of PartitionSpecs of reduced gradients, equal to the optimizer state's."""
+    return self._specs(names, self.rules.state)
+
+  def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
+    """Returns name -> PartitionSpec of [batch, length, ...], [batch], or places [length]."""
+    return {
+      name: self.spec(
+        ('length',) if is_places(name) else ('batch', 'length')[: x.ndim], self.rules.activations
+      )
+      for name, x in batch.items()
+    }
+
+  @property
+  def _part_table(self) -> Table:
+    return self.rules.state if self.reduces_in_backward else self.rules.parameters
+
+  def _specs(self, names: ParamNames, table: Table) -> Specs:
+    return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
+
+  def spec(self, names: Sequence[Optional[str]], table: Table) -> PartitionSpec:
+    """Returns the PartitionSpec of an array with axes `names` over the manual axes."""
+    entries = (tuple(a for a in table.get(name, ()) if a in self.axes) for name in names)
+    return PartitionSpec(*(entry or None for entry in entries))
+
+  def padded_parts(self, params: Params, names: ParamNames) -> Params:
+    """Returns global parameters that `part_specs` can split; under ZeRO-3 they are stored so."""
+    return jax.tree.map(
+      lambda x, n: fsdp.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
+      params,
+      names,
+    )
+
+  def unpadded_gradients(self, grads: Gradients, names: ParamNames) -> Gradients:
+    """Returns global gradients, split by `gradient_specs`, in the shapes of the parameters."""
+    return jax.tree.map(
+      lambda x, n: fsdp.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
+      grads,
+      names,
+    )
 
   def parameters(
     self, parts: Params, params: Params, names: ParamNames, reduction: Reduction = Reduction()
@@ -287,26 +310,6 @@ class Region:
   def _copies(self) -> 'PerDeviceCopies':
     return PerDeviceCopies(self.rules, self.mesh_shape)
 
-  def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
-    """Returns the axes over which a gradient is summed and that do not split its parameter."""
-    table = own_table(axis_names, self.rules.parameters)
-    own = {a for name in axis_names.names for a in table.get(name, ())}
-    if self._dims(axis_names).fsdp is not None:
-      own.add('fsdp')
-    return tuple(a for a in self.axes if a not in own)
-
-  def layer_sums(self, names: ParamNames) -> LayerSums:
-    """Returns how the last backward tick of a pipeline sums gradients, from a tree of AxisNames."""
-
-    def dims(axis_names: AxisNames) -> Optional[Dims]:
-      if 'layers' not in axis_names.names:
-        return None
-      split, copies = self._dims(axis_names), self._copies.dim(axis_names)
-      model = split.model if copies is None else copies
-      return dataclasses.replace(split, model=model, sum_axes=self.sum_axes(axis_names))
-
-    return LayerSums(tuple(map(dims, jax.tree.leaves(names))), self.axes)
-
   def reduce_gradients(self, grads: Gradients, names: ParamNames) -> Gradients:
     """Returns local gradients summed over all devices, split by `gradient_specs`.
 
@@ -331,40 +334,37 @@ class Region:
           leaves[i] = reduced
     return jax.tree.unflatten(treedef, leaves)
 
-  def map(
-    self, function: TreeFn, *, in_specs: Specs, out_specs: Specs, marked: bool = True
-  ) -> TreeFn:
-    """Returns `function` of local arrays as a function of global arrays.
+  def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
+    """Returns the axes over which a gradient is summed and that do not split its parameter."""
+    table = own_table(axis_names, self.rules.parameters)
+    own = {a for name in axis_names.names for a in table.get(name, ())}
+    if self._dims(axis_names).fsdp is not None:
+      own.add('fsdp')
+    return tuple(a for a in self.axes if a not in own)
 
-    Args:
-      function: function of local arrays.
-      in_specs, out_specs: PartitionSpecs of its arguments and results.
-      marked: whether arrays that are the same on all devices are passed marked as varying.
-    """
-    if not self.axes:
-      return function
+  def layer_sums(self, names: ParamNames) -> LayerSums:
+    """Returns how the last backward tick of a pipeline sums gradients, from a tree of AxisNames."""
 
-    def local(*args: Tree) -> Tree:
-      with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
-        return function(*(jax.tree.map(self.varying, args) if marked else args))
+    def dims(axis_names: AxisNames) -> Optional[Dims]:
+      if 'layers' not in axis_names.names:
+        return None
+      split, copies = self._dims(axis_names), self._copies.dim(axis_names)
+      model = split.model if copies is None else copies
+      return dataclasses.replace(split, model=model, sum_axes=self.sum_axes(axis_names))
 
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
-
-  def varying(self, x: jax.Array) -> jax.Array:
-    """Returns `x`, marked as different on every device of the manual axes."""
-    return varying(x, self.axes)
-
-  def largest(self, tree: Tree) -> Tree:
-    """Returns the maximum of local numbers over all devices."""
-    if not self.axes:
-      return tree
-    return jax.lax.pmax(jax.tree.map(self.varying, tree), self.axes)
+    return LayerSums(tuple(map(dims, jax.tree.leaves(names))), self.axes)
 
   def total(self, tree: Tree) -> Tree:
     """Returns the sum of local numbers over all devices."""
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)
+
+  def largest(self, tree: Tree) -> Tree:
+    """Returns the maximum of local numbers over all devices."""
+    if not self.axes:
+      return tree
+    return jax.lax.pmax(jax.tree.map(self.varying, tree), self.axes)
 
 
 _HEADS = 'kv_heads'

@@ -1,6 +1,7 @@
 """`open_data`: a run's training data at the position where it continues, and its evaluations.
 
-`Evaluations` holds the evaluations of a run, each with its own period.
+`resume_data` moves the data to the position in a checkpoint. `Evaluations` holds the evaluations of
+a run, each with its own period.
 """
 
 import dataclasses
@@ -47,7 +48,155 @@ from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
-_LISTED = 6
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+  """The open data of a run.
+
+  Attributes:
+    batches: training batches, starting with the batch of the next step.
+    source_files: the files that `batches` reads.
+    watch: detects changes of these files.
+    evaluations: the run's evaluations, with their data.
+  """
+
+  batches: BatchIterator
+  source_files: SourceFiles
+  watch: FileWatch
+  evaluations: 'Evaluations'
+
+  def check_same_on_hosts(self) -> None:
+    """Raises DataError, on all processes, if hosts read different data.
+
+    All processes must call it, from the thread that runs their collectives.
+    """
+    self.evaluations.check_same_on_hosts(self.batches)
+
+
+def open_data(plan: PlannedRun) -> RunData:
+  """Returns the data of a run, checked against its model and its checkpoint.
+
+  Raises:
+    ConfigError, DataError: the data cannot be read, does not fit the model, or differs from the
+      data that the checkpoint was trained on; a sample does not fit; unknown `best_metric`.
+  """
+  run, program, saved = plan.run, plan.program, plan.saved
+  if run.sample_cfg is not None:  # fail now rather than after the last step
+    check_writes_text(run.model)
+    prompt = vocabulary_of(run).encode(run.sample_cfg.prompt)
+    vocabulary_of(run).decode([int(i) for i in prompt])
+    check_sample(len(prompt), num_tokens=run.sample_cfg.num_tokens, length=row_length(program))
+  keep = run.checkpoint_cfg.kept
+  ranked = [keep] if keep.best else []
+  if run.early_stopping is not None:
+    ranked.append(run.early_stopping.keep)
+  needs_loss = any(k.metric.startswith(LOSS) for k in ranked)
+  batches = batches_for(run.model, run.train_dataset_cfg, repeat=True)
+  log(data_line(batches.describe(), process_count=distributed.process_count()))
+  watch = open_watch(batches)
+  source_files = open_sources(batches, as_path(plan.source), resumed=plan.continues_data)
+  if plan.continues_data:
+    resume_data(batches, data_state=saved.data_state, manifest=saved.manifest)
+  _rehearse_save(plan, batches)
+  evaluations = open_evaluations(run, program, loss_required=needs_loss)
+  for rule in ranked or [keep]:  # without a ranking, this checks the names of the metrics
+    evaluations.rehearse(rule)
+  return RunData(batches, source_files, watch, evaluations)
+
+
+def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
+  """Returns the files that `data` reads; empty on all processes but 0, and for data without files.
+
+  Args:
+    data: data of the run.
+    folder: MODEL_DIR, or the checkpoint of another run that this run continues.
+    resumed: compare the files with the record in `folder`.
+  Raises:
+    DataError: a file has changed since the record was written, or cannot be read.
+    AccessError: the record cannot be opened.
+  """
+  read_files = optional_method(data, 'source_files')
+  if read_files is None or not distributed.is_main_process():
+    return SourceFiles({})
+  files = read_files()
+  if resumed:
+    check_sources(files, folder)
+  return files
+
+
+def open_watch(data: BatchIterator) -> FileWatch:
+  """Returns a watch for changes of the files of `data`; it watches no file except on process 0."""
+  files = optional_method(data, 'watched_files')
+  return FileWatch(files() if files is not None and distributed.is_main_process() else ())
+
+
+def check_sources(files: SourceFiles, folder: AnyPath) -> None:
+  """Checks that `files` have not changed since the record in `folder`, if it has a good one.
+
+  Raises:
+    DataError: a file has changed.
+    AccessError: the record cannot be opened.
+  """
+  if not files.files:
+    return
+  path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
+  try:
+    files.check(read_bytes(path), where=str(path))
+  except FileNotFoundError:
+    _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
+  except (OSError, ValueError) as e:
+    check_not_refused(e, path)
+    reason = e.strerror if isinstance(e, OSError) else e
+    _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
+
+
+def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -> None:
+  """Moves the data to the position in a checkpoint; raises DataError if the data differ."""
+  data.set_state(data_state)
+  if not manifest['next_batch_hash']:  # unknown: a source file had changed at the time of the save
+    return
+  check_next_batch(
+    saved_hash=manifest['next_batch_hash'],
+    hash_now=batch_hash(data.peek()),
+    saved=manifest['data'],
+    now=data.describe(),
+  )
+
+
+def _rehearse_save(plan: PlannedRun, batches: BatchIterator) -> None:
+  """Rehearses, in memory, how a save and a restart handle the data.
+
+  Raises:
+    DataError: the state or the description of the data cannot be saved, or restoring the state
+      does not give the next batch.
+  """
+  next_hash = batch_hash(batches.peek())
+  try:
+    state = batches.get_state()
+    data = saved_data(state)
+    manifest = make_manifest(
+      plan.program.abstract_saved,
+      mesh_shape=plan.program.layout.mesh.shape,
+      data=batches.describe(),
+      next_batch_hash=next_hash,
+    )
+    json.dumps(sealed(manifest, data=data))
+    if not plan.continues_data:  # otherwise the restart has already tested this
+      batches.set_state(state)
+      found = batch_hash(batches.peek())
+      if found != next_hash:
+        raise ValueError(f'after set_state(get_state()) the next batch is another one ({found})')
+  except UserError:
+    raise
+  except Exception as e:  # a custom data module may raise anything
+    raise DataError(
+      f'The position in the data of {module_of(plan.run.train_dataset_cfg)} cannot be saved: '
+      f'{type(e).__name__}: {first_line(e)}.',
+      fix='get_state() must return bytes from which set_state() continues, and describe() facts '
+      'that JSON can hold.',
+      parameters=('DatasetConfig.module', 'DatasetConfig.mixture_or_task_name'),
+      docs='add_a_data_source.md',
+    ) from e
 
 
 class Evaluations:
@@ -202,156 +351,6 @@ def _open_loss(run: Run, program: Program, *, required: bool) -> Optional[Evalua
       raise
     _log.warning('There will be no evaluation: %s', e.what)
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class RunData:
-  """The open data of a run.
-
-  Attributes:
-    batches: training batches, starting with the batch of the next step.
-    source_files: the files that `batches` reads.
-    watch: detects changes of these files.
-    evaluations: the run's evaluations, with their data.
-  """
-
-  batches: BatchIterator
-  source_files: SourceFiles
-  watch: FileWatch
-  evaluations: Evaluations
-
-  def check_same_on_hosts(self) -> None:
-    """Raises DataError, on all processes, if hosts read different data.
-
-    All processes must call it, from the thread that runs their collectives.
-    """
-    self.evaluations.check_same_on_hosts(self.batches)
-
-
-def open_data(plan: PlannedRun) -> RunData:
-  """Returns the data of a run, checked against its model and its checkpoint.
-
-  Raises:
-    ConfigError, DataError: the data cannot be read, does not fit the model, or differs from the
-      data that the checkpoint was trained on; a sample does not fit; unknown `best_metric`.
-  """
-  run, program, saved = plan.run, plan.program, plan.saved
-  if run.sample_cfg is not None:  # fail now rather than after the last step
-    check_writes_text(run.model)
-    prompt = vocabulary_of(run).encode(run.sample_cfg.prompt)
-    vocabulary_of(run).decode([int(i) for i in prompt])
-    check_sample(len(prompt), num_tokens=run.sample_cfg.num_tokens, length=row_length(program))
-  keep = run.checkpoint_cfg.kept
-  ranked = [keep] if keep.best else []
-  if run.early_stopping is not None:
-    ranked.append(run.early_stopping.keep)
-  needs_loss = any(k.metric.startswith(LOSS) for k in ranked)
-  batches = batches_for(run.model, run.train_dataset_cfg, repeat=True)
-  log(data_line(batches.describe(), process_count=distributed.process_count()))
-  watch = open_watch(batches)
-  source_files = open_sources(batches, as_path(plan.source), resumed=plan.continues_data)
-  if plan.continues_data:
-    resume_data(batches, data_state=saved.data_state, manifest=saved.manifest)
-  _rehearse_save(plan, batches)
-  evaluations = open_evaluations(run, program, loss_required=needs_loss)
-  for rule in ranked or [keep]:
-    evaluations.rehearse(rule)
-  return RunData(batches, source_files, watch, evaluations)
-
-
-def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
-  """Returns the files that `data` reads; empty on all processes but 0, and for data without files.
-
-  Args:
-    data: data of the run.
-    folder: MODEL_DIR, or the checkpoint of another run that this run continues.
-    resumed: compare the files with the record in `folder`.
-  Raises:
-    DataError: a file has changed since the record was written, or cannot be read.
-    AccessError: the record cannot be opened.
-  """
-  read_files = optional_method(data, 'source_files')
-  if read_files is None or not distributed.is_main_process():
-    return SourceFiles({})
-  files = read_files()
-  if resumed:
-    check_sources(files, folder)
-  return files
-
-
-def open_watch(data: BatchIterator) -> FileWatch:
-  """Returns a watch for changes of the files of `data`; it watches no file except on process 0."""
-  files = optional_method(data, 'watched_files')
-  return FileWatch(files() if files is not None and distributed.is_main_process() else ())
-
-
-def check_sources(files: SourceFiles, folder: AnyPath) -> None:
-  """Checks that `files` have not changed since the record in `folder`, if it has a good one.
-
-  Raises:
-    DataError: a file has changed.
-    AccessError: the record cannot be opened.
-  """
-  if not files.files:
-    return
-  path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
-  try:
-    files.check(read_bytes(path), where=str(path))
-  except FileNotFoundError:
-    _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
-  except (OSError, ValueError) as e:
-    check_not_refused(e, path)
-    reason = e.strerror if isinstance(e, OSError) else e
-    _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
-
-
-def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -> None:
-  """Moves the data to the position in a checkpoint; raises DataError if the data differ."""
-  data.set_state(data_state)
-  if not manifest['next_batch_hash']:  # unknown: a source file had changed at the time of the save
-    return
-  check_next_batch(
-    saved_hash=manifest['next_batch_hash'],
-    hash_now=batch_hash(data.peek()),
-    saved=manifest['data'],
-    now=data.describe(),
-  )
-
-
-def _rehearse_save(plan: PlannedRun, batches: BatchIterator) -> None:
-  """Rehearses, in memory, how a save and a restart handle the data.
-
-  Raises:
-    DataError: the state or the description of the data cannot be saved, or restoring the state
-      does not give the next batch.
-  """
-  next_hash = batch_hash(batches.peek())
-  try:
-    state = batches.get_state()
-    data = saved_data(state)
-    manifest = make_manifest(
-      plan.program.abstract_saved,
-      mesh_shape=plan.program.layout.mesh.shape,
-      data=batches.describe(),
-      next_batch_hash=next_hash,
-    )
-    json.dumps(sealed(manifest, data=data))
-    if not plan.continues_data:  # otherwise the restart has already tested this
-      batches.set_state(state)
-      found = batch_hash(batches.peek())
-      if found != next_hash:
-        raise ValueError(f'after set_state(get_state()) the next batch is another one ({found})')
-  except UserError:
-    raise
-  except Exception as e:  # a custom data module may raise anything
-    raise DataError(
-      f'The position in the data of {module_of(plan.run.train_dataset_cfg)} cannot be saved: '
-      f'{type(e).__name__}: {first_line(e)}.',
-      fix='get_state() must return bytes from which set_state() continues, and describe() facts '
-      'that JSON can hold.',
-      parameters=('DatasetConfig.module', 'DatasetConfig.mixture_or_task_name'),
-      docs='add_a_data_source.md',
-    ) from e
 
 
 def vocabulary_of(run: Run) -> Vocabulary:

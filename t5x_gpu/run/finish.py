@@ -27,6 +27,87 @@ from t5x_gpu.training.state import TrainState
 _log = logging.getLogger(__name__)
 
 
+def finish(live: LiveRun, state: TrainState, step: int, watchdog: Watchdog) -> None:
+  """Prints a sample if the run asks for one, then its results and where they are.
+
+  Args:
+    live: the run.
+    state: the state after `step`, the last one.
+    watchdog: its deadline covers the sample.
+  """
+  if live.plan.run.sample_cfg is not None:
+    with watchdog.phase('eval'):
+      log(_sample_text(live, state, step))
+  if distributed.is_main_process():
+    log(_closing_text(live, step))
+
+
+def _sample_text(live: LiveRun, state: TrainState, step: int) -> str:
+  run, program = live.plan.run, live.plan.program
+  config, vocabulary = run.sample_cfg, vocabulary_of(run)
+  ids = sample(
+    run.model,
+    program.in_saved_form(state).params,
+    np.asarray(vocabulary.encode(config.prompt), np.int32),
+    layout=program.layout,
+    length=row_length(program),
+    num_tokens=config.num_tokens,
+    temperature=config.temperature,
+    zero_is_padding=zero_is_padding(vocabulary),
+  )
+  text = vocabulary.decode([int(i) for i in ids])
+  if distributed.is_main_process():
+    append_sample(
+      live.checkpointer.files.folder,
+      step,
+      prompt=config.prompt,
+      temperature=config.temperature,
+      text=text,
+    )
+  return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
+
+
+def _closing_text(live: LiveRun, step: int) -> str:
+  run, files = live.plan.run, live.checkpointer.files
+  written, tables = _write_results(live)
+  text = closing_text(
+    [*written, *run.logging_cfg.files, 'config.gin', 'config_origins.txt'],
+    shown=str(files.model_dir),
+    step=step,
+    rates=_rates(live, step),
+    is_early=step < run.total_steps,
+    can_export=export_problem(run.model) is None,
+  )
+  files.push()
+  return tables + text
+
+
+def _rates(live: LiveRun, step: int) -> tuple[float, float]:
+  """Returns the learning rate of `step`, and of the next one in a run of twice as many steps."""
+  schedule, factor = live.plan.run.learning_rate, live.plan.program.learning_rate_factor
+  longer = with_total_steps(schedule, 2 * step)
+  return factor * float(schedule(step - 1)), factor * float(longer(step))
+
+
+def _write_results(live: LiveRun) -> tuple[list[str], str]:
+  """Writes the confusion matrix and the report; returns their names, and the matrix as a table."""
+  files, evaluations = live.checkpointer.files, live.data.evaluations
+  written, table = [], ''
+  if (confusion := evaluations.confusion) is not None:
+    names = scores.all_names(evaluations.class_names(), len(confusion))
+    scores.write_confusion_csv(confusion, names, files.folder / 'confusion.csv')
+    written.append('confusion.csv')
+    table = scores.confusion_table(confusion, names) + '\n'
+  files.push()  # a report reads MODEL_DIR
+  try:
+    page = report_page([read_run(str(files.model_dir))])
+    write_atomically(files.folder / REPORT, page)
+    written.insert(0, REPORT)
+  except Exception as e:  # the run itself is complete
+    _log.warning('No report: %s', first_line(e))
+  return written, table
+
+
 def closing_text(
   files: Sequence[str],
   *,
@@ -77,84 +158,3 @@ def _how_to_continue(step: int, rate: float, longer_rate: float) -> str:
     "               '--gin.train.learning_rate=@schedules.constant()' "
     f'--gin.constant.learning_rate={constant:.2g}\n'
   )
-
-
-def finish(live: LiveRun, state: TrainState, step: int, watchdog: Watchdog) -> None:
-  """Prints a sample if the run asks for one, then its results and where they are.
-
-  Args:
-    live: the run.
-    state: the state after `step`, the last one.
-    watchdog: its deadline covers the sample.
-  """
-  if live.plan.run.sample_cfg is not None:
-    with watchdog.phase('eval'):
-      log(_sample_text(live, state, step))
-  if distributed.is_main_process():
-    log(_closing_text(live, step))
-
-
-def _sample_text(live: LiveRun, state: TrainState, step: int) -> str:
-  run, program = live.plan.run, live.plan.program
-  config, vocabulary = run.sample_cfg, vocabulary_of(run)
-  ids = sample(
-    run.model,
-    program.in_saved_form(state).params,
-    np.asarray(vocabulary.encode(config.prompt), np.int32),
-    layout=program.layout,
-    length=row_length(program),
-    num_tokens=config.num_tokens,
-    temperature=config.temperature,
-    zero_is_padding=zero_is_padding(vocabulary),
-  )
-  text = vocabulary.decode([int(i) for i in ids])
-  if distributed.is_main_process():
-    append_sample(
-      live.checkpointer.files.folder,
-      step,
-      prompt=config.prompt,
-      temperature=config.temperature,
-      text=text,
-    )
-  return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
-
-
-def _rates(live: LiveRun, step: int) -> tuple[float, float]:
-  """Returns the learning rate of `step`, and of the next one in a run of twice as many steps."""
-  schedule, factor = live.plan.run.learning_rate, live.plan.program.learning_rate_factor
-  longer = with_total_steps(schedule, 2 * step)
-  return factor * float(schedule(step - 1)), factor * float(longer(step))
-
-
-def _closing_text(live: LiveRun, step: int) -> str:
-  run, files = live.plan.run, live.checkpointer.files
-  written, tables = _write_results(live)
-  text = closing_text(
-    [*written, *run.logging_cfg.files, 'config.gin', 'config_origins.txt'],
-    shown=str(files.model_dir),
-    step=step,
-    rates=_rates(live, step),
-    is_early=step < run.total_steps,
-    can_export=export_problem(run.model) is None,
-  )
-  files.push()
-  return tables + text
-
-
-def _write_results(live: LiveRun) -> tuple[list[str], str]:
-  """Writes the confusion matrix and the report; returns their names, and the matrix as a table."""
-  files, evaluations = live.checkpointer.files, live.data.evaluations
-  written, table = [], ''
-  if (confusion := evaluations.confusion) is not None:
-    names = scores.all_names(evaluations.class_names(), len(confusion))
-    scores.write_confusion_csv(confusion, names, files.folder / 'confusion.csv')
-    written.append('confusion.csv')
-    table = scores.confusion_table(confusion, names) + '\n'
-  files.push()  # a report reads MODEL_DIR
-  try:
-    page = report_page([read_run(str(files.model_dir))])
-    write_atomically(files.folder / REPORT, page)
-    written.insert(0, REPORT)
-  except Exception as e:  # the run itself is complete
-    _log.warning('No report: %s', first_line(e))
-  return written, table

@@ -172,7 +172,7 @@ class LiveRun:
     # text.
     changed = distributed.broadcast_json(self.data.watch.look(step, now=True))
     if changed:
-      self._stop_at_changed_text(changed, step, state, metrics=metrics)
+      self._raise_for_changed_text(changed, step, state, metrics=metrics)
     else:
       self._save(saver, step, state, data_state, next_hash=next_hash, metrics=metrics)
 
@@ -190,10 +190,10 @@ class LiveRun:
       DataError: this is the only process.
     """
     if distributed.process_count() == 1:
-      self._stop_at_changed_text(changed, step, state, ago=ago)
+      self._raise_for_changed_text(changed, step, state, ago=ago)
     stop.request('The training text has changed: stopping within a few steps, without saving.')
 
-  def _stop_at_changed_text(
+  def _raise_for_changed_text(
     self,
     changed: list[str],
     step: int,

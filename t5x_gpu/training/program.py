@@ -88,7 +88,6 @@ class Program:
 
     The gradient norms of earlier steps are left out: they are in the manifest.
     """
-
     form = RunForm(self.layout, self.names)
 
     def saved(state: TrainState) -> TrainState:
@@ -98,7 +97,6 @@ class Program:
 
   def in_run_form(self, state: TrainState) -> TrainState:
     """Returns the `state` of a checkpoint in `RunForm`: layers in the pipeline's order, padded."""
-
     form = RunForm(self.layout, self.names)
 
     def stored(state: TrainState) -> TrainState:
