@@ -38,7 +38,7 @@ SECTIONS = {
   ),
   'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm'),
   'Fast': ('attention', 'precision', 'xla_flags', 'performance', 'tuning'),
-  'Keep running': ('monitor', 'checkpoints', 'reshard', 'watchdog', 'security'),
+  'Keep running': ('monitor', 'checkpoints', 'reshard', 'never_down', 'watchdog', 'security'),
   'Extend': (
     'architecture',
     'add_a_model',

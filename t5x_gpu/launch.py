@@ -2,6 +2,7 @@
 
 One process per GPU, each on the CPU cores near it. Output lines are prefixed with the process
 number. The first process that fails ends the others, and its last lines are printed again.
+With `--restarts` all of them then start again, and continue from the newest checkpoint.
 `--write_scripts` instead writes the launch scripts of Slurm, PBS, Open MPI and Kubernetes.
 """
 
@@ -9,22 +10,25 @@ import argparse
 import collections
 import ctypes
 import dataclasses
+import math
 import os
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Optional
+from typing import Optional, Union
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import machine, numa
+from t5x_gpu.runtime import machine, numa, progress
 from t5x_gpu.runtime.cluster import cluster, launchers, rendezvous
+from t5x_gpu.runtime.cluster.restarts import EXIT_CONFIG, STOPPED_CODES, Ended, Restarts, Stop
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -62,8 +66,8 @@ DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
 TAIL_LINES = 30
 KILL_SECONDS = 10
+POLL_SECONDS = 0.02
 # Processes that were asked to stop exit one after the other, the last after the save.
-STOPPED_CODES = (0, 85, 130)
 STOPPED_SECONDS = 120
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
@@ -71,6 +75,7 @@ _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
   {prog} --nproc 2 --no_gpu -- --gin_file=gin_configs/examples/demo.gin
+  {prog} --nproc 8 --restarts=20 -- --gin_file=my.gin         (docs/never_down.md)
   {prog} --module t5x_gpu.doctor -- --model_dir=runs/a
   {prog} --nproc 8 --numa cores.txt -- --gin_file=my.gin      (lines like 0: 0-15,128-143)
   {prog} --write_scripts scripts      (files for Slurm, PBS, Open MPI and Kubernetes)
@@ -93,12 +98,26 @@ class Group:
     command: command line of each process.
     plans: one per process.
     end_together: whether the first failing process ends the others.
+    at_once: whether the others are killed without a delay if a signal ended the first process:
+      they have nothing to add, and wait for it.
+  Attributes:
+    failed: the processes that had failed when the first failure was seen.
+    failed_at: when that was, in seconds of the monotonic clock; None before.
   """
 
   def __init__(
-    self, command: Sequence[str], plans: Sequence[ProcessPlan], *, end_together: bool = True
+    self,
+    command: Sequence[str],
+    plans: Sequence[ProcessPlan],
+    *,
+    end_together: bool = True,
+    at_once: bool = False,
   ):
-    self._end_together = end_together
+    self._end_together, self._at_once = end_together, at_once
+    self.failed: frozenset[int] = frozenset()
+    self.failed_at: Optional[float] = None
+    self._first: Optional[tuple[int, int]] = None  # process, return code
+    self._ending = math.inf
     self._tails = [collections.deque(maxlen=TAIL_LINES) for _ in plans]
     self._lock = threading.Lock()
     self._processes: list[subprocess.Popen] = []
@@ -150,40 +169,58 @@ class Group:
   def _send(self, number: int) -> None:
     for process in self._processes:
       if process.poll() is None:
-        process.send_signal(number)
+        if number == signal.SIGKILL:
+          os.killpg(process.pid, number)  # with its children: each process leads a session
+        else:
+          process.send_signal(number)
+
+  def poll(self) -> bool:
+    """Returns whether a process still runs; a first failure ends the others."""
+    runs = None in [process.poll() for process in self._processes]
+    ended = {i: p.returncode for i, p in enumerate(self._processes) if p.returncode}
+    if ended and self.failed_at is None:
+      index = min(ended, key=lambda i: ended[i] in STOPPED_CODES)
+      code, now = ended[index], time.monotonic()
+      self.failed, self.failed_at, self._first = frozenset(ended), now, (index, code)
+      if code in STOPPED_CODES:
+        self._ending = now + STOPPED_SECONDS
+      else:  # the others name the process that failed, or fail too, and may still commit a save
+        self._ending = now + (KILL_SECONDS if self._at_once and code > 0 else 0)
+    if runs and self._end_together and self._ending < time.monotonic():
+      self._end_all()
+      return False
+    return runs
+
+  def finish(self) -> int:
+    """Returns the exit code of the first process that failed; minus the signal if one ended it.
+
+    Call it once all processes have ended.
+    """
+    deadline = time.monotonic() + (1 if self._at_once else KILL_SECONDS)
+    for reader in self._readers:  # a process's own children may keep its output open
+      reader.join(timeout=max(0.0, deadline - time.monotonic()))
+    if self._first is None:
+      return 0
+    if self._end_together and self._first[1] not in STOPPED_CODES:
+      self._show(*self._first)
+    return self._first[1]
 
   def wait(self) -> int:
     """Returns the exit code of the first process that failed, 0 if none did.
 
     A process that a signal ended counts as 128 + signal.
     """
-    first: Optional[tuple[int, int]] = None  # process, return code
-    ending: Optional[float] = None
-    while None in [process.poll() for process in self._processes]:
-      time.sleep(0.02)
-      ended = [(i, p.returncode) for i, p in enumerate(self._processes) if p.returncode]
-      if ended and first is None:
-        first = min(ended, key=lambda pair: pair[1] in STOPPED_CODES)
-        ending = time.monotonic() + (STOPPED_SECONDS if first[1] in STOPPED_CODES else 0)
-      if self._end_together and ending is not None and time.monotonic() > ending:
-        self._end_all()
-    deadline = time.monotonic() + KILL_SECONDS
-    for reader in self._readers:
-      reader.join(timeout=max(0.0, deadline - time.monotonic()))
-    if first is None:
-      first = next(((i, p.returncode) for i, p in enumerate(self._processes) if p.returncode), None)
-    if first is None:
-      return 0
-    if self._end_together and first[1] not in STOPPED_CODES:
-      self._show(*first)
-    return first[1] if first[1] > 0 else 128 - first[1]
+    while self.poll():
+      time.sleep(POLL_SECONDS)
+    return shell_code(self.finish())
 
   def _end_all(self) -> None:
     """Sends SIGTERM, then SIGKILL: JAX makes SIGTERM a request, which a stuck process ignores."""
-    self._send(signal.SIGTERM)
-    deadline = time.monotonic() + KILL_SECONDS
-    while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
-      time.sleep(0.02)
+    if not self._at_once:
+      self._send(signal.SIGTERM)
+      deadline = time.monotonic() + KILL_SECONDS
+      while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
+        time.sleep(POLL_SECONDS)
     self._send(signal.SIGKILL)
     for process in self._processes:
       process.wait()
@@ -197,6 +234,91 @@ class Group:
     )
     for line in self._tails[index]:
       print(f'  {line.decode(errors="replace").rstrip()}', file=sys.stderr)
+
+
+def shell_code(code: int) -> int:
+  """Returns a return code as shells show it: 128 + signal if a signal ended the process."""
+  return code if code >= 0 else 128 - code
+
+
+class Agent:
+  """Starts the processes of a run, and starts them again after a failure, as `Restarts` decides.
+
+  Args:
+    start: starts the processes, with these additional environment variables for each.
+    num_processes: number of processes.
+    restarts: how many restarts are allowed.
+  """
+
+  def __init__(
+    self,
+    start: Callable[[Sequence[Mapping[str, str]]], Group],
+    *,
+    num_processes: int,
+    restarts: int,
+  ):
+    self._start, self._num_processes = start, num_processes
+    self._restarts = Restarts(restarts)
+    self._group: Optional[Group] = None
+    self._signals: list[int] = []
+
+  def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
+    """Passes a signal on to all processes; the run then does not start again."""
+    self._signals.append(number)
+    if self._group is not None:
+      self._group.forward(number, frame)
+
+  def wait(self) -> int:
+    """Returns the exit code of the first process that failed in the last start, 0 if none did."""
+    while True:
+      with tempfile.TemporaryDirectory(prefix='t5x_gpu_launch_') as folder:
+        ended = self._run_once(pathlib.Path(folder))
+      self._restarts, then = self._restarts.after(ended)
+      if isinstance(then, Stop):
+        if then.reason:
+          _log(f'not starting again: {then.reason}.')
+        if ended.code == EXIT_CONFIG:
+          return int(os.environ.get(cli.CONFIG_ERROR_CODE) or 1)
+        return shell_code(ended.code)
+      _log(
+        f'restart {then.number} of at most {self._restarts.allowed}; the run continues from its '
+        'newest checkpoint.'
+      )
+
+  def _run_once(self, folder: pathlib.Path) -> Ended:
+    """Starts all processes, and returns how they ended; `folder` is for their progress."""
+    lost_at = self._group and self._group.failed_at
+    files = [folder / f'process_{index}' for index in range(self._num_processes)]
+    for file in files:
+      file.touch()
+    self._group = group = self._start(
+      [{progress.VARIABLE: str(f), cli.CONFIG_ERROR_CODE: str(EXIT_CONFIG)} for f in files]
+    )
+    for number in self._signals:  # sent between two starts
+      group.forward(number)
+    while group.poll():
+      if lost_at is not None and self._log_progress(files[0], lost_at=lost_at):
+        lost_at = None
+      time.sleep(POLL_SECONDS)
+    steps = [found.step for file in files if (found := progress.read_progress(file))]
+    return Ended(group.finish(), group.failed, max(steps, default=None), asked=bool(self._signals))
+
+  def _log_progress(self, file: pathlib.Path, *, lost_at: float) -> bool:
+    """Prints what a failure has cost, once the run takes steps again; returns whether it did."""
+    found = progress.read_progress(file)
+    if found is None or found.step == found.first_step:
+      return False
+    seconds = time.monotonic() - lost_at
+    repeated = max((self._restarts.last.step or 0) - found.first_step, 0)
+    _log(
+      f'training again: step {found.step} is done, {seconds:.1f} s after the failure. '
+      f'{repeated} finished steps are repeated.'
+    )
+    return True
+
+
+def _log(text: str) -> None:
+  print(f'launch: {text}', file=sys.stderr, flush=True)
 
 
 def _end_with_launcher() -> None:
@@ -300,6 +422,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--no_gpu', action='store_true', help='use CPU devices even if there are GPUs'
   )
+  parser.add_argument(
+    '--restarts',
+    type=positive_int,
+    default=0,
+    metavar='N',
+    help='start all processes again if one fails, at most N times (default: 0)',
+  )
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='module to start')
   parser.add_argument(
     '--write_scripts',
@@ -326,31 +455,48 @@ def main(argv: Optional[list[str]] = None) -> int:
     for path in write_scripts(pathlib.Path(flags.write_scripts)):
       print(path)
     return 0
+  if flags.restarts and flags.module != MODULES[0]:
+    raise ConfigError(
+      f'--restarts={flags.restarts} with --module={flags.module}: only {MODULES[0]} starts again.',
+      fix='Leave one of the two flags out.',
+      docs='never_down.md',
+    )
   streams.outlive()  # each process decides for itself how to handle lost output
   launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else machine.physical_gpus()
   nproc = flags.nproc
   if nproc is None:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
-  plans = plan(
-    nproc,
-    use_gpus=not flags.no_gpu,
-    numa_mode=flags.numa,
-    env=os.environ,
-    gpus=gpus,
-    address=free_address(),
-  )
-  for index, each in enumerate(plans):
+  command = [sys.executable, '-m', flags.module, *argv[split + 1 :]]
+
+  def plans() -> list[ProcessPlan]:
+    return plan(
+      nproc,
+      use_gpus=not flags.no_gpu,
+      numa_mode=flags.numa,
+      env=os.environ,
+      gpus=gpus,
+      address=free_address(),
+    )
+
+  def start(variables: Sequence[Mapping[str, str]]) -> Group:
+    # With a new address and secret: JAX refuses processes of another start.
+    pairs = zip(plans(), variables, strict=True)
+    return Group(
+      command, [dataclasses.replace(p, env={**p.env, **v}) for p, v in pairs], at_once=True
+    )
+
+  for index, each in enumerate(first := plans()):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
-  group = Group(
-    [sys.executable, '-m', flags.module, *argv[split + 1 :]],
-    plans,
-    end_together=flags.module != DOCTOR,
-  )
+  runner: Union[Group, Agent]
+  if flags.restarts:
+    runner = Agent(start, num_processes=nproc, restarts=flags.restarts)
+  else:
+    runner = Group(command, first, end_together=flags.module != DOCTOR)
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
-      signal.signal(number, group.forward)
-  return group.wait()
+      signal.signal(number, runner.forward)
+  return runner.wait()
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 
 import array
 import ctypes
+import dataclasses
 import fcntl
 import io
 import os
@@ -363,6 +364,101 @@ def test_ctrl_c_reaches_every_process_once(capfd):
   assert sorted(capfd.readouterr().out.splitlines()) == ['[0] got it 0', '[1] got it 1']
 
 
+# The beginning of fake workers: `start` counts the starts, from 0.
+WORKER = """
+import os, signal, sys, time
+from t5x_gpu.runtime.progress import ProgressFile
+index, start = int(os.environ['JAX_PROCESS_INDEX']), int(os.environ['START'])
+"""
+
+
+def agent(program: str, number: int = 3, *, restarts: int = 5) -> tuple[launch.Agent, list]:
+  """Returns an agent of fake workers, and a list of the environments of each of their starts."""
+  starts = []
+
+  def start(variables):
+    plans = plan(number, use_gpus=False, env={**os.environ, 'PYTHONPATH': str(REPOSITORY)})
+    plans = [
+      dataclasses.replace(p, env={**p.env, **v, 'START': str(len(starts))})
+      for p, v in zip(plans, variables, strict=True)
+    ]
+    starts.append([p.env for p in plans])
+    return launch.Group([sys.executable, '-c', WORKER + program], plans, at_once=True)
+
+  return launch.Agent(start, num_processes=number, restarts=restarts), starts
+
+
+def test_a_killed_process_ends_the_others_at_once_and_all_start_again(capfd):
+  run, starts = agent(
+    'progress = ProgressFile(os.environ, first_step=10 * start)\n'
+    'progress.step_done(10 * start + 5)\n'
+    'if start == 0 and index == 1: os.kill(os.getpid(), signal.SIGKILL)\n'
+    'if start == 0: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)\n'
+    'if start == 1: time.sleep(0.5)'
+  )
+  assert run.wait() == 0 and len(starts) == 2
+  captured = capfd.readouterr()
+  assert 'process 1 of 3 failed first (SIGKILL)' in captured.err
+  assert 'launch: restart 1 of at most 5' in captured.err
+  assert 'training again: step 15 is done' in captured.err
+
+
+def test_a_failure_that_repeats_ends_the_run_with_its_exit_code(capfd):
+  run, starts = agent(
+    'ProgressFile(os.environ, first_step=0).step_done(7)\n'
+    'if index == 1: print("the reason"); sys.exit(7)\n'
+    'time.sleep(600)'
+  )
+  assert run.wait() == 7 and len(starts) == 2
+  error = capfd.readouterr().err
+  assert 'not starting again: it failed twice in a row after step 7' in error
+  assert error.count('  the reason') == 2
+
+
+def test_processes_that_lost_another_one_have_time_to_name_it(capfd):
+  run, _ = agent(
+    'if start == 1: sys.exit(0)\n'
+    'if index == 1: sys.exit(1)\n'
+    'time.sleep(0.5); print("lost process 1"); sys.exit(87)'
+  )
+  assert run.wait() == 0
+  assert capfd.readouterr().out.count('lost process 1') == 2
+
+
+@pytest.mark.parametrize('wanted, code', [(None, 1), ('78', 78), ('5', 5)])
+def test_a_mistake_in_the_configuration_ends_the_run_with_the_code_asked_for(
+  wanted, code, monkeypatch, capfd
+):
+  if wanted is None:
+    monkeypatch.delenv('T5X_GPU_CONFIG_ERROR_CODE', raising=False)
+  else:
+    monkeypatch.setenv('T5X_GPU_CONFIG_ERROR_CODE', wanted)
+  run, starts = agent('sys.exit(int(os.environ["T5X_GPU_CONFIG_ERROR_CODE"]))', 2)
+  assert run.wait() == code and len(starts) == 1
+  assert 'another start would end with the same error' in capfd.readouterr().err
+
+
+def test_a_stop_signal_ends_the_run_even_if_a_process_then_crashes(capfd):
+  run, starts = agent('print("ready"); time.sleep(600)', 2)
+
+  def stop() -> None:
+    output = ''
+    while output.count('ready') < 2:
+      output += capfd.readouterr().out
+      time.sleep(0.01)
+    run.forward(signal.SIGTERM)
+
+  stopper = threading.Thread(target=stop)
+  stopper.start()
+  assert run.wait() == 128 + signal.SIGTERM and len(starts) == 1
+  stopper.join()
+
+
+def test_restarts_are_for_training_alone():
+  with raises(ConfigError):
+    launch.main(['--restarts=3', '--module=t5x_gpu.bench', '--', '--gin_file=x.gin'])
+
+
 def project_launch(project: Project, *flags: str, **macros) -> subprocess.Popen:
   env = {**os.environ, 'XLA_FLAGS': xla_flags()}
   env.update(PYTHONPATH=str(REPOSITORY))
@@ -419,6 +515,34 @@ def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
   losses = project.metrics()
   assert list(losses) == list(range(1, 41))
   assert losses == pytest.approx(alone.metrics(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_continues_with_the_losses_of_an_unbroken_one(tmp_path):
+  alone = Project(_folder(tmp_path, 'alone'))
+  assert alone.run(num_devices=1, TRAIN_STEPS=30).code == 0
+  project = Project(_folder(tmp_path, 'two'))
+  settings = {
+    'TRAIN_STEPS': 30,
+    'SAVE_PERIOD': 30,
+    'CheckpointConfig.local_checkpoint_dir': tmp_path / 'local',
+    'CheckpointConfig.local_period': 5,
+  }
+
+  with project_launch(project, '--restarts=5', **settings) as run:
+    read_until(run, 'step 10/')
+    children = subprocess.check_output(['pgrep', '-P', str(run.pid)], text=True).split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    read_until(run, 'process 0 of 2 failed first (SIGKILL)')
+    read_until(run, 'launch: restart 1 of at most 5')
+    read_until(run, 'Promoted local checkpoint')
+    read_until(run, 'launch: training again')
+    output = run.stdout.read()
+  assert run.wait(DEADLINE_SECONDS) == 0, output
+  losses = project.metrics()
+  assert list(losses) == list(range(1, 31))
+  assert losses == pytest.approx(alone.metrics(), rel=1e-5)
+  assert project.steps()[-1] == 30 and not (project.model_dir / 'run.lock').exists()
 
 
 @pytest.mark.slow

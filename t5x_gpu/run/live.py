@@ -47,6 +47,7 @@ from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.health.gpu_sensors import GpuSensors, own_uuids
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.preemption import StopRequest
+from t5x_gpu.runtime.progress import ProgressFile
 from t5x_gpu.runtime.watchdog import Watchdog
 from t5x_gpu.runtime.xla import flags, programs
 from t5x_gpu.runtime.xla.programs import compile_errors
@@ -435,12 +436,14 @@ def comparable_text(lowered: jax.stages.Lowered) -> str:
 def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
   """Returns the recorder of a run; it notifies `watchdog` and checks the numbers of each step."""
   run, program = live.plan.run, live.plan.program
+  progress = ProgressFile(os.environ, first_step=live.first_step)
   devices = list(program.layout.mesh.devices.flat)
   on_gpus = devices[0].platform == 'gpu'
 
   def step_done(step: int, sums: reduce.Sums) -> None:
     watchdog.step_done(step)
     live.check_step(step, sums)
+    progress.step_done(step)
     if run.spike_cfg.skips:
       recorder.add({'train/skipped_steps': live.bad_steps.num_skipped})
 

@@ -1,0 +1,98 @@
+"""Decides what follows when the processes of a run have ended: the end, or another start.
+
+Pure: no clock, process or socket. `launch` calls it with what happened; a simulation may replay it.
+"""
+
+import dataclasses
+from typing import Optional, Union
+
+# Exit codes of processes that were asked to stop: done, saved for the scheduler, Ctrl-C.
+STOPPED_CODES = (0, 85, 130)
+EXIT_USAGE = 2  # argparse
+EXIT_CONFIG = 78  # a mistake in the configuration, mesh, model or shapes
+_FINAL_CODES = (*STOPPED_CODES, EXIT_USAGE, EXIT_CONFIG)
+# Processes that lose another one exit with these codes as well, so they do not show who failed.
+_SHARED_CODES = (1, 86, 87)
+# A step counts as done when its numbers have arrived; the next one is already running.
+_STEPS_IN_FLIGHT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """How the processes of one start ended.
+
+  Attributes:
+    code: exit code of the process that failed first, minus the signal if one ended it; 0 if none.
+    failed: processes that had failed when the first failure was seen.
+    step: the last step that a process had finished; None before the first one.
+    asked: whether a signal asked the run to stop: Ctrl-C, SIGTERM, ...
+  """
+
+  code: int
+  failed: frozenset[int] = frozenset()
+  step: Optional[int] = None
+  asked: bool = False
+
+  @property
+  def culprits(self) -> frozenset[int]:
+    """Processes that failed by themselves; empty if the exit code does not show which."""
+    return frozenset() if self.code in _SHARED_CODES else self.failed
+
+  def repeats(self, last: 'Ended') -> bool:
+    """Returns whether this is the failure of `last` again: same step, maybe the same process."""
+    if self.step is None or last.step is None:
+      is_same_step = self.step == last.step
+    else:
+      is_same_step = abs(self.step - last.step) <= _STEPS_IN_FLIGHT
+    may_be_same = not self.culprits or not last.culprits or bool(self.culprits & last.culprits)
+    return is_same_step and may_be_same
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+  """The run ends.
+
+  Attributes:
+    reason: why it does not start again; '' if it is done or was asked to stop.
+  """
+
+  reason: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+  """All processes start again, for the time `number`, from 1."""
+
+  number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Restarts:
+  """The restarts of a run so far.
+
+  Attributes:
+    allowed: how many restarts the user allows.
+    done: number of restarts.
+    last: the failure before the last restart.
+  """
+
+  allowed: int
+  done: int = 0
+  last: Optional[Ended] = None
+
+  def after(self, ended: Ended) -> tuple['Restarts', Union[Stop, Restart]]:
+    """Returns what follows an end, and the state then.
+
+    Every failure uses up one restart, so a run of any faults ends. A failure that repeats at the
+    same step is not the fault of a machine: another start would end the same way.
+    """
+    if ended.asked or ended.code in STOPPED_CODES:
+      return self, Stop()
+    if ended.code in _FINAL_CODES:
+      return self, Stop('another start would end with the same error')
+    if self.last is not None and ended.repeats(self.last):
+      place = 'before the first step' if ended.step is None else f'after step {ended.step}'
+      return self, Stop(f'it failed twice in a row {place}')
+    if self.done == self.allowed:
+      return self, Stop(f'--restarts={self.allowed} are used up')
+    return Restarts(self.allowed, self.done + 1, ended), Restart(self.done + 1)

@@ -1,0 +1,59 @@
+"""How far a process is, for `launch`, which outlives it: a small file of two numbers.
+
+`launch` names the file in `VARIABLE`. Nothing is written without that variable.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import struct
+from collections.abc import Mapping
+from typing import Optional
+
+VARIABLE = 'T5X_GPU_PROGRESS_FILE'
+_FORMAT = struct.Struct('<qq')
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """Steps of a process.
+
+  Attributes:
+    first_step: step of the state that the process started from.
+    step: the last step that it has finished.
+  """
+
+  first_step: int
+  step: int
+
+
+class ProgressFile:
+  """Reports the steps of this process; a file that cannot be written is ignored.
+
+  Args:
+    environ: names the file.
+    first_step: step of the first state.
+  """
+
+  def __init__(self, environ: Mapping[str, str], *, first_step: int):
+    self._first_step = first_step
+    self._file: Optional[int] = None
+    if path := environ.get(VARIABLE):
+      with contextlib.suppress(OSError):
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    self.step_done(first_step)
+
+  def step_done(self, step: int) -> None:
+    """Records that `step` is finished."""
+    if self._file is not None:
+      with contextlib.suppress(OSError):
+        os.pwrite(self._file, _FORMAT.pack(self._first_step, step), 0)
+
+
+def read_progress(path: pathlib.Path) -> Optional[Progress]:
+  """Returns the numbers in a file; None before the process has its first state."""
+  try:
+    return Progress(*_FORMAT.unpack(path.read_bytes()))
+  except (OSError, struct.error):
+    return None

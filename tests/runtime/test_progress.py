@@ -1,0 +1,30 @@
+"""The steps that a process reports to the program that started it."""
+
+import os
+import subprocess
+import sys
+
+from t5x_gpu.runtime.progress import VARIABLE, Progress, ProgressFile, read_progress
+
+
+def test_the_last_step_outlives_a_killed_process(tmp_path):
+  path = tmp_path / 'progress'
+  path.touch()
+  assert read_progress(path) is None
+  program = (
+    'import os, signal\n'
+    'from t5x_gpu.runtime.progress import ProgressFile\n'
+    'progress = ProgressFile(os.environ, first_step=40)\n'
+    'progress.step_done(41); progress.step_done(42)\n'
+    'os.kill(os.getpid(), signal.SIGKILL)'
+  )
+  env = {**os.environ, VARIABLE: str(path)}
+  done = subprocess.run([sys.executable, '-c', program], env=env, check=False)
+  assert done.returncode == -9
+  assert read_progress(path) == Progress(40, 42)
+
+
+def test_nothing_is_written_without_the_file(tmp_path):
+  ProgressFile({}, first_step=0).step_done(1)
+  ProgressFile({VARIABLE: str(tmp_path / 'gone')}, first_step=0).step_done(1)
+  assert not list(tmp_path.iterdir()) and read_progress(tmp_path / 'gone') is None
