@@ -192,7 +192,14 @@ def _show_sharding(
   step = compile_step(config, gpus) if gpus else None
   if step:
     print('\n' + gpu_text(step))
-  _write(json_file, sharding.as_json(plan) | ({'compiled': gpu_json(step)} if step else {}))
+  compiled = {}
+  if step:
+    rows = sharding.elementwise_rows(step.kernel_traffic)
+    compiled = {
+      'compiled': gpu_json(step),
+      'elementwise_kernels': [dataclasses.asdict(row) for row in rows],
+    }
+  _write(json_file, sharding.as_json(plan) | compiled)
 
 
 def _show_prediction(
@@ -204,14 +211,14 @@ def _show_prediction(
   prediction = predicted(config, topology)
   print(screen.first_screen(prediction))
   content = prediction_json(prediction)
-  advice = ''
-  if not prediction.memory.fits:
-    compiled = planner.exactly if planner.compiles and not args.dry_run else None
-    found, advice = remedies.advice(
-      config, topology, prediction, by_formula=planner.by_formula, compiled=compiled
-    )
+  compiled = planner.exactly if planner.compiles and not args.dry_run else None
+  fits = prediction.memory.fits
+  found, advice = (remedies.faster_accumulation if fits else remedies.advice)(
+    config, topology, prediction, by_formula=planner.by_formula, compiled=compiled
+  )
+  if advice:
     print('\n' + advice)
-    content['remedies'] = [
+    content['faster' if fits else 'remedies'] = [
       {'settings': r.change.settings, 'prediction': prediction_json(r.prediction)} for r in found
     ]
   print('\n' + screen.tables(prediction), flush=True)

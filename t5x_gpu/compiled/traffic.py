@@ -1,6 +1,7 @@
 """The bytes that the kernels of a compiled program read and write in a GPU's memory.
 
-    traffic(compiled.as_text()).other_bytes
+    kernels = kernel_traffic(compiled.as_text())
+    traffic(kernels).other_bytes
 
 A kernel reads each operand and writes each result once. Two kinds touch less: a slice reads what it
 returns, and an update in place writes the update alone. Kernels that multiply matrices are limited
@@ -52,28 +53,57 @@ class Traffic:
   copied_bytes: int
 
 
-def traffic(hlo: str) -> Traffic:
-  """Returns the traffic of a program.
+@dataclasses.dataclass(frozen=True)
+class KernelTraffic:
+  """A kernel of a program, and what all its runs in one call read and write.
+
+  Attributes:
+    instruction: the kernel.
+    op_name: its path in the traced Python program.
+    multiplies: whether it is one of `kernels.KERNEL_KINDS`.
+    runs: how often it runs.
+    num_bytes: bytes of all runs.
+  """
+
+  instruction: Instruction
+  op_name: str
+  multiplies: bool
+  runs: int
+  num_bytes: int
+
+
+def kernel_traffic(hlo: str) -> list[KernelTraffic]:
+  """Returns the traffic of each kernel, in the order of the program.
 
   Args:
     hlo: `compiled.as_text()` of a program for a GPU.
   """
   module = hlo_text.parse(hlo)
   kernels = Kernels(module)
-  runs, matmul_bytes, other_bytes, copied_bytes = 0, 0, 0, 0
-  for visit in kernels.outside_fusions():
-    instruction = visit.instruction
-    if instruction.opcode in _NO_KERNEL or instruction.opcode.startswith(_COLLECTIVES):
-      continue
-    runs += visit.count
-    moved = visit.count * bytes_moved(module, visit.computation, instruction)
-    if kernels.kind(visit.computation, instruction):
-      matmul_bytes += moved
-    else:
-      other_bytes += moved
-      if instruction.opcode in ('copy', 'copy-start'):
-        copied_bytes += moved
-  return Traffic(runs, matmul_bytes, other_bytes, copied_bytes)
+  return [
+    KernelTraffic(
+      visit.instruction,
+      visit.op_name,
+      kernels.kind(visit.computation, visit.instruction) is not None,
+      visit.count,
+      visit.count * bytes_moved(module, visit.computation, visit.instruction),
+    )
+    for visit in kernels.outside_fusions()
+    if visit.instruction.opcode not in _NO_KERNEL
+    and not visit.instruction.opcode.startswith(_COLLECTIVES)
+  ]
+
+
+def traffic(kernels: Sequence[KernelTraffic]) -> Traffic:
+  """Returns the sums of `kernel_traffic`."""
+  others = [k for k in kernels if not k.multiplies]
+  copies = [k for k in others if k.instruction.opcode in ('copy', 'copy-start')]
+  return Traffic(
+    kernels=sum(k.runs for k in kernels),
+    matmul_bytes=sum(k.num_bytes for k in kernels if k.multiplies),
+    other_bytes=sum(k.num_bytes for k in others),
+    copied_bytes=sum(k.num_bytes for k in copies),
+  )
 
 
 def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> int:

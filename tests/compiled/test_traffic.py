@@ -1,6 +1,7 @@
 """Bytes that the kernels of a compiled program read and write."""
 
-from t5x_gpu.compiled.traffic import Traffic, traffic
+from t5x_gpu.compiled.traffic import Traffic, kernel_traffic, traffic
+from t5x_gpu.tools.planning.sharding import ElementwiseRow, elementwise_rows
 
 # Shortened from a step compiled for an H100 (jax 0.10.2): one loop, two iterations.
 STEP = """HloModule jit_train_step, is_scheduled=true
@@ -62,9 +63,19 @@ def test_slices_and_updates_in_place_touch_only_their_part_and_loops_count_each_
   copied = 2 * ARRAY
   sliced = ARRAY + INDEX + NARROW
   updated = ARRAY + INDEX + ARRAY
-  assert traffic(STEP) == Traffic(
+  assert traffic(kernel_traffic(STEP)) == Traffic(
     kernels=2 * 3 + 2,
     matmul_bytes=2 * 3 * ARRAY,
     other_bytes=2 * (added + copied) + sliced + updated,
     copied_bytes=2 * copied,
   )
+
+
+def test_elementwise_kernels_are_ordered_by_their_bytes_and_named_by_their_place():
+  path = 'jit(train_step)/transpose(jvp())/while/body/checkpoint/Layer/mlp/mul'
+  called = 'kind=kLoop, calls=%add'
+  named = STEP.replace(called, f'{called}, metadata={{op_name="{path}"}}')
+  first, second, *others = elementwise_rows(kernel_traffic(named))
+  assert first == ElementwiseRow('backward Layer/mlp/mul', 'f32[8 x 16]', 2, 2 * 3 * ARRAY)
+  assert second == ElementwiseRow('copy', 'f32[8 x 16]', 2, 2 * 2 * ARRAY)
+  assert len(others) == 2, 'no matmul'

@@ -29,7 +29,7 @@ from t5x_gpu.compiled.kernels import (
   count_kernels,
   workspace_bytes,
 )
-from t5x_gpu.compiled.traffic import Traffic, traffic
+from t5x_gpu.compiled.traffic import KernelTraffic, Traffic, kernel_traffic, traffic
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.runtime.xla import flags
@@ -170,9 +170,14 @@ class CompiledStep:
     return count_kernels(self.hlo)
 
   @functools.cached_property
+  def kernel_traffic(self) -> list[KernelTraffic]:
+    """Bytes that each kernel of a step reads and writes."""
+    return kernel_traffic(self.hlo)
+
+  @property
   def traffic(self) -> Traffic:
     """Bytes that the kernels of a step read and write."""
-    return traffic(self.hlo)
+    return traffic(self.kernel_traffic)
 
   @property
   def collectives(self) -> list[Collective]:

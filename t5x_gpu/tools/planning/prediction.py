@@ -105,6 +105,8 @@ class Prediction:
     formula_sent: traffic of each GPU by formula.
     time: time of a step.
     checkpoint: size and duration of a save.
+    elementwise_bytes: bytes that kernels other than matrix kernels read and write on a GPU, as
+      compiled; None if it was not compiled for the GPU.
     source: FORMULA, PARTITIONED (traffic of the program that XLA splits for CPUs) or COMPILED.
     assumed: efficiencies and links.
   """
@@ -126,6 +128,7 @@ class Prediction:
   formula_sent: tuple[CollectiveTraffic, ...]
   time: StepTime
   checkpoint: CheckpointCost
+  elementwise_bytes: Optional[int] = None
   source: str
   assumed: Assumptions
 
@@ -224,6 +227,7 @@ def predict(
       bubble_fraction=layout.pipeline.bubble_fraction if layout.pipeline else 0.0,
     ),
     checkpoint=_checkpoint(program, assumed),
+    elementwise_bytes=compiled and compiled.traffic.other_bytes,
     source=source,
     assumed=assumed,
   )

@@ -8,6 +8,7 @@ by formula.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional
@@ -27,7 +28,7 @@ from t5x_gpu.tools.planning.formulas.step_memory import (
   PARAMETERS,
   STACK,
 )
-from t5x_gpu.tools.planning.prediction import PlanConfig, Prediction, Setting
+from t5x_gpu.tools.planning.prediction import MICROBATCHES, PlanConfig, Prediction, Setting
 from t5x_gpu.tools.planning.remat_costs import with_config
 from t5x_gpu.training.optimizers import AdamW
 
@@ -123,12 +124,15 @@ def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Settin
   }
 
 
-def _remat(config: PlanConfig) -> Iterator[Change]:
+def _remat(config: PlanConfig, *, all_policies: bool = False) -> Iterator[Change]:
+  """Yields other remat policies: those that store less, or all."""
   model_config = config_of(config.model)
   if model_config is None:
     return
-  for policy in BY_MEMORY[BY_MEMORY.index(model_config.remat_policy) + 1 :]:
-    if policy == 'offload':  # the time of its transfers to the host is not modelled
+  current = BY_MEMORY.index(model_config.remat_policy)
+  for policy in BY_MEMORY[0 if all_policies else current + 1 :]:
+    # The time of an offload's transfers to the host is not modelled.
+    if policy in ('offload', model_config.remat_policy):
       continue
     changed = dataclasses.replace(config, model=with_config(config.model, remat_policy=policy))
     yield Change((f'TransformerConfig.remat_policy = {policy!r}',), changed)
@@ -270,7 +274,13 @@ def remedies(
     for change, _ in smallest:
       more = _predicted(with_another(change, topology), topology, by_formula)
       candidates += [c for c in more if _may_fit(c[1])]
-  found: list[Remedy] = []
+  return list(itertools.islice(_fitting(candidates, topology, compiled), number))
+
+
+def _fitting(
+  candidates: Iterable[_Candidate], topology: Topology, compiled: Optional[Predict]
+) -> Iterator[Remedy]:
+  """Yields the candidates that fit, the fastest by formula first."""
   seen: set[frozenset[str]] = set()
   for change, prediction in _ranked(candidates):
     key = frozenset(change.settings)
@@ -282,10 +292,58 @@ def remedies(
     except UserError:  # does not compile for this GPU, e.g. no matmul can use FP8
       continue
     if exact.memory.fits:
-      found.append(Remedy(change, exact, compiled is not None))
-    if len(found) == number:
-      break
-  return found
+      yield Remedy(change, exact, compiled is not None)
+
+
+def faster_accumulation(
+  config: PlanConfig,
+  topology: Topology,
+  before: Prediction,
+  *,
+  by_formula: Predict,
+  compiled: Optional[Predict],
+) -> tuple[list[Remedy], str]:
+  """Returns a faster order of the microbatches, and what the present order costs as text.
+
+  By layer, the backward pass computes each layer again, with every remat policy. By microbatch,
+  it does not have to, but parameters are gathered for each microbatch.
+
+  Args:
+    config, topology: the run.
+    before: its prediction, as compiled if `compiled` is given.
+    by_formula, compiled: as in `remedies`.
+  Returns:
+    ([], '') if the run does not accumulate by layer; [] and text if by layer is the fastest.
+  """
+  if before.recomputes_for != MICROBATCHES:
+    return [], ''
+  by_microbatch = Change(
+    ("Partitioner.accumulate_by = 'microbatch'",),
+    dataclasses.replace(
+      config, partitioner=dataclasses.replace(config.partitioner, accumulate_by='microbatch')
+    ),
+  )
+  others = (_joined(by_microbatch, c) for c in _remat(by_microbatch.config, all_policies=True))
+  least = by_formula(config, topology).seconds_per_step
+  candidates = [
+    c
+    for c in _predicted((by_microbatch, *others), topology, by_formula)
+    if _may_fit(c[1]) and EQUAL * c[1].seconds_per_step < least
+  ]
+  found = [
+    remedy
+    for remedy in itertools.islice(_fitting(candidates, topology, compiled), 1)
+    if EQUAL * remedy.prediction.seconds_per_step < before.seconds_per_step
+  ]
+  lines = ["Partitioner.accumulate_by = 'layer' computes each layer again in the backward pass."]
+  model_config = config_of(config.model)
+  if model_config and model_config.remat_policy != 'full':
+    lines.append(
+      f'TransformerConfig.remat_policy = {model_config.remat_policy!r} has no effect with it.'
+    )
+  if found:
+    lines.append(f'Faster:\n{text(found, before)}')
+  return found, ' '.join(lines)
 
 
 def _ranked(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:

@@ -218,7 +218,9 @@ def tables(p: Prediction) -> str:
     [
       'Parameters\n' + table(parameter_rows(p), right=(1, 2)),
       'Memory per GPU\n' + table(memory_rows(p.memory), right=(1,)),
-      'Time per step on a GPU\n' + table(time_rows(p.time), right=(2, 3, 4, 5)),
+      'Time per step on a GPU\n'
+      + table(time_rows(p.time), right=(2, 3, 4, 5))
+      + elementwise_line(p),
       'What a GPU sends per step\n'
       + (table(traffic_rows(p), right=(3, 4, 5, 7)) if p.time.collectives else NO_TRAFFIC),
       f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
@@ -287,6 +289,22 @@ def time_rows(time: StepTime) -> list[tuple[str, ...]]:
     for name, size in (('flops', 1e12), ('num_bytes', 1e9))
   )
   return [*rows, ('step', '', _ms(total), '100%', flops, num_bytes, '')]
+
+
+def elementwise_line(p: Prediction) -> str:
+  """Returns a line on what elementwise kernels read and write, as compiled; '' if it was not."""
+  if p.elementwise_bytes is None:
+    return ''
+  by_formula = math.fsum(part.num_bytes for part in p.time.parts if part.kind == 'memory')
+  bandwidth = p.gpu.memory_bandwidth * p.assumed.memory_efficiency
+  compiled, formula = (
+    f'{num_bytes / 1e9:,.1f} GB ({seconds(num_bytes / bandwidth)})'
+    for num_bytes in (p.elementwise_bytes, by_formula)
+  )
+  return (
+    f'\nReading and writing outside of matrix kernels: {compiled} as compiled, {formula} by '
+    'formula, which the times above follow.'
+  )
 
 
 def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
@@ -370,6 +388,7 @@ def prediction_json(p: Prediction) -> JsonObject:
     'model_flops_per_step': p.model_flops_per_step,
     'flops_per_gpu': p.flops_per_gpu,
     'peak_flops': p.peak_flops,
+    'elementwise_bytes': p.elementwise_bytes,
     'mfu': p.mfu,
     'total_steps': p.total_steps,
     'total_tokens': p.total_tokens,

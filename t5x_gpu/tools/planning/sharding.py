@@ -14,8 +14,9 @@ import numpy as np
 
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.compiled.collectives import Collective, flops_per_device, inventory, partitioned_hlo
+from t5x_gpu.compiled.hlo_text import Array
 from t5x_gpu.compiled.kernels import KERNEL_KINDS, KernelCount
-from t5x_gpu.compiled.traffic import Traffic
+from t5x_gpu.compiled.traffic import KernelTraffic, Traffic
 from t5x_gpu.partitioning import array_layout
 from t5x_gpu.partitioning.array_layout import ArrayLayout, part_held, state_layouts
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes
@@ -159,7 +160,7 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
         r.link,
         f'{r.count:,}',
         mib(r.num_bytes),
-        f'{r.largest.dtype}[{shape}] {place(r.largest)}{flags}',
+        f'{r.largest.dtype}[{shape}] {place(r.largest.op_name)}{flags}',
       )
     )
   links = collections.Counter()
@@ -175,15 +176,14 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
   )
 
 
-def place(collective: Collective) -> str:
-  """Returns the end of its path, 'mlp/wo/dot_general', after 'backward' if it is in that pass."""
-  name = collective.op_name
+def place(op_name: str) -> str:
+  """Returns the end of a path, 'mlp/wo/dot_general', after 'backward' if it is in that pass."""
   words = [
     word
-    for word in name.split('/')
+    for word in op_name.split('/')
     if word not in ('body', 'closed_call', 'while') and '(' not in word
   ]
-  return ('backward ' if 'transpose(' in name else '') + '/'.join(words[-3:])
+  return ('backward ' if 'transpose(' in op_name else '') + '/'.join(words[-3:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,8 +332,58 @@ def layout_json(program: Program) -> JsonObject:
   }
 
 
+@dataclasses.dataclass(frozen=True)
+class ElementwiseRow:
+  """Elementwise kernels of a step with the same place in the model and the same result.
+
+  Attributes:
+    place: the end of their path, as `place`.
+    result: type and shape of the first array that they write, 'bf16[4 x 4096 x 8192]'.
+    runs: number of runs in a step.
+    num_bytes: bytes that all runs read and write.
+  """
+
+  place: str
+  result: str
+  runs: int
+  num_bytes: int
+
+
+def elementwise_rows(kernels: Sequence[KernelTraffic]) -> list[ElementwiseRow]:
+  """Returns the kernels of a step that multiply no matrices, most bytes first."""
+  groups: dict[tuple[str, Array], list[KernelTraffic]] = collections.defaultdict(list)
+  for kernel in kernels:
+    if not kernel.multiplies:
+      name = place(kernel.op_name) or kernel.instruction.opcode
+      groups[name, kernel.instruction.arrays[0]].append(kernel)
+  rows = [
+    ElementwiseRow(
+      name,
+      f'{array.dtype}[{" x ".join(map(str, array.shape))}]',
+      sum(kernel.runs for kernel in members),
+      sum(kernel.num_bytes for kernel in members),
+    )
+    for (name, array), members in groups.items()
+  ]
+  return sorted(rows, key=lambda row: -row.num_bytes)
+
+
+# Rows of elementwise kernels that `gpu_text` shows.
+_SHOWN = 8
+
+
+def _elementwise(step: CompiledStep) -> str:
+  rows = elementwise_rows(step.kernel_traffic)
+  lines = [('elementwise kernels', 'result', 'per step', 'GB', 'ms, at least')]
+  for row in rows[:_SHOWN]:
+    least = row.num_bytes / step.gpus.target.memory_bandwidth
+    gigabytes = f'{row.num_bytes / 1e9:.2f}'
+    lines.append((row.place, row.result, f'{row.runs:,}', gigabytes, f'{1e3 * least:.2f}'))
+  return table(lines, right=(2, 3, 4))
+
+
 def gpu_text(step: CompiledStep) -> str:
-  """Returns memory, matrix kernels, and bytes with their overlap, for one GPU and step."""
+  """Returns memory, kernels and their traffic, and what is sent with its overlap, for one GPU."""
   target = step.gpus.target
   return '\n'.join(
     [
@@ -344,6 +394,8 @@ def gpu_text(step: CompiledStep) -> str:
       + '; '.join(_count(kind, n) for kind, n in step.kernels.items() if n.calls),
       _traffic(step.traffic),
       _sent(step),
+      '',
+      _elementwise(step),
     ]
   )
 

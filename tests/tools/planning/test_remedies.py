@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning import remedies
 from t5x_gpu.tools.planning.assumptions import Assumptions
@@ -146,3 +147,48 @@ def test_the_run_fits_on_the_least_number_of_gpus(planner, layout, rows, length,
   fewer = Topology(gpus // 8 - 1, 8)
   for change in remedies.on_all_of(config, fewer) if fewer.num_hosts > 1 else ():
     assert not planner.by_formula(change.config, fewer).memory.fits
+
+
+RECORD = dict(
+  model='llama3_8b',
+  layout='fsdp',
+  batch=(128, 8192),
+  bindings=(
+    'NUM_MICROBATCHES = 16',
+    "PRECISION = 'fp8'",
+    "TransformerConfig.remat_policy = 'minimal'",
+  ),
+)
+
+
+def test_what_accumulating_by_layer_costs_is_said_with_a_faster_setting(planner):
+  case, topology = Case(**RECORD), Topology(1, 8)
+  config = case.config()
+  before = planner.by_formula(config, topology)
+  of_run = dict(by_formula=planner.by_formula, compiled=None)
+  [found], text = remedies.faster_accumulation(config, topology, before, **of_run)
+  assert "remat_policy = 'minimal' has no effect" in text and '1. Partitioner.acc' in text
+  run = written(case, found.change)
+  assert run.partitioner.accumulate_by == 'microbatch' and run.num_microbatches == 16
+  after = planner.by_formula(run, topology)
+  assert after.memory.fits and after.tokens_per_second > 1.2 * before.tokens_per_second
+  assert remedies.faster_accumulation(run, topology, after, **of_run) == ([], '')
+
+
+def test_a_faster_setting_must_fit_as_compiled(planner):
+  config, topology = Case(**RECORD).config(), Topology(1, 8)
+  before = planner.by_formula(config, topology)
+
+  def compiled(changed, topology):
+    found = planner.by_formula(changed, topology)
+    stores_more = config_of(changed.model).remat_policy != 'full'
+    pool_bytes = 0 if stores_more else found.memory.pool_bytes
+    return dataclasses.replace(
+      found, memory=dataclasses.replace(found.memory, pool_bytes=pool_bytes)
+    )
+
+  found, text = remedies.faster_accumulation(
+    config, topology, before, by_formula=planner.by_formula, compiled=compiled
+  )
+  assert all(config_of(r.change.config.model).remat_policy == 'full' for r in found)
+  assert ('Faster' in text) == bool(found)

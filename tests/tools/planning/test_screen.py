@@ -92,3 +92,12 @@ def test_a_rack_of_many_nvlinks_is_a_caveat_of_its_gpu_alone(t5):
 def test_the_hidden_shares_of_the_mesh_are_shown(t5):
   rows = {row[0]: row[1] for row in screen.assumption_rows(t5)}
   assert rows['hidden_shares'] == 'fsdp 0.8'
+
+
+def test_what_a_compiled_step_reads_and_writes_is_next_to_the_formula(t5):
+  assert screen.elementwise_line(t5) == '', 'not compiled'
+  compiled = dataclasses.replace(t5, elementwise_bytes=4_500_000_000)
+  by_formula = sum(part.num_bytes for part in t5.time.parts if part.kind == 'memory')
+  line = screen.elementwise_line(compiled)
+  assert '4.5 GB (1.68 ms) as compiled' in line and f'{by_formula / 1e9:,.1f} GB' in line
+  assert line in screen.tables(compiled)
