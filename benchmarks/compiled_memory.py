@@ -1,9 +1,9 @@
-"""Shows what Llama-3's steps need, move and send on H100s; writes results/compiled_memory.json.
+"""Shows what training steps need, move and send on H100s; writes results/compiled_memory.json.
 
     python -m benchmarks.compiled_memory        # with the extra [plan]; no GPU, some minutes
 
 Compiles the training step for GPUs that are absent, as `python -m t5x_gpu.plan --gpu=h100` does:
-packed rows of 4096 tokens, AdamW in float32, the XLA preset 'default'. Nothing runs.
+AdamW in float32, the XLA preset 'default'; decoders on packed rows of 4096 tokens. Nothing runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MICROBATCHES = 'NUM_MICROBATCHES = 8'
 FP8 = "PRECISION = 'fp8'"
 
 
-def _llama(
+def _decoder(
   layout: str, rows: int, *bindings: str, model: str = 'llama3_8b', remat: str = 'full', **more: Any
 ) -> Case:
   remat = f'REMAT_POLICY = {remat!r}'
@@ -30,15 +30,24 @@ def _llama(
 
 
 CASES = (
-  _llama('fsdp', 8),
-  _llama('fsdp', 8, remat='minimal', label='minimal'),
-  _llama('fsdp', 8, remat='dots', label='dots'),
-  _llama('fsdp', 8, FP8, label='fp8'),
-  _llama('fsdp', 32, model='llama3_2_1b'),
-  _llama('tp_sp', 8),
-  _llama('3d', 64, MICROBATCHES),
-  _llama('fsdp', 64, hosts=8),
-  _llama('hsdp', 64, hosts=8),
+  _decoder('fsdp', 8),
+  _decoder('fsdp', 8, remat='minimal', label='minimal'),
+  _decoder('fsdp', 8, remat='dots', label='dots'),
+  _decoder('fsdp', 8, FP8, label='fp8'),
+  _decoder('fsdp', 32, model='llama3_2_1b'),
+  _decoder('tp_sp', 8),
+  _decoder('3d', 64, MICROBATCHES),
+  _decoder('fsdp', 64, hosts=8),
+  _decoder('hsdp', 64, hosts=8),
+  _decoder('fsdp', 32, model='qwen3_1_7b'),
+  _decoder('fsdp', 32, model='gemma2_2b'),
+  Case(
+    model='bert_large',
+    layout='fsdp',
+    batch=(128, 512),
+    bindings=("HEAD = 'mlm'", "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 512}"),
+  ),
+  Case(model='t5_1_1_large', layout='fsdp', batch=(64, 512), bindings=("DTYPE = 'bfloat16'",)),
 )
 
 

@@ -1,4 +1,4 @@
-"""The loss alone, forward and backward, from the last norm: with and without stored logits."""
+"""The loss alone, forward and backward, from the last norm: with stored logits, and in chunks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,11 +36,14 @@ def measure(*, small: bool = False) -> Iterator[Row]:
   """Yields the time and the temporaries of each vocabulary and way."""
   tokens, embed = (32, 32) if small else (TOKENS, EMBED)
   for vocab in (64,) if small else VOCABULARIES:
-    chunks = choose_num_chunks(1, tokens, vocab_size=vocab) or 2
-    for what, loss in (('stored', stored), ('chunked', chunked(chunks))):
+    auto = choose_num_chunks(1, tokens, vocab_size=vocab) or 2
+    numbers = dict.fromkeys((auto, 2 * auto, *(max(auto // n, 1) for n in (2, 4))))
+    ways = [('stored', 0, stored), *(('chunked', n, chunked(n)) for n in numbers)]
+    for what, chunks, loss in ways:
       row = {'what': what, 'vocab_size': vocab, 'tokens': tokens, 'embed_dim': embed}
+      row |= {'chunks': chunks, 'auto': chunks == auto}
       try:
-        yield row | {'chunks': chunks if what == 'chunked' else 0} | _time(loss, row, small)
+        yield row | _time(loss, row, small)
       except jax.errors.JaxRuntimeError as e:
         if 'RESOURCE_EXHAUSTED' not in str(e):
           raise

@@ -62,6 +62,20 @@ def _on_all_gpus(shape: str) -> Part:
   )
 
 
+def _options(shape: str, precision: str = 'bfloat16', *, all_gpus: bool = False) -> Part:
+  where = 'gpus_' * all_gpus
+  short = {'bfloat16': 'bf16', 'fp8': 'fp8'}[precision]
+  return Part(
+    f'options_{where}{shape}_{short}',
+    250,
+    'step:measure_options',
+    {'name': shape, 'precision': precision, 'all_gpus': all_gpus},
+    is_our_step=True,
+    num_gpus=None if all_gpus else 1,
+    tokamax='uses',
+  )
+
+
 def _tunes(name: str, *shapes: str) -> Part:
   return Part(f'tune_{name}', 250, 'tuning:measure_steps', {'names': shapes}, tokamax='tunes')
 
@@ -84,13 +98,17 @@ PARTS = (
   _torch('decoder_1.3b_8192'),
   _ours('decoder_1.3b_8192', 'fp8'),
   _on_all_gpus('decoder_1.3b_2048'),
+  _options('decoder_1.3b_2048'),
+  _options('decoder_1.3b_2048', 'fp8'),
+  _options('decoder_1.3b_2048', all_gpus=True),
+  _options('decoder_1.3b_2048', 'fp8', all_gpus=True),
   Part('tune_attention', 250, 'tuning:measure_attention', tokamax='tunes'),
   *(
     Part(f'attention_{n}', 100, 'attention:measure', {'length': n}, tokamax='uses')
     for n in ATTENTION
   ),
   Part('attention_torch', 100, 'torch_parts:measure_attention'),
-  Part('loss', 100, 'loss:measure'),
+  Part('loss', 150, 'loss:measure'),
   Part('loss_torch', 100, 'torch_parts:measure_loss'),
   _tunes('models', 'decoder_134m', 'gpt2_xl', 'bert_large', 't5_large'),
   *(

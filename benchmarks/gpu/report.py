@@ -22,6 +22,8 @@ def table(results: Mapping[str, Row]) -> str:
     _table(CEILINGS, _rows(results, 'ceilings')),
     _table(STEPS, _with_shares(_rows(results, *SHAPES), ceilings(results))),
     _table(PLANNED, [row for row in _rows(results, *SHAPES) if 'plan' in row]),
+    _table(KERNELS, [{**row, **k} for row in _rows(results, *SHAPES) for k in _slowest(row)]),
+    _table(OPTIONS, _rows(results, 'options')),
     _table(ATTENTION, _rows(results, 'attention')),
     _table(LOSSES, _rows(results, 'loss')),
     _table(SCALING, _rows(results, 'gpus')),
@@ -154,6 +156,11 @@ def _plan_of(row: Row) -> str:
   return plan['gpu'] if same else f'{plan["gpu"]} with {", ".join(sorted(set(plan["attention"])))}'
 
 
+def _slowest(row: Row) -> list[Row]:
+  found = row.get('slowest_kernels', [])
+  return [found] if isinstance(found, dict) else found
+
+
 def _ratio(predicted: Any, measured: Any) -> str:
   return f'{predicted / measured:.2f}'
 
@@ -200,6 +207,35 @@ PLANNED = {
   'as compiled GiB': _or_dash(lambda r: f'{r["plan"]["compiled_bytes"] / GIB:.3g}'),
   'compiled ratio': _or_dash(lambda r: _ratio(r['plan']['compiled_bytes'], _peak(r))),
 }
+# The kernels that took longest in a traced step, next to the time of their bytes.
+KERNELS = {
+  'slowest kernels of': lambda r: f'{r["model"]} {r["precision"]}',
+  'kernel': lambda r: r['place'],
+  'result': lambda r: r['result'],
+  'per step': lambda r: f'{r["runs"]:,}',
+  'measured ms': lambda r: f'{r["kernel_seconds"] * 1e3:.3g}',
+  'of the step': lambda r: f'{r["kernel_seconds"] / r["seconds"]:.1%}',
+  'GB': lambda r: f'{r["num_bytes"] / 1e9:.2f}',
+  'least ms for the bytes': _or_dash(lambda r: f'{r["least_seconds"] * 1e3:.3g}'),
+  'ratio': _or_dash(lambda r: _ratio(r['kernel_seconds'], r['least_seconds'])),
+  'note': _note,
+}
+# XLA's options, one change to the preset each.
+OPTIONS = {
+  'options': lambda r: r['options'],
+  'step': lambda r: r['model'],
+  'precision': lambda r: r['precision'],
+  'GPUs': lambda r: r['gpus'],
+  'batch': lambda r: f'{r["rows"]} x {r["length"]}',
+  'ms (spread)': _milliseconds,
+  'against the preset': lambda r: f'{r["seconds"] / r["preset_seconds"] - 1:+.1%}',
+  'plan ms': _or_dash(lambda r: f'{r["plan"]["seconds"] * 1e3:.3g}'),
+  'elementwise GB': lambda r: f'{r["elementwise_bytes"] / 1e9:.1f}',
+  'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
+  'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
+  'peak GiB': lambda r: _gib(r['peak_bytes']),
+  'note': _note,
+}
 ATTENTION = {
   'attention': lambda r: r['backend'] + (' (auto)' if r.get('auto') else ''),
   'length': lambda r: r['length'],
@@ -213,6 +249,7 @@ ATTENTION = {
 }
 LOSSES = {
   'loss': lambda r: r['what'],
+  'chunks': lambda r: f'{r["chunks"]}{" (auto)" if r.get("auto") else ""}',
   'vocabulary': lambda r: r['vocab_size'],
   'tokens': lambda r: r['tokens'],
   'ms (spread)': _milliseconds,

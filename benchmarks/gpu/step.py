@@ -5,11 +5,13 @@ preset, the memory check, the check for matmuls in FP8. Batches are synthetic, a
 are left out. What a plan predicts for the same step on the same card is recorded with it.
 """
 
+import collections
 import dataclasses
 import math
 import pathlib
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 import jax
@@ -19,6 +21,8 @@ from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
+from t5x_gpu.compiled.trace import read_trace
+from t5x_gpu.compiled.traffic import KernelTraffic, kernel_traffic, traffic
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.errors import ModelError, OutOfMemoryError, first_line
@@ -34,7 +38,9 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.runtime.xla.flags import Applied
+from t5x_gpu.tools.planning.gpu_targets import GpuTarget, target_of_kind
 from t5x_gpu.tools.planning.prediction import PlanConfig
+from t5x_gpu.tools.planning.sharding import place
 from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program, compile_options
@@ -114,9 +120,81 @@ def measure(
     ModelError: on a GPU, no matmul of a step in FP8 is in FP8.
   """
   shape = SHAPES[name].small() if small else SHAPES[name]
-  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for)
+  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for, trace=True)
   row = _largest(shape, model_of(shape, precision), shape.rows, **options)
   yield {'model': name, 'precision': precision, **row}
+
+
+Options = dict[str, Any]
+
+# What only a card can judge: label -> the preset's compile options, changed.
+OPTIONS: dict[str, Callable[[Options], Options]] = {
+  'no Triton GEMMs': lambda options: options | {'xla_gpu_enable_triton_gemm': False},
+  'no command buffers': lambda options: options | {'xla_gpu_enable_command_buffer': ''},
+  # jax 0.11 and later
+  'dependent launches': lambda options: options | {'xla_gpu_enable_pdl_launch': True},
+}
+_PASSES, _DOUBLE_BUFFER = 'xla_disable_hlo_passes', 'loop-double-buffer-transformer'
+
+
+def _other_buffering(options: Options) -> Options:
+  """Returns `options` with double buffering of loops off if it is on, else on."""
+  passes = [name for name in options.get(_PASSES, '').split(',') if name]
+  others = [name for name in passes if name != _DOUBLE_BUFFER]
+  if others == passes:
+    others.append(_DOUBLE_BUFFER)
+  return options | {_PASSES: ','.join(others)}
+
+
+OPTIONS_OF_SEVERAL: dict[str, Callable[[Options], Options]] = {
+  'double buffering of loops switched': _other_buffering,
+  'NCCL user buffers': lambda options: options | {'xla_gpu_enable_nccl_user_buffers': True},
+  'two collectives at a time': lambda options: (
+    options | {'xla_gpu_experimental_parallel_collective_overlap_limit': 2}
+  ),
+}
+
+
+def measure_options(
+  name: str,
+  precision: str,
+  *,
+  all_gpus: bool,
+  small: bool = False,
+  xla: Optional[Applied] = None,
+  results: Optional[pathlib.Path] = None,
+) -> Iterator[Row]:
+  """Yields the results of one shape with the preset's options, then with one of them changed.
+
+  An option that this XLA does not have costs only its own row.
+
+  Args:
+    name, precision, small, xla, results: as in `measure`.
+    all_gpus: fully sharded over all GPUs, with options about communication; else on one GPU.
+  Raises:
+    Skipped: all GPUs are one GPU.
+    Missing, OutOfMemoryError: as `measure`.
+  """
+  num_gpus = jax.local_device_count() if all_gpus else 1
+  if all_gpus and num_gpus < 2:
+    raise Skipped('this machine has one GPU; these options are about several')
+  shape = SHAPES[name].small() if small else SHAPES[name]
+  model, partitioner, rows = model_of(shape, precision), Partitioner(), shape.rows
+  if all_gpus:
+    partitioner = layouts(num_gpus, shape.config['num_heads'])['fsdp']
+    rows = [number * num_gpus for number in rows]
+  where = (partitioner, num_gpus)
+  settings: Any = dict(small=small, xla=xla, results=results)
+  row: Row = {'model': name, 'precision': precision, 'gpus': num_gpus}
+  preset = _largest(shape, model, rows, *where, **settings)
+  row['preset_seconds'] = preset['seconds']
+  yield row | {'options': 'as the preset'} | preset
+  for label, change in (OPTIONS_OF_SEVERAL if all_gpus else OPTIONS).items():
+    row['options'] = label
+    try:
+      yield row | _largest(shape, model, [preset['rows']], *where, change=change, **settings)
+    except Exception as e:
+      yield row | {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
 
 
 def measure_gpus(
@@ -188,15 +266,23 @@ def _largest(
   xla: Optional[Applied],
   results: Optional[pathlib.Path],
   plan_for: Optional[str] = None,
+  change: Callable[[Options], Options] = dict,
+  trace: bool = False,
 ) -> Row:
-  """Returns the result with the first batch of `rows` that fits; raises as `measure`."""
+  """Returns the result with the first batch of `rows` that fits; raises as `measure`.
+
+  Args:
+    change: compile options of the preset -> the options to compile with.
+    trace: whether to add the slowest kernels of a step.
+  """
   kind = plan_for or jax.devices()[0].device_kind
   for batch_size in rows:
     run = run_of(model, shape, batch_size, partitioner)
     try:
-      compiled = compile_step(run, xla, num_devices)
+      compiled = compile_step(run, xla, num_devices, change)
       plan = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
-      return {**compiled.row(), 'plan': plan, **_timed(compiled, model, shape.length, small)}
+      timed = _timed(compiled, model, shape.length, small=small, trace=trace)
+      return {**compiled.row(), 'plan': plan, **timed}
     except OutOfMemoryError as e:
       too_large = e.with_traceback(None)  # which holds the arrays of the step
       print(f'{batch_size} rows: {e}', flush=True)
@@ -230,8 +316,10 @@ class Compiled:
 
   def row(self) -> Row:
     """Returns the fields of a result."""
-    kernels = {kind: k.runs for kind, k in count_kernels(self.step.as_text()).items()}
+    hlo = self.step.as_text()
+    kernels = {kind: k.runs for kind, k in count_kernels(hlo).items()}
     return {
+      'elementwise_bytes': traffic(kernel_traffic(hlo)).other_bytes,
       'what': 't5x_gpu',
       'num_params': self.program.num_params,
       'compile_seconds': self.seconds,
@@ -244,7 +332,12 @@ class Compiled:
     }
 
 
-def compile_step(run: PlanConfig, xla: Optional[Applied], num_devices: int = 1) -> Compiled:
+def compile_step(
+  run: PlanConfig,
+  xla: Optional[Applied],
+  num_devices: int = 1,
+  change: Callable[[Options], Options] = dict,
+) -> Compiled:
   """Returns the compiled step of `run` on the first devices, after the checks of a training run.
 
   Raises:
@@ -256,7 +349,8 @@ def compile_step(run: PlanConfig, xla: Optional[Applied], num_devices: int = 1) 
   begin = time.perf_counter()
   with listed_choices() as attention, listed_untuned() as untuned:
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-  step = lowered.compile(compiler_options=compile_options(program, xla))
+  options = change(compile_options(program, xla) or {})
+  step = lowered.compile(compiler_options=options or None)
   seconds = time.perf_counter() - begin
   for line in fp8_lines(step, run.model, program.layout.mesh):
     log(line)
@@ -265,7 +359,7 @@ def compile_step(run: PlanConfig, xla: Optional[Applied], num_devices: int = 1) 
   return Compiled(program, step, seconds, attention, predicted, len(untuned))
 
 
-def _timed(compiled: Compiled, model: Model, length: int, small: bool) -> Row:
+def _timed(compiled: Compiled, model: Model, length: int, *, small: bool, trace: bool) -> Row:
   """Returns time, memory and losses of a step on synthetic rows of `length`."""
   program, step = compiled.program, compiled.step
   batches = SyntheticBatches(program.spec, seed=0, num_batches=None)
@@ -282,6 +376,10 @@ def _timed(compiled: Compiled, model: Model, length: int, small: bool) -> Row:
     return state
 
   timing = time_calls(call, jax.block_until_ready, samples=5, sample_seconds=1.0, small=small)
+  slowest: Row = {}
+  if trace:
+    traced = _slowest_kernels(step.as_text(), lambda: jax.block_until_ready(call()), device)
+    slowest = {'slowest_kernels': traced}
   first, last = (float(loss / weight) for loss, weight in (losses[0], losses[-1]))
   rows = program.spec.batch_size
   tokens = rows * length
@@ -297,6 +395,54 @@ def _timed(compiled: Compiled, model: Model, length: int, small: bool) -> Row:
     'peak_bytes_before_steps': before,
     'losses': [first, last],
     'steps': len(losses),
+    **slowest,
+  }
+
+
+# Rows of kernels in a result.
+_SLOWEST = 12
+
+
+def _slowest_kernels(hlo: str, step: Callable[[], object], device: jax.Device) -> list[Row] | Row:
+  """Returns the kernels that take longest in a traced step, or the error of a trace that failed.
+
+  'least_seconds' is the time that the memory of the card needs for the bytes of the kernel; None
+  for kernels that multiply matrices, and on cards that a plan does not know.
+
+  Args:
+    hlo: the compiled step as text.
+    step: runs it once and waits for it.
+    device: whose kernels to read.
+  """
+  try:
+    with tempfile.TemporaryDirectory() as folder:
+      with jax.profiler.trace(folder):
+        step()
+      operations = read_trace(pathlib.Path(folder), module='jit_train_step')
+  except Exception as e:  # costs its own rows, not the measurement
+    return {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
+  gpu = target_of_kind(device.device_kind)
+  seconds: collections.Counter[str] = collections.Counter()
+  for operation in operations:
+    if operation.device == operations[0].device:
+      seconds[operation.name] += (operation.end_ns - operation.start_ns) / 1e9
+  kernels = collections.defaultdict(list)
+  for kernel in kernel_traffic(hlo):
+    kernels[kernel.instruction.name].append(kernel)
+  known = [name for name, _ in seconds.most_common() if name in kernels]
+  return [_kernel(kernels[name], seconds[name], gpu) for name in known[:_SLOWEST]]
+
+
+def _kernel(visits: list[KernelTraffic], seconds: float, gpu: Optional[GpuTarget]) -> Row:
+  first, num_bytes = visits[0], sum(visit.num_bytes for visit in visits)
+  by_memory = gpu is not None and not first.multiplies
+  return {
+    'place': place(first.op_name) or first.instruction.opcode,
+    'result': str(first.instruction.arrays[0]),
+    'runs': sum(visit.runs for visit in visits),
+    'kernel_seconds': seconds,
+    'num_bytes': num_bytes,
+    'least_seconds': num_bytes / gpu.memory_bandwidth if by_memory else None,
   }
 
 

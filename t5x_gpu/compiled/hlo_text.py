@@ -55,6 +55,9 @@ class Array:
   def num_bytes(self) -> int:
     return self.size * ITEM_BYTES.get(self.dtype, 1)
 
+  def __str__(self) -> str:
+    return f'{self.dtype}[{" x ".join(map(str, self.shape))}]'
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:

@@ -125,7 +125,7 @@ def layout_settings(wanted: Partitioner, given: Partitioner) -> dict[str, Settin
 
 
 def _remat(config: PlanConfig, *, all_policies: bool = False) -> Iterator[Change]:
-  """Yields other remat policies: those that store less, or all."""
+  """Yields other remat policies: policies that store less, or all."""
   model_config = config_of(config.model)
   if model_config is None:
     return

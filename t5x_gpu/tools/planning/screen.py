@@ -298,7 +298,7 @@ def elementwise_line(p: Prediction) -> str:
   by_formula = math.fsum(part.num_bytes for part in p.time.parts if part.kind == 'memory')
   bandwidth = p.gpu.memory_bandwidth * p.assumed.memory_efficiency
   compiled, formula = (
-    f'{num_bytes / 1e9:,.1f} GB ({seconds(num_bytes / bandwidth)})'
+    f'{show(int(num_bytes), GB=".1f")} ({seconds(num_bytes / bandwidth)})'
     for num_bytes in (p.elementwise_bytes, by_formula)
   )
   return (

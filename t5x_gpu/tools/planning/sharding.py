@@ -359,7 +359,7 @@ def elementwise_rows(kernels: Sequence[KernelTraffic]) -> list[ElementwiseRow]:
   rows = [
     ElementwiseRow(
       name,
-      f'{array.dtype}[{" x ".join(map(str, array.shape))}]',
+      str(array),
       sum(kernel.runs for kernel in members),
       sum(kernel.num_bytes for kernel in members),
     )
