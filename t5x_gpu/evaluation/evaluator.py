@@ -60,7 +60,7 @@ class Evaluator:
     """Returns the sums over all batches.
 
     Args:
-      params: parameters in the run's layer order.
+      params: parameters in the form of the run (`Program.params_in_run_form`).
       title: title of the progress bar.
       show: shows the progress.
       total: number of batches, for the bar; None for `num_batches`.

@@ -47,7 +47,7 @@ from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_amaxes
+from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_kernel_amaxes
 
 # Divisors that depend on the batch -> what the gradients are then.
 _REAL, _TOTAL, _SEQUENCES = (
@@ -232,7 +232,7 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
     def one_pass(parts: Params, batch: Batch, reduction: Reduction) -> _Results:
       def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
         params = region.parameters(parts, kept, trained_names, reduction)
-        params = with_amaxes(trained.join(params, frozen), amaxes)
+        params = with_kernel_amaxes(trained.join(params, frozen), amaxes)
         if by_layer:
           sums = breadth_first_loss(model, params, batch, num_microbatches, dropout_key=dropout_key)
         else:
