@@ -222,6 +222,9 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   trained_names, frozen_names = trained.split(names)
   dtype = compute_dtype(model)
   reduction = _reduction(model, region, trained_names, by_layer=by_layer)
+  last = reduction  # in the last microbatch
+  if region.sums_in_backward or region.sums_in_last_tick:
+    last = dataclasses.replace(reduction, over_all_axes=True)
 
   def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
     # `parts` are differentiated; `kept` are the same parameters as stored, and the frozen ones.
@@ -254,9 +257,15 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
       )
 
     parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
+    copies = region.copies(parts, trained_names)
+    if not region.sums_in_backward:
+      copies = jax.tree.map(region.varying, copies)
     passes = 1 if by_layer else num_microbatches
-    results = _over_devices(one_pass, reduction, parts, batch, passes, region, trained_names)
-    return results.grads, results.sums, region.largest(results.amaxes)
+    results = _over_microbatches(one_pass, reduction, last, copies, batch, passes, region)
+    grads = region.sum_copies(results.grads, parts, trained_names)
+    if not region.sums_in_backward:
+      grads = region.reduce_gradients(grads, trained_names)
+    return grads, region.total(results.sums), region.largest(results.amaxes)
 
   def gradients(
     params: Params, amaxes: Tree, batch: Batch, dropout_key: jax.Array
@@ -291,28 +300,6 @@ def _reduction(model: Model, region: Region, names: ParamNames, *, by_layer: boo
   return Reduction(in_layers=in_layers, first_stack=first_stack)
 
 
-def _over_devices(
-  one_pass: _Pass,
-  reduction: Reduction,
-  parts: Params,
-  batch: Batch,
-  num_microbatches: int,
-  region: Region,
-  names: ParamNames,
-) -> _Results:
-  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
-  copies, last = region.copies(parts, names), reduction
-  if region.sums_in_backward or region.sums_in_last_tick:
-    last = dataclasses.replace(reduction, over_all_axes=True)
-  if not region.sums_in_backward:
-    copies = jax.tree.map(region.varying, copies)
-  results = _over_microbatches(one_pass, reduction, last, copies, batch, num_microbatches, region)
-  grads = region.sum_copies(results.grads, parts, names)
-  if not region.sums_in_backward:
-    grads = region.reduce_gradients(grads, names)
-  return results.replace(grads=grads, sums=region.total(results.sums))
-
-
 def _over_microbatches(
   one_pass: _Pass,
   reduction: Reduction,
@@ -324,8 +311,8 @@ def _over_microbatches(
 ) -> _Results:
   """Returns the results of all microbatches of local rows.
 
-  If `last`, the reduction in the last microbatch, is over all axes, its backward pass first adds
-  the gradients of the earlier microbatches.
+  If `last`, the reduction in the last microbatch, is over all axes, the backward pass of that
+  microbatch first adds the gradients of the earlier ones.
   """
   if num_microbatches == 1:
     return one_pass(parts, batch, last)
