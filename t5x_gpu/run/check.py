@@ -224,7 +224,7 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   if with_parameters:
     lines.append(parameter_table(*state_layouts(program.abstract_state, program.names)))
   lines.append(f'model: {type(run.model).__name__}, {size_line(program)}')
-  if (config := config_of(run.model)) is not None and not config.sees_order:
+  if not run.model.sees_order:
     lines.append(
       "WARNING: relative_bias = 'none', and neither rope, ropes nor num_positions is set: this "
       'model does not see the order of its tokens.'
