@@ -378,6 +378,13 @@ class DataModule(Protocol):
       num_measured: tokenize at most this many examples, a random sample.
     """
 
+  def texts(self, config: DatasetConfig) -> Iterator[str]:
+    """Yields the texts of the split, uncut. Needed by `python -m t5x_gpu.data words`.
+
+    Args:
+      config: a task or mixture, and its split; its vocabulary and lengths do not matter.
+    """
+
   def prompt_text(
     self, config: DatasetConfig, *, feature_converter: str, model_vocab_size: int, has_inputs: bool
   ) -> PromptText:
@@ -597,6 +604,20 @@ def open_survey(config: DatasetConfig, *, num_measured: int) -> Survey:
       docs='tasks.md',
     )
   return survey(config, num_measured=num_measured)
+
+
+def open_texts(config: DatasetConfig) -> Iterator[str]:
+  """Returns the texts of `config`'s split; see `DataModule.texts`."""
+  texts = _optional(config, 'texts')
+  if texts is None:
+    raise ConfigError(
+      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which has no function '
+      'texts(config).',
+      fix='Name a task or files of text, such as jsonl:data/*.jsonl.',
+      parameters=_MODULE,
+      docs='add_a_data_source.md',
+    )
+  return texts(config)
 
 
 def open_evaluated_tasks(
