@@ -129,7 +129,7 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
 def _is_streamed(job: InferJob) -> bool:
   """Returns whether a text appears while the model writes it."""
   config = job.generator.config
-  return job.outcome is None and config.num_beams == config.num_decodes == 1
+  return job.outcome is None and config.num_decodes == 1 and not config.has_beams
 
 
 def _answer(job: InferJob, prompt: Prompt, number: int) -> str:
