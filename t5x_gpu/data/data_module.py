@@ -191,6 +191,9 @@ class Prompt:
   num_second: int = 0
 
 
+RECORDS = 'tfrecord:'  # prompts in files of tf.train.Examples
+
+
 class PromptText(Protocol):
   """Text <-> ids, with a task's vocabularies and end marks.
 
@@ -204,6 +207,8 @@ class PromptText(Protocol):
   Optional, for exports to Hugging Face:
     inputs_name: name of the vocabulary of prompts; by default `name`.
     is_chat: whether the chat template writes the task's texts; by default False.
+  Optional:
+    records(files) -> the prompts of 'tfrecord:PATTERN#inputs=FEATURE,targets=FEATURE'.
   """
 
   name: str

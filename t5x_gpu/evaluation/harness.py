@@ -17,7 +17,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 from t5x_gpu.evaluation.generated_text import InferJob
 from t5x_gpu.evaluation.infer_jobs import has_inputs, open_job
 from t5x_gpu.evaluation.infer_request import read_request
-from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
+from t5x_gpu.models.decoding import DecodingConfig, check_writes_text, reads_inputs
 from t5x_gpu.models.inference.generation import ScoredTarget
 from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime import distributed
@@ -82,6 +82,7 @@ class HarnessModel(LM):
       **vars(_FLAGS), checkpoint=str(checkpoint), step=step, vocabulary=vocabulary
     )
     request = read_request(flags, [])
+    check_writes_text(request.model)
     cluster = cluster_lib.detect_here(flags)
     distributed.start(cluster, request.distributed_cfg, xla_preset=request.xla_preset)
     if distributed.process_count() > 1:

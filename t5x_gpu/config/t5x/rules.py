@@ -287,7 +287,13 @@ def _dcn_mesh_shape(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
+_TFEXAMPLES = '__main__.create_task_from_tfexample_file'
+
+
 def _task(t: Translator, value: Any) -> str:
+  if t.entry == 'InferSetup' and isinstance(value, Record) and value.name == _TFEXAMPLES:
+    t.apply(value)
+    return ''  # the files are InferSetup.prompts
   if not isinstance(value, str):
     raise Refused(
       f'{spelled(value)} makes a task. Files with inputs and targets are a task here: '
@@ -295,6 +301,49 @@ def _task(t: Translator, value: Any) -> str:
       'python -m t5x_gpu.infer --prompts=FILE.jsonl (docs/infer.md).'
     )
   return value
+
+
+def _record_files(t: Translator, value: Any) -> str:
+  """Returns InferSetup.prompts of T5X's files, and of the features in them."""
+  paths = [value] if isinstance(value, str) else value
+  if not isinstance(paths, (list, tuple)) or len(paths) != 1:
+    raise Refused('Prompts are the files of one pattern.')
+  given = t.files.call(_TFEXAMPLES).arguments
+  names = {name: given.get(f'{name}_key') for name in ('inputs', 'targets')}
+  chosen = ','.join(f'{name}={key.value}' for name, key in names.items() if key and key.value)
+  return f'tfrecord:{paths[0]}#{chosen}'
+
+
+def _vocabulary(t: Translator, value: Any) -> Any:
+  """Writes DatasetConfig.vocabulary from T5X's, which may be the model's."""
+  function = value
+  if isinstance(value, Record) and value.name.startswith('t5x.models.get_'):
+    t.apply(value)
+    model = value.arguments.get('model')
+    name = value.name.rpartition('.')[2].removeprefix('get_')  # input_vocabulary
+    found = model.value.arguments if model and isinstance(model.value, Record) else {}
+    given = found.get(name) or found.get('vocabulary')
+    function = given.value if given else None
+  if not isinstance(function, Record):
+    return NOT_WRITTEN  # the model is not set
+  file = function.arguments.get('sentencepiece_model_file')
+  ours, origin = 'byte', 'T5X'
+  if function.name == 'seqio.SentencePieceVocabulary' and file:
+    ours, origin = f'sentencepiece:{file.value}', file.origin
+  elif function.name != 'seqio.ByteVocabulary':
+    raise Refused(f'{spelled(function)} is not a vocabulary of SeqIO.')
+  if t.written('DatasetConfig.vocabulary', ours) != ours:
+    raise Refused('Inputs and targets have different vocabularies; here they share one.')
+  t.write('DatasetConfig.vocabulary', ours, origin)
+  return NOT_WRITTEN
+
+
+def _features(t: Translator, value: Any) -> Any:
+  if not isinstance(value, Mapping) or not all(isinstance(f, Record) for f in value.values()):
+    raise Refused(f'{spelled(value)} does not name the features.')
+  for feature in value.values():
+    t.apply(feature, scope=feature.scope)
+  return NOT_WRITTEN
 
 
 def _task_module(t: Translator, value: Any) -> Any:
@@ -629,7 +678,7 @@ RULES: dict[str, ParameterRule] = {
   ),
   f'{_EARLY_STOPPING}.metric': _mapped(
     'EarlyStopping.metric',
-    "'eval/METRIC' or 'infer_eval/TASK/METRIC'",
+    "'eval/METRIC', 'eval/TASK/METRIC' or 'infer_eval/TASK/METRIC'",
     lambda t, v: NOT_WRITTEN,
     numbers=_never_triggered,
   ),
@@ -660,6 +709,18 @@ RULES: dict[str, ParameterRule] = {
   '__main__.infer.dataset_cfg': _mapped(
     'InferSetup.dataset_cfg', 'also DecodingConfig.batch_size', _prompts
   ),
+  f'{_TFEXAMPLES}.paths': _mapped(
+    'InferSetup.prompts', "'tfrecord:PATTERN#inputs=FEATURE'", _record_files
+  ),
+  f'{_TFEXAMPLES}.file_type': _no_effect(
+    'The files are TFRecords.', value=_only('tfrecord', reason='Only TFRecords are read.')
+  ),
+  f'{_TFEXAMPLES}.inputs_key': _mapped('', 'InferSetup.prompts', lambda t, v: NOT_WRITTEN),
+  f'{_TFEXAMPLES}.targets_key': _mapped('', 'InferSetup.prompts', lambda t, v: NOT_WRITTEN),
+  f'{_TFEXAMPLES}.features': _mapped('', 'DatasetConfig.vocabulary', _features),
+  'seqio.Feature.vocabulary': _mapped('', 'DatasetConfig.vocabulary', _vocabulary),
+  't5x.models.get_input_vocabulary.model': _no_effect('Its vocabulary is the one of the prompts.'),
+  't5x.models.get_output_vocabulary.model': _no_effect('Its vocabulary is the one of the prompts.'),
   '__main__.infer.partitioner': _mapped('InferSetup.partitioner', '', _PARTITIONER),
   '__main__.infer.restore_checkpoint_cfg': _mapped('', '', _restore),
   '__main__.infer.output_dir': _same('InferSetup.output_dir'),

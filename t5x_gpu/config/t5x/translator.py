@@ -131,8 +131,8 @@ _ORDER = {
   'module': -1,
   'decode_fn': -1,
   'model_parallel_submesh': 1,
-  'dcn_mesh_shape': 2,
   'train_eval_get_dataset_fn': 1,
+  'dcn_mesh_shape': 2,
   'eval_period': 2,
 }
 

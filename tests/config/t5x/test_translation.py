@@ -401,6 +401,38 @@ def test_encoder_decoder_searches_with_one_beam_only_where_texts_are_evaluated(t
     assert 'beam_search = True' not in lines_of(tmp_path, text)[0]
 
 
+def test_files_of_tf_examples_are_prompts_in_the_vocabulary_of_the_model(tmp_path):
+  (tmp_path / 'a.gin').write_text(
+    "include 'predictions.gin'\n"
+    'import __main__ as infer_script\nimport seqio\nfrom t5x import models\n'
+    'from t5x import utils\n'
+    'MIXTURE_OR_TASK_NAME = @infer_script.create_task_from_tfexample_file()\n'
+    'utils.DatasetConfig.mixture_or_task_name = %MIXTURE_OR_TASK_NAME\n'
+    'infer_script.create_task_from_tfexample_file:\n'
+    "  paths = ['data/*.tfrecord']\n"
+    "  file_type = 'tfrecord'\n"
+    "  inputs_key = 'question'\n"
+    '  targets_key = None\n'
+    "  features = {'inputs': @asked/seqio.Feature(), 'targets': @written/seqio.Feature()}\n"
+    'asked/seqio.Feature.vocabulary = @models.get_input_vocabulary()\n'
+    'written/seqio.Feature.vocabulary = @models.get_output_vocabulary()\n'
+    'models.get_input_vocabulary.model = %MODEL\n'
+    'models.get_output_vocabulary.model = %MODEL\n'
+    'models.EncoderDecoderModel.input_vocabulary = @seqio.ByteVocabulary()\n'
+    'models.EncoderDecoderModel.output_vocabulary = @seqio.ByteVocabulary()\n'
+  )
+  found = translation.translate(
+    [str(tmp_path / 'a.gin')], search_paths=[str(FILES)], script='infer'
+  )
+  assert not found.problems
+  for line in (
+    "prompts = 'tfrecord:data/*.tfrecord#inputs=question'",
+    "vocabulary = 'byte'",
+    "mixture_or_task_name = ''",
+  ):
+    assert f'  {line}  #' in found.text
+
+
 def test_scores_of_a_decoder_are_of_the_distribution_that_t5x_draws_from_by_default(tmp_path):
   for name in ('decoder_from_scratch.gin', 'models/decoder_only.gin'):
     (tmp_path / name).parent.mkdir(exist_ok=True)
