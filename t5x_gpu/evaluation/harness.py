@@ -27,6 +27,7 @@ from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.progress import bar
 
 try:
+  from lm_eval.__main__ import cli_evaluate
   from lm_eval.api.instance import Instance
   from lm_eval.api.model import LM
   from lm_eval.api.registry import register_model
@@ -45,7 +46,7 @@ _FLAGS = argparse.Namespace(
 class HarnessModel(LM):
   """A checkpoint of t5x_gpu as a model of lm-evaluation-harness.
 
-  One process with all GPUs of a machine; the mesh is the one of the checkpoint's gin file.
+  One process with all GPUs of a machine, on the mesh that the checkpoint's gin file sets.
 
   Args:
     checkpoint: MODEL_DIR of a run, one of its checkpoints, or a converted model.
@@ -120,7 +121,7 @@ class HarnessModel(LM):
     """Returns the log-probability of each whole text, with as much context as the model reads."""
     if self._has_encoder:
       raise ConfigError(
-        'An encoder-decoder gives no probability of a text without inputs.',
+        'An encoder-decoder has no probability of a text without inputs.',
         fix='Leave out tasks of perplexity.',
         docs=_DOCS,
       )
@@ -240,10 +241,13 @@ def _before(text: str, ends: Sequence[str]) -> str:
   return text[: min((text.find(end) for end in ends if end and end in text), default=len(text))]
 
 
-if __name__ == '__main__':
-  from lm_eval.__main__ import cli_evaluate
+def main() -> None:
+  """Runs lm_eval's command."""
+  logging_setup.quiet_environment()
+  cli_evaluate()
 
+
+if __name__ == '__main__':
   from t5x_gpu import cli
 
-  logging_setup.quiet_environment()
-  cli.run_main(cli_evaluate)
+  cli.run_main(main)

@@ -52,7 +52,7 @@ def test_all_processes_take_the_task_metrics_of_process_0_and_so_decide_alike(tm
 
 
 def launched(project: Project, *flags: str, module: str, **macros: object) -> None:
-  """Runs a command of ours in two processes, which must succeed."""
+  """Runs a command in two processes; it must succeed."""
   done = subprocess.run(
     [
       *(sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu'),

@@ -103,12 +103,16 @@ def test_a_text_ends_before_its_first_stop_and_unknown_settings_are_errors(made)
     requests_of('generate_until', ('ab', settings), ('ab', {**settings, 'until': 'no such text'}))
   )
   assert isinstance(free, str) and isinstance(cut, str)
-  [greedy] = lm.generate_until(requests_of('generate_until', ('ab', {'max_gen_toks': 6})))
-  end = greedy[3]
-  [cut] = lm.generate_until(
-    requests_of('generate_until', ('ab', {'max_gen_toks': 6, 'until': [end]}))
+  contexts = [chr(byte) for byte in range(97, 123)]
+  found = lm.generate_until(
+    requests_of('generate_until', *((context, {'max_gen_toks': 6}) for context in contexts))
   )
-  assert cut == greedy[: greedy.index(end)]
+  context, greedy = max(zip(contexts, found), key=lambda pair: len(set(pair[1])))
+  end = greedy[-1]
+  [cut] = lm.generate_until(
+    requests_of('generate_until', (context, {'max_gen_toks': 6, 'until': [end]}))
+  )
+  assert greedy and cut == greedy[: greedy.index(end)]
   for bad in ({'num_beams': 4}, {'max_gen_toks': LENGTH}):
     with raises(ConfigError):
       lm.generate_until(requests_of('generate_until', ('ab', bad)))

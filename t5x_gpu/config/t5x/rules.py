@@ -719,8 +719,12 @@ RULES: dict[str, ParameterRule] = {
   f'{_TFEXAMPLES}.targets_key': _mapped('', 'InferSetup.prompts', lambda t, v: NOT_WRITTEN),
   f'{_TFEXAMPLES}.features': _mapped('', 'DatasetConfig.vocabulary', _features),
   'seqio.Feature.vocabulary': _mapped('', 'DatasetConfig.vocabulary', _vocabulary),
-  't5x.models.get_input_vocabulary.model': _no_effect('Its vocabulary is the one of the prompts.'),
-  't5x.models.get_output_vocabulary.model': _no_effect('Its vocabulary is the one of the prompts.'),
+  't5x.models.get_input_vocabulary.model': _no_effect(
+    'DatasetConfig.vocabulary is the vocabulary of its model.'
+  ),
+  't5x.models.get_output_vocabulary.model': _no_effect(
+    'DatasetConfig.vocabulary is the vocabulary of its model.'
+  ),
   '__main__.infer.partitioner': _mapped('InferSetup.partitioner', '', _PARTITIONER),
   '__main__.infer.restore_checkpoint_cfg': _mapped('', '', _restore),
   '__main__.infer.output_dir': _same('InferSetup.output_dir'),

@@ -179,8 +179,8 @@ def test_scores_of_a_narrow_beam_are_those_of_its_texts(beams, options):
 def t5x_search_of_one_beam(table, alpha):
   """Returns [(text, score)] per prompt by T5X's rule: one loop for all rows, two candidates each.
 
-  The better candidate that does not stop goes on, whatever its rank. A candidate that stops is
-  compared by its penalized score. The loop ends once no row can improve, or at LENGTH.
+  The better of the candidates that do not stop continues, first or second. A candidate that stops
+  is compared by its penalized score. The loop ends once no row can improve, or at LENGTH.
   """
   log_probs = np.asarray(jax.nn.log_softmax(table), np.float64)
   log_probs[:, :, 0] = -np.inf  # padding
