@@ -8,6 +8,7 @@ The command is lm_eval's own, with `t5x_gpu` among its models. From Python, pass
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ try:
 except ImportError as e:
   raise ImportError("lm_eval is not installed: pip install 't5x_gpu[harness]'") from e
 
-_DOCS = 'eval.md#lm-evaluation-harness'
+_error = functools.partial(ConfigError, docs='eval.md#lm-evaluation-harness')
 _DEFAULT_LENGTH = 2048  # of models without a limit, as in lm_eval
 _FLAGS = argparse.Namespace(
   **dict.fromkeys(('coordinator_address', 'process_count', 'process_index', 'split', 'prompts')),
@@ -76,9 +77,7 @@ class HarnessModel(LM):
     super().__init__()
     del device, max_batch_size
     if batch_size is not None and not str(batch_size).isdecimal():
-      raise ConfigError(
-        f'batch_size = {batch_size!r}: a number of texts.', fix='Give --batch_size 8.', docs=_DOCS
-      )
+      raise _error(f'batch_size = {batch_size!r}: a number of texts.', fix='Give --batch_size 8.')
     flags = argparse.Namespace(
       **vars(_FLAGS), checkpoint=str(checkpoint), step=step, vocabulary=vocabulary
     )
@@ -87,10 +86,9 @@ class HarnessModel(LM):
     cluster = cluster_lib.detect_here(flags)
     distributed.start(cluster, request.distributed_cfg, xla_preset=request.xla_preset)
     if distributed.process_count() > 1:
-      raise ConfigError(
+      raise _error(
         f'The harness runs in one process; this run has {distributed.process_count()}.',
         fix='Start one process, which uses all GPUs of its machine.',
-        docs=_DOCS,
       )
     decoding = dataclasses.replace(request.decoding, batch_size=int(batch_size or 8))
     job = open_job(dataclasses.replace(request, decoding=decoding))
@@ -120,10 +118,9 @@ class HarnessModel(LM):
   def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
     """Returns the log-probability of each whole text, with as much context as the model reads."""
     if self._has_encoder:
-      raise ConfigError(
+      raise _error(
         'An encoder-decoder has no probability of a text without inputs.',
         fix='Leave out tasks of perplexity.',
-        docs=_DOCS,
       )
     windows = [list(self._windows(request.args[0])) for request in requests]
     scored = iter(self._score([pair for part in windows for pair in part], 'rolling'))
@@ -144,11 +141,10 @@ class HarnessModel(LM):
         prompts = [self._prompt(requests[number].args[0]) for number in numbers]
         longest = self._max_length - (0 if self._has_encoder else config.max_decode_length)
         if longest < 1:
-          raise ConfigError(
+          raise _error(
             f'The task writes {config.max_decode_length} tokens; the model reads '
             f'{self._max_length} with its context.',
             fix='Lower it: --gen_kwargs max_gen_toks=128',
-            docs=_DOCS,
           )
         found = generator.generate(
           [prompt[-longest:] for prompt in prompts], numbers=numbers, advance=advance
@@ -202,11 +198,10 @@ class HarnessModel(LM):
     """Returns the texts that end a continuation, and how to decode it."""
     unknown = sorted(settings.keys() - _SETTINGS)
     if unknown:
-      raise ConfigError(
+      raise _error(
         f'The task sets {unknown[0]!r}, which this model does not know.'
         + did_you_mean(unknown[0], _SETTINGS),
         fix=f'It knows {", ".join(_SETTINGS)}: --gen_kwargs',
-        docs=_DOCS,
       )
     ends = settings.get('until') or []
     ends = [ends] if isinstance(ends, str) else list(ends)

@@ -157,9 +157,9 @@ class Method:
   b2: Optional[float] = None
 
 
-# Compared with the authors' scripts: allenai/open-instruct, scripts/finetune_with_accelerate.sh and
-# dpo_train_with_accelerate.sh; artidoro/qlora, scripts/finetune_guanaco_*.sh; google-research/bert,
-# run_classifier.py and optimization.py. The rate of Tulu 2's 70B is the paper's.
+# Compared with the authors' repositories: the scripts finetune_with_accelerate and
+# dpo_train_with_accelerate of allenai/open-instruct, finetune_guanaco of artidoro/qlora, and
+# run_classifier of google-research/bert. The rate of Tulu 2's 70B is the paper's.
 _OWN = 'our choice'
 _FULL = Method(2e-5, 128, 2, 0.03, 'Tulu 2 (Ivison et al. 2023)')
 _FULL_LARGE = dataclasses.replace(_FULL, learning_rate=1e-5, source=f'{_FULL.source}, 70B')
