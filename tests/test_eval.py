@@ -402,8 +402,6 @@ def test_a_metric_that_fails_during_training_stops_the_run_after_a_save(tmp_path
   eval_tasks.seen['calls'] = 0
   project = Project(tmp_path, gin=GIN)
   macros = {'MIXTURE_OR_TASK_NAME': 'turned_fails', 'SAVE_PERIOD': 100}
-  # The metric fails at its second call; an evaluation before the first step would be this call.
-  macros['train.run_eval_before_training'] = False
   result = project.run(num_devices=1, **macros)
   assert result.code == 1
   assert 'IndexError: no such word' in result.err and 'Traceback' not in result.err
