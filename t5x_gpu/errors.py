@@ -131,6 +131,13 @@ def first_line(e: BaseException) -> str:
   return next(iter(str(e).strip().splitlines()), type(e).__name__)
 
 
+def array_text(x: object) -> str:
+  """Returns 'float32[8, 32]' for an array, and its type, such as 'a list', for anything else."""
+  if hasattr(x, 'shape') and hasattr(x, 'dtype'):
+    return f'{x.dtype}{list(x.shape)}'
+  return 'None' if x is None else f'a {type(x).__name__}'
+
+
 def did_you_mean(name: object, candidates: Iterable[str], *, limit: int = 3) -> str:
   """Returns ` Did you mean 'a' or 'b'?` for the closest candidates, or an empty string."""
   by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}

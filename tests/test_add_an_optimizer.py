@@ -74,7 +74,6 @@ def test_the_table_of_schedules_has_each_with_its_arguments_and_formula():
     for name, function in vars(schedules).items()
     if inspect.isfunction(function) and function.__annotations__['return'] is schedules.Schedule
   }
-  del functions['with_total_steps']  # for the end of a run; gin files do not name it
   del functions['factors']  # a product of T5X's formulas
   assert {name for name, _, _ in rows} == set(functions)
   values = dict(learning_rate=0.3, peak=0.3, base=2.0, final=0.1, total_steps=50, warmup_steps=8)

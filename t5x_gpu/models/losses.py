@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from t5x_gpu.errors import ModelError
+from t5x_gpu.errors import ModelError, array_text
 from t5x_gpu.layers.fp8 import E4M3, E5M2, largest_value, scale_of, to_8_bits
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.axis_rules import is_manual, shard, varying
@@ -345,6 +345,34 @@ _sums.defvjp(_forward, _backward)
 # Metric name -> (sum, weight), float32 scalars. The division is over the whole global batch and log
 # window. 'confusion' and 'hits' are matrices of counts; 'pairs' has a row per example.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
+_COUNTS = ('confusion', 'hits', 'pairs')
+
+
+def checked_sums(sums: object, model: object) -> Sums:
+  """Returns what `loss` or `head` of `model` returned; raises ModelError unless it is `Sums`."""
+  if not isinstance(sums, Mapping):
+    found = array_text(sums)
+  elif 'loss' not in sums:
+    found = f"{', '.join(map(repr, sums)) or 'nothing'}, without 'loss'"
+  else:
+    wrong = next((name for name in sums if not _is_sum(name, sums[name])), None)
+    if wrong is None:
+      return sums
+    pair = sums[wrong]
+    parts = ', '.join(map(array_text, pair)) if isinstance(pair, tuple) else array_text(pair)
+    found = f'{wrong!r}: {f"({parts})" if isinstance(pair, tuple) else parts}'
+  raise ModelError(
+    f'The loss of {type(model).__name__} returned {found}. A loss is a dictionary: metric -> '
+    "(sum, sum of the weights), scalars; training minimizes the metric 'loss'.",
+    fix="For example: return weighted_sums({'loss': jnp.sum(per_token * weights)}, weights)",
+    docs='add_an_optimizer.md#the-loss',
+  )
+
+
+def _is_sum(name: str, pair: object) -> bool:
+  if not isinstance(pair, tuple) or len(pair) != 2:
+    return False
+  return name in _COUNTS or all(jnp.shape(x) == () for x in pair if hasattr(x, 'shape'))
 
 
 def check_loss_options(model: str, *, z_loss: float, label_smoothing: float) -> None:

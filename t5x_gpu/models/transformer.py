@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from t5x_gpu.errors import ModelError, array_text
 from t5x_gpu.layers.attention import KVCache, MultiHeadAttention
 from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.backends.choose import AttentionNeed
@@ -240,6 +241,39 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: object, num_layers: i
   )
 
 
+def _checked(returned: object, layer: nn.Module, carry: _Carry) -> _Carry:
+  """Returns what `layer` returned for `carry`; raises ModelError unless it fits the next layer."""
+  (x, caches, charges), name = carry, type(layer).__name__
+
+  def wrong(what: str, fix: str) -> ModelError:
+    return ModelError(f'The layer {name} {what}.', fix=fix, docs='add_a_model.md')
+
+  if not isinstance(returned, tuple) or len(returned) != 3:
+    kind = f'a tuple of {len(returned)}' if isinstance(returned, tuple) else array_text(returned)
+    raise wrong(
+      f'returned {kind}; a layer returns (x, caches, router losses).',
+      'Without experts: return x, caches and LayerCaches(own), None',
+    )
+  out, own, more = returned
+  if not isinstance(out, jax.Array) or (out.shape, out.dtype) != (x.shape, x.dtype):
+    raise wrong(
+      f'got x {array_text(x)} and returned x {array_text(out)}.',
+      'Return x with the shape and dtype that the layer got.',
+    )
+  if (own is None) != (caches is None):
+    got, made = ('no caches', 'caches') if caches is None else ('caches, for decoding,', 'none')
+    raise wrong(
+      f'got {got} and returned {made}.',
+      'Return the caches that attention returned: caches and LayerCaches(own)',
+    )
+  if more is not None and charges is None:
+    raise wrong(
+      'returned router losses, and this model adds up none.',
+      'Return None in their place, or set TransformerConfig.router_balance_loss.',
+    )
+  return returned
+
+
 def scan_layers(
   layer: nn.Module,
   params: Params,
@@ -278,7 +312,8 @@ def scan_layers(
   ) -> _Carry:
     (x, caches, charges), (shared, rng) = carry, shared
     rng = rng and rng.fold(number)
-    x, caches, more = layer.apply({'params': weights}, named_input(x), shared, rng, number, caches)
+    returned = layer.apply({'params': weights}, named_input(x), shared, rng, number, caches)
+    x, caches, more = _checked(returned, layer, carry)
     return x, caches, charges if more is None else charges + more
 
   return overlap.run(

@@ -289,7 +289,7 @@ def with_axes(
   """
 
   def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
-    check_names(names, rank=len(shape), what='parameter')
+    check_names(names, rank=len(shape), what=f'A parameter of shape {list(shape)}')
     return NamedParam(init(key, shape, *args), tuple(names), along)
 
   return named_init

@@ -1,5 +1,6 @@
 """`finish`: the sample, the report and the closing text of a run that has taken all its steps."""
 
+import inspect
 import logging
 import math
 import shlex
@@ -15,6 +16,7 @@ from t5x_gpu.metrics import scores
 from t5x_gpu.models.inference.generation import sample
 from t5x_gpu.reporting.report_page import REPORT, report_page
 from t5x_gpu.reporting.run_record import read_run
+from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import row_length, vocabulary_of
 from t5x_gpu.run.live import LiveRun
 from t5x_gpu.runtime import distributed
@@ -77,16 +79,29 @@ def _closing_text(live: LiveRun, step: int) -> str:
     rates=_rates(live, step),
     is_early=step < run.total_steps,
     can_export=export_problem(run.model) is None,
+    own_code=_has_own_code(run),
   )
   files.push()
   return tables + text
 
 
 def _rates(live: LiveRun, step: int) -> tuple[float, float]:
-  """Returns the learning rate of `step`, and of the next one in a run of twice as many steps."""
+  """Returns the learning rate of `step`, and of the next one in a run of twice as many steps.
+
+  The second is the first if it is unknown.
+  """
   schedule, factor = live.plan.run.learning_rate, live.plan.program.learning_rate_factor
+  rate = factor * float(schedule(step - 1))
   longer = with_total_steps(schedule, 2 * step)
-  return factor * float(schedule(step - 1)), factor * float(longer(step))
+  return rate, rate if longer is None else factor * float(longer(step))
+
+
+def _has_own_code(run: Run) -> bool:
+  """Returns whether the model, its layer or the data come from modules outside t5x_gpu."""
+  data = run.train_dataset_cfg
+  classes = [type(run.model), *filter(inspect.isclass, vars(run.model).values())]
+  modules = [*(c.__module__ for c in classes), data.module, data.mixture_or_task_module]
+  return any(name and not name.startswith('t5x_gpu.') for name in modules)
 
 
 def _write_results(live: LiveRun) -> tuple[list[str], str]:
@@ -116,6 +131,7 @@ def closing_text(
   rates: tuple[float, float],
   is_early: bool = False,
   can_export: bool = True,
+  own_code: bool = False,
 ) -> str:
   """Returns a text for the end of the run.
 
@@ -126,8 +142,9 @@ def closing_text(
     rates: learning rate of the last step, and of the next step in a run of twice as many steps.
     is_early: whether the run has stopped before its last step.
     can_export: whether `convert` can write the model for Hugging Face.
+    own_code: whether model or data are the user's code, which `infer` runs only if trusted.
   """
-  where = shlex.quote(shown)
+  where, trust = shlex.quote(shown), ' --trust_gin' if own_code else ''
   curves = f'  curves       tensorboard --logdir {where}/tensorboard\n'
   convert = (
     f'  convert      python -m t5x_gpu.convert --from={where} --to=FOLDER   (Hugging Face)\n'
@@ -137,7 +154,7 @@ def closing_text(
     'Next:\n'
     f'  report       python -m t5x_gpu.report {where}\n'
     f'{curves if "tensorboard/" in files else ""}'
-    f'  infer        python -m t5x_gpu.infer --checkpoint={where} --prompts=prompts.txt\n'
+    f'  infer        python -m t5x_gpu.infer --checkpoint={where}{trust} --prompts=prompts.txt\n'
     f'{convert if can_export else ""}'
     f'{_AFTER_EARLY_STOP if is_early else _how_to_continue(step, *rates)}'
     f'  who set it   grep BATCH_SIZE {where}/config_origins.txt'

@@ -5,15 +5,16 @@ gets axis names, so its state is split over the mesh like the parameters.
 """
 
 import dataclasses
+import inspect
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, Union
+from typing import Optional, Protocol, Union
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from t5x_gpu.errors import ConfigError, Problem, did_you_mean
+from t5x_gpu.errors import ConfigError, Problem, array_text, did_you_mean, listed
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.trees import OptState, ParamNames, Params, Path, Tree
 
@@ -40,6 +41,82 @@ class Optimizer(Protocol):
 
   def state_names(self, params: Params, names: ParamNames) -> Tree:
     """Returns the state's tree with an AxisNames for each array; `params` may be abstract."""
+
+
+METHODS = ('init', 'update', 'state_names')
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+  """Raises ConfigError if the optimizer is a class, or lacks a method of `Optimizer`."""
+  if inspect.isclass(optimizer):
+    raise _wrong(
+      f'{optimizer.__name__} is a class; train.optimizer takes an object.',
+      'Add parentheses in the gin file: OPTIMIZER = @my_module.MyOptimizer()',
+    )
+  lacking = [name for name in METHODS if not callable(getattr(optimizer, name, None))]
+  if lacking:
+    own = [name for name in dir(optimizer) if not name.startswith('_')]
+    hint = ''.join(did_you_mean(name, own) for name in lacking)
+    raise _wrong(
+      f'The optimizer {type(optimizer).__name__} has no {" and no ".join(lacking)}.{hint}',
+      f'An optimizer has the methods {", ".join(METHODS)}.',
+    )
+
+
+def check_state_names(optimizer: Optimizer, names: Tree, state: OptState) -> None:
+  """Raises ConfigError if `names`, from `state_names`, is not the tree of `state`, from `init`."""
+  of_init, of_names = (
+    _kinds(tree, is_leaf=lambda x: isinstance(x, AxisNames)) for tree in (state, names)
+  )
+  if of_init.keys() == of_names.keys() and set(of_names.values()) <= {AxisNames}:
+    return
+  missing = sorted(of_init.keys() - of_names.keys())
+  others = sorted(of_names.keys() - of_init.keys())
+  wrong = sorted(path for path, kind in of_names.items() if kind is not AxisNames)
+  found = (('lacks', missing), ('also has', others), ('has no AxisNames at', wrong))
+  what = '; it '.join(f'{verb} {", ".join(listed(paths, 3))}' for verb, paths in found if paths)
+  raise _wrong(
+    f'state_names of {type(optimizer).__name__} returned another tree than init: it {what}.',
+    'Return the tree of init with an AxisNames in place of each array; AxisNames(()) for a scalar.',
+  )
+
+
+def checked_update(
+  optimizer: Optimizer, updated: object, *, params: Params, state: OptState
+) -> tuple[Params, OptState]:
+  """Returns what `update` returned; raises ConfigError unless it can replace `params`, `state`."""
+  name = type(optimizer).__name__
+  if not isinstance(updated, tuple) or len(updated) != 2:
+    raise _wrong(
+      f'update of {name} returned {array_text(updated)}; it returns (new parameters, new state).',
+      'End it with: return new_params, new_state',
+    )
+  for what, old, new in zip(('parameters', 'state'), (params, state), updated):
+    before, after = (_kinds(tree, of=array_text) for tree in (old, new))
+    if before == after:
+      continue
+    path = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))[0]
+    raise _wrong(
+      f'update of {name} returned other {what} than it got, such as {path}: '
+      f'{before.get(path, "nothing")} before, {after.get(path, "nothing")} after.',
+      'Return (new parameters, new state), each with the tree, shapes and dtypes of the old one.',
+    )
+  return updated
+
+
+def _kinds(
+  tree: Tree,
+  *,
+  of: Callable[[object], object] = type,
+  is_leaf: Optional[Callable[[object], bool]] = None,
+) -> dict[str, object]:
+  """Returns 'path/of/leaf' -> `of` the leaf."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): of(x) for path, x in leaves}
+
+
+def _wrong(what: str, fix: str) -> ConfigError:
+  return ConfigError(what, fix=fix, parameters=('train.optimizer',), docs='add_an_optimizer.md')
 
 
 @dataclasses.dataclass(frozen=True)

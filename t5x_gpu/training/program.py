@@ -22,6 +22,7 @@ from t5x_gpu.partitioning.trees import Params, Shapes, Tree, TreeFn
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.terminal.console import show
+from t5x_gpu.training.optimizers import check_optimizer, check_state_names
 from t5x_gpu.training.schedules import replica_factor
 from t5x_gpu.training.state import (
   RunForm,
@@ -181,6 +182,7 @@ def build_program(
   """
   model, dataset = config.model, dataset or config.train_dataset_cfg
   check_model(model)
+  check_optimizer(config.optimizer)
   check_devices(uses_fp8(model), devices)
   spec = model.batch_spec(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
@@ -232,6 +234,7 @@ def _first_state(
   options = dict(trained=trained_of(model), history=history_of(model))
   of_state = state_names(abstract_params, optimizer, names, **options)
   shapes = jax.eval_shape(of_params, abstract_params)
+  check_state_names(optimizer, of_state.opt_state, shapes.opt_state)
   return init, shapes, RunForm(layout, layout.chosen(of_state, shapes), config.spike_cfg)
 
 

@@ -6,14 +6,49 @@ shorter than its warm-up never finishes warming up.
 
 import functools
 from collections.abc import Callable
-from typing import Optional
+from typing import Optional, Union
 
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.errors import ConfigError, did_you_mean
+from t5x_gpu.errors import ConfigError, array_text, did_you_mean
 
 Schedule = Callable[[jax.Array], jax.Array]
+_NEEDS_A_VALUE = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+
+
+def checked_rate(schedule: Schedule, step: jax.Array) -> Union[float, jax.Array]:
+  """Returns the rate of `schedule` at a traced `step`; raises ConfigError unless it is a number."""
+  name = getattr(schedule, '__name__', type(schedule).__name__)
+  try:
+    rate = schedule(step)
+  except _NEEDS_A_VALUE as e:
+    raise _wrong(
+      f'The learning rate ({name}) needs the value of `step` in Python, as `if` and `float` do; '
+      'inside the compiled step there is none.',
+      'Use jnp.where(step < 100, a, b) in place of `if`, and jnp in place of numpy and math.',
+    ) from e
+  if callable(rate):
+    raise _wrong(
+      f'train.learning_rate = {name} returns a function: it makes a schedule.',
+      f'Call it in the gin file: train.learning_rate = @my_module.{name}()',
+    )
+  if not isinstance(rate, (int, float)) and getattr(rate, 'shape', None) != ():
+    raise _wrong(
+      f'The learning rate ({name}) is {array_text(rate)}.',
+      'A schedule takes the step, an int32 scalar, and returns a float32 scalar.',
+    )
+  return rate
+
+
+def _wrong(what: str, fix: str) -> ConfigError:
+  return ConfigError(
+    what, fix=fix, parameters=('train.learning_rate',), docs='add_an_optimizer.md#the-schedule'
+  )
 
 
 def constant(learning_rate: float, *, warmup_steps: int = 0) -> Schedule:
@@ -131,13 +166,12 @@ def factors(
   return schedule
 
 
-def with_total_steps(schedule: Schedule, total_steps: int) -> Schedule:
-  """Returns the schedule for a run of `total_steps`, or `schedule` if the total does not matter.
-
-  Custom schedules are assumed not to depend on the total.
-  """
+def with_total_steps(schedule: Schedule, total_steps: int) -> Optional[Schedule]:
+  """Returns the schedule for a run of `total_steps`; None for a custom schedule: it is unknown."""
   remake = getattr(schedule, 'remake', None)
-  return schedule if remake is None else remake(total_steps=total_steps)
+  if remake is not None:
+    return remake(total_steps=total_steps)
+  return schedule if getattr(schedule, '__module__', '') == __name__ else None
 
 
 def _float(step: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.fp8 import is_quantized
-from t5x_gpu.models.losses import Sums, averaged_per_sequence
+from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
 from t5x_gpu.models.model import PIECES, Model, compute_dtype, is_layered, uses_fp8
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
@@ -44,10 +44,10 @@ from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.partitioning.region import Reduction, Region, is_places
 from t5x_gpu.partitioning.trees import Batch, Gradients, Index, ParamNames, Params, Path, Tree
 from t5x_gpu.runtime.distributed import DistributedConfig
-from t5x_gpu.training.optimizers import Optimizer
-from t5x_gpu.training.schedules import Schedule, replica_factor
+from t5x_gpu.training.optimizers import Optimizer, checked_update
+from t5x_gpu.training.schedules import Schedule, checked_rate, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_kernel_amaxes
+from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_amaxes
 
 # Divisors that depend on the batch -> what the gradients are then.
 _REAL, _TOTAL, _SEQUENCES = (
@@ -135,12 +135,16 @@ def make_train_step(config: StepConfig, form: RunForm) -> StepFn:
     if config.max_grad_norm is not None:
       clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(grad_norm, 1e-12))
       grads = jax.tree.map(lambda g: g * clip, grads)
-    learning_rate = jnp.asarray(factor * config.learning_rate(state.step), jnp.float32)
+    rate = checked_rate(config.learning_rate, state.step)
+    learning_rate = jnp.asarray(factor * rate, jnp.float32)
     state = form.unpadded(state)  # `grads` have the true shapes, which optimizers see
     params, frozen = trained.split(state.params)
     old = params, state.opt_state, state.fp8_history
-    params, opt_state = config.optimizer.update(
+    updated = config.optimizer.update(
       grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
+    )
+    params, opt_state = checked_update(
+      config.optimizer, updated, params=params, state=state.opt_state
     )
     new = params, opt_state, old[2] if history is None else history.after(old[2], amaxes)
     (params, opt_state, fp8_history), norms, skipped = spikes.chosen(
@@ -222,9 +226,6 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   trained_names, frozen_names = trained.split(names)
   dtype = compute_dtype(model)
   reduction = _reduction(model, region, trained_names, by_layer=by_layer)
-  last = reduction  # in the last microbatch
-  if region.sums_in_backward or region.sums_in_last_tick:
-    last = dataclasses.replace(reduction, over_all_axes=True)
 
   def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
     # `parts` are differentiated; `kept` are the same parameters as stored, and the frozen ones.
@@ -235,11 +236,11 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
     def one_pass(parts: Params, batch: Batch, reduction: Reduction) -> _Results:
       def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
         params = region.parameters(parts, kept, trained_names, reduction)
-        params = with_kernel_amaxes(trained.join(params, frozen), amaxes)
+        params = with_amaxes(trained.join(params, frozen), amaxes)
         if by_layer:
           sums = breadth_first_loss(model, params, batch, num_microbatches, dropout_key=dropout_key)
         else:
-          sums = model.loss(params, batch, dropout_key=dropout_key)
+          sums = checked_sums(model.loss(params, batch, dropout_key=dropout_key), model)
         return sums['loss'][0], jax.tree.map(region.varying, sums)
 
       if region.pipeline is None:
@@ -257,15 +258,9 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
       )
 
     parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
-    copies = region.copies(parts, trained_names)
-    if not region.sums_in_backward:
-      copies = jax.tree.map(region.varying, copies)
     passes = 1 if by_layer else num_microbatches
-    results = _over_microbatches(one_pass, reduction, last, copies, batch, passes, region)
-    grads = region.sum_copies(results.grads, parts, trained_names)
-    if not region.sums_in_backward:
-      grads = region.reduce_gradients(grads, trained_names)
-    return grads, region.total(results.sums), region.largest(results.amaxes)
+    results = _over_devices(one_pass, reduction, parts, batch, passes, region, trained_names)
+    return results.grads, results.sums, region.largest(results.amaxes)
 
   def gradients(
     params: Params, amaxes: Tree, batch: Batch, dropout_key: jax.Array
@@ -300,6 +295,28 @@ def _reduction(model: Model, region: Region, names: ParamNames, *, by_layer: boo
   return Reduction(in_layers=in_layers, first_stack=first_stack)
 
 
+def _over_devices(
+  one_pass: _Pass,
+  reduction: Reduction,
+  parts: Params,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+  names: ParamNames,
+) -> _Results:
+  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
+  copies, last = region.copies(parts, names), reduction
+  if region.sums_in_backward or region.sums_in_last_tick:
+    last = dataclasses.replace(reduction, over_all_axes=True)
+  if not region.sums_in_backward:
+    copies = jax.tree.map(region.varying, copies)
+  results = _over_microbatches(one_pass, reduction, last, copies, batch, num_microbatches, region)
+  grads = region.sum_copies(results.grads, parts, names)
+  if not region.sums_in_backward:
+    grads = region.reduce_gradients(grads, names)
+  return results.replace(grads=grads, sums=region.total(results.sums))
+
+
 def _over_microbatches(
   one_pass: _Pass,
   reduction: Reduction,
@@ -311,8 +328,8 @@ def _over_microbatches(
 ) -> _Results:
   """Returns the results of all microbatches of local rows.
 
-  If `last`, the reduction in the last microbatch, is over all axes, the backward pass of that
-  microbatch first adds the gradients of the earlier ones.
+  If `last`, the reduction in the last microbatch, is over all axes, its backward pass first adds
+  the gradients of the earlier microbatches.
   """
   if num_microbatches == 1:
     return one_pass(parts, batch, last)
@@ -412,7 +429,8 @@ def breadth_first_loss(
 
   def head(of_microbatch: tuple[Tree, Batch]) -> Sums:
     x, microbatch = of_microbatch
-    return model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
+    sums = model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
+    return checked_sums(sums, model)
 
   x = model.embed(rest, batch, dropout_key=dropout_key)
   x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
@@ -488,7 +506,8 @@ class _Pieces:
     )
 
   def head(self, params: Params, x: Tree, microbatch: Batch) -> Sums:
-    return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
+    batch = {**microbatch, **self.same}
+    return checked_sums(self.model.head(params, x, batch, dropout_key=self.dropout_key), self.model)
 
 
 def _pipeline_input(
@@ -505,7 +524,8 @@ def make_eval_step(config: StepConfig, form: RunForm) -> Callable[[Params, Batch
 
   def local(params: Params, batch: Batch) -> Sums:
     if region.pipeline is None:
-      return region.total(model.loss(region.parameters(params, params, names), batch))
+      sums = model.loss(region.parameters(params, params, names), batch)
+      return region.total(checked_sums(sums, model))
     pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
     pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
     return region.total(

@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_gpu.models.losses import averaged_per_sequence, cross_entropy
+from t5x_gpu.errors import ModelError
+from t5x_gpu.models.losses import averaged_per_sequence, checked_sums, cross_entropy
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -83,3 +85,19 @@ def test_weights_averaged_per_sequence_add_up_to_one_in_each():
     [[1, 0, third, third, third, 0, 0], [0, 0, 0.2, 0.2, 0.2, 0.2, 0.2]],
     rtol=1e-6,
   )
+
+
+@pytest.mark.parametrize(
+  'sums',
+  [
+    jnp.zeros(()),
+    {'cross_entropy': (jnp.zeros(()), jnp.ones(()))},
+    {'loss': jnp.zeros(())},
+    {'loss': (jnp.zeros((2, 6)), jnp.zeros((2, 6), jnp.int32))},
+    (jnp.zeros(()), jnp.ones(())),
+  ],
+  ids=['mean', 'no loss', 'no weight', 'per token', 'pair'],
+)
+def test_a_loss_without_sums_and_weights_is_refused(sums):
+  with raises(ModelError):
+    checked_sums(sums, object())

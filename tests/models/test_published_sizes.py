@@ -84,7 +84,6 @@ OURS = {
   'decoder_demo',
   'decoder_moe_demo',
   'encoder_demo',
-  'encoder_flatten',
   'encoder_small',
   'encoder_decoder_demo',
 }

@@ -22,6 +22,10 @@ def test_a_model_that_cannot_be_exported_is_offered_no_convert():
   assert 't5x_gpu.convert' not in text(can_export=False)
 
 
+def test_infer_is_offered_with_trust_if_model_or_data_are_the_users_code():
+  assert '--trust_gin' in text(own_code=True) and '--trust_gin' not in text()
+
+
 def test_a_folder_with_a_space_is_quoted():
   assert "t5x_gpu.report 'my runs/a'" in text(shown='my runs/a')
 

@@ -19,7 +19,14 @@ from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
-from t5x_gpu.training.optimizers import AdamW, Optax, stochastically_rounded
+from t5x_gpu.training.optimizers import (
+  AdamW,
+  Optax,
+  check_optimizer,
+  check_state_names,
+  checked_update,
+  stochastically_rounded,
+)
 from t5x_gpu.training.program import bytes_per_device
 from t5x_gpu.training.schedules import constant
 from tests import helpers_layouts
@@ -330,3 +337,53 @@ def test_moments_in_bfloat16_do_not_depend_on_the_layout(tmp_path):
 def test_a_dtype_of_moments_that_cannot_be_is_refused():
   with raises(ConfigError):
     AdamW(nu_dtype='bfloat61')
+
+
+class Momentum:
+  """A user's optimizer."""
+
+  def init(self, params, names): ...
+  def update(self, grads, state, params, *, names, learning_rate, step): ...
+  def state_name(self, params, names): ...
+
+
+@pytest.mark.parametrize('optimizer', [Momentum, Momentum()], ids=['class', 'typo'])
+def test_an_optimizer_without_its_methods_is_refused(optimizer):
+  with raises(ConfigError, parameters=('train.optimizer',)):
+    check_optimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+  'names',
+  [
+    {'m': AxisNames(('embed',))},
+    {'m': AxisNames(('embed',)), 'count': AxisNames(()), 'v': AxisNames(())},
+    {'m': AxisNames(('embed',)), 'count': 'embed'},
+    None,
+  ],
+  ids=['lacks', 'more', 'text', 'none'],
+)
+def test_names_that_are_not_the_tree_of_the_state_are_refused(names):
+  state = {'m': jnp.zeros(4), 'count': jnp.zeros((), jnp.int32)}
+  with raises(ConfigError):
+    check_state_names(Momentum(), names, state)
+
+
+PARAMS, STATE = {'w': jnp.zeros((4, 2))}, {'m': jnp.zeros((4, 2))}
+
+
+@pytest.mark.parametrize(
+  'updated',
+  [
+    PARAMS,
+    None,
+    (STATE, PARAMS),
+    ({'w': jnp.zeros((4, 2), jnp.bfloat16)}, STATE),
+    (PARAMS, {'m': jnp.zeros((2, 4))}),
+    (PARAMS, {**STATE, 'count': jnp.zeros(())}),
+  ],
+  ids=['one', 'none', 'swapped', 'dtype', 'shape', 'tree'],
+)
+def test_an_update_that_cannot_replace_the_old_state_is_refused(updated):
+  with raises(ConfigError):
+    checked_update(Momentum(), updated, params=PARAMS, state=STATE)

@@ -1,5 +1,7 @@
 """Schedules at the steps where they turn."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -101,3 +103,30 @@ def test_factor_that_does_not_exist_is_named():
     schedules.factors('constant * rsqrt_decai')
   assert e.value.parameters == ('factors.factors',)
   assert "'rsqrt_decay'" in e.value.what
+
+
+def test_what_a_custom_schedule_does_in_a_longer_run_is_unknown():
+  ours = schedules.constant(0.1), schedules.rsqrt()
+  assert [schedules.with_total_steps(schedule, 8) for schedule in ours] == list(ours)
+  assert float(schedules.with_total_steps(schedules.linear(1.0, total_steps=4), 8)(4)) == 0.5
+  assert schedules.with_total_steps(lambda step: 0.1, 8) is None
+
+
+def warmup_stable_decay(step):
+  return lambda step: 0.1
+
+
+@pytest.mark.parametrize(
+  'schedule',
+  [
+    warmup_stable_decay,
+    lambda step: 0.1 if step < 100 else 0.01,
+    lambda step: np.minimum(step, 100) * 0.1,
+    lambda step: jnp.zeros((2,)),
+    lambda step: None,
+  ],
+  ids=['no parentheses', 'if', 'numpy', 'vector', 'none'],
+)
+def test_a_learning_rate_other_than_a_number_is_refused(schedule):
+  with raises(ConfigError, parameters=('train.learning_rate',)):
+    jax.eval_shape(lambda step: schedules.checked_rate(schedule, step), jnp.int32(0))

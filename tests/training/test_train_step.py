@@ -1,6 +1,10 @@
 """The step's answer does not depend on accumulation, mesh or padding."""
 
+import dataclasses
+
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,13 +12,14 @@ from t5x_gpu.errors import ConfigError, MeshError, ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.model import REQUIRED, Model
+from t5x_gpu.partitioning.axis_rules import with_axes
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.schedules import constant
 from tests.helpers_parity import OPTIMIZER, assert_same_steps, recorded
-from tests.helpers_programs import build_with
+from tests.helpers_programs import build_with, program_of
 from tests.messages import raises
 
 CONFIG = dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32)
@@ -266,3 +271,64 @@ def test_accumulation_by_layer_works_without_a_config_or_optional_members(refere
   mesh = Partitioner(data=1, fsdp=2)
   by_layer = build(2, mesh, members=parts, optimizer=OPTIMIZER, num_microbatches=2)
   assert_same_steps(recorded(by_layer), reference)
+
+
+class Layer(nn.Module):
+  """A user's layer, which returns `make(x, caches)`."""
+
+  make: object
+  config: object = None
+
+  @nn.compact
+  def __call__(self, x, shared, dropout_rng, number=0, caches=None):
+    scale = self.param('scale', with_axes(nn.initializers.ones, ('embed',)), x.shape[-1:], x.dtype)
+    return self.make(x * scale, caches)
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda x, caches: x,
+    lambda x, caches: (x, caches),
+    lambda x, caches: (x[..., :8], caches, None),
+    lambda x, caches: (x.astype(jnp.int32), caches, None),
+    lambda x, caches: (x, x, None),
+    lambda x, caches: (x, caches, jnp.float32(0)),
+  ],
+  ids=['x', 'pair', 'shape', 'dtype', 'caches', 'router losses'],
+)
+def test_a_layer_whose_result_does_not_fit_the_next_layer_is_refused(make):
+  @dataclasses.dataclass(frozen=True)
+  class Model(DecoderOnlyModel):
+    layer: object = lambda config: Layer(make)
+
+  program = program_of(Model(TransformerConfig(**CONFIG)), {'targets': 16})
+  with raises(ModelError):
+    program.train_step.trace(program.abstract_state, program.abstract_batch)
+
+
+@pytest.mark.parametrize('wrong', ['loss', 'optimizer', 'schedule'])
+def test_what_the_code_of_users_returns_is_checked_before_anything_compiles(wrong):
+  class Model(DecoderOnlyModel):
+    def head(self, *args, **kwargs):
+      sums = super().head(*args, **kwargs)
+      return sums['loss'] if wrong == 'loss' else sums
+
+  class Optimizer(AdamW):
+    def update(self, grads, state, params, **kwargs):
+      updated = super().update(grads, state, params, **kwargs)
+      return updated[0] if wrong == 'optimizer' else updated
+
+  program = build_with(
+    model=Model(TransformerConfig(**CONFIG)),
+    optimizer=Optimizer(),
+    learning_rate=constant if wrong == 'schedule' else constant(1e-2),
+    partitioner=Partitioner(),
+    topology=Topology(1, 1),
+    devices=jax.devices()[:1],
+    task_feature_lengths={'targets': 16},
+    batch_size=16,
+    pack=True,
+  )
+  with raises(ModelError if wrong == 'loss' else ConfigError):
+    program.train_step.trace(program.abstract_state, program.abstract_batch)
