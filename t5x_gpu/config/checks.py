@@ -100,7 +100,12 @@ def mismatch(value: Value, annotation: Annotation, *, typed: str = '') -> str:
   if _fits(value, annotation):
     return ''
   if isinstance(value, Reference):
-    if not value.evaluate and _fits(dataclasses.replace(value, evaluate=True), annotation):
+    if _fits([value], annotation):
+      return f'{value} is not a list; write [{value}].'
+    called = dataclasses.replace(value, evaluate=not value.evaluate)
+    if value.evaluate and _fits(called, annotation):
+      return f'{value} is the object; expected is the class: write {called}, without parentheses.'
+    if not value.evaluate and _result(annotation) is None and _fits(called, annotation):
       return f'{value} is the class or function itself; write {value}() to call it.'
     name = getattr(value.target, '__name__', value.target)
     wrong = f'{value} gives {name}; expected {show(annotation)}.'
@@ -175,7 +180,7 @@ def _fits(value: Value | Unknown, annotation: Annotation) -> bool:
   if origin is typing.Literal:
     return isinstance(value, Reference) or any(value == a and type(value) is type(a) for a in args)
   if isinstance(value, Reference):
-    return _made_fits(value, origin or annotation)
+    return _made_fits(value, origin or annotation) and _makes(value, _result(annotation))
   if annotation is None or annotation is type(None):
     return value is None
   kind = origin or annotation
@@ -189,6 +194,8 @@ def _fits(value: Value | Unknown, annotation: Annotation) -> bool:
     return not isinstance(value, (*_LITERALS, type(None)))
   if _is_container(kind):
     return _container_fits(value, kind, args)
+  if typing.Protocol in kind.__bases__:  # an interface, which no literal has
+    return not isinstance(value, _LITERALS)
   return True
 
 
@@ -228,6 +235,22 @@ def _made_fits(value: Reference, kind: Annotation) -> bool:
     return True
   try:
     return issubclass(value.target, kind)
+  except TypeError:  # a Protocol that cannot be checked
+    return True
+
+
+def _result(annotation: Annotation) -> Annotation:
+  """Returns what a Callable returns; None for other annotations."""
+  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  return args[-1] if origin is collections.abc.Callable and args else None
+
+
+def _makes(value: Reference, result: Annotation) -> bool:
+  """Returns whether a reference fits Callable[..., `result`]: a class of it, not an object."""
+  if result is Any or not inspect.isclass(result) or not inspect.isclass(value.target):
+    return True
+  try:
+    return issubclass(value.target, result) != value.evaluate
   except TypeError:  # a Protocol that cannot be checked
     return True
 

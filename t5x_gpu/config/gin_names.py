@@ -187,8 +187,9 @@ class FileNames(gin_config.ParseContext):
         return f'{problem} Import it in this file: {_DYNAMIC}, and {line}'
       return problem
     if first not in modules and first != 'gin':
-      hint = did_you_mean(first, modules)
-      if line := _import_line(selector):
+      line = _import_line(selector)
+      hint = '' if line and not rest else did_you_mean(first, modules)
+      if line:
         hint += f' Write in this file: {line}'
       return f'{first!r} is not imported.{hint}'
     value, path = modules.get(first, gin_config), first
@@ -279,13 +280,24 @@ def _unknown(
 
 
 def _import_line(selector: str) -> str:
-  """Returns the import of the t5x_gpu module that defines `selector`, or ''."""
+  """Returns the import of the t5x_gpu module that defines `selector`, or ''.
+
+  If `selector` does not name its module, also returns the longer name: 'from t5x_gpu.data import
+  batches, and batches.DatasetConfig'.
+  """
   module, _, name = selector.rpartition('.')
-  for path in sorted(PACKAGE.rglob(f'{module}.py')) if module.isidentifier() else ():
-    if re.search(rf'^(?:class|def) {name}\b', path.read_text(encoding='utf-8'), re.MULTILINE):
-      folder = '.'.join(path.parent.relative_to(PACKAGE.parent).parts)
-      return f'from {folder} import {module}'
-  return ''
+  if '.' in module:
+    return ''
+  found = [
+    path
+    for path in sorted(PACKAGE.rglob(f'{module or "*"}.py'))
+    if re.search(rf'^(?:class|def) {name}\b', path.read_text(encoding='utf-8'), re.MULTILINE)
+  ]
+  if not found or (not module and len(found) > 1):
+    return ''
+  folder = '.'.join(found[0].parent.relative_to(PACKAGE.parent).parts)
+  line = f'from {folder} import {found[0].stem}'
+  return line if module else f'{line}, and {found[0].stem}.{name}'
 
 
 # T5's package asks for nightly builds of SeqIO and TFDS, which would replace the tested versions.
@@ -307,11 +319,12 @@ def import_problem(statement: config_parser.ImportStatement, error: BaseExceptio
     fix = install_fix(module, missing=missing)
     return f'{module} cannot be imported: there is no module {missing!r}. {fix}'
   if not isinstance(error, ModuleNotFoundError) or not f'{module}.'.startswith(f'{missing}.'):
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-      f'Importing {module} failed: {type(error).__name__}: {first_line(error)} '
-      f'({frame.filename}:{frame.lineno}).'
-    )
+    if isinstance(error, SyntaxError):
+      what, where = error.msg, f'{error.filename}:{error.lineno}'
+    else:
+      frame = traceback.extract_tb(error.__traceback__)[-1]
+      what, where = first_line(error), f'{frame.filename}:{frame.lineno}'
+    return f'Importing {module} failed: {type(error).__name__}: {what} ({where}).'
   parent, _, name = missing.rpartition('.')
   package = sys.modules.get(parent)
   if package is not None and not hasattr(package, '__path__'):

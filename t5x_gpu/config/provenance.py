@@ -5,6 +5,7 @@ train.total_steps = 50000   gin_configs/runs/pretrain.gin:12   overrides 10000 (
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Collection, Sequence
 from typing import Optional
 
@@ -223,5 +224,5 @@ class _Shown(str):
 def _default_text(default: object) -> str:
   if default is gin.REQUIRED:
     return repr(REQUIRED)
-  text = repr(default)
+  text = re.sub(r' object at 0x\w+', '', repr(default))  # the same in each start of a run
   return getattr(default, '__name__', text) if '<' in text else text

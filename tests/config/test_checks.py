@@ -161,6 +161,7 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
     'import broken\n',
     'import broken\n',
     'import needs\n',
+    'import typo\n',
     "include 'nowhere.gin'\n",
   ],
 )
@@ -168,6 +169,7 @@ def test_unreadable_files_and_modules_are_the_only_problem(project, load, text):
   write(project / 'bad.gin', text)
   write(project / 'broken.py', '\nx\n')
   write(project / 'needs.py', 'import nothing_here\n')
+  write(project / 'typo.py', '\nclass Layer\n')
   assert len(problems_of(load, 'my.gin', 'bad.gin', bindings=['BATCHSIZE=3'])) == 1
 
 
@@ -194,6 +196,7 @@ LINE = 'from t5x_gpu.training import schedules'
     'schedules.linear.peak = 5\n',
     'from __gin__ import dynamic_registration\nschedules.linear.peak = 5\n',
     'from __gin__ import dynamic_registration\nschedules.no_such.peak = 5\n',
+    "from __gin__ import dynamic_registration\nDatasetConfig.module = 'my_batches'\n",
   ],
 )
 def test_names_that_only_other_files_import_come_with_their_import(project, load, text):

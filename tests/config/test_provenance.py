@@ -56,6 +56,16 @@ def test_defaults_of_what_the_run_calls_are_listed(load):
   assert 'Adafactor.decay' not in found and 'rsqrt.warmup' not in found
 
 
+def test_a_default_without_a_text_is_the_same_in_each_start(project, load):
+  write(project / 'own.py', 'def folder(parent=object()):\n  return "runs"\n')
+  write(
+    project / 'own.gin',
+    'from __gin__ import dynamic_registration\nimport own\n'
+    'from app import train as train_script\ntrain_script.train.model_dir = @own.folder()\n',
+  )
+  assert setting(load(['my.gin', 'own.gin']), 'folder.parent').value == '<object>'
+
+
 def test_origins_for_error_messages(load):
   load(['my.gin'], bindings=['Partitioner.num_partitions=%BATCH_SIZE'])
   assert provenance.origin_sentences('Partitioner.num_partitions') == [

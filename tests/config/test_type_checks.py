@@ -55,7 +55,6 @@ NEW = typing.NewType('NEW', int)
     ({'a': 1}, typing.Mapping[str, Any]),
     ({}, collections.abc.Mapping),
     ('b', Literal['a', 'b']),
-    ('anything', Model),
     ('x', NEW),
     ('x', Any),
     ('x', 'Unresolved'),
@@ -66,6 +65,8 @@ NEW = typing.NewType('NEW', int)
     (reference(Special, evaluate=True), Point),
     (reference(Special, evaluate=False), collections.abc.Callable[..., Any]),
     (reference(Special, evaluate=False), type[Point]),
+    (reference(Special, evaluate=False), collections.abc.Callable[..., Point]),
+    (reference(Model, evaluate=True), collections.abc.Callable[..., Point]),
     (reference(Point, evaluate=True), Model),
     (reference(len, evaluate=True), Point),
   ],
@@ -101,6 +102,22 @@ def test_fitting_values(value, annotation):
       '@Point is the class or function itself; write @Point() to call it.',
     ),
     (reference(Point, evaluate=True), int, '@Point() gives Point; expected int.'),
+    ('lion', Model, "'lion' is a str; expected Model."),
+    (
+      reference(Special, evaluate=True),
+      collections.abc.Callable[..., Point],
+      '@Special() is the object; expected is the class: write @Special, without parentheses.',
+    ),
+    (
+      reference(Model, evaluate=False),
+      collections.abc.Callable[..., Point],
+      '@Model gives Model; expected Callable[..., tests.config.test_type_checks.Point].',
+    ),
+    (
+      reference(len, evaluate=False),
+      typing.Sequence[collections.abc.Callable[..., Any]],
+      '@len is not a list; write [@len].',
+    ),
   ],
 )
 def test_mismatches_name_the_types_that_fit(value, annotation, expected):
