@@ -28,7 +28,7 @@ from t5x_gpu.data.batches import (
   optional_method,
   with_masks,
 )
-from t5x_gpu.errors import ConfigError, did_you_mean
+from t5x_gpu.errors import ConfigError, DataError, did_you_mean
 from t5x_gpu.storage.json_schema import Json
 
 
@@ -191,9 +191,6 @@ class Prompt:
   num_second: int = 0
 
 
-RECORDS = 'tfrecord:'  # prompts in files of tf.train.Examples
-
-
 class PromptText(Protocol):
   """Text <-> ids, with a task's vocabularies and end marks.
 
@@ -207,8 +204,6 @@ class PromptText(Protocol):
   Optional, for exports to Hugging Face:
     inputs_name: name of the vocabulary of prompts; by default `name`.
     is_chat: whether the chat template writes the task's texts; by default False.
-  Optional:
-    records(files) -> the prompts of 'tfrecord:PATTERN#inputs=FEATURE,targets=FEATURE'.
   """
 
   name: str
@@ -296,21 +291,34 @@ _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
 _MODULE = ('DatasetConfig.module',)
 
 
-class _WithMasks:
-  """Adds row masks to the batches of a data module; see `batches.with_masks`."""
+class _OwnBatches:
+  """Batches of a user's data module: checks their ids and adds row masks (`batches.with_masks`)."""
 
-  def __init__(self, batches: BatchIterator, spec: BatchSpec):
-    self._batches, self._spec = batches, spec
+  def __init__(self, batches: BatchIterator, spec: BatchSpec, module: str):
+    self._batches, self._spec, self._module = batches, spec, module
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
-    return with_masks(next(self._batches), self._spec.shapes)
+    return self._checked(next(self._batches))
 
   def peek(self) -> Batch:
     """Returns the next batch without consuming it. Raises StopIteration at the end."""
-    return with_masks(self._batches.peek(), self._spec.shapes)
+    return self._checked(self._batches.peek())
+
+  def _checked(self, batch: Batch) -> Batch:
+    for name, bound in self._spec.vocab_sizes.items():
+      # XLA would take the last id in place of a larger one.
+      if name in batch and (largest := int(np.max(batch[name], initial=0))) >= bound:
+        raise DataError(
+          f'{name} of {self._module} has the id {largest:,}; the model has ids from 0 to '
+          f'{bound - 1:,}.',
+          fix="Correct the module, or enlarge the model's vocab_size or num_classes.",
+          parameters=_MODULE,
+          docs='add_a_data_source.md',
+        )
+    return with_masks(batch, self._spec.shapes)
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._batches, name)
@@ -381,13 +389,6 @@ class DataModule(Protocol):
     Args:
       config: a task or mixture, its split and vocabulary; its lengths do not matter.
       num_measured: tokenize at most this many examples, a random sample.
-    """
-
-  def texts(self, config: DatasetConfig) -> Iterator[str]:
-    """Yields the texts of the split, uncut. Needed by `python -m t5x_gpu.data words`.
-
-    Args:
-      config: a task or mixture, and its split; its vocabulary and lengths do not matter.
     """
 
   def prompt_text(
@@ -468,10 +469,16 @@ def _module(config: DatasetConfig) -> DataModule:
   try:
     module = importlib.import_module(name)
   except ModuleNotFoundError as e:
+    if e.name == name.partition('.')[0]:  # the user's own module
+      fix = 'Put the module into the working folder or a folder of PYTHONPATH, or correct its name.'
+    else:
+      fix = (
+        "Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
+        "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches, which needs neither."
+      )
     raise ConfigError(
       f'DatasetConfig.module = {name!r} cannot be imported: {e}.',
-      fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
-      "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches, which needs neither.",
+      fix=fix,
       parameters=('DatasetConfig.module',),
     ) from e
   _check(module)
@@ -527,7 +534,8 @@ def open_batches(
       parameters=_MODULE,
       docs='add_a_data_source.md',
     )
-  return batches if module_of(config).startswith('t5x_gpu.') else _WithMasks(batches, spec)
+  module = module_of(config)
+  return batches if module.startswith('t5x_gpu.') else _OwnBatches(batches, spec, module)
 
 
 @contextlib.contextmanager
@@ -567,6 +575,12 @@ def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
+def has_text(config: DatasetConfig) -> bool:
+  """Returns whether the data module of `config` has text for `infer`; imports it."""
+  config = _text_of(config, 'source_config')
+  return any(_optional(config, name) is not None for name in ('prompt_text', 'class_text'))
+
+
 def open_text(
   config: DatasetConfig,
   function: str,
@@ -591,8 +605,10 @@ def open_text(
   if make is None:
     raise ConfigError(
       f'The batches of {config.module} have no text: the module has no function {function!r}.',
-      fix=f'Set DatasetConfig.module to its default, {_TEXT_MODULE!r}.',
+      fix='Give a vocabulary and a file of prompts, as in --vocabulary=byte --prompts=prompts.txt, '
+      'or define the function.',
       parameters=('DatasetConfig.module',),
+      docs='add_a_data_source.md#batches-from-code-my_batchespy',
     )
   return make(config, **options)
 
@@ -609,20 +625,6 @@ def open_survey(config: DatasetConfig, *, num_measured: int) -> Survey:
       docs='tasks.md',
     )
   return survey(config, num_measured=num_measured)
-
-
-def open_texts(config: DatasetConfig) -> Iterator[str]:
-  """Returns the texts of `config`'s split; see `DataModule.texts`."""
-  texts = _optional(config, 'texts')
-  if texts is None:
-    raise ConfigError(
-      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which has no function '
-      'texts(config).',
-      fix='Name a task or files of text, such as jsonl:data/*.jsonl.',
-      parameters=_MODULE,
-      docs='add_a_data_source.md',
-    )
-  return texts(config)
 
 
 def open_evaluated_tasks(

@@ -22,6 +22,7 @@ from t5x_gpu.checkpoint.run_files import (
 )
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import has_text
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.dpo import policy_of
@@ -69,7 +70,6 @@ class InferSetup:
     model, partitioner: values from a model file; None with the gin file of a run, which sets them.
     dataset_cfg: task, split and lengths of the prompts; None with other gin files. With a dataset,
       gin files configure a job without a run.
-    prompts: as --prompts; None for the examples of the task.
     checkpoint: as --checkpoint, or a checkpoint of T5X, which is converted into `output_dir` first.
     output_dir: folder of the results, TASK-predict.jsonl-00000-of-00001; None for --output.
     score: as --score.
@@ -80,7 +80,6 @@ class InferSetup:
   model: Optional[Model] = None
   partitioner: Optional[Partitioner] = None
   dataset_cfg: Optional[DatasetConfig] = None
-  prompts: Optional[str] = None
   checkpoint: Optional[str] = None
   output_dir: Optional[str] = None
   score: bool = False
@@ -100,7 +99,7 @@ class InferSetup:
     """The file of the results, named as in T5X."""
     if self.output_dir is None or self.dataset_cfg is None:
       return None
-    task = _RESULTS_OF.sub('_', self.dataset_cfg.mixture_or_task_name or 'prompts')
+    task = _RESULTS_OF.sub('_', self.dataset_cfg.mixture_or_task_name)
     mode = 'score' if self.score else 'predict'
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
     return str(as_path(self.output_dir) / f'{task}-{mode}.jsonl-{shard}')
@@ -225,7 +224,7 @@ def read_request(
 
 def _with_flags(setup: InferSetup, flags: argparse.Namespace) -> InferSetup:
   """Returns `setup` with the values of the flags that are given."""
-  names = ('checkpoint', 'prompts', 'score', 'shard_id', 'num_shards')
+  names = ('checkpoint', 'score', 'shard_id', 'num_shards')
   given = {name: getattr(flags, name, None) for name in names}
   # 0 is a shard, so `in (None, False)` would drop it.
   given = {k: v for k, v in given.items() if v is not None and v is not False}
@@ -267,7 +266,8 @@ def _with_vocabulary(
   if vocabulary is None:
     return dataset
   dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
-  if as_data and (flags.interactive or flags.prompts is not None):  # does not need the task
+  needs_task = not flags.interactive and flags.prompts is None
+  if not needs_task and (as_data or not has_text(dataset)):
     dataset = dataclasses.replace(
       dataset, mixture_or_task_name='', mixture_or_task_module=None, module=DatasetConfig.module
     )

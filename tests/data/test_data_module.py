@@ -9,10 +9,9 @@ import pytest
 from t5x_gpu import cli, data_tools
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import batches, data_module, features
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.run.check import check, plan_run
 from t5x_gpu.run.config import Run
-from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from tests.helpers_train import TINY_GIN, Project, devices
 from tests.messages import raises
 
@@ -97,6 +96,13 @@ def test_an_iterator_that_lacks_methods_is_refused(write):
     opened(name)
 
 
+@pytest.mark.parametrize('ids', ['64', '1 + 63 * self.step'], ids=['first', 'later'])
+def test_ids_that_the_model_does_not_have_are_refused(write, ids):
+  name = write(COMPLETE.replace('1 + self.step % 7', ids))
+  with raises(DataError):
+    list(opened(name))
+
+
 def test_functions_that_are_left_out_are_errors_only_where_they_are_needed(write):
   name = write(COMPLETE)
   assert next(opened(name))['decoder_target_tokens'].shape == (2, 8)
@@ -154,7 +160,7 @@ def test_the_module_of_a_text_is_imported_before_a_thread_opens_the_data(
     args = cli.parse_args('train', '', project.argv(DATA_MODULE=outer))
     with devices(1), contextlib.redirect_stdout(io.StringIO()):
       run = gin_loader.configured(gin_loader.load(args.gin_files, bindings=args.bindings), Run)
-      plan_run(check(run), watchdog=Watchdog(WatchdogConfig(), process_index=0, process_count=1))
+      plan_run(check(run))
       imported.append(inner in sys.modules)
   assert imported == [False, True]
 

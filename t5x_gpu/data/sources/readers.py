@@ -328,8 +328,16 @@ class BlockReader:
           break
         if isinstance(row, DataError):
           damaged.append(row)
-        elif row is not None:
+        elif isinstance(row, tuple) and len(row) == len(self.columns):
           good.append(row)
+        elif row is not None:
+          what = f'{len(row)} texts' if isinstance(row, tuple) else f'a {type(row).__name__}'
+          raise DataError(
+            f'`rows` of {self.form.name} yielded {what} for record {at + 1} of {path}, '
+            f'and not a tuple of the texts in {len(self.columns)} columns.',
+            fix='Let `rows` yield checked_row(values, columns=columns, where=...).',
+            docs='add_a_data_source.md',
+          )
       if at > first:
         self.damage.count(path, first=first, num_records=at - first, damaged=damaged)
         yield good

@@ -172,8 +172,11 @@ def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
   )
 
 
-def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:
+def checked_row(
+  values: Sequence[Union[bytes, str, None]], *, columns: Sequence[str], where: str
+) -> Row:
   """Returns the row of `values`; None if all are blank; a DataError if some are, or not UTF-8."""
+  values = [v.encode('utf-8', 'surrogatepass') if isinstance(v, str) else v for v in values]
   empty = [name for name, value in zip(columns, values) if not value or not value.strip()]
   if len(empty) == len(values):
     return None

@@ -13,11 +13,12 @@ from tensorflow.python.data.ops import iterator_ops
 from t5x_gpu.data import seqio_batches
 from t5x_gpu.data.sources import corrupt_records, line_formats, readers
 from t5x_gpu.data.sources.column_formats import ARROW
+from t5x_gpu.data.sources.rows import FileForm, checked_row
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from tests.helpers_tables import write_form
-from tests.messages import raises
+from tests.messages import raises, record_message
 
 pytestmark = pytest.mark.tf
 
@@ -298,3 +299,21 @@ def test_a_member_that_runs_dry_repeats_and_the_rates_hold(open_data):
   assert 0.2 < small.total() / len(rows) < 0.3  # far more than its 3 rows
   assert set(small) == {'s0', 's1', 's2'}
   assert max(small.values()) - min(small.values()) <= 1  # each epoch of it whole
+
+
+def test_a_row_may_hold_text_whose_unpaired_surrogates_are_damage():
+  def row(text):
+    return checked_row([text], columns=['text'], where='notes.db, row 1')
+
+  assert row('é') == row('é'.encode()) == ('é'.encode(),)
+  assert row(' ') is None
+  assert isinstance(row('\ud800'), DataError)
+
+
+@pytest.mark.parametrize('row', [b'a text', (b'a text', b'a title')], ids=['bytes', 'two'])
+def test_rows_other_than_tuples_of_the_columns_are_refused(row):
+  form = FileForm('notes', lambda path: ['body'], lambda path, columns, skip: iter([row]))
+  reader = readers.BlockReader(form, columns={'targets': 'body'}, num_files=1)
+  with pytest.raises(tf.errors.OpError):
+    list(reader(tf.constant('notes.db'), tf.constant(0)))
+  record_message(f'DataError: {reader.problem}')
