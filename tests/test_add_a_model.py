@@ -1,5 +1,7 @@
 """docs/add_a_model.md, done word for word by a user with an empty folder."""
 
+import textwrap
+
 import pytest
 
 from tests.helpers_pages import blocks, run
@@ -9,7 +11,7 @@ PAGE = 'add_a_model.md'
 
 
 def code(language: str, number: int = 0) -> str:
-  """Returns a block of code: the layer has number 0, the model has number 1."""
+  """Returns a block of code: the layer has number 0, the model has the last."""
   return blocks(PAGE, language)[number]
 
 
@@ -36,12 +38,22 @@ def test_it_continues_from_its_checkpoint_on_another_mesh(folder):
   assert (folder / 'runs/my_model/checkpoint_6').is_dir()
 
 
-def test_it_equals_one_device_layer_by_layer(folder):
-  assert 'layers/1' in run(folder, code('sh').splitlines()[2])
+def test_it_equals_one_device_layer_by_layer_also_with_a_change_inside_attention(folder):
+  text, call = code('python'), '    attended, own = MultiHeadAttention'
+  for old, new in {
+    'import flax.linen as nn': 'import flax.linen as nn\nimport jax.numpy as jnp',
+    'import shard': 'import shard, with_axes',
+    '      shared.attention,': '      attention,',
+    call: textwrap.indent(code('python', 1), '    ') + call,
+  }.items():
+    text = text.replace(old, new)
+  (folder / 'my_model.py').write_text(text)
+  output = run(folder, code('sh').splitlines()[2])
+  assert 'layers/1' in output and 'layers/temperature' in output
 
 
 def test_a_model_of_four_members_trains_on_one_device_and_equals_it_on_a_mesh(tmp_path):
-  (tmp_path / 'my_bigram.py').write_text(code('python', 1))
+  (tmp_path / 'my_bigram.py').write_text(code('python', -1))
   (tmp_path / 'my_bigram.gin').write_text(code('gin', 1))
   run(tmp_path, 'python -m t5x_gpu.train --gin_file=my_bigram.gin')
   assert (tmp_path / 'runs/my_bigram/checkpoint_4').is_dir()

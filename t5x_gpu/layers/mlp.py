@@ -24,15 +24,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def activation(
-  name: str, parameter: str = 'TransformerConfig.mlp_activations'
-) -> Callable[[jax.Array], jax.Array]:
-  """Returns the activation function; raises ModelError for an unknown name in `parameter`."""
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+  """Returns the activation function; raises ModelError for an unknown name."""
   if name not in ACTIVATIONS:
     raise ModelError(
-      f'{parameter.rpartition(".")[2]} has the unknown {name!r}.{did_you_mean(name, ACTIVATIONS)}',
+      f'mlp_activations has the unknown {name!r}.{did_you_mean(name, ACTIVATIONS)}',
       fix=f'Choose from {", ".join(ACTIVATIONS)}.',
-      parameters=(parameter,),
+      parameters=('TransformerConfig.mlp_activations',),
     )
   return ACTIVATIONS[name]
 
