@@ -123,6 +123,20 @@ $(LOGGERS): $(VENV)/.installed
 test-loggers: $(LOGGERS) ## log to real clients of W&B and MLflow, which it installs into build/loggers
 	PYTHONPATH=$(abspath $(LOGGERS)) $(VENV)/bin/python -m pytest tests/metrics/test_loggers.py $(ARGS)
 
+# lm-evaluation-harness with what it imports, beside the virtual environment, in its versions.
+HARNESS := build/harness
+
+$(HARNESS): $(VENV)/.installed
+	@set -e; rm -rf $(HARNESS); mkdir -p build; if command -v uv >/dev/null; then \
+	  pip="uv pip" python="--python $(VENV)/bin/python"; \
+	else pip="$(VENV)/bin/python -m pip" python=; fi; \
+	$$pip freeze --quiet --exclude-editable $$python > build/installed.txt; \
+	$$pip install --quiet $$python --target $(HARNESS) -c build/installed.txt 'lm_eval>=0.4.13,<0.5'
+	@touch $@
+
+test-harness: $(HARNESS) ## measure a model with lm-evaluation-harness, which it installs into build/harness
+	PYTHONPATH=$(abspath $(HARNESS)) $(VENV)/bin/python -m pytest tests/evaluation/test_harness.py $(ARGS)
+
 # The compiler for GPUs, beside a virtual environment: two wheels of the same version as its jaxlib,
 # without NVIDIA's libraries.
 AOT := build/aot
@@ -190,4 +204,4 @@ $(VENV313)/.installed: setup.py
 	$(call install,$(VENV313),$(PYTHON313),python3.13,PYTHON313,jax==$(JAX313))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-loggers test-aot test-versions test-searches docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-optimized test-py312 test-py313 test-t5 test-loggers test-harness test-aot test-versions test-searches docs soak clean

@@ -102,6 +102,8 @@ setuptools.setup(
     # Loggers: LOGGERS in gin files (docs/monitor.md).
     'wandb': ['wandb>=0.31,<0.32'],
     'mlflow': ['mlflow-skinny>=3.17,<4'],  # the client, without the server
+    # Tasks of lm-evaluation-harness (docs/eval.md).
+    'harness': ['lm_eval>=0.4.13,<0.5'],
     # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan, anywhere.
     'plan': [f'jax[cuda13-local]{JAX}; platform_system == "Linux"', *KERNELS],
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`

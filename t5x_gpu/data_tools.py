@@ -1,15 +1,18 @@
-"""`python -m t5x_gpu.data preview | stats | bench | check`: looks at a run's data."""
+"""`python -m t5x_gpu.data preview | stats | bench | check | words`: looks at a run's data."""
 
 import argparse
 import collections
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
+import json
 import os
 import pathlib
 import statistics
 import time
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -64,6 +67,7 @@ EXAMPLES = """examples:
   {prog} stats prepared:/data/rows --picture=lengths.html
   {prog} bench --gin_file=my.gin               tokens/s of the data; fast enough for the model?
   {prog} check prepared:/data/rows             every byte against its checksum
+  {prog} words --gin_file=my.gin               a tokenizer of the words in the training data
 """
 _COLORS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
 _BENCH_ROWS = 64  # rows of a batch, without a gin file
@@ -93,7 +97,7 @@ class _Data:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('command', choices=('preview', 'stats', 'bench', 'check'))
+  parser.add_argument('command', choices=('preview', 'stats', 'bench', 'check', 'words'))
   parser.add_argument(
     'data',
     nargs='?',
@@ -122,6 +126,18 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     type=float,
     metavar='TOKENS',
     help='bench: tokens/s that the model trains at (default: from MODEL_DIR/metrics.jsonl)',
+  )
+
+  parser.add_argument(
+    '--output',
+    metavar='FOLDER',
+    help="words: folder of the tokenizer (default: the folder in the run's VOCABULARY)",
+  )
+  parser.add_argument(
+    '--max_words',
+    type=positive_int,
+    metavar='N',
+    help='words: keep only the N most frequent words; the others become unknown',
   )
 
 
@@ -390,6 +406,84 @@ def check(data: _Data, *, console: rich.console.Console) -> None:
   console.print(f'{index.split}: {number} shards, {index.rows:,} rows, every byte unchanged.')
 
 
+# The first ids: padding, the end of a text, words that the training data do not have.
+_SPECIAL = {'pad_token': '[PAD]', 'sep_token': '[SEP]', 'unk_token': '[UNK]'}
+
+
+def words(args: cli.Args, *, console: rich.console.Console) -> None:
+  """Writes a tokenizer of the words, numbers and punctuation marks in the training data.
+
+  It is a Hugging Face tokenizer, `VOCABULARY = 'huggingface:FOLDER'`. Case matters.
+
+  Raises:
+    ConfigError: no folder is named, or `tokenizers` is not installed.
+    DataError: the data cannot be read, or the folder has another tokenizer.
+  """
+  extra, config = args.extra, None
+  if args.gin_files:
+    config = args.load().arguments(only=('train_dataset_cfg',))['train_dataset_cfg']
+  kind, _, folder = ((config and config.vocabulary) or '').partition(':')
+  folder = extra.output or (folder if kind == 'huggingface' else '')
+  if config is None or not folder:
+    raise ConfigError(
+      'The command words needs a gin file that names the data, and a folder to write to.',
+      fix="Set VOCABULARY = 'huggingface:FOLDER' in the gin file, or give --output=FOLDER.",
+      parameters=('DatasetConfig.vocabulary',),
+      docs='tasks.md#vocabularies',
+    )
+  config = dataclasses.replace(config, split=extra.split or config.split)
+  path = pathlib.Path(folder).expanduser()
+  library = _tokenizers()
+  splitter = library.pre_tokenizers.BertPreTokenizer()
+  counts: collections.Counter[str] = collections.Counter()
+  for text in data_module.open_texts(config):
+    counts.update(word for word, _ in splitter.pre_tokenize_str(text))
+  if not counts:
+    raise DataError(
+      f'{config.mixture_or_task_name!r}, split {config.split!r}, has no words.',
+      fix='Name a split with text: --split=NAME.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
+  # Threads count in any order; sorted, the same data give the same ids on every machine.
+  kept = sorted(counts, key=lambda word: (-counts[word], word))[: extra.max_words]
+  ids = {word: i for i, word in enumerate([*_SPECIAL.values(), *kept])}
+  unknown = _SPECIAL['unk_token']
+  tokenizer = library.Tokenizer(library.models.WordLevel(ids, unk_token=unknown))
+  tokenizer.pre_tokenizer = splitter
+  _write_tokenizer(path, tokenizer.to_str(pretty=True))
+  rare = sum(counts.values()) - sum(counts[word] for word in kept)
+  console.print(
+    f'{path}: {len(kept):,} words of {config.mixture_or_task_name}, split {config.split}'
+    + (f' ({rare / counts.total():.1%} of the text is other words)' if rare else '')
+    + f"; with padding, end and unknown {len(ids):,} ids: VOCABULARY = 'huggingface:{folder}'"
+  )
+
+
+def _tokenizers() -> types.ModuleType:
+  try:
+    return importlib.import_module('tokenizers')
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      'The command words needs the package tokenizers, which is not installed.',
+      fix="Run: pip install 't5x_gpu[hf]', or: pip install tokenizers",
+    ) from e
+
+
+def _write_tokenizer(folder: pathlib.Path, content: str) -> None:
+  """Writes a tokenizer. Raises DataError if `folder` has another one."""
+  path = folder / 'tokenizer.json'
+  if path.is_file() and path.read_text('utf-8') != content:
+    raise DataError(
+      f'{path} has other words than the data: models that were trained with this file need it.',
+      fix='Give --output=FOLDER with another folder, or remove the file if no model needs it.',
+      parameters=('DatasetConfig.vocabulary',),
+      docs='tasks.md#vocabularies',
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  write_atomically(str(folder / 'tokenizer_config.json'), json.dumps(_SPECIAL, indent=2) + '\n')
+  write_atomically(str(path), content)
+
+
 def main(argv: Optional[list[str]] = None) -> int:
   """Runs one command; prints to standard output."""
   args = cli.parse_args(
@@ -408,9 +502,12 @@ def main(argv: Optional[list[str]] = None) -> int:
       f'--picture={extra.picture} is not a page.', fix='Write --picture=FILE.html.', docs='data.md'
     )
   logging_setup.quiet_environment()
+  console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
+  if extra.command == 'words':
+    words(args, console=console)
+    return 0
   data = _opened(args)
   logging_setup.setup()
-  console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   if extra.command == 'preview':
     preview(data, num_rows=extra.rows or 4, console=console)
   elif extra.command == 'stats':

@@ -312,8 +312,7 @@ def _facts(
     'batch_size': dataset.batch_size if options.batches else None,
     'examples': options.examples,
     'infer_eval': tasks and tasks.mixture_or_task_name,
-    'decoding': decoding
-    and {key: value for key, value in dataclasses.asdict(decoding).items() if key != 'batch_size'},
+    'decoding': decoding and decoding.facts,
   }
 
 

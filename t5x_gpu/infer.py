@@ -16,7 +16,8 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.conversion.to_ours import converted_once
-from t5x_gpu.data.data_module import Prompt, PromptText
+from t5x_gpu.data.batches import optional_method
+from t5x_gpu.data.data_module import RECORDS, Prompt, PromptText
 from t5x_gpu.data.prompts import parse_prompts, read_prompts
 from t5x_gpu.data.sources.rows import limited_lines
 from t5x_gpu.errors import ConfigError, DataError, task_error
@@ -45,19 +46,30 @@ How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 """
 
 
-def prompts_of(args: argparse.Namespace, text: PromptText, *, score: bool) -> list[Prompt]:
-  """Returns the prompts that the flags name, the same on every process."""
-  if args.prompts is None:
+def prompts_of(
+  args: argparse.Namespace, path: Optional[str], text: PromptText, *, score: bool
+) -> list[Prompt]:
+  """Returns the prompts in the file `path`, or of the task; the same on every process."""
+  if path is None:
     prompts = text.examples() if score else _with_inputs(text.examples())
     return list(itertools.islice(prompts, args.examples))
   records = None
   if distributed.is_main_process():
     try:
-      if args.prompts == '-':
+      if path == '-':
         lines = list(limited_lines(sys.stdin.buffer, 'standard input'))
         found = parse_prompts(lines, name='standard input', is_json=None, chat=args.chat)
+      elif path.startswith(RECORDS):
+        records_in = optional_method(text, 'records')
+        if records_in is None:
+          raise DataError(
+            f'--prompts={path}: prompts of this model are not read from tf.train.Examples.',
+            fix='Give a .jsonl, .csv, .tsv, .parquet or .txt file.',
+            docs='infer.md',
+          )
+        found = list(records_in(path))
       else:
-        found = read_prompts(args.prompts, chat=args.chat)
+        found = read_prompts(path, chat=args.chat)
       records = [dataclasses.asdict(prompt) for prompt in found]
     except DataError as e:
       if distributed.process_count() == 1:
@@ -129,7 +141,7 @@ def talk(job: InferJob, *, chat: bool = False) -> None:
 def _is_streamed(job: InferJob) -> bool:
   """Returns whether a text appears while the model writes it."""
   config = job.generator.config
-  return job.outcome is None and config.num_beams == config.num_decodes == 1
+  return job.outcome is None and config.num_decodes == 1 and not config.has_beams
 
 
 def _answer(job: InferJob, prompt: Prompt, number: int) -> str:
@@ -192,7 +204,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     metavar='FILE',
     help=(
       '.txt with a prompt per line, .jsonl with {"inputs": ...}, .csv, .tsv or .parquet (FILE#text='
-      "COLUMN), or - for standard input (default: the task's examples)"
+      'COLUMN), tfrecord:PATTERN#inputs=FEATURE, or - for standard input (default: the '
+      "task's examples)"
     ),
   )
   group.add_argument('--split', metavar='SPLIT', help="split of the task (default: the gin file's)")
@@ -310,7 +323,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not args.dry_run:
       talk(job, chat=flags.chat)
     return 0
-  prompts = shard(prompts_of(flags, job.text, score=setup.score), setup)
+  prompts = shard(prompts_of(flags, setup.prompts, job.text, score=setup.score), setup)
   new = write_results(
     job, prompts, output=output, score=setup.score, overwrite=flags.overwrite, dry_run=args.dry_run
   )

@@ -79,7 +79,7 @@ def train_run(
     promoted = promote_local(
       model_dir, checked.local, target=checked.program.abstract_saved, dry_run=changes_nothing
     )
-    plan = plan_run(checked, promoted=promoted)
+    plan = plan_run(checked, watchdog=watchdog, promoted=promoted)
     run = plan.run
     if only_compile:
       log(precompile(plan, xla=xla))

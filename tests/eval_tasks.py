@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+
 from t5x_gpu.data.tf_runtime import seqio, tf
 
 # What the last call of each metric function got.
@@ -37,6 +39,11 @@ def fails_at_the_third_call(targets, predictions):
   if seen['calls'] == 3:  # after the check with the targets, and the evaluation before step 1
     raise IndexError('no such word')
   return {'calls': seen['calls']}
+
+
+def grows_on_process_zero(targets, predictions):
+  seen['calls'] = seen.get('calls', 0) + 1
+  return {'rank': seen['calls'] * (1 if jax.process_index() == 0 else -1)}
 
 
 def _rows(words, split, shuffle_files=False, seed=None):
@@ -87,4 +94,5 @@ _add('turned_more', [f'{a}{b}' for a in 'abcdef' for b in 'uvwxy'][:31], metric_
 _add('turned_without_metrics', ['ab', 'cd', 'ef', 'gh'])
 _add('turned_broken', ['ab', 'cd', 'ef', 'gh'], metric_fns=[broken])
 _add('turned_fails', ['ab', 'cd', 'ef', 'gh'], metric_fns=[fails_at_the_third_call])
+_add('turned_by_process', ['ab', 'cd', 'ef', 'gh'], metric_fns=[grows_on_process_zero])
 seqio.MixtureRegistry.add('all_turned', [('turned', 1.0), ('turned_more', 1.0)])

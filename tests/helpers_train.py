@@ -34,6 +34,7 @@ from t5x_gpu.run.check import PlannedRun, check, plan_run
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.runtime import process_exit, topology
+from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from tests.helpers_xla import xla_flags
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -226,7 +227,8 @@ class Project:
       loaded = gin_loader.load(args.gin_files, bindings=args.bindings)
       checked = check(gin_loader.configured(loaded, Run))
       with checked.model_dir:
-        plan = plan_run(checked)
+        watchdog = Watchdog(WatchdogConfig(), process_index=0, process_count=1)
+        plan = plan_run(checked, watchdog=watchdog)
         open_data(plan)
     return plan
 

@@ -50,6 +50,10 @@ FOREIGN_FLAGS = {
   '--stderrthreshold',
   '--jax_backend_target',
   '--process-slot-var',
+  '--model_args',
+  '--tasks',
+  '--batch_size',
+  '--apply_chat_template',
 }
 # The parameters of T5X that have a translation, and macros of T5X's gin files.
 T5X_RULES = ROOT / 't5x_gpu' / 'config' / 't5x' / 'rules.py'

@@ -83,6 +83,26 @@ def test_a_run_can_evaluate_before_its_first_step(project):
   assert 'eval  step 0 | ' in project.trained.out and 'step 0/6' not in project.trained.out
 
 
+@pytest.mark.slow
+def test_loss_of_each_task_of_a_mixture_is_the_loss_of_that_task_alone(project, tmp_path):
+  macros = {
+    'train.eval_each_task': True,
+    'MIXTURE_OR_TASK_NAME': 'all_turned',
+    'TRAIN_STEPS': 1,
+    'train.infer_eval_dataset_cfg': None,
+  }
+  result = project.run(num_devices=1, MODEL_DIR=tmp_path / 'model', **macros)
+  assert result.code == 0, result.err
+  alone, mixture = (
+    read_json_lines(folder / 'metrics.jsonl')[0]
+    for folder in (project.model_dir, tmp_path / 'model')
+  )  # both of the initial parameters
+  assert mixture['eval/turned/loss'] == pytest.approx(alone['eval/loss'], rel=1e-5)
+  assert mixture['eval/turned/accuracy'] == pytest.approx(alone['eval/accuracy'], rel=1e-5)
+  assert mixture['eval/turned_more/loss'] != mixture['eval/turned/loss'] != mixture['eval/loss']
+  assert 'turned 5 rows, turned_more 10 rows' in result.out
+
+
 def test_every_evaluation_of_tasks_writes_the_texts_of_the_first_examples(project):
   folder = project.model_dir / 'predictions'
   assert sorted(p.name for p in folder.iterdir()) == [f'turned_{n}.jsonl' for n in (0, 4, 6)]

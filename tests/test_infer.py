@@ -156,6 +156,23 @@ def test_json_lines_keep_their_fields_and_standard_input_is_read(model_dir, expe
   assert got == expected[:2]
 
 
+@pytest.mark.tf
+def test_prompts_are_read_from_tf_examples(model_dir, expected, tmp_path):
+  import tensorflow as tf
+
+  for name, texts in (('a', PROMPTS[:1]), ('b', PROMPTS[1:3])):
+    with tf.io.TFRecordWriter(str(tmp_path / f'{name}.tfrecord')) as writer:
+      for text in texts:
+        value = tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
+        features = tf.train.Features(feature={'question': value})
+        writer.write(tf.train.Example(features=features).SerializeToString())
+  pattern = f'tfrecord:{tmp_path}/*.tfrecord'
+  assert answers(model_dir, f'--prompts={pattern}#inputs=question') == expected[:3]
+  result = call(model_dir, f'--prompts={pattern}#text=question')
+  record_stderr(result.err)
+  assert result.code == 1
+
+
 def test_blank_lines_are_skipped_and_count_in_the_numbers(model_dir, expected, tmp_path):
   path, output = tmp_path / 'p.txt', tmp_path / 'answers.jsonl'
   path.write_text(f'{PROMPTS[0]}\n\n{PROMPTS[1]}\n \n\n{PROMPTS[2]}\n', 'utf-8')

@@ -511,7 +511,11 @@ class _LiteralPath(type(epath.Path('/'))):
 
 
 class Checkpointer(BaseCheckpointer):
-  """The checkpoints of one MODEL_DIR on a disk; see `BaseCheckpointer`."""
+  """The checkpoints of one MODEL_DIR on a disk; see `BaseCheckpointer`.
+
+  Orbax copies each process's part of the arrays to host memory, and a thread of each process writes
+  the copy. Process 0 also writes data state and manifest, waits for all processes, and commits.
+  """
 
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
     super().__init__(model_dir, keep=keep)

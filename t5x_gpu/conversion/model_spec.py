@@ -36,6 +36,7 @@ RUN_FIELDS = (
   'remat_policy',
   'scan_unroll',
   'init_stddev',
+  'embedding_stddev',
   'max_length',
   'loss_chunks',
   'router_balance_loss',

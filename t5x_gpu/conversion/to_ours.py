@@ -8,8 +8,9 @@ import contextlib
 import fcntl
 import hashlib
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Optional
+from typing import Any, Optional, TextIO
 
 from t5x_gpu.checkpoint.arrays import Shape
 from t5x_gpu.checkpoint.atomic_folder import new_folder
@@ -120,7 +121,13 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
 
 
 def converted_once(
-  path: AnyPath, folder: AnyPath, model: Model, *, dry_run: bool = False, wants_all: bool = False
+  path: AnyPath,
+  folder: AnyPath,
+  model: Model,
+  *,
+  dry_run: bool = False,
+  wants_all: bool = False,
+  on_progress: Callable[[], object] = lambda: None,
 ) -> Optional[AnyPath]:
   """Returns `path`, or the folder of its conversion if it is a T5X checkpoint.
 
@@ -135,6 +142,7 @@ def converted_once(
     dry_run: write nothing. For a T5X checkpoint that is not converted yet, compare names and
       shapes, and return None.
     wants_all: the caller reads every checkpoint in `path`, so several of T5X's are an error.
+    on_progress: called on process 0 while it converts, or waits for another job.
   Raises:
     CheckpointError: the checkpoint cannot be converted.
   """
@@ -152,13 +160,19 @@ def converted_once(
           'each FOLDER.',
         )
       if is_theirs:
-        found = [_convert_into(folder / 'converted', path, model, dry_run=dry_run)]
+        target = folder / 'converted'
+        found = [_convert_into(target, path, model, dry_run=dry_run, on_progress=on_progress)]
   [found_path] = distributed.broadcast_json(found)
   return None if found_path is None else as_path(found_path)
 
 
 def _convert_into(
-  folder: pathlib.Path, path: pathlib.Path, model: Model, *, dry_run: bool
+  folder: pathlib.Path,
+  path: pathlib.Path,
+  model: Model,
+  *,
+  dry_run: bool,
+  on_progress: Callable[[], object],
 ) -> Optional[str]:
   fields = describe(without_adapters(policy_of(model)))
   files = T5xCheckpoint(path)
@@ -181,10 +195,10 @@ def _convert_into(
       _t5x_weights(fields, files)
       return None
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / f'.{target.name}.lock'):
+    with _locked(folder / f'.{target.name}.lock', waiting=on_progress):
       if not (target / MODEL_GIN).is_file():
         log(f'{files.path} is a T5X checkpoint. It is converted once, to {target}.')
-        convert_t5x(request, Console(stream_of_messages()))
+        convert_t5x(request, Console(stream_of_messages(), on_progress=on_progress))
   except (CheckpointError, OSError) as e:
     reason = e.what if isinstance(e, CheckpointError) else write_problem(e, folder)
     raise CheckpointError(
@@ -197,16 +211,33 @@ def _convert_into(
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-  """Waits until no other process of this host, or of the file server, holds the lock."""
+def _locked(path: pathlib.Path, *, waiting: Callable[[], object]) -> Iterator[None]:
+  """Waits until no other process of this host, or of the file server, holds the lock.
+
+  A process that ends loses the lock, so the other one works, however long it takes. `waiting` is
+  called meanwhile.
+  """
   with open(path, 'w', encoding='utf-8') as lock:
     with contextlib.suppress(OSError):  # a file system without locks: `new_folder` finds the other
-      try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        log(f'Waiting for another job that holds {path}.')
-        fcntl.flock(lock, fcntl.LOCK_EX)
+      is_logged = False
+      while not _takes(lock):
+        if not is_logged:
+          log(f'Waiting for another job that holds {path}.')
+        is_logged = True
+        waiting()
+        time.sleep(_LOCK_SECONDS)
     yield
+
+
+_LOCK_SECONDS = 1  # between two tries
+
+
+def _takes(lock: TextIO) -> bool:
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
 
 
 def _t5x_weights(model: ModelFields, files: T5xCheckpoint) -> ForeignWeights:
@@ -284,9 +315,10 @@ def write_ours(
     moments: the optimizer state; None to write parameters only.
   """
   size = num_bytes(shapes) + (num_bytes(moments.shapes) if moments else 0)
+  num_read_bytes = num_source_bytes + (moments.weights.num_bytes if moments else 0)
   with new_folder(request.target, num_bytes=size) as folder:
     with (
-      console.progress('written', num_source_bytes) as advance,
+      console.progress('written', num_read_bytes) as advance,
       ParamsWriter(
         folder,
         step=step,
@@ -300,16 +332,18 @@ def write_ours(
     ):
       copy_to_ours(pieces(), writer.write, advance=advance)
       if moments:
-        copy_to_ours(moments.weights.our_pieces(), writer.write_moment)
+        copy_to_ours(moments.weights.our_pieces(), writer.write_moment, advance=advance)
     write_extra(folder)
     title = f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.'
     (folder / MODEL_GIN).write_text(gin_text(model, title=f'{title}\n{_INCLUDE}'), 'utf-8')
     reader = ParamsReader(CheckpointAddress(ModelDir(folder), step))
-    with console.progress('read back', num_source_bytes) as advance:
+    with console.progress('read back', num_read_bytes) as advance:
       compare_with_ours(pieces(), reader, advance=advance)
-    console.say(f'check: {len(shapes)} parameters read back: bit-identical')
-    if moments:
-      _compare_moments(moments, reader.checkpoint, console)
+      if moments:
+        stored = StateReader(reader.checkpoint, prefix='opt_state/')
+        compare_with_ours(moments.weights.our_pieces(), stored, advance=advance)
+    both = f' and {len(stored.shapes)} moments' if moments else ''
+    console.say(f'check: {len(shapes)} parameters{both} read back: bit-identical')
     read_back = request.read_gin(folder / MODEL_GIN)
     assert not differences(read_back, model), f'{MODEL_GIN}: {differences(read_back, model)}'
     check_logits(
@@ -321,12 +355,6 @@ def write_ours(
       ours=lambda: conversion.params_of_checkpoint(reader),
     )
   console.say(f'done: {request.target}: checkpoint_{step}, {MODEL_GIN}')
-
-
-def _compare_moments(moments: T5xMoments, written: CheckpointAddress, console: Console) -> None:
-  reader = StateReader(written, prefix='opt_state/')
-  compare_with_ours(moments.weights.our_pieces(), reader)
-  console.say(f'check: {len(reader.shapes)} moments read back: bit-identical')
 
 
 def _check_same(asked: ModelFields, found: ModelFields, where: str) -> None:

@@ -419,9 +419,10 @@ def generation_config(text: RunText, model: ModelFields, ids: Json) -> tuple[Jso
       'length_penalty': decoding.length_penalty,
       'early_stopping': False,
     }
-  elif decoding.num_beams > 1:
+  elif decoding.has_beams:
     notes.append(
-      f"DecodingConfig.num_beams = {decoding.num_beams} with beam_rule = 't5x' has no counterpart "
-      'in transformers: generation_config.json decodes greedily'
+      f'a beam search with num_beams = {decoding.num_beams} and beam_rule = '
+      f'{decoding.beam_rule!r} has no counterpart in transformers: generation_config.json decodes '
+      'greedily'
     )
   return content, notes

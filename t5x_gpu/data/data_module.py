@@ -191,6 +191,9 @@ class Prompt:
   num_second: int = 0
 
 
+RECORDS = 'tfrecord:'  # prompts in files of tf.train.Examples
+
+
 class PromptText(Protocol):
   """Text <-> ids, with a task's vocabularies and end marks.
 
@@ -204,6 +207,8 @@ class PromptText(Protocol):
   Optional, for exports to Hugging Face:
     inputs_name: name of the vocabulary of prompts; by default `name`.
     is_chat: whether the chat template writes the task's texts; by default False.
+  Optional:
+    records(files) -> the prompts of 'tfrecord:PATTERN#inputs=FEATURE,targets=FEATURE'.
   """
 
   name: str
@@ -389,6 +394,13 @@ class DataModule(Protocol):
     Args:
       config: a task or mixture, its split and vocabulary; its lengths do not matter.
       num_measured: tokenize at most this many examples, a random sample.
+    """
+
+  def texts(self, config: DatasetConfig) -> Iterator[str]:
+    """Yields the texts of the split, uncut. Needed by `python -m t5x_gpu.data words`.
+
+    Args:
+      config: a task or mixture, and its split; its vocabulary and lengths do not matter.
     """
 
   def prompt_text(
@@ -625,6 +637,20 @@ def open_survey(config: DatasetConfig, *, num_measured: int) -> Survey:
       docs='tasks.md',
     )
   return survey(config, num_measured=num_measured)
+
+
+def open_texts(config: DatasetConfig) -> Iterator[str]:
+  """Returns the texts of `config`'s split; see `DataModule.texts`."""
+  texts = _optional(config, 'texts')
+  if texts is None:
+    raise ConfigError(
+      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which has no function '
+      'texts(config).',
+      fix='Name a task or files of text, such as jsonl:data/*.jsonl.',
+      parameters=_MODULE,
+      docs='add_a_data_source.md',
+    )
+  return texts(config)
 
 
 def open_evaluated_tasks(

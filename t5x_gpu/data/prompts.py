@@ -51,7 +51,8 @@ def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
     if ending.endswith(_NOT_READ):
       raise DataError(
         f'--prompts={path}: files of this form are not read as prompts.',
-        fix='Give a .jsonl, .csv, .tsv, .parquet or .txt file.',
+        fix='Give a .jsonl, .csv, .tsv, .parquet or .txt file. Files of tf.train.Examples are '
+        'tfrecord:PATTERN#inputs=FEATURE.',
         docs='infer.md',
       )
     if ending.endswith(_TABLES):

@@ -539,3 +539,4 @@ prompt_text = task_prompts.prompt_text
 class_text = task_prompts.class_text
 preparation = preparation_lib.preparation
 survey = task_lookup.survey
+texts = task_lookup.texts

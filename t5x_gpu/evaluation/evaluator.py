@@ -60,7 +60,7 @@ class Evaluator:
     """Returns the sums over all batches.
 
     Args:
-      params: parameters in the run's layer order.
+      params: parameters in the form of the run (`Program.params_in_run_form`).
       title: title of the progress bar.
       show: shows the progress.
       total: number of batches, for the bar; None for `num_batches`.
@@ -77,11 +77,15 @@ class Evaluator:
       self.num_rows = _num_rows(number, last=batch)
       return sums.sums()
 
-  def run(self, params: Params, *, show: Show = silent) -> dict[str, float]:
-    """Returns eval/loss, eval/accuracy, ...; for a classifier also eval/macro_f1, ..."""
-    sums = self.sums(params, show=show)
+  def run(self, params: Params, *, task: str = '', show: Show = silent) -> dict[str, float]:
+    """Returns eval/loss, eval/accuracy, ...; for a classifier also eval/macro_f1, ...
+
+    With the name of a `task`, the metrics are eval/TASK/loss, ...
+    """
+    prefix = f'{LOSS}{task}/' if task else LOSS
+    sums = self.sums(params, title=prefix.rstrip('/'), show=show)
     self.confusion = confusion_of(sums)
-    return values_of(sums, prefix=LOSS)
+    return values_of(sums, prefix=prefix)
 
 
 def _num_rows(num_batches: int, *, last: Batch) -> int:
@@ -195,7 +199,8 @@ class TaskEvaluator:
     def metrics(task: EvaluatedTask) -> dict[str, float]:
       self.outputs.append(_outputs(generator, task, show))
       with distributed.errors_together():
-        values = task.metrics(self.outputs[-1])
+        found = task.metrics(self.outputs[-1])
+        values = {name: float(value) for name, value in found.items()}  # NumPy's are not JSON
       return distributed.broadcast_json(values)
 
     return _named((task, metrics(task)) for task in self.tasks)

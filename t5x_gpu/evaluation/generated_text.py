@@ -301,8 +301,8 @@ class _EncodedPrompts:
       'vocabulary': self.job.text.name,
       'score': self.targets is not None,
     }
-    decoding = dataclasses.asdict(self.job.generator.config)
-    used = ['start_token'] if self.targets is not None else decoding.keys() - {'batch_size'}
+    decoding = self.job.generator.config.facts
+    used = decoding.keys() if self.targets is None else ['start_token']
     return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}
 
 

@@ -294,7 +294,7 @@ def _outcome(model: EncoderModel, names: Sequence[str]) -> tuple[str, Outcome]:
   return 'labels' if model.multi_label else 'classes', ClassOutcome(names, model.multi_label)
 
 
-def _has_inputs(request: InferRequest) -> bool:
+def has_inputs(request: InferRequest) -> bool:
   return reads_inputs(request.model) or 'inputs' in request.dataset.task_feature_lengths
 
 
@@ -305,7 +305,7 @@ def open_prompt_text(request: InferRequest) -> PromptText:
     'prompt_text',
     feature_converter=request.model.feature_converter({'inputs': 1, 'targets': 1}),
     model_vocab_size=request.model.num_outcomes,
-    has_inputs=_has_inputs(request),
+    has_inputs=has_inputs(request),
     may_import=request.may_import,
   )
 
@@ -351,7 +351,7 @@ def decoding_changes(
     notes.append(f'--chat: the chat template writes the prompts; ids that end an answer: {answers}')
     return changes, notes
   is_from_hf = manifest.get('converted_from', {}).get('format') == 'hf'
-  if is_from_hf and not (request.sets_start_token or _has_inputs(request) or request.is_run):
+  if is_from_hf and not (request.sets_start_token or has_inputs(request) or request.is_run):
     changes['start_token'] = text.start_id
     starts = 'no token' if text.start_id is None else f'token {text.start_id}'
     notes.append(

@@ -70,6 +70,7 @@ class InferSetup:
     model, partitioner: values from a model file; None with the gin file of a run, which sets them.
     dataset_cfg: task, split and lengths of the prompts; None with other gin files. With a dataset,
       gin files configure a job without a run.
+    prompts: as --prompts; None for the examples of the task.
     checkpoint: as --checkpoint, or a checkpoint of T5X, which is converted into `output_dir` first.
     output_dir: folder of the results, TASK-predict.jsonl-00000-of-00001; None for --output.
     score: as --score.
@@ -80,6 +81,7 @@ class InferSetup:
   model: Optional[Model] = None
   partitioner: Optional[Partitioner] = None
   dataset_cfg: Optional[DatasetConfig] = None
+  prompts: Optional[str] = None
   checkpoint: Optional[str] = None
   output_dir: Optional[str] = None
   score: bool = False
@@ -99,7 +101,7 @@ class InferSetup:
     """The file of the results, named as in T5X."""
     if self.output_dir is None or self.dataset_cfg is None:
       return None
-    task = _RESULTS_OF.sub('_', self.dataset_cfg.mixture_or_task_name)
+    task = _RESULTS_OF.sub('_', self.dataset_cfg.mixture_or_task_name or 'prompts')
     mode = 'score' if self.score else 'predict'
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
     return str(as_path(self.output_dir) / f'{task}-{mode}.jsonl-{shard}')
@@ -224,7 +226,7 @@ def read_request(
 
 def _with_flags(setup: InferSetup, flags: argparse.Namespace) -> InferSetup:
   """Returns `setup` with the values of the flags that are given."""
-  names = ('checkpoint', 'score', 'shard_id', 'num_shards')
+  names = ('checkpoint', 'prompts', 'score', 'shard_id', 'num_shards')
   given = {name: getattr(flags, name, None) for name in names}
   # 0 is a shard, so `in (None, False)` would drop it.
   given = {k: v for k, v in given.items() if v is not None and v is not False}

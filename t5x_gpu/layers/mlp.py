@@ -24,13 +24,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-  """Returns the activation function; raises ModelError for an unknown name."""
+def activation(
+  name: str, parameter: str = 'TransformerConfig.mlp_activations'
+) -> Callable[[jax.Array], jax.Array]:
+  """Returns the activation function; raises ModelError for an unknown name in `parameter`."""
   if name not in ACTIVATIONS:
     raise ModelError(
-      f'mlp_activations has the unknown {name!r}.{did_you_mean(name, ACTIVATIONS)}',
+      f'{parameter.rpartition(".")[2]} has the unknown {name!r}.{did_you_mean(name, ACTIVATIONS)}',
       fix=f'Choose from {", ".join(ACTIVATIONS)}.',
-      parameters=('TransformerConfig.mlp_activations',),
+      parameters=(parameter,),
     )
   return ACTIVATIONS[name]
 

@@ -102,8 +102,9 @@ def means(sums: Mapping[str, tuple[float, float]], *, prefix: str = '') -> Means
 
 
 class Accumulator:
-  """Adds the sums of many steps, in float64 on the host, without waiting for each step.
+  """Adds the sums of many steps, in float64 on the host.
 
+  Sums on devices are fetched later, so an evaluation does not wait for each of its steps.
   float32 totals on the device would lose single tokens beyond 2**24 = 16.8 million.
   """
 

@@ -61,6 +61,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     max_length: longest row that a model without a position table was trained on; 0 for any length.
 
     num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for no table.
+    embedding_stddev: standard deviation of the initial tables of tokens, positions and token types;
+      None for init_stddev, or else 1.
     embedding_norm: whether a norm follows the embeddings (BERT).
     scale_embedding: multiply embeddings by sqrt(embed_dim) (Gemma).
 
@@ -107,6 +109,7 @@ class TransformerConfig(AttentionConfig, MoeConfig):
   max_length: int = 0
 
   num_token_types: int = 0
+  embedding_stddev: Optional[float] = None
   embedding_norm: bool = False
   scale_embedding: bool = False
 
@@ -172,7 +175,13 @@ class TransformerConfig(AttentionConfig, MoeConfig):
 
   def _bad_numbers(self) -> Iterator[Problem]:
     """Yields problems with numbers out of range."""
-    optional = ('query_pre_attn_scalar', 'attention_softcap', 'logits_softcap', 'init_stddev')
+    optional = (
+      'query_pre_attn_scalar',
+      'attention_softcap',
+      'logits_softcap',
+      'init_stddev',
+      'embedding_stddev',
+    )
     given = [name for name in optional if getattr(self, name) is not None]
     none, at_least_0 = 'must be at least 1, or 0 for none.', 'must be at least 0.'
     for is_bad, text, parameters in (

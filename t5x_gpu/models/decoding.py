@@ -25,6 +25,8 @@ class DecodingConfig:
     top_k: sample among the k most probable tokens; 0 for all.
     top_p: sample among the most probable tokens whose probabilities add up to this (after top_k).
     num_beams: number of beams of a beam search; 1 for no search.
+    beam_search: search even with one beam, as T5X's encoder-decoders do by default. A text ends at
+      its best end, which may be the second best token, and not at the first end that is the best.
     length_penalty: exponent that favors longer texts; 0 ranks by probability alone.
     beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
       when no open beam can overtake a finished beam; open beams at max_decode_length rank behind,
@@ -58,6 +60,19 @@ class DecodingConfig:
   seed: int = 0
   batch_size: int = 32
   rescale_log_probs: bool = False
+  beam_search: bool = False
+
+  @property
+  def has_beams(self) -> bool:
+    """Whether a beam search chooses the tokens."""
+    return self.beam_search or self.num_beams > 1
+
+  @property
+  def facts(self) -> dict[str, object]:
+    """The settings that texts depend on; None for a later one that is off, as if not saved."""
+    facts = dataclasses.asdict(self)
+    del facts['batch_size']
+    return facts | {name: facts[name] or None for name in ('beam_search', 'rescale_log_probs')}
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'stop_tokens', tuple(self.stop_tokens))
@@ -85,10 +100,11 @@ class DecodingConfig:
         f'is not one of {", ".join(map(repr, BEAM_RULES))}.'
         + did_you_mean(str(self.beam_rule), BEAM_RULES),
       )
-    if self.num_beams > 1:
+    if self.has_beams:
       if self.temperature or self.top_k or self.top_p < 1.0:
         refuse(
-          'num_beams', 'cannot be combined with sampling: leave out temperature, top_k, top_p.'
+          'beam_search' if self.beam_search else 'num_beams',
+          'cannot be combined with sampling: leave out temperature, top_k, top_p.',
         )
       if self.num_decodes > self.num_beams:
         refuse('num_decodes', f'must be at most num_beams = {self.num_beams}.')

@@ -19,6 +19,7 @@ from t5x_gpu.data.entities import entity_kinds
 from t5x_gpu.data.features import LABEL, LABEL_WEIGHTS, LABELS, SCORE_UNIT, SCORES
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.layers.mlp import activation
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.heads import (
   ClassifierHead,
@@ -41,7 +42,8 @@ from t5x_gpu.partitioning.axis_rules import gather_over, is_manual, local_ways, 
 from t5x_gpu.partitioning.parameters import whole
 
 TEXTS_PER_ROW = 3  # in rows for embeddings: a text, its positive text, a hard negative
-POOLINGS = ('first_token_tanh', 'first_token', 'mean')
+FLATTEN = 'flatten'
+POOLINGS = ('first_token_tanh', 'first_token', 'mean', FLATTEN)
 
 
 def pool(x: jax.Array, info: TokenInfo, *, kind: str) -> jax.Array:
@@ -73,6 +75,22 @@ def pool_texts(
     taken &= (jnp.broadcast_to(positions, segments.shape) == 0)[:, None]
   vectors, weights = _mean(x, taken)
   return vectors, weights > 0
+
+
+def flatten(x: jax.Array, info: TokenInfo) -> jax.Array:
+  """Returns whole rows [batch, length, embed] in the order of the tokens, zero on padding.
+
+  Args:
+    x: [batch, length, embed] after the last norm; the length may be split.
+    info: positions [length] and segments of the tokens.
+  """
+  x = shard(x, 'batch', 'length', 'embed')
+  x = jnp.where((info.segments > 0)[..., None], x, 0)
+  if local_ways('length') > 1:
+    x = gather_over(x, 'length', dim=1)[
+      :, jnp.argsort(gather_over(info.positions, 'length', dim=0))
+    ]
+  return x
 
 
 def _mean(x: jax.Array, taken: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -111,6 +129,17 @@ def check_encoder(model: 'EncoderModel') -> None:
     _check_classes(model)
   if model.embeds:
     _check_embedding(model)
+  if model.flattens and not (model.head_mlp_dim > 0 and model.config.length_limit):
+    raise ModelError(
+      f"EncoderModel.pooling = 'flatten' with head_mlp_dim = {model.head_mlp_dim} and "
+      f'max_length = {model.config.max_length}: the head has an MLP with weights for each position '
+      'of the longest row.',
+      fix='Set EncoderModel.head_mlp_dim, such as to 256, and TransformerConfig.max_length to the '
+      'length of the rows.',
+      parameters=('EncoderModel.pooling', 'TransformerConfig.max_length'),
+    )
+  if model.head_mlp_activation is not None:
+    activation(model.head_mlp_activation, 'EncoderModel.head_mlp_activation')
   if model.regresses and (model.label_smoothing or model.z_loss):
     raise _not_cross_entropy(model, 'a regression minimizes the squared error')
   if model.token_types and model.config.num_token_types < 2:
@@ -372,8 +401,12 @@ class EncoderModel(OneStackModel):
       masked tokens).
     num_classes: number of classes or tags.
     pooling: how a row becomes a vector: 'first_token_tanh' (BERT: the first token, a linear map and
-      tanh), 'first_token', or the 'mean' of all tokens.
+      tanh), 'first_token', the 'mean' of all tokens, or 'flatten': the tokens of the row one after
+      another, zeros in place of padding. 'flatten' needs head_mlp_dim, and a limit of the length:
+      TransformerConfig.max_length, or num_positions.
     head_mlp_dim: hidden features of an MLP between pooling and classes; 0 for no MLP.
+    head_mlp_activation: activation of this MLP; None for the first of
+      TransformerConfig.mlp_activations.
     label_smoothing: probability given to the other classes or tokens.
     z_loss: coefficient of log(Z)^2 in the loss.
     token_types: whether rows with labels carry token types, which distinguish the two texts of a
@@ -392,6 +425,7 @@ class EncoderModel(OneStackModel):
   num_classes: int = 2
   pooling: str = 'first_token_tanh'
   head_mlp_dim: int = 0
+  head_mlp_activation: Optional[str] = None
   label_smoothing: float = 0.0
   z_loss: float = 0.0
   token_types: Optional[bool] = None
@@ -428,6 +462,16 @@ class EncoderModel(OneStackModel):
     return self.head_type == 'classification'
 
   @property
+  def flattens(self) -> bool:
+    """Whether the head reads the features of all positions of a row."""
+    return self.pooling == FLATTEN and self._has_row_targets
+
+  @property
+  def sees_order(self) -> bool:
+    """Whether the order of the tokens matters, to the layers or to the head."""
+    return self.flattens or super().sees_order
+
+  @property
   def regresses(self) -> bool:
     """Whether each row has a number; the loss is the squared error."""
     return self.head_type == 'regression'
@@ -450,6 +494,13 @@ class EncoderModel(OneStackModel):
     if self.multi_label:
       return 2
     return self._num_label_classes or self.config.vocab_size
+
+  def flops_per_token(self, length: int) -> float:
+    """Returns model FLOPs of one training step per position of a row of `length`."""
+    flops = super().flops_per_token(length)
+    if self.flattens:  # a matrix over whole rows
+      flops += 6.0 * self.config.length_limit * self.config.embed_dim * self.head_mlp_dim / length
+    return flops
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name."""
@@ -497,7 +548,8 @@ class EncoderModel(OneStackModel):
     x = jnp.zeros((1, 1, self.config.embed_dim), self.config.compute_dtype)
     if self.embeds:
       return params
-    head = self._head_module.init(keys['head'], x[:, 0] if self._has_row_targets else x)
+    pooled = self._has_row_targets and not self.flattens
+    head = self._head_module.init(keys['head'], x[:, 0] if pooled else x)
     return {**params, **head['params']}
 
   @property
@@ -508,6 +560,8 @@ class EncoderModel(OneStackModel):
         1 if self.regresses else self.num_classes,
         tanh_layer=self._has_row_targets and self.pooling.endswith('tanh'),
         mlp_dim=self.head_mlp_dim,
+        mlp_activation=self.head_mlp_activation,
+        flat_length=self.config.length_limit if self.flattens else 0,
       )
     return MaskedTokenHead(self.config)
 
@@ -522,6 +576,8 @@ class EncoderModel(OneStackModel):
     x = self._stack.finish(params, x)
     if self.tags:
       row = shard(x, 'batch', 'length', 'embed')
+    elif self.flattens:
+      row = flatten(x, self._info(batch))
     else:
       row = pool(x, self._info(batch), kind=self.pooling)
     rng = self._rng(dropout_key, batch, 'head')

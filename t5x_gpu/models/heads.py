@@ -203,12 +203,17 @@ class ClassifierHead(nn.Module):
     tanh_layer: start with a linear map and tanh (BERT's pooler).
     mlp_dim: hidden features of an MLP before the classes, sharded like the layers' MLP; 0 for no
       MLP.
+    mlp_activation: activation of the MLP; None for the first of the layers' MLP.
+    flat_length: for input [batch, length, embed] of one row each, whose features the MLP reads as
+      one vector: positions of the longest row; 0 for other input.
   """
 
   config: TransformerConfig
   num_classes: int
   tanh_layer: bool
   mlp_dim: int = 0
+  mlp_activation: Optional[str] = None
+  flat_length: int = 0
 
   @property
   def parameter_names(self) -> tuple[str, ...]:
@@ -224,7 +229,8 @@ class ClassifierHead(nn.Module):
     """Returns [batch, classes] in float32 from [batch, embed]; or the same with a length axis.
 
     Args:
-      row: pooled output of the last norm, or [batch, length, embed] of all tokens.
+      row: pooled output of the last norm, or [batch, length, embed] of all tokens, which
+        `flat_length` turns into one vector per row.
       dropout_rng: drops the output of the pooler, as in BERT; None for no dropout.
     """
     c = self.config
@@ -236,16 +242,40 @@ class ClassifierHead(nn.Module):
     if self.mlp_dim:
       mlp = MlpConfig(
         mlp_dim=self.mlp_dim,
-        mlp_activations=c.mlp_activations[:1],
+        mlp_activations=(self.mlp_activation or c.mlp_activations[0],),
         mlp_bias=True,
         dtype=c.dtype,
         init_stddev=c.init_stddev,
       )
-      tokens = Mlp(mlp, name='classifier_mlp')(tokens)
+      kind = functools.partial(FlatMlp, length=self.flat_length) if self.flat_length else Mlp
+      tokens = kind(mlp, name='classifier_mlp')(tokens)
     tokens = tokens if row.ndim == 3 else tokens[:, 0]
     return DenseGeneral((self.num_classes,), ('embed', None), name='classifier', **options)(
       tokens
     ).astype(jnp.float32)
+
+
+class FlatMlp(nn.Module):
+  """An MLP that reads the features of all positions of a row as one vector.
+
+  Attributes:
+    config: hidden features, activation.
+    length: positions of the longest row. A shorter row counts as one that ends with zeros.
+  """
+
+  config: MlpConfig
+  length: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [batch, embed] from [batch, length, embed], zero on padding."""
+    c = self.config
+    options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=c.mlp_bias)
+    x = jnp.pad(x, ((0, 0), (0, self.length - x.shape[1]), (0, 0)))
+    wi = DenseGeneral((c.mlp_dim,), (None, 'embed', 'mlp'), num_in=2, name='wi', **options)
+    hidden = shard(activation(c.mlp_activations[0])(wi(x)), 'batch', 'mlp')
+    out = DenseGeneral((x.shape[-1],), ('mlp', 'embed'), name='wo', **options)(hidden)
+    return shard(out, 'batch', 'embed')
 
 
 class MaskedTokenHead(nn.Module):

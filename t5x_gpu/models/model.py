@@ -152,6 +152,12 @@ class Model:
     return self.flops_per_token(length) * length
 
   @property
+  def sees_order(self) -> bool:
+    """Whether the order of the tokens may matter."""
+    config = config_of(self)
+    return config is None or config.sees_order
+
+  @property
   def guess_loss(self) -> Optional[float]:
     """The loss of a model that guesses uniformly; None if it depends on the data."""
     return math.log(self.num_outcomes) if self.num_outcomes > 1 else None
@@ -297,6 +303,7 @@ class ModelWrapper(Model):
   tags = _of_model('tags')
   regresses = _of_model('regresses')
   embeds = _of_model('embeds')
+  sees_order = _of_model('sees_order')
   class_names = _of_model('class_names')
   label_smoothing = _of_model('label_smoothing')
   z_loss = _of_model('z_loss')

@@ -176,7 +176,8 @@ class Embeddings:
 
   def _table(self, size: int, kind: type[_Table] = PositionTable) -> _Table:
     c = self.config
-    return kind(size, c.embed_dim, c.compute_dtype, 1.0 if c.init_stddev is None else c.init_stddev)
+    given = (x for x in (c.embedding_stddev, c.init_stddev) if x is not None)
+    return kind(size, c.embed_dim, c.compute_dtype, next(given, 1.0))
 
 
 def output(x: Activation) -> jax.Array:

@@ -119,7 +119,7 @@ class Layout:
     Args:
       abstract: arrays or shapes, without padding.
       names: tree of AxisNames.
-        table: array axis -> mesh axes; by default the table of parameters.
+      table: array axis -> mesh axes; by default the table of parameters.
     """
     table = self.rules.parameters if table is None else table
 
@@ -175,7 +175,7 @@ class Layout:
     return {name: sharding(name, shape) for name, shape in shapes.items()}
 
   def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns the global batch on devices; each process hands over only its devices' rows."""
+    """Returns the global batch on devices, for decoding; each process uploads only its rows."""
     shardings = self.batch_shardings({name: x.shape for name, x in batch.items()})
     return {
       name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
@@ -183,7 +183,7 @@ class Layout:
     }
 
   def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns a batch on devices, as `put` does, with positions in the order of `context`."""
+    """Returns a batch for a step on devices: as `put`, with positions in the order of `context`."""
     ways = self.mesh.shape['context']
     if ways > 1:
       batch = {

@@ -24,6 +24,7 @@ from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Device, discover
+from t5x_gpu.runtime.watchdog import Watchdog
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
@@ -128,13 +129,16 @@ class PlannedRun(CheckedRun):
     return f'{precision}{self.memory.line()}\nDry run: the run could start. Steps done: {steps}.'
 
 
-def plan_run(checked: CheckedRun, *, promoted: Optional[CheckpointMetadata] = None) -> PlannedRun:
+def plan_run(
+  checked: CheckedRun, *, watchdog: Watchdog, promoted: Optional[CheckpointMetadata] = None
+) -> PlannedRun:
   """Returns the run with the checkpoint that it starts from; prints where that is.
 
   All processes must call it, with MODEL_DIR locked unless the run is a dry one.
 
   Args:
     checked: the run.
+    watchdog: its deadline covers the conversion of a T5X checkpoint.
     promoted: the local checkpoint that `promote_local` made, or would make, an ordinary one.
   Raises:
     CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or the
@@ -146,7 +150,14 @@ def plan_run(checked: CheckedRun, *, promoted: Optional[CheckpointMetadata] = No
   start, of_t5x = run.initialize_from, False
   if start is not None and saved is None:
     path = as_path(start.path, parameter='RestoreConfig.path')
-    found = converted_once(path, model_dir.path, run.model, dry_run=not model_dir.is_locked)
+    with watchdog.phase('convert'):
+      found = converted_once(
+        path,
+        model_dir.path,
+        run.model,
+        dry_run=not model_dir.is_locked,
+        on_progress=watchdog.progress,
+      )
     start, of_t5x = dataclasses.replace(start, path=str(found or path)), found is None
   with distributed.errors_together():
     if of_t5x:
@@ -224,7 +235,7 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   if with_parameters:
     lines.append(parameter_table(*state_layouts(program.abstract_state, program.names)))
   lines.append(f'model: {type(run.model).__name__}, {size_line(program)}')
-  if (config := config_of(run.model)) is not None and not config.sees_order:
+  if not run.model.sees_order:
     lines.append(
       "WARNING: relative_bias = 'none', and neither rope, ropes nor num_positions is set: this "
       'model does not see the order of its tokens.'

@@ -70,6 +70,8 @@ class Run(EvalConfig):
     log_period: steps between log lines.
     eval_period: steps between evaluations of the loss; None for one at the end.
     eval_steps: batches of each evaluation.
+    eval_each_task: also evaluate the loss of each task of a mixture, eval/TASK/loss, on eval_steps
+      batches of its own.
     infer_eval_period: steps between evaluations of tasks; None for one at the end.
     num_predictions: examples of each evaluated task whose texts every evaluation writes to
       MODEL_DIR/predictions; None for all.
@@ -86,6 +88,7 @@ class Run(EvalConfig):
   log_period: int
   eval_period: Optional[int] = None
   eval_steps: int = 20
+  eval_each_task: bool = False
   infer_eval_period: Optional[int] = None
   num_predictions: Optional[int] = 0
   run_eval_before_training: bool = False

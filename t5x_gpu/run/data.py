@@ -17,8 +17,14 @@ from t5x_gpu.checkpoint.checkpointer import saved_data
 from t5x_gpu.checkpoint.manifest import Manifest, make_manifest, sealed
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import write_predictions
-from t5x_gpu.data.batches import BatchIterator, batch_hash, optional_method
-from t5x_gpu.data.data_module import Vocabulary, batches_for, module_of, open_vocabulary
+from t5x_gpu.data.batches import BatchIterator, DatasetConfig, batch_hash, optional_method
+from t5x_gpu.data.data_module import (
+  Vocabulary,
+  batches_for,
+  module_of,
+  open_task_names,
+  open_vocabulary,
+)
 from t5x_gpu.data.same_data import check_next_batch, data_line
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
@@ -206,16 +212,23 @@ class Evaluations:
     run: the run's settings.
     program: the run's program.
     loss: evaluates the loss, every `run.eval_period` steps; None for no such evaluation.
+    each_task: evaluators of the loss of each task, by its name, for `run.eval_each_task`.
     tasks: evaluates tasks, every `run.infer_eval_period` steps; None for no such evaluation.
   Attributes:
     evaluated: number of rows in the last evaluation, '18 rows'.
   """
 
   def __init__(
-    self, run: Run, program: Program, *, loss: Optional[Evaluator], tasks: Optional[TaskEvaluator]
+    self,
+    run: Run,
+    program: Program,
+    *,
+    loss: Optional[Evaluator],
+    each_task: Mapping[str, Evaluator],
+    tasks: Optional[TaskEvaluator],
   ):
     self._run, self._program = run, program
-    self._loss, self._tasks = loss, tasks
+    self._loss, self._each_task, self._tasks = loss, each_task, tasks
     self.evaluated = ''
 
   @property
@@ -226,7 +239,11 @@ class Evaluations:
   def check_same_on_hosts(self, training: BatchIterator) -> None:
     """Raises DataError, on all processes, unless all read the same data, `training` included."""
     check_same_on_hosts(
-      {'training': training, 'evaluation': self._loss and self._loss.batches},
+      {
+        'training': training,
+        'evaluation': self._loss and self._loss.batches,
+        **{f'evaluation of {name}': each.batches for name, each in self._each_task.items()},
+      },
       self._tasks.tasks if self._tasks else (),
     )
 
@@ -243,7 +260,8 @@ class Evaluations:
     in_classes = model.classifies or model.tags
     if self._loss is not None and (in_classes or keep.best and keep.metric.startswith(LOSS)):
       sums = dummy_sums(self._program)
-      values |= values_of(sums, prefix=LOSS)
+      for prefix in (LOSS, *(f'{LOSS}{name}/' for name in self._each_task)):
+        values |= values_of(sums, prefix=prefix)
     if self._tasks is not None:
       values |= self._tasks.rehearse()
     check_names(values)
@@ -292,6 +310,9 @@ class Evaluations:
     if loss:
       values |= self._loss.run(state.params, show=show)
       sizes.append(f'{self._loss.num_rows:,} rows')
+      for name, each in self._each_task.items():
+        values |= each.run(state.params, task=name, show=show)
+        sizes.append(f'{name} {each.num_rows:,} rows')
     if tasks:
       sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
       values |= self._tasks.run(self._program.in_saved_form(state).params, show=show)
@@ -326,10 +347,13 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
     ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
       `open_task_evaluator`.
   """
-  loss = tasks = None
+  loss, each_task, tasks = None, {}, None
   if run.train_eval_dataset_cfg is not None:
     check_eval_batch(run.train_eval_dataset_cfg.batch_size, program)
-    loss = _open_loss(run, program, required=run.eval_period is not None or loss_required)
+    required = run.eval_period is not None or loss_required
+    loss = _open_loss(run, run.train_eval_dataset_cfg, program, required=required)
+    if run.eval_each_task:
+      each_task = _open_each_task(run, program, required=required)
   if run.infer_eval_dataset_cfg is not None:
     tasks = open_task_evaluator(
       run.model,
@@ -338,13 +362,27 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
       train_lengths=run.train_dataset_cfg.task_feature_lengths,
       decoding=run.decoding_cfg,
     )
-  return Evaluations(run, program, loss=loss, tasks=tasks)
+  return Evaluations(run, program, loss=loss, each_task=each_task, tasks=tasks)
 
 
-def _open_loss(run: Run, program: Program, *, required: bool) -> Optional[Evaluator]:
+def _open_each_task(run: Run, program: Program, *, required: bool) -> dict[str, Evaluator]:
+  """Returns an evaluator of the loss for each task of a mixture that has the split; {} for one."""
+  dataset = run.train_eval_dataset_cfg
+  names = open_task_names(dataset)
+  found = {}
+  for name in names if len(names) > 1 else ():
+    one = dataclasses.replace(dataset, mixture_or_task_name=name)
+    if (loss := _open_loss(run, one, program, required=required)) is not None:
+      found[name] = loss
+  return found
+
+
+def _open_loss(
+  run: Run, dataset: DatasetConfig, program: Program, *, required: bool
+) -> Optional[Evaluator]:
   """Returns the evaluator of the loss; None, with a warning, if its data has no example."""
   try:
-    batches = batches_for(run.model, run.train_eval_dataset_cfg, repeat=False)
+    batches = batches_for(run.model, dataset, repeat=False)
     return Evaluator(program, batches, run.eval_steps)
   except NoExamplesError as e:
     if required:

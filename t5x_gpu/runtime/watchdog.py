@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import math
 import os
 import re
 import socket
@@ -266,6 +267,11 @@ class PhaseClock:
       self._phase, self._deadline, self._since = phase, deadline, self._clock()
       return before
 
+  def progress(self) -> None:
+    """Gives the phase its whole deadline again."""
+    with self._lock:
+      self._since = self._clock()
+
   def step_done(self, step: int, *, least_deadline: float, factor: float) -> None:
     """Starts the next step. Its deadline is `factor` median steps, at least `least_deadline`."""
     with self._lock:
@@ -292,6 +298,7 @@ class WatchdogConfig:
     step_seconds: one step; `step_factor` median steps if that is longer.
     step_factor: a step this many times slower than the median step is stuck.
     save_seconds, eval_seconds: one save, one evaluation.
+    convert_seconds: conversion of a T5X checkpoint at the start, without progress for this long.
     dead_seconds: a rank without a heartbeat for this long is dead.
     period_seconds: time between heartbeats.
   """
@@ -301,6 +308,7 @@ class WatchdogConfig:
   step_factor: float = 20
   save_seconds: float = 1800
   eval_seconds: float = 3600
+  convert_seconds: float = 1800
   dead_seconds: float = 15
   period_seconds: float = 1
 
@@ -394,12 +402,20 @@ class Watchdog:
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """Applies the deadline of `name` ('compile', 'save' or 'eval') to the block."""
-    before = self._phases.enter(name, getattr(self._config, f'{name}_seconds'))
+    """Applies the deadline of `name` ('compile', 'save', 'eval' or 'convert') to the block.
+
+    Only process 0 converts, so only its deadline counts: the others wait however long it works.
+    """
+    seconds = getattr(self._config, f'{name}_seconds')
+    before = self._phases.enter(name, math.inf if name == 'convert' and self._index else seconds)
     try:
       yield
     finally:
       self._phases.enter(*before)
+
+  def progress(self) -> None:
+    """Records progress inside a phase: its deadline starts again now."""
+    self._phases.progress()
 
   def step_done(self, step: int) -> None:
     """Records progress: the deadline of the next step starts now."""

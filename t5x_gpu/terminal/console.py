@@ -16,10 +16,15 @@ from t5x_gpu.terminal.progress import bar
 
 
 class Console:
-  """Prints lines and progress bars to `stream`, standard output by default."""
+  """Prints lines and progress bars to `stream`, standard output by default.
 
-  def __init__(self, stream: Optional[TextIO] = None):
-    self._stream = stream
+  `on_progress` is called whenever a bar advances.
+  """
+
+  def __init__(
+    self, stream: Optional[TextIO] = None, *, on_progress: Callable[[], object] = lambda: None
+  ):
+    self._stream, self._on_progress = stream, on_progress
 
   def say(self, text: str) -> None:
     """Prints a line."""
@@ -39,7 +44,12 @@ class Console:
     """
     start = time.monotonic()
     with bar(title, num_bytes, done=done, bytes=True, stream=self._stream) as advance:
-      yield advance
+
+      def advance_both(number: int) -> None:
+        advance(number)
+        self._on_progress()
+
+      yield advance_both
     seconds = max(time.monotonic() - start, 1e-9)
     moved = num_bytes - done
     self.say(

@@ -157,6 +157,9 @@ class Method:
   b2: Optional[float] = None
 
 
+# Compared with the authors' repositories: the scripts finetune_with_accelerate and
+# dpo_train_with_accelerate of allenai/open-instruct, finetune_guanaco of artidoro/qlora, and
+# run_classifier of google-research/bert. The rate of Tulu 2's 70B is the paper's.
 _OWN = 'our choice'
 _FULL = Method(2e-5, 128, 2, 0.03, 'Tulu 2 (Ivison et al. 2023)')
 _FULL_LARGE = dataclasses.replace(_FULL, learning_rate=1e-5, source=f'{_FULL.source}, 70B')
@@ -165,7 +168,7 @@ _LORA = Method(
   2e-4,
   16,
   3,
-  0.03,
+  0.0,  # its scripts set warmup_ratio = 0.03, which transformers' constant schedule ignores
   'QLoRA (Dettmers et al. 2023), 7B and 13B',
   epochs_source=_OWN,
   is_constant=True,

@@ -86,11 +86,6 @@ class Fp8History:
     )
 
 
-def history_names(history: Tree) -> Tree:
-  """Returns a tree of AxisNames; every device has the whole history."""
-  return jax.tree.map(lambda _: AxisNames((None, None, None)), history)
-
-
 def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8History]:
   """Returns the history of a model with delayed scaling; None for others.
 
@@ -111,11 +106,11 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
   return Fp8History(config.fp8_history, config.fp8_margin, tuple(model.stacks))
 
 
-def with_amaxes(params: Params, amaxes: Tree) -> Params:
+def with_kernel_amaxes(params: Params, amaxes: Tree) -> Params:
   """Returns `params` with the arrays of `amaxes` next to the kernels."""
   result = copy.copy(params)
   for name, inner in amaxes.items():
-    result[name] = with_amaxes(params[name], inner) if isinstance(inner, Mapping) else inner
+    result[name] = with_kernel_amaxes(params[name], inner) if isinstance(inner, Mapping) else inner
   return result
 
 
@@ -211,7 +206,7 @@ def state_names(
     step=AxisNames(()),
     params=names,
     opt_state=optimizer.state_names(trained.split(params)[0], trained.split(names)[0]),
-    fp8_history=history_names(abstract),
+    fp8_history=jax.tree.map(lambda _: AxisNames((None, None, None)), abstract),  # unsplit
   )
 
 

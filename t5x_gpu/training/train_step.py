@@ -47,7 +47,7 @@ from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.optimizers import Optimizer, checked_update
 from t5x_gpu.training.schedules import Schedule, checked_rate, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
-from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_amaxes
+from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_kernel_amaxes
 
 # Divisors that depend on the batch -> what the gradients are then.
 _REAL, _TOTAL, _SEQUENCES = (
@@ -226,6 +226,9 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   trained_names, frozen_names = trained.split(names)
   dtype = compute_dtype(model)
   reduction = _reduction(model, region, trained_names, by_layer=by_layer)
+  last = reduction  # in the last microbatch
+  if region.sums_in_backward or region.sums_in_last_tick:
+    last = dataclasses.replace(reduction, over_all_axes=True)
 
   def local(parts: Params, *others: Tree) -> tuple[Gradients, Sums, Tree]:
     # `parts` are differentiated; `kept` are the same parameters as stored, and the frozen ones.
@@ -236,7 +239,7 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
     def one_pass(parts: Params, batch: Batch, reduction: Reduction) -> _Results:
       def loss_sum(parts: Params, amaxes: Tree) -> tuple[jax.Array, Sums]:
         params = region.parameters(parts, kept, trained_names, reduction)
-        params = with_amaxes(trained.join(params, frozen), amaxes)
+        params = with_kernel_amaxes(trained.join(params, frozen), amaxes)
         if by_layer:
           sums = breadth_first_loss(model, params, batch, num_microbatches, dropout_key=dropout_key)
         else:
@@ -258,9 +261,15 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
       )
 
     parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
+    copies = region.copies(parts, trained_names)
+    if not region.sums_in_backward:
+      copies = jax.tree.map(region.varying, copies)
     passes = 1 if by_layer else num_microbatches
-    results = _over_devices(one_pass, reduction, parts, batch, passes, region, trained_names)
-    return results.grads, results.sums, region.largest(results.amaxes)
+    results = _over_microbatches(one_pass, reduction, last, copies, batch, passes, region)
+    grads = region.sum_copies(results.grads, parts, trained_names)
+    if not region.sums_in_backward:
+      grads = region.reduce_gradients(grads, trained_names)
+    return grads, region.total(results.sums), region.largest(results.amaxes)
 
   def gradients(
     params: Params, amaxes: Tree, batch: Batch, dropout_key: jax.Array
@@ -295,28 +304,6 @@ def _reduction(model: Model, region: Region, names: ParamNames, *, by_layer: boo
   return Reduction(in_layers=in_layers, first_stack=first_stack)
 
 
-def _over_devices(
-  one_pass: _Pass,
-  reduction: Reduction,
-  parts: Params,
-  batch: Batch,
-  num_microbatches: int,
-  region: Region,
-  names: ParamNames,
-) -> _Results:
-  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
-  copies, last = region.copies(parts, names), reduction
-  if region.sums_in_backward or region.sums_in_last_tick:
-    last = dataclasses.replace(reduction, over_all_axes=True)
-  if not region.sums_in_backward:
-    copies = jax.tree.map(region.varying, copies)
-  results = _over_microbatches(one_pass, reduction, last, copies, batch, num_microbatches, region)
-  grads = region.sum_copies(results.grads, parts, names)
-  if not region.sums_in_backward:
-    grads = region.reduce_gradients(grads, names)
-  return results.replace(grads=grads, sums=region.total(results.sums))
-
-
 def _over_microbatches(
   one_pass: _Pass,
   reduction: Reduction,
@@ -328,8 +315,8 @@ def _over_microbatches(
 ) -> _Results:
   """Returns the results of all microbatches of local rows.
 
-  If `last`, the reduction in the last microbatch, is over all axes, its backward pass first adds
-  the gradients of the earlier microbatches.
+  If `last`, the reduction in the last microbatch, is over all axes, the backward pass of that
+  microbatch first adds the gradients of the earlier ones.
   """
   if num_microbatches == 1:
     return one_pass(parts, batch, last)

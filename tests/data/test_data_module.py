@@ -12,6 +12,7 @@ from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.run.check import check, plan_run
 from t5x_gpu.run.config import Run
+from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from tests.helpers_train import TINY_GIN, Project, devices
 from tests.messages import raises
 
@@ -160,7 +161,7 @@ def test_the_module_of_a_text_is_imported_before_a_thread_opens_the_data(
     args = cli.parse_args('train', '', project.argv(DATA_MODULE=outer))
     with devices(1), contextlib.redirect_stdout(io.StringIO()):
       run = gin_loader.configured(gin_loader.load(args.gin_files, bindings=args.bindings), Run)
-      plan_run(check(run))
+      plan_run(check(run), watchdog=Watchdog(WatchdogConfig(), process_index=0, process_count=1))
       imported.append(inner in sys.modules)
   assert imported == [False, True]
 

@@ -10,6 +10,7 @@ import pytest
 
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.prepared.shard_writer import RowStats, pieces, target_of
+from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import ConfigError, DataError
 from tests.helpers_train import TINY_GIN, run_here
 from tests.messages import raises
@@ -107,6 +108,40 @@ def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
   drawn = Page(picture.read_text())
   drawn.check()
   assert sum(a.get('class', '').startswith('line') for _, a in drawn.tags) == 3
+
+
+def test_words_of_the_training_data_become_a_tokenizer_that_later_data_do_not_change(tmp_path):
+  rows = ['x\t1\t\tThe dog barks.', "x\t0\t\tBarks the dog, isn't it?", 'x\t1\t\tThe dog runs.']
+  (tmp_path / 'train.tsv').write_text('\n'.join(rows))
+  (tmp_path / 'dev.tsv').write_text('x\t1\t\tA cat sleeps.')
+  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
+  folder = tmp_path / 'words'
+  flags = (
+    f'--gin_file={tmp_path}/tiny.gin',
+    '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+    f'--gin.MIXTURE_OR_TASK_NAME=cola_tsv:{tmp_path}/*.tsv',
+    f"--gin.VOCABULARY='huggingface:{folder}'",
+  )
+  assert '13 words' in run('words', *flags)
+  vocabulary = named_vocabulary(f'huggingface:{folder}')
+  assert vocabulary.encode('dog . The dog') == [3, 4, 5, 3]  # by frequency, then by name
+  assert vocabulary.encode('The cat') == [5, vocabulary.unk_id]  # a word of dev.tsv
+  assert vocabulary.eos_id == 1 and not vocabulary.zero_is_a_word
+  before = (folder / 'tokenizer.json').read_text()
+  run('words', *flags)
+  (tmp_path / 'train.tsv').write_text('\n'.join(rows[:2]))
+  with raises(DataError):
+    command.main(['words', *flags])
+  assert (folder / 'tokenizer.json').read_text() == before
+  few = tmp_path / 'few'
+  assert '2 words' in run('words', *flags, '--max_words=2', f'--output={few}')
+  assert named_vocabulary(f'huggingface:{few}').vocab_size == 5
+
+
+def test_words_need_data_and_a_folder(tmp_path):
+  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
+  with raises(ConfigError):
+    command.main(['words', f'--gin_file={tmp_path}/tiny.gin'])
 
 
 def test_a_picture_must_be_a_page():

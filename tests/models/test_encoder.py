@@ -1,6 +1,7 @@
 """Heads of encoders: where features are dropped, which features rows have."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -101,3 +102,66 @@ def test_a_model_of_several_labels_names_what_does_not_fit():
     EncoderModel(CONFIG, problem_type='multilabel_classification')
   with raises(ModelError):
     EncoderModel(CONFIG, num_classes=3, class_names=('a', 'b', 'a'))
+
+
+FLAT = EncoderModel(
+  dataclasses.replace(CONFIG, relative_bias='none', max_length=4, dropout_rate=0.0),
+  pooling='flatten',
+  head_mlp_dim=8,
+)
+
+
+def rows_of(*rows, length=4):
+  """Returns a batch of rows, padded to `length`."""
+  tokens = np.array([[*row, *[0] * (length - len(row))] for row in rows])
+  return {
+    'encoder_input_tokens': jnp.asarray(tokens),
+    'encoder_segment_ids': jnp.asarray(tokens > 0, jnp.int32),
+    'label': jnp.arange(len(rows)) % 2,
+    'label_weights': jnp.ones(len(rows), jnp.int32),
+    'rows': jnp.arange(len(rows)),
+  }
+
+
+def test_a_flat_head_learns_the_order_of_tokens_that_a_mean_cannot_see():
+  batch = rows_of([3, 5, 7, 9], [9, 7, 5, 3])
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def step(model, params):
+    def loss(params):
+      total, weight = model.loss(params, batch)['loss']
+      return total / weight
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+  found = {}
+  for model in (FLAT, dataclasses.replace(FLAT, pooling='mean')):
+    assert model.sees_order == (model is FLAT)
+    params = split_names(model.init(jax.random.key(0), None))[0]
+    for _ in range(60):
+      found[model.pooling], params = step(model, params)
+  assert found['flatten'] < 0.05 and found['mean'] > np.log(2) - 1e-3
+
+
+def test_padding_does_not_change_the_logits_of_a_flat_head():
+  params = split_names(FLAT.init(jax.random.key(0), None))[0]
+  tight, padded = (FLAT.logits(params, rows_of([3, 5], length=n)) for n in (2, 4))
+  np.testing.assert_allclose(tight, padded, rtol=1e-5)
+  # Whatever stands in the padding.
+  other = rows_of([3, 5]) | {'encoder_input_tokens': jnp.asarray([[3, 5, 8, 9]])}
+  np.testing.assert_allclose(FLAT.logits(params, other), padded, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'head_mlp_dim': 0},
+    {'config': dataclasses.replace(FLAT.config, max_length=0)},
+    {'head_mlp_activation': 'gelo'},
+  ],
+  ids=lambda options: next(iter(options)),
+)
+def test_a_flat_head_needs_an_mlp_and_a_longest_row(options):
+  with raises(ModelError):
+    dataclasses.replace(FLAT, **options)

@@ -84,6 +84,7 @@ OURS = {
   'decoder_demo',
   'decoder_moe_demo',
   'encoder_demo',
+  'encoder_flatten',
   'encoder_small',
   'encoder_decoder_demo',
 }

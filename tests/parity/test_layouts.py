@@ -44,6 +44,7 @@ LENGTHS = {
   'tied_t5': {'inputs': LENGTH, 'targets': 24},
   'classifier': {'inputs': LENGTH},
   'mean_classifier': {'inputs': LENGTH},
+  'flat_classifier': {'inputs': LENGTH},
   'mlm': {'inputs': LENGTH, 'targets': LENGTH},
 }
 DENSE = TransformerConfig(
@@ -139,6 +140,13 @@ FAMILIES = {
   'mean_classifier': lambda **options: EncoderModel(
     DENSE, num_classes=5, pooling='mean', **options
   ),
+  'flat_classifier': lambda **options: EncoderModel(
+    dataclasses.replace(DENSE, relative_bias='none', max_length=LENGTH),
+    num_classes=5,
+    pooling='flatten',
+    head_mlp_dim=8,
+    **options,
+  ),
   'mlm': lambda **options: EncoderModel(MODELS['bert'], head_type='mlm', **options),
   't5': lambda **options: EncoderDecoderModel(DENSE, num_encoder_layers=2, **options),
   'tied_t5': lambda **options: EncoderDecoderModel(MODELS['tied'], **options),
@@ -229,6 +237,9 @@ CASES = {
     dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='classifier', num_microbatches=2
   ),
   'classifier_context_stage': Case(dict(context=2, stage=2), model='mean_classifier'),
+  'flat_classifier_fsdp_context_model': Case(
+    dict(fsdp=2, context=2, num_partitions=2, sequence_parallel=True), model='flat_classifier'
+  ),
   'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm', config=CHUNKS),
   't5_fsdp_model': Case(
     dict(fsdp=2, num_partitions=2, sequence_parallel=True, **_OVERLAP), model='t5', config=CHUNKS

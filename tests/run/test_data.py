@@ -31,7 +31,7 @@ def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
   )
   run = types.SimpleNamespace(num_predictions=3, infer_eval_period=1, total_steps=5)
   program = types.SimpleNamespace(in_saved_form=lambda state: state)
-  evaluations = Evaluations(run, program, loss=None, tasks=tasks)
+  evaluations = Evaluations(run, program, loss=None, each_task={}, tasks=tasks)
   state = types.SimpleNamespace(params=None)
   assert evaluations.run(1, state, folder=tmp_path) == {'infer_eval/good/exact': 1.0}
   assert [message.split(':')[0] for message in caplog.messages] == ['raises', 'not_json']
@@ -40,6 +40,9 @@ def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
 
 def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
   loss = types.SimpleNamespace(run=lambda params, show: {'eval/loss': 1.0}, num_rows=2)
+  part = types.SimpleNamespace(
+    run=lambda params, task, show: {f'eval/{task}/loss': 2.0}, num_rows=1
+  )
   tasks = types.SimpleNamespace(
     tasks=[], outputs=[], run=lambda params, show: {'infer_eval/good/exact': 0.5}
   )
@@ -47,13 +50,14 @@ def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
     num_predictions=0, eval_period=2, infer_eval_period=None, total_steps=8
   )
   program = types.SimpleNamespace(in_saved_form=lambda state: state)
-  evaluations = Evaluations(run, program, loss=loss, tasks=tasks)
+  evaluations = Evaluations(run, program, loss=loss, each_task={'part': part}, tasks=tasks)
   state = types.SimpleNamespace(params=None)
-  for step, due, rest in ((4, ['eval/loss'], ['infer_eval/good/exact']), (8, None, [])):
+  losses = ['eval/loss', 'eval/part/loss']
+  for step, due, rest in ((4, losses, ['infer_eval/good/exact']), (8, None, [])):
     found = list(evaluations.run(step, state, folder=tmp_path))
-    assert found == (due or ['eval/loss', 'infer_eval/good/exact'])
+    assert found == (due or [*losses, 'infer_eval/good/exact'])
     assert list(evaluations.run(step, state, folder=tmp_path, rest=True)) == rest
-  assert evaluations.evaluated == '2 rows'
+  assert evaluations.evaluated == '2 rows, part 1 rows'
 
 
 class Data:

@@ -124,6 +124,25 @@ def test_a_save_has_its_own_deadline_and_the_step_starts_again_after_it(clock):
     poll(dog)
 
 
+def test_conversion_lasts_as_long_as_it_progresses_and_the_others_wait_for_process_0(clock):
+  converts, waits = (
+    make(clock, DictStore(), index=i, count=2, convert_seconds=100, compile_seconds=10)
+    for i in range(2)
+  )
+  with converts.phase('convert'), waits.phase('convert'):
+    for _ in range(3):
+      clock.now += 90
+      converts.progress()
+      poll(converts)
+      poll(waits)
+    clock.now += 101
+    poll(waits)
+    with pytest.raises(Left, match=str(EXIT_STUCK)):
+      poll(converts)
+  clock.now += 9
+  poll(waits)  # the set-up has its whole deadline after the conversion
+
+
 def test_a_rank_without_heartbeats_is_declared_dead_by_name_on_all(clock, capfd):
   store = DictStore()
   dogs = [make(clock, store, index=i, count=3, dead_seconds=15) for i in range(3)]

@@ -287,7 +287,13 @@ def _dcn_mesh_shape(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
+_TFEXAMPLES = '__main__.create_task_from_tfexample_file'
+
+
 def _task(t: Translator, value: Any) -> str:
+  if t.entry == 'InferSetup' and isinstance(value, Record) and value.name == _TFEXAMPLES:
+    t.apply(value)
+    return ''  # the files are InferSetup.prompts
   if not isinstance(value, str):
     raise Refused(
       f'{spelled(value)} makes a task. Files with inputs and targets are a task here: '
@@ -295,6 +301,49 @@ def _task(t: Translator, value: Any) -> str:
       'python -m t5x_gpu.infer --prompts=FILE.jsonl (docs/infer.md).'
     )
   return value
+
+
+def _record_files(t: Translator, value: Any) -> str:
+  """Returns InferSetup.prompts of T5X's files, and of the features in them."""
+  paths = [value] if isinstance(value, str) else value
+  if not isinstance(paths, (list, tuple)) or len(paths) != 1:
+    raise Refused('Prompts are the files of one pattern.')
+  given = t.files.call(_TFEXAMPLES).arguments
+  names = {name: given.get(f'{name}_key') for name in ('inputs', 'targets')}
+  chosen = ','.join(f'{name}={key.value}' for name, key in names.items() if key and key.value)
+  return f'tfrecord:{paths[0]}#{chosen}'
+
+
+def _vocabulary(t: Translator, value: Any) -> Any:
+  """Writes DatasetConfig.vocabulary from T5X's, which may be the model's."""
+  function = value
+  if isinstance(value, Record) and value.name.startswith('t5x.models.get_'):
+    t.apply(value)
+    model = value.arguments.get('model')
+    name = value.name.rpartition('.')[2].removeprefix('get_')  # input_vocabulary
+    found = model.value.arguments if model and isinstance(model.value, Record) else {}
+    given = found.get(name) or found.get('vocabulary')
+    function = given.value if given else None
+  if not isinstance(function, Record):
+    return NOT_WRITTEN  # the model is not set
+  file = function.arguments.get('sentencepiece_model_file')
+  ours, origin = 'byte', 'T5X'
+  if function.name == 'seqio.SentencePieceVocabulary' and file:
+    ours, origin = f'sentencepiece:{file.value}', file.origin
+  elif function.name != 'seqio.ByteVocabulary':
+    raise Refused(f'{spelled(function)} is not a vocabulary of SeqIO.')
+  if t.written('DatasetConfig.vocabulary', ours) != ours:
+    raise Refused('Inputs and targets have different vocabularies; here they share one.')
+  t.write('DatasetConfig.vocabulary', ours, origin)
+  return NOT_WRITTEN
+
+
+def _features(t: Translator, value: Any) -> Any:
+  if not isinstance(value, Mapping) or not all(isinstance(f, Record) for f in value.values()):
+    raise Refused(f'{spelled(value)} does not name the features.')
+  for feature in value.values():
+    t.apply(feature, scope=feature.scope)
+  return NOT_WRITTEN
 
 
 def _task_module(t: Translator, value: Any) -> Any:
@@ -356,6 +405,12 @@ def _restore_mode(t: Translator, value: Any) -> Any:
   return NOT_WRITTEN
 
 
+def _evaluates_each(t: Translator, value: Any) -> Any:
+  _name(value, 't5x.utils.get_training_eval_datasets')
+  t.apply(value)
+  return True if t.written('train.train_eval_dataset_cfg') is not None else NOT_WRITTEN
+
+
 def _eval_period(t: Translator, value: Any) -> Any:
   if not value:  # T5X then never evaluates
     t.write('train.train_eval_dataset_cfg', None, 'T5X')
@@ -411,16 +466,9 @@ def _num_decodes(t: Translator, value: Any) -> Any:
   name = {'beams': 'num_beams', 'sample': 'num_decodes'}.get(t.decoding)
   if name and value not in (None, 1):  # greedy texts are all the same
     t.write(f'DecodingConfig.{name}', value, 'T5X')
+  elif t.decoding == 'beams' and _decodes(t):
+    t.write('DecodingConfig.beam_search', True, 'T5X')
   return NOT_WRITTEN
-
-
-def _of_one_beam(t: Translator, value: Any) -> str:
-  if value not in (None, 1) or t.decoding != 'beams' or not _decodes(t):
-    return ''
-  return (
-    'T5X searches with one beam, whose text may end where the end is the second best token; here '
-    'one beam is greedy decoding'
-  )
 
 
 def _decodes(t: Translator) -> bool:
@@ -533,10 +581,9 @@ def _stop_early(t: Translator, mode: str, action: Record) -> None:
   if given is None or not isinstance(given.value, (list, tuple)) or len(given.value) != 2:
     raise Refused('EarlyStoppingAction.metric is not a task and its metric.')
   task, metric = given.value
+  name = f'infer_eval/{task}/{metric}'
   if mode == 'TRAIN_EVAL':
-    _check_metric_of_loss(t, task, metric, action)
-  ours = _METRICS.get(metric, metric)
-  name = f'eval/{ours}' if mode == 'TRAIN_EVAL' else f'infer_eval/{task}/{metric}'
+    name = _metric_of_loss(t, task, metric, action)
   t.write('EarlyStopping.metric', name, given.origin)
   t.apply(action)
   t.write('train.early_stopping', t.reference('EarlyStopping'), given.origin)
@@ -546,22 +593,20 @@ def _stop_early(t: Translator, mode: str, action: Record) -> None:
 _METRICS = {'cross_ent_loss': 'cross_entropy', 'loss_per_nonpadding_target_token': 'loss'}
 
 
-def _check_metric_of_loss(t: Translator, task: Any, metric: Any, action: Record) -> None:
-  """Raises Refused if a task's metric means another value here."""
+def _metric_of_loss(t: Translator, task: Any, metric: Any, action: Record) -> str:
+  """Returns our name of a task's metric; raises Refused if it means another value here."""
   data = t.files.call('__main__.train').arguments.get('train_eval_dataset_cfg')
   arguments = data.value.arguments if data and isinstance(data.value, Record) else {}
   name = arguments.get('mixture_or_task_name')
-  if name and isinstance(name.value, str) and task != name.value:
-    raise Refused(
-      f'EarlyStoppingAction.metric names the task {task!r}; the loss here is computed over all of '
-      f'{name.value!r}.'
-    )
   atol = action.arguments.get('atol')
   if metric in ('loss', 'cross_ent_loss') and atol and atol.value != 0:
     raise Refused(
       f"EarlyStoppingAction.atol is {spelled(atol.value)}; T5X's {metric} is the sum over a batch, "
       'and here the mean over tokens. Set rtol, or the metric loss_per_nonpadding_target_token.'
     )
+  ours = _METRICS.get(metric, metric)
+  is_part = name and isinstance(name.value, str) and task != name.value
+  return f'eval/{task}/{ours}' if is_part else f'eval/{ours}'
 
 
 def _never_triggered(t: Translator, value: Any) -> str:
@@ -617,9 +662,11 @@ RULES: dict[str, ParameterRule] = {
   '__main__.train.gc_period': _no_effect('The garbage collector runs by itself.'),
   '__main__.train.concurrent_metrics': _no_effect('Metrics are computed after decoding.'),
   '__main__.train.run_eval_before_training': _same('train.run_eval_before_training'),
-  '__main__.train.train_eval_get_dataset_fn': _no_effect(
-    'Each task of a mixture is evaluated by itself with python -m t5x_gpu.eval.',
-    value=_nothing_but('t5x.utils.get_training_eval_datasets'),
+  '__main__.train.train_eval_get_dataset_fn': _mapped(
+    'train.eval_each_task',
+    "True: of a mixture, each task's loss is also evaluated; metrics are eval/TASK/METRIC",
+    _evaluates_each,
+    default=Record('t5x.utils.get_training_eval_datasets', {}, evaluated=False),
   ),
   't5x.utils.get_training_eval_datasets.deterministic': _no_effect(
     'The data of evaluations are always in the same order.'
@@ -631,7 +678,7 @@ RULES: dict[str, ParameterRule] = {
   ),
   f'{_EARLY_STOPPING}.metric': _mapped(
     'EarlyStopping.metric',
-    "'eval/METRIC' or 'infer_eval/TASK/METRIC'",
+    "'eval/METRIC', 'eval/TASK/METRIC' or 'infer_eval/TASK/METRIC'",
     lambda t, v: NOT_WRITTEN,
     numbers=_never_triggered,
   ),
@@ -661,6 +708,22 @@ RULES: dict[str, ParameterRule] = {
   '__main__.infer.model': _mapped('InferSetup.model', 'the class of the same name', _model),
   '__main__.infer.dataset_cfg': _mapped(
     'InferSetup.dataset_cfg', 'also DecodingConfig.batch_size', _prompts
+  ),
+  f'{_TFEXAMPLES}.paths': _mapped(
+    'InferSetup.prompts', "'tfrecord:PATTERN#inputs=FEATURE'", _record_files
+  ),
+  f'{_TFEXAMPLES}.file_type': _no_effect(
+    'The files are TFRecords.', value=_only('tfrecord', reason='Only TFRecords are read.')
+  ),
+  f'{_TFEXAMPLES}.inputs_key': _mapped('', 'InferSetup.prompts', lambda t, v: NOT_WRITTEN),
+  f'{_TFEXAMPLES}.targets_key': _mapped('', 'InferSetup.prompts', lambda t, v: NOT_WRITTEN),
+  f'{_TFEXAMPLES}.features': _mapped('', 'DatasetConfig.vocabulary', _features),
+  'seqio.Feature.vocabulary': _mapped('', 'DatasetConfig.vocabulary', _vocabulary),
+  't5x.models.get_input_vocabulary.model': _no_effect(
+    'DatasetConfig.vocabulary is the vocabulary of its model.'
+  ),
+  't5x.models.get_output_vocabulary.model': _no_effect(
+    'DatasetConfig.vocabulary is the vocabulary of its model.'
   ),
   '__main__.infer.partitioner': _mapped('InferSetup.partitioner', '', _PARTITIONER),
   '__main__.infer.restore_checkpoint_cfg': _mapped('', '', _restore),
@@ -896,9 +959,8 @@ RULES: dict[str, ParameterRule] = {
     for name, rule in {
       'predict_batch_with_aux.num_decodes': _mapped(
         '',
-        'DecodingConfig.num_beams of a beam search, else num_decodes',
+        'a beam search: DecodingConfig.num_beams, for one beam beam_search; else num_decodes',
         _num_decodes,
-        numbers=_of_one_beam,
         default=1,
       ),
       'predict_batch_with_aux.return_all_decodes': _no_effect('Metrics use the best text.'),

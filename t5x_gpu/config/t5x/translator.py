@@ -124,12 +124,14 @@ _OF_TRAINING = 'Only training uses it.'
 
 # Parameters before and after the others. The model has the optimizer, which may have the learning
 # rate, and whose moments depend on the network; a model's way to decode tells what num_decodes is;
-# a submesh wins over num_partitions, and mesh shapes over both; eval_period = 0 unsets datasets.
+# a submesh wins over num_partitions, and mesh shapes over both; each task is evaluated if there is
+# an evaluation; eval_period = 0 unsets datasets.
 _ORDER = {
   'model': -1,
   'module': -1,
   'decode_fn': -1,
   'model_parallel_submesh': 1,
+  'train_eval_get_dataset_fn': 1,
   'dcn_mesh_shape': 2,
   'eval_period': 2,
 }

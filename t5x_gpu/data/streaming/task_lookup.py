@@ -420,6 +420,43 @@ def survey(config: DatasetConfig, *, num_measured: int) -> Survey:
   return Survey(tuple(lengths), {name: np.array(x) for name, x in lengths.items()}, found)
 
 
+class _TextKeeper(seqio.ByteVocabulary):
+  """Bytes as ids; keeps the texts that it encodes, in the order in which threads encode them."""
+
+  def __init__(self, kept: list[bytes], *, extra_ids: int):
+    super().__init__(extra_ids=extra_ids)
+    self._kept = kept
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
+    def keep(texts: bytes | np.ndarray) -> bytes | np.ndarray:
+      self._kept.extend(np.reshape(texts, -1))
+      return texts
+
+    return super()._encode_tf(tf.ensure_shape(tf.numpy_function(keep, [s], tf.string), s.shape))
+
+
+def texts(config: DatasetConfig) -> Iterator[str]:
+  """Yields the texts that the task encodes; see `data_module.DataModule.texts`."""
+  task, kept = lookup(dataclasses.replace(config, vocabulary=None)), []
+  check_split(task, config)
+
+  def keeping(feature: seqio.Feature) -> seqio.Feature:
+    if isinstance(feature.vocabulary, seqio.PassThroughVocabulary):
+      return feature
+    keeper = _TextKeeper(kept, extra_ids=feature.vocabulary.extra_ids)
+    return dataclasses.replace(feature, vocabulary=keeper)
+
+  task = seqio.helpers.mixture_or_task_with_new_vocab(
+    task,
+    f'{task.name}{_MARK}',
+    new_output_features={name: keeping(f) for name, f in task.output_features.items()},
+    add_to_seqio_registry=False,
+  )
+  for _ in numpy_examples(task, dataclasses.replace(config, task_feature_lengths=None)):
+    yield from (kept.pop().decode(errors='replace') for _ in range(len(kept)))
+  yield from (text.decode(errors='replace') for text in kept)
+
+
 def _num_records(source: seqio.DataSource, split: str) -> int:
   records = source.get_dataset(split=split, shuffle=False)
   return int(records.reduce(np.int64(0), tf.autograph.experimental.do_not_convert(_next_number)))

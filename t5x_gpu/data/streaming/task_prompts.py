@@ -11,8 +11,11 @@ from typing import Optional
 import numpy as np
 
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.data_module import EncodedRow, Prompt
+from t5x_gpu.data.data_module import RECORDS, EncodedRow, Prompt
 from t5x_gpu.data.features import LABEL, SCORE_UNIT, TOKEN_TYPES
+from t5x_gpu.data.sources.discovery import matching_files
+from t5x_gpu.data.sources.readers import TFRECORD
+from t5x_gpu.data.sources.rows import split_columns
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import chat, objectives
 from t5x_gpu.data.tasks.classification import OWN_TASKS, PATTERN_TASKS, TAGS, features, pair_lengths
@@ -138,6 +141,31 @@ class TaskText:
     name = f'{config.mixture_or_task_name}, split {config.split}'
     for number, example in enumerate(task_lookup.numpy_examples(task, config)):
       yield self._prompt(example, f'{name}, example {number}')
+
+  def records(self, files: str) -> Iterator[Prompt]:
+    """Yields the prompts of 'tfrecord:PATTERN#inputs=FEATURE,targets=FEATURE'.
+
+    Raises:
+      DataError: there are no such files, or a record lacks a feature.
+    """
+    pattern, pairs = split_columns(files.removeprefix(RECORDS))
+    columns = dict(pairs or {'inputs': 'inputs'})
+    if not {'inputs'} <= columns.keys() <= {'inputs', 'targets'} or not all(columns.values()):
+      raise DataError(
+        f'--prompts={files} chooses other features than inputs and targets.',
+        fix='Write tfrecord:PATTERN#inputs=FEATURE, and ,targets=FEATURE to score targets.',
+        docs='infer.md',
+      )
+    number = 0
+    for path in matching_files(pattern):
+      for row in TFRECORD.rows(path, list(columns.values()), 0):
+        if isinstance(row, DataError):
+          raise row
+        if row is not None:
+          texts = dict(zip(columns, (text.decode() for text in row)))
+          where = f'{path}, record {number}'
+          yield Prompt(where, texts['inputs'], texts.get('targets'), number=number)
+        number += 1
 
   def _prompt(self, example: JsonObject, where: str) -> Prompt:
     def ids(feature: str) -> tuple[int, ...]:

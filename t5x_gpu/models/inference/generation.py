@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Optional
@@ -33,6 +34,7 @@ from t5x_gpu.models.inference.search import (
   continue_loop,
   run,
   start_loop,
+  without_padding,
 )
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import DeviceBatch, Model, Params, config_of
@@ -208,6 +210,19 @@ class Generated:
   is_complete: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoredTarget:
+  """A given continuation of a prompt.
+
+  Attributes:
+    log_probability: the sum over its tokens.
+    is_greedy: whether greedy decoding would write it.
+  """
+
+  log_probability: float
+  is_greedy: bool
+
+
 def by_layer(model: Model, params: Params, *, layout: Layout) -> Params:
   """Returns `params` with each stack of layers as a tuple of layers, for faster decoding.
 
@@ -255,6 +270,7 @@ class Generator:
     config: how to choose tokens.
     compiler_options: XLA option -> value.
   Attributes:
+    model, config: as given.
     batch_size: number of prompts at a time: `config.batch_size`, rounded up for the mesh.
   Raises:
     ConfigError: the model does not generate text, or a start or stop token is invalid.
@@ -271,7 +287,8 @@ class Generator:
   ):
     check_writes_text(model)
     _check_tokens(model, config)
-    self._params, self.config, self._layout = params, config, layout.for_decoding
+    self.model, self.config = model, config
+    self._params, self._layout = params, layout.for_decoding
     parts = self._layout.batch_parts
     self.batch_size = -(-config.batch_size // parts) * parts
     self._prompts = PromptBatches(model, config, self.batch_size)
@@ -281,7 +298,11 @@ class Generator:
     # For `stream`: the first token, and one more.
     self._begin = self._layout.jit(functools.partial(_begin, model, config))
     self._go_on = self._layout.jit(functools.partial(_go_on, model, config), donate_argnums=1)
-    self._score = self._layout.jit(functools.partial(_log_likelihood, model), **options)
+    self._score = self._layout.jit(functools.partial(_score, model, config), **options)
+
+  def with_config(self, config: DecodingConfig) -> 'Generator':
+    """Returns a generator of the same model and parameters that chooses tokens by `config`."""
+    return Generator(self.model, self._params, layout=self._layout, config=config)
 
   def with_params(self, params: Params) -> 'Generator':
     """Returns a generator for other parameters of the same model, without compiling again."""
@@ -376,7 +397,18 @@ class Generator:
     *,
     advance: Callable[[int], None] = lambda number: None,
   ) -> list[float]:
-    """Returns the log-probability of each target after its prompt.
+    """Returns the log-probability of each target after its prompt; arguments as `score_targets`."""
+    scored = self.score_targets(prompts, targets, advance=advance)
+    return [target.log_probability for target in scored]
+
+  def score_targets(
+    self,
+    prompts: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    advance: Callable[[int], None] = lambda number: None,
+  ) -> list[ScoredTarget]:
+    """Returns the log-probability of each target, and whether it is greedy.
 
     Args:
       prompts, targets: ids of each prompt and target; targets include the end of sequence.
@@ -391,7 +423,7 @@ class Generator:
         fix='Add it (Model in models/model.py), or score without this model.',
         parameters=('train.model',),
       )
-    results: list[float] = []
+    results: list[ScoredTarget] = []
     for number, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
       self._prompts.check(prompt, where=f'Prompt {number}', target=target)
       if not target:
@@ -401,8 +433,9 @@ class Generator:
     for start in range(0, len(prompts), self.batch_size):
       part = slice(start, start + self.batch_size)
       batch = self._layout.put(self._prompts.to_score(prompts[part], targets[part]))
-      sums = self._score(self._params, batch)
-      results += np.asarray(sums)[: len(prompts[part])].tolist()
+      sums, greedy = map(np.asarray, self._score(self._params, batch))
+      found = map(ScoredTarget, sums.tolist(), greedy.tolist())
+      results += itertools.islice(found, len(prompts[part]))
       advance(len(prompts[part]))
     return results
 
@@ -457,7 +490,7 @@ def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
     stop_tokens=config.stop_tokens,
     zero_is_padding=config.zero_is_padding,
   )
-  if config.num_beams > 1:
+  if config.has_beams:
     return BeamSearch(
       num_rows_per_prompt=config.num_beams,
       length_penalty=config.length_penalty,
@@ -512,13 +545,16 @@ def _go_on(
   return continue_loop(_search(config, numbers), loop, decode_step=step, most=loop[0] + 1)
 
 
-def _log_likelihood(model: Model, params: Params, batch: DeviceBatch) -> jax.Array:
-  """Returns float32 [batch], the log-probability of each row's targets."""
+def _score(
+  model: Model, config: DecodingConfig, params: Params, batch: DeviceBatch
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the targets' log-probability, float32 [batch], and whether they are greedy, [batch]."""
   targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
-  log_probs = jnp.take_along_axis(
-    jax.nn.log_softmax(model.logits(params, batch)), targets[:, :, None], axis=-1
-  )
-  return jnp.sum(log_probs[:, :, 0] * weights, axis=1)
+  logits = model.logits(params, batch)
+  log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, :, None], axis=-1)
+  best = without_padding(logits, zero_is_padding=config.zero_is_padding).argmax(-1)
+  greedy = ((best == targets) | (weights == 0)).all(axis=1)
+  return jnp.sum(log_probs[:, :, 0] * weights, axis=1), greedy
 
 
 def sample(

@@ -318,6 +318,12 @@ SCHEDULED = (
       [],
     ),
     (STOP_EARLY + METRIC.format('loss_per_nonpadding_target_token'), ["metric = 'eval/loss'"], []),
+    (
+      STOP_EARLY + METRIC.format('accuracy').replace("('mine'", "('part'"),
+      ["metric = 'eval/part/accuracy'", 'eval_each_task = True'],
+      [],
+    ),
+    ('train_script.train.train_eval_dataset_cfg = None\n', [], ['eval_each_task = True']),
     ('adafactor.Adafactor.global_norm_clip_threshold = 0.0\n', ['max_grad_norm = None'], []),
     (
       SCHEDULED,
@@ -356,7 +362,6 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
     ('train_script.train.inference_evaluator_cls = @optax.lion\n', 'inference_evaluator_cls'),
     ('train_script.train.train_eval_get_dataset_fn = @optax.lion\n', 'get_dataset_fn'),
     ('utils.RestoreCheckpointConfig.strict = False\n', 'strict'),
-    (STOP_EARLY + METRIC.format('loss').replace("('mine'", "('other'"), "the task 'other'"),
     (
       STOP_EARLY + METRIC.format('loss') + 'trainer.EarlyStoppingAction.atol = 0.1\n',
       'sum over a batch',
@@ -380,16 +385,52 @@ def test_differences_in_numbers_are_named(tmp_path):
   assert 'divides each microbatch by its own tokens' in notes
 
 
-def test_texts_of_one_beam_and_actions_that_t5x_never_runs_are_noted(tmp_path):
+def test_actions_that_t5x_never_runs_are_noted(tmp_path):
   text = STOP_EARLY.replace('TRAIN', 'INFER') + METRIC.format('bleu')
   _, problems, found = lines_of(tmp_path, text)
-  notes = '\n'.join(found.notes)
-  assert not problems
-  assert 'searches with one beam' in notes and 'continues to its last step' in notes
-  text += NUM_DECODES + 'train_script.train.concurrent_metrics = False\n'
+  assert not problems and 'continues to its last step' in '\n'.join(found.notes)
+  text += 'train_script.train.concurrent_metrics = False\n'
   _, _, found = lines_of(tmp_path, text)
-  notes = '\n'.join(found.notes)
-  assert 'searches with one beam' not in notes and 'continues to its last step' not in notes
+  assert 'continues to its last step' not in '\n'.join(found.notes)
+
+
+def test_encoder_decoder_searches_with_one_beam_only_where_texts_are_evaluated(tmp_path):
+  assert 'beam_search = True' in lines_of(tmp_path, NUM_DECODES.replace('4', '1'))[0]
+  without = 'train_script.train.infer_eval_dataset_cfg = None\n'
+  for text in (NUM_DECODES, SAMPLE, without):
+    assert 'beam_search = True' not in lines_of(tmp_path, text)[0]
+
+
+def test_files_of_tf_examples_are_prompts_in_the_vocabulary_of_the_model(tmp_path):
+  (tmp_path / 'a.gin').write_text(
+    "include 'predictions.gin'\n"
+    'import __main__ as infer_script\nimport seqio\nfrom t5x import models\n'
+    'from t5x import utils\n'
+    'MIXTURE_OR_TASK_NAME = @infer_script.create_task_from_tfexample_file()\n'
+    'utils.DatasetConfig.mixture_or_task_name = %MIXTURE_OR_TASK_NAME\n'
+    'infer_script.create_task_from_tfexample_file:\n'
+    "  paths = ['data/*.tfrecord']\n"
+    "  file_type = 'tfrecord'\n"
+    "  inputs_key = 'question'\n"
+    '  targets_key = None\n'
+    "  features = {'inputs': @asked/seqio.Feature(), 'targets': @written/seqio.Feature()}\n"
+    'asked/seqio.Feature.vocabulary = @models.get_input_vocabulary()\n'
+    'written/seqio.Feature.vocabulary = @models.get_output_vocabulary()\n'
+    'models.get_input_vocabulary.model = %MODEL\n'
+    'models.get_output_vocabulary.model = %MODEL\n'
+    'models.EncoderDecoderModel.input_vocabulary = @seqio.ByteVocabulary()\n'
+    'models.EncoderDecoderModel.output_vocabulary = @seqio.ByteVocabulary()\n'
+  )
+  found = translation.translate(
+    [str(tmp_path / 'a.gin')], search_paths=[str(FILES)], script='infer'
+  )
+  assert not found.problems
+  for line in (
+    "prompts = 'tfrecord:data/*.tfrecord#inputs=question'",
+    "vocabulary = 'byte'",
+    "mixture_or_task_name = ''",
+  ):
+    assert f'  {line}  #' in found.text
 
 
 def test_scores_of_a_decoder_are_of_the_distribution_that_t5x_draws_from_by_default(tmp_path):

@@ -44,9 +44,10 @@ def table_step(tokens, state, table=TABLE):
 def find(search: Any, table=TABLE):
   @jax.jit
   def found():
-    state = TableState(jnp.arange(2), jnp.zeros(2, jnp.int32))
+    numbers = jnp.arange(len(table))
+    state = TableState(numbers, jnp.zeros_like(numbers))
     step = functools.partial(table_step, table=table)
-    return run(search(numbers=jnp.arange(2)), logits=table[:, 0], state=state, decode_step=step)
+    return run(search(numbers=numbers), logits=table[:, 0], state=state, decode_step=step)
 
   return jax.device_get(found())
 
@@ -175,6 +176,45 @@ def test_scores_of_a_narrow_beam_are_those_of_its_texts(beams, options):
       np.testing.assert_allclose(score, log_probability(prompt, text) / divisor, rtol=1e-5)
 
 
+def t5x_search_of_one_beam(table, alpha):
+  """Returns [(text, score)] per prompt by T5X's rule: one loop for all rows, two candidates each.
+
+  The better of the candidates that do not stop continues, first or second. A candidate that stops
+  is compared by its penalized score. The loop ends once no row can improve, or at LENGTH.
+  """
+  log_probs = np.asarray(jax.nn.log_softmax(table), np.float64)
+  log_probs[:, :, 0] = -np.inf  # padding
+  rows = range(len(table))
+  live, best = [((), 0.0)] * len(table), [((), -np.inf)] * len(table)
+  for length in range(1, LENGTH + 1):
+    penalty, least_penalty = ((5 + np.array([length, LENGTH + 1])) / 6) ** alpha
+    for row in rows:
+      text, score = live[row]
+      number = functools.reduce(lambda n, token: n * VOCAB + token, text, 0)
+      gains = log_probs[row, number]
+      candidates = [int(token) for token in np.argsort(-gains)[:2]]
+      live[row] = next(((*text, t), score + gains[t]) for t in candidates if t != STOP)
+      if STOP in candidates and (score + gains[STOP]) / penalty > best[row][1]:
+        best[row] = ((*text, STOP), (score + gains[STOP]) / penalty)
+    if all(best[row][1] > live[row][1] / least_penalty for row in rows):
+      break
+  return [best[row] if best[row][0] else live[row] for row in rows]
+
+
+@pytest.mark.parametrize('alpha', [0.6, 3.0])
+def test_one_beam_follows_t5x_and_differs_from_greedy_in_where_a_text_ends(alpha):
+  table = jnp.asarray(np.random.default_rng(5).normal(0, 3.0, (64, VOCAB**LENGTH, VOCAB)))
+  found = find(beam_search(num_rows_per_prompt=1, length_penalty=alpha), table)
+  greedy = find(sampling(), table)
+  changes = set()
+  for prompt, (text, score) in enumerate(t5x_search_of_one_beam(table, alpha)):
+    assert texts(found, prompt) == [text]
+    np.testing.assert_allclose(found.scores[prompt, 0], score, rtol=1e-5, atol=1e-6)
+    changes.add(np.sign(len(text) - len(texts(greedy, prompt)[0])))
+  # It ends at a token that is the second best, or after an end that was the best.
+  assert changes == ({-1, 0} if alpha < 1 else {-1, 0, 1})
+
+
 def test_stop_token_that_is_forbidden_ends_no_text_and_open_texts_are_sorted_without_penalty():
   forbidden = TABLE.at[:, :, STOP].set(-1e10)  # as T5X's users forbid a token
   found = find(beam_search(length_penalty=2.0), table=forbidden)
@@ -298,6 +338,7 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
   [
     dict(num_beams=2, temperature=1.0),
     dict(num_beams=2, num_decodes=3),
+    dict(beam_search=True, temperature=1.0),
     dict(num_decodes=2),
     dict(top_k=5),
     dict(temperature=1.0, top_p=0.0),

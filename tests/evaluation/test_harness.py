@@ -1,0 +1,149 @@
+"""lm-evaluation-harness measures our models through its interface `LM`."""
+
+import importlib.util
+import json
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.errors import ConfigError
+from tests.helpers_train import TINY_GIN, compiled_kept_in
+from tests.messages import raises
+from tests.test_infer import write_run
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec('lm_eval') is None, reason='lm_eval is not installed: make test-harness'
+)
+LENGTH = 12
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+  """A model of bytes with random parameters, and (text) -> log-probabilities of its next bytes."""
+  from t5x_gpu.checkpoint.params_files import ParamsReader
+  from t5x_gpu.evaluation.harness import HarnessModel
+
+  folder = tmp_path_factory.mktemp('harness') / 'run'
+  model, _ = write_run(folder, TINY_GIN)
+  reader = ParamsReader(folder)
+  flat = {name: reader.read_at(name, ()) for name in reader.shapes}
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+
+  def next_bytes(text: str, *, starts: bool = True) -> np.ndarray:
+    ids = [0] * starts + [byte + 3 for byte in text.encode()]
+    row = np.array([ids], np.int32)
+    ones = np.ones_like(row)
+    batch = {
+      'decoder_input_tokens': row,
+      'decoder_target_tokens': ones,
+      'decoder_loss_weights': ones,
+      'decoder_causal_attention': ones,
+      'decoder_segment_ids': ones,
+    }
+    return np.asarray(jax.nn.log_softmax(model.logits(params, batch)[0, -1]))
+
+  with compiled_kept_in(folder / 'compiled'):
+    yield HarnessModel(str(folder), batch_size=4, max_length=LENGTH), next_bytes
+
+
+def requests_of(kind, *arguments):
+  from lm_eval.api.instance import Instance
+
+  return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def log_probability(next_bytes, context, continuation, **options):
+  total = 0.0
+  for i, byte in enumerate(continuation.encode()):
+    total += next_bytes(context + continuation[:i], **options)[byte + 3]
+  return total
+
+
+def test_continuations_have_the_models_log_probabilities_and_greedy_ones_say_so(made):
+  lm, next_bytes = made
+  pairs = [('ab', ' c'), ('a', 'bcd'), ('', 'xy'), ('abc ', 'd')]
+  best = {c: int(next_bytes(c)[1:].argmax()) + 1 - 3 for c in map(chr, range(32, 127)) if c != ' '}
+  context, byte = next((c, b) for c, b in best.items() if 32 < b < 127)
+  pairs += [(context, chr(byte)), (context, chr(byte - 1))]
+  found = lm.loglikelihood(requests_of('loglikelihood', *pairs))
+  for (before, after), (score, _) in zip(pairs, found, strict=True):
+    # A space at the end of a context belongs to the continuation.
+    after, before = before[len(before.rstrip()) :] + after, before.rstrip()
+    assert score == pytest.approx(log_probability(next_bytes, before, after), rel=1e-4)
+  assert [greedy for _, greedy in found[-2:]] == [True, False]
+  [text] = lm.generate_until(requests_of('generate_until', (context, {'max_gen_toks': 1})))
+  assert text == chr(byte)
+
+
+def test_contexts_lose_their_beginning_and_long_texts_are_scored_in_windows(made):
+  lm, next_bytes = made
+  long = 'the rest is silence'
+  [(score, _)] = lm.loglikelihood(requests_of('loglikelihood', (long, '!?')))
+  kept = long[-(LENGTH - 1) :]  # and one byte of the continuation is read
+  want = log_probability(next_bytes, kept, '!?', starts=False)
+  assert score == pytest.approx(want, rel=1e-4)
+
+  short, whole = lm.loglikelihood_rolling(
+    requests_of('loglikelihood_rolling', (long[:LENGTH],), (long,))
+  )
+  first = log_probability(next_bytes, '', long[:LENGTH])
+  rest = log_probability(
+    next_bytes, long[len(long) - LENGTH - 1 : LENGTH], long[LENGTH:], starts=False
+  )
+  assert short == pytest.approx(first, rel=1e-4)
+  assert whole == pytest.approx(first + rest, rel=1e-4)
+
+
+def test_a_text_ends_before_its_first_stop_and_unknown_settings_are_errors(made):
+  lm, _ = made
+  settings = {'max_gen_toks': 6, 'do_sample': True, 'temperature': 1.5, 'top_k': 40}
+  free, cut = lm.generate_until(
+    requests_of('generate_until', ('ab', settings), ('ab', {**settings, 'until': 'no such text'}))
+  )
+  assert isinstance(free, str) and isinstance(cut, str)
+  contexts = [chr(byte) for byte in range(97, 123)]
+  found = lm.generate_until(
+    requests_of('generate_until', *((context, {'max_gen_toks': 6}) for context in contexts))
+  )
+  context, greedy = max(zip(contexts, found), key=lambda pair: len(set(pair[1])))
+  end = greedy[-1]
+  [cut] = lm.generate_until(
+    requests_of('generate_until', (context, {'max_gen_toks': 6, 'until': [end]}))
+  )
+  assert greedy and cut == greedy[: greedy.index(end)]
+  for bad in ({'num_beams': 4}, {'max_gen_toks': LENGTH}):
+    with raises(ConfigError):
+      lm.generate_until(requests_of('generate_until', ('ab', bad)))
+
+
+def test_lm_eval_evaluates_a_task_of_multiple_choice(made, tmp_path):
+  import lm_eval
+
+  lm, next_bytes = made
+  rows = [
+    {'question': question, 'choices': choices, 'answer': 0}
+    for question, choices in (('ab', ['c', 'd']), ('x', ['y', 'z']), ('q', ['u', 'v']))
+  ]
+  data = tmp_path / 'made.jsonl'
+  data.write_text('\n'.join(map(json.dumps, rows)))
+  task = {
+    'task': 'made',
+    'dataset_path': 'json',
+    'dataset_kwargs': {'data_files': {'test': str(data)}, 'cache_dir': str(tmp_path / 'cache')},
+    'test_split': 'test',
+    'output_type': 'multiple_choice',
+    'doc_to_text': '{{question}}',
+    'doc_to_choice': '{{choices}}',
+    'doc_to_target': '{{answer}}',
+    'target_delimiter': '',
+    'metric_list': [{'metric': 'acc'}],
+  }
+  found = lm_eval.simple_evaluate(lm, tasks=[task], bootstrap_iters=0)
+  right = [
+    next_bytes(r['question'])[ord(r['choices'][0]) + 3]
+    > next_bytes(r['question'])[ord(r['choices'][1]) + 3]
+    for r in rows
+  ]
+  assert found['results']['made']['acc,none'] == pytest.approx(np.mean(right))
