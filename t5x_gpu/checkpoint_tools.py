@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Optional
@@ -9,7 +10,7 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.model_dir import ModelDir, is_link
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.checkpoint.retention import BEST_IS, Keep
 from t5x_gpu.checkpoint.run_lock import check_lock
@@ -217,7 +218,15 @@ def _show(plan: PrunePlan, console: Console) -> None:
     if step in plan.kept:
       console.say(f'keep    checkpoint_{step}: {plan.kept[step]}')
     else:
-      console.say(f'remove  checkpoint_{step}: {show(plan.removed[step], MB=",.1f")}')
+      path = plan.model_dir.checkpoint(step)
+      console.say(
+        f'remove  checkpoint_{step}: '
+        + (
+          f'the link only; its files stay in {os.readlink(path)}'
+          if is_link(path)
+          else show(plan.removed[step], MB=',.1f')
+        )
+      )
   total = sum(plan.removed.values())
   console.say(f'keep {len(plan.kept)}, remove {len(plan.removed)}: {show(total, MB=",.1f")}')
 

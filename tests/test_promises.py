@@ -18,6 +18,9 @@ CHECKPOINTS = {
     'test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used'
   ),
   'checkpoint/test_foreign_files.py': 'test_what_somebody_put_there_stays_and_does_not_count',
+  'checkpoint/test_linked_checkpoints.py': (
+    'test_a_run_continues_from_a_link_and_retention_removes_the_link_alone'
+  ),
   'checkpoint/test_local_checkpoints.py': (
     'test_any_host_may_be_lost_and_the_step_comes_back_bit_exactly'
   ),

@@ -351,13 +351,23 @@ def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
 def committed_steps(folder: AnyPath) -> list[int]:
   """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
 
-  Ignores interrupted saves, files, links, and names that only resemble `checkpoint_<step>`.
+  A link counts as the checkpoint that it leads to. Ignores interrupted saves, files, and names that
+  only resemble `checkpoint_<step>`.
 
   Raises:
     AccessError: the folder cannot be listed.
   """
   if isinstance(folder, RemotePath):
     return remote_steps(folder)
+  return [step for step, is_checkpoint in _named_steps(folder) if is_checkpoint]
+
+
+def _named_steps(folder: pathlib.Path) -> list[tuple[int, bool]]:
+  """Returns each step that names an entry `checkpoint_<step>`, and whether it is a checkpoint.
+
+  Everything but a file counts. A link counts even if it leads nowhere: the disk with the checkpoint
+  may not be mounted, and a run that ignored the link would start from scratch.
+  """
   steps = []
   # Not Path.glob: without permission to list the folder, it finds nothing, and a run would start
   # from scratch.
@@ -365,9 +375,31 @@ def committed_steps(folder: AnyPath) -> list[int]:
     with os.scandir(folder) as entries:
       for entry in entries:
         match = re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', entry.name)
-        if match and entry.is_dir(follow_symlinks=False):
-          steps.append(int(match[1]))
+        if match:
+          steps.append((int(match[1]), entry.is_symlink() or entry.is_dir()))
   return sorted(steps)
+
+
+def check_names_are_free(folder: AnyPath, *, after: int) -> None:
+  """Raises CheckpointError if something that is not a checkpoint has the name of a later one.
+
+  Args:
+    folder: MODEL_DIR.
+    after: the step from which a run continues.
+  """
+  if isinstance(folder, RemotePath):
+    taken = [step for step, marks in _marks(folder).items() if not marks]
+  else:
+    taken = [step for step, is_checkpoint in _named_steps(folder) if not is_checkpoint]
+  later = sorted(step for step in taken if step > after)
+  if later:
+    path = checkpoint_path(folder, later[0])
+    what = f'has no {COMMIT}' if isinstance(folder, RemotePath) else 'is not a folder'
+    raise CheckpointError(
+      f'{path} is not a checkpoint: it {what}. The run could not save step {later[0]}.',
+      fix='Move it away, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
+    )
 
 
 def read_manifest(folder: AnyPath, step: int) -> Manifest:
@@ -380,6 +412,13 @@ def read_manifest(folder: AnyPath, step: int) -> Manifest:
   """
   checkpoint = checkpoint_path(folder, step)
   with access_errors(checkpoint):
+    if is_link(checkpoint) and not checkpoint.is_dir():
+      raise AccessError(
+        f'{checkpoint} is a link to {os.readlink(checkpoint)}, where no folder is.',
+        fix='Mount the disk of that checkpoint, or let the link lead to its folder. To continue '
+        'without this checkpoint, remove the link.',
+        docs='checkpoints.md#links',
+      )
     return read_json(checkpoint / 'manifest' / 'metadata', MANIFEST)
 
 
@@ -416,6 +455,11 @@ def error_line(e: Exception) -> str:
   while type(e) is Exception and isinstance(e.__cause__, Exception):
     e = e.__cause__  # Orbax's error names neither file nor reason
   return f'{type(e).__name__}: {reason_of(e)[:200]}'
+
+
+def is_link(path: AnyPath) -> bool:
+  """Returns whether `path` is a symbolic link."""
+  return not isinstance(path, RemotePath) and path.is_symlink()
 
 
 def is_real_folder(path: pathlib.Path) -> bool:
@@ -525,6 +569,8 @@ _LEFTOVER = re.compile(
 def remove_checkpoint(folder: AnyPath, step: int) -> None:
   """Deletes `checkpoint_<step>`; a kill leaves nothing under its name that counts as a checkpoint.
 
+  Of a link, deletes only the link: another run may use the files that it leads to.
+
   Raises:
     OSError, CheckpointError: a part of it remains.
   """
@@ -533,6 +579,10 @@ def remove_checkpoint(folder: AnyPath, step: int) -> None:
     _claim(path)
     path.joinpath(COMMIT).unlink(missing_ok=True)
     path.remove_tree(last=[UNDER_WAY])
+  elif is_link(path):
+    target = os.readlink(path)
+    path.unlink()
+    _log.info('Removed the link checkpoint_%d. Its files stay in %s.', step, target)
   else:
     aside = folder / f'{REMOVED}{path.name}'
     os.rename(path, aside)

@@ -33,6 +33,7 @@ from t5x_gpu.checkpoint.model_dir import (
   check_array_files,
   checkpoint_path,
   error_line,
+  is_link,
 )
 from t5x_gpu.errors import AccessError, CheckpointError
 from t5x_gpu.partitioning.trees import Tree
@@ -131,7 +132,8 @@ def _checkpoint_in(opened: ModelDir) -> Optional[CheckpointAddress]:
   if opened.is_remote:
     is_one = has_manifest and found.step in found.model_dir.steps
   else:
-    is_one = has_manifest or opened.path.is_dir() and not opened.steps
+    is_folder = opened.path.is_dir()
+    is_one = has_manifest or (not opened.steps if is_folder else is_link(opened.path))
   return found if is_one else None
 
 

@@ -10,6 +10,7 @@ from t5x_gpu.checkpoint.manifest import differences, moments_differ
 from t5x_gpu.checkpoint.model_dir import (
   CheckpointMetadata,
   ModelDir,
+  check_names_are_free,
   newest_complete,
   shared_model_dir,
 )
@@ -164,6 +165,9 @@ def plan_run(
       origin = Origin(text=f'{path} is a T5X checkpoint, which fits; the run would convert it.')
     else:
       origin = choose_origin(start, program, run.model, saved=saved)
+    start_from = saved or origin.saved
+    if distributed.is_main_process():
+      check_names_are_free(model_dir.path, after=start_from.step if start_from else 0)
   distributed.assert_equal_across_hosts(
     origin.record or (saved and saved.step),
     f'The latest checkpoint in {model_dir.path}',
@@ -171,7 +175,7 @@ def plan_run(
     error=CheckpointError,
   )
   log(origin.text)
-  plan = PlannedRun(**vars(checked), origin=origin, saved=saved or origin.saved)
+  plan = PlannedRun(**vars(checked), origin=origin, saved=start_from)
   if not plan.is_done:  # in the main thread, before `open_data` uses them in another
     import_modules(
       run.train_dataset_cfg,

@@ -23,6 +23,7 @@ from t5x_gpu.checkpoint.model_dir import (
   UNREADABLE,
   ModelDir,
   error_line,
+  is_link,
   remove_checkpoint,
   remove_leftovers,
 )
@@ -235,7 +236,7 @@ class PrunePlan:
   Attributes:
     model_dir: the open MODEL_DIR.
     kept: step -> reason.
-    removed: step -> bytes on disk.
+    removed: step -> bytes on disk; 0 for a link, whose files stay.
   """
 
   model_dir: ModelDir
@@ -276,7 +277,8 @@ def plan_prune(model_dir: ModelDir, keep: Keep) -> PrunePlan:
   kept |= reasons
   for step in steps:
     if step not in reasons:
-      removed[step] = disk_bytes(model_dir.checkpoint(step))
+      path = model_dir.checkpoint(step)
+      removed[step] = 0 if is_link(path) else disk_bytes(path)
   if len(removed) == len(steps):
     raise CheckpointError(
       f'This would delete all {len(steps)} checkpoints in {folder}.',

@@ -439,7 +439,7 @@ class Assembly:
           data={'iterator': self._facts['data_state']},
           empty=empty_leaves(self._target.saved()),
         )
-        if is_real_folder(final):  # an unreadable checkpoint of the same step
+        if final.is_dir():  # an unreadable checkpoint of the same step
           set_aside_checkpoint(self._folder, step, 'a local checkpoint of this step is complete')
         os.rename(self._writer.path, final)
       except (OSError, ValueError) as e:
