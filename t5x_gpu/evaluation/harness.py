@@ -38,8 +38,9 @@ except ImportError as e:
 _error = functools.partial(ConfigError, docs='eval.md#lm-evaluation-harness')
 _DEFAULT_LENGTH = 2048  # of models without a limit, as in lm_eval
 _FLAGS = argparse.Namespace(
-  **dict.fromkeys(('coordinator_address', 'process_count', 'process_index', 'split', 'prompts')),
-  **dict.fromkeys(('trust_gin', 'interactive', 'chat'), False),
+  **dict.fromkeys(('coordinator_address', 'process_count', 'process_index', 'split')),
+  **dict.fromkeys(('interactive', 'chat'), False),
+  prompts='-',  # the harness has its own: with a vocabulary, the task of the run is not needed
 )
 
 
@@ -54,6 +55,7 @@ class HarnessModel(LM):
     batch_size: number of texts at a time.
     step: step of the checkpoint; None for the latest.
     vocabulary: as --vocabulary of `infer`; None for the vocabulary of the run.
+    trust_gin: as --trust_gin of `infer`.
     max_length: number of tokens that the model reads; longer contexts lose their beginning. None:
       the model's positions, else the length of its training rows, else 2048.
     max_gen_toks: number of tokens to write for tasks that do not say.
@@ -69,6 +71,7 @@ class HarnessModel(LM):
     batch_size: Optional[int | str] = 8,
     step: Optional[int] = None,
     vocabulary: Optional[str] = None,
+    trust_gin: bool = False,
     max_length: Optional[int] = None,
     max_gen_toks: int = 256,
     device: Optional[str] = None,
@@ -79,7 +82,11 @@ class HarnessModel(LM):
     if batch_size is not None and not str(batch_size).isdecimal():
       raise _error(f'batch_size = {batch_size!r}: a number of texts.', fix='Give --batch_size 8.')
     flags = argparse.Namespace(
-      **vars(_FLAGS), checkpoint=str(checkpoint), step=step, vocabulary=vocabulary
+      **vars(_FLAGS),
+      checkpoint=str(checkpoint),
+      step=step,
+      vocabulary=vocabulary,
+      trust_gin=trust_gin,
     )
     request = read_request(flags, [])
     check_writes_text(request.model)
