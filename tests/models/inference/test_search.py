@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.search import BeamSearch, Sampling, most_probable, run
@@ -355,3 +356,12 @@ def test_contradictory_choices_are_refused(options):
 def test_the_config_is_a_constant_of_the_program():
   assert hash(DecodingConfig(stop_tokens=[1, 2])) == hash(DecodingConfig(stop_tokens=(1, 2)))
   assert dataclasses.replace(DecodingConfig(), num_beams=4).length_penalty == 0.6
+
+
+def test_results_of_versions_without_a_setting_continue_where_it_is_off():
+  later = ('beam_search', 'rescale_log_probs')
+  saved = {name: value for name, value in DecodingConfig().facts.items() if name not in later}
+  assert not differences(saved, DecodingConfig().facts)
+  for name in later:
+    [line] = differences(saved, DecodingConfig(**{name: True}).facts)
+    assert line.startswith(name)
