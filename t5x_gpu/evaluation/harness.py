@@ -32,8 +32,8 @@ try:
   from lm_eval.api.instance import Instance
   from lm_eval.api.model import LM
   from lm_eval.api.registry import register_model
-except ImportError as e:
-  raise ImportError("lm_eval is not installed: pip install 't5x_gpu[harness]'") from e
+except ImportError:
+  raise ImportError("lm_eval is not installed: pip install 't5x_gpu[harness]'") from None
 
 _error = functools.partial(ConfigError, docs='eval.md#lm-evaluation-harness')
 _DEFAULT_LENGTH = 2048  # of models without a limit, as in lm_eval
