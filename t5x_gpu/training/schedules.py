@@ -5,6 +5,7 @@ shorter than its warm-up never finishes warming up.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Optional, Union
 
@@ -53,6 +54,7 @@ def _wrong(what: str, fix: str) -> ConfigError:
 
 def constant(learning_rate: float, *, warmup_steps: int = 0) -> Schedule:
   """Returns a constant `learning_rate` after a linear warm-up from 0."""
+  _check_finite('constant', learning_rate=learning_rate)
   return lambda step: learning_rate * _warmup(step, warmup_steps)
 
 
@@ -61,11 +63,13 @@ def rsqrt(base: float = 1.0, *, warmup_steps: int = 10_000) -> Schedule:
 
   This is T5X's 'constant * rsqrt_decay'. Source: Raffel et al. 2020, section 3.1.2.
   """
+  _check_finite('rsqrt', base=base)
   return lambda step: base / jnp.sqrt(jnp.maximum(_float(step), max(warmup_steps, 1)))
 
 
 def linear(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
   """Returns a linear rise to `peak`, then a linear fall to `final` at `total_steps`."""
+  _check_finite('linear', peak=peak, final=final)
 
   def schedule(step: jax.Array) -> jax.Array:
     decay = 1 - _progress(step, warmup_steps, total_steps)
@@ -80,6 +84,7 @@ def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float
 
   Source: Loshchilov and Hutter 2017 (SGDR), without restarts.
   """
+  _check_finite('cosine', peak=peak, final=final)
 
   def schedule(step: jax.Array) -> jax.Array:
     cosine_decay = 0.5 * (1 + jnp.cos(jnp.pi * _progress(step, warmup_steps, total_steps)))
@@ -119,13 +124,14 @@ def factors(
       `linear_decay` includes the base rate and a warm-up.
     base_learning_rate: the value of `constant`.
     warmup_steps: steps of every warm-up, and steps before `rsqrt_decay` and `cosine_decay` fall.
+      With 0, steps from 1 on have T5X's rates; T5X's rate of step 0 is not a number.
     decay_factor: slope of `linear_decay` per step; the factor of each step of `decay_every`.
     steps_per_decay: length of a step of `decay_every`.
     steps_per_cycle: period of `cosine_decay`, which starts again after each.
     step_offset: subtracted from the step.
     min_learning_rate: smallest rate.
   Raises:
-    ConfigError: an unknown factor.
+    ConfigError: an unknown factor, or a setting by which a factor cannot divide.
   Source: create_learning_rate_scheduler of t5x/utils.py.
   """
   names = [name.strip() for name in factors.split('*')]
@@ -137,17 +143,42 @@ def factors(
       parameters=('factors.factors',),
     )
 
+  _check_finite(
+    'factors',
+    base_learning_rate=base_learning_rate,
+    decay_factor=decay_factor,
+    min_learning_rate=min_learning_rate,
+  )
+  for name in names:
+    setting, value, least = {
+      'linear_warmup': ('warmup_steps', warmup_steps, 0),
+      'linear_decay': ('warmup_steps', warmup_steps, 0),
+      'rsqrt_decay': ('warmup_steps', warmup_steps, 0),
+      'rsqrt_normalized_decay': ('warmup_steps', warmup_steps, 1),
+      'decay_every': ('steps_per_decay', steps_per_decay, 1),
+      'cosine_decay': ('steps_per_cycle', steps_per_cycle, 1),
+    }.get(name, ('', 0, 0))
+    if not value >= least:
+      raise ConfigError(
+        f'factors.{setting} = {value!r} must be at least {least}: {name} divides by it.',
+        fix=f'Set factors.{setting} to {least} or more, or remove {name} from factors.factors.',
+        parameters=(f'factors.{setting}',),
+      )
+
+  def risen(step: jax.Array) -> jax.Array:
+    return step / warmup_steps if warmup_steps else jnp.where(step > 0, jnp.inf, 0.0)
+
   def factor(name: str, step: jax.Array) -> jax.Array:
     match name:
       case 'constant':
         return base_learning_rate
       case 'linear_warmup':
-        return jnp.minimum(1.0, step / warmup_steps)
+        return jnp.minimum(1.0, risen(step))
       case 'linear_decay':
         falling = 1.0 + decay_factor * (warmup_steps - step)
-        return base_learning_rate * jnp.minimum(step / warmup_steps, falling)
+        return base_learning_rate * jnp.minimum(risen(step), falling)
       case 'rsqrt_decay':
-        return 1 / jnp.sqrt(jnp.maximum(step, warmup_steps))
+        return 1 / jnp.sqrt(jnp.maximum(step, warmup_steps or 1))
       case 'rsqrt_normalized_decay':
         return jnp.sqrt(warmup_steps / jnp.maximum(step, warmup_steps))
       case 'decay_every':
@@ -172,6 +203,17 @@ def with_total_steps(schedule: Schedule, total_steps: int) -> Optional[Schedule]
   if remake is not None:
     return remake(total_steps=total_steps)
   return schedule if getattr(schedule, '__module__', '') == __name__ else None
+
+
+def _check_finite(schedule: str, **values: float) -> None:
+  """Raises ConfigError if a setting of `schedule` is infinite or not a number."""
+  for name, value in values.items():
+    if not math.isfinite(value):
+      raise ConfigError(
+        f'{schedule}.{name} = {value!r} is not a finite number.',
+        fix=f'Set {schedule}.{name} to a number.',
+        parameters=(f'{schedule}.{name}',),
+      )
 
 
 def _float(step: jax.Array) -> jax.Array:

@@ -1,9 +1,11 @@
 """Schedules at the steps where they turn."""
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.training import schedules
@@ -130,3 +132,76 @@ def warmup_stable_decay(step):
 def test_a_learning_rate_other_than_a_number_is_refused(schedule):
   with raises(ConfigError, parameters=('train.learning_rate',)):
     jax.eval_shape(lambda step: schedules.checked_rate(schedule, step), jnp.int32(0))
+
+
+def test_factors_without_a_warmup_have_t5xs_rates_after_the_first_step():
+  settings = dict(
+    base_learning_rate=2.0, warmup_steps=0, decay_factor=0.25, min_learning_rate=0.125
+  )
+  for factors, want in (
+    ('constant * linear_warmup', [0.125, 2.0, 2.0]),
+    ('constant * rsqrt_decay', [2.0, 2.0, 1.0]),
+    ('linear_decay', [0.125, 1.5, 0.125]),
+  ):
+    np.testing.assert_allclose(at(schedules.factors(factors, **settings), 0, 1, 4), want)
+
+
+@pytest.mark.parametrize(
+  'factors, setting, value',
+  [
+    ('constant * linear_warmup', 'warmup_steps', -1),
+    ('rsqrt_decay', 'warmup_steps', -1),
+    ('constant * rsqrt_normalized_decay', 'warmup_steps', 0),
+    ('decay_every', 'steps_per_decay', 0),
+    ('cosine_decay', 'steps_per_cycle', 0),
+    ('constant', 'base_learning_rate', float('inf')),
+  ],
+)
+def test_a_factor_that_would_divide_by_zero_is_refused(factors, setting, value):
+  with raises(ConfigError) as e:
+    schedules.factors(factors, **{setting: value})
+  assert e.value.parameters == (f'factors.{setting}',)
+  unused = {'decay_every': 'constant', 'cosine_decay': 'constant'}.get(factors)
+  if unused:
+    schedules.factors(unused, **{setting: value})
+
+
+rates = st.sampled_from((0.0, 1e-8, 0.5, 10.0, float('inf'), float('nan')))
+steps = st.sampled_from((-1, 0, 1, 2, 10, 100))
+SETTINGS = {
+  schedules.constant: dict(learning_rate=rates, warmup_steps=steps),
+  schedules.rsqrt: dict(base=rates, warmup_steps=steps),
+  schedules.linear: dict(peak=rates, final=rates, warmup_steps=steps, total_steps=steps),
+  schedules.cosine: dict(peak=rates, final=rates, warmup_steps=steps, total_steps=steps),
+  schedules.factors: dict(
+    factors=st.lists(st.sampled_from(schedules.FACTORS), min_size=1, max_size=3).map(' * '.join),
+    base_learning_rate=rates,
+    warmup_steps=steps,
+    decay_factor=st.sampled_from((0.0, 0.5, 1.0, float('nan'))),
+    steps_per_decay=steps,
+    steps_per_cycle=steps,
+    step_offset=st.sampled_from((-10, 0, 10)),
+    min_learning_rate=rates,
+  ),
+}
+
+
+@pytest.mark.parametrize('make', SETTINGS, ids=lambda make: make.__name__)
+def test_any_settings_give_finite_rates_or_are_refused(make):
+  outcomes = set()
+
+  @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+  @given(st.fixed_dictionaries(SETTINGS[make]))
+  def check(drawn):
+    try:
+      schedule = make(**drawn)
+    except ConfigError as e:
+      assert e.fix and e.parameters[0].startswith(f'{make.__name__}.')
+      outcomes.add('refused')
+      return
+    found = at(schedule, 0, 1, 10, 100)
+    assert np.isfinite(found).all() and min(found) >= 0, found
+    outcomes.add('finite')
+
+  check()
+  assert outcomes == {'refused', 'finite'}
