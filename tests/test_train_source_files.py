@@ -184,6 +184,28 @@ def _folder(parent, name):
   return folder
 
 
+@pytest.mark.slow
+def test_evaluation_text_that_changed_between_two_starts_is_said_and_trained_on(tmp_path):
+  project = Project(tmp_path)
+  (tmp_path / 'named').mkdir()
+  for split in ('train', 'validation'):
+    _write_rows(tmp_path / 'named' / f'{split}.jsonl', split)
+  macros = {'MIXTURE_OR_TASK_NAME': 'jsonl:named/*.jsonl'}
+  result = run(project, TRAIN_STEPS=2, **macros)
+  assert result.code == 0, result.err
+  assert 'evaluation text' not in result.err
+  _write_rows(tmp_path / 'named/validation.jsonl', 'another')
+  for steps, count in ((4, 1), (5, 0)):
+    result = run(project, TRAIN_STEPS=steps, **macros)
+    assert result.code == 0, result.err
+    assert 'Continuing from' in result.out
+    assert result.err.count('The evaluation text has changed since the last start') == count
+
+
+def _write_rows(path, word):
+  path.write_text(''.join(json.dumps({'text': f'{word} {i}'}) + '\n' for i in range(40)))
+
+
 _opened: list[str] | None = None
 
 

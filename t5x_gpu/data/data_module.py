@@ -104,6 +104,7 @@ class EvaluatedTask(Protocol):
   Optional:
     texts(outputs, number) -> records with the texts of the first `number` examples, None for all;
       for train.num_predictions.
+    source_files() -> `SourceFiles`, whose changes between two starts of a run are reported.
   """
 
   name: str

@@ -7,7 +7,6 @@ names at the end are the functions of a data module.
 """
 
 import contextlib
-import glob
 import itertools
 import json
 import logging
@@ -360,24 +359,19 @@ class SeqioBatches:
         found |= {f'{subtask.name}: {name}': fact for name, fact in facts.items()}
     return found
 
-  def _paths(self) -> dict[str, list[str]]:
-    """Returns task -> the files with its examples: SeqIO's cache, or the source."""
-    found, split = {}, self._config.split
-    for subtask in seqio.get_subtasks(self._task):
-      if self._config.use_cached and subtask.cache_dir:
-        prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, split)
-        found[subtask.name] = sorted(tf.io.gfile.glob(f'{glob.escape(prefix)}*'))
-      elif split in subtask.splits:
-        found[subtask.name] = seqio_sources.source_paths(subtask.source, split=split)
-    return found
-
   def watched_files(self) -> list[str]:
-    """Returns the source files."""
-    return [path for paths in self._paths().values() for path in paths]
+    """Returns the source files, except of tables in memory."""
+    paths = task_lookup.source_paths(self._task, self._config)
+    return [path for some in paths.values() for path in some]
 
   def source_files(self) -> SourceFiles:
-    """Returns the current state of the source files."""
-    return SourceFiles(self._paths(), stat_remote=seqio_sources.remote_file)
+    """Returns the current state of the source files.
+
+    The files of tables in memory count only for an evaluation: for training, `set_state` compares
+    their rows.
+    """
+    paths = task_lookup.source_paths(self._task, self._config, in_memory=not self._repeat)
+    return SourceFiles(paths, stat_remote=seqio_sources.remote_file)
 
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""

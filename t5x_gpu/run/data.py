@@ -28,7 +28,7 @@ from t5x_gpu.data.data_module import (
 from t5x_gpu.data.same_data import check_next_batch, data_line
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, FileWatch, SourceFiles
-from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, UserError, first_line
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, UserError, first_line, listed
 from t5x_gpu.evaluation.evaluator import (
   LOSS,
   Evaluator,
@@ -53,6 +53,7 @@ from t5x_gpu.training.program import Program
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
+_LISTED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,8 @@ class RunData:
 
   Attributes:
     batches: training batches, starting with the batch of the next step.
-    source_files: the files that `batches` reads.
-    watch: detects changes of these files.
+    source_files: the files that `batches` and `evaluations` read.
+    watch: detects changes of the files that `batches` reads.
     evaluations: the run's evaluations, with their data.
   """
 
@@ -107,6 +108,10 @@ def open_data(plan: PlannedRun) -> RunData:
   evaluations = open_evaluations(run, program, loss_required=needs_loss)
   for rule in ranked or [keep]:  # without a ranking, this checks the names of the metrics
     evaluations.rehearse(rule)
+  for files in evaluations.source_files():
+    source_files.add_evaluation(files)
+  if plan.continues_data:
+    warn_of_other_evaluation(source_files, as_path(plan.source))
   return RunData(batches, source_files, watch, evaluations)
 
 
@@ -130,6 +135,26 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
   return files
 
 
+def warn_of_other_evaluation(files: SourceFiles, folder: AnyPath) -> None:
+  """Warns if the text of evaluations has changed since the record in `folder` was written."""
+  try:
+    changed = files.changed_evaluation(read_bytes(_record_in(folder))) if files.files else []
+  except (OSError, ValueError):  # `check_sources` reports it
+    return
+  if changed:
+    _warn_of_changed_evaluation('since the last start of this run', changed)
+
+
+def _warn_of_changed_evaluation(when: str, changed: list[str]) -> None:
+  _log.warning(
+    'The evaluation text has changed %s:%s\nMetrics before and after the change are of different '
+    'texts; keep_best and EarlyStopping compare them all the same. For one curve, restore the '
+    'original files and start again from a checkpoint before the change.',
+    when,
+    ''.join(f'\n  {line}' for line in listed(changed, _LISTED)),
+  )
+
+
 def open_watch(data: BatchIterator) -> FileWatch:
   """Returns a watch for changes of the files of `data`; it watches no file except on process 0."""
   files = optional_method(data, 'watched_files')
@@ -145,7 +170,7 @@ def check_sources(files: SourceFiles, folder: AnyPath) -> None:
   """
   if not files.files:
     return
-  path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
+  path = _record_in(folder)
   try:
     files.check(read_bytes(path), where=str(path))
   except FileNotFoundError:
@@ -154,6 +179,10 @@ def check_sources(files: SourceFiles, folder: AnyPath) -> None:
     check_not_refused(e, path)
     reason = e.strerror if isinstance(e, OSError) else e
     _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
+
+
+def _record_in(folder: AnyPath) -> AnyPath:
+  return (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
 
 
 def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Manifest) -> None:
@@ -229,12 +258,27 @@ class Evaluations:
   ):
     self._run, self._program = run, program
     self._loss, self._each_task, self._tasks = loss, each_task, tasks
+    self._watch = open_watch(loss.batches) if loss else FileWatch()
     self.evaluated = ''
 
   @property
   def confusion(self) -> Optional[np.ndarray]:
     """The [true class, predicted class] counts of the last evaluation, if the model classifies."""
     return self._loss and self._loss.confusion
+
+  def source_files(self) -> list[SourceFiles]:
+    """Returns the files that the evaluations read; [] except on process 0."""
+    found: list[SourceFiles] = []
+    for reader in (self._loss and self._loss.batches, *(self._tasks.tasks if self._tasks else ())):
+      if not distributed.is_main_process():
+        break
+      read_files = optional_method(reader, 'source_files')
+      paths = optional_method(reader, 'watched_files')
+      if read_files is not None:
+        found.append(read_files())
+      elif paths is not None:
+        found.append(SourceFiles({'rows': paths()}))
+    return found
 
   def check_same_on_hosts(self, training: BatchIterator) -> None:
     """Raises DataError, on all processes, unless all read the same data, `training` included."""
@@ -313,12 +357,24 @@ class Evaluations:
       for name, each in self._each_task.items():
         values |= each.run(state.params, task=name, show=show)
         sizes.append(f'{name} {each.num_rows:,} rows')
+      self._report_changed_text(step)
     if tasks:
       sizes += [f'{task.name} {len(task.targets):,} examples' for task in self._tasks.tasks]
       values |= self._tasks.run(self._program.in_saved_form(state).params, show=show)
       self._write_predictions(folder, step)
     self.evaluated = ', '.join(sizes)
     return values
+
+  def _report_changed_text(self, step: int) -> None:
+    """Warns, once per change, if the text of the loss has changed since its last evaluation."""
+    last = self._watch.unchanged_at
+    if changed := self._watch.look(step, now=True):
+      when = f'after the evaluation of step {last}' if last >= 0 else 'since this run started'
+      _warn_of_changed_evaluation(
+        f'{when}. From step {step} on, metrics are of the new text', changed
+      )
+      self._watch = open_watch(self._loss.batches)
+      self._watch.unchanged_at = step
 
   def _write_predictions(self, folder: pathlib.Path, step: int) -> None:
     number = self._run.num_predictions

@@ -8,7 +8,7 @@ import pytest
 
 from t5x_gpu.data.sources.source_files import NAME, SourceFiles
 from t5x_gpu.errors import AccessError
-from t5x_gpu.run.data import Evaluations, open_sources
+from t5x_gpu.run.data import Evaluations, open_sources, warn_of_other_evaluation
 from tests.helpers_disk import refused_to_python
 from tests.messages import raises
 
@@ -39,7 +39,9 @@ def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
 
 
 def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
-  loss = types.SimpleNamespace(run=lambda params, show: {'eval/loss': 1.0}, num_rows=2)
+  loss = types.SimpleNamespace(
+    run=lambda params, show: {'eval/loss': 1.0}, num_rows=2, batches=None
+  )
   part = types.SimpleNamespace(
     run=lambda params, task, show: {f'eval/{task}/loss': 2.0}, num_rows=1
   )
@@ -60,11 +62,68 @@ def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
   assert evaluations.evaluated == '2 rows, part 1 rows'
 
 
+def test_evaluation_text_that_changes_during_a_run_is_one_warning_with_its_steps(tmp_path, caplog):
+  path = tmp_path / 'validation.txt'
+  path.write_text('text')
+  evaluations = _of_text(path)
+  state = types.SimpleNamespace(params=None)
+  evaluations.run(2, state, folder=tmp_path)
+  assert not caplog.messages
+  path.write_text('another text')
+  for step in (4, 6):
+    evaluations.run(step, state, folder=tmp_path)
+  [warning] = caplog.messages
+  assert 'after the evaluation of step 2. From step 4 on' in warning
+  assert f'{path}: 4 bytes at the start, 12 now' in warning
+  for step, change in ((8, lambda: path.write_text('more')), (10, path.unlink)):
+    change()
+    evaluations.run(step, state, folder=tmp_path)
+  assert 'after the evaluation of step 6' in caplog.messages[1]
+  assert 'after the evaluation of step 8' in caplog.messages[2]
+
+
+def test_evaluation_text_that_changed_between_two_starts_is_a_warning(tmp_path, caplog):
+  path = tmp_path / 'validation.txt'
+
+  def start():
+    files = SourceFiles({})
+    for evaluated in _of_text(path).source_files():
+      files.add_evaluation(evaluated)
+    warn_of_other_evaluation(files, tmp_path)
+    with files.kept_in(tmp_path):
+      pass
+
+  path.write_text('text')
+  start()
+  start()
+  assert not caplog.messages
+  path.write_text('another text')
+  start()
+  [warning] = caplog.messages
+  assert f'since the last start of this run:\n  {path}: 4 bytes then, 12 now' in warning
+  start()
+  assert len(caplog.messages) == 1, 'the record was not updated'
+
+
+def _of_text(path):
+  """Returns evaluations whose loss reads the file `path`."""
+  loss = types.SimpleNamespace(
+    run=lambda params, show: {'eval/loss': 1.0}, num_rows=2, batches=Data(path)
+  )
+  run = types.SimpleNamespace(
+    num_predictions=0, eval_period=2, infer_eval_period=None, total_steps=8
+  )
+  return Evaluations(run, None, loss=loss, each_task={}, tasks=None)
+
+
 class Data:
   """Data that reads one file."""
 
   def __init__(self, path):
     self.files = SourceFiles({'task': [str(path)]})
+
+  def watched_files(self):
+    return list(self.files._paths.values())
 
   def source_files(self):
     return self.files

@@ -256,10 +256,15 @@ def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
   return {'source': (text, text)}
 
 
-def source_paths(source: seqio.DataSource, *, split: str) -> list[str]:
-  """Returns the files of `split`; [] if the fingerprint covers their whole content."""
+def source_paths(source: seqio.DataSource, *, split: str, in_memory: bool = False) -> list[str]:
+  """Returns the files of `split`; [] if the source has none.
+
+  Args:
+    source, split: the source and its split.
+    in_memory: include the files of a source that holds its examples in memory.
+  """
   if not isinstance(source, _FILE_SOURCES):
-    return []
+    return list(getattr(source, 'files', ())) if in_memory else []
   return [
     path
     for path in map(os.fspath, source.list_shards(split))

@@ -5,6 +5,8 @@ During training, a thread of process 0 adds the sha256 of all bytes. A restart c
 the same size, times and blocks counts as unchanged; a file with different times is read in full and
 compared with its sha256.
 
+A changed file of an evaluation is a warning, because the training can continue.
+
 `FileWatch` checks the files during training.
 """
 
@@ -49,8 +51,10 @@ NOT_COMPARED = (
   'files, and the next batch.'
 )
 _LISTED = 5
+_EVALUATION = 'evaluation of '
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _Identity = tuple[int, int, int]  # size, mtime, inode
+_Key = tuple[str, str]  # task, name relative to the folder common to its files
 _T = TypeVar('_T')
 log = logging.getLogger(__name__)
 
@@ -131,8 +135,16 @@ class SourceFiles:
       self.files = dict(zip(self._paths, pool.map(look, self._paths.values())))
     self._stop = threading.Event()
 
+  def add_evaluation(self, evaluated: 'SourceFiles') -> None:
+    """Adds the files of an evaluation that training does not read; see `changed_evaluation`."""
+    known = set(self._paths.values())
+    for (task, name), path in evaluated._paths.items():
+      if path not in known:
+        key = (_EVALUATION + task, name)
+        self._paths[key], self.files[key] = path, evaluated.files[task, name]
+
   def to_json(self) -> bytes:
-    """Returns the record for `check`."""
+    """Returns the record for `check` and `changed_evaluation`."""
     tasks: dict[str, JsonObject] = {}
     for (task, name), file in list(self.files.items()):
       tasks.setdefault(task, {})[name] = dataclasses.astuple(file)
@@ -153,25 +165,7 @@ class SourceFiles:
     except _DAMAGED as e:
       log.warning('%s is damaged (%s). %s', where, e, NOT_COMPARED)
       return
-    changed: list[str] = []
-    unknown: list[str] = []
-    to_hash: dict[tuple[str, str], str] = {}
-    for key in before.keys() & self.files.keys():
-      was, now, path = before[key], self.files[key], self._paths[key]
-      if was.size != now.size:
-        changed.append(f'{path}: {was.size:,} bytes then, {now.size:,} now')
-      elif was.sample != now.sample or was.sha256 and now.sha256 not in ('', was.sha256):
-        changed.append(f'{path}: same size, different bytes')
-      elif was.same_times(now):
-        self.files[key] = was
-      elif now.sha256:
-        continue  # a small file, already compared in full
-      elif was.sha256:
-        to_hash[key] = path
-      elif was.modified_ns != now.modified_ns:
-        unknown.append(path)
-      # Otherwise only the ctime differs: after `cp -a`, `chmod`, or in another copy of a container.
-    self._compare(to_hash, before, changed)
+    changed, unknown = self._changes(before, _of_training(before.keys() & self.files.keys()))
     if changed:
       raise task_error(
         f'The training text has changed since {where} was written:' + _lines(changed),
@@ -191,11 +185,52 @@ class SourceFiles:
         docs='data.md#changed-source-files',
       )
 
+  def changed_evaluation(self, record: bytes) -> list[str]:
+    """Returns a line for each file of an evaluation that has changed since `record` was written.
+
+    Added and removed files count if `record` has other files of the same task.
+    """
+    try:
+      before = _parse(record)
+    except _DAMAGED:  # `check` reports it
+      return []
+    then, now = (
+      {key for key in some if key[0].startswith(_EVALUATION)} for some in (before, self.files)
+    )
+    tasks = {task for task, _ in then} & {task for task, _ in now}
+    changed, unknown = self._changes(before, then & now)
+    changed += [f'{path}: written or copied, perhaps with the same bytes' for path in unknown]
+    changed += [f'{self._paths[key]}: new' for key in now - then if key[0] in tasks]
+    changed += [f'{key[1]}: no longer there' for key in then - now if key[0] in tasks]
+    return sorted(changed)
+
+  def _changes(
+    self, before: Mapping[_Key, SourceFile], keys: Iterable[_Key]
+  ) -> tuple[list[str], list[str]]:
+    """Returns a line for each of `keys` that has changed, and the paths that may have changed."""
+    changed: list[str] = []
+    unknown: list[str] = []
+    to_hash: dict[_Key, str] = {}
+    for key in keys:
+      was, now, path = before[key], self.files[key], self._paths[key]
+      if was.size != now.size:
+        changed.append(f'{path}: {was.size:,} bytes then, {now.size:,} now')
+      elif was.sample != now.sample or was.sha256 and now.sha256 not in ('', was.sha256):
+        changed.append(f'{path}: same size, different bytes')
+      elif was.same_times(now):
+        self.files[key] = was
+      elif now.sha256:
+        continue  # a small file, already compared in full
+      elif was.sha256:
+        to_hash[key] = path
+      elif was.modified_ns != now.modified_ns:
+        unknown.append(path)
+      # Otherwise only the ctime differs: after `cp -a`, `chmod`, or in another copy of a container.
+    self._compare(to_hash, before, changed)
+    return changed, unknown
+
   def _compare(
-    self,
-    to_hash: Mapping[tuple[str, str], str],
-    before: Mapping[tuple[str, str], SourceFile],
-    changed: list[str],
+    self, to_hash: Mapping[_Key, str], before: Mapping[_Key, SourceFile], changed: list[str]
   ) -> None:
     """Hashes the local files `to_hash` in full; adds files that differ to `changed`."""
     if changed or not to_hash:
@@ -250,7 +285,7 @@ class SourceFiles:
       if self.files[key].sha256 or '://' in path:
         continue
       if path not in known:
-        known[path] = self._hash_slowly(path, self.files[key])
+        known[path] = self._hash_slowly(key)
       if self._stop.is_set():
         return
       self.files[key] = dataclasses.replace(self.files[key], sha256=known[path])
@@ -261,9 +296,9 @@ class SourceFiles:
         pause = max(_SECONDS_BETWEEN_WRITES, 100 * (written - start))
     self._write(folder)
 
-  def _hash_slowly(self, path: str, at_start: SourceFile) -> str:
+  def _hash_slowly(self, key: _Key) -> str:
     """Returns the sha256 of a file; '' if the run ends first or the file has changed."""
-    digest = hashlib.sha256()
+    path, at_start, digest = self._paths[key], self.files[key], hashlib.sha256()
     try:
       with open(path, 'rb', buffering=0) as f:
         begin = time.monotonic()
@@ -274,7 +309,8 @@ class SourceFiles:
           begin = time.monotonic()
       if _of_stat(os.stat(path)).same_times(at_start):
         return digest.hexdigest()
-      log.warning('%s has changed since this run began. A restart will refuse it.', path)
+      if _of_training([key]):  # the next evaluation reports its files
+        log.warning('%s has changed since this run began. A restart will refuse it.', path)
     except OSError as e:
       log.warning('%s can no longer be read: %s', path, e.strerror)
     return ''
@@ -374,11 +410,15 @@ def _set_aside_if_damaged(path: pathlib.Path) -> None:
       set_aside_damaged(path, e)
 
 
+def _of_training(keys: Iterable[_Key]) -> list[_Key]:
+  return [key for key in keys if not key[0].startswith(_EVALUATION)]
+
+
 def _lines(texts: Sequence[str]) -> str:
   return ''.join(f'\n  {text}' for text in listed(sorted(texts), _LISTED))
 
 
-def _parse(record: bytes) -> dict[tuple[str, str], SourceFile]:
+def _parse(record: bytes) -> dict[_Key, SourceFile]:
   """Parses the result of `to_json`. Raises ValueError, TypeError, ... for other bytes."""
   content = json.loads(record)
   if content['version'] != _VERSION:

@@ -18,6 +18,8 @@ import numpy as np
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import ModelOutputs
+from t5x_gpu.data.sources import seqio_sources
+from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.task_prompts import feature_text
 from t5x_gpu.data.tasks import multiple_choice
@@ -36,11 +38,14 @@ class SeqioEvaluatedTask:
   Args:
     task: the task to evaluate.
     examples: the examples of its split, as numpy arrays.
+    config: the config that the examples were opened with.
   """
 
-  def __init__(self, task: seqio.Task, examples: Sequence[task_lookup.Example]):
+  def __init__(
+    self, task: seqio.Task, examples: Sequence[task_lookup.Example], config: DatasetConfig
+  ):
     self.name = task_lookup.own_name(task.name)
-    self._task = task
+    self._task, self._config = task, config
     self._examples = examples
     kinds = {metric.model_output_type for metric in task.metric_objs}
     self.needs_predictions = bool(kinds & {_Output.PREDICTION, _Output.PREDICTION_WITH_AUX})
@@ -62,6 +67,11 @@ class SeqioEvaluatedTask:
     found._examples = self._examples[:number]
     found.inputs, found.targets = self.inputs[:number], self.targets[:number]
     return found
+
+  def source_files(self) -> SourceFiles:
+    """Returns the current state of the files that the examples come from."""
+    paths = task_lookup.source_paths(self._task, self._config, in_memory=True)
+    return SourceFiles(paths, stat_remote=seqio_sources.remote_file)
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
     """Returns metric -> value. Leaves out values that are not numbers, with one warning each.
@@ -186,7 +196,7 @@ def open_tasks(
       one = dataclasses.replace(one, task_feature_lengths=None)
     if task.metric_objs:
       _check(task, one)
-      found.append(SeqioEvaluatedTask(task, _examples(task, one, num_examples)))
+      found.append(SeqioEvaluatedTask(task, _examples(task, one, num_examples), one))
   if not found and required:
     raise task_error(
       f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '

@@ -5,6 +5,7 @@ may number differently.
 """
 
 import dataclasses
+import glob
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional, Union
@@ -372,6 +373,27 @@ def examples(
     return tf.autograph.experimental.do_not_convert(build)()
   except tf.errors.OperatorNotAllowedInGraphError:
     return build()
+
+
+def source_paths(
+  task: TaskOrMixture, config: DatasetConfig, *, in_memory: bool = False
+) -> dict[str, list[str]]:
+  """Returns task -> the files with its examples: SeqIO's cache, or the source.
+
+  Args:
+    task, config: the task or mixture, and which split of it.
+    in_memory: include the files of sources that hold their examples in memory.
+  """
+  found, split = {}, config.split
+  for subtask in seqio.get_subtasks(task):
+    if config.use_cached and subtask.cache_dir:
+      prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, split)
+      found[subtask.name] = sorted(tf.io.gfile.glob(f'{glob.escape(prefix)}*'))
+    elif split in subtask.splits:
+      found[subtask.name] = seqio_sources.source_paths(
+        subtask.source, split=split, in_memory=in_memory
+      )
+  return found
 
 
 def reading_problem(task: TaskOrMixture) -> Optional[DataError]:

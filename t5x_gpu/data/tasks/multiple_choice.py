@@ -68,6 +68,15 @@ def _read(files: Sequence[str]) -> list[dict[str, str | int]]:
   return found
 
 
+class _Questions(seqio.FunctionDataSource):
+  """The examples of `files`, in memory."""
+
+  def __init__(self, files: Sequence[str]):
+    rows = _read(files)
+    self.files = tuple(files)
+    super().__init__(functools.partial(_dataset, rows), splits=_SPLITS)
+
+
 def _dataset(
   rows: Sequence[Mapping[str, str | int]], split: str, shuffle_files: bool, seed: int | None = None
 ) -> tf.data.Dataset:
@@ -133,12 +142,12 @@ def _without_second_space(
 
 def multiple_choice(pattern: str) -> seqio.Task:
   """Returns the task of questions in .jsonl files; raises DataError for a line that is not one."""
-  rows = _read(discovery.matching_files(pattern))
+  source = _Questions(discovery.matching_files(pattern))
   vocabulary = builtin.features('inputs')['inputs'].vocabulary
   feature = seqio.Feature(vocabulary, add_eos=False)
   return builtin.make_task(
     NAME,
-    source=seqio.FunctionDataSource(functools.partial(_dataset, rows), splits=_SPLITS),
+    source=source,
     preprocessors=(
       _without_second_space,
       functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=True),

@@ -135,6 +135,32 @@ def test_hashing_stops_with_the_run_and_continues_in_the_next(folder, tmp_path, 
   assert record_with_all_hashes(folder, tmp_path / 'next') != record
 
 
+def test_a_changed_file_of_an_evaluation_is_named_and_not_refused(folder, tmp_path):
+  def with_evaluation():
+    found = SourceFiles({'task': [str(folder / 'large.txt')]})
+    found.add_evaluation(files(folder))
+    found.add_evaluation(files(folder))  # a task with metrics reads the same file
+    return found
+
+  before = with_evaluation().to_json()
+  assert with_evaluation().changed_evaluation(before) == []
+  (folder / 'small.txt').write_bytes(b'a FEW bytes')
+  (folder / 'other.txt').write_bytes(b'more')
+  now = with_evaluation()
+  now.check(before, where=NAME)
+  assert now.changed_evaluation(before) == [
+    f'{folder}/other.txt: new',
+    f'{folder}/small.txt: same size, different bytes',
+  ]
+  (folder / 'small.txt').unlink()
+  assert 'small.txt: no longer there' in with_evaluation().changed_evaluation(before)
+  assert with_evaluation().changed_evaluation(b'damaged') == []
+  overwrite(folder / 'large.txt', at=0)
+  assert 'large.txt' not in str(with_evaluation().changed_evaluation(before))
+  with pytest.raises(DataError, match=r'large\.txt: same size, different bytes'):
+    with_evaluation().check(before, where=NAME)
+
+
 def test_remote_objects_are_compared_by_size_and_time():
   def stored(modified_ns):
     return SourceFiles({'task': ['gs://b/a']}, stat_remote=lambda path: SourceFile(7, modified_ns))

@@ -307,3 +307,13 @@ seqio.TaskRegistry.add('hidden_labels', source=seqio.FunctionDataSource(hidden, 
     opened('hidden_labels', mixture_or_task_module='tasks_with_hidden_labels')
   assert data_module.open_class_names(config('hidden_labels')) is None
   assert data_module.open_class_names(config('x', module='t5x_gpu.data.synthetic')) is None
+
+
+def test_files_of_a_table_are_sources_of_evaluations_alone(tmp_path, opened):
+  """A table is in memory: training compares its rows, and no run reads the files twice."""
+  path = tmp_path / 'train.csv'
+  path.write_text('text,label\n' + 'a,0\nb,1\n' * 40)
+  for repeat in (True, False):
+    iterator = opened(f'classification:csv:{path}', repeat=repeat)
+    assert [name for _, name in iterator.source_files().files] == ['train.csv'] * (not repeat)
+    assert iterator.watched_files() == []

@@ -73,3 +73,9 @@ def test_a_vocabulary_that_puts_a_space_before_a_text_gets_no_second_one(tmp_pat
 def test_a_line_that_is_not_a_question_is_an_error_with_its_place(row, tmp_path):
   with raises(DataError):
     opened(tmp_path / 'a.jsonl', row)
+
+
+def test_the_files_of_questions_are_known_so_that_their_changes_are_reported(tmp_path):
+  row = {'inputs': 'a', 'choices': ['b', 'c'], 'answer': 0}
+  files = opened(tmp_path / 'a.jsonl', row).source_files()
+  assert [name for _, name in files.files] == ['a.jsonl']
