@@ -20,6 +20,8 @@ from tests.aot.cases import Case
 OUT = pathlib.Path(__file__).parent / 'results' / 'compiled_memory.json'
 MICROBATCHES = 'NUM_MICROBATCHES = 8'
 FP8 = "PRECISION = 'fp8'"
+BERT = "HEAD = 'mlm'", "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 512}"
+T5 = ("DTYPE = 'bfloat16'",)
 
 
 def _decoder(
@@ -41,13 +43,14 @@ CASES = (
   _decoder('hsdp', 64, hosts=8),
   _decoder('fsdp', 32, model='qwen3_1_7b'),
   _decoder('fsdp', 32, model='gemma2_2b'),
-  Case(
-    model='bert_large',
-    layout='fsdp',
-    batch=(128, 512),
-    bindings=("HEAD = 'mlm'", "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 512}"),
+  *(
+    Case(model=model, layout='fsdp', batch=batch, bindings=(*bindings, *remat), label=label)
+    for model, batch, bindings in (
+      ('bert_large', (128, 512), BERT),
+      ('t5_1_1_large', (64, 512), T5),
+    )
+    for remat, label in (((), ''), (("REMAT_POLICY = 'dots'",), 'dots'))
   ),
-  Case(model='t5_1_1_large', layout='fsdp', batch=(64, 512), bindings=("DTYPE = 'bfloat16'",)),
 )
 
 
