@@ -124,7 +124,8 @@ def take_steps(
   Raises:
     TrainingError: a step is not finite.
     CheckpointError: a checkpoint cannot be written.
-    DataError: the training text has changed, or a task metric fails; the step is saved.
+    DataError: the training text has changed or cannot be read, or a task metric fails; the step is
+      saved. Data modules may raise other errors.
   """
   run, data, checkpointer = live.plan.run, live.data, live.checkpointer
   recorder = open_recorder(live, watchdog)
@@ -154,14 +155,21 @@ def take_steps(
     for step in range(live.first_step + 1, last_step + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():
-          batch = live.next_batch(step)
-        if changed := data.watch.look(step):
+          batch = live.next_batch()
+        num_read = int(not isinstance(batch, Exception))
+        if changed := data.watch.look(step, now=not num_read):
           recorder.finish()
           with watchdog.phase('save'):
-            ago = int(batch is not None)
-            live.stop_at_changed_text(changed, step - 1, state, ago=ago, stop=stop)
+            live.stop_at_changed_text(changed, step - 1, state, ago=num_read, stop=stop)
         with recorder.timer.dispatch():
-          state, sums = live.train_step(state, live.put_batch(batch))
+          placed = live.put_batch(batch) if num_read else batch
+        if isinstance(placed, Exception):
+          with watchdog.phase('save'):
+            live.check_all_failed(placed, step)
+            recorder.finish()
+            live.stop_at_failed_data(placed, step - 1, state, ago=num_read)
+        with recorder.timer.dispatch():
+          state, sums = live.train_step(state, placed)
         recorder.dispatched(step, sums)
       is_last = stop.reached(step) or step == run.total_steps
       metrics = problem = None

@@ -1,9 +1,12 @@
-"""Runs that must stop by themselves: a loss that is not finite, a disk that is full."""
+"""Runs that must stop by themselves: a loss that is not finite, a full disk, a bad batch."""
 
+import importlib
 import re
+import sys
 
 import pytest
 
+from t5x_gpu.errors import DataError
 from tests.helpers_disk import small_disk
 from tests.helpers_train import Project
 
@@ -93,3 +96,62 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(pro
     project.model_dir = disk / 'model'
     last = project.steps()[-1]
     assert f'The last good one is checkpoint_{last}' in run.err
+
+
+# Batches of which one cannot be read, by __next__ or by peek.
+FAILING_DATA = """
+from t5x_gpu.data import synthetic
+
+bad, error = None, None  # number of the batch that fails
+
+
+class FailingBatches(synthetic.SyntheticBatches):
+
+  def peek(self):
+    if self._step + 1 == bad:
+      raise error
+    return super().peek()
+
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  if not repeat:
+    return synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
+                                  repeat=False)
+  return FailingBatches(spec, seed=0, num_batches=None)
+"""
+
+
+@pytest.fixture
+def failing(project, monkeypatch):
+  """Returns the module `failing_data`, whose attributes set which batch fails, and how."""
+  (project.folder / 'failing_data.py').write_text(FAILING_DATA)
+  monkeypatch.delitem(sys.modules, 'failing_data', raising=False)
+  return importlib.import_module('failing_data')
+
+
+@pytest.mark.parametrize('save_period', [100, 6], ids=['between_saves', 'at_a_save'])
+def test_a_batch_that_cannot_be_read_ends_the_run_after_a_save_of_the_step_before(
+  project, failing, save_period
+):
+  macros = {'DATA_MODULE': 'failing_data', 'TRAIN_STEPS': 8, 'SAVE_PERIOD': save_period}
+  whole = project.folder / 'whole'
+  assert project.run(MODEL_DIR=whole, **macros).code == 0
+  failing.bad, failing.error = 7, OSError(5, 'Input/output error', 'corpus.jsonl')
+  result = project.run(**macros)
+  assert 'Input/output error' in result.err and result.code == 1
+  assert 'checkpoint_6 has all steps before it' in result.err
+  assert project.steps() == [6]
+  failing.error = DataError('Row 7 is not text.', fix='Mend it.')
+  result = project.run(**macros)
+  assert result.code == 1 and 'DataError: Row 7 is not text.' in result.err
+  assert project.steps() == [6]
+  assert project.run(**{**macros, 'TRAIN_STEPS': 6}).code == 0
+  failing.bad = None
+  assert project.run(**macros).code == 0
+  assert project.metrics() == project.metrics(model_dir=whole)
+
+
+def test_a_batch_that_the_run_does_not_need_does_not_fail_its_last_save(project, failing):
+  failing.bad, failing.error = 4, DataError('Row 4 is not text.', fix='Mend it.')
+  result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3)
+  assert result.code == 0 and project.steps() == [3], result.err

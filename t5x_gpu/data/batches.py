@@ -81,7 +81,11 @@ class BatchIterator(Protocol):
     """Returns the next batch without consuming it. Raises StopIteration at the end."""
 
   def get_state(self) -> bytes:
-    """Returns the state for `set_state` to continue from here, on any number of hosts."""
+    """Returns the state for `set_state` to continue from here, on any number of hosts.
+
+    After `__next__` has failed, the state is still the position of the batch that failed: the run
+    saves its last step before it ends. `counted_state`, if there is one, is called instead.
+    """
 
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called. Raises DataError if the data has changed."""

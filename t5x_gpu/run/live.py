@@ -17,7 +17,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Optional
+from typing import Optional, TypeVar
 
 import jax
 import numpy as np
@@ -60,6 +60,8 @@ _log = logging.getLogger(__name__)
 
 
 _LISTED = 5  # files that have changed
+_SAME_FAILURE_SECONDS = 5  # for other processes to read the batch on which this process fails
+_T = TypeVar('_T')
 
 CompiledStep = Callable[[TrainState, DeviceBatch], tuple[TrainState, reduce.DeviceSums]]
 
@@ -93,23 +95,17 @@ class LiveRun:
     """Tokens of the global batch, padding included; inputs and targets."""
     return step_tokens(self.plan.run.model, self.plan.program.spec.shapes)
 
-  def next_batch(self, step: int) -> Optional[Batch]:
-    """Returns the batch of `step`; None if a changed file makes its text unreadable.
+  def next_batch(self) -> Batch | Exception:
+    """Returns the batch of the next step, or the reason why it cannot be read."""
+    return _or_error(lambda: next(self.data.batches))
 
-    Raises:
-      DataError: the batch is unreadable for another reason, or there are several processes.
+  def put_batch(self, batch: Batch) -> DeviceBatch | Exception:
+    """Returns the batch on the devices, or the reason why its rows cannot be read.
+
+    `bad_steps` remembers its rows.
     """
-    try:
-      return next(self.data.batches)
-    except DataError:
-      if distributed.process_count() > 1 or not self.data.watch.look(step, now=True):
-        raise
-      return None
-
-  def put_batch(self, batch: Batch) -> DeviceBatch:
-    """Returns the batch of the next step on the devices; `bad_steps` remembers its rows."""
     self.bad_steps.read(batch)
-    return self.plan.program.layout.put_batch(batch)
+    return _or_error(lambda: self.plan.program.layout.put_batch(batch))
 
   def early_values(self) -> dict[int, float]:
     """Returns step -> value of the metric of `Run.early_stopping`, as far as files record it.
@@ -166,16 +162,95 @@ class LiveRun:
 
     Raises:
       DataError: a source file has changed since the run began.
+      Exception: the next batch cannot be read; the step is saved.
     """
     batches = self.data.batches
-    data_state, next_hash = batches.get_state(), batch_hash(batches.peek())
+    found = _or_error(lambda: (batches.get_state(), batch_hash(batches.peek())))
+    failure = found if isinstance(found, Exception) else None
     # Look after taking the state: if no file has changed by now, the state contains no changed
     # text.
     changed = distributed.broadcast_json(self.data.watch.look(step, now=True))
+    failure = _failure_of_any(failure)
     if changed:
       self._raise_for_changed_text(changed, step, state, metrics=metrics)
-    else:
+    elif failure is None:
+      data_state, next_hash = found
       self._save(saver, step, state, data_state, next_hash=next_hash, metrics=metrics)
+    else:
+      self._save_before(failure, step, state, metrics=metrics)
+      if step != self.plan.run.total_steps:
+        raise failure
+
+  def check_all_failed(self, failure: Exception, step: int) -> None:
+    """Raises `failure` if another process has the batch of `step`: it waits in the next collective.
+
+    Otherwise all processes have failed, and can save together.
+    """
+    store = coordination_store()
+    if store is not None:
+      try:
+        store.wait_for_all(f't5x_gpu/no_batch/{step}', seconds=_SAME_FAILURE_SECONDS)
+      except Exception:  # XLA's errors have no class of their own
+        raise failure from None
+
+  def stop_at_failed_data(
+    self, failure: Exception, step: int, state: TrainState, *, ago: int
+  ) -> None:
+    """Ends the run, on all processes, because the next batch cannot be read.
+
+    Args:
+      failure: the reason.
+      step, state: the last step and its state, which is saved if its data position is known.
+      ago: number of batches read since `step`.
+    Raises:
+      Exception: `failure`, or DataError if source files have changed.
+    """
+    changed = distributed.broadcast_json(self.data.watch.look(step + 1, now=True))
+    if changed:
+      self._raise_for_changed_text(changed, step, state, ago=ago)
+    self._save_before(failure, step, state, ago=ago)
+    raise failure
+
+  def _save_before(
+    self,
+    failure: Exception,
+    step: int,
+    state: TrainState,
+    *,
+    ago: int = 0,
+    metrics: Optional[Mapping[str, float]] = None,
+  ) -> None:
+    """Saves the last step before a batch that cannot be read; logs where the run can continue."""
+    counted_state = optional_method(self.data.batches, 'counted_state')
+    try:
+      if counted_state is not None:
+        data_state = counted_state(ago=ago)
+      elif not ago:
+        data_state = self.data.batches.get_state()
+      else:
+        return  # the module cannot go back
+      self._save_last(step, state, data_state, metrics=metrics)
+    except Exception as e:  # a custom data module may raise anything
+      _log.error('Step %d cannot be saved: %s', step, e)
+      return
+    steps = self.checkpointer.steps()
+    if distributed.is_main_process() and steps:
+      _log.warning(
+        'The batch of step %d cannot be read: %s. checkpoint_%d has all steps before it.',
+        step + 1,
+        first_line(failure),
+        steps[-1],
+      )
+
+  def _save_last(
+    self, step: int, state: TrainState, data_state: bytes, *, metrics: Optional[Mapping[str, float]]
+  ) -> None:
+    """Saves a step before an error of the data ends the run; waits for the commit."""
+    checkpointer = self.checkpointer
+    checkpointer.wait()
+    if step > self.first_step and step not in checkpointer.steps():
+      self._save(checkpointer, step, state, data_state, next_hash='', metrics=metrics)
+      checkpointer.wait()
 
   def stop_at_changed_text(
     self, changed: list[str], step: int, state: TrainState, *, ago: int, stop: StopRequest
@@ -217,11 +292,9 @@ class LiveRun:
     counted_state = optional_method(self.data.batches, 'counted_state')
     is_good = distributed.broadcast_json(self.data.watch.unchanged_at) >= step
     is_good = is_good and counted_state is not None
-    if is_good and step not in checkpointer.steps() and step > self.first_step:
+    if is_good:
       # Buffers may hold changed text, so the saved position is only the number of batches.
-      data_state = counted_state(ago=ago)
-      self._save(checkpointer, step, state, data_state, next_hash='', metrics=metrics)
-      checkpointer.wait()
+      self._save_last(step, state, counted_state(ago=ago), metrics=metrics)
     steps = checkpointer.steps()
     what = 'The training text has changed during the run:' + ''.join(
       f'\n  {line}' for line in listed(changed, _LISTED)
@@ -289,6 +362,26 @@ class LiveRun:
     if step == 1 and not self.plan.origin.record:
       loss = reduce.means(sums).values.get('cross_entropy')
       check_first_loss(loss, self.plan.run.model)
+
+
+def _or_error(read: Callable[[], _T]) -> _T | Exception:
+  """Returns the result of `read`, or the error that it raises; custom data may raise any."""
+  try:
+    return read()
+  except Exception as e:
+    return e
+
+
+def _failure_of_any(failure: Optional[Exception]) -> Optional[Exception]:
+  """Returns `failure`, else a DataError if another process has one; all processes call it."""
+  reasons = distributed.gather_json(first_line(failure) if failure else '')
+  if failure is not None or not any(reasons):
+    return failure
+  process = next(i for i, reason in enumerate(reasons) if reason)
+  return DataError(
+    f'Process {process} cannot read the next batch: {reasons[process]}',
+    fix='Its own error is in its log.',
+  )
 
 
 def open_run(

@@ -288,6 +288,7 @@ def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, pro
   for text in ended.texts:
     assert 'DataError: The file is torn.' in text and 'Traceback' not in text
   assert 'Mend it.' in ended.texts[0]
+  assert project.steps()[-1] == 11  # the last step before the batch that all could not read
 
 
 @pytest.mark.slow
