@@ -226,7 +226,8 @@ def export_problem(model: Model) -> Optional[Problem]:
     family = guess_family(fields)
     to_hf(folded(fields, family)[0], family=family)
   except UserError as e:
-    reason = ' '.join(e.what.split())
+    first, *others = e.what.splitlines()
+    reason = f'{first} {"; ".join(line.strip() for line in others)}'.strip()
     return Problem(reason if len(reason) <= _SHOWN else f'{reason[: _SHOWN - 3]}...')
   return None
 

@@ -215,7 +215,8 @@ class Optax:
       without parentheses in gin). These functions get the learning rate of each step. At least one
       is needed, so that the logged rate is the rate that was used.
   Raises:
-    ConfigError: no function takes the learning rate; or a state is not shaped like the parameters.
+    ConfigError: a function does not take the learning rate; there is no function; or a state is not
+      shaped like the parameters.
   """
 
   transformations: Sequence[Transformation]
@@ -228,6 +229,15 @@ class Optax:
         parameters=('Optax.transformations',),
         docs='add_an_optimizer.md',
       )
+    for made in filter(callable, self.transformations):
+      if not _takes_rate(made):
+        name = getattr(made, '__name__', made)
+        raise ConfigError(
+          f'{name} in Optax.transformations does not take a learning_rate.',
+          fix=f'Add parentheses in the gin file: @optax.{name}()',
+          parameters=('Optax.transformations',),
+          docs='add_an_optimizer.md',
+        )
 
   def _transformation(self, learning_rate: Union[float, jax.Array]) -> optax.GradientTransformation:
     return optax.chain(
@@ -254,6 +264,12 @@ class Optax:
 
   def state_names(self, params: Params, names: ParamNames) -> Tree:
     return _optax_names(self._transformation(0.0), params, names)
+
+
+def _takes_rate(function: Callable[..., optax.GradientTransformation]) -> bool:
+  parameters = inspect.signature(function).parameters
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  return takes_any or 'learning_rate' in parameters
 
 
 def _optax_names(

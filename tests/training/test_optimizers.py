@@ -115,6 +115,8 @@ def test_transformations_of_optax_give_optaxs_updates(transformations, reference
 def test_transformations_without_a_learning_rate_are_refused():
   with pytest.raises(ConfigError) as e:
     Optax([optax.clip(1.0), optax.scale_by_adam()])
+  with raises(ConfigError):
+    Optax([optax.clip, optax.lion])
   assert e.value.parameters == ('Optax.transformations',)
 
 
