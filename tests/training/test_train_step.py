@@ -319,10 +319,13 @@ def test_what_the_code_of_users_returns_is_checked_before_anything_compiles(wron
       updated = super().update(grads, state, params, **kwargs)
       return updated[0] if wrong == 'optimizer' else updated
 
+  def factory(step):
+    return constant(1e-2)
+
   program = build_with(
     model=Model(TransformerConfig(**CONFIG)),
     optimizer=Optimizer(),
-    learning_rate=constant if wrong == 'schedule' else constant(1e-2),
+    learning_rate=factory if wrong == 'schedule' else constant(1e-2),
     partitioner=Partitioner(),
     topology=Topology(1, 1),
     devices=jax.devices()[:1],
