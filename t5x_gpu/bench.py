@@ -92,7 +92,7 @@ def bench(
     log(line)
   state = program.init()
   # A few batches in turn, so that the time does not include making them.
-  ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
+  ready = [program.put_batch(next(batches)) for _ in range(4)]
   seconds, losses = [], []
   for i in range(warmup_steps + num_steps):
     if i == warmup_steps:

@@ -16,6 +16,7 @@ MESHES = {
   'data8': (8, {}),
   'fsdp8': (8, {'Partitioner.data': 1, 'Partitioner.fsdp': 8}),
   'model8': (8, {'NUM_PARTITIONS': 8}),
+  'three_of_data8': (3, {'Partitioner.uneven_batch': 'fill'}),  # eight rows on three devices
 }
 MACROS = {'DROPOUT_RATE': 0.1, 'SAVE_PERIOD': 4, 'TRAIN_STEPS': 8}
 
@@ -57,6 +58,7 @@ def test_losses_on_eight_devices_are_those_of_one(runs, mesh):
         ('data8', 'fsdp8'),
         ('fsdp8', 'model8'),
         ('model8', 'one_device'),
+        ('data8', 'three_of_data8'),
       )
     ),
   ],

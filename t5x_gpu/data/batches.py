@@ -49,6 +49,11 @@ class BatchSpec:
   def batch_size(self) -> int:
     return next(iter(self.shapes.values()))[0]
 
+  def with_rows(self, rows: int) -> 'BatchSpec':
+    """Returns the spec of a batch with another number of rows."""
+    shapes = {name: (rows, *shape[1:]) for name, shape in self.shapes.items()}
+    return dataclasses.replace(self, shapes=shapes)
+
   def check(self, batch: Batch) -> None:
     """Raises ShapeError unless `batch` has exactly these features, shapes and dtypes."""
     got = {name: (tuple(x.shape), str(x.dtype)) for name, x in batch.items()}

@@ -307,6 +307,7 @@ def open_task_evaluator(
 def check_eval_batch(batch_size: int, program: Program) -> None:
   """Raises ConfigError if the mesh, or a pipeline, cannot split batches of this size."""
   layout = program.layout
+  batch_size = layout.filled_rows(batch_size)
   parts, pipeline = layout.batch_parts, layout.pipeline
   if batch_size % parts:
     what = f'do not divide into the {parts} parts into which the mesh splits a batch.'

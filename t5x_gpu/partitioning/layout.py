@@ -41,6 +41,7 @@ class Layout:
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by, overlap_layers: see partitioning/region.py.
     gradient_dtype: dtype in which gradients are sent, 'float32' or 'bfloat16'.
+    fills_batch: whether rows of weight 0 fill a batch that the mesh does not divide.
     notes: notes for the user, one line each.
   """
 
@@ -53,6 +54,7 @@ class Layout:
   accumulate_by: str = 'layer'
   overlap_layers: bool = False
   gradient_dtype: str = 'float32'
+  fills_batch: bool = False
   notes: tuple[str, ...] = ()
 
   @property
@@ -92,6 +94,22 @@ class Layout:
   def batch_parts(self) -> int:
     """Parts into which the rows of a batch are split; divides the batch size."""
     return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
+
+  def filled_rows(self, rows: int, *, num_microbatches: Optional[int] = None) -> int:
+    """Returns the rows of a batch on the devices: `rows`, or more if `fills_batch` adds some.
+
+    Args:
+      rows: rows of the data.
+      num_microbatches: parts of a training batch that are computed in turn; None for an evaluation.
+    """
+    if not self.fills_batch:
+      return rows
+    if num_microbatches is None:
+      least = 1 if self.pipeline is None else self.pipeline.least_rows
+      return self.batch_parts * max(-(-rows // self.batch_parts), least)
+    in_turn = num_microbatches * (1 if self.pipeline is None else self.pipeline.num_microbatches)
+    unit = self.batch_parts * in_turn
+    return -(-rows // unit) * unit
 
   def shardings(self, abstract: Shapes, names: ParamNames, table: Optional[Table] = None) -> Tree:
     """Returns a tree of NamedSharding for arrays (or shapes) with axes `names`.
@@ -174,23 +192,41 @@ class Layout:
 
     return {name: sharding(name, shape) for name, shape in shapes.items()}
 
-  def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns the global batch on devices, for decoding; each process uploads only its rows."""
-    shardings = self.batch_shardings({name: x.shape for name, x in batch.items()})
+  def put(
+    self, batch: Mapping[str, np.ndarray], *, rows: Optional[int] = None
+  ) -> dict[str, jax.Array]:
+    """Returns the global batch on devices, for decoding; each process uploads only its rows.
+
+    Args:
+      batch: feature name -> [rows of the data, ...].
+      rows: rows of the global batch, the last of them zeros; None for the rows of the data.
+    """
+    shapes = {name: (rows or x.shape[0], *x.shape[1:]) for name, x in batch.items()}
+    shardings = self.batch_shardings(shapes)
     return {
-      name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+      name: jax.make_array_from_callback(
+        shapes[name], shardings[name], functools.partial(_with_zero_rows, x, shapes[name][0])
+      )
       for name, x in batch.items()
     }
 
-  def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns a batch for a step on devices: as `put`, with positions in the order of `context`."""
+  def put_batch(
+    self, batch: Mapping[str, np.ndarray], *, num_microbatches: Optional[int] = None
+  ) -> dict[str, jax.Array]:
+    """Returns a batch for a step on devices: as `put`, with positions in the order of `context`.
+
+    Args:
+      batch: feature name -> [rows, ...].
+      num_microbatches: as in `filled_rows`.
+    """
     ways = self.mesh.shape['context']
     if ways > 1:
       batch = {
         name: x[:, context_parallel.length_order(x.shape[1], ways)] if x.ndim > 1 else x
         for name, x in batch.items()
       }
-    return self.put(batch)
+    rows = next(iter(batch.values())).shape[0]
+    return self.put(batch, rows=self.filled_rows(rows, num_microbatches=num_microbatches))
 
   def jit(self, function: TreeFn, **jit_options: Any) -> 'OnMesh':
     """Returns `function` jitted over this layout; options are jax.jit's."""
@@ -239,6 +275,16 @@ class Layout:
         f'microbatches, bubble {self.pipeline.bubble_fraction:.1%} of the time of the layers'
       )
     return '\n'.join([*lines, *(f'  {note}' for note in self.notes)])
+
+
+def _with_zero_rows(x: np.ndarray, rows: int, index: tuple[slice, ...]) -> np.ndarray:
+  """Returns `x[index]`, where `x` has zeros after its last row, `rows` rows in all."""
+  start, stop, _ = index[0].indices(rows)
+  if stop <= x.shape[0]:
+    return x[index]
+  part = x[(slice(min(start, x.shape[0]), x.shape[0]), *index[1:])]
+  zeros = np.zeros((stop - start - part.shape[0], *part.shape[1:]), part.dtype)
+  return np.concatenate([part, zeros])
 
 
 @dataclasses.dataclass(frozen=True)

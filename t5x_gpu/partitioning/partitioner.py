@@ -146,6 +146,8 @@ class Partitioner:
     expert: parts of the experts of a mixture-of-experts MLP; also splits the batch.
     ici_mesh_shape: axis -> size inside a host, one may be -1; replaces the sizes above.
     dcn_mesh_shape: axis -> size across hosts, one may be -1.
+    uneven_batch: 'refuse' makes a batch that the mesh does not divide an error. 'fill' adds rows of
+      weight 0, which change no loss but cost as much as other rows.
   """
 
   num_partitions: Optional[int] = None
@@ -166,6 +168,7 @@ class Partitioner:
   expert: int = 1
   ici_mesh_shape: Optional[Mapping[str, int]] = None
   dcn_mesh_shape: Optional[Mapping[str, int]] = None
+  uneven_batch: str = 'refuse'
 
   def __post_init__(self) -> None:
     for name, legal in (
@@ -174,6 +177,7 @@ class Partitioner:
       ('gradient_dtype', ('float32', 'bfloat16')),
       ('context_attention', context_parallel.METHODS),
       ('pipeline_schedule', pipeline_lib.SCHEDULES),
+      ('uneven_batch', ('refuse', 'fill')),
     ):
       value = getattr(self, name)
       if value not in legal:
@@ -233,6 +237,7 @@ class Partitioner:
       MeshError: sizes that do not fit the topology, or that do not divide `logical_sizes`.
     """
     sizes = self.mesh_sizes(topology)
+    logical_sizes, filled = self._with_filled_batch(sizes, logical_sizes, num_microbatches)
     problems = self._problems(sizes, logical_sizes, num_microbatches)
     if problems:
       raise MeshError(
@@ -242,20 +247,41 @@ class Partitioner:
         docs='mesh.md#sizes',
       )
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
-    note = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
+    shared = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
     by_layer = num_microbatches > 1 and self.accumulate_by == 'layer' and sizes.total['fsdp'] > 1
     return Layout(
       mesh=build_mesh(sizes, topology, devices),
       sizes=sizes,
       topology=topology,
       rules=self.rules(shares_kv_heads=shares_kv_heads),
-      notes=(note,) if note else (),
+      notes=tuple(note for note in (shared, filled) if note),
       zero_stage=self.zero_stage,
       accumulate_by=self.accumulate_by,
       overlap_layers=self.overlap_layers and not by_layer,
       gradient_dtype=self.gradient_dtype,
+      fills_batch=self.uneven_batch == 'fill',
       pipeline=self._pipeline(sizes, logical_sizes, num_microbatches),
     )
+
+  def _with_filled_batch(
+    self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int
+  ) -> tuple[Mapping[str, int], Optional[str]]:
+    """Returns the sizes with the rows of weight 0 that fill the batch, and a note about them."""
+    if self.uneven_batch == 'refuse':
+      return logical_sizes, None
+    in_turn = num_microbatches
+    if sizes.total['stage'] > 1:
+      in_turn *= self.num_pipeline_microbatches or 1
+    unit, rows = self._batch_parts(sizes) * in_turn, logical_sizes['batch']
+    filled = -(-rows // unit) * unit
+    if filled == rows:
+      return logical_sizes, None
+    more = filled - rows
+    note = (
+      f'batch: {rows} rows + {more} of weight 0 to fill a multiple of {unit} '
+      f'(uneven_batch = {self.uneven_batch!r}): {more / filled:.1%} of the work of a step is idle'
+    )
+    return {**logical_sizes, 'batch': filled}, note
 
   def _pipeline(
     self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int

@@ -105,7 +105,7 @@ class LiveRun:
     `bad_steps` remembers its rows.
     """
     self.bad_steps.read(batch)
-    return _or_error(lambda: self.plan.program.layout.put_batch(batch))
+    return _or_error(lambda: self.plan.program.put_batch(batch))
 
   def early_values(self) -> dict[int, float]:
     """Returns step -> value of the metric of `Run.early_stopping`, as far as files record it.
@@ -735,7 +735,7 @@ def precompile(plan: PlannedRun, *, xla: Optional[flags.Applied]) -> str:
     spec = plan.run.model.batch_spec(
       dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
     )
-    batch = dataclasses.replace(program, spec=spec).abstract_batch
+    batch = program.abstract_of(spec.with_rows(program.layout.filled_rows(spec.batch_size)))
     compiled('evaluation', program.eval_step.lower(program.abstract_state.params, batch))
   lines = ['Compiled, without training:', *done, memory.line(), programs.cache_line(), *precision]
   return '\n'.join(lines)

@@ -63,7 +63,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMe
   parts = layout.batch_parts * num_microbatches * mesh['context']
   if layout.pipeline is not None:
     parts *= layout.pipeline.num_microbatches
-  tokens = program.spec.batch_size * length // parts
+  tokens = program.step_spec.batch_size * length // parts
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
   predictions, config = tokens // length if model.classifies else tokens, config_of(model)
   if config is not None and not encodes_texts(model):
@@ -163,7 +163,7 @@ class RunMemory:
   def _fix(self) -> str:
     """Returns the fix: the setting that shrinks the largest part of a step."""
     need, layout = self.need, self.program.layout
-    rows = self.program.spec.batch_size // (layout.batch_parts * self.num_microbatches)
+    rows = self.program.step_spec.batch_size // (layout.batch_parts * self.num_microbatches)
     if need.total - need.activations > self.limit.bytes:
       return (
         'Parameters, optimizer state and gradients alone are too large: split them over more '

@@ -11,9 +11,9 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.models.model import Model, check_model, config_of, uses_fp8
+from t5x_gpu.models.model import DeviceBatch, Model, check_model, config_of, uses_fp8
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
@@ -65,7 +65,7 @@ class Program:
   Attributes:
     config: settings of the step.
     layout: mesh and rules.
-    spec: the global batch.
+    spec: the global batch of the data.
     names: TrainState of AxisNames.
     abstract_state: TrainState of shapes and shardings as the run stores it between steps.
     abstract_saved: the shapes and shardings in a checkpoint, without padding; the restore target.
@@ -156,12 +156,25 @@ class Program:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
 
   @property
+  def step_spec(self) -> BatchSpec:
+    """The batch that a step computes: `spec`, and rows of weight 0 if the layout fills it."""
+    return _filled(self.spec, self.layout, self.config)
+
+  @property
   def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-    shardings = self.layout.batch_shardings(self.spec.shapes)
+    return self.abstract_of(self.step_spec)
+
+  def abstract_of(self, spec: BatchSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and shardings of a batch on the mesh."""
+    shardings = self.layout.batch_shardings(spec.shapes)
     return {
-      name: jax.ShapeDtypeStruct(shape, self.spec.dtypes[name], sharding=shardings[name])
-      for name, shape in self.spec.shapes.items()
+      name: jax.ShapeDtypeStruct(shape, spec.dtypes[name], sharding=shardings[name])
+      for name, shape in spec.shapes.items()
     }
+
+  def put_batch(self, batch: Batch) -> DeviceBatch:
+    """Returns a training batch on the devices, filled as `step_spec`."""
+    return self.layout.put_batch(batch, num_microbatches=self.config.num_microbatches)
 
 
 def build_program(
@@ -197,7 +210,7 @@ def build_program(
   abstract = form.abstract(shapes)
   functions = dict(
     init=lambda: form.first(init()),
-    train_step=make_train_step(config, form),
+    train_step=make_train_step(config, form, spec),
     eval_step=make_eval_step(config, form),
   )
   layout = form.with_costs(shapes)
@@ -208,8 +221,14 @@ def build_program(
     form.names,
     abstract,
     form.abstract_saved(shapes),
-    **_jitted(layout, spec, abstract, **functions),
+    **_jitted(layout, _filled(spec, layout, config), abstract, **functions),
   )
+
+
+def _filled(spec: BatchSpec, layout: Layout, config: StepConfig) -> BatchSpec:
+  """Returns `spec` with the rows of weight 0 that fill a training batch."""
+  rows = layout.filled_rows(spec.batch_size, num_microbatches=config.num_microbatches)
+  return spec.with_rows(rows)
 
 
 def _first_state(

@@ -11,6 +11,7 @@ whole global batch. `StepConfig` holds the settings, which plan, bench and parit
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Optional, Union
 
@@ -103,7 +104,7 @@ class StepConfig:
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
-def make_train_step(config: StepConfig, form: RunForm) -> StepFn:
+def make_train_step(config: StepConfig, form: RunForm, spec: BatchSpec) -> StepFn:
   """Returns the function that makes one update.
 
   The key of dropout is fold_in(random_seed, step), on any topology and after a resume.
@@ -111,6 +112,7 @@ def make_train_step(config: StepConfig, form: RunForm) -> StepFn:
   Args:
     config: the run's configuration.
     form: how the state is stored between steps.
+    spec: the batch of the data; the batch of a step may have more rows, of weight 0.
   Raises:
     ModelError: as `make_gradients` and `history_of`.
     ConfigError: as `replica_factor`.
@@ -126,7 +128,7 @@ def make_train_step(config: StepConfig, form: RunForm) -> StepFn:
     grads, sums, amaxes = gradients(state.params, amaxes, _weighted(config, batch), dropout_key)
     divisor = config.loss_normalizing_factor
     if divisor == _TOTAL:
-      divisor = max(x.size for name, x in batch.items() if _has_loss_weights(name))
+      divisor = max(math.prod(s) for name, s in spec.shapes.items() if _has_loss_weights(name))
     elif divisor is None or isinstance(divisor, str):
       divisor = jnp.maximum(sums['loss'][1], 1.0)  # a batch of padding gives zeros, not NaN
     grads = jax.tree.map(lambda g: g / divisor, grads)

@@ -100,7 +100,7 @@ class RecordedRun:
       opt_state=abstract.opt_state.replace(optimizer=state.opt_state, gradient=zeros)
     )
     new, sums = self._step(
-      self._to_mesh(recorded, abstract, self.program.names), self.program.layout.put_batch(batch)
+      self._to_mesh(recorded, abstract, self.program.names), self.program.put_batch(batch)
     )
     new, sums = self._from_mesh(new), _to_host(sums)
     metrics = {name: float(np.divide(*pair)) for name, pair in sums.items()}
@@ -118,16 +118,17 @@ class RecordedRun:
     if self._layers is None:
       return None
     abstract, names = self.program.abstract_state, self.program.names
-    layout, ways = self.program.layout, self.program.layout.mesh.shape['context']
+    ways, rows = self.program.layout.mesh.shape['context'], self.program.spec.batch_size
     found = _to_host(
       self._layers(
         self._to_mesh(state.params, abstract.params, names.params),
-        layout.put_batch(batch),
+        self.program.put_batch(batch),
         self._to_mesh(state.step, abstract.step, names.step),
       )
     )
 
     def in_order(x: np.ndarray) -> np.ndarray:
+      x = x[:, :rows]  # without rows that fill the batch
       return x if ways == 1 else np.take(x, np.argsort(length_order(x.shape[2], ways)), axis=2)
 
     return found.replace(

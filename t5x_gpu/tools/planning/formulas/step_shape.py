@@ -108,7 +108,7 @@ def step_shape(
   policy = policy_of(model)
   inner = policy.model if isinstance(policy, LoraModel) else policy
   config, pipeline = config_of(model), layout.pipeline
-  rows = program.spec.batch_size // layout.batch_parts
+  rows = program.step_spec.batch_size // layout.batch_parts
   passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
   by_layer = (

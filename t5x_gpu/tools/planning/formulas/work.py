@@ -63,7 +63,7 @@ def step_work(shape: StepShape, program: Program, model: Model) -> list[Work]:
   """Returns the whole computation of the busiest device in a step."""
   found: list[Work] = []
   if shape.config is None:
-    flops = step_flops(model, program.spec.shapes)
+    flops = step_flops(model, program.step_spec.shapes)
     found.append(Work(part=MODEL, kind='gemm', flops=flops / program.layout.mesh.size))
   for stack in shape.stacks:
     found += _layers(shape, shape.config, stack)
