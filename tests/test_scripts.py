@@ -161,6 +161,59 @@ def test_the_slurm_script_asks_for_one_task_per_gpu():
   assert 'requeue' in options and 'gpus-per-task' not in options
 
 
+def end_in_slurm(folder: pathlib.Path, code: int, **variables: str) -> tuple[str, str]:
+  """Returns the lines of train.slurm after an srun with this exit code, and calls of scontrol."""
+  bin_folder = folder / 'bin'
+  bin_folder.mkdir(exist_ok=True)
+  executable(bin_folder / 'srun', f'#!/bin/bash\nexit {code}\n')
+  # In the place of Slurm, which would end the script.
+  executable(bin_folder / 'scontrol', '#!/bin/bash\necho "$@" >> calls\nkill "$PPID"\n')
+  (folder / 'calls').write_text('')
+  done = subprocess.run(
+    ['bash', SCRIPTS / 'train.slurm', 'my.gin'],
+    cwd=folder,
+    text=True,
+    stdout=subprocess.PIPE,
+    env={
+      'PATH': f'{bin_folder}:{os.environ["PATH"]}',
+      'SLURM_JOB_ID': '7',
+      'SLURM_JOB_NODELIST': 'n1',
+      **variables,
+    },
+  )
+  return done.stdout, (folder / 'calls').read_text()
+
+
+@pytest.mark.parametrize('code', [1, 86, 87, 134, 137])
+def test_slurm_starts_a_crashed_run_again_at_most_three_times(code, tmp_path):
+  for crash in (1, 2, 3):
+    said, calls = end_in_slurm(tmp_path, code, CRASH_MINUTES='0')
+    assert f'crash {crash} of at most 3 (exit code {code}' in said and calls == 'requeue 7\n'
+  said, calls = end_in_slurm(tmp_path, code, CRASH_MINUTES='0')
+  assert 'not requeued: crash 4 of at most 3' in said and not calls
+  assert f'exit code {code}' in said and sorted(p.name for p in tmp_path.iterdir()) == [
+    'bin',
+    'calls',
+  ]
+
+
+@pytest.mark.parametrize('code', [0, 2, 78, 130])
+def test_slurm_does_not_start_a_run_again_that_is_done_or_cannot_work(code, tmp_path):
+  said, calls = end_in_slurm(tmp_path, code, CRASH_MINUTES='0')
+  assert f'exit code {code}' in said and not calls
+
+
+def test_slurm_takes_an_early_failure_for_a_mistake(tmp_path):
+  said, calls = end_in_slurm(tmp_path, 87)
+  assert 'exit code 87' in said and not calls
+
+
+def test_restarts_of_slurm_count_saves_and_crashes(tmp_path):
+  for code in (85, 137):
+    said, calls = end_in_slurm(tmp_path, code, CRASH_MINUTES='0', SLURM_RESTART_COUNT='50')
+    assert 'not requeued: restart 50 of at most 50' in said and not calls
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_run_of_the_report_picture_is_killed_once_and_ends(tmp_path):
