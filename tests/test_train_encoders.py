@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from t5x_gpu import data_tools, train
+from t5x_gpu import data_tools
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import run_here
 
@@ -51,9 +51,31 @@ def data(tmp_path_factory):
   return flags
 
 
-def assert_accepted(model_dir, example, precision):
-  """Asserts loss and accuracy of the last epoch, the last `LOG_PERIOD` steps."""
-  *_, last = [r for r in read_json_lines(model_dir / 'metrics.jsonl') if 'train/loss' in r]
+def assert_accepted(folder, command, example, precision, *flags, num_devices):
+  """Trains an example, compiled as users compile, and asserts loss and accuracy of the last epoch.
+
+  Args:
+    folder: empty folder for the run.
+    command: a module with its flags.
+    example, precision: of `ACCEPTED`.
+    *flags: other flags of the run.
+    num_devices: simulated devices of a process.
+  """
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', *command),
+      f'--gin_file={EXAMPLES}/encoder_{example}.gin',
+      f'--gin.MODEL_DIR={folder}/run',
+      *PRECISIONS[precision],
+      *flags,
+    ],
+    env={**os.environ, 'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  # A record of metrics is the mean of LOG_PERIOD steps, one epoch.
+  *_, last = [r for r in read_json_lines(folder / 'run' / 'metrics.jsonl') if 'train/loss' in r]
   most, least = ACCEPTED[example][precision]
   assert last['train/loss'] < most and last['train/accuracy'] > least, last
 
@@ -72,31 +94,12 @@ def assert_accepted(model_dir, example, precision):
 def test_an_example_meets_the_acceptance_of_transformer_engine(
   tmp_path, data, example, num_devices, flags, precision
 ):
-  argv = [
-    f'--gin_file={EXAMPLES}/encoder_{example}.gin',
-    f'--gin.MODEL_DIR={tmp_path}/run',
-    *data,
-    *flags,
-    *PRECISIONS[precision],
-  ]
-  result = run_here(lambda: train.main(argv), num_devices=num_devices)
-  assert result.code == 0, result.err
-  assert_accepted(tmp_path / 'run', example, precision)
+  command = ['t5x_gpu.train']
+  assert_accepted(tmp_path, command, example, precision, *data, *flags, num_devices=num_devices)
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize('precision', PRECISIONS)
 def test_two_processes_meet_the_acceptance_of_transformer_engine(tmp_path, data, precision):
-  result = subprocess.run(
-    [
-      *(sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', '--'),
-      f'--gin_file={EXAMPLES}/encoder_multiprocess.gin',
-      f'--gin.MODEL_DIR={tmp_path}/run',
-      *data,
-      *PRECISIONS[precision],
-    ],
-    capture_output=True,
-    text=True,
-  )
-  assert result.returncode == 0, result.stderr[-2000:]
-  assert_accepted(tmp_path / 'run', 'multiprocess', precision)
+  command = ['t5x_gpu.launch', '--nproc', '2', '--no_gpu', '--']
+  assert_accepted(tmp_path, command, 'multiprocess', precision, *data, num_devices=1)

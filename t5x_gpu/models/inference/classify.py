@@ -33,6 +33,11 @@ class ClassifierConfig:
   batch_size: int
   outcome: str = 'classes'
 
+  @property
+  def facts(self) -> dict[str, object]:
+    """The settings that results depend on."""
+    return {'max_length': self.max_length, 'outcome': self.outcome}
+
 
 class Classifier:
   """Computes the probabilities of all classes for each text.
