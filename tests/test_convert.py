@@ -27,6 +27,7 @@ from t5x_gpu.conversion.hf.names import JOINED
 from t5x_gpu.conversion.safetensors_io import SafetensorsFolder
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.storage import files
 from t5x_gpu.training.state import TrainState
 from tests.conversion.hf_files import (
   CONFIGS,
@@ -483,7 +484,7 @@ def test_nothing_is_overwritten(tmp_path, refuses):
 def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(
-    atomic_folder.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0)
+    files.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0, total=1)
   )
   refuses(tmp_path / 'a', tmp_path / 'new' / 'ours')
 

@@ -13,7 +13,7 @@ from typing import IO, Optional
 
 from t5x_gpu.checkpoint.model_dir import commit_remote
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.storage.files import write_atomically, write_problem
+from t5x_gpu.storage.files import free_bytes, write_atomically, write_problem
 from t5x_gpu.storage.json_schema import Fields, Json, Nullable, read_json
 from t5x_gpu.storage.paths import AnyPath, RemotePath
 from t5x_gpu.terminal.console import show
@@ -138,8 +138,8 @@ class Journal(contextlib.AbstractContextManager):
       self._path.unlink(missing_ok=True)
       self.folder.mkdir()
     written = sum(p.stat().st_size for p in self.folder.rglob('*') if p.is_file())
-    free = shutil.disk_usage(self.folder).free
-    if free < num_bytes - written:
+    free = free_bytes(self.folder)
+    if free is not None and free < num_bytes - written:
       raise CheckpointError(
         f'{self._target} would take about {show(num_bytes, GB=".2f")}, and '
         f'{show(free, GB=".2f")} are free.',

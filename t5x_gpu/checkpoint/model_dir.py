@@ -39,7 +39,7 @@ from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.partitioning.trees import Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
-from t5x_gpu.storage.files import access_error, free_name, write_problem
+from t5x_gpu.storage.files import access_error, free_bytes, free_name, write_problem
 from t5x_gpu.storage.json_schema import Json, open_regular, parse_json, read_json
 from t5x_gpu.storage.paths import (
   AnyPath,
@@ -51,6 +51,7 @@ from t5x_gpu.storage.paths import (
   kvstore_spec,
   reason_of,
 )
+from t5x_gpu.terminal.console import show
 
 _log = logging.getLogger(__name__)
 
@@ -402,6 +403,39 @@ def check_names_are_free(folder: AnyPath, *, after: int) -> None:
     )
 
 
+def check_room(folder: AnyPath, num_bytes: int) -> None:
+  """Raises CheckpointError if the disk has no room for one more checkpoint.
+
+  Counts what `remove_leftovers` will free. Object storage has no limit; quotas are not seen.
+
+  Args:
+    folder: MODEL_DIR; need not exist.
+    num_bytes: size of a checkpoint.
+  """
+  free = None if isinstance(folder, RemotePath) else free_bytes(folder)
+  if free is None or free >= num_bytes:
+    return
+  free += sum(
+    file.stat().st_size
+    for path in _leftovers(folder)
+    for file in path.rglob('*')
+    if file.is_file() and not file.is_symlink()
+  )
+  if free < num_bytes:
+    size, has, lacks = (
+      show(n, GiB=',.2f', MiB='.1f', KiB='.1f', B='.0f')
+      for n in (num_bytes, free, num_bytes - free)
+    )
+    raise CheckpointError(
+      f'A checkpoint takes {size}, and {has} are free in {folder}: the next save would fail (No '
+      'space left on device).',
+      fix=f'Free {lacks} there, or set MODEL_DIR to a folder on a larger disk. Old checkpoints '
+      'need their space until the new one is complete.',
+      parameters=('MODEL_DIR',),
+      docs='checkpoints.md#room',
+    )
+
+
 def read_manifest(folder: AnyPath, step: int) -> Manifest:
   """Returns the manifest of a checkpoint; other files may be damaged.
 
@@ -602,15 +636,26 @@ def remove_leftovers(folder: AnyPath) -> list[int]:
       checkpoint_path(folder, step).remove_tree(last=[UNDER_WAY])
     return left
   steps = []
-  for path in sorted(folder.iterdir()):
-    match = _LEFTOVER.fullmatch(path.name)
-    if match and is_real_folder(path):
-      try:
-        shutil.rmtree(path)
-        steps.append(int(match[1] or match[2]))
-      except OSError as e:  # harmless
-        _log.warning('%s could not be deleted: %s.', path, e.strerror or e)
+  for path, step in _leftovers(folder).items():
+    try:
+      shutil.rmtree(path)
+      steps.append(step)
+    except OSError as e:  # harmless
+      _log.warning('%s could not be deleted: %s.', path, e.strerror or e)
   return steps
+
+
+def _leftovers(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+  """Returns folder -> step of each save or deletion that was killed."""
+  matches = {
+    path: _LEFTOVER.fullmatch(path.name)
+    for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
+  }
+  return {
+    path: int(match[1] or match[2])
+    for path, match in matches.items()
+    if match and is_real_folder(path)
+  }
 
 
 def set_aside_checkpoint(folder: AnyPath, step: int, reason: str) -> str:

@@ -11,6 +11,7 @@ from t5x_gpu.checkpoint.model_dir import (
   CheckpointMetadata,
   ModelDir,
   check_names_are_free,
+  check_room,
   newest_complete,
   shared_model_dir,
 )
@@ -29,7 +30,7 @@ from t5x_gpu.runtime.watchdog import Watchdog
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
-from t5x_gpu.training.memory import RunMemory, check_memory
+from t5x_gpu.training.memory import RunMemory, check_memory, tree_bytes
 from t5x_gpu.training.program import Program, build_program, size_line
 
 
@@ -167,7 +168,10 @@ def plan_run(
       origin = choose_origin(start, program, run.model, saved=saved)
     start_from = saved or origin.saved
     if distributed.is_main_process():
-      check_names_are_free(model_dir.path, after=start_from.step if start_from else 0)
+      start_step = start_from.step if start_from else 0
+      check_names_are_free(model_dir.path, after=start_step)
+      if start_step < run.total_steps:
+        check_room(model_dir.path, tree_bytes(program.abstract_saved))
   distributed.assert_equal_across_hosts(
     origin.record or (saved and saved.step),
     f'The latest checkpoint in {model_dir.path}',

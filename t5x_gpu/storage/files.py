@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import pathlib
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ def write_atomically(
   """Writes `text` as UTF-8; arguments as for `atomic_write`."""
   with atomic_write(path, sync=sync, suffix=suffix) as new:
     new.write_text(text, 'utf-8')
+
+
+def free_bytes(folder: pathlib.Path) -> Optional[int]:
+  """Returns the free bytes of the disk of `folder`, which need not exist; None if unknown.
+
+  Does not see quotas.
+  """
+  there = next(f for f in (folder, *folder.parents) if f.exists())
+  usage = shutil.disk_usage(there)
+  return usage.free if usage.total else None  # some network file systems report zeros
 
 
 def write_problem(e: OSError, folder: str | os.PathLike) -> str:

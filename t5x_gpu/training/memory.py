@@ -149,7 +149,7 @@ class RunMemory:
       )
     self._check_padding()
     # Hosts with the same state may share the work of a save.
-    copies = _bytes(self.program.abstract_saved) // self.num_machines
+    copies = tree_bytes(self.program.abstract_saved) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
       raise OutOfMemoryError(
         f'Each save copies at least {show(copies)} of the state to the memory of each host, which '
@@ -221,7 +221,8 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Ru
   return memory
 
 
-def _bytes(tree: Tree) -> int:
+def tree_bytes(tree: Tree) -> int:
+  """Returns the bytes of all arrays of a tree, on all devices together, each once."""
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 

@@ -7,9 +7,9 @@ import pathlib
 
 import pytest
 
-from t5x_gpu.checkpoint import atomic_folder
 from t5x_gpu.checkpoint.atomic_folder import Journal, new_folder
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.storage import files
 from tests.messages import raises
 
 
@@ -59,7 +59,7 @@ def test_a_failure_at_the_start_leaves_nothing_and_names_the_target(tmp_path, mo
   def fail(*args):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-  monkeypatch.setattr(fcntl if failing == 'flock' else atomic_folder.shutil, failing, fail)
+  monkeypatch.setattr(fcntl if failing == 'flock' else files.shutil, failing, fail)
   with raises(CheckpointError):
     Journal(tmp_path / 'new', work=None, num_bytes=0)
   assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ import pytest
 
 from t5x_gpu import checkpoint_tools, eval
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.model_dir import ModelDir, newest_complete
+from t5x_gpu.checkpoint.model_dir import ModelDir, check_room, newest_complete
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.evaluation.checkpoint_evaluator import read_if_there, steps_to_evaluate
 from t5x_gpu.reporting.run_record import read_run
+from t5x_gpu.storage import files
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
 from tests.checkpoint.test_checksums import flip_a_bit
 from tests.checkpoint.test_run_lock import lock_of
@@ -68,6 +69,31 @@ def calls(monkeypatch):
     return _calls
 
   return start
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_unless_leftovers_free_enough(
+  tmp_path, monkeypatch
+):
+  usage = types.SimpleNamespace(free=900, total=5000)
+  monkeypatch.setattr(files.shutil, 'disk_usage', lambda path: usage)
+  with raises(CheckpointError):
+    check_room(tmp_path / 'new', 1000)
+  check_room(tmp_path / 'new', 900)
+  cut_short = tmp_path / 'checkpoint_4.orbax-checkpoint-tmp' / 'state'
+  cut_short.mkdir(parents=True)
+  (cut_short / 'd').write_bytes(bytes(100))
+  check_room(tmp_path, 1000)
+  with pytest.raises(CheckpointError):
+    check_room(tmp_path, 1001)
+  usage.total = usage.free = 0  # unknown
+  check_room(tmp_path, 1001)
+
+
+def test_a_run_looks_for_room_before_it_compiles(tmp_path, monkeypatch):
+  usage = types.SimpleNamespace(free=4096, total=1 << 30)
+  monkeypatch.setattr(files.shutil, 'disk_usage', lambda path: usage)
+  with pytest.raises(CheckpointError, match='No space left on device'):
+    Project(tmp_path).check(num_devices=1)
 
 
 @pytest.mark.slow
