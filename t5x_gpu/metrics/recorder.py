@@ -4,6 +4,7 @@ A step counts only when the devices have finished it.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Optional, Self
@@ -19,6 +20,8 @@ from t5x_gpu.metrics.monitor import Monitor
 from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import MultiWriter
 from t5x_gpu.terminal.progress import ProgressLine
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder(contextlib.ExitStack):
@@ -102,12 +105,11 @@ class Recorder(contextlib.ExitStack):
     sums = self._in_flight[1] if self._in_flight else ()
     return not all(x.is_ready() for x in jax.tree.leaves(sums) if isinstance(x, jax.Array))
 
-  def _close_writer(self, kind: Optional[type[BaseException]], *rest: object) -> None:
+  def _close_writer(self, *error: object) -> None:
     try:
       self._writer.close()
-    except OSError:  # for example a full disk; an earlier exception already reports it
-      if kind is None:
-        raise
+    except OSError as e:  # all checkpoints are saved: the run has not failed
+      _log.error('The last metrics may be lost: %s', e)
 
   def dispatched(self, step: int, sums: reduce.Sums) -> None:
     """Keeps the sums of a step that was just dispatched; finishes the previous one."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Optional, Protocol, Union
 
-from t5x_gpu.errors import ConfigError, DataError, TrainingError
+from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.storage.files import (
   atomic_write,
   free_name,
@@ -41,6 +41,8 @@ _NONFINITE_VALUES = ('nan', 'inf', '-inf')
 _RECORD = Fields({'step': Whole()})
 Record = dict[str, Union[int, float]]  # 'step' and the metrics
 _FLUSH_SECONDS = 10  # a kill may lose this many seconds of TensorBoard's curves
+_RETRY_SECONDS = 60  # until TensorBoard files are tried again; each try starts a file
+_MOST_WAITING_BYTES = 16 << 20  # lines that cannot be written; some ten thousand
 
 
 class MetricWriter(Protocol):
@@ -113,15 +115,6 @@ def parse_line(line: bytes) -> Optional[Record]:
   return record if all(is_number) else None
 
 
-def _disk_error(step: int, what: str, folder: pathlib.Path, e: OSError) -> TrainingError:
-  return TrainingError(
-    f'Step {step}: {what} cannot be written: {write_problem(e, folder)}.',
-    fix='Free some space on that disk and run the same command again: it resumes from the last '
-    'checkpoint.',
-    parameters=('train.model_dir',),
-  )
-
-
 def read_json_lines(path: str | os.PathLike) -> list[Record]:
   """Returns the records of a metrics file in order, with NaN and infinity; skips damaged lines."""
   records = (parse_line(line) for line in pathlib.Path(path).read_bytes().splitlines())
@@ -133,6 +126,9 @@ class JsonLinesWriter:
 
   Each line is one system call, so kill -9 loses at most one line. Opening the file again removes an
   incomplete last line. Anything at `path` that is not a file is renamed.
+
+  Lines that cannot be written do not end the run: they wait in memory, and each write tries again.
+  If the disk of the checkpoints is full, too, the next save ends the run.
 
   Args:
     path: the file; it and its folder are created if missing.
@@ -146,6 +142,9 @@ class JsonLinesWriter:
       self.path.parent.mkdir(parents=True, exist_ok=True)
       set_aside_unless_file(self.path)
       self._file = open(self.path, 'ab', buffering=0)
+      self._waiting = bytearray()  # may begin in the middle of a line
+      self._num_lost = 0
+      self._has_failed = False
       self._mend_last_line()
     except OSError as e:
       raise ConfigError(
@@ -165,13 +164,35 @@ class JsonLinesWriter:
       self._file.write(b'\n')
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Appends one line; raises TrainingError if it cannot be written."""
-    line = memoryview(to_json_line(step, values).encode())
+    """Appends one line, after the lines that wait."""
+    line = to_json_line(step, values).encode()
+    if len(self._waiting) + len(line) <= _MOST_WAITING_BYTES:
+      self._waiting += line
+    else:
+      self._num_lost += 1
+    self._write_waiting()
+
+  def _write_waiting(self) -> None:
     try:
-      while line:  # an unbuffered write may be partial, on a full or remote disk
-        line = line[self._file.write(line) :]
+      if self._has_failed:  # a stale handle of a file server never recovers
+        with contextlib.suppress(OSError):
+          self._file.close()
+        self._file = open(self.path, 'ab', buffering=0)
+      while self._waiting:  # an unbuffered write may be partial, on a full or remote disk
+        del self._waiting[: self._file.write(self._waiting)]
     except OSError as e:
-      raise _disk_error(step, f'the metrics file {self.path}', self.path.parent, e) from e
+      if not self._has_failed:
+        _log.warning(
+          '%s cannot be written: %s. Training continues; its lines wait in memory.',
+          self.path,
+          write_problem(e, self.path.parent),
+        )
+      self._has_failed = True
+    else:
+      if self._has_failed:
+        lost = f'; {self._num_lost} lines are lost' if self._num_lost else ''
+        _log.warning('%s can be written again%s.', self.path, lost)
+      self._has_failed, self._num_lost = False, 0
 
   def truncate_after(self, step: int) -> None:
     """Removes lines above `step` and damaged lines.
@@ -204,6 +225,13 @@ class JsonLinesWriter:
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
+    if self._file.closed and not self._waiting:
+      return
+    self._write_waiting()
+    lost = self._num_lost + self._waiting.count(b'\n')
+    if lost:
+      _log.error('%s lacks the last %d lines: it cannot be written.', self.path, lost)
+    self._waiting.clear()
     self.flush()
     self._file.close()
 
@@ -246,12 +274,17 @@ class TensorBoardWriter:
         f'TensorBoard files need {e.name}, which is not installed.',
         fix="Run: pip install 'tensorboardX>=2.6.4,<3'",
       ) from e
+    self._path: Optional[pathlib.Path] = None  # the last file
     self._file: Optional[IO[bytes]] = None  # the first write opens it: an empty run leaves none
     self._purge_step: Optional[int] = None
     self._flushed = 0.0
+    self._next_try = 0.0
+    self._has_failed = False
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Records scalars; raises TrainingError if they cannot be written."""
+    """Records scalars. If they cannot be written, drops them, and tries again after a minute."""
+    if time.monotonic() < self._next_try:
+      return
     try:
       if self._file is None:
         self._open()
@@ -260,7 +293,23 @@ class TensorBoardWriter:
       if time.monotonic() > self._flushed + _FLUSH_SECONDS:
         self.flush()
     except OSError as e:
-      raise _disk_error(step, f'TensorBoard files in {self.log_dir}', self.log_dir, e) from e
+      self._failed(e)
+
+  def _failed(self, e: OSError) -> None:
+    """Gives up the open file, whose last record may be incomplete; the next write starts a file."""
+    if not self._has_failed:
+      _log.warning(
+        'TensorBoard files in %s cannot be written: %s. Training continues without their points.',
+        self.log_dir,
+        write_problem(e, self.log_dir),
+      )
+    self._has_failed = True
+    self._next_try = time.monotonic() + _RETRY_SECONDS
+    with contextlib.suppress(OSError):
+      self._close_file()
+    with contextlib.suppress(OSError):
+      if self._path is not None and not self._path.stat().st_size:
+        self._path.unlink()
 
   def _open(self) -> None:
     if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():
@@ -269,7 +318,8 @@ class TensorBoardWriter:
     # TensorBoard recognizes an event file by this name and first event.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09}'
-    self._file = self._records.RecordWriter(str(self.log_dir / name))
+    self._path = self.log_dir / name
+    self._file = self._records.RecordWriter(str(self._path))
     self._add(0, file_version='brain.Event:2')
     if self._purge_step is not None:
       start = self._protos.SessionLog(status=self._protos.SessionLog.START)
@@ -291,6 +341,12 @@ class TensorBoardWriter:
       self._flushed = time.monotonic()
 
   def close(self) -> None:
+    try:
+      self._close_file()
+    except OSError as e:
+      self._failed(e)
+
+  def _close_file(self) -> None:
     if self._file is not None:
       file, self._file = self._file, None
       try:
