@@ -246,7 +246,7 @@ def _checked(returned: object, layer: nn.Module, carry: _Carry) -> _Carry:
   (x, caches, charges), name = carry, type(layer).__name__
 
   def wrong(what: str, fix: str) -> ModelError:
-    return ModelError(f'The layer {name} {what}.', fix=fix, docs='add_a_model.md')
+    return ModelError(f'The layer {name} {what}', fix=fix, docs='add_a_model.md')
 
   if not isinstance(returned, tuple) or len(returned) != 3:
     kind = f'a tuple of {len(returned)}' if isinstance(returned, tuple) else array_text(returned)
