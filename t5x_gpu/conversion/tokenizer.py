@@ -17,10 +17,10 @@ from typing import Any, Optional
 from t5x_gpu.checkpoint.run_files import HF_FOLDER, SENTENCEPIECE, VOCABULARY, carried_vocabulary
 from t5x_gpu.conversion.hf.folder import CONFIG, carry_files
 from t5x_gpu.conversion.model_spec import ModelFields
-from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.storage.json_schema import Json, JsonObject, JsonValue, read_json
 
+SentencePieceModel = Any  # a class that protobuf generates
 Transformers = Any  # a class of transformers, which may not be installed
 _FILES = ('huggingface', 'sentencepiece')
 TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
@@ -118,6 +118,30 @@ def _copy(name: Optional[str], folder: pathlib.Path, *, sentencepiece: str) -> s
   return ''
 
 
+def tokenizer_problem(name: Optional[str]) -> str:
+  """Returns what keeps a vocabulary from becoming a tokenizer.json, in one line, or ''.
+
+  Args:
+    name: DatasetConfig.vocabulary; None for the vocabulary of a task.
+  """
+  kind, _, path = (name or 'byte').partition(':')
+  if kind in ('byte', 'huggingface'):
+    return ''
+  if kind != 'sentencepiece':
+    return f'{name!r} has no tokenizer file'
+  try:
+    trainer = _sentencepiece_model(pathlib.Path(path).expanduser()).trainer_spec
+  except Exception:  # opening the data reports a missing or damaged file
+    return ''
+  if trainer.model_type in (trainer.UNIGRAM, trainer.BPE):
+    return ''
+  type_name = trainer.ModelType.Name(trainer.model_type).lower()
+  return (
+    f'{path} is a SentencePiece model of type {type_name}; tokenizer.json can hold the types '
+    'unigram and bpe'
+  )
+
+
 def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str:
   """Writes the tokenizer of a run for Hugging Face, with the ids that `infer` uses.
 
@@ -135,6 +159,8 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
     said = export_vocabulary(text.vocabulary, folder, is_t5=is_t5)
     if said != text.vocabulary:
       return said
+    if problem := tokenizer_problem(text.vocabulary):
+      return f'left out: {problem}. The file itself is copied: use it with sentencepiece'
     if kind == 'sentencepiece':
       tokenizer, names = _sentencepiece_tokenizer(pathlib.Path(path).expanduser(), text.size)
     else:
@@ -290,16 +316,18 @@ def _byte_tokenizer(size: int) -> JsonObject:
   return _tokenizer(model, added, pre_tokenizer=level, decoder=level)
 
 
+def _sentencepiece_model(path: pathlib.Path) -> SentencePieceModel:
+  proto = importlib.import_module('sentencepiece.sentencepiece_model_pb2').ModelProto()
+  proto.ParseFromString(path.read_bytes())
+  return proto
+
+
 def _sentencepiece_tokenizer(path: pathlib.Path, size: int) -> tuple[JsonObject, dict[str, str]]:
   """Returns a SentencePiece model with sentinels up to id `size` as a tokenizer.json.
 
-  Also returns 'eos_token' and so on -> token.
-
-  Raises:
-    CheckpointError: the model splits by words or characters.
+  Also returns 'eos_token' and so on -> token. The type of the model is unigram or BPE.
   """
-  proto = importlib.import_module('sentencepiece.sentencepiece_model_pb2').ModelProto()
-  proto.ParseFromString(path.read_bytes())
+  proto = _sentencepiece_model(path)
   trainer, rules = proto.trainer_spec, proto.normalizer_spec
   pieces = [(piece.piece, piece.score) for piece in proto.pieces]
   types = [piece.type for piece in proto.pieces]
@@ -314,16 +342,10 @@ def _sentencepiece_tokenizer(path: pathlib.Path, size: int) -> tuple[JsonObject,
   vocab = [*pieces, *((token, 0.0) for _, token in sentinels)]
   if trainer.model_type == trainer.UNIGRAM:
     model = {'type': 'Unigram', 'unk_id': unknown, 'vocab': vocab, 'byte_fallback': by_bytes}
-  elif trainer.model_type == trainer.BPE:
+  else:
     ids = {token: number for number, (token, _) in enumerate(vocab)}
     model = {'type': 'BPE', 'unk_token': pieces[unknown][0], 'fuse_unk': True}
     model |= {'byte_fallback': by_bytes, 'vocab': ids, 'merges': _merges(pieces)}
-  else:
-    raise CheckpointError(
-      f'{path} splits texts into words or characters, which tokenizer.json cannot.',
-      fix='Train a SentencePiece model of type unigram or bpe.',
-      docs='convert.md#text',
-    )
   steps: list[JsonObject] = []
   if rules.precompiled_charsmap:
     table = base64.b64encode(rules.precompiled_charsmap).decode()

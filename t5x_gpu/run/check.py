@@ -18,6 +18,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.conversion.to_ours import converted_once
+from t5x_gpu.conversion.tokenizer import tokenizer_problem
 from t5x_gpu.data.data_module import import_modules
 from t5x_gpu.errors import CheckpointError, UserError
 from t5x_gpu.models.model import config_of
@@ -250,4 +251,6 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
     )
   if problem := export_problem(run.model):
     lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem.what}')
+  elif reason := tokenizer_problem(run.train_dataset_cfg.vocabulary):
+    lines.append(f'export: without a tokenizer.json (docs/convert.md#text): {reason}')
   return '\n'.join(lines)

@@ -19,7 +19,12 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.conversion.hf.config_json import CONFIG_FAMILIES, from_hf
 from t5x_gpu.conversion.model_spec import gin_text
 from t5x_gpu.conversion.to_hf import export_problem
-from t5x_gpu.conversion.tokenizer import FORCED_CLASSES, RunText, tokenizer_warning
+from t5x_gpu.conversion.tokenizer import (
+  FORCED_CLASSES,
+  RunText,
+  tokenizer_problem,
+  tokenizer_warning,
+)
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.partitioning.axis_rules import split_names
@@ -269,6 +274,23 @@ def test_sentencepiece_becomes_a_tokenizer(family, options, tmp_path, capsys):
   assert (out / ('spiece.model' if 't5' in family else 'tokenizer.model')).is_file()
 
 
+@pytest.mark.parametrize('type_name', [pytest.param('word', marks=pytest.mark.slow), 'char'])
+def test_weights_leave_with_a_tokenizer_that_tokenizer_json_cannot_hold(
+  type_name, tmp_path, capsys
+):
+  model = write_sentencepiece(tmp_path, model_type=type_name, vocab_size=120, **T5_IDS)
+  name = f'sentencepiece:{model}'
+  write_run(tmp_path / 'run', large('llama', 120), vocabulary=name, ends=[1])
+  reason = tokenizer_problem(name)
+  assert f'of type {type_name}; tokenizer.json can hold' in reason
+  out = tmp_path / 'exported'
+  assert convert.main([f'--from={tmp_path / "run"}', f'--to={out}', '--check=tensors']) == 0
+  assert f'vocabulary: left out: {reason}' in capsys.readouterr().out
+  assert (out / 'tokenizer.model').read_bytes() == model.read_bytes()
+  assert (out / 'model.safetensors').is_file() and not (out / 'tokenizer.json').exists()
+  assert json.loads((out / 'generation_config.json').read_text())['eos_token_id'] == 1
+
+
 @pytest.mark.parametrize('has_transformers', [True, False])
 @pytest.mark.parametrize(
   'family, is_qwens, said',
@@ -473,3 +495,10 @@ def test_a_run_says_at_start_that_it_cannot_be_exported(tmp_path):
   assert '\n' not in said(norm_position='post', attention_softcap=1.0)
   result = Project(tmp_path).run('--dry_run')
   assert 'export: not possible to Hugging Face' in result.out and 'relative_bias' in result.out
+  like_gpt2 = {'relative_bias': 'none', 'num_positions': 32, 'norm': 'layer', 'mlp_bias': True}
+  like_gpt2 |= {'attention_bias': 'all', 'mlp_activations': ('gelu',), 'head_dim': 2}
+  like_gpt2 |= {'query_pre_attn_scalar': 2.0, 'scale_tied_logits': False}
+  like_gpt2 |= {'logits_via_embedding': True}
+  model = {f'TransformerConfig.{name}': value for name, value in like_gpt2.items()}
+  result = Project(tmp_path).run('--dry_run', VOCABULARY='words:264', **model)
+  assert 'export: without a tokenizer.json' in result.out and "'words:264'" in result.out
