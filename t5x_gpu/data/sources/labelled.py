@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, Optional, Union
 
@@ -490,7 +491,7 @@ class LabelledReader:
       ]
     except UnicodeDecodeError as e:
       _refuse_field(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
-    except (OSError, EOFError, pa.ArrowException) as e:
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as e:
       if isinstance(e, OSError) and not is_missing(e):
         raise unreadable(path, e) from e
       _refuse_field(

@@ -1,7 +1,7 @@
 """Multiple choice as a task: the model answers with the choice that it finds most probable.
 
-  multiple_choice:PATTERN   .jsonl with 'inputs', 'choices' (texts) and 'answer' (a choice, or its
-                            index from 0)
+  multiple_choice:PATTERN   .jsonl (.gz, .zst) with 'inputs', 'choices' (texts) and 'answer' (a
+                            choice, or its index from 0)
 
 Each choice is an example, whose targets the model scores; nothing is generated. A space joins the
 inputs and a choice, unless one of them has white space there, or the vocabulary puts a space before
@@ -10,15 +10,18 @@ each text by itself. The whole file is every split.
 
 import collections
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from t5x_gpu.data.sources import discovery
 from t5x_gpu.data.sources.json_lines import json_object
+from t5x_gpu.data.sources.rows import limited_lines, open_text
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.storage.files import is_missing
 from t5x_gpu.storage.json_schema import Json
 
 NAME = 'multiple_choice'
@@ -42,6 +45,14 @@ def _rows(record: Json, number: int, where: str) -> list[dict[str, str | int]]:
       fix='Correct or remove that line.',
       docs='eval.md#multiple-choice',
     )
+  try:
+    ''.join([inputs, *choices]).encode()
+  except UnicodeEncodeError as e:
+    raise DataError(
+      f'{where} holds half of a surrogate pair, which is not a character: {e}.',
+      fix='Correct or remove that line.',
+      docs='eval.md#multiple-choice',
+    ) from e
   has_space = inputs[-1:].isspace()
   return [
     {
@@ -59,12 +70,21 @@ def _read(files: Sequence[str]) -> list[dict[str, str | int]]:
   """Returns the examples of all files, checked."""
   found, number = [], 0
   for path in files:
-    with open(path, 'rb') as lines:
-      for i, line in enumerate(lines, 1):
-        if line.strip():
-          where = f'{path}:{i}'
-          found += _rows(json_object(line, where=where), number, where)
-          number += 1
+    try:
+      with open_text(path) as f:
+        for i, line in enumerate(limited_lines(f, path), 1):
+          if line.strip():
+            where = f'{path}:{i}'
+            found += _rows(json_object(line, where=where), number, where)
+            number += 1
+    except (OSError, EOFError, zlib.error) as e:
+      if isinstance(e, OSError) and not is_missing(e):
+        raise discovery.unreadable(path, e) from e
+      raise DataError(
+        f'{path} cannot be read: {first_line(e)}.',
+        fix='Get the file again, or leave it out of the pattern.',
+        docs='eval.md#multiple-choice',
+      ) from e
   return found
 
 

@@ -1,11 +1,13 @@
 """Multiple choice: questions become an example per choice, and scores become accuracies."""
 
+import gzip
 import json
 
 import pytest
 
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import ModelOutputs, open_evaluated_tasks
+from t5x_gpu.data.sources import rows as data_rows
 from t5x_gpu.errors import DataError
 from tests.messages import raises
 
@@ -67,8 +69,9 @@ def test_a_vocabulary_that_puts_a_space_before_a_text_gets_no_second_one(tmp_pat
     {'inputs': 'a', 'choices': ['b', 'c'], 'answer': 2},
     {'inputs': 'a', 'choices': ['b', 'c'], 'answer': 'd'},
     {'question': 'a', 'choices': ['b', 'c'], 'answer': 0},
+    {'inputs': 'a', 'choices': ['b', '\ud800'], 'answer': 0},
   ],
-  ids=['one-choice', 'no-such-index', 'no-such-choice', 'no-inputs'],
+  ids=['one-choice', 'no-such-index', 'no-such-choice', 'no-inputs', 'half-a-surrogate'],
 )
 def test_a_line_that_is_not_a_question_is_an_error_with_its_place(row, tmp_path):
   with raises(DataError):
@@ -79,3 +82,33 @@ def test_the_files_of_questions_are_known_so_that_their_changes_are_reported(tmp
   row = {'inputs': 'a', 'choices': ['b', 'c'], 'answer': 0}
   files = opened(tmp_path / 'a.jsonl', row).source_files()
   assert [name for _, name in files.files] == ['a.jsonl']
+
+
+def test_questions_are_read_like_training_data(tmp_path, monkeypatch):
+  row = json.dumps({'inputs': 'a', 'choices': ['b', 'c'], 'answer': 0})
+  path = tmp_path / 'a.jsonl.gz'
+  path.write_bytes(gzip.compress(f'\ufeff{row}\n\n{row}\n'.encode()))
+  config = DatasetConfig(f'multiple_choice:{path}', {'targets': 2}, 'validation', 1)
+  [task] = open_evaluated_tasks(config, feature_converter='lm')
+  assert len(task.inputs) == 4
+  monkeypatch.setattr(data_rows, 'MAX_TEXT_BYTES', 10)
+  with pytest.raises(DataError, match='is longer than'):
+    open_evaluated_tasks(config, feature_converter='lm')
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    lambda packed: packed[:-12],
+    lambda packed: packed[:20] + b'\xff' * 20 + packed[40:],
+    lambda packed: b'not gzip',
+  ],
+  ids=['cut', 'overwritten', 'not-gzip'],
+)
+def test_a_damaged_file_of_questions_is_named(damage, tmp_path):
+  row = json.dumps({'inputs': 'a', 'choices': ['b', 'c'], 'answer': 0})
+  path = tmp_path / 'a.jsonl.gz'
+  path.write_bytes(damage(gzip.compress(''.join(f'{row} {i}\n' for i in range(99)).encode())))
+  config = DatasetConfig(f'multiple_choice:{path}', {'targets': 2}, 'validation', 1)
+  with pytest.raises(DataError, match=r'a\.jsonl\.gz(:\d+)? (cannot be read|is not)'):
+    open_evaluated_tasks(config, feature_converter='lm')
