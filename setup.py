@@ -7,11 +7,20 @@ from setuptools.command import build_py
 
 ROOT = pathlib.Path(__file__).parent
 
-# On jax 0.11.1, tokamax 0.0.17, which pip picks for it, lowers no kernel for Hopper: "module
-# 'jax.experimental.mosaic.gpu.utils' has no attribute 'inline_ptx'".
-JAX = '>=0.10.2,!=0.11.1,<0.13'
+# The ends of each range are tested: `make test-versions`. On jax 0.11.1, tokamax 0.0.17, which pip
+# picks for it, lowers no kernel for Hopper: "module 'jax.experimental.mosaic.gpu.utils' has no
+# attribute 'inline_ptx'".
+JAX = {'python_version < "3.12"': '>=0.10.2,<0.11', 'python_version >= "3.12"': '>=0.11.2,<0.13'}
+
+
+def jax(extra: str, condition: str = '') -> list[str]:
+  """Returns the requirements of jax with an `extra`, one per range of Pythons."""
+  return [f'jax{extra}{versions}; {python}{condition}' for python, versions in JAX.items()]
+
+
+LINUX = ' and platform_system == "Linux"'
 CORE = [
-  f'jax{JAX}',
+  *jax(''),
   'flax>=0.12.8,<0.13',
   'optax>=0.2.8,<0.3',
   'orbax-checkpoint>=0.12.8,<0.13',
@@ -95,7 +104,7 @@ setuptools.setup(
   cmdclass={'build_py': BuildPy},
   install_requires=CORE + DATA,
   extras_require={
-    'gpu': [f'jax[cuda13]{JAX}; platform_system == "Linux"', *KERNELS],
+    'gpu': [*jax('[cuda13]', LINUX), *KERNELS],
     'dev': DEV,
     'docs': DOCS,
     'hf': HF,
@@ -105,7 +114,7 @@ setuptools.setup(
     # Tasks of lm-evaluation-harness (docs/eval.md).
     'harness': ['lm_eval>=0.4.13,<0.5'],
     # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan, anywhere.
-    'plan': [f'jax[cuda13-local]{JAX}; platform_system == "Linux"', *KERNELS],
+    'plan': [*jax('[cuda13-local]', LINUX), *KERNELS],
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
   },
   entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import pathlib
 import re
 
@@ -410,3 +411,12 @@ def test_make_targets_that_pages_mention_exist():
       if name not in targets
     ]
   )
+
+
+def test_readme_and_performance_page_have_the_recorded_speed_on_a_cpu():
+  medians = json.loads((ROOT / 'benchmarks/results/cpu.json').read_text())['medians']
+  readme, page = ((ROOT / name).read_text() for name in ('README.md', 'docs/performance.md'))
+  for name in ('t5x_gpu', 'bare jax step,', 'PyTorch step,'):
+    seconds = medians[f'{name} decoder_14m']['step_seconds']
+    for text in (readme, page):
+      assert re.search(rf'\| \**{seconds:.2f}\** \| \**{8 * 256 / seconds:.0f}\** \|', text), name

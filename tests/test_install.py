@@ -142,6 +142,14 @@ def test_every_python_of_the_metadata_has_a_make_target(installed):
   assert named == [lowest, *(f'3.{minor}' for minor in others)]
 
 
+def test_the_readme_names_the_versions_of_jax_that_are_tested():
+  makefile, readme = (ROOT / 'Makefile').read_text(), (ROOT / 'README.md').read_text()
+  pairs = re.findall(r'^JAX3(\d+) := (\S+)$', makefile, re.MULTILINE)
+  assert len(pairs) == 2
+  for minor, version in pairs:
+    assert f'Python 3.{minor} with jax {version}' in readme.replace('\n', ' ')
+
+
 @pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
 def test_git_ignores_no_file_of_the_project():
   # `runs/` in .gitignore once hid gin_configs/runs/ from every clone.
@@ -171,8 +179,9 @@ def test_git_ignores_no_file_of_the_project():
   [
     ('tokamax', '3.11', ['0.0.12'], []),
     ('tokamax', '3.12', ['0.0.13', '0.0.17'], ['0.0.12', '0.0.15']),
-    ('jax', '3.11', ['0.10.2'], []),
-    ('jax', '3.12', ['0.11.0', '0.11.2', '0.12.0.1'], ['0.11.1']),
+    ('jax', '3.11', ['0.10.2'], ['0.11.2', '0.12.0.1']),
+    ('jax', '3.12', ['0.11.2', '0.12.0.1'], ['0.10.2', '0.11.0', '0.11.1']),
+    ('jax', '3.13', ['0.11.2', '0.12.0.1'], ['0.10.2', '0.11.0', '0.11.1']),
   ],
 )
 @pytest.mark.parametrize('extra', ['gpu', 'plan'])
