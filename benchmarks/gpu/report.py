@@ -249,9 +249,9 @@ ATTENTION = {
 }
 LOSSES = {
   'loss': lambda r: r['what'],
-  'chunks': lambda r: f'{r["chunks"]}{" (auto)" if r.get("auto") else ""}',
   'vocabulary': lambda r: r['vocab_size'],
   'tokens': lambda r: r['tokens'],
+  'chunks': lambda r: f'{r["chunks"]}{" (auto)" if r.get("auto") else ""}',
   'ms (spread)': _milliseconds,
   'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
   'temporary GiB': lambda r: _gib(r['temporary_bytes']),
