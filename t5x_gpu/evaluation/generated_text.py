@@ -6,6 +6,7 @@ After a kill, `ResultLines` continues after the last complete line.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -62,10 +63,7 @@ class ResultLines:
       self._facts_path.write_text(json.dumps(facts, indent=1) + '\n', 'utf-8')
       self._file = open(self.path, 'ab')
     except OSError as e:
-      raise ConfigError(
-        f'--output={path} cannot be written: {e.strerror}.',
-        fix='Give a file in a folder that you may write to.',
-      ) from e
+      raise _cannot_write(path, e) from e
 
   def _num_done(self, facts: Json, numbers: Sequence[int]) -> int:
     """Returns the number of results in the file, after removing an incomplete last line."""
@@ -116,39 +114,72 @@ class ResultLines:
     self._file.close()
 
 
+def _cannot_write(path: str, e: OSError) -> ConfigError:
+  return ConfigError(
+    f'--output={path} cannot be written: {e.strerror}.',
+    fix='Give a file in a folder that you may write to, with free space.',
+  )
+
+
 class VectorFile:
-  """Collects the vectors of results, and writes them to a .npy file [results, embed] at the end.
+  """Writes the vectors of results to a .npy file [results, embed], which appears when complete.
+
+  The file is `PATH.partial` until then. The first vectors reserve its whole space, so that a disk
+  that is too small is an error at the start.
 
   Args:
     path: path of the file; its folder is created.
+    num_rows: number of results.
     overwrite: replace the file.
   Attributes:
     num_done: always 0, because an interrupted run starts over.
   Raises:
-    ConfigError: the file exists.
+    ConfigError: the file exists, or cannot be written.
   """
 
   num_done = 0
 
-  def __init__(self, path: str, *, overwrite: bool):
+  def __init__(self, path: str, *, num_rows: int, overwrite: bool):
     self.path = pathlib.Path(path).expanduser()
+    self._partial = self.path.with_name(self.path.name + '.partial')
+    self._num_rows, self._num_written = num_rows, 0
+    if self.path.is_dir():
+      raise ConfigError(f'--output={path} is a folder.', fix='Give a file in it.')
     if self.path.exists() and not overwrite:
       raise ConfigError(
         f'--output={path} exists.', fix='Give another --output, or add --overwrite.'
       )
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    self._rows: list[Sequence[float]] = []
+    try:
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      self._file = open(self._partial, 'wb')
+      if not num_rows:
+        np.save(self._file, np.empty(0, np.float32))
+    except OSError as e:
+      raise _cannot_write(path, e) from e
 
   def write(self, records: list[JsonObject]) -> None:
-    """Takes the vectors of results in the order of their numbers."""
-    self._rows += [record['vector'] for record in records]
+    """Appends the vectors of results in the order of their numbers."""
+    rows = np.asarray([record['vector'] for record in records], np.float32)
+    if not self._num_written:
+      shape = (self._num_rows, rows.shape[1])
+      header = {'descr': '<f4', 'fortran_order': False, 'shape': shape}
+      np.lib.format.write_array_header_1_0(self._file, header)
+      self._file.flush()
+      try:
+        os.posix_fallocate(self._file.fileno(), 0, self._file.tell() + 4 * math.prod(shape))
+      except OSError as e:
+        raise _cannot_write(str(self.path), e) from e
+    self._file.write(rows.astype('<f4').tobytes())
+    self._num_written += len(rows)
 
   def close(self) -> None:
-    """Writes the file, which appears only when it is complete."""
-    partial = self.path.with_name(self.path.name + '.partial')
-    with open(partial, 'wb') as f:
-      np.save(f, np.asarray(self._rows, np.float32))
-    partial.replace(self.path)
+    """Makes the file appear if it has all results, else removes it."""
+    try:
+      self._file.close()
+      if self._num_written == self._num_rows:
+        self._partial.replace(self.path)
+    finally:
+      self._partial.unlink(missing_ok=True)
 
 
 def to_line(record: Json) -> str:
@@ -331,19 +362,19 @@ def write_results(
   """
   taken = job.outcome.fields if job.outcome is not None else _SCORED if score else _WRITTEN
   _check_fields(prompts, taken)
-  encoded = _EncodedPrompts.of(job, prompts, score=score)
-  if dry_run:
-    say(f'Dry run: {len(prompts)} prompts would be run.')
-    return 0
-  is_main, lines = distributed.is_main_process(), None
   as_array = output is not None and output.endswith('.npy')
   if as_array and (job.outcome is None or 'vector' not in job.outcome.fields):
     raise ConfigError(
       f'--output={output}: only embeddings can be written as an array.',
       fix='Give a file that ends in .jsonl.',
     )
+  encoded = _EncodedPrompts.of(job, prompts, score=score)
+  if dry_run:
+    say(f'Dry run: {len(prompts)} prompts would be run.')
+    return 0
+  is_main, lines = distributed.is_main_process(), None
   if as_array and is_main:
-    lines = VectorFile(output, overwrite=overwrite)
+    lines = VectorFile(output, num_rows=len(prompts), overwrite=overwrite)
   elif output is not None and is_main:
     lines = ResultLines(output, facts=encoded.facts(), numbers=encoded.numbers, overwrite=overwrite)
   done = distributed.broadcast_json(lines.num_done if lines else 0)
@@ -364,7 +395,7 @@ def write_results(
       say(f'All results so far are in {output}; the same command continues.')
     raise
   finally:
-    if lines is not None and (not as_array or sys.exc_info()[0] is None):
+    if lines is not None:
       lines.close()
   return len(prompts) - done
 
