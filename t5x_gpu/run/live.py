@@ -238,7 +238,7 @@ class LiveRun:
       _log.warning(
         'The batch of step %d cannot be read: %s. checkpoint_%d has all steps before it.',
         step + 1,
-        first_line(failure),
+        first_line(failure).rstrip('.'),
         steps[-1],
       )
 
