@@ -91,3 +91,58 @@ def test_a_custom_vocabulary_keeps_zeros_inside_and_takes_those_at_the_end_for_p
     repeat=False,
   ).iterator
   assert examples_of(rows, 'decoder') == {(5, 0, 7): 2, (0, 3): 1}
+
+
+@pytest.mark.quick_cases('True-sp_default', 'False-word_first')
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('pack', [True, False])
+def test_a_prefix_keeps_each_token_and_its_continuation_has_each_loss(
+  open_data, tmp_path, kind, pack
+):
+  tokenizer = write_tokenizer(tmp_path, kind)
+  name, ids = tokenizer.vocabulary.format(tmp_path), tokenizer.encode
+  vocabulary = named_vocabulary(name)
+  end = end_id(vocabulary)
+  pairs = list(zip(TEXTS, TEXTS[::-1]))
+  rows = [json.dumps({'inputs': inputs, 'targets': targets}) + '\n' for inputs, targets in pairs]
+  (tmp_path / 'train.jsonl').write_text(''.join(rows[:-1]))
+  (tmp_path / 'validation.jsonl').write_text(rows[-1])
+  opened = open_data(
+    f'jsonl:{tmp_path}/*.jsonl',
+    converter='prefix_lm',
+    lengths={'inputs': 64, 'targets': 64},
+    pack=pack,
+    repeat=False,
+    vocab_size=vocabulary.vocab_size,
+    vocabulary=name,
+  )
+  batches = list(opened.iterator)
+  prefixes = [((*ids(inputs), end), (*ids(targets), end)) for inputs, targets in pairs[:-1]]
+  want = collections.Counter(prefix + rest for prefix, rest in prefixes)
+  assert examples_of(batches, 'decoder', weighted=False) == want
+  num_losses = sum(int((batch['decoder_loss_weights'] > 0).sum()) for batch in batches)
+  assert num_losses == sum(len(rest) for _, rest in prefixes)
+
+
+@pytest.mark.quick_cases('sp_default', 'word_first')
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_classifier_reads_each_token(open_data, tmp_path, kind):
+  tokenizer = write_tokenizer(tmp_path, kind)
+  name, ids = tokenizer.vocabulary.format(tmp_path), tokenizer.encode
+  vocabulary = named_vocabulary(name)
+  for split in ('train', 'validation'):
+    rows = [json.dumps({'text': text, 'label': i % 2}) + '\n' for i, text in enumerate(TEXTS)]
+    (tmp_path / f'{split}.jsonl').write_text(''.join(rows))
+  opened = open_data(
+    f'classification:jsonl:{tmp_path}/*.jsonl',
+    converter='encoder_classification',
+    lengths={'inputs': 64},
+    pack=False,
+    repeat=False,
+    num_classes=2,
+    vocab_size=vocabulary.vocab_size,
+    vocabulary=name,
+  )
+  got = examples_of(opened.iterator, 'encoder', weighted=False)
+  begin = (2,) if kind == 'wordpiece_bert' else ()  # [CLS]
+  assert got == collections.Counter((*begin, *ids(text), end_id(vocabulary)) for text in TEXTS)
