@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import CheckpointError, DataError
+from t5x_gpu.run import live
 from tests.helpers_disk import small_disk
 from tests.helpers_train import Project
 
@@ -155,3 +156,15 @@ def test_a_batch_that_the_run_does_not_need_does_not_fail_its_last_save(project,
   failing.bad, failing.error = 4, DataError('Row 4 is not text.', fix='Mend it.')
   result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3)
   assert result.code == 0 and project.steps() == [3], result.err
+
+
+def test_a_last_save_that_fails_fails_the_run_whatever_the_next_batch(
+  project, failing, monkeypatch
+):
+  def fails(*args, **options):
+    raise CheckpointError('There is no room.', fix='Make room.')
+
+  monkeypatch.setattr(live.LiveRun, '_save_last', fails)
+  failing.bad, failing.error = 4, DataError('Row 4 is not text.', fix='Mend it.')
+  result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3)
+  assert result.code == 1 and 'There is no room' in result.err

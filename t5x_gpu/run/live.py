@@ -177,9 +177,11 @@ class LiveRun:
       data_state, next_hash = found
       self._save(saver, step, state, data_state, next_hash=next_hash, metrics=metrics)
     else:
-      self._save_before(failure, step, state, metrics=metrics)
+      unsaved = self._save_before(failure, step, state, metrics=metrics)
       if step != self.plan.run.total_steps:
         raise failure
+      if unsaved is not None:
+        raise unsaved
 
   def check_all_failed(self, failure: Exception, step: int) -> None:
     """Raises `failure` if another process has the batch of `step`: it waits in the next collective.
@@ -219,8 +221,11 @@ class LiveRun:
     *,
     ago: int = 0,
     metrics: Optional[Mapping[str, float]] = None,
-  ) -> None:
-    """Saves the last step before a batch that cannot be read; logs where the run can continue."""
+  ) -> Optional[Exception]:
+    """Saves the last step before a batch that cannot be read; logs where the run can continue.
+
+    Returns the reason why it cannot be saved.
+    """
     counted_state = optional_method(self.data.batches, 'counted_state')
     try:
       if counted_state is not None:
@@ -228,11 +233,11 @@ class LiveRun:
       elif not ago:
         data_state = self.data.batches.get_state()
       else:
-        return  # the module cannot go back
+        return None  # the module cannot go back
       self._save_last(step, state, data_state, metrics=metrics)
     except Exception as e:  # a custom data module may raise anything
       _log.error('Step %d cannot be saved: %s', step, e)
-      return
+      return e
     steps = self.checkpointer.steps()
     if distributed.is_main_process() and steps:
       _log.warning(
@@ -241,6 +246,7 @@ class LiveRun:
         first_line(failure).rstrip('.'),
         steps[-1],
       )
+    return None
 
   def _save_last(
     self, step: int, state: TrainState, data_state: bytes, *, metrics: Optional[Mapping[str, float]]
