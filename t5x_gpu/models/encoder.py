@@ -125,6 +125,12 @@ def check_encoder(model: 'EncoderModel') -> None:
         fix=f'Set EncoderModel.{name} to one of them.',
         parameters=(f'EncoderModel.{name}',),
       )
+  if model.head_mlp_dim < 0:
+    raise ModelError(
+      f'EncoderModel.head_mlp_dim = {model.head_mlp_dim} must be at least 1, or 0 for no MLP.',
+      fix='Set EncoderModel.head_mlp_dim to a number of features, or to 0.',
+      parameters=('EncoderModel.head_mlp_dim',),
+    )
   if model.has_classes:
     _check_classes(model)
   if model.embeds:

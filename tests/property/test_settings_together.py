@@ -1,4 +1,4 @@
-"""Settings that are legal alone: together they work, or a UserError names the impossible pair.
+"""Settings that are legal alone: together they work, with finite numbers, or a UserError says why.
 
 Draws have illegal pairs on purpose: more kv heads than heads, windows beyond the row, more chosen
 experts than there are, an odd number of rotated features, buckets beyond the distance.
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from t5x_gpu.conversion.hf.config_json import from_hf, to_hf
 from t5x_gpu.conversion.to_hf import export_problem
@@ -69,6 +69,12 @@ def test_impossible_buckets_are_refused_when_the_model_is_made(buckets, distance
   makes(
     TransformerConfig(**sizes, relative_bias='none', num_relpos_buckets=1, rope=RotaryEmbedding())
   )
+
+
+def test_a_negative_width_of_a_head_is_refused():
+  with pytest.raises(ModelError) as e:
+    EncoderModel(TransformerConfig(**SIZES, num_heads=2, head_dim=4), head_mlp_dim=-1)
+  assert e.value.parameters == ('EncoderModel.head_mlp_dim',) and e.value.fix
 
 
 @pytest.mark.parametrize('buckets, distance', [(32, 16), (32, 8), (1, 128), (3, 128)])
@@ -163,8 +169,8 @@ def models(draw):
   return makes, options, fields, draw(st.one_of(st.none(), ropes()))
 
 
-def check(drawn):
-  """Works, with the loss and its gradient traced, or is refused by a UserError."""
+def check(drawn, *, compute=False):
+  """Works, with the loss and its gradient traced or computed, or is refused by a UserError."""
   makes, options, fields, rope = drawn
   try:
     if rope is not None:
@@ -175,24 +181,33 @@ def check(drawn):
       lengths.pop('inputs' if makes is DecoderOnlyModel else 'targets')
     spec = model.batch_spec(lengths, batch_size=2, pack=False)
     batch = {name: jnp.ones(shape, spec.dtypes[name]) for name, shape in spec.shapes.items()}
+    for name in batch.keys() & {'encoder_input_tokens', 'decoder_input_tokens'}:
+      batch[name] = jnp.arange(2 * LENGTH, dtype=jnp.int32).reshape(2, LENGTH)
     batch['rows'] = jnp.arange(2)
   except ModelError as e:
     assert e.what and e.fix
     return
   problem = export_problem(model)
   assert problem is None or '\n' not in problem.what
-  params, _ = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
+
+  def init():
+    return split_names(model.init(jax.random.key(0), spec))[0]
 
   def loss(params):
     sums = model.loss(params, batch, dropout_key=jax.random.key(1))
     return sums['loss'][0]
 
   try:
-    value = jax.eval_shape(jax.value_and_grad(loss), params)[0]
+    value = jax.eval_shape(jax.value_and_grad(loss), jax.eval_shape(init))[0]
   except ModelError as e:  # of a row that is longer than the model takes, before anything compiles
     assert e.what and e.fix
     return
   assert value.shape == ()
+  if compute:
+    value, gradients = jax.jit(lambda: jax.value_and_grad(loss)(init()))()
+    for path, x in jax.tree.leaves_with_path((value, gradients)):
+      assert np.isfinite(np.asarray(x, np.float32)).all(), jax.tree_util.keystr(path)
+    jax.clear_caches()  # many programs reach the limit of memory mappings
 
 
 OF_A_DRAW = dict(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -209,6 +224,23 @@ def test_settings_work_together_or_are_refused(drawn):
 @given(models())
 def test_many_settings_work_together_or_are_refused(drawn):
   check(drawn)
+
+
+# A smaller failing draw would cost a compile per try.
+COMPUTED = dict(**OF_A_DRAW, phases=[Phase.generate])
+
+
+@settings(max_examples=4, **COMPUTED)
+@given(models())
+def test_numbers_of_settings_together_are_finite(drawn):
+  check(drawn, compute=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, **COMPUTED)
+@given(models())
+def test_numbers_of_many_settings_together_are_finite(drawn):
+  check(drawn, compute=True)
 
 
 @pytest.mark.parametrize('family', ['t5', 'gpt2', 'llama', 'mixtral', 'phi3', 'gemma3_text'])
