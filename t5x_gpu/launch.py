@@ -8,6 +8,7 @@ With `--restarts` all of them then start again, and continue from the newest che
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import math
@@ -28,7 +29,15 @@ from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import machine, numa, progress
 from t5x_gpu.runtime.cluster import cluster, launchers, rendezvous
-from t5x_gpu.runtime.cluster.restarts import EXIT_CONFIG, STOPPED_CODES, Ended, Restarts, Stop
+from t5x_gpu.runtime.cluster.restarts import (
+  EXIT_CONFIG,
+  EXIT_INTERRUPTED,
+  EXIT_PREEMPTED,
+  STOPPED_CODES,
+  Ended,
+  Restarts,
+  Stop,
+)
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -174,6 +183,16 @@ class Group:
         else:
           process.send_signal(number)
 
+  def kill_children(self) -> None:
+    """Kills what ended processes have left: it may hold GPU memory, and write to MODEL_DIR.
+
+    The system does not reuse a process number while its session has members. PermissionError: the
+    session had none, and the number now belongs to another user.
+    """
+    for process in self._processes:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
   def poll(self) -> bool:
     """Returns whether a process still runs; a first failure ends the others."""
     runs = None in [process.poll() for process in self._processes]
@@ -270,7 +289,7 @@ class Agent:
 
   def wait(self) -> int:
     """Returns the exit code of the first process that failed in the last start, 0 if none did."""
-    while True:
+    while not self._signals:
       with tempfile.TemporaryDirectory(prefix='t5x_gpu_launch_') as folder:
         ended = self._run_once(pathlib.Path(folder))
       self._restarts, then = self._restarts.after(ended)
@@ -279,22 +298,28 @@ class Agent:
           _log(f'not starting again: {then.reason}.')
         if ended.code == EXIT_CONFIG:
           return int(os.environ.get(cli.CONFIG_ERROR_CODE) or 1)
+        if -ended.code in self._signals and ended.step is None:  # before it could take the signal
+          break
         return shell_code(ended.code)
       _log(
         f'restart {then.number} of at most {self._restarts.allowed}; the run continues from its '
         'newest checkpoint.'
       )
+    return EXIT_INTERRUPTED if signal.SIGINT in self._signals else EXIT_PREEMPTED
 
   def _run_once(self, folder: pathlib.Path) -> Ended:
     """Starts all processes, and returns how they ended; `folder` is for their progress."""
-    lost_at = self._group and self._group.failed_at
+    lost_at = None
+    if self._group is not None:
+      self._group.kill_children()
+      lost_at = self._group.failed_at
     files = [folder / f'process_{index}' for index in range(self._num_processes)]
     for file in files:
       file.touch()
     self._group = group = self._start(
       [{progress.VARIABLE: str(f), cli.CONFIG_ERROR_CODE: str(EXIT_CONFIG)} for f in files]
     )
-    for number in self._signals:  # sent between two starts
+    for number in self._signals:  # sent during the start
       group.forward(number)
     while group.poll():
       if lost_at is not None and self._log_progress(files[0], lost_at=lost_at):

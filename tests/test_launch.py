@@ -438,20 +438,50 @@ def test_a_mistake_in_the_configuration_ends_the_run_with_the_code_asked_for(
   assert 'another start would end with the same error' in capfd.readouterr().err
 
 
-def test_a_stop_signal_ends_the_run_even_if_a_process_then_crashes(capfd):
-  run, starts = agent('print("ready"); time.sleep(600)', 2)
+@pytest.mark.parametrize(
+  'state, number, code',
+  [
+    ('', signal.SIGTERM, 85),
+    ('', signal.SIGUSR1, 85),
+    ('', signal.SIGINT, 130),
+    ('ProgressFile(os.environ, first_step=0)\n', signal.SIGTERM, 128 + signal.SIGTERM),
+  ],
+)
+def test_a_stop_signal_ends_the_run_even_if_it_kills_a_process(state, number, code, capfd):
+  run, starts = agent(state + 'print("ready"); time.sleep(600)', 2)
 
   def stop() -> None:
     output = ''
     while output.count('ready') < 2:
       output += capfd.readouterr().out
       time.sleep(0.01)
-    run.forward(signal.SIGTERM)
+    run.forward(number)
 
   stopper = threading.Thread(target=stop)
   stopper.start()
-  assert run.wait() == 128 + signal.SIGTERM and len(starts) == 1
+  assert run.wait() == code and len(starts) == 1
   stopper.join()
+
+
+def test_a_stop_signal_between_two_starts_prevents_the_second(monkeypatch):
+  run, starts = agent('sys.exit(1)', 1)
+  monkeypatch.setattr(launch, '_log', lambda text: run.forward(signal.SIGTERM))
+  assert run.wait() == 85 and len(starts) == 1
+
+
+def test_children_of_a_crashed_process_are_killed_before_the_next_start(tmp_path):
+  os.mkfifo(pipe := tmp_path / 'pipe')
+  with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as output:
+    run, _ = agent(
+      'import subprocess\n'
+      f'if start == 0: subprocess.Popen("sleep 30; echo survived", shell=True, '
+      f'stdout=open({str(pipe)!r}, "w"), stderr=subprocess.DEVNULL)\n'
+      'if start == 0: sys.exit(7)',
+      1,
+    )
+    assert run.wait() == 0
+    os.set_blocking(output.fileno(), True)
+    assert output.read() == ''  # once all writers are gone
 
 
 def test_restarts_are_for_training_alone():

@@ -208,6 +208,17 @@ def test_slurm_takes_an_early_failure_for_a_mistake(tmp_path):
   assert 'exit code 87' in said and not calls
 
 
+def test_slurm_starts_again_after_an_early_crash_of_a_run_that_has_worked(tmp_path):
+  said, calls = end_in_slurm(tmp_path, 87, SLURM_RESTART_COUNT='1')
+  assert 'crash 1 of at most 3' in said and calls == 'requeue 7\n'
+
+
+def test_a_save_ends_the_crashes_in_a_row(tmp_path):
+  for code, words in ((137, 'crash 1 of'), (137, 'crash 2 of'), (85, 'saved'), (137, 'crash 1 of')):
+    said, calls = end_in_slurm(tmp_path, code, CRASH_MINUTES='0')
+    assert words in said and calls == 'requeue 7\n'
+
+
 def test_restarts_of_slurm_count_saves_and_crashes(tmp_path):
   for code in (85, 137):
     said, calls = end_in_slurm(tmp_path, code, CRASH_MINUTES='0', SLURM_RESTART_COUNT='50')

@@ -7,7 +7,8 @@ import dataclasses
 from typing import Optional, Union
 
 # Exit codes of processes that were asked to stop: done, saved for the scheduler, Ctrl-C.
-STOPPED_CODES = (0, 85, 130)
+EXIT_PREEMPTED, EXIT_INTERRUPTED = 85, 130
+STOPPED_CODES = (0, EXIT_PREEMPTED, EXIT_INTERRUPTED)
 EXIT_USAGE = 2  # argparse
 EXIT_CONFIG = 78  # a mistake in the configuration, mesh, model or shapes
 _FINAL_CODES = (*STOPPED_CODES, EXIT_USAGE, EXIT_CONFIG)
