@@ -34,6 +34,7 @@ from t5x_gpu.checkpoint.model_dir import (
   check_same_model,
   check_writable,
   error_line,
+  is_dangling,
   none_can_be_read,
   remove_checkpoint,
   remove_leftovers,
@@ -214,6 +215,8 @@ class BaseCheckpointer(abc.ABC):
     self.files = RunFiles(model_dir.path, is_main=self._is_main)
     with distributed.errors_together():
       for step in model_dir.steps if keep.best else ():
+        if is_dangling(model_dir.checkpoint(step)):  # an older one does not matter
+          continue
         with contextlib.suppress(*UNREADABLE):  # a damaged checkpoint is not among the best
           self._note_value(step, model_dir.manifest(step))
 

@@ -381,18 +381,19 @@ def _named_steps(folder: pathlib.Path) -> list[tuple[int, bool]]:
   return sorted(steps)
 
 
-def check_names_are_free(folder: AnyPath, *, after: int) -> None:
+def check_names_are_free(folder: AnyPath, *, after: int, until: int) -> None:
   """Raises CheckpointError if something that is not a checkpoint has the name of a later one.
 
   Args:
     folder: MODEL_DIR.
     after: the step from which a run continues.
+    until: its last step.
   """
   if isinstance(folder, RemotePath):
     taken = [step for step, marks in _marks(folder).items() if not marks]
   else:
     taken = [step for step, is_checkpoint in _named_steps(folder) if not is_checkpoint]
-  later = sorted(step for step in taken if step > after)
+  later = sorted(step for step in taken if after < step <= until)
   if later:
     path = checkpoint_path(folder, later[0])
     what = f'has no {COMMIT}' if isinstance(folder, RemotePath) else 'is not a folder'
@@ -446,7 +447,7 @@ def read_manifest(folder: AnyPath, step: int) -> Manifest:
   """
   checkpoint = checkpoint_path(folder, step)
   with access_errors(checkpoint):
-    if is_link(checkpoint) and not checkpoint.is_dir():
+    if is_dangling(checkpoint):
       raise AccessError(
         f'{checkpoint} is a link to {os.readlink(checkpoint)}, where no folder is.',
         fix='Mount the disk of that checkpoint, or let the link lead to its folder. To continue '
@@ -494,6 +495,11 @@ def error_line(e: Exception) -> str:
 def is_link(path: AnyPath) -> bool:
   """Returns whether `path` is a symbolic link."""
   return not isinstance(path, RemotePath) and path.is_symlink()
+
+
+def is_dangling(path: AnyPath) -> bool:
+  """Returns whether `path` is a symbolic link to no folder."""
+  return is_link(path) and not path.is_dir()
 
 
 def is_real_folder(path: pathlib.Path) -> bool:

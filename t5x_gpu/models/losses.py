@@ -359,8 +359,8 @@ def checked_sums(sums: object, model: object) -> Sums:
     if wrong is None:
       return sums
     pair = sums[wrong]
-    parts = ', '.join(map(array_text, pair)) if isinstance(pair, tuple) else array_text(pair)
-    found = f'{wrong!r}: {f"({parts})" if isinstance(pair, tuple) else parts}'
+    parts = f'({", ".join(map(array_text, pair))})' if isinstance(pair, (tuple, list)) else None
+    found = f'{wrong!r}: {parts or array_text(pair)}'
   raise ModelError(
     f'The loss of {type(model).__name__} returned {found}. A loss is a dictionary: metric -> '
     "(sum, sum of the weights), scalars; training minimizes the metric 'loss'.",
@@ -370,9 +370,12 @@ def checked_sums(sums: object, model: object) -> Sums:
 
 
 def _is_sum(name: str, pair: object) -> bool:
-  if not isinstance(pair, tuple) or len(pair) != 2:
+  if not isinstance(pair, (tuple, list)) or len(pair) != 2:
     return False
-  return name in _COUNTS or all(jnp.shape(x) == () for x in pair if hasattr(x, 'shape'))
+  shapes = [jnp.shape(x) for x in pair if hasattr(x, 'shape')]
+  if name == 'loss':
+    return not any(shapes)
+  return name in _COUNTS or all(math.prod(shape) == 1 for shape in shapes)
 
 
 def check_loss_options(model: str, *, z_loss: float, label_smoothing: float) -> None:

@@ -248,7 +248,7 @@ def _checked(returned: object, layer: nn.Module, carry: _Carry) -> _Carry:
   def wrong(what: str, fix: str) -> ModelError:
     return ModelError(f'The layer {name} {what}', fix=fix, docs='add_a_model.md')
 
-  if not isinstance(returned, tuple) or len(returned) != 3:
+  if not isinstance(returned, (tuple, list)) or len(returned) != 3:
     kind = f'a tuple of {len(returned)}' if isinstance(returned, tuple) else array_text(returned)
     raise wrong(
       f'returned {kind}; a layer returns (x, caches, router losses).',
@@ -271,7 +271,7 @@ def _checked(returned: object, layer: nn.Module, carry: _Carry) -> _Carry:
       'returned router losses, and this model adds up none.',
       'Return None in their place, or set TransformerConfig.router_balance_loss.',
     )
-  return returned
+  return out, own, more
 
 
 def scan_layers(

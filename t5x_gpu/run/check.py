@@ -170,7 +170,7 @@ def plan_run(
     start_from = saved or origin.saved
     if distributed.is_main_process():
       start_step = start_from.step if start_from else 0
-      check_names_are_free(model_dir.path, after=start_step)
+      check_names_are_free(model_dir.path, after=start_step, until=run.total_steps)
       if start_step < run.total_steps:
         check_room(model_dir.path, tree_bytes(program.abstract_saved))
   distributed.assert_equal_across_hosts(

@@ -7,6 +7,7 @@ a run, each with its own period.
 import dataclasses
 import json
 import logging
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Optional
@@ -277,7 +278,8 @@ class Evaluations:
       if read_files is not None:
         found.append(read_files())
       elif paths is not None:
-        found.append(SourceFiles({'rows': paths()}))
+        local = [path for path in map(os.fspath, paths()) if os.path.isfile(path)]
+        found.append(SourceFiles({'rows': local}))
     return found
 
   def check_same_on_hosts(self, training: BatchIterator) -> None:

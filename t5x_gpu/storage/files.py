@@ -86,9 +86,11 @@ def free_bytes(folder: pathlib.Path) -> Optional[int]:
 
   Does not see quotas.
   """
-  there = next(f for f in (folder, *folder.parents) if f.exists())
-  usage = shutil.disk_usage(there)
-  return usage.free if usage.total else None  # some network file systems report zeros
+  try:
+    usage = shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.exists()))
+  except OSError:  # some file systems cannot tell
+    return None
+  return usage.free if usage.total else None  # others report zeros
 
 
 def write_problem(e: OSError, folder: str | os.PathLike) -> str:

@@ -86,13 +86,13 @@ def checked_update(
 ) -> tuple[Params, OptState]:
   """Returns what `update` returned; raises ConfigError unless it can replace `params`, `state`."""
   name = type(optimizer).__name__
-  if not isinstance(updated, tuple) or len(updated) != 2:
+  if not isinstance(updated, (tuple, list)) or len(updated) != 2:
     raise _wrong(
       f'update of {name} returned {array_text(updated)}; it returns (new parameters, new state).',
       'End it with: return new_params, new_state',
     )
   for what, old, new in zip(('parameters', 'state'), (params, state), updated):
-    before, after = (_kinds(tree, of=array_text) for tree in (old, new))
+    before, after = (_kinds(tree, of=_as_array_text) for tree in (old, new))
     if before == after:
       continue
     path = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))[0]
@@ -101,7 +101,12 @@ def checked_update(
       f'{before.get(path, "nothing")} before, {after.get(path, "nothing")} after.',
       'Return (new parameters, new state), each with the tree, shapes and dtypes of the old one.',
     )
-  return updated
+  return updated[0], updated[1]
+
+
+def _as_array_text(x: object) -> str:
+  """Returns `array_text` of `x`; of Python numbers, that of the arrays which jit returns."""
+  return f'{jnp.result_type(x)}[]' if isinstance(x, (bool, int, float)) else array_text(x)
 
 
 def _kinds(

@@ -83,7 +83,7 @@ def test_a_link_that_leads_to_no_folder_stops_every_reader_unless_a_newer_one_is
   for source in (folder, folder / 'checkpoint_4'):
     with pytest.raises(AccessError):
       StateReader(source)
-  with opened(folder, keep=Keep(last=1)) as checkpointer:
+  with opened(folder, keep=Keep(last=1, best=1)) as checkpointer:
     save(checkpointer, 6, new_state(6))
     checkpointer.wait()
     assert checkpointer.steps() == [4, 6]
@@ -98,5 +98,6 @@ def test_a_file_with_the_name_of_a_later_checkpoint_is_refused_before_the_run_st
   path.write_text('mine')
   with raises(CheckpointError):
     project.check(num_devices=1)
-  check_names_are_free(project.model_dir, after=3)
+  check_names_are_free(project.model_dir, after=3, until=9)
+  check_names_are_free(project.model_dir, after=0, until=2)
   assert path.read_text() == 'mine'

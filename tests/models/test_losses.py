@@ -101,3 +101,8 @@ def test_weights_averaged_per_sequence_add_up_to_one_in_each():
 def test_a_loss_without_sums_and_weights_is_refused(sums):
   with raises(ModelError):
     checked_sums(sums, object())
+
+
+def test_a_loss_may_return_lists_and_metrics_of_shape_1():
+  sums = {'loss': [jnp.float32(3), 8], 'accuracy': (jnp.ones(1), jnp.ones(1))}
+  assert checked_sums(sums, object()) is sums

@@ -389,3 +389,9 @@ PARAMS, STATE = {'w': jnp.zeros((4, 2))}, {'m': jnp.zeros((4, 2))}
 def test_an_update_that_cannot_replace_the_old_state_is_refused(updated):
   with raises(ConfigError):
     checked_update(Momentum(), updated, params=PARAMS, state=STATE)
+
+
+def test_an_update_may_return_a_list_and_python_numbers():
+  params, state = {'w': jnp.ones(2)}, {'count': jnp.int32(0)}
+  updated = checked_update(Momentum(), [params, {'count': 1}], params=params, state=state)
+  assert updated == (params, {'count': 1})

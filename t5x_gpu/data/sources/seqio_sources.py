@@ -150,7 +150,7 @@ class LabelledSource(seqio.DataSource):
   ):
     self._label = label
     self._texts = functools.cache(texts)
-    self.files = tuple(files)
+    self.files_in_memory = tuple(files)
     super().__init__(splits=tuple(splits))
 
   @property
@@ -247,7 +247,7 @@ def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
   """Returns facts about the files of any SeqIO source; without local files, its fingerprint."""
   paths = []
   if isinstance(source, LabelledSource):
-    paths = source.files
+    paths = source.files_in_memory
   elif isinstance(source, _FILE_SOURCES):
     paths = sorted(source.list_shards(split))
   if paths and all(os.path.isfile(path) for path in paths):
@@ -264,7 +264,7 @@ def source_paths(source: seqio.DataSource, *, split: str, in_memory: bool = Fals
     in_memory: include the files of a source that holds its examples in memory.
   """
   if not isinstance(source, _FILE_SOURCES):
-    return list(getattr(source, 'files', ())) if in_memory else []
+    return list(getattr(source, 'files_in_memory', ())) if in_memory else []
   return [
     path
     for path in map(os.fspath, source.list_shards(split))

@@ -93,7 +93,7 @@ class _Questions(seqio.FunctionDataSource):
 
   def __init__(self, files: Sequence[str]):
     rows = _read(files)
-    self.files = tuple(files)
+    self.files_in_memory = tuple(files)
     super().__init__(functools.partial(_dataset, rows), splits=_SPLITS)
 
 
