@@ -188,18 +188,23 @@ class HarnessModel(LM):
       yield ids[end - size - 1 : start], ids[start:end]
 
   def _score(self, pairs: Sequence[tuple[list[int], list[int]]], title: str) -> list[ScoredTarget]:
-    """Returns the score of each pair; pairs of about the same length share a batch."""
+    """Returns the score of each pair, 0 without ids; pairs of similar length share a batch."""
+    size = self._max_length
     prompts = [
-      prompt if self._has_encoder else prompt[-max(1, self._max_length + 1 - len(target)) :]
+      prompt[-size if self._has_encoder else -max(1, size + 1 - len(target)) :]
       for prompt, target in pairs
     ]
-    order = sorted(range(len(pairs)), key=lambda i: -len(prompts[i]) - len(pairs[i][1]))
-    with bar(title, len(pairs), stream=sys.stderr) as advance:
+    order = sorted(
+      (i for i, (_, target) in enumerate(pairs) if target),
+      key=lambda i: -len(prompts[i]) - len(pairs[i][1]),
+    )
+    with bar(title, len(order), stream=sys.stderr) as advance:
       found = self._generator.score_targets(
         [prompts[i] for i in order], [pairs[i][1] for i in order], advance=advance
       )
     by_place = dict(zip(order, found, strict=True))
-    return [by_place[i] for i in range(len(pairs))]
+    nothing = ScoredTarget(log_probability=0.0, is_greedy=True)
+    return [by_place.get(i, nothing) for i in range(len(pairs))]
 
   def _decoding(self, settings: Json) -> tuple[list[str], DecodingConfig]:
     """Returns the texts that end a continuation, and how to decode it."""

@@ -26,7 +26,10 @@ def made(tmp_path_factory):
   from t5x_gpu.evaluation.harness import HarnessModel
 
   folder = tmp_path_factory.mktemp('harness') / 'run'
-  model, _ = write_run(folder, TINY_GIN)
+  gin = f'{TINY_GIN}\nconfig.TransformerConfig.max_length = {LENGTH}\n'.replace(
+    "'targets': 32", f"'targets': {LENGTH}"
+  )
+  model, _ = write_run(folder, gin)
   reader = ParamsReader(folder)
   flat = {name: reader.read_at(name, ()) for name in reader.shapes}
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
@@ -45,7 +48,7 @@ def made(tmp_path_factory):
     return np.asarray(jax.nn.log_softmax(model.logits(params, batch)[0, -1]))
 
   with compiled_kept_in(folder / 'compiled'):
-    yield HarnessModel(str(folder), batch_size=4, max_length=LENGTH), next_bytes
+    yield HarnessModel(str(folder), batch_size=4), next_bytes
 
 
 def requests_of(kind, *arguments):
@@ -94,6 +97,28 @@ def test_contexts_lose_their_beginning_and_long_texts_are_scored_in_windows(made
   )
   assert short == pytest.approx(first, rel=1e-4)
   assert whole == pytest.approx(first + rest, rel=1e-4)
+
+
+def test_a_text_without_ids_to_score_is_certain(made):
+  lm, next_bytes = made
+  nothing, (some, _) = lm.loglikelihood(requests_of('loglikelihood', ('ab', ''), ('ab', 'c')))
+  assert nothing == (0.0, True)
+  assert some == pytest.approx(log_probability(next_bytes, 'ab', 'c'), rel=1e-4)
+  assert lm.loglikelihood_rolling(requests_of('loglikelihood_rolling', ('',))) == [0.0]
+
+
+def test_inputs_of_an_encoder_lose_their_beginning(tmp_path):
+  from t5x_gpu.evaluation.harness import HarnessModel
+
+  gin = TINY_GIN.replace('models/decoder_demo.gin', 'models/encoder_decoder_demo.gin')
+  gin = gin.replace("{'targets': 32}", "{'inputs': 8, 'targets': 8}")
+  write_run(tmp_path / 'run', f'{gin}\nconfig.TransformerConfig.max_length = 8\n')
+  with compiled_kept_in(tmp_path / 'compiled'):
+    lm = HarnessModel(str(tmp_path / 'run'), batch_size=4, vocabulary='byte')
+    (long, _), (kept, _), (other, _) = lm.loglikelihood(
+      requests_of('loglikelihood', ('to be or not', 'ab'), (' or not', 'ab'), ('or', 'ab'))
+    )
+  assert long == pytest.approx(kept, rel=1e-5) and long != pytest.approx(other, rel=1e-5)
 
 
 def test_a_text_ends_before_its_first_stop_and_unknown_settings_are_errors(made):

@@ -280,6 +280,15 @@ def test_prompts_that_do_not_fit_the_positions_are_refused(name, parameter):
   assert len(generator.generate([[3] * 16])[0][0].tokens) == NEW  # just fits
 
 
+@pytest.mark.parametrize('name', ['gpt2', 'llama_24'])
+def test_without_a_start_token_a_scored_text_is_one_token_longer_than_the_model_reads(name):
+  generator = make_generator(name, start_token=None)
+  assert generator.score([[3] * 5, [3] * 24], [[4] * 20, [4]])[0] < 0  # the last is not read
+  for prompt, target in (([3] * 5, [4] * 21), ([3] * 25, [4])):
+    with raises(DataError):
+      generator.score([prompt], [target])
+
+
 def test_prompts_that_give_nothing_to_begin_with_are_refused():
   with raises(DataError):
     make_generator('gpt2', start_token=None).generate([[]])

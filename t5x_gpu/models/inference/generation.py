@@ -105,6 +105,8 @@ class PromptBatches:
     model, new = config_of(self.model), targets or c.max_decode_length
     limit = None if model is None else model.length_limit
     before = 0 if self._has_encoder else length
+    if targets and c.start_token is None:
+      before -= 1  # the model does not read the last target
     if limit is None or max(before + new, length) <= limit:
       return
     follow = 'target' if targets else 'new'
