@@ -290,7 +290,7 @@ class EvalResults(contextlib.AbstractContextManager):
       self._writer.close()
 
   def _open(self) -> MultiWriter:
-    writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
+    writers: list[MetricWriter] = [JsonLinesWriter(self.path, waits=False)]
     facts = json.dumps(self._facts, indent=1) + '\n'
     write_atomically(self.folder / f'{self.name}.json', facts)
     try:
@@ -310,7 +310,11 @@ class EvalResults(contextlib.AbstractContextManager):
     }
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes the metrics of a checkpoint. A kill leaves at most one incomplete line."""
+    """Writes the metrics of a checkpoint. A kill leaves at most one incomplete line.
+
+    Raises:
+      AccessError: the file cannot be written.
+    """
     self._writer = self._writer or self._open()
     self._writer.write(step, values)
     self._writer.flush()

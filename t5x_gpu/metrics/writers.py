@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Optional, Protocol, Union
 
-from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.errors import AccessError, ConfigError, DataError
 from t5x_gpu.storage.files import (
   atomic_write,
   free_name,
@@ -132,12 +132,13 @@ class JsonLinesWriter:
 
   Args:
     path: the file; it and its folder are created if missing.
+    waits: False to raise AccessError for a line that cannot be written: the lines are the result.
   Raises:
     ConfigError: the file cannot be opened for writing.
   """
 
-  def __init__(self, path: str | os.PathLike):
-    self.path = pathlib.Path(path)
+  def __init__(self, path: str | os.PathLike, *, waits: bool = True):
+    self.path, self._waits = pathlib.Path(path), waits
     try:
       self.path.parent.mkdir(parents=True, exist_ok=True)
       set_aside_unless_file(self.path)
@@ -181,6 +182,12 @@ class JsonLinesWriter:
       while self._waiting:  # an unbuffered write may be partial, on a full or remote disk
         del self._waiting[: self._file.write(self._waiting)]
     except OSError as e:
+      if not self._waits:
+        self._waiting.clear()
+        raise AccessError(
+          f'{self.path} cannot be written: {write_problem(e, self.path.parent)}.',
+          fix=f'{remedy(e)} Then run the command again, which adds the missing lines.',
+        ) from e
       if not self._has_failed:
         _log.warning(
           '%s cannot be written: %s. Training continues; its lines wait in memory.',
@@ -299,7 +306,7 @@ class TensorBoardWriter:
     """Gives up the open file, whose last record may be incomplete; the next write starts a file."""
     if not self._has_failed:
       _log.warning(
-        'TensorBoard files in %s cannot be written: %s. Training continues without their points.',
+        'TensorBoard files in %s cannot be written: %s. The run continues without their points.',
         self.log_dir,
         write_problem(e, self.log_dir),
       )
@@ -336,9 +343,12 @@ class TensorBoardWriter:
     self._purge_step = step + 1 if any(self.log_dir.glob('events.out.tfevents.*')) else None
 
   def flush(self) -> None:
-    if self._file is not None:
-      self._file.flush()
-      self._flushed = time.monotonic()
+    try:
+      if self._file is not None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+    except OSError as e:
+      self._failed(e)
 
   def close(self) -> None:
     try:

@@ -1,6 +1,26 @@
-"""The table that eval prints fits the terminal and leaves no metric out."""
+"""Results of an evaluation: its file has every line, the table that eval prints every metric."""
 
-from t5x_gpu.evaluation.checkpoint_evaluator import table
+import pytest
+
+from t5x_gpu.errors import AccessError
+from t5x_gpu.evaluation.checkpoint_evaluator import EvalResults, table
+from tests.helpers_disk import fill, small_disk
+
+
+def test_metrics_that_a_full_disk_does_not_take_end_the_evaluation(tmp_path, caplog):
+  with small_disk(tmp_path / 'disk', size='256k') as disk:
+    with pytest.raises(AccessError, match='No space left on device'):
+      with EvalResults(disk, 'validation', {}) as results:
+        results.add(0, {'eval/loss': 1.0})
+        filler = fill(disk)
+        for step in range(1, 200):  # more than the last page of the file holds
+          results.add(step, {'eval/loss': 1.0})
+    kept = list(results.records)
+    assert 0 < len(kept) < 200 and 'wait in memory' not in caplog.text
+    filler.unlink()
+    with EvalResults(disk, 'validation', {}) as again:
+      again.add(200, {'eval/loss': 1.0})
+    assert list(again.records) == [*kept, 200]
 
 
 def test_the_table_of_an_evaluation_has_every_metric_of_every_step():
