@@ -337,5 +337,5 @@ def test_an_empty_validation_split_is_an_error_only_where_it_is_evaluated(tmp_pa
   assert_refused(project, **macros, EVAL_PERIOD=1)
   result = project.run(**macros)
   assert result.code == 0, result.err
-  assert "There will be no evaluation: 'text_lines:" in result.err
+  assert "Not evaluated: 'text_lines:" in result.err
   assert project.metrics() and not project.metrics('eval/loss')

@@ -411,7 +411,7 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
     required = run.eval_period is not None or loss_required
     loss = _open_loss(run, run.train_eval_dataset_cfg, program, required=required)
     if run.eval_each_task:
-      each_task = _open_each_task(run, program, required=required)
+      each_task = _open_each_task(run, program)
   if run.infer_eval_dataset_cfg is not None:
     tasks = open_task_evaluator(
       run.model,
@@ -423,14 +423,14 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
   return Evaluations(run, program, loss=loss, each_task=each_task, tasks=tasks)
 
 
-def _open_each_task(run: Run, program: Program, *, required: bool) -> dict[str, Evaluator]:
-  """Returns an evaluator of the loss for each task of a mixture that has the split; {} for one."""
+def _open_each_task(run: Run, program: Program) -> dict[str, Evaluator]:
+  """Returns an evaluator of the loss for each task of a mixture with examples; {} for one task."""
   dataset = run.train_eval_dataset_cfg
   names = open_task_names(dataset)
   found = {}
   for name in names if len(names) > 1 else ():
     one = dataclasses.replace(dataset, mixture_or_task_name=name)
-    if (loss := _open_loss(run, one, program, required=required)) is not None:
+    if (loss := _open_loss(run, one, program, required=False)) is not None:
       found[name] = loss
   return found
 
@@ -445,7 +445,7 @@ def _open_loss(
   except NoExamplesError as e:
     if required:
       raise
-    _log.warning('There will be no evaluation: %s', e.what)
+    _log.warning('Not evaluated: %s', e.what)
     return None
 
 

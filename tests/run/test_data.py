@@ -6,8 +6,10 @@ import types
 
 import pytest
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.sources.source_files import NAME, SourceFiles
-from t5x_gpu.errors import AccessError
+from t5x_gpu.errors import AccessError, NoExamplesError
+from t5x_gpu.run import data
 from t5x_gpu.run.data import Evaluations, open_sources, warn_of_other_evaluation
 from tests.helpers_disk import refused_to_python
 from tests.messages import raises
@@ -36,6 +38,29 @@ def test_predictions_that_cannot_be_written_are_a_warning(tmp_path, caplog):
   assert evaluations.run(1, state, folder=tmp_path) == {'infer_eval/good/exact': 1.0}
   assert [message.split(':')[0] for message in caplog.messages] == ['raises', 'not_json']
   assert (tmp_path / 'predictions' / 'good_1.jsonl').read_text() == '{"targets": "text"}\n'
+
+
+def test_a_task_without_examples_is_left_out_of_the_losses_of_a_mixture(monkeypatch, caplog):
+  def batches_for(model, dataset, *, repeat):
+    if dataset.mixture_or_task_name == 'empty':
+      raise NoExamplesError('It has no example.', fix='')
+    return dataset.mixture_or_task_name
+
+  monkeypatch.setattr(data, 'batches_for', batches_for)
+  monkeypatch.setattr(data, 'open_task_names', lambda dataset: ('full', 'empty'))
+  monkeypatch.setattr(data, 'Evaluator', lambda program, batches, num_batches: batches)
+  monkeypatch.setattr(data, 'check_eval_batch', lambda size, program: None)
+  monkeypatch.setattr(data, 'Evaluations', lambda *args, each_task, **rest: each_task)
+  run = types.SimpleNamespace(
+    model=None,
+    train_eval_dataset_cfg=DatasetConfig('both', {'targets': 8}, 'validation', 4),
+    infer_eval_dataset_cfg=None,
+    eval_period=1,
+    eval_steps=None,
+    eval_each_task=True,
+  )
+  assert data.open_evaluations(run, None) == {'full': 'full'}
+  assert caplog.messages == ['Not evaluated: It has no example.']
 
 
 def test_the_rest_are_the_evaluations_that_are_not_due(tmp_path):
