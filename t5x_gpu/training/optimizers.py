@@ -105,7 +105,7 @@ def checked_update(
 
 
 def _as_array_text(x: object) -> str:
-  """Returns `array_text` of `x`; of Python numbers, that of the arrays which jit returns."""
+  """Returns `array_text` of `x`; of Python numbers, the text of the arrays of jit."""
   return f'{jnp.result_type(x)}[]' if isinstance(x, (bool, int, float)) else array_text(x)
 
 
