@@ -65,7 +65,7 @@ def test_a_failure_at_the_start_leaves_nothing_and_names_the_target(tmp_path, mo
   assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_cannot_tell_its_space_does_not_stop_the_work(tmp_path, monkeypatch):
+def test_a_disk_of_unknown_space_does_not_stop_the_work(tmp_path, monkeypatch):
   monkeypatch.setattr(files.shutil, 'disk_usage', fail)
   write_to(tmp_path / 'new')
   assert [p.name for p in tmp_path.iterdir()] == ['new']
