@@ -1,4 +1,4 @@
-"""The encoder examples learn CoLA as well as Transformer Engine's tests of its own examples demand.
+"""The encoder examples learn CoLA as well as Transformer Engine's tests of its examples require.
 
 CoLA is not in this repository. T5X_GPU_TEST_COLA names a folder with its train.tsv and dev.tsv.
 """

@@ -99,7 +99,7 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(pro
     assert f'The last good one is checkpoint_{last}' in run.err
 
 
-# Batches of which one cannot be read, by __next__ or by peek.
+# __next__ or peek fails at one batch.
 FAILING_DATA = """
 from t5x_gpu.data import synthetic
 

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Optional, Self
 
@@ -47,7 +46,7 @@ from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, check_writt
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text
-from t5x_gpu.storage.files import write_problem
+from t5x_gpu.storage.files import free_bytes, write_problem
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import AnyPath, access_errors
 from t5x_gpu.terminal.console import show
@@ -608,9 +607,10 @@ class Checkpointer(BaseCheckpointer):
     for number in (errno.ENOSPC, errno.EDQUOT):
       if os.strerror(number) in reason:
         reason = write_problem(OSError(number, os.strerror(number)), folder) + '.'
+    free = free_bytes(folder)
+    room = 'unknown' if free is None else show(free, GiB='.2f')
     return CheckpointError(
       f'{what} could not be written to {folder}: {reason}',
-      fix=f'{self._last_good()} Free space there: '
-      f'{show(shutil.disk_usage(folder).free, GiB=".2f")}.',
+      fix=f'{self._last_good()} Free space there: {room}.',
       parameters=('MODEL_DIR',),
     )

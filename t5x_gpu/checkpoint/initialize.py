@@ -114,10 +114,10 @@ class RestoreConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """What a run starts from. `Origin()`: its own latest checkpoint, or the seed if it has none.
+  """What a run starts from. `Origin()`: the run's latest checkpoint, or the seed if it has none.
 
   Attributes:
-    reader: reader of another checkpoint, if the run has none of its own and starts from that one.
+    reader: reader of another run's checkpoint, for the first start of a run from it.
     taken: path of a parameter -> its path in the other checkpoint.
     saved: for 'resume' and 'new_data', the metadata of the other checkpoint.
     record: where the run's first state comes from, for its manifests.

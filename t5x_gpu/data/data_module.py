@@ -628,30 +628,26 @@ def open_text(
 
 def open_survey(config: DatasetConfig, *, num_measured: int) -> Survey:
   """Returns the size of `config`'s split; see `DataModule.survey`."""
-  survey = _optional(config, 'survey')
-  if survey is None:
-    raise ConfigError(
-      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which cannot measure '
-      'examples.',
-      fix='Name a task or files of text, such as jsonl:data/*.jsonl.',
-      parameters=_MODULE,
-      docs='tasks.md',
-    )
-  return survey(config, num_measured=num_measured)
+  return _needed(config, 'survey')(config, num_measured=num_measured)
 
 
 def open_texts(config: DatasetConfig) -> Iterator[str]:
   """Returns the texts of `config`'s split; see `DataModule.texts`."""
-  texts = _optional(config, 'texts')
-  if texts is None:
+  return _needed(config, 'texts')(config)
+
+
+def _needed(config: DatasetConfig, name: str) -> Callable[..., Any]:
+  """Returns a function of the data module; raises ConfigError without it."""
+  function = _optional(config, name)
+  if function is None:
     raise ConfigError(
       f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, which has no function '
-      'texts(config).',
+      f'{name!r}.',
       fix='Name a task or files of text, such as jsonl:data/*.jsonl.',
       parameters=_MODULE,
       docs='add_a_data_source.md',
     )
-  return texts(config)
+  return function
 
 
 def open_evaluated_tasks(

@@ -70,8 +70,8 @@ class Run(EvalConfig):
     log_period: steps between log lines.
     eval_period: steps between evaluations of the loss; None for one at the end.
     eval_steps: batches of each evaluation.
-    eval_each_task: also evaluate the loss of each task of a mixture, eval/TASK/loss, on eval_steps
-      batches of its own.
+    eval_each_task: also evaluate the loss of each task of a mixture, eval/TASK/loss, on
+      eval_steps batches per task.
     infer_eval_period: steps between evaluations of tasks; None for one at the end.
     num_predictions: examples of each evaluated task whose texts every evaluation writes to
       MODEL_DIR/predictions; None for all.

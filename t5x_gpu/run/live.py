@@ -192,7 +192,7 @@ class LiveRun:
     if store is not None:
       try:
         store.wait_for_all(f't5x_gpu/no_batch/{step}', seconds=_SAME_FAILURE_SECONDS)
-      except Exception:  # XLA's errors have no class of their own
+      except Exception:  # XLA raises no specific class
         raise failure from None
 
   def stop_at_failed_data(

@@ -156,7 +156,7 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
     'train.train:\n    a = 1\n  b = 2\n',
     "A = 'x\n",
     'import app.trian\n',
-    'import ap\n',
+    'import my_recipe\n',
     'from app.train import Data\n',
     'import broken\n',
     'import broken\n',
@@ -167,6 +167,7 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
 )
 def test_unreadable_files_and_modules_are_the_only_problem(project, load, text):
   write(project / 'bad.gin', text)
+  write(project / 'my_recipes.py', '')  # no module of a machine has a similar name
   write(project / 'broken.py', '\nx\n')
   write(project / 'needs.py', 'import nothing_here\n')
   write(project / 'typo.py', '\nclass Layer\n')

@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
@@ -32,7 +31,7 @@ from t5x_gpu.data.prepared.index import UNFINISHED, Shard, counted_features
 from t5x_gpu.data.sources.corrupt_records import RecordCounts
 from t5x_gpu.data.sources.discovery import sample_digest, sha256_of
 from t5x_gpu.errors import DataError, first_line
-from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.files import free_bytes, write_atomically
 from t5x_gpu.terminal.console import show
 
 
@@ -337,11 +336,11 @@ def _write(
 
 
 def _disk_error(path: pathlib.Path, error: OSError) -> DataError:
-  free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
+  free = free_bytes(path.parent)
+  room = '' if free is None else f' ({show(free, MB=",.0f")} are free there)'
   reason = error.strerror or first_line(error)[:300]
   return DataError(
-    f'{path} could not be written: {reason} ({show(free, MB=",.0f")} are free there). Finished '
-    'shards are kept.',
+    f'{path} could not be written: {reason}{room}. Finished shards are kept.',
     fix='Free some space, or use a larger disk, and run the same command again: it continues.',
     docs='data.md',
   )
