@@ -275,6 +275,14 @@ def test_commands_import_no_more_than_they_use(command, heavy):
   none(found)
 
 
+def test_the_gpu_benchmark_runs_where_orbax_is_not_installed():
+  files = (ROOT / 'benchmarks' / 'gpu').glob('*.py')
+  trees = [ast.parse(path.read_text(encoding='utf-8')) for path in files]
+  imported = {name for tree in trees for name, _ in imports_in(tree)} & set(modules())
+  reached = set().union(*map(reached_from, imported))
+  none([where(m, i) for m in reached for i in imported_by(m) if top_level(i) == 'orbax'])
+
+
 # How layers and models touch sharding: module of partitioning/ -> names; None for all of it.
 FOR_LAYERS = {
   'axis_rules': {

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Optional, SupportsInt, Union
+from typing import Optional, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.manifest import Manifest
-from t5x_gpu.partitioning.trees import Tree
+from t5x_gpu.partitioning.trees import Array, Shape, Tree
 from t5x_gpu.storage.json_schema import Json
 
 _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20  # chunk size in a run's checkpoints; readers hold a few chunks in memory
 _MUCH_SMALLER = 16
-
-Shape = tuple[int, ...]
-Array = Union[jax.Array, np.ndarray, jax.ShapeDtypeStruct]
 
 
 def by_name(tree: Tree) -> dict[str, Array]:

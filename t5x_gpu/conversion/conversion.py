@@ -18,7 +18,6 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import Shape
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.params_files import ParamsReader, num_bytes
 from t5x_gpu.conversion.hf.folder import HfModel
@@ -30,6 +29,7 @@ from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, Params
 from t5x_gpu.partitioning.layer_stacks import is_reference
+from t5x_gpu.partitioning.trees import Shape
 from t5x_gpu.runtime.machine import available_memory
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.terminal.console import Console, show

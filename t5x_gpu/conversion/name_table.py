@@ -12,7 +12,7 @@ from typing import Optional, Protocol
 
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import Shape
+from t5x_gpu.partitioning.trees import Shape
 
 PIECE_BYTES = 32 << 20
 

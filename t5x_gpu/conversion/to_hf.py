@@ -14,7 +14,7 @@ from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import Shape, boxes, smaller_chunk
+from t5x_gpu.checkpoint.arrays import boxes, smaller_chunk
 from t5x_gpu.checkpoint.atomic_folder import new_folder
 from t5x_gpu.checkpoint.params_files import ParamsReader, Place, num_bytes, tree_problems
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
@@ -55,6 +55,7 @@ from t5x_gpu.errors import CheckpointError, ConfigError, Problem, UserError, fir
 from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import LoraModel, factors_of, without_adapters
 from t5x_gpu.models.model import Model
+from t5x_gpu.partitioning.trees import Shape
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.terminal.console import Console
 

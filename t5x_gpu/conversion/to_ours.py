@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional, TextIO
 
-from t5x_gpu.checkpoint.arrays import Shape
 from t5x_gpu.checkpoint.atomic_folder import new_folder
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, num_bytes
@@ -42,6 +41,7 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.dpo import policy_of
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import Model
+from t5x_gpu.partitioning.trees import Shape
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log, stream_of_messages
 from t5x_gpu.storage.files import write_problem

@@ -4,9 +4,10 @@ JAX cannot type a tree by its leaves, so these names are for readers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Union
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 # Any nest of dictionaries, tuples and dataclasses whose leaves are arrays or None.
@@ -23,6 +24,9 @@ Specs = Any
 Shapes = Any
 # An array, or what stands for it: jax.ShapeDtypeStruct, numpy.ndarray.
 ArrayLike = Any
+# The same where only the shape, the dtype and the sharding are read.
+Array = Union[jax.Array, np.ndarray, jax.ShapeDtypeStruct]
+Shape = tuple[int, ...]
 # Feature -> array [batch, length, ...] or [batch].
 Batch = Mapping[str, jax.Array]
 # A Python integer, or a traced one.
@@ -33,6 +37,7 @@ Path = Any
 TreeFn = Callable[..., Any]
 
 __all__ = [
+  'Array',
   'ArrayLike',
   'Batch',
   'DTypeLike',
@@ -42,6 +47,7 @@ __all__ = [
   'ParamNames',
   'Params',
   'Path',
+  'Shape',
   'Shapes',
   'Specs',
   'Tree',

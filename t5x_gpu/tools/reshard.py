@@ -16,7 +16,6 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays import (
   CHUNK_BYTES,
   HostSums,
-  Shape,
   boxes,
   checksums_entry,
   piece_shape,
@@ -35,6 +34,7 @@ from t5x_gpu.checkpoint.store import (
   stacked_arrays,
 )
 from t5x_gpu.errors import AccessError, CheckpointError
+from t5x_gpu.partitioning.trees import Shape
 from t5x_gpu.storage.json_schema import JsonObject, JsonValue, read_json
 from t5x_gpu.storage.paths import AnyPath
 from t5x_gpu.terminal.console import Console, show

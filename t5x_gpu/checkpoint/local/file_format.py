@@ -23,8 +23,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import HostSums, Shape
+from t5x_gpu.checkpoint.arrays import HostSums
 from t5x_gpu.checkpoint.manifest import BASE64, CHECKSUM, DTYPE, MANIFEST, SHAPE
+from t5x_gpu.partitioning.trees import Shape
 from t5x_gpu.storage.files import atomic_write
 from t5x_gpu.storage.json_schema import (
   MOST_BYTES,

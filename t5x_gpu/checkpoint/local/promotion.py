@@ -22,7 +22,7 @@ from typing import Optional
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays import Shape, boxes, checksums_entry, chunk_of_shard, to_text
+from t5x_gpu.checkpoint.arrays import boxes, checksums_entry, chunk_of_shard, to_text
 from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.tier import DIR, LocalTier, NoLocalTier, read_run_id
@@ -37,7 +37,7 @@ from t5x_gpu.checkpoint.model_dir import (
 )
 from t5x_gpu.checkpoint.store import StateWriter, empty_leaves
 from t5x_gpu.errors import AccessError, CheckpointError, listed
-from t5x_gpu.partitioning.trees import Tree
+from t5x_gpu.partitioning.trees import Shape, Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.machine import boot_id
 from t5x_gpu.storage.files import set_aside

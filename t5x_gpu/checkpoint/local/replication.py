@@ -18,8 +18,7 @@ from typing import Optional
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.checkpoint.arrays import Array, Shape
-from t5x_gpu.partitioning.trees import Tree
+from t5x_gpu.partitioning.trees import Array, Shape, Tree
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import Device
 from t5x_gpu.terminal.console import show
