@@ -1,62 +1,43 @@
-"""A run that fails continues from its newest local checkpoint, as if it had not failed."""
+"""A run that is killed continues from its newest local checkpoint, as if nothing had happened."""
 
 import re
+from typing import Any
 
 import pytest
 
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.store import StateReader
-from tests.helpers_train import WATCHED_BATCHES, Project, listing
-
-# A user's own data module, whose training batches end with an error at number $FAIL_AT.
-FAILING_DATA = (
-  '''"""Synthetic batches; before batch number $FAIL_AT something fails."""
-
-import os
-
-from t5x_gpu.data import synthetic as _inner
-
-
-def before(number):
-  if str(number) == os.environ.get('FAIL_AT'):
-    raise ValueError('The network of the data is gone.')
-
-'''
-  + WATCHED_BATCHES
-)
+from tests.helpers_train import Project, listing
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Project:
-  (tmp_path / 'failing_data.py').write_text(FAILING_DATA)
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.chdir(tmp_path)
   return Project(tmp_path)
 
 
+def settings(project: Project) -> dict[str, Any]:
+  return {
+    'DATA_MODULE': 'held_data',
+    'SAVE_PERIOD': 8,
+    'TRAIN_STEPS': 16,
+    'CheckpointConfig.local_checkpoint_dir': project.folder / '$LOCAL_OF_TEST',
+    'CheckpointConfig.local_period': 2,
+  }
+
+
 def run(project: Project, *flags: str, **macros):
-  return project.run(
-    *flags,
-    num_devices=1,
-    **{
-      'DATA_MODULE': 'failing_data',
-      'SAVE_PERIOD': 8,
-      'TRAIN_STEPS': 16,
-      'CheckpointConfig.local_checkpoint_dir': project.folder / '$LOCAL_OF_TEST',
-      'CheckpointConfig.local_period': 2,
-      **macros,
-    },
-  )
+  return project.run(*flags, num_devices=1, **{**settings(project), **macros})
 
 
 @pytest.mark.slow
 def test_a_run_continues_from_a_local_step_and_a_dry_run_says_so(project, monkeypatch):
   monkeypatch.setenv('LOCAL_OF_TEST', 'local')
-  monkeypatch.setenv('FAIL_AT', '14')
-  failed = run(project)
-  assert failed.code == 1 and 'The network of the data is gone' in failed.err
-  assert project.steps() == [8]
-  monkeypatch.delenv('FAIL_AT')
+  with project.start(**settings(project), hold_before=13) as process:
+    local = project.folder / 'local'
+    process.wait_for(lambda: project.steps() == [8] and [*local.glob('*/step_1[02].process_0')])
+    process.kill()
   before = listing(project.folder)
   dry = run(project, '--dry_run')
   assert dry.code == 0, dry.err

@@ -76,11 +76,11 @@ class Model:
   is_trained: ClassVar[Optional[Callable[[str], bool]]] = None
 
   def missing(self, *names: str) -> list[str]:
-    """Returns the `names` that only `Model` has; without them, the model lacks a feature."""
+    """Returns which of the `names` only `Model` defines, or are None."""
 
     def is_missing(name: str) -> bool:
       member = getattr(self, name, None)
-      return getattr(member, '__func__', member) is getattr(Model, name, None)
+      return member is None or getattr(member, '__func__', member) is getattr(Model, name, None)
 
     return [name for name in names if is_missing(name)]
 

@@ -157,7 +157,7 @@ def traffic_per_step(
     head_dim: features of a head.
     context: size of the axis.
     dtype_bytes: bytes per value of keys and values. Gradients travel as sums in float32, except
-      that the first hop of all gradients and the last hop of the values' gradients use this dtype.
+      that their first and last hop use this dtype.
     method: 'ring' or 'gather'.
     num_forwards: 2 if the backward pass recomputes layers, else 1. Over two devices, XLA merges the
       single hop of the keys and values with the recomputation's hop.
@@ -171,7 +171,7 @@ def traffic_per_step(
     return num_layers * (num_forwards * there + hops * elements * 4)
   if context == 1:
     return 0
-  home = elements * (dtype_bytes + 4 * (context - 2) + (4 + dtype_bytes) // 2)
+  home = elements * (2 * dtype_bytes + 4 * (context - 2))
   times = 2 if (context, num_forwards) == (2, 2) else num_forwards + 1
   return num_layers * (times * there + home)
 

@@ -256,7 +256,10 @@ def send_around(
   (grads, visitor, dkv), _ = jax.lax.scan(step, (grads, arriving, dkv), length=ways - 2)
   dkv = _pass_on(dkv, axis)
   grads, more = meet(grads, visitor)
-  return grads, _pass_on(jax.tree.map(jnp.add, dkv, more), axis)
+  key, value, _ = visitor
+  # Rounded before the last hop, to what the caller rounds them to after it.
+  dkv = jax.tree.map(lambda a, b, x: (a + b).astype(x.dtype), dkv, more, (key, value))
+  return grads, _pass_on(dkv, axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -290,6 +290,7 @@ def with_others(config: dict, rng: np.random.Generator) -> dict:
   for key, allowed in family.fixed.items():  # transformers refuses null in some
     values = [value for value in allowed if value is not None] or [None]
     others[key] = values[rng.integers(len(values))]
+  others |= {key: config[of] for key, of in family.repeats.items() if of in config}
   return config | {
     key: others[key]
     for key in sorted(family.known & others.keys() - config.keys())

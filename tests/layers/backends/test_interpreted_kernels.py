@@ -4,6 +4,8 @@ Cases, inputs and bands are the same as in tests/gpu. Mosaic's kernels cannot be
 docs/decisions.md.
 """
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,20 +32,24 @@ def interpreted(monkeypatch):
   """Lets Tokamax choose its kernels for an A100, and Pallas interpret them."""
   kernel('triton')
   call, number = pallas.pallas_call, pallas.program_id
+  inside = threading.local()  # Tokamax tunes in several threads
+
+  def program_id(axis):
+    numbers = getattr(inside, 'numbers', None)
+    if numbers is None:
+      return number(axis)
+    if axis >= len(numbers):
+      raise ValueError('Tokamax asks until there is no further axis.')
+    return numbers[axis]
 
   def pallas_call(kernel, *args, grid_spec, **options):
     def with_numbers(*refs):
       # The interpreter knows the number of a program outside of loops only.
-      numbers = [number(axis) for axis in range(len(grid_spec.grid))]
-
-      def program_id(axis):
-        if axis >= len(numbers):
-          raise ValueError('Tokamax asks until there is no further axis.')
-        return numbers[axis]
-
-      with monkeypatch.context() as inside:
-        inside.setattr(pallas, 'program_id', program_id)
+      inside.numbers = [number(axis) for axis in range(len(grid_spec.grid))]
+      try:
         return kernel(*refs)
+      finally:
+        inside.numbers = None
 
     interpreted = call(with_numbers, *args, grid_spec=grid_spec, interpret=True, **options)
     # It hands booleans to loops as integers, which their own lowering then refuses.
@@ -52,6 +58,7 @@ def interpreted(monkeypatch):
     )
 
   monkeypatch.setattr(pallas, 'pallas_call', pallas_call)
+  monkeypatch.setattr(pallas, 'program_id', program_id)
   with kernels_for(find_target('a100-80')):
     yield
 
