@@ -2,7 +2,8 @@
 
 One process per GPU, each on the CPU cores near it. Output lines are prefixed with the process
 number. The first process that fails ends the others, and its last lines are printed again.
-With `--restarts` all of them then start again, and continue from the newest checkpoint.
+With `--restarts` all of them then start again, and continue from the newest checkpoint; with a
+launch on each of several hosts, all hosts do (`HostAgent`).
 `--write_scripts` instead writes the launch scripts of Slurm, PBS, Open MPI and Kubernetes.
 """
 
@@ -11,9 +12,11 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import math
 import os
 import pathlib
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,9 +29,18 @@ from types import FrameType
 from typing import Optional, Union
 
 from t5x_gpu import cli
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ClusterError, ConfigError
 from t5x_gpu.runtime import machine, numa, progress
-from t5x_gpu.runtime.cluster import cluster, launchers, rendezvous
+from t5x_gpu.runtime.cluster import (
+  addresses,
+  cluster,
+  generations,
+  launchers,
+  links,
+  members,
+  rendezvous,
+)
+from t5x_gpu.runtime.cluster.generations import Generation, Host, Member, Report
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_CONFIG,
   EXIT_INTERRUPTED,
@@ -78,6 +90,7 @@ KILL_SECONDS = 10
 POLL_SECONDS = 0.02
 # Processes that were asked to stop exit one after the other, the last after the save.
 STOPPED_SECONDS = 120
+START_SECONDS = 300  # for all hosts to come, as `DistributedConfig` gives processes
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
@@ -85,6 +98,9 @@ EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
   {prog} --nproc 2 --no_gpu -- --gin_file=gin_configs/examples/demo.gin
   {prog} --nproc 8 --restarts=20 -- --gin_file=my.gin         (docs/never_down.md)
+  {prog} --restarts=20 --host_count=4 --host_index=I --coordinator_address=node1:62000 -- \
+    --gin_file=my.gin                          (on each of 4 hosts, I = 0 to 3)
+  srun --ntasks-per-node=1 {prog} --restarts=20 -- --gin_file=my.gin         (the same in Slurm)
   {prog} --module t5x_gpu.doctor -- --model_dir=runs/a
   {prog} --nproc 8 --numa cores.txt -- --gin_file=my.gin      (lines like 0: 0-15,128-143)
   {prog} --write_scripts scripts      (files for Slurm, PBS, Open MPI and Kubernetes)
@@ -109,9 +125,11 @@ class Group:
     end_together: whether the first failing process ends the others.
     at_once: whether the others are killed without a delay if a signal ended the first process:
       they have nothing to add, and wait for it.
+    first, count: number of the first process in the run, and processes of the run, for messages.
   Attributes:
     failed: the processes that had failed when the first failure was seen.
     failed_at: when that was, in seconds of the monotonic clock; None before.
+    was_ended: whether the processes were ended before all of them had.
   """
 
   def __init__(
@@ -121,8 +139,12 @@ class Group:
     *,
     end_together: bool = True,
     at_once: bool = False,
+    first: int = 0,
+    count: Optional[int] = None,
   ):
     self._end_together, self._at_once = end_together, at_once
+    self._first_number, self._count = first, count or len(plans)
+    self.was_ended = False
     self.failed: frozenset[int] = frozenset()
     self.failed_at: Optional[float] = None
     self._first: Optional[tuple[int, int]] = None  # process, return code
@@ -156,7 +178,7 @@ class Group:
       reader.start()
 
   def _copy(self, index: int) -> None:
-    prefix = f'[{index}] '.encode()
+    prefix = f'[{self._first_number + index}] '.encode()
     with self._processes[index].stdout as lines:
       for line in lines:
         self._tails[index].append(line)
@@ -210,6 +232,10 @@ class Group:
       return False
     return runs
 
+  def end(self, seconds: float) -> None:
+    """Ends all processes that still run after `seconds`."""
+    self._ending = min(self._ending, time.monotonic() + seconds)
+
   def finish(self) -> int:
     """Returns the exit code of the first process that failed; minus the signal if one ended it.
 
@@ -241,14 +267,14 @@ class Group:
       while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
         time.sleep(POLL_SECONDS)
     self._send(signal.SIGKILL)
+    self.was_ended = True
     for process in self._processes:
       process.wait()
 
   def _show(self, index: int, code: int) -> None:
-    how = f'exit code {code}' if code > 0 else f'{signal.Signals(-code).name}'
     print(
-      f'\nlaunch: process {index} of {len(self._processes)} failed first ({how}); the others '
-      f'were ended. Its last lines:',
+      f'\nlaunch: process {self._first_number + index} of {self._count} failed first '
+      f'({generations.how_ended(code)}); the others were ended. Its last lines:',
       file=sys.stderr,
     )
     for line in self._tails[index]:
@@ -290,14 +316,14 @@ class Agent:
   def wait(self) -> int:
     """Returns the exit code of the first process that failed in the last start, 0 if none did."""
     while not self._signals:
-      with tempfile.TemporaryDirectory(prefix='t5x_gpu_launch_') as folder:
+      with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         ended = self._run_once(pathlib.Path(folder))
       self._restarts, then = self._restarts.after(ended)
       if isinstance(then, Stop):
         if then.reason:
           _log(f'not starting again: {then.reason}.')
         if ended.code == EXIT_CONFIG:
-          return int(os.environ.get(cli.CONFIG_ERROR_CODE) or 1)
+          return _config_error_code()
         if -ended.code in self._signals and ended.step is None:  # before it could take the signal
           break
         return shell_code(ended.code)
@@ -313,33 +339,279 @@ class Agent:
     if self._group is not None:
       self._group.kill_children()
       lost_at = self._group.failed_at
-    files = [folder / f'process_{index}' for index in range(self._num_processes)]
-    for file in files:
-      file.touch()
-    self._group = group = self._start(
-      [{progress.VARIABLE: str(f), cli.CONFIG_ERROR_CODE: str(EXIT_CONFIG)} for f in files]
-    )
+    files = _progress_files(folder, self._num_processes)
+    self._group = group = self._start([_reporting_to(file) for file in files])
     for number in self._signals:  # sent during the start
       group.forward(number)
     while group.poll():
       if lost_at is not None and self._log_progress(files[0], lost_at=lost_at):
         lost_at = None
       time.sleep(POLL_SECONDS)
-    steps = [found.step for file in files if (found := progress.read_progress(file))]
-    return Ended(group.finish(), group.failed, max(steps, default=None), asked=bool(self._signals))
+    step = _last_step(files)
+    return Ended(group.finish(), group.failed, step, asked=bool(self._signals))
 
   def _log_progress(self, file: pathlib.Path, *, lost_at: float) -> bool:
-    """Prints what a failure has cost, once the run takes steps again; returns whether it did."""
-    found = progress.read_progress(file)
-    if found is None or found.step == found.first_step:
-      return False
-    seconds = time.monotonic() - lost_at
-    repeated = max((self._restarts.last.step or 0) - found.first_step, 0)
-    _log(
-      f'training again: step {found.step} is done, {seconds:.1f} s after the failure. '
-      f'{repeated} finished steps are repeated.'
+    return _log_progress(file, last_step=self._restarts.last.step, lost_at=lost_at)
+
+
+_FOLDER = 't5x_gpu_launch_'  # temporary folder of what the processes report
+_HOST_COUNTS = 'host_counts'
+
+
+def _progress_files(folder: pathlib.Path, number: int) -> list[pathlib.Path]:
+  files = [folder / f'process_{index}' for index in range(number)]
+  for file in files:
+    file.touch()
+  return files
+
+
+def _reporting_to(file: pathlib.Path) -> dict[str, str]:
+  """Returns the variables of a process that reports its steps, and its mistakes by their code."""
+  return {progress.VARIABLE: str(file), cli.CONFIG_ERROR_CODE: str(EXIT_CONFIG)}
+
+
+def _last_step(files: Sequence[pathlib.Path]) -> Optional[int]:
+  steps = [found.step for file in files if (found := progress.read_progress(file))]
+  return max(steps, default=None)
+
+
+def _log_progress(file: pathlib.Path, *, last_step: Optional[int], lost_at: float) -> bool:
+  """Prints what a failure has cost, once the run takes steps again; returns whether it did."""
+  found = progress.read_progress(file)
+  if found is None or found.step == found.first_step:
+    return False
+  seconds = time.monotonic() - lost_at
+  repeated = max((last_step or 0) - found.first_step, 0)
+  _log(
+    f'training again: step {found.step} is done, {seconds:.1f} s after the failure. '
+    f'{repeated} finished steps are repeated.'
+  )
+  return True
+
+
+def _config_error_code() -> int:
+  return int(os.environ.get(cli.CONFIG_ERROR_CODE) or 1)
+
+
+class HostAgent:
+  """Starts the processes of one host, as the agents of all hosts agree (`generations`).
+
+  Args:
+    start: starts the processes of a generation; process 0 listens at the given address. The
+      mappings are additional environment variables, one for each process.
+    cluster_info: this agent among the agents: a process of the cluster for each host.
+    num_processes: processes on this host.
+    restarts: how many restarts are allowed.
+    facts: see `generations.Hello`.
+    env: environment variables.
+  """
+
+  def __init__(
+    self,
+    start: Callable[[Generation, int, str, Sequence[Mapping[str, str]]], Group],
+    *,
+    cluster_info: cluster.ClusterInfo,
+    num_processes: int,
+    restarts: int,
+    facts: Mapping[str, str],
+    env: Mapping[str, str],
+  ):
+    self._start, self._info, self._num_processes = start, cluster_info, num_processes
+    self._addresses = (cluster_info.coordinator_address, *cluster_info.other_addresses)
+    self._links = links.Links(
+      rendezvous.secret_from_environment(env), run_id=f'agents/{cluster_info.run_id}'
     )
-    return True
+    self._own_host = ''  # on the network of the agents
+    self._member = Member(
+      Host(cluster_info.process_index, socket.gethostname(), rendezvous.new_secret()[:16], ''),
+      host_count=cluster_info.process_count,
+      restarts=restarts,
+      processes_per_host=num_processes,
+      facts=facts,
+      machine='/'.join(
+        (
+          socket.gethostname(),
+          cluster_info.node,
+          machine.boot_id(),
+          env.get(members.DOMAIN_VARIABLE, ''),
+        )
+      ),
+      start_seconds=START_SECONDS,
+    )
+    self._group: Optional[Group] = None
+    self._last: Optional[Group] = None
+    self._folder: Optional[tempfile.TemporaryDirectory] = None
+    self._files: list[pathlib.Path] = []
+    self._ended_at: Optional[float] = None
+    self._signals: list[int] = []
+    self._untold: list[int] = []
+    self._exit: Optional[generations.Exit] = None
+    self._reason = ''  # why the last connection failed
+
+  def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
+    """Passes a signal on to the processes; the run then does not start again."""
+    self._signals.append(number)
+    self._untold.append(number)
+    if self._group is not None:
+      self._group.forward(number, frame)
+
+  def wait(self) -> int:
+    """Returns the exit code of the run.
+
+    Raises:
+      ClusterError: the agents cannot join, or the run cannot continue on this host.
+    """
+    try:
+      if self._info.process_index == 0:
+        listening = addresses.listen(
+          self._addresses, bind_address=self._info.bind_address, is_one_host=False
+        )
+        self._links.listen(listening.sockets)
+        self._know_address(addresses.split(listening.address)[0], listening.port)
+      self._do(self._member.begin(time.monotonic()))
+      while self._exit is None:
+        self._take_events()
+    finally:
+      self._end_processes()
+      self._links.leave()
+    return self._exit_code()
+
+  def _know_address(self, host: str, port: int) -> None:
+    self._own_host = host
+    self._member.me = dataclasses.replace(self._member.me, address=addresses.join(host, port))
+
+  def _take_events(self) -> None:
+    for event in self._links.poll(POLL_SECONDS):
+      self._do(self._after(event))
+    while self._untold:
+      self._do(self._member.asked(self._untold.pop(0), time.monotonic()))
+    if self._group is not None and not self._group.poll():
+      report, self._ended_at = self._report(self._group), time.monotonic()
+      self._last, self._group = self._group, None
+      self._do(self._member.processes_ended(report, time.monotonic()))
+    if (
+      self._group is not None
+      and self._ended_at is not None
+      and self._member.started.position(self._member.me.index) == 0
+      and _log_progress(
+        self._files[0], last_step=self._member.started.restarts.last.step, lost_at=self._ended_at
+      )
+    ):
+      self._ended_at = None
+    self._do(self._member.tick(time.monotonic()))
+
+  def _after(self, event: links.Event) -> list[generations.Action]:
+    now = time.monotonic()
+    match event:
+      case links.Opened(index, link):
+        if not self._own_host:
+          self._own_host = self._links.own_host(link)
+          server = socket.create_server(
+            (self._own_host, 0), family=socket.AF_INET6 if ':' in self._own_host else socket.AF_INET
+          )
+          self._links.listen([server])
+          self._know_address(self._own_host, server.getsockname()[1])
+        return self._member.linked(index, link, now)
+      case links.Failed(index, reason):
+        if reason != self._reason and self._member.started is None:
+          _log(f'waiting for host {index}: {reason}.')
+        self._reason = reason
+        return self._member.unreachable(index, now)
+      case links.TurnedAway(link, reason):
+        refused = generations.Refused(
+          f'{reason[0].upper()}{reason[1:]}.',
+          f'Give all hosts the same {rendezvous.SECRET_VARIABLE}, new for each run.',
+        )
+        return self._member.received(link, refused, now)
+      case links.Closed(link):
+        return self._member.link_closed(link, now)
+      case links.Came(link, value):
+        try:
+          message = generations.message_from_json(value)
+        except rendezvous.UNREADABLE:
+          self._links.close(link)
+          return self._member.link_closed(link, now)
+        if self._info.process_index == 0 and not addresses.is_loopback(
+          own := self._links.own_host(link)
+        ):
+          self._own_host = own  # the name of this host may mean loopback here
+        return self._member.received(link, message, now)
+    raise AssertionError(event)
+
+  def _do(self, actions: Sequence[generations.Action]) -> None:
+    for action in actions:
+      if self._exit is not None:
+        return
+      match action:
+        case generations.Send(link, message):
+          self._links.send(link, generations.message_to_json(message))
+        case generations.Connect(index, address):
+          self._links.connect(index, [address] if address else self._addresses)
+        case generations.Drop(link):
+          self._links.close(link)
+        case generations.Offer(number):
+          service = free_address(self._own_host)
+          self._do(self._member.offered(number, service, time.monotonic()))
+        case generations.StartProcesses(generation, service):
+          self._start_processes(generation, service)
+        case generations.EndProcesses(seconds):
+          if self._group is not None:
+            self._group.end(seconds)
+        case generations.Log(text):
+          _log(text)
+        case generations.Exit():
+          self._exit = action
+
+  def _start_processes(self, generation: Generation, service: str) -> None:
+    if self._last is not None:
+      self._last.kill_children()
+    names = ', '.join(map(str, generation.hosts))
+    if generation.cause:
+      _log(
+        f'{generation.cause}; restart {generation.restarts.done} of at most '
+        f'{generation.restarts.allowed} on {names}, from the newest checkpoint.'
+      )
+    else:
+      _log(f'the run starts on {names}.')
+    self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER)
+    self._files = _progress_files(pathlib.Path(self._folder.name), self._num_processes)
+    position = generation.position(self._member.me.index)
+    counts = {progress.HOST_COUNTS_VARIABLE: str(self._files[0].parent / _HOST_COUNTS)}
+    self._group = self._start(
+      generation, position, service, [{**_reporting_to(file), **counts} for file in self._files]
+    )
+    for number in self._signals:  # sent during the start
+      self._group.forward(number)
+
+  def _report(self, group: Group) -> Report:
+    code, step, asked = group.finish(), _last_step(self._files), next(iter(self._signals), 0)
+    if group.was_ended and group.failed_at is None:
+      code = None
+    elif code is not None and -code in self._signals and step is None:
+      code = generations.stop_code(-code)  # the signal came before a process could take it
+    counts = progress.read_host_counts(self._files[0].parent / _HOST_COUNTS)
+    self._folder.cleanup()
+    return Report(
+      self._member.started.number, code, tuple(sorted(group.failed)), step, asked, counts
+    )
+
+  def _end_processes(self) -> None:
+    if self._group is not None:
+      self._group.end(0)
+      while self._group.poll():
+        time.sleep(POLL_SECONDS)
+      self._last, self._group = self._group, None
+      self._folder.cleanup()
+    if self._last is not None:
+      self._last.kill_children()
+
+  def _exit_code(self) -> int:
+    code, problem = self._exit.code, self._exit.problem
+    if problem is not None and problem.fix:
+      raise ClusterError(problem.what, fix=problem.fix, docs='never_down.md#several-hosts')
+    if problem is not None:
+      _log(f'not starting again: {problem.what}.')
+    return _config_error_code() if code == EXIT_CONFIG else code
 
 
 def _log(text: str) -> None:
@@ -364,6 +636,8 @@ def plan(
   env: Mapping[str, str],
   gpus: Sequence[machine.PhysicalGpu],
   address: str,
+  first: int = 0,
+  count: Optional[int] = None,
 ) -> list[ProcessPlan]:
   """Returns how to start each process.
 
@@ -374,6 +648,8 @@ def plan(
     env: the launcher's environment.
     gpus: GPUs of this machine, in PCI order.
     address: 'host:port' for process 0.
+    first: number of the first process of this machine in the run.
+    count: processes of the run; None if all are on this machine.
   Raises:
     ConfigError: the GPUs cannot be divided evenly.
   """
@@ -396,8 +672,8 @@ def plan(
     child = {
       **env,
       'JAX_COORDINATOR_ADDRESS': address,
-      'JAX_PROCESS_COUNT': str(num_processes),
-      'JAX_PROCESS_INDEX': str(index),
+      'JAX_PROCESS_COUNT': str(count or num_processes),
+      'JAX_PROCESS_INDEX': str(first + index),
       'LOCAL_WORLD_SIZE': str(num_processes),
       'LOCAL_RANK': str(index),
       'PYTHONUNBUFFERED': '1',
@@ -407,7 +683,8 @@ def plan(
       # CUDA must use PCI order like NVML and nvidia-smi; otherwise a process would be bound to
       # cores near another process's GPU.
       child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
-      child.setdefault('NCCL_SOCKET_IFNAME', '=lo')  # all processes are on this host
+      if count is None:
+        child.setdefault('NCCL_SOCKET_IFNAME', '=lo')  # all processes are on this host
     else:
       child['JAX_PLATFORMS'] = 'cpu'
     if numa_mode == 'auto':
@@ -421,12 +698,13 @@ def plan(
   return plans
 
 
-def free_address() -> str:
-  """Returns '127.0.0.1:port' with a free port outside the ephemeral range."""
+def free_address(host: str = '127.0.0.1') -> str:
+  """Returns 'host:port' with a port of this machine that is free, outside the ephemeral range."""
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
   for port in cluster.ports(f'launch {os.getpid()} {time.time_ns()}'):
     try:
-      socket.create_server(('127.0.0.1', port)).close()
-      return f'127.0.0.1:{port}'
+      socket.create_server((host, port), family=family).close()
+      return addresses.join(host, port)
     except OSError:
       continue
   raise ConfigError(
@@ -454,12 +732,78 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     metavar='N',
     help='start all processes again if one fails, at most N times (default: 0)',
   )
+  hosts = parser.add_argument_group(
+    'several hosts, with --restarts: start the same command on each (not needed with srun, ...)'
+  )
+  hosts.add_argument('--host_count', type=positive_int, metavar='N', help='number of hosts')
+  hosts.add_argument('--host_index', type=int, metavar='I', help='number of this host, from 0')
+  hosts.add_argument(
+    '--coordinator_address', metavar='HOST:PORT', help='where the launch of host 0 listens'
+  )
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='module to start')
   parser.add_argument(
     '--write_scripts',
     metavar='FOLDER',
     help='write the scripts for Slurm, PBS, Open MPI and Kubernetes there; start nothing',
   )
+
+
+def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
+  """Returns this agent among the launches of several hosts; None if this is the only one.
+
+  Raises:
+    ConfigError: flags that do not fit each other.
+    ClusterError: a scheduler started several agents on this host.
+  """
+  names = ('host_count', 'host_index', 'coordinator_address')
+  given = {f'--{name}': v for name in names if (v := getattr(flags, name)) is not None}
+  found = cluster.ask_all(os.environ)
+  starter = launchers.starter_of_several(found, os.environ) if flags.restarts else None
+  if starter is None and not given:
+    return None
+  if not flags.restarts:
+    raise ConfigError(
+      f'{", ".join(given)} without --restarts.',
+      fix='Set --restarts=N for one run on several hosts.',
+      docs='never_down.md#several-hosts',
+    )
+  if starter is None and len(given) < len(names):
+    missing = ' and '.join(f'--{name}' for name in names if f'--{name}' not in given)
+    raise ConfigError(
+      f'{", ".join(f"{flag}={value}" for flag, value in given.items())} without {missing}.',
+      fix=f'Set {missing} too, or remove the others for a run of one host.',
+      docs='never_down.md#several-hosts',
+    )
+  if flags.host_count is not None and flags.host_index is not None:
+    if not 0 <= flags.host_index < flags.host_count:
+      raise ConfigError(
+        f'--host_index={flags.host_index} is not one of --host_count={flags.host_count} hosts.',
+        fix=f'Number the hosts from 0 to {flags.host_count - 1}.',
+        docs='never_down.md#several-hosts',
+      )
+    if flags.host_count == 1:
+      return None
+  info = cluster.detect(
+    os.environ,
+    coordinator_address=flags.coordinator_address,
+    process_count=flags.host_count,
+    process_index=flags.host_index,
+  )
+  if (info.local_process_count or 1) > 1 and flags.host_index is None:
+    raise ClusterError(
+      f'{info.reason} starts {info.local_process_count} launches on this host.',
+      fix='Start launch once per host (Slurm: --ntasks-per-node=1, mpirun: --map-by ppr:1:node); '
+      'it starts the processes of its GPUs.',
+      docs='never_down.md#several-hosts',
+    )
+  return info
+
+
+def _digest() -> str:
+  """Returns 12 hex digits of the sources that must be the same for all agents."""
+  files = (__file__, generations.__file__, links.__file__)
+  parts = [hashlib.sha256(pathlib.Path(file).read_bytes()).digest() for file in files]
+  return hashlib.sha256(b''.join(parts)).hexdigest()[:12]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -486,8 +830,10 @@ def main(argv: Optional[list[str]] = None) -> int:
       fix='Leave one of the two flags out.',
       docs='never_down.md',
     )
+  info = _agents(flags)
   streams.outlive()  # each process decides for itself how to handle lost output
-  launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
+  if info is None:
+    launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else machine.physical_gpus()
   nproc = flags.nproc
   if nproc is None:
@@ -511,10 +857,58 @@ def main(argv: Optional[list[str]] = None) -> int:
       command, [dataclasses.replace(p, env={**p.env, **v}) for p, v in pairs], at_once=True
     )
 
+  def start_generation(
+    generation: Generation, position: int, service: str, variables: Sequence[Mapping[str, str]]
+  ) -> Group:
+    count, first_number = len(generation.hosts) * nproc, position * nproc
+    env = launchers.without_numbers(os.environ, cluster.ask_all(os.environ))
+    if secret := rendezvous.secret_from_environment(os.environ):
+      # Processes of an earlier generation must not join.
+      one = f'{generation.number} {generation.hosts[0].incarnation} {service}'
+      env[rendezvous.SECRET_VARIABLE] = rendezvous.proof(secret, 'generation', one)
+    return Group(
+      command,
+      [
+        dataclasses.replace(p, env={**p.env, **v})
+        for p, v in zip(
+          plan(
+            nproc,
+            use_gpus=not flags.no_gpu,
+            numa_mode=flags.numa,
+            env=env,
+            gpus=gpus,
+            address=service,
+            first=first_number,
+            count=count,
+          ),
+          variables,
+          strict=True,
+        )
+      ],
+      at_once=True,
+      first=first_number,
+      count=count,
+    )
+
   for index, each in enumerate(first := plans()):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
-  runner: Union[Group, Agent]
-  if flags.restarts:
+  runner: Union[Group, Agent, HostAgent]
+  if info is not None:
+    runner = HostAgent(
+      start_generation,
+      cluster_info=info,
+      num_processes=nproc,
+      restarts=flags.restarts,
+      facts={
+        't5x_gpu': _digest(),
+        '--nproc': str(nproc),
+        '--restarts': str(flags.restarts),
+        '--host_count': str(info.process_count),
+        'flags of the run': shlex.join(argv[split + 1 :]),
+      },
+      env=os.environ,
+    )
+  elif flags.restarts:
     runner = Agent(start, num_processes=nproc, restarts=flags.restarts)
   else:
     runner = Group(command, first, end_together=flags.module != DOCTOR)

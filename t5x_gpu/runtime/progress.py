@@ -1,6 +1,7 @@
-"""How far a process is, for `launch`, which outlives it: a small file of two numbers.
+"""What a process reports to `launch`, which outlives it: how far it is, and which hosts it can use.
 
-`launch` names the file in `VARIABLE`. Nothing is written without that variable.
+`launch` names a small file for each in `VARIABLE` and `HOST_COUNTS_VARIABLE`. Nothing is written
+without these variables.
 """
 
 import contextlib
@@ -8,10 +9,11 @@ import dataclasses
 import os
 import pathlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Optional
 
 VARIABLE = 'T5X_GPU_PROGRESS_FILE'
+HOST_COUNTS_VARIABLE = 'T5X_GPU_HOST_COUNTS_FILE'
 _FORMAT = struct.Struct('<qq')
 
 
@@ -57,3 +59,18 @@ def read_progress(path: pathlib.Path) -> Optional[Progress]:
     return Progress(*_FORMAT.unpack(path.read_bytes()))
   except (OSError, struct.error):
     return None
+
+
+def write_host_counts(environ: Mapping[str, str], counts: Iterable[int]) -> None:
+  """Reports on how many hosts this run could continue; a file that cannot be written is ignored."""
+  if path := environ.get(HOST_COUNTS_VARIABLE):
+    with contextlib.suppress(OSError):
+      pathlib.Path(path).write_text(' '.join(map(str, counts)))
+
+
+def read_host_counts(path: pathlib.Path) -> tuple[int, ...]:
+  """Returns the numbers of `write_host_counts`; () if there are none yet."""
+  try:
+    return tuple(map(int, path.read_text().split()))
+  except (OSError, ValueError):
+    return ()

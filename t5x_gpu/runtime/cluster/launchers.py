@@ -414,9 +414,11 @@ def refuse_conflicts(
       )
 
 
-def refuse_several_launches(found: Sequence[LauncherVariables], env: Environment) -> None:
-  """Raises ClusterError if a scheduler started this launcher several times, as separate runs."""
-  outer = next(
+def starter_of_several(
+  found: Sequence[LauncherVariables], env: Environment
+) -> Optional[LauncherVariables]:
+  """Returns the scheduler that started this program several times; None if none did."""
+  return next(
     (
       each
       for each in found
@@ -426,13 +428,29 @@ def refuse_several_launches(found: Sequence[LauncherVariables], env: Environment
     ),
     None,
   )
+
+
+def refuse_several_launches(found: Sequence[LauncherVariables], env: Environment) -> None:
+  """Raises ClusterError if a scheduler started this launcher several times, as separate runs."""
+  outer = starter_of_several(found, env)
   if outer is not None:
     raise _error(
       f't5x_gpu.launch runs {outer.process_count} times: {_shown(outer, env)}. Each would start '
       'a separate run, all in the same MODEL_DIR.',
-      fix=f'Let {_name(outer)} start python -m t5x_gpu.train directly, one task per GPU. To start '
-      'separate runs, give each its own step with one task (srun --ntasks=1 --exact ...).',
+      fix=f'Let {_name(outer)} start python -m t5x_gpu.train directly, one task per GPU; or let it '
+      'start launch once per host, with --restarts=N, for one run that survives the loss of a '
+      'host (docs/never_down.md). To start separate runs, give each its own step with one task '
+      '(srun --ntasks=1 --exact ...).',
     )
+
+
+def without_numbers(env: Environment, found: Sequence[LauncherVariables]) -> dict[str, str]:
+  """Returns `env` without the variables in which launchers number this process.
+
+  For its children, which have other numbers.
+  """
+  names = {name for each in found for name in _LAUNCHERS[each.kind][1]}
+  return {name: value for name, value in env.items() if name not in names}
 
 
 def _check_count(found: Sequence[LauncherVariables], env: Environment) -> None:

@@ -495,7 +495,7 @@ class _Guest:
     try:
       connection = socket.create_connection((host, port), timeout=TRY_SECONDS)
     except OSError as e:
-      self._failures[address] = _failure(e, host)
+      self._failures[address] = failure(e, host)
       return None
     with connection:
       try:
@@ -566,7 +566,7 @@ _FIND_PROCESS_0 = (
 )
 
 
-def _failure(e: OSError, host: str) -> Problem:
+def failure(e: OSError, host: str) -> Problem:
   if isinstance(e, socket.gaierror):
     return Problem(f'the name {host!r} does not resolve (DNS: {e.strerror})', _CORRECT_NAME)
   if isinstance(e, ConnectionRefusedError):

@@ -13,7 +13,7 @@ EXIT_USAGE = 2  # argparse
 EXIT_CONFIG = 78  # a mistake in the configuration, mesh, model or shapes
 _FINAL_CODES = (*STOPPED_CODES, EXIT_USAGE, EXIT_CONFIG)
 # Processes that lose another one exit with these codes as well, so they do not show who failed.
-_SHARED_CODES = (1, 86, 87)
+SHARED_CODES = (1, 86, 87)
 # A step counts as done when its numbers have arrived; the next one is already running.
 _STEPS_IN_FLIGHT = 1
 
@@ -37,7 +37,7 @@ class Ended:
   @property
   def culprits(self) -> frozenset[int]:
     """Processes that failed by themselves; empty if the exit code does not show which."""
-    return frozenset() if self.code in _SHARED_CODES else self.failed
+    return frozenset() if self.code in SHARED_CODES else self.failed
 
   def repeats(self, last: 'Ended') -> bool:
     """Returns whether this is the failure of `last` again: same step, maybe the same process."""

@@ -1,0 +1,957 @@
+"""Decides, on each host of a run, which hosts train: pure, with events in and actions out.
+
+`launch` on each host is an *agent*. A *generation* is one start of the processes of all its hosts;
+it ends as a whole. The agent of the lowest host that the others reach is the leader. Whenever a
+generation ends, every agent ends its processes and reports to the leader, which proposes the next
+generation and starts it once all agents in it have accepted.
+
+No two generations train at the same time, in a network that is cut as well:
+
+- A leader needs more than half of the hosts of the last generation, or half with its first host.
+  Agents report each generation that they accepted, and a leader needs this share of each that may
+  have started. So the leaders of two generations in a row share an agent, which has ended the
+  first before it accepts the second.
+- An agent follows one leader at a time and reports only after its processes have ended. Processes
+  of a generation cannot finish a step without each other, so one host that has left ends it.
+- An agent that was started again knows nothing and does not count (`incarnation`).
+
+The agents without that share end their processes and the run on their hosts.
+"""
+
+import dataclasses
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Optional, Self, Union
+
+from t5x_gpu.errors import Problem, number_ranges
+from t5x_gpu.runtime.cluster.restarts import (
+  EXIT_INTERRUPTED,
+  EXIT_PREEMPTED,
+  SHARED_CODES,
+  STOPPED_CODES,
+  Ended,
+  Restarts,
+  Stop,
+)
+from t5x_gpu.storage.json_schema import Json, JsonObject
+
+# The code of a host that was lost with its processes: as if `kill -9` had ended them.
+LOST_CODE = -signal.SIGKILL
+# Processes have this long to report why they failed, after an exit code on another host.
+REPORT_SECONDS = 10
+# Processes that were asked to stop exit one after the other, the last after the save.
+STOPPED_SECONDS = 120
+# A host has this long to come back before the run continues without it, ...
+GRACE_SECONDS = 10
+# ... and this long if the run cannot continue without it.
+HOLD_SECONDS = 300
+# A leader without all hosts looks this often for a lower host, which then leads.
+PROBE_SECONDS = 2
+# Ending processes takes at most `REPORT_SECONDS` and as long again; a host that takes longer (a
+# process that the kernel cannot end) is left out.
+ENDING_SECONDS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+  """An agent.
+
+  Attributes:
+    index: number of the host, from 0.
+    name: host name, for messages.
+    incarnation: differs between two agents with the same index, one started after the other.
+    address: 'host:port' where the agent listens.
+  """
+
+  index: int
+  name: str
+  incarnation: str
+  address: str
+
+  def __str__(self) -> str:
+    return f'host {self.index} ({self.name})'
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """One start of the run.
+
+  Attributes:
+    number: from 1, greater than the number of each earlier generation.
+    hosts: hosts with processes, in the order of these.
+    spares: hosts whose agents wait for the next generation.
+    restarts: restarts so far.
+    host_counts: numbers of hosts that the mesh fits; () if unknown.
+    cause: why the generation before it ended, for the log; '' for the first one.
+  """
+
+  number: int
+  hosts: tuple[Host, ...]
+  spares: tuple[Host, ...]
+  restarts: Restarts
+  host_counts: tuple[int, ...] = ()
+  cause: str = ''
+
+  @property
+  def members(self) -> tuple[Host, ...]:
+    return self.hosts + self.spares
+
+  def position(self, index: int) -> Optional[int]:
+    """Returns the position of host `index` among the hosts with processes; None if it has none."""
+    return next((i for i, host in enumerate(self.hosts) if host.index == index), None)
+
+  def to_json(self) -> JsonObject:
+    last = self.restarts.last
+    values = dataclasses.asdict(self)
+    if last is not None:
+      values['restarts']['last']['failed'] = sorted(last.failed)
+    return values
+
+  @classmethod
+  def from_json(cls, values: Json) -> Self:
+    last = values['restarts']['last']
+    if last is not None:
+      last = Ended(**{**last, 'failed': frozenset(last['failed'])})
+    return cls(
+      number=int(values['number']),
+      hosts=tuple(Host(**host) for host in values['hosts']),
+      spares=tuple(Host(**host) for host in values['spares']),
+      restarts=Restarts(**{**values['restarts'], 'last': last}),
+      host_counts=tuple(values['host_counts']),
+      cause=values['cause'],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """How a generation ended on one host.
+
+  Attributes:
+    number: the generation.
+    code: exit code of the process that failed first, minus the signal if one ended it; 0 if all
+      were done; None if the agent ended them.
+    failed: local indices of the processes that had failed when the first failure was seen.
+    step: the last step that a process had finished; None before the first one.
+    asked: the signal that asked the run to stop; 0 for none.
+    host_counts: numbers of hosts that the mesh fits, from the processes; () if they did not get
+      so far.
+  """
+
+  number: int
+  code: Optional[int]
+  failed: tuple[int, ...] = ()
+  step: Optional[int] = None
+  asked: int = 0
+  host_counts: tuple[int, ...] = ()
+
+  @property
+  def is_failure(self) -> bool:
+    return self.code is not None and self.code not in STOPPED_CODES
+
+  @classmethod
+  def from_json(cls, values: Json) -> Self:
+    lists = {name: tuple(values[name]) for name in ('failed', 'host_counts')}
+    return cls(**{**values, **lists})
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+  """An agent's first message to a leader; its processes have ended.
+
+  Attributes:
+    host: the agent.
+    facts: name -> value of settings that must be the same on all hosts.
+    machine: identity of the machine; two agents of a run may not share one.
+    started: the last generation that this agent knows to have started.
+    accepted: later generations that it has accepted.
+    report: how `started` ended.
+    asked: the signal that asked the run to stop; 0 for none.
+  """
+
+  host: Host
+  facts: Mapping[str, str]
+  machine: str
+  started: Optional[Generation] = None
+  accepted: tuple[Generation, ...] = ()
+  report: Optional[Report] = None
+  asked: int = 0
+
+  def to_json(self) -> JsonObject:
+    return {
+      'host': dataclasses.asdict(self.host),
+      'facts': dict(self.facts),
+      'machine': self.machine,
+      'started': self.started and self.started.to_json(),
+      'accepted': [generation.to_json() for generation in self.accepted],
+      'report': self.report and dataclasses.asdict(self.report),
+      'asked': self.asked,
+    }
+
+  @classmethod
+  def from_json(cls, values: Json) -> Self:
+    return cls(
+      host=Host(**values['host']),
+      facts=dict(values['facts']),
+      machine=values['machine'],
+      started=values['started'] and Generation.from_json(values['started']),
+      accepted=tuple(map(Generation.from_json, values['accepted'])),
+      report=values['report'] and Report.from_json(values['report']),
+      asked=int(values['asked']),
+    )
+
+
+# Messages. From a leader: Welcome, Refused, Propose, Start, End, Finish. To it: Hello, Accepted,
+# Report, Asked.
+
+
+@dataclasses.dataclass(frozen=True)
+class Welcome:
+  """The leader has taken the sender of Hello in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+  """The receiver cannot take part: `is_final`, or only not with this sender as its leader."""
+
+  reason: str
+  fix: str = ''
+  is_final: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Propose:
+  """The receiver may accept this generation, its next one."""
+
+  generation: Generation
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+  """The sender has accepted a generation; `service` is a free 'host:port' for its process 0."""
+
+  number: int
+  service: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """Everybody has accepted generation `number`; its process 0 listens at `service`."""
+
+  number: int
+  service: str
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+  """Generation `number` has failed: end its processes, after `seconds` for their reports."""
+
+  number: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A signal asked the sender to stop the run."""
+
+  signal: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+  """The run ends with this exit code. `reason`: why it does not start again, '' if it is done."""
+
+  code: int
+  reason: str = ''
+  fix: str = ''
+
+
+Message = Union[Hello, Welcome, Refused, Propose, Accepted, Start, End, Report, Asked, Finish]
+
+
+# Actions. The shell carries them out in this order. A link is a connection to another agent.
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+  link: int
+  message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Connect:
+  """Open a link to the agent of host `index`; then call `linked` or `unreachable`.
+
+  Attributes:
+    address: where it listens; None for the address that is given to all agents (host 0).
+  """
+
+  index: int
+  address: Optional[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+  """Close a link, without calling `link_closed`."""
+
+  link: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+  """Choose a free address for process 0, and call `offered`."""
+
+  number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StartProcesses:
+  generation: Generation
+  service: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EndProcesses:
+  """End the processes after `seconds`, then call `processes_ended`."""
+
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+  """End the processes, if they run, and this agent.
+
+  Attributes:
+    code: exit code, as shells show it.
+    problem: why the run does not start again; None if it is done or was asked to stop.
+      A problem with a fix is an error of the command.
+  """
+
+  code: int
+  problem: Optional[Problem] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+  text: str
+
+
+Action = Union[Send, Connect, Drop, Offer, StartProcesses, EndProcesses, Exit, Log]
+
+
+def has_share(present: Iterable[Host], generation: Generation) -> bool:
+  """Returns whether `present` are more than half of the generation's hosts, or half with its first.
+
+  Agents that were started again after it do not count.
+  """
+  alive = {host.incarnation for host in present}
+  hosts = generation.hosts
+  count = sum(host.incarnation in alive for host in hosts)
+  return 2 * count > len(hosts) or (2 * count == len(hosts) and hosts[0].incarnation in alive)
+
+
+def stop_code(number: int) -> int:
+  """Returns the exit code of a run that signal `number` stopped before it had something to save."""
+  return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
+
+
+def how_ended(code: int) -> str:
+  """Returns 'exit code 7' or 'SIGKILL'."""
+  return f'exit code {code}' if code >= 0 else signal.Signals(-code).name
+
+
+@dataclasses.dataclass
+class _Follower:
+  """An agent in the eyes of its leader."""
+
+  link: int
+  hello: Hello
+  is_running: bool = False
+
+  @property
+  def host(self) -> Host:
+    return self.hello.host
+
+
+class Member:
+  """What one agent knows, and what it does next.
+
+  Every method takes an event and returns actions. `now` is in seconds of any one clock.
+
+  Args:
+    me: this agent.
+    host_count: hosts that the run starts with.
+    restarts: how many restarts are allowed.
+    processes_per_host: the same on all hosts.
+    facts, machine: see `Hello`.
+    start_seconds: how long all hosts may take to come.
+  """
+
+  def __init__(
+    self,
+    me: Host,
+    *,
+    host_count: int,
+    restarts: int,
+    processes_per_host: int,
+    facts: Mapping[str, str],
+    machine: str,
+    start_seconds: float,
+  ):
+    self.me = me
+    self._host_count, self._allowed, self._per_host = host_count, restarts, processes_per_host
+    self._facts, self._machine, self._start_seconds = facts, machine, start_seconds
+    self.started: Optional[Generation] = None
+    self._accepted: list[Generation] = []
+    self._report: Optional[Report] = None
+    self._is_running = False
+    self._asked = 0
+    self._since = 0.0  # when this agent last began to wait for others
+    # As a follower, or on the way to a leader:
+    self._leader: Optional[int] = None  # link; None for a leader
+    self._is_welcome = False
+    self._trying: Optional[int] = None  # host that it tries to reach
+    self._candidates: list[int] = []
+    # Agents that take this one for their leader, by link, and until when they may wait:
+    self._waiting: dict[int, tuple[Hello, float]] = {}
+    # As a leader:
+    self._leads = False
+    self._followers: dict[int, _Follower] = {}  # by host
+    self._first: Optional[tuple[Host, Optional[Report]]] = None  # failure; None: a lost host
+    self._stopped_until: Optional[float] = None
+    self._is_ending = False
+    self._proposal: Optional[Generation] = None
+    self._offers: dict[int, str] = {}
+    self._probe_at = 0.0
+    self._is_over = False
+
+  # Events.
+
+  def begin(self, now: float) -> list[Action]:
+    """This agent has started."""
+    self._since = now
+    return self._lead(now) if self.me.index == 0 else self._seek(now)
+
+  def linked(self, index: int, link: int, now: float) -> list[Action]:
+    """A link to the agent of host `index` is open."""
+    if self._leads:  # a lower host is back
+      if self._proposal is not None or self._is_running or index >= self.me.index:
+        return [Drop(link)]
+      actions: list[Action] = [Drop(follower.link) for follower in self._followers.values()]
+      self._leads, self._followers = False, {}
+      self._leader, self._is_welcome = link, False
+      return [*actions, Send(link, self._hello())]
+    if self._leader is not None or self._is_running:
+      return [Drop(link)]
+    self._leader, self._is_welcome, self._trying = link, False, None
+    return [Send(link, self._hello())]
+
+  def unreachable(self, index: int, now: float) -> list[Action]:
+    """No link to host `index` could be opened."""
+    if self._leads or self._trying != index:
+      return []
+    self._trying = None
+    return self._try_next(now)
+
+  def link_closed(self, link: int, now: float) -> list[Action]:
+    """A link was closed by its other end, or has been silent for too long."""
+    self._waiting.pop(link, None)
+    if link == self._leader:
+      self._leader = None
+      if self._is_welcome and self.started is not None:
+        self._since = now
+      if self._is_running:
+        return [Log('the leader is lost; ending this generation.'), EndProcesses(0)]
+      return self._seek(now)
+    follower = next((f for f in self._followers.values() if f.link == link), None)
+    return [] if follower is None else self._lose(follower, now)
+
+  def offered(self, number: int, service: str, now: float) -> list[Action]:
+    """A free address for process 0 of generation `number`, if that is on this host."""
+    if self._leads:
+      return self._take_offer(self.me.index, number, service, now)
+    if self._leader is not None and self._accepted and self._accepted[-1].number == number:
+      return [Send(self._leader, Accepted(number, service))]
+    return []
+
+  def processes_ended(self, report: Report, now: float) -> list[Action]:
+    """All processes of this host have ended."""
+    self._is_running, self._report = False, report
+    self._asked = self._asked or report.asked
+    if self._is_over:
+      return []
+    if self._leads:
+      return self._reported(self.me, report, now)
+    self._since = now
+    if self._leader is not None:
+      return [Send(self._leader, report)]
+    return self._seek(now)
+
+  def asked(self, number: int, now: float) -> list[Action]:
+    """A signal asked to stop the run; the processes have it as well."""
+    self._asked = self._asked or number
+    if self._leads:
+      return self._decide(now)
+    if self._leader is not None and self._is_welcome:
+      return [Send(self._leader, Asked(number))]
+    if self._is_running:
+      return []
+    return [Exit(stop_code(number))]
+
+  def tick(self, now: float) -> list[Action]:
+    """Time has passed."""
+    if not self._leads:
+      return self._refuse_waiting(now)
+    actions: list[Action] = []
+    if self._stopped_until is not None and now >= self._stopped_until and not self._is_ending:
+      actions += self._end(0, now)
+    if self._is_ending and now >= self._since + ENDING_SECONDS:
+      for follower in [f for f in self._followers.values() if f.is_running]:
+        actions += [
+          Log(f'{follower.host} could not end its processes within {ENDING_SECONDS} s.'),
+          Drop(follower.link),
+          *self._lose(follower, now),
+        ]
+    return actions + self._decide(now)
+
+  def received(self, link: int, message: Message, now: float) -> list[Action]:
+    """A message has come. Messages that do not fit the state are late, and ignored."""
+    if isinstance(message, Hello):
+      return self._greet(link, message, now)
+    if link == self._leader:
+      return self._from_leader(link, message, now)
+    follower = next((f for f in self._followers.values() if f.link == link), None)
+    if not self._leads or follower is None:
+      return []
+    if isinstance(message, Accepted):
+      return self._take_offer(follower.host.index, message.number, message.service, now)
+    if isinstance(message, Report):
+      follower.is_running = False
+      follower.hello = dataclasses.replace(follower.hello, report=message)
+      return self._reported(follower.host, message, now)
+    if isinstance(message, Asked):
+      follower.hello = dataclasses.replace(follower.hello, asked=message.signal)
+      if self._is_idle():
+        return self._decide(now)
+      if not follower.is_running:  # a spare
+        del self._followers[follower.host.index]
+        return [Send(link, Finish(stop_code(message.signal)))]
+      return []
+    return []
+
+  # A follower.
+
+  def _hello(self) -> Hello:
+    return Hello(
+      self.me,
+      self._facts,
+      self._machine,
+      self.started,
+      tuple(self._accepted),
+      self._report,
+      self._asked,
+    )
+
+  def _known(self) -> dict[int, Host]:
+    generations = [self.started, *self._accepted]
+    return {host.index: host for each in generations if each for host in each.members}
+
+  def _seek(self, now: float) -> list[Action]:
+    """Looks for the lowest host that can be reached."""
+    if self._asked:
+      return [Exit(stop_code(self._asked))]
+    self._candidates = sorted({0, *self._known()})
+    return self._try_next(now)
+
+  def _try_next(self, now: float) -> list[Action]:
+    while self._candidates:
+      index = self._candidates.pop(0)
+      if index >= self.me.index:
+        break
+      return self._connect(index)
+    if self.started is not None:
+      return self._lead(now)
+    if now - self._since < self._start_seconds:
+      self._candidates = [0]
+      return self._try_next(now)
+    return [
+      Exit(
+        1,
+        Problem(
+          f'{_capital(str(self.me))} could not reach host 0 within {self._start_seconds:.0f} s.',
+          'Look at the first lines of launch on host 0: it did not start, or listens elsewhere. '
+          'All hosts need the same --coordinator_address, a name or address of host 0.',
+        ),
+      )
+    ]
+
+  def _connect(self, index: int) -> list[Action]:
+    self._trying = index
+    known = self._known().get(index)
+    return [Connect(index, known.address if known and index else None)]
+
+  def _from_leader(self, link: int, message: Message, now: float) -> list[Action]:
+    match message:
+      case Welcome():
+        self._is_welcome = True
+      case Refused(reason, fix, is_final):
+        if is_final:
+          return [Exit(1, Problem(reason, fix))]
+        self._leader = None
+        return [Drop(link), *self._try_next(now)]
+      case Propose(generation):
+        last = max((g.number for g in (self.started, *self._accepted) if g), default=0)
+        if not self._is_running and generation.number > last and self.me in generation.members:
+          self._accepted.append(generation)
+          return [Offer(generation.number)]
+      case Start(number, service):
+        if self._accepted and self._accepted[-1].number == number:
+          return self._start(self._accepted[-1], service)
+      case End(number, seconds):
+        if self._is_running and self.started.number == number:
+          return [EndProcesses(seconds)]
+      case Finish(code, reason, fix):
+        self._is_over = True
+        return [Exit(code, Problem(reason, fix) if reason else None)]
+    return []
+
+  def _start(self, generation: Generation, service: str) -> list[Action]:
+    self.started, self._accepted, self._report = generation, [], None
+    if self.me not in generation.hosts:
+      return [Log(f'{self.me} waits as a spare: the mesh does not fit one host more.')]
+    self._is_running = True
+    return [StartProcesses(generation, service)]
+
+  def _refuse_waiting(self, now: float) -> list[Action]:
+    """Turns away agents that waited for this one to lead: its leader is alive, but not for them."""
+    late = [link for link, (_, until) in self._waiting.items() if now >= until]
+    for link in late:
+      del self._waiting[link]
+    return [Send(link, Refused('another host leads', is_final=False)) for link in late]
+
+  # A leader.
+
+  def _lead(self, now: float) -> list[Action]:
+    self._leads, self._probe_at = True, now + PROBE_SECONDS
+    self._first, self._stopped_until, self._is_ending = None, None, False
+    self._proposal, self._offers = None, {}
+    actions: list[Action] = []
+    waiting, self._waiting = self._waiting, {}
+    for link, (hello, _) in waiting.items():
+      actions += self._greet(link, hello, now)
+    return actions + self._decide(now)
+
+  def _greet(self, link: int, hello: Hello, now: float) -> list[Action]:
+    refused = self._refusal(hello)
+    if refused is not None:
+      return [Log(f'refused {hello.host}: {refused.reason}'), Send(link, refused)]
+    if not self._leads:
+      self._waiting[link] = (hello, now + GRACE_SECONDS)
+      return []
+    actions: list[Action] = []
+    before = self._followers.get(hello.host.index)
+    if before is not None:  # the same agent, over a new connection
+      actions += [Drop(before.link), *self._lose(before, now)]
+    self._followers[hello.host.index] = _Follower(link, hello)
+    return [*actions, Send(link, Welcome()), *self._decide(now)]
+
+  def _refusal(self, hello: Hello) -> Optional[Refused]:
+    """Returns why an agent cannot take part in this run; None if it can."""
+    who = hello.host
+    for name in sorted(self._facts.keys() | hello.facts.keys()):
+      ours, theirs = self._facts.get(name, 'nothing'), hello.facts.get(name, 'nothing')
+      if ours != theirs:
+        return Refused(
+          f'{_capital(str(who))} has {name} = {theirs}, but {self.me} has {ours}.',
+          'Start all hosts with the same command, from the same checkout.',
+        )
+    if not 0 <= who.index < self._host_count or who.index == self.me.index:
+      return Refused(
+        f'Two agents are {who.index} of {self._host_count} hosts: on {self.me.name} and on '
+        f'{who.name}.',
+        'Give each host its own --host_index, and start launch once on each.',
+      )
+    others = [(self.me, self._machine)]
+    others += [(f.host, f.hello.machine) for f in self._followers.values()]
+    for host, machine in others:
+      if host.index == who.index and host.incarnation != who.incarnation:
+        return Refused(
+          f'Two agents are host {who.index}: on {host.name} and on {who.name}.',
+          'Give each host its own --host_index, and start launch once on each.',
+        )
+      if machine == hello.machine and host.index != who.index:
+        return Refused(
+          f'Hosts {host.index} and {who.index} are the same machine, {who.name}.',
+          'Start launch once per host; --nproc is the number of processes that it starts there. '
+          'In Slurm: --ntasks-per-node=1.',
+        )
+    return None
+
+  def _lose(self, follower: _Follower, now: float) -> list[Action]:
+    """The agent of a host is gone."""
+    index = follower.host.index
+    if self._followers.get(index) is follower:
+      del self._followers[index]
+    if self._proposal is not None and follower.host in self._proposal.members:
+      self._proposal, self._offers = None, {}
+    if follower.is_running:
+      actions: list[Action] = [Log(f'{follower.host} is lost.')]
+      if self._first is None or (self._first[1] and self._first[1].code in SHARED_CODES):
+        self._first = (follower.host, None)
+      return actions + self._end(0, now)
+    return self._decide(now)
+
+  def _reported(self, host: Host, report: Report, now: float) -> list[Action]:
+    """The processes of `host` have ended."""
+    if self.started is None or report.number != self.started.number:
+      return self._decide(now)
+    if report.is_failure and (self._first is None):
+      self._first = (host, report)
+      return self._end(0 if report.code < 0 else REPORT_SECONDS, now)
+    if report.code and not report.is_failure and self._stopped_until is None:
+      self._stopped_until = now + STOPPED_SECONDS
+    return self._decide(now)
+
+  def _end(self, seconds: float, now: float) -> list[Action]:
+    """Ends the generation on all hosts."""
+    actions: list[Action] = []
+    if not self._is_ending:
+      self._is_ending, self._since = True, now
+    actions += [
+      Send(follower.link, End(self.started.number, seconds))
+      for follower in self._followers.values()
+      if follower.is_running
+    ]
+    if self._is_running:
+      actions.append(EndProcesses(seconds))
+    return actions or self._decide(now)
+
+  def _present(self) -> list[Host]:
+    hosts = [self.me, *(follower.host for follower in self._followers.values())]
+    return sorted(hosts, key=lambda host: host.index)
+
+  def _hellos(self) -> list[Hello]:
+    return [self._hello(), *(follower.hello for follower in self._followers.values())]
+
+  def _is_idle(self) -> bool:
+    return not self._is_running and not any(f.is_running for f in self._followers.values())
+
+  def _decide(self, now: float) -> list[Action]:
+    """Proposes the next generation, or ends the run, once it is time."""
+    if self._is_over or self._proposal is not None or not self._leads:
+      return []
+    if not self._is_idle():
+      return []
+    hellos = self._hellos()
+    asked = next((hello.asked for hello in hellos if hello.asked), 0)
+    last = max((h.started for h in hellos if h.started), key=lambda g: g.number, default=None)
+    if last is None:
+      return self._decide_first(now, asked)
+    reports = {
+      hello.host.index: hello.report
+      for hello in hellos
+      if hello.report and hello.report.number == last.number and hello.host in last.hosts
+    }
+    ended, cause = self._cause(last, reports, asked)
+    restarts, then = last.restarts.after(ended)
+    if isinstance(then, Stop):
+      code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
+      return self._finish(code, then.reason)
+    present = self._present()
+    counts = next((r.host_counts for r in reports.values() if r.host_counts), last.host_counts) or (
+      self._host_count,
+    )
+    missing = [h for h in last.hosts if h.index not in {host.index for host in present}]
+    may_have_started = [
+      generation
+      for hello in hellos
+      for generation in hello.accepted
+      if generation.number > last.number
+    ]
+    is_safe = all(has_share(present, each) for each in (last, *may_have_started))
+    count = max((n for n in counts if n <= len(present)), default=0)
+    if is_safe and count and (not missing or now >= self._since + GRACE_SECONDS):
+      return self._propose(present, count, restarts, counts, cause)
+    actions: list[Action] = []
+    if now >= self._since + HOLD_SECONDS or (
+      not is_safe and now >= self._since + 3 * GRACE_SECONDS
+    ):
+      return self._finish(1, *_give_up(self.me, last, present, counts, is_safe, cause))
+    if now >= self._probe_at:
+      self._probe_at = now + PROBE_SECONDS
+      lower = sorted(i for i in {0, *self._known()} if i < self.me.index)
+      known = self._known()
+      actions += [Connect(i, known[i].address if i and i in known else None) for i in lower]
+    return actions
+
+  def _decide_first(self, now: float, asked: int) -> list[Action]:
+    """Proposes the first generation once all hosts have come."""
+    present = self._present()
+    if asked:
+      return self._finish(stop_code(asked), '')
+    if len(present) == self._host_count:
+      counts = (self._host_count,)
+      return self._propose(present, self._host_count, Restarts(self._allowed), counts, '')
+    if now < self._since + self._start_seconds:
+      return []
+    missing = sorted(set(range(self._host_count)) - {host.index for host in present})
+    return self._finish(
+      1,
+      f'Only {len(present)} of {self._host_count} hosts came within {self._start_seconds:.0f} s. '
+      f'Missing: host {number_ranges(missing, separator=", ")}.',
+      'Start the same command on these hosts, each with its own --host_index and the same '
+      '--coordinator_address.',
+    )
+
+  def _cause(
+    self, last: Generation, reports: Mapping[int, Report], asked: int
+  ) -> tuple[Ended, str]:
+    """Returns how the last generation ended, and this as text."""
+    steps = [report.step for report in reports.values() if report.step is not None]
+    step = max(steps, default=None)
+    lost = [host for host in last.hosts if host.index not in reports]
+    failed = {h.index: r for h in last.hosts if (r := reports.get(h.index)) and r.is_failure}
+    first = self._first
+    if first is not None and first[0] in lost:
+      first = (first[0], None)
+    if first is None or (first[1] is not None and first[1].code in SHARED_CODES):
+      own = [i for i, r in failed.items() if r.code not in SHARED_CODES]
+      index = next(iter(own), None)
+      if index is not None:
+        first = (last.hosts[last.position(index)], failed[index])
+      elif lost:
+        first = (lost[0], None)
+      elif first is None and failed:
+        index = next(iter(failed))
+        first = (last.hosts[last.position(index)], failed[index])
+    after = 'before the first step' if step is None else f'after step {step}'
+    is_asked = bool(asked) or any(report.asked for report in reports.values())
+    if first is None:
+      codes = [report.code for report in reports.values()]
+      stopped = next(filter(None, codes), 0)
+      if stopped or None not in codes:  # done, or stopped
+        return Ended(stopped, step=step, asked=is_asked), ''
+      text = f'the hosts lost contact with their leader {after}'
+      return Ended(LOST_CODE, step=step, asked=is_asked), text
+    host, report = first
+    if report is None:
+      lost = lost or [host]
+      of_hosts = [self._stable(each, range(self._per_host)) for each in lost]
+      names = ', '.join(map(str, lost))
+      culprits = frozenset().union(*of_hosts)
+      return Ended(LOST_CODE, culprits, step, is_asked), f'{names} was lost {after}'
+    position = last.position(host.index)
+    local = min(report.failed, default=0)
+    rank = position * self._per_host + local
+    text = f'process {rank} on {host} failed ({how_ended(report.code)}) {after}'
+    return Ended(report.code, self._stable(host, report.failed), step, is_asked), text
+
+  def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
+    """Returns numbers of processes that do not change with the hosts, as ranks do."""
+    return frozenset(host.index * self._per_host + index for index in local)
+
+  def _propose(
+    self,
+    present: Sequence[Host],
+    count: int,
+    restarts: Restarts,
+    counts: Collection[int],
+    cause: str,
+  ) -> list[Action]:
+    known = [g for hello in self._hellos() for g in (hello.started, *hello.accepted) if g]
+    number = 1 + max((generation.number for generation in known), default=0)
+    generation = Generation(
+      number, tuple(present[:count]), tuple(present[count:]), restarts, tuple(counts), cause
+    )
+    self._proposal, self._offers = generation, {}
+    self._accepted.append(generation)
+    return [
+      Offer(number),
+      *(Send(follower.link, Propose(generation)) for follower in self._followers.values()),
+    ]
+
+  def _take_offer(self, index: int, number: int, service: str, now: float) -> list[Action]:
+    generation = self._proposal
+    if generation is None or generation.number != number:
+      return []
+    self._offers[index] = service
+    if self._offers.keys() != {host.index for host in generation.members}:
+      return []
+    address = self._offers[generation.hosts[0].index]
+    self._proposal, self._offers = None, {}
+    self._first, self._stopped_until, self._is_ending = None, None, False
+    for follower in self._followers.values():
+      follower.is_running = follower.host in generation.hosts
+      follower.hello = dataclasses.replace(
+        follower.hello, started=generation, accepted=(), report=None
+      )
+    return [
+      *(Send(f.link, Start(number, address)) for f in self._followers.values()),
+      *self._start(generation, address),
+    ]
+
+  def _finish(self, code: int, reason: str, fix: str = '') -> list[Action]:
+    self._is_over = True
+    code = code if code >= 0 else 128 - code  # as shells show it
+    return [
+      *(Send(f.link, Finish(code, reason, fix)) for f in self._followers.values()),
+      Exit(code, Problem(reason, fix) if reason else None),
+    ]
+
+
+def _give_up(
+  me: Host,
+  last: Generation,
+  present: Sequence[Host],
+  counts: Collection[int],
+  is_safe: bool,
+  cause: str,
+) -> tuple[str, str]:
+  """Returns why the run ends on these hosts, and what to do."""
+  here = {host.index for host in present}
+  lost = ', '.join(str(host) for host in last.hosts if host.index not in here)
+  if not is_safe:
+    return (
+      f'{_capital(str(me))} and the hosts that it reaches are {len(present)} of {len(last.hosts)}: '
+      'the others may continue without them. Not reached: '
+      f'{lost or "agents before they started again"}.',
+      'Look at the network between the hosts, and at the log of the others. If nothing runs any '
+      'more, start the same command again.',
+    )
+  return (
+    f'{_capital(cause)}, and {len(present)} hosts are left. The mesh fits '
+    f'{number_ranges(sorted(counts), separator=", ")} hosts; waited {HOLD_SECONDS} s for {lost}.',
+    'Start the same command on the missing hosts again, or on other hosts.',
+  )
+
+
+def _capital(text: str) -> str:
+  return text[0].upper() + text[1:]
+
+
+_MESSAGES = {
+  kind.__name__: kind
+  for kind in (Hello, Welcome, Refused, Propose, Accepted, Start, End, Report, Asked, Finish)
+}
+
+
+def message_to_json(message: Message) -> JsonObject:
+  """Returns a message as a value for JSON."""
+  kind = type(message).__name__
+  match message:
+    case Hello():
+      return {'kind': kind, **message.to_json()}
+    case Propose(generation):
+      return {'kind': kind, 'generation': generation.to_json()}
+    case _:
+      return {'kind': kind, **dataclasses.asdict(message)}
+
+
+def message_from_json(values: Json) -> Message:
+  """Returns the message of `message_to_json`; raises KeyError, TypeError, ... for other values."""
+  kind = _MESSAGES[values['kind']]
+  fields = {name: value for name, value in values.items() if name != 'kind'}
+  if kind is Propose:
+    return Propose(Generation.from_json(fields['generation']))
+  if kind in (Hello, Report):
+    return kind.from_json(fields)
+  return kind(**fields)

@@ -1,0 +1,447 @@
+"""Agents of a simulated network agree on generations, whatever is lost, cut or started again."""
+
+import collections
+import json
+import random
+from typing import Optional
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from t5x_gpu.runtime.cluster import generations as g
+
+KILLED = -9
+FACTS = {'--nproc': '2'}
+
+
+class Network:
+  """Agents, links between them with messages under way, and a clock. `cut` are pairs of hosts."""
+
+  def __init__(
+    self, num_hosts: int, *, restarts: int = 5, host_counts: tuple[int, ...] = (), seed=0
+  ):
+    self.num_hosts, self.restarts, self.host_counts = num_hosts, restarts, host_counts
+    self.random = random.Random(seed)
+    self.now = 0.0
+    self.agents: dict[int, g.Member] = {}
+    self.running: dict[int, g.Generation] = {}
+    self.exits: dict[int, g.Exit] = {}
+    self.links: dict[int, tuple[int, int]] = {}  # link: from, to
+    self.messages: dict[tuple[int, int], collections.deque] = {}  # (link, receiver)
+    self.cut: set[frozenset[int]] = set()
+    self.step: Optional[int] = None
+    self.started: list[g.Generation] = []
+    self.effective: list[int] = []
+    self.log: list[str] = []
+    self._events: list = []
+    self._failed: list[tuple[g.Member, int]] = []
+    self._next_link = 0
+    self._incarnations = 0
+    for index in range(num_hosts):
+      self.boot(index)
+
+  def boot(self, index: int) -> None:
+    """Starts an agent; a former one of this host is gone."""
+    self.kill(index)
+    self.exits.pop(index, None)
+    self._incarnations += 1
+    me = g.Host(
+      index, f'gpu-{index}', f'#{self._incarnations}', f'gpu-{index}:{self._incarnations}'
+    )
+    self.agents[index] = g.Member(
+      me,
+      host_count=self.num_hosts,
+      restarts=self.restarts,
+      processes_per_host=2,
+      facts=FACTS,
+      machine=f'machine {index}',
+      start_seconds=100,
+    )
+    self.do(index, self.agents[index].begin(self.now))
+
+  def kill(self, index: int) -> None:
+    """kill -9 of an agent with its processes."""
+    if self.agents.pop(index, None) is not None:
+      self.running.pop(index, None)
+      for link, ends in list(self.links.items()):
+        if index in ends:
+          self.close(link, index)
+
+  def close(self, link: int, by: int) -> None:
+    """Closes one end. The other end still gets all messages, and then the news."""
+    ends = self.links.pop(link, None)
+    if ends is not None:
+      other = ends[0] if ends[1] == by else ends[1]
+      self.messages.setdefault((link, other), collections.deque()).append(None)
+      self.messages.pop((link, by), None)
+
+  def _later(self, index: int, event) -> None:
+    agent = self.agents[index]
+    self._events.append((index, agent, event))
+
+  def do(self, index: int, actions: list[g.Action]) -> None:
+    for action in actions:
+      match action:
+        case g.Send(link, message):
+          if link in self.links:
+            ends = self.links[link]
+            other = ends[0] if ends[1] == index else ends[1]
+            message = _through_json(message)
+            self.messages.setdefault((link, other), collections.deque()).append(message)
+        case g.Connect(other, address):
+          self._later(index, lambda agent, other=other, a=address: self._connect(agent, other, a))
+        case g.Drop(link):
+          self.close(link, index)
+        case g.Offer(number):
+          self._later(index, lambda agent, n=number: agent.offered(n, 'a:1', self.now))
+        case g.StartProcesses(generation, _):
+          assert index not in self.running
+          self.running[index] = generation
+          # Agents that were all started again are another run, with numbers of its own.
+          for known in self.started:
+            same = known.number == generation.number and set(known.members) & set(generation.members)
+            assert not same or known == generation, 'two agents disagree on a generation'
+          self.started.append(generation)
+          whole = {
+            g_.number
+            for g_ in self.running.values()
+            if all(self.running.get(h.index) == g_ for h in g_.hosts)
+          }
+          assert len(whole) <= 1, f'split brain: {whole}'
+          self.effective += sorted(whole - set(self.effective))
+        case g.EndProcesses(seconds):
+          self._later(index, lambda agent, n=self.running.get(index): self._ended(agent, n, None))
+        case g.Exit():
+          self.exits[index] = action
+          self.kill(index)
+          return
+        case g.Log(text):
+          self.log.append(f'{index}: {text}')
+
+  def _connect(self, agent: g.Member, other: int, address: Optional[str]) -> list[g.Action]:
+    to = self.agents.get(other)
+    is_there = to is not None and (address is None or to.me.address == address)
+    if not is_there or frozenset({agent.me.index, other}) in self.cut:
+      self._failed.append((agent, other))  # known with the next tick
+      return []
+    self._next_link += 1
+    self.links[self._next_link] = (agent.me.index, other)
+    return agent.linked(other, self._next_link, self.now)
+
+  def _ended(self, agent: g.Member, generation, code: Optional[int], asked: int = 0):
+    index = agent.me.index
+    if generation is None or self.running.get(index) != generation:
+      return []
+    del self.running[index]
+    report = g.Report(
+      generation.number, code, (0,) if code else (), self.step, asked, self.host_counts
+    )
+    return agent.processes_ended(report, self.now)
+
+  def end(self, index: int, code: int, asked: int = 0) -> None:
+    """Processes of a host end by themselves."""
+    if index in self.running and index in self.agents:
+      generation = self.running[index]
+      self._later(index, lambda agent: self._ended(agent, generation, code, asked))
+
+  def cut_off(self, indices: set[int]) -> None:
+    """Cuts hosts off from the others, and from each other not."""
+    for a in range(self.num_hosts):
+      for b in range(a):
+        if (a in indices) != (b in indices):
+          self.cut.add(frozenset({a, b}))
+    for link, ends in list(self.links.items()):
+      if frozenset(ends) in self.cut:  # each end finds it silent at its own time
+        del self.links[link]
+        for end in ends:
+          self.messages.pop((link, end), None)
+          if end in self.agents:
+            self._later(end, lambda agent, link=link: agent.link_closed(link, self.now))
+
+  def run_some(self, count: int) -> bool:
+    """Delivers `count` messages or other events, in an order of chance; False if there is none."""
+    for _ in range(count):
+      # Events of one agent stay in order; so do messages of a link.
+      ready = {index: i for i, (index, _, _) in reversed(list(enumerate(self._events)))}
+      keys = [key for key, queue in self.messages.items() if queue]
+      choices = [*ready.values(), *keys]
+      if not choices:
+        return False
+      choice = self.random.choice(choices)
+      if isinstance(choice, int):
+        index, agent, event = self._events.pop(choice)
+        if self.agents.get(index) is agent:
+          self.do(index, event(agent))
+      else:
+        link, receiver = choice
+        message = self.messages[choice].popleft()
+        agent = self.agents.get(receiver)
+        if agent is not None and message is None:
+          self.do(receiver, agent.link_closed(link, self.now))
+        elif agent is not None:
+          self.do(receiver, agent.received(link, message, self.now))
+    return True
+
+  def tick(self, seconds: float = 1.0) -> None:
+    self.now += seconds
+    failed, self._failed = self._failed, []
+    for agent, other in failed:
+      if self.agents.get(agent.me.index) is agent:
+        self._later(agent.me.index, lambda agent, other=other: agent.unreachable(other, self.now))
+    for index, agent in list(self.agents.items()):
+      self._later(index, lambda agent: agent.tick(self.now))
+
+  def settle(self, seconds: float = 0.0) -> None:
+    """Delivers everything, while that much time passes."""
+    end = self.now + seconds
+    while True:
+      for _ in range(20_000):
+        if not self.run_some(1):
+          break
+      else:
+        raise AssertionError('the agents never come to rest')
+      if self.now >= end:
+        return
+      self.tick()
+
+  def whole(self) -> Optional[g.Generation]:
+    """Returns the generation that all its hosts run."""
+    found = [
+      each
+      for each in self.running.values()
+      if all(self.running.get(host.index) == each for host in each.hosts)
+    ]
+    return found[0] if found else None
+
+  def hosts(self) -> list[int]:
+    whole = self.whole()
+    return [] if whole is None else [host.index for host in whole.hosts]
+
+
+def _through_json(message: g.Message) -> g.Message:
+  return g.message_from_json(json.loads(json.dumps(g.message_to_json(message))))
+
+
+def network(num_hosts: int = 3, **options) -> Network:
+  made = Network(num_hosts, **options)
+  made.settle()
+  assert made.hosts() == list(range(num_hosts))
+  return made
+
+
+ANY = tuple(range(1, 6))
+
+
+def test_a_run_starts_once_all_hosts_have_come():
+  made = Network(3)
+  made.kill(2)
+  made.settle(50)
+  assert made.hosts() == []
+  made.boot(2)
+  made.settle(2)
+  assert made.hosts() == [0, 1, 2] and made.whole().number == 1
+
+
+def test_hosts_that_do_not_come_are_named():
+  made = Network(4)
+  made.kill(1)
+  made.kill(3)
+  made.settle(102)
+  assert 'Missing: host 1, 3.' in made.exits[0].problem.what
+  assert made.exits[2].problem == made.exits[0].problem
+
+
+def test_a_failed_process_starts_the_same_hosts_again_and_is_named():
+  made = network()
+  made.step = 120
+  made.end(1, KILLED)
+  made.settle()
+  assert made.hosts() == [0, 1, 2]
+  assert made.whole().cause == 'process 2 on host 1 (gpu-1) failed (SIGKILL) after step 120'
+  assert made.whole().restarts.done == 1
+
+
+def test_a_host_that_comes_back_soon_takes_part_again():
+  made = network(host_counts=ANY)
+  made.kill(2)
+  made.settle(5)
+  assert made.hosts() == []
+  made.boot(2)
+  made.settle()
+  assert made.hosts() == [0, 1, 2]
+
+
+@pytest.mark.parametrize('lost', [0, 1, 2])
+def test_the_run_continues_without_a_host_that_is_lost_for_longer(lost):
+  made = network(host_counts=ANY)
+  made.step = 7
+  made.kill(lost)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == sorted({0, 1, 2} - {lost})
+  assert made.whole().cause == f'host {lost} (gpu-{lost}) was lost after step 7'
+
+
+def test_only_as_many_hosts_train_as_the_mesh_fits_and_the_others_are_spares():
+  made = network(5, host_counts=(1, 2, 4))
+  made.kill(1)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 2, 3, 4]
+  made.kill(2)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 3]
+  assert [host.index for host in made.whole().spares] == [4]
+  made.kill(3)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 4]
+
+
+def test_a_mesh_that_fits_no_fewer_hosts_waits_and_then_ends_the_run():
+  made = network(3)
+  made.kill(1)
+  made.settle(g.HOLD_SECONDS - 1)
+  assert made.hosts() == [] and not made.exits
+  made.settle(3)
+  assert 'host 1 (gpu-1)' in made.exits[0].problem.what and made.exits[2].code == 1
+
+
+def test_of_a_cut_network_the_larger_part_continues():
+  made = network(5, host_counts=ANY)
+  made.cut_off({0, 3})
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [1, 2, 4] and not {0, 3} & made.running.keys()
+  made.settle(3 * g.GRACE_SECONDS)
+  assert 'the others may continue' in made.exits[0].problem.what
+  assert made.exits.keys() == {0, 3}
+
+
+def test_of_two_halves_the_one_with_the_first_host_continues():
+  made = network(4, host_counts=ANY)
+  made.cut_off({2, 3})
+  made.settle(4 * g.GRACE_SECONDS)
+  assert made.hosts() == [0, 1] and made.exits.keys() == {2, 3}
+
+
+def test_a_short_cut_costs_a_restart_and_no_host():
+  made = network(3, host_counts=ANY)
+  made.cut_off({0})
+  made.settle(3)
+  assert made.hosts() == []
+  made.cut.clear()
+  made.settle(4)
+  assert made.hosts() == [0, 1, 2] and made.whole().number == 2
+
+
+def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
+  made = network()
+  made.step = 5
+  made.end(1, 7)
+  made.settle()
+  made.end(1, 7)
+  made.settle()
+  assert {index: made.exits[index].code for index in range(3)} == {0: 7, 1: 7, 2: 7}
+  assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
+
+
+def test_codes_of_hosts_that_only_lost_another_do_not_hide_the_lost_host():
+  made = network(3, host_counts=ANY)
+  made.step = 5
+  made.end(0, 87)
+  made.run_some(1)  # the leader's own processes have ended
+  made.kill(2)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 1]
+  assert made.whole().cause == 'host 2 (gpu-2) was lost after step 5'
+
+
+@pytest.mark.parametrize('code, asked', [(0, 0), (85, 15), (130, 2)])
+def test_a_run_that_is_done_or_stopped_ends_with_its_code(code, asked):
+  made = network()
+  for index in range(3):
+    made.end(index, code, asked)
+  made.settle()
+  assert [made.exits[i] for i in range(3)] == [g.Exit(code)] * 3
+
+
+def test_a_signal_between_two_generations_ends_the_run_on_all_hosts():
+  made = network(3, host_counts=ANY)
+  made.kill(2)
+  made.settle(2)
+  made.do(1, made.agents[1].asked(15, made.now))
+  made.settle()
+  assert made.exits == {0: g.Exit(85), 1: g.Exit(85)}
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'facts': {'--nproc': '4'}},
+    {'machine': 'machine 0'},
+    {'host': g.Host(1, 'gpu-9', 'new', 'gpu-9:1')},
+    {'host': g.Host(7, 'gpu-7', 'new', 'gpu-7:1')},
+  ],
+)
+def test_an_agent_that_does_not_belong_to_the_run_is_refused_by_name(change):
+  made = Network(3)
+  made.kill(2)
+  made.settle()
+  hello = g.Hello(g.Host(2, 'gpu-2', 'new', 'gpu-2:1'), FACTS, 'machine 2')
+  values = {**vars(hello), **change}
+  actions = made.agents[0].received(99, g.Hello(**values), made.now)
+  (refused,) = [a.message for a in actions if isinstance(a, g.Send)]
+  assert isinstance(refused, g.Refused) and refused.is_final
+  assert values['host'].name in refused.reason
+
+
+FAULTS = st.lists(
+  st.tuples(
+    st.sampled_from(['kill', 'boot', 'cut', 'heal', 'fail', 'end', 'wait', 'step']),
+    st.integers(0, 4),
+    st.integers(0, 40),
+  ),
+  max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(1, 5), st.integers(0, 4), FAULTS, st.integers(0, 2**16), st.booleans())
+def test_whatever_happens_no_two_generations_train_and_the_run_ends(
+  num_hosts, restarts, faults, seed, is_elastic
+):
+  made = Network(
+    num_hosts,
+    restarts=restarts,
+    host_counts=tuple(range(1, num_hosts + 1)) if is_elastic else (),
+    seed=seed,
+  )
+  for kind, index, amount in faults:
+    index %= num_hosts
+    match kind:
+      case 'kill':
+        made.kill(index)
+      case 'boot':
+        if index not in made.agents and index not in made.exits:
+          made.boot(index)
+      case 'cut':
+        made.cut_off({i for i in range(num_hosts) if amount >> i & 1})
+      case 'heal':
+        made.cut.clear()
+      case 'fail':
+        made.end(index, [KILLED, 1, 7, 87][amount % 4])
+      case 'end':
+        made.end(index, 0)
+      case 'wait':
+        made.tick(amount)
+      case 'step':
+        made.step = (made.step or 0) + 10
+    made.run_some(amount)
+  made.cut.clear()
+  for _ in range(100):
+    made.settle(30)
+    if not made.agents:
+      break
+    for index in list(made.running):
+      made.end(index, 0)
+  else:
+    raise AssertionError(f'agents {list(made.agents)} never end: {made.log}')
+  assert len(made.effective) <= restarts + 1

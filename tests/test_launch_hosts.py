@@ -1,0 +1,186 @@
+"""python -m t5x_gpu.launch on several hosts: agents start, lose and end processes together."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from t5x_gpu import launch
+from t5x_gpu.errors import UserError
+from t5x_gpu.runtime.cluster import cluster, generations
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
+
+# JAX warns of forks in a process that has imported it: this one has, `launch` does not.
+pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarning')
+
+SECRET = 'T5X_GPU_JOB_SECRET'
+# A worker that tells its pid, and runs until the file `done` appears.
+WORKER = """
+import os, pathlib, sys, time
+from t5x_gpu.runtime import progress
+rank, count = os.environ['JAX_PROCESS_INDEX'], os.environ['JAX_PROCESS_COUNT']
+progress.write_host_counts(os.environ, [1, 2, 3])
+progress.ProgressFile(os.environ, first_step=0).step_done(7)
+me = pathlib.Path(f'{os.environ["GENERATION"]}_{rank}_of_{count}')
+me.with_suffix('.new').write_text(f'{os.getpid()} {os.environ["JAX_COORDINATOR_ADDRESS"]}')
+me.with_suffix('.new').rename(me)
+while not pathlib.Path('done').exists():
+  time.sleep(0.02)
+"""
+
+
+class Hosts:
+  """Agents in processes of their own, all on this machine, each with two workers."""
+
+  def __init__(self, folder: pathlib.Path, num_hosts: int):
+    self.folder, self.num_hosts = folder, num_hosts
+    with socket.create_server(('127.0.0.1', 0)) as free:
+      self.address = f'127.0.0.1:{free.getsockname()[1]}'
+    self.pids: dict[int, int] = {}
+
+  def start(self, index: int, *, secret: str = 'secret', **facts: str) -> None:
+    self.pids[index] = pid = os.fork()
+    if pid == 0:
+      code = 99
+      try:
+        code = self._run(index, secret, facts)
+      finally:
+        os._exit(code)
+
+  def _run(self, index: int, secret: str, facts: dict[str, str]) -> int:
+    os.chdir(self.folder)
+    output = os.open(f'agent_{index}.txt', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = (os.fdopen(n, 'w', buffering=1) for n in (1, 2))
+    generations.GRACE_SECONDS = 1
+    env = {
+      **os.environ,
+      'PYTHONPATH': str(REPOSITORY),
+      'T5X_GPU_DOMAIN': f'host {index}',
+      SECRET: secret,
+    }
+
+    def start(generation, position, service, variables):
+      plans = launch.plan(
+        2,
+        use_gpus=False,
+        numa_mode='off',
+        env={**env, 'GENERATION': str(generation.number)},
+        gpus=[],
+        address=service,
+        first=2 * position,
+        count=2 * len(generation.hosts),
+      )
+      plans = [
+        dataclasses.replace(p, env={**p.env, **v}) for p, v in zip(plans, variables, strict=True)
+      ]
+      command = [sys.executable, '-c', WORKER]
+      return launch.Group(command, plans, at_once=True, first=2 * position)
+
+    agent = launch.HostAgent(
+      start,
+      cluster_info=cluster.detect(
+        {}, coordinator_address=self.address, process_count=self.num_hosts, process_index=index
+      ),
+      num_processes=2,
+      restarts=5,
+      facts={'t5x_gpu': '1', **facts},
+      env=env,
+    )
+    signal.signal(signal.SIGTERM, agent.forward)
+    try:
+      return agent.wait()
+    except UserError as error:
+      print(f'{type(error).__name__}: {error}', flush=True)
+      return 1
+
+  def output(self, index: int) -> str:
+    file = self.folder / f'agent_{index}.txt'
+    return file.read_text() if file.exists() else ''
+
+  def wait_for(self, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+      outputs = '\n'.join(f'{i}:\n{self.output(i)}' for i in range(self.num_hosts))
+      assert time.monotonic() < deadline, outputs
+      time.sleep(0.02)
+
+  def workers(self, generation: int, count: int) -> list[int]:
+    """Returns the pids of all workers of a generation, once they run."""
+    files = [self.folder / f'{generation}_{rank}_of_{count}' for rank in range(count)]
+    self.wait_for(lambda: all(file.exists() for file in files))
+    texts = [file.read_text().split() for file in files]
+    assert len({address for _, address in texts}) == 1
+    return [int(pid) for pid, _ in texts]
+
+  def kill_agent(self, index: int, *workers: int) -> None:
+    """kill -9 of everything on a host."""
+    for pid in (self.pids[index], *workers):
+      os.kill(pid, signal.SIGKILL)
+    os.waitpid(self.pids.pop(index), 0)
+
+  def end(self, index: int) -> int:
+    """Returns the exit code of an agent."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+      pid, status = os.waitpid(self.pids[index], os.WNOHANG)
+      if pid:
+        del self.pids[index]
+        return os.waitstatus_to_exitcode(status)
+      assert time.monotonic() < deadline, self.output(index)
+      time.sleep(0.02)
+
+
+@pytest.fixture
+def three(tmp_path) -> Iterator[Hosts]:
+  hosts = Hosts(tmp_path, 3)
+  yield hosts
+  for pid in hosts.pids.values():
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+  (tmp_path / 'done').touch()  # ends workers that are left
+
+
+def test_hosts_lose_a_worker_and_then_the_first_host_and_finish_together(three):
+  for index in (2, 1, 0):
+    three.start(index)
+  pids = three.workers(1, 6)
+
+  os.kill(pids[3], signal.SIGKILL)
+  pids = three.workers(2, 6)
+  assert 'process 3 on host 1' in three.output(
+    2
+  ) and 'failed (SIGKILL) after step 7; restart 1 of' in (three.output(2))
+
+  three.kill_agent(0, *pids[:2])
+  three.workers(3, 4)
+  assert 'host 0' in three.output(2) and 'was lost after step 7; restart 2 of' in three.output(2)
+
+  (three.folder / 'done').touch()
+  assert [three.end(1), three.end(2)] == [0, 0], three.output(1)
+
+
+def test_a_stop_signal_ends_the_agents_with_the_code_of_their_workers(three):
+  for index in range(3):
+    three.start(index)
+  three.workers(1, 6)
+  for pid in three.pids.values():  # as scancel does
+    os.kill(pid, signal.SIGTERM)
+  assert {three.end(index) for index in range(3)} == {128 + signal.SIGTERM}, three.output(0)
+
+
+def test_agents_with_another_secret_or_version_are_refused_by_name(three):
+  three.start(0)
+  three.start(1, secret='stale')
+  assert three.end(1) == 1
+  assert f'has another {SECRET}, but the agent at' in three.output(1), three.output(0)
+  three.start(2, t5x_gpu='2')
+  assert three.end(2) == 1
+  assert 'has t5x_gpu = 2, but host 0' in three.output(2), three.output(0)
