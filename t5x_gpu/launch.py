@@ -29,7 +29,8 @@ from types import FrameType
 from typing import Optional, Union
 
 from t5x_gpu import cli
-from t5x_gpu.errors import ClusterError, ConfigError
+from t5x_gpu.checkpoint import run_lock
+from t5x_gpu.errors import ClusterError, ConfigError, listed
 from t5x_gpu.runtime import machine, numa, progress
 from t5x_gpu.runtime.cluster import (
   addresses,
@@ -418,9 +419,9 @@ class HostAgent:
   ):
     self._start, self._info, self._num_processes = start, cluster_info, num_processes
     self._addresses = (cluster_info.coordinator_address, *cluster_info.other_addresses)
-    self._links = links.Links(
-      rendezvous.secret_from_environment(env), run_id=f'agents/{cluster_info.run_id}'
-    )
+    secret = rendezvous.secret_from_environment(env)
+    self._has_secret = bool(secret)
+    self._links = links.Links(secret, run_id=f'agents/{cluster_info.run_id}')
     self._own_host = ''  # on the network of the agents
     self._member = Member(
       Host(cluster_info.process_index, socket.gethostname(), rendezvous.new_secret()[:16], ''),
@@ -467,6 +468,11 @@ class HostAgent:
           self._addresses, bind_address=self._info.bind_address, is_one_host=False
         )
         self._links.listen(listening.sockets)
+        if not self._has_secret and not all(map(addresses.is_loopback, listening.hosts)):
+          _log(
+            f'{rendezvous.SECRET_VARIABLE} is not set: anybody who can reach {listening.address} '
+            'can join this run. See docs/security.md.'
+          )
         self._know_address(addresses.split(listening.address)[0], listening.port)
       self._do(self._member.begin(time.monotonic()))
       while self._exit is None:
@@ -565,7 +571,7 @@ class HostAgent:
   def _start_processes(self, generation: Generation, service: str) -> None:
     if self._last is not None:
       self._last.kill_children()
-    names = ', '.join(map(str, generation.hosts))
+    names = ', '.join(listed(list(map(str, generation.hosts)), 8))
     if generation.cause:
       _log(
         f'{generation.cause}; restart {generation.restarts.done} of at most '
@@ -864,8 +870,11 @@ def main(argv: Optional[list[str]] = None) -> int:
     env = launchers.without_numbers(os.environ, cluster.ask_all(os.environ))
     if secret := rendezvous.secret_from_environment(os.environ):
       # Processes of an earlier generation must not join.
-      one = f'{generation.number} {generation.hosts[0].incarnation} {service}'
-      env[rendezvous.SECRET_VARIABLE] = rendezvous.proof(secret, 'generation', one)
+      key = ('generation', generation.run, str(generation.number))
+      env[rendezvous.SECRET_VARIABLE] = rendezvous.proof(secret, *key)
+    env[run_lock.GENERATION_VARIABLE] = f'{generation.run} {generation.number}'
+    if len(generation.hosts) < info.process_count:
+      env[generations.FEWER_HOSTS_VARIABLE] = '1'
     return Group(
       command,
       [

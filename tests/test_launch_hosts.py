@@ -5,6 +5,7 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from t5x_gpu import launch
-from t5x_gpu.errors import UserError
+from t5x_gpu.errors import ClusterError, ConfigError, UserError
 from t5x_gpu.runtime.cluster import cluster, generations
-from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+from tests.helpers_xla import xla_flags
+from tests.messages import raises
 
 # JAX warns of forks in a process that has imported it: this one has, `launch` does not.
 pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarning')
@@ -184,3 +187,95 @@ def test_agents_with_another_secret_or_version_are_refused_by_name(three):
   three.start(2, t5x_gpu='2')
   assert three.end(2) == 1
   assert 'has t5x_gpu = 2, but host 0' in three.output(2), three.output(0)
+
+
+@pytest.mark.parametrize(
+  'flags',
+  [
+    '--host_count=2 --host_index=0 --coordinator_address=node1:62000',
+    '--restarts=3 --host_count=2 --host_index=0',
+    '--restarts=3 --host_count=2 --host_index=2 --coordinator_address=node1:62000',
+  ],
+)
+def test_flags_of_several_hosts_that_do_not_fit_each_other_are_refused(flags):
+  with raises(ConfigError):
+    launch.main([*flags.split(), '--no_gpu', '--', '--gin_file=x.gin'])
+
+
+def test_several_launches_on_one_host_are_refused(monkeypatch):
+  slurm = {'JOB_ID': 7, 'STEP_NODELIST': 'gpu-[1-2]', 'PROCID': 0, 'LOCALID': 0, 'NODEID': 0}
+  slurm.update(STEP_NUM_TASKS=4, STEP_TASKS_PER_NODE='2(x2)')
+  for name, value in slurm.items():
+    monkeypatch.setenv(f'SLURM_{name}', str(value))
+  with raises(ClusterError):
+    launch.main(['--restarts=3', '--no_gpu', '--', '--gin_file=x.gin'])
+
+
+@pytest.mark.slow
+def test_training_loses_a_worker_and_then_a_host_and_its_losses_are_those_of_an_unbroken_run(
+  tmp_path,
+):
+  (alone := tmp_path / 'alone').mkdir()
+  (folder := tmp_path / 'hosts').mkdir()
+  # Nine rows on three hosts; on two, a row of weight 0 fills them.
+  sizes = {'BATCH_SIZE': 9, 'TRAIN_STEPS': 60}
+  reference = Project(alone)
+  assert reference.run(num_devices=1, **sizes).code == 0
+  project = Project(folder)
+  # Each start waits after 25 batches, until the test ends a process.
+  env = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'HOLD_AFTER': '25', SECRET: 'secret'}
+  env['XLA_FLAGS'] = xla_flags(1)
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    address = f'127.0.0.1:{free.getsockname()[1]}'
+
+  def start(index: int) -> subprocess.Popen:
+    hosts = ['--host_count=3', f'--host_index={index}', f'--coordinator_address={address}']
+    argv = project.argv(DATA_MODULE='held_data', **sizes)
+    command = [sys.executable, '-m', 't5x_gpu.launch', '--no_gpu', '--nproc=1', '--restarts=5']
+    with open(folder / f'agent_{index}.txt', 'wb') as output:
+      return subprocess.Popen(
+        [*command, *hosts, '--', *argv],
+        cwd=folder,
+        env={**env, 'T5X_GPU_DOMAIN': f'host {index}'},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+      )
+
+  def output() -> str:
+    return '\n'.join(file.read_text() for file in sorted(folder.glob('agent_*.txt')))
+
+  def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 3 * DEADLINE_SECONDS
+    while not condition():
+      assert time.monotonic() < deadline, output()
+      assert all(agent.poll() is None for agent in agents), output()
+      time.sleep(0.05)
+
+  def worker_of(agent: subprocess.Popen) -> int:
+    return int(subprocess.check_output(['pgrep', '-P', str(agent.pid)], text=True))
+
+  held = folder / 'held'
+  agents = [start(index) for index in range(3)]
+  try:
+    wait_for(lambda: held.exists() and project.steps()[-1:] == [20] and 24 in project.metrics())
+    first = project.metrics()
+    held.unlink()
+    os.kill(worker_of(agents[1]), signal.SIGKILL)
+
+    wait_for(lambda: held.exists() and project.steps()[-1:] == [40])
+    lost = agents.pop(2)
+    worker = worker_of(lost)
+    lost.kill()
+    lost.wait()
+    os.kill(worker, signal.SIGKILL)
+    codes = [agent.wait(3 * DEADLINE_SECONDS) for agent in agents]
+  finally:
+    for agent in agents:
+      agent.kill()
+      agent.wait()
+  assert codes == [0, 0], output()
+  assert 'process 1 on host 1' in output() and 'host 2' in output()
+  losses, expected = project.metrics(), reference.metrics()
+  repeated = [step for step in first if step > 20]
+  assert repeated and all(losses[step] == first[step] for step in repeated)
+  assert losses == pytest.approx(expected, rel=1e-5)

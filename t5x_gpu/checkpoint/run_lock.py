@@ -1,11 +1,11 @@
 """MODEL_DIR/run.lock names the run that writes to MODEL_DIR and keeps other runs out.
 
 Process 0 writes its identity and touches the file every ten seconds. A lock is stale, and is taken
-over, if its process has ended, if it belongs to an earlier attempt of the same Slurm job, or if it
-has not been touched for two minutes. A suspended run may lose its lock this way. So a run checks
-the owner before it restores, before its first step and before each save, and exits if the owner has
-changed. Objects in storage cannot be touched: the owner writes the time into the object, so the
-clocks of hosts must agree to a minute.
+over, if its process has ended, if it belongs to an earlier attempt of the same Slurm job or to an
+earlier start by the same `launch`, or if it has not been touched for two minutes. A suspended run
+may lose its lock this way. So a run checks the owner before it restores, before its first step and
+before each save, and exits if the owner has changed. Objects in storage cannot be touched: the
+owner writes the time into the object, so the clocks of hosts must agree to a minute.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 LOCK = 'run.lock'
 REFRESH_SECONDS = 10
 POLL_SECONDS = 1  # while waiting for another run's lock
+GENERATION_VARIABLE = 'T5X_GPU_GENERATION'  # of launch: 'RUN NUMBER', see `Owner`
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
 
 
@@ -46,6 +47,8 @@ class Owner:
     folder: MODEL_DIR as this host sees it; differs in a copied folder.
     job, attempt: Slurm's job id and attempt; '' and 0 without Slurm.
     touched: time of its last renewal in seconds since 1970, in object storage.
+    run, generation: the run and its start, of `launch` on several hosts, which starts a generation
+      only after the processes of all earlier ones have ended or cannot save any more.
   """
 
   host: str
@@ -57,6 +60,8 @@ class Owner:
   job: str
   attempt: int
   touched: Annotated[float, Number(0, 1e12)] = 0.0
+  run: str = ''
+  generation: int = 0
 
   @property
   def name(self) -> str:
@@ -70,6 +75,8 @@ class Owner:
     """Returns why `me` may take over the lock of this owner; '' if it may not."""
     if self.job and self.job == me.job and self.attempt < me.attempt:
       return f'it is an earlier attempt of Slurm job {me.job}'
+    if self.run and self.run == me.run and self.generation < me.generation:
+      return f'it is start {self.generation} of the same run, this is start {me.generation}'
     if self.kernel == me.kernel:
       if self.born != _born(self.pid):
         return 'it has ended'
@@ -243,8 +250,10 @@ class RunLock:
     return found[0] if found else None
 
   def _text(self) -> str:
-    me = dataclasses.replace(self._me, touched=time.time())
-    return json.dumps(dataclasses.asdict(me), indent=1) + '\n'
+    values = dataclasses.asdict(dataclasses.replace(self._me, touched=time.time()))
+    if not self._me.run:  # keys that an older t5x_gpu cannot read
+      del values['run'], values['generation']
+    return json.dumps(values, indent=1) + '\n'
 
   def _write(self) -> None:
     if isinstance(self._path, RemotePath):
@@ -280,6 +289,7 @@ def _this_process(folder: AnyPath) -> Owner:
   except OSError:
     pid_namespace = ''
   host = socket.gethostname()
+  run, _, generation = os.environ.get(GENERATION_VARIABLE, '').partition(' ')
   return Owner(
     host=host,
     pid=os.getpid(),
@@ -289,6 +299,8 @@ def _this_process(folder: AnyPath) -> Owner:
     folder=str(folder),
     job=os.environ.get('SLURM_JOB_ID', ''),
     attempt=int(os.environ.get('SLURM_RESTART_COUNT') or 0),
+    run=run,
+    generation=int(generation or 0),
   )
 
 

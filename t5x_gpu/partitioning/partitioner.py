@@ -7,7 +7,7 @@ Adds up the rules of all parallelisms and checks all sizes against them before a
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import Optional, Self
 
 from t5x_gpu.errors import MeshError, Problem, did_you_mean
 from t5x_gpu.partitioning import (
@@ -262,6 +262,28 @@ class Partitioner:
       fills_batch=self.uneven_batch == 'fill',
       pipeline=self._pipeline(sizes, logical_sizes, num_microbatches),
     )
+
+  def on_fewer_hosts(self) -> Self:
+    """Returns the partitioner of a run that has lost hosts: whole replicas are gone.
+
+    `data` takes the remaining devices unless another axis does, and the batch is filled. All other
+    sizes stay as they are set.
+    """
+    is_flat = self.ici_mesh_shape is None and self.dcn_mesh_shape is None
+    is_open = any(getattr(self, axis) == -1 for axis in OUTER_AXES)
+    data = self.data if is_open or not is_flat else -1
+    return dataclasses.replace(self, data=data, uneven_batch='fill')
+
+  def fits(
+    self, topology: Topology, *, logical_sizes: Mapping[str, int], num_microbatches: int = 1
+  ) -> bool:
+    """Returns whether `lay_out` accepts these sizes."""
+    try:
+      sizes = self.mesh_sizes(topology)
+    except MeshError:
+      return False
+    logical_sizes, _ = self._with_filled_batch(sizes, logical_sizes, num_microbatches)
+    return not self._problems(sizes, logical_sizes, num_microbatches)
 
   def _with_filled_batch(
     self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int

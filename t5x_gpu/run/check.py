@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 from typing import Optional
+
+import jax
 
 from t5x_gpu.checkpoint.initialize import Origin, RestoreConfig, choose_origin
 from t5x_gpu.checkpoint.local.tier import LocalTier, NoLocalTier, open_local_tier
@@ -24,7 +27,8 @@ from t5x_gpu.errors import CheckpointError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.array_layout import parameter_table, state_layouts
 from t5x_gpu.run.config import Run
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, progress
+from t5x_gpu.runtime.cluster.generations import FEWER_HOSTS_VARIABLE
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Device, discover
 from t5x_gpu.runtime.watchdog import Watchdog
@@ -32,7 +36,7 @@ from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import as_path
 from t5x_gpu.training.adafactor import LAYERS, Adafactor
 from t5x_gpu.training.memory import RunMemory, check_memory, tree_bytes
-from t5x_gpu.training.program import Program, build_program, size_line
+from t5x_gpu.training.program import Program, build_program, host_counts, size_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +83,15 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   if run.early_stopping is not None:
     run.early_stopping.check_evaluated(*eval_periods)
   topology, devices = discover()
+  if os.environ.get(FEWER_HOSTS_VARIABLE):
+    run = dataclasses.replace(run, partitioner=run.partitioner.on_fewer_hosts())
+    log(f"mesh: hosts were lost. data = {run.partitioner.data}, uneven_batch = 'fill'.")
   program = build_program(run, topology=topology, devices=devices)
   run, program = _with_moments_of(model_dir, run, program, devices)
   log(_introduction(run, program, with_parameters=dry_run))
+  hosts = jax.process_count() // int(os.environ.get('LOCAL_WORLD_SIZE') or jax.process_count())
+  if hosts == topology.num_hosts > 1:  # else hosts of `launch` are not hosts of the mesh
+    progress.write_host_counts(os.environ, host_counts(program))
   return CheckedRun(
     run=run,
     model_dir=model_dir,

@@ -225,6 +225,24 @@ def build_program(
   )
 
 
+def host_counts(program: Program) -> tuple[int, ...]:
+  """Returns the numbers of hosts, up to those of `program`, on which its run could continue.
+
+  See `Partitioner.on_fewer_hosts`. Memory is not checked.
+  """
+  config, topology = program.config, program.layout.topology
+  partitioner = config.partitioner.on_fewer_hosts()
+
+  def fits(num_hosts: int) -> bool:
+    part = dataclasses.replace(topology, num_hosts=num_hosts)
+    return all(
+      partitioner.fits(part, logical_sizes=sizes, num_microbatches=config.num_microbatches)
+      for sizes in _logical_sizes(config.model, program.spec)
+    )
+
+  return (*filter(fits, range(1, topology.num_hosts)), topology.num_hosts)
+
+
 def _filled(spec: BatchSpec, layout: Layout, config: StepConfig) -> BatchSpec:
   """Returns `spec` with the rows of weight 0 that fill a training batch."""
   rows = layout.filled_rows(spec.batch_size, num_microbatches=config.num_microbatches)
@@ -287,22 +305,27 @@ def _jitted(
 def _lay_out(
   config: StepConfig, spec: BatchSpec, topology: Topology, devices: list[Device]
 ) -> Layout:
-  """Returns the layout. Rows of an encoder and a decoder may differ in length; both must fit."""
+  """Returns the layout."""
   model, num_microbatches = config.model, config.num_microbatches
-  lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
-  sizes = {**model.logical_sizes(), 'stacks': len(model.stacks), 'batch': spec.batch_size}
   layouts = [
     config.partitioner.lay_out(
-      topology,
-      devices,
-      num_microbatches=num_microbatches,
-      logical_sizes={**sizes, 'length': length},
+      topology, devices, num_microbatches=num_microbatches, logical_sizes=sizes
     )
-    for length in lengths
+    for sizes in _logical_sizes(model, spec)
   ]
   is_pipeline = layouts[0].pipeline is not None
   check_whole_batch(model, num_microbatches=num_microbatches, is_pipeline=is_pipeline)
   return layouts[0]
+
+
+def _logical_sizes(model: Model, spec: BatchSpec) -> list[dict[str, int]]:
+  """Returns array axis -> size for each length of rows.
+
+  Rows of an encoder and a decoder may differ in length; both must fit.
+  """
+  lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
+  sizes = {**model.logical_sizes(), 'stacks': len(model.stacks), 'batch': spec.batch_size}
+  return [{**sizes, 'length': length} for length in lengths]
 
 
 def compile_options(program: Program, xla: Optional[flags.Applied]) -> Optional[dict[str, Any]]:

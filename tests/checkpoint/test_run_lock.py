@@ -143,6 +143,21 @@ def test_a_requeued_slurm_job_takes_over_from_its_earlier_attempt_at_once(tmp_pa
     check_lock(tmp_path)
 
 
+def test_a_later_start_by_the_same_launch_takes_over_at_once(tmp_path, monkeypatch):
+  lock_of(tmp_path, host='gpu-07', kernel='another', run='5f1c', generation=2)
+  for variable in ('', '5f1c 2', '77aa 3'):
+    monkeypatch.setenv(run_lock.GENERATION_VARIABLE, variable)
+    with raises(CheckpointError):
+      check_lock(tmp_path)
+  monkeypatch.setenv(run_lock.GENERATION_VARIABLE, '5f1c 3')
+  assert 'it is start 2 of the same run, this is start 3' in check_lock(tmp_path)
+
+
+def test_a_lock_without_a_launch_has_no_keys_that_older_versions_do_not_know(tmp_path):
+  RunLock(tmp_path)
+  assert not {'run', 'generation'} & json.loads((tmp_path / LOCK).read_text()).keys()
+
+
 def test_a_run_that_lost_the_lock_gets_an_error_and_does_not_remove_it(tmp_path):
   lock = RunLock(tmp_path)
   lock_of(tmp_path, host='gpu-08', kernel='another')

@@ -4,7 +4,15 @@ import os
 import subprocess
 import sys
 
-from t5x_gpu.runtime.progress import VARIABLE, Progress, ProgressFile, read_progress
+from t5x_gpu.runtime.progress import (
+  HOST_COUNTS_VARIABLE,
+  VARIABLE,
+  Progress,
+  ProgressFile,
+  read_host_counts,
+  read_progress,
+  write_host_counts,
+)
 
 
 def test_the_last_step_outlives_a_killed_process(tmp_path):
@@ -28,3 +36,12 @@ def test_nothing_is_written_without_the_file(tmp_path):
   ProgressFile({}, first_step=0).step_done(1)
   ProgressFile({VARIABLE: str(tmp_path / 'gone')}, first_step=0).step_done(1)
   assert not list(tmp_path.iterdir()) and read_progress(tmp_path / 'gone') is None
+
+
+def test_numbers_of_hosts_reach_the_launcher(tmp_path):
+  path = tmp_path / 'counts'
+  assert read_host_counts(path) == ()
+  write_host_counts({}, [1, 2])
+  assert read_host_counts(path) == ()
+  write_host_counts({HOST_COUNTS_VARIABLE: str(path)}, [1, 2, 4])
+  assert read_host_counts(path) == (1, 2, 4)

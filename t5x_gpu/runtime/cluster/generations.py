@@ -35,6 +35,8 @@ from t5x_gpu.runtime.cluster.restarts import (
 )
 from t5x_gpu.storage.json_schema import Json, JsonObject
 
+# Set for the processes of a generation with fewer hosts than the run began with.
+FEWER_HOSTS_VARIABLE = 'T5X_GPU_FEWER_HOSTS'
 # The code of a host that was lost with its processes: as if `kill -9` had ended them.
 LOST_CODE = -signal.SIGKILL
 # Processes have this long to report why they failed, after an exit code on another host.
@@ -77,6 +79,7 @@ class Generation:
   """One start of the run.
 
   Attributes:
+    run: the same for all generations of a run, and for no other run.
     number: from 1, greater than the number of each earlier generation.
     hosts: hosts with processes, in the order of these.
     spares: hosts whose agents wait for the next generation.
@@ -85,6 +88,7 @@ class Generation:
     cause: why the generation before it ended, for the log; '' for the first one.
   """
 
+  run: str
   number: int
   hosts: tuple[Host, ...]
   spares: tuple[Host, ...]
@@ -113,6 +117,7 @@ class Generation:
     if last is not None:
       last = Ended(**{**last, 'failed': frozenset(last['failed'])})
     return cls(
+      run=values['run'],
       number=int(values['number']),
       hosts=tuple(Host(**host) for host in values['hosts']),
       spares=tuple(Host(**host) for host in values['spares']),
@@ -858,9 +863,10 @@ class Member:
     cause: str,
   ) -> list[Action]:
     known = [g for hello in self._hellos() for g in (hello.started, *hello.accepted) if g]
+    run = known[0].run if known else self.me.incarnation
     number = 1 + max((generation.number for generation in known), default=0)
     generation = Generation(
-      number, tuple(present[:count]), tuple(present[count:]), restarts, tuple(counts), cause
+      run, number, tuple(present[:count]), tuple(present[count:]), restarts, tuple(counts), cause
     )
     self._proposal, self._offers = generation, {}
     self._accepted.append(generation)

@@ -100,7 +100,9 @@ class Network:
           self.running[index] = generation
           # Agents that were all started again are another run, with numbers of its own.
           for known in self.started:
-            same = known.number == generation.number and set(known.members) & set(generation.members)
+            same = known.number == generation.number and set(known.members) & set(
+              generation.members
+            )
             assert not same or known == generation, 'two agents disagree on a generation'
           self.started.append(generation)
           whole = {
@@ -110,7 +112,7 @@ class Network:
           }
           assert len(whole) <= 1, f'split brain: {whole}'
           self.effective += sorted(whole - set(self.effective))
-        case g.EndProcesses(seconds):
+        case g.EndProcesses():
           self._later(index, lambda agent, n=self.running.get(index): self._ended(agent, n, None))
         case g.Exit():
           self.exits[index] = action
