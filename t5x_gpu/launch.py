@@ -41,7 +41,7 @@ from t5x_gpu.runtime.cluster import (
   members,
   rendezvous,
 )
-from t5x_gpu.runtime.cluster.generations import Generation, Host, Member, Report
+from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_CONFIG,
   EXIT_INTERRUPTED,
@@ -474,7 +474,7 @@ class HostAgent:
             'can join this run. See docs/security.md.'
           )
         self._know_address(addresses.split(listening.address)[0], listening.port)
-      self._do(self._member.begin(time.monotonic()))
+      self._do(self._member.start(time.monotonic()))
       while self._exit is None:
         self._take_events()
     finally:
@@ -524,7 +524,7 @@ class HostAgent:
         self._reason = reason
         return self._member.unreachable(index, now)
       case links.TurnedAway(link, reason):
-        refused = generations.Refused(
+        refused = generations.Refusal(
           f'{reason[0].upper()}{reason[1:]}.',
           f'Give all hosts the same {rendezvous.SECRET_VARIABLE}, new for each run.',
         )
@@ -589,7 +589,7 @@ class HostAgent:
     for number in self._signals:  # sent during the start
       self._group.forward(number)
 
-  def _report(self, group: Group) -> Report:
+  def _report(self, group: Group) -> HostReport:
     code, step, asked = group.finish(), _last_step(self._files), next(iter(self._signals), 0)
     if group.was_ended and group.failed_at is None:
       code = None
@@ -597,7 +597,7 @@ class HostAgent:
       code = generations.stop_code(-code)  # the signal came before a process could take it
     counts = progress.read_host_counts(self._files[0].parent / _HOST_COUNTS)
     self._folder.cleanup()
-    return Report(
+    return HostReport(
       self._member.started.number, code, tuple(sorted(group.failed)), step, asked, counts
     )
 

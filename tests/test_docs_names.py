@@ -36,6 +36,7 @@ FOREIGN_FLAGS = {
   '--cpus-per-task',
   '--gpus-per-task',
   '--kill-on-bad-exit',
+  '--no-kill',
   '--ntasks',
   '--exact',
   '--pty',

@@ -225,6 +225,8 @@ def test_training_loses_a_worker_and_then_a_host_and_its_losses_are_those_of_an_
   # Each start waits after 25 batches, until the test ends a process.
   env = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'HOLD_AFTER': '25', SECRET: 'secret'}
   env['XLA_FLAGS'] = xla_flags(1)
+  env.update(JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'compiled'))
+  env.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
   with socket.create_server(('127.0.0.1', 0)) as free:
     address = f'127.0.0.1:{free.getsockname()[1]}'
 

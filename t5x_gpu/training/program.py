@@ -226,7 +226,7 @@ def build_program(
 
 
 def host_counts(program: Program) -> tuple[int, ...]:
-  """Returns the numbers of hosts, up to those of `program`, on which its run could continue.
+  """Returns the numbers of hosts, up to the present one, on which the run could continue.
 
   See `Partitioner.on_fewer_hosts`. Memory is not checked.
   """

@@ -128,7 +128,7 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class HostReport:
   """How a generation ended on one host.
 
   Attributes:
@@ -178,7 +178,7 @@ class Hello:
   machine: str
   started: Optional[Generation] = None
   accepted: tuple[Generation, ...] = ()
-  report: Optional[Report] = None
+  report: Optional[HostReport] = None
   asked: int = 0
 
   def to_json(self) -> JsonObject:
@@ -200,13 +200,13 @@ class Hello:
       machine=values['machine'],
       started=values['started'] and Generation.from_json(values['started']),
       accepted=tuple(map(Generation.from_json, values['accepted'])),
-      report=values['report'] and Report.from_json(values['report']),
+      report=values['report'] and HostReport.from_json(values['report']),
       asked=int(values['asked']),
     )
 
 
-# Messages. From a leader: Welcome, Refused, Propose, Start, End, Finish. To it: Hello, Accepted,
-# Report, Asked.
+# Messages. From a leader: Welcome, Refusal, Propose, Start, End, Finish. To it: Hello, Accepted,
+# HostReport, Asked.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Welcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused:
+class Refusal:
   """The receiver cannot take part: `is_final`, or only not with this sender as its leader."""
 
   reason: str
@@ -270,7 +270,7 @@ class Finish:
   fix: str = ''
 
 
-Message = Union[Hello, Welcome, Refused, Propose, Accepted, Start, End, Report, Asked, Finish]
+Message = Union[Hello, Welcome, Refusal, Propose, Accepted, Start, End, HostReport, Asked, Finish]
 
 
 # Actions. The shell carries them out in this order. A link is a connection to another agent.
@@ -407,7 +407,7 @@ class Member:
     self._facts, self._machine, self._start_seconds = facts, machine, start_seconds
     self.started: Optional[Generation] = None
     self._accepted: list[Generation] = []
-    self._report: Optional[Report] = None
+    self._report: Optional[HostReport] = None
     self._is_running = False
     self._asked = 0
     self._since = 0.0  # when this agent last began to wait for others
@@ -421,7 +421,7 @@ class Member:
     # As a leader:
     self._leads = False
     self._followers: dict[int, _Follower] = {}  # by host
-    self._first: Optional[tuple[Host, Optional[Report]]] = None  # failure; None: a lost host
+    self._first: Optional[tuple[Host, Optional[HostReport]]] = None  # failure; None: a lost host
     self._stopped_until: Optional[float] = None
     self._is_ending = False
     self._proposal: Optional[Generation] = None
@@ -431,7 +431,7 @@ class Member:
 
   # Events.
 
-  def begin(self, now: float) -> list[Action]:
+  def start(self, now: float) -> list[Action]:
     """This agent has started."""
     self._since = now
     return self._lead(now) if self.me.index == 0 else self._seek(now)
@@ -478,7 +478,7 @@ class Member:
       return [Send(self._leader, Accepted(number, service))]
     return []
 
-  def processes_ended(self, report: Report, now: float) -> list[Action]:
+  def processes_ended(self, report: HostReport, now: float) -> list[Action]:
     """All processes of this host have ended."""
     self._is_running, self._report = False, report
     self._asked = self._asked or report.asked
@@ -529,7 +529,7 @@ class Member:
       return []
     if isinstance(message, Accepted):
       return self._take_offer(follower.host.index, message.number, message.service, now)
-    if isinstance(message, Report):
+    if isinstance(message, HostReport):
       follower.is_running = False
       follower.hello = dataclasses.replace(follower.hello, report=message)
       return self._reported(follower.host, message, now)
@@ -598,7 +598,7 @@ class Member:
     match message:
       case Welcome():
         self._is_welcome = True
-      case Refused(reason, fix, is_final):
+      case Refusal(reason, fix, is_final):
         if is_final:
           return [Exit(1, Problem(reason, fix))]
         self._leader = None
@@ -631,7 +631,7 @@ class Member:
     late = [link for link, (_, until) in self._waiting.items() if now >= until]
     for link in late:
       del self._waiting[link]
-    return [Send(link, Refused('another host leads', is_final=False)) for link in late]
+    return [Send(link, Refusal('another host leads', is_final=False)) for link in late]
 
   # A leader.
 
@@ -659,18 +659,18 @@ class Member:
     self._followers[hello.host.index] = _Follower(link, hello)
     return [*actions, Send(link, Welcome()), *self._decide(now)]
 
-  def _refusal(self, hello: Hello) -> Optional[Refused]:
+  def _refusal(self, hello: Hello) -> Optional[Refusal]:
     """Returns why an agent cannot take part in this run; None if it can."""
     who = hello.host
     for name in sorted(self._facts.keys() | hello.facts.keys()):
       ours, theirs = self._facts.get(name, 'nothing'), hello.facts.get(name, 'nothing')
       if ours != theirs:
-        return Refused(
+        return Refusal(
           f'{_capital(str(who))} has {name} = {theirs}, but {self.me} has {ours}.',
           'Start all hosts with the same command, from the same checkout.',
         )
     if not 0 <= who.index < self._host_count or who.index == self.me.index:
-      return Refused(
+      return Refusal(
         f'Two agents are {who.index} of {self._host_count} hosts: on {self.me.name} and on '
         f'{who.name}.',
         'Give each host its own --host_index, and start launch once on each.',
@@ -679,12 +679,12 @@ class Member:
     others += [(f.host, f.hello.machine) for f in self._followers.values()]
     for host, machine in others:
       if host.index == who.index and host.incarnation != who.incarnation:
-        return Refused(
+        return Refusal(
           f'Two agents are host {who.index}: on {host.name} and on {who.name}.',
           'Give each host its own --host_index, and start launch once on each.',
         )
       if machine == hello.machine and host.index != who.index:
-        return Refused(
+        return Refusal(
           f'Hosts {host.index} and {who.index} are the same machine, {who.name}.',
           'Start launch once per host; --nproc is the number of processes that it starts there. '
           'In Slurm: --ntasks-per-node=1.',
@@ -705,7 +705,7 @@ class Member:
       return actions + self._end(0, now)
     return self._decide(now)
 
-  def _reported(self, host: Host, report: Report, now: float) -> list[Action]:
+  def _reported(self, host: Host, report: HostReport, now: float) -> list[Action]:
     """The processes of `host` have ended."""
     if self.started is None or report.number != self.started.number:
       return self._decide(now)
@@ -808,7 +808,7 @@ class Member:
     )
 
   def _cause(
-    self, last: Generation, reports: Mapping[int, Report], asked: int
+    self, last: Generation, reports: Mapping[int, HostReport], asked: int
   ) -> tuple[Ended, str]:
     """Returns how the last generation ended, and this as text."""
     steps = [report.step for report in reports.values() if report.step is not None]
@@ -936,7 +936,7 @@ def _capital(text: str) -> str:
 
 _MESSAGES = {
   kind.__name__: kind
-  for kind in (Hello, Welcome, Refused, Propose, Accepted, Start, End, Report, Asked, Finish)
+  for kind in (Hello, Welcome, Refusal, Propose, Accepted, Start, End, HostReport, Asked, Finish)
 }
 
 
@@ -958,6 +958,6 @@ def message_from_json(values: Json) -> Message:
   fields = {name: value for name, value in values.items() if name != 'kind'}
   if kind is Propose:
     return Propose(Generation.from_json(fields['generation']))
-  if kind in (Hello, Report):
+  if kind in (Hello, HostReport):
     return kind.from_json(fields)
   return kind(**fields)

@@ -81,7 +81,7 @@ class _Link:
 
   Attributes:
     is_caller: whether this end opened it.
-    is_known: whether an event has told of the link.
+    is_known: whether an event has named the link.
   """
 
   number: int

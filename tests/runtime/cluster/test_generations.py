@@ -1,4 +1,4 @@
-"""Agents of a simulated network agree on generations, whatever is lost, cut or started again."""
+"""Agents of a simulated network agree on generations when hosts are lost, cut off or restarted."""
 
 import collections
 import json
@@ -58,7 +58,7 @@ class Network:
       machine=f'machine {index}',
       start_seconds=100,
     )
-    self.do(index, self.agents[index].begin(self.now))
+    self.do(index, self.agents[index].start(self.now))
 
   def kill(self, index: int) -> None:
     """kill -9 of an agent with its processes."""
@@ -136,7 +136,7 @@ class Network:
     if generation is None or self.running.get(index) != generation:
       return []
     del self.running[index]
-    report = g.Report(
+    report = g.HostReport(
       generation.number, code, (0,) if code else (), self.step, asked, self.host_counts
     )
     return agent.processes_ended(report, self.now)
@@ -391,7 +391,7 @@ def test_an_agent_that_does_not_belong_to_the_run_is_refused_by_name(change):
   values = {**vars(hello), **change}
   actions = made.agents[0].received(99, g.Hello(**values), made.now)
   (refused,) = [a.message for a in actions if isinstance(a, g.Send)]
-  assert isinstance(refused, g.Refused) and refused.is_final
+  assert isinstance(refused, g.Refusal) and refused.is_final
   assert values['host'].name in refused.reason
 
 
