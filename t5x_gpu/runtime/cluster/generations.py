@@ -413,6 +413,7 @@ class Member:
     self._since = 0.0  # when this agent last began to wait for others
     # As a follower, or on the way to a leader:
     self._leader: Optional[int] = None  # link; None for a leader
+    self._leader_index = 0
     self._is_welcome = False
     self._trying: Optional[int] = None  # host that it tries to reach
     self._candidates: list[int] = []
@@ -443,11 +444,12 @@ class Member:
         return [Drop(link)]
       actions: list[Action] = [Drop(follower.link) for follower in self._followers.values()]
       self._leads, self._followers = False, {}
-      self._leader, self._is_welcome = link, False
+      self._leader, self._leader_index, self._is_welcome = link, index, False
       return [*actions, Send(link, self._hello())]
     if self._leader is not None or self._is_running:
       return [Drop(link)]
-    self._leader, self._is_welcome, self._trying = link, False, None
+    self._leader, self._leader_index, self._is_welcome = link, index, False
+    self._trying = None
     return [Send(link, self._hello())]
 
   def unreachable(self, index: int, now: float) -> list[Action]:
@@ -465,7 +467,8 @@ class Member:
       if self._is_welcome and self.started is not None:
         self._since = now
       if self._is_running:
-        return [Log('the leader is lost; ending this generation.'), EndProcesses(0)]
+        text = f'host {self._leader_index}, which leads, is lost; ending the processes.'
+        return [Log(text), EndProcesses(0)]
       return self._seek(now)
     follower = next((f for f in self._followers.values() if f.link == link), None)
     return [] if follower is None else self._lose(follower, now)
