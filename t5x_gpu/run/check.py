@@ -89,9 +89,10 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   program = build_program(run, topology=topology, devices=devices)
   run, program = _with_moments_of(model_dir, run, program, devices)
   log(_introduction(run, program, with_parameters=dry_run))
-  hosts = jax.process_count() // int(os.environ.get('LOCAL_WORLD_SIZE') or jax.process_count())
-  if hosts == topology.num_hosts > 1:  # else hosts of `launch` are not hosts of the mesh
-    progress.write_host_counts(os.environ, host_counts(program))
+  if progress.HOST_COUNTS_VARIABLE in os.environ:  # `launch` on several hosts
+    hosts = jax.process_count() // int(os.environ['LOCAL_WORLD_SIZE'])
+    if hosts == topology.num_hosts:  # else they are not the hosts of the mesh
+      progress.write_host_counts(os.environ, host_counts(program))
   return CheckedRun(
     run=run,
     model_dir=model_dir,
