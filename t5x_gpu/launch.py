@@ -99,9 +99,9 @@ EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
   {prog} --nproc 2 --no_gpu -- --gin_file=gin_configs/examples/demo.gin
   {prog} --nproc 8 --restarts=20 -- --gin_file=my.gin         (docs/never_down.md)
-  {prog} --restarts=20 --host_count=4 --host_index=I --coordinator_address=node1:62000 -- \
-    --gin_file=my.gin                          (on each of 4 hosts, I = 0 to 3)
-  srun --ntasks-per-node=1 {prog} --restarts=20 -- --gin_file=my.gin         (the same in Slurm)
+  {prog} --restarts=20 --host_count=4 --host_index=0 --coordinator_address=node1:62000 \\
+    -- --gin_file=my.gin
+  srun --ntasks-per-node=1 {prog} --restarts=20 -- --gin_file=my.gin
   {prog} --module t5x_gpu.doctor -- --model_dir=runs/a
   {prog} --nproc 8 --numa cores.txt -- --gin_file=my.gin      (lines like 0: 0-15,128-143)
   {prog} --write_scripts scripts      (files for Slurm, PBS, Open MPI and Kubernetes)
