@@ -9,6 +9,7 @@
 answered by its exit code, or null while it runs. No device is touched before the fork.
 """
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -160,6 +161,8 @@ def main() -> None:
   for name in (*LATER, *lowering, *sys.argv[1:]):
     importlib.import_module(name)
   TensorBoardWriter('unused')  # imports what writes event files
+  gc.collect()
+  gc.freeze()  # a collection in a run would copy the pages of all these modules
   conversions = Repeater(_conversions())
   for line in sys.stdin:
     request = json.loads(line)
