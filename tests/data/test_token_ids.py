@@ -69,7 +69,7 @@ def test_each_token_and_each_end_has_a_loss(open_data, tmp_path, model, form, ki
   if form == 'prepared':
     for split in ('train', 'validation'):
       prepare_here(data, tmp_path / 'rows', num_parts=1, split=split, **options)
-    data, options['vocabulary'] = f'prepared:{tmp_path}/rows', None
+    data = f'prepared:{tmp_path}/rows'
   got = collections.defaultdict(collections.Counter)
   for split in ('train', 'validation'):
     batches = list(open_data(data, split=split, repeat=False, **options).iterator)

@@ -127,7 +127,8 @@ def _located(vocabulary: str) -> str:
   kind, _, path = vocabulary.partition(':')
   if kind not in ('sentencepiece', 'huggingface') or '://' in path:
     return vocabulary
-  return f'{kind}:{os.path.realpath(os.path.expanduser(path))}'
+  path = os.path.expanduser(path).removesuffix('/tokenizer.json')  # of huggingface:, in a folder
+  return f'{kind}:{os.path.realpath(path)}'
 
 
 def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
