@@ -21,7 +21,7 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
-from t5x_gpu.data.prepared.workers import ShardJob, write_shards
+from t5x_gpu.data.prepared.workers import ShardJob, Workers
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import show
@@ -97,7 +97,7 @@ def _splits(loaded: LoadedConfig, names: list[str], num_parts: Optional[int]) ->
   return found
 
 
-def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int) -> Optional[Index]:
+def _prepare(folder: SplitFolder, split: _Split, *, workers: Workers) -> Optional[Index]:
   """Writes the missing shards; returns the index, or None if the split was already complete."""
   if not folder.todo and (folder.path / INDEX).exists():
     return None
@@ -129,7 +129,7 @@ def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int) -> Optiona
 
   with (
     bar(f'{split.index.split}: shards', done + len(jobs), done=done, note=rate) as advance,
-    contextlib.closing(write_shards(jobs, num_workers=num_workers)) as events,
+    contextlib.closing(workers.write(jobs)) as events,
   ):
     for job, event in events:
       if isinstance(event, Shard):
@@ -173,26 +173,26 @@ def main(argv: Optional[list[str]] = None) -> int:
   splits = _splits(loaded, extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-  num_workers = extra.workers or len(os.sched_getaffinity(0))
-  for split in splits:
-    shards = {name: member.num_shards for name, member in split.index.members.items()}
-    if args.dry_run:
-      console.print(
-        f'Dry run: {output / split.config.split} would get shards of '
-        f'{", ".join(f"{name} ({number})" for name, number in shards.items())}.'
-      )
-      continue
-    with sigterm_raises(), open_split(output / split.config.split, split.index) as folder:
-      if folder.finished and folder.todo:
+  with Workers(extra.workers or len(os.sched_getaffinity(0))) as workers:
+    for split in splits:
+      shards = {name: member.num_shards for name, member in split.index.members.items()}
+      if args.dry_run:
         console.print(
-          f'{split.config.split}: {len(folder.finished)} shards are finished and unchanged, '
-          f'{len(folder.todo)} remain.'
+          f'Dry run: {output / split.config.split} would get shards of '
+          f'{", ".join(f"{name} ({number})" for name, number in shards.items())}.'
         )
-      index = _prepare(folder, split, num_workers=num_workers)
-    if index is None:
-      console.print(f'{split.config.split}: already complete, every byte unchanged.')
-    else:
-      console.print('\n'.join(_summary(index)))
+        continue
+      with sigterm_raises(), open_split(output / split.config.split, split.index) as folder:
+        if folder.finished and folder.todo:
+          console.print(
+            f'{split.config.split}: {len(folder.finished)} shards are finished and unchanged, '
+            f'{len(folder.todo)} remain.'
+          )
+        index = _prepare(folder, split, workers=workers)
+      if index is None:
+        console.print(f'{split.config.split}: already complete, every byte unchanged.')
+      else:
+        console.print('\n'.join(_summary(index)))
   if not args.dry_run:
     console.print(
       f"Train on it: the same gin file with --gin.MIXTURE_OR_TASK_NAME='prepared:{output}'"

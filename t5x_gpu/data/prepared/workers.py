@@ -5,6 +5,7 @@ that killed it, nor progress within a shard. When the parent ends for any reason
 and the workers end.
 """
 
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -12,10 +13,10 @@ import multiprocessing.connection
 import pathlib
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Union
+from typing import Self, Union
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import open_preparation
@@ -53,48 +54,73 @@ class RowsWritten:
   tokens: int
 
 
-def write_shards(
-  jobs: Sequence[ShardJob], *, num_workers: int
-) -> Iterator[tuple[ShardJob, Union[RowsWritten, Shard]]]:
-  """Yields progress and finished shards until all jobs are done; always ends the workers.
+class Workers:
+  """Up to `number` processes, each started for its first shard. They end with the block."""
 
-  Raises:
-    UserError: a worker failed. Finished shards are kept.
-  """
-  context = multiprocessing.get_context('spawn')  # TensorFlow does not survive a fork
-  todo = list(reversed(jobs))
-  workers: dict[Connection, BaseProcess] = {}
-  current: dict[Connection, ShardJob] = {}
-  try:
-    for _ in range(min(num_workers, len(jobs))):
-      ours, theirs = context.Pipe()
-      process = context.Process(target=_work, args=(theirs,), daemon=True)
-      process.start()
-      theirs.close()
-      workers[ours] = process
-      current[ours] = todo.pop()
-      ours.send(current[ours])
-    while current:
-      for connection in multiprocessing.connection.wait(list(current)):
-        job = current[connection]
-        try:
-          message = connection.recv()
-        except (EOFError, ConnectionResetError):
-          raise _died(workers[connection], job) from None
-        if isinstance(message, Exception):
-          raise message
-        yield job, message
-        if isinstance(message, Shard):
-          del current[connection]
-          if todo:
-            current[connection] = todo.pop()
+  def __init__(self, number: int):
+    self._number = number
+    self._processes: dict[Connection, BaseProcess] = {}
+    self._idle: list[Connection] = []
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self._end(self._processes)
+
+  def write(self, jobs: Sequence[ShardJob]) -> Iterator[tuple[ShardJob, Union[RowsWritten, Shard]]]:
+    """Yields progress and finished shards until all jobs are done.
+
+    If it is closed before, it ends the workers that write.
+
+    Raises:
+      UserError: a worker failed. Finished shards are kept.
+    """
+    todo = list(reversed(jobs))
+    current: dict[Connection, ShardJob] = {}
+    try:
+      while todo or current:
+        while todo and len(current) < self._number:
+          connection = self._idle.pop() if self._idle else self._start()
+          current[connection] = todo.pop()
+          with self._alive(connection, current[connection]):
             connection.send(current[connection])
-  finally:
-    for process in workers.values():
+        for connection in multiprocessing.connection.wait(list(current)):
+          job = current[connection]
+          with self._alive(connection, job):
+            message = connection.recv()
+          if isinstance(message, Exception):
+            raise message
+          yield job, message
+          if isinstance(message, Shard):
+            del current[connection]
+            self._idle.append(connection)
+    finally:
+      self._end(current)
+
+  def _start(self) -> Connection:
+    context = multiprocessing.get_context('spawn')  # TensorFlow does not survive a fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    self._processes[ours] = process
+    return ours
+
+  def _end(self, connections: Iterable[Connection]) -> None:
+    ended = {connection: self._processes.pop(connection) for connection in list(connections)}
+    for process in ended.values():
       process.kill()
-    for connection, process in workers.items():
+    for connection, process in ended.items():
       process.join()
       connection.close()
+
+  @contextlib.contextmanager
+  def _alive(self, connection: Connection, job: ShardJob) -> Iterator[None]:
+    try:
+      yield
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+      raise _died(self._processes[connection], job) from None
 
 
 def _died(process: BaseProcess, job: ShardJob) -> DataError:
