@@ -170,6 +170,21 @@ def test_hosts_lose_a_worker_and_then_the_first_host_and_finish_together(three):
   assert [three.end(1), three.end(2)] == [0, 0], three.output(1)
 
 
+def test_a_stopped_host_is_left_out_and_ends_its_workers_once_it_continues(three):
+  for index in range(3):
+    three.start(index)
+  old = three.workers(1, 6)[4:]
+  for pid in (three.pids[2], *old):
+    os.kill(pid, signal.SIGSTOP)
+  three.workers(2, 4)
+  for pid in (*old, three.pids[2]):
+    os.kill(pid, signal.SIGCONT)
+  three.wait_for(lambda: 'host 0, which leads, is lost' in three.output(2))
+  three.wait_for(lambda: not any(pathlib.Path(f'/proc/{pid}').exists() for pid in old))
+  (three.folder / 'done').touch()
+  assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(2)
+
+
 def test_a_stop_signal_ends_the_agents_with_the_code_of_their_workers(three):
   for index in range(3):
     three.start(index)
