@@ -23,7 +23,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Optional, Self, Union
 
-from t5x_gpu.errors import Problem, number_ranges
+from t5x_gpu.errors import Problem, listed, number_ranges
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_INTERRUPTED,
   EXIT_PREEMPTED,
@@ -49,6 +49,8 @@ GRACE_SECONDS = 10
 HOLD_SECONDS = 300
 # A leader without all hosts looks this often for a lower host, which then leads.
 PROBE_SECONDS = 2
+# A leader that waits for hosts says so this often.
+REMIND_SECONDS = 30
 # Ending processes takes at most `REPORT_SECONDS` and as long again; a host that takes longer (a
 # process that the kernel cannot end) is left out.
 ENDING_SECONDS = 60
@@ -428,6 +430,7 @@ class Member:
     self._proposal: Optional[Generation] = None
     self._offers: dict[int, str] = {}
     self._probe_at = 0.0
+    self._remind_at = 0.0
     self._is_over = False
 
   # Events.
@@ -639,7 +642,7 @@ class Member:
   # A leader.
 
   def _lead(self, now: float) -> list[Action]:
-    self._leads, self._probe_at = True, now + PROBE_SECONDS
+    self._leads, self._probe_at, self._remind_at = True, now + PROBE_SECONDS, now + REMIND_SECONDS
     self._first, self._stopped_until, self._is_ending = None, None, False
     self._proposal, self._offers = None, {}
     actions: list[Action] = []
@@ -779,7 +782,7 @@ class Member:
     count = max((n for n in counts if n <= len(present)), default=0)
     if is_safe and count and (not missing or now >= self._since + GRACE_SECONDS):
       return self._propose(present, count, restarts, counts, cause)
-    actions: list[Action] = []
+    actions = self._remind(missing, now)
     if now >= self._since + HOLD_SECONDS or (
       not is_safe and now >= self._since + 3 * GRACE_SECONDS
     ):
@@ -799,9 +802,9 @@ class Member:
     if len(present) == self._host_count:
       counts = (self._host_count,)
       return self._propose(present, self._host_count, Restarts(self._allowed), counts, '')
-    if now < self._since + self._start_seconds:
-      return []
     missing = sorted(set(range(self._host_count)) - {host.index for host in present})
+    if now < self._since + self._start_seconds:
+      return self._remind([f'host {index}' for index in missing], now)
     return self._finish(
       1,
       f'Only {len(present)} of {self._host_count} hosts came within {self._start_seconds:.0f} s. '
@@ -809,6 +812,12 @@ class Member:
       'Start the same command on these hosts, each with its own --host_index and the same '
       '--coordinator_address.',
     )
+
+  def _remind(self, missing: Sequence[Union[Host, str]], now: float) -> list[Action]:
+    if now < self._remind_at or not missing:
+      return []
+    self._remind_at = now + REMIND_SECONDS
+    return [Log(f'waiting for {", ".join(listed(list(map(str, missing)), 8))}.')]
 
   def _cause(
     self, last: Generation, reports: Mapping[int, HostReport], asked: int

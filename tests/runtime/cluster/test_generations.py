@@ -239,7 +239,7 @@ def test_a_run_starts_once_all_hosts_have_come():
   made = Network(3)
   made.kill(2)
   made.settle(50)
-  assert made.hosts() == []
+  assert made.hosts() == [] and made.log == ['0: waiting for host 2.']
   made.boot(2)
   made.settle(2)
   assert made.hosts() == [0, 1, 2] and made.whole().number == 1
@@ -303,6 +303,7 @@ def test_a_mesh_that_fits_no_fewer_hosts_waits_and_then_ends_the_run():
   made.kill(1)
   made.settle(g.HOLD_SECONDS - 1)
   assert made.hosts() == [] and not made.exits
+  assert '0: waiting for host 1 (gpu-1).' in made.log
   made.settle(3)
   assert 'host 1 (gpu-1)' in made.exits[0].problem.what and made.exits[2].code == 1
 
