@@ -53,8 +53,8 @@ def pytest_ignore_collect(collection_path, config):
 
 # These files run first. Started last, one of them would keep a single worker busy for minutes.
 LONGEST = (
-  'worlds/test_new_runs.py',
-  'worlds/test_trained_runs.py',
+  'worlds/test_all_worlds.py',
+  'worlds/test_worlds.py',
   'parity/test_layouts.py',
   'parity/test_fp8_layouts.py',
   'property/test_layouts.py',

@@ -9,8 +9,7 @@ import pytest
 
 from tests.helpers_disk import refusing_library
 from tests.helpers_warm import WarmStart
-from tests.worlds.sessions import Session
-from tests.worlds.table import World
+from tests.worlds.sessions import Sessions
 
 IMPORTS = (
   *(
@@ -34,17 +33,5 @@ def warm(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def sessions(warm):
-  """Returns the session of some worlds; keeps sessions with a tokenizer alone, and the latest."""
-  kept, latest = {}, {}
-
-  def session(worlds: tuple[World, ...]) -> Session:
-    known = kept if all(world.kind == 'tokenizer' for world in worlds) else latest
-    if worlds not in known:
-      while latest and known is latest:
-        latest.popitem()[1].close()
-      known[worlds] = Session(warm, worlds)
-    return known[worlds]
-
-  yield session
-  for each in (*kept.values(), *latest.values()):
-    each.close()
+  with contextlib.closing(Sessions(warm)) as opened:
+    yield opened

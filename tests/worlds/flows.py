@@ -6,10 +6,9 @@ import os
 import pathlib
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_tokenizers import Tokenizer
 from tests.helpers_train import REPOSITORY
 from tests.helpers_xla import xla_flags
@@ -63,30 +62,44 @@ class Place:
     base: folder of the gin file and the logs.
     cwd: working folder of the commands.
     runs: folder of everything that the commands write, as the command line names it.
-    data: MIXTURE_OR_TASK_NAME.
-    gin_file: as the command line names it.
+    inputs: folder of the gin file, the texts and the prompts, as the command line names it.
+    contents: the texts.
+    form, texts, columns: MIXTURE_OR_TASK_NAME is FORM:TEXTS COLUMNS, TEXTS a name in `inputs`.
+    trained: folder of the run for the flows of RUN_FIRST; the folder `a` unless it is set.
     tokenizer: in the folder `tokenizer` inside `runs`; None for bytes.
     macros: further values of the gin file.
     environment: variables of the commands; None removes one.
     before: Python that each command runs first: limits, signals, closed files.
     stdout: where the commands print, or None for the log.
     between: called between the two trainings of a flow.
-    is_requeued: a training that stops before its last step and saves is started again, as by Slurm.
+    during: called while a training waits for its next batch.
   """
 
   warm: Any
   base: pathlib.Path
   cwd: pathlib.Path
   runs: str
-  data: str
-  gin_file: str
+  inputs: str
+  contents: Sequence[str]
+  form: str = 'jsonl'
+  texts: str = 'texts.jsonl'
+  columns: str = ''
+  trained: Optional[str] = None
   tokenizer: Optional[Tokenizer] = None
   macros: dict[str, Any] = dataclasses.field(default_factory=dict)
   environment: dict[str, Optional[str]] = dataclasses.field(default_factory=dict)
   before: str = ''
   stdout: Optional[pathlib.Path] = None
   between: Optional[Callable[[], None]] = None
-  is_requeued: bool = False
+  during: Optional[Callable[[], None]] = None
+
+  @property
+  def data(self) -> str:
+    return f'{self.form}:{self.input(self.texts)}{self.columns}'
+
+  @property
+  def run_folder(self) -> str:
+    return self.trained or self.folder('a')
 
   def folder(self, name: str) -> str:
     """Returns the folder `name` inside `runs`, as the command line names it."""
@@ -95,8 +108,11 @@ class Place:
   def file(self, name: str) -> str:
     return f'{self.runs.rstrip("/")}/{name}'
 
-  def real(self, name: str) -> pathlib.Path:
-    path = self.file(name)
+  def input(self, name: str) -> str:
+    return f'{self.inputs.rstrip("/")}/{name}'
+
+  def real(self, path: str) -> pathlib.Path:
+    """Returns a path of the command line as the test's process names it."""
     home = self.environment.get('HOME') or ''
     return self.cwd / (path.replace('~', home, 1) if path.startswith('~/') else path)
 
@@ -104,7 +120,8 @@ class Place:
     values = {'MIXTURE_OR_TASK_NAME': self.data, **self.macros, **macros}
     if self.tokenizer:
       values['VOCABULARY'] = self.tokenizer.vocabulary.format(self.file('tokenizer'))
-    return [f'--gin_file={self.gin_file}', *(f'--gin.{k}={v}' for k, v in values.items())]
+    gin_file = self.input('world.gin')
+    return [f'--gin_file={gin_file}', *(f'--gin.{k}={v}' for k, v in values.items())]
 
   def start(self, command: str, *argv: str, **environment: str) -> 'Started':
     """Returns a started `python -m t5x_gpu.COMMAND ARGV`."""
@@ -137,12 +154,7 @@ class Place:
 
   def run(self, command: str, *argv: str, **environment: str) -> None:
     """Runs a command, which must end with code 0."""
-    code = None
-    while code is None or code == EXIT_PREEMPTED and self.is_requeued:
-      started = self.start(command, *argv, **environment)
-      code = started.finish()
-    if code != 0:
-      raise Failed(f'{started.line}: exit code {code}\n{started.text}')
+    self.start(command, *argv, **environment).succeed()
 
 
 @dataclasses.dataclass
@@ -158,6 +170,10 @@ class Started:
   def finish(self) -> int:
     return self.process.wait(DEADLINE_SECONDS)
 
+  def succeed(self) -> None:
+    if (code := self.finish()) != 0:
+      raise Failed(f'{self.line}: exit code {code}\n{self.text}')
+
   def wait_for(self, path: pathlib.Path) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not path.exists():
@@ -168,84 +184,106 @@ class Started:
       time.sleep(0.01)
 
 
-def train_and_resume(place: Place) -> Any:
-  """Leaves a run in the folder `a`, for the flows of RUN_FIRST."""
-  argv = place.gin(MODEL_DIR=place.folder('a'))
-  place.run('train', *argv, '--gin.TRAIN_STEPS=2')
-  if place.between:
-    place.between()
-  place.run('train', *argv)
-  return _losses(place.real('a'))
+def _train(place: Place, folder: str, **macros: Any) -> None:
+  """Trains to the end; the texts change on the way if the world has `during`."""
+  argv = place.gin(MODEL_DIR=folder, **macros)
+  if place.during is None:
+    place.run('train', *argv)
+    return
+  running = held(place, argv, after=1)
+  place.during()
+  (place.cwd / 'go').touch()
+  running.succeed()
+  (place.cwd / 'go').unlink()
 
 
-def kill_and_resume(place: Place) -> Any:
-  argv = place.gin(MODEL_DIR=place.folder('killed'), DATA_MODULE='held_data')
-  module = {'HELD_MODULE': 't5x_gpu.data.seqio_batches'}
-  held = place.cwd / 'held'
-  running = place.start('train', *argv, HOLD_AFTER='3', **module)
-  running.wait_for(held)
-  running.process.kill()
-  running.finish()
-  held.unlink()
-  if place.between:
-    place.between()
-  place.run('train', *argv, **module)
-  return _losses(place.real('killed'))
+def held(place: Place, argv: Sequence[str], *, after: int) -> Started:
+  """Returns a training that has read `after` batches and waits until the file `go` appears."""
+  argv = [*argv, '--gin.DATA_MODULE=held_data']
+  module = 't5x_gpu.data.seqio_batches'
+  running = place.start('train', *argv, HOLD_AFTER=str(after), HELD_MODULE=module)
+  running.wait_for(place.cwd / 'held')
+  (place.cwd / 'held').unlink()
+  return running
 
 
 def train(place: Place) -> Any:
-  place.run('train', *place.gin(MODEL_DIR=place.folder('trained')))
-  return _losses(place.real('trained'))
+  """Leaves a run in the folder `a`, for the flows of RUN_FIRST."""
+  _train(place, place.folder('a'))
+  return _losses(place, place.folder('a'))
+
+
+def train_and_resume(place: Place) -> Any:
+  """Leaves a run in the folder `a`, too."""
+  place.run('train', *place.gin(MODEL_DIR=place.folder('a'), TRAIN_STEPS=2))
+  if place.between:
+    place.between()
+  _train(place, place.folder('a'))
+  return _losses(place, place.folder('a'))
+
+
+def kill_and_resume(place: Place) -> Any:
+  argv = place.gin(MODEL_DIR=place.folder('killed'))
+  running = held(place, argv, after=3)
+  running.process.kill()
+  running.finish()
+  if place.between:
+    place.between()
+  place.run('train', *argv)
+  return _losses(place, place.folder('killed'))
+
+
+def evaluation_while_training(place: Place) -> Any:
+  """Returns the last evaluation of the run in the folder `a`."""
+  return _evaluation(_records(place.real(place.file('a/metrics.jsonl'))))
 
 
 def evaluate(place: Place) -> Any:
-  place.run('eval', *place.gin(MODEL_DIR=place.folder('a')), '--batches=1')
-  return _records(place.real('a') / 'eval' / 'validation.jsonl')[1:]
+  place.run('eval', *place.gin(MODEL_DIR=place.run_folder))
+  return _evaluation(_records(place.real(place.run_folder) / 'eval' / 'validation.jsonl'))
+
+
+def _evaluation(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+  [*_, last] = [r for r in records if 'eval/loss' in r]
+  return {key: last[key] for key in ('eval/accuracy', 'eval/loss')}
 
 
 def infer(place: Place) -> Any:
-  return _infer(place, 'out.jsonl')
+  return _infer(place, place.run_folder, 'out.jsonl')
 
 
-def _infer(place: Place, output: str, *flags: str) -> Any:
-  place.real('prompts.txt').write_text('text 1\ntext 2\n', encoding='utf-8')
+def _infer(place: Place, checkpoint: str, output: str) -> Any:
+  place.real(place.input('prompts.txt')).write_text('text 1\nsays größe\n', encoding='utf-8')
   place.run(
     'infer',
-    *place.gin(MODEL_DIR=place.folder('a')),
-    *flags,
-    f'--prompts={place.file("prompts.txt")}',
+    *place.gin(MODEL_DIR=place.run_folder),
+    f'--checkpoint={checkpoint}',
+    f'--prompts={place.input("prompts.txt")}',
     f'--output={place.file(output)}',
     '--gin.DecodingConfig.max_decode_length=4',
   )
-  return _records(place.real(output))
+  return _records(place.real(place.file(output)))
 
 
 def convert_there_and_back(place: Place) -> Any:
   exported, back = place.folder('exported'), place.folder('back')
-  place.run('convert', f'--from={place.folder("a")}', f'--to={exported}', '--check=own')
+  place.run('convert', f'--from={place.run_folder}', f'--to={exported}', '--check=own')
   place.run('convert', f'--from={exported}', f'--to={back}', '--check=own')
-  return _infer(place, 'again.jsonl', f'--checkpoint={back}')
+  return _infer(place, back, 'again.jsonl')
 
 
 def reshard(place: Place) -> Any:
-  place.run('reshard', f'--from={place.folder("a")}', f'--to={place.folder("b")}')
-  place.run('train', *place.gin(MODEL_DIR=place.folder('b'), TRAIN_STEPS=6))
-  return _records(place.real('b') / 'metrics.jsonl')[-1]['train/loss']
+  place.run('reshard', f'--from={place.run_folder}', f'--to={place.folder("b")}', '--step=2')
+  _train(place, place.folder('b'))
+  return _losses(place, place.run_folder) | _losses(place, place.folder('b'), first=3)
 
 
-def prepare_and_train(place: Place) -> Any:
+def prepare(place: Place) -> Any:
+  """Returns how many texts and tokens the prepared rows have, in all splits."""
+  argv = place.gin(MODEL_DIR='unused')
   rows = place.folder('rows')
-  place.run(
-    'prepare', *place.gin(MODEL_DIR='unused'), f'--output={rows}', '--workers=1', '--shards=1'
-  )
-  argv = place.gin(MODEL_DIR=place.folder('p'), MIXTURE_OR_TASK_NAME=f'prepared:{rows}')
-  place.run('train', *argv)
-  return _losses(place.real('p')), _counted(place.real('rows'))
-
-
-def _counted(rows: pathlib.Path) -> tuple[int, int]:
-  """Returns how many texts and tokens prepared rows have, in all splits."""
-  indices = [json.loads(path.read_text()) for path in rows.glob('*/index.json')]
+  place.run('prepare', *argv, f'--output={rows}', '--workers=1', '--shards=1')
+  indices = [json.loads(path.read_text()) for path in place.real(rows).glob('*/index.json')]
   members = [member for index in indices for member in index['members'].values()]
   shards = [shard for member in members for shard in member['shards']]
   return (
@@ -254,27 +292,33 @@ def _counted(rows: pathlib.Path) -> tuple[int, int]:
   )
 
 
+def train_on_prepared(place: Place) -> Any:
+  argv = place.gin(
+    MODEL_DIR=place.folder('p'), MIXTURE_OR_TASK_NAME=f'prepared:{place.folder("rows")}'
+  )
+  place.run('train', *argv)
+  return _losses(place, place.folder('p'))
+
+
 def launch_two(place: Place) -> Any:
   argv = place.gin(MODEL_DIR=place.folder('two'))
   place.run('launch', '--nproc=2', '--no_gpu', '--', *argv)
-  return _losses(place.real('two'))
+  return _losses(place, place.folder('two'))
 
 
 def _records(path: pathlib.Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
 
 
-def _losses(folder: pathlib.Path) -> dict[int, float]:
-  """Returns step -> loss; each step came exactly once."""
-  records = [r for r in _records(folder / 'metrics.jsonl') if 'train/loss' in r]
+def _losses(place: Place, folder: str, *, first: int = 1) -> dict[int, float]:
+  """Returns step -> loss of a run; each step from `first` came exactly once."""
+  path = place.real(folder) / 'metrics.jsonl'
+  records = [r for r in _records(path) if 'train/loss' in r]
   steps = [r['step'] for r in records]
-  if steps != list(range(1, len(steps) + 1)):
-    raise Failed(f'{folder}/metrics.jsonl has the steps {steps}')
+  if steps != list(range(first, first + len(steps))):
+    raise Failed(f'{path} has the steps {steps}')
   return {r['step']: r['train/loss'] for r in records}
 
-
-# They begin with the run that `train_and_resume` leaves.
-RUN_FIRST = ('evaluate', 'infer', 'convert_there_and_back', 'reshard')
 
 FLOWS = {
   flow.__name__: flow
@@ -282,11 +326,32 @@ FLOWS = {
     train,
     train_and_resume,
     kill_and_resume,
+    evaluation_while_training,
     evaluate,
     infer,
     convert_there_and_back,
     reshard,
-    prepare_and_train,
+    prepare,
+    train_on_prepared,
     launch_two,
   )
+}
+# Flow -> the flow whose files it needs.
+RUN = 'train_and_resume'
+FIRST = {
+  **dict.fromkeys(('evaluate', 'infer', 'convert_there_and_back', 'reshard'), RUN),
+  'evaluation_while_training': 'train',
+  'train_on_prepared': 'prepare',
+}
+# Flow -> the flow of the plain world that has its numbers; for `prepare`, the tokenizer's library.
+SAME_AS = {
+  'train': 'train',
+  'train_and_resume': 'train',
+  'kill_and_resume': 'train',
+  'reshard': 'train',
+  'launch_two': 'train',
+  'evaluate': 'evaluation_while_training',
+  'infer': 'infer',
+  'convert_there_and_back': 'infer',
+  'train_on_prepared': 'train_on_prepared',
 }

@@ -1,24 +1,10 @@
 """The worlds: where strangers' runs happen. A new bug adds a world here, not a test file.
 
-A world changes a `Place`. In it every flow gives the numbers of the plain world, or the error that
-the world's `refused` names ends training before step 1. There is no third outcome.
+A world changes a `Place`. In it every flow gives the numbers of the plain world, or one of our
+errors refuses the world before step 1. There is no third outcome.
 
-Worlds are tried together, one of each kind in a session, and each session has the flows that the
-world's code can reach (sessions.py, `combined`):
-
-| kind | can break | flows of test-all |
-|---|---|---|
-| path | each command's reading and writing of its files | each, some as parts of others |
-| environment | the start, the output and the end of each process | the same |
-| data | opening the texts, first and again | the same; they cost no further command |
-| tokenizer | the ids, the written text, the exported tokenizer | infer, convert_there_and_back |
-
-`launch_two` hands paths and variables on to two other processes: a few worlds of each kind.
-
-A tokenizer changes the numbers: in its world a resumed run equals an unbroken run, and a converted
-model writes the same text.
-tests/data/test_token_ids.py compares streamed and prepared batches with each tokenizer's own
-library, id by id.
+Worlds are tried together: a row has one or more worlds of each kind (rows.py). A tokenizer changes
+the numbers, as does a world with `contents`: the plain world of a row has these, and no others.
 """
 
 import codecs
@@ -31,11 +17,10 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Optional
 
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
@@ -45,10 +30,13 @@ from tests.worlds.flows import Place
 # Some have the name of a special token, or a word that some tokenizers do not know.
 ODD = ('more', '<pad>', '</s>', '[SEP]', 'new!')
 TEXTS = [f'text {i} says {i * 7 % 11} and {ODD[i % 5]}' for i in range(60)]
+UNICODE = [f'{text} größe 模型 🙂' for text in TEXTS]
 IN_VALIDATION = (4, 29, 56)  # by the hash that assigns texts to splits
-KINDS = ('path', 'environment', 'data')
-# Prepared rows are the same in every format, and shuffled by the name of their task.
-OTHER_ORDER = ('prepare_and_train',)
+# Prepared rows are the same in every form, and shuffled by the name of their task.
+OTHER_ORDER = ('train_on_prepared',)
+# What oddities of a text file change; forms other than a single text file exclude them.
+BYTES = ('begin', 'ends', 'blank', 'last', 'packed')
+ONE_FILE = ('file',)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +45,24 @@ class World:
 
   Attributes:
     name: name of the world, unique.
-    kind: worlds of different kinds can be combined.
-    change: changes a plain Place.
+    kind: path, environment, data or tokenizer.
+    change: changes a Place that earlier worlds of the table may have changed.
+    sets: what of the place it sets; two worlds that set the same are never together.
     changes: names of the flows whose numbers depend on this world, by design.
-    refused: how the error begins that ends training before its first step, as a regular expression;
-      None if everything works. With `Place.between`, training is refused after that.
+    contents: whether the world has other texts, or rows of them, on which all numbers depend.
+    refuses: flow -> how the error begins that ends the flow, as a regular expression.
+    refused: the same for training, which ends before its first step; None if everything works. With
+      `Place.between` or `Place.during`, training is refused after that.
   """
 
   name: str
   kind: str
   change: Callable[[Place], None]
+  sets: tuple[str, ...] = ()
+  _: dataclasses.KW_ONLY
   changes: Sequence[str] = ()
+  contents: bool = False
+  refuses: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
   refused: Optional[str] = None
 
   def __str__(self) -> str:
@@ -77,23 +72,26 @@ class World:
 # Paths: the folder that holds the gin file, the texts, and everything that is written.
 
 
-def _in(name: str, *, first: str = '') -> Callable[[Place], None]:
+def _base(name: str, *, first: str = '') -> Callable[[Place], None]:
   """Returns a change that puts everything into the folder `name`; `first` is created before it."""
 
   def change(place: Place) -> None:
     (place.cwd / first).mkdir(exist_ok=True)
-    (place.cwd / name).mkdir(parents=True)
     _move(place, name)
 
   return change
 
 
+def _inside(name: str) -> Callable[[Place], None]:
+  """Returns a change that puts everything into a folder `name`, inside the present folder."""
+  return lambda place: _move(place, place.file(name))
+
+
 def _move(place: Place, runs: str) -> None:
-  place.runs = runs
+  place.real(runs).mkdir(parents=True, exist_ok=True)
   for name in ('world.gin', 'texts.jsonl'):
-    place.real(name).write_bytes((place.base / name).read_bytes())
-  place.gin_file = place.file('world.gin')
-  place.data = f'jsonl:{place.file("texts.jsonl")}'
+    place.real(f'{runs}/{name}').write_bytes((place.base / name).read_bytes())
+  place.runs = place.inputs = runs
 
 
 def _symlink(place: Place) -> None:
@@ -104,7 +102,6 @@ def _symlink(place: Place) -> None:
 
 def _symlink_and_dots(place: Place) -> None:
   _symlink(place)
-  (place.cwd / 'disk' / 'runs').mkdir()
   _move(place, 'link/../runs')  # for the kernel disk/runs, by the text alone `runs`
 
 
@@ -114,11 +111,8 @@ def _absolute(place: Place) -> None:
 
 def _home(place: Place) -> None:
   """A path that no shell has expanded."""
-  home = place.base / 'home'
-  (home / 'runs').mkdir(parents=True)
-  place.environment['HOME'] = str(home)
-  _move(place, str(home / 'runs'))
-  place.runs, place.data = '~/runs', 'jsonl:~/runs/texts.jsonl'
+  place.environment['HOME'] = str(place.base / 'home')
+  _move(place, '~/runs')
 
 
 def _runs(name: str) -> Callable[[Place], None]:
@@ -128,6 +122,10 @@ def _runs(name: str) -> Callable[[Place], None]:
     place.runs = name
 
   return change
+
+
+def _slash(place: Place) -> None:
+  _move(place, place.runs + '/')
 
 
 def _other_folder(place: Place) -> None:
@@ -151,7 +149,6 @@ if os.geteuid() == 0:  # capset(2); drops CAP_DAC_OVERRIDE and CAP_DAC_READ_SEAR
 
 def _read_only_parent(place: Place) -> None:
   """Nothing but the folder of runs can be written, HOME included."""
-  (place.cwd / 'mine').mkdir()
   _move(place, 'mine')
   home = place.base / 'home'
   home.mkdir(mode=0o555)
@@ -162,7 +159,7 @@ def _read_only_parent(place: Place) -> None:
 
 def _file_in_the_way(place: Place) -> None:
   (place.cwd / 'runs').mkdir()
-  place.real('a').write_text('no folder')
+  (place.cwd / 'runs' / 'a').write_text('no folder')
 
 
 def _mode(mode: int) -> Callable[[Place], None]:
@@ -175,34 +172,36 @@ def _mode(mode: int) -> Callable[[Place], None]:
   return change
 
 
+FOLDER = ('folder',)
+HOME = ('HOME',)
 PATHS = [
-  World('dots', 'path', _in('x/../runs', first='x')),
-  World('parent', 'path', _other_folder),
-  World('relative', 'path', _in('./a/b')),
-  World('absolute', 'path', _absolute),
-  World('symlink', 'path', _symlink),
-  World('symlink and dots', 'path', _symlink_and_dots),
-  World('spaces', 'path', _in('my  runs')),
-  World('brackets', 'path', _in('set[1]')),
-  World('asterisk', 'path', _in('a*b?c')),
-  World('backslash', 'path', _in('a\\b'), refused='ConfigError'),
-  World('lock suffix', 'path', _in('run.__lock'), refused='ConfigError'),
+  World('dots', 'path', _base('x/../runs', first='x'), FOLDER),
+  World('parent', 'path', _other_folder, FOLDER),
+  World('relative', 'path', _base('./a/b'), FOLDER),
+  World('absolute', 'path', _absolute, FOLDER),
+  World('symlink', 'path', _symlink, FOLDER),
+  World('symlink and dots', 'path', _symlink_and_dots, FOLDER),
+  World('dash', 'path', _base('-runs'), FOLDER),
+  World('home', 'path', _home, FOLDER + HOME),
+  World('read-only parent', 'path', _read_only_parent, FOLDER + HOME),
+  World('spaces', 'path', _inside('my  runs')),
+  World('brackets', 'path', _inside('set[1]')),
+  World('asterisk', 'path', _inside('a*b?c')),
+  World('percent', 'path', _inside('a%20b%(x)s')),
+  World('unicode', 'path', _inside('größe-模型')),
+  World('quotes', 'path', _inside('it\'s "new"')),
+  World('new line', 'path', _inside('two\nlines')),
+  World('punctuation', 'path', _inside('a=1,b#c@d;e&f$HOME{0}')),
+  World('tilde', 'path', _inside('run~1')),
+  World('200 characters', 'path', _inside('n' * 200)),
+  World('trailing slash', 'path', _slash),
+  World('backslash', 'path', _inside('a\\b'), refused='ConfigError'),
+  World('lock suffix', 'path', _inside('run.__lock'), refused='ConfigError'),
   World('unknown user', 'path', _runs('~no_such_user/runs'), refused='ConfigError'),
-  World('percent', 'path', _in('a%20b%(x)s')),
-  World('unicode', 'path', _in('größe-模型')),
-  World('quotes', 'path', _in('it\'s "new"')),
-  World('new line', 'path', _in('two\nlines')),
-  World('dash', 'path', _in('-runs')),
-  World('punctuation', 'path', _in('a=1,b#c@d;e&f$HOME{0}')),
-  World('tilde', 'path', _in('run~1')),
-  World('home', 'path', _home),
-  World('200 characters', 'path', _in('n' * 200)),
   World('300 characters', 'path', _runs('n' * 300), refused='ConfigError: The path .* too long'),
   World('a file in the way', 'path', _file_in_the_way, refused='(Config|Checkpoint)Error'),
   World('no right to write', 'path', _mode(0o500), refused='(Config|Access|Checkpoint)Error'),
   World('no right to enter', 'path', _mode(0o600), refused='(Config|Access|Checkpoint)Error'),
-  World('trailing slash', 'path', _in('runs/')),
-  World('read-only parent', 'path', _read_only_parent),
 ]
 
 # The environment of the processes.
@@ -223,8 +222,7 @@ def _before(code: str) -> Callable[[Place], None]:
 
 
 def _c_locale(place: Place) -> None:
-  variables = ('LC_ALL', 'C'), ('PYTHONUTF8', '0'), ('PYTHONIOENCODING', 'ascii')
-  place.environment.update(variables)
+  place.environment |= {'LC_ALL': 'C', 'PYTHONIOENCODING': 'ascii'}
   place.before += ASCII
 
 
@@ -283,9 +281,10 @@ os.close(r)
 os.close(w)
 """
 
+STDOUT = ('stdout',)
 ENVIRONMENT = [
-  World('no HOME', 'environment', _variables(HOME=None)),
-  World('HOME missing', 'environment', _variables(HOME='/nonexistent/home')),
+  World('no HOME', 'environment', _variables(HOME=None), HOME),
+  World('HOME missing', 'environment', _variables(HOME='/nonexistent/home'), HOME),
   World('TMPDIR missing', 'environment', _variables(TMPDIR='/nonexistent/tmp')),
   World('C locale', 'environment', _c_locale),
   World('time zone', 'environment', _variables(TZ='Asia/Kathmandu')),
@@ -297,12 +296,13 @@ ENVIRONMENT = [
     'SIGPIPE default',
     'environment',
     _before('import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL)'),
+    STDOUT,  # without a reader this signal ends the process, by design
   ),
-  World('stdout full', 'environment', _stdout('/dev/full')),
-  World('stdout closed', 'environment', _before('import os; os.close(1)')),
-  World('stdout without a reader', 'environment', _before(BROKEN_PIPE)),
-  World('stderr closed', 'environment', _before('import os; os.close(2)')),
-  World('all streams closed', 'environment', _before(CLOSED)),
+  World('stdout full', 'environment', _stdout('/dev/full'), STDOUT),
+  World('stdout closed', 'environment', _before('import os; os.close(1)'), STDOUT),
+  World('stdout without a reader', 'environment', _before(BROKEN_PIPE), STDOUT),
+  World('stderr closed', 'environment', _before('import os; os.close(2)'), ('stderr',)),
+  World('all streams closed', 'environment', _before(CLOSED), (*STDOUT, 'stderr')),
   World('64 file handles', 'environment', _limit('NOFILE', 64)),
   World('3 GiB of memory', 'environment', _limit('DATA', 3 << 30)),
   World('no /dev/shm', 'environment', _before(NO_SHARED_MEMORY)),
@@ -319,91 +319,140 @@ ENVIRONMENT = [
 # The texts, in other files and with oddities that change no text.
 
 
-def _source(prefix: str, name: str, content: Callable[[], bytes]) -> Callable[[Place], None]:
+def _form(
+  form: str, content: Callable[[Sequence[str]], bytes], columns: str = ''
+) -> Callable[[Place], None]:
+  """Returns a change that writes the texts as one file of this form."""
+
   def change(place: Place) -> None:
-    (place.base / name).write_bytes(content())
-    place.data = f'{prefix}:{place.base / name}'
+    place.form, place.texts, place.columns = form, f'odd.{form}', columns
+    place.real(place.input(place.texts)).write_bytes(content(place.contents))
 
   return change
 
 
-def _lines(*, end: str = '\n', blank: str = '') -> bytes:
-  return ''.join(json.dumps({'text': t}) + end + blank for t in TEXTS).encode()
+def _bytes(change_bytes: Callable[[bytes], bytes], suffix: str = '') -> Callable[[Place], None]:
+  """Returns a change of the file of the texts, which gets another suffix."""
+
+  def change(place: Place) -> None:
+    content = place.real(place.input(place.texts)).read_bytes()
+    place.texts += suffix
+    place.real(place.input(place.texts)).write_bytes(change_bytes(content))
+
+  return change
 
 
-def _separated(delimiter: str, column: str = 'text') -> bytes:
-  out = io.StringIO()
-  writer = csv.writer(out, delimiter=delimiter)
-  writer.writerows([['id', column], *([i, t] for i, t in enumerate(TEXTS))])
-  return out.getvalue().encode()
+def _lines(texts: Sequence[str]) -> bytes:
+  return ''.join(json.dumps({'text': t}, ensure_ascii=False) + '\n' for t in texts).encode()
 
 
-def _table(type: pa.DataType = pa.string(), **columns: pa.Array) -> pa.Table:
-  return pa.table({'text': pa.array(TEXTS).cast(type), **columns})
+def _separated(delimiter: str, column: str = 'text') -> Callable[[Sequence[str]], bytes]:
+  def content(texts: Sequence[str]) -> bytes:
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter, lineterminator='\n')
+    writer.writerows([['id', column], *([i, t] for i, t in enumerate(texts))])
+    return out.getvalue().encode()
+
+  return content
 
 
-def _parquet(table: pa.Table) -> bytes:
-  out = io.BytesIO()
-  pyarrow.parquet.write_table(table, out)
+def _parquet(
+  type: pa.DataType = pa.string(), **columns: Callable[[int], pa.Array]
+) -> Callable[[Sequence[str]], bytes]:
+  def content(texts: Sequence[str]) -> bytes:
+    out = io.BytesIO()
+    more = {name: column(len(texts)) for name, column in columns.items()}
+    pyarrow.parquet.write_table(pa.table({'text': pa.array(texts).cast(type), **more}), out)
+    return out.getvalue()
+
+  return content
+
+
+def _arrow(texts: Sequence[str]) -> bytes:
+  table, out = pa.table({'text': texts}), io.BytesIO()
+  with pa.ipc.new_stream(out, table.schema) as writer:
+    writer.write_table(table)
   return out.getvalue()
 
 
-def _no_file(place: Place) -> None:
-  place.data = f'jsonl:{place.base / "missing.jsonl"}'
+def _contents(texts: Sequence[str]) -> Callable[[Place], None]:
+  def change(place: Place) -> None:
+    place.contents = texts
+    place.real(place.input(place.texts)).write_bytes(_lines(texts))
+
+  return change
 
 
-def _column_with_a_comma(place: Place) -> None:
-  _source('csv', 'odd.csv', lambda: _separated(',', 'the, text'))(place)
-  place.data += '#text=the, text'
+def _named_folder(place: Place, name: str) -> pathlib.Path:
+  folder = place.real(place.input(name))
+  folder.mkdir()
+  return folder
+
+
+def _text_files(place: Place) -> None:
+  folder = _named_folder(place, 'files')
+  for i, text in enumerate(place.contents):
+    (folder / f'{i:02}.txt').write_text(text)
+  place.form, place.texts = 'text_files', 'files/*.txt'
 
 
 def _split_names(place: Place) -> None:
-  folder = place.base / 'named'
-  folder.mkdir()
+  folder = _named_folder(place, 'named')
   validation = [TEXTS[i] for i in IN_VALIDATION]
   for name, texts in (
     ('train', [text for text in TEXTS if text not in validation]),
     ('validation', validation),
     ('test', ['not for training'] * 60),
   ):
-    (folder / f'{name}.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
-  place.data = f'jsonl:{folder}/*.jsonl'
+    (folder / f'{name}.jsonl').write_bytes(_lines(texts))
+  place.texts = 'named/*.jsonl'
 
 
 def _saved_twice(place: Place) -> None:
   """As two `Dataset.save_to_disk` into one folder, the first of more files."""
-  folder = place.base / 'saved'
-  folder.mkdir()
+  folder = _named_folder(place, 'saved')
   for texts, number in (([f'stale {i}' for i in range(90)], 3), (TEXTS, 1)):
     names = [f'data-{i:05}-of-{number:05}.arrow' for i in range(number)]
     for name in names:
-      table = pa.table({'text': texts})
-      with pa.OSFile(str(folder / name), 'wb') as f, pa.ipc.new_stream(f, table.schema) as out:
-        out.write_table(table)
+      (folder / name).write_bytes(_arrow(texts))
     state = {'_data_files': [{'filename': name} for name in names], '_split': None}
     (folder / 'state.json').write_text(json.dumps(state))
     (folder / 'dataset_info.json').write_text('{}')
-  place.data = f'hf_dataset:{folder}'
+  place.form, place.texts = 'hf_dataset', 'saved'
+
+
+def _exchanged(place: Place, change: Callable[[bytes], bytes] = bytes, *, times: bool) -> None:
+  """Replaces the file of the texts by another one, which may have its times."""
+  path = place.real(place.input(place.texts))
+  new = path.with_name('new')
+  new.write_bytes(change(path.read_bytes()))
+  if times:
+    shutil.copystat(path, new)
+  os.replace(new, path)
 
 
 def _copied_between(place: Place) -> None:
-  """The same bytes under another inode, with other times."""
-  path = place.base / 'texts.jsonl'
+  place.between = lambda: _exchanged(place, times=False)
 
-  def copy() -> None:
-    shutil.copyfile(path, place.base / 'new')
-    os.replace(place.base / 'new', path)
 
-  place.between = copy
+def _copied_during(place: Place) -> None:
+  place.during = lambda: _exchanged(place, times=True)
+
+
+def _says(content: bytes) -> bytes:
+  return content.replace(b'says', b'said')
 
 
 def _replaced_between(place: Place) -> None:
-  path = place.base / 'texts.jsonl'
-  place.between = lambda: path.write_bytes(path.read_bytes().replace(b'says', b'said'))
+  place.between = lambda: _exchanged(place, _says, times=False)
+
+
+def _replaced_during(place: Place) -> None:
+  place.during = lambda: _exchanged(place, _says, times=False)
 
 
 def _unreadable(place: Place) -> None:
-  (place.base / 'texts.jsonl').chmod(0)
+  place.real(place.input(place.texts)).chmod(0)
   place.before += NO_PRIVILEGES
 
 
@@ -413,79 +462,90 @@ def _failing_disk(place: Place) -> None:
   place.environment |= {'REFUSED_PATH': 'texts.jsonl', 'REFUSED_ERRNO': str(errno.EIO)}
 
 
+def _no_file(place: Place) -> None:
+  place.texts = 'missing.jsonl'
+
+
 def _long_line(place: Place) -> None:
   """A line of 300 MB, in a sparse file."""
-  with open(place.base / _JSONL, 'wb') as f:
+  with open(place.real(place.input(place.texts)), 'wb') as f:
     f.truncate(300 << 20)
-  place.data = f'jsonl:{place.base / _JSONL}'
 
 
-def _long_line_compressed() -> bytes:
-  return gzip.compress(b'{"text": "') + 300 * gzip.compress(bytes(1 << 20).replace(b'\0', b'a'))
+def _long_line_compressed(content: bytes) -> bytes:
+  return gzip.compress(b'{"text": "') + 300 * gzip.compress(b'a' * (1 << 20))
 
 
-_JSONL = 'odd.jsonl'
+def _two_gzip_members(content: bytes) -> bytes:
+  half = len(content) // 2
+  return gzip.compress(content[:half]) + gzip.compress(content[half:])
 
 
-def _refused(name: str, error: str, content: bytes) -> World:
-  """Returns a world whose texts are `content`, as jsonl, which `error` refuses."""
-  return World(name, 'data', _source('jsonl', _JSONL, lambda: content), refused=error)
+def _oddity(name: str, *content: bytes | Sequence[Optional[str]], error: str) -> Iterator[World]:
+  """Yields a world per form whose texts are one of `content`: bytes of jsonl, or a column."""
+  for each in content:
+    if isinstance(each, bytes):
+      yield World(name, 'data', _bytes(lambda _, each=each: each), refused=error)
+    else:
+      for form, write in (('csv', _separated(',')), ('parquet', _parquet())):
+        change = _form(form, lambda _, each=each, write=write: write(each))
+        yield World(f'{name} ({form})', 'data', change, refused=error)
 
 
+NO_EVALUATION = {
+  'evaluate': 'NoExamplesError',
+  **dict.fromkeys(
+    ('prepare', 'train_on_prepared'), "DataError: .* no example in split 'validation'"
+  ),
+}
+FORM, CONTENTS = ('form',), ('contents',)
+TEXT_FORMS = {
+  'csv': _form('csv', _separated(',')),
+  'tsv': _form('tsv', _separated('\t')),
+  'text_lines': _form('text_lines', lambda texts: '\n'.join([*texts, '']).encode()),
+  'a column with a comma': _form('csv', _separated(',', 'the, text'), '#text=the, text'),
+}
+OTHER_FORMS = {
+  'parquet': _form('parquet', _parquet()),
+  'parquet, large strings, a null column': _form(
+    'parquet', _parquet(pa.large_string(), note=pa.nulls)
+  ),
+  'parquet, string views': _form('parquet', _parquet(pa.string_view())),
+  'parquet, dictionary': _form('parquet', _parquet(pa.dictionary(pa.int32(), pa.string()))),
+  'arrow': _form('arrow', _arrow),
+}
+OTHER_FOLDERS = {'jsonl with names of splits': _split_names, 'save_to_disk twice': _saved_twice}
 DATA = [
-  # First, as the first flow of `make test` starts twice.
-  World('copied between two starts', 'data', _copied_between),
-  World('byte order mark', 'data', _source('jsonl', _JSONL, lambda: codecs.BOM_UTF8 + _lines())),
-  World('CRLF', 'data', _source('jsonl', _JSONL, lambda: _lines(end='\r\n'))),
-  World('blank lines', 'data', _source('jsonl', _JSONL, lambda: _lines(blank=' \n\n'))),
-  World('no last newline', 'data', _source('jsonl', _JSONL, lambda: _lines()[:-1])),
-  World('gz', 'data', _source('jsonl', 'odd.jsonl.gz', lambda: gzip.compress(_lines()))),
+  World('unicode', 'data', _contents(UNICODE), CONTENTS, contents=True),
+  World('text_files', 'data', _text_files, FORM + BYTES + ONE_FILE + CONTENTS, contents=True),
   World(
-    'gz of two members',
-    'data',
-    _source(
-      'jsonl',
-      'odd.JSONL.GZ',
-      lambda: gzip.compress(_lines()[:1000]) + gzip.compress(_lines()[1000:]),
-    ),
+    'one row', 'data', _contents(TEXTS[:1]), CONTENTS + FORM, contents=True, refuses=NO_EVALUATION
   ),
-  World('csv', 'data', _source('csv', 'odd.csv', lambda: _separated(',')), OTHER_ORDER),
-  World('tsv', 'data', _source('tsv', 'odd.tsv', lambda: _separated('\t')), OTHER_ORDER),
-  World(
-    'parquet', 'data', _source('parquet', 'odd.parquet', lambda: _parquet(_table())), OTHER_ORDER
+  *(World(n, 'data', c, FORM, changes=OTHER_ORDER) for n, c in TEXT_FORMS.items()),
+  *(World(n, 'data', c, FORM + BYTES, changes=OTHER_ORDER) for n, c in OTHER_FORMS.items()),
+  *(
+    World(n, 'data', c, FORM + BYTES + ONE_FILE + CONTENTS, changes=OTHER_ORDER)
+    for n, c in OTHER_FOLDERS.items()
   ),
-  World(
-    'parquet, large strings, a null column',
-    'data',
-    _source(
-      'parquet',
-      'odd.parquet',
-      lambda: _parquet(_table(pa.large_string(), note=pa.nulls(len(TEXTS)))),
-    ),
-    OTHER_ORDER,
-  ),
-  World(
-    'parquet, string views',
-    'data',
-    _source('parquet', 'odd.parquet', lambda: _parquet(_table(pa.string_view()))),
-    OTHER_ORDER,
-  ),
-  World(
-    'parquet, dictionary',
-    'data',
-    _source(
-      'parquet', 'odd.parquet', lambda: _parquet(_table(pa.dictionary(pa.int32(), pa.string())))
-    ),
-    OTHER_ORDER,
-  ),
-  World('a column with a comma', 'data', _column_with_a_comma, OTHER_ORDER),
-  World('jsonl with names of splits', 'data', _split_names, OTHER_ORDER),
-  World('save_to_disk twice', 'data', _saved_twice, OTHER_ORDER),
+  World('byte order mark', 'data', _bytes(lambda b: codecs.BOM_UTF8 + b), ('begin',)),
+  World('blank lines', 'data', _bytes(lambda b: b.replace(b'\n', b'\n\n')), ('blank',)),
+  World('CRLF', 'data', _bytes(lambda b: b.replace(b'\n', b'\r\n')), ('ends',)),
+  World('no last newline', 'data', _bytes(bytes.rstrip), ('last',)),
+  World('gz', 'data', _bytes(gzip.compress, '.gz'), ('packed',)),
+  World('gz of two members', 'data', _bytes(_two_gzip_members, '.GZ'), ('packed',)),
+  World('copied between two starts', 'data', _copied_between, ONE_FILE),
+  World('copied while a run trains', 'data', _copied_during, ONE_FILE),
   World(
     'replaced between two starts',
     'data',
     _replaced_between,
-    refused='DataError: The training text has changed',
+    refused='DataError: The training text has changed since',
+  ),
+  World(
+    'replaced while a run trains',
+    'data',
+    _replaced_during,
+    refused='DataError: The training text has changed during the run',
   ),
   World('input/output error', 'data', _failing_disk, refused=r'DataError: .*\(EIO\)'),
   World('no right to read', 'data', _unreadable, refused='DataError: .*Permission denied'),
@@ -493,23 +553,27 @@ DATA = [
   World(
     'a compressed line of 300 MB',
     'data',
-    _source('jsonl', 'odd.jsonl.gz', _long_line_compressed),
+    _bytes(_long_line_compressed, '.gz'),
     refused='DataError: .*longer than 256 MiB',
   ),
   World('no file', 'data', _no_file, refused='DataError: No file matches'),
-  _refused('empty', 'DataError: All 1 files', b''),
-  _refused('missing column', 'DataError', b'{"body": "a"}\n' * 60),
-  _refused('nulls', 'DataError: .* has no text', b'{"text": null}\n' * 60),
-  _refused('NUL', 'DataError', b'{"text": "a\0b"}\n' * 60),
-  _refused('half a surrogate pair', 'DataError', b'{"text": "\\ud800"}\n' * 60),
-  _refused('UTF-16', 'DataError', _lines().decode().encode('utf-16')),
-  _refused(
-    'deep JSON', 'DataError', b'{"text": "a", "tools": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n'
+  *_oddity('empty', b'', [], error='(Data|NoExamples)Error'),
+  *_oddity('one row, for validation', _lines(TEXTS[4:5]), TEXTS[4:5], error='NoExamplesError'),
+  *_oddity('nulls', b'{"text": null}\n' * 60, [None] * 60, error='(Data|NoExamples)Error'),
+  *_oddity('NUL', b'{"text": "a\0b"}\n' * 60, ['a\0b'] * 60, error='(Data|NoExamples)Error'),
+  *_oddity('missing column', b'{"body": "a"}\n' * 60, error='DataError'),
+  *_oddity('half a surrogate pair', b'{"text": "\\ud800"}\n' * 60, error='DataError'),
+  *_oddity('UTF-16', _lines(TEXTS).decode().encode('utf-16'), error='DataError'),
+  *_oddity(
+    'deep JSON',
+    b'{"text": "a", "tools": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n',
+    error='DataError',
   ),
+  World('missing column (csv)', 'data', _form('csv', _separated(',', 'body')), refused='DataError'),
   World(
     'two columns of one name',
     'data',
-    _source('csv', 'odd.csv', lambda: b'text,text\na,b\n' * 60),
+    _form('csv', lambda _: b'text,text\na,b\n' * 60),
     refused='DataError',
   ),
 ]
@@ -519,7 +583,7 @@ DATA = [
 
 def _tokenizer(kind: str) -> Callable[[Place], None]:
   def change(place: Place) -> None:
-    folder = place.real('tokenizer')
+    folder = place.real(place.file('tokenizer'))
     folder.mkdir(parents=True)
     place.tokenizer = helpers_tokenizers.write_tokenizer(folder, kind)
 
@@ -531,7 +595,7 @@ def _changed(file: str, change: Callable[[dict], None]) -> Callable[[Place], Non
 
   def write(place: Place) -> None:
     _tokenizer('unigram_t5')(place)
-    path = place.real('tokenizer') / file
+    path = place.real(place.file('tokenizer')) / file
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -544,7 +608,7 @@ def _no_unknown(content: dict) -> None:
 
 
 TOKENIZERS = [
-  *(World(kind, 'tokenizer', _tokenizer(kind)) for kind in helpers_tokenizers.KINDS),
+  *(World(k, 'tokenizer', _tokenizer(k), ('tokenizer',)) for k in helpers_tokenizers.KINDS),
   World(
     'no end',
     'tokenizer',
