@@ -408,6 +408,13 @@ def _split_names(place: Place) -> None:
   place.texts = 'named/*.jsonl'
 
 
+def _arrow_folder(place: Place) -> None:
+  """A folder of data files, as a repository on a hub has."""
+  folder = _named_folder(place, 'arrow')
+  (folder / 'train.arrow').write_bytes(_arrow(place.contents))
+  place.form, place.texts = 'hf_dataset', 'arrow'
+
+
 def _saved_twice(place: Place) -> None:
   """As two `Dataset.save_to_disk` into one folder, the first of more files."""
   folder = _named_folder(place, 'saved')
@@ -512,9 +519,12 @@ OTHER_FORMS = {
   ),
   'parquet, string views': _form('parquet', _parquet(pa.string_view())),
   'parquet, dictionary': _form('parquet', _parquet(pa.dictionary(pa.int32(), pa.string()))),
-  'arrow': _form('arrow', _arrow),
 }
-OTHER_FOLDERS = {'jsonl with names of splits': _split_names, 'save_to_disk twice': _saved_twice}
+OTHER_FOLDERS = {
+  'arrow': _arrow_folder,
+  'jsonl with names of splits': _split_names,
+  'save_to_disk twice': _saved_twice,
+}
 DATA = [
   World('unicode', 'data', _contents(UNICODE), CONTENTS, contents=True),
   World('text_files', 'data', _text_files, FORM + BYTES + ONE_FILE + CONTENTS, contents=True),

@@ -549,18 +549,30 @@ def open_batches(
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class _AllRows:
+  """All rows of a shard, as ArrayRecord takes it: it does not open a file to count its rows.
+
+  (A row range in the text of a path, `FILE[0:10]`, may have no line break before it.)
+  """
+
+  filename: str
+  take: int
+  examples_in_shard: int
+  skip: int = 0
+
+
 def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]:
   """Returns task -> its records in the order of the files; leaves out tasks without rows."""
   found = {}
   for name, member in index.members.items():
-    # With the row ranges, Grain does not open every file to count its rows.
-    paths = [
-      f'{folder / index.split / shard.file}[0:{shard.rows}]'
+    shards = [
+      _AllRows(str(folder / index.split / shard.file), shard.rows, shard.rows)
       for shard in member.shards
       if shard.rows
     ]
-    if paths:
-      found[name] = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
+    if shards:
+      found[name] = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(shards))
   return found
 
 
