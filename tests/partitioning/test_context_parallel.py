@@ -400,8 +400,8 @@ def test_traffic_of_one_device_is_none_and_recomputation_is_counted():
   sizes = dict(batch=2, length=64, num_heads=4, head_dim=8, num_layers=3, dtype_bytes=2)
   assert traffic_per_step(context=1, **sizes) == 0
   there = 3 * 7 * 2 * (2 * 8 * 4 * 8) * 2
-  # Sums of gradients take eight hops: one in 2 bytes, six in 4; in the last, the values' in 2.
-  home = 3 * 2 * (2 * 8 * 4 * 8) * (2 + 6 * 4 + 3)
+  # Sums of gradients take eight hops: the first and the last in 2 bytes, six in 4.
+  home = 3 * 2 * (2 * 8 * 4 * 8) * (2 + 6 * 4 + 2)
   assert traffic_per_step(context=8, **sizes) == 2 * there + home
   assert traffic_per_step(context=8, num_forwards=2, **sizes) == 3 * there + home
   # Gradients travel in float32, twice as large as these keys and values.
