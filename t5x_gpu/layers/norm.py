@@ -1,6 +1,7 @@
 """Norms, with statistics always in float32."""
 
-from typing import Optional
+from collections.abc import Callable
+from typing import Optional, Union
 
 import flax.linen as nn
 import jax
@@ -9,6 +10,29 @@ from jax.typing import DTypeLike
 
 from t5x_gpu.layers.config import LayerConfig
 from t5x_gpu.layers.dense import combine, param_along
+
+
+def _recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+  """Returns `function` of arrays, whose backward pass stores its arguments and nothing else.
+
+  Autodiff would store the float32 arrays between an input and its norm. Remat policies that keep
+  everything but weights keep them inside a `jax.checkpoint`, too.
+  """
+  wrapped = jax.custom_vjp(function)
+  wrapped.defvjp(
+    lambda *arguments: (function(*arguments), arguments),
+    lambda arguments, gradient: jax.vjp(function, *arguments)[1](gradient),
+  )
+  return wrapped
+
+
+def _divided_by_root_mean_square(
+  x: jax.Array, epsilon: float, *, axis: Union[int, tuple[int, ...]] = -1
+) -> jax.Array:
+  """Returns `x` divided by the root of its mean square along `axis`, in float32."""
+  x = x.astype(jnp.float32)
+  mean_square = jnp.mean(jax.lax.square(x), axis=axis, keepdims=True)
+  return x * jax.lax.rsqrt(mean_square + epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -37,12 +61,15 @@ class RMSNorm(nn.Module):
     scale = param_along(
       self, 'scale', init, axes=(self.axis,), shape=x.shape[-1:], along=self.along
     )
-    x = x.astype(jnp.float32)
-    mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
-    y = x * jax.lax.rsqrt(mean_square + self.epsilon)
-    if self.plus_one:  # float32, as published: 1 + scale would lose the scale's digits in bfloat16
-      return combine(jnp.multiply, y, 1.0 + scale.astype(jnp.float32)).astype(self.dtype)
-    return combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
+
+    @_recomputed
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+      y = _divided_by_root_mean_square(x, self.epsilon)
+      if self.plus_one:  # float32, as published: 1 + scale would lose its digits in bfloat16
+        return combine(jnp.multiply, y, 1.0 + scale.astype(jnp.float32)).astype(self.dtype)
+      return combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
+
+    return norm(x, scale)
 
 
 class HeadsNorm(nn.Module):
@@ -72,9 +99,13 @@ class HeadsNorm(nn.Module):
     ).astype(self.dtype)
     if scale.shape[-2] < x.shape[-2]:  # fewer heads than devices: heads are repeated
       scale = jnp.repeat(scale, x.shape[-2] // scale.shape[-2], axis=-2)
-    x = x.astype(jnp.float32)
-    mean_square = jnp.mean(jax.lax.square(x), axis=(-2, -1), keepdims=True)
-    return (x * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype) * scale
+
+    @_recomputed
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+      y = _divided_by_root_mean_square(x, self.epsilon, axis=(-2, -1))
+      return y.astype(self.dtype) * scale
+
+    return norm(x, scale)
 
 
 class LayerNorm(nn.Module):
@@ -93,11 +124,15 @@ class LayerNorm(nn.Module):
       param_along(self, name, init, axes=('embed',), shape=x.shape[-1:], along='residual_length')
       for name, init in (('scale', nn.initializers.ones), ('bias', nn.initializers.zeros))
     )
-    x = x.astype(jnp.float32)
-    x = x - jnp.mean(x, axis=-1, keepdims=True)
-    y = x * jax.lax.rsqrt(jnp.mean(jax.lax.square(x), axis=-1, keepdims=True) + self.epsilon)
-    y = combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
-    return combine(jnp.add, y, bias.astype(self.dtype))
+
+    @_recomputed
+    def norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+      x = x.astype(jnp.float32)
+      y = _divided_by_root_mean_square(x - jnp.mean(x, axis=-1, keepdims=True), self.epsilon)
+      y = combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
+      return combine(jnp.add, y, bias.astype(self.dtype))
+
+    return norm(x, scale, bias)
 
 
 def make_norm(config: LayerConfig, *, name: Optional[str] = None) -> nn.Module:

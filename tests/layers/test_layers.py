@@ -16,7 +16,6 @@ from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.fp8 import contract
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp, MlpConfig
-from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_names, use_rules
 from tests.messages import raises
@@ -110,32 +109,6 @@ def test_rotary_positions_that_cannot_be_are_refused(changes):
   with raises(ModelError) as e:
     RotaryEmbedding(**changes)
   assert e.value.parameters
-
-
-def test_rms_norm_divides_by_the_root_mean_square(rng):
-  x = rng.normal(size=(2, 3, 8)).astype(np.float32) * 7
-  scale = rng.normal(size=8).astype(np.float32)
-  got = RMSNorm().apply({'params': {'scale': scale}}, x)
-  want = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
-  np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-def test_rms_norm_plus_one_rounds_its_result_alone(rng):
-  x = jnp.asarray(rng.normal(size=(4, 256)), jnp.bfloat16)
-  scale = jnp.asarray(rng.normal(0, 0.1, 256), jnp.bfloat16)
-  exact, rounded = (
-    RMSNorm(plus_one=True, dtype=dtype).apply({'params': {'scale': scale}}, x)
-    for dtype in (jnp.float32, jnp.bfloat16)
-  )
-  np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
-
-
-def test_rms_norm_of_bfloat16_keeps_its_statistics_in_float32():
-  x = jnp.full((1, 1, 4096), 3.0, jnp.bfloat16).at[0, 0, 0].set(200.0)
-  scale = jnp.ones(4096)
-  got = RMSNorm(dtype=jnp.bfloat16).apply({'params': {'scale': scale}}, x)
-  want = x.astype(jnp.float32) / np.sqrt((4095 * 9 + 40000) / 4096)
-  np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=8e-3)
 
 
 @pytest.mark.parametrize('model', [1, 2, 4])

@@ -202,7 +202,7 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
 
 
 # Hidden features that the backward pass of an activation reads, its input included.
-_KEPT_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 5, 'silu': 3, 'relu': 2, 'linear': 1}
+_KEPT_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 4, 'silu': 3, 'relu': 2, 'linear': 1}
 
 
 def _all_of_a_layer(
@@ -212,7 +212,7 @@ def _all_of_a_layer(
   attention = heads + queries + (2 / 3 * heads if any(c.rope_of_layers) else 0)
   kept = sum(_KEPT_BY_ACTIVATION.get(name, 4) for name in c.mlp_activations)
   mlp = hidden * (kept + (len(c.mlp_activations) > 1))
-  return blocks * 6.5 * residual + (blocks - 1) * attention + mlp
+  return blocks * 2.5 * residual + (blocks - 1) * attention + mlp
 
 
 def _attention_logits(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
