@@ -316,6 +316,7 @@ MEETING_POINTS = {
     'axis_rules.split_axis',
     'parameters.Dims',
     'parameters.Split',
+    'parameters.is_parameter',
   },
   # Expert parallelism, and kernels that the compiler cannot split.
   'layers.moe': {

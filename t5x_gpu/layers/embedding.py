@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_axes
-from t5x_gpu.partitioning.parameters import Dims, Split
+from t5x_gpu.partitioning.parameters import Dims, Split, is_parameter
 
 
 class Embedding(nn.Module):
@@ -47,6 +47,11 @@ class Embedding(nn.Module):
     table = shard(self.embedding, 'vocab', 'embed')
     out = _lookup(split_axis('vocab'), table, ids).astype(self.dtype)
     return shard(out, 'batch', 'residual_length', 'embed')
+
+
+def is_gathered_by_embed(table: object) -> bool:
+  """Returns whether the parts of `table` [vocab, embed] are gathered along `embed`."""
+  return is_parameter(table) and table.split.is_gathered and table.split.dims.fsdp == -1
 
 
 def is_looked_up_in_parts(table: object, ids: jax.Array, dtype: DTypeLike) -> bool:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import FACTORS, DenseGeneral
 from t5x_gpu.layers.dropout import DropoutRng, dropout
+from t5x_gpu.layers.embedding import is_gathered_by_embed
 from t5x_gpu.layers.mlp import Mlp, MlpConfig, activation
 from t5x_gpu.layers.norm import make_norm
 from t5x_gpu.models.config import TransformerConfig
@@ -111,14 +112,15 @@ def token_loss(
   if not chunks:
     logits = token_logits(config, params, x, token_embedder)
     return cross_entropy(logits, targets, weights, **options)
+  terms, vocab_first = _logit_terms(config, params, x, token_embedder)
   sums = linear_cross_entropy(
-    _logit_terms(config, params, x, token_embedder),
+    terms,
     None,
     targets,
     weights,
     token_loss=TokenLoss(**options, softcap=config.logits_softcap),
     num_chunks=chunks,
-    vocab_first=config.logits_via_embedding,
+    vocab_first=vocab_first,
     fp8=config.multiplies_logits_in_fp8,
   )
   return weighted_sums(sums, weights)
@@ -143,28 +145,29 @@ def token_log_probs(
   if not chunks:
     logits = token_logits(config, params, x, token_embedder)
     return -TokenLoss()(logits, targets)[0]['cross_entropy']
+  terms, vocab_first = _logit_terms(config, params, x, token_embedder)
   return linear_log_probs(
-    _logit_terms(config, params, x, token_embedder),
-    targets,
-    softcap=config.logits_softcap,
-    num_chunks=chunks,
-    vocab_first=config.logits_via_embedding,
+    terms, targets, softcap=config.logits_softcap, num_chunks=chunks, vocab_first=vocab_first
   )
 
 
 def _logit_terms(
   config: TransformerConfig, params: Params, x: jax.Array, token_embedder: Params
-) -> list[tuple[jax.Array, jax.Array]]:
-  """Returns the `terms` of `linear_cross_entropy`; arguments as in `token_logits`."""
+) -> tuple[list[tuple[jax.Array, jax.Array]], bool]:
+  """Returns `terms` and `vocab_first` of `linear_cross_entropy`; arguments as in `token_logits`."""
   x = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype)
   if config.logits_via_embedding:
-    table = whole(token_embedder, config.compute_dtype)['embedding']
-    return [(_scaled(config, x), table)]
+    x, table = _scaled(config, x), token_embedder['embedding']
+    # A table is gathered, and its gradient scattered, with the split dimension first. In this
+    # order, XLA need not transpose them.
+    vocab_first = not is_gathered_by_embed(table)
+    table = whole(table, config.compute_dtype)
+    return [(x, table if vocab_first else table.T)], vocab_first
   own = whole(params['logits_dense'], config.compute_dtype)['projection']
   if FACTORS[0] not in own:
-    return [(x, own['kernel'])]
+    return [(x, own['kernel'])], False
   down, up = (own[name].astype(x.dtype) for name in FACTORS)
-  return [(x, own['kernel']), (x @ down, up)]  # x (W + AB) = x W + (x A) B
+  return [(x, own['kernel']), (x @ down, up)], False  # x (W + AB) = x W + (x A) B
 
 
 def _table_logits(x: jax.Array, table: jax.Array) -> jax.Array:

@@ -13,12 +13,12 @@ from typing import Optional
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from t5x_gpu.errors import ModelError, array_text
 from t5x_gpu.layers.fp8 import E4M3, E5M2, largest_value, scale_of, to_8_bits
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.partitioning.axis_rules import is_manual, shard, varying
+from t5x_gpu.partitioning.axis_rules import is_manual, shard, split_ways, varying
 
 # Logits [batch, length, vocab] in float32 are the largest array of most language models: 8 GiB for
 # 8,192 tokens and 256k entries, and several times that with their gradient. Here a loop takes a few
@@ -71,11 +71,10 @@ class TokenLoss:
     bent = logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
     vocab_size = logits.shape[-1]
     is_target = jax.lax.broadcasted_iota(targets.dtype, bent.shape, 2) == targets[..., None]
-    target_logit = jnp.sum(jnp.where(is_target, bent, 0.0), axis=-1)
-    largest_other = jnp.max(jnp.where(is_target, -jnp.inf, bent), axis=-1)
+    one_read = with_gradient and split_ways('vocab') == 1
+    statistics = _in_one_read if one_read else _in_two_reads
+    target_logit, largest_other, total = statistics(bent, is_target)
     largest = jax.lax.stop_gradient(jnp.maximum(target_logit, largest_other))
-    exponentials = jnp.exp(bent - largest[..., None])
-    total = jnp.sum(exponentials, axis=-1)
     log_z = largest + jnp.log(total)
     on, off = 1.0 - self.label_smoothing, self.label_smoothing / max(vocab_size - 1, 1)
     nll = log_z - target_logit
@@ -92,12 +91,56 @@ class TokenLoss:
     }
     if not with_gradient:
       return sums, None
-    probabilities = exponentials / total[..., None]
+    probabilities = jnp.exp(bent - largest[..., None]) / total[..., None]
     gradient = probabilities * (1.0 + 2.0 * self.z_loss * log_z)[..., None]
     gradient = gradient - jnp.where(is_target, on, off)
     if self.softcap is not None:
       gradient = gradient * (1.0 - jax.lax.square(bent / self.softcap))
     return sums, gradient
+
+
+# [batch, length]: the logit of a token's target, its largest other logit, and the sum of the
+# exponentials of its logits, relative to the largest logit.
+_Statistics = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _in_two_reads(logits: jax.Array, is_target: jax.Array) -> _Statistics:
+  """Returns the statistics; can be differentiated, and communicates little if `vocab` is split."""
+  target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+  largest_other = jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1)
+  largest = jax.lax.stop_gradient(jnp.maximum(target_logit, largest_other))
+  return target_logit, largest_other, jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
+
+
+def _in_one_read(logits: jax.Array, is_target: jax.Array) -> _Statistics:
+  """Returns the statistics in one pass over the logits.
+
+  The sum of the exponentials is relative to the largest logit so far.
+  Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3.
+  """
+
+  def joined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    (target_a, largest_a, total_a), (target_b, largest_b, total_b) = a, b
+    smaller = jnp.exp(-jnp.abs(largest_a - largest_b))
+    total = jnp.where(
+      largest_a >= largest_b, total_a + total_b * smaller, total_a * smaller + total_b
+    )
+    return target_a + target_b, jnp.maximum(largest_a, largest_b), total
+
+  lowest = jnp.finfo(logits.dtype).min  # -inf - -inf is NaN
+  target_logit, largest_other, total = jax.lax.reduce(
+    (
+      jnp.where(is_target, logits, 0.0),
+      jnp.where(is_target, lowest, logits),
+      jnp.where(is_target, 0.0, 1.0),
+    ),
+    (0.0, lowest, 0.0),
+    joined,
+    (2,),
+  )
+  largest = jnp.maximum(target_logit, largest_other)
+  total = total * jnp.exp(largest_other - largest) + jnp.exp(target_logit - largest)
+  return target_logit, largest_other, total
 
 
 def choose_num_chunks(batch: int, length: int, *, vocab_size: int) -> int:
@@ -212,6 +255,8 @@ _Arguments = tuple[_Arrays, _Arrays, Optional[jax.Array], jax.Array, jax.Array]
 _Gradients = tuple[_Arrays, _Arrays, Optional[jax.Array]]
 _TokenSums = dict[str, jax.Array]  # metric -> sum
 _Totals = tuple[_TokenSums, Optional[_Gradients]]
+# Gradients of all inputs, so far of these chunks; and sums and gradients of kernels and bias.
+_OfChunk = tuple[Optional[_Arrays], tuple[_TokenSums, Optional[_Arrays], Optional[jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,33 +276,40 @@ class _Sweep:
     """Returns (sums, gradients of inputs, kernels and bias); None instead of unwanted gradients."""
     inputs, kernels, bias, targets, weights = operands
     in_dtype = [self._operand(kernel.astype(x.dtype)) for x, kernel in zip(inputs, kernels)]
-    zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
 
-    def body(carry: _Totals, start: jax.Array) -> tuple[_Totals, None]:
-      sums, gradients = carry
-
+    def of_chunk(dinputs: Optional[_Arrays], start: ArrayLike) -> _OfChunk:
       def part(a: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(a, start, self.chunk, axis=1)
 
       parts = [self._operand(part(x)) for x in inputs]
       logits = self._logits(parts, in_dtype, bias)
       per_token, dlogits = self.token_loss(logits, part(targets), with_gradient=with_gradients)
-      sums = {name: sums[name] + jnp.sum(per_token[name] * part(weights)) for name in sums}
-      if with_gradients:
-        dlogits = dlogits * part(weights)[..., None]
-        gradients = self._add(gradients, dlogits, parts, in_dtype, start)
-      return (sums, gradients), None
-
-    sums = {name: zero((), jnp.float32) for name in ('loss', 'cross_entropy', 'z_loss', 'accuracy')}
-    gradients = None
-    if with_gradients:
-      gradients = (
-        tuple(zero(x.shape, x.dtype) for x in inputs),
-        tuple(shard(zero(kernel.shape, jnp.float32), *self.axes) for kernel in kernels),
-        None if bias is None else zero(bias.shape, jnp.float32),
+      sums = {name: jnp.sum(values * part(weights)) for name, values in per_token.items()}
+      if not with_gradients:
+        return dinputs, (sums, None, None)
+      dlogits = dlogits * part(weights)[..., None]
+      of_inputs, dkernels = self._gradients(dlogits, parts, in_dtype, dinputs)
+      dinputs = tuple(
+        jax.lax.dynamic_update_slice_in_dim(dx, of_part, start, axis=1)
+        for dx, of_part in zip(dinputs, of_inputs)
       )
-    starts = jnp.arange(0, targets.shape[1], self.chunk)
-    return jax.lax.scan(body, (sums, gradients), starts)[0]
+      return dinputs, (sums, dkernels, None if bias is None else jnp.sum(dlogits, axis=(0, 1)))
+
+    def body(carry: _OfChunk, start: jax.Array) -> tuple[_OfChunk, None]:
+      dinputs, total = carry
+      dinputs, more = of_chunk(dinputs, start)
+      return (dinputs, jax.tree.map(jnp.add, total, more)), None
+
+    dinputs = None
+    if with_gradients:
+      dinputs = tuple(_zeros_like(x, operands=(*inputs, *kernels)) for x in inputs)
+    # Outside of the loop, so that the first, large gradient of the kernels is not added to zeros.
+    found = of_chunk(dinputs, 0)
+    starts = jnp.arange(self.chunk, targets.shape[1], self.chunk)
+    if starts.size:
+      found, _ = jax.lax.scan(body, found, starts)
+    dinputs, (sums, dkernels, dbias) = found
+    return sums, (dinputs, dkernels, dbias) if with_gradients else None
 
   def _operand(self, x: jax.Array, dtype: DTypeLike = E4M3) -> _Operand:
     if not self.fp8:
@@ -275,29 +327,23 @@ class _Sweep:
       logits = logits + bias.astype(jnp.float32)
     return shard(logits, 'batch', 'length', 'vocab')
 
-  def _add(
+  def _gradients(
     self,
-    gradients: _Gradients,
     dlogits: jax.Array,
     inputs: Sequence[_Operand],
     kernels: Sequence[_Operand],
-    start: jax.Array,
-  ) -> _Gradients:
-    """Returns `gradients` plus the gradients of one chunk, whose logits' gradient is `dlogits`."""
-    dinputs, dkernels, dbias = gradients
-    if dbias is not None:
-      dbias = dbias + jnp.sum(dlogits, axis=(0, 1))
+    like: Sequence[jax.Array],
+  ) -> tuple[list[jax.Array], _Arrays]:
+    """Returns the gradients of a chunk's inputs, in the dtypes of `like`, and of the kernels."""
     letters = self._letters
-    new_dinputs, new_dkernels = [], []
-    for x, kernel, dx, dkernel in zip(inputs, kernels, dinputs, dkernels):
+    dinputs, dkernels = [], []
+    for x, kernel, dx in zip(inputs, kernels, like):
       values, scale = self._operand(dlogits.astype(dx.dtype), E5M2)
       d = shard(values, 'batch', 'length', 'vocab'), scale
       part = shard(_product(f'blv,{letters}->ble', d, kernel), 'batch', 'length', None)
-      part = part.astype(dx.dtype)
-      new_dinputs.append(jax.lax.dynamic_update_slice_in_dim(dx, part, start, axis=1))
-      part = _product(f'ble,blv->{letters}', x, d)
-      new_dkernels.append(dkernel + shard(part, *self.axes))
-    return tuple(new_dinputs), tuple(new_dkernels), dbias
+      dinputs.append(part.astype(dx.dtype))
+      dkernels.append(shard(_product(f'ble,blv->{letters}', x, d), *self.axes))
+    return dinputs, tuple(dkernels)
 
 
 def _product(equation: str, a: _Operand, b: _Operand) -> jax.Array:
@@ -306,12 +352,10 @@ def _product(equation: str, a: _Operand, b: _Operand) -> jax.Array:
   return product if a[1] is None else product * (a[1] * b[1])
 
 
-def _zeros_like(
-  shape: tuple[int, ...], dtype: DTypeLike, *, operands: Sequence[jax.Array]
-) -> jax.Array:
-  """Returns zeros that vary over the same manual axes as any of `operands`."""
+def _zeros_like(x: jax.Array, *, operands: Sequence[jax.Array]) -> jax.Array:
+  """Returns zeros like `x` that vary over the same manual axes as any of `operands`."""
   axes = dict.fromkeys(a for x in operands for a in jax.typeof(x).manual_axis_type.varying)
-  return varying(jnp.zeros(shape, dtype), tuple(axes))
+  return varying(jnp.zeros(x.shape, x.dtype), tuple(axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -140,6 +140,29 @@ def test_a_low_rank_update_is_another_term():
     np.testing.assert_allclose(got_one, want_one, rtol=0, atol=RELATIVE * scale)
 
 
+@pytest.mark.parametrize('size', [1.0, 1e4])
+def test_entries_that_a_bias_rules_out_and_large_logits_change_nothing(size):
+  (x, kernel, _), targets, weights = case()
+  barred = (targets[0, 0] + 1) % VOCAB  # before or after other entries, for some token a target
+  bias = jnp.zeros(VOCAB).at[barred].set(-jnp.inf)
+  weights = jnp.where(targets == barred, 0.0, weights).at[0, 0].set(1.0)
+  targets = jnp.where(targets == barred, 0, targets)
+  operands = (size * x, kernel, bias)
+
+  def run(function, **more):
+    return jax.value_and_grad(
+      lambda x: function(x, *operands[1:], targets, weights, softcap=None, smoothing=0.0, **more)[
+        'loss'
+      ]
+    )(operands[0])
+
+  (got, got_gradient), (want, want_gradient) = run(chunked, num_chunks=3), run(plain)
+  assert jnp.isfinite(want) and jnp.isfinite(want_gradient).all()
+  np.testing.assert_allclose(got, want, rtol=RELATIVE)
+  scale = float(jnp.abs(want_gradient).max())
+  np.testing.assert_allclose(got_gradient, want_gradient, rtol=0, atol=RELATIVE * scale)
+
+
 def test_the_gradient_of_a_metric_is_right_or_not_a_number():
   operands, targets, weights = case()
 

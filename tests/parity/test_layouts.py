@@ -196,7 +196,7 @@ CASES = {
   'hsdp_minimal': Case(
     dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}, **_OVERLAP),
     num_hosts=2,
-    config=dict(remat_policy='minimal'),
+    config=dict(remat_policy='minimal', **CHUNKS),
     model='tied',
   ),
   'tp': Case(dict(num_partitions=4), config=CHUNKS),

@@ -235,12 +235,12 @@ def _ends(shape: StepShape, c: TransformerConfig) -> Iterator[Work]:
     size=(max(tokens // chunks, 1), c.embed_dim, columns),
     in_layers=False,
   )
-  # Logits in float32 are written once, read for the maximum, the sum and the gradient, which is
+  # Logits in float32 are written once, read for their statistics and for the gradient, which is
   # written; each chunk reads and writes the gradient of the kernel.
   yield Work(
     part=LOGITS,
     kind='memory',
-    num_bytes=4.0 * 4 * tokens * columns + 8.0 * chunks * c.embed_dim * columns,
+    num_bytes=3.0 * 4 * tokens * columns + 8.0 * chunks * c.embed_dim * columns,
     runs=6 * chunks,
     in_layers=False,
   )
