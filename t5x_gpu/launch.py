@@ -345,14 +345,13 @@ class Agent:
     for number in self._signals:  # sent during the start
       group.forward(number)
     while group.poll():
-      if lost_at is not None and self._log_progress(files[0], lost_at=lost_at):
+      if lost_at is not None and _log_progress(
+        files[0], last_step=self._restarts.last.step, lost_at=lost_at
+      ):
         lost_at = None
       time.sleep(POLL_SECONDS)
     step = _last_step(files)
     return Ended(group.finish(), group.failed, step, asked=bool(self._signals))
-
-  def _log_progress(self, file: pathlib.Path, *, lost_at: float) -> bool:
-    return _log_progress(file, last_step=self._restarts.last.step, lost_at=lost_at)
 
 
 _FOLDER = 't5x_gpu_launch_'  # temporary folder of what the processes report

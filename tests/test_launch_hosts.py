@@ -39,7 +39,7 @@ while not pathlib.Path('done').exists():
 
 
 class Hosts:
-  """Agents in processes of their own, all on this machine, each with two workers."""
+  """Agents in separate processes, all on this machine, each with two workers."""
 
   def __init__(self, folder: pathlib.Path, num_hosts: int):
     self.folder, self.num_hosts = folder, num_hosts

@@ -24,8 +24,9 @@ import re
 import stat
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, BinaryIO, NotRequired, Union
+from typing import Annotated, Any, BinaryIO, NotRequired, TypeVar, Union
 
+T = TypeVar('T')
 JsonValue = Union[None, bool, int, float, str, list, dict]
 JsonObject = dict[str, Any]  # an object of a JSON file; its schema has the types of the values
 Json = Mapping[str, Any]  # the same, only read
@@ -121,6 +122,37 @@ def schema_of(kind: Any) -> Any:
     {name: schema for name, schema in schemas.items() if name not in required},
     others,
   )
+
+
+def to_json(value: Any) -> JsonObject:
+  """Returns a dataclass as a JSON object, its sets as sorted lists; `from_json` reverses it."""
+
+  def fields(pairs: list[tuple[str, Any]]) -> JsonObject:
+    return {name: sorted(x) if isinstance(x, frozenset) else x for name, x in pairs}
+
+  return dataclasses.asdict(value, dict_factory=fields)
+
+
+def from_json(kind: type[T], value: Any) -> T:
+  """Returns the dataclass `kind` from a JSON object.
+
+  Raises:
+    ValueError: the object does not match `schema_of(kind)`.
+  """
+  check(value, schema_of(kind))
+  return _built(kind, value)
+
+
+def _built(kind: Any, value: Any) -> Any:
+  if dataclasses.is_dataclass(kind):
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _built(hints[name], x) for name, x in value.items()})
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Union:  # Optional
+    return None if value is None else _built(arguments[0], value)
+  if origin in (tuple, frozenset):
+    return origin(_built(arguments[0], x) for x in value)
+  return value
 
 
 def read_json(path: Any, schema: Any = object) -> Any:

@@ -44,7 +44,7 @@ def test_rms_norm_of_bfloat16_keeps_its_statistics_in_float32():
 
 
 def plain(x, params, *, kind, dtype):
-  """Returns a norm as autodiff sees it: one expression without a gradient of its own."""
+  """Returns a norm as autodiff sees it: one expression without a custom gradient."""
   wide, scale = x.astype(jnp.float32), params['scale']
   if kind == 'layer':
     wide = wide - wide.mean(-1, keepdims=True)

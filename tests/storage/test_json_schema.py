@@ -1,6 +1,7 @@
 """A schema is declared once, as the fields of a class."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NotRequired, Optional, TypedDict
 
@@ -13,8 +14,10 @@ from t5x_gpu.storage.json_schema import (
   Nullable,
   Number,
   Whole,
+  from_json,
   parse_json,
   schema_of,
+  to_json,
 )
 
 
@@ -57,3 +60,27 @@ def test_what_does_not_fit_the_class_is_refused(changed, problem):
   text = ', '.join([*(f for f in fields if not f.startswith(key)), changed])
   with pytest.raises(ValueError, match=problem):
     parse_json(f'{{{text}}}', schema_of(Record))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+  code: Annotated[int, Whole(-64, 255)]
+  failed: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+  all: tuple[Inner, ...]
+  last: Optional[Inner] = None
+
+
+@pytest.mark.parametrize(
+  'value', [Outer(()), Outer((Inner(-9, frozenset({3, 1})), Inner(0)), Inner(7))]
+)
+def test_a_dataclass_comes_back_from_json(value):
+  assert from_json(Outer, json.loads(json.dumps(to_json(value)))) == value
+
+
+def test_an_object_that_does_not_fit_makes_no_dataclass():
+  with pytest.raises(ValueError, match='is .x., not a whole number'):
+    from_json(Outer, {'all': [{'code': 'x'}]})

@@ -21,7 +21,7 @@ The agents without that share end their processes and the run on their hosts.
 import dataclasses
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Optional, Self, Union
+from typing import Optional, Union
 
 from t5x_gpu.errors import Problem, listed, number_ranges
 from t5x_gpu.runtime.cluster.restarts import (
@@ -31,9 +31,10 @@ from t5x_gpu.runtime.cluster.restarts import (
   STOPPED_CODES,
   Ended,
   Restarts,
+  ReturnCode,
   Stop,
 )
-from t5x_gpu.storage.json_schema import Json, JsonObject
+from t5x_gpu.storage.json_schema import Json, JsonObject, from_json, to_json
 
 # Set for the processes of a generation with fewer hosts than the run began with.
 FEWER_HOSTS_VARIABLE = 'T5X_GPU_FEWER_HOSTS'
@@ -106,28 +107,6 @@ class Generation:
     """Returns the position of host `index` among the hosts with processes; None if it has none."""
     return next((i for i, host in enumerate(self.hosts) if host.index == index), None)
 
-  def to_json(self) -> JsonObject:
-    last = self.restarts.last
-    values = dataclasses.asdict(self)
-    if last is not None:
-      values['restarts']['last']['failed'] = sorted(last.failed)
-    return values
-
-  @classmethod
-  def from_json(cls, values: Json) -> Self:
-    last = values['restarts']['last']
-    if last is not None:
-      last = Ended(**{**last, 'failed': frozenset(last['failed'])})
-    return cls(
-      run=values['run'],
-      number=int(values['number']),
-      hosts=tuple(Host(**host) for host in values['hosts']),
-      spares=tuple(Host(**host) for host in values['spares']),
-      restarts=Restarts(**{**values['restarts'], 'last': last}),
-      host_counts=tuple(values['host_counts']),
-      cause=values['cause'],
-    )
-
 
 @dataclasses.dataclass(frozen=True)
 class HostReport:
@@ -145,7 +124,7 @@ class HostReport:
   """
 
   number: int
-  code: Optional[int]
+  code: Optional[ReturnCode]
   failed: tuple[int, ...] = ()
   step: Optional[int] = None
   asked: int = 0
@@ -154,11 +133,6 @@ class HostReport:
   @property
   def is_failure(self) -> bool:
     return self.code is not None and self.code not in STOPPED_CODES
-
-  @classmethod
-  def from_json(cls, values: Json) -> Self:
-    lists = {name: tuple(values[name]) for name in ('failed', 'host_counts')}
-    return cls(**{**values, **lists})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,29 +156,6 @@ class Hello:
   accepted: tuple[Generation, ...] = ()
   report: Optional[HostReport] = None
   asked: int = 0
-
-  def to_json(self) -> JsonObject:
-    return {
-      'host': dataclasses.asdict(self.host),
-      'facts': dict(self.facts),
-      'machine': self.machine,
-      'started': self.started and self.started.to_json(),
-      'accepted': [generation.to_json() for generation in self.accepted],
-      'report': self.report and dataclasses.asdict(self.report),
-      'asked': self.asked,
-    }
-
-  @classmethod
-  def from_json(cls, values: Json) -> Self:
-    return cls(
-      host=Host(**values['host']),
-      facts=dict(values['facts']),
-      machine=values['machine'],
-      started=values['started'] and Generation.from_json(values['started']),
-      accepted=tuple(map(Generation.from_json, values['accepted'])),
-      report=values['report'] and HostReport.from_json(values['report']),
-      asked=int(values['asked']),
-    )
 
 
 # Messages. From a leader: Welcome, Refusal, Propose, Start, End, Finish. To it: Hello, Accepted,
@@ -954,22 +905,10 @@ _MESSAGES = {
 
 def message_to_json(message: Message) -> JsonObject:
   """Returns a message as a value for JSON."""
-  kind = type(message).__name__
-  match message:
-    case Hello():
-      return {'kind': kind, **message.to_json()}
-    case Propose(generation):
-      return {'kind': kind, 'generation': generation.to_json()}
-    case _:
-      return {'kind': kind, **dataclasses.asdict(message)}
+  return {'kind': type(message).__name__, **to_json(message)}
 
 
 def message_from_json(values: Json) -> Message:
-  """Returns the message of `message_to_json`; raises KeyError, TypeError, ... for other values."""
-  kind = _MESSAGES[values['kind']]
-  fields = {name: value for name, value in values.items() if name != 'kind'}
-  if kind is Propose:
-    return Propose(Generation.from_json(fields['generation']))
-  if kind in (Hello, HostReport):
-    return kind.from_json(fields)
-  return kind(**fields)
+  """Returns the message of `message_to_json`; raises ValueError, KeyError, ... for other values."""
+  fields = dict(values)
+  return from_json(_MESSAGES[fields.pop('kind')], fields)

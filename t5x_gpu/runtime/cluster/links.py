@@ -132,7 +132,7 @@ class Links:
 
   def connect(self, tag: int, to: Sequence[str]) -> None:
     """Opens a connection to the first of the addresses that answers; `poll` returns the result."""
-    # Names may take seconds to resolve, so a thread of its own does it.
+    # Resolving a name may take seconds, so a separate thread connects.
     threading.Thread(target=self._dial, args=(tag, to), daemon=True, name='connect').start()
 
   def _dial(self, tag: int, to: Sequence[str]) -> None:

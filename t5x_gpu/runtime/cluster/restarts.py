@@ -4,7 +4,9 @@ Pure: no clock, process or socket. `launch` calls it with what happened; a simul
 """
 
 import dataclasses
-from typing import Optional, Union
+from typing import Annotated, Optional, Union
+
+from t5x_gpu.storage.json_schema import Whole
 
 # Exit codes of processes that were asked to stop: done, saved for the scheduler, Ctrl-C.
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 85, 130
@@ -14,6 +16,8 @@ EXIT_CONFIG = 78  # a mistake in the configuration, mesh, model or shapes
 _FINAL_CODES = (*STOPPED_CODES, EXIT_USAGE, EXIT_CONFIG)
 # Processes that lose another one exit with these codes as well, so they do not show who failed.
 SHARED_CODES = (1, 86, 87)
+# The exit code of a process, or minus the signal that ended it.
+ReturnCode = Annotated[int, Whole(-64, 255)]
 # A step counts as done when its numbers have arrived; the next one is already running.
 _STEPS_IN_FLIGHT = 1
 
@@ -29,7 +33,7 @@ class Ended:
     asked: whether a signal asked the run to stop: Ctrl-C, SIGTERM, ...
   """
 
-  code: int
+  code: ReturnCode
   failed: frozenset[int] = frozenset()
   step: Optional[int] = None
   asked: bool = False

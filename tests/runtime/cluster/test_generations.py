@@ -98,7 +98,7 @@ class Network:
         case g.StartProcesses(generation, _):
           assert index not in self.running
           self.running[index] = generation
-          # Agents that were all started again are another run, with numbers of its own.
+          # Agents that were all started again are another run, and count from 1 again.
           for known in self.started:
             same = known.number == generation.number and set(known.members) & set(
               generation.members
