@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gzip
 import io
 import json
 import math
@@ -390,10 +391,13 @@ def test_xla_knows_the_options(changes):
     lowered.compile(compiler_options=options or None)
 
 
-def test_the_slowest_kernels_are_next_to_the_time_of_their_bytes(planned_step):
+def test_the_slowest_kernels_are_next_to_the_time_of_their_bytes(planned_step, results_before):
   kernels = planned_step['slowest_kernels']
   assert len(kernels) > 3 and all(k['kernel_seconds'] > 0 for k in kernels)
   assert kernels[0]['least_seconds'] is None, 'not a card that a plan knows'
+  kept = results_before.parent / 'steps' / 'decoder_134m_fp8'
+  assert b'HloModule jit_train_step' in gzip.decompress((kept / 'step.hlo.txt.gz').read_bytes())
+  assert (kept / 'step.xplane.pb.gz').stat().st_size > 1000
   on_card = [{**kernels[0], 'kernel_seconds': 3e-3, 'least_seconds': 2e-3}]
   row = {**planned_step, 'slowest_kernels': on_card}
   failed = {**planned_step, 'slowest_kernels': {'error': 'DataError: no trace'}}
@@ -451,7 +455,7 @@ def test_a_plan_that_fails_costs_its_own_fields_only(planned_step):
 def test_the_docs_say_how_many_calls_the_limits_allow():
   calls = math.ceil(sum(part.limit_seconds for part in PARTS) / __main__.SECONDS)
   text = ' '.join((ROOT / 'docs/performance.md').read_text().split())
-  assert calls == 12 and 'twelve calls if every part reaches its limit' in text
+  assert calls == 13 and 'thirteen calls if every part reaches its limit' in text
 
 
 @pytest.mark.slow
@@ -466,5 +470,6 @@ def test_every_part_works_in_small(tmp_path):
   results = json.loads((tmp_path / 'results.json').read_text())
   assert list(results) == [part.name for part in PARTS], done.stdout
   bad = {n: r['reason'] for n, r in results.items() if r['status'] not in ('done', 'missing')}
-  # Three parts tune kernels of GPUs, and six need PyTorch.
-  assert not bad and done.stdout.count(': done,') >= len(PARTS) - 9
+  # Three parts tune kernels of GPUs, and others need PyTorch.
+  needs_torch = sum('torch' in part.name for part in PARTS)
+  assert not bad and done.stdout.count(': done,') >= len(PARTS) - 3 - needs_torch

@@ -22,7 +22,7 @@ DOCUMENTS = 4  # in a packed row
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-Make = Callable[[AttentionKind, TokenInfo], Attention]
+Make = Callable[[AttentionKind, TokenInfo], Attention | Callable[..., jax.Array]]
 
 
 NEED = AttentionNeed(dtype='bfloat16', head_dim=HEAD_DIM)
@@ -31,6 +31,20 @@ NEED = AttentionNeed(dtype='bfloat16', head_dim=HEAD_DIM)
 def backends() -> dict[str, Make]:
   """Returns name -> (kind, info) -> attention, of all backends that run on this device."""
   return {name: functools.partial(attention_by, name) for name in that_serve(NEED, hardware())}
+
+
+CUDNN = 'jax.nn, cuDNN'
+
+
+def _cudnn(kind: AttentionKind, info: TokenInfo) -> Callable[..., jax.Array]:
+  """Returns cuDNN's kernel as JAX calls it: whole rows only."""
+
+  def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: None) -> jax.Array:
+    return jax.nn.dot_product_attention(
+      q, k, v, scale=1.0, is_causal=kind.causal, implementation='cudnn'
+    )
+
+  return attention
 
 
 def shape_of(length: int, *, small: bool = False) -> tuple[int, int, int, int]:
@@ -48,7 +62,8 @@ def measure(length: int, *, small: bool = False) -> Iterator[Row]:
   need = dataclasses.replace(NEED, q_length=length, kv_length=length, **rows)
   auto = choose('auto', need, hardware())
   for packed in (False, True):
-    for name, make in backends().items():
+    peers = {} if packed or hardware().platform != 'gpu' else {CUDNN: _cudnn}
+    for name, make in {**backends(), **peers}.items():
       row = {'backend': name, 'length': length, 'packed': packed, 'shape': shape}
       row['auto'] = name == auto.name
       row['no_kernel'] = auto.no_kernel if row['auto'] else ''

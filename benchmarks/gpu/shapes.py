@@ -18,6 +18,21 @@ _DECODER_1_3B = dict(
   norm_epsilon=1e-5,
   init_stddev=0.02,
 )
+# Four layers of gin_configs/models/llama3_8b.gin; the state of all 32 takes more than one GPU has.
+_LLAMA3_8B = dict(
+  vocab_size=128256,
+  num_layers=4,
+  embed_dim=4096,
+  num_heads=32,
+  num_kv_heads=8,
+  head_dim=128,
+  mlp_dim=14336,
+  mlp_activations=('silu', 'linear'),
+  query_pre_attn_scalar=128.0,
+  relative_bias='none',
+  norm_epsilon=1e-5,
+  init_stddev=0.02,
+)
 # gin_configs/models/decoder_base.gin, with rotary positions in place of a relative bias.
 _DECODER_134M = dict(
   vocab_size=32128,
@@ -108,18 +123,15 @@ class Shape:
   def small(self) -> 'Shape':
     """Returns the same kind of model with sizes for a CPU."""
     length = min(self.length, 16)
-    return dataclasses.replace(
-      self, config={**self.config, **_SMALL, **_small_positions(self)}, rows=(2,), length=length
-    )
-
-
-def _small_positions(shape: Shape) -> dict[str, int]:
-  return {'num_positions': 16} if shape.config.get('num_positions') else {}
+    less = {'num_positions': 16, 'num_kv_heads': 1}
+    config = {**self.config, **_SMALL, **{k: v for k, v in less.items() if self.config.get(k)}}
+    return dataclasses.replace(self, config=config, rows=(2,), length=length)
 
 
 SHAPES = {
   'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, True, 'dots'),
   'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, True, 'dots'),
+  'llama3_8b_4_layers': Shape('decoder', _LLAMA3_8B, (4, 2, 1), 4096, True, 'dots'),
   'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
   'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots'),
   'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),

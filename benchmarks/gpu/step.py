@@ -7,6 +7,7 @@ are left out. What a plan predicts for the same step on the same card is recorde
 
 import collections
 import dataclasses
+import gzip
 import math
 import pathlib
 import tempfile
@@ -21,7 +22,7 @@ from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
-from t5x_gpu.compiled.trace import read_trace
+from t5x_gpu.compiled.trace import read_trace, trace_file
 from t5x_gpu.compiled.traffic import KernelTraffic, kernel_traffic, traffic
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
@@ -120,7 +121,8 @@ def measure(
     ModelError: on a GPU, no matmul of a step in FP8 is in FP8.
   """
   shape = SHAPES[name].small() if small else SHAPES[name]
-  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for, trace=True)
+  keep = None if results is None else results.parent / 'steps' / f'{name}_{precision}'
+  options: Any = dict(small=small, xla=xla, results=results, plan_for=plan_for, keep=keep)
   row = _largest(shape, model_of(shape, precision), shape.rows, **options)
   yield {'model': name, 'precision': precision, **row}
 
@@ -267,13 +269,14 @@ def _largest(
   results: Optional[pathlib.Path],
   plan_for: Optional[str] = None,
   change: Callable[[Options], Options] = dict,
-  trace: bool = False,
+  keep: Optional[pathlib.Path] = None,
 ) -> Row:
   """Returns the result with the first batch of `rows` that fits; raises as `measure`.
 
   Args:
     change: compile options of the preset -> the options to compile with.
-    trace: whether to add the slowest kernels of a step.
+    keep: where to keep a trace of one step and the compiled program, whose slowest kernels are then
+      in the result; None for no trace.
   """
   kind = plan_for or jax.devices()[0].device_kind
   for batch_size in rows:
@@ -281,7 +284,7 @@ def _largest(
     try:
       compiled = compile_step(run, xla, num_devices, change)
       plan = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
-      timed = _timed(compiled, model, shape.length, small=small, trace=trace)
+      timed = _timed(compiled, model, shape.length, small=small, keep=keep)
       return {**compiled.row(), 'plan': plan, **timed}
     except OutOfMemoryError as e:
       too_large = e.with_traceback(None)  # which holds the arrays of the step
@@ -359,8 +362,10 @@ def compile_step(
   return Compiled(program, step, seconds, attention, predicted, len(untuned))
 
 
-def _timed(compiled: Compiled, model: Model, length: int, *, small: bool, trace: bool) -> Row:
-  """Returns time, memory and losses of a step on synthetic rows of `length`."""
+def _timed(
+  compiled: Compiled, model: Model, length: int, *, small: bool, keep: Optional[pathlib.Path]
+) -> Row:
+  """Returns time, memory and losses of a step on synthetic rows of `length`; see `_largest`."""
   program, step = compiled.program, compiled.step
   batches = SyntheticBatches(program.spec, seed=0, num_batches=None)
   ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
@@ -377,8 +382,8 @@ def _timed(compiled: Compiled, model: Model, length: int, *, small: bool, trace:
 
   timing = time_calls(call, jax.block_until_ready, samples=5, sample_seconds=1.0, small=small)
   slowest: Row = {}
-  if trace:
-    traced = _slowest_kernels(step.as_text(), lambda: jax.block_until_ready(call()), device)
+  if keep is not None:
+    traced = _slowest_kernels(step.as_text(), lambda: jax.block_until_ready(call()), device, keep)
     slowest = {'slowest_kernels': traced}
   first, last = (float(loss / weight) for loss, weight in (losses[0], losses[-1]))
   rows = program.spec.batch_size
@@ -403,7 +408,9 @@ def _timed(compiled: Compiled, model: Model, length: int, *, small: bool, trace:
 _SLOWEST = 12
 
 
-def _slowest_kernels(hlo: str, step: Callable[[], object], device: jax.Device) -> list[Row] | Row:
+def _slowest_kernels(
+  hlo: str, step: Callable[[], object], device: jax.Device, keep: pathlib.Path
+) -> list[Row] | Row:
   """Returns the kernels that take longest in a traced step, or the error of a trace that failed.
 
   'least_seconds' is the time that the memory of the card needs for the bytes of the kernel; None
@@ -413,11 +420,16 @@ def _slowest_kernels(hlo: str, step: Callable[[], object], device: jax.Device) -
     hlo: the compiled step as text.
     step: runs it once and waits for it.
     device: whose kernels to read.
+    keep: folder for the program and the trace, which other readers can open.
   """
+  keep.mkdir(parents=True, exist_ok=True)
+  (keep / 'step.hlo.txt.gz').write_bytes(gzip.compress(hlo.encode()))
   try:
     with tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder):
         step()
+      trace = trace_file(pathlib.Path(folder))
+      (keep / 'step.xplane.pb.gz').write_bytes(gzip.compress(trace.read_bytes()))
       operations = read_trace(pathlib.Path(folder), module='jit_train_step')
   except Exception as e:  # costs its own rows, not the measurement
     return {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}

@@ -24,7 +24,7 @@ ACTIVATIONS = {
 class Config:
   """Sizes of a stack, with the names and defaults of TransformerConfig."""
 
-  num_positions = num_token_types = 0
+  num_positions = num_token_types = num_kv_heads = 0
   mlp_bias = embedding_norm = logits_via_embedding = False
   scale_tied_logits = True
   attention_bias, norm, norm_position = 'none', 'rms', 'pre'
@@ -48,8 +48,10 @@ class Attention(nn.Module):
   def __init__(self, c: Config):
     super().__init__()
     self.c, width, bias = c, c.num_heads * c.head_dim, c.attention_bias == 'all'
+    kv_width = (c.num_kv_heads or c.num_heads) * c.head_dim
+    self.widths = (width, kv_width, kv_width)
     self.q = nn.Linear(c.embed_dim, width, bias=bias)
-    self.kv = nn.Linear(c.embed_dim, 2 * width, bias=bias)
+    self.kv = nn.Linear(c.embed_dim, 2 * kv_width, bias=bias)
     self.out = nn.Linear(width, c.embed_dim, bias=bias)
 
   def forward(
@@ -64,10 +66,10 @@ class Attention(nn.Module):
     if kv_input is None:  # one product for queries, keys and values
       weight = torch.cat([self.q.weight, self.kv.weight])
       b = None if self.q.bias is None else torch.cat([self.q.bias, self.kv.bias])
-      q, k, v = F.linear(x, weight, b).chunk(3, -1)
+      q, k, v = F.linear(x, weight, b).split(self.widths, -1)
     else:
       q, (k, v) = self.q(x), self.kv(kv_input).chunk(2, -1)
-    q, k, v = (a.unflatten(-1, (self.c.num_heads, -1)).transpose(1, 2) for a in (q, k, v))
+    q, k, v = (a.unflatten(-1, (-1, self.c.head_dim)).transpose(1, 2) for a in (q, k, v))
     if rotation is not None:
       q, k = rotate(q, rotation), rotate(k, rotation)
     if bias is not None:
@@ -79,6 +81,7 @@ class Attention(nn.Module):
       attn_mask=bias,
       is_causal=causal and bias is None,
       scale=self.c.query_pre_attn_scalar**-0.5,
+      enable_gqa=q.shape[1] != k.shape[1],
     )
     return self.out(heads.transpose(1, 2).flatten(2))
 
