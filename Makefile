@@ -174,7 +174,8 @@ test-versions: $(VENV)/.installed $(VENV312)/.installed $(AOT313) ## lower the s
 	set -e; for venv in $(VENV) $(VENV312) $(VENV313); do \
 	  $$venv/bin/python -c "import sys; from importlib.metadata import version as v; print( \
 	    'Python', sys.version.split()[0], 'jax', v('jax'), 'tokamax', v('tokamax'))"; \
-	  $$venv/bin/python -m pytest tests/test_lowering.py tests/parity/test_layouts.py -m versions \
+	  $$venv/bin/python -m pytest tests/test_lowering.py tests/test_bench_gpu.py \
+	    tests/parity/test_layouts.py -m versions \
 	    $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS); done
 	$(COMPILED) PYTHONPATH=$(AOT313) $(VENV313)/bin/python -m pytest \
 	  tests/aot/test_compiled_steps.py $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS)

@@ -77,6 +77,7 @@ def _options(shape: str, precision: str = 'bfloat16', *, all_gpus: bool = False)
 
 
 def _tunes(name: str, *shapes: str) -> Part:
+  shapes = shapes or (name,)
   return Part(f'tune_{name}', 250, 'tuning:measure_steps', {'names': shapes}, tokamax='tunes')
 
 
@@ -90,13 +91,15 @@ def _torch(shape: str, compiled: str = 'layers') -> Part:
 PARTS = (
   Part('ceilings', 60, 'ceilings:measure'),
   Part('ceilings_torch', 60, 'torch_step:measure_ceilings'),
-  _tunes('decoder_1.3b', 'decoder_1.3b_2048', 'decoder_1.3b_8192'),
+  _tunes('decoder_1.3b_2048'),
   _ours('decoder_1.3b_2048'),
   _torch('decoder_1.3b_2048'),
   _ours('decoder_1.3b_2048', 'fp8'),
+  _tunes('decoder_1.3b_8192'),
   _ours('decoder_1.3b_8192'),
   _torch('decoder_1.3b_8192'),
   _ours('decoder_1.3b_8192', 'fp8'),
+  _tunes('llama3_8b_4_layers'),
   _ours('llama3_8b_4_layers'),
   _torch('llama3_8b_4_layers'),
   _ours('llama3_8b_4_layers', 'fp8'),

@@ -186,15 +186,20 @@ def measure_options(
     partitioner = layouts(num_gpus, shape.config['num_heads'])['fsdp']
     rows = [number * num_gpus for number in rows]
   where = (partitioner, num_gpus)
-  settings: Any = dict(small=small, xla=xla, results=results)
+  steps = None if results is None else results.parent / 'steps'
+
+  def settings(label: str) -> Any:
+    kept = steps and steps / f'{name}_{precision}_{num_gpus}_{label.replace(" ", "_")}'
+    return dict(small=small, xla=xla, results=results, keep=kept)
+
   row: Row = {'model': name, 'precision': precision, 'gpus': num_gpus}
-  preset = _largest(shape, model, rows, *where, **settings)
+  preset = _largest(shape, model, rows, *where, **settings('preset'))
   row['preset_seconds'] = preset['seconds']
   yield row | {'options': 'as the preset'} | preset
   for label, change in (OPTIONS_OF_SEVERAL if all_gpus else OPTIONS).items():
     row['options'] = label
     try:
-      yield row | _largest(shape, model, [preset['rows']], *where, change=change, **settings)
+      yield row | _largest(shape, model, [preset['rows']], *where, change=change, **settings(label))
     except Exception as e:
       yield row | {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
 

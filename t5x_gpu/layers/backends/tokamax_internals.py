@@ -130,6 +130,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     adapter = library('tokamax._src.ops.op')._get_arg_spec_adapter(op)
     if not isinstance(arguments, str):  # JSON since Tokamax 0.0.13
       arguments = adapter.dump_json(dict(arguments))
+    adapter = getattr(adapter, '_impl', adapter)  # wraps pydantic's since Tokamax 0.0.13
     call = library().BoundArguments(op, adapter.validate_json(arguments))
     if call not in untuned:
       untuned.append(call)
