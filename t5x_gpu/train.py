@@ -16,7 +16,6 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.local.promotion import promote_local
 from t5x_gpu.config import gin_loader
 from t5x_gpu.config.gin_loader import LoadedConfig
-from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.run import profiler as profiler_lib
 from t5x_gpu.run.check import check, plan_run
@@ -124,8 +123,8 @@ def take_steps(
   Raises:
     TrainingError: a step is not finite.
     CheckpointError: a checkpoint cannot be written.
-    DataError: the training text has changed or cannot be read, or a task metric fails; the step is
-      saved. Data modules may raise other errors.
+    DataError: the training text has changed or cannot be read; the last good step is saved.
+    Exception: an evaluation fails (the step is saved), or a custom data module.
   """
   run, data, checkpointer = live.plan.run, live.data, live.checkpointer
   recorder = open_recorder(live, watchdog)
@@ -165,13 +164,14 @@ def take_steps(
           placed = live.put_batch(batch) if num_read else batch
         if isinstance(placed, Exception):
           with watchdog.phase('save'):
-            live.check_all_failed(placed, step)
+            live.check_all_failed(placed, f'batch/{step}')
             recorder.finish()
             live.stop_at_failed_data(placed, step - 1, state, ago=num_read)
         with recorder.timer.dispatch():
           state, sums = live.train_step(state, placed)
         recorder.dispatched(step, sums)
-      is_last = stop.reached(step) or step == run.total_steps
+      is_last = is_end = step == run.total_steps
+      is_last |= stop.reached(step)
       metrics = problem = None
       if data.evaluations.due(step):
         recorder.finish()
@@ -182,9 +182,10 @@ def take_steps(
           try:
             metrics = evaluate()
             if not is_last and live.stops_early(early_values, step, metrics):
-              is_last = True
+              is_last = is_end = True
               metrics = {**metrics, **evaluate(rest=True)}
-          except DataError as e:  # a custom metric failed: save the step first
+          except Exception as e:  # a metric, a batch or a device failed: save the step first
+            live.report_failed_evaluation(e, step)
             problem, is_last = e, True
       if is_last or metrics or step == 1 or step % run.log_period == 0:
         recorder.log(step, metrics, evaluated=data.evaluations.evaluated)
@@ -192,7 +193,7 @@ def take_steps(
       if saver is not None:
         recorder.finish()
         with watchdog.phase('save'), recorder.timer.pause(saver.pause):
-          live.save(saver, step, state, metrics)
+          live.save(saver, step, state, metrics, is_end=is_end)
       if is_last:
         break
     with watchdog.phase('save'), live.goodput.phase('save'):

@@ -99,11 +99,12 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(pro
     assert f'The last good one is checkpoint_{last}' in run.err
 
 
-# __next__ or peek fails at one batch.
+# __next__ or peek fails at one batch, or the second evaluation fails.
 FAILING_DATA = """
 from t5x_gpu.data import synthetic
 
 bad, error = None, None  # number of the batch that fails
+evaluation_error = None
 
 
 class FailingBatches(synthetic.SyntheticBatches):
@@ -114,10 +115,17 @@ class FailingBatches(synthetic.SyntheticBatches):
     return super().peek()
 
 
+class FailingEvaluation(synthetic.SyntheticBatches):
+
+  def set_state(self, state):
+    if evaluation_error is not None and self._step:
+      raise evaluation_error
+    super().set_state(state)
+
+
 def open_batches(config, *, spec, feature_converter, repeat=True):
   if not repeat:
-    return synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
-                                  repeat=False)
+    return FailingEvaluation(spec, seed=0, num_batches=2)
   return FailingBatches(spec, seed=0, num_batches=None)
 """
 
@@ -156,6 +164,37 @@ def test_a_batch_that_the_run_does_not_need_does_not_fail_its_last_save(project,
   failing.bad, failing.error = 4, DataError('Row 4 is not text.', fix='Mend it.')
   result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3)
   assert result.code == 0 and project.steps() == [3], result.err
+
+
+def test_a_batch_that_a_run_does_not_need_after_early_stopping_does_not_fail_its_last_save(
+  project, failing
+):
+  project.gin_file.write_text(
+    project.gin_file.read_text()
+    + 'from t5x_gpu.run import early_stopping\n'
+    + 'train_script.train.early_stopping = @early_stopping.EarlyStopping()\n'
+    + 'early_stopping.EarlyStopping.atol = 100.0\n'
+  )
+  failing.bad, failing.error = 7, DataError('Row 7 is not text.', fix='Mend it.')
+  result = project.run(DATA_MODULE='failing_data', EVAL_PERIOD=2)
+  assert result.code == 0 and 'Stopping early at step 6' in result.out, result.err
+  assert project.steps() == [6] and 'Row 7 is not text' in result.err
+
+
+def test_an_evaluation_that_fails_in_any_way_ends_the_run_after_a_save_of_its_step(
+  project, failing
+):
+  macros = {'DATA_MODULE': 'failing_data', 'EVAL_PERIOD': 2, 'SAVE_PERIOD': 100, 'TRAIN_STEPS': 6}
+  whole = project.folder / 'whole'
+  assert project.run(MODEL_DIR=whole, **macros).code == 0
+  failing.evaluation_error = RuntimeError('the device is lost')
+  result = project.run(**macros)
+  assert result.code == 1 and project.steps() == [4], result.err
+  assert 'The evaluation after step 4 has failed: the device is lost' in result.err
+  assert 'RuntimeError: the device is lost' in result.err
+  failing.evaluation_error = None
+  assert project.run(**macros).code == 0
+  assert project.metrics() == project.metrics(model_dir=whole)
 
 
 def test_a_last_save_that_fails_fails_the_run_whatever_the_next_batch(

@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 _LISTED = 5  # files that have changed
-_SAME_FAILURE_SECONDS = 5  # for other processes to read the batch on which this process fails
+_SAME_FAILURE_SECONDS = 5  # for other processes to fail as this one does
 _T = TypeVar('_T')
 
 CompiledStep = Callable[[TrainState, DeviceBatch], tuple[TrainState, reduce.DeviceSums]]
@@ -157,9 +157,15 @@ class LiveRun:
     step: int,
     state: TrainState,
     metrics: Optional[Mapping[str, float]],
+    *,
+    is_end: bool = False,
   ) -> None:
     """Starts to write the checkpoint of `step`; returns once `state` may be overwritten.
 
+    Args:
+      saver: where to save.
+      step, state, metrics: the step, its state and the metrics of its evaluations.
+      is_end: the run is done, so that no next batch is needed.
     Raises:
       DataError: a source file has changed since the run began.
       Exception: the next batch cannot be read; the step is saved.
@@ -172,26 +178,39 @@ class LiveRun:
     changed = distributed.broadcast_json(self.data.watch.look(step, now=True))
     failure = _failure_of_any(failure)
     if changed:
-      self._raise_for_changed_text(changed, step, state, metrics=metrics)
+      self._raise_for_changed_text(changed, step, state, metrics=metrics, is_end=is_end)
     elif failure is None:
       data_state, next_hash = found
       self._save(saver, step, state, data_state, next_hash=next_hash, metrics=metrics)
     else:
       unsaved = self._save_before(failure, step, state, metrics=metrics)
-      if step != self.plan.run.total_steps:
+      if not is_end:
         raise failure
       if unsaved is not None:
         raise unsaved
 
-  def check_all_failed(self, failure: Exception, step: int) -> None:
-    """Raises `failure` if another process has the batch of `step`: it waits in the next collective.
+  def report_failed_evaluation(self, failure: Exception, step: int) -> None:
+    """Logs why an evaluation has failed; the caller saves `step` and raises `failure`.
 
-    Otherwise all processes have failed, and can save together.
+    Raises:
+      Exception: `failure`, if it did not happen on all processes, which then cannot save together.
+    """
+    _log.error('The evaluation after step %d has failed: %s', step, first_line(failure))
+    self.check_all_failed(failure, f'evaluation/{step}')
+
+  def check_all_failed(self, failure: Exception, what: str) -> None:
+    """Raises `failure` unless all processes fail alike, and so can save together.
+
+    A process without the failure waits in the next collective.
+
+    Args:
+      failure: the error of this process.
+      what: what has failed, and at which step; each is asked once.
     """
     store = coordination_store()
     if store is not None:
       try:
-        store.wait_for_all(f't5x_gpu/no_batch/{step}', seconds=_SAME_FAILURE_SECONDS)
+        store.wait_for_all(f't5x_gpu/failed/{what}', seconds=_SAME_FAILURE_SECONDS)
       except Exception:  # XLA raises no specific class
         raise failure from None
 
@@ -283,6 +302,7 @@ class LiveRun:
     *,
     ago: int = 0,
     metrics: Optional[Mapping[str, float]] = None,
+    is_end: bool = False,
   ) -> None:
     """Saves the state after `step` if all its text was read before the change; then raises.
 
@@ -290,8 +310,9 @@ class LiveRun:
       changed: one line per changed file.
       step, state, metrics: the step to save, its state and its metrics.
       ago: number of batches read since `step`.
+      is_end: the run is done.
     Raises:
-      DataError: always, except after the last step.
+      DataError: always, unless the run is done and the step is saved.
     """
     checkpointer = self.checkpointer
     checkpointer.wait()
@@ -305,7 +326,7 @@ class LiveRun:
     what = 'The training text has changed during the run:' + ''.join(
       f'\n  {line}' for line in listed(changed, _LISTED)
     )
-    if is_good and step == self.plan.run.total_steps:
+    if is_good and is_end:
       if distributed.is_main_process():
         _log.warning('%s\nThe run had already read all of its text.', what)
       return
