@@ -33,6 +33,7 @@ from t5x_gpu.storage.files import (
 )
 from t5x_gpu.storage.json_schema import read_bytes
 from t5x_gpu.storage.paths import as_path
+from t5x_gpu.storage.user_paths import check_encoding
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.printable import printable
 
@@ -393,6 +394,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   machine.this_is_a_command()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
+    check_encoding(*sys.argv[1:])
     with SecondInterruptLeaves(leave=process_exit.leave_at_once):
       code = main() or 0
     failed = False

@@ -70,16 +70,24 @@ EXAMPLES = """examples:
   {prog} words --gin_file=my.gin               a tokenizer of the words in the training data
 """
 _COLORS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
+TRAIN = 'train'
 _BENCH_ROWS = 64  # rows of a batch, without a gin file
 
 
 @dataclasses.dataclass(frozen=True)
 class _Data:
-  """The data to look at: config, shape of its batches, and MODEL_DIR of a run."""
+  """The data to look at.
+
+  Attributes:
+    config, spec, feature_converter: the data, and the shape of its batches.
+    trains: whether a run trains on this split; it evaluates each row of another split once.
+    model_dir: MODEL_DIR of a run.
+  """
 
   config: DatasetConfig
   spec: BatchSpec
   feature_converter: str
+  trains: bool
   model_dir: Optional[str] = None
 
   @property
@@ -150,7 +158,7 @@ def _opened(args: cli.Args) -> _Data:
     )
   if given:
     folder = given.removeprefix(PREPARED)
-    index = read_index(folder, split=args.extra.split or 'train')
+    index = read_index(folder, split=args.extra.split or TRAIN)
     config = DatasetConfig(
       f'{PREPARED}{folder}',
       index.task_feature_lengths,
@@ -167,11 +175,12 @@ def _opened(args: cli.Args) -> _Data:
       vocab_size=2**31 - 1,
       num_classes=2**31 - 1,
     )
-    return _Data(config, spec, index.feature_converter)
+    return _Data(config, spec, index.feature_converter, index.split == TRAIN)
   loaded = args.load_with_classes()
   names = ('model', 'train_dataset_cfg', 'train_eval_dataset_cfg', 'model_dir')
   run = loaded.arguments(only=names)
   model, config, evaluated, model_dir = (run[name] for name in names)
+  trains = args.extra.split in (None, config.split)
   if args.extra.split and evaluated is not None and evaluated.split == args.extra.split:
     config = evaluated
   elif args.extra.split:
@@ -179,7 +188,8 @@ def _opened(args: cli.Args) -> _Data:
   spec = model.batch_spec(
     config.task_feature_lengths, batch_size=config.batch_size, pack=config.pack
   )
-  return _Data(config, spec, model.feature_converter(config.task_feature_lengths), model_dir)
+  converter = model.feature_converter(config.task_feature_lengths)
+  return _Data(config, spec, converter, trains, model_dir)
 
 
 def _rows(batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:
@@ -206,11 +216,13 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
   vocabulary = data_module.open_vocabulary(data.config, feature_converter=data.feature_converter)
   names = data.spec.class_names or data_module.open_class_names(data.config) or ()
   facts = shard_writer.RowStats()
-  with data.batches(repeat=True) as batches:
+  with data.batches(repeat=data.trains) as batches:
     rows = list(_rows(batches, num_rows))
   for number, row in enumerate(rows):
     one = shard_writer.RowStats()
     one.add(row)
+    if not one.rows:  # fills up the last batch
+      continue
     facts.add(row)
     with_loss = shard_writer.num_with_loss(row)
     loss = '' if with_loss in (None, one.tokens) else f', loss on {with_loss}'

@@ -7,6 +7,7 @@ The result is ArrayRecord shards with an index. A run reads them with MIXTURE_OR
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import time
@@ -22,6 +23,7 @@ from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import ShardJob, Workers
+from t5x_gpu.errors import NoExamplesError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import show
@@ -37,15 +39,24 @@ Take the gin file of the run: it sets the text, the lengths, packing and the mod
 interruption the same command continues.
 """
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-  """One split to prepare."""
+  """One split to prepare.
+
+  Attributes:
+    trains: whether it is the training split.
+    required: whether it is an error if the split is empty; otherwise it is skipped.
+  """
 
   config: DatasetConfig
   spec: BatchSpec
   feature_converter: str
   index: Index
+  trains: bool
+  required: bool
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +103,22 @@ def _splits(loaded: LoadedConfig, names: list[str], num_parts: Optional[int]) ->
     config = known.get(name) or dataclasses.replace(train, split=name)
     spec = model.batch_spec(config.task_feature_lengths, batch_size=1, pack=config.pack)
     converter = model.feature_converter(config.task_feature_lengths)
-    made = open_preparation(config, spec=spec, feature_converter=converter)
-    found.append(_Split(config, spec, converter, made.plan(num_parts=num_parts)))
+    trains = name == train.split
+    required = trains or bool(names)
+    try:
+      made = open_preparation(config, spec=spec, feature_converter=converter)
+    except NoExamplesError as e:
+      if required:
+        raise
+      _log_skipped(name, e)
+    else:
+      plan = made.plan(num_parts=num_parts)
+      found.append(_Split(config, spec, converter, plan, trains, required))
   return found
+
+
+def _log_skipped(split: str, reason: NoExamplesError) -> None:
+  _log.warning('Skipping %s; a run on these rows does not evaluate. %s', split, reason.what)
 
 
 def _prepare(folder: SplitFolder, split: _Split, *, workers: Workers) -> Optional[Index]:
@@ -138,7 +162,9 @@ def _prepare(folder: SplitFolder, split: _Split, *, workers: Workers) -> Optiona
       else:
         rows, tokens = rows + event.rows, tokens + event.tokens
         advance(0)
-  return folder.finish(written, max_corrupt_fraction=split.config.max_corrupt_fraction)
+  return folder.finish(
+    written, max_corrupt_fraction=split.config.max_corrupt_fraction, trains=split.trains
+  )
 
 
 def _summary(index: Index) -> Iterable[str]:
@@ -188,7 +214,15 @@ def main(argv: Optional[list[str]] = None) -> int:
             f'{split.config.split}: {len(folder.finished)} shards are finished and unchanged, '
             f'{len(folder.todo)} remain.'
           )
-        index = _prepare(folder, split, workers=workers)
+        try:
+          index = _prepare(folder, split, workers=workers)
+        except NoExamplesError as e:
+          if not split.trains:
+            folder.remove()  # otherwise a run would take it for unfinished
+          if split.required:
+            raise
+          _log_skipped(split.config.split, e)
+          continue
       if index is None:
         console.print(f'{split.config.split}: already complete, every byte unchanged.')
       else:

@@ -22,6 +22,7 @@ def prepare_here(
   lengths=None,
   vocab_size: int = 384,
   num_classes=None,
+  trains: bool = True,
   **config,
 ):
   """Returns the index of `folder`/`split`; None if it stops after some shards, as a kill would."""
@@ -55,4 +56,4 @@ def prepare_here(
       )
     if len(written) < len(opened.todo):
       return None
-    return opened.finish(written, max_corrupt_fraction=config.max_corrupt_fraction)
+    return opened.finish(written, max_corrupt_fraction=config.max_corrupt_fraction, trains=trains)

@@ -93,6 +93,8 @@ class StopRequest:
     for number in SIGNALS:
       if not (self._together and number == signal.SIGTERM or _is_ignored_hangup(number)):
         self._previous[number] = signal.signal(number, handle)
+    # As `streams.outlive`, after the user's modules, which may have set it.
+    self._previous[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if _early:
       self._request(_early.pop(), f'Asked to stop during set-up: {_SAVING}')
     return self

@@ -2,8 +2,25 @@
 
 import os
 import pathlib
+import sys
 
 from t5x_gpu.errors import ConfigError
+
+
+def check_encoding(*texts: str) -> None:
+  """Raises ConfigError if Python names the file of one of `texts` otherwise than libraries do.
+
+  TensorStore, TensorFlow and ArrayRecord take names as UTF-8. Python does so unless its UTF-8 mode
+  is off in a locale with another encoding: then both would use different files.
+  """
+  encoding = sys.getfilesystemencoding()
+  other = next((text for text in texts if not text.isascii()), None)
+  if encoding != 'utf-8' and other is not None:
+    raise ConfigError(
+      f'{other!r} is not in ASCII, and Python reads the names of files as {encoding}, because '
+      f'PYTHONUTF8 = {os.environ.get("PYTHONUTF8")} or because of the locale.',
+      fix='Set the environment variable PYTHONUTF8=1.',
+    )
 
 
 def user_path(text: str | os.PathLike) -> pathlib.Path:
@@ -14,7 +31,8 @@ def user_path(text: str | os.PathLike) -> pathlib.Path:
   links stay, so that the user recognizes the path.
 
   Raises:
-    ConfigError: the path is empty or too long, or names the home of an unknown user.
+    ConfigError: the path is empty or too long, names the home of an unknown user, or cannot be read
+      in the encoding of this process.
   """
   text = os.fspath(text)
   if not text or '\0' in text:
@@ -28,6 +46,7 @@ def user_path(text: str | os.PathLike) -> pathlib.Path:
       fix=f'Write the path out, or ./{text} for a folder of that name.',
     )
   path = pathlib.Path(expanded).absolute()
+  check_encoding(str(path))
   _check_lengths(path)
   if '..' not in path.parts:
     return path

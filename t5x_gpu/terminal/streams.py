@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import select
+import signal
 import sys
 import threading
 import time
@@ -141,6 +142,9 @@ def install() -> None:
 
 def outlive() -> None:
   """Makes this command continue if standard output fails; its text is then kept or dropped."""
+  # As Python does at its start. With the system's default, which modules for `| head` restore, a
+  # write without a reader ends the process.
+  signal.signal(signal.SIGPIPE, signal.SIG_IGN)
   if 1 in _streams:
     _streams[1].outlives = True
 

@@ -81,6 +81,21 @@ def test_preview_shows_rows_as_text(mixed_rows):
   assert re.search(r'^4 rows: padding [\d.]+%$', out, re.MULTILINE)
 
 
+def test_preview_shows_each_text_of_an_evaluation_once(tmp_path):
+  (tmp_path / 'a.jsonl').write_text(''.join(f'{{"text": "text {i}"}}\n' for i in range(60)))
+  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
+  out = run(
+    'preview',
+    f'--gin_file={tmp_path}/tiny.gin',
+    f'--gin.MIXTURE_OR_TASK_NAME=jsonl:{tmp_path}/a.jsonl',
+    '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+    '--split=validation',
+    '--rows=60',
+  )
+  texts = re.findall(r'^  \[\d+\] (text \d+)', out, re.MULTILINE)
+  assert 1 < len(texts) == len(set(texts)) < 10 and ' 0 examples' not in out
+
+
 def test_preview_spells_out_what_a_terminal_would_obey(tmp_path):
   lines = [json.dumps({'text': f'{i}\x1b[2Jafter\x07'}) + '\n' for i in range(40)]
   (tmp_path / 'a.jsonl').write_text(''.join(lines))

@@ -5,6 +5,8 @@ import json
 import os
 import pathlib
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
@@ -70,6 +72,8 @@ class Place:
     macros: further values of the gin file.
     environment: variables of the commands; None removes one.
     before: Python that each command runs first: limits, signals, closed files.
+    is_forked: whether a command is a fork of `warm`; otherwise it is a new Python, without
+      `before`.
     stdout: where the commands print, or None for the log.
     between: called between the two trainings of a flow.
     during: called while a training waits for its next batch.
@@ -89,6 +93,7 @@ class Place:
   macros: dict[str, Any] = dataclasses.field(default_factory=dict)
   environment: dict[str, Optional[str]] = dataclasses.field(default_factory=dict)
   before: str = ''
+  is_forked: bool = True
   stdout: Optional[pathlib.Path] = None
   between: Optional[Callable[[], None]] = None
   during: Optional[Callable[[], None]] = None
@@ -142,14 +147,21 @@ class Place:
       f'sys.argv = {["t5x_gpu", command, *argv]!r}\n'
       'from t5x_gpu.__main__ import main\nmain()\n'
     )
-    process = self.warm.start(
-      argv,
-      cwd=self.cwd,
-      environment={k: v for k, v in variables.items() if v is not None},
-      out=self.stdout or log,
-      err=log,
-      script=script,
-    )
+    environment = {k: v for k, v in variables.items() if v is not None}
+    out = self.stdout or log
+    if self.is_forked:
+      process = self.warm.start(
+        argv, cwd=self.cwd, environment=environment, out=out, err=log, script=script
+      )
+    else:
+      with open(out, 'ab') as stdout, open(log, 'ab') as stderr:
+        process = subprocess.Popen(
+          [sys.executable, '-m', 't5x_gpu', command, *argv],
+          cwd=self.cwd,
+          env=environment,
+          stdout=stdout,
+          stderr=stderr,
+        )
     return Started(process, log, shlex.join([command, *argv]))
 
   def run(self, command: str, *argv: str, **environment: str) -> None:

@@ -226,6 +226,13 @@ def _c_locale(place: Place) -> None:
   place.before += ASCII
 
 
+def _names_in_ascii(place: Place) -> None:
+  """A Python that reads UTF-8 in the names of files as ASCII."""
+  _inside('größe-模型')(place)
+  place.environment |= {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
+  place.is_forked = False
+
+
 def _limit(name: str, value: int) -> Callable[[Place], None]:
   return _before(f'import resource; resource.setrlimit(resource.RLIMIT_{name}, ({value},) * 2)')
 
@@ -266,7 +273,7 @@ import signal
 for number in (signal.SIGINT, signal.SIGHUP):
   signal.signal(number, signal.SIG_IGN)
 """
-# Python reads the variables only when it starts, which these processes have done.
+# Python reads the variables only when it starts, which forked processes have done.
 ASCII = """
 import locale, sys
 locale.setlocale(locale.LC_ALL, 'C')
@@ -287,6 +294,7 @@ ENVIRONMENT = [
   World('HOME missing', 'environment', _variables(HOME='/nonexistent/home'), HOME),
   World('TMPDIR missing', 'environment', _variables(TMPDIR='/nonexistent/tmp')),
   World('C locale', 'environment', _c_locale),
+  World('names in ASCII', 'environment', _names_in_ascii, refused='ConfigError: .* as ascii'),
   World('time zone', 'environment', _variables(TZ='Asia/Kathmandu')),
   World('no USER', 'environment', _variables(USER=None, LOGNAME=None)),
   World('narrow terminal', 'environment', _variables(COLUMNS='10', TERM='dumb')),
@@ -296,7 +304,6 @@ ENVIRONMENT = [
     'SIGPIPE default',
     'environment',
     _before('import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL)'),
-    STDOUT,  # without a reader this signal ends the process, by design
   ),
   World('stdout full', 'environment', _stdout('/dev/full'), STDOUT),
   World('stdout closed', 'environment', _before('import os; os.close(1)'), STDOUT),
@@ -499,12 +506,6 @@ def _oddity(name: str, *content: bytes | Sequence[Optional[str]], error: str) ->
         yield World(f'{name} ({form})', 'data', change, refused=error)
 
 
-NO_EVALUATION = {
-  'evaluate': 'NoExamplesError',
-  **dict.fromkeys(
-    ('prepare', 'train_on_prepared'), "DataError: .* no example in split 'validation'"
-  ),
-}
 FORM, CONTENTS = ('form',), ('contents',)
 TEXT_FORMS = {
   'csv': _form('csv', _separated(',')),
@@ -529,7 +530,12 @@ DATA = [
   World('unicode', 'data', _contents(UNICODE), CONTENTS, contents=True),
   World('text_files', 'data', _text_files, FORM + BYTES + ONE_FILE + CONTENTS, contents=True),
   World(
-    'one row', 'data', _contents(TEXTS[:1]), CONTENTS + FORM, contents=True, refuses=NO_EVALUATION
+    'one row',
+    'data',
+    _contents(TEXTS[:1]),
+    CONTENTS + FORM,
+    contents=True,
+    refuses={'evaluate': 'NoExamplesError'},
   ),
   *(World(n, 'data', c, FORM, changes=OTHER_ORDER) for n, c in TEXT_FORMS.items()),
   *(World(n, 'data', c, FORM + BYTES, changes=OTHER_ORDER) for n, c in OTHER_FORMS.items()),

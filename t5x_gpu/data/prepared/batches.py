@@ -296,14 +296,17 @@ def _seed(seed: int, name: str) -> int:
 
 
 def checked_rates(
-  given: Optional[Mapping[str, float]], *, own: Mapping[str, float], rows: Mapping[str, int]
+  given: Optional[Mapping[str, float]],
+  *,
+  own: Mapping[str, float],
+  rows: Optional[Mapping[str, int]],
 ) -> dict[str, float]:
   """Returns task -> rate, summing to 1.
 
   Args:
     given: DatasetConfig.mixture_rates; missing tasks get rate 0. None for `own`.
     own: rates of the mixture.
-    rows: task -> number of rows.
+    rows: task -> number of rows; None if a task may have none.
   Raises:
     DataError: unknown tasks, negative rates, only rates of 0, or a task without rows.
   """
@@ -329,7 +332,7 @@ def checked_rates(
       fix=f'Set {_RATES} = {dict(own)}, the rates of the mixture, or others.',
       parameters=('DatasetConfig.mixture_rates',),
     )
-  empty = [name for name, rate in rates.items() if rate > 0 and not rows[name]]
+  empty = [name for name, rate in rates.items() if rate > 0 and not rows[name]] if rows else []
   if empty:
     rest = {name: rate for name, rate in rates.items() if rows[name]}
     raise DataError(
@@ -522,11 +525,9 @@ def open_batches(
   check_model(index, config, spec=spec, feature_converter=feature_converter)
   check_shards(folder, index)
   own = {name: member.rate for name, member in index.members.items()}
-  rates = checked_rates(
-    config.mixture_rates,
-    own=own,
-    rows={name: member.rows for name, member in index.members.items()},
-  )
+  rows = {name: member.rows for name, member in index.members.items()}
+  # An evaluation reads each row once, regardless of the rates.
+  rates = checked_rates(config.mixture_rates, own=own, rows=rows if repeat else None)
   seed = config.seed if config.shuffle else None
   rows = mixed_rows(task_rows(folder, index), rates=rates, seed=seed, repeat=repeat)
   if repeat and index.rows < config.batch_size:

@@ -25,7 +25,7 @@ from t5x_gpu.data.prepared.index import (
 )
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
-from t5x_gpu.errors import DataError, task_error
+from t5x_gpu.errors import DataError, NoExamplesError
 from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, MapOf, read_bytes, read_json
 
 _PLAN, _LOCK = 'plan.json', 'lock'
@@ -59,14 +59,18 @@ class SplitFolder:
       if (name, part) not in self.finished
     ]
 
-  def finish(self, written: Parts, *, max_corrupt_fraction: float = 0.0) -> Index:
+  def finish(
+    self, written: Parts, *, max_corrupt_fraction: float = 0.0, trains: bool = True
+  ) -> Index:
     """Writes index.json and returns the index.
 
     Args:
       written: the shards written by this call.
       max_corrupt_fraction: share of the records of each task's source that may be damaged.
+      trains: the split is for training, so that each task needs rows; else one of them does.
     Raises:
-      DataError: a task has no rows or too many damaged records, or the disk is full.
+      NoExamplesError: a task has no rows.
+      DataError: a task has too many damaged records, or the disk is full.
     """
     parts = {**self.finished, **written}
     members = {
@@ -78,11 +82,12 @@ class SplitFolder:
     for name, member in members.items():
       check_share(member.records, max_fraction=max_corrupt_fraction, of=f' for {name}')
     empty = [name for name, member in members.items() if not member.rows]
-    if empty:
-      raise task_error(
-        f'{", ".join(empty)}: no example in split {self.plan.split!r}; nothing to train on.',
+    if empty and (trains or len(empty) == len(members)):
+      raise NoExamplesError(
+        f'{", ".join(empty)}: no example in split {self.plan.split!r}.',
         fix='Leave the task out of the mixture, use another --split, or give it more text. Sources '
         'without splits assign documents by hash; with few documents one split may be empty.',
+        parameters=('DatasetConfig.mixture_or_task_name',),
       )
     index = dataclasses.replace(self.plan, members=members)
     try:
@@ -93,6 +98,10 @@ class SplitFolder:
         fix='Free some space and run the same command again; all shards are kept.',
       ) from e
     return index
+
+  def remove(self) -> None:
+    """Removes the folder of a split without rows."""
+    shutil.rmtree(self.path)
 
 
 @contextlib.contextmanager

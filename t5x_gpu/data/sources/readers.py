@@ -324,6 +324,15 @@ class BlockReader:
             fix='The amount lost is unknown, so max_corrupt_fraction does not apply: get the '
             'file again, or leave it out of the pattern.',
           ) from e
+        except DataError:
+          raise
+        except Exception as e:  # a custom form may raise anything
+          raise DataError(
+            f'`rows` of {self.form.name} failed after record {at} of {path}: '
+            f'{type(e).__name__}: {e}.',
+            fix='Correct `rows`, or the file.',
+            docs='add_a_data_source.md',
+          ) from e
         if row is rows:
           break
         if isinstance(row, DataError):

@@ -128,6 +128,12 @@ def test_evaluation_has_every_row_once_and_fills_the_last_batch_with_weight_0(
   assert np.count_nonzero(tokens) == want
 
 
+def test_evaluation_has_the_rows_of_the_tasks_that_have_some(tmp_path, open_data):
+  index = prepare_here('mixed_with_none', tmp_path, split='validation', num_parts=1, trains=False)
+  given = {'split': 'validation', 'batch_size': 1, 'repeat': False}
+  assert len(list(open_data(f'prepared:{tmp_path}', **given).iterator)) == index.rows > 0
+
+
 def test_evaluation_starts_again_from_its_first_state(mixed_rows, open_data):
   iterator = open_data(f'prepared:{mixed_rows}', repeat=False, split='validation').iterator
   start = iterator.get_state()

@@ -2,9 +2,11 @@
 
 import codecs
 import collections
+import contextlib
 import gc
 import gzip
 import logging
+import sqlite3
 
 import pyarrow as pa
 import pytest
@@ -314,6 +316,18 @@ def test_a_row_may_hold_text_whose_unpaired_surrogates_are_damage():
 def test_rows_other_than_tuples_of_the_columns_are_refused(row):
   form = FileForm('notes', lambda path: ['body'], lambda path, columns, skip: iter([row]))
   reader = readers.BlockReader(form, columns={'targets': 'body'}, num_files=1)
+  with pytest.raises(tf.errors.OpError):
+    list(reader(tf.constant('notes.db'), tf.constant(0)))
+  record_message(f'DataError: {reader.problem}')
+
+
+def test_an_error_of_any_kind_in_rows_of_a_custom_form_names_the_file():
+  def rows(path, columns, skip):
+    with contextlib.closing(sqlite3.connect(':memory:', check_same_thread=False)) as database:
+      yield from database.execute(f'select {columns[0]}')
+
+  form = FileForm('notes', lambda path: ['body'], rows)
+  reader = readers.BlockReader(form, columns={'targets': 'text'}, num_files=1)
   with pytest.raises(tf.errors.OpError):
     list(reader(tf.constant('notes.db'), tf.constant(0)))
   record_message(f'DataError: {reader.problem}')
