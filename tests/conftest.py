@@ -24,6 +24,9 @@ if PLATFORM == 'cpu':
   set_default_flags()  # `make test-optimized` compiles as users do
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 start_programs_with_default_signals()
+# Images of containers set it. Then each of the hundreds of processes compiles the package again.
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser):

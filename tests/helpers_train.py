@@ -200,15 +200,23 @@ class Project:
     folder: where all is.
     gin: text of tiny.gin.
     warm: a WarmStart (tests/helpers_warm.py) that forks the runs of `start`.
+    compiled: where its runs keep what XLA compiles; None for next to `folder`.
   """
 
-  def __init__(self, folder: pathlib.Path, *, gin: str = TINY_GIN, warm: Any = None):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    *,
+    gin: str = TINY_GIN,
+    warm: Any = None,
+    compiled: Optional[pathlib.Path] = None,
+  ):
     self.folder, self._warm = folder, warm
     self.gin_file = folder / 'tiny.gin'
     self.gin_file.write_text(gin)
     (folder / 'held_data.py').write_text(HELD_DATA)
     self.model_dir = folder / 'model'
-    self._compiled = folder.parent / 'compiled'
+    self._compiled = compiled or folder.parent / 'compiled'
 
   def argv(self, *flags: str, **macros: Any) -> list[str]:
     """Returns the command line after `python -m t5x_gpu.train`."""

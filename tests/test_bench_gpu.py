@@ -409,13 +409,11 @@ def test_the_slowest_kernels_are_next_to_the_time_of_their_bytes(planned_step, r
 
 
 def test_several_gpus_are_compared_with_one(monkeypatch):
-  found = {**step_lib.layouts(8, 2), 'pp': Partitioner(stage=3)}
+  found = {'tp 2 x dp 4': step_lib.layouts(8, 2)['tp 2 x dp 4'], 'pp': Partitioner(stage=3)}
   monkeypatch.setattr(step_lib, 'layouts', lambda *_: found)
   *rows, failed = step_lib.measure_gpus('decoder_134m', small=True)
   assert [(r['layout'], r['gpus'], r['rows']) for r in rows] == [
     ('-', 1, 2),
-    ('dp', 8, 16),
-    ('fsdp', 8, 16),
     ('tp 2 x dp 4', 8, 16),
   ]
   assert rows[0]['efficiency'] == 1
@@ -431,6 +429,7 @@ def test_several_gpus_are_compared_with_one(monkeypatch):
 
 def test_tensor_parallelism_splits_as_many_heads_as_it_can():
   assert list(step_lib.layouts(8, 16)) == ['dp', 'fsdp', 'tp 8']
+  assert list(step_lib.layouts(8, 2)) == ['dp', 'fsdp', 'tp 2 x dp 4']
   assert list(step_lib.layouts(6, 16)) == ['dp', 'fsdp', 'tp 2 x dp 3']
   assert list(step_lib.layouts(3, 16)) == ['dp', 'fsdp']
 

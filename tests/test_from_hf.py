@@ -105,19 +105,19 @@ def test_a_dry_run_prints_the_file_and_writes_nothing(folder, llama):
 
 
 def test_lengths_cover_99_percent_of_the_examples_and_at_most_the_models_positions(folder, llama):
-  talks = [talk(f'{i:03}', 'b ' * (400 if i == 7 else 60)) for i in range(300)]
+  talks = [talk(f'{i:03}', 'b ' * (400 if i == 7 else 60)) for i in range(150)]
   write_talks(folder / 'long.jsonl', talks)
   survey = open_survey(
     DatasetConfig('jsonl:long.jsonl', None, 'train', 1, vocabulary='huggingface:llama'),
     num_measured=1000,
   )
-  assert survey.num_examples == survey.num_measured < 300
+  assert survey.num_examples == survey.num_measured < 150
   usual, *_, longest = sorted(set(survey.lengths['targets']))
   result = from_hf('llama', '--task=jsonl:long.jsonl', '--dry_run')
   length = -(-usual // 64) * 64
   assert f"TASK_FEATURE_LENGTHS = {{'targets': {length}}}" in result.out
   assert f'at most {usual} tokens, the longest {longest}' in result.out
-  write_talks(folder / 'longer.jsonl', [talk(f'{i:03}', 'b ' * 400) for i in range(60)])
+  write_talks(folder / 'longer.jsonl', [talk(f'{i:03}', 'b ' * 400) for i in range(20)])
   result = from_hf('llama', '--task=jsonl:longer.jsonl', '--dry_run')
   assert "TASK_FEATURE_LENGTHS = {'targets': 512}" in result.out and '100.0% are cut' in result.out
 
@@ -129,7 +129,7 @@ def test_lengths_cover_99_percent_of_the_examples_and_at_most_the_models_positio
 def test_a_long_text_counts_as_all_its_rows(objective, model, folder):
   write_model(folder / 'base', {**MODELS[model], 'vocab_size': 512})  # with sentinels
   write_tokenizer(folder / 'base', None)
-  (folder / 'texts.jsonl').write_text('{"text": "%s"}\n' % ('b' * 20_000) * 200)
+  (folder / 'texts.jsonl').write_text('{"text": "%s"}\n' % ('b' * 20_000) * 40)
   config = DatasetConfig(
     'jsonl:texts.jsonl', None, 'train', 1, pack=False, vocabulary='huggingface:base'
   )

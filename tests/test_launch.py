@@ -403,7 +403,8 @@ def test_a_killed_process_ends_the_others_at_once_and_all_start_again(capfd):
   assert 'training again: step 15 is done' in captured.err
 
 
-def test_a_failure_that_repeats_ends_the_run_with_its_exit_code(capfd):
+def test_a_failure_that_repeats_ends_the_run_with_its_exit_code(capfd, monkeypatch):
+  monkeypatch.setattr(launch, 'KILL_SECONDS', 0.5)  # the others report nothing
   run, starts = agent(
     'ProgressFile(os.environ, first_step=0).step_done(7)\n'
     'if index == 1: print("the reason"); sys.exit(7)\n'

@@ -68,13 +68,14 @@ OPTIMIZER = @adafactor.Adafactor()
 def test_a_run_of_adafactor_before_its_setting_continues_by_itself(tmp_path):
   project = Project(tmp_path, gin=TINY_GIN + ADAFACTOR)
   layers = """--gin.adafactor.Adafactor.layers='joined_heads'"""  # the moments of 0.2
-  result = project.run(layers, TRAIN_STEPS=2, SAVE_PERIOD=2)
+  result = project.run(layers, num_devices=1, TRAIN_STEPS=2, SAVE_PERIOD=2)
   assert result.code == 0, result.err
-  result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=4)
+  result = project.run(num_devices=1, TRAIN_STEPS=4, SAVE_PERIOD=4)
   assert result.code == 0, result.err
   assert "Adafactor.layers = 'joined_heads', to match the second moments" in result.out
   assert f'Continuing from {project.model_dir}/checkpoint_2.' in result.out
-  at_once = project.run(layers, TRAIN_STEPS=4, MODEL_DIR=tmp_path / 'at_once')
+  again = {'TRAIN_STEPS': 4, 'MODEL_DIR': tmp_path / 'at_once'}
+  at_once = project.run(layers, num_devices=1, **again)
   assert at_once.code == 0, at_once.err
   assert project.metrics() == project.metrics(model_dir=tmp_path / 'at_once')
 

@@ -17,7 +17,7 @@ FOLDERS = {
 def _project(tmp_path, monkeypatch) -> Project:
   """A project whose working directory has a link to a folder elsewhere."""
   (tmp_path / 'work').mkdir()
-  project = Project(tmp_path / 'work')
+  project = Project(tmp_path / 'work', compiled=tmp_path.parent / 'compiled')
   (tmp_path / 'elsewhere' / 'deep').mkdir(parents=True)
   (project.folder / 'link').symlink_to('../elsewhere/deep')
   # Where the pattern would match, but the path is not.
@@ -34,15 +34,22 @@ def losses(project: Project, folder) -> dict[int, float]:
   return project.metrics(model_dir=project.folder / folder)
 
 
+@pytest.fixture(scope='module')
+def expected(tmp_path_factory) -> dict[int, float]:
+  """The losses of a run in a folder with a plain name."""
+  project = Project(tmp_path_factory.mktemp('plain'))
+  assert train(project, str(project.folder / 'plain'), 4).code == 0
+  return losses(project, 'plain')
+
+
 @pytest.mark.parametrize('name', FOLDERS)
-def test_a_run_continues_wherever_its_folder_is_and_every_tool_reads_it(project, name):
+def test_a_run_continues_wherever_its_folder_is_and_every_tool_reads_it(project, expected, name):
   folder = FOLDERS[name]
-  assert train(project, 'plain', 4).code == 0
   for steps in (2, 4):
     result = train(project, folder, steps)
     assert result.code == 0, result.err
   assert 'Continuing from' in result.out and 'checkpoint_2' in result.out
-  assert losses(project, folder) == losses(project, 'plain')
+  assert losses(project, folder) == expected
   verify = run_here(lambda: checkpoint_tools.main(['verify', folder]))
   assert verify.code == 0 and 'DAMAGED' not in verify.out + verify.err, verify
   to = f'{folder}/../{name[:4]} new'

@@ -155,7 +155,10 @@ def test_text_that_changes_during_a_run_stops_it_after_a_save_of_the_last_good_s
   (tmp_path / 'changing_data.py').write_text(CHANGING_DATA)
   monkeypatch.syspath_prepend(tmp_path)
   data = importlib.import_module('changing_data')
-  whole, project = (Project(_folder(tmp_path, name)) for name in ('whole', 'changed'))
+  whole, project = (
+    Project(_folder(tmp_path, name), compiled=tmp_path.parent / 'compiled')
+    for name in ('whole', 'changed')
+  )
   for one in (whole, project):
     (one.folder / 'corpus').mkdir()
     lines = [f'line {i} of a corpus that is shuffled' for i in range(1500)]

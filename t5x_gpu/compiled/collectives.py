@@ -15,7 +15,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 import numpy as np
@@ -161,7 +161,7 @@ def _no_compilation_cache() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def partitioned_hlo(lowered: Any) -> str:
+def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
   """Returns the program of one device as HLO text, right after XLA's SPMD partitioner.
 
   Args:
@@ -171,7 +171,7 @@ def partitioned_hlo(lowered: Any) -> str:
   return partitioned(lowered)[0]
 
 
-def partitioned(lowered: Any) -> tuple[str, Any]:
+def partitioned(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
   """Returns (`partitioned_hlo`, the compiled program, whose memory is the CPU program's)."""
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_hlo_') as folder:
     with _no_compilation_cache():

@@ -246,7 +246,7 @@ def _result(annotation: Annotation) -> Annotation:
 
 
 def _makes(value: Reference, result: Annotation) -> bool:
-  """Returns whether a reference fits Callable[..., `result`]: a class of it, not an object."""
+  """Returns whether a reference fits Callable[..., `result`]: a subclass, not an object."""
   if result is Any or not inspect.isclass(result) or not inspect.isclass(value.target):
     return True
   try:

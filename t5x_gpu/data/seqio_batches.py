@@ -113,13 +113,14 @@ class SeqioBatches:
     self._names = sorted(self._iterator.element_spec)  # `with_masks` adds the other features
     self._pending: Optional[Batch] = None
     self._batches_taken = 0
+    self._first_state: Optional[bytes] = None  # of an evaluation that has taken no batch
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
     batch = self.peek()
-    self._pending = None
+    self._pending = self._first_state = None
     self._batches_taken += 1
     return batch
 
@@ -241,7 +242,10 @@ class SeqioBatches:
     The position is empty if it cannot be saved; then `set_state` reads the batches again.
     """
     position = self._position()
-    return self._state(self._batches_taken, position, (position and self._pending) or {})
+    state = self._state(self._batches_taken, position, (position and self._pending) or {})
+    if not (self._repeat or self._batches_taken):
+      self._first_state = state
+    return state
 
   def counted_state(self, *, ago: int = 0) -> bytes:
     """Returns a state without position or buffers; see `FileBatchIterator`."""
@@ -270,6 +274,8 @@ class SeqioBatches:
     Raises:
       DataError: the state is not of this module, or the data differ; the message lists differences.
     """
+    if state == self._first_state:  # already there; a new pipeline takes a second to build
+      return
     header, position, tail = _parse_state(state)
     now = json.loads(json.dumps(self._fingerprint))
     check_same_data(header['data'], now, by_hash=self._sources_by_hash)
@@ -376,7 +382,7 @@ class SeqioBatches:
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
     self._iterator = None
-    self._pending = None
+    self._pending = self._first_state = None
 
 
 def _parse_state(state: bytes) -> tuple[JsonObject, bytes, bytes]:

@@ -7,13 +7,12 @@ combines both digits, the digit across hosts first. So each host holds one block
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, MeshSizes, resolve_mesh_sizes
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.runtime.topology import Device, Topology
 
 __all__ = [
   'MESH_AXES',
@@ -40,7 +39,9 @@ FSDP_SPLITS = {
 }
 
 
-def build_mesh(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> jax.sharding.Mesh:
+def build_mesh(
+  sizes: MeshSizes, topology: Topology, devices: Sequence[Device]
+) -> jax.sharding.Mesh:
   """Returns the mesh with the axes `MESH_AXES`, all of them Auto.
 
   Args:
@@ -56,7 +57,7 @@ def build_mesh(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> 
   )
 
 
-def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> np.ndarray:
+def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Device]) -> np.ndarray:
   """Returns `devices`, host-major, as an array [stage, data, fsdp, context, expert, model].
 
   Host blocks equal the blocks of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, but the
@@ -76,7 +77,7 @@ def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -
 
 
 def mesh_table(sizes: MeshSizes, topology: Topology, *, zero_stage: int = 3) -> str:
-  """Returns the table that a run prints: axis, size, what it splits, and the link it uses.
+  """Returns the table that a run prints: axis, size, the dimensions it splits, link.
 
   Axes of size 1 are left out, except data and model. Notes and warnings follow.
   """

@@ -1,8 +1,8 @@
-"""The size of each mesh axis, and the part of it inside a host.
+"""The size of each mesh axis, and its size inside a host.
 
 `resolve_mesh_sizes` is a pure function of the topology and the user's settings, so a laptop can
-compute the mesh of 24 hosts. `Problems` collects what is wrong with sizes: the sizes, their rule
-and what to set. `mesh` arranges devices by these sizes.
+compute the mesh of 24 hosts. `Problems` collects wrong sizes, with their rule and their settings.
+`mesh` arranges devices by these sizes.
 
 As in T5X, *ici* is the part of an axis inside a host (NVLink) and *dcn* the part across hosts
 (network): the size of an axis is ici * dcn.

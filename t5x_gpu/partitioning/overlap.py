@@ -17,7 +17,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 import flax.struct
 import jax
@@ -40,6 +40,8 @@ from t5x_gpu.partitioning.parameters import (
   whole,
 )
 from t5x_gpu.partitioning.trees import DTypeLike, Gradients, Index, Params, Tree, TreeFn
+
+T = TypeVar('T')
 
 
 @flax.struct.dataclass
@@ -87,7 +89,7 @@ class UsedAfter:
   while the last layer computes; otherwise XLA sends them last, after all matmuls.
 
   Attributes:
-    params: tree of parameters; after the loop has run, as they come out of it.
+    params: tree of parameters; the loop replaces it by the parameters that passed through.
   """
 
   params: Params
@@ -311,12 +313,12 @@ class LayerStep:
     self._traced = jaxpr_as_fun(closed)
 
 
-def chosen(which: Sequence[bool], items: Sequence[Any]) -> list[Any]:
+def chosen(which: Sequence[bool], items: Sequence[T]) -> list[T]:
   """Returns the `items` that `which` marks."""
   return [item for item, chosen in zip(items, which, strict=True) if chosen]
 
 
-def merged(which: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def merged(which: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> list[T]:
   """Returns `others` with the marked members replaced, in turn, by the members of `chosen`."""
   chosen = iter(chosen)
   return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]

@@ -104,7 +104,7 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedRun(CheckedRun):
-  """A checked run, and what it starts from.
+  """A checked run and its starting point: a checkpoint, or new parameters.
 
   Attributes:
     origin: source of the parameters if the run has no checkpoint.

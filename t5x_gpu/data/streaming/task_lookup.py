@@ -381,7 +381,7 @@ def source_paths(
   """Returns task -> the files with its examples: SeqIO's cache, or the source.
 
   Args:
-    task, config: the task or mixture, and which split of it.
+    task, config: the task or mixture, and its split.
     in_memory: include the files of sources that hold their examples in memory.
   """
   found, split = {}, config.split

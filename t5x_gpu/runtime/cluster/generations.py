@@ -331,7 +331,7 @@ class _Follower:
 
 
 class Member:
-  """What one agent knows, and what it does next.
+  """The knowledge of one agent, which decides its next actions.
 
   Every method takes an event and returns actions. `now` is in seconds of any one clock.
 

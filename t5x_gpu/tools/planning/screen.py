@@ -182,7 +182,7 @@ def first_screen(p: Prediction) -> str:
 
 
 def caveats(p: Prediction) -> list[str]:
-  """Returns caveats about the figures: their sources, and what they leave out."""
+  """Returns caveats about the figures: their sources and omissions."""
   return [*filter(None, [CAVEATS[p.source], gpu_caveat(p)])]
 
 
