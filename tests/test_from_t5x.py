@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from t5x_gpu import config_tools, eval, infer, train
-from tests.helpers_train import run_here
+from tests.helpers_train import compiled_kept_in, run_here
 
 FILES = pathlib.Path(__file__).parent / 'config' / 't5x' / 'files'
 WRITTEN_BY_T5X = pathlib.Path(__file__).parent / 'parity/fixtures/t5x_encoder_decoder'
@@ -62,7 +62,8 @@ def test_run_of_a_t5x_file_trains_evaluates_and_continues_from_its_own_configura
     '--gin.MIXTURE_OR_TASK_MODULE=t5x_dialect_tasks',
     '--gin.TRAIN_STEPS=3',
   ]
-  result = run_here(lambda: train.main(flags), num_devices=1)
+  with compiled_kept_in(tmp_path / 'compiled'):
+    result = run_here(lambda: train.main(flags), num_devices=1)
   assert not result.code, result.err
   assert "T5X's gin files are translated" in result.out + result.err
   written = [json.loads(line) for line in (model_dir / 'metrics.jsonl').read_text().splitlines()]
@@ -72,7 +73,8 @@ def test_run_of_a_t5x_file_trains_evaluates_and_continues_from_its_own_configura
   assert 'runs/pretrain.gin' in (model_dir / 'config_origins.txt').read_text()
 
   again = [f'--gin_file={model_dir / "config.gin"}', '--gin.TRAIN_STEPS=4']
-  result = run_here(lambda: train.main(again), num_devices=1)
+  with compiled_kept_in(tmp_path / 'compiled'):
+    result = run_here(lambda: train.main(again), num_devices=1)
   assert not result.code, result.err
   assert 'step 4/4' in result.out + result.err
 

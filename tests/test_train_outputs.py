@@ -359,10 +359,10 @@ def test_builtin_import_is_replaced_only_while_no_other_thread_imports(tmp_path)
 
 def test_a_run_that_continues_with_another_schedule_says_both_learning_rates(tmp_path):
   project = Project(tmp_path)
-  first = project.run(TRAIN_STEPS=4, WARMUP_STEPS=1, SAVE_PERIOD=2)
+  first = project.run(TRAIN_STEPS=4, WARMUP_STEPS=1, SAVE_PERIOD=2, num_devices=1)
   assert 'Its schedule changes the learning rate from 0.0025 to 0.0061' in first.out
   shutil.rmtree(project.model_dir / 'checkpoint_4')
-  again = project.run(TRAIN_STEPS=4, WARMUP_STEPS=1, SAVE_PERIOD=2)
+  again = project.run(TRAIN_STEPS=4, WARMUP_STEPS=1, SAVE_PERIOD=2, num_devices=1)
   assert again.code == 0 and 'the learning rate was' not in again.out
-  longer = project.run(TRAIN_STEPS=8, WARMUP_STEPS=1)
+  longer = project.run(TRAIN_STEPS=8, WARMUP_STEPS=1, num_devices=1)
   assert 'WARNING: the learning rate was 0.0025 at step 4 and is 0.00611 from step 5' in longer.out

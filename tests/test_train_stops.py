@@ -52,7 +52,7 @@ def project(tmp_path, monkeypatch):
 
 def test_a_huge_learning_rate_stops_the_run_at_its_step(project):
   """The loss of step 1 is fine, the parameters after it are not: they must not be saved."""
-  result = project.run(LEARNING_RATE='1e30', WARMUP_STEPS=0, SAVE_PERIOD=1)
+  result = project.run(LEARNING_RATE='1e30', WARMUP_STEPS=0, SAVE_PERIOD=1, num_devices=1)
   assert result.code == 1 and 'Traceback' not in result.err
   assert 'TrainingError: Step 1: param_norm is not finite' in result.err
   assert 'No checkpoint exists yet.' in result.err
@@ -143,6 +143,7 @@ def test_a_batch_that_cannot_be_read_ends_the_run_after_a_save_of_the_step_befor
   project, failing, save_period
 ):
   macros = {'DATA_MODULE': 'failing_data', 'TRAIN_STEPS': 8, 'SAVE_PERIOD': save_period}
+  macros['num_devices'] = 1
   whole = project.folder / 'whole'
   assert project.run(MODEL_DIR=whole, **macros).code == 0
   failing.bad, failing.error = 7, OSError(5, 'Input/output error', 'corpus.jsonl')
@@ -162,7 +163,7 @@ def test_a_batch_that_cannot_be_read_ends_the_run_after_a_save_of_the_step_befor
 
 def test_a_batch_that_the_run_does_not_need_does_not_fail_its_last_save(project, failing):
   failing.bad, failing.error = 4, DataError('Row 4 is not text.', fix='Mend it.')
-  result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3)
+  result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3, num_devices=1)
   assert result.code == 0 and project.steps() == [3], result.err
 
 
@@ -205,5 +206,5 @@ def test_a_last_save_that_fails_fails_the_run_whatever_the_next_batch(
 
   monkeypatch.setattr(live.LiveRun, '_save_last', fails)
   failing.bad, failing.error = 4, DataError('Row 4 is not text.', fix='Mend it.')
-  result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3)
+  result = project.run(DATA_MODULE='failing_data', TRAIN_STEPS=3, num_devices=1)
   assert result.code == 1 and 'There is no room' in result.err
