@@ -42,6 +42,7 @@ def expected(tmp_path_factory) -> dict[int, float]:
   return losses(project, 'plain')
 
 
+@pytest.mark.quick_cases('dots after*', 'pattern', 'spaces')
 @pytest.mark.parametrize('name', FOLDERS)
 def test_a_run_continues_wherever_its_folder_is_and_every_tool_reads_it(project, expected, name):
   folder = FOLDERS[name]

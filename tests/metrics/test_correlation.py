@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics import scores as scores_lib
 
 
 def test_correlations_are_scipys():
+  from scipy import stats  # takes a second, in each worker that collects this file
+
   rng = np.random.default_rng(0)
   x, y = rng.integers(0, 9, 50) / 4.0, rng.normal(size=50)
   pairs = np.stack([x, y, np.ones(50)], 1)

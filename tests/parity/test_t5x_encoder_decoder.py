@@ -43,11 +43,12 @@ def build(num_devices=1, partitioner=Partitioner()):
   )
 
 
-# From a gin file, the same losses are in `make test`: tests/parity/test_t5x_gin.py.
-@pytest.mark.slow
 @pytest.mark.parametrize(
   'num_devices, partitioner',
-  [(1, Partitioner()), (8, Partitioner(data=2, fsdp=2, num_partitions=2))],
+  [
+    (1, Partitioner()),
+    pytest.param(8, Partitioner(data=2, fsdp=2, num_partitions=2), marks=pytest.mark.slow),
+  ],
   ids=['one_device', 'data2_fsdp2_model2'],
 )
 def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):

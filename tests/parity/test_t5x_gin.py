@@ -21,6 +21,8 @@ FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
 FILES = pathlib.Path(__file__).parents[1] / 'config' / 't5x' / 'files'
 
 
+# The curve of the other family is in `make test` without a gin file: test_t5x_encoder_decoder.py.
+@pytest.mark.quick_cases('decoder_from_scratch-*-1')
 @pytest.mark.parametrize('num_devices', [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   'file, fixture',
