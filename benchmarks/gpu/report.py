@@ -215,7 +215,7 @@ KERNELS = {
   'per step': lambda r: f'{r["runs"]:,}',
   'measured ms': lambda r: f'{r["kernel_seconds"] * 1e3:.3g}',
   'of the step': lambda r: f'{r["kernel_seconds"] / r["seconds"]:.1%}',
-  'GB': lambda r: f'{r["num_bytes"] / 1e9:.2f}',
+  'GB': _or_dash(lambda r: f'{r["num_bytes"] / 1e9:.2f}'),
   'least ms for the bytes': _or_dash(lambda r: f'{r["least_seconds"] * 1e3:.3g}'),
   'ratio': _or_dash(lambda r: _ratio(r['kernel_seconds'], r['least_seconds'])),
   'note': _note,

@@ -22,7 +22,7 @@ from benchmarks.gpu.planned import planned
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
 from t5x_gpu.compiled.kernels import count_kernels, fp8_lines
-from t5x_gpu.compiled.trace import read_trace, trace_file
+from t5x_gpu.compiled.trace import Operation, ProgramOps, read_trace, trace_file
 from t5x_gpu.compiled.traffic import KernelTraffic, kernel_traffic, traffic
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.synthetic import SyntheticBatches
@@ -36,6 +36,7 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.partitioning.trees import Batch
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.runtime.xla.flags import Applied
@@ -129,10 +130,15 @@ def measure(
 
 Options = dict[str, Any]
 
+
+def _without_graphs(options: Options) -> Options:
+  return options | {'xla_gpu_enable_command_buffer': ''}
+
+
 # What only a card can judge: label -> the preset's compile options, changed.
 OPTIONS: dict[str, Callable[[Options], Options]] = {
   'no Triton GEMMs': lambda options: options | {'xla_gpu_enable_triton_gemm': False},
-  'no command buffers': lambda options: options | {'xla_gpu_enable_command_buffer': ''},
+  'no command buffers': _without_graphs,
   # jax 0.11 and later
   'dependent launches': lambda options: options | {'xla_gpu_enable_pdl_launch': True},
 }
@@ -289,8 +295,13 @@ def _largest(
     try:
       compiled = compile_step(run, xla, num_devices, change)
       plan = planned(compiled.program, run, compiled.step, device_kind=kind, results=results)
-      timed = _timed(compiled, model, shape.length, small=small, keep=keep)
-      return {**compiled.row(), 'plan': plan, **timed}
+      timed = _timed(compiled, model, shape.length, small=small)
+      row = {**compiled.row(), 'plan': plan, **timed}
+      if keep is not None:
+        # A kernel in a CUDA graph does not name its instruction.
+        traced = compile_step(run, xla, num_devices, lambda o: _without_graphs(change(o)))
+        row['slowest_kernels'] = _slowest_kernels(traced, keep)
+      return row
     except OutOfMemoryError as e:
       too_large = e.with_traceback(None)  # which holds the arrays of the step
       print(f'{batch_size} rows: {e}', flush=True)
@@ -367,13 +378,15 @@ def compile_step(
   return Compiled(program, step, seconds, attention, predicted, len(untuned))
 
 
-def _timed(
-  compiled: Compiled, model: Model, length: int, *, small: bool, keep: Optional[pathlib.Path]
-) -> Row:
-  """Returns time, memory and losses of a step on synthetic rows of `length`; see `_largest`."""
-  program, step = compiled.program, compiled.step
+def _batches(program: Program, number: int) -> list[Batch]:
   batches = SyntheticBatches(program.spec, seed=0, num_batches=None)
-  ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
+  return [program.layout.put_batch(next(batches)) for _ in range(number)]
+
+
+def _timed(compiled: Compiled, model: Model, length: int, *, small: bool) -> Row:
+  """Returns time, memory and losses of a step on synthetic rows of `length`."""
+  program, step = compiled.program, compiled.step
+  ready = _batches(program, 4)
   state, losses = program.init(), []
   device = jax.devices()[0]
   jax.block_until_ready(state)
@@ -386,10 +399,6 @@ def _timed(
     return state
 
   timing = time_calls(call, jax.block_until_ready, samples=5, sample_seconds=1.0, small=small)
-  slowest: Row = {}
-  if keep is not None:
-    traced = _slowest_kernels(step.as_text(), lambda: jax.block_until_ready(call()), device, keep)
-    slowest = {'slowest_kernels': traced}
   first, last = (float(loss / weight) for loss, weight in (losses[0], losses[-1]))
   rows = program.spec.batch_size
   tokens = rows * length
@@ -405,7 +414,6 @@ def _timed(
     'peak_bytes_before_steps': before,
     'losses': [first, last],
     'steps': len(losses),
-    **slowest,
   }
 
 
@@ -413,51 +421,70 @@ def _timed(
 _SLOWEST = 12
 
 
-def _slowest_kernels(
-  hlo: str, step: Callable[[], object], device: jax.Device, keep: pathlib.Path
-) -> list[Row] | Row:
+def _slowest_kernels(compiled: Compiled, keep: pathlib.Path) -> list[Row] | Row:
   """Returns the kernels that take longest in a traced step, or the error of a trace that failed.
 
   'least_seconds' is the time that the memory of the card needs for the bytes of the kernel; None
   for kernels that multiply matrices, and on cards that a plan does not know.
 
   Args:
-    hlo: the compiled step as text.
-    step: runs it once and waits for it.
-    device: whose kernels to read.
+    compiled: the step.
     keep: folder for the program and the trace, which other readers can open.
   """
+  program, hlo = compiled.program, compiled.step.as_text()
   keep.mkdir(parents=True, exist_ok=True)
   (keep / 'step.hlo.txt.gz').write_bytes(gzip.compress(hlo.encode()))
   try:
+    [batch] = _batches(program, 1)
+    state, _ = compiled.step(program.init(), batch)
+    jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder):
-        step()
+        jax.block_until_ready(compiled.step(state, batch))
       trace = trace_file(pathlib.Path(folder))
       (keep / 'step.xplane.pb.gz').write_bytes(gzip.compress(trace.read_bytes()))
       operations = read_trace(pathlib.Path(folder), module='jit_train_step')
   except Exception as e:  # costs its own rows, not the measurement
     return {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
-  gpu = target_of_kind(device.device_kind)
+  return slowest_kernels(hlo, operations, target_of_kind(jax.devices()[0].device_kind))
+
+
+def slowest_kernels(
+  hlo: str, operations: Sequence[Operation], gpu: Optional[GpuTarget]
+) -> list[Row]:
+  """Returns the kernels that take longest on the first device of a traced step.
+
+  Args:
+    hlo: the compiled step as text.
+    operations: of the trace.
+    gpu: the card; None if a plan does not know it.
+  """
   seconds: collections.Counter[str] = collections.Counter()
+  runs: collections.Counter[str] = collections.Counter()
+  instructions = ProgramOps(hlo, {})
   for operation in operations:
-    if operation.device == operations[0].device:
+    is_kernel = instructions.find(operation.name) is not None
+    if is_kernel and operation.device == operations[0].device:
       seconds[operation.name] += (operation.end_ns - operation.start_ns) / 1e9
-  kernels = collections.defaultdict(list)
+      runs[operation.name] += 1
+  visits = collections.defaultdict(list)
   for kernel in kernel_traffic(hlo):
-    kernels[kernel.instruction.name].append(kernel)
-  known = [name for name, _ in seconds.most_common() if name in kernels]
-  return [_kernel(kernels[name], seconds[name], gpu) for name in known[:_SLOWEST]]
+    for name in {kernel.instruction.name, kernel.instruction.kernel}:
+      visits[name].append(kernel)
+  return [
+    {'kernel_seconds': took, 'runs': runs[name], 'place': name, 'result': ''}
+    | (_kernel(visits[name], gpu) if name in visits else {})
+    for name, took in seconds.most_common(_SLOWEST)
+  ]
 
 
-def _kernel(visits: list[KernelTraffic], seconds: float, gpu: Optional[GpuTarget]) -> Row:
+def _kernel(visits: list[KernelTraffic], gpu: Optional[GpuTarget]) -> Row:
   first, num_bytes = visits[0], sum(visit.num_bytes for visit in visits)
   by_memory = gpu is not None and not first.multiplies
   return {
     'place': place(first.op_name) or first.instruction.opcode,
     'result': str(first.instruction.arrays[0]),
     'runs': sum(visit.runs for visit in visits),
-    'kernel_seconds': seconds,
     'num_bytes': num_bytes,
     'least_seconds': num_bytes / gpu.memory_bandwidth if by_memory else None,
   }

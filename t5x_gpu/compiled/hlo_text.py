@@ -89,6 +89,12 @@ class Instruction:
     return tuple(int(n) for n in re.findall(r'\d+', self.attribute(name) or ''))
 
   @property
+  def kernel(self) -> str:
+    """Name of the GPU kernel that XLA generates for a fusion; equal fusions share one."""
+    found = re.search(r'\bdeduplicated_name="([^"]*)"', self.rest)
+    return re.sub(r'\W', '_', found.group(1) if found else self.name)
+
+  @property
   def op_name(self) -> str:
     found = re.search(r'\bop_name="([^"]*)"', self.rest)
     return found.group(1) if found else ''
@@ -275,6 +281,12 @@ def parse(text: str) -> Module:
         for operand in instruction.operands:
           if '#' in operand and operand not in current.instructions:
             current.instructions[operand] = _element_instruction(current, operand)
+        if instruction.opcode == 'fusion-done':  # a fusion on another stream runs at its start
+          start = current.instructions[instruction.operands[0]]
+          current.instructions[start.name] = dataclasses.replace(
+            start, opcode='fusion', arrays=instruction.arrays
+          )
+          instruction = dataclasses.replace(instruction, opcode='bitcast')
         current.instructions[instruction.name] = instruction
         if found.group(1):
           current.root = instruction.name

@@ -98,6 +98,7 @@ class ProgramOps:
 
   def __init__(self, hlo: str, mesh_shape: Mapping[str, int]):
     self._ops: dict[str, ProgramOp] = {}
+    self._by_kernel: dict[str, ProgramOp] = {}
     module = hlo_text.parse(hlo)
     for visit in module.walk():
       instruction = visit.instruction
@@ -105,17 +106,19 @@ class ProgramOps:
         continue
       sent = collectives_of(module, visit, mesh_shape)
       kind = instruction.opcode.removesuffix('-start')
-      self._ops[instruction.name] = ProgramOp(
+      op = self._ops[instruction.name] = ProgramOp(
         kind=sent[0].kind if sent else kind,
         op_name=visit.op_name,
         is_collective=kind in COLLECTIVE_KINDS,
         axes=sent[0].axes if sent else (),
         bytes_sent=sum(collective.bytes_per_device for collective in sent),
       )
+      if kind == 'fusion':
+        self._by_kernel.setdefault(instruction.kernel, op)
 
   def find(self, name: str) -> ProgramOp | None:
     """Returns the instruction of an operation in a trace; None for control flow."""
-    op = self._ops.get(name)
+    op = self._ops.get(name) or self._by_kernel.get(name)
     if op is None:  # a kernel without a known instruction
       nccl = _NCCL.search(name)
       named = _COLLECTIVE_NAME.match(name)
@@ -128,6 +131,7 @@ class ProgramOps:
 # streams of a GPU, thunks of the CPU client. `jax.profiler.ProfileData` parses the file.
 _GPU_PLANE = re.compile(r'/device:GPU:(\d+)')
 _STREAM = 'Stream'  # other lines of a GPU are derived from these
+_GRAPH = 'command_buffer'  # a CUDA graph, which XLA names in place of each kernel's instruction
 _END = 'end: '  # of a CPU operation that another thread finished
 
 
@@ -187,7 +191,8 @@ def _of_stream(line: Any, device: int, module: Optional[str]) -> Iterator[Operat
   for event in line.events:
     stats = dict(event.stats)
     if module is None or stats.get('hlo_module', module) == module:
-      name = str(stats.get('hlo_op') or event.name)
+      name = str(stats.get('hlo_op') or _GRAPH)
+      name = event.name if name.startswith(_GRAPH) else name
       yield Operation(device, name, event.start_ns, event.start_ns + event.duration_ns)
 
 

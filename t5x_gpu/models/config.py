@@ -81,8 +81,9 @@ class TransformerConfig(AttentionConfig, MoeConfig):
     remat_policy: activations that a layer stores for the backward pass, which recomputes the rest:
       'none' stores everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with
       weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
-    scan_unroll: layers per iteration of the scan over layers; more costs compile time and saves
-      loop overhead. Parameters are always stacked [layers, ...].
+    scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
+      layers on a single GPU, where a loop would copy what they store for the backward pass, unless
+      they are more than 32 or in FP8; 1 elsewhere. Parameters are always stacked [layers, ...].
 
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state (docs/precision.md).
@@ -126,7 +127,7 @@ class TransformerConfig(AttentionConfig, MoeConfig):
   classifier_dropout: Optional[float] = None
 
   remat_policy: str = 'none'
-  scan_unroll: int = 1
+  scan_unroll: Optional[int] = None
 
   fp8_scaling: str = 'current'
   fp8_history: int = 1024
@@ -197,8 +198,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
           'mlp_dim',
           'num_relpos_buckets',
           'max_relpos_distance',
-          'scan_unroll',
           'fp8_history',
+          *(() if self.scan_unroll is None else ('scan_unroll',)),
         ),
       ),
       (lambda value: not value > 0.0, 'must be above 0.', (*given, 'norm_epsilon')),

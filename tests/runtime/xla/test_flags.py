@@ -342,7 +342,10 @@ def test_generation_of_a_device_kind(kind, name):
 
 def test_one_gpu_gets_nothing_about_communication():
   selected = presets.select('max_overlap', gpu='h200', num_gpus=1, mesh_axes=('fsdp', 'model'))
-  assert selected.compile_options == {'xla_gpu_dot_merger_threshold_mb': 0}
+  assert selected.compile_options == {
+    'xla_gpu_dot_merger_threshold_mb': 0,
+    'xla_gpu_enable_dynamic_slice_fusion': False,
+  }
   assert not selected.xla_flags and selected.env == {'XLA_CLIENT_MEM_FRACTION': '0.9'}
 
 
