@@ -50,7 +50,10 @@ def _rows(words, split, shuffle_files=False, seed=None):
   del shuffle_files, seed
   chosen = [w for i, w in enumerate(words) if (i % 3 == 0) == (split == 'validation')]
   return tf.data.Dataset.from_tensor_slices(
-    {'inputs': chosen, 'targets': [w[::-1] for w in chosen]}
+    {
+      'inputs': tf.constant(chosen, tf.string),
+      'targets': tf.constant([w[::-1] for w in chosen], tf.string),
+    }
   )
 
 
@@ -95,4 +98,6 @@ _add('turned_without_metrics', ['ab', 'cd', 'ef', 'gh'])
 _add('turned_broken', ['ab', 'cd', 'ef', 'gh'], metric_fns=[broken])
 _add('turned_fails', ['ab', 'cd', 'ef', 'gh'], metric_fns=[fails_at_the_third_call])
 _add('turned_by_process', ['ab', 'cd', 'ef', 'gh'], metric_fns=[grows_on_process_zero])
+_add('turned_none', [], metric_fns=[mean_score])
+seqio.MixtureRegistry.add('turned_and_none', [('turned', 1.0), ('turned_none', 1.0)])
 seqio.MixtureRegistry.add('all_turned', [('turned', 1.0), ('turned_more', 1.0)])

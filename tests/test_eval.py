@@ -225,6 +225,22 @@ def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
   assert record['eval/turned/loss'] == pytest.approx(records(evaluated)[4]['eval/loss'], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_task_of_a_mixture_without_examples_is_left_out_unless_it_is_the_only_one(evaluated):
+  result = evaluate(evaluated, '--name=fewer', '--steps=4', MIXTURE_OR_TASK_NAME='turned_and_none')
+  assert result.code == 0, result.err
+  assert "Not evaluated: 'turned_none' has no example" in result.err
+  assert "No metrics of turned_none: no example in split 'validation'" in result.err
+  [record] = records(evaluated, 'fewer').values()
+  assert record['eval/loss'] == record['eval/turned/loss']
+  assert record['eval/loss'] == pytest.approx(records(evaluated)[4]['eval/loss'], rel=1e-5)
+  for metrics in ('loss', 'tasks'):
+    result = evaluate(
+      evaluated, '--name=none', f'--metrics={metrics}', MIXTURE_OR_TASK_NAME='turned_none'
+    )
+    assert result.code == 1 and "NoExamplesError: 'turned_none' has no example" in result.err
+
+
 def test_the_perplexity_is_the_exponential_of_the_cross_entropy(evaluated):
   for record in records(evaluated).values():
     assert record['eval/perplexity'] == pytest.approx(math.exp(record['eval/cross_entropy']))

@@ -24,7 +24,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.data_module import batches_for, open_task_names
 from t5x_gpu.data.same_data import differences
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
-from t5x_gpu.errors import CheckpointError, ConfigError, UserError, first_line
+from t5x_gpu.errors import CheckpointError, ConfigError, NoExamplesError, UserError, first_line
 from t5x_gpu.evaluation.evaluator import (
   LOSS,
   Evaluator,
@@ -72,6 +72,7 @@ class CheckpointEvaluator:
     hits: [class, (right, predicted, true)], if rows have several labels or words form entities.
     num_rows: number of rows in the loss of the last checkpoint.
   Raises:
+    NoExamplesError: no task of `dataset` has an example; some without are left out, with a warning.
     UserError: model, mesh and data do not fit; raised on all processes if their data differ.
   """
 
@@ -102,14 +103,23 @@ class CheckpointEvaluator:
     self._uncounted: dict[str, Callable[[], Iterable[object]]] = {}
     self._totals: dict[str, Total] = {}
     self._counts = BackgroundCounts()
-    if metrics != 'tasks':
-      for name in open_task_names(dataset):
-        one = dataclasses.replace(dataset, mixture_or_task_name=name, shuffle=False)
-        self._losses[name] = Evaluator(
-          self.program, batches_for(model, one, repeat=False), num_batches
-        )
+    names = () if metrics == 'tasks' else open_task_names(dataset)
+    self._is_mixture = len(names) > 1
+    empty: list[NoExamplesError] = []
+    for name in names:
+      one = dataclasses.replace(dataset, mixture_or_task_name=name, shuffle=False)
+      try:
+        batches = batches_for(model, one, repeat=False)
+      except NoExamplesError as e:
+        empty.append(e)
+      else:
+        self._losses[name] = Evaluator(self.program, batches, num_batches)
         if num_batches is None:  # unknown until the whole split is read and packed
           self._uncounted[name] = functools.partial(batches_for, model, one, repeat=False)
+    if empty and not self._losses:
+      raise empty[0]
+    for error in empty:
+      _log.warning('Not evaluated: %s', error.what)
     self._tasks = (
       None
       if metrics == 'loss'
@@ -153,7 +163,7 @@ class CheckpointEvaluator:
         )
         total = reduce.add(total, sums)
         self.num_rows += evaluator.num_rows
-        if len(self._losses) > 1:
+        if self._is_mixture:
           values |= values_of(sums, prefix=f'{LOSS}{name}/')
       self.confusion, self.hits = confusion_of(total), hits_of(total)
       values = values_of(total, prefix=LOSS) | values

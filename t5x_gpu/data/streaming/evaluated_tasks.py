@@ -25,7 +25,7 @@ from t5x_gpu.data.streaming.task_prompts import feature_text
 from t5x_gpu.data.tasks import multiple_choice
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
-from t5x_gpu.errors import DataError, task_error
+from t5x_gpu.errors import DataError, NoExamplesError, task_error
 
 _log = logging.getLogger(__name__)
 _TARGETS, _INPUTS = 'targets', 'inputs'
@@ -184,9 +184,10 @@ def open_tasks(
     config, feature_converter, num_examples, required: as for
       `data_module.DataModule.evaluated_tasks`.
   Raises:
-    DataError: no task has metrics, the split or an example; or a metric needs intermediates.
+    NoExamplesError: no task with metrics has an example; some without are left out, with a warning.
+    DataError: no task has metrics or the split; or a metric needs intermediates.
   """
-  found = []
+  found, empty = [], []
   names = task_names(config)
   for name in names:
     one = dataclasses.replace(config, mixture_or_task_name=name, shuffle=False)
@@ -196,8 +197,20 @@ def open_tasks(
       one = dataclasses.replace(one, task_feature_lengths=None)
     if task.metric_objs:
       _check(task, one)
-      found.append(SeqioEvaluatedTask(task, _examples(task, one, num_examples), one))
-  if not found and required:
+      examples = list(itertools.islice(task_lookup.numpy_examples(task, one), num_examples))
+      if examples:
+        found.append(SeqioEvaluatedTask(task, examples, one))
+      else:
+        empty.append(name)
+  if empty and (found or not required):
+    _log.warning('No metrics of %s: no example in split %r.', ', '.join(empty), config.split)
+  elif empty:
+    raise NoExamplesError(
+      f'{empty[0]!r} has no example in split {config.split!r}.',
+      fix='Set DatasetConfig.split to one with data.',
+      parameters=('DatasetConfig.split',),
+    )
+  elif not found and required:
     raise task_error(
       f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '
       f'task{"s" * (len(names) > 1)} was registered with metric_fns.',
@@ -222,16 +235,3 @@ def _check(task: seqio.Task, config: DatasetConfig) -> None:
         'models here do not return them.',
         fix='Use metrics of (targets, predictions) or (targets, scores).',
       )
-
-
-def _examples(
-  task: seqio.Task, config: DatasetConfig, num_examples: Optional[int]
-) -> list[task_lookup.Example]:
-  examples = list(itertools.islice(task_lookup.numpy_examples(task, config), num_examples))
-  if not examples:
-    raise DataError(
-      f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',
-      fix='Set DatasetConfig.split to one with data.',
-      parameters=('DatasetConfig.split',),
-    )
-  return examples
