@@ -22,8 +22,14 @@ from tests.messages import raises
 # Two devices; the all-reduce sends 2 * 4 KiB * (2 - 1) / 2 = 4 KiB.
 HLO = """HloModule jit_train_step, num_partitions=2
 
+%fused (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %square = f32[8]{0} multiply(%q, %q)
+}
+
 %body (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)
+  %wide.3 = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="jit(train_step)/mlp/mul" deduplicated_name="loop_multiply_fusion.2"}
   ROOT %tanh.1 = f32[8]{0} tanh(%p), metadata={op_name="jit(train_step)/mlp/tanh"}
 }
 
@@ -45,7 +51,7 @@ ENTRY %main (x: f32[8], g: f32[1024]) -> f32[1024] {
   %all-reduce-start.1 = f32[1024]{0} all-reduce-start(%g), replica_groups={{0,1}}, to_apply=%add
   ROOT %all-reduce-done.1 = f32[1024]{0} all-reduce-done(%all-reduce-start.1)
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope='module')
@@ -101,6 +107,11 @@ def test_kernels_without_an_instruction_are_known_by_their_name(ops):
   assert ops.find('while.1') is None
 
 
+def test_a_generated_kernel_belongs_to_the_first_fusion_that_uses_it(ops):
+  kernel = ops.find('loop_multiply_fusion_2')
+  assert (kernel.kind, kernel.op_name) == ('fusion', 'jit(train_step)/mlp/mul')
+
+
 # As XLA's GPU tracer (CUPTI) writes it: a plane per GPU, a line per stream, and lines that
 # TensorBoard derives from them.
 GPU_TRACE = """
@@ -111,6 +122,7 @@ planes {
   stat_metadata { key: 3 value { id: 3 name: "jit_train_step" } }
   stat_metadata { key: 4 value { id: 4 name: "fusion.3" } }
   stat_metadata { key: 5 value { id: 5 name: "jit_other" } }
+  stat_metadata { key: 6 value { id: 6 name: "command_buffer_117" } }
   event_metadata { key: 1 value { id: 1 name: "loop_fusion_kernel" } }
   event_metadata { key: 2 value { id: 2 name: "ncclDevKernel_AllReduce_Sum_f32_RING_LL" } }
   lines {
@@ -123,6 +135,8 @@ planes {
   lines {
     name: "Stream #22(Compute)" timestamp_ns: 1000
     events { metadata_id: 2 offset_ps: 9000000 duration_ps: 1000000 }
+    events { metadata_id: 1 offset_ps: 11000000 duration_ps: 1000000
+      stats { metadata_id: 1 ref_value: 6 } stats { metadata_id: 2 ref_value: 3 } }
   }
   lines {
     name: "XLA Ops" timestamp_ns: 1000
@@ -138,6 +152,7 @@ def test_a_trace_of_a_gpu_has_the_kernels_of_its_streams(tmp_path):
   assert read_trace(tmp_path, module='jit_train_step') == [
     Operation(1, 'fusion.3', pytest.approx(6000), pytest.approx(13000)),
     Operation(1, 'ncclDevKernel_AllReduce_Sum_f32_RING_LL', 10000, 11000),
+    Operation(1, 'loop_fusion_kernel', 12000, 13000),  # in a CUDA graph
   ]
 
 

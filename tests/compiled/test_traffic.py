@@ -71,6 +71,20 @@ def test_slices_and_updates_in_place_touch_only_their_part_and_loops_count_each_
   )
 
 
+def test_a_fusion_on_another_stream_counts_as_the_same_fusion():
+  fusion = '%layer = bf16[1,8,16]{2,1,0} fusion(%all, %i), kind=kLoop, calls=%one_layer'
+  started = (
+    '%layer-start = ((f32[4,8,16], s32[]), bf16[1,8,16]{2,1,0}, u32[]) fusion-start(%all, %i), '
+    'kind=kLoop, calls=%one_layer\n'
+    '  %layer = bf16[1,8,16]{2,1,0} fusion-done(%layer-start)'
+  )
+  assert fusion in STEP
+  step = STEP.replace(fusion, started)
+  assert traffic(kernel_traffic(step)) == traffic(kernel_traffic(STEP))
+  [first] = [k for k in kernel_traffic(step) if k.instruction.name == 'layer-start']
+  assert [str(array) for array in first.instruction.arrays] == ['bf16[1 x 8 x 16]']
+
+
 def test_elementwise_kernels_are_ordered_by_their_bytes_and_named_by_their_place():
   path = 'jit(train_step)/transpose(jvp())/while/body/checkpoint/Layer/mlp/mul'
   called = 'kind=kLoop, calls=%add'

@@ -10,12 +10,14 @@ import pytest
 
 from t5x_gpu.compiled.collectives import flops_per_device, partitioned_hlo
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.backends import choose
 from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.helpers_layouts import QUICK
+from tests.helpers_programs import program_of
 from tests.messages import raises
 
 CONFIG = TransformerConfig(
@@ -100,6 +102,29 @@ def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(chan
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, other_grads
   )
+
+
+@pytest.mark.parametrize(
+  'platform, num_devices, changes, has_loop',
+  [
+    ('gpu', 1, {}, False),
+    ('gpu', 2, {}, True),
+    ('cpu', 1, {}, True),
+    ('gpu', 1, {'scan_unroll': 1}, True),
+    ('gpu', 1, {'dtype': 'fp8'}, True),
+    ('gpu', 1, {'num_layers': 33}, True),
+  ],
+  ids=str,
+)
+def test_layers_run_without_a_loop_on_a_single_gpu(
+  platform, num_devices, changes, has_loop, monkeypatch
+):
+  monkeypatch.setattr(choose, 'hardware', lambda: choose.Hardware(platform, 'NVIDIA H200'))
+  config = dataclasses.replace(CONFIG, **{'attention': 'dense', **changes})
+  program = program_of(DecoderOnlyModel(config), {'targets': LENGTH}, data=num_devices)
+  traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+  loops = re.findall(rf'length={config.num_layers}\n.*?unroll=(\d+)', str(traced.jaxpr), re.DOTALL)
+  assert loops and (set(loops) == {'1'}) == has_loop, loops
 
 
 @pytest.mark.slow
