@@ -89,7 +89,7 @@ def _torch(shape: str, compiled: str = 'layers') -> Part:
 
 
 PARTS = (
-  Part('ceilings', 60, 'ceilings:measure'),
+  Part('ceilings', 80, 'ceilings:measure'),
   Part('ceilings_torch', 60, 'torch_step:measure_ceilings'),
   _tunes('decoder_1.3b_2048'),
   _ours('decoder_1.3b_2048'),
