@@ -159,17 +159,17 @@ def test_a_member_without_the_split_is_left_out_and_one_without_examples_refused
 
 def test_a_stopped_preparation_keeps_what_is_finished_and_ends_as_if_it_had_not_stopped(tmp_path):
   whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
-  prepare_here('mixed_b', whole, num_parts=4)
-  assert prepare_here('mixed_b', stopped, num_parts=4, stop_after=3) is None
+  prepare_here('mixed_b', whole, num_parts=3)
+  assert prepare_here('mixed_b', stopped, num_parts=3, stop_after=2) is None
   with raises(DataError):
     read_index(stopped, split='train')
   first = files_of(stopped)
   times = {p: p.stat().st_mtime_ns for p in stopped.rglob('*.arrayrecord')}
-  assert len(first) == 3
-  (stopped / 'train' / 'mixed_b' / '00003-of-00004.arrayrecord.partial').write_bytes(b'half')
-  changed = stopped / 'train' / 'mixed_b' / '00001-of-00004.arrayrecord'
+  assert len(first) == 2
+  (stopped / 'train' / 'mixed_b' / '00002-of-00003.arrayrecord.partial').write_bytes(b'half')
+  changed = stopped / 'train' / 'mixed_b' / '00001-of-00003.arrayrecord'
   changed.write_bytes(changed.read_bytes()[:-1] + b'?')
-  prepare_here('mixed_b', stopped, num_parts=4)
+  prepare_here('mixed_b', stopped, num_parts=3)
   assert files_of(stopped) == files_of(whole)
   assert [p for p, t in times.items() if p.stat().st_mtime_ns != t] == [changed]
   ours, theirs = ((f / 'train' / 'index.json').read_text() for f in (stopped, whole))
