@@ -83,7 +83,8 @@ def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad
   assert 'checkpoint_6' in again.out and list(project.metrics()) == list(range(1, 21))
 
 
-def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(project):
+def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
   with small_disk(project.folder / 'disk', size='1m') as disk:
     with project.start(
       MODEL_DIR=disk / 'model', SAVE_PERIOD=2, TRAIN_STEPS=40, **{'CheckpointConfig.keep': None}
