@@ -33,7 +33,7 @@ from t5x_gpu.storage.files import (
 )
 from t5x_gpu.storage.json_schema import read_bytes
 from t5x_gpu.storage.paths import as_path
-from t5x_gpu.storage.user_paths import check_encoding
+from t5x_gpu.storage.user_paths import check_encoding, without_dots
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.printable import printable
 
@@ -116,7 +116,7 @@ class Args:
     """
     check_temporary_folder()  # before a gin file imports TensorFlow, which would end in a traceback
     if self.tfds_data_dir:
-      os.environ['TFDS_DATA_DIR'] = self.tfds_data_dir
+      os.environ['TFDS_DATA_DIR'] = without_dots(self.tfds_data_dir)
     return gin_loader.load(
       self.gin_files, bindings=self.bindings, search_paths=self.gin_search_paths, **options
     )
@@ -271,8 +271,11 @@ def _add_config_flags(parser: argparse.ArgumentParser, *, shown: bool) -> None:
 
 def _split(values: list[str]) -> tuple[str, ...]:
   """Returns the paths in comma-separated lists; an existing path may itself contain commas."""
-  lists = ([value] if os.path.exists(value) else value.split(',') for value in values)
-  return tuple(part.strip() for parts in lists for part in parts if part.strip())
+  paths: list[str] = []
+  for value in values:
+    is_path = os.path.exists(os.path.expanduser(value))
+    paths += [value] if is_path else filter(None, map(str.strip, value.split(',')))
+  return tuple(paths)
 
 
 def _take_bindings(argv: list[str]) -> tuple[list[str], list[str]]:

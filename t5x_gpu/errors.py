@@ -8,6 +8,7 @@ code that decides something reads the fields of `Problem`.
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -126,9 +127,16 @@ def bad_setting(settings: object, name: str, reason: str) -> Problem:
   )
 
 
+_OPERATION_NAMES = re.compile(r'^\{\{function_node [^}]*\}\}| \[Op:\w+\]( name:.*)?$')
+
+
 def first_line(e: BaseException) -> str:
-  """Returns the first line of an error's message, or its type if the message is empty."""
-  return next(iter(str(e).strip().splitlines()), type(e).__name__)
+  """Returns the first line of an error's message, or its type if the message is empty.
+
+  TensorFlow's names of operations are left out.
+  """
+  line = next(iter(str(e).strip().splitlines()), '')
+  return _OPERATION_NAMES.sub('', line).strip() or type(e).__name__
 
 
 def array_text(x: object) -> str:

@@ -105,7 +105,7 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
 
 HELD_DATA = (
   '''"""Batches of $HELD_MODULE; after $HOLD_AFTER of them training waits until the file `go`
-appears, and says so by the file `held`."""
+appears, and says so by the file `held`; both are in $HOLD_IN, or in the working folder."""
 
 import importlib
 import os
@@ -117,8 +117,9 @@ _inner = importlib.import_module(os.environ.get('HELD_MODULE', 't5x_gpu.data.syn
 
 def before(number):
   if number == int(os.environ.get('HOLD_AFTER', -1)) + 1:
-    pathlib.Path('held').touch()
-    while not pathlib.Path('go').exists():
+    folder = pathlib.Path(os.environ.get('HOLD_IN', ''))
+    (folder / 'held').touch()
+    while not (folder / 'go').exists():
       time.sleep(0.005)
 
 '''

@@ -29,6 +29,15 @@ def test_gin_files_repeat_and_split_at_commas():
   assert (args.dry_run, args.tfds_data_dir, args.bindings) == (False, None, ())
 
 
+def test_a_file_that_exists_is_one_file_also_with_commas_or_in_the_home_folder(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (tmp_path / 'a,b .gin').touch()
+  argv = [f'--gin_file={folder}/a,b .gin' for folder in ('~', tmp_path)]
+  assert parse(*argv).gin_files == ('~/a,b .gin', f'{tmp_path}/a,b .gin')
+
+
 def test_gin_bindings_in_both_forms_keep_their_order():
   args = parse(
     '--gin.A=1',

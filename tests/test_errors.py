@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import t5x_gpu
-from t5x_gpu.errors import ConfigError, Problem, UserError, bad_setting
+from t5x_gpu.errors import ConfigError, Problem, UserError, bad_setting, first_line
 from t5x_gpu.models.decoding import SampleConfig
 
 PACKAGE = pathlib.Path(t5x_gpu.__file__).parent
@@ -175,3 +175,20 @@ def test_parameters_are_those_that_a_check_names_and_never_words_of_the_text():
 def test_a_bad_setting_names_its_value_and_its_parameter():
   found = bad_setting(SampleConfig('a', num_tokens=3), 'num_tokens', 'must be less.')
   assert found == Problem('num_tokens = 3 must be less.', '', ('SampleConfig.num_tokens',))
+
+
+@pytest.mark.parametrize(
+  'message, line',
+  [
+    ('', 'ValueError'),
+    ('\n a reason\nand more', 'a reason'),
+    (
+      '{{function_node __wrapped__IteratorGetNext_output_types_1_device_/job:localhost/task:0}} '
+      'a.txt; No such file or directory [Op:IteratorGetNext] name: ',
+      'a.txt; No such file or directory',
+    ),
+    ('a [Op: x] b {{function_node c}}', 'a [Op: x] b {{function_node c}}'),
+  ],
+)
+def test_the_first_line_of_an_error_is_a_reason_without_names_of_operations(message, line):
+  assert first_line(ValueError(message)) == line

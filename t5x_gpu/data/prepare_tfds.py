@@ -21,6 +21,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.sources.seqio_sources import tfds_builder
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, listed
+from t5x_gpu.storage.user_paths import without_dots
 
 PROG = 'python -m t5x_gpu.data.prepare_tfds'
 # Errors of TFDS for an unknown dataset, configuration or version.
@@ -203,10 +204,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     help='use the data of this version, if TFDS no longer builds the version that a task names',
   )
   args = parser.parse_args(argv)
+  data_dir = without_dots(os.path.expanduser(args.data_dir))
   for dataset in args.datasets:
-    folder = prepare(
-      dataset, data_dir=os.path.expanduser(args.data_dir), from_version=args.from_version
-    )
+    folder = prepare(dataset, data_dir=data_dir, from_version=args.from_version)
     print(f'{dataset}: {folder}', flush=True)
   return 0
 

@@ -54,6 +54,16 @@ def user_path(text: str | os.PathLike) -> pathlib.Path:
   return pathlib.Path(os.path.realpath(pathlib.Path(*path.parts[:end])), *path.parts[end:])
 
 
+def without_dots(text: str) -> str:
+  """Returns the path `text`, as `user_path` if it has `..`; addresses of storage stay.
+
+  TensorFlow takes `..` after a link for the parent of the link, which the system does not.
+  """
+  if '://' in text or '..' not in text.split(os.sep):
+    return text
+  return str(user_path(text))
+
+
 def _check_lengths(path: pathlib.Path) -> None:
   """Raises ConfigError if a name in `path`, or all of it, is longer than the system allows."""
   above = next((folder for folder in path.parents if os.path.isdir(folder)), path)

@@ -4,7 +4,7 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.storage.paths import as_path
-from t5x_gpu.storage.user_paths import user_path
+from t5x_gpu.storage.user_paths import user_path, without_dots
 from tests.messages import raises
 
 
@@ -30,6 +30,11 @@ def test_dots_lead_where_the_system_leads(tmp_path, monkeypatch, given):
   assert '..' not in path.parts and path.is_absolute()
   path.mkdir(exist_ok=True)
   assert path.samefile(given)
+
+
+@pytest.mark.parametrize('given', ['a/b', '/a//b', '', '~/a', 'a..b/...', 'gs://bucket/../a'])
+def test_a_path_without_dots_and_an_address_stay_as_they_are(given):
+  assert without_dots(given) == given
 
 
 def test_a_path_without_meaning_is_refused():

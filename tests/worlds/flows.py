@@ -49,6 +49,7 @@ TRAIN_STEPS = 4
 WARMUP_STEPS = 2
 batches.DatasetConfig.module = %DATA_MODULE
 """
+ROW_TOKENS = 32  # of TASK_FEATURE_LENGTHS; a longer text becomes several rows
 
 
 class Failed(AssertionError):
@@ -204,18 +205,20 @@ def _train(place: Place, folder: str, **macros: Any) -> None:
     return
   running = held(place, argv, after=1)
   place.during()
-  (place.cwd / 'go').touch()
+  (place.base / 'go').touch()
   running.succeed()
-  (place.cwd / 'go').unlink()
+  (place.base / 'go').unlink()
 
 
 def held(place: Place, argv: Sequence[str], *, after: int) -> Started:
   """Returns a training that has read `after` batches and waits until the file `go` appears."""
   argv = [*argv, '--gin.DATA_MODULE=held_data']
   module = 't5x_gpu.data.seqio_batches'
-  running = place.start('train', *argv, HOLD_AFTER=str(after), HELD_MODULE=module)
-  running.wait_for(place.cwd / 'held')
-  (place.cwd / 'held').unlink()
+  running = place.start(
+    'train', *argv, HOLD_AFTER=str(after), HOLD_IN=str(place.base), HELD_MODULE=module
+  )
+  running.wait_for(place.base / 'held')
+  (place.base / 'held').unlink()
   return running
 
 
@@ -291,7 +294,7 @@ def reshard(place: Place) -> Any:
 
 
 def prepare(place: Place) -> Any:
-  """Returns how many texts and tokens the prepared rows have, in all splits."""
+  """Returns how many prepared rows and tokens there are, in all splits."""
   argv = place.gin(MODEL_DIR='unused')
   rows = place.folder('rows')
   place.run('prepare', *argv, f'--output={rows}', '--workers=1', '--shards=1')

@@ -400,6 +400,7 @@ def _text_files(place: Place) -> None:
   folder = _named_folder(place, 'files')
   for i, text in enumerate(place.contents):
     (folder / f'{i:02}.txt').write_text(text)
+  place.contents = [f'{text}\n' for text in place.contents]  # the last line gets its end
   place.form, place.texts = 'text_files', 'files/*.txt'
 
 

@@ -4,6 +4,7 @@
 `standard_library_files` returns Python source. `sample_digest` and `fingerprint` identify content.
 """
 
+import functools
 import glob
 import hashlib
 import logging
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from t5x_gpu.errors import DataError, listed, task_error
 from t5x_gpu.storage.files import is_missing, reason_of, remedy
 from t5x_gpu.storage.json_schema import JsonObject
+from t5x_gpu.storage.user_paths import without_dots
 
 _BLOCK_BYTES = 4096
 
@@ -67,7 +69,7 @@ def find_files(pattern: str) -> list[str]:
 
   A file with several names (same device and inode) is listed once. A name with an extension is
   preferred (Hugging Face's cache links to blobs without extensions), then a name without links. The
-  log lists skipped links.
+  log lists skipped links. No path has `..`.
 
   Raises:
     DataError: a file or folder cannot be read.
@@ -94,7 +96,9 @@ def find_files(pattern: str) -> list[str]:
       len(shown),
       ', '.join(listed(shown, _LISTED)),
     )
-  return sorted(paths.values())
+  resolved = functools.cache(without_dots)  # many files share a folder
+  split = map(os.path.split, sorted(paths.values()))
+  return [os.path.join(resolved(folder), name) for folder, name in split]
 
 
 def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:

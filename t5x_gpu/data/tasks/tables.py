@@ -38,6 +38,7 @@ from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, listed, task_error
 from t5x_gpu.storage.files import is_missing
 from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.storage.user_paths import user_path
 
 FORMS = {
   'jsonl': line_formats.JSON_LINES,
@@ -245,7 +246,7 @@ def hf_dataset(spelled: str) -> seqio.Task:
   """
   folder, chosen = pattern_and_columns(spelled)
   files = _saved_last(discovery.matching_files(folder))
-  root = os.path.abspath(os.path.expanduser(folder))
+  root = user_path(folder)
   by_form: dict[str, list[str]] = {}
   for path in files:
     base = os.path.basename(path).lower()

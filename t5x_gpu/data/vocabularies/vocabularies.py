@@ -6,7 +6,6 @@
 import dataclasses
 import hashlib
 import os
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Optional, Union
 
@@ -15,7 +14,7 @@ import numpy as np
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x_gpu.errors import DataError, first_line
-from t5x_gpu.storage.user_paths import user_path
+from t5x_gpu.storage.user_paths import without_dots
 
 # Ids 0 and 1 are padding and end of text; every word has an id, so there is no unknown id.
 EOS_ID, NUM_SPECIAL = 1, 2
@@ -181,10 +180,7 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
       parameters=('DatasetConfig.vocabulary',),
     )
-  path = os.path.expanduser(name[len(_PREFIX) :])
-  # TensorFlow takes `..` after a link for the parent of the link.
-  if '://' not in path and '..' in pathlib.Path(path).parts:
-    path = str(user_path(path))
+  path = without_dots(os.path.expanduser(name[len(_PREFIX) :]))
   if '://' not in path and not os.path.isfile(path):
     raise DataError(
       f'The SentencePiece model {path!r} does not exist (working directory: {os.getcwd()}).',

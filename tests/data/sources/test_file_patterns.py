@@ -197,3 +197,18 @@ def test_a_file_whose_server_does_not_answer_does_not_vanish_from_the_data(tmp_p
 
   with mock.patch.object(os, 'stat', fail), raises(DataError):
     find_files(f'{tmp_path}/**')
+
+
+@pytest.mark.parametrize('pattern', ['link/../*.txt', 'link/../**', '*/../b.txt'])
+def test_files_behind_links_and_dots_have_names_that_tensorflow_opens(
+  tmp_path, monkeypatch, pattern
+):
+  """TensorFlow takes `link/..` for the folder that holds the link."""
+  (tmp_path / 'disk' / 'deep').mkdir(parents=True)
+  (tmp_path / 'link').symlink_to('disk/deep')
+  (tmp_path / 'disk' / 'b.txt').write_text('right')
+  (tmp_path / 'b.txt').write_text('of another folder')
+  monkeypatch.chdir(tmp_path)
+  found = find_files(pattern)
+  assert str(tmp_path / 'disk' / 'b.txt') in found
+  assert not any('..' in path.split(os.sep) for path in found)

@@ -93,6 +93,16 @@ def test_folders_of_a_hugging_face_dataset_say_the_split(tmp_path):
   }
 
 
+def test_folders_say_the_split_behind_a_link_and_dots(tmp_path):
+  for name in ('deep', 'data'):
+    (tmp_path / 'disk' / name).mkdir(parents=True)
+  (tmp_path / 'link').symlink_to('disk/deep')
+  for split, count in (('train', 3), ('test', 2)):
+    write_form('hf_dataset', tmp_path / 'disk' / 'data' / split, numbered(count))
+  task = task_of(f'hf_dataset:{tmp_path}/link/../data')
+  assert [len(rows_of(task, split=split)) for split in ('train', 'test')] == [3, 2]
+
+
 @pytest.mark.quick_cases('.gz')
 @pytest.mark.parametrize('ending', ['.gz', '.zst'])
 def test_json_lines_and_texts_are_read_compressed(tmp_path, ending):
