@@ -7,7 +7,6 @@ from gin files of T5X, and from a Hugging Face model.
 import argparse
 import dataclasses
 import importlib
-import pathlib
 import sys
 from typing import Optional
 
@@ -17,6 +16,7 @@ from t5x_gpu.config.provenance import Provenance
 from t5x_gpu.config.t5x import translation
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.user_paths import expanded_path
 
 PROG = 'python -m t5x_gpu.config'
 DESCRIPTION = (
@@ -119,10 +119,11 @@ def _from_t5x(args: cli.Args) -> None:
   Raises:
     ConfigError: nothing is given, the output exists, or a value is refused.
   """
-  files, output = [*args.extra.names, *args.gin_files], args.extra.output
+  files = [*args.extra.names, *args.gin_files]
+  output = args.extra.output and expanded_path(args.extra.output)
   if not files:
     raise ConfigError('No file is given.', fix=f'{PROG} from_t5x FILE --output=ours.gin')
-  if output and pathlib.Path(output).exists():
+  if output and output.exists():
     raise ConfigError(f'{output} exists.', fix='Give a new file: --output=FILE')
   found = translation.translate(
     files,

@@ -37,6 +37,7 @@ from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.models.model import encodes_texts
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.storage.paths import local_path
+from t5x_gpu.storage.user_paths import expanded_path
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import Console
 from t5x_gpu.terminal.flag_types import byte_size
@@ -323,7 +324,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     read_text=functools.partial(read_run_text, extra, args.gin_files, **request_options),
     drop=tuple(extra.drop),
     step=extra.step,
-    like=pathlib.Path(extra.like).expanduser() if extra.like else None,
+    like=expanded_path(extra.like) if extra.like else None,
     dtype=extra.dtype,
     max_file_bytes=extra.max_shard_size,
     check=extra.check,

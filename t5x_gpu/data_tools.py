@@ -8,7 +8,6 @@ import functools
 import importlib
 import itertools
 import json
-import os
 import pathlib
 import statistics
 import time
@@ -30,6 +29,7 @@ from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.reporting.charts import Axis, Series, line_chart
 from t5x_gpu.reporting.page import Section, page
 from t5x_gpu.storage.files import write_atomically
+from t5x_gpu.storage.user_paths import expanded_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
 from t5x_gpu.terminal.printable import printable
@@ -366,7 +366,7 @@ def _model_speed(data: _Data, given: Optional[float]) -> tuple[Optional[float], 
   """Returns the model's tokens/s (None if unknown) and where the number comes from."""
   if given is not None:
     return given, '--eats'
-  path = pathlib.Path(os.path.expanduser(data.model_dir or '')) / 'metrics.jsonl'
+  path = expanded_path(data.model_dir or '') / 'metrics.jsonl'
   if data.model_dir is None or not path.is_file():
     return None, ''
   rates = [
@@ -444,7 +444,7 @@ def words(args: cli.Args, *, console: rich.console.Console) -> None:
       docs='tasks.md#vocabularies',
     )
   config = dataclasses.replace(config, split=extra.split or config.split)
-  path = pathlib.Path(folder).expanduser()
+  path = expanded_path(folder)
   library = _tokenizers()
   splitter = library.pre_tokenizers.BertPreTokenizer()
   counts: collections.Counter[str] = collections.Counter()

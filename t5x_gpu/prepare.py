@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import pathlib
 import time
 from collections.abc import Iterable
 from typing import Optional
@@ -25,6 +24,7 @@ from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import ShardJob, Workers
 from t5x_gpu.errors import NoExamplesError
 from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.storage.user_paths import expanded_path
 from t5x_gpu.terminal import logging_setup, streams
 from t5x_gpu.terminal.console import show
 from t5x_gpu.terminal.flag_types import positive_int
@@ -197,7 +197,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   loaded = args.load_with_classes()
   logging_setup.setup()
   splits = _splits(loaded, extra.split, extra.shards)
-  output = pathlib.Path(extra.output).expanduser()
+  output = expanded_path(extra.output)
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   with Workers(extra.workers or len(os.sched_getaffinity(0))) as workers:
     for split in splits:

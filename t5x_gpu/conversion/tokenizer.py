@@ -19,6 +19,7 @@ from t5x_gpu.conversion.hf.folder import CONFIG, carry_files
 from t5x_gpu.conversion.model_spec import ModelFields
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.storage.json_schema import Json, JsonObject, JsonValue, read_json
+from t5x_gpu.storage.user_paths import expanded_path
 
 SentencePieceModel = Any  # a class that protobuf generates
 Transformers = Any  # a class of transformers, which may not be installed
@@ -104,7 +105,7 @@ def _copy(name: Optional[str], folder: pathlib.Path, *, sentencepiece: str) -> s
   if not name:
     return 'the gin file does not name it'
   kind, _, path = name.partition(':')
-  source = pathlib.Path(path).expanduser()
+  source = expanded_path(path)
   if not source.exists():
     return f'{source} does not exist'
   folder.mkdir(exist_ok=True)
@@ -130,7 +131,7 @@ def tokenizer_problem(name: Optional[str]) -> str:
   if kind != 'sentencepiece':
     return f'{name!r} has no tokenizer file'
   try:
-    trainer = _sentencepiece_model(pathlib.Path(path).expanduser()).trainer_spec
+    trainer = _sentencepiece_model(expanded_path(path)).trainer_spec
   except Exception:  # opening the data reports a missing or damaged file
     return ''
   if trainer.model_type in (trainer.UNIGRAM, trainer.BPE):
@@ -162,7 +163,7 @@ def export_tokenizer(text: RunText, folder: pathlib.Path, *, is_t5: bool) -> str
     if problem := tokenizer_problem(text.vocabulary):
       return f'left out: {problem}. The file itself is copied: use it with sentencepiece'
     if kind == 'sentencepiece':
-      tokenizer, names = _sentencepiece_tokenizer(pathlib.Path(path).expanduser(), text.size)
+      tokenizer, names = _sentencepiece_tokenizer(expanded_path(path), text.size)
     else:
       tokenizer, names = read_json(folder / TOKENIZER, dict), {}
   tokens = _tokens(tokenizer)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import pathlib
 import re
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import Json, JsonObject, parse_json, read_json
+from t5x_gpu.storage.user_paths import expanded_path
 from t5x_gpu.terminal.progress import bar
 
 NUMBER = 'number'  # number of the prompt, in every line
@@ -52,7 +52,7 @@ class ResultLines:
   """
 
   def __init__(self, path: str, *, facts: Json, numbers: Sequence[int], overwrite: bool = False):
-    self.path = pathlib.Path(path).expanduser()
+    self.path = expanded_path(path)
     self._facts_path = self.path.with_name(self.path.name + FACTS)
     try:
       self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class VectorFile:
   num_done = 0
 
   def __init__(self, path: str, *, num_rows: int, overwrite: bool):
-    self.path = pathlib.Path(path).expanduser()
+    self.path = expanded_path(path)
     self._partial = self.path.with_name(self.path.name + '.partial')
     self._num_rows, self._num_written = num_rows, 0
     if self.path.is_dir():

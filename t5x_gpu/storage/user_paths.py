@@ -23,6 +23,23 @@ def check_encoding(*texts: str) -> None:
     )
 
 
+def expanded_path(text: str | os.PathLike) -> pathlib.Path:
+  """Returns the path `text` with the home folder in place of `~`; a second call changes nothing.
+
+  Raises:
+    ConfigError: the path begins with the home of an unknown user.
+  """
+  text = os.fspath(text)
+  expanded = os.path.expanduser(text)
+  if expanded.startswith('~'):
+    raise ConfigError(
+      f'{text!r} begins with the home folder of a user that this machine does not know.',
+      fix=f'Write the path out, or ./{text} for a folder of that name.',
+    )
+  path = pathlib.Path(expanded)
+  return path.absolute() if str(path).startswith('~') else path  # it was ./~NAME
+
+
 def user_path(text: str | os.PathLike) -> pathlib.Path:
   """Returns the absolute path of `text`, without `..`; call it once for each path of the user.
 
@@ -39,13 +56,7 @@ def user_path(text: str | os.PathLike) -> pathlib.Path:
     raise ConfigError(
       f'The path {text!r} is empty or has a null byte.', fix='Give the path of a file or folder.'
     )
-  expanded = os.path.expanduser(text)
-  if expanded.startswith('~'):
-    raise ConfigError(
-      f'{text!r} begins with the home folder of a user that this machine does not know.',
-      fix=f'Write the path out, or ./{text} for a folder of that name.',
-    )
-  path = pathlib.Path(expanded).absolute()
+  path = expanded_path(text).absolute()
   check_encoding(str(path))
   _check_lengths(path)
   if '..' not in path.parts:

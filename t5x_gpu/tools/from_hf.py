@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import shlex
 import tempfile
@@ -39,7 +38,7 @@ from t5x_gpu.models.encoder import MULTI_LABEL, SINGLE_LABEL
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.storage.paths import as_path, local_path
-from t5x_gpu.storage.user_paths import user_path
+from t5x_gpu.storage.user_paths import expanded_path, user_path
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console, show
 from t5x_gpu.tools.planning.assumptions import Assumptions, calibrated
@@ -823,7 +822,7 @@ def _convert(request: RunRequest, hf: HfModel, console: Console) -> None:
     ConfigError: the folder has other weights, another configuration or another tokenizer.
     CheckpointError: see `convert_hf`.
   """
-  target = pathlib.Path(request.to).expanduser()
+  target = expanded_path(request.to)
   if not target.is_dir() or not any(target.iterdir()):
     convert_hf(
       ConversionRequest(
@@ -877,7 +876,7 @@ def main(folders: Sequence[str], flags: argparse.Namespace, *, dry_run: bool) ->
   local_path(folders[0], what='from_hf')  # object storage is refused
   output = None
   if flags.output:
-    output = pathlib.Path(os.path.expanduser(flags.output))
+    output = expanded_path(flags.output)
     if not output.parent.is_dir():
       raise ConfigError(
         f'--output={flags.output}: the folder {output.parent} does not exist.',
@@ -890,7 +889,7 @@ def main(folders: Sequence[str], flags: argparse.Namespace, *, dry_run: bool) ->
     topology = topology_of(gpus=flags.gpus, gpus_per_host=flags.gpus_per_host)
   write_run(
     RunRequest(
-      folder=pathlib.Path(folders[0]).expanduser(),
+      folder=expanded_path(folders[0]),
       task=flags.task,
       output=output,
       converted=flags.converted,

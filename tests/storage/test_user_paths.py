@@ -4,7 +4,7 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.storage.paths import as_path
-from t5x_gpu.storage.user_paths import user_path, without_dots
+from t5x_gpu.storage.user_paths import expanded_path, user_path, without_dots
 from tests.messages import raises
 
 
@@ -41,6 +41,17 @@ def test_a_path_without_meaning_is_refused():
   for text in ('', 'a\0b', '~no-such-user-here/a'):
     with raises(ConfigError):
       user_path(text)
+  with raises(ConfigError):
+    expanded_path('~no-such-user-here/a')
+
+
+@pytest.mark.parametrize('given, path', [('~/a', 'HOME/a'), ('a/~', 'a/~'), ('./~a', 'HOME/~a')])
+def test_a_home_folder_is_expanded_once(tmp_path, monkeypatch, given, path):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  monkeypatch.chdir(tmp_path)
+  once = expanded_path(given)
+  assert str(once) == path.replace('HOME', str(tmp_path))
+  assert expanded_path(once) == once
 
 
 @pytest.mark.parametrize('name', [300 * 'a', f'new/{128 * "é"}/b', 2048 * 'a/'])

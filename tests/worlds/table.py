@@ -34,6 +34,7 @@ UNICODE = [f'{text} größe 模型 🙂' for text in TEXTS]
 IN_VALIDATION = (4, 29, 56)  # by the hash that assigns texts to splits
 # Prepared rows are the same in every form, and shuffled by the name of their task.
 OTHER_ORDER = ('train_on_prepared',)
+EVALUATED = ('evaluate',)  # texts for validation alone
 # What oddities of a text file change; forms other than a single text file exclude them.
 BYTES = ('begin', 'ends', 'blank', 'last', 'packed')
 ONE_FILE = ('file',)
@@ -496,15 +497,18 @@ def _two_gzip_members(content: bytes) -> bytes:
   return gzip.compress(content[:half]) + gzip.compress(content[half:])
 
 
-def _oddity(name: str, *content: bytes | Sequence[Optional[str]], error: str) -> Iterator[World]:
+def _oddity(
+  name: str, *content: bytes | Sequence[Optional[str]], error: str, changes: Sequence[str] = ()
+) -> Iterator[World]:
   """Yields a world per form whose texts are one of `content`: bytes of jsonl, or a column."""
   for each in content:
     if isinstance(each, bytes):
-      yield World(name, 'data', _bytes(lambda _, each=each: each), refused=error)
+      change = _bytes(lambda _, each=each: each)
+      yield World(name, 'data', change, refused=error, changes=changes)
     else:
       for form, write in (('csv', _separated(',')), ('parquet', _parquet())):
         change = _form(form, lambda _, each=each, write=write: write(each))
-        yield World(f'{name} ({form})', 'data', change, refused=error)
+        yield World(f'{name} ({form})', 'data', change, refused=error, changes=changes)
 
 
 FORM, CONTENTS = ('form',), ('contents',)
@@ -575,9 +579,21 @@ DATA = [
   ),
   World('no file', 'data', _no_file, refused='DataError: No file matches'),
   *_oddity('empty', b'', [], error='(Data|NoExamples)Error'),
-  *_oddity('one row, for validation', _lines(TEXTS[4:5]), TEXTS[4:5], error='NoExamplesError'),
+  *_oddity(
+    'one row, for validation',
+    _lines(TEXTS[4:5]),
+    TEXTS[4:5],
+    error='NoExamplesError',
+    changes=EVALUATED,
+  ),
   *_oddity('nulls', b'{"text": null}\n' * 60, [None] * 60, error='(Data|NoExamples)Error'),
-  *_oddity('NUL', b'{"text": "a\0b"}\n' * 60, ['a\0b'] * 60, error='(Data|NoExamples)Error'),
+  *_oddity(
+    'NUL',
+    b'{"text": "a\0b"}\n' * 60,
+    ['a\0b'] * 60,
+    error='(Data|NoExamples)Error',
+    changes=EVALUATED,
+  ),
   *_oddity('missing column', b'{"body": "a"}\n' * 60, error='DataError'),
   *_oddity('half a surrogate pair', b'{"text": "\\ud800"}\n' * 60, error='DataError'),
   *_oddity('UTF-16', _lines(TEXTS).decode().encode('utf-16'), error='DataError'),

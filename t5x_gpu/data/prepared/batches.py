@@ -39,6 +39,7 @@ from t5x_gpu.errors import DataError, Problem, did_you_mean, first_line, task_er
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.machine import versions
 from t5x_gpu.storage.json_schema import Fields, Json, JsonObject, Whole
+from t5x_gpu.storage.user_paths import expanded_path
 
 _log = logging.getLogger(__name__)
 
@@ -502,7 +503,7 @@ class PreparedBatches:
 
 def folder_of(config: DatasetConfig) -> pathlib.Path:
   """Returns DIR of 'prepared:DIR'."""
-  return pathlib.Path(config.mixture_or_task_name.removeprefix(PREPARED)).expanduser()
+  return expanded_path(config.mixture_or_task_name.removeprefix(PREPARED))
 
 
 def open_batches(

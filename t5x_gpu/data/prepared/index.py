@@ -35,6 +35,7 @@ from t5x_gpu.storage.json_schema import (
   read_bytes,
   schema_of,
 )
+from t5x_gpu.storage.user_paths import expanded_path
 
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'
@@ -268,7 +269,7 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
     DataError: the folder or split does not exist, the split is unfinished, or its index has another
       format.
   """
-  folder = pathlib.Path(folder).expanduser()
+  folder = expanded_path(folder)
   path = folder / split / INDEX
   fix = f'python -m t5x_gpu.prepare --gin_file=MY.gin --split={split} --output={folder}'
   try:
@@ -359,7 +360,7 @@ def check_shards(
     content: 'sample' compares sizes, and some blocks of at most 32 shards; 'all' compares every
       byte.
   """
-  split = pathlib.Path(folder).expanduser() / index.split
+  split = expanded_path(folder) / index.split
   shards = [shard for member in index.members.values() for shard in member.shards if shard.rows]
   step = max(1, len(shards) // _SAMPLED_SHARDS)
 

@@ -20,6 +20,7 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.storage.files import check_not_refused
 from t5x_gpu.storage.json_schema import read_json
+from t5x_gpu.storage.user_paths import expanded_path
 
 # Usual names of the padding token, for tokenizers without a tokenizer_config.json.
 _PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
@@ -194,7 +195,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
 
 def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
-  given = pathlib.Path(path).expanduser()
+  given = expanded_path(path)
   file = given / 'tokenizer.json' if given.is_dir() else given
   if file.is_file():
     return file
