@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / 't5x_gpu').rglob('*.py'))
 ROOT_PAGES = [ROOT / name for name in ('README.md', 'CHANGELOG.md', 'CONTRIBUTING.md')]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / 'docs').glob('*.md'))]
 GIN_FILES = sorted((ROOT / 'gin_configs').rglob('*.gin'))
-SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').rglob('*') if p.is_file())]
+SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').glob('*') if p.is_file())]
 
 # What commands write, and a file that a page has the reader write.
 WRITTEN = ('benchmarks/results', 't5x_gpu/partitioning/site_parallel.py')

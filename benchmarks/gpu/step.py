@@ -456,7 +456,7 @@ def slowest_kernels(
 
   Args:
     hlo: the compiled step as text.
-    operations: of the trace.
+    operations: operations of the trace.
     gpu: the card; None if a plan does not know it.
   """
   seconds: collections.Counter[str] = collections.Counter()
