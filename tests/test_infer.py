@@ -213,6 +213,10 @@ def test_keys_of_json_lines_can_be_chosen_and_texts_may_be_compressed(tmp_path):
   (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(b'{"body": "a", "label": 1, "score": 2}\n'))
   [prompt] = read_prompts(f'{tmp_path}/a.jsonl.gz#text=body')
   assert (prompt.inputs, dict(prompt.extra), prompt.number) == ('a', {}, 0)
+  (tmp_path / 'b.jsonl').write_text('{"text": "a", "id": 1}\n{"text": "b", "inputs": "c"}\n')
+  first, second = read_prompts(f'{tmp_path}/b.jsonl')
+  assert (first.inputs, dict(first.extra)) == ('a', {'id': 1})
+  assert (second.inputs, dict(second.extra)) == ('c', {'text': 'b'})
   (tmp_path / 'a.txt').write_bytes(b'\xef\xbb\xbffirst\r\nsecond')
   assert [p.inputs for p in read_prompts(f'{tmp_path}/a.txt')] == ['first', 'second']
   pairs = pa.table({'text': ['a'], 'text2': ['b'], 'targets': ['c']})
@@ -364,7 +368,7 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
     ('\n\n', 'p.jsonl'),
     ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl'),
     ('{"inputs": a}', 'p.jsonl'),
-    ('{"text": "a"}', 'p.jsonl'),
+    ('{"body": "a"}', 'p.jsonl'),
     ('{"inputs": "a", "targets": 3}', 'p.jsonl'),
     ('{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}', 'p.jsonl'),
     (None, 'none.txt'),

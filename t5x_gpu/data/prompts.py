@@ -34,10 +34,10 @@ _CHOICES = ('text', 'inputs', 'targets', 'text2', 'messages', 'tools')
 def read_prompts(path: str, *, chat: bool = False) -> list[Prompt]:
   """Returns the prompts of a file: rows of .csv, .tsv or .parquet, else one per line.
 
-  A JSON object in .jsonl has text under 'inputs', and optionally a continuation to score under
-  'targets'; with `chat` it may have 'messages' instead, and a text is a message of the user. Tables
-  have columns of these names, or 'text'. 'FILE#text=COLUMN' chooses another column. Blank lines and
-  rows are skipped, but they count in the numbers of the prompts.
+  A JSON object in .jsonl has text under 'inputs', else 'text', and optionally a continuation to
+  score under 'targets'; with `chat` it may have 'messages' instead, and a text is a message of the
+  user. Tables have columns of these names. 'FILE#text=COLUMN' chooses another column or key. Blank
+  lines and rows are skipped, but they count in the numbers of the prompts.
 
   Raises:
     DataError: the file does not exist, has no prompt, or has a bad line (named file:line).
@@ -262,8 +262,15 @@ def _from_json(line: bytes, where: str) -> Prompt:
   key = conversation_key(list(extra))
   if key is not None and 'inputs' not in extra:
     return _conversation(extra, key=key, where=where, extra=extra)
-  keys = ['inputs', *(['targets'] if extra.get('targets') is not None else [])]
+  prompt = next((name for name in ('inputs', 'text') if name in extra), None)
+  if prompt is None:
+    raise DataError(
+      f"{where} has no text under key 'inputs' or 'text': it has "
+      f'{", ".join(sorted(extra)) or "no keys"}.',
+      fix='Correct or remove that line, or choose the key: --prompts=FILE#text=KEY.',
+    )
+  keys = [prompt, *(['targets'] if extra.get('targets') is not None else [])]
   texts = [text.decode() for text in json_fields(line, keys=keys, where=where)]
   return Prompt(
-    where, *texts, extra={k: v for k, v in extra.items() if k not in ('inputs', 'targets')}
+    where, *texts, extra={k: v for k, v in extra.items() if k not in (prompt, 'targets')}
   )
