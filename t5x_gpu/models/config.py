@@ -82,8 +82,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       'none' stores everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with
       weights, 'offload' the same in host memory, 'full' only the input (models/remat.py).
     scan_unroll: layers per iteration of the scan over layers; more costs compile time. None for all
-      layers on a single GPU, where a loop would copy what they store for the backward pass, unless
-      they are more than 32 or in FP8; 1 elsewhere. Parameters are always stacked [layers, ...].
+      layers on a single GPU, where a loop would copy every stored activation, unless there are more
+      than 32 or they compute in FP8; 1 elsewhere. Parameters are always stacked [layers, ...].
 
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
       values of the last fp8_history steps, which are part of the state (docs/precision.md).

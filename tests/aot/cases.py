@@ -97,7 +97,7 @@ CASES = (
   _small('pp', bindings=('Partitioner.overlap_layers = True',), label='overlap_layers'),
   _small('ep', model='decoder_moe_demo'),
   _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
-  # One GPU: layers without a loop, which would copy what they store.
+  # One GPU: layers without a loop, which would copy stored activations.
   Case(model='decoder_base', layout='dp', batch=(8, 512), gpus_per_host=1),
   # Remat: as many kernels as without it.
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
