@@ -197,8 +197,9 @@ LEAST_BYTES = 2**20  # less is norms and sums of the loss
 # With overlap_layers, the last tick of 1f1b has no forward pass: `by_formula` counts one.
 # In a pipeline without `model`, summing in the last tick takes more copies of the gradients.
 # In FP8, a pipeline also keeps its kernels in 8 bits. For A100 and for 8 hosts, XLA keeps the whole
-# gradient of the tied table while the last layer computes. With `dots`, the loss keeps a chunk after
-# its loop. Without a loop over layers (1x1), XLA stores less than the loop's stacks.
+# gradient of the tied table while the last layer computes. With `dots`, the loss keeps a chunk
+# after its loop.
+# Without a loop over layers (1x1), XLA stores less than the loop's stacks.
 MEMORY_OF = {
   'decoder_base dp h100 1x1': 0.15,
   'decoder_base fsdp h100 1x8 dots': 0.15,
