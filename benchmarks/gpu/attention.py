@@ -20,10 +20,7 @@ TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
 DOCUMENTS = 4  # in a packed row
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
 Make = Callable[[AttentionKind, TokenInfo], Attention | Callable[..., jax.Array]]
-
 
 NEED = AttentionNeed(dtype='bfloat16', head_dim=HEAD_DIM)
 

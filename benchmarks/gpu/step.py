@@ -7,6 +7,7 @@ are left out. What a plan predicts for the same step on the same card is recorde
 
 import collections
 import dataclasses
+import functools
 import gzip
 import math
 import pathlib
@@ -299,8 +300,10 @@ def _largest(
       row = {**compiled.row(), 'plan': plan, **timed}
       if keep is not None:
         # A kernel in a CUDA graph does not name its instruction.
-        traced = compile_step(run, xla, num_devices, lambda o: _without_graphs(change(o)))
-        row['slowest_kernels'] = _slowest_kernels(traced, keep)
+        without_graphs = functools.partial(
+          compile_step, run, xla, num_devices, lambda o: _without_graphs(change(o))
+        )
+        row['slowest_kernels'] = _slowest_kernels(without_graphs, keep)
       return row
     except OutOfMemoryError as e:
       too_large = e.with_traceback(None)  # which holds the arrays of the step
@@ -421,22 +424,23 @@ def _timed(compiled: Compiled, model: Model, length: int, *, small: bool) -> Row
 _SLOWEST = 12
 
 
-def _slowest_kernels(compiled: Compiled, keep: pathlib.Path) -> list[Row] | Row:
+def _slowest_kernels(compile_step: Callable[[], Compiled], keep: pathlib.Path) -> list[Row] | Row:
   """Returns the kernels that take longest in a traced step, or the error of a trace that failed.
 
   'least_seconds' is the time that the memory of the card needs for the bytes of the kernel; None
   for kernels that multiply matrices, and on cards that a plan does not know.
 
   Args:
-    compiled: the step.
+    compile_step: returns the step.
     keep: folder for the program and the trace, which other readers can open.
   """
-  program, hlo = compiled.program, compiled.step.as_text()
   keep.mkdir(parents=True, exist_ok=True)
-  (keep / 'step.hlo.txt.gz').write_bytes(gzip.compress(hlo.encode()))
   try:
-    [batch] = _batches(program, 1)
-    state, _ = compiled.step(program.init(), batch)
+    compiled = compile_step()
+    hlo = compiled.step.as_text()
+    (keep / 'step.hlo.txt.gz').write_bytes(gzip.compress(hlo.encode()))
+    [batch] = _batches(compiled.program, 1)
+    state, _ = compiled.step(compiled.program.init(), batch)
     jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder):
