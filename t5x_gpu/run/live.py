@@ -60,7 +60,8 @@ _log = logging.getLogger(__name__)
 
 
 _LISTED = 5  # files that have changed
-_SAME_FAILURE_SECONDS = 5  # for other processes to fail as this one does
+# For other processes to fail as this one does: read the batch, or end their evaluation.
+_SAME_BATCH_SECONDS, _SAME_EVALUATION_SECONDS = 5, 20
 _T = TypeVar('_T')
 
 CompiledStep = Callable[[TrainState, DeviceBatch], tuple[TrainState, reduce.DeviceSums]]
@@ -196,9 +197,11 @@ class LiveRun:
       Exception: `failure`, if it did not happen on all processes, which then cannot save together.
     """
     _log.error('The evaluation after step %d has failed: %s', step, first_line(failure))
-    self.check_all_failed(failure, f'evaluation/{step}')
+    self.check_all_failed(failure, f'evaluation/{step}', seconds=_SAME_EVALUATION_SECONDS)
 
-  def check_all_failed(self, failure: Exception, what: str) -> None:
+  def check_all_failed(
+    self, failure: Exception, what: str, *, seconds: float = _SAME_BATCH_SECONDS
+  ) -> None:
     """Raises `failure` unless all processes fail alike, and so can save together.
 
     A process without the failure waits in the next collective.
@@ -206,11 +209,12 @@ class LiveRun:
     Args:
       failure: the error of this process.
       what: what has failed, and at which step; each is asked once.
+      seconds: how long to wait for the other processes.
     """
     store = coordination_store()
     if store is not None:
       try:
-        store.wait_for_all(f't5x_gpu/failed/{what}', seconds=_SAME_FAILURE_SECONDS)
+        store.wait_for_all(f't5x_gpu/failed/{what}', seconds=seconds)
       except Exception:  # XLA raises no specific class
         raise failure from None
 
