@@ -178,7 +178,7 @@ def test_a_batch_that_a_run_does_not_need_after_early_stopping_does_not_fail_its
     + 'early_stopping.EarlyStopping.atol = 100.0\n'
   )
   failing.bad, failing.error = 7, DataError('Row 7 is not text.', fix='Mend it.')
-  result = project.run(DATA_MODULE='failing_data', EVAL_PERIOD=2)
+  result = project.run(DATA_MODULE='failing_data', EVAL_PERIOD=2, num_devices=1)
   assert result.code == 0 and 'Stopping early at step 6' in result.out, result.err
   assert project.steps() == [6] and 'Row 7 is not text' in result.err
 
@@ -187,6 +187,7 @@ def test_an_evaluation_that_fails_in_any_way_ends_the_run_after_a_save_of_its_st
   project, failing
 ):
   macros = {'DATA_MODULE': 'failing_data', 'EVAL_PERIOD': 2, 'SAVE_PERIOD': 100, 'TRAIN_STEPS': 6}
+  macros['num_devices'] = 1
   whole = project.folder / 'whole'
   assert project.run(MODEL_DIR=whole, **macros).code == 0
   failing.evaluation_error = RuntimeError('the device is lost')
