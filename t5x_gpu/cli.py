@@ -116,7 +116,7 @@ class Args:
     """
     check_temporary_folder()  # before a gin file imports TensorFlow, which would end in a traceback
     if self.tfds_data_dir:
-      os.environ['TFDS_DATA_DIR'] = without_dots(self.tfds_data_dir)
+      os.environ['TFDS_DATA_DIR'] = self.tfds_data_dir
     return gin_loader.load(
       self.gin_files, bindings=self.bindings, search_paths=self.gin_search_paths, **options
     )
@@ -227,7 +227,7 @@ def parse_args(
     gin_files=files,
     bindings=tuple(bindings),
     gin_search_paths=_split(values.gin_search_paths),
-    tfds_data_dir=values.tfds_data_dir,
+    tfds_data_dir=values.tfds_data_dir and without_dots(values.tfds_data_dir),
     dry_run=values.dry_run,
     extra=argparse.Namespace(**{k: v for k, v in vars(values).items() if k not in known}),
   )

@@ -38,6 +38,13 @@ def test_a_file_that_exists_is_one_file_also_with_commas_or_in_the_home_folder(
   assert parse(*argv).gin_files == ('~/a,b .gin', f'{tmp_path}/a,b .gin')
 
 
+def test_tensorflow_gets_the_folder_of_its_data_sets_without_dots(tmp_path, monkeypatch):
+  (tmp_path / 'disk' / 'deep').mkdir(parents=True)
+  (tmp_path / 'link').symlink_to('disk/deep')
+  monkeypatch.chdir(tmp_path)
+  assert parse('--gin_file=a', '--tfds_data_dir=link/../a').tfds_data_dir == f'{tmp_path}/disk/a'
+
+
 def test_gin_bindings_in_both_forms_keep_their_order():
   args = parse(
     '--gin.A=1',

@@ -257,7 +257,7 @@ def matching_files(pattern: str) -> list[str]:
     held = sorted(os.listdir(folder or '.'))
     raise task_error(
       f'No file matches {pattern!r} (working directory: {os.getcwd()}). '
-      f'{os.path.abspath(folder or ".")} exists and holds '
+      f'{os.path.abspath(without_dots(folder) or ".")} exists and holds '
       + (', '.join(listed(held, 8)) or 'nothing')
       + '.',
       fix='Correct the path after the colon of MIXTURE_OR_TASK_NAME; wildcards are *, ** and ?.',
