@@ -372,9 +372,9 @@ def without_ledger(files: dict[str, tuple[int, int]]) -> dict[str, tuple[int, in
 
 
 def listing(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
-  """Returns each file under `folder` with size and modification time."""
+  """Returns each file under `folder`, except bytecode, with size and modification time."""
   return {
     str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns)
     for p in sorted(folder.rglob('*'))
-    if p.is_file()
+    if p.is_file() and p.suffix != '.pyc'
   }

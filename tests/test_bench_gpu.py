@@ -214,7 +214,7 @@ def test_the_choice_of_auto_is_marked_and_pytorch_is_next_to_it():
 def results_before(tmp_path_factory):
   """Results of an earlier part, on a very slow H100."""
   path = tmp_path_factory.mktemp('results') / 'results.json'
-  matmul = {'what': 'matmul', 'precision': 'fp8', 'size': 8, 'tflops': 1e-4, 'is_fp8_gemm': True}
+  matmul = {'what': 'matmul', 'precision': 'bfloat16', 'size': 8, 'tflops': 1e-4}
   path.write_text(json.dumps({'ceilings': result(matmul)}))
   return path
 
@@ -269,7 +269,7 @@ def test_a_plan_takes_the_ceilings_that_were_measured_before(planned_step, resul
   assert planned_step['plan']['calibrated_seconds'] > planned_step['plan']['seconds']
   before = json.loads(results_before.read_text())
   results_before.write_text(json.dumps({**before, 'decoder_134m_fp8': result(planned_step)}))
-  assert list(assumptions.read(results_before).values) == ['fp8_gemm_efficiency']
+  assert list(assumptions.read(results_before).values) == ['gemm_efficiency']
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ class Instruction:
 
   @property
   def kernel(self) -> str:
-    """Name of the GPU kernel that XLA generates for a fusion; equal fusions share one."""
+    """Name of the GPU kernel that XLA generates for a fusion; equal fusions share one kernel."""
     found = re.search(r'\bdeduplicated_name="([^"]*)"', self.rest)
     return re.sub(r'\W', '_', found.group(1) if found else self.name)
 
@@ -281,8 +281,9 @@ def parse(text: str) -> Module:
         for operand in instruction.operands:
           if '#' in operand and operand not in current.instructions:
             current.instructions[operand] = _element_instruction(current, operand)
-        if instruction.opcode == 'fusion-done':  # a fusion on another stream runs at its start
-          start = current.instructions[instruction.operands[0]]
+        start = current.instructions.get(next(iter(instruction.operands), ''))
+        if instruction.opcode == 'fusion-done' and start is not None:
+          # A fusion on another stream runs at its start.
           current.instructions[start.name] = dataclasses.replace(
             start, opcode='fusion', arrays=instruction.arrays
           )

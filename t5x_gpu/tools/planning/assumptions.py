@@ -253,7 +253,11 @@ def calibrated(flag: Optional[str], gpu: GpuTarget, assumed: Assumptions) -> Ass
 
 
 def find(gpu: GpuTarget, folders: Sequence[pathlib.Path]) -> Optional[Calibration]:
-  """Returns the calibration of `gpu` with the most values in these folders, or the newest such."""
+  """Returns the calibration of `gpu` in these folders, or None.
+
+  Of several, one that the script wrote on this machine (build/bench_gpu) comes before
+  benchmarks/results, then the one with the most values, then the newest.
+  """
   found = []
   for path in (path for folder in folders for path in folder.glob('*.json')):
     try:
@@ -262,7 +266,12 @@ def find(gpu: GpuTarget, folders: Sequence[pathlib.Path]) -> Optional[Calibratio
       continue
     if calibration.gpu == gpu:
       found.append(calibration)
-  return max(found, key=lambda c: (len(c.values), c.path.stat().st_mtime), default=None)
+  own = pathlib.Path(FOLDERS[-1]).name
+  return max(
+    found,
+    key=lambda c: (c.path.parent.name == own, len(c.values), c.path.stat().st_mtime),
+    default=None,
+  )
 
 
 def read(path: pathlib.Path) -> Calibration:
@@ -319,16 +328,14 @@ def _results(path: pathlib.Path) -> Json:
 
 
 def _measured(rows: list[Json], gpu: GpuTarget) -> Iterator[tuple[str, float]]:
-  for name, precision in (('gemm_efficiency', 'bfloat16'), ('fp8_gemm_efficiency', 'fp8')):
-    rates = [
-      row['tflops']
-      for row in rows
-      if row.get('what') == 'matmul'
-      and row.get('precision') == precision
-      and row.get('is_fp8_gemm', True)
-    ]
-    if rates:
-      yield name, min(1.0, max(rates) * 1e12 / gpu.peak_flops(precision))
+  # Not in FP8: its efficiency includes conversions, which a ceiling lacks.
+  rates = [
+    row['tflops']
+    for row in rows
+    if row.get('what') == 'matmul' and row.get('precision') == 'bfloat16'
+  ]
+  if rates:
+    yield 'gemm_efficiency', min(1.0, max(rates) * 1e12 / gpu.peak_flops('bfloat16'))
   copies = [row['gigabytes_per_second'] for row in rows if row.get('what') == 'copy']
   if copies:
     yield 'memory_efficiency', min(1.0, max(copies) * 1e9 / gpu.memory_bandwidth)
