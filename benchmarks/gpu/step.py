@@ -13,7 +13,7 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -450,11 +450,12 @@ def _slowest_kernels(compile_step: Callable[[], Compiled], keep: pathlib.Path) -
       operations = read_trace(pathlib.Path(folder), module='jit_train_step')
   except Exception as e:  # costs its own rows, not the measurement
     return {'error': f'{type(e).__name__}: {first_line(e)}'[:200]}
-  return slowest_kernels(hlo, operations, target_of_kind(jax.devices()[0].device_kind))
+  gpu = target_of_kind(jax.devices()[0].device_kind)
+  return slowest_kernels(hlo, operations, gpu, compiled.program.layout.mesh.shape)
 
 
 def slowest_kernels(
-  hlo: str, operations: Sequence[Operation], gpu: Optional[GpuTarget]
+  hlo: str, operations: Sequence[Operation], gpu: Optional[GpuTarget], mesh_shape: Mapping[str, int]
 ) -> list[Row]:
   """Returns the kernels that take longest on the first device of a traced step.
 
@@ -462,10 +463,11 @@ def slowest_kernels(
     hlo: the compiled step as text.
     operations: operations of the trace.
     gpu: the card; None if a plan does not know it.
+    mesh_shape: mesh axis -> size.
   """
   seconds: collections.Counter[str] = collections.Counter()
   runs: collections.Counter[str] = collections.Counter()
-  instructions = ProgramOps(hlo, {})
+  instructions = ProgramOps(hlo, mesh_shape)
   for operation in operations:
     is_kernel = instructions.find(operation.name) is not None
     if is_kernel and operation.device == operations[0].device:
