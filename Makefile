@@ -162,7 +162,8 @@ $(AOT313): $(VENV313)/.installed
 COMPILED = $(OPTIMIZED) T5X_GPU_TEST_AOT=1
 
 test-aot: $(AOT) ## compile training steps for absent GPUs; compare with recorded figures
-	$(COMPILED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot -m 'not all_searches' \
+	$(COMPILED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot \
+	  tests/test_benchmarks.py -m 'aot and not all_searches' \
 	  $(SLOW) -n $(WORKERS) --dist worksteal $(ARGS)
 
 # What differs between versions of jax and Tokamax: kernels for GPUs, lowered, the numbers of the

@@ -40,7 +40,7 @@ def measure(tokens: int, embed: int, vocab: int, *, gpu: str) -> list[dict[str, 
     array(1, tokens, dtype=jnp.int32),
     array(1, tokens),
   )
-  chunks = choose_num_chunks(1, tokens, vocab_size=vocab)
+  chunks = choose_num_chunks(1, tokens, vocab_size=vocab) or 2  # a small loss takes none by itself
   rows = []
   for num_chunks, loss in ((0, stored), (chunks, chunked(chunks))):
     with kernels_for(gpus.target):

@@ -88,6 +88,11 @@ FOR_GPUS = {
     "CASES = (Case(model='decoder_demo', layout='dp', batch=(8, 128)),)",
     ['--out', '{out}'],
   ),
+  'layer_loop': (
+    "SHAPES = {k: v.small() for k, v in SHAPES.items()}\n"
+    "CASES = (Case('decoder_134m', (1, 2)),)",
+    ['--out', '{out}'],
+  ),
   'loss_memory': ('SIZES = ((256, 64, 1024),)', ['--out', '{out}']),
 }
 # Scripts with tests of their own.
@@ -113,10 +118,12 @@ def run(name: str, constants: str, flags: list[str], folder: pathlib.Path) -> No
     text = re.sub(rf'\b{size.partition(" ")[0]} = [\d.]+', size, text)
   tiny.write_text(text)
   flags = [flag.format(tiny=tiny, out=out, folder=folder) for flag in flags]
+  # `make test-aot` adds the compiler for GPUs to PYTHONPATH.
+  path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get('PYTHONPATH'))))
   done = subprocess.run(
     [sys.executable, '-c', DRIVER, f'benchmarks.{name}', constants, str(out), *flags],
     cwd=REPOSITORY,
-    env={**os.environ, 'XLA_FLAGS': xla_flags(), 'PYTHONPATH': str(REPOSITORY)},
+    env={**os.environ, 'XLA_FLAGS': xla_flags(), 'PYTHONPATH': path},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
