@@ -89,8 +89,7 @@ FOR_GPUS = {
     ['--out', '{out}'],
   ),
   'layer_loop': (
-    "SHAPES = {k: v.small() for k, v in SHAPES.items()}\n"
-    "CASES = (Case('decoder_134m', (1, 2)),)",
+    "SHAPES = {k: v.small() for k, v in SHAPES.items()}\nCASES = (Case('decoder_134m', (1, 2)),)",
     ['--out', '{out}'],
   ),
   'loss_memory': ('SIZES = ((256, 64, 1024),)', ['--out', '{out}']),

@@ -100,6 +100,13 @@ def test_results_of_the_gpu_are_found_and_named(found_here):
   assert calibrated(None, find_target('b200'), default) == default
 
 
+def test_own_results_come_before_those_of_the_repository(found_here, tmp_path):
+  own = tmp_path / FOLDERS[1]
+  own.mkdir(parents=True)
+  (own / 'results.json').write_text(json.dumps(results(COPY)))
+  assert list(calibrated(None, find_target('h100'), Assumptions()).sources) == ['memory_efficiency']
+
+
 def test_results_that_are_found_leave_what_gin_sets(found_here):
   mine = Assumptions(gemm_efficiency=0.5)
   assumed = calibrated(None, find_target('h100'), mine)
