@@ -3,7 +3,7 @@
     python -m benchmarks.layer_loop        # with the extra [plan]; no GPU, ten minutes
 
 Compiles training steps for one H200 with every number of layers per iteration
-(`TransformerConfig.scan_unroll`) that docs/performance.md compares: what elementwise kernels read and
+(`TransformerConfig.scan_unroll`) in docs/performance.md: what elementwise kernels read and
 write, temporaries and seconds of compilation. Nothing runs.
 """
 
@@ -26,7 +26,7 @@ OUT = pathlib.Path(__file__).parent / 'results' / 'layer_loop.json'
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A shape of the GPU benchmark, its remat policy (None: the shape's), and layers per iteration."""
+  """A shape of the GPU benchmark with a remat policy (None: its own) and layers per iteration."""
 
   shape: str
   unrolls: tuple[int, ...]
