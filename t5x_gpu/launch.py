@@ -445,6 +445,7 @@ class HostAgent:
     self._ended_at: Optional[float] = None
     self._signals: list[int] = []
     self._untold: list[int] = []
+    self._is_paused = False
     self._exit: Optional[generations.Exit] = None
     self._reason = ''  # why the last connection failed
 
@@ -559,6 +560,10 @@ class HostAgent:
           self._do(self._member.offered(number, service, time.monotonic()))
         case generations.StartProcesses(generation, service):
           self._start_processes(generation, service)
+        case generations.PauseProcesses():
+          if self._group is not None:
+            self._is_paused = True
+            self._group.forward(signal.SIGTERM)
         case generations.EndProcesses(seconds):
           if self._group is not None:
             self._group.end(seconds)
@@ -572,12 +577,12 @@ class HostAgent:
       self._last.kill_children()
     names = ', '.join(listed(list(map(str, generation.hosts)), 8))
     if generation.cause:
-      _log(
-        f'{generation.cause}; restart {generation.restarts.done} of at most '
-        f'{generation.restarts.allowed} on {names}, from the newest checkpoint.'
-      )
+      number = f'restart {generation.restarts.done} of at most {generation.restarts.allowed}'
+      how = number if generation.is_restart else 'the run continues'
+      _log(f'{generation.cause}; {how} on {names}, from the newest checkpoint.')
     else:
       _log(f'the run starts on {names}.')
+    self._is_paused = False
     self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER)
     self._files = _progress_files(pathlib.Path(self._folder.name), self._num_processes)
     position = generation.position(self._member.me.index)
@@ -592,13 +597,13 @@ class HostAgent:
     code, step, asked = group.finish(), _last_step(self._files), next(iter(self._signals), 0)
     if group.was_ended and group.failed_at is None:
       code = None
-    elif code is not None and -code in self._signals and step is None:
+    elif -code in [*self._signals, *[signal.SIGTERM] * self._is_paused] and step is None:
       code = generations.stop_code(-code)  # the signal came before a process could take it
     counts = progress.read_host_counts(self._files[0].parent / _HOST_COUNTS)
     self._folder.cleanup()
-    return HostReport(
-      self._member.started.number, code, tuple(sorted(group.failed)), step, asked, counts
-    )
+    failed = tuple(sorted(group.failed))
+    number, paused = self._member.started.number, self._is_paused
+    return HostReport(number, code, failed, step, asked, counts, paused)
 
   def _end_processes(self) -> None:
     if self._group is not None:

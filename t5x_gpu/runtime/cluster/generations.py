@@ -16,10 +16,14 @@ No two generations train at the same time, in a network that is cut as well:
 - An agent that was started again knows nothing and does not count (`incarnation`).
 
 The agents without that share end their processes and the run on their hosts.
+
+A host that comes back waits as a spare. If the mesh fits it, the leader pauses the generation: its
+processes save and end, and the next generation starts on more hosts.
 """
 
 import dataclasses
 import signal
+import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Optional, Union
 
@@ -52,6 +56,12 @@ HOLD_SECONDS = 300
 PROBE_SECONDS = 2
 # A leader that waits for hosts says so this often.
 REMIND_SECONDS = 30
+# A generation has run this long before it is paused for more hosts.
+GROW_SECONDS = 60
+# The leader of a running generation looks this often for host 0, which new agents ask.
+FIND_SECONDS = 10
+# A host that caused this many failures has no processes any more.
+BAD_HOST_FAILURES = 3
 # Ending processes takes at most `REPORT_SECONDS` and as long again; a host that takes longer (a
 # process that the kernel cannot end) is left out.
 ENDING_SECONDS = 60
@@ -89,6 +99,8 @@ class Generation:
     restarts: restarts so far.
     host_counts: numbers of hosts that the mesh fits; () if unknown.
     cause: why the generation before it ended, for the log; '' for the first one.
+    is_restart: whether it follows a failure, not a pause.
+    blamed: the name of a host for each failure that a host has caused.
   """
 
   run: str
@@ -98,6 +110,8 @@ class Generation:
   restarts: Restarts
   host_counts: tuple[int, ...] = ()
   cause: str = ''
+  is_restart: bool = True
+  blamed: tuple[str, ...] = ()
 
   @property
   def members(self) -> tuple[Host, ...]:
@@ -121,6 +135,7 @@ class HostReport:
     asked: the signal that asked the run to stop; 0 for none.
     host_counts: numbers of hosts that the mesh fits, from the processes; () if they did not get
       so far.
+    paused: whether the leader asked these processes to save and end, to continue on more hosts.
   """
 
   number: int
@@ -129,6 +144,7 @@ class HostReport:
   step: Optional[int] = None
   asked: int = 0
   host_counts: tuple[int, ...] = ()
+  paused: bool = False
 
   @property
   def is_failure(self) -> bool:
@@ -158,8 +174,8 @@ class Hello:
   asked: int = 0
 
 
-# Messages. From a leader: Welcome, Refusal, Propose, Start, End, Finish. To it: Hello, Accepted,
-# HostReport, Asked.
+# Messages. From a leader: Welcome, Refusal, Propose, Start, Pause, End, Finish. To it: Hello,
+# Accepted, HostReport, Asked. To an agent that looks for the leader: Redirect.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +216,21 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pause:
+  """Processes of generation `number` save and end: the next generation has more hosts."""
+
+  number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Redirect:
+  """Host `index` leads, at `address`; the sender does not."""
+
+  index: int
+  address: str
+
+
+@dataclasses.dataclass(frozen=True)
 class End:
   """Generation `number` has failed: end its processes, after `seconds` for their reports."""
 
@@ -223,7 +254,9 @@ class Finish:
   fix: str = ''
 
 
-Message = Union[Hello, Welcome, Refusal, Propose, Accepted, Start, End, HostReport, Asked, Finish]
+Message = Union[
+  Hello, Welcome, Refusal, Redirect, Propose, Accepted, Start, Pause, End, HostReport, Asked, Finish
+]
 
 
 # Actions. The shell carries them out in this order. A link is a connection to another agent.
@@ -268,6 +301,11 @@ class StartProcesses:
 
 
 @dataclasses.dataclass(frozen=True)
+class PauseProcesses:
+  """Ask the processes to save and end; then call `processes_ended`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class EndProcesses:
   """End the processes after `seconds`, then call `processes_ended`."""
 
@@ -293,7 +331,7 @@ class Log:
   text: str
 
 
-Action = Union[Send, Connect, Drop, Offer, StartProcesses, EndProcesses, Exit, Log]
+Action = Union[Send, Connect, Drop, Offer, StartProcesses, PauseProcesses, EndProcesses, Exit, Log]
 
 
 def has_share(present: Iterable[Host], generation: Generation) -> bool:
@@ -368,6 +406,7 @@ class Member:
     self._leader: Optional[int] = None  # link; None for a leader
     self._leader_index = 0
     self._is_welcome = False
+    self._redirect: Optional[Redirect] = None  # the last one that this agent followed
     self._trying: Optional[int] = None  # host that it tries to reach
     self._candidates: list[int] = []
     # Agents that take this one for their leader, by link, and until when they may wait:
@@ -378,6 +417,9 @@ class Member:
     self._first: Optional[tuple[Host, Optional[HostReport]]] = None  # failure; None: a lost host
     self._stopped_until: Optional[float] = None
     self._is_ending = False
+    self._is_pausing = False
+    self._grow_at = 0.0
+    self._find_at = 0.0
     self._proposal: Optional[Generation] = None
     self._offers: dict[int, str] = {}
     self._probe_at = 0.0
@@ -394,7 +436,9 @@ class Member:
   def linked(self, index: int, link: int, now: float) -> list[Action]:
     """A link to the agent of host `index` is open."""
     if self._leads:  # a lower host is back
-      if self._proposal is not None or self._is_running or index >= self.me.index:
+      if self.started is not None and not self._is_idle():
+        return [Send(link, Redirect(self.me.index, self.me.address)), Drop(link)]
+      if self._proposal is not None or index >= self.me.index:
         return [Drop(link)]
       actions: list[Action] = [Drop(follower.link) for follower in self._followers.values()]
       self._leads, self._followers = False, {}
@@ -473,12 +517,14 @@ class Member:
           Drop(follower.link),
           *self._lose(follower, now),
         ]
-    return actions + self._decide(now)
+    return actions + self._grow(now) + self._decide(now)
 
   def received(self, link: int, message: Message, now: float) -> list[Action]:
     """A message has come. Messages that do not fit the state are late, and ignored."""
     if isinstance(message, Hello):
       return self._greet(link, message, now)
+    if isinstance(message, Redirect):
+      return self._follow(link, message)
     if link == self._leader:
       return self._from_leader(link, message, now)
     follower = next((f for f in self._followers.values() if f.link == link), None)
@@ -530,7 +576,7 @@ class Member:
       if index >= self.me.index:
         break
       return self._connect(index)
-    if self.started is not None:
+    if self.started is not None or self.me.index == 0:
       return self._lead(now)
     if now - self._since < self._start_seconds:
       self._candidates = [0]
@@ -551,6 +597,27 @@ class Member:
     known = self._known().get(index)
     return [Connect(index, known.address if known and index else None)]
 
+  def _follow(self, link: int, message: Redirect) -> list[Action]:
+    """Looks for the agent that leads, unless this agent takes part in a run already."""
+    is_new = self.started is None and not self._accepted and self._proposal is None
+    if not is_new or (self._is_welcome and self._leader is not None):
+      return []
+    actions: list[Action] = [Drop(follower.link) for follower in self._followers.values()]
+    if link == self._leader:
+      actions.append(Drop(link))
+    self._leads, self._followers, self._leader = False, {}, None
+    self._trying, self._redirect = message.index, message
+    return [*actions, Connect(message.index, message.address)]
+
+  def _to_leader(self) -> Optional[Redirect]:
+    """Returns where this agent's leader listens; None if it has none, or does not know."""
+    if self._leader is None or not self._is_welcome:
+      return None
+    if self._redirect is not None and self._redirect.index == self._leader_index:
+      return self._redirect
+    leader = self._known().get(self._leader_index)
+    return leader and Redirect(leader.index, leader.address)
+
   def _from_leader(self, link: int, message: Message, now: float) -> list[Action]:
     match message:
       case Welcome():
@@ -568,6 +635,9 @@ class Member:
       case Start(number, service):
         if self._accepted and self._accepted[-1].number == number:
           return self._start(self._accepted[-1], service)
+      case Pause(number):
+        if self._is_running and self.started.number == number:
+          return [PauseProcesses()]
       case End(number, seconds):
         if self._is_running and self.started.number == number:
           return [EndProcesses(seconds)]
@@ -579,7 +649,11 @@ class Member:
   def _start(self, generation: Generation, service: str) -> list[Action]:
     self.started, self._accepted, self._report = generation, [], None
     if self.me not in generation.hosts:
-      return [Log(f'{self.me} waits as a spare: the mesh does not fit one host more.')]
+      if _is_bad(self.me, generation.blamed):
+        why = f'it caused {BAD_HOST_FAILURES} failures'
+      else:
+        why = 'the mesh does not fit one host more'
+      return [Log(f'{self.me} waits as a spare: {why}.')]
     self._is_running = True
     return [StartProcesses(generation, service)]
 
@@ -594,7 +668,8 @@ class Member:
 
   def _lead(self, now: float) -> list[Action]:
     self._leads, self._probe_at, self._remind_at = True, now + PROBE_SECONDS, now + REMIND_SECONDS
-    self._first, self._stopped_until, self._is_ending = None, None, False
+    self._first, self._stopped_until = None, None
+    self._is_ending, self._is_pausing = False, False
     self._proposal, self._offers = None, {}
     actions: list[Action] = []
     waiting, self._waiting = self._waiting, {}
@@ -607,6 +682,9 @@ class Member:
     if refused is not None:
       return [Log(f'refused {hello.host}: {refused.reason}'), Send(link, refused)]
     if not self._leads:
+      redirect = self._to_leader()
+      if redirect is not None and hello.started is None:
+        return [Send(link, redirect)]
       self._waiting[link] = (hello, now + GRACE_SECONDS)
       return []
     actions: list[Action] = []
@@ -694,6 +772,31 @@ class Member:
   def _hellos(self) -> list[Hello]:
     return [self._hello(), *(follower.hello for follower in self._followers.values())]
 
+  def _grow(self, now: float) -> list[Action]:
+    """Pauses the generation if the mesh fits more hosts now, and tells host 0, if it is back."""
+    generation = self.started
+    if generation is None or self._is_idle() or self._is_pausing or self._is_ending:
+      return []
+    if self._is_over or self._stopped_until is not None or any(h.asked for h in self._hellos()):
+      return []
+    actions: list[Action] = []
+    here = {host.index for host in self._present()}
+    if 0 not in here and now >= self._find_at:
+      self._find_at = now + FIND_SECONDS
+      actions.append(Connect(0, None))
+    hosts, _ = _chosen(self._present(), generation.host_counts, generation.blamed)
+    if now < self._grow_at or len(hosts) <= len(generation.hosts):
+      return actions
+    self._is_pausing = True
+    more = ', '.join(str(host) for host in hosts if host not in generation.hosts)
+    actions.append(Log(f'the run is saved, to continue with {more}.'))
+    actions += [
+      Send(follower.link, Pause(generation.number))
+      for follower in self._followers.values()
+      if follower.is_running
+    ]
+    return [*actions, PauseProcesses()] if self._is_running else actions
+
   def _is_idle(self) -> bool:
     return not self._is_running and not any(f.is_running for f in self._followers.values())
 
@@ -713,7 +816,7 @@ class Member:
       for hello in hellos
       if hello.report and hello.report.number == last.number and hello.host in last.hosts
     }
-    ended, cause = self._cause(last, reports, asked)
+    ended, blamed, cause = self._cause(last, reports, asked)
     restarts, then = last.restarts.after(ended)
     if isinstance(then, Stop):
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
@@ -730,9 +833,23 @@ class Member:
       if generation.number > last.number
     ]
     is_safe = all(has_share(present, each) for each in (last, *may_have_started))
-    count = max((n for n in counts if n <= len(present)), default=0)
-    if is_safe and count and (not missing or now >= self._since + GRACE_SECONDS):
-      return self._propose(present, count, restarts, counts, cause)
+    blamed = last.blamed + blamed
+    hosts, spares = _chosen(present, counts, blamed)
+    if is_safe and hosts and (not missing or now >= self._since + GRACE_SECONDS):
+      bad = [host for host in spares if host in last.hosts and _is_bad(host, blamed)]
+      if ended.paused:
+        more = ', '.join(str(host) for host in hosts if host not in last.hosts)
+        cause = f'{more or "nobody"} joins'
+      made = Generation(
+        '', 0, hosts, spares, restarts, tuple(counts), cause, not ended.paused, blamed
+      )
+      return [
+        *(
+          Log(f'{h} caused {BAD_HOST_FAILURES} failures; the run continues without it.')
+          for h in bad
+        ),
+        *self._propose(made),
+      ]
     actions = self._remind(missing, now)
     if now >= self._since + HOLD_SECONDS or (
       not is_safe and now >= self._since + 3 * GRACE_SECONDS
@@ -751,8 +868,9 @@ class Member:
     if asked:
       return self._finish(stop_code(asked), '')
     if len(present) == self._host_count:
-      counts = (self._host_count,)
-      return self._propose(present, self._host_count, Restarts(self._allowed), counts, '')
+      return self._propose(
+        Generation('', 0, tuple(present), (), Restarts(self._allowed), (self._host_count,))
+      )
     missing = sorted(set(range(self._host_count)) - {host.index for host in present})
     if now < self._since + self._start_seconds:
       return self._remind([f'host {index}' for index in missing], now)
@@ -772,8 +890,8 @@ class Member:
 
   def _cause(
     self, last: Generation, reports: Mapping[int, HostReport], asked: int
-  ) -> tuple[Ended, str]:
-    """Returns how the last generation ended, and this as text."""
+  ) -> tuple[Ended, tuple[str, ...], str]:
+    """Returns how the last generation ended, which hosts are to blame, and this as text."""
     steps = [report.step for report in reports.values() if report.step is not None]
     step = max(steps, default=None)
     lost = [host for host in last.hosts if host.index not in reports]
@@ -796,41 +914,36 @@ class Member:
     if first is None:
       codes = [report.code for report in reports.values()]
       stopped = next(filter(None, codes), 0)
-      if stopped or None not in codes:  # done, or stopped
-        return Ended(stopped, step=step, asked=is_asked), ''
+      if stopped or None not in codes:  # done, stopped or paused
+        paused = stopped == EXIT_PREEMPTED and any(r.paused for r in reports.values())
+        return Ended(stopped, step=step, asked=is_asked, paused=paused), (), ''
       text = f'the hosts lost contact with their leader {after}'
-      return Ended(LOST_CODE, step=step, asked=is_asked), text
+      return Ended(LOST_CODE, step=step, asked=is_asked), (), text
     host, report = first
     if report is None:
       lost = lost or [host]
       of_hosts = [self._stable(each, range(self._per_host)) for each in lost]
       names = ', '.join(map(str, lost))
       culprits = frozenset().union(*of_hosts)
-      return Ended(LOST_CODE, culprits, step, is_asked), f'{names} was lost {after}'
+      blamed = tuple(each.name for each in lost)
+      return Ended(LOST_CODE, culprits, step, is_asked), blamed, f'{names} was lost {after}'
     position = last.position(host.index)
     local = min(report.failed, default=0)
     rank = position * self._per_host + local
     text = f'process {rank} on {host} failed ({how_ended(report.code)}) {after}'
-    return Ended(report.code, self._stable(host, report.failed), step, is_asked), text
+    ended = Ended(report.code, self._stable(host, report.failed), step, is_asked)
+    return ended, (host.name,) if ended.culprits else (), text
 
   def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""
     return frozenset(host.index * self._per_host + index for index in local)
 
-  def _propose(
-    self,
-    present: Sequence[Host],
-    count: int,
-    restarts: Restarts,
-    counts: Collection[int],
-    cause: str,
-  ) -> list[Action]:
+  def _propose(self, made: Generation) -> list[Action]:
+    """Proposes a generation; its run and number follow from what the agents know."""
     known = [g for hello in self._hellos() for g in (hello.started, *hello.accepted) if g]
     run = known[0].run if known else self.me.incarnation
     number = 1 + max((generation.number for generation in known), default=0)
-    generation = Generation(
-      run, number, tuple(present[:count]), tuple(present[count:]), restarts, tuple(counts), cause
-    )
+    generation = dataclasses.replace(made, run=run, number=number)
     self._proposal, self._offers = generation, {}
     self._accepted.append(generation)
     return [
@@ -847,7 +960,9 @@ class Member:
       return []
     address = self._offers[generation.hosts[0].index]
     self._proposal, self._offers = None, {}
-    self._first, self._stopped_until, self._is_ending = None, None, False
+    self._first, self._stopped_until = None, None
+    self._is_ending, self._is_pausing = False, False
+    self._grow_at, self._find_at = now + GROW_SECONDS, now + FIND_SECONDS
     for follower in self._followers.values():
       follower.is_running = follower.host in generation.hosts
       follower.hello = dataclasses.replace(
@@ -865,6 +980,27 @@ class Member:
       *(Send(f.link, Finish(code, reason, fix)) for f in self._followers.values()),
       Exit(code, Problem(reason, fix) if reason else None),
     ]
+
+
+def _is_bad(host: Host, blamed: Sequence[str]) -> bool:
+  """Returns whether the machine of this agent has caused too many failures."""
+  return blamed.count(host.name) >= BAD_HOST_FAILURES
+
+
+def _chosen(
+  present: Sequence[Host], counts: Collection[int], blamed: Sequence[str]
+) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
+  """Returns hosts with processes and spares; no hosts if the mesh fits none of `counts`.
+
+  Bad hosts are spares, unless the mesh does not fit the others alone.
+  """
+  good = [host for host in present if not _is_bad(host, blamed)]
+  bad = [host for host in present if host not in good]
+  for most in (len(good), len(present)):
+    if count := max((n for n in counts if n <= most), default=0):
+      hosts = sorted((good + bad)[:count], key=lambda host: host.index)
+      return tuple(hosts), tuple(host for host in present if host not in hosts)
+  return (), tuple(present)
 
 
 def _give_up(
@@ -897,10 +1033,7 @@ def _capital(text: str) -> str:
   return text[0].upper() + text[1:]
 
 
-_MESSAGES = {
-  kind.__name__: kind
-  for kind in (Hello, Welcome, Refusal, Propose, Accepted, Start, End, HostReport, Asked, Finish)
-}
+_MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 
 def message_to_json(message: Message) -> JsonObject:

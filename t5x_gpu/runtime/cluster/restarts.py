@@ -31,12 +31,14 @@ class Ended:
     failed: processes that had failed when the first failure was seen.
     step: the last step that a process had finished; None before the first one.
     asked: whether a signal asked the run to stop: Ctrl-C, SIGTERM, ...
+    paused: whether the processes have saved and ended to continue on more hosts.
   """
 
   code: ReturnCode
   failed: frozenset[int] = frozenset()
   step: Optional[int] = None
   asked: bool = False
+  paused: bool = False
 
   @property
   def culprits(self) -> frozenset[int]:
@@ -66,7 +68,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Restart:
-  """All processes start again, for the time `number`, from 1."""
+  """All processes start again; `number` restarts have followed a failure."""
 
   number: int
 
@@ -88,9 +90,11 @@ class Restarts:
   def after(self, ended: Ended) -> tuple['Restarts', Union[Stop, Restart]]:
     """Returns what follows an end, and the state then.
 
-    Every failure uses up one restart, so a run of any faults ends. A failure that repeats at the
-    same step is not the fault of a machine: another start would end the same way.
+    Every failure uses up one restart, so a run of any faults ends; a pause does not. A failure that
+    repeats at the same step is not the fault of a machine: another start would end the same way.
     """
+    if ended.paused and not ended.asked:
+      return self, Restart(self.done)
     if ended.asked or ended.code in STOPPED_CODES:
       return self, Stop()
     if ended.code in _FINAL_CODES:

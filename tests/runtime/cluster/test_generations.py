@@ -114,6 +114,9 @@ class Network:
           self.effective += sorted(whole - set(self.effective))
         case g.EndProcesses():
           self._later(index, lambda agent, n=self.running.get(index): self._ended(agent, n, None))
+        case g.PauseProcesses():
+          generation = self.running[index]
+          self._later(index, lambda agent, n=generation: self._ended(agent, n, 85, paused=True))
         case g.Exit():
           self.exits[index] = action
           self.kill(index)
@@ -131,13 +134,16 @@ class Network:
     self.links[self._next_link] = (agent.me.index, other)
     return agent.linked(other, self._next_link, self.now)
 
-  def _ended(self, agent: g.Member, generation, code: Optional[int], asked: int = 0):
+  def _ended(
+    self, agent: g.Member, generation, code: Optional[int], asked: int = 0, paused: bool = False
+  ):
     index = agent.me.index
     if generation is None or self.running.get(index) != generation:
       return []
     del self.running[index]
+    failed = (0,) if code else ()
     report = g.HostReport(
-      generation.number, code, (0,) if code else (), self.step, asked, self.host_counts
+      generation.number, code, failed, self.step, asked, self.host_counts, paused
     )
     return agent.processes_ended(report, self.now)
 
@@ -335,6 +341,88 @@ def test_a_short_cut_costs_a_restart_and_no_host():
   assert made.hosts() == [0, 1, 2] and made.whole().number == 2
 
 
+def shrunken(lost: int, num_hosts: int = 3) -> Network:
+  """Returns a run that continues without host `lost`."""
+  made = network(num_hosts, host_counts=tuple(range(1, num_hosts + 1)))
+  made.step = 7
+  made.kill(lost)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert lost not in made.hosts()
+  return made
+
+
+@pytest.mark.parametrize('lost', [0, 1, 2])
+def test_a_host_that_comes_back_later_is_taken_in_after_a_save_that_costs_no_restart(lost):
+  made = shrunken(lost)
+  made.boot(lost)
+  made.settle(g.GROW_SECONDS - g.GRACE_SECONDS)
+  assert lost not in made.hosts()  # two starts in a row would cost more than they bring
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 1, 2] and made.whole().restarts.done == 1
+  assert made.whole().cause == f'host {lost} (gpu-{lost}) joins' and not made.whole().is_restart
+  made.settle(10 * g.GROW_SECONDS)
+  assert made.whole().number == 3  # it starts no further one
+
+
+def test_all_hosts_that_come_back_find_a_run_whose_leader_is_another_one():
+  made = shrunken(0, num_hosts=4)
+  made.kill(3)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [1, 2]
+  made.boot(3)  # it knows host 0 alone, which is not there
+  made.settle(5)
+  made.boot(0)
+  made.settle(g.GROW_SECONDS + g.FIND_SECONDS + 5)
+  assert made.hosts() == [0, 1, 2, 3]
+
+
+def test_a_run_that_is_asked_to_stop_takes_in_no_host():
+  made = shrunken(2)
+  made.boot(2)
+  made.settle(5)
+  made.do(1, made.agents[1].asked(15, made.now))
+  made.settle(2 * g.GROW_SECONDS)  # the processes save
+  assert made.hosts() == [0, 1]
+  for index in (0, 1):
+    made.end(index, 85, asked=15)
+  made.settle(2)
+  assert {index: made.exits[index].code for index in range(3)} == {0: 85, 1: 85, 2: 85}
+
+
+def test_a_leader_that_is_lost_in_a_pause_costs_a_restart():
+  made = shrunken(3, num_hosts=4)
+  for index in (1, 2):
+    made.do(index, [g.PauseProcesses()])
+  made.kill(0)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [1, 2] and made.whole().restarts.done == 2
+
+
+def test_a_host_that_fails_often_stays_out():
+  made = network(3, host_counts=ANY, restarts=20)
+  for failure in range(1, g.BAD_HOST_FAILURES + 1):
+    made.step = 10 * failure
+    made.end(1, KILLED)
+    made.settle(2)
+  assert made.hosts() == [0, 2] and [host.index for host in made.whole().spares] == [1]
+  assert '0: host 1 (gpu-1) caused 3 failures; the run continues without it.' in made.log
+  made.boot(1)  # the same machine
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 2]
+  made.kill(2)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0]
+
+
+def test_a_host_that_fails_often_is_used_if_the_mesh_needs_it():
+  made = network(2, restarts=20)
+  for failure in range(1, g.BAD_HOST_FAILURES + 2):
+    made.step = 10 * failure
+    made.end(1, KILLED)
+    made.settle(2)
+  assert made.hosts() == [0, 1]
+
+
 def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
   made = network()
   made.step = 5
@@ -434,7 +522,7 @@ def test_whatever_happens_no_two_generations_train_and_the_run_ends(
       case 'end':
         made.end(index, 0)
       case 'wait':
-        made.tick(amount)
+        made.tick(3 * amount)
       case 'step':
         made.step = (made.step or 0) + 10
     made.run_some(amount)
@@ -447,4 +535,5 @@ def test_whatever_happens_no_two_generations_train_and_the_run_ends(
       made.end(index, 0)
   else:
     raise AssertionError(f'agents {list(made.agents)} never end: {made.log}')
-  assert len(made.effective) <= restarts + 1
+  restarted = {g_.number for g_ in made.started if g_.is_restart}
+  assert len(restarted.intersection(made.effective)) <= restarts + 1
