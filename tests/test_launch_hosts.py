@@ -23,10 +23,11 @@ from tests.messages import raises
 pytestmark = pytest.mark.filterwarnings('ignore:os.fork.. was called:RuntimeWarning')
 
 SECRET = 'T5X_GPU_JOB_SECRET'
-# A worker that tells its pid, and runs until the file `done` appears.
+# A worker that tells its pid, runs until the file `done` appears, and stops as training does.
 WORKER = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 from t5x_gpu.runtime import progress
+signal.signal(signal.SIGTERM, lambda *_: os._exit(85))
 rank, count = os.environ['JAX_PROCESS_INDEX'], os.environ['JAX_PROCESS_COUNT']
 progress.write_host_counts(os.environ, [1, 2, 3])
 progress.ProgressFile(os.environ, first_step=0).step_done(7)
@@ -62,7 +63,7 @@ class Hosts:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (os.fdopen(n, 'w', buffering=1) for n in (1, 2))
-    generations.GRACE_SECONDS = 1
+    generations.GRACE_SECONDS, generations.GROW_SECONDS = 1, 2
     env = {
       **os.environ,
       'PYTHONPATH': str(REPOSITORY),
@@ -185,13 +186,25 @@ def test_a_stopped_host_is_left_out_and_ends_its_workers_once_it_continues(three
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(2)
 
 
+def test_a_host_that_comes_back_is_taken_in_without_a_failure(three):
+  for index in range(3):
+    three.start(index)
+  three.kill_agent(2, *three.workers(1, 6)[4:])
+  three.workers(2, 4)
+  three.start(2)
+  three.workers(3, 6)
+  assert 'joins; the run continues on host 0' in three.output(2)
+  (three.folder / 'done').touch()
+  assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
+
+
 def test_a_stop_signal_ends_the_agents_with_the_code_of_their_workers(three):
   for index in range(3):
     three.start(index)
   three.workers(1, 6)
   for pid in three.pids.values():  # as scancel does
     os.kill(pid, signal.SIGTERM)
-  assert {three.end(index) for index in range(3)} == {128 + signal.SIGTERM}, three.output(0)
+  assert {three.end(index) for index in range(3)} == {85}, three.output(0)
 
 
 def test_agents_with_another_secret_or_version_are_refused_by_name(three):
