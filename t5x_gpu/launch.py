@@ -10,7 +10,6 @@ launch on each of several hosts, all hosts do (`HostAgent`).
 import argparse
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import math
@@ -41,6 +40,7 @@ from t5x_gpu.runtime.cluster import (
   members,
   rendezvous,
 )
+from t5x_gpu.runtime.cluster.fork_server import ForkedProcess, ForkServer, end_with_parent
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_CONFIG,
@@ -92,8 +92,8 @@ POLL_SECONDS = 0.02
 # Processes that were asked to stop exit one after the other, the last after the save.
 STOPPED_SECONDS = 120
 START_SECONDS = 300  # for all hosts to come, as `DistributedConfig` gives processes
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+# What a run imports later than at its start.
+LATER_IMPORTS = ('t5x_gpu.data.synthetic', 't5x_gpu.training.optimizers')
 
 EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
@@ -127,6 +127,7 @@ class Group:
     at_once: whether the others are killed without a delay if a signal ended the first process:
       they have nothing to add, and wait for it.
     first, count: number of the first process in the run, and processes of the run, for messages.
+    fork_server: forks the processes, if it runs; it has the same command.
   Attributes:
     failed: the processes that had failed when the first failure was seen.
     failed_at: when that was, in seconds of the monotonic clock; None before.
@@ -142,6 +143,7 @@ class Group:
     at_once: bool = False,
     first: int = 0,
     count: Optional[int] = None,
+    fork_server: Optional[ForkServer] = None,
   ):
     self._end_together, self._at_once = end_together, at_once
     self._first_number, self._count = first, count or len(plans)
@@ -152,23 +154,11 @@ class Group:
     self._ending = math.inf
     self._tails = [collections.deque(maxlen=TAIL_LINES) for _ in plans]
     self._lock = threading.Lock()
-    self._processes: list[subprocess.Popen] = []
+    self._processes: list[Union[subprocess.Popen, ForkedProcess]] = []
     self._interrupts = 0
     try:
       for plan in plans:
-        with numa.running_on(plan.binding.cpus):
-          # A new session: the terminal's Ctrl-C reaches only this process, which forwards it once.
-          self._processes.append(
-            subprocess.Popen(
-              command,
-              env=plan.env,
-              stdout=subprocess.PIPE,
-              stderr=subprocess.STDOUT,
-              stdin=subprocess.DEVNULL,
-              start_new_session=True,
-              preexec_fn=_end_with_launcher,
-            )
-          )
+        self._processes.append(_start_process(command, plan, fork_server))
     except BaseException:  # Ctrl-C, or too many processes
       self._send(signal.SIGKILL)
       raise
@@ -280,6 +270,27 @@ class Group:
     )
     for line in self._tails[index]:
       print(f'  {line.decode(errors="replace").rstrip()}', file=sys.stderr)
+
+
+def _start_process(
+  command: Sequence[str], plan: ProcessPlan, fork_server: Optional[ForkServer]
+) -> Union[subprocess.Popen, ForkedProcess]:
+  """Returns a process in a new session: the terminal's Ctrl-C reaches only this one."""
+  with numa.running_on(plan.binding.cpus):
+    if fork_server is not None:
+      try:
+        return fork_server.start(plan.env, plan.binding.cpus)
+      except OSError as error:
+        _log(f'{error}; this process starts with its own imports.')
+    return subprocess.Popen(
+      command,
+      env=plan.env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      stdin=subprocess.DEVNULL,
+      start_new_session=True,
+      preexec_fn=end_with_parent,
+    )
 
 
 def shell_code(code: int) -> int:
@@ -628,16 +639,6 @@ def _log(text: str) -> None:
   print(f'launch: {text}', file=sys.stderr, flush=True)
 
 
-def _end_with_launcher() -> None:
-  """Makes this new process stop as on SIGTERM if the launcher is killed; Linux only.
-
-  Otherwise it would continue to train without a terminal, unnoticed. This runs between fork and
-  exec, where a lock that another thread held at the fork stays locked: no import, no print.
-  """
-  if _prctl is not None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def plan(
   num_processes: int,
   *,
@@ -864,7 +865,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     # With a new address and secret: JAX refuses processes of another start.
     pairs = zip(plans(), variables, strict=True)
     return Group(
-      command, [dataclasses.replace(p, env={**p.env, **v}) for p, v in pairs], at_once=True
+      command,
+      [dataclasses.replace(p, env={**p.env, **v}) for p, v in pairs],
+      at_once=True,
+      fork_server=fork_server,
     )
 
   def start_generation(
@@ -901,10 +905,17 @@ def main(argv: Optional[list[str]] = None) -> int:
       at_once=True,
       first=first_number,
       count=count,
+      fork_server=fork_server,
     )
 
+  fork_server = None
   for index, each in enumerate(first := plans()):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
+  if flags.restarts:
+    fork_server = ForkServer(
+      flags.module, argv[split + 1 :], imports=LATER_IMPORTS, env=first[0].env
+    )
+    fork_server.wait_until_ready(START_SECONDS)
   runner: Union[Group, Agent, HostAgent]
   if info is not None:
     runner = HostAgent(

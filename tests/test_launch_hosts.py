@@ -239,14 +239,23 @@ def test_several_launches_on_one_host_are_refused(monkeypatch):
     launch.main(['--restarts=3', '--no_gpu', '--', '--gin_file=x.gin'])
 
 
+# launch, which takes a host in soon after a start.
+LAUNCH = """
+from t5x_gpu import cli, launch
+from t5x_gpu.runtime.cluster import generations
+generations.GROW_SECONDS = 5
+cli.run_main(launch.main)
+"""
+
+
 @pytest.mark.slow
-def test_training_loses_a_worker_and_then_a_host_and_its_losses_are_those_of_an_unbroken_run(
+def test_training_loses_a_worker_and_a_host_which_returns_and_has_the_losses_of_an_unbroken_run(
   tmp_path,
 ):
   (alone := tmp_path / 'alone').mkdir()
   (folder := tmp_path / 'hosts').mkdir()
   # Nine rows on three hosts; on two, a row of weight 0 fills them.
-  sizes = {'BATCH_SIZE': 9, 'TRAIN_STEPS': 60}
+  sizes = {'BATCH_SIZE': 9, 'TRAIN_STEPS': 80}
   reference = Project(alone)
   assert reference.run(num_devices=1, **sizes).code == 0
   project = Project(folder)
@@ -261,8 +270,8 @@ def test_training_loses_a_worker_and_then_a_host_and_its_losses_are_those_of_an_
   def start(index: int) -> subprocess.Popen:
     hosts = ['--host_count=3', f'--host_index={index}', f'--coordinator_address={address}']
     argv = project.argv(DATA_MODULE='held_data', **sizes)
-    command = [sys.executable, '-m', 't5x_gpu.launch', '--no_gpu', '--nproc=1', '--restarts=5']
-    with open(folder / f'agent_{index}.txt', 'wb') as output:
+    command = [sys.executable, '-c', LAUNCH, '--no_gpu', '--nproc=1', '--restarts=2']
+    with open(folder / f'agent_{index}.txt', 'ab') as output:
       return subprocess.Popen(
         [*command, *hosts, '--', *argv],
         cwd=folder,
@@ -281,8 +290,12 @@ def test_training_loses_a_worker_and_then_a_host_and_its_losses_are_those_of_an_
       assert all(agent.poll() is None for agent in agents), output()
       time.sleep(0.05)
 
+  def children(pid: int) -> list[int]:
+    return [int(n) for n in subprocess.check_output(['pgrep', '-P', str(pid)], text=True).split()]
+
   def worker_of(agent: subprocess.Popen) -> int:
-    return int(subprocess.check_output(['pgrep', '-P', str(agent.pid)], text=True))
+    (server,) = children(agent.pid)  # the fork server
+    return children(server)[0]
 
   held = folder / 'held'
   agents = [start(index) for index in range(3)]
@@ -298,13 +311,19 @@ def test_training_loses_a_worker_and_then_a_host_and_its_losses_are_those_of_an_
     lost.kill()
     lost.wait()
     os.kill(worker, signal.SIGKILL)
+    held.unlink()
+
+    wait_for(lambda: held.exists() and project.steps()[-1:] == [60])
+    agents.append(start(2))
+    wait_for(lambda: 'to continue with host 2' in output())
+    (folder / 'go').touch()
     codes = [agent.wait(3 * DEADLINE_SECONDS) for agent in agents]
   finally:
     for agent in agents:
       agent.kill()
       agent.wait()
-  assert codes == [0, 0], output()
-  assert 'process 1 on host 1' in output() and 'host 2' in output()
+  assert codes == [0, 0, 0], output()
+  assert 'process 1 on host 1' in output() and 'joins; the run continues on' in output()
   losses, expected = project.metrics(), reference.metrics()
   repeated = [step for step in first if step > 20]
   assert repeated and all(losses[step] == first[step] for step in repeated)

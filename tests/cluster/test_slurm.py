@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 
@@ -78,6 +80,32 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
   losses = project.metrics()
   assert list(losses) == list(range(1, 21))
   assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_agents_start_a_killed_process_again_inside_the_job(slurm, tmp_path, alone):
+  project = Project(tmp_path)
+  job = slurm.sbatch(
+    *TWO_BY_TWO,
+    '--no-kill',
+    SCRIPT,
+    *(str(project.gin_file), *project.argv()[1:]),
+    cwd=project.folder,
+    RESTARTS='3',
+    LAUNCH_FLAGS='--nproc=2 --no_gpu',
+    **environment(project),
+  )
+  deadline = time.monotonic() + RUN_SECONDS
+  while 'step 4/20' not in output(project, job):
+    assert time.monotonic() < deadline, output(project, job)
+    time.sleep(0.02)
+  pids = subprocess.check_output(['pgrep', '-f', f'-m t5x_gpu.train.*{tmp_path}'], text=True)
+  os.kill(int(pids.split()[-1]), signal.SIGKILL)
+  ended = slurm.wait(job, seconds=RUN_SECONDS)
+  text = output(project, job)
+  assert (ended['JobState'], ended['Restarts']) == ('COMPLETED', '0'), text
+  assert text.count('failed (SIGKILL)') == 2 and 'restart 1 of at most 3 on host 0' in text, text
+  assert project.metrics() == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,264 @@
+"""A process that imports the modules of a run once, and forks its processes.
+
+`launch` starts it on each host, before the first process of the run. A forked process is as
+`python -m MODULE ARGV` with the modules already in memory: a start takes no seconds of imports. A
+host opens the files of Python's modules once, however many processes it has and however often they
+start again. The server itself never touches a device.
+
+A request is a message {'set', 'unset', 'cpus'} with the descriptor of a standard output. The server
+sends {'ready'}, then {'pid'} or {'error'} for each request, and {'pid', 'status'} for each end.
+"""
+
+import ast
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO, Optional
+
+_SOCKET = 'T5X_GPU_FORK_SERVER_SOCKET'
+_LARGEST = 2**20  # bytes of a message
+_UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+
+
+def end_with_parent() -> None:
+  """Makes this new process stop as on SIGTERM if its parent is killed; Linux only.
+
+  Otherwise it would continue to train without a terminal, unnoticed. This may run between fork and
+  exec, where a lock that another thread held at the fork stays locked: no import, no print.
+  """
+  if _prctl is not None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class ForkedProcess:
+  """A process of a fork server, used like `subprocess.Popen`.
+
+  Attributes:
+    pid: process number; it leads a session.
+    returncode: exit code, minus the signal if one ended it; None before `poll` has seen the end.
+    stdout: standard output and standard error.
+  """
+
+  def __init__(self, server: 'ForkServer', pid: int, stdout: BinaryIO):
+    self._server, self.pid, self.stdout = server, pid, stdout
+    self.returncode: Optional[int] = None
+    self._descriptor = os.pidfd_open(pid)
+
+  def poll(self) -> Optional[int]:
+    if self.returncode is None:
+      self.returncode = self._server.ended(self.pid)
+      if self.returncode is None and not self._server.is_alive():
+        self.send_signal(signal.SIGKILL)  # it has no parent that would tell its end
+        self.returncode = _UNKNOWN
+      if self.returncode is not None:
+        os.close(self._descriptor)
+    return self.returncode
+
+  def send_signal(self, number: int) -> None:
+    if self.returncode is None:
+      with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(self._descriptor, number)
+
+  def wait(self) -> int:
+    while (code := self.poll()) is None:
+      time.sleep(0.01)
+    return code
+
+
+class ForkServer:
+  """The server's parent.
+
+  Args:
+    module, argv: what each process runs: `python -m MODULE ARGV`. The server imports what this
+      module imports at its top, and not the module itself, which runs as `__main__`.
+    imports: further modules that the server imports.
+    env: environment of the imports, which may read it. A process can have other values for
+      variables that are read later.
+  """
+
+  def __init__(
+    self, module: str, argv: Sequence[str], *, imports: Sequence[str], env: Mapping[str, str]
+  ):
+    self._env = dict(env)
+    self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    self._ended: dict[int, int] = {}
+    self._is_ready = False
+    with theirs:
+      # Its arguments are the processes' own, so that tools find them by these.
+      self._popen = subprocess.Popen(
+        [sys.executable, '-m', __name__, ','.join(imports), module, *argv],
+        env={**env, _SOCKET: str(theirs.fileno())},
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+      )
+
+  def is_alive(self) -> bool:
+    return self._popen.poll() is None
+
+  def wait_until_ready(self, seconds: float) -> bool:
+    """Returns whether the server has imported everything; False if it ended, or needs longer."""
+    deadline = time.monotonic() + seconds
+    while not self._is_ready and self.is_alive() and time.monotonic() < deadline:
+      self._take(self._receive(timeout=0.1))
+    return self._is_ready
+
+  def start(self, env: Mapping[str, str], cpus: Optional[Iterable[int]] = None) -> ForkedProcess:
+    """Returns a new process, bound to `cpus` if given.
+
+    Raises:
+      OSError: the server is gone or not ready, or the system allows no further process.
+    """
+    if not self._is_ready or not self.is_alive():
+      raise OSError('the fork server does not run')
+    request = {
+      'set': {name: value for name, value in env.items() if self._env.get(name) != value},
+      'unset': [name for name in self._env if name not in env],
+      'cpus': None if cpus is None else sorted(cpus),
+    }
+    reading, writing = os.pipe()
+    stdout = os.fdopen(reading, 'rb')
+    try:
+      socket.send_fds(self._socket, [json.dumps(request).encode()], [writing])
+      while True:
+        answer = self._receive(timeout=1.0)
+        if answer is None and not self.is_alive():
+          raise OSError('the fork server has ended')
+        if answer is not None and 'error' in answer:
+          raise OSError(answer['error'])
+        if answer is not None and 'status' not in answer:
+          return ForkedProcess(self, answer['pid'], stdout)
+        self._take(answer)
+    except BaseException:
+      stdout.close()
+      raise
+    finally:
+      os.close(writing)
+
+  def ended(self, pid: int) -> Optional[int]:
+    """Returns the exit code of a process that has ended; None before."""
+    while (message := self._receive(timeout=0)) is not None:
+      self._take(message)
+    return self._ended.get(pid)
+
+  def close(self) -> None:
+    """Ends the server, and with SIGTERM the processes that it has started."""
+    self._popen.kill()
+    self._popen.wait()
+    self._socket.close()
+
+  def _receive(self, timeout: float) -> Optional[dict[str, Any]]:
+    if not select.select([self._socket], [], [], timeout)[0]:
+      return None
+    try:
+      text = self._socket.recv(_LARGEST)
+    except ConnectionError:
+      return None
+    return json.loads(text) if text else None
+
+  def _take(self, message: Optional[dict[str, Any]]) -> None:
+    if message is not None and 'ready' in message:
+      self._is_ready = True
+    elif message is not None:
+      self._ended[message['pid']] = message['status']
+
+
+def _serve(link: socket.socket) -> None:
+  """Forks processes until the parent is gone. Returns in each of them."""
+  children: dict[int, int] = {}  # descriptor: process
+  while True:
+    for ready in select.select([link, *children], [], [])[0]:
+      if ready is not link:
+        pid = children.pop(ready)
+        os.close(ready)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _send(link, {'pid': pid, 'status': status})
+        continue
+      text, descriptors, *_ = socket.recv_fds(link, _LARGEST, 1)
+      if not text:
+        sys.exit()
+      (output,) = descriptors
+      waiting, has_session = os.pipe()
+      try:
+        with warnings.catch_warnings(action='ignore'):  # JAX has no threads before its backend
+          pid = os.fork()
+      except OSError as error:
+        _send(link, {'error': str(error)})
+      else:
+        if pid == 0:
+          link.close()
+          for descriptor in (waiting, *children):
+            os.close(descriptor)
+          _become(json.loads(text), output)
+          os.close(has_session)
+          return
+        os.close(has_session)
+        os.read(waiting, 1)  # until it can be killed with its session
+        children[os.pidfd_open(pid)] = pid
+        _send(link, {'pid': pid})
+      os.close(waiting)
+      os.close(output)
+
+
+def _send(link: socket.socket, message: Mapping[str, Any]) -> None:
+  try:
+    link.send(json.dumps(message).encode())
+  except ConnectionError:
+    sys.exit()
+
+
+def _become(request: Mapping[str, Any], output: int) -> None:
+  """Gives a forked process its own session, cores, output and environment."""
+  end_with_parent()
+  os.setsid()
+  if request['cpus'] is not None:
+    os.sched_setaffinity(0, request['cpus'])
+  os.dup2(output, 1)
+  os.dup2(output, 2)
+  os.close(output)
+  for name in request['unset']:
+    os.environ.pop(name, None)
+  os.environ.update(request['set'])
+
+
+def _import_as(module: str) -> None:
+  """Carries out the import statements of a module."""
+  path = importlib.util.find_spec(module).origin
+  with open(path, encoding='utf-8') as file:
+    tree = ast.parse(file.read())
+  tree.body = [line for line in tree.body if isinstance(line, ast.Import | ast.ImportFrom)]
+  exec(compile(tree, path, 'exec'), {})
+
+
+def main(imports: str, module: str, *argv: str) -> None:
+  """Serves; in a forked process, runs `module`."""
+  link = socket.socket(fileno=int(os.environ.pop(_SOCKET)))
+  for name in filter(None, imports.split(',')):
+    importlib.import_module(name)
+  _import_as(module)
+  gc.collect()
+  gc.freeze()  # a collection in a process would copy the pages of all these modules
+  _send(link, {'ready': True})
+  _serve(link)
+  sys.argv = [module, *argv]
+  runpy.run_module(module, run_name='__main__', alter_sys=True)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
