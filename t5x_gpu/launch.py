@@ -413,6 +413,7 @@ class HostAgent:
     cluster_info: this agent among the agents: a process of the cluster for each host.
     num_processes: processes on this host.
     restarts: how many restarts are allowed.
+    spares: hosts that only take the place of others.
     facts: see `generations.Hello`.
     env: environment variables.
   """
@@ -424,6 +425,7 @@ class HostAgent:
     cluster_info: cluster.ClusterInfo,
     num_processes: int,
     restarts: int,
+    spares: int = 0,
     facts: Mapping[str, str],
     env: Mapping[str, str],
   ):
@@ -436,6 +438,7 @@ class HostAgent:
     self._member = Member(
       Host(cluster_info.process_index, socket.gethostname(), rendezvous.new_secret()[:16], ''),
       host_count=cluster_info.process_count,
+      spares=spares,
       restarts=restarts,
       processes_per_host=num_processes,
       facts=facts,
@@ -749,6 +752,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   hosts.add_argument('--host_count', type=positive_int, metavar='N', help='number of hosts')
   hosts.add_argument('--host_index', type=int, metavar='I', help='number of this host, from 0')
   hosts.add_argument(
+    '--spares',
+    type=positive_int,
+    default=0,
+    metavar='N',
+    help='of these hosts, N wait until they take the place of a lost one (default: 0)',
+  )
+  hosts.add_argument(
     '--coordinator_address', metavar='HOST:PORT', help='where the launch of host 0 listens'
   )
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='module to start')
@@ -770,12 +780,20 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
   given = {f'--{name}': v for name in names if (v := getattr(flags, name)) is not None}
   found = cluster.ask_all(os.environ)
   starter = launchers.starter_of_several(found, os.environ) if flags.restarts else None
-  if starter is None and not given:
+  if starter is None and not given and not flags.spares:
     return None
+  if flags.spares and not flags.restarts:
+    given['--spares'] = flags.spares
   if not flags.restarts:
     raise ConfigError(
       f'{", ".join(given)} without --restarts.',
       fix='Set --restarts=N for one run on several hosts.',
+      docs='never_down.md#several-hosts',
+    )
+  if starter is None and not given:
+    raise ConfigError(
+      f'--spares={flags.spares}, but launch starts on one host.',
+      fix='Set --host_count, --host_index and --coordinator_address, or remove --spares.',
       docs='never_down.md#several-hosts',
     )
   if starter is None and len(given) < len(names):
@@ -805,6 +823,12 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
       f'{info.reason} starts {info.local_process_count} launches on this host.',
       fix='Start launch once per host (Slurm: --ntasks-per-node=1, mpirun: --map-by ppr:1:node); '
       'it starts the processes of its GPUs.',
+      docs='never_down.md#several-hosts',
+    )
+  if flags.spares >= info.process_count:
+    raise ConfigError(
+      f'--spares={flags.spares} leaves no host to train on: there are {info.process_count} hosts.',
+      fix='Set fewer spares.',
       docs='never_down.md#several-hosts',
     )
   return info
@@ -881,7 +905,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       key = ('generation', generation.run, str(generation.number))
       env[rendezvous.SECRET_VARIABLE] = rendezvous.proof(secret, *key)
     env[run_lock.GENERATION_VARIABLE] = f'{generation.run} {generation.number}'
-    if len(generation.hosts) < info.process_count:
+    if len(generation.hosts) < info.process_count - flags.spares:
       env[generations.FEWER_HOSTS_VARIABLE] = '1'
     return Group(
       command,
@@ -923,11 +947,13 @@ def main(argv: Optional[list[str]] = None) -> int:
       cluster_info=info,
       num_processes=nproc,
       restarts=flags.restarts,
+      spares=flags.spares,
       facts={
         't5x_gpu': _digest(),
         '--nproc': str(nproc),
         '--restarts': str(flags.restarts),
         '--host_count': str(info.process_count),
+        '--spares': str(flags.spares),
         'flags of the run': shlex.join(argv[split + 1 :]),
       },
       env=os.environ,

@@ -223,6 +223,9 @@ def test_agents_with_another_secret_or_version_are_refused_by_name(three):
     '--host_count=2 --host_index=0 --coordinator_address=node1:62000',
     '--restarts=3 --host_count=2 --host_index=0',
     '--restarts=3 --host_count=2 --host_index=2 --coordinator_address=node1:62000',
+    '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=node1:62000 --spares=2',
+    '--restarts=3 --spares=1',
+    '--spares=1',
   ],
 )
 def test_flags_of_several_hosts_that_do_not_fit_each_other_are_refused(flags):

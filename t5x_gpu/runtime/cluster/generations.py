@@ -56,6 +56,8 @@ HOLD_SECONDS = 300
 PROBE_SECONDS = 2
 # A leader that waits for hosts says so this often.
 REMIND_SECONDS = 30
+# The first generation waits this long for spares, once the others are there.
+SPARE_SECONDS = 30
 # A generation has run this long before it is paused for more hosts.
 GROW_SECONDS = 60
 # The leader of a running generation looks this often for host 0, which new agents ask.
@@ -375,7 +377,8 @@ class Member:
 
   Args:
     me: this agent.
-    host_count: hosts that the run starts with.
+    host_count: hosts that the run is started on.
+    spares: of these, hosts that take the place of others.
     restarts: how many restarts are allowed.
     processes_per_host: the same on all hosts.
     facts, machine: see `Hello`.
@@ -387,6 +390,7 @@ class Member:
     me: Host,
     *,
     host_count: int,
+    spares: int = 0,
     restarts: int,
     processes_per_host: int,
     facts: Mapping[str, str],
@@ -395,6 +399,7 @@ class Member:
   ):
     self.me = me
     self._host_count, self._allowed, self._per_host = host_count, restarts, processes_per_host
+    self._most = host_count - spares
     self._facts, self._machine, self._start_seconds = facts, machine, start_seconds
     self.started: Optional[Generation] = None
     self._accepted: list[Generation] = []
@@ -651,6 +656,8 @@ class Member:
     if self.me not in generation.hosts:
       if _is_bad(self.me, generation.blamed):
         why = f'it caused {BAD_HOST_FAILURES} failures'
+      elif len(generation.hosts) == self._most:
+        why = 'the run has all the hosts that it needs'
       else:
         why = 'the mesh does not fit one host more'
       return [Log(f'{self.me} waits as a spare: {why}.')]
@@ -784,11 +791,11 @@ class Member:
     if 0 not in here and now >= self._find_at:
       self._find_at = now + FIND_SECONDS
       actions.append(Connect(0, None))
-    hosts, _ = _chosen(self._present(), generation.host_counts, generation.blamed)
+    hosts, _ = self._chosen(self._present(), generation.host_counts, generation.blamed)
     if now < self._grow_at or len(hosts) <= len(generation.hosts):
       return actions
     self._is_pausing = True
-    more = ', '.join(str(host) for host in hosts if host not in generation.hosts)
+    more = _new(hosts, generation)
     actions.append(Log(f'the run is saved, to continue with {more}.'))
     actions += [
       Send(follower.link, Pause(generation.number))
@@ -823,7 +830,7 @@ class Member:
       return self._finish(code, then.reason)
     present = self._present()
     counts = next((r.host_counts for r in reports.values() if r.host_counts), last.host_counts) or (
-      self._host_count,
+      self._most,
     )
     missing = [h for h in last.hosts if h.index not in {host.index for host in present}]
     may_have_started = [
@@ -834,12 +841,12 @@ class Member:
     ]
     is_safe = all(has_share(present, each) for each in (last, *may_have_started))
     blamed = last.blamed + blamed
-    hosts, spares = _chosen(present, counts, blamed)
-    if is_safe and hosts and (not missing or now >= self._since + GRACE_SECONDS):
+    hosts, spares = self._chosen(present, counts, blamed)
+    waited = not missing or now >= self._since + GRACE_SECONDS
+    if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
       bad = [host for host in spares if host in last.hosts and _is_bad(host, blamed)]
       if ended.paused:
-        more = ', '.join(str(host) for host in hosts if host not in last.hosts)
-        cause = f'{more or "nobody"} joins'
+        cause = f'{_new(hosts, last) or "nobody"} joins'
       made = Generation(
         '', 0, hosts, spares, restarts, tuple(counts), cause, not ended.paused, blamed
       )
@@ -867,10 +874,10 @@ class Member:
     present = self._present()
     if asked:
       return self._finish(stop_code(asked), '')
-    if len(present) == self._host_count:
-      return self._propose(
-        Generation('', 0, tuple(present), (), Restarts(self._allowed), (self._host_count,))
-      )
+    late = len(present) >= self._most and now >= self._since + SPARE_SECONDS
+    if len(present) == self._host_count or late:
+      hosts, spares = tuple(present[: self._most]), tuple(present[self._most :])
+      return self._propose(Generation('', 0, hosts, spares, Restarts(self._allowed), (self._most,)))
     missing = sorted(set(range(self._host_count)) - {host.index for host in present})
     if now < self._since + self._start_seconds:
       return self._remind([f'host {index}' for index in missing], now)
@@ -938,6 +945,22 @@ class Member:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""
     return frozenset(host.index * self._per_host + index for index in local)
 
+  def _chosen(
+    self, present: Sequence[Host], counts: Collection[int], blamed: Sequence[str]
+  ) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
+    """Returns hosts with processes and spares; no hosts if the mesh fits none of `counts`.
+
+    Bad hosts are spares, unless the mesh does not fit the others alone.
+    """
+    bad = [host for host in present if _is_bad(host, blamed)]
+    good = [host for host in present if not _is_bad(host, blamed)]
+    for most in (len(good), len(present)):
+      if count := max((n for n in counts if n <= min(most, self._most)), default=0):
+        chosen = frozenset((good + bad)[:count])
+        hosts = tuple(host for host in present if host in chosen)
+        return hosts, tuple(host for host in present if host not in chosen)
+    return (), tuple(present)
+
   def _propose(self, made: Generation) -> list[Action]:
     """Proposes a generation; its run and number follow from what the agents know."""
     known = [g for hello in self._hellos() for g in (hello.started, *hello.accepted) if g]
@@ -982,25 +1005,14 @@ class Member:
     ]
 
 
+def _new(hosts: Sequence[Host], last: Generation) -> str:
+  """Returns the names of the hosts that had no processes in `last`."""
+  return ', '.join(listed([str(host) for host in hosts if host not in last.hosts], 8))
+
+
 def _is_bad(host: Host, blamed: Sequence[str]) -> bool:
   """Returns whether the machine of this agent has caused too many failures."""
   return blamed.count(host.name) >= BAD_HOST_FAILURES
-
-
-def _chosen(
-  present: Sequence[Host], counts: Collection[int], blamed: Sequence[str]
-) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
-  """Returns hosts with processes and spares; no hosts if the mesh fits none of `counts`.
-
-  Bad hosts are spares, unless the mesh does not fit the others alone.
-  """
-  good = [host for host in present if not _is_bad(host, blamed)]
-  bad = [host for host in present if host not in good]
-  for most in (len(good), len(present)):
-    if count := max((n for n in counts if n <= most), default=0):
-      hosts = sorted((good + bad)[:count], key=lambda host: host.index)
-      return tuple(hosts), tuple(host for host in present if host not in hosts)
-  return (), tuple(present)
 
 
 def _give_up(

@@ -19,8 +19,15 @@ class Network:
   """Agents, links between them with messages under way, and a clock. `cut` are pairs of hosts."""
 
   def __init__(
-    self, num_hosts: int, *, restarts: int = 5, host_counts: tuple[int, ...] = (), seed=0
+    self,
+    num_hosts: int,
+    *,
+    restarts: int = 5,
+    host_counts: tuple[int, ...] = (),
+    spares: int = 0,
+    seed: int = 0,
   ):
+    self.spares = spares
     self.num_hosts, self.restarts, self.host_counts = num_hosts, restarts, host_counts
     self.random = random.Random(seed)
     self.now = 0.0
@@ -52,6 +59,7 @@ class Network:
     self.agents[index] = g.Member(
       me,
       host_count=self.num_hosts,
+      spares=self.spares,
       restarts=self.restarts,
       processes_per_host=2,
       facts=FACTS,
@@ -302,6 +310,27 @@ def test_only_as_many_hosts_train_as_the_mesh_fits_and_the_others_are_spares():
   made.kill(3)
   made.settle(g.GRACE_SECONDS + 2)
   assert made.hosts() == [0, 4]
+
+
+def test_a_spare_takes_the_place_of_a_lost_host_at_once():
+  made = Network(4, host_counts=ANY, spares=1)
+  made.settle()
+  assert made.hosts() == [0, 1, 2] and made.whole().spares[0].index == 3
+  made.kill(1)
+  made.settle(1)  # less than the time for the lost host
+  assert made.hosts() == [0, 2, 3]
+  made.boot(1)
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 2, 3] and made.whole().number == 2
+
+
+def test_a_run_does_not_wait_long_for_its_spares():
+  made = Network(4, spares=1)
+  made.kill(3)
+  made.settle(g.SPARE_SECONDS - 2)
+  assert made.hosts() == []
+  made.settle(4)
+  assert made.hosts() == [0, 1, 2]
 
 
 def test_a_mesh_that_fits_no_fewer_hosts_waits_and_then_ends_the_run():
