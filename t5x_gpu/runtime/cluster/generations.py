@@ -62,8 +62,9 @@ SPARE_SECONDS = 30
 GROW_SECONDS = 60
 # The leader of a running generation looks this often for host 0, which new agents ask.
 FIND_SECONDS = 10
-# A host that caused this many failures has no processes any more.
+# A host that caused this many failures within this time has no processes until they are older.
 BAD_HOST_FAILURES = 3
+BAD_HOST_SECONDS = 86400
 # Ending processes takes at most `REPORT_SECONDS` and as long again; a host that takes longer (a
 # process that the kernel cannot end) is left out.
 ENDING_SECONDS = 60
@@ -90,6 +91,14 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True)
+class Blame:
+  """A failure that the machine named `host` caused, `seconds` before a generation started."""
+
+  host: str
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Generation:
   """One start of the run.
 
@@ -102,7 +111,7 @@ class Generation:
     host_counts: numbers of hosts that the mesh fits; () if unknown.
     cause: why the generation before it ended, for the log; '' for the first one.
     is_restart: whether it follows a failure, not a pause.
-    blamed: the name of a host for each failure that a host has caused.
+    blamed: the last failures that hosts have caused.
   """
 
   run: str
@@ -113,7 +122,7 @@ class Generation:
   host_counts: tuple[int, ...] = ()
   cause: str = ''
   is_restart: bool = True
-  blamed: tuple[str, ...] = ()
+  blamed: tuple[Blame, ...] = ()
 
   @property
   def members(self) -> tuple[Host, ...]:
@@ -402,6 +411,7 @@ class Member:
     self._most = host_count - spares
     self._facts, self._machine, self._start_seconds = facts, machine, start_seconds
     self.started: Optional[Generation] = None
+    self._started_at = 0.0
     self._accepted: list[Generation] = []
     self._report: Optional[HostReport] = None
     self._is_running = False
@@ -639,7 +649,7 @@ class Member:
           return [Offer(generation.number)]
       case Start(number, service):
         if self._accepted and self._accepted[-1].number == number:
-          return self._start(self._accepted[-1], service)
+          return self._start(self._accepted[-1], service, now)
       case Pause(number):
         if self._is_running and self.started.number == number:
           return [PauseProcesses()]
@@ -651,11 +661,12 @@ class Member:
         return [Exit(code, Problem(reason, fix) if reason else None)]
     return []
 
-  def _start(self, generation: Generation, service: str) -> list[Action]:
+  def _start(self, generation: Generation, service: str, now: float) -> list[Action]:
     self.started, self._accepted, self._report = generation, [], None
+    self._started_at = now
     if self.me not in generation.hosts:
       if _is_bad(self.me, generation.blamed):
-        why = f'it caused {BAD_HOST_FAILURES} failures'
+        why = f'it caused {BAD_HOST_FAILURES} failures within a day'
       elif len(generation.hosts) == self._most:
         why = 'the run has all the hosts that it needs'
       else:
@@ -791,7 +802,7 @@ class Member:
     if 0 not in here and now >= self._find_at:
       self._find_at = now + FIND_SECONDS
       actions.append(Connect(0, None))
-    hosts, _ = self._chosen(self._present(), generation.host_counts, generation.blamed)
+    hosts, _ = self._chosen(self._present(), generation.host_counts, self._blamed(generation, now))
     if now < self._grow_at or len(hosts) <= len(generation.hosts):
       return actions
     self._is_pausing = True
@@ -840,7 +851,7 @@ class Member:
       if generation.number > last.number
     ]
     is_safe = all(has_share(present, each) for each in (last, *may_have_started))
-    blamed = last.blamed + blamed
+    blamed = self._blamed(last, now) + blamed
     hosts, spares = self._chosen(present, counts, blamed)
     waited = not missing or now >= self._since + GRACE_SECONDS
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
@@ -852,7 +863,9 @@ class Member:
       )
       return [
         *(
-          Log(f'{h} caused {BAD_HOST_FAILURES} failures; the run continues without it.')
+          Log(
+            f'{h} caused {BAD_HOST_FAILURES} failures within a day; the run continues without it.'
+          )
           for h in bad
         ),
         *self._propose(made),
@@ -897,7 +910,7 @@ class Member:
 
   def _cause(
     self, last: Generation, reports: Mapping[int, HostReport], asked: int
-  ) -> tuple[Ended, tuple[str, ...], str]:
+  ) -> tuple[Ended, tuple[Blame, ...], str]:
     """Returns how the last generation ended, which hosts are to blame, and this as text."""
     steps = [report.step for report in reports.values() if report.step is not None]
     step = max(steps, default=None)
@@ -932,21 +945,27 @@ class Member:
       of_hosts = [self._stable(each, range(self._per_host)) for each in lost]
       names = ', '.join(map(str, lost))
       culprits = frozenset().union(*of_hosts)
-      blamed = tuple(each.name for each in lost)
+      blamed = tuple(Blame(each.name, 0) for each in lost)
       return Ended(LOST_CODE, culprits, step, is_asked), blamed, f'{names} was lost {after}'
     position = last.position(host.index)
     local = min(report.failed, default=0)
     rank = position * self._per_host + local
     text = f'process {rank} on {host} failed ({how_ended(report.code)}) {after}'
     ended = Ended(report.code, self._stable(host, report.failed), step, is_asked)
-    return ended, (host.name,) if ended.culprits else (), text
+    return ended, (Blame(host.name, 0),) if ended.culprits else (), text
 
   def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""
     return frozenset(host.index * self._per_host + index for index in local)
 
+  def _blamed(self, generation: Generation, now: float) -> tuple[Blame, ...]:
+    """Returns the failures before `generation` that still count."""
+    since = now - self._started_at if self.started == generation else 0.0
+    ages = (Blame(each.host, each.seconds + since) for each in generation.blamed)
+    return tuple(each for each in ages if each.seconds < BAD_HOST_SECONDS)
+
   def _chosen(
-    self, present: Sequence[Host], counts: Collection[int], blamed: Sequence[str]
+    self, present: Sequence[Host], counts: Collection[int], blamed: Sequence[Blame]
   ) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
     """Returns hosts with processes and spares; no hosts if the mesh fits none of `counts`.
 
@@ -993,7 +1012,7 @@ class Member:
       )
     return [
       *(Send(f.link, Start(number, address)) for f in self._followers.values()),
-      *self._start(generation, address),
+      *self._start(generation, address, now),
     ]
 
   def _finish(self, code: int, reason: str, fix: str = '') -> list[Action]:
@@ -1010,9 +1029,9 @@ def _new(hosts: Sequence[Host], last: Generation) -> str:
   return ', '.join(listed([str(host) for host in hosts if host not in last.hosts], 8))
 
 
-def _is_bad(host: Host, blamed: Sequence[str]) -> bool:
+def _is_bad(host: Host, blamed: Sequence[Blame]) -> bool:
   """Returns whether the machine of this agent has caused too many failures."""
-  return blamed.count(host.name) >= BAD_HOST_FAILURES
+  return sum(each.host == host.name for each in blamed) >= BAD_HOST_FAILURES
 
 
 def _give_up(

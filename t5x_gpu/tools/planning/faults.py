@@ -1,0 +1,330 @@
+"""Predicts how much of a run's time is lost to faults: which checkpoint interval, how many spares.
+
+`replay` runs the agents of `launch` (`generations.Member`, one per host) on a simulated clock, with
+random faults and with durations in the place of processes. What follows a fault is decided by the
+code that decides it in a run. `goodput` then counts the steps that survive, for any interval of
+checkpoints: the interval does not change when generations start and end.
+"""
+
+import dataclasses
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+from t5x_gpu.runtime.cluster import generations
+from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
+from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
+
+DAY = 86400.0
+NUM_FAULTS = 300  # of a replay; the share of lost time then varies by a few percent of itself
+_ENDING_SECONDS = 1.0  # until killed processes are gone
+_SILENCE_SECONDS = 5.0  # until a host that sends nothing counts as lost; `links`
+# After an event, agents of a training run decide something within this time.
+_LATEST_DECISION = generations.GROW_SECONDS + generations.FIND_SECONDS + 5
+_QUEUE_SECONDS = 60.0  # until a run that has ended starts again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machines:
+  """The hosts of a run, and what happens to them.
+
+  Attributes:
+    num_hosts: hosts that train.
+    gpus_per_host: GPUs of each.
+    host_counts: numbers of hosts that the mesh fits, `num_hosts` included.
+    faults_per_gpu_day: faults of one GPU and its part of the host in a day.
+    lost_host_share: share of the faults after which the host is gone.
+    repair_seconds: until a lost host is back.
+    start_seconds: from the start of processes to the first step.
+    save_seconds: until a run that is asked to stop has saved.
+  """
+
+  num_hosts: int
+  gpus_per_host: int
+  host_counts: tuple[int, ...]
+  faults_per_gpu_day: float
+  lost_host_share: float
+  repair_seconds: float
+  start_seconds: float
+  save_seconds: float
+
+  @property
+  def faults_per_day(self) -> float:
+    return self.num_hosts * self.gpus_per_host * self.faults_per_gpu_day
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+  """Time in which a generation takes steps, in seconds since the start of the run.
+
+  Attributes:
+    start, end: first and last moment; the same if it ended before its first step.
+    num_hosts: hosts that train.
+    saved: whether it ended with a save.
+  """
+
+  start: float
+  end: float
+  num_hosts: int
+  saved: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saving:
+  """A tier of checkpoints.
+
+  Attributes:
+    name: for the table.
+    stall_seconds: how long a save stops the steps.
+    commit_seconds: from the start of a save until it can be restored.
+  """
+
+  name: str
+  stall_seconds: float
+  commit_seconds: float
+
+
+def goodput(
+  stretches: Sequence[Stretch], *, seconds: float, num_hosts: int, saving: Saving, interval: float
+) -> float:
+  """Returns the share of `seconds` on `num_hosts` that went into steps that were not repeated.
+
+  Args:
+    stretches: of `replay`.
+    seconds: length of the run.
+    num_hosts: hosts that are paid for.
+    saving: where checkpoints go.
+    interval: seconds of steps from one save to the next.
+  """
+  useful = 0.0
+  for stretch in stretches:
+    length = stretch.end - stretch.start
+    period = interval + saving.stall_seconds
+    saves = math.floor(length / period)
+    if stretch.saved:
+      steps = saves * interval + min(length - saves * period, interval)
+    else:
+      committed = math.floor((length - saving.commit_seconds + saving.stall_seconds) / period)
+      steps = max(min(saves, committed), 0) * interval
+    useful += steps * stretch.num_hosts
+  return useful / (seconds * num_hosts)
+
+
+def best_interval(
+  stretches: Sequence[Stretch], *, seconds: float, num_hosts: int, saving: Saving
+) -> tuple[float, float]:
+  """Returns the interval with the highest goodput, and the goodput."""
+  shortest = max(saving.commit_seconds, saving.stall_seconds, 1.0)
+  intervals = [shortest * 1.2**i for i in range(80) if shortest * 1.2**i < 2 * DAY] or [shortest]
+
+  def value(interval: float) -> float:
+    return goodput(
+      stretches, seconds=seconds, num_hosts=num_hosts, saving=saving, interval=interval
+    )
+
+  found = max(intervals, key=value)
+  return found, value(found)
+
+
+def replay(
+  machines: Machines, *, spares: int, num_faults: int = NUM_FAULTS, seed: int = 0
+) -> tuple[list[Stretch], float]:
+  """Returns the stretches of a run with faults, and its length in seconds."""
+  run = _Replay(machines, spares, seed)
+  return run.until(num_faults), run.now
+
+
+class _Replay:
+  """Agents, their links, and a clock that jumps from event to event."""
+
+  def __init__(self, machines: Machines, spares: int, seed: int):
+    self._machines, self._spares = machines, spares
+    self._random = random.Random(seed)
+    self.now = 0.0
+    self._events: list[tuple[float, int, Callable[[], None]]] = []
+    self._count = 0
+    self._agents: dict[int, Member] = {}
+    self._running: dict[int, Generation] = {}
+    self._links: dict[int, tuple[int, int]] = {}
+    self._next_link = 0
+    self._training: Optional[tuple[Generation, float]] = None  # and when its steps begin
+    self._stretches: list[Stretch] = []
+    self._steps_before = 0.0
+    self._ticks_until = 0.0
+    self._is_ticking = False
+    for index in range(machines.num_hosts + spares):
+      self._boot(index)
+
+  def until(self, num_faults: int) -> list[Stretch]:
+    rate = self._machines.faults_per_day / DAY
+    for _ in range(num_faults):
+      at = self.now + self._random.expovariate(rate)
+      while self._events and self._events[0][0] <= at:
+        self._next()
+      self.now = at
+      self._fault()
+    self._stop(saved=True)
+    return self._stretches
+
+  # Time.
+
+  def _after(self, seconds: float, event: Callable[[], None]) -> None:
+    self._count += 1
+    heapq.heappush(self._events, (self.now + seconds, self._count, event))
+
+  def _next(self) -> None:
+    self.now, _, event = heapq.heappop(self._events)
+    event()
+
+  def _tick(self) -> None:
+    """Agents look at the clock every second, until nothing is left for them to decide."""
+    for agent in list(self._agents.values()):
+      self._do(agent, agent.tick(self.now))
+    self._is_ticking = self._training is None or self.now < self._ticks_until
+    if self._is_ticking and self._agents:
+      self._after(1.0, self._tick)
+    else:
+      self._is_ticking = False
+
+  def _wake(self) -> None:
+    self._ticks_until = self.now + _LATEST_DECISION
+    if not self._is_ticking:
+      self._is_ticking = True
+      self._after(0.0, self._tick)
+
+  # Hosts.
+
+  def _boot(self, index: int) -> None:
+    self._count += 1
+    me = Host(index, f'host{index}', str(self._count), f'host{index}:{self._count}')
+    agent = self._agents[index] = Member(
+      me,
+      host_count=self._machines.num_hosts + self._spares,
+      spares=self._spares,
+      restarts=10**9,
+      processes_per_host=self._machines.gpus_per_host,
+      facts={},
+      machine=me.name,
+      start_seconds=math.inf,
+    )
+    # A host that was repaired is another one: it is not known by its former failures.
+    agent.me = dataclasses.replace(me, name=f'{me.name}.{self._count}')
+    self._wake()
+    self._do(agent, agent.start(self.now))
+
+  def _fault(self) -> None:
+    if self._training is None:
+      return
+    host = self._random.choice(self._training[0].hosts)
+    if host.index not in self._running:
+      return
+    if self._random.random() < self._machines.lost_host_share:
+      self._stop(saved=False)
+      self._running.pop(host.index)
+      del self._agents[host.index]
+      self._after(self._machines.repair_seconds, lambda: self._boot(host.index))
+      self._after(_SILENCE_SECONDS, lambda: self._close_all(host.index))
+    else:
+      self._end(self._agents[host.index], self._running[host.index], generations.LOST_CODE)
+    self._wake()
+
+  def _close_all(self, index: int) -> None:
+    for link, ends in list(self._links.items()):
+      if index in ends:
+        self._close(link, index)
+
+  def _close(self, link: int, by: int) -> None:
+    ends = self._links.pop(link, None)
+    if ends is not None:
+      other = self._agents.get(ends[0] if ends[1] == by else ends[1])
+      if other is not None:
+        self._after(0.0, lambda: self._do(other, other.link_closed(link, self.now)))
+
+  # Processes.
+
+  def _begin(self, generation: Generation) -> None:
+    self._training = generation, self.now + self._machines.start_seconds
+    self._ticks_until = self.now + _LATEST_DECISION
+
+  def _stop(self, *, saved: bool) -> None:
+    if self._training is not None:
+      generation, start = self._training
+      end = max(start, self.now)
+      self._stretches.append(Stretch(start, end, len(generation.hosts), saved))
+      self._steps_before += end - start
+      self._training = None
+
+  def _end(
+    self, agent: Member, generation: Generation, code: Optional[int], *, paused: bool = False
+  ) -> None:
+    if self._agents.get(agent.me.index) is not agent:
+      return
+    if self._running.get(agent.me.index) is not generation:
+      return
+    self._stop(saved=paused)
+    del self._running[agent.me.index]
+    report = HostReport(
+      generation.number,
+      code,
+      (0,) if code else (),
+      int(self._steps_before),  # a step takes a second here: failures do not repeat
+      host_counts=self._machines.host_counts,
+      paused=paused,
+    )
+    self._wake()
+    self._do(agent, agent.processes_ended(report, self.now))
+
+  def _do(self, agent: Member, actions: Sequence[generations.Action]) -> None:
+    index = agent.me.index
+    for action in actions:
+      if self._agents.get(index) is not agent:
+        return
+      match action:
+        case generations.Send(link, message):
+          self._after(0.0, lambda link=link, m=message: self._deliver(link, index, m))
+        case generations.Connect(other, address):
+          self._after(0.0, lambda o=other, a=address: self._connect(agent, o, a))
+        case generations.Drop(link):  # after its last messages
+          self._after(0.0, lambda link=link: self._close(link, index))
+        case generations.Offer(number):
+          self._do(agent, agent.offered(number, 'host:1', self.now))
+        case generations.StartProcesses(generation, _):
+          self._running[index] = generation
+          if all(self._running.get(host.index) == generation for host in generation.hosts):
+            self._begin(generation)
+        case generations.PauseProcesses():
+          running = self._running[index]
+          self._after(
+            self._machines.save_seconds,
+            lambda g=running: self._end(agent, g, EXIT_PREEMPTED, paused=True),
+          )
+        case generations.EndProcesses(seconds):
+          self._after(
+            seconds + _ENDING_SECONDS,
+            lambda g=self._running.get(index): g and self._end(agent, g, None),
+          )
+        case generations.Exit():  # as a scheduler does, which starts the job again
+          self._running.pop(index, None)
+          del self._agents[index]
+          self._close_all(index)
+          self._after(_QUEUE_SECONDS, lambda: self._boot(index))
+
+  def _deliver(self, link: int, sender: int, message: generations.Message) -> None:
+    ends = self._links.get(link)
+    if ends is not None:
+      receiver = self._agents.get(ends[0] if ends[1] == sender else ends[1])
+      if receiver is not None:
+        self._do(receiver, receiver.received(link, message, self.now))
+
+  def _connect(self, agent: Member, other: int, address: Optional[str]) -> None:
+    if self._agents.get(agent.me.index) is not agent:
+      return
+    to = self._agents.get(other)
+    if to is None or (address is not None and to.me.address != address):
+      self._after(1.0, lambda: self._do(agent, agent.unreachable(other, self.now)))
+      return
+    self._next_link += 1
+    self._links[self._next_link] = (agent.me.index, other)
+    self._do(agent, agent.linked(other, self._next_link, self.now))
