@@ -22,7 +22,8 @@ from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.terminal import logging_setup
-from t5x_gpu.tools.planning import remedies, screen, sharding
+from t5x_gpu.terminal.flag_types import positive_float
+from t5x_gpu.tools.planning import faults, remedies, screen, sharding
 from t5x_gpu.tools.planning.assumptions import Assumptions, calibrated
 from t5x_gpu.tools.planning.devices import simulated_devices, topology_of
 from t5x_gpu.tools.planning.gpu_compile import compile_step
@@ -33,12 +34,13 @@ from t5x_gpu.tools.planning.remat_costs import remat_costs, remat_json, remat_te
 from t5x_gpu.tools.planning.screen import prediction_json
 from t5x_gpu.tools.planning.search import search, workers
 from t5x_gpu.tools.planning.sharding import gpu_json, gpu_text
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program, build_program, host_counts
 
-PREDICTION, SHARDING, REMAT = 'prediction', 'sharding', 'remat'
-SHOWN = (PREDICTION, SHARDING, REMAT)
+PREDICTION, SHARDING, REMAT, FAULTS = 'prediction', 'sharding', 'remat', 'faults'
+SHOWN = (PREDICTION, SHARDING, REMAT, FAULTS)
 # Flags that change or extend a prediction, and have no effect on the output of --show.
 _OF_PREDICTIONS = ('calibrate', 'html')
+FAULT_FLAGS = ('faults_per_gpu_day', 'start_seconds', 'repair_hours')
 _LOOP = 'Plan once per value, in a loop of the shell: '
 # Flags that are gone -> their replacement.
 _REMOVED = {
@@ -54,6 +56,7 @@ def check_flags(extra: argparse.Namespace, *, dry_run: bool) -> None:
     if getattr(extra, name):
       raise ConfigError(f'plan has no --{name} any more.', fix=fix, docs='plan.md#flags')
   _check_show(extra, dry_run)
+  _check_faults(extra)
   _check_search(extra)
 
 
@@ -75,6 +78,16 @@ def _check_show(extra: argparse.Namespace, dry_run: bool) -> None:
       'known when they are compiled.',
       fix='Leave out --dry_run or --json.',
       docs='plan.md#remat',
+    )
+
+
+def _check_faults(extra: argparse.Namespace) -> None:
+  others = [f'--{name}' for name in FAULT_FLAGS if getattr(extra, name) is not None]
+  if others and extra.show != FAULTS:
+    raise ConfigError(
+      f'{" and ".join(others)} without --show=faults has no effect.',
+      fix='Add --show=faults.',
+      docs='plan.md#faults',
     )
 
 
@@ -102,6 +115,7 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --search=best.gin
   {prog} --gin_file=my.gin --gpus=64 --show=sharding --json=layout.json
   {prog} --gin_file=my.gin --show=remat --gpu=h100
+  {prog} --gin_file=my.gin --gpus=1024 --show=faults
   {prog} --gin_file=my.gin --gpus=16 --gin.Partitioner.fsdp=4 --json=plan.json
 
 --gin.X=VALUE sets any macro or parameter after the gin files, as in python -m t5x_gpu.train;
@@ -120,7 +134,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     choices=SHOWN,
     default=PREDICTION,
     help='prediction (default): fit, speed, bottleneck; sharding: where every array lives, what a '
-    'step sends; remat: memory and matrix products of each remat_policy',
+    'step sends; remat: memory and matrix products of each remat_policy; faults: the share of time '
+    'that faults cost, by checkpoint interval and spare hosts',
   )
   group.add_argument('--gpus', type=int, metavar='N', help='total number of GPUs (default: 8)')
   group.add_argument(
@@ -149,6 +164,26 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     type=int,
     metavar='N',
     help='how many variants --search predicts at a time (default: as cores and memory allow)',
+  )
+  group.add_argument(
+    '--faults_per_gpu_day',
+    type=positive_float,
+    metavar='X',
+    help=f'with --show=faults: faults of one GPU and its part of a host in a day (default: '
+    f'{faults.FAULTS_PER_GPU_DAY:g}, of Llama 3 405B)',
+  )
+  group.add_argument(
+    '--start_seconds',
+    type=positive_float,
+    metavar='S',
+    help='with --show=faults: from the start of processes to the first step (default: '
+    f'{faults.START_SECONDS:g}); the report of a run measures yours',
+  )
+  group.add_argument(
+    '--repair_hours',
+    type=positive_float,
+    metavar='H',
+    help=f'with --show=faults: until a lost host is back (default: {faults.REPAIR_HOURS:g})',
   )
   group.add_argument('--scale', help=argparse.SUPPRESS)
   group.add_argument('--what_if', help=argparse.SUPPRESS)
@@ -232,6 +267,16 @@ def _show_prediction(
     )
     _write(extra.html, page)
     print(f'\nPage: {extra.html}')
+
+
+def _show_faults(config: PlanConfig, program: Program, planner: Planner, args: cli.Args) -> None:
+  """Prints what faults cost, and writes it if --json is given."""
+  predicted = planner.by_formula if args.dry_run else planner.exactly
+  prediction = predicted(config, program.layout.topology)
+  given = {name: v for name in FAULT_FLAGS if (v := getattr(args.extra, name)) is not None}
+  costs = faults.costs_of_faults(prediction, host_counts(program), **given)
+  print(faults.text(costs), flush=True)
+  _write(args.extra.json, faults.as_json(costs))
 
 
 def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> int:
@@ -328,6 +373,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(program.layout.table(), end='\n\n' if extra.show == PREDICTION else '\n', flush=True)
   if extra.show == PREDICTION:
     _show_prediction(config, program, planner, args)
+  elif extra.show == FAULTS:
+    _show_faults(config, program, planner, args)
   elif args.dry_run:
     _write(extra.json, sharding.layout_json(program))
   elif extra.show == REMAT:

@@ -129,6 +129,21 @@ def test_remat_policies_are_compared_in_bytes_and_matrix_products(gin_file, tmp_
   assert costs['full']['temporary_bytes'] < costs['none']['temporary_bytes']
 
 
+def test_the_costs_of_faults_are_shown_with_a_setting_for_each_kind_of_checkpoint(
+  gin_file, tmp_path, capsys
+):
+  rates = ('--faults_per_gpu_day=0.05', '--repair_hours=2')
+  more = {'Partitioner.fsdp': 1}
+  got = planned(gin_file, tmp_path, '--show=faults', '--dry_run', *rates, model=1, **more)
+  printed = capsys.readouterr().out
+  assert '0.4 a day on 8 GPUs' in printed and 'for 2 hours' in printed
+  assert 'SAVE_PERIOD = ' in printed and 'CheckpointConfig.local_period = ' in printed
+  in_model_dir, local = got['tiers']
+  assert 0 < in_model_dir['best']['goodput'] <= local['best']['goodput'] < 1
+  with raises(ConfigError):
+    plan.main(flags(gin_file, '--dry_run', *rates))
+
+
 def test_a_dry_run_compiles_nothing(gin_file, capsys):
   assert plan.main(flags(gin_file, '--show=sharding', '--dry_run')) == 0
   printed = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Types of command-line flags for argparse, which turns their errors into messages."""
 
 import argparse
+import math
 import re
 
 UNITS = {'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30}
@@ -12,6 +13,17 @@ def positive_int(text: str) -> int:
   if not text.isdecimal() or int(text) < 1:
     raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
   return int(text)
+
+
+def positive_float(text: str) -> float:
+  """Returns a finite number above 0."""
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if not 0 < value < math.inf:
+    raise argparse.ArgumentTypeError(f'{text!r} is not a number above 0')
+  return value
 
 
 def byte_size(text: str) -> int:

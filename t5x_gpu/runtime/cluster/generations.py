@@ -798,12 +798,15 @@ class Member:
     if self._is_over or self._stopped_until is not None or any(h.asked for h in self._hellos()):
       return []
     actions: list[Action] = []
-    here = {host.index for host in self._present()}
-    if 0 not in here and now >= self._find_at:
+    present = self._present()
+    if present[0].index != 0 and now >= self._find_at:
       self._find_at = now + FIND_SECONDS
       actions.append(Connect(0, None))
-    hosts, _ = self._chosen(self._present(), generation.host_counts, self._blamed(generation, now))
-    if now < self._grow_at or len(hosts) <= len(generation.hosts):
+    if now < self._grow_at or len(present) <= len(generation.hosts):
+      return actions
+    blamed = self._blamed(generation, now)
+    hosts, _ = self._chosen(present, generation.host_counts, blamed)
+    if len(hosts) <= len(generation.hosts):
       return actions
     self._is_pausing = True
     more = _new(hosts, generation)
@@ -829,10 +832,11 @@ class Member:
     last = max((h.started for h in hellos if h.started), key=lambda g: g.number, default=None)
     if last is None:
       return self._decide_first(now, asked)
+    trained = frozenset(last.hosts)
     reports = {
       hello.host.index: hello.report
       for hello in hellos
-      if hello.report and hello.report.number == last.number and hello.host in last.hosts
+      if hello.report and hello.report.number == last.number and hello.host in trained
     }
     ended, blamed, cause = self._cause(last, reports, asked)
     restarts, then = last.restarts.after(ended)
@@ -843,7 +847,8 @@ class Member:
     counts = next((r.host_counts for r in reports.values() if r.host_counts), last.host_counts) or (
       self._most,
     )
-    missing = [h for h in last.hosts if h.index not in {host.index for host in present}]
+    here = {host.index for host in present}
+    missing = [host for host in last.hosts if host.index not in here]
     may_have_started = [
       generation
       for hello in hellos

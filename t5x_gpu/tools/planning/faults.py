@@ -10,15 +10,31 @@ import dataclasses
 import heapq
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
+from t5x_gpu.errors import number_ranges
 from t5x_gpu.runtime.cluster import generations
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
+from t5x_gpu.storage.json_schema import JsonObject
+from t5x_gpu.terminal.console import seconds, table
+from t5x_gpu.tools.planning.prediction import Prediction
+
+# 419 unexpected interruptions of 16,384 GPUs in 54 days, of which hardware caused 78%: The Llama 3
+# Herd of Models, arXiv 2407.21783, section 3.3.4.
+FAULTS_PER_GPU_DAY = 4.7e-4
+LOST_HOST_SHARE = 0.78
+START_SECONDS = 60.0
+REPAIR_HOURS = 24.0
+# Round figures: from a GPU to the memory of its host, and from there to /dev/shm of a neighbour.
+_COPY_GIGABYTES = 20.0
+_LOCAL_GIGABYTES = 2.0
+_SPARES = (0, 1, 2)
+_ROWS = (1, 2, 5, 10, 20, 30, 60, 120, 240)  # minutes from one save to the next
 
 DAY = 86400.0
-NUM_FAULTS = 300  # of a replay; the share of lost time then varies by a few percent of itself
+_MOST_FAULTS, _FEWEST_FAULTS, _HOST_FAULTS = 300, 50, 12_000  # of a replay: many hosts take longer
 _ENDING_SECONDS = 1.0  # until killed processes are gone
 _SILENCE_SECONDS = 5.0  # until a host that sends nothing counts as lost; `links`
 # After an event, agents of a training run decide something within this time.
@@ -128,8 +144,163 @@ def best_interval(
   return found, value(found)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostsOfFaults:
+  """What faults cost a run.
+
+  Attributes:
+    machines: the hosts and their faults.
+    step_seconds: of a step on all of them.
+    savings: tiers of checkpoints: MODEL_DIR, then local.
+    replays: spare hosts -> stretches and seconds of a replay.
+    num_faults: faults of each replay.
+  """
+
+  machines: Machines
+  step_seconds: float
+  savings: tuple[Saving, ...]
+  replays: Mapping[int, tuple[Sequence[Stretch], float]]
+  num_faults: int
+
+  def goodput(self, saving: Saving, spares: int, interval: float) -> float:
+    """Returns the share of all GPU time, of spares too."""
+    stretches, length = self.replays[spares]
+    num_hosts = self.machines.num_hosts + spares
+    return goodput(stretches, seconds=length, num_hosts=num_hosts, saving=saving, interval=interval)
+
+  def best(self, saving: Saving) -> tuple[int, float, float]:
+    """Returns the number of spares, the seconds between saves, and their goodput."""
+    found = []
+    for spares, (stretches, length) in self.replays.items():
+      num_hosts = self.machines.num_hosts + spares
+      interval, value = best_interval(stretches, seconds=length, num_hosts=num_hosts, saving=saving)
+      found.append((value, -spares, interval))
+    value, spares, interval = max(found)
+    return -spares, interval, value
+
+
+def costs_of_faults(
+  prediction: Prediction,
+  host_counts: Sequence[int],
+  *,
+  faults_per_gpu_day: float = FAULTS_PER_GPU_DAY,
+  start_seconds: float = START_SECONDS,
+  repair_hours: float = REPAIR_HOURS,
+) -> CostsOfFaults:
+  """Returns what faults cost the run of `prediction`, whose mesh fits `host_counts`."""
+  num_bytes, num_hosts = prediction.checkpoint.num_bytes, prediction.num_hosts
+  stall = num_bytes / prediction.num_gpus / 1e9 / _COPY_GIGABYTES
+  machines = Machines(
+    num_hosts=num_hosts,
+    gpus_per_host=prediction.num_gpus // num_hosts,
+    host_counts=tuple(host_counts),
+    faults_per_gpu_day=faults_per_gpu_day,
+    lost_host_share=LOST_HOST_SHARE,
+    repair_seconds=repair_hours * 3600,
+    start_seconds=start_seconds,
+    save_seconds=stall + prediction.checkpoint.seconds,
+  )
+  step = prediction.seconds_per_step
+  num_faults = min(_MOST_FAULTS, max(_FEWEST_FAULTS, _HOST_FAULTS // num_hosts))
+  local = stall + num_bytes / num_hosts / 1e9 / _LOCAL_GIGABYTES
+  return CostsOfFaults(
+    machines=machines,
+    step_seconds=step,
+    savings=(
+      Saving(
+        name='MODEL_DIR',
+        stall_seconds=max(stall, step / 10),
+        commit_seconds=stall + prediction.checkpoint.seconds,
+      ),
+      Saving(name='local', stall_seconds=max(stall, step / 10), commit_seconds=local),
+    ),
+    replays={spares: replay(machines, spares=spares, num_faults=num_faults) for spares in _SPARES},
+    num_faults=num_faults,
+  )
+
+
+def _gin_lines(costs: CostsOfFaults, saving: Saving, interval: float) -> str:
+  steps = max(1, round(interval / costs.step_seconds))
+  if saving.name == 'local':
+    return f'checkpointer.CheckpointConfig.local_period = {steps}'
+  return f'SAVE_PERIOD = {steps}'
+
+
+def text(costs: CostsOfFaults) -> str:
+  """Returns the table and the recommended setting."""
+  machines = costs.machines
+  gpus = machines.num_hosts * machines.gpus_per_host
+  lines = [
+    f'Faults: {machines.faults_per_day:.2g} a day on {gpus} GPUs '
+    f'({machines.faults_per_gpu_day:g} per GPU and day). {machines.lost_host_share:.0%} of them '
+    f'take a host away for {machines.repair_seconds / 3600:g} hours.',
+    f'A start takes {machines.start_seconds:g} s. The mesh fits '
+    f'{number_ranges(machines.host_counts, separator=", ")} hosts.',
+    '',
+    'Share of the GPU time, of spare hosts too, in steps that are not repeated:',
+    '',
+  ]
+  for saving in costs.savings:
+    shortest = max(saving.commit_seconds, saving.stall_seconds)
+    header = [
+      f'{saving.name} checkpoint every',
+      *(f'{n} spare' if n == 1 else f'{n} spares' for n in costs.replays),
+    ]
+    shares = [
+      [
+        f'  {minutes} min',
+        *(f'{costs.goodput(saving, spares, 60.0 * minutes):.1%}' for spares in costs.replays),
+      ]
+      for minutes in _ROWS
+      if 60 * minutes >= shortest
+    ]
+    lines += [
+      table([header, *shares], right=range(1, len(header))),
+      f'  A save stops the steps for {seconds(saving.stall_seconds)}, and can be restored after '
+      f'{seconds(saving.commit_seconds)}.',
+      '',
+    ]
+  for saving in costs.savings:
+    spares, interval, value = costs.best(saving)
+    lines.append(
+      f'Best with {saving.name} checkpoints: {value:.1%}, --spares={spares}, every '
+      f'{seconds(interval)}:'
+    )
+    lines.append(f'  {_gin_lines(costs, saving, interval)}')
+  lines.append('')
+  lines.append(
+    f'{costs.num_faults} random faults, replayed with the agents of launch --restarts. The default '
+    "rate is Llama 3 405B's (arXiv 2407.21783)."
+  )
+  return '\n'.join(lines)
+
+
+def as_json(costs: CostsOfFaults) -> JsonObject:
+  """Returns the same figures for --json."""
+  return {
+    'machines': dataclasses.asdict(costs.machines),
+    'step_seconds': costs.step_seconds,
+    'tiers': [
+      {
+        **dataclasses.asdict(saving),
+        'best': dict(zip(('spares', 'seconds', 'goodput'), costs.best(saving), strict=True)),
+        'goodput': [
+          {
+            'seconds': 60 * minutes,
+            'spares': spares,
+            'goodput': costs.goodput(saving, spares, 60.0 * minutes),
+          }
+          for minutes in _ROWS
+          for spares in costs.replays
+        ],
+      }
+      for saving in costs.savings
+    ],
+  }
+
+
 def replay(
-  machines: Machines, *, spares: int, num_faults: int = NUM_FAULTS, seed: int = 0
+  machines: Machines, *, spares: int, num_faults: int, seed: int = 0
 ) -> tuple[list[Stretch], float]:
   """Returns the stretches of a run with faults, and its length in seconds."""
   run = _Replay(machines, spares, seed)
@@ -152,7 +323,7 @@ class _Replay:
     self._training: Optional[tuple[Generation, float]] = None  # and when its steps begin
     self._stretches: list[Stretch] = []
     self._steps_before = 0.0
-    self._ticks_until = 0.0
+    self._woken_at, self._ticks_until = 0.0, 0.0
     self._is_ticking = False
     for index in range(machines.num_hosts + spares):
       self._boot(index)
@@ -179,17 +350,21 @@ class _Replay:
     event()
 
   def _tick(self) -> None:
-    """Agents look at the clock every second, until nothing is left for them to decide."""
+    """Agents look at the clock, until nothing is left for them to decide."""
     for agent in list(self._agents.values()):
       self._do(agent, agent.tick(self.now))
     self._is_ticking = self._training is None or self.now < self._ticks_until
     if self._is_ticking and self._agents:
-      self._after(1.0, self._tick)
+      self._after(max(1.0 if self._training is None else 5.0, self._calm()), self._tick)
     else:
       self._is_ticking = False
 
+  def _calm(self) -> float:
+    """Returns seconds that do not matter any more: the longer nothing has happened, the more."""
+    return (self.now - self._woken_at) / 20
+
   def _wake(self) -> None:
-    self._ticks_until = self.now + _LATEST_DECISION
+    self._woken_at, self._ticks_until = self.now, self.now + _LATEST_DECISION
     if not self._is_ticking:
       self._is_ticking = True
       self._after(0.0, self._tick)
@@ -308,7 +483,7 @@ class _Replay:
         case generations.Exit():  # as a scheduler does, which starts the job again
           self._running.pop(index, None)
           del self._agents[index]
-          self._close_all(index)
+          self._after(0.0, lambda: self._close_all(index))  # after their last messages
           self._after(_QUEUE_SECONDS, lambda: self._boot(index))
 
   def _deliver(self, link: int, sender: int, message: generations.Message) -> None:
@@ -323,7 +498,8 @@ class _Replay:
       return
     to = self._agents.get(other)
     if to is None or (address is not None and to.me.address != address):
-      self._after(1.0, lambda: self._do(agent, agent.unreachable(other, self.now)))
+      again = max(1.0, self._calm())
+      self._after(again, lambda: self._do(agent, agent.unreachable(other, self.now)))
       return
     self._next_link += 1
     self._links[self._next_link] = (agent.me.index, other)
