@@ -1,7 +1,7 @@
 """A process that imports the modules of a run once, and forks its processes.
 
 `launch` starts it on each host, before the first process of the run. A forked process is as
-`python -m MODULE ARGV` with the modules already in memory: a start takes no seconds of imports. A
+`python -m MODULE ARGV` with the modules already in memory: a start skips the imports. A
 host opens the files of Python's modules once, however many processes it has and however often they
 start again. The server itself never touches a device.
 
@@ -153,8 +153,8 @@ class ForkServer:
 
   def ended(self, pid: int) -> Optional[int]:
     """Returns the exit code of a process that has ended; None before."""
-    while (message := self._receive(timeout=0)) is not None:
-      self._take(message)
+    while (answer := self._receive(timeout=0)) is not None:
+      self._take(answer)
     return self._ended.get(pid)
 
   def close(self) -> None:
@@ -172,11 +172,11 @@ class ForkServer:
       return None
     return json.loads(text) if text else None
 
-  def _take(self, message: Optional[dict[str, Any]]) -> None:
-    if message is not None and 'ready' in message:
+  def _take(self, answer: Optional[dict[str, Any]]) -> None:
+    if answer is not None and 'ready' in answer:
       self._is_ready = True
-    elif message is not None:
-      self._ended[message['pid']] = message['status']
+    elif answer is not None:
+      self._ended[answer['pid']] = answer['status']
 
 
 def _serve(link: socket.socket) -> None:

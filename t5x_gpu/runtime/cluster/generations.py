@@ -387,7 +387,7 @@ class Member:
   Args:
     me: this agent.
     host_count: hosts that the run is started on.
-    spares: of these, hosts that take the place of others.
+    spares: how many of these hosts only take the place of others.
     restarts: how many restarts are allowed.
     processes_per_host: the same on all hosts.
     facts, machine: see `Hello`.
@@ -666,12 +666,12 @@ class Member:
     self._started_at = now
     if self.me not in generation.hosts:
       if _is_bad(self.me, generation.blamed):
-        why = f'it caused {BAD_HOST_FAILURES} failures within a day'
+        reason = f'it caused {BAD_HOST_FAILURES} failures within a day'
       elif len(generation.hosts) == self._most:
-        why = 'the run has all the hosts that it needs'
+        reason = 'the run has all the hosts that it needs'
       else:
-        why = 'the mesh does not fit one host more'
-      return [Log(f'{self.me} waits as a spare: {why}.')]
+        reason = 'the mesh does not fit one host more'
+      return [Log(f'{self.me} waits as a spare: {reason}.')]
     self._is_running = True
     return [StartProcesses(generation, service)]
 
@@ -862,7 +862,7 @@ class Member:
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
       bad = [host for host in spares if host in last.hosts and _is_bad(host, blamed)]
       if ended.paused:
-        cause = f'{_new(hosts, last) or "nobody"} joins'
+        cause = f'{_new(hosts, last) or "no further host"} joins'
       made = Generation(
         '', 0, hosts, spares, restarts, tuple(counts), cause, not ended.paused, blamed
       )
@@ -916,7 +916,7 @@ class Member:
   def _cause(
     self, last: Generation, reports: Mapping[int, HostReport], asked: int
   ) -> tuple[Ended, tuple[Blame, ...], str]:
-    """Returns how the last generation ended, which hosts are to blame, and this as text."""
+    """Returns how the last generation ended, which hosts caused it, and this as text."""
     steps = [report.step for report in reports.values() if report.step is not None]
     step = max(steps, default=None)
     lost = [host for host in last.hosts if host.index not in reports]

@@ -27,7 +27,7 @@ FAULTS_PER_GPU_DAY = 4.7e-4
 LOST_HOST_SHARE = 0.78
 START_SECONDS = 60.0
 REPAIR_HOURS = 24.0
-# Round figures: from a GPU to the memory of its host, and from there to /dev/shm of a neighbour.
+# Round figures: from a GPU to the memory of its host, and from there to /dev/shm of another host.
 _COPY_GIGABYTES = 20.0
 _LOCAL_GIGABYTES = 2.0
 _SPARES = (0, 1, 2)
@@ -150,7 +150,7 @@ class CostsOfFaults:
 
   Attributes:
     machines: the hosts and their faults.
-    step_seconds: of a step on all of them.
+    step_seconds: duration of a step on all hosts.
     savings: tiers of checkpoints: MODEL_DIR, then local.
     replays: spare hosts -> stretches and seconds of a replay.
     num_faults: faults of each replay.

@@ -59,7 +59,7 @@ def test_a_process_runs_the_program_with_its_own_environment_cores_and_session(s
     assert lines(process) == [
       f"['--a', 'b c'] {name} None [0]",
       'True True __main__',
-      "['0', '1', '2', '3']",  # standard input, output, error, and the one of listdir
+      "['0', '1', '2', '3']",  # standard input, output, error, and the folder that listdir reads
     ]
     assert process.wait() == 7 == process.returncode
 

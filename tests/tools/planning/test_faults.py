@@ -52,7 +52,7 @@ def test_goodput_counts_the_steps_before_the_last_save_that_can_be_restored(leng
   assert found == pytest.approx(steps * 4 / 8000)
 
 
-def test_faults_that_take_no_host_cost_starts_and_repeated_steps_alone():
+def test_faults_that_leave_all_hosts_cost_starts_and_repeated_steps():
   calm = machines(lost_host_share=0.0)
   stretches, seconds = replay(calm, spares=0, num_faults=100)
   assert len(stretches) == 100 and {s.num_hosts for s in stretches} == {8}
