@@ -15,7 +15,8 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
 
-from t5x_gpu.partitioning.mesh import MESH_AXES, device_array, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh import device_array
+from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, resolve_mesh_sizes
 from t5x_gpu.runtime.topology import Topology
 
 TOPOLOGY = Topology(2, 8)

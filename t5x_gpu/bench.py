@@ -173,7 +173,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   is_main = distributed.is_main_process()
   if is_main:
     print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)
-  check_memory(program, config.model, num_microbatches=config.num_microbatches)
+  check_memory(program)
   if args.dry_run:
     return 0
   result = bench(program, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla)

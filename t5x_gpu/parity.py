@@ -110,16 +110,11 @@ def build(
   return on_mesh, on_one
 
 
-def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) -> None:
-  """Raises OutOfMemoryError unless a step fits on the mesh, and the whole step on one device.
-
-  Args:
-    programs: from `build`.
-    config: configuration of the run.
-  """
-  for program, num_microbatches in zip(programs, (config.num_microbatches, 1)):
+def check_memory_of_both(programs: tuple[Program, Program]) -> None:
+  """Raises OutOfMemoryError unless both programs of `build` fit."""
+  for program in programs:
     try:
-      check_memory(program, config.model, num_microbatches=num_microbatches)
+      check_memory(program)
     except OutOfMemoryError as e:
       raise OutOfMemoryError(
         e.what,
@@ -282,7 +277,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     sep='\n',
     flush=True,
   )
-  check_memory_of_both(programs, config)
+  check_memory_of_both(programs)
   if args.dry_run:
     return 0
   report = parity(programs, num_steps=args.extra.steps, tolerance=tolerance, xla=xla)

@@ -21,7 +21,8 @@ from t5x_gpu.run import profiler as profiler_lib
 from t5x_gpu.run.check import check, plan_run
 from t5x_gpu.run.config import Run, introduce, write_config
 from t5x_gpu.run.data import open_data
-from t5x_gpu.run.finish import finish
+from t5x_gpu.run.early_stopping import EarlyStop
+from t5x_gpu.run.finish import export_line, finish
 from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
 from t5x_gpu.runtime import distributed, machine, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
@@ -72,6 +73,7 @@ def train_run(
     check_cache()
   changes_nothing = dry_run or only_compile
   checked = check(run, dry_run=changes_nothing)
+  log(export_line(run))
   with checked.model_dir as model_dir:
     if not changes_nothing:
       model_dir.lock(wait=True)  # until the run ends, no other run may write there
@@ -149,8 +151,11 @@ def take_steps(
       if metrics:
         recorder.log(live.first_step, metrics, evaluated=data.evaluations.evaluated)
       recorder.timer.restart()  # the ETA expects no such pause again
-    early_values, step, problem = live.early_values(), live.first_step, None
-    last_step = step if live.stops_early(early_values, step) else run.total_steps
+    step, problem = live.first_step, None
+    early_stop = EarlyStop(
+      run.early_stopping, *run.eval_periods, folder=files.folder, first_step=step
+    )
+    last_step = step if early_stop.is_due(step) else run.total_steps
     for step in range(live.first_step + 1, last_step + 1):
       with profiler.step(step):
         with recorder.timer.input_wait():
@@ -181,7 +186,7 @@ def take_steps(
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
           try:
             metrics = evaluate()
-            if not is_last and live.stops_early(early_values, step, metrics):
+            if not is_last and early_stop.is_due(step, metrics):
               is_last = is_end = True
               metrics = {**metrics, **evaluate(rest=True)}
           except Exception as e:  # a metric, a batch or a device failed: save the step first

@@ -581,4 +581,4 @@ def test_the_one_device_that_a_mesh_is_compared_with_needs_memory_too(monkeypatc
   limit = RunLimits(Limit((mesh + one) // 2, 'a test'), None, 1)
   monkeypatch.setattr(memory, 'run_limits', lambda *args, **kwargs: limit)
   with raises(OutOfMemoryError):
-    parity.check_memory_of_both(programs, config)
+    parity.check_memory_of_both(programs)

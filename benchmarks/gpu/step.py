@@ -367,7 +367,7 @@ def compile_step(
     ModelError: as `fp8_lines`.
   """
   program = program_of(run, num_devices)
-  memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
+  memory = check_memory(program)
   begin = time.perf_counter()
   with listed_choices() as attention, listed_untuned() as untuned:
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)

@@ -59,7 +59,7 @@ def measure_steps(
       run = step.run_of(model, shape, rows)
       program = step.program_of(run)
       try:
-        check_memory(program, model, num_microbatches=run.num_microbatches)
+        check_memory(program)
       except OutOfMemoryError:
         continue
       with listed_untuned() as calls:

@@ -32,6 +32,7 @@ from t5x_gpu.checkpoint.model_dir import (
   as_model_dir,
   check_same_model,
   check_writable,
+  check_written,
   error_line,
   is_dangling,
   none_can_be_read,
@@ -42,7 +43,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import check_exists
-from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, check_written, read_state
+from t5x_gpu.checkpoint.store import CheckpointAddress, StateReader, read_state
 from t5x_gpu.errors import AccessError, CheckpointError, ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.agreement import who_text

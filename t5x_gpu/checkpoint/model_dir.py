@@ -9,6 +9,7 @@ all processes see the same folder. `ModelDir` reads a disk or object storage; fo
 import base64
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -561,6 +562,17 @@ def check_array_files(folder: AnyPath) -> None:
           raise ValueError(f'{key} has {length:,} bytes, and {_MOST_METADATA_BYTES:,} is the limit')
         f.seek(offset)
         _check_metadata(key, f.read(length))
+
+
+def check_written(state: AnyPath) -> None:
+  """Raises OSError unless the arrays in the folder `state`, which is not committed, can be opened.
+
+  Where Orbax finds nothing to merge, it logs a warning and would commit a checkpoint without index.
+  """
+  try:
+    check_array_files(state)
+  except ValueError as e:
+    raise OSError(errno.EIO, f'the arrays that were written cannot be opened: {e}') from e
 
 
 def _entries(base: ts.KvStore, node: str, prefix: bytes = b'') -> Iterator[tuple[str, Json]]:

@@ -30,7 +30,7 @@ from t5x_gpu.checkpoint.model_dir import (
   CheckpointMetadata,
   ModelDir,
   as_model_dir,
-  check_array_files,
+  check_written,
   checkpoint_path,
   error_line,
   is_link,
@@ -576,17 +576,6 @@ class StateWriter:
     if name in self._unstacked:
       return [(part, tuple(shape[1:])) for part in layer_names(name, shape[0])]
     return [(name, tuple(shape))]
-
-
-def check_written(state: AnyPath) -> None:
-  """Raises OSError unless the arrays in the folder `state`, which is not committed, can be opened.
-
-  Where Orbax finds nothing to merge, it logs a warning and would commit a checkpoint without index.
-  """
-  try:
-    check_array_files(state)
-  except ValueError as e:
-    raise OSError(errno.EIO, f'the arrays that were written cannot be opened: {e}') from e
 
 
 def _store_of_process(state: AnyPath, process: int) -> AnyPath:

@@ -11,17 +11,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, MeshSizes, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, MeshSizes
 from t5x_gpu.runtime.topology import Device, Topology
-
-__all__ = [
-  'MESH_AXES',
-  'MeshSizes',
-  'build_mesh',
-  'device_array',
-  'mesh_table',
-  'resolve_mesh_sizes',
-]
 
 # Mesh axis -> what it splits, for the table.
 SPLITS = {

@@ -19,9 +19,7 @@ from t5x_gpu.checkpoint.model_dir import (
   shared_model_dir,
 )
 from t5x_gpu.checkpoint.params_files import ParamsReader
-from t5x_gpu.conversion.to_hf import export_problem
 from t5x_gpu.conversion.to_ours import converted_once
-from t5x_gpu.conversion.tokenizer import tokenizer_problem
 from t5x_gpu.data.data_module import import_modules
 from t5x_gpu.errors import CheckpointError, UserError
 from t5x_gpu.models.model import config_of
@@ -72,16 +70,7 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     CheckpointError: MODEL_DIR or the folder of local checkpoints cannot be used.
   """
   model_dir = shared_model_dir(run.model_dir, dry_run=dry_run)
-  run.check_periods()
-  run.logging_cfg.check_installed()
-  run.profile_cfg.check_total(run.total_steps)
-  eval_periods = (
-    run.train_eval_dataset_cfg and run.eval_period,
-    run.infer_eval_dataset_cfg and run.infer_eval_period,
-  )
-  run.checkpoint_cfg.check_best(run.total_steps, *eval_periods)
-  if run.early_stopping is not None:
-    run.early_stopping.check_evaluated(*eval_periods)
+  run.check_settings()
   topology, devices = discover()
   if os.environ.get(FEWER_HOSTS_VARIABLE):
     run = dataclasses.replace(run, partitioner=run.partitioner.on_fewer_hosts())
@@ -89,15 +78,12 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   program = build_program(run, topology=topology, devices=devices)
   run, program = _with_moments_of(model_dir, run, program, devices)
   log(_introduction(run, program, with_parameters=dry_run))
-  if progress.HOST_COUNTS_VARIABLE in os.environ:  # `launch` on several hosts
-    hosts = jax.process_count() // int(os.environ['LOCAL_WORLD_SIZE'])
-    if hosts == topology.num_hosts:  # else they are not the hosts of the mesh
-      progress.write_host_counts(os.environ, host_counts(program))
+  _report_host_counts(program)
   return CheckedRun(
     run=run,
     model_dir=model_dir,
     program=program,
-    memory=check_memory(program, run.model, num_microbatches=run.num_microbatches),
+    memory=check_memory(program),
     local=open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_saved),
   )
 
@@ -243,6 +229,14 @@ def _continued(model_dir: ModelDir, start: Optional[RestoreConfig]) -> Optional[
   return None
 
 
+def _report_host_counts(program: Program) -> None:
+  """Reports to `launch` on how many hosts the run could continue, if `launch` asks for it."""
+  if progress.HOST_COUNTS_VARIABLE in os.environ:
+    hosts = jax.process_count() // int(os.environ['LOCAL_WORLD_SIZE'])
+    if hosts == program.layout.topology.num_hosts:  # else they are not the hosts of the mesh
+      progress.write_host_counts(os.environ, host_counts(program))
+
+
 def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
   """Returns the mesh, the model and its size as text."""
   lines = []
@@ -260,8 +254,4 @@ def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
       "WARNING: relative_bias = 'none', and neither rope, ropes nor num_positions is set: this "
       'model does not see the order of its tokens.'
     )
-  if problem := export_problem(run.model):
-    lines.append(f'export: not possible to Hugging Face (docs/convert.md#families): {problem.what}')
-  elif reason := tokenizer_problem(run.train_dataset_cfg.vocabulary):
-    lines.append(f'export: without a tokenizer.json (docs/convert.md#text): {reason}')
   return '\n'.join(lines)

@@ -99,7 +99,24 @@ class Run(EvalConfig):
   logging_cfg: LoggingConfig = LoggingConfig()
   profile_cfg: ProfileConfig = ProfileConfig()
 
-  def check_periods(self) -> None:
+  @property
+  def eval_periods(self) -> tuple[Optional[int], Optional[int]]:
+    """Steps between evaluations of each kind in `EVALUATIONS`; None if it never runs."""
+    return (
+      self.train_eval_dataset_cfg and self.eval_period,
+      self.infer_eval_dataset_cfg and self.infer_eval_period,
+    )
+
+  def check_settings(self) -> None:
+    """Raises ConfigError or CheckpointError for settings that contradict each other."""
+    self._check_numbers()
+    self.logging_cfg.check_installed()
+    self.profile_cfg.check_total(self.total_steps)
+    self.checkpoint_cfg.check_best(self.total_steps, *self.eval_periods)
+    if self.early_stopping is not None:
+      self.early_stopping.check_evaluated(*self.eval_periods)
+
+  def _check_numbers(self) -> None:
     """Raises ConfigError for steps or batches below 1, or examples below 0."""
     names = ('total_steps', 'log_period', 'eval_period', 'eval_steps', 'infer_eval_period')
     wrong = {name: n for name in names if (n := getattr(self, name)) is not None and n < 1}

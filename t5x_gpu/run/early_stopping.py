@@ -1,12 +1,16 @@
-"""When a run ends before its last step: `EarlyStopping` in gin files."""
+"""When a run ends before its last step: `EarlyStopping` in gin files, `EarlyStop` in the run."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep
 from t5x_gpu.errors import ConfigError, Problem, bad_setting, did_you_mean
+from t5x_gpu.metrics.writers import METRICS, read_json_lines
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.main_log import log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +81,53 @@ class EarlyStopping:
   def _improves(self, before: float, value: float) -> bool:
     gained = before - value if self.best_is == 'min' else value - before
     return not math.isnan(gained) and gained > self.atol + self.rtol * abs(before)
+
+
+class EarlyStop:
+  """Tells when `EarlyStopping` ends a run, from the values of its metric. All processes have one.
+
+  Args:
+    rule: None for a run that ends at its last step.
+    eval_periods: as in `EarlyStopping.check_evaluated`.
+    folder: folder with the metrics of earlier starts.
+    first_step: number of steps taken before this start.
+  Attributes:
+    values: step -> value of the metric.
+  """
+
+  def __init__(
+    self,
+    rule: Optional[EarlyStopping],
+    *eval_periods: Optional[int],
+    folder: pathlib.Path,
+    first_step: int,
+  ):
+    self._rule, self.values = rule, {}
+    if rule is None:
+      return
+    found, path = [], folder / METRICS
+    if distributed.is_main_process() and path.is_file():
+      found = [(r['step'], r[rule.metric]) for r in read_json_lines(path) if rule.metric in r]
+    known = distributed.broadcast_json(found)
+    period = dict(zip(EVALUATIONS, eval_periods, strict=True))[rule.metric.partition('/')[0]]
+    start = min((step for step, _ in known), default=0)
+    # Leaves out evaluations before the first step of a restart: they are not in the period.
+    self.values = {
+      step: value
+      for step, value in known
+      if step <= first_step and (step == start or step % period == 0)
+    }
+
+  def is_due(self, step: int, metrics: Optional[Mapping[str, float]] = None) -> bool:
+    """Returns whether the run ends after `step`, whose evaluation gave `metrics`."""
+    if self._rule is None:
+      return False
+    value = self._rule.keep.value_of(metrics or {})
+    if value is not None:
+      self.values[step] = value
+    last = [self.values[s] for s in sorted(self.values)][-self._rule.patience :]
+    if not self._rule.is_reached(last):
+      return False
+    shown = ', '.join(f'{value:.6g}' for value in last)
+    log(f'Stopping early at step {step}: {self._rule.metric} does not improve any more: {shown}.')
+    return True

@@ -1,4 +1,7 @@
-"""`finish`: the sample, the report and the closing text of a run that has taken all its steps."""
+"""`finish`: the sample, the report and the closing text of a run that has taken all its steps.
+
+`export_line` warns at the start if the finished model cannot be exported.
+"""
 
 import inspect
 import logging
@@ -10,6 +13,7 @@ import numpy as np
 
 from t5x_gpu.checkpoint.run_files import append_sample
 from t5x_gpu.conversion.to_hf import export_problem
+from t5x_gpu.conversion.tokenizer import tokenizer_problem
 from t5x_gpu.data.data_module import zero_is_padding
 from t5x_gpu.errors import first_line
 from t5x_gpu.metrics import scores
@@ -27,6 +31,15 @@ from t5x_gpu.training.schedules import with_total_steps
 from t5x_gpu.training.state import TrainState
 
 _log = logging.getLogger(__name__)
+
+
+def export_line(run: Run) -> str:
+  """Returns what keeps the model or its tokenizer from being exported to Hugging Face, or ''."""
+  if problem := export_problem(run.model):
+    return f'export: not possible to Hugging Face (docs/convert.md#families): {problem.what}'
+  if reason := tokenizer_problem(run.train_dataset_cfg.vocabulary):
+    return f'export: without a tokenizer.json (docs/convert.md#text): {reason}'
+  return ''
 
 
 def finish(live: LiveRun, state: TrainState, step: int, watchdog: Watchdog) -> None:

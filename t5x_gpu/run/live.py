@@ -25,7 +25,6 @@ import numpy as np
 from t5x_gpu.checkpoint.local.tier import LocalTier
 from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
-from t5x_gpu.checkpoint.retention import EVALUATIONS
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.compiled.kernels import fp8_lines
 from t5x_gpu.data.batches import Batch, batch_hash, optional_method
@@ -33,7 +32,6 @@ from t5x_gpu.data.data_module import Vocabulary
 from t5x_gpu.errors import ConfigError, DataError, TrainingError, first_line, listed, task_error
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.metrics.logging_config import FILES, JSON_LINES
 from t5x_gpu.metrics.monitor import Monitor, RankReports, model_speed
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.metrics.writers import read_json_lines
@@ -107,44 +105,6 @@ class LiveRun:
     """
     self.bad_steps.read(batch)
     return _or_error(lambda: self.plan.program.put_batch(batch))
-
-  def early_values(self) -> dict[int, float]:
-    """Returns step -> value of the metric of `Run.early_stopping`, as far as files record it.
-
-    Leaves out evaluations before the first step of a restart: they are not in the period.
-    """
-    stopping = self.plan.run.early_stopping
-    if stopping is None:
-      return {}
-    name, path = stopping.metric, self.checkpointer.files.folder / FILES[JSON_LINES]
-    found: list[tuple[int, float]] = []
-    if is_main_process() and path.is_file():
-      found = [(r['step'], r[name]) for r in read_json_lines(path) if name in r]
-    known = distributed.broadcast_json(found)
-    period = getattr(self.plan.run, EVALUATIONS[name.partition('/')[0]])
-    start = min((step for step, _ in known), default=0)
-    return {
-      step: value
-      for step, value in known
-      if step <= self.first_step and (step == start or step % period == 0)
-    }
-
-  def stops_early(
-    self, values: dict[int, float], step: int, metrics: Optional[Mapping[str, float]] = None
-  ) -> bool:
-    """Returns whether the run ends after `step`; adds the metric of its evaluation to `values`."""
-    stopping = self.plan.run.early_stopping
-    if stopping is None:
-      return False
-    value = stopping.keep.value_of(metrics or {})
-    if value is not None:
-      values[step] = value
-    last = [values[s] for s in sorted(values)][-stopping.patience :]
-    if not stopping.is_reached(last):
-      return False
-    shown = ', '.join(f'{value:.6g}' for value in last)
-    log(f'Stopping early at step {step}: {stopping.metric} does not improve any more: {shown}.')
-    return True
 
   def saver_due(self, step: int, *, is_last: bool) -> AnyCheckpointer | LocalTier | None:
     """Returns the saver to use after `step`; None for no checkpoint."""

@@ -210,7 +210,7 @@ class RunLimits:
   Attributes:
     device: limit of the device with the least memory; None if unknown.
     host: limit of the host with the least memory; None if unknown.
-    num_machines: number of machines of the run.
+    num_machines: number of machines of the run; a host of the topology may be a rack of them.
   """
 
   device: Optional[Limit]

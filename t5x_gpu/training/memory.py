@@ -17,10 +17,10 @@ import jax
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.inference.generation import Generator
-from t5x_gpu.models.model import Model, config_of, encodes_texts
+from t5x_gpu.models.model import config_of, encodes_texts
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.trees import Params, Tree
-from t5x_gpu.runtime.hardware import Limit, run_limits
+from t5x_gpu.runtime.hardware import RunLimits, run_limits
 from t5x_gpu.terminal.console import show
 from t5x_gpu.training.program import Program, bytes_per_device, gradient_bytes
 
@@ -52,15 +52,15 @@ class StepMemory:
     )
 
 
-def estimate(program: Program, model: Model, *, num_microbatches: int) -> StepMemory:
+def estimate(program: Program) -> StepMemory:
   """Returns a lower bound of the memory of a step, from shapes."""
   layout, mesh = program.layout, program.layout.mesh.shape
-  state = program.abstract_state
+  model, state = program.config.model, program.abstract_state
   table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
   sizes = model.logical_sizes()
   layers = sizes.get('layers', 0) + sizes.get('encoder_layers', 0)
   length = min((shape[1] for shape in program.spec.shapes.values() if len(shape) > 1), default=1)
-  parts = layout.batch_parts * num_microbatches * mesh['context']
+  parts = layout.batch_parts * program.config.num_microbatches * mesh['context']
   if layout.pipeline is not None:
     parts *= layout.pipeline.num_microbatches
   tokens = program.step_spec.batch_size * length // parts
@@ -88,19 +88,13 @@ class RunMemory:
 
   Attributes:
     need: memory needed on each device.
-    limit: memory of the smallest device; None if unknown.
-    host: memory of the smallest host; None if unknown.
+    limits: memory of devices and hosts.
     program: the run's program.
-    num_microbatches: the run's microbatches.
-    num_machines: the run's machines; a host of the topology may be a rack of machines.
   """
 
   need: StepMemory
-  limit: Optional[Limit]
-  host: Optional[Limit]
+  limits: RunLimits
   program: Program
-  num_microbatches: int
-  num_machines: int = 1
 
   @property
   def on_cpu(self) -> bool:
@@ -130,13 +124,13 @@ class RunMemory:
 
   def line(self) -> str:
     """Returns `memory: 1.52 GiB on each device of 79.20 GiB (...): ...` for the log."""
-    of = f' of {self.limit}' if self.limit else ''
+    of = f' of {self.limits.device}' if self.limits.device else ''
     least = '' if self.need.is_compiled else 'at least '
     return f'memory: {least}{show(self.need.total)} on each device{of}: {self.need}'
 
   def check(self) -> None:
     """Raises OutOfMemoryError unless the run fits."""
-    need, limit = self.need, self.limit
+    need, limit, host = self.need, self.limits.device, self.limits.host
     topology = self.program.layout.topology
     if limit is not None and need.total > limit.bytes:
       source = 'as compiled' if need.is_compiled else 'by a lower bound, before compiling'
@@ -149,11 +143,11 @@ class RunMemory:
       )
     self._check_padding()
     # Hosts with the same state may share the work of a save.
-    copies = tree_bytes(self.program.abstract_saved) // self.num_machines
-    if self.host is not None and not self.on_cpu and copies > self.host.bytes:
+    copies = tree_bytes(self.program.abstract_saved) // self.limits.num_machines
+    if host is not None and not self.on_cpu and copies > host.bytes:
       raise OutOfMemoryError(
         f'Each save copies at least {show(copies)} of the state to the memory of each host, which '
-        f'has {self.host}.',
+        f'has {host}.',
         fix='Give the job more host memory, or split the state over more hosts with '
         'Partitioner.fsdp.',
         parameters=('Partitioner.fsdp',),
@@ -163,16 +157,17 @@ class RunMemory:
   def _fix(self) -> str:
     """Returns the fix: the setting that shrinks the largest part of a step."""
     need, layout = self.need, self.program.layout
-    rows = self.program.step_spec.batch_size // (layout.batch_parts * self.num_microbatches)
-    if need.total - need.activations > self.limit.bytes:
+    num_microbatches = self.program.config.num_microbatches
+    rows = self.program.step_spec.batch_size // (layout.batch_parts * num_microbatches)
+    if need.total - need.activations > self.limits.device.bytes:
       return (
         'Parameters, optimizer state and gradients alone are too large: split them over more '
         f'devices, with Partitioner.fsdp above {layout.mesh.shape["fsdp"]} and zero_stage = 3.'
       )
     if rows > 1:
       return (
-        f'Set train.num_microbatches (now {self.num_microbatches}) to a larger number that divides '
-        f'{self.num_microbatches * rows}, the rows of a device: fewer are then in memory at a time.'
+        f'Set train.num_microbatches (now {num_microbatches}) to a larger number that divides '
+        f'{num_microbatches * rows}, the rows of a device: fewer are then in memory at a time.'
       )
     return (
       'Each device has one row at a time: split it with Partitioner.context or num_partitions, or '
@@ -185,7 +180,7 @@ class RunMemory:
     A save and a restore temporarily hold the state twice on a device: as the run stores it, and
     without the padding, split over fewer devices (partitioning/fsdp.py).
     """
-    program, limit = self.program, self.limit
+    program, limit = self.program, self.limits.device
     stored, saved = map(bytes_per_device, (program.abstract_state, program.abstract_saved))
     if not program.is_padded or limit is None or stored + saved <= limit.bytes:
       return
@@ -201,7 +196,7 @@ class RunMemory:
     )
 
 
-def check_memory(program: Program, model: Model, *, num_microbatches: int) -> RunMemory:
+def check_memory(program: Program) -> RunMemory:
   """Returns the memory that the run needs and has. Collective: all processes must call it.
 
   Raises:
@@ -209,14 +204,7 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Ru
   """
   layout = program.layout
   limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
-  memory = RunMemory(
-    estimate(program, model, num_microbatches=num_microbatches),
-    limits.device,
-    limits.host,
-    program,
-    num_microbatches,
-    limits.num_machines,
-  )
+  memory = RunMemory(estimate(program), limits, program)
   memory.check()
   return memory
 

@@ -15,7 +15,8 @@ from t5x_gpu.partitioning.axis_rules import (
   use_rules,
   with_axes,
 )
-from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh import build_mesh
+from t5x_gpu.partitioning.mesh_sizes import resolve_mesh_sizes
 from t5x_gpu.runtime.topology import Topology
 from tests.messages import raises
 

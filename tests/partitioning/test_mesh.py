@@ -8,13 +8,8 @@ import pytest
 from jax.experimental import mesh_utils
 
 from t5x_gpu.errors import Problem
-from t5x_gpu.partitioning.mesh import (
-  MESH_AXES,
-  build_mesh,
-  device_array,
-  mesh_table,
-  resolve_mesh_sizes,
-)
+from t5x_gpu.partitioning.mesh import build_mesh, device_array, mesh_table
+from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, resolve_mesh_sizes
 from t5x_gpu.partitioning.partitioner import SizeHint, check_model_sizes
 from t5x_gpu.runtime.topology import Topology, discover
 from tests.messages import record_message

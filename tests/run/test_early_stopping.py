@@ -1,13 +1,11 @@
 """A run ends before its last step when a metric does not improve."""
 
 import json
-import types
 
 import pytest
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.run.early_stopping import EarlyStopping
-from t5x_gpu.run.live import LiveRun
+from t5x_gpu.run.early_stopping import EarlyStop, EarlyStopping
 from tests.helpers_train import TINY_GIN, Project
 from tests.messages import raises
 
@@ -66,14 +64,8 @@ def test_run_that_does_not_improve_is_saved_ends_and_stays_ended_after_a_restart
 def test_evaluations_before_the_first_step_of_a_restart_do_not_count(tmp_path):
   records = [{'step': step, 'eval/loss': step / 10} for step in (3, 10, 14, 17, 20, 30)]
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in records))
-  live = types.SimpleNamespace(
-    plan=types.SimpleNamespace(
-      run=types.SimpleNamespace(early_stopping=EarlyStopping(), eval_period=10)
-    ),
-    checkpointer=types.SimpleNamespace(files=types.SimpleNamespace(folder=tmp_path)),
-    first_step=20,
-  )
-  assert LiveRun.early_values(live) == {3: 0.3, 10: 1.0, 20: 2.0}
+  stop = EarlyStop(EarlyStopping(), 10, None, folder=tmp_path, first_step=20)
+  assert stop.values == {3: 0.3, 10: 1.0, 20: 2.0}
 
 
 def test_metric_without_an_evaluation_period_is_refused(tmp_path):

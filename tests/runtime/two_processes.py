@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh import build_mesh
+from t5x_gpu.partitioning.mesh_sizes import resolve_mesh_sizes
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime.topology import discover

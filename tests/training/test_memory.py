@@ -8,8 +8,7 @@ import jax
 import pytest
 
 from t5x_gpu.errors import OutOfMemoryError
-from t5x_gpu.models.decoder_only import DecoderOnlyModel
-from t5x_gpu.runtime.hardware import Limit
+from t5x_gpu.runtime.hardware import Limit, RunLimits
 from t5x_gpu.training.memory import RunMemory, estimate
 from t5x_gpu.training.program import bytes_per_device
 from tests import helpers_layouts
@@ -23,14 +22,8 @@ SMALL_BATCH = dict(batch_size=8)
 
 def memory_of(case: Case, limit: int = 2**50, host: int = 2**50, **sizes) -> RunMemory:
   program = helpers_layouts.build(case, **sizes)
-  need = estimate(
-    program,
-    DecoderOnlyModel(helpers_layouts.config_of(case)),
-    num_microbatches=case.num_microbatches,
-  )
-  return RunMemory(
-    need, Limit(limit, 'a test'), Limit(host, 'a test'), program, case.num_microbatches
-  )
+  limits = RunLimits(Limit(limit, 'a test'), Limit(host, 'a test'), num_machines=1)
+  return RunMemory(estimate(program), limits, program)
 
 
 def compiled(memory: RunMemory):
@@ -104,7 +97,8 @@ def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
   refusal(memory)
   # A rack of machines is one host of the topology, but each machine has its own memory.
   whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(memory.program.abstract_state))
-  dataclasses.replace(memory, host=Limit(whole // 4, 'a test'), num_machines=4).check()
+  limits = RunLimits(memory.limits.device, Limit(whole // 4, 'a test'), num_machines=4)
+  dataclasses.replace(memory, limits=limits).check()
 
 
 def test_a_padded_state_that_cannot_be_saved_is_refused():
@@ -126,8 +120,11 @@ def test_logits_and_gradients_share_memory_in_the_lower_bound():
 
 def test_a_classifier_has_logits_for_each_row_alone():
   program = helpers_layouts.build(CASES['dp'])
-  model = types.SimpleNamespace(logical_sizes=dict, num_outcomes=10**6, classifies=True)
-  need = estimate(program, model, num_microbatches=1)
+  model = types.SimpleNamespace(
+    logical_sizes=dict, num_outcomes=10**6, classifies=True, is_trained=None
+  )
+  config = dataclasses.replace(program.config, model=model)
+  need = estimate(dataclasses.replace(program, config=config))
   assert need.activations == 4 * helpers_layouts.BATCH // 8 * 10**6 - need.gradients
 
 

@@ -20,7 +20,8 @@ import numpy as np
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from t5x_gpu import cli
-from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh import build_mesh
+from t5x_gpu.partitioning.mesh_sizes import resolve_mesh_sizes
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime.topology import discover
