@@ -300,6 +300,7 @@ FOR_LAYERS = {
 }
 # Where layers and parallelism meet: module -> names of partitioning/ that it imports, too.
 MEETING_POINTS = {
+  'layers.dense': {'axis_rules.varying'},  # operands of a matmul vary over the same axes
   # A kind of parameter: kernels that are gathered in 8 bits.
   'layers.fp8': {
     'axis_rules.varying',
@@ -351,9 +352,9 @@ MEETING_POINTS = {
   },
   'layers.backends.tokamax': {'axis_rules.on_each_device', 'ring_attention.RESULTS'},
   'models.remat': {'ring_attention.RESULTS'},  # the name of attention's results
-  # The loop over layers, which may communicate ahead, and what is used after it.
+  # The loop over layers, and parameters that are used after it.
   'models.stack': {'overlap'},
-  'models.transformer': {'overlap'},
+  'models.transformer': {'parameters.over_layers'},
   # Sums over whole rows count on one device, and in a pipeline not at all.
   'models.losses': {'axis_rules.is_manual', 'axis_rules.varying'},
   'models.encoder': {'axis_rules.is_manual'},

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from t5x_gpu.layers.backends.kinds import Attention, Bias
 from t5x_gpu.layers.config import LayerConfig
-from t5x_gpu.layers.dense import DenseGeneral, Linear, LinearParams, fan_in_init
+from t5x_gpu.layers.dense import DenseGeneral, Linear, LinearParams, contract, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
-from t5x_gpu.layers.fp8 import contract, on_kernels, operand
+from t5x_gpu.layers.fp8 import on_kernels, operand
 from t5x_gpu.layers.norm import HeadsNorm, RMSNorm
 from t5x_gpu.layers.positions import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, split_ways

@@ -1,9 +1,9 @@
-"""Linear maps over named axes, T5's initializers, and parameters per position or head."""
+"""Matmuls, linear maps over named axes, T5's initializers, and parameters per position or head."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import flax.linen as nn
 import jax
@@ -11,8 +11,55 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from t5x_gpu.layers import fp8
-from t5x_gpu.layers.fp8 import Kernel, contract, is_quantized, on_kernels
-from t5x_gpu.partitioning.axis_rules import shard, split_ways, with_axes
+from t5x_gpu.layers.backends.choose import hardware
+from t5x_gpu.layers.fp8 import Kernel, Quantized, is_quantized, on_kernels
+from t5x_gpu.partitioning.axis_rules import shard, split_ways, varying, with_axes
+
+
+def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) -> jax.Array:
+  """Returns `x` times `kernel`, contracting the last `num_in` dimensions of `x`.
+
+  Args:
+    x: [..., inputs].
+    kernel: [inputs, features]. If it is quantized, 8-bit operands are multiplied; an array is
+      rounded to the dtype of `x`, and its gradient is not.
+    num_in: number of dimensions of `inputs`.
+  """
+  if is_quantized(kernel):
+    return fp8.contract(x, kernel, num_in)
+  if x.dtype.itemsize >= kernel.dtype.itemsize:
+    return jnp.tensordot(x, kernel, num_in)
+  marks = [jax.typeof(array).manual_axis_type.varying for array in (x, kernel)]
+  x, kernel = (varying(array, tuple(marks[0] | marks[1])) for array in (x, kernel))
+  return _narrow(num_in, x, kernel)
+
+
+def _in_dtype_of_x(num_in: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  return jnp.tensordot(x, kernel.astype(x.dtype), num_in)
+
+
+def _narrow_backward(
+  num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x, kernel = saved
+  rows = tuple(range(x.ndim - num_in))
+  features = tuple(range(len(rows), gradient.ndim)), tuple(range(num_in, kernel.ndim))
+  dx = jax.lax.dot_general(gradient, kernel.astype(x.dtype), (features, ((), ())))
+  if hardware().platform != 'gpu':  # XLA has no 16-bit matmul that ends in float32 for all CPUs
+    x, gradient = x.astype(kernel.dtype), gradient.astype(kernel.dtype)
+  dw = jax.lax.dot_general(
+    x, gradient, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
+  )
+  return dx, dw
+
+
+# `contract` of 16-bit activations and a float32 kernel, which it rounds. The matmul of the kernel's
+# gradient writes float32; autodiff would round the gradient and convert it in another pass.
+_narrow = jax.custom_vjp(_in_dtype_of_x, nondiff_argnums=(0,))
+_narrow.defvjp(
+  lambda num_in, x, kernel: (_in_dtype_of_x(num_in, x, kernel), (x, kernel)), _narrow_backward
+)
+
 
 # `param_along` and `combine` serve parameters that act on each position or head separately: scales
 # of norms, and biases. If `model` splits positions (sequence parallelism) or heads, each device has

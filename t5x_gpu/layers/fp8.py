@@ -24,7 +24,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, is_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
@@ -168,51 +167,11 @@ _copies.defvjp(
 )
 
 
-def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) -> jax.Array:
-  """Returns `x` times `kernel`, contracting the last `num_in` dimensions of `x`.
-
-  Args:
-    x: [..., inputs].
-    kernel: [inputs, features]. If it is quantized, 8-bit operands are multiplied; an array is
-      rounded to the dtype of `x`, and its gradient is not.
-    num_in: number of dimensions of `inputs`.
-  """
-  if not is_quantized(kernel):
-    if x.dtype.itemsize >= kernel.dtype.itemsize:
-      return jnp.tensordot(x, kernel, num_in)
-    marks = [jax.typeof(array).manual_axis_type.varying for array in (x, kernel)]
-    x, kernel = (varying(array, tuple(marks[0] | marks[1])) for array in (x, kernel))
-    return _narrow(num_in, x, kernel)
+def contract(x: Union[jax.Array, Quantized], kernel: Quantized, num_in: int) -> jax.Array:
+  """Returns `x` times `kernel` in 8 bits, contracting the last `num_in` dimensions of `x`."""
   x = operand(x, kernel)
   product = _Product(num_in, x.port.dtype, kernel.port.dtype)
   return _product(product, *_arrays(x), *_arrays(kernel), kernel.amax)
-
-
-def _in_dtype_of_x(num_in: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
-  return jnp.tensordot(x, kernel.astype(x.dtype), num_in)
-
-
-def _narrow_backward(
-  num_in: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  x, kernel = saved
-  rows = tuple(range(x.ndim - num_in))
-  features = tuple(range(len(rows), gradient.ndim)), tuple(range(num_in, kernel.ndim))
-  dx = jax.lax.dot_general(gradient, kernel.astype(x.dtype), (features, ((), ())))
-  if hardware().platform != 'gpu':  # XLA has no 16-bit matmul that ends in float32 for all CPUs
-    x, gradient = x.astype(kernel.dtype), gradient.astype(kernel.dtype)
-  dw = jax.lax.dot_general(
-    x, gradient, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
-  )
-  return dx, dw
-
-
-# `contract` of 16-bit activations and a float32 kernel, which it rounds. The matmul of the kernel's
-# gradient writes float32; autodiff would round the gradient and convert it in another pass.
-_narrow = jax.custom_vjp(_in_dtype_of_x, nondiff_argnums=(0,))
-_narrow.defvjp(
-  lambda num_in, x, kernel: (_in_dtype_of_x(num_in, x, kernel), (x, kernel)), _narrow_backward
-)
 
 
 def operand(x: Union[jax.Array, Quantized], kernel: Kernel) -> Union[jax.Array, Quantized]:

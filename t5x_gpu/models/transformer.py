@@ -32,9 +32,9 @@ from t5x_gpu.layers.positions import (
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
-from t5x_gpu.partitioning import overlap
 from t5x_gpu.partitioning.axis_rules import is_named, shard, split_ways
 from t5x_gpu.partitioning.layer_stacks import Params
+from t5x_gpu.partitioning.parameters import over_layers
 
 
 @flax.struct.dataclass
@@ -334,7 +334,7 @@ def scan_layers(
     x, caches, more = _checked(returned, layer, carry)
     return x, caches, charges if more is None else charges + more
 
-  return overlap.run(
+  return over_layers(
     one,
     in_8_bits(params) if config.fp8 and caches is None else params,
     (x, caches, charges),

@@ -7,9 +7,9 @@ is the memory of one layer's gathered parameters, in the compute dtype, and one 
 in float32.
 
 JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
-seldom move a collective to another iteration, so the backward loop is written out here. `run` is
-the loop, for stacks of `Ahead` parameters; `with_ports` sends the first layer's gradients last;
-`LayerStep` is one layer with its residuals and its backward pass.
+seldom move a collective to another iteration, so the backward loop is written out here.
+`over_layers` calls the loop, `run_ahead`, for stacks of `Ahead` parameters; `with_ports` sends the
+first layer's gradients last; `LayerStep` is one layer with its residuals and its backward pass.
 """
 
 import contextlib
@@ -36,49 +36,11 @@ from t5x_gpu.partitioning.parameters import (
   Weights,
   is_parameter,
   keep_activations_only,
-  over_layers,
   whole,
 )
 from t5x_gpu.partitioning.trees import DTypeLike, Gradients, Index, Params, Tree, TreeFn
 
 T = TypeVar('T')
-
-
-@flax.struct.dataclass
-class Ahead(Parameter):
-  """A stack of layers' parameters that the loop communicates one layer ahead.
-
-  Attributes:
-    param: the parameter.
-    port: an array [of the whole parameter of one layer] that takes the gradient of the first layer
-      before it is reduced (`with_ports`); its value is never read. None to reduce the first layer's
-      gradient like the other layers' gradients.
-  """
-
-  param: Parameter
-  port: Optional[jax.Array] = None
-
-  @property
-  def split(self) -> Split:
-    return self.param.split
-
-  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
-    return self.param.whole(dtype, wide=wide)
-
-  def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
-    return self.replace(param=self.param.convert(function))
-
-  def as_gradient(self, part: jax.Array, others: Tree) -> 'Ahead':
-    return Ahead(self.param.as_gradient(part, others))
-
-  def others(self, gradient: Weights) -> Tree:
-    return self.param.others(gradient)
-
-  def unreduced(self, gradient: Weights) -> jax.Array:
-    return self.param.unreduced(gradient)
-
-  def __mul__(self, factor: float) -> 'Ahead':
-    return Ahead(self.param * factor, None if self.port is None else self.port * factor)
 
 
 @dataclasses.dataclass
@@ -111,28 +73,19 @@ def used_after(params: Params) -> Iterator[UsedAfter]:
     _used_after.reset(token)
 
 
-def run(
+def run_ahead(
   layer: Layer,
   params: Params,
   carry: Tree,
   shared: Tree,
   *,
   dtype: DTypeLike,
-  first_layer: Index = 0,
-  policy: Optional[Policy] = None,
-  unroll: int = 1,
+  first_layer: Index,
+  policy: Optional[Policy],
+  unroll: int,
 ) -> Tree:
-  """Returns `carry` after all layers; without `Ahead` parameters, from `over_layers`.
-
-  Args:
-    layer: computes one layer; every array that it uses is an argument.
-    params: parameters stacked [layers, ...].
-    carry, shared, dtype, first_layer, policy, unroll: as in `over_layers`.
-  """
+  """Returns `carry` after all layers, as `over_layers`; some of `params` are `Ahead`."""
   leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
-  if not any(isinstance(leaf, Ahead) for leaf in leaves):
-    options = dict(dtype=dtype, first_layer=first_layer, policy=policy, unroll=unroll)
-    return over_layers(layer, params, carry, shared, **options)
   ports = [leaf.port if isinstance(leaf, Ahead) else None for leaf in leaves]
   leaves = [leaf.param if isinstance(leaf, Ahead) else leaf for leaf in leaves]
   loop = _Loop(layer, treedef, dtype, policy or keep_activations_only, unroll)
@@ -157,6 +110,44 @@ def run(
   return carry
 
 
+@flax.struct.dataclass
+class Ahead(Parameter):
+  """A stack of layers' parameters that the loop communicates one layer ahead.
+
+  Attributes:
+    param: the parameter.
+    port: an array [of the whole parameter of one layer] that takes the gradient of the first layer
+      before it is reduced (`with_ports`); its value is never read. None to reduce the first layer's
+      gradient like the other layers' gradients.
+  """
+
+  param: Parameter
+  port: Optional[jax.Array] = None
+  loop = staticmethod(run_ahead)
+
+  @property
+  def split(self) -> Split:
+    return self.param.split
+
+  def whole(self, dtype: DTypeLike, *, wide: bool = False) -> Weights:
+    return self.param.whole(dtype, wide=wide)
+
+  def convert(self, function: Callable[[Split], Parameter]) -> 'Ahead':
+    return self.replace(param=self.param.convert(function))
+
+  def as_gradient(self, part: jax.Array, others: Tree) -> 'Ahead':
+    return Ahead(self.param.as_gradient(part, others))
+
+  def others(self, gradient: Weights) -> Tree:
+    return self.param.others(gradient)
+
+  def unreduced(self, gradient: Weights) -> jax.Array:
+    return self.param.unreduced(gradient)
+
+  def __mul__(self, factor: float) -> 'Ahead':
+    return Ahead(self.param * factor, None if self.port is None else self.port * factor)
+
+
 def with_ports(
   make: Callable[[Params], Params], parts: Params, first_stack: Tree, *, axes: tuple[str, ...]
 ) -> Params:
@@ -166,7 +157,7 @@ def with_ports(
   backward pass ends with the embeddings, whose table is often the largest array of a model. If the
   first layer's gradients were sent before the table's gradient, no matmul would be left to hide the
   table's collective. But the matmuls for the gradients of kernels can wait: nothing else needs
-  their results. So the loop over layers (`run`) returns the first layer's gradients unreduced.
+  their results. So `run_ahead` returns the first layer's gradients unreduced.
 
   Args:
     make: parts -> parameters for a model, whose backward pass reduces their gradients.

@@ -9,15 +9,16 @@ This is the path of a parameter through a training step:
 3. The gradient of `whole` is `reduced`: summed over devices; each device keeps its part.
 
 Most layers and models call only `whole`; tests/test_layering.py lists the others. Other features
-are other kinds of `Parameter` with the same interface: overlap.py communicates one layer ahead of
-the computation, layers/fp8.py gathers kernels in 8 bits. `manual_collectives.InBfloat16` sends
-gradients with half the bytes. `Split.earlier` adds the gradients of earlier microbatches.
+are other kinds of `Parameter` with the same interface: layers/fp8.py gathers kernels in 8 bits;
+overlap.py communicates one layer ahead of the computation, in its own loop (`Parameter.loop`).
+`manual_collectives.InBfloat16` sends gradients with half the bytes. `Split.earlier` adds the
+gradients of earlier microbatches.
 """
 
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import flax.struct
 import jax
@@ -51,7 +52,14 @@ Weights = Any
 
 
 class Parameter(abc.ABC):
-  """A parameter that has to be made whole."""
+  """A parameter that has to be made whole.
+
+  Attributes:
+    loop: runs stacks that have such a parameter; it takes the arguments of `over_layers`. None for
+      the loop of `over_layers`.
+  """
+
+  loop: ClassVar[Optional[Callable[..., Tree]]] = None
 
   @property
   @abc.abstractmethod
@@ -298,10 +306,10 @@ def over_layers(
   policy: Optional[Policy] = None,
   unroll: int = 1,
 ) -> Tree:
-  """Returns `carry` after all layers; each layer is gathered when it runs.
+  """Returns `carry` after all layers; each layer is gathered when it runs, or by `Parameter.loop`.
 
   Args:
-    layer: computes one layer.
+    layer: computes one layer; every array that it uses is an argument.
     params: parameters stacked [layers, ...]. A tuple with the parameters of each layer runs without
       a loop, for decoding.
     carry: input of the first layer.
@@ -312,6 +320,11 @@ def over_layers(
       everything except gathered parameters.
     unroll: layers per iteration.
   """
+  leaves = jax.tree.leaves(params, is_leaf=is_parameter)
+  loop = next((p.loop for p in leaves if is_parameter(p) and p.loop is not None), None)
+  if loop is not None:
+    options = dict(dtype=dtype, first_layer=first_layer, policy=policy, unroll=unroll)
+    return loop(layer, params, carry, shared, **options)
 
   def body(carry: Tree, of_layer: tuple[Params, Index]) -> tuple[Tree, None]:
     split_params, number = of_layer

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from t5x_gpu.layers import fp8
-from t5x_gpu.layers.fp8 import E4M3, E5M2, contract
+from t5x_gpu.layers.dense import contract
+from t5x_gpu.layers.fp8 import E4M3, E5M2
 
 # E4M3 rounds to 3 bits: a value moves by up to 2^-4, by 2.6% in the mean square; E5M2 twice that.
 # Both operands of a product are rounded, and the errors of its terms are independent.

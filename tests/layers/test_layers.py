@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.plain import dot_product_attention
-from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.layers.dense import DenseGeneral, contract
 from t5x_gpu.layers.embedding import Embedding
-from t5x_gpu.layers.fp8 import contract
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp, MlpConfig
 from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
