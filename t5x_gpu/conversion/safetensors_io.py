@@ -3,6 +3,10 @@
 A file is eight bytes with the length of the header, the header (JSON: name -> dtype, shape, byte
 offsets), and the data. A model of several files has an index. Files are read with plain reads,
 because the pages of a memory map would count as this process's memory.
+
+The safetensors library is not used: it does not return the text of a header, which a model that is
+converted back has again, byte for byte (`files_of` in tests/test_convert.py), and conversion works
+without the extra `hf`. Only `SafetensorsFolder.read` could call it, 11 of the lines below.
 Source: https://github.com/huggingface/safetensors#format
 """
 

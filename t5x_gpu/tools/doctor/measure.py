@@ -5,6 +5,10 @@
 
 Runs as a child process of the doctor, so that a hung driver or network hangs only the child.
 Prints one line of JSON per measurement, as soon as it is done.
+
+No tool of NVIDIA replaces these two numbers: nvidia-smi measures no speed, and `dcgmi diag` needs
+DCGM's service, takes minutes and ends at the host. Neither shows the speed of this jax with its
+libraries and settings.
 """
 
 import argparse
