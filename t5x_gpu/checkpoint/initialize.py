@@ -33,7 +33,6 @@ from t5x_gpu.errors import (
   first_line,
   listed,
 )
-from t5x_gpu.models.model import Model
 from t5x_gpu.runtime import distributed
 from t5x_gpu.storage.json_schema import Json
 from t5x_gpu.storage.paths import as_path
@@ -226,19 +225,14 @@ def restore_from(checkpoint: CheckpointAddress, target: TrainState) -> RestoredS
 
 
 def choose_origin(
-  config: Optional[RestoreConfig],
-  program: Program,
-  model: Model,
-  *,
-  saved: Optional[CheckpointMetadata],
+  config: Optional[RestoreConfig], program: Program, *, saved: Optional[CheckpointMetadata]
 ) -> Origin:
   """Returns what the run starts from, after comparing names and shapes. Reads no array.
 
   Args:
     config: None to start from the seed.
-    program: program of the run.
-    model: model of the run. The checkpoint may lack its adapters, and may store parameters at the
-      paths that `source_of` returns.
+    program: program of the run. The checkpoint may lack adapters of its model, and may store
+      parameters at the paths that `source_of` returns.
     saved: the latest checkpoint of this run, which takes precedence.
   Raises:
     CheckpointError: the checkpoint does not exist, or lacks parameters or state that the run needs.
@@ -266,7 +260,7 @@ def choose_origin(
     name: tuple(a.shape)
     for name, a in flax.traverse_util.flatten_dict(program.abstract_saved.params, sep='/').items()
   }
-  may_lack, source_of = model.is_adapter, model.source_of
+  may_lack, source_of = program.config.model.is_adapter, program.config.model.source_of
   taken = _assigned(config, want, source_of)
   taken = {
     name: source for name, source in taken.items() if source in reader.shapes or not may_lack(name)

@@ -48,7 +48,7 @@ class Owner:
     job, attempt: Slurm's job id and attempt; '' and 0 without Slurm.
     touched: time of its last renewal in seconds since 1970, in object storage.
     run, generation: the run and its start, of `launch` on several hosts, which starts a generation
-      only after the processes of all earlier ones have ended or cannot save any more.
+      only after the processes of all earlier ones have ended or can no longer save.
   """
 
   host: str

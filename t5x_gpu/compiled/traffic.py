@@ -3,9 +3,9 @@
     kernels = kernel_traffic(compiled.as_text())
     traffic(kernels).other_bytes
 
-A kernel reads each operand and writes each result once. Two kinds touch less: a slice reads what it
-returns, and an update in place writes the update alone. Kernels that multiply matrices are limited
-by their FLOPs; the others by these bytes.
+A kernel reads each operand and writes each result once. Two kinds touch less: a slice reads only
+its result, and an update in place writes only the update. Kernels that multiply matrices are
+limited by their FLOPs; the others by these bytes.
 """
 
 import collections

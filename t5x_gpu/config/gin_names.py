@@ -71,7 +71,7 @@ def _gin_reference(symbol: Symbol) -> gin_config.ConfigurableReference:
 
 
 def macro_or_constant(name: str) -> Macro | Constant:
-  """Returns what `%name` means."""
+  """Returns the macro or the constant that `%name` refers to."""
   found = gin_config.ParserDelegate().macro(name)
   kind = Constant if found.configurable.selector == 'gin.constant' else Macro
   return kind('/'.join(found.scopes))

@@ -227,7 +227,7 @@ class Reader:
       self._refuse(e)
 
   def read_text(self, text: str, *, shown: str, origins: Mapping[int, str]) -> None:
-    """Reads gin text that a command has written; `origins` tells line -> origin of its value."""
+    """Reads gin text that a command has written; `origins` is line -> origin of its value."""
     self.names.append(names := FileNames())
     found = gin_text.read(text, shown=shown)
     self._read_statements(found, shown=shown, names=names, origins=origins)

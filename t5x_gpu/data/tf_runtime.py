@@ -58,7 +58,7 @@ with _without_chatter():
 def _is_news(record: logging.LogRecord) -> bool:
   """Hides "Using an uncached ... is not recommended", feature shapes, in-memory caching.
 
-  Tokamax tells through the same logger which kernels have no tuned block sizes.
+  Tokamax reports through the same logger which kernels have no tuned block sizes.
   """
   return record.levelno >= logging.ERROR or f'{os.sep}tokamax{os.sep}' in record.pathname
 

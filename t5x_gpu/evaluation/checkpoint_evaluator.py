@@ -124,7 +124,6 @@ class CheckpointEvaluator:
       None
       if metrics == 'loss'
       else open_task_evaluator(
-        model,
         self.program,
         dataclasses.replace(tasks_dataset or dataset, split=dataset.split),
         train_lengths=config.train_dataset_cfg.task_feature_lengths,

@@ -148,7 +148,7 @@ class TaskEvaluator:
   Every process computes its rows of each batch and gets all results.
 
   Args:
-    model, program: model and program to evaluate.
+    program: program of the model to evaluate.
     tasks: tasks with metrics.
     config: how to decode predictions.
   Attributes:
@@ -158,9 +158,8 @@ class TaskEvaluator:
     DataError: an example lacks inputs that predictions need, or does not fit the model.
   """
 
-  def __init__(
-    self, model: Model, program: Program, tasks: Sequence[EvaluatedTask], config: DecodingConfig
-  ):
+  def __init__(self, program: Program, tasks: Sequence[EvaluatedTask], config: DecodingConfig):
+    model = program.config.model
     stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id is not None)})
     zero_is_a_word = any(task.zero_is_a_word for task in tasks)
     self._generator = Generator(
@@ -252,7 +251,6 @@ def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
 
 
 def open_task_evaluator(
-  model: Model,
   program: Program,
   dataset: DatasetConfig,
   *,
@@ -264,7 +262,7 @@ def open_task_evaluator(
   """Returns the evaluator of the metrics of a task, or of all tasks of a mixture.
 
   Args:
-    model, program: model and program to evaluate.
+    program: program of the model to evaluate.
     dataset: task or mixture, its split, and the lengths that inputs and targets are cut to; None
       for whole examples.
     train_lengths: the lengths of the training data, whose features tell how the model reads
@@ -278,6 +276,7 @@ def open_task_evaluator(
     ConfigError: the model does not generate text.
     DataError: the task has no metrics, the split does not exist, or has no example.
   """
+  model = program.config.model
   if not writes_text(model):
     if not required:
       return None
@@ -301,7 +300,7 @@ def open_task_evaluator(
   config = decoding or DecodingConfig(max_decode_length=None, batch_size=dataset.batch_size)
   if config.max_decode_length is None:
     config = dataclasses.replace(config, max_decode_length=longest)
-  return TaskEvaluator(model, program, tasks, config) if tasks else None
+  return TaskEvaluator(program, tasks, config) if tasks else None
 
 
 def check_eval_batch(batch_size: int, program: Program) -> None:

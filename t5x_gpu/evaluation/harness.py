@@ -58,7 +58,7 @@ class HarnessModel(LM):
     trust_gin: as --trust_gin of `infer`.
     max_length: number of tokens that the model reads; longer contexts lose their beginning. None:
       the model's positions, else the length of its training rows, else 2048.
-    max_gen_toks: number of tokens to write for tasks that do not say.
+    max_gen_toks: number of tokens to write for tasks that do not set it.
     device, max_batch_size: lm_eval passes them; ignored.
   Raises:
     UserError: the checkpoint cannot be used, does not write text, or there are several processes.

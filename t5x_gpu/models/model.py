@@ -1,4 +1,4 @@
-"""The base class of models: what a model must have, what it may have, and the defaults.
+"""The base class of models: required members, optional members, and their defaults.
 
 `ModelWrapper` is the base class of models that change another model: LoraModel and DpoModel.
 """

@@ -163,7 +163,7 @@ def plan_run(
     if of_t5x:
       origin = Origin(text=f'{path} is a T5X checkpoint, which fits; the run would convert it.')
     else:
-      origin = choose_origin(start, program, run.model, saved=saved)
+      origin = choose_origin(start, program, saved=saved)
     start_from = saved or origin.saved
     if distributed.is_main_process():
       start_step = start_from.step if start_from else 0

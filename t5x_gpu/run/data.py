@@ -149,7 +149,7 @@ def warn_of_other_evaluation(files: SourceFiles, folder: AnyPath) -> None:
 def _warn_of_changed_evaluation(when: str, changed: list[str]) -> None:
   _log.warning(
     'The evaluation text has changed %s:%s\nMetrics before and after the change are of different '
-    'texts; keep_best and EarlyStopping compare them all the same. For one curve, restore the '
+    'texts; keep_best and EarlyStopping compare them anyway. For one curve, restore the '
     'original files and start again from a checkpoint before the change.',
     when,
     ''.join(f'\n  {line}' for line in listed(changed, _LISTED)),
@@ -414,7 +414,6 @@ def open_evaluations(run: Run, program: Program, *, loss_required: bool = False)
       each_task = _open_each_task(run, program)
   if run.infer_eval_dataset_cfg is not None:
     tasks = open_task_evaluator(
-      run.model,
       program,
       run.infer_eval_dataset_cfg,
       train_lengths=run.train_dataset_cfg.task_feature_lengths,

@@ -84,7 +84,7 @@ class EarlyStopping:
 
 
 class EarlyStop:
-  """Tells when `EarlyStopping` ends a run, from the values of its metric. All processes have one.
+  """Decides when `EarlyStopping` ends a run, from the values of its metric. All processes have one.
 
   Args:
     rule: None for a run that ends at its last step.
@@ -129,5 +129,5 @@ class EarlyStop:
     if not self._rule.is_reached(last):
       return False
     shown = ', '.join(f'{value:.6g}' for value in last)
-    log(f'Stopping early at step {step}: {self._rule.metric} does not improve any more: {shown}.')
+    log(f'Stopping early at step {step}: {self._rule.metric} has not improved: {shown}.')
     return True

@@ -168,7 +168,7 @@ class LiveRun:
 
     Args:
       failure: the error of this process.
-      what: what has failed, and at which step; each is asked once.
+      what: the operation that has failed, and its step; the processes meet there only once.
       seconds: how long to wait for the other processes.
     """
     store = coordination_store()
@@ -371,7 +371,7 @@ def _failure_of_any(failure: Optional[Exception]) -> Optional[Exception]:
   process = next(i for i, reason in enumerate(reasons) if reason)
   return DataError(
     f'Process {process} cannot read the next batch: {reasons[process]}',
-    fix='Its own error is in its log.',
+    fix=f'The whole error is in the log of process {process}.',
   )
 
 

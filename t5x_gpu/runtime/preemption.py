@@ -149,4 +149,4 @@ class StopRequest:
     if distributed.is_main_process():
       write_stderr(f'\n{text}\n')
     if self._together:
-      os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the others
+      os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the other processes

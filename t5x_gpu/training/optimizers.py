@@ -84,7 +84,7 @@ def check_state_names(optimizer: Optimizer, names: Tree, state: OptState) -> Non
 def checked_update(
   optimizer: Optimizer, updated: object, *, params: Params, state: OptState
 ) -> tuple[Params, OptState]:
-  """Returns what `update` returned; raises ConfigError unless it can replace `params`, `state`."""
+  """Returns `updated`; raises ConfigError unless it can replace `params` and `state`."""
   name = type(optimizer).__name__
   if not isinstance(updated, (tuple, list)) or len(updated) != 2:
     raise _wrong(

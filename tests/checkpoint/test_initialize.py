@@ -81,7 +81,7 @@ def started(start: Origin, p: Program, tmp_path: pathlib.Path) -> dict[str, np.n
 
 def refused(config: RestoreConfig, p: Program) -> None:
   with raises(CheckpointError) as e:
-    choose_origin(config, p, MODEL, saved=None)
+    choose_origin(config, p, saved=None)
   assert all('RestoreConfig.' in name for name in e.value.parameters)
 
 
@@ -100,7 +100,7 @@ def refused(config: RestoreConfig, p: Program) -> None:
 def test_every_layout_starts_from_the_same_values(tmp_path, values, partitioner):
   path, p = write(tmp_path / 'base', values), program(num_devices=8, **partitioner)
   want = jax.tree.map(lambda a: a.sharding, p.abstract_state.params)
-  start = choose_origin(RestoreConfig(path), p, MODEL, saved=None)
+  start = choose_origin(RestoreConfig(path), p, saved=None)
   got = started(start, p, tmp_path)
   for name, value in values.items():
     np.testing.assert_array_equal(got[name], value, err_msg=name)
@@ -117,7 +117,7 @@ def test_assignment_map_reads_under_other_names(tmp_path, values):
     },
   )
   config = RestoreConfig(path, assignment_map=((r'layers/(.*)', r'encoder/layers/\1'),))
-  start = choose_origin(config, program(), MODEL, saved=None)
+  start = choose_origin(config, program(), saved=None)
   got = started(start, program(), tmp_path)
   for name, value in values.items():
     np.testing.assert_array_equal(got[name], value, err_msg=name)
@@ -126,7 +126,7 @@ def test_assignment_map_reads_under_other_names(tmp_path, values):
 
 def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
   path, p = write(tmp_path / 'base', values), program()
-  start = choose_origin(RestoreConfig(path), p, MODEL, saved=None)
+  start = choose_origin(RestoreConfig(path), p, saved=None)
   query, key = (f'layers/self_attention/{name}/kernel' for name in ('query', 'key'))
   start = dataclasses.replace(start, taken={**start.taken, key: query})
   start._filled(p.init(), p)
@@ -145,7 +145,7 @@ def test_every_copy_of_a_parameter_is_checked(tmp_path, values, monkeypatch):
 
 def test_the_runs_own_checkpoint_wins_even_if_the_other_is_gone(tmp_path):
   saved = CheckpointMetadata(5, b'', {})
-  start = choose_origin(RestoreConfig(str(tmp_path / 'gone')), program(), MODEL, saved=saved)
+  start = choose_origin(RestoreConfig(str(tmp_path / 'gone')), program(), saved=saved)
   assert start.record is None and 'checkpoint_5' in start.text
 
 
@@ -158,7 +158,7 @@ def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_na
   path = write(tmp_path / 'base', other)
   refused(RestoreConfig(path), program())
   pattern = '(decoder_norm|logits_dense|relpos_bias)/.*'  # as the message says
-  start = choose_origin(RestoreConfig(path, 'partial', pattern), program(), MODEL, saved=None)
+  start = choose_origin(RestoreConfig(path, 'partial', pattern), program(), saved=None)
   assert set(start.taken) == {
     'decoder_norm/scale',
     'logits_dense/projection/kernel',
@@ -177,13 +177,13 @@ def test_patterns_that_match_nothing_are_refused_with_what_there_is(tmp_path, va
 def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, caplog):
   model = LoraModel(MODEL, rank=2)
   p = program(model)
-  choose_origin(None, p, model, saved=None)
+  choose_origin(None, p, saved=None)
   assert 'parameters are frozen, but come from no checkpoint: decoder_norm/scale' in (
     ' '.join(caplog.messages)
   )
   caplog.clear()
   path = write(tmp_path / 'base', values)
-  start = choose_origin(RestoreConfig(path), p, model, saved=None)
+  start = choose_origin(RestoreConfig(path), p, saved=None)
   assert not caplog.messages and set(start.taken) == set(values)
   assert start.text.splitlines()[-1].split() == [
     'layers/self_attention/value/lora_b',
@@ -212,7 +212,7 @@ def test_a_source_that_cannot_be_read_is_replaced_by_a_setting_of_this_run(tmp_p
   """`--step` is a flag of other commands."""
   config, p = RestoreConfig(write(tmp_path / 'other', values)), program()
   with refused_to_python('checkpoint_3/data', errno.EMFILE), raises(AccessError):
-    choose_origin(config, p, MODEL, saved=None)
+    choose_origin(config, p, saved=None)
   (tmp_path / 'other' / 'checkpoint_3' / 'data' / 'metadata').write_bytes(b'{')
   refused(config, p)
 

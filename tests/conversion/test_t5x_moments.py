@@ -102,7 +102,7 @@ def program_of(model, optimizer):
 
 def first_state(folder, model, program, model_dir):
   """Returns the first state of a run that starts from `folder` with new data."""
-  start = choose_origin(RestoreConfig(str(folder), 'new_data'), program, model, saved=None)
+  start = choose_origin(RestoreConfig(str(folder), 'new_data'), program, saved=None)
   assert not start.takes_data
   with Checkpointer(str(model_dir)) as checkpointer:
     return start.first_state(checkpointer, program, None)[0]
@@ -181,13 +181,11 @@ def test_an_imported_checkpoint_has_no_data_to_resume_and_needs_its_setting(tmp_
   model = convert.model_of_gin([ours / 'model.gin']).build()
   program = program_of(model, Adafactor(layers='joined_heads'))
   with raises(CheckpointError):
-    choose_origin(RestoreConfig(str(ours), 'resume'), program, model, saved=None)
+    choose_origin(RestoreConfig(str(ours), 'resume'), program, saved=None)
   with raises(CheckpointError):
     check_same_model(ours, STEP, ParamsReader(ours).manifest, target=program.abstract_saved)
   with raises(CheckpointError):
-    choose_origin(
-      RestoreConfig(str(ours), 'new_data'), program_of(model, Adafactor()), model, saved=None
-    )
+    choose_origin(RestoreConfig(str(ours), 'new_data'), program_of(model, Adafactor()), saved=None)
 
 
 class InMemory(ArraysInMemory):

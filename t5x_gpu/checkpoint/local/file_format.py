@@ -111,7 +111,7 @@ class LocalFile:
     """Raises ValueError unless the file is of `step`, and all parts lie inside their arrays."""
     check(self.facts, LOCAL_FACTS)
     if self.facts['step'] != step:
-      raise ValueError(f'it is of step {self.facts["step"]}')
+      raise ValueError(f'it belongs to step {self.facts["step"]}')
     arrays = self.facts['manifest']['arrays']
     for part in self.parts:
       shape, dtype = arrays.get(part.name, ([], ''))

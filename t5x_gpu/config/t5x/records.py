@@ -193,7 +193,9 @@ class T5XReader:
       name, asked_at=asked_at, included_by=self._reading[-1] if self._reading else None
     )
     if path in self._reading:
-      raise ConfigError(f'{asked_at} includes {name!r}, which is being read: a circle.')
+      raise ConfigError(
+        f'{asked_at} includes {name!r}, which is being read: the includes form a circle.'
+      )
     shown = self._files.shown(path)
     self._reading.append(path)
     try:

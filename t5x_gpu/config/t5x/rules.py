@@ -464,7 +464,7 @@ def _decode(t: Translator, value: Any) -> Any:
 
 def _num_decodes(t: Translator, value: Any) -> Any:
   name = {'beams': 'num_beams', 'sample': 'num_decodes'}.get(t.decoding)
-  if name and value not in (None, 1):  # greedy texts are all the same
+  if name and value not in (None, 1):  # greedy texts are identical
     t.write(f'DecodingConfig.{name}', value, 'T5X')
   elif t.decoding == 'beams' and _decodes(t):
     t.write('DecodingConfig.beam_search', True, 'T5X')

@@ -1,4 +1,4 @@
-"""From T5X's gin files to ours: the text that `rules.RULES` writes, and what became of each value.
+"""From T5X's gin files to ours: the text that `rules.RULES` writes, and the outcome of each value.
 
 A parameter without a rule is refused by name, so nothing is dropped in silence.
 """
@@ -25,7 +25,7 @@ from t5x_gpu.errors import ConfigError, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-  """Our configuration, and what became of each of T5X's values.
+  """Our configuration, and the outcome of each of T5X's values.
 
   Attributes:
     text: the gin file; each line ends with the origin of its value.

@@ -1,4 +1,4 @@
-"""Applies rules to records of T5X's gin files: what is written, and what becomes of each value."""
+"""Applies rules to records of T5X's gin files: bindings to write, the outcome of each value."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,9 +123,9 @@ _OF_TRAINING = 'Only training uses it.'
 
 
 # Parameters before and after the others. The model has the optimizer, which may have the learning
-# rate, and whose moments depend on the network; a model's way to decode tells what num_decodes is;
-# a submesh wins over num_partitions, and mesh shapes over both; each task is evaluated if there is
-# an evaluation; eval_period = 0 unsets datasets.
+# rate, and whose moments depend on the network; the meaning of num_decodes depends on how the model
+# decodes; a submesh wins over num_partitions, and mesh shapes over both; each task is evaluated if
+# there is an evaluation; eval_period = 0 unsets datasets.
 _ORDER = {
   'model': -1,
   'module': -1,

@@ -43,8 +43,8 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
   },
   'dynamic': {'factor': 'factor'},
 }
-# Kinds that all families except Phi-3 support. Only Phi-3 supports 'longrope': no other code in
-# transformers decodes with it as it scores.
+# Kinds that all families except Phi-3 support. Only Phi-3 supports 'longrope': in the
+# other families, transformers decodes with other frequencies than it scores with.
 _KINDS = ('default', 'linear', 'llama3', 'yarn', 'dynamic')
 # Keys of rope_parameters: for all kinds, and per kind. Keys of other kinds have no effect.
 KEYS_OF_ALL = ('rope_type', 'type', 'rope_theta', 'partial_rotary_factor')
@@ -143,7 +143,7 @@ def _with_defaults(kind: str, rope: Json, config: Json) -> JsonObject:
   rope, longest = dict(rope), config['max_position_embeddings']
   key = _LENGTH['original_length']
   if key in _SCALINGS[kind].values():
-    rope[key] = config.get(key, rope.get(key, longest))  # the number outside comes first
+    rope[key] = config.get(key, rope.get(key, longest))  # the top-level key comes first
   if kind == 'longrope':
     rope.setdefault('factor', None)
   if kind in ('yarn', 'longrope'):

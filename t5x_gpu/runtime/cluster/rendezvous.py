@@ -301,7 +301,7 @@ def meet(
 
 
 class _Host(contextlib.AbstractContextManager):
-  """The side of process 0."""
+  """Process 0, which waits until all processes have asked for the meeting."""
 
   def __init__(self, cluster: ClusterInfo, me: ClusterMember, secret: str, timeout_seconds: float):
     self._cluster = cluster
@@ -461,7 +461,7 @@ class _Host(contextlib.AbstractContextManager):
 
 
 class _Guest:
-  """The side of every other process."""
+  """A process other than process 0, which asks process 0 for the meeting."""
 
   def __init__(self, cluster: ClusterInfo, me: ClusterMember, secret: str, timeout_seconds: float):
     self._cluster = cluster

@@ -242,7 +242,7 @@ def _of_arrays(
 
 
 def step_rows(report: Report) -> list[list[str]]:
-  """Returns a row per step: metrics on the mesh, their differences, and the worst of the arrays."""
+  """Returns a row per step: metrics on the mesh, their differences, the array that differs most."""
   rows = [
     [
       'step',
