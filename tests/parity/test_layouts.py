@@ -179,15 +179,14 @@ class Case:
 CHUNKS = dict(loss_chunks=3)
 _GPIPE = dict(pipeline_schedule='gpipe')
 _OVERLAP = dict(overlap_layers=True)  # as in hsdp.gin
+# Pairs, in few cases: two parallelisms, a parallelism and a model, a parallelism and a choice of
+# remat, loss chunks, attention or accumulation. tests/property/test_layouts.py draws others.
 CASES = {
-  'dp_2_microbatches': Case({}, num_microbatches=2),
-  'dp_overlap': Case(_OVERLAP, model='tied'),
   'dp_overlap_2_microbatches': Case(_OVERLAP, num_microbatches=2),
   'zero2_overlap': Case(dict(fsdp=4, zero_stage=2, **_OVERLAP), config=CHUNKS),
   'fsdp_overlap_unrolled': Case(
     dict(fsdp=4, **_OVERLAP), config=dict(remat_policy='full', scan_unroll=4)
   ),
-  'zero1': Case(dict(fsdp=8, zero_stage=1)),
   'zero2_remat': Case(
     dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full', **CHUNKS), num_microbatches=2
   ),
@@ -199,24 +198,20 @@ CASES = {
     config=dict(remat_policy='minimal', **CHUNKS),
     model='tied',
   ),
-  'tp': Case(dict(num_partitions=4), config=CHUNKS),
-  'tp_sp_tied': Case(dict(num_partitions=4, sequence_parallel=True), model='tied', config=CHUNKS),
-  'cp_ring': Case(dict(context=4), config=CHUNKS),
-  'cp_gather': Case(dict(context=2, context_attention='gather'), num_microbatches=2),
-  'pp_1f1b': Case(dict(stage=4), config=CHUNKS),
-  'pp_gpipe_overlap': Case(dict(stage=2, **_GPIPE, **_OVERLAP), num_microbatches=2),
   'pp_zero1_overlap': Case(dict(stage=2, fsdp=2, zero_stage=1, **_OVERLAP), config=CHUNKS),
-  'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
-  'modern_tp_shared_kv_heads': Case(dict(num_partitions=4), model='modern'),
-  'modern_ring_model': Case(dict(context=2, num_partitions=2), model='modern', config=CHUNKS),
   'modern_gather_shared_kv_heads': Case(
-    dict(context=2, num_partitions=4, fsdp=1, context_attention='gather'), model='modern'
+    dict(context=2, num_partitions=4, fsdp=1, context_attention='gather'),
+    model='modern',
+    config=CHUNKS,
+    num_microbatches=2,
   ),
   'modern_pp_fsdp_model': Case(
     dict(stage=2, fsdp=2, num_partitions=2, **_GPIPE, **_OVERLAP), model='modern'
   ),
   'by_layer_tp_shared_kv_heads': Case(dict(num_partitions=4), model='by_layer'),
-  'by_layer_pp_fsdp': Case(dict(stage=2, fsdp=2), model='by_layer'),
+  'by_layer_pp_fsdp_offload': Case(
+    dict(stage=2, fsdp=2), model='by_layer', config=dict(remat_policy='offload')
+  ),
   'by_layer_ring_model': Case(
     dict(context=2, num_partitions=2, sequence_parallel=True, **_OVERLAP), model='by_layer'
   ),
@@ -231,7 +226,6 @@ CASES = {
   'charged_moe_model': Case(
     dict(expert=2, num_partitions=2, sequence_parallel=True), model='charged_moe'
   ),
-  'ep': Case(dict(expert=4), model='moe', num_microbatches=2),
   'dropless_fsdp_model': Case(dict(expert=2, fsdp=2, num_partitions=2), model='dropless'),
   'classifier_fsdp_model': Case(
     dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='classifier', num_microbatches=2
@@ -241,15 +235,13 @@ CASES = {
     dict(fsdp=2, context=2, num_partitions=2, sequence_parallel=True), model='flat_classifier'
   ),
   'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm', config=CHUNKS),
-  't5_fsdp_model': Case(
-    dict(fsdp=2, num_partitions=2, sequence_parallel=True, **_OVERLAP), model='t5', config=CHUNKS
-  ),
-  't5_ring': Case(dict(context=2, fsdp=2), model='t5'),
   't5_fsdp_by_layer': Case(dict(fsdp=4), model='t5', num_microbatches=2),
   't5_zero2_by_layer': Case(
-    dict(fsdp=2, zero_stage=2, num_partitions=2), model='tied_t5', config=CHUNKS, num_microbatches=2
+    dict(fsdp=2, zero_stage=2, num_partitions=2, **_OVERLAP),
+    model='tied_t5',
+    config=dict(remat_policy='offload', **CHUNKS),
+    num_microbatches=2,
   ),
-  't5_stage': Case(dict(stage=2, **_GPIPE), model='t5'),
   't5_fsdp_stage': Case(
     dict(stage=2, fsdp=4, **_GPIPE), model='tied_t5', config=CHUNKS, num_microbatches=2
   ),
@@ -265,36 +257,25 @@ CASES = {
     ),
     model='tied_t5',
   ),
-  # Combinations.
-  'fsdp_model_remat': Case(
+  'chunked_fsdp_model_remat': Case(
     dict(data=2, fsdp=2, num_partitions=2, sequence_parallel=True),
-    config=dict(remat_policy='full'),
+    config=dict(attention='chunked', remat_policy='full'),
     num_microbatches=2,
   ),
-  'fsdp_stage': Case(dict(stage=2, fsdp=4), config=dict(remat_policy='offload')),
   'data_stage_model': Case(
     dict(stage=2, num_partitions=2, sequence_parallel=True, **_OVERLAP),
     model='tied',
     config=dict(remat_policy='dots', **CHUNKS),
   ),
-  'context_model': Case(
-    dict(context=2, num_partitions=2, sequence_parallel=True), config=dict(remat_policy='offload')
-  ),
-  'fsdp_context': Case(dict(fsdp=2, context=2), config=dict(remat_policy='dots')),
   'fsdp_context_model': Case(
     dict(fsdp=2, context=2, num_partitions=2, sequence_parallel=True, **_OVERLAP),
     config=dict(remat_policy='offload', **CHUNKS),
   ),
   'fsdp_circular': Case(dict(stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2)),
-  'context_stage': Case(dict(context=2, stage=2, **_OVERLAP)),
   'expert_fsdp': Case(
     dict(data=1, expert=2, fsdp=4, **_OVERLAP), model='moe', config=dict(remat_policy='dots')
   ),
-  'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
-  'fsdp_by_layer_offload': Case(
-    dict(fsdp=4), config=dict(remat_policy='offload'), num_microbatches=2
-  ),
-  't5_fsdp_offload': Case(dict(fsdp=4), model='t5', config=dict(remat_policy='offload')),
+  'expert_model_by_layer': Case(dict(expert=2, num_partitions=2), model='moe', num_microbatches=2),
   'tokamax_fsdp_model_remat': Case(
     dict(data=2, fsdp=2, num_partitions=2), config=dict(attention='tokamax', remat_policy='full')
   ),
@@ -311,13 +292,9 @@ CASES = {
   'tokamax_classifier_model': Case(
     dict(fsdp=2, num_partitions=2), model='classifier', config=dict(attention='tokamax')
   ),
-  'chunked_fsdp_model': Case(
-    dict(data=2, fsdp=2, num_partitions=2), config=dict(attention='chunked', remat_policy='full')
-  ),
   'chunked_t5_model': Case(
     dict(fsdp=2, num_partitions=2), model='t5', config=dict(attention='chunked')
   ),
-  'expert_dots': Case(dict(expert=2, fsdp=2), model='moe', config=dict(remat_policy='dots')),
 }
 
 
