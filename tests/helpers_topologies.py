@@ -103,15 +103,8 @@ def data() -> SyntheticBatches:
 
 
 @functools.cache
-def train_step(name: str) -> Any:
-  """Returns the compiled step of a row of the table."""
-  p = program(name)
-  return p.train_step.lower(p.abstract_state, p.abstract_batch).compile(compiler_options=QUICK)
-
-
-@functools.cache
 def forward(name: str) -> Any:
-  """Returns a function of the loss alone; compiles in a fifth of the time of the step."""
+  """Returns a function of the loss; it compiles in a fifth of the time of a step."""
   p = program(name)
   return p.eval_step.lower(p.abstract_state.params, p.abstract_batch).compile(
     compiler_options=QUICK

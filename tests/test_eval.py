@@ -114,6 +114,7 @@ def test_every_evaluation_of_tasks_writes_the_texts_of_the_first_examples(projec
   assert all(r['score'] < 0 and r['target_score'] < 0 for r in found)
 
 
+@pytest.mark.slow
 def test_a_restart_evaluates_before_its_first_step_with_the_numbers_of_that_step(project, tmp_path):
   model_dir = tmp_path / 'model'
   shutil.copytree(project.model_dir, model_dir)

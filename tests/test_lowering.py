@@ -116,7 +116,7 @@ def lowered(model, layout):
 
 
 @pytest.mark.versions
-@pytest.mark.quick_cases('llama3_8b-fsdp-h100', 'mixtral_8x7b-fsdp-b200', 'mixtral_8x7b-ep-h100')
+@pytest.mark.quick_cases('mixtral_8x7b-fsdp-b200', 'mixtral_8x7b-ep-h100')
 @pytest.mark.parametrize(
   ('model', 'layout', 'name'),
   [

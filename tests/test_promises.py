@@ -13,7 +13,7 @@ DOCS = pathlib.Path(__file__).parents[1] / 'docs' / 'checkpoints.md'
 
 # File -> a test of it that `make test` runs.
 CHECKPOINTS = {
-  'checkpoint/test_any_to_any.py': 'test_every_layout_reads_bit_for_bit_what_another_wrote',
+  'checkpoint/test_any_to_any.py': 'test_layouts_of_every_axis_read_bit_for_bit_what_another_wrote',
   'checkpoint/test_checkpointer.py': (
     'test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used'
   ),

@@ -56,16 +56,10 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
   'parallel, processes, devices_of_each, macros',
   [
-    ('tp', 2, 2, {'NUM_PARTITIONS': 2}),
     ('fsdp', 4, 1, {}),
-    # Over processes of one host: legal.
-    ('tp', 4, 1, {'NUM_PARTITIONS': 4}),
+    ('tp', 2, 2, {'NUM_PARTITIONS': 4}),  # over processes of one host: legal
     ('cp', 2, 2, {'Partitioner.context': 4}),
-    ('pp', 4, 1, {'Partitioner.stage': 4}),
-    ('dp', 4, 1, {}),
-    ('cp', 4, 1, {'Partitioner.context': 4}),
-    ('tp_sp', 2, 2, {'NUM_PARTITIONS': 4}),
-    ('pp', 2, 2, {'Partitioner.stage': 2}),
+    ('pp', 2, 2, {'Partitioner.stage': 4}),
     ('3d', 2, 4, {}),
   ],
 )

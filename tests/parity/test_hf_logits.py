@@ -40,18 +40,6 @@ AUTO = {
   'classification': 'AutoModelForSequenceClassification',
   'mlm': 'AutoModelForMaskedLM',
 }
-LLAMAS = (
-  'llama',
-  'mistral',
-  'qwen2_windows',
-  'gemma3_text',
-  'smollm3_windows',
-  'olmo2',
-  'phi3',
-  'mixtral',
-  'qwen3_moe_windows',
-)
-SCALED = ('llama_yarn', 'smollm3_yarn', 'gemma3_yarn', 'phi3_longrope')
 LENGTH = 21  # longer than all windows
 
 
@@ -137,24 +125,32 @@ def their_logits(theirs, fields, batch):
     return theirs_of(theirs, **given).numpy()
 
 
-SLOW = {
-  'bert_relu',
-  't5_silu',
-  'mistral_without_windows',
-  'qwen2',
-  'gemma3_without_kinds',
-  'smollm3',
-  'olmo2_biased',
-  'phi3_windows',
-  'llama_yarn',
-  'gemma3_yarn',
-  'llama_dynamic',
-  'mixtral_windows',
-  'qwen3_moe',
+# Each family once, and each head.
+QUICK = {
+  't5_1_1',
+  'umt5',
+  'bert_classification',
+  'bert_multi_label',
+  'bert_regression',
+  'bert_tags',
+  'bert_embedding',
+  'bert_mlm',
+  'gpt2',
+  'llama',
+  'mistral',
+  'gemma2',
+  'gemma3_text',
+  'qwen2_windows',
+  'qwen3',
+  'smollm3_windows',
+  'olmo2',
+  'phi3_longrope',
+  'mixtral',
+  'qwen3_moe_windows',
 }
 
 
-@pytest.mark.parametrize('name', each(VARIANTS, quick=VARIANTS.keys() - SLOW))
+@pytest.mark.parametrize('name', each(VARIANTS, quick=QUICK))
 def test_logits_of_padded_rows_equal_hugging_face(name, converted):
   theirs, fields, params = converted(name)
   batch = conversion.random_batch(fields, seed=1)
@@ -226,40 +222,29 @@ def test_token_types_of_bert_are_used(converted):
   near(conversion.our_logits(fields, params, batch), their_logits(theirs, fields, batch))
 
 
+# Every objective, and one family for each option of a layer; logits are compared of all variants.
 @pytest.mark.quick_cases('phi3_longrope', 't5_1_1')
 @pytest.mark.parametrize(
   'name',
-  each(
-    [
-      'bert_classification',
-      'bert_multi_label',
-      'bert_regression',
-      'bert_tags',
-      'bert_mlm',
-      't5',
-      't5_1_1',
-      'mt5',
-      'umt5',
-      'gpt2',
-      'gemma2',
-      'qwen3',
-      *LLAMAS,
-      *SCALED,
-    ],
-    quick={
-      'bert_multi_label',
-      'bert_regression',
-      'bert_tags',
-      'bert_mlm',
-      't5_1_1',
-      'umt5',
-      'qwen2_windows',
-      'gemma3_text',
-      'olmo2',
-      'phi3_longrope',
-      'qwen3_moe_windows',
-    },
-  ),
+  [
+    'bert_classification',
+    'bert_multi_label',
+    'bert_regression',
+    'bert_tags',
+    'bert_mlm',
+    't5',
+    't5_1_1',
+    'umt5',
+    'gpt2',
+    'gemma2',
+    'qwen2_windows',
+    'gemma3_text',
+    'smollm3_windows',
+    'olmo2',
+    'phi3_longrope',
+    'mixtral',
+    'qwen3_moe_windows',
+  ],
 )
 def test_gradients_and_a_step_of_adamw_equal_hugging_face(name, converted, tmp_path):
   theirs, fields, params = converted(name)
