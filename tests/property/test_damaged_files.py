@@ -375,7 +375,7 @@ def t5x(folder: pathlib.Path) -> Target:
 
 
 TARGETS = (safetensors, t5x, checkpoints, local_checkpoints, prepared_rows, small_files)
-# Mutations of each in `make test`, and in `make test-all`: those of small files start a run each.
+# Mutations of each in `make test`, and in `make test-all`; small files take the longest.
 QUICK = 60
 MANY = dict.fromkeys(TARGETS, 1800) | {t5x: 700, small_files: 400, restored: 300}
 

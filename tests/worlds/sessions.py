@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers_train import HELD_DATA
 from tests.helpers_warm import WarmStart
-from tests.worlds.flows import FIRST, FLOWS, GIN, ROW_TOKENS, SAME_AS, Failed, Place
+from tests.worlds.flows import FIRST, FLOWS, GIN, ROW_TOKENS, RUN, SAME_AS, Failed, Place
 from tests.worlds.table import TEXTS, TOKENIZERS, WORLDS, World
 
 Row = tuple[World, ...]
@@ -69,7 +69,7 @@ class Session:
     return self._found[flow]
 
   def _has_run(self) -> bool:
-    return bool(self.place.trained or self._found.keys() & {'train', 'train_and_resume'})
+    return bool(self.place.trained or self._found.keys() & {'train', RUN})
 
   def counted(self) -> tuple[int, int]:
     """Returns how many rows and tokens the data have by the tokenizer's library, with ends."""
@@ -179,7 +179,7 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS = list(_rows())
-# Each row's flows; training is a part of train_and_resume.
+# Each row's flows; training is a part of kill_and_resume.
 CELLS = [flow for flow in (*SAME_AS, 'prepare') if flow != 'train']
 # The first rows have every world but some tokenizers.
 NUM_WITH_NEW = 1 + max(

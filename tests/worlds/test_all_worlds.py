@@ -8,7 +8,7 @@ from tests.worlds.table import WORLDS
 
 pytestmark = [pytest.mark.tf, pytest.mark.process, pytest.mark.slow]
 # What a tokenizer does not reach but by training.
-TRAINING = ('kill_and_resume', 'reshard', 'launch_two')
+TRAINING = ('reshard', 'launch_two')
 # The flows besides training that a world of this kind can reach.
 REACHED = {
   'path': ('evaluate', 'infer', 'convert_there_and_back', 'reshard', 'prepare'),

@@ -31,7 +31,7 @@ def test_a_world_is_refused_before_the_first_step(warm, world):
   session = Session(warm, (world,))
   place = session.place
   with pytest.raises(Failed) as e:
-    session.numbers('train' if place.between is None else 'train_and_resume')
+    session.numbers('train' if place.between is None else 'kill_and_resume')
   assert is_refusal(str(e.value), world.refused), str(e.value)
   if place.during is None:
     assert not re.search('step [0-9]+/', str(e.value))
