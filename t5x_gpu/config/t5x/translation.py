@@ -18,7 +18,6 @@ from t5x_gpu.config.t5x.translator import (
   ValueOutcome,
   canonical,
   spelled,
-  unknown,
 )
 from t5x_gpu.errors import ConfigError, Problem
 
@@ -214,7 +213,8 @@ def _refuse_forgotten(t: Translator) -> None:
   for b in t.files.final():
     name = f'{canonical(b.selector)}.{b.argument}'
     if b.argument and b.key in t.files.used and name not in seen:
-      t.outcomes.append(ValueOutcome(name, repr(b.value), b.origin, 'refused', note=unknown(name)))
+      note = t.unknown(name)
+      t.outcomes.append(ValueOutcome(name, repr(b.value), b.origin, 'refused', note=note))
 
 
 def _render(t: Translator, gin_files: Sequence[str]) -> tuple[str, dict[int, str]]:

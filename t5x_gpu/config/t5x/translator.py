@@ -8,6 +8,7 @@ from t5x_gpu.config import gin_text
 from t5x_gpu.config.gin_text import Macro, Reference
 from t5x_gpu.config.t5x import records
 from t5x_gpu.config.t5x.records import Record, Unset, Value
+from t5x_gpu.errors import did_you_mean
 
 Status = Literal['same', 'mapped', 'no effect', 'refused']
 # The alias of a module in the written file -> the module.
@@ -200,6 +201,13 @@ class Translator:
     """Returns whether a record of this name has been applied."""
     return any(applied == name for applied, _, _ in self._done)
 
+  def unknown(self, name: str) -> str:
+    """Returns why T5X's parameter `name`, which has no rule, is refused."""
+    owner, _, parameter = name.rpartition('.')
+    hint = did_you_mean(parameter, self._rules.get(owner, ()), limit=1)
+    reason = f'Nothing here corresponds to {name.removeprefix("__main__.")}.{hint}'
+    return _with_protocol(name, reason)
+
   def note(self, name: str, given: Value, status: Status, here: str, text: str = '') -> None:
     """Adds the outcome of a value without a rule."""
     value = spelled(given.value)
@@ -226,7 +234,7 @@ class Translator:
         self.outcomes.append(ValueOutcome(key, text, given.origin, status, here, note, numbers))
 
     if rule is None:
-      outcome('refused', unknown(name))
+      outcome('refused', self.unknown(name))
       return
     if rule.status == 'refused':
       outcome('refused', rule.note)
@@ -318,11 +326,6 @@ PROTOCOLS = {
   'docs/add_a_data_source.md.',
   'learning_rate_fn': 'A schedule is a function of the step: train.learning_rate.',
 }
-
-
-def unknown(name: str) -> str:
-  """Returns why T5X's parameter `name`, which has no rule, is refused."""
-  return _with_protocol(name, f'Nothing here corresponds to {name.removeprefix("__main__.")}.')
 
 
 def _with_protocol(name: str, reason: str) -> str:

@@ -366,6 +366,7 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
       STOP_EARLY + METRIC.format('loss') + 'trainer.EarlyStoppingAction.atol = 0.1\n',
       'sum over a batch',
     ),
+    ('adafactor.Adafactor.beta_1 = 0.9\n', "Did you mean 'beta1'?"),
     (SAMPLE + 'decoding.temperature_sample.temperature = %HOT\n', '--gin.HOT=VALUE'),
     (NUM_DECODES.replace('4', '%MANY'), '--gin.MANY=VALUE'),
   ],
