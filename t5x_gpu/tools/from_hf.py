@@ -156,13 +156,13 @@ class Method:
   b2: Optional[float] = None
 
 
-# Compared with the authors' repositories: the scripts finetune_with_accelerate and
-# dpo_train_with_accelerate of allenai/open-instruct, finetune_guanaco of artidoro/qlora, and
-# run_classifier of google-research/bert. The rate of Tulu 2's 70B is the paper's.
 _OWN = 'our choice'
+# finetune_with_accelerate.sh of allenai/open-instruct at 0770613; the rate of 70B is the paper's.
 _FULL = Method(2e-5, 128, 2, 0.03, 'Tulu 2 (Ivison et al. 2023)')
 _FULL_LARGE = dataclasses.replace(_FULL, learning_rate=1e-5, source=f'{_FULL.source}, 70B')
+# dpo_train_with_accelerate.sh of allenai/open-instruct at 1dbcb5c.
 _DPO = Method(5e-7, 32, 3, 0.1, 'DPO of Tulu 2 (Ivison et al. 2023)')
+# finetune_guanaco_7b.sh and finetune_guanaco_65b.sh of artidoro/qlora at 0b46ca8.
 _LORA = Method(
   2e-4,
   16,
@@ -193,6 +193,7 @@ _T5 = Method(
   optimizer='Adafactor',
   is_constant=True,
 )
+# run_classifier.py of google-research/bert, and the examples of its page.
 _BERT = Method(2e-5, 32, 3, 0.1, 'BERT (Devlin et al. 2019)', weight_decay=0.01, b2=0.999)
 # Rank and alpha of the adapters, and the kernels that have them, by whether the model has experts.
 _RANK, _ALPHA = 64, 16.0
