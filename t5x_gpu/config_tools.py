@@ -7,6 +7,7 @@ from gin files of T5X, and from a Hugging Face model.
 import argparse
 import dataclasses
 import importlib
+import re
 import sys
 from typing import Optional
 
@@ -14,7 +15,7 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.provenance import Provenance
 from t5x_gpu.config.t5x import translation
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, did_you_mean
 from t5x_gpu.storage.files import write_atomically
 from t5x_gpu.storage.user_paths import expanded_path
 
@@ -131,6 +132,14 @@ def _from_t5x(args: cli.Args) -> None:
     search_paths=args.gin_search_paths,
     script=translation.configured_script(files, search_paths=args.gin_search_paths) or 'train',
   )
+  if found.ours:
+    key = found.ours[0].partition('=')[0].strip()
+    macros = re.findall(r'^(\w+) =', found.text, re.MULTILINE)
+    raise ConfigError(
+      f'--gin.{found.ours[0]} names nothing of these files.{did_you_mean(key, macros)}',
+      fix='Correct the name. Give parameters of t5x_gpu to the command that runs the new file.',
+      docs='from_t5x.md',
+    )
   for line in translation.table(found.outcomes):
     print(line)
   if found.unused:

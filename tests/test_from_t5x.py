@@ -8,7 +8,9 @@ import tarfile
 import pytest
 
 from t5x_gpu import config_tools, eval, infer, train
+from t5x_gpu.errors import ConfigError
 from tests.helpers_train import compiled_kept_in, run_here
+from tests.messages import raises
 
 FILES = pathlib.Path(__file__).parent / 'config' / 't5x' / 'files'
 WRITTEN_BY_T5X = pathlib.Path(__file__).parent / 'parity/fixtures/t5x_encoder_decoder'
@@ -89,6 +91,13 @@ def test_translation_lists_every_value_and_writes_our_file(tmp_path, capsys):
   assert 'optimizers.Optax:' in output.read_text()
   result = run_here(lambda: config_tools.main(argv))
   assert result.code == 1 and 'exists' in result.err
+
+
+def test_a_value_that_names_nothing_of_the_files_is_an_error_of_the_translation(tmp_path):
+  argv = ['from_t5x', str(FILES / 'adamw_chain.gin'), SEARCH, f'--output={tmp_path / "ours.gin"}']
+  with raises(ConfigError):
+    config_tools.main([*argv, '--gin.TRAIN_STEP=5'])
+  assert not list(tmp_path.iterdir())
 
 
 def test_refused_values_are_an_error_of_both_commands(tmp_path):
