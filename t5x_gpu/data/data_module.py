@@ -210,6 +210,8 @@ class PromptText(Protocol):
     is_chat: whether the chat template writes the task's texts; by default False.
   Optional:
     records(files) -> the prompts of 'tfrecord:PATTERN#inputs=FEATURE,targets=FEATURE'.
+    chat_text(messages, continues=..., where=...) -> the text that `encode_chat` turns to ids; with
+      `continues`, up to the end of the last message, which begins the answer.
   """
 
   name: str

@@ -36,6 +36,7 @@ except ImportError:
   raise ImportError("lm_eval is not installed: pip install 't5x_gpu[harness]'") from None
 
 _error = functools.partial(ConfigError, docs='eval.md#lm-evaluation-harness')
+_MESSAGES = 'The messages of lm_eval'  # where they are from, for errors
 _DEFAULT_LENGTH = 2048  # of models without a limit, as in lm_eval
 _FLAGS = argparse.Namespace(
   **dict.fromkeys(('coordinator_address', 'process_count', 'process_index', 'split')),
@@ -104,6 +105,7 @@ class HarnessModel(LM):
 
   def _use(self, job: InferJob, *, has_inputs: bool, max_length: Optional[int]) -> None:
     self._job, self._text, self._has_inputs = job, job.text, has_inputs
+    self._is_chat, self._chat_ends = False, ()
     config, model = job.generator.config, job.generator.model
     self._has_encoder = reads_inputs(model)
     start, self._first = config.start_token, []
@@ -114,6 +116,46 @@ class HarnessModel(LM):
     network = config_of(model)
     limit = network.length_limit if network is not None else None
     self._max_length = int(max_length or limit or job.train_length or _DEFAULT_LENGTH)
+
+  def apply_chat_template(
+    self, chat_history: Sequence[Json], add_generation_prompt: bool = True
+  ) -> str:
+    """Returns the context of messages; without a generation prompt, the last one is its end."""
+    self._use_chat_template()
+    return self._text.chat_text(chat_history, continues=not add_generation_prompt, where=_MESSAGES)
+
+  def chat_template(self, chat_template: bool | str = False) -> str:
+    """Returns the template's text of a question, which lm_eval writes to its results."""
+    if isinstance(chat_template, str):
+      raise _error(
+        f'--apply_chat_template {chat_template}: a tokenizer has one template here.',
+        fix='Give --apply_chat_template alone.',
+      )
+    if not chat_template:
+      return ''
+    return self.apply_chat_template([{'role': 'user', 'content': '...'}])
+
+  @property
+  def tokenizer_name(self) -> str:
+    """Identifies the chat template in lm_eval's cache; asked for before contexts of messages."""
+    self._use_chat_template()
+    return self._text.name
+
+  def _use_chat_template(self) -> None:
+    """Contexts are the template's from here on: it writes their first token.
+
+    Raises:
+      UserError: the model reads inputs apart from its text, or its tokenizer has no template.
+    """
+    if self._is_chat:
+      return
+    if self._has_inputs or not hasattr(self._text, 'chat_text'):
+      raise _error(
+        'A chat template needs a decoder-only model of whole texts, and a Hugging Face tokenizer.',
+        fix='Leave out --apply_chat_template.',
+      )
+    self._chat_ends = tuple(self._text.chat_ends())
+    self._is_chat, self._first = True, []
 
   def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
     """Returns (log-probability of the continuation, whether it is greedy) for each request."""
@@ -231,7 +273,7 @@ class HarnessModel(LM):
     # A text that ends at one token need not be written to its longest.
     single = [ids[0] for end in ends if len(ids := self._plain(end)) == 1]
     single = [i for i in single if any(end in self._text.decode([i]) for end in ends)]
-    stops = tuple(dict.fromkeys([*config.stop_tokens, *single]))
+    stops = tuple(dict.fromkeys([*config.stop_tokens, *self._chat_ends, *single]))
     return ends, dataclasses.replace(config, stop_tokens=stops)
 
   def _cache(self, name: str, requests: Sequence[Instance], results: Sequence[object]) -> None:

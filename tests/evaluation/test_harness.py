@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, DataError
+from tests.helpers_chat import CHATML, talk, write_tokenizer
 from tests.helpers_train import TINY_GIN, compiled_kept_in
 from tests.messages import raises
 from tests.test_infer import write_run
@@ -19,23 +20,17 @@ pytestmark = pytest.mark.skipif(
 LENGTH = 12
 
 
-@pytest.fixture(scope='module')
-def made(tmp_path_factory):
-  """A model of bytes with random parameters, and (text) -> log-probabilities of its next bytes."""
+def made_of(folder, gin, **options):
+  """Returns a model of the harness with random parameters, and (ids) -> log-probabilities after."""
   from t5x_gpu.checkpoint.params_files import ParamsReader
   from t5x_gpu.evaluation.harness import HarnessModel
 
-  folder = tmp_path_factory.mktemp('harness') / 'run'
-  gin = f'{TINY_GIN}\nconfig.TransformerConfig.max_length = {LENGTH}\n'.replace(
-    "'targets': 32", f"'targets': {LENGTH}"
-  )
   model, _ = write_run(folder, gin)
   reader = ParamsReader(folder)
   flat = {name: reader.read_at(name, ()) for name in reader.shapes}
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
 
-  def next_bytes(text: str, *, starts: bool = True) -> np.ndarray:
-    ids = [0] * starts + [byte + 3 for byte in text.encode()]
+  def after(ids: list[int]) -> np.ndarray:
     row = np.array([ids], np.int32)
     ones = np.ones_like(row)
     batch = {
@@ -47,8 +42,23 @@ def made(tmp_path_factory):
     }
     return np.asarray(jax.nn.log_softmax(model.logits(params, batch)[0, -1]))
 
+  return HarnessModel(str(folder), batch_size=4, **options), after
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+  """A model of bytes with random parameters, and (text) -> log-probabilities of its next bytes."""
+  folder = tmp_path_factory.mktemp('harness') / 'run'
+  gin = f'{TINY_GIN}\nconfig.TransformerConfig.max_length = {LENGTH}\n'.replace(
+    "'targets': 32", f"'targets': {LENGTH}"
+  )
   with compiled_kept_in(folder / 'compiled'):
-    yield HarnessModel(str(folder), batch_size=4), next_bytes
+    lm, after = made_of(folder, gin)
+
+    def next_bytes(text: str, *, starts: bool = True) -> np.ndarray:
+      return after([0] * starts + [byte + 3 for byte in text.encode()])
+
+    yield lm, next_bytes
 
 
 def requests_of(kind, *arguments):
@@ -141,6 +151,40 @@ def test_a_text_ends_before_its_first_stop_and_unknown_settings_are_errors(made)
   for bad in ({'num_beams': 4}, {'max_gen_toks': LENGTH}):
     with raises(ConfigError):
       lm.generate_until(requests_of('generate_until', ('ab', bad)))
+
+
+@pytest.mark.tf
+def test_the_chat_template_writes_contexts_and_ends_answers(tmp_path):
+  from t5x_gpu.data.vocabularies.chat_template import ChatTemplate
+  from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+
+  folder = write_tokenizer(tmp_path / 'tokenizer', CHATML)
+  gin = TINY_GIN.replace('vocab_size = 264', 'vocab_size = 320')
+  gin = gin.replace("'targets': 32", "'targets': 64")
+  lm, after = made_of(tmp_path / 'run', gin, vocabulary=f'huggingface:{folder}')
+  vocabulary = HuggingFaceVocabulary(folder)
+  messages = talk('Name a river!', 'The Nile', 'And')[:3]
+  context = lm.apply_chat_template(messages)
+  assert context.endswith('And<|im_end|>\n<|im_start|>assistant\n')
+  [(score, _)] = lm.loglikelihood(requests_of('loglikelihood', (context, 'five')))
+  assert vocabulary.encode(context) == ChatTemplate(vocabulary).prompt(messages, where='here')
+  # Spaces at the end of a context belong to the continuation, and so does a line break.
+  before, whole = (vocabulary.encode(text) for text in (context.rstrip(), f'{context}five'))
+  total = sum(after(whole[:i])[whole[i]] for i in range(len(before), len(whole)))
+  assert whole[: len(before)] == before and score == pytest.approx(total, rel=1e-4)
+
+  started = [*messages, {'role': 'assistant', 'content': 'It is '}]
+  assert lm.apply_chat_template(started, add_generation_prompt=False) == f'{context}It is'
+  assert lm.tokenizer_name and lm.chat_template(True) and not lm.chat_template(False)
+  with raises(ConfigError):
+    lm.chat_template('rag')
+
+
+@pytest.mark.tf
+def test_a_model_of_bytes_has_no_chat_template(made):
+  lm, _ = made
+  with raises(DataError):
+    lm.apply_chat_template([{'role': 'user', 'content': 'ab'}])
 
 
 def test_lm_eval_evaluates_a_task_of_multiple_choice(made, tmp_path):

@@ -110,6 +110,9 @@ class TaskText:
     template = self._chat_template()
     return template.prompt(messages, tools=tools, where=where)
 
+  def chat_text(self, messages: Sequence[Json], *, continues: bool = False, where: str) -> str:
+    return self._chat_template().text(messages, continues=continues, where=where)
+
   def chat_ends(self) -> list[int]:
     end = self._chat_template().turn_end()
     return [] if end is None else [end]

@@ -76,8 +76,37 @@ class ChatTemplate:
     self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str
   ) -> list[int]:
     """Returns SeqIO's ids of `messages` and of the start of the assistant's answer."""
-    text = self._render(messages, tools, where=where, add_generation_prompt=True)
-    return self._vocabulary.encode(_unmarked(text)[0])
+    return self._vocabulary.encode(self.text(messages, tools=tools, where=where))
+
+  def text(
+    self,
+    messages: Sequence[Message],
+    *,
+    tools: Optional[list] = None,
+    where: str,
+    continues: bool = False,
+  ) -> str:
+    """Returns the text of `messages` and of the start of the assistant's answer.
+
+    Args:
+      messages, tools, where: as in `tokens`.
+      continues: the last message is the start of the answer: the text ends with its content.
+    Raises:
+      DataError: the template refuses the messages, or does not show the last one's content.
+    """
+    if not continues:
+      return _unmarked(self._render(messages, tools, where=where, add_generation_prompt=True))[0]
+    text = _unmarked(self._render(messages, tools, where=where))[0]
+    before, start, _ = text.rpartition(messages[-1]['content'].strip())
+    if not start:
+      raise DataError(
+        f'{where}: the chat template {str(self.file)!r} does not show the last message, which '
+        'begins the answer.',
+        fix='Use a prompt that does not begin the answer, or another template.',
+        parameters=_PARAMETERS,
+        docs='finetune.md#chat',
+      )
+    return before + start
 
   def tokens(
     self, messages: Sequence[Message], *, tools: Optional[list] = None, where: str, first: int = 0
