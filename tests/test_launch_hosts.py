@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -54,6 +55,8 @@ class Hosts:
       code = 99
       try:
         code = self._run(index, secret, facts)
+      except BaseException:
+        traceback.print_exc()
       finally:
         os._exit(code)
 
@@ -63,7 +66,7 @@ class Hosts:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (os.fdopen(n, 'w', buffering=1) for n in (1, 2))
-    generations.GRACE_SECONDS, generations.GROW_SECONDS = 1, 2
+    generations.GRACE_SECONDS, generations.GROW_SECONDS, generations.FIND_SECONDS = 1, 2, 1
     env = {
       **os.environ,
       'PYTHONPATH': str(REPOSITORY),
@@ -186,14 +189,15 @@ def test_a_stopped_host_is_left_out_and_ends_its_workers_once_it_continues(three
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(2)
 
 
-def test_a_host_that_comes_back_is_taken_in_without_a_failure(three):
+@pytest.mark.parametrize('lost', [0, 2])
+def test_a_host_that_comes_back_is_taken_in_without_a_failure(three, lost):
   for index in range(3):
     three.start(index)
-  three.kill_agent(2, *three.workers(1, 6)[4:])
+  three.kill_agent(lost, *three.workers(1, 6)[2 * lost : 2 * lost + 2])
   three.workers(2, 4)
-  three.start(2)
+  three.start(lost)
   three.workers(3, 6)
-  assert 'joins; the run continues on host 0' in three.output(2)
+  assert 'joins; the run continues on host 0' in three.output(lost)
   (three.folder / 'done').touch()
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
 

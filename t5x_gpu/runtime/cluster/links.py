@@ -203,7 +203,8 @@ class Links:
       # An end that was called stays silent until it knows the caller, which it may have to refuse.
       elif now > link.beat_at + BEAT_SECONDS and (link.is_caller or link.num_read):
         link.beat_at = now
-        self._send_text(link, '')
+        if not link.is_closing:
+          self._send_text(link, '')
     return events
 
   def _add(self, connection: socket.socket, *, is_caller: bool) -> _Link:
@@ -279,9 +280,8 @@ class Links:
     line = json.loads(data)
     if not link.theirs:
       link.theirs = str(line['challenge'])
-      waiting, link.waiting = link.waiting, []
-      for text in waiting:
-        self._send_text(link, text)
+      while link.waiting:  # a link that is closing ends with the last one
+        self._send_text(link, link.waiting.pop(0))
       return []
     if 'refused' in line:
       is_ours = line['run'] == self._run_id and link.is_caller and not link.num_read

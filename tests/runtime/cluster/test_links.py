@@ -1,0 +1,36 @@
+"""Links of agents: signed messages over TCP."""
+
+import socket
+import time
+
+from t5x_gpu.runtime.cluster import links
+from tests.helpers_train import DEADLINE_SECONDS
+
+
+def until(poll, kind) -> list[links.Event]:
+  """Polls until an event of `kind` comes; returns all events."""
+  events, deadline = [], time.monotonic() + DEADLINE_SECONDS
+  while not any(isinstance(event, kind) for event in events):
+    assert time.monotonic() < deadline, events
+    events += poll()
+  return events
+
+
+def test_a_link_that_is_closed_before_the_other_end_is_known_delivers_its_messages():
+  server, client = (links.Links('secret', run_id='run') for _ in range(2))
+  with socket.create_server(('127.0.0.1', 0)) as listening:
+    server.listen([listening])
+    client.connect(0, [f'127.0.0.1:{listening.getsockname()[1]}'])
+    opened = until(lambda: client.poll(0.01), links.Opened)[-1]
+    for number in range(3):
+      client.send(opened.link, {'number': number})
+    client.close(opened.link)
+
+    def both() -> list[links.Event]:
+      assert client.poll(0.01) == []
+      return server.poll(0.01)
+
+    events = until(both, links.Closed)
+    assert [event.message['number'] for event in events[:-1]] == [0, 1, 2]
+    client.leave()
+    server.leave()
