@@ -307,7 +307,16 @@ MEETING_POINTS = {
     'parameters.Dims',
     'parameters.Parameter',
     'parameters.Split',
-    'parameters.is_parameter',
+    'parameters.as_parameter',
+    'trees.DTypeLike',
+    'trees.Tree',
+  },
+  # A kind of parameter: kernels that are multiplied in blocks.
+  'layers.mxfp8': {
+    'axis_rules.varying',
+    'parameters.Parameter',
+    'parameters.Split',
+    'parameters.as_parameter',
     'trees.DTypeLike',
     'trees.Tree',
   },

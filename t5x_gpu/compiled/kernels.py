@@ -18,7 +18,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.model import Model, config_of, uses_fp8
 
 KERNEL_KINDS = {
-  'fp8_gemm': 'matrix product of eight-bit floats, by cuBLAS or Triton',
+  'fp8_gemm': 'matrix product of eight-bit floats, by cuBLAS, cuDNN or Triton',
   'gemm': 'matrix product of another type, by cuBLAS or Triton',
   'mosaic': 'Pallas kernel for Hopper or Blackwell (Mosaic)',
   'triton': 'Pallas kernel in Triton',
@@ -30,6 +30,7 @@ _TARGETS = (
   ('$mx', 'fp8_gemm'),
   ('__cublas$', 'gemm'),
   ('__cutlass', 'gemm'),
+  ('__cudnn$blockScaledDot', 'fp8_gemm'),
   ('mosaic_gpu', 'mosaic'),
   ('triton', 'triton'),
   ('__cudnn$', 'cudnn'),
@@ -159,20 +160,34 @@ def fp8_lines(step: Any, model: Model, mesh: jax.sharding.Mesh) -> list[str]:
   config = config_of(model)
   line = 'precision: fp8, emulated: this CPU rounds operands to 8 bits, which saves no time'
   if mesh.devices.flat[0].platform != 'cpu':
-    line = check_fp8_gemms(step.as_text())
+    line = check_fp8_gemms(step.as_text(), config.fp8_scaling)
   experts = f'; experts are in {config.compute_dtype.__name__}' if config.num_experts else ''
-  delayed = f'; scales from the last {config.fp8_history} steps'
-  return [line + experts + (delayed if config.fp8_scaling == 'delayed' else '')]
+  scales = {
+    'delayed': f'; scales from the last {config.fp8_history} steps',
+    'mxfp8': '; a scale for every 32 values',
+  }
+  return [line + experts + scales.get(config.fp8_scaling, '')]
 
 
-def check_fp8_gemms(hlo: str) -> str:
+def check_fp8_gemms(hlo: str, scaling: str = 'current') -> str:
   """Returns a log line with the number of FP8 matmuls in a program for a GPU.
 
+  Args:
+    hlo: `compiled.as_text()` of a program.
+    scaling: TransformerConfig.fp8_scaling.
   Raises:
     ModelError: there are none: the run would be as slow as without FP8, and less precise.
   """
   kernels = count_kernels(hlo)
   fp8, others = kernels['fp8_gemm'].runs, kernels['gemm'].runs
+  if not fp8 and scaling == 'mxfp8':
+    raise ModelError(
+      "TransformerConfig.fp8_scaling = 'mxfp8', but the XLA of jax "
+      f"{jax.__version__} multiplies none of the compiled step's {others} matmuls in MXFP8.",
+      fix="Set TransformerConfig.fp8_scaling = 'current', or install jax 0.10.2.",
+      parameters=('TransformerConfig.fp8_scaling',),
+      docs='precision.md#mxfp8',
+    )
   if not fp8:
     raise ModelError(
       f"PRECISION = 'fp8', but none of the {others} matmuls of the compiled step is in FP8.",

@@ -44,10 +44,22 @@ PRECISIONS: dict[str, Precision] = {
 IN_FLOAT32 = dict.fromkeys(('fp8', 'fp8_float32'), 'fp8_float32')
 
 
+# Why NVFP4 is refused (docs/decisions.md).
+WITHOUT_FP4 = (
+  "training with it needs stochastic rounding and Hadamard transforms, which JAX's matmuls lack; "
+  'the gradients of these are in bfloat16.'
+)
+
+
 def precision_hint(value: object) -> str:
   """Returns a list of precisions for users, and the precision that `value` probably means."""
   names = [name for name in PRECISIONS if name != 'fp8_float32']
-  is_8_bits = re.search(r'^f(p|loat)?_?8|e[45]m[23]', str(value).lower())
+  spelled = str(value).lower()
+  if 'fp4' in spelled:
+    return f'{", ".join(names)}. NVFP4 is not supported: {WITHOUT_FP4}'
+  if spelled.startswith('mx'):
+    return f"{', '.join(names)}. MXFP8 is 'fp8' with TransformerConfig.fp8_scaling = 'mxfp8'."
+  is_8_bits = re.search(r'^f(p|loat)?_?8|e[45]m[23]', spelled)
   return ', '.join(names) + '.' + did_you_mean('fp8' if is_8_bits else value, names)
 
 

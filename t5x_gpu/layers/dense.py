@@ -26,7 +26,7 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
     num_in: number of dimensions of `inputs`.
   """
   if is_quantized(kernel):
-    return fp8.contract(x, kernel, num_in)
+    return kernel.product(x, num_in)
   if x.dtype.itemsize >= kernel.dtype.itemsize:
     return jnp.tensordot(x, kernel, num_in)
   marks = [jax.typeof(array).manual_axis_type.varying for array in (x, kernel)]
@@ -78,7 +78,7 @@ def param_along(
 ) -> jax.Array:
   """Returns the float32 parameter `name` of a module, of `shape` or [copies, *shape].
 
-  Returns a `Quantized` kernel unchanged.
+  Returns a kernel in 8 bits unchanged.
 
   Args:
     module: the module that owns it, while it is called.
@@ -150,7 +150,7 @@ class Linear:
   """The arrays of a linear map.
 
   Attributes:
-    kernel: [inputs..., features...]; for a matmul of 8-bit operands, a `Quantized`.
+    kernel: [inputs..., features...]; for a matmul of 8-bit operands, a `LowPrecisionKernel`.
     bias: [features...], or None.
     factors: [inputs..., rank] and [rank, features...], whose product is added to the kernel without
       being formed (models/lora.py), or None.

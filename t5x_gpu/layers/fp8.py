@@ -14,6 +14,7 @@ steps (`Quantized.amax`). The largest values of this step are then returned as t
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning), sections 3 and 4.
 """
 
+import abc
 import dataclasses
 import enum
 import functools
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import varying
-from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, is_parameter
+from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, as_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
 
 # E4M3 (4 bits of exponent, 3 of mantissa) for operands of the forward pass, and E5M2 for gradients,
@@ -41,8 +42,40 @@ class Operand(enum.IntEnum):
   X, KERNEL, GRADIENT = range(3)
 
 
+class LowPrecisionKernel(abc.ABC):
+  """A kernel [inputs..., features...] whose matmuls multiply narrower numbers than their input."""
+
+  @property
+  @abc.abstractmethod
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the kernel."""
+
+  @abc.abstractmethod
+  def rearranged(
+    self, function: Callable[..., jax.Array], *others: 'LowPrecisionKernel'
+  ) -> 'LowPrecisionKernel':
+    """Returns `function(self, *others)`, which only rearranges values."""
+
+  @abc.abstractmethod
+  def operand(self, x: jax.Array) -> Any:
+    """Returns `x`, converted once for several matmuls with kernels like this one."""
+
+  @abc.abstractmethod
+  def product(self, x: Any, num_in: int) -> jax.Array:
+    """Returns the product of `contract`; `x` may come from `operand`."""
+
+  @abc.abstractmethod
+  def with_float32_gradient(self) -> 'LowPrecisionKernel':
+    """Returns the kernel with a float32 gradient, so that microbatches add up in float32."""
+
+  def astype(self, dtype: DTypeLike) -> 'LowPrecisionKernel':
+    """Returns itself: a product has the dtype of the other operand."""
+    del dtype
+    return self
+
+
 @flax.struct.dataclass
-class Quantized:
+class Quantized(LowPrecisionKernel):
   """An array whose value is `values * scale`.
 
   Attributes:
@@ -63,31 +96,36 @@ class Quantized:
   def shape(self) -> tuple[int, ...]:
     return self.values.shape
 
-  @property
-  def ndim(self) -> int:
-    return self.values.ndim
+  def rearranged(self, function: Callable[..., jax.Array], *others: 'Quantized') -> 'Quantized':
+    kernels = self, *others  # they share a scale
+    return self.replace(
+      values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
+    )
 
-  def astype(self, dtype: DTypeLike) -> 'Quantized':
-    """Returns itself: a product has the dtype of the other operand."""
-    del dtype
-    return self
+  def operand(self, x: Union[jax.Array, 'Quantized']) -> 'Quantized':
+    return x if isinstance(x, Quantized) else quantized(x, self.amax)
+
+  def product(self, x: Union[jax.Array, 'Quantized'], num_in: int) -> jax.Array:
+    x = self.operand(x)
+    product = _Product(num_in, x.port.dtype, self.port.dtype)
+    return _product(product, *_arrays(x), *_arrays(self), self.amax)
+
+  def with_float32_gradient(self) -> 'Quantized':
+    return self.replace(port=self.port.astype(jnp.float32))
 
 
-Kernel = Union[jax.Array, Quantized]
+Kernel = Union[jax.Array, LowPrecisionKernel]
 
 
 def is_quantized(x: object) -> bool:
-  """Returns whether `x` is a Quantized; an `is_leaf` for tree maps."""
-  return isinstance(x, Quantized)
+  """Returns whether `x` is a LowPrecisionKernel; an `is_leaf` for tree maps."""
+  return isinstance(x, LowPrecisionKernel)
 
 
 def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
   """Returns `function(*kernels)`, which only rearranges values; quantized kernels share a scale."""
-  if not is_quantized(kernels[0]):
-    return function(*kernels)
-  return kernels[0].replace(
-    values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
-  )
+  first, *others = kernels
+  return first.rearranged(function, *others) if is_quantized(first) else function(*kernels)
 
 
 def scale_of(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -135,17 +173,18 @@ def _at(amax: jax.Array, which: Operand, largest: jax.Array) -> jax.Array:
 
 def amaxes_of(tree: Tree) -> list[jax.Array]:
   """Returns the amaxes of a tree's kernels, without kernels that have none."""
-  kernels = [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
-  return [x.amax for x in kernels if x.amax is not None]
+  return [x.amax for x in jax.tree.leaves(tree, is_leaf=is_quantized) if _is_delayed(x)]
+
+
+def _is_delayed(x: object) -> bool:
+  return isinstance(x, Quantized) and x.amax is not None
 
 
 def with_amaxes(tree: Tree, amaxes: Sequence[jax.Array]) -> Tree:
   """Returns `tree` with the arrays of `amaxes_of` replaced by `amaxes`."""
   rest = iter(amaxes)
   return jax.tree.map(
-    lambda x: x.replace(amax=next(rest)) if is_quantized(x) and x.amax is not None else x,
-    tree,
-    is_leaf=is_quantized,
+    lambda x: x.replace(amax=next(rest)) if _is_delayed(x) else x, tree, is_leaf=is_quantized
   )
 
 
@@ -167,18 +206,9 @@ _copies.defvjp(
 )
 
 
-def contract(x: Union[jax.Array, Quantized], kernel: Quantized, num_in: int) -> jax.Array:
-  """Returns `x` times `kernel` in 8 bits, contracting the last `num_in` dimensions of `x`."""
-  x = operand(x, kernel)
-  product = _Product(num_in, x.port.dtype, kernel.port.dtype)
-  return _product(product, *_arrays(x), *_arrays(kernel), kernel.amax)
-
-
-def operand(x: Union[jax.Array, Quantized], kernel: Kernel) -> Union[jax.Array, Quantized]:
+def operand(x: jax.Array, kernel: Kernel) -> Union[jax.Array, Quantized]:
   """Returns `x`, converted once for several matmuls with kernels like `kernel`."""
-  if is_quantized(x) or not is_quantized(kernel):
-    return x
-  return quantized(x, kernel.amax)
+  return kernel.operand(x) if is_quantized(kernel) else x
 
 
 def _quantized(x: jax.Array, amax: Optional[jax.Array]) -> Quantized:
@@ -328,7 +358,7 @@ def in_8_bits(
     amaxes: [layers, Operand] of each kernel, for delayed scaling; kernels of a group have the same
       entry for the kernel.
   """
-  groups = [[p if is_parameter(p) else Split(p) for p in group] for group in groups]
+  groups = [[as_parameter(p) for p in group] for group in groups]
 
   def source(split: Split) -> jax.Array:
     x = varying(split.part if split.full is None else split.full, split.dims.sum_axes)

@@ -7,7 +7,7 @@ from typing import Optional
 from t5x_gpu.errors import ModelError, Problem, bad_setting, did_you_mean
 from t5x_gpu.layers.attention import BIASES, FEATURE_NORMS, AttentionConfig
 from t5x_gpu.layers.backends import choose
-from t5x_gpu.layers.config import NORMS, PRECISIONS, precision_hint
+from t5x_gpu.layers.config import NORMS, PRECISIONS, WITHOUT_FP4, precision_hint
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.moe import MoeConfig
 from t5x_gpu.layers.positions import RotaryEmbedding, bucket_problem
@@ -16,9 +16,17 @@ from t5x_gpu.models.remat import POLICIES
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 NORM_POSITIONS = ('pre', 'post', 'sandwich', 'output')
 # 'current': the scale of a tensor follows from its largest value. 'delayed': from the largest value
-# of earlier steps, which is known before the tensor is computed.
-SCALINGS = ('current', 'delayed')
+# of earlier steps, which is known before the tensor is computed. 'mxfp8': current, for 32 values.
+SCALINGS = ('current', 'delayed', 'mxfp8')
 REMAT_POLICIES = tuple(POLICIES)
+
+
+def _scaling_hint(value: object) -> str:
+  text = f'{", ".join(SCALINGS)}.'
+  if 'fp4' in str(value).lower():
+    return f'{text} NVFP4 is not supported: {WITHOUT_FP4}'
+  return text + did_you_mean(value, SCALINGS)
+
 
 DROPOUT_PLACES = (
   'embedding_dropout',
@@ -86,7 +94,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
       than 32 or they compute in FP8; 1 elsewhere. Parameters are always stacked [layers, ...].
 
     fp8_scaling: source of the scales of FP8 operands: 'current' values, or 'delayed': the largest
-      values of the last fp8_history steps, which are part of the state (docs/precision.md).
+      values of the last fp8_history steps, which are part of the state; or 'mxfp8': the current
+      ones of every 32 values, on Blackwell (docs/precision.md).
     fp8_history: number of steps; with more steps, an outlier affects the scales for longer.
     fp8_margin: with 'delayed', scales leave room for values 2^fp8_margin times as large.
     fp8_logits: whether the loss, too, multiplies 8-bit operands if `dtype` is 'fp8'.
@@ -234,7 +243,7 @@ class TransformerConfig(AttentionConfig, MoeConfig):
 
   def _bad_choices(self) -> Iterator[Problem]:
     """Yields problems with unknown names."""
-    hints = {'dtype': precision_hint, 'attention': choose.hint}
+    hints = {'dtype': precision_hint, 'fp8_scaling': _scaling_hint, 'attention': choose.hint}
     for parameter, allowed in (
       ('relative_bias', RELATIVE_BIAS),
       ('remat_policy', REMAT_POLICIES),
@@ -299,8 +308,8 @@ class TransformerConfig(AttentionConfig, MoeConfig):
         continue
       if not fp8:
         used, value, needed = 'dtype', self.dtype, 'fp8'
-      elif field.name in ('fp8_history', 'fp8_margin') and self.fp8_scaling == 'current':
-        used, value, needed = 'fp8_scaling', 'current', 'delayed'
+      elif field.name in ('fp8_history', 'fp8_margin') and self.fp8_scaling != 'delayed':
+        used, value, needed = 'fp8_scaling', self.fp8_scaling, 'delayed'
       else:
         continue
       yield bad_setting(

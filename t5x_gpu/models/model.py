@@ -359,8 +359,13 @@ def config_of(model: Model) -> Optional[TransformerConfig]:
 
 def uses_fp8(model: Model) -> bool:
   """Returns whether the matmuls of the layers are in FP8; False without a TransformerConfig."""
+  return fp8_scaling_of(model) is not None
+
+
+def fp8_scaling_of(model: Model) -> Optional[str]:
+  """Returns the scaling of FP8 operands; None for a model that does not multiply in FP8."""
   config = config_of(model)
-  return config is not None and config.fp8
+  return config.fp8_scaling if config is not None and config.fp8 else None
 
 
 def compute_dtype(model: Model) -> DTypeLike:

@@ -1,11 +1,12 @@
-"""FP8: the kernels of a stack that are multiplied in 8 bits, and the GPUs that can."""
+"""FP8: the kernels of a stack that are multiplied in 8 bits, and the devices that can."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Optional, TypeVar
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers import fp8
+from t5x_gpu.layers.mxfp8 import in_mxfp8
 from t5x_gpu.partitioning.layer_stacks import Params
 from t5x_gpu.runtime.topology import Device
 
@@ -21,21 +22,25 @@ LEAVES = ('kernel', AMAX)
 _OTHERS = ('moe',)
 
 
-def in_8_bits(layers: Params) -> Params:
-  """Returns stacked parameters of layers with `KERNELS` as `fp8.InEightBits`.
+def in_8_bits(layers: Params, scaling: str) -> Params:
+  """Returns stacked parameters of layers with `KERNELS` as `fp8.InEightBits` or `mxfp8.InBlocks`.
 
   Call it before the loop over the layers, with parameters that are not yet gathered. The scales of
   all kernels then cost one collective per step.
 
   Args:
     layers: parameters [layers, ...] by block, in the region of a step.
+    scaling: TransformerConfig.fp8_scaling; a delayed one without `AMAX` is current.
   """
   groups: list[list[Params]] = []
   _on_groups(layers, lambda group: groups.append(group) or group)
   if not groups or fp8.is_quantized(groups[0][0]['kernel']):
     return layers
   kernels, amaxes = ([[p.get(name) for p in group] for group in groups] for name in LEAVES)
-  done = iter(fp8.in_8_bits(kernels, None if amaxes[0][0] is None else amaxes))
+  if scaling == 'mxfp8':
+    done = iter(in_mxfp8(kernels))
+  else:
+    done = iter(fp8.in_8_bits(kernels, None if amaxes[0][0] is None else amaxes))
 
   def converted(group: list[Params]) -> list[Params]:
     others = [{name: x for name, x in p.items() if name not in LEAVES} for p in group]
@@ -80,27 +85,56 @@ def _on_groups(params: Params, function: Callable[[list[Params]], list[Params]])
   return result
 
 
-# Minimum compute capability of NVIDIA GPUs that multiply FP8.
+# Minimum compute capability of NVIDIA GPUs that multiply FP8, and MXFP8.
 FP8_CAPABILITY = 8.9
+MXFP8_CAPABILITY = 10.0
 
 
-def check_devices(fp8: bool, devices: Sequence[Device]) -> None:
-  """Raises ModelError if a model in FP8 has a GPU that cannot multiply 8-bit operands.
+def check_devices(scaling: Optional[str], devices: Sequence[Device]) -> None:
+  """Raises ModelError if a model in FP8 has a GPU that cannot multiply its operands.
 
   Args:
-    fp8: whether the model's matmuls are in FP8.
+    scaling: `fp8_scaling_of(model)`.
     devices: devices of the mesh, or GpuTargets. Devices without a `compute_capability` pass, such
       as CPUs, which emulate FP8.
   """
   capabilities = {
     (d.device_kind, d.compute_capability) for d in devices if getattr(d, 'compute_capability', None)
   }
-  lacking = [kind for kind, c in sorted(capabilities) if float(c) < FP8_CAPABILITY]
-  if fp8 and lacking:
+
+  def below(least: float) -> str:
+    return ' and '.join(kind for kind, c in sorted(capabilities) if float(c) < least)
+
+  if scaling is not None and below(FP8_CAPABILITY):
     raise ModelError(
-      f"PRECISION = 'fp8', and {' and '.join(lacking)} cannot multiply FP8: that takes compute "
+      f"PRECISION = 'fp8', and {below(FP8_CAPABILITY)} cannot multiply FP8: that takes compute "
       f'capability {FP8_CAPABILITY} (L4, L40S, RTX 4090), 9.0 (H100, H200) or later (B200, GB200).',
       fix="Set PRECISION = 'bfloat16', or run on one of these GPUs.",
       parameters=('TransformerConfig.dtype',),
       docs='precision.md#fp8',
+    )
+  if scaling == 'mxfp8' and below(MXFP8_CAPABILITY):
+    raise ModelError(
+      f"TransformerConfig.fp8_scaling = 'mxfp8', and {below(MXFP8_CAPABILITY)} cannot multiply "
+      f'MXFP8: that takes compute capability {MXFP8_CAPABILITY} (B200, GB200) or later.',
+      fix="Set TransformerConfig.fp8_scaling = 'current', or run on one of these GPUs.",
+      parameters=('TransformerConfig.fp8_scaling',),
+      docs='precision.md#mxfp8',
+    )
+
+
+def check_mesh(scaling: Optional[str], num_partitions: int) -> None:
+  """Raises ModelError if `model` splits kernels in MXFP8.
+
+  Args:
+    scaling: `fp8_scaling_of(model)`.
+    num_partitions: size of `model`.
+  """
+  if scaling == 'mxfp8' and num_partitions > 1:
+    raise ModelError(
+      f"TransformerConfig.fp8_scaling = 'mxfp8' with NUM_PARTITIONS = {num_partitions}: XLA cannot "
+      'split its matmuls over `model`.',
+      fix="Set NUM_PARTITIONS = 1 and use fsdp, or TransformerConfig.fp8_scaling = 'current'.",
+      parameters=('TransformerConfig.fp8_scaling', 'Partitioner.num_partitions'),
+      docs='precision.md#mxfp8',
     )

@@ -336,7 +336,7 @@ def scan_layers(
 
   return over_layers(
     one,
-    in_8_bits(params) if config.fp8 and caches is None else params,
+    in_8_bits(params, config.fp8_scaling) if config.fp8 and caches is None else params,
     (x, caches, charges),
     (shared, dropout_rng),
     dtype=config.compute_dtype,

@@ -18,7 +18,7 @@ gradients of earlier microbatches.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, Union
 
 import flax.struct
 import jax
@@ -32,7 +32,7 @@ from t5x_gpu.partitioning.trees import DTypeLike, Index, Params, Tree
 
 
 def whole(params: Params, dtype: DTypeLike, *, wide: bool = False) -> Params:
-  """Returns parameters as layers use them: arrays, or for matmuls in 8 bits `fp8.Quantized`.
+  """Returns parameters as layers use them: arrays, or kernels in 8 bits (layers/fp8.py).
 
   Models call it as late as possible: `over_layers` does, once per layer; models do for parameters
   outside of layers. Plain arrays, as on one device, are unchanged.
@@ -47,7 +47,7 @@ def whole(params: Params, dtype: DTypeLike, *, wide: bool = False) -> Params:
   )
 
 
-# A whole parameter: an array, or `fp8.Quantized`.
+# A whole parameter: an array, or `fp8.LowPrecisionKernel`.
 Weights = Any
 
 
@@ -248,6 +248,11 @@ class Split(Parameter):
   def is_gathered(self) -> bool:
     """Whether using the parameter takes an all-gather."""
     return self.full is None and self.dims.fsdp is not None
+
+
+def as_parameter(x: Union[jax.Array, Parameter]) -> Parameter:
+  """Returns `x`, or an array as a parameter that is whole on every device."""
+  return x if is_parameter(x) else Split(x)
 
 
 def _make_whole(

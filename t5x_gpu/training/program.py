@@ -13,8 +13,8 @@ import jax
 
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.models.model import DeviceBatch, Model, check_model, config_of, uses_fp8
-from t5x_gpu.models.precision import check_devices
+from t5x_gpu.models.model import DeviceBatch, Model, check_model, config_of, fp8_scaling_of
+from t5x_gpu.models.precision import check_devices, check_mesh
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import Table, split_names
 from t5x_gpu.partitioning.layout import Layout, OnMesh
@@ -196,13 +196,14 @@ def build_program(
   model, dataset = config.model, dataset or config.train_dataset_cfg
   check_model(model)
   check_optimizer(config.optimizer)
-  check_devices(uses_fp8(model), devices)
+  check_devices(fp8_scaling_of(model), devices)
   spec = model.batch_spec(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
   )
   check_microbatches(dataset.batch_size, config.num_microbatches)
   check_normalizer(config, spec)
   layout = _lay_out(config, spec, topology, devices)
+  check_mesh(fp8_scaling_of(model), layout.mesh.shape['model'])
   region = layout.region
   context = region.rules.context_method if 'context' in region.axes else None
   check_attention(config_of(model), devices[0], context=context)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.fp8 import Operand
-from t5x_gpu.models.model import Model, config_of
+from t5x_gpu.models.model import Model, config_of, fp8_scaling_of
 from t5x_gpu.models.precision import amaxes_like
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames
@@ -92,8 +92,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
   Raises:
     ModelError: `region`, the step's region, is a pipeline.
   """
-  config = config_of(model)
-  if config is None or not config.fp8 or config.fp8_scaling != 'delayed':
+  if fp8_scaling_of(model) != 'delayed':
     return None
   if region is not None and region.pipeline is not None:
     raise ModelError(
@@ -103,6 +102,7 @@ def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8His
       parameters=('TransformerConfig.fp8_scaling', 'Partitioner.stage'),
       docs='precision.md#delayed-scaling',
     )
+  config = config_of(model)
   return Fp8History(config.fp8_history, config.fp8_margin, tuple(model.stacks))
 
 

@@ -25,7 +25,7 @@ from t5x_gpu.errors import ConfigError, ModelError, did_you_mean
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.fp8 import is_quantized
 from t5x_gpu.models.losses import Sums, averaged_per_sequence, checked_sums
-from t5x_gpu.models.model import PIECES, Model, compute_dtype, is_layered, uses_fp8
+from t5x_gpu.models.model import PIECES, Model, compute_dtype, fp8_scaling_of, is_layered
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.partitioning import pipeline as pipeline_lib
 from t5x_gpu.partitioning.layer_stacks import (
@@ -429,8 +429,9 @@ def breadth_first_loss(
   for stack in stacks:
     body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
     layers, count = layers_of(params, stack), num_layers(params, stack)
-    if uses_fp8(model):
-      layers = in_8_bits(layers)
+    scaling = fp8_scaling_of(model)
+    if scaling is not None:
+      layers = in_8_bits(layers, scaling)
     part, _ = jax.lax.scan(body, member_of(x, stacks, stack), (layers, jnp.arange(count)))
     x = with_member(x, stacks, stack, part)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
@@ -438,9 +439,7 @@ def breadth_first_loss(
 
 
 def _in_float32(x: Tree) -> Tree:
-  if is_quantized(x):
-    return x.replace(port=x.port.astype(jnp.float32))
-  return x.astype(jnp.float32)
+  return x.with_float32_gradient() if is_quantized(x) else x.astype(jnp.float32)
 
 
 def _pass_in_pipeline(

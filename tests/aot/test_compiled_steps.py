@@ -116,6 +116,25 @@ def test_a_step_needs_calls_and_sends_what_was_recorded(case, request):
   assert problems(now, before[case.name]) == []
 
 
+@pytest.mark.skipif(jax.__version__ != OLDEST, reason='later ones multiply bfloat16: precision.md')
+@pytest.mark.parametrize('gpus', [1, 8])
+def test_every_matmul_of_mxfp8_is_a_kernel_for_blackwell(gpus):
+  layers = 2
+  step = Case(
+    model='decoder_base',
+    layout='fsdp',
+    batch=(8 * gpus, 512),
+    gpu='b200',
+    gpus_per_host=gpus,
+    bindings=(
+      *("PRECISION = 'fp8'", "TransformerConfig.fp8_scaling = 'mxfp8'"),
+      f'TransformerConfig.num_layers = {layers}',
+    ),
+  ).compiled()
+  # Queries, keys, values, the projection back, and three of the MLP; forward and both gradients.
+  assert step.kernels['fp8_gemm'].runs == 7 * 3 * layers
+
+
 def test_a_step_that_xla_cannot_compile_is_an_error_for_users():
   if jax.__version__ != OLDEST:
     pytest.skip('another XLA may tile it')

@@ -1,6 +1,7 @@
 """A step in FP8 without an FP8 GEMM is an error, not a slow run."""
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -42,6 +43,15 @@ def test_a_step_without_fp8_is_an_error():
     check_fp8_gemms(STEP.replace('OPERAND', 'bf16'))
 
 
+def test_kernels_of_mxfp8_are_counted_and_a_jax_without_them_is_named(monkeypatch):
+  call = 'custom-call(%parameter_0, %parameter_1), custom_call_target="__cudnn$blockScaledDot"'
+  blocks = re.sub(r' dot\(.*', f' {call}', STEP.replace('OPERAND', 'f8e4m3fn'))
+  assert check_fp8_gemms(blocks, 'mxfp8').endswith('1 of 1 matmuls of a step')
+  monkeypatch.setattr(jax, '__version__', '0.12.0')
+  with raises(ModelError):
+    check_fp8_gemms(STEP.replace('OPERAND', 'bf16'), 'mxfp8')
+
+
 def test_the_line_names_emulated_products_and_those_not_in_fp8():
   config = TransformerConfig(
     vocab_size=32,
@@ -59,6 +69,8 @@ def test_the_line_names_emulated_products_and_those_not_in_fp8():
   [line] = fp8_lines(None, DecoderOnlyModel(config), mesh)
   for text in ('emulated', 'experts are in bfloat16', 'scales from the last 16 steps'):
     assert text in line
+  blocks = dataclasses.replace(config, fp8_scaling='mxfp8', fp8_history=1024)
+  assert 'every 32 values' in fp8_lines(None, DecoderOnlyModel(blocks), mesh)[0]
   config = dataclasses.replace(config, dtype='bfloat16', fp8_scaling='current', fp8_history=1024)
   assert fp8_lines(None, DecoderOnlyModel(config), mesh) == []
 

@@ -119,6 +119,26 @@ def test_settings_of_fp8_without_effect_are_refused(change):
   dataclasses.replace(CONFIG, **{'fp8_scaling': 'delayed', **change})
 
 
+def test_every_matmul_of_a_layer_multiplies_blocks():
+  # Simulated devices multiply float32. A product converts its operands: 32 values have a scale.
+  p = program(dataclasses.replace(CONFIG, fp8_scaling='mxfp8'))
+  lowered = p.train_step.lower(p.abstract_state, p.abstract_batch).as_text()
+  assert len(re.findall(r'-> tensor<\d+x\d+x32xf8E4M3FN>', lowered)) == 7 * 3 * 2
+
+
+def test_model_does_not_split_blocks():
+  with raises(ModelError):
+    program(dataclasses.replace(CONFIG, fp8_scaling='mxfp8'), num_devices=2, num_partitions=2)
+
+
+@pytest.mark.parametrize(
+  'change', [{'fp8_scaling': 'nvfp4'}, {'dtype': 'nvfp4'}, {'dtype': 'mxfp8'}]
+)
+def test_other_block_formats_name_the_reason_or_the_setting(change):
+  with raises(ModelError):
+    dataclasses.replace(CONFIG, **change)
+
+
 def test_gpus_without_fp8_are_refused_with_those_that_have_it():
   def gpus(**kinds):
     return [
@@ -130,7 +150,11 @@ def test_gpus_without_fp8_are_refused_with_those_that_have_it():
 
   a100 = gpus(NVIDIA_A100='8.0', NVIDIA_H100='9.0')
   with raises(ModelError):
-    precision.check_devices(True, a100)
-  precision.check_devices(False, a100)
-  precision.check_devices(True, gpus(NVIDIA_H100='9.0', NVIDIA_L40S='8.9', NVIDIA_B200='10.0'))
-  precision.check_devices(True, jax.devices())
+    precision.check_devices('current', a100)
+  precision.check_devices(None, a100)
+  h100 = gpus(NVIDIA_H100='9.0', NVIDIA_L40S='8.9', NVIDIA_B200='10.0')
+  precision.check_devices('delayed', h100)
+  with raises(ModelError):
+    precision.check_devices('mxfp8', h100)
+  precision.check_devices('mxfp8', gpus(NVIDIA_B200='10.0', NVIDIA_GeForce_RTX_5090='12.0'))
+  precision.check_devices('mxfp8', jax.devices())

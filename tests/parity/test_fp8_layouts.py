@@ -1,11 +1,12 @@
 """Layouts train in FP8 as one device does, with float32 around the FP8 matmuls.
 
 A scale is a power of two, so a device that knows only its own rows rounds as one device that has
-all of them; gradients then agree to MESH_GRADIENT. On another CPU, a sum in another order may move
-a value to the next 8-bit number, which later matmuls amplify for that token. The band is half of
-what the rounding of one product does to its gradient (tests/layers/test_fp8.py). A batch with a
-value on the edge between two 8-bit numbers may exceed it; another batch then decides: its values
-are other ones, and a mistake in a layout is in every batch.
+all of them, and blocks of MXFP8 may have other rows; gradients then agree to MESH_GRADIENT. On
+another CPU, a sum in another order may move a value to the next 8-bit number, which later matmuls
+amplify for that token. The band is half of what the rounding of one product does to its gradient
+(tests/layers/test_fp8.py). A batch with a value on the edge between two 8-bit numbers may exceed
+it; another batch then decides: its values are other ones, and a mistake in a layout is in every
+batch.
 """
 
 import dataclasses
@@ -84,6 +85,19 @@ def build(case: Case, num_devices: int, **change):
   )
 
 
+# In MXFP8: each way to gather kernels and to add up gradients. `model` does not split it.
+MXFP8_NAMES = (
+  'fsdp',
+  'dp_overlap_2_microbatches',
+  'zero2_overlap',
+  'fsdp_by_microbatch',
+  'cp_ring',
+  'pp_1f1b',
+  'pp_zero1_overlap',
+  't5_fsdp_by_layer',
+)
+
+
 def first_step(program, with_params=lambda params: params):
   """Returns number of a batch -> (loss, path -> gradient) of the first step.
 
@@ -156,9 +170,13 @@ def differences(got, want):
   }
 
 
-@pytest.mark.parametrize(
-  'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+def cases(names):
+  return pytest.mark.parametrize(
+    'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+  )
+
+
+@cases(NAMES)
 def test_first_step_in_fp8_equals_one_device(name):
   case = CASES[name]
   change = dict(num_layers=2, dropout_rate=0.0) if name in FAST else dict(num_layers=4)
@@ -167,7 +185,19 @@ def test_first_step_in_fp8_equals_one_device(name):
     reference = one_device_with_copies(case.model, **change)
   else:
     reference = one_device(case.model, **change)
-  layout = first_step(build(case, 8, **change))
+  assert_equal_in_a_batch(reference, first_step(build(case, 8, **change)))
+
+
+@cases(MXFP8_NAMES)
+def test_first_step_in_mxfp8_equals_one_device(name):
+  case = CASES[name]
+  change = dict(num_layers=2 if name in FAST else 4, dropout_rate=0.0, fp8_scaling='mxfp8')
+  reference = one_device(case.model, **change)
+  assert_equal_in_a_batch(reference, first_step(build(case, 8, **change)))
+
+
+def assert_equal_in_a_batch(reference, layout):
+  """Asserts that a batch has equal losses and gradients; arguments are results of `first_step`."""
   for number in range(BATCHES):
     (want_loss, want), (loss, grads) = reference(number), layout(number)
     np.testing.assert_allclose(loss, want_loss, rtol=FP8_GRADIENT)

@@ -137,7 +137,7 @@ CHOICES = {
   'loss_chunks': st.sampled_from((None, 0, 3, 64)),
   'scan_unroll': st.sampled_from((1, 5)),
   'dtype': st.sampled_from(('float32', 'bfloat16', 'fp8')),
-  'fp8_scaling': st.sampled_from(('current', 'current', 'delayed')),
+  'fp8_scaling': st.sampled_from(('current', 'current', 'delayed', 'mxfp8')),
   'fp8_logits': st.booleans(),
   'remat_policy': st.sampled_from(('none', 'full', 'dots')),
 }

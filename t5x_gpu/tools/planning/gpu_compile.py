@@ -30,7 +30,7 @@ from t5x_gpu.compiled.kernels import (
   workspace_bytes,
 )
 from t5x_gpu.compiled.traffic import KernelTraffic, Traffic, kernel_traffic, traffic
-from t5x_gpu.models.model import uses_fp8
+from t5x_gpu.models.model import fp8_scaling_of
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.runtime.xla import flags
 from t5x_gpu.runtime.xla.presets import Value
@@ -196,8 +196,8 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
     MeshError, ConfigError, ShapeError, ModelError: as `build_program` and `compile_errors`; for a
       model in FP8 also if the GPU has no FP8, or the step has no FP8 matmul.
   """
-  fp8 = uses_fp8(config.model)
-  check_devices(fp8, [gpus.target])
+  scaling = fp8_scaling_of(config.model)
+  check_devices(scaling, [gpus.target])
   with gpu_targets.kernels_for(gpus.target), _preset(config.xla_preset, gpus) as preset:
     program = build_program(config, topology=gpus.topology, devices=list(gpus.devices))
     options = compile_options(program, preset) or {}
@@ -209,8 +209,8 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
       compiled = lowered.compile(compiler_options=options or None)
     compiled_at = time.monotonic()
   hlo = compiled.as_text()
-  if fp8:
-    check_fp8_gemms(hlo)
+  if scaling is not None:
+    check_fp8_gemms(hlo, scaling)
   return CompiledStep(
     program=program,
     gpus=gpus,

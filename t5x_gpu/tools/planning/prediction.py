@@ -30,7 +30,7 @@ from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
 from t5x_gpu.layers.backends.choose import Choice
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
-from t5x_gpu.models.model import Model, config_of, uses_fp8
+from t5x_gpu.models.model import Model, config_of, fp8_scaling_of
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 from t5x_gpu.runtime.main_log import silent
@@ -318,7 +318,7 @@ class Planner:
       MeshError, ConfigError, ShapeError, ModelError: sizes that contradict each other, or a model
         in FP8 for a GPU without it (simulated devices emulate it).
     """
-    check_devices(uses_fp8(config.model), [self.gpu])
+    check_devices(fp8_scaling_of(config.model), [self.gpu])
     devices = list(self.devices[: topology.num_devices])
     return build_program(config, topology=topology, devices=devices)
 

@@ -185,7 +185,8 @@ def _of_rows(shape: StepShape, fsdp: int, trained: bool) -> dict[str, float]:
 def _in_8_bits(p: ArrayLayout, shape: StepShape) -> int:
   """Returns the bytes in which an element of a parameter is gathered."""
   parts = p.name.split('/')
-  in_8_bits = shape.config is not None and shape.config.fp8 and 'moe' not in parts
+  c = shape.config
+  in_8_bits = c is not None and c.fp8 and c.fp8_scaling != 'mxfp8' and 'moe' not in parts
   if in_8_bits and parts[-1] == 'kernel' and parts[-2] in _KERNELS_IN_8_BITS:
     return 1
   return shape.item_bytes
