@@ -99,7 +99,7 @@ def test_agents_start_a_killed_process_again_inside_the_job(slurm, tmp_path, alo
   while 'step 4/20' not in output(project, job):
     assert time.monotonic() < deadline, output(project, job)
     time.sleep(0.02)
-  pids = subprocess.check_output(['pgrep', '-f', f'-m t5x_gpu.train.*{tmp_path}'], text=True)
+  pids = subprocess.check_output(['pgrep', '-f', f't5x_gpu[.]train .*{tmp_path}'], text=True)
   os.kill(int(pids.split()[-1]), signal.SIGKILL)
   ended = slurm.wait(job, seconds=RUN_SECONDS)
   text = output(project, job)
