@@ -274,17 +274,17 @@ class SeqioBatches:
     Raises:
       DataError: the state is not of this module, or the data differ; the message lists differences.
     """
-    if state == self._first_state:  # already there; a new pipeline takes a second to build
+    if state == self._first_state:  # already there
       return
     header, position, tail = _parse_state(state)
     now = json.loads(json.dumps(self._fingerprint))
     check_same_data(header['data'], now, by_hash=self._sources_by_hash)
-    self._start()
     taken = header['batches_taken']
+    if not position:
+      self._start()
+      self._read_again(taken)
+      return
     try:
-      if not position:
-        self._read_again(taken)
-        return
       if header['tensorflow'] != tf.__version__:
         raise ValueError(f'written by TensorFlow {header["tensorflow"]}, this is {tf.__version__}')
       if header.get('pipeline', 1) != self._pipeline:
@@ -292,13 +292,28 @@ class SeqioBatches:
           'written by a version of t5x_gpu that read these tokens in another way, so its buffers '
           'cannot be continued'
         )
-      _from_bytes(position, self._iterator)
-      self._batches_taken = taken
+      self._move(position)
+      self._batches_taken, self._first_state = taken, None
       self._pending = self._read_pending(tail) if header['has_pending'] else None
     except ValueError as e:
       log.warning('data state: %s; reading %d batches again to get to the same place', e, taken)
       self._start()
       self._read_again(taken)
+
+  def _move(self, position: bytes) -> None:
+    """Moves the iterator; a new dataset takes a second to build, so it is built only if needed.
+
+    TensorFlow cannot move an iterator that has filled `Dataset.cache` to a position before its end.
+
+    Raises:
+      ValueError: the position cannot be read for this dataset.
+    """
+    with contextlib.suppress(ValueError):
+      if self._iterator is not None:
+        _from_bytes(position, self._iterator)
+        return
+    self._start()
+    _from_bytes(position, self._iterator)
 
   def _read_again(self, number: int) -> None:
     """Consumes batches up to an earlier position."""
@@ -421,7 +436,7 @@ def _to_bytes(iterator: tf.data.Iterator) -> bytes:
 
 
 def _from_bytes(state: bytes, iterator: tf.data.Iterator) -> None:
-  """Moves a new `iterator` over the same dataset to the position in `state`.
+  """Moves an `iterator` over the same dataset to the position in `state`.
 
   Raises:
     ValueError: `_to_bytes` did not write these bytes, or this TensorFlow cannot read them for this

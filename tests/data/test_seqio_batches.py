@@ -59,6 +59,31 @@ def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, 
     assert hashes(rest, 80) == want
 
 
+def test_moving_builds_no_second_dataset_unless_tensorflow_needs_it(open_data, lines, monkeypatch):
+  built = []
+  dataset = seqio_batches.SeqioBatches._dataset
+  monkeypatch.setattr(
+    seqio_batches.SeqioBatches, '_dataset', lambda self: built.append(self) or dataset(self)
+  )
+  iterator = open_data(lines).iterator
+  state = iterator.get_state()
+  want = hashes(iterator, 70)  # across the end of an epoch
+  iterator.set_state(state)
+  assert hashes(iterator, 70) == want and len(built) == 1
+
+  move, calls = seqio_batches._from_bytes, []
+
+  def fails_once(position, of):
+    calls.append(of)
+    if len(calls) == 1:
+      raise ValueError('the cache is complete')
+    move(position, of)
+
+  monkeypatch.setattr(seqio_batches, '_from_bytes', fails_once)
+  iterator.set_state(state)
+  assert hashes(iterator, 70) == want and len(built) == len(calls) == 2
+
+
 def test_unpacked_rows_continue_from_a_state_of_0_2_without_reading_again(open_data, lines, caplog):
   whole = open_data(lines, pack=False).iterator
   hashes(whole, 5)
