@@ -80,8 +80,9 @@ test-quick: $(VENV)/.installed ## run the tests that take two minutes: no proces
 test: $(VENV)/.installed ## run the tests, without the slow ones: a quarter of an hour on two cores
 	$(VENV)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
+# Without the cases that `make test-versions` runs on each Python, also on this one.
 test-all: $(VENV)/.installed ## run all tests, slow ones included: two hours on two cores
-	$(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
+	$(VENV)/bin/python -m pytest -m 'not (slow and versions)' $(SLOW) $(PARALLEL) $(ARGS)
 
 test-optimized: $(VENV)/.installed ## the same, compiled as users compile: two and a half hours
 	$(OPTIMIZED) $(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
