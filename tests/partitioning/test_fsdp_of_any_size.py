@@ -25,7 +25,6 @@ def case(fsdp: int, *others: str, batch_size: int = 0, **options) -> Case:
 
 
 CASES = {
-  'fsdp3_zero1': case(3, partitioner=dict(zero_stage=1)),
   'fsdp3_zero2_by_layer': case(3, partitioner=dict(zero_stage=2), num_microbatches=2),
   'fsdp3_model2_by_layer': case(3, 'model', config=CHUNKS, num_microbatches=2),
   'fsdp3_model2_zero1': case(3, 'model', partitioner=dict(zero_stage=1), num_microbatches=2),
@@ -34,11 +33,7 @@ CASES = {
   'fsdp5_by_microbatch': case(5, partitioner=dict(accumulate_by='microbatch'), num_microbatches=2),
   'fsdp5_remat': case(5, config=dict(remat_policy='full')),
   'fsdp6': case(6, config=CHUNKS),
-  'fsdp6_zero2_by_microbatch': case(
-    6, partitioner=dict(zero_stage=2, accumulate_by='microbatch'), num_microbatches=2
-  ),
   'fsdp7_zero1': case(7, partitioner=dict(zero_stage=1)),
-  'fsdp7_by_layer': case(7, num_microbatches=2),
   'fsdp3_stage2': case(3, 'stage'),
 }
 

@@ -1,6 +1,7 @@
-"""Encoder-decoders on meshes that take them layer by layer have the gradients of one device.
+"""Encoder-decoders with a deep encoder, or with adapters, have the gradients of one device.
 
-With dropout and packed, uneven rows; the updates are in tests/parity/test_layouts.py.
+On meshes that take them layer by layer, with dropout and packed, uneven rows. Others are in
+tests/parity/test_layouts.py.
 """
 
 import functools
@@ -34,7 +35,6 @@ class StartedLora(LoraModel):
 
 T5 = EncoderDecoderModel(CONFIG, num_encoder_layers=2)
 MODELS = {
-  't5': T5,
   'deep': EncoderDecoderModel(CONFIG, num_encoder_layers=8),
   'adapted': StartedLora(
     T5, rank=2, pattern=r'decoder/.*/(query|wo)/kernel', also_train='encoder/encoder_norm/scale'
@@ -42,12 +42,7 @@ MODELS = {
 }
 GPIPE = dict(stage=2, pipeline_schedule='gpipe')
 LAYOUTS = {
-  'stage': ('t5', 2, 1, GPIPE),
-  'by_layer': ('t5', 2, 2, dict(fsdp=2)),
-  'zero2_by_layer': ('t5', 4, 2, dict(fsdp=4, zero_stage=2)),
-  'data_stage_model': ('t5', 8, 1, dict(num_partitions=2, sequence_parallel=True, **GPIPE)),
   'fsdp_stage_accumulated': ('deep', 4, 2, dict(fsdp=2, **GPIPE)),
-  'gather_stage': ('t5', 4, 1, dict(context=2, context_attention='gather', **GPIPE)),
   'fsdp_circular': (
     'deep',
     4,
