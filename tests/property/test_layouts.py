@@ -172,7 +172,7 @@ GENERATE = [hypothesis.Phase.generate]  # to shrink takes a compilation each tim
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=12, deadline=None, phases=GENERATE)  # others each time
+@hypothesis.settings(max_examples=8, deadline=None, phases=GENERATE)  # others each time
 @hypothesis.given(layout=layouts())
 def test_the_first_steps_of_many_legal_layouts_equal_one_device(layout):
   check_first_step(layout)
