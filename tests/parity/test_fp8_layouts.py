@@ -91,8 +91,7 @@ MXFP8_NAMES = (
   'dp_overlap_2_microbatches',
   'zero2_overlap',
   'fsdp_by_microbatch',
-  'cp_ring',
-  'pp_1f1b',
+  'gpt2_context_stage',
   'pp_zero1_overlap',
   't5_fsdp_by_layer',
 )
