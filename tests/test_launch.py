@@ -22,6 +22,7 @@ import pytest
 from t5x_gpu import launch
 from t5x_gpu.errors import ConfigError, number_ranges
 from t5x_gpu.runtime import numa
+from t5x_gpu.runtime.cluster import fork_server
 from t5x_gpu.runtime.machine import PhysicalGpu, own_gpus, physical_gpus
 from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
@@ -250,7 +251,7 @@ def test_lines_come_with_the_number_of_their_process(capfdbinary):
 
 
 def test_a_process_starts_without_loading_a_library_after_the_fork(monkeypatch):
-  monkeypatch.setattr(launch.ctypes, 'CDLL', None)  # would raise in the new process
+  monkeypatch.setattr(fork_server.ctypes, 'CDLL', None)  # would raise in the new process
   assert group('', 1).wait() == 0
 
 
