@@ -40,7 +40,12 @@ from t5x_gpu.runtime.cluster import (
   members,
   rendezvous,
 )
-from t5x_gpu.runtime.cluster.fork_server import ForkedProcess, ForkServer, end_with_parent
+from t5x_gpu.runtime.cluster.fork_server import (
+  ForkedProcess,
+  ForkServer,
+  end_with_parent,
+  is_supported,
+)
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_CONFIG,
@@ -611,7 +616,7 @@ class HostAgent:
     code, step, asked = group.finish(), _last_step(self._files), next(iter(self._signals), 0)
     if group.was_ended and group.failed_at is None:
       code = None
-    elif -code in [*self._signals, *[signal.SIGTERM] * self._is_paused] and step is None:
+    elif step is None and (-code in self._signals or (self._is_paused and -code == signal.SIGTERM)):
       code = generations.stop_code(-code)  # the signal came before a process could take it
     counts = progress.read_host_counts(self._files[0].parent / _HOST_COUNTS)
     self._folder.cleanup()
@@ -935,7 +940,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   fork_server = None
   for index, each in enumerate(first := plans()):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
-  if flags.restarts:
+  if flags.restarts and is_supported():
     fork_server = ForkServer(
       flags.module, argv[split + 1 :], imports=LATER_IMPORTS, env=first[0].env
     )

@@ -22,13 +22,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
-from t5x_gpu import cli, train
+from t5x_gpu import cli, launch, train
 from t5x_gpu.metrics.writers import TensorBoardWriter
 from tests.helpers_autograph import Repeater, note_conversions
 from tests.helpers_train import REPOSITORY
 
-# What a run imports only when it needs it.
-LATER = ('t5x_gpu.data.synthetic', 't5x_gpu.training.optimizers')
 # Lowering imports it, in a third of a CPU second. Not every jaxlib has it.
 LOWERING = 'jaxlib.mlir.dialects.mhlo'
 
@@ -158,7 +156,7 @@ def _conversions() -> pathlib.Path:
 
 def main() -> None:
   lowering = (LOWERING,) if importlib.util.find_spec(LOWERING) else ()
-  for name in (*LATER, *lowering, *sys.argv[1:]):
+  for name in (*launch.LATER_IMPORTS, *lowering, *sys.argv[1:]):
     importlib.import_module(name)
   TensorBoardWriter('unused')  # imports what writes event files
   gc.collect()

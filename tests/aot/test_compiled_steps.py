@@ -116,7 +116,9 @@ def test_a_step_needs_calls_and_sends_what_was_recorded(case, request):
   assert problems(now, before[case.name]) == []
 
 
-@pytest.mark.skipif(jax.__version__ != OLDEST, reason='later ones multiply bfloat16: precision.md')
+@pytest.mark.skipif(
+  jax.__version__ != OLDEST, reason='later XLA multiplies in bfloat16: docs/precision.md#mxfp8'
+)
 @pytest.mark.parametrize('gpus', [1, 8])
 def test_every_matmul_of_mxfp8_is_a_kernel_for_blackwell(gpus):
   layers = 2

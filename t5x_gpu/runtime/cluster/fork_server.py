@@ -45,6 +45,15 @@ def end_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def is_supported() -> bool:
+  """Returns whether this system can watch a process by a descriptor: Linux 5.3 or newer."""
+  try:
+    os.close(os.pidfd_open(os.getpid()))
+  except (AttributeError, OSError):  # another system, an older kernel, or a container forbids it
+    return False
+  return True
+
+
 class ForkedProcess:
   """A process of a fork server, used like `subprocess.Popen`.
 

@@ -108,7 +108,7 @@ class Generation:
     hosts: hosts with processes, in the order of these.
     spares: hosts whose agents wait for the next generation.
     restarts: restarts so far.
-    host_counts: numbers of hosts that the mesh fits; () if unknown.
+    host_counts: numbers of hosts that the mesh fits, as far as they are known.
     cause: why the generation before it ended, for the log; '' for the first one.
     is_restart: whether it follows a failure, not a pause.
     blamed: the last failures that hosts have caused.
@@ -144,8 +144,8 @@ class HostReport:
     failed: local indices of the processes that had failed when the first failure was seen.
     step: the last step that a process had finished; None before the first one.
     asked: the signal that asked the run to stop; 0 for none.
-    host_counts: numbers of hosts that the mesh fits, from the processes; () if they did not get
-      so far.
+    host_counts: numbers of hosts that the mesh fits, up to the generation's own; () if the
+      processes did not get so far.
     paused: whether the leader asked these processes to save and end, to continue on more hosts.
   """
 
@@ -844,9 +844,9 @@ class Member:
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
       return self._finish(code, then.reason)
     present = self._present()
-    counts = next((r.host_counts for r in reports.values() if r.host_counts), last.host_counts) or (
-      self._most,
-    )
+    # Processes know the numbers up to their own number of hosts, earlier generations larger ones.
+    reported = next((r.host_counts for r in reports.values() if r.host_counts), ())
+    counts = sorted({*last.host_counts, *reported})
     here = {host.index for host in present}
     missing = [host for host in last.hosts if host.index not in here]
     may_have_started = [

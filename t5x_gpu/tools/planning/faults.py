@@ -21,8 +21,8 @@ from t5x_gpu.storage.json_schema import JsonObject
 from t5x_gpu.terminal.console import seconds, table
 from t5x_gpu.tools.planning.prediction import Prediction
 
-# 419 unexpected interruptions of 16,384 GPUs in 54 days, of which hardware caused 78%: The Llama 3
-# Herd of Models, arXiv 2407.21783, section 3.3.4.
+# Llama 3 405B on 16,384 GPUs had 419 unexpected interruptions in 54 days; hardware caused 78% of
+# them (arXiv 2407.21783, section 3.3.4).
 FAULTS_PER_GPU_DAY = 4.7e-4
 LOST_HOST_SHARE = 0.78
 START_SECONDS = 60.0
@@ -219,7 +219,7 @@ def costs_of_faults(
   )
 
 
-def _gin_lines(costs: CostsOfFaults, saving: Saving, interval: float) -> str:
+def _gin_line(costs: CostsOfFaults, saving: Saving, interval: float) -> str:
   steps = max(1, round(interval / costs.step_seconds))
   if saving.name == 'local':
     return f'checkpointer.CheckpointConfig.local_period = {steps}'
@@ -266,7 +266,7 @@ def text(costs: CostsOfFaults) -> str:
       f'Best with {saving.name} checkpoints: {value:.1%}, --spares={spares}, every '
       f'{seconds(interval)}:'
     )
-    lines.append(f'  {_gin_lines(costs, saving, interval)}')
+    lines.append(f'  {_gin_line(costs, saving, interval)}')
   lines.append('')
   lines.append(
     f'{costs.num_faults} random faults, replayed with the agents of launch --restarts. The default '
@@ -445,7 +445,7 @@ class _Replay:
       code,
       (0,) if code else (),
       int(self._steps_before),  # a step takes a second here: failures do not repeat
-      host_counts=self._machines.host_counts,
+      host_counts=tuple(n for n in self._machines.host_counts if n <= len(generation.hosts)),
       paused=paused,
     )
     self._wake()

@@ -1,5 +1,6 @@
 """A server imports the modules of a program once, and forks its processes."""
 
+import errno
 import os
 import pathlib
 import signal
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from t5x_gpu.runtime.cluster.fork_server import ForkedProcess, ForkServer
+from t5x_gpu.runtime.cluster.fork_server import ForkedProcess, ForkServer, is_supported
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
 
 # JAX warns of forks in a process that has imported it: this one may have, `launch` does not.
@@ -105,6 +106,18 @@ def test_a_server_that_cannot_import_is_not_ready(tmp_path):
   missing = ForkServer('t5x_gpu.errors', [], imports=('no_such_module',), env=os.environ)
   assert not missing.wait_until_ready(DEADLINE_SECONDS)
   missing.close()
+
+
+def test_an_older_kernel_and_another_system_start_processes_without_a_server(monkeypatch):
+  assert is_supported()
+
+  def forbidden(pid):
+    raise OSError(errno.ENOSYS, 'Function not implemented')
+
+  monkeypatch.setattr(os, 'pidfd_open', forbidden)
+  assert not is_supported()
+  monkeypatch.delattr(os, 'pidfd_open')
+  assert not is_supported()
 
 
 def test_what_training_imports_later_is_in_memory_before_its_first_start():

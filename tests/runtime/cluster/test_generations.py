@@ -150,9 +150,8 @@ class Network:
       return []
     del self.running[index]
     failed = (0,) if code else ()
-    report = g.HostReport(
-      generation.number, code, failed, self.step, asked, self.host_counts, paused
-    )
+    counts = tuple(n for n in self.host_counts if n <= len(generation.hosts))  # as training does
+    report = g.HostReport(generation.number, code, failed, self.step, asked, counts, paused)
     return agent.processes_ended(report, self.now)
 
   def end(self, index: int, code: int, asked: int = 0) -> None:
