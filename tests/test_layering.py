@@ -300,7 +300,8 @@ FOR_LAYERS = {
 }
 # Where layers and parallelism meet: module -> names of partitioning/ that it imports, too.
 MEETING_POINTS = {
-  'layers.dense': {'axis_rules.varying'},  # operands of a matmul vary over the same axes
+  # Operands of a matmul vary over the same axes; each token uses its device's copy of a parameter.
+  'layers.dense': {'axis_rules.splits_rows', 'axis_rules.varying'},
   # A kind of parameter: kernels that are gathered in 8 bits.
   'layers.fp8': {
     'axis_rules.varying',
@@ -324,6 +325,7 @@ MEETING_POINTS = {
   'layers.embedding': {
     'axis_rules.split_axes',
     'axis_rules.split_axis',
+    'axis_rules.splits_rows',
     'parameters.Dims',
     'parameters.Split',
     'parameters.is_parameter',

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from t5x_gpu.layers import fp8
 from t5x_gpu.layers.backends.choose import hardware
 from t5x_gpu.layers.fp8 import Kernel, Quantized, is_quantized, on_kernels
-from t5x_gpu.partitioning.axis_rules import shard, split_ways, varying, with_axes
+from t5x_gpu.partitioning.axis_rules import shard, split_ways, splits_rows, varying, with_axes
 
 
 def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) -> jax.Array:
@@ -61,9 +61,9 @@ _narrow.defvjp(
 )
 
 
-# `param_along` and `combine` serve parameters that act on each position or head separately: scales
-# of norms, and biases. If `model` splits positions (sequence parallelism) or heads, each device has
-# only its part of the gradient. A training step then passes these parameters as [copies, ...], one
+# `param_along` and `combine` serve parameters that act on each token or head separately: scales of
+# norms, and biases. If `model` splits tokens (sequence parallelism) or heads, each device has only
+# its part of the gradient. A training step then passes these parameters as [copies, ...], one
 # copy per device along `model`, and sums the gradients of the copies once (partitioning/region.py).
 
 
@@ -106,19 +106,23 @@ def combine(
   """Returns `operation(x, parameter)`; each part of `x` uses its own copy of the parameter.
 
   Args:
-    operation: (x, parameter) -> [..., positions or heads, features], elementwise such as
-      `jnp.multiply`, or `jnp.matmul` for a parameter of rank 2.
-    x: [..., positions or heads, features].
+    operation: (x, parameter) -> [..., features], elementwise such as `jnp.multiply`, or
+      `jnp.matmul` for a parameter of rank 2.
+    x: [batch, length, features], split by row or position as `shard` splits residuals; or
+      [..., heads, features].
     parameter: parameter with `rank` dimensions, or [copies, ...].
     rank: number of dimensions of one copy.
   """
   if parameter.ndim == rank:
     return operation(x, parameter)
   copies = parameter.shape[0]
-  if x.ndim < 3 or x.shape[-2] % copies:
+  if x.ndim == 3 and splits_rows(x.shape):
+    parts, inner = x.reshape(copies, -1, *x.shape[1:]), x.ndim - rank
+  elif x.ndim > 2 and x.shape[-2] % copies == 0:
+    parts, inner = x.reshape(*x.shape[:-2], copies, -1, x.shape[-1]), 2 - rank
+  else:
     return operation(x, parameter[0])  # not split here: correct, but its gradient is summed here
-  parts = x.reshape(*x.shape[:-2], copies, -1, x.shape[-1])
-  y = operation(parts, parameter[:, None] if rank == 1 else parameter)
+  y = operation(parts, jnp.expand_dims(parameter, tuple(range(1, 1 + inner))))
   return y.reshape(*x.shape[:-1], -1)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_axes
+from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, splits_rows, with_axes
 from t5x_gpu.partitioning.parameters import Dims, Split, is_parameter
 
 
@@ -127,18 +127,20 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
     rows = jnp.where(mine[..., None], jnp.take(table, here, axis=0, mode='clip'), 0)
     # In float32: XLA's CPU compiler aborts on an explicit bfloat16 sum (jax 0.10, 0.11).
     rows = rows.astype(jnp.float32)
-    if by_position:
-      return jax.lax.psum_scatter(rows, axis, scatter_dimension=1, tiled=True)
-    return jax.lax.psum(rows, axis)
+    if not splits_residual:
+      return jax.lax.psum(rows, axis)
+    return jax.lax.psum_scatter(rows, axis, scatter_dimension=split_dim, tiled=True)
 
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
-  by_position = split_axes('residual_length') == (axis,)  # each device only needs its positions
+  splits_residual = split_axes('residual_length') == (axis,)  # each device only needs its tokens
+  split_dim = 0 if splits_rows(ids.shape) else 1
+  of_residual = P(axis) if split_dim == 0 else P(None, axis)
   return jax.shard_map(
     local,
     axis_names={axis},
     in_specs=(P(axis), P()),
-    out_specs=P(None, axis) if by_position else P(),
+    out_specs=of_residual if splits_residual else P(),
   )(table, ids)
 
 

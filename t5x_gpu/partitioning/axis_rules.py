@@ -172,15 +172,39 @@ def use_rules(
 
 
 def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
-  """Returns `x`, split over the mesh by its axis names; unchanged without active rules."""
+  """Returns `x`, split over the mesh by its axis names; unchanged without active rules.
+
+  If the rows of a residual divide, `model` splits them instead of its positions (`splits_rows`).
+  """
   active = _active.get()
   if active is None:
     check_names(names, rank=x.ndim, what='activation')
     return x
+  table = active.rules.activations
+  if names[:2] == ('batch', 'residual_length') and splits_rows(x.shape):
+    others = tuple(a for a in table['residual_length'] if a != 'model')
+    table = {**table, 'batch': (*table.get('batch', ()), 'model'), 'residual_length': others}
   spec = partition_spec(
-    names, x.shape, table=active.rules.activations, mesh_shape=active.mesh_shape, what='activation'
+    names, x.shape, table=table, mesh_shape=active.mesh_shape, what='activation'
   )
   return jax.lax.with_sharding_constraint(x, spec)
+
+
+def splits_rows(shape: Sequence[int]) -> bool:
+  """Returns whether `model` splits the rows of a residual, not its positions, under these rules.
+
+  A gather or sum along another dimension than the first one transposes the whole activation. Each
+  device has as many tokens either way.
+
+  Args:
+    shape: [batch, length, ...] of the residual; rows are local in a region with explicit
+      collectives. Elsewhere, other mesh axes may split the rows, and `model` splits positions.
+  """
+  return (
+    'model' in split_axes('residual_length')
+    and not split_axes('batch')
+    and shape[0] % _active.get().mesh_shape['model'] == 0
+  )
 
 
 def split_axes(name: str) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class Partitioner:
       'microbatch' gathers and reduces for each microbatch, and keeps the activations of one.
     overlap_layers: communicate for a layer while another one computes (overlap.py).
     gradient_dtype: 'bfloat16' sends gradients with half the bytes and still adds in float32.
-    sequence_parallel: split norms, dropout and residuals over `model` by position.
+    sequence_parallel: split norms, dropout and residuals over `model`, by row or by position.
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
     stage: pipeline stages, each with some of the layers.

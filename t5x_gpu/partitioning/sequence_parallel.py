@@ -1,9 +1,10 @@
-"""Sequence parallelism: everything between tensor-parallel matmuls is split by position.
+"""Sequence parallelism: everything between tensor-parallel matmuls is split by token.
 
-What is split: `residual_length` of activations over `model`: norms, dropout and residuals, which
-tensor parallelism alone computes and stores on every device of a replica. What moves: an all-gather
-before and a reduce-scatter after each pair of matmuls, instead of one all-reduce with the same
-bytes. When: always with tensor parallelism, if the length divides; it saves activation memory.
+What is split: norms, dropout and residuals over `model`, by row if the rows divide, otherwise by
+position (`axis_rules.splits_rows`). Tensor parallelism alone computes and stores them on every
+device of a replica. What moves: an all-gather before and a reduce-scatter after each pair of
+matmuls, instead of one all-reduce with the same bytes. When: always with tensor parallelism, if the
+length divides; it saves activation memory.
 Source: Korthikanti et al. 2022, section 4.2.
 """
 
@@ -33,7 +34,7 @@ def traffic_per_step(
   becomes a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
   its gradient scattered; the embedding's sum is scattered and its gradient gathered. In addition,
   gradients of the norms' scales are summed once, because each device computes them from its own
-  positions only (layers/dense.py).
+  tokens only (layers/dense.py).
 
   Args:
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed, references: as in

@@ -318,12 +318,21 @@ def test_full_remat_sums_one_of_the_two_outputs_again():
 
 def test_sequence_parallel_gathers_and_scatters_in_place_of_all_reduces():
   # What a norm returns is gathered as the parts for which it has copies of its scale.
-  of_norms = (BATCH, 8, LENGTH // 8, EMBED_DIM)
+  of_norms = (8, BATCH // 8, LENGTH, EMBED_DIM)
   assert where('tp_sp', 'all-gather', of_norms) == {FORWARD: 2, EMBEDDING: 1}
   assert where('tp_sp', 'all-gather') == {BACKWARD: 2, LOGITS: 1}
   assert where('tp_sp', 'reduce-scatter') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
   assert where('tp_sp', 'all-reduce') == {}
   assert where('tp_sp', 'all-reduce', PER_TOKEN) == {(False, False): 3}
+
+
+@pytest.mark.parametrize('rows, shape', [(16, (8, 2, LENGTH)), (12, (12, 8, LENGTH // 8))])
+def test_sequence_parallelism_splits_rows_if_they_divide_else_positions(rows, shape):
+  p = build(Case(dict(num_partitions=8, sequence_parallel=True)), batch_size=rows)
+  text = partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
+  sent = inventory(text, p.layout.mesh.shape)
+  assert (*shape, EMBED_DIM) in [c.shape for c in sent if c.kind == 'all-gather']
+  assert not [c for c in sent if c.kind == 'all-reduce' and math.prod(c.shape) > rows * LENGTH]
 
 
 _1F1B = dict(stage=2, pipeline_schedule='1f1b')
@@ -336,10 +345,11 @@ _POSITIONED = dict(
 @pytest.mark.parametrize(
   'case, count',
   [
-    # Scale and bias of two norms, and the biases of two projections out of a layer; the last norm.
+    # Scale and bias of two norms, and the biases of two projections out of a layer; the last norm;
+    # and for each microbatch the positions, whose rows are split.
     pytest.param(
       Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2),
-      6 + 2,
+      6 + 2 + 2,
       marks=pytest.mark.slow,
     ),
     pytest.param(
