@@ -11,6 +11,7 @@ import io
 import os
 import pathlib
 import re
+import shlex
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Optional, TypeVar, Union
@@ -375,9 +376,14 @@ class GinFiles:
     by_tail = [s for s in shipped if s.rsplit('/', 1)[1] == os.path.basename(name)]
     hint = f' Did you mean {by_tail[0]!r}?' if by_tail else did_you_mean(name, shipped)
     folder = any(path.is_dir() for path in tried)
+    # T5X's files include each other from the root of their repository.
+    above = () if included_by is None else included_by.parent.parents
+    root = next((f for f in above if (f / expanded).is_file()), None)
     raise ConfigError(
-      f'{asked} {"is a folder" if folder else "does not exist"}.{where}{hint}',
-      fix='Give the path from one of these folders, or add its folder: --gin_search_paths=FOLDER',
+      f'{asked} {"is a folder" if folder else "does not exist"}.{where}{hint if not root else ""}',
+      fix=f'Add the folder that has this file: --gin_search_paths={shlex.quote(str(root))}'
+      if root
+      else 'Give the path from one of these folders, or add its folder: --gin_search_paths=FOLDER',
     )
 
   def shown(self, path: pathlib.Path) -> str:

@@ -174,6 +174,13 @@ def test_unreadable_files_and_modules_are_the_only_problem(project, load, text):
   assert len(problems_of(load, 'my.gin', 'bad.gin', bindings=['BATCHSIZE=3'])) == 1
 
 
+def test_include_from_the_root_of_a_repository_names_that_folder(project, load):
+  (project / 'repository/t5x/runs').mkdir(parents=True)
+  write(project / 'repository/t5x/runs/a.gin', "include 't5x/runs/b.gin'\n")
+  write(project / 'repository/t5x/runs/b.gin', 'A = 1\n')
+  assert len(problems_of(load, 'repository/t5x/runs/a.gin')) == 1
+
+
 def test_one_failed_import_hides_its_consequences(project, load):
   write(
     project / 'bad.gin',

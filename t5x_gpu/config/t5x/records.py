@@ -174,10 +174,18 @@ class T5XReader:
   Args:
     files: finds gin files.
     known: full names that short names may mean, besides the names that the files use.
+    parameters: the parameters of `known` that T5X has.
+    native: names of t5x_gpu, 'batches.DatasetConfig', whose parameters a command may set.
   """
 
-  def __init__(self, files: GinFiles, known: Collection[str], parameters: Collection[str]):
-    self._files = files
+  def __init__(
+    self,
+    files: GinFiles,
+    known: Collection[str],
+    parameters: Collection[str],
+    native: Collection[str],
+  ):
+    self._files, self._native = files, tuple(native)
     self._known, self._parameters = sorted(known), frozenset(parameters)
     self._aliases: dict[str, str] = {}  # what the files import, by the names that they give it
     self._seen: dict[str, None] = {}  # full names that the files use
@@ -235,15 +243,9 @@ class T5XReader:
       else:
         names = set(self._matches(selector)) if argument else macros & {selector}
       # A parameter that T5X does not have may be ours: `train` has more of them here.
-      if (
-        argument
-        and names
-        and not any(
-          name not in self._known or f'{name}.{argument}' in self._parameters for name in names
-        )
-      ):
-        names = set()
-      if not names:
+      is_native = argument and any(f'.{name}'.endswith(f'.{selector}') for name in self._native)
+      is_t5xs = any(f'{name}.{argument}' in self._parameters for name in names)
+      if not names or is_native and not is_t5xs:
         self.ours.append(text)
         continue
       self.bind(scope, selector, argument, override.value, override.origin, self._aliases)
@@ -314,6 +316,7 @@ def read(
   search_paths: Sequence[str] = (),
   known: Collection[str] = (),
   parameters: Collection[str] = (),
+  native: Collection[str] = (),
 ) -> Files:
   """Returns the bindings of `gin_files`, then of `bindings` ('KEY=VALUE').
 
@@ -322,10 +325,11 @@ def read(
     bindings: for these files, or for t5x_gpu where they name nothing of T5X's.
     known: full names that short names may mean, besides the names that the files use.
     parameters: the parameters of `known` that T5X has, 't5x.utils.DatasetConfig.seed'.
+    native: names of t5x_gpu, 'batches.DatasetConfig', whose parameters `bindings` may set.
   Raises:
     ConfigError: a file is missing or is not gin; a short name has several meanings.
   """
-  reader = T5XReader(GinFiles(search_paths), known, parameters)
+  reader = T5XReader(GinFiles(search_paths), known, parameters, native)
   for name in gin_files:
     reader.read_file(name)
   reader.read_command_line(bindings)

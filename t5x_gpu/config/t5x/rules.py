@@ -19,6 +19,7 @@ from t5x_gpu.config.t5x.translator import (
   canonical,
   spelled,
 )
+from t5x_gpu.errors import did_you_mean
 
 # (translator, T5X's value) -> ours. Raises Refused.
 ToOurs = Callable[[Translator, Any], Any]
@@ -78,7 +79,9 @@ def _name(value: Any, *legal: str) -> str:
     raise Refused(f'{spelled(value)} is not a function or class.')
   name = canonical(value.name)
   if name not in legal:
-    raise NotKnown(f'{name} is not known here.')
+    short = {n.rpartition('.')[2]: n for n in legal}
+    hint = did_you_mean(name.rpartition('.')[2], short, limit=1)
+    raise NotKnown(f'{name} is not known here.{hint}')
   return name
 
 
@@ -356,7 +359,8 @@ def _task_module(t: Translator, value: Any) -> Any:
 
 def _prompts(t: Translator, value: Any) -> Any:
   """Writes the dataset of `infer`, whose batch size is the number of prompts at a time."""
-  if (size := value.arguments.get('batch_size')) if isinstance(value, Record) else None:
+  size = value.arguments.get('batch_size') if isinstance(value, Record) else None
+  if size is not None and NAMES['DecodingConfig'] in t.blocks:  # without a model, there is none
     t.write('DecodingConfig.batch_size', size.value, size.origin, macro=size.macro)
   return _DATASET(t, value)
 

@@ -5,6 +5,7 @@ A parameter without a rule is refused by name, so nothing is dropped in silence.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Optional
 
 from t5x_gpu.config import gin_text
 from t5x_gpu.config.gin_text import Macro
@@ -13,13 +14,14 @@ from t5x_gpu.config.t5x.records import Unset
 from t5x_gpu.config.t5x.rules import RULES
 from t5x_gpu.config.t5x.translator import (
   MODULES,
+  NAMES,
   OURS,
   Translator,
   ValueOutcome,
   canonical,
   spelled,
 )
-from t5x_gpu.errors import ConfigError, Problem
+from t5x_gpu.errors import ConfigError, Problem, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Translation:
       f'{count["no effect"]} without effect here. `python -m t5x_gpu.config from_t5x` lists them.'
     ]
     notes += [
-      f"numbers differ from T5X's: {o.numbers}. {_short(o.name)} = {o.value} ({o.origin}): {o.note}"
+      f"numbers differ from T5X's: {o.numbers}. {_short(o.name)} = {o.value} ({o.origin})"
+      + (f': {o.note}' if o.status != 'same' else '')
       for o in self.outcomes
       if o.numbers
     ]
@@ -123,7 +126,12 @@ def translate(
     ConfigError: a file cannot be read; the files do not configure `script`.
   """
   files = records.read(
-    gin_files, bindings=bindings, search_paths=search_paths, known=known_names(), parameters=RULES
+    gin_files,
+    bindings=bindings,
+    search_paths=search_paths,
+    known=known_names(),
+    parameters=RULES,
+    native=NAMES.values(),
   )
   entry = _SCRIPTS[script][0]
   t = Translator(files, RULES, entry=entry)
@@ -134,9 +142,11 @@ def translate(
   if script == 'train':
     _add_our_settings(t)
   _refuse_forgotten(t)
-  unused = tuple((b.key, b.origin) for b in files.final() if b.key not in files.used)
+  unused = [b for b in files.final() if b.key not in files.used]
+  t.outcomes += filter(None, map(_misspelled, unused))
   text, origins = _render(t, gin_files)
-  return Translation(text, tuple(t.outcomes), origins, unused, files.ours)
+  not_used = tuple((b.key, b.origin) for b in unused)
+  return Translation(text, tuple(t.outcomes), origins, not_used, files.ours)
 
 
 def _not_configured(files: records.Files, gin_files: Sequence[str], script: str) -> ConfigError:
@@ -215,6 +225,18 @@ def _refuse_forgotten(t: Translator) -> None:
     if b.argument and b.key in t.files.used and name not in seen:
       note = t.unknown(name)
       t.outcomes.append(ValueOutcome(name, repr(b.value), b.origin, 'refused', note=note))
+
+
+def _misspelled(unused: records.T5XBinding) -> Optional[ValueOutcome]:
+  """Returns the refusal of a class or function that is a known one with a letter or two changed."""
+  module, _, name = canonical(unused.selector).rpartition('.')
+  legal = [n.rpartition('.')[2] for n in known_names() if n.rpartition('.')[0] == module]
+  near = [n for n in legal if abs(len(n) - len(name)) < 3]
+  hint = did_you_mean(name, near, limit=1)
+  if not unused.argument or name in legal or not hint or not records.names_t5x(module):
+    return None
+  text = f'Nothing here corresponds to {module}.{name}.{hint}'
+  return ValueOutcome(unused.key, repr(unused.value), unused.origin, 'refused', note=text)
 
 
 def _render(t: Translator, gin_files: Sequence[str]) -> tuple[str, dict[int, str]]:

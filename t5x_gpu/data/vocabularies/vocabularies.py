@@ -210,7 +210,7 @@ def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
     raise DataError(
       f'{task!r} has the vocabulary {vocabulary.sentencepiece_model_file}, which '
       f'cannot be read: {first_line(e)[:300]}',
-      fix="Set VOCABULARY = 'sentencepiece:FILE' to a copy of that file, or to another vocabulary.",
+      fix="Set DatasetConfig.vocabulary = 'sentencepiece:FILE' (a copy), or another vocabulary.",
       parameters=('DatasetConfig.vocabulary',),
       docs='tasks.md#t5s-own-tasks',
     ) from e

@@ -367,6 +367,8 @@ def test_values_mean_what_they_mean_to_t5x(text, written, absent, tmp_path):
       'sum over a batch',
     ),
     ('adafactor.Adafactor.beta_1 = 0.9\n', "Did you mean 'beta1'?"),
+    ('train_script.train.partitioner = @partitioning.PjitPartitoner()\n', "'PjitPartitioner'?"),
+    ('partitioning.PjitPartitoner.num_partitions = 2\n', "Did you mean 'PjitPartitioner'?"),
     (SAMPLE + 'decoding.temperature_sample.temperature = %HOT\n', '--gin.HOT=VALUE'),
     (NUM_DECODES.replace('4', '%MANY'), '--gin.MANY=VALUE'),
   ],
@@ -442,6 +444,33 @@ def test_scores_of_a_decoder_are_of_the_distribution_that_t5x_draws_from_by_defa
   paths = [str(tmp_path), str(FILES)]
   found = translation.translate(['decoder_from_scratch.gin'], search_paths=paths)
   assert 'rescale_log_probs = True  # T5X' in found.text and 'temperature =' not in found.text
+
+
+def test_misspelled_flags_are_refused_and_name_what_they_resemble(tmp_path):
+  for flag, hint in (
+    ('train/utils.DatasetConfig.batchsize=5', "'batch_size'"),
+    ('partitioning.PjitPartitioner.num_partition=2', "'num_partitions'"),
+  ):
+    _, problems, _ = lines_of(tmp_path, '', flag)
+    assert len(problems) == 1 and hint in problems[0]
+
+
+@pytest.mark.parametrize(
+  'flag', ['decoding.DecodingConfig.temperature=0.5', 'adafactor.Adafactor.layers="scanned"']
+)
+def test_parameters_that_only_this_project_has_are_its_own_also_in_modules_of_t5xs_names(
+  flag, tmp_path
+):
+  assert lines_of(tmp_path, '', flag)[2].ours == (flag,)
+
+
+def test_predictions_without_a_model_require_one(tmp_path):
+  text = (FILES / 'predictions.gin').read_text().replace("include 'models/", "# include 'models/")
+  (tmp_path / 'a.gin').write_text(text)
+  loaded = gin_loader.load([str(tmp_path / 'a.gin')], search_paths=[str(FILES)], entry=INFER)
+  with pytest.raises(ConfigError) as e:
+    loaded.arguments()
+  assert 'MODEL is required' in '\n'.join(p.what for p in e.value.problems)
 
 
 def test_flags_name_parameters_as_the_files_do_and_ours(tmp_path):
