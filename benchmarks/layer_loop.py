@@ -41,11 +41,11 @@ class Case:
 
 
 CASES = (
-  Case('decoder_1.3b_2048', (1, 4, 8, 24)),
+  Case('decoder_1.3b_2048', (1, 4, 8, 24), 'dots'),
   Case('decoder_1.3b_2048', (1, 24), 'none'),
   Case('decoder_134m', (1, 12)),
   Case('t5_large', (1, 24)),
-  Case('decoder_1.3b_2048', (1, 24), precision='fp8'),
+  Case('decoder_1.3b_2048', (1, 24), 'dots', 'fp8'),
   Case('gpt2_xl', (1, 48)),
 )
 

@@ -129,9 +129,9 @@ class Shape:
 
 
 SHAPES = {
-  'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, True, 'dots'),
-  'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, True, 'dots'),
-  'llama3_8b_4_layers': Shape('decoder', _LLAMA3_8B, (4, 2, 1), 4096, True, 'dots'),
+  'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, True),
+  'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, True),
+  'llama3_8b_4_layers': Shape('decoder', _LLAMA3_8B, (4, 2, 1), 4096, True),
   'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
   'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots'),
   'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),

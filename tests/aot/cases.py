@@ -99,6 +99,14 @@ CASES = (
   _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
   # One GPU: layers without a loop, which would copy stored activations.
   Case(model='decoder_base', layout='dp', batch=(8, 512), gpus_per_host=1),
+  Case(
+    model='decoder_base',
+    layout='dp',
+    batch=(8, 512),
+    gpus_per_host=1,
+    bindings=("PRECISION = 'fp8'",),
+    label='fp8',
+  ),
   # Remat: as many kernels as without it.
   _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
   # Precision.

@@ -185,7 +185,7 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
     'offload': 0.0,
     'minimal': residual + matmuls,
     'dots': residual + matmuls + (blocks - 1) * queries,
-    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks),
+    'none': _all_of_a_layer(c, residual, heads, queries, hidden, blocks, stack.has_loop),
   }[shape.keeps]
   tokens = shape.tokens(stack)
   pipeline = program.layout.pipeline
@@ -201,18 +201,31 @@ def _stored(program: Program, shape: StepShape, c: TransformerConfig, stack: Sta
   return bytes_
 
 
-# Hidden features that the backward pass of an activation reads, its input included.
+# Hidden features that the backward pass of an activation reads, its input included; and without a
+# loop over layers, where XLA computes the cheap ones again from the input.
 _KEPT_BY_ACTIVATION = {'gelu': 6, 'gelu_exact': 4, 'silu': 3, 'relu': 2, 'linear': 1}
+_KEPT_WITHOUT_LOOP = {**_KEPT_BY_ACTIVATION, 'gelu': 2, 'silu': 1, 'relu': 1}
 
 
 def _all_of_a_layer(
-  c: TransformerConfig, residual: float, heads: float, queries: float, hidden: float, blocks: int
+  c: TransformerConfig,
+  residual: float,
+  heads: float,
+  queries: float,
+  hidden: float,
+  blocks: int,
+  has_loop: bool,
 ) -> float:
   """Returns the features per token that a layer without remat keeps, float32 ones twice."""
-  attention = heads + queries + (2 / 3 * heads if any(c.rope_of_layers) else 0)
-  kept = sum(_KEPT_BY_ACTIVATION.get(name, 4) for name in c.mlp_activations)
+  if has_loop or c.num_experts:
+    by_activation, of_block = _KEPT_BY_ACTIVATION, 2.5
+    rotated = 2 / 3 * heads if any(c.rope_of_layers) else 0.0
+  else:  # the inputs of norms, and their outputs if these are the residuals
+    by_activation, of_block = _KEPT_WITHOUT_LOOP, 1.0 if c.norm_position == 'pre' else 2.0
+    rotated = 0.0
+  kept = sum(by_activation.get(name, 4) for name in c.mlp_activations)
   mlp = hidden * (kept + (len(c.mlp_activations) > 1))
-  return blocks * 2.5 * residual + (blocks - 1) * attention + mlp
+  return blocks * of_block * residual + (blocks - 1) * (heads + queries + rotated) + mlp
 
 
 def _attention_logits(shape: StepShape, c: TransformerConfig, stack: StackShape) -> float:
@@ -236,7 +249,8 @@ def _working_set(shape: StepShape, c: TransformerConfig, stack: StackShape) -> f
   tokens = shape.tokens(stack) / shape.passes
   width = 5 * residual + 2 * heads + (len(c.mlp_activations) + 2) * hidden
   if shape.sequence_parallel:  # gathered inputs, and sums in float32 before they are scattered
-    width += 7 * c.embed_dim
+    splits_rows = shape.rows // shape.passes % shape.model == 0
+    width += (4.5 if splits_rows else 7) * c.embed_dim  # positions: transposed, too
   return shape.item_bytes * tokens * width + _attention_logits(shape, c, stack)
 
 

@@ -13,7 +13,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.models.model import Model, config_of, encodes_texts
-from t5x_gpu.models.transformer import attention_need
+from t5x_gpu.models.transformer import attention_need, layers_per_iteration
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
 
@@ -28,6 +28,7 @@ class StackShape:
     length: positions of a row, on all devices.
     causal: whether positions attend only to earlier ones.
     cross_length: encoder positions that the layers attend to; 0 without cross-attention.
+    has_loop: whether the layers run in a loop, which stores what it keeps in stacked arrays.
     choice: backend of the self-attention on the GPU.
   """
 
@@ -36,6 +37,7 @@ class StackShape:
   length: int
   causal: bool
   cross_length: int = 0
+  has_loop: bool = True
   choice: Choice
 
   @property
@@ -183,6 +185,10 @@ def _stacks(
       length=length,
       causal=causal,
       cross_length=cross_length,
+      has_loop=num_layers
+      > layers_per_iteration(
+        config, num_layers, num_devices=program.layout.mesh.size, platform='gpu'
+      ),
       choice=_backend(program, config, length, gpu, rows),
     )
 
