@@ -60,6 +60,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument('--lora', action='store_true', help='train adapters (default: all parameters)')
   group.add_argument(
+    '--export', metavar='FOLDER', help='export the model to this new folder when the run has ended'
+  )
+  group.add_argument(
     '--gpus', type=int, metavar='N', help='choose a layout that fits on N GPUs (default: any GPUs)'
   )
   group.add_argument(

@@ -88,6 +88,8 @@ def train_run(
     if plan.is_done:
       log(plan.already_done_text())
       return 0
+    if run.export_cfg is not None:
+      run.export_cfg.check(run.model, run.model_dir)
     if dry_run:
       open_data(plan).check_same_on_hosts()
       log(plan.dry_run_text())
@@ -235,7 +237,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       run, loaded, cluster, xla, gin_files=args.gin_files, gin_search_paths=args.gin_search_paths
     )
     health.log_problems()
-    return train_run(
+    code = train_run(
       run,
       watchdog=watchdog,
       xla=xla,
@@ -243,6 +245,9 @@ def main(argv: Optional[list[str]] = None) -> int:
       dry_run=args.dry_run,
       only_compile=args.extra.precompile,
     )
+  if code == 0 and run.export_cfg is not None and not (args.dry_run or args.extra.precompile):
+    code = run.export_cfg.write(run.model_dir)
+  return code
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

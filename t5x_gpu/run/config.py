@@ -22,6 +22,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.run.early_stopping import EarlyStopping
+from t5x_gpu.run.export import ExportConfig
 from t5x_gpu.run.profile_config import ProfileConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
@@ -78,6 +79,7 @@ class Run(EvalConfig):
     run_eval_before_training: also evaluate, loss and tasks, before the first step of every start.
     early_stopping: when the run ends before its last step; None for never.
     sample_cfg: text to continue at the end; None for none.
+    export_cfg: where the model goes at the end, for Hugging Face; None for nowhere.
     initialize_from: checkpoint to start from while `model_dir` has none; None for the seed.
     watchdog_cfg: deadlines that end a run that hangs.
     logging_cfg: where metrics go.
@@ -94,6 +96,7 @@ class Run(EvalConfig):
   run_eval_before_training: bool = False
   early_stopping: Optional[EarlyStopping] = None
   sample_cfg: Optional[SampleConfig] = None
+  export_cfg: Optional[ExportConfig] = None
   initialize_from: Optional[RestoreConfig] = None
   watchdog_cfg: WatchdogConfig = WatchdogConfig()
   logging_cfg: LoggingConfig = LoggingConfig()

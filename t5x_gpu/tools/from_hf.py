@@ -94,6 +94,7 @@ class RunRequest:
     converted: folder of the converted model; None for runs/<name of the folder>.
     model_dir: MODEL_DIR; None for runs/<name of the output>.
     lora: train adapters.
+    export: folder to which the run exports its model at the end; None for no export.
     topology: the GPUs; None for any number, which no plan then checks.
     gpu: kind of the GPUs.
     dry_run: print the file, convert and write nothing.
@@ -105,6 +106,7 @@ class RunRequest:
   converted: Optional[str]
   model_dir: Optional[str]
   lora: bool
+  export: Optional[str]
   topology: Optional[Topology]
   gpu: GpuTarget
   dry_run: bool = False
@@ -138,6 +140,7 @@ class Method:
     source: where the numbers come from.
     rate_source: where the learning rate comes from; '' for `source`.
     epochs_source: where the epochs come from; '' for `source`.
+    batch_unit: what `source` counts in `batch`, if not single examples.
     optimizer: the class of the optimizer, 'AdamW' or 'Adafactor'.
     is_constant: the learning rate stays at its peak; else it falls linearly to 0.
     weight_decay, b2: of AdamW; None for our default.
@@ -150,6 +153,7 @@ class Method:
   source: str
   rate_source: str = ''
   epochs_source: str = ''
+  batch_unit: str = ''
   optimizer: str = 'AdamW'
   is_constant: bool = False
   weight_decay: float = 0.0
@@ -183,6 +187,8 @@ _LORA_DPO = dataclasses.replace(
   learning_rate=10 * _DPO.learning_rate,
   rate_source=f'{_DPO.source}, times 10 for adapters (Schulman et al. 2025)',
 )
+# t5x/configs/runs/finetune.gin of google-research/t5x at cc342d4. Its 128 rows are packed; they are
+# 128 examples here, because most data for fine-tuning would fill only a few such steps.
 _T5 = Method(
   1e-3,
   128,
@@ -190,6 +196,7 @@ _T5 = Method(
   0.0,
   'T5 (Raffel et al. 2020)',
   epochs_source=_OWN,
+  batch_unit=' packed rows',
   optimizer='Adafactor',
   is_constant=True,
 )
@@ -568,14 +575,17 @@ class _Draft:
         'Next:',
         f'  look     python -m t5x_gpu.data preview --gin_file={_quoted(r.output)}',
         f'  train    python -m t5x_gpu.train --gin_file={_quoted(r.output)}',
-        f'  export   {self._export()}',
+        f'  export   at the end of the run, to {r.export}'
+        if r.export
+        else f'  export   {self._export()}',
       ]
     )
 
   def _export(self) -> str:
     r = self.request
+    to = r.export or f'{r.run}_hf'
     return (
-      f'python -m t5x_gpu.convert --from={_quoted(r.run)} --to={_quoted(r.run + "_hf")} '
+      f'python -m t5x_gpu.convert --from={_quoted(r.run)} --to={_quoted(to)} '
       f'--like={_quoted(r.folder)}'
     )
 
@@ -589,6 +599,7 @@ class _Draft:
       self._sizes(),
       self._optimizer(),
       self._times(),
+      self._export_lines(),
       self._model(),
       self._layout_lines(),
     ]
@@ -617,6 +628,7 @@ class _Draft:
     modules += ['t5x_gpu.models import lora'] if self.request.lora else []
     modules += ['t5x_gpu.models import dpo'] if self.data.kind == PREFERENCES else []
     modules += ['t5x_gpu.models import encoder'] if self._new_head() else []
+    modules += ['t5x_gpu.run import export'] if self.request.export else []
     found = sorted({m for m in modules if not m.startswith(' ')})
     return [
       'from __gin__ import dynamic_registration  # names are imported Python modules',
@@ -670,7 +682,8 @@ class _Draft:
       _line(
         'BATCH_SIZE',
         self.rows,
-        f'rows of a step, {held}; {method.batch} in {method.source}; a multiple of {rounded}',
+        f'rows of a step, {held}; {method.batch}{method.batch_unit} in {method.source}; '
+        f'a multiple of {rounded}',
       ),
     ]
 
@@ -724,6 +737,16 @@ class _Draft:
         max(1, math.ceil(taken / per_step)),
         f'batches of the split validation, which has {data.validation:,} examples',
       ),
+    ]
+
+  def _export_lines(self) -> list[str]:
+    r = self.request
+    if not r.export:
+      return []
+    return [
+      'train_script.train.export_cfg = @export.ExportConfig()  # --export',
+      f'export.ExportConfig.to = {r.export!r}  # the fine-tuned model, once the run has ended',
+      f'export.ExportConfig.like = {str(r.folder)!r}  # names, dtypes, config.json and tokenizer',
     ]
 
   def _model(self) -> list[str]:
@@ -796,6 +819,7 @@ _IMPORTED = {
   'config': 'settings of the model',
   'dpo': 'preferences',
   'encoder': 'the head',
+  'export': 'the model for Hugging Face',
   'lora': 'adapters',
   'optimizers': 'AdamW',
   'partitioner': 'the layout',
@@ -896,6 +920,7 @@ def main(folders: Sequence[str], flags: argparse.Namespace, *, dry_run: bool) ->
       converted=flags.converted,
       model_dir=flags.model_dir,
       lora=flags.lora,
+      export=flags.export,
       topology=topology,
       gpu=find_target(flags.gpu or 'h100'),
       dry_run=dry_run,
