@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from t5x_gpu import errors
 from t5x_gpu.errors import ConfigError, UserError
-from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime import machine, process_exit
 from t5x_gpu.runtime.cluster import addresses, agreement, coordination, rendezvous
 from t5x_gpu.runtime.cluster import members as members_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
@@ -29,6 +29,8 @@ from t5x_gpu.storage.json_schema import JsonValue
 
 # A difference is shown with up to this many characters per process.
 SHOWN_CHARACTERS = 300
+# Bytes of the first collective of `gather_json`: the length of the text, and the text if it fits.
+_FRAME, _HEADER = 1024, 4
 SAME_START = 'Start every process with the same files, flags and versions of the code.'
 
 _members: list[ClusterMember] = []
@@ -88,6 +90,7 @@ def join(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) 
     ClusterError: some processes did not come or cannot reach process 0, two use the same GPU, or
       they run different code.
   """
+  machine.allow_open_files()
   if cluster.process_count == 1:
     if cluster.local_device_ids:
       jax.config.update('jax_cuda_visible_devices', ','.join(map(str, cluster.local_device_ids)))
@@ -102,7 +105,6 @@ def join(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) 
     timeout_seconds=config.initialization_timeout_seconds,
     secret=rendezvous.secret_from_environment(os.environ),
   ) as meeting:
-    members_lib.check(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
     _bypass_proxies(meeting.address)
     if meeting.own_host:
@@ -198,19 +200,34 @@ def broadcast_json(value: JsonValue) -> Any:
   if process_count() == 1:
     return value
   text = json.dumps(value).encode() if is_main_process() else b''
-  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-  data = np.frombuffer(text.ljust(length, b' '), np.uint8)
-  return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
+  return _sent(text, lambda frame: multihost_utils.broadcast_one_to_all(frame)[None])[0]
 
 
 def gather_json(value: JsonValue) -> list[Any]:
   """Returns every process's value, by process index, on every process."""
   if process_count() == 1:
     return [value]
-  text = json.dumps(value).encode()
-  lengths = multihost_utils.process_allgather(np.int32(len(text)))
-  data = np.frombuffer(text.ljust(int(lengths.max()), b' '), np.uint8)
-  return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(data)]
+  return _sent(json.dumps(value).encode(), multihost_utils.process_allgather)
+
+
+def _sent(text: bytes, send: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+  """Returns the values that `send` brings from other processes, for this one's `text`.
+
+  JAX compiles a program for each size, in a quarter of a second, so sizes are few: `_FRAME`, which
+  fits most values, and four times as much until the largest value fits. The store of
+  `jax.distributed` compiles nothing, but process 0 serves it alone: 1,024 processes exchange in
+  seconds what the devices do in milliseconds (benchmarks/ranks.py, 'agreement').
+  """
+  size = _FRAME
+  while True:
+    header = len(text).to_bytes(_HEADER, 'little')
+    frame = np.frombuffer((header + text).ljust(size)[:size], np.uint8)
+    found = [np.asarray(row).tobytes() for row in send(frame)]
+    lengths = [int.from_bytes(row[:_HEADER], 'little') for row in found]
+    if max(lengths) <= size - _HEADER:
+      return [json.loads(row[_HEADER:][:length]) for row, length in zip(found, lengths)]
+    while size - _HEADER < max(lengths):
+      size *= 4
 
 
 @contextlib.contextmanager

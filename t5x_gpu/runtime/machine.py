@@ -6,12 +6,14 @@ nvidia-smi: it sees the GPUs that the container or the scheduler's cgroup allows
 their PCI addresses, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -54,6 +56,22 @@ def memory_bytes(field: str, *, root: pathlib.Path = ROOT) -> Optional[int]:
     if line.startswith(f'{field}:'):
       return int(line.split()[1]) * 1024
   return None
+
+
+def allow_open_files() -> None:
+  """Lets this process and its children open as many files as the system allows.
+
+  The usual limit of 1,024 is for programs that call select(2). Process 0 holds a connection to
+  every other process, and checkpoints and data readers open thousands of files.
+  """
+  _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  with contextlib.suppress(OSError, ValueError):  # a system that has no such number
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def open_files_limit() -> int:
+  """Returns how many files and connections this process may have open."""
+  return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def this_is_a_command() -> None:

@@ -191,10 +191,12 @@ class Noticeboard:
     if self._rank == 0:
       self._store.key_value_set(f'{_MAIN}/beat', beat.to_json(), allow_overwrite=True)
 
-  def post_verdict(self, verdict: EndReason) -> None:
-    """Posts this process's verdict for all to read."""
+  def post_verdict(self, verdict: EndReason) -> EndReason:
+    """Posts a verdict for all to read, unless there is one; returns the first one."""
     text = json.dumps(dataclasses.asdict(verdict))
-    self._store.key_value_set(f'{_MAIN}/verdict_{self._rank}', text, allow_overwrite=True)
+    with contextlib.suppress(Exception):  # another process was first, or the store is gone
+      self._store.key_value_set(f'{_MAIN}/verdict', text)
+    return self.news()[1] or verdict
 
   def beats(self) -> dict[int, Beat]:
     """Returns the last heartbeat of each rank."""
@@ -202,14 +204,10 @@ class Noticeboard:
     return {beat.rank: beat for beat in beats}
 
   def news(self) -> tuple[Optional[Beat], Optional[EndReason]]:
-    """Returns process 0's heartbeat and the verdict with the lowest key; None if missing."""
-    beat, verdict = None, None
-    for key, text in sorted(self._store.key_value_dir_get(_MAIN)):
-      if key.endswith('/beat'):
-        beat = Beat.from_json(text)
-      elif verdict is None:
-        verdict = EndReason(**json.loads(text))
-    return beat, verdict
+    """Returns process 0's heartbeat and the verdict; None if missing."""
+    found = {key.rpartition('/')[2]: text for key, text in self._store.key_value_dir_get(_MAIN)}
+    beat, verdict = found.get('beat'), found.get('verdict')
+    return beat and Beat.from_json(beat), verdict and EndReason(**json.loads(verdict))
 
   def wait_for_end(self, *, seconds: float) -> None:
     """Returns once every process has reached the end of its block; raises if one does not."""
@@ -286,6 +284,7 @@ class PhaseClock:
 # Periods without a heartbeat until a rank is dead, once collectives have failed: on CPU devices
 # gloo then aborts whole processes after some time.
 _BROKEN_PERIODS = 3
+_BEATS_PER_PERIOD = 512  # larger runs beat less often: process 0 answers all
 _ASK_SECONDS = 3  # for a request whose answer is optional
 
 
@@ -358,6 +357,9 @@ class Watchdog:
     self._board = self._store and Noticeboard(self._store, rank=process_index)
     self._leave = leave
     self._clock = clock
+    # At most so many heartbeats reach process 0 per second.
+    self._period = config.period_seconds * max(1.0, process_count / _BEATS_PER_PERIOD)
+    self._dead_seconds = max(config.dead_seconds, _BROKEN_PERIODS * self._period)
     self._phases = PhaseClock('set-up', config.compile_seconds, clock=clock)
     self._num_beats = 0
     self._last_beats: dict[
@@ -370,10 +372,11 @@ class Watchdog:
     self._main_thread = threading.main_thread().ident
     self._stop = threading.Event()
     self._leaving = threading.RLock()
-    rounds = [('watchdog', self._watch)] + [('heartbeats', self._talk)] * (self._store is not None)
+    rounds = [('watchdog', self._watch, config.period_seconds)]
+    rounds += [('heartbeats', self._talk, self._period)] * (self._store is not None)
     self._threads = [
-      threading.Thread(target=self._every_period, args=(f,), name=name, daemon=True)
-      for name, f in rounds
+      threading.Thread(target=self._repeat, args=(f, seconds), name=name, daemon=True)
+      for name, f, seconds in rounds
     ]
 
   def __enter__(self) -> Self:
@@ -424,8 +427,8 @@ class Watchdog:
     )
 
   # ---- The two threads --------------------------------------------------------------------------
-  def _every_period(self, round_: Callable[[], None]) -> None:
-    while not self._stop.wait(self._config.period_seconds):
+  def _repeat(self, round_: Callable[[], None], seconds: float) -> None:
+    while not self._stop.wait(seconds):
       round_()
 
   def _talk(self) -> None:
@@ -445,9 +448,9 @@ class Watchdog:
 
   def _judge(self, beats: dict[int, Beat]) -> None:
     """In process 0: declares ranks dead whose heartbeat has not changed for `dead_seconds`."""
-    now, limit = self._clock(), self._config.dead_seconds
+    now, limit = self._clock(), self._dead_seconds
     if any(beat.broken for beat in beats.values()):
-      limit = min(limit, _BROKEN_PERIODS * self._config.period_seconds)
+      limit = min(limit, _BROKEN_PERIODS * self._period)
     for rank, beat in beats.items():
       if self._last_beats.get(rank, (None,))[0] != beat.count:
         self._last_beats[rank] = beat.count, now
@@ -479,7 +482,7 @@ class Watchdog:
         EXIT_STUCK,
       )
       if self._store is not None:
-        within(_ASK_SECONDS, lambda: self._board.post_verdict(verdict))
+        verdict = within(_ASK_SECONDS, lambda: self._board.post_verdict(verdict)) or verdict
       self._report(verdict)
     elif self._verdict is not None:
       self._follow(self._verdict)
@@ -488,12 +491,12 @@ class Watchdog:
 
   def _check_process_zero(self, *, silent: float) -> None:
     """Ends this process once process 0, and the store with it, is gone."""
-    if silent < 2 * self._config.period_seconds:
+    if silent < 2 * self._period:
       return
     zero = self._process_zero.last_seen if self._process_zero else 'process 0'
     if self._board.has_ended():
       text = f'Lost {zero}: nothing listens on its port any longer.'
-    elif silent > self._config.dead_seconds:
+    elif silent > self._dead_seconds:
       text = f'{self._me()} has not reached {zero} for {silent:.0f} s: {self._trouble}.'
     else:
       return
@@ -506,14 +509,14 @@ class Watchdog:
     """
     started = time.monotonic()
     while True:
-      patience = self._config.period_seconds * (2 if verdict.kind == FAILED else 0)
+      patience = self._period * (2 if verdict.kind == FAILED else 0)
       if isinstance(self._own_error(), UserError):
         patience = (  # commits a save in progress, unless a process that the save needs is gone
-          self._config.dead_seconds if verdict.kind == FAILED else 5 * self._config.period_seconds
+          self._dead_seconds if verdict.kind == FAILED else 5 * self._period
         )
       if time.monotonic() - started >= patience:
         break
-      if self._stop.wait(min(0.05, self._config.period_seconds)):
+      if self._stop.wait(min(0.05, self._period)):
         return
     self._report(verdict)
 
@@ -540,7 +543,7 @@ class Watchdog:
 
   def _wait_for_verdict(self) -> None:
     """Returns only if no rank is declared dead; otherwise the watching thread ends this process."""
-    self._stop.wait(self._config.dead_seconds + 4 * self._config.period_seconds)
+    self._stop.wait(self._dead_seconds + 4 * self._period)
 
   def _explain(self, error: BaseException) -> None:
     """Posts why this process fails.
@@ -562,12 +565,24 @@ class Watchdog:
     """In process 0, which holds the store: waits until all living processes have left."""
     if self._store is None or self._index != 0:
       return
-    deadline = time.monotonic() + 3 * self._config.period_seconds
+    deadline = time.monotonic() + 3 * self._period
     while time.monotonic() < deadline:
       beats = within(_ASK_SECONDS, self._board.beats) or {}
       if all(beat.left for rank, beat in beats.items() if rank not in self._dead | {0}):
         return
-      time.sleep(self._config.period_seconds / 10)
+      time.sleep(self._period / 10)
+
+  def _heartbeats(self) -> str:
+    """Returns the heartbeats of all processes in process 0, the only one that reads them all.
+
+    If each of 4,096 processes read them, process 0 would send 3.5 GB.
+    """
+    if self._index != 0:
+      return 'The output of process 0 has the heartbeats of all processes.'
+    beats = within(_ASK_SECONDS, self._board.beats)
+    if beats is None:
+      return 'The heartbeats cannot be read.'
+    return heartbeats_table(beats, process_count=self._count)
 
   def _me(self) -> str:
     return f'Process {self._index} on {socket.gethostname()} (pid {os.getpid()})'
@@ -579,12 +594,7 @@ class Watchdog:
         return
       lines = [f'\nWATCHDOG: {verdict.text}']
       if verdict.kind == STUCK and self._store is not None:
-        beats = within(_ASK_SECONDS, self._board.beats)
-        lines.append(
-          'The heartbeats cannot be read.'
-          if beats is None
-          else heartbeats_table(beats, process_count=self._count)
-        )
+        lines.append(self._heartbeats())
       write_stderr('\n'.join([*lines, '']))
       if verdict.kind == STUCK:
         faulthandler.dump_traceback(file=2, all_threads=True)

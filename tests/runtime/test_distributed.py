@@ -79,6 +79,12 @@ def test_gather_gives_everyone_all_values_in_order(results):
   assert [r['gathered'] for r in results] == [[{'i': 0, 'pad': ''}, {'i': 1, 'pad': 'x' * 50}]] * 2
 
 
+def test_values_of_any_length_compile_a_few_programs(results):
+  for r in results:
+    assert r['lengths_are_equal']
+    assert r['num_compiled'] <= 7  # for 1, 4, 16 and 64 KiB, gathered and broadcast
+
+
 def test_a_difference_is_an_error_on_every_process_that_shows_both(results):
   for r in results:
     assert 'The config is not the same on all 2 processes' in r['difference']

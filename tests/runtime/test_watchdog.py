@@ -31,6 +31,7 @@ class DictStore:
     self.values = {}
     self.reachable = True
     self.ended = False
+    self.num_bytes = 0  # read
     self.barrier = threading.Barrier(2)
 
   def key_value_set(self, key, value, allow_overwrite=False):
@@ -40,7 +41,9 @@ class DictStore:
 
   def key_value_dir_get(self, key):
     self._check()
-    return [(k, v) for k, v in self.values.items() if k.startswith(key)]
+    found = [(k, v) for k, v in self.values.items() if k.startswith(key)]
+    self.num_bytes += sum(len(k) + len(v) for k, v in found)
+    return found
 
   def wait_for_all(self, name, *, seconds):
     self.barrier.wait(seconds)
@@ -176,6 +179,35 @@ def test_the_report_of_a_stuck_run_names_the_rank_that_is_behind(clock, capfd):
   err = capfd.readouterr().err
   behind = next(line for line in err.splitlines() if line.startswith('Behind the others'))
   assert 'process 1 on' in behind and 'process 0' not in behind and 'process 2' not in behind
+
+
+def test_the_first_verdict_is_the_verdict_of_all_and_process_0_alone_reads_the_heartbeats(
+  clock, capfd
+):
+  store = DictStore()
+  dogs = [make(clock, store, index=i, count=200, compile_seconds=100) for i in range(200)]
+  for dog in dogs:
+    dog._talk()
+  clock.now = 101
+  store.num_bytes = 0
+  for dog in reversed(dogs):
+    with pytest.raises(Left):
+      dog._watch()
+  err = capfd.readouterr().err
+  assert len(store.verdicts()) == 1
+  assert err.count('WATCHDOG: Process 199 on') == 200
+  assert err.count('The output of process 0 has the heartbeats') == 199
+  assert err.count('Heartbeats:\n') == 1
+  assert store.num_bytes < 200 * 1000 + 200 * 500  # not 200 times 200 heartbeats
+
+
+def test_more_ranks_beat_less_often(clock):
+  config = WatchdogConfig()
+  periods = [
+    Watchdog(config, process_index=0, process_count=n, store=DictStore(), clock=clock)._period
+    for n in (1, 512, 4096)
+  ]
+  assert periods == [1, 1, 8]
 
 
 def test_a_rank_that_never_came_is_listed(clock, capfd):

@@ -48,6 +48,20 @@ def gather_rounds(folder: pathlib.Path, index: int) -> list[bool]:
   return seen
 
 
+def lengths(index: int) -> dict:
+  """Returns whether texts of all lengths arrive, and how many programs that compiled."""
+  compiled = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append(name) if 'backend_compile' in name else None
+  )
+  are_equal = True
+  for length in (*range(0, 1400, 100), 1017, 1018, 1019, 5000, 20_000):
+    texts = ['é' * (length // 6), 'x' * length]  # 6 bytes of JSON for each é
+    are_equal &= distributed.gather_json(texts[index]) == texts
+    are_equal &= distributed.broadcast_json(texts[index]) == texts[0]
+  return {'lengths_are_equal': are_equal, 'num_compiled': len(compiled)}
+
+
 def main(address: str, index: int, folder: str) -> None:
   joined = distributed.join(
     cluster.detect(os.environ, coordinator_address=address, process_count=2, process_index=index),
@@ -61,6 +75,7 @@ def main(address: str, index: int, folder: str) -> None:
     'waited': gather_rounds(pathlib.Path(folder), index),
     'broadcast': distributed.broadcast_json({'from': 0, 'text': 'é' * 100} if index == 0 else None),
     'gathered': distributed.gather_json({'i': index, 'pad': 'x' * (50 * index)}),
+    **lengths(index),
     **mesh_results(),
   }
   distributed.assert_equal_across_hosts({'a': 1, 'b': [2]} if index else {'b': [2], 'a': 1}, 'same')

@@ -4,16 +4,19 @@
 with an old checkout or another release would train without an error, but to a different loss.
 """
 
+import base64
 import collections
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import platform
 import socket
 import sys
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from typing import Optional, Self
 
@@ -24,7 +27,7 @@ from t5x_gpu.errors import ClusterError, number_ranges
 from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.storage.json_schema import Json
+from t5x_gpu.storage.json_schema import Json, JsonValue
 
 # Packages that affect numbers. Versions come from metadata, without imports.
 _CUDA = ('12', '13')
@@ -167,13 +170,16 @@ class ClusterMember:
     return cls(**{**known, 'gpus': tuple(values['gpus'])})
 
 
+_OF_ROWS = ('hostname', 'host_key', 'domain', 'versions', 'code')
+
+
 @dataclasses.dataclass(frozen=True)
 class Meeting:
   """The result of the rendezvous of all processes.
 
   Attributes:
     address: 'host:port' at which this process reaches process 0; the host is numeric.
-    members: the processes, by process index.
+    members: the processes, by process index; only process 0 knows the GPUs of the others.
     own_host: numeric address of this process on the network of process 0; None if the processes use
       several networks.
     bind_address: 'host:port' on which process 0 must start JAX's service; None for other processes.
@@ -183,6 +189,29 @@ class Meeting:
   members: tuple[ClusterMember, ...]
   own_host: Optional[str] = None
   bind_address: Optional[str] = None
+
+
+def to_rows(members: Sequence[ClusterMember]) -> JsonValue:
+  """Returns members as JSON, with a row per host and without GPUs: every process gets this table.
+
+  4,096 members, each with all of its facts, would be 1.6 MB, and 6.4 GB for process 0 to send.
+  """
+  rows: dict[tuple[str, ...], list[int]] = {}
+  for member in members:
+    facts = dataclasses.asdict(member)
+    rows.setdefault(tuple(facts[name] for name in _OF_ROWS), []).append(member.process_index)
+  text = json.dumps([[*row, processes] for row, processes in rows.items()])
+  return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def from_rows(rows: str) -> tuple[ClusterMember, ...]:
+  """Returns the members of `to_rows`, by process index, without their GPUs."""
+  found = {
+    index: ClusterMember(process_index=index, **dict(zip(_OF_ROWS, row, strict=True)))
+    for *row, processes in json.loads(zlib.decompress(base64.b64decode(rows)))
+    for index in processes
+  }
+  return tuple(found[index] for index in range(len(found)))
 
 
 def describe_this_process(cluster: ClusterInfo) -> ClusterMember:
@@ -208,7 +237,7 @@ def check(members: Sequence[ClusterMember]) -> None:
   """Raises ClusterError if the members cannot be one run.
 
   They cannot if two processes use one GPU, if only some have T5X_GPU_DOMAIN or send a digest of
-  their code, or if versions of jax differ. All processes hold the same table, so all of them raise.
+  their code, or if versions of jax differ.
   """
   users = collections.defaultdict(list)
   for member in members:

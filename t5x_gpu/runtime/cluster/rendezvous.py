@@ -5,8 +5,9 @@ minutes every process aborts with the same message and no names. In `meet`, proc
 processes are missing, and the others report why they cannot reach it. Hosts and GPUs of all
 processes are known before anything is allocated, and processes of other runs are refused.
 
-Each connection has one question (a process's facts) and one answer, given once all have come. Lines
-are JSON, signed with a secret that only the processes of the job have; without one, proofs are ''.
+Each connection has one question (a process's facts) and one answer, a table with a row per host,
+given once all have come. Lines are JSON, signed with a secret that only the processes of the job
+have; without one, proofs are ''.
 
     process 0: {"challenge": ...}
     the other: {"text": ..., "challenge": ..., "proof": ...}      "text" is the message itself
@@ -16,6 +17,7 @@ are JSON, signed with a secret that only the processes of the job have; without 
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import hmac
@@ -30,9 +32,12 @@ from collections.abc import Iterator, Mapping
 from typing import Optional
 
 from t5x_gpu.errors import ClusterError, Problem, listed, number_ranges
+from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster import addresses
+from t5x_gpu.runtime.cluster import members as members_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember, Meeting
+from t5x_gpu.storage.files import reason_of, remedy
 from t5x_gpu.storage.json_schema import JsonObject, JsonValue
 
 _log = logging.getLogger(__name__)
@@ -66,6 +71,7 @@ def proves(given: str, secret: str, *parts: str) -> bool:
   return hmac.compare_digest(given.encode(), proof(secret, *parts).encode())
 
 
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 LINE_SECONDS = 5  # for one whole line
 MAX_LINE = 1 << 22  # fits a table of ten thousand processes
 # What reading a connection and parsing untrusted JSON can raise.
@@ -91,9 +97,8 @@ class Question:
   _challenge: str
   _secret: str
 
-  def answer(self, message: JsonValue) -> None:
-    """Sends the answer and closes the connection."""
-    text = json.dumps(message)
+  def answer(self, text: str) -> None:
+    """Sends the answer, as JSON, and closes the connection."""
     self.connection.settimeout(LINE_SECONDS)
     _send(
       self.connection, {'text': text, 'proof': proof(self._secret, 'answer', self._challenge, text)}
@@ -145,12 +150,20 @@ class Reception:
       self._callers.popitem()[0].close()
 
   def poll(self, seconds: float) -> list[Question]:
-    """Returns the completed requests; waits up to `seconds` for something to happen."""
+    """Returns the completed requests; waits up to `seconds` for something to happen.
+
+    Raises:
+      OSError: this process may open no further file.
+    """
     questions = []
     for key, _ in self._selector.select(seconds):
       if key.fileobj in self._listening.sockets:
-        with contextlib.suppress(OSError):  # it has hung up, or too many files are open
+        try:
           self._accept(*key.fileobj.accept())
+        except OSError as e:
+          if e.errno in TOO_MANY_FILES:
+            raise
+          # else it has hung up
       else:
         questions += self._read(key.fileobj)
     for connection, caller in list(self._callers.items()):
@@ -288,7 +301,8 @@ def meet(
     secret: the job's secret (`secret_from_environment`); '' admits every process.
   Raises:
     ClusterError: some processes did not come (the message names them), process 0 cannot be reached
-      (with the reason), its port is in use, or two processes have the same index.
+      (with the reason), its port is in use, two processes have the same index, or the members
+      cannot be one run (`members.check`).
   """
   if cluster.process_index == 0:
     host = _Host(cluster, me, secret, timeout_seconds)
@@ -336,26 +350,42 @@ class _Host(contextlib.AbstractContextManager):
     count = self._cluster.process_count
     report_at = time.monotonic() + REPORT_SECONDS
     while not self._all_here():
-      questions = self._reception.poll(POLL_SECONDS)
+      try:
+        questions = self._reception.poll(POLL_SECONDS)
+      except OSError as e:
+        raise self._refuse_all(
+          _error(
+            f'Process 0 on {socket.gethostname()} has {len(self._members)} of {count} processes '
+            f'and cannot take one more: {reason_of(e)}. Its limit is '
+            f'{machine.open_files_limit()}, and it needs a connection to each process.',
+            fix=remedy(e),
+          )
+        ) from e
       for question in questions:
         self._welcome(question)
       if not questions:
         self._drop_ended()
       if time.monotonic() > self._deadline:
-        self._refuse_all(self._missing_text(self._timeout_seconds))
-        raise _error(
-          self._missing_text(self._timeout_seconds),
-          fix='Look at the first lines of the missing processes: they could not start, or could '
-          f'not reach {self._listening.address} (wrong name, firewall). Start all {count} '
-          'processes with the same --coordinator_address.',
+        raise self._refuse_all(
+          _error(
+            self._missing_text(self._timeout_seconds),
+            fix='Look at the first lines of the missing processes: they could not start, or could '
+            f'not reach {self._listening.address} (wrong name, firewall). Start all {count} '
+            'processes with the same --coordinator_address.',
+          )
         )
       if time.monotonic() > report_at:
         _log.warning(self._missing_text(None))
         report_at += REPORT_SECONDS
+    members = tuple(self._members[i] for i in range(count))
+    try:
+      members_lib.check(members)
+    except ClusterError as e:
+      raise self._refuse_all(e) from None
     host, port = self._service_host(), self._listening.port
     return Meeting(
       addresses.join(host or '127.0.0.1', port),
-      tuple(self._members[i] for i in range(count)),
+      members,
       own_host=host,
       bind_address=self._cluster.bind_address or addresses.join(host or '::', port),
     )
@@ -402,7 +432,7 @@ class _Host(contextlib.AbstractContextManager):
         f'{member.hostname} ({question.peer_host})'
       )
     if refusal:
-      question.answer({'run': self._cluster.run_id, 'refused': refusal})
+      question.answer(json.dumps({'run': self._cluster.run_id, 'refused': refusal}))
       if run == self._cluster.run_id:
         _log.warning('Rejected a connection: %s.', refusal)
       return
@@ -432,19 +462,24 @@ class _Host(contextlib.AbstractContextManager):
       f'Here: {present}.'
     )
 
-  def _refuse_all(self, text: str) -> None:
+  def _refuse_all(self, error: ClusterError) -> ClusterError:
+    """Sends an error to all processes that have come, which raise it too; returns it."""
+    facts = {'what': error.what, 'fix': error.fix, 'docs': error.docs}
     for question in self._questions.values():
-      question.answer({'run': self._cluster.run_id, 'refused': text})
+      question.answer(json.dumps({'run': self._cluster.run_id, 'error': facts}))
+    return error
 
   def release_once_listening(self, meeting: Meeting) -> None:
     """Frees the port for JAX's service, and answers all processes once the service listens."""
     self._reception.close()
     host, port = addresses.split(meeting.address)
-    answer = {
-      'run': self._cluster.run_id,
-      'service': meeting.own_host and meeting.address,
-      'members': [dataclasses.asdict(member) for member in meeting.members],
-    }
+    answer = json.dumps(
+      {
+        'run': self._cluster.run_id,
+        'service': meeting.own_host and meeting.address,
+        'members': members_lib.to_rows(meeting.members),
+      }
+    )
 
     def release() -> None:
       while time.monotonic() < self._deadline + TRY_SECONDS and not self._failed.is_set():
@@ -519,9 +554,11 @@ class _Guest:
         own_host, reached = addresses.split(service)[0], service
       return Meeting(
         reached,
-        tuple(map(ClusterMember.from_json, answer['members'])),
+        self._with_own_gpus(members_lib.from_rows(answer['members'])),
         own_host=own_host if service else None,
       )
+    if run == self._cluster.run_id and 'error' in answer:
+      raise ClusterError(**{name: str(text) for name, text in answer['error'].items()})
     if run == self._cluster.run_id and 'refused' in answer:
       raise _error(
         f'Process {self._me.process_index} of {self._cluster.process_count} could not join: '
@@ -531,6 +568,10 @@ class _Guest:
     other = f'the program that listens there has another {SECRET_VARIABLE}, or none'
     self._failures[address] = Problem(str(answer.get('refused', other)), _FIND_PROCESS_0)
     return None
+
+  def _with_own_gpus(self, members: tuple[ClusterMember, ...]) -> tuple[ClusterMember, ...]:
+    at = self._me.process_index
+    return (*members[:at], self._me, *members[at + 1 :])
 
   def _hello(self) -> JsonObject:
     return {

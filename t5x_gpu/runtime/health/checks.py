@@ -208,12 +208,13 @@ def check_ulimits(
   """Checks the limits of open files, processes and locked memory.
 
   Args:
-    limits: 'nofile', 'nproc', 'memlock' -> soft limit, -1 for none; this process's by default.
+    limits: 'nofile', 'nproc', 'memlock' -> limit, -1 for none; this process's by default. A run
+      raises its limit of open files to the hard limit.
     infiniband: a folder with entries where there is RDMA hardware.
   """
   if limits is None:
     limits = {
-      name: resource.getrlimit(getattr(resource, f'RLIMIT_{name.upper()}'))[0]
+      name: resource.getrlimit(getattr(resource, f'RLIMIT_{name.upper()}'))[name == 'nofile']
       for name in ('nofile', 'nproc', 'memlock')
     }
   shown = ', '.join(

@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import errno
+import os
+import random
 import socket
 import threading
 import time
@@ -11,7 +14,7 @@ import pytest
 from t5x_gpu.errors import ClusterError
 from t5x_gpu.runtime.cluster import addresses, rendezvous
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.cluster.members import ClusterMember
+from t5x_gpu.runtime.cluster.members import ClusterMember, from_rows, to_rows
 from t5x_gpu.runtime.cluster.members import check as check_members
 from t5x_gpu.runtime.cluster.rendezvous import meet
 from tests.messages import raises
@@ -107,7 +110,10 @@ def test_everybody_gets_the_same_table_whoever_comes_first():
   for delays in ((0, 0, 0), (0.3, 0, 0), (0, 0, 0.3)):
     outcomes = run_all([info(i, port=port) for i in range(3)], members, delays=delays)
     assert [o.error for o in outcomes] == ['', '', '']
-    assert all(o.value.members == tuple(members) for o in outcomes)
+    assert outcomes[0].value.members == tuple(members)
+    for index, outcome in enumerate(outcomes[1:], 1):  # GPUs are for process 0, and one's own
+      known = [m if m.process_index == index else dataclasses.replace(m, gpus=()) for m in members]
+      assert outcome.value.members == tuple(known)
 
 
 def test_missing_processes_are_named_to_all_who_came():
@@ -194,24 +200,51 @@ def test_two_processes_with_one_index_are_reported():
 
 
 def test_other_versions_of_jax_end_all_processes_with_the_same_error():
-  """Process 0 fails before JAX's service listens; the others must not wait for that."""
-  port, errors = free_port(), ['', '']
+  port = free_port()
+  members = [member(i, versions=f'jax {i // 2}') for i in range(3)]
+  outcomes = run_all([info(i, port=port) for i in range(3)], members, seconds=60)
+  assert 'Process 2 on node1 runs jax 1, process 0 on node0 jax 0.' in outcomes[0].error
+  assert [o.error for o in outcomes] == [outcomes[0].error] * 3
+  assert max(o.seconds for o in outcomes) < 50  # less than the timeout
 
-  def run(i: int) -> None:
-    try:
-      with meet(
-        info(i, count=2, port=port), member(i, versions=f'jax {i}'), timeout_seconds=60
-      ) as meeting:
-        check_members(meeting.members)
-    except ClusterError as e:
-      errors[i] = e.what
 
-  threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(50)  # less than the timeout
-  assert errors == ['Process 1 on node0 runs jax 1, process 0 on node0 jax 0.'] * 2
+def test_the_table_of_4096_processes_has_a_row_per_host_and_a_few_kilobytes():
+  members = tuple(
+    ClusterMember(
+      i,
+      hostname=f'gpu-{i // 8:04}',
+      host_key=(key := f'gpu-{i // 8:04}//{random.Random(i // 8).randbytes(16).hex()}'),
+      domain=key,
+      versions='jax 0.10.2, jaxlib 0.10.2',
+      code='0123456789abcdef',
+    )
+    for i in range(4096)
+  )
+  rows = to_rows(members)
+  assert from_rows(rows) == members
+  assert len(rows) < 80 * 512
+  cyclic = tuple(dataclasses.replace(members[i % 512 * 8], process_index=i) for i in range(4096))
+  assert from_rows(to_rows(cyclic)) == cyclic
+
+
+def test_a_limit_of_open_files_is_named_to_all_who_came(monkeypatch):
+  port, count = free_port(), 12
+  real, limit = socket.socket.accept, 5
+
+  def accept(self):
+    nonlocal limit
+    limit -= 1
+    if limit < 0:
+      raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return real(self)
+
+  monkeypatch.setattr(socket.socket, 'accept', accept)
+  infos = [info(i, count=count, port=port) for i in range(count)]
+  outcomes = run_all(infos, [member(i) for i in range(count)], seconds=4)
+  assert 'cannot take one more: Too many open files (EMFILE)' in outcomes[0].error
+  assert 'ulimit -n' in outcomes[0].error
+  assert outcomes[0].seconds < 4  # it does not wait for the deadline
+  assert outcomes[0].error in [o.error for o in outcomes[1:]]
 
 
 @pytest.mark.slow
