@@ -565,9 +565,9 @@ def check_array_files(folder: AnyPath) -> None:
 
 
 def check_written(state: AnyPath) -> None:
-  """Raises OSError unless the arrays in the folder `state`, which is not committed, can be opened.
+  """Raises OSError unless the arrays of an uncommitted checkpoint, in `state`, can be opened.
 
-  Where Orbax finds nothing to merge, it logs a warning and would commit a checkpoint without index.
+  If Orbax finds no files to merge, it only logs a warning and commits a checkpoint without an index.
   """
   try:
     check_array_files(state)

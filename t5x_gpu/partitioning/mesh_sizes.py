@@ -351,7 +351,7 @@ def _fill(
   Args:
     sizes: changed in place; each is legal by itself, at most one is -1.
     problems: list to add to.
-    slots: what the sizes must fill.
+    slots: the slots to fill.
     open_axis: treat this axis as not set, because its size is already refused.
   """
   fixed = {axis: size for axis, size in sizes.items() if size != -1 and axis != open_axis}

@@ -413,9 +413,7 @@ class _Loop:
     )
 
   def _forward(self, leaves: _Leaves, carry: Tree, first: jax.Array, step: TreeFn) -> Tree:
-    """Returns the output and what the backward pass needs.
-
-    It is (output, stacked residuals of all layers but the last, residuals of the last layer,
+    """Returns (output, stacked residuals of all layers but the last, residuals of the last layer,
     gathered weights of the last layer).
     """
 

@@ -257,7 +257,7 @@ def send_around(
   dkv = _pass_on(dkv, axis)
   grads, more = meet(grads, visitor)
   key, value, _ = visitor
-  # Rounded before the last hop, to what the caller rounds them to after it.
+  # The caller rounds to these dtypes; rounding before the last hop sends fewer bytes.
   dkv = jax.tree.map(lambda a, b, x: (a + b).astype(x.dtype), dkv, more, (key, value))
   return grads, _pass_on(dkv, axis)
 

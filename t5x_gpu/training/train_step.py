@@ -50,7 +50,7 @@ from t5x_gpu.training.schedules import Schedule, checked_rate, replica_factor
 from t5x_gpu.training.spikes import SpikeConfig, group_norms
 from t5x_gpu.training.state import RunForm, TrainState, history_of, trained_of, with_kernel_amaxes
 
-# Divisors that depend on the batch -> what the gradients are then.
+# Divisors that depend on the batch -> the loss whose gradients the step takes.
 _REAL, _TOTAL, _SEQUENCES = (
   'NUM_REAL_TARGET_TOKENS',
   'NUM_TOTAL_TARGET_TOKENS',

@@ -129,7 +129,7 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def plan_copies(state: Tree, hosts: Hosts) -> ReplicaPlan:
-  """Returns which process keeps which parts.
+  """Returns the boxes that each process keeps, so that two hosts have each part.
 
   Args:
     state: tree of arrays or shapes with NamedShardings of one mesh.

@@ -112,7 +112,7 @@ def _shards(array: jax.Array, places: Mapping[jax.Device, int]) -> dict[int, jax
 
 
 def _on_host(shard: jax.Array, part: KeptBox, dtype: np.dtype) -> np.ndarray:
-  """Returns the values of a part, in memory that no device uses."""
+  """Returns a copy of a part's values in host memory."""
   values = np.asarray(shard)
   if next(iter(shard.devices())).platform == 'cpu':
     values = values.copy()  # otherwise a view of a buffer that the step reuses

@@ -17,7 +17,7 @@ from t5x_gpu.partitioning.axis_rules import shard
 
 # (tokens [rows], state) -> (logits [rows, vocab] of the next token, next state).
 DecodeStep = Callable[[jax.Array, DecodingState], tuple[jax.Array, DecodingState]]
-Carry = TypeVar('Carry')  # what a search remembers between tokens, such as Texts
+Carry = TypeVar('Carry')  # state of a search between tokens, such as Texts
 # (index of the next token, tokens [rows], carry, state).
 Loop = tuple[ArrayLike, jax.Array, Carry, DecodingState]
 

@@ -303,7 +303,7 @@ def faster_accumulation(
   by_formula: Predict,
   compiled: Optional[Predict],
 ) -> tuple[list[Remedy], str]:
-  """Returns a faster order of the microbatches, and what the present order costs as text.
+  """Returns a faster order of the microbatches, and the cost of the present order as text.
 
   By layer, the backward pass computes each layer again, with every remat policy. By microbatch,
   it does not have to, but parameters are gathered for each microbatch.

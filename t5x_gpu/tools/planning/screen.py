@@ -187,7 +187,7 @@ def caveats(p: Prediction) -> list[str]:
 
 
 def gpu_caveat(p: Prediction) -> str:
-  """Returns what a plan does not model for this kind of GPU, or ''."""
+  """Returns the limits of a plan's model for this kind of GPU, or ''."""
   domain, each = p.gpu.nvlink_domain, p.num_gpus // p.num_hosts
   if domain <= max(each, GPUS_PER_HOST):
     return ''
