@@ -567,7 +567,7 @@ def check_array_files(folder: AnyPath) -> None:
 def check_written(state: AnyPath) -> None:
   """Raises OSError unless the arrays of an uncommitted checkpoint, in `state`, can be opened.
 
-  If Orbax finds no files to merge, it only logs a warning and commits a checkpoint without an index.
+  If Orbax finds no files to merge, it only logs a warning and commits a checkpoint without index.
   """
   try:
     check_array_files(state)

@@ -501,7 +501,7 @@ def open_batches(
       batch with rows of loss weight 0.
   Raises:
     ConfigError: the feature converter is unknown, or a task module cannot be imported.
-    DataError: the task cannot provide these batches.
+    DataError: the task cannot provide these batches, or has none (NoExamplesError).
   """
   features.check_batch_size(config.batch_size)
   if config.mixture_rates is not None:
@@ -515,16 +515,22 @@ def open_batches(
   features.check_pack(feature_converter, pack=config.pack)
   task = task_lookup.lookup(config)
   task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
-  task_lookup.check_not_empty(task, config)
-  batches = SeqioBatches(
-    task, config, spec=spec, feature_converter=feature_converter, repeat=repeat
-  )
+  if repeat:  # otherwise the first batch shows it, without a second pipeline
+    task_lookup.check_not_empty(task, config)
+  options = dict(spec=spec, feature_converter=feature_converter, repeat=repeat)
+  batches = task_lookup.readable(task, config, lambda: SeqioBatches(task, config, **options))
+  is_empty = False
   try:
     batches.peek()
     batches.prepare_to_resume()
+  except StopIteration:
+    is_empty = True
   except BaseException:
     batches.close()
     raise
+  if is_empty:
+    batches.close()
+    raise task_lookup.no_examples(task, config)
   return batches
 
 

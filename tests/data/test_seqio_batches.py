@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import batches, seqio_batches
-from t5x_gpu.errors import DataError
+from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.errors import DataError, NoExamplesError
 from tests.messages import raises
 
 pytestmark = pytest.mark.tf
@@ -82,6 +83,27 @@ def test_moving_builds_no_second_dataset_unless_tensorflow_needs_it(open_data, l
   monkeypatch.setattr(seqio_batches, '_from_bytes', fails_once)
   iterator.set_state(state)
   assert hashes(iterator, 70) == want and len(built) == len(calls) == 2
+
+
+def test_an_evaluation_builds_one_pipeline(open_data, lines, monkeypatch):
+  built, examples = [], task_lookup.examples
+  monkeypatch.setattr(
+    task_lookup, 'examples', lambda *args, **kw: built.append(kw) or examples(*args, **kw)
+  )
+  open_data(lines, repeat=False)
+  assert len(built) == 1
+
+
+@pytest.mark.parametrize('repeat', [True, False])
+def test_a_split_without_examples_is_refused(tmp_path, open_data, repeat):
+  (tmp_path / 'one.jsonl').write_text('{"text": "a"}\n')
+  refused = []
+  for split in ('train', 'validation'):  # a hash assigns the text
+    try:
+      open_data(f'jsonl:{tmp_path}/one.jsonl', split=split, repeat=repeat)
+    except NoExamplesError as e:
+      refused.append(e)
+  assert len(refused) == 1 and refused[0].__context__ is None  # no frame keeps an iterator
 
 
 def test_unpacked_rows_continue_from_a_state_of_0_2_without_reading_again(open_data, lines, caplog):

@@ -139,8 +139,14 @@ def test_initial_parameters_are_bit_identical_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_average_per_sequence_is_the_mean_of_each_rows_mean_loss():
-  plain, averaged = build(), build(loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
+@pytest.fixture(scope='module')
+def plain():
+  """A program that several tests take states from: initialization compiles as long as a step."""
+  return build()
+
+
+def test_average_per_sequence_is_the_mean_of_each_rows_mean_loss(plain):
+  averaged = build(loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
   params, batch = plain.init().params, next(batches())
   losses = []
   for row in range(16):
@@ -152,14 +158,14 @@ def test_average_per_sequence_is_the_mean_of_each_rows_mean_loss():
   sums = averaged.eval_step(params, averaged.layout.put_batch(batch))
   assert float(sums['loss'][1]) == pytest.approx(12)
   assert float(sums['loss'][0]) == pytest.approx(sum(losses), rel=1e-5)
-  _, trained = averaged.train_step(averaged.init(), averaged.layout.put_batch(batch))
+  _, trained = averaged.train_step(plain.init(), averaged.layout.put_batch(batch))
   assert float(trained['loss'][0]) == pytest.approx(sum(losses), rel=1e-5)
 
 
-def test_gradients_are_divided_as_the_normalizer_says():
+def test_gradients_are_divided_as_the_normalizer_says(plain):
   def norm(factor):
     program = build(loss_normalizing_factor=factor)
-    _, sums = program.train_step(program.init(), program.layout.put_batch(next(batches())))
+    _, sums = program.train_step(plain.init(), program.layout.put_batch(next(batches())))
     return float(sums['grad_norm'][0])
 
   total = norm(1.0)

@@ -7,8 +7,8 @@ may number differently.
 import dataclasses
 import glob
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Optional, Union
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Optional, TypeVar, Union
 
 import numpy as np
 
@@ -49,6 +49,7 @@ from t5x_gpu.errors import (
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 Example = Mapping[str, np.ndarray]
 _NAME = 'DatasetConfig.mixture_or_task_name'
+_T = TypeVar('_T')
 
 
 def class_names(task: TaskOrMixture, of_model: Sequence[str] = ()) -> Optional[tuple[str, ...]]:
@@ -494,24 +495,35 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig) -> None:
 
   Repeating an empty dataset would hang, so this function first reads one unshuffled example.
   """
-  failure, found = '', False
-  try:
+
+  def has_example() -> bool:
     one_epoch = examples(task, config, shuffle=False, num_epochs=1)
-    found = any(True for _ in one_epoch.take(1))
+    return any(True for _ in one_epoch.take(1))
+
+  if not readable(task, config, has_example):
+    raise no_examples(task, config)
+
+
+def readable(task: TaskOrMixture, config: DatasetConfig, read: Callable[[], _T]) -> _T:
+  """Returns the result of `read`, or raises the DataError that says why `task` cannot be read."""
+  try:
+    return read()
   except (tf.errors.OpError, ValueError, AssertionError) as e:
     failure = first_line(e)
-  # Not in `except`: the frames of `e` would keep the iterator, whose threads hang at exit.
-  if failure:
-    raise reading_problem(task) or task_error(
-      f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
-      fix='Check the files and the preprocessors of the task.',
-    )
-  if not found:
-    splits = ', '.join(repr(split) for split in sorted(task.splits))
-    raise NoExamplesError(
-      f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
-      f'(its splits: {splits}).',
-      fix='Set DatasetConfig.split to one with data, or give the task more text. Sources without '
-      'splits assign documents by hash; with few documents one split may be empty.',
-      parameters=('DatasetConfig.split', _NAME),
-    )
+  # Not in `except`: the frames of `e` would keep an iterator, whose threads hang at exit.
+  raise reading_problem(task) or task_error(
+    f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
+    fix='Check the files and the preprocessors of the task.',
+  )
+
+
+def no_examples(task: TaskOrMixture, config: DatasetConfig) -> NoExamplesError:
+  """Returns the error of a split without examples."""
+  splits = ', '.join(repr(split) for split in sorted(task.splits))
+  return NoExamplesError(
+    f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
+    f'(its splits: {splits}).',
+    fix='Set DatasetConfig.split to one with data, or give the task more text. Sources without '
+    'splits assign documents by hash; with few documents one split may be empty.',
+    parameters=('DatasetConfig.split', _NAME),
+  )
