@@ -310,7 +310,9 @@ def _open(config: RestoreConfig) -> ParamsReader:
         f'  python -m t5x_gpu.convert --from={path} --to=NEW_FOLDER'
       )
       if other
-      else e.fix,
+      else e.fix
+      if path.exists()
+      else 'Correct the path of the MODEL_DIR, checkpoint, or checkpoint of T5X.',
       parameters=('RestoreConfig.path', 'RestoreConfig.step'),
     ) from e
 

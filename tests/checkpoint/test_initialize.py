@@ -208,6 +208,10 @@ def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, 
   refused(RestoreConfig(path, step=step), program())
 
 
+def test_a_path_that_does_not_exist_is_refused(tmp_path):
+  refused(RestoreConfig(str(tmp_path / 't5_base/checkpoint_1000000')), program())
+
+
 def test_a_source_that_cannot_be_read_is_replaced_by_a_setting_of_this_run(tmp_path, values):
   """`--step` is a flag of other commands."""
   config, p = RestoreConfig(write(tmp_path / 'other', values)), program()
