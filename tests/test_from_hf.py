@@ -161,8 +161,9 @@ def test_more_examples_than_are_measured_are_counted(folder):
     ['--task=jsonl:chats.jsonl', '--gpu=h200'],
     ['--task=jsonl:chats.jsonl', '--output=configs/my.gin'],
     ['--task=jsonl:chats.jsonl', '--converted=runs/a', '--model_dir=./runs/a/'],
+    ['--task=jsonl:chats.jsonl', '--export=llama'],
   ],
-  ids=['data', 'no-data', 'no-gpus', 'no-folder', 'one-folder'],
+  ids=['data', 'no-data', 'no-gpus', 'no-folder', 'one-folder', 'export'],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(flags, folder, llama):
   with raises(ConfigError):

@@ -243,6 +243,8 @@ def write_run(request: RunRequest, console: Console) -> None:
   jax.config.update('jax_platforms', 'cpu')  # never takes a GPU from a run
   if request.output and request.output.exists():
     raise ConfigError(f'{request.output} exists.', fix='Give a new file: --output=FILE')
+  if request.export and local_path(request.export, what='--export').exists():
+    raise ConfigError(f'--export={request.export} exists.', fix='Give a new folder.')
   if as_path(request.run) == local_path(request.to, what='--converted'):
     raise ConfigError(
       f'--model_dir and --converted are the same folder, {request.to}.',
