@@ -46,6 +46,7 @@ CASES = (
   Case('decoder_134m', (1, 12)),
   Case('t5_large', (1, 24)),
   Case('decoder_1.3b_2048', (1, 24), 'dots', 'fp8'),
+  Case('decoder_1.3b_2048', (1, 24), 'none', 'fp8'),
   Case('gpt2_xl', (1, 48)),
 )
 

@@ -24,6 +24,7 @@ from typing import Any, Optional, Union
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.parameters import Dims, Parameter, Split, as_parameter
@@ -263,6 +264,10 @@ class _Product:
 
 # Contracts the last dimensions of the first operand with the first dimensions of the second.
 _Dimensions = tuple[tuple[int, ...], tuple[int, ...]]
+# What models/remat.py stores of a product: its result. Before the scale, it would be read and
+# written once more, forward and backward.
+PRODUCT = 'product_in_8_bits'
+
 # Both operands, and `amax`.
 _Arguments = tuple[*_Arrays, *_Arrays, Optional[jax.Array]]
 # Values and scale of both operands, and `amax`.
@@ -273,7 +278,8 @@ def _multiply(p: _Product, *arrays: *_Arguments) -> jax.Array:
   """Returns [..., features] in the dtype of the port of `x`."""
   x8, x_scale, _, w8, w_scale, _, _ = arrays
   last, first = tuple(range(x8.ndim - p.num_in, x8.ndim)), tuple(range(p.num_in))
-  return _dot(_e4m3(x8), w8, (last, first), x_scale * w_scale, p.x_dtype)
+  product = _dot(_e4m3(x8), w8, (last, first), x_scale * w_scale, p.x_dtype)
+  return checkpoint_name(product, PRODUCT)
 
 
 def _dot(

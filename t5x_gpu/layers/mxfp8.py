@@ -20,9 +20,10 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.layers.backends.choose import hardware
-from t5x_gpu.layers.fp8 import E4M3, LowPrecisionKernel, largest_value, scale_of, to_8_bits
+from t5x_gpu.layers.fp8 import E4M3, PRODUCT, LowPrecisionKernel, largest_value, scale_of, to_8_bits
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.parameters import Parameter, Split, as_parameter
 from t5x_gpu.partitioning.trees import DTypeLike, Tree
@@ -159,7 +160,7 @@ def _forward(
   rows = x.ndim - num_in
   # Rounded as `fsdp` rounds what it gathers, so that every layout converts the same values.
   columns = _matrix(kernel.astype(x.dtype), num_in)
-  y = multiply(_matrix(x, rows), columns.T, x.dtype)
+  y = checkpoint_name(multiply(_matrix(x, rows), columns.T, x.dtype), PRODUCT)
   return y.reshape(*x.shape[:rows], *kernel.shape[num_in:]), (x, kernel)
 
 

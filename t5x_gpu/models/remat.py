@@ -12,13 +12,14 @@ Gathered FSDP weights are never stored: `parameters.keep_policy`.
 Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are the same as in T5X.
 """
 
-from collections.abc import Callable
-from typing import Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
+from t5x_gpu.layers.fp8 import PRODUCT
 from t5x_gpu.partitioning.ring_attention import RESULTS
 
 # (primitive, *arguments, **parameters) -> whether, or where, to store the results.
@@ -30,26 +31,41 @@ _DOTS = frozenset({'dot_general', 'ragged_dot_general', 'ragged_dot', 'pallas_ca
 _DEVICE_TO_HOST = dict(offload_src='device', offload_dst='pinned_host')
 _offload_dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_DEVICE_TO_HOST)
 _offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
-  names_which_can_be_saved=(), names_which_can_be_offloaded=(LAYER_INPUT,), **_DEVICE_TO_HOST
+  names_which_can_be_saved=(),
+  names_which_can_be_offloaded=(LAYER_INPUT, PRODUCT),
+  **_DEVICE_TO_HOST,
 )
+_dots_with_weights = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+# Attention has a name: loops and nested regions hide its matrix products and kernels.
+_named_results = jax.checkpoint_policies.save_only_these_names(RESULTS, PRODUCT)
+_named_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
 
-_attention_results = jax.checkpoint_policies.save_only_these_names(RESULTS)
+def _lacks_scale(primitive: Primitive, args: Sequence[Any]) -> bool:
+  """Returns whether this is a product of 8-bit operands, whose scaled result has a name."""
+  return primitive.name == 'dot_general' and args[0].dtype.itemsize == 1
 
 
-def _all_dots(primitive: Primitive, *args: object, **params: object) -> bool:
-  # Attention has a name: loops and nested regions hide its matrix products and kernels.
-  return primitive.name in _DOTS or _attention_results(primitive, *args, **params)
+def _all_dots(primitive: Primitive, *args: Any, **params: object) -> bool:
+  is_dot = primitive.name in _DOTS and not _lacks_scale(primitive, args)
+  return is_dot or _named_results(primitive, *args, **params)
 
 
-def _offload(primitive: Primitive, *args: object, **params: object) -> object:
-  policy = _offload_dots if primitive.name == 'dot_general' else _offload_inputs
-  return policy(primitive, *args, **params)
+def _minimal(primitive: Primitive, *args: Any, **params: object) -> bool:
+  if primitive.name == 'dot_general' and not _lacks_scale(primitive, args):
+    return _dots_with_weights(primitive, *args, **params)
+  return _named_products(primitive, *args, **params)
+
+
+def _offload(primitive: Primitive, *args: Any, **params: object) -> object:
+  if primitive.name == 'dot_general' and not _lacks_scale(primitive, args):
+    return _offload_dots(primitive, *args, **params)
+  return _offload_inputs(primitive, *args, **params)
 
 
 POLICIES: dict[str, Optional[Policy]] = {
   'none': None,
-  'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'minimal': _minimal,
   'dots': _all_dots,
   'full': jax.checkpoint_policies.nothing_saveable,
   'offload': _offload,

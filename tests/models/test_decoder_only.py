@@ -11,6 +11,7 @@ import pytest
 from t5x_gpu.compiled.collectives import flops_per_device, partitioned_hlo
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends import choose
+from t5x_gpu.layers.fp8 import PRODUCT
 from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.flops import transformer_flops_per_token
@@ -139,6 +140,18 @@ def test_rematerialisation_saves_memory():
   sizes = [temp_bytes(policy) for policy in BY_MEMORY[:-1]]
   assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
   assert sizes[-1] < 0.75 * sizes[0]
+
+
+@pytest.mark.parametrize('fp8_scaling', ['current', 'mxfp8'])
+@pytest.mark.parametrize('remat_policy', ['dots', 'minimal'])
+def test_products_in_8_bits_are_stored_with_their_scale(remat_policy, fp8_scaling):
+  changes = dict(num_layers=2, scan_unroll=1, dtype='fp8', fp8_scaling=fp8_scaling)
+  model, params, batch = make(**changes, remat_policy=remat_policy)
+  jaxpr = jax.make_jaxpr(jax.grad(lambda p: model.loss(p, batch)['loss'][0]))(params)
+  products = sum(f'name={PRODUCT}' in line for line in str(jaxpr).splitlines())
+  gated = len(CONFIG.mlp_activations) > 1
+  # Of queries, keys, values, the output of attention and the MLP; none is computed again.
+  assert products == 4 + (3 if gated else 2), jaxpr
 
 
 @pytest.mark.slow
