@@ -1,6 +1,7 @@
 """The loss without stored logits equals the plain one: sums, gradients, whole models."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ Z_LOSS = 1e-2
 RELATIVE = 1e-5
 
 
+@functools.cache
 def case(dtype=jnp.float32):
   keys = jax.random.split(jax.random.key(0), 5)
   x = jax.random.normal(keys[0], (BATCH, LENGTH, EMBED), dtype)
@@ -61,22 +63,24 @@ def chunked(
   )
 
 
+@functools.cache
+def gradients_and_sums(function, **options):
+  operands, targets, weights = case()
+
+  def loss(*operands):  # the factor: a cotangent other than 1
+    sums = function(*operands, targets, weights, **options)
+    return 3.0 * sums['loss'], sums
+
+  return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*operands)
+
+
 @pytest.mark.parametrize('table', [False, True])
 @pytest.mark.parametrize('num_chunks', [1, 3, 7])
 @pytest.mark.parametrize(('softcap', 'smoothing'), [(None, 0.0), (5.0, 0.1)])
 def test_sums_and_gradients_equal_those_of_stored_logits(softcap, smoothing, num_chunks, table):
-  operands, targets, weights = case()
   options = dict(softcap=softcap, smoothing=smoothing)
-
-  def run(function, **more):
-    def loss(*operands):  # the factor: a cotangent other than 1
-      sums = function(*operands, targets, weights, **options, **more)
-      return 3.0 * sums['loss'], sums
-
-    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*operands)
-
-  got_gradients, got = run(chunked, num_chunks=num_chunks, table=table)
-  want_gradients, want = run(plain)
+  got_gradients, got = gradients_and_sums(chunked, num_chunks=num_chunks, table=table, **options)
+  want_gradients, want = gradients_and_sums(plain, **options)
   for name in want:
     np.testing.assert_allclose(got[name], want[name], rtol=RELATIVE, err_msg=name)
   for got_one, want_one in zip(got_gradients, want_gradients):
@@ -108,9 +112,10 @@ def test_in_8_bits_the_loss_and_its_gradients_are_those_of_float32_up_to_roundin
   options = dict(softcap=None, smoothing=0.0)
 
   def run(function, **more):
-    return jax.value_and_grad(
-      lambda *o: function(*o, targets, weights, **options, **more)['loss'], argnums=(0, 1)
-    )(*operands)
+    def loss(*operands):
+      return function(*operands, targets, weights, **options, **more)['loss']
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*operands)
 
   want, exact = run(plain)
   got, gradients = run(chunked, num_chunks=3, table=table, fp8=True)
@@ -134,7 +139,7 @@ def test_a_low_rank_update_is_another_term():
     terms = [(x, kernel + down @ up)]
     return linear_cross_entropy(terms, bias, targets, weights, **options)['loss']
 
-  got, want = (jax.grad(f, argnums=(0, 1))(down, up) for f in (as_terms, merged))
+  got, want = (jax.jit(jax.grad(f, argnums=(0, 1)))(down, up) for f in (as_terms, merged))
   for got_one, want_one in zip(got, want):
     scale = float(jnp.abs(want_one).max())
     np.testing.assert_allclose(got_one, want_one, rtol=0, atol=RELATIVE * scale)
@@ -150,11 +155,12 @@ def test_entries_that_a_bias_rules_out_and_large_logits_change_nothing(size):
   operands = (size * x, kernel, bias)
 
   def run(function, **more):
-    return jax.value_and_grad(
-      lambda x: function(x, *operands[1:], targets, weights, softcap=None, smoothing=0.0, **more)[
-        'loss'
-      ]
-    )(operands[0])
+    options = dict(softcap=None, smoothing=0.0, **more)
+
+    def loss(x):
+      return function(x, *operands[1:], targets, weights, **options)['loss']
+
+    return jax.jit(jax.value_and_grad(loss))(operands[0])
 
   (got, got_gradient), (want, want_gradient) = run(chunked, num_chunks=3), run(plain)
   assert jnp.isfinite(want) and jnp.isfinite(want_gradient).all()
@@ -173,7 +179,7 @@ def test_the_gradient_of_a_metric_is_right_or_not_a_number():
       )
       return sums[name]
 
-    return jax.grad(metric)(operands[0])
+    return jax.jit(jax.grad(metric))(operands[0])
 
   np.testing.assert_array_equal(gradient('cross_entropy', 0.0), gradient('loss', 0.0))
   assert jnp.isnan(gradient('cross_entropy', Z_LOSS)).any()
