@@ -1,5 +1,7 @@
 """MXFP8 against its definition in numpy, and its products against float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +41,17 @@ def product(x, kernel, num_in=1):
   return contract(x, BlockKernel(kernel), num_in)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, x, kernel, gradient):
+  """Returns (function(x, kernel), gradient of x, gradient of kernel) for the result's gradient."""
+  y, transpose = jax.vjp(function, x, kernel)
+  return y, *transpose(gradient)
+
+
 @pytest.mark.parametrize('columns', [96, 33, 8])
 def test_products_are_those_of_operands_rounded_along_the_contracted_dimension(columns):
   x, kernel, gradient = arrays(columns)
-  y, transpose = jax.vjp(product, x, kernel)
-  dx, dw = transpose(gradient)
+  y, dx, dw = with_gradients(product, x, kernel, gradient)
   for got, a, b in ((y, x, kernel.T), (dx, gradient, kernel), (dw, x.T, gradient.T)):
     np.testing.assert_allclose(got, in_mx(a) @ in_mx(b).T, rtol=1e-5, atol=1e-4)
 
@@ -64,22 +72,18 @@ def test_products_are_those_of_the_operation_of_jax_that_kernels_implement():
 
 def test_products_and_gradients_are_those_of_float32_up_to_rounding():
   x, kernel, gradient = arrays()
-  y, transpose = jax.vjp(product, x, kernel)
-  exact, exact_transpose = jax.vjp(jnp.matmul, x, kernel)
-  pairs = zip((y, *transpose(gradient)), (exact, *exact_transpose(gradient)), strict=True)
-  for got, want in pairs:
+  found, exact = (with_gradients(f, x, kernel, gradient) for f in (product, jnp.matmul))
+  for got, want in zip(found, exact, strict=True):
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert 0.01 < error < ROUNDING
 
 
 def test_contracts_several_dimensions_as_the_projection_back_from_heads_does():
   x, kernel, gradient = arrays()
-  y, transpose = jax.vjp(product, x, kernel)
-  several, transpose_several = jax.vjp(
-    lambda x, k: product(x, k, 2), x.reshape(-1, 6, 16), kernel.reshape(6, 16, -1)
-  )
-  np.testing.assert_array_equal(several, y)
-  for got, want in zip(transpose_several(gradient), transpose(gradient), strict=True):
+  of_heads = x.reshape(-1, 6, 16), kernel.reshape(6, 16, -1)
+  several = with_gradients(functools.partial(product, num_in=2), *of_heads, gradient)
+  one = with_gradients(product, x, kernel, gradient)
+  for got, want in zip(several, one, strict=True):
     np.testing.assert_array_equal(got.reshape(want.shape), want)
 
 
@@ -93,9 +97,10 @@ def test_a_large_value_costs_precision_only_in_its_block():
 
 def test_zeros_stay_zeros_and_an_overflow_is_not_hidden():
   x, kernel, gradient = arrays()
-  y, transpose = jax.vjp(product, 0 * x, kernel)
-  assert not np.any(y) and not np.any(transpose(gradient)[1])
-  assert np.all(np.isfinite(transpose(0 * gradient)[0]))
+  y, _, dw = with_gradients(product, 0 * x, kernel, gradient)
+  assert not np.any(y) and not np.any(dw)
+  _, dx, _ = with_gradients(product, 0 * x, kernel, 0 * gradient)
+  assert np.all(np.isfinite(dx))
   for bad in (np.inf, np.nan):
     x[3, 5] = bad
     y = np.asarray(product(x, kernel))
