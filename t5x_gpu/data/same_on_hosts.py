@@ -1,15 +1,16 @@
 """Checks before the first step that all hosts read the same data.
 
 With a different file on one host a run would train without an error: every process takes its rows
-from its version of the global batch. The processes compare size and sampled blocks of each file,
-the result of `describe()`, and the hash of the next batch, which the task's code affects.
+from its version of the global batch. The processes compare the result of `describe()`, and the hash
+of the next batch, which the task's code affects; the hosts compare size and sampled blocks of each
+file, which one process per host reads.
 """
 
 import concurrent.futures
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 import numpy as np
@@ -23,7 +24,7 @@ from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.storage.json_schema import JsonObject
 
 _THREADS = 16
-_SAMPLED_FILES = 2048  # limited because every process opens them, perhaps on one file server
+_SAMPLED_FILES = 2048  # limited because every host opens them, perhaps on one file server
 _SAMPLED_BLOCKS = 4096  # blocks of 4 KiB, over all files; at least two per file
 _SHOWN_CHARACTERS = 100
 # Facts of `describe()` that depend on where and when files were copied; file contents are compared
@@ -47,14 +48,21 @@ def check_same_on_hosts(
   if distributed.process_count() == 1:
     return
   distributed.check_same_modules()
-  found = {
-    f'{purpose} data, {name}': fact
-    for purpose, iterator in batches.items()
-    if iterator is not None
-    for name, fact in _facts(iterator).items()
-  }
-  found |= {f'examples of {task.name}': _of_task(task) for task in tasks}
-  lines = distributed.differences(found)
+
+  def facts(of: Callable[[BatchIterator], Facts]) -> Facts:
+    return {
+      f'{purpose} data, {name}': fact
+      for purpose, iterator in batches.items()
+      if iterator is not None
+      for name, fact in of(iterator).items()
+    }
+
+  me = distributed.process_index()
+  lines = distributed.differences(
+    facts(_files) if distributed.first_on_host(me) == me else None
+  ) + distributed.differences(
+    {**facts(_described), **{f'examples of {task.name}': _of_task(task) for task in tasks}}
+  )
   if lines:
     raise task_error(
       'The hosts do not read the same data:\n  ' + '\n  '.join(lines),
@@ -65,11 +73,16 @@ def check_same_on_hosts(
     )
 
 
-def _facts(batches: BatchIterator) -> Facts:
+def _files(batches: BatchIterator) -> Facts:
   files = optional_method(batches, 'file_facts')
-  found = {} if files is None else dict(files())
+  return {} if files is None else files()
+
+
+def _described(batches: BatchIterator) -> Facts:
+  has_files = optional_method(batches, 'file_facts') is not None
+  found = {}
   for name, value in batches.describe().items():
-    if files is None or not name.startswith(_OF_FILES):
+    if not has_files or not name.startswith(_OF_FILES):
       text = json.dumps(value, sort_keys=True, default=str)
       found[name] = (hashlib.sha256(text.encode()).hexdigest(), text[:_SHOWN_CHARACTERS])
   batch = _peek(batches)

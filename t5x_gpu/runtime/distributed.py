@@ -302,16 +302,24 @@ def assert_equal_across_hosts(
   raise error(f'{name} is not the same on all {process_count()} processes:\n{shown}', fix=fix)
 
 
-def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[str]:
+def first_on_host(process: int) -> int:
+  """Returns the lowest process on the host of `process`, and in its domain."""
+  keys = [(member.host_key, member.domain) for member in _members]
+  return keys.index(keys[process])
+
+
+def differences(facts: Optional[agreement.Facts], *, only_common: bool = False) -> list[str]:
   """Returns a line per fact that differs between processes, the same on all of them.
 
   Args:
-    facts: facts of this process; see runtime/cluster/agreement.py.
+    facts: facts of this process; see runtime/cluster/agreement.py. None for the facts of the first
+      process on this host.
     only_common: ignore facts that only some processes have.
   """
+  digests = gather_json(None if facts is None else agreement.digest(facts))
   return agreement.differences(
-    facts,
-    digests=gather_json(agreement.digest(facts)),
+    facts or {},
+    digests=[digest or digests[first_on_host(i)] for i, digest in enumerate(digests)],
     hostnames=hostnames(),
     process_index=process_index(),
     exchange=gather_json,

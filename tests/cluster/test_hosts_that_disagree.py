@@ -3,9 +3,11 @@
 Each rank has its own working folder, like hosts without a shared file system.
 """
 
+import os
 import pathlib
 import shutil
 import socket
+from unittest import mock
 
 import pytest
 
@@ -93,14 +95,15 @@ class TwoHosts:
         return [(code, run.out + run.err) for code, run in zip(codes, (one, two))]
 
   def _start(self, index: int, address: str, flags: tuple[str, ...], script, settings):
-    return self.projects[index].start(
-      *flags,
-      '--process_count=2',
-      f'--process_index={index}',
-      f'--coordinator_address={address}',
-      script=script,
-      **settings,
-    )
+    with mock.patch.dict(os.environ, T5X_GPU_DOMAIN=f'host {index}'):  # they share a machine
+      return self.projects[index].start(
+        *flags,
+        '--process_count=2',
+        f'--process_index={index}',
+        f'--coordinator_address={address}',
+        script=script,
+        **settings,
+      )
 
 
 @pytest.fixture

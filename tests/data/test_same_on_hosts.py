@@ -33,7 +33,7 @@ def facts(name: str, *, lengths=None, converter: str = 'lm', **options) -> dict:
     config, spec=spec_of(config, converter, **options), feature_converter=converter
   )
   try:
-    return dict(same_on_hosts._facts(batches))
+    return {**same_on_hosts._files(batches), **same_on_hosts._described(batches)}
   finally:
     batches.close()
 
@@ -91,7 +91,8 @@ def test_prepared_rows_are_compared_by_the_digests_in_their_index(tmp_path):
   index = prepare_here('mixed', tmp_path, num_parts=1)
   config = DatasetConfig(f'prepared:{tmp_path}', {'targets': 32}, 'train', 2)
   batches = batches_lib.open_batches(config, spec=spec_of(config, 'lm'), feature_converter='lm')
-  found = same_on_hosts._facts(batches)
+  found = same_on_hosts._files(batches)
+  same_on_hosts._described(batches)
   assert batches.rows_read == 0
   batches.close()
   name, member = next((n, m) for n, m in index.members.items() if m.rows)

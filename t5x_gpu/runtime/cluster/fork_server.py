@@ -28,6 +28,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
+from t5x_gpu.runtime.cluster import members
+
 _SOCKET = 'T5X_GPU_FORK_SERVER_SOCKET'
 _LARGEST = 2**20  # bytes of a message
 _UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
@@ -261,6 +263,7 @@ def main(imports: str, module: str, *argv: str) -> None:
   for name in filter(None, imports.split(',')):
     importlib.import_module(name)
   _import_as(module)
+  members.package_facts()  # of the sources that these imports have read
   gc.collect()
   gc.freeze()  # a collection in a process would copy the pages of all these modules
   _send(link, {'ready': True})

@@ -87,11 +87,19 @@ def code_facts() -> Facts:
 
   A file's identity is the sha256 of its bytes, independent of its path.
   """
-  found = {
+  return {**package_facts(), **user_modules(), **_version_facts()}
+
+
+@functools.cache
+def package_facts() -> Facts:
+  """Returns facts about the package's sources, once: hundreds of files, perhaps on a file server.
+
+  The fork server calls this, so its processes have them: a host reads the sources once.
+  """
+  return {
     f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _file_fact(path)
     for path in sorted(_PACKAGE.rglob('*.py'))
   }
-  return found | user_modules() | _version_facts()
 
 
 def user_modules() -> Facts:
