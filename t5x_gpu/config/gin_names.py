@@ -311,6 +311,13 @@ def install_fix(module: str, *, missing: str) -> str:
   return _T5_FIX if module.partition('.')[0] == 't5' else f'pip install {missing}'
 
 
+# Modules of T5X that users look for in this package.
+_T5X_MODULES = (
+  'adafactor checkpoint_utils checkpoints decoding export_lib gin_utils losses optimizers trainer '
+  'utils'
+).split()
+
+
 def import_problem(statement: config_parser.ImportStatement, error: BaseException) -> str:
   """Returns why the import of a gin file failed: no such module, or an error inside it."""
   module = statement.module
@@ -337,4 +344,9 @@ def import_problem(statement: config_parser.ImportStatement, error: BaseExceptio
   paths = package.__path__ if package is not None else None
   siblings = [info.name for info in pkgutil.iter_modules(paths)]
   where = f' in {parent}' if parent else ''
+  if missing == 't5x' or (parent == PACKAGE.name and name in _T5X_MODULES):
+    return (
+      f"There is no module {name!r}{where}. T5X's gin files run as they are, with T5X's names, if "
+      'they do not import t5x_gpu (docs/from_t5x.md).'
+    )
   return f'There is no module {name!r}{where}.{did_you_mean(name, siblings)}'

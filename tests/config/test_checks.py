@@ -162,6 +162,8 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
     'import broken\n',
     'import needs\n',
     'import typo\n',
+    'from t5x import adafactor\n',
+    'from t5x_gpu import adafactor\n',
     "include 'nowhere.gin'\n",
   ],
 )
