@@ -3,6 +3,7 @@
 import collections
 import json
 import random
+from collections.abc import Sequence
 from typing import Optional
 
 import pytest
@@ -26,11 +27,13 @@ class Network:
     host_counts: tuple[int, ...] = (),
     spares: int = 0,
     seed: int = 0,
+    ahead: Sequence[float] = (0.0,) * 9,
   ):
     self.spares = spares
     self.num_hosts, self.restarts, self.host_counts = num_hosts, restarts, host_counts
     self.random = random.Random(seed)
     self.now = 0.0
+    self.ahead = ahead  # seconds by which the clock of each host differs
     self.agents: dict[int, g.Member] = {}
     self.running: dict[int, g.Generation] = {}
     self.exits: dict[int, g.Exit] = {}
@@ -47,6 +50,9 @@ class Network:
     self._incarnations = 0
     for index in range(num_hosts):
       self.boot(index)
+
+  def time(self, agent: g.Member) -> float:
+    return self.now + self.ahead[agent.me.index]
 
   def boot(self, index: int) -> None:
     """Starts an agent; a former one of this host is gone."""
@@ -66,7 +72,7 @@ class Network:
       machine=f'machine {index}',
       start_seconds=100,
     )
-    self.do(index, self.agents[index].start(self.now))
+    self.do(index, self.agents[index].start(self.time(self.agents[index])))
 
   def kill(self, index: int) -> None:
     """kill -9 of an agent with its processes."""
@@ -102,7 +108,7 @@ class Network:
         case g.Drop(link):
           self.close(link, index)
         case g.Offer(number):
-          self._later(index, lambda agent, n=number: agent.offered(n, 'a:1', self.now))
+          self._later(index, lambda agent, n=number: agent.offered(n, 'a:1', self.time(agent)))
         case g.StartProcesses(generation, _):
           assert index not in self.running
           self.running[index] = generation
@@ -140,7 +146,7 @@ class Network:
       return []
     self._next_link += 1
     self.links[self._next_link] = (agent.me.index, other)
-    return agent.linked(other, self._next_link, self.now)
+    return agent.linked(other, self._next_link, self.time(agent))
 
   def _ended(
     self, agent: g.Member, generation, code: Optional[int], asked: int = 0, paused: bool = False
@@ -152,7 +158,7 @@ class Network:
     failed = (0,) if code else ()
     counts = tuple(n for n in self.host_counts if n <= len(generation.hosts))  # as training does
     report = g.HostReport(generation.number, code, failed, self.step, asked, counts, paused)
-    return agent.processes_ended(report, self.now)
+    return agent.processes_ended(report, self.time(agent))
 
   def end(self, index: int, code: int, asked: int = 0) -> None:
     """Processes of a host end by themselves."""
@@ -172,7 +178,7 @@ class Network:
         for end in ends:
           self.messages.pop((link, end), None)
           if end in self.agents:
-            self._later(end, lambda agent, link=link: agent.link_closed(link, self.now))
+            self._later(end, lambda agent, link=link: agent.link_closed(link, self.time(agent)))
 
   def run_some(self, count: int) -> bool:
     """Delivers `count` messages or other events, in an order of chance; False if there is none."""
@@ -193,9 +199,9 @@ class Network:
         message = self.messages[choice].popleft()
         agent = self.agents.get(receiver)
         if agent is not None and message is None:
-          self.do(receiver, agent.link_closed(link, self.now))
+          self.do(receiver, agent.link_closed(link, self.time(agent)))
         elif agent is not None:
-          self.do(receiver, agent.received(link, message, self.now))
+          self.do(receiver, agent.received(link, message, self.time(agent)))
     return True
 
   def tick(self, seconds: float = 1.0) -> None:
@@ -203,9 +209,11 @@ class Network:
     failed, self._failed = self._failed, []
     for agent, other in failed:
       if self.agents.get(agent.me.index) is agent:
-        self._later(agent.me.index, lambda agent, other=other: agent.unreachable(other, self.now))
+        self._later(
+          agent.me.index, lambda agent, other=other: agent.unreachable(other, self.time(agent))
+        )
     for index, agent in list(self.agents.items()):
-      self._later(index, lambda agent: agent.tick(self.now))
+      self._later(index, lambda agent: agent.tick(self.time(agent)))
 
   def settle(self, seconds: float = 0.0) -> None:
     """Delivers everything, while that much time passes."""
@@ -512,6 +520,17 @@ def test_an_agent_that_does_not_belong_to_the_run_is_refused_by_name(change):
   (refused,) = [a.message for a in actions if isinstance(a, g.Send)]
   assert isinstance(refused, g.Refusal) and refused.is_final
   assert values['host'].name in refused.reason
+
+
+def test_agents_whose_clocks_differ_agree_as_usual():
+  made = network(3, host_counts=ANY, ahead=(0.0, -86400.0, 1e9))
+  made.kill(0)
+  made.settle(40)
+  assert made.hosts() == [1, 2]
+  made.boot(0)
+  made.settle(120)
+  assert made.hosts() == [0, 1, 2]
+  assert made.whole().restarts.done == 1 and not made.exits
 
 
 FAULTS = st.lists(
