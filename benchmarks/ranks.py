@@ -3,9 +3,9 @@
     python -m benchmarks.ranks                     # 512 and 1,024 ranks, two minutes on two cores
     python -m benchmarks.ranks --ranks 64
 
-Ranks are threads of a few processes; process 0 is a process of its own. They use the product's
-rendezvous and watchdog, and the coordination service of JAX. All of this runs in a network of its
-own (`unshare --net`), whose bytes, headers included, are what process 0 sends and receives. Writes
+Rank 0 has its process to itself; the other ranks are threads of a few more processes. They use
+t5x_gpu's rendezvous and watchdog, and JAX's coordination service, and run in a separate network
+namespace (`unshare --net`), where rank 0 sends or receives every byte, headers included. Writes
 results/ranks.json.
 """
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Prefixed:
-  """A store whose keys begin with a name of their own, as in a run of its own."""
+  """A store that prefixes every key, so that several watchdogs can share one service."""
 
   def __init__(self, store: coordination.Store, prefix: str):
     self._store, self._prefix = store, prefix

@@ -1,7 +1,7 @@
 """`ExportConfig`: a run that has taken its last step writes its model for Hugging Face, too.
 
-`python -m t5x_gpu.convert` does it in a process of its own, on the CPU, once the processes of the
-run no longer wait for each other: a large model takes longer than their deadlines.
+`python -m t5x_gpu.convert` exports the model in a separate process, on the CPU, after the run's
+processes have left their group: converting a large model takes longer than their deadlines.
 """
 
 import dataclasses
