@@ -156,6 +156,14 @@ def test_gradient_of_a_float32_kernel_is_not_rounded_to_the_dtype_of_activations
   np.testing.assert_allclose(dkernel, exact, rtol=1e-5, atol=1e-5)  # bfloat16 would be off by 4e-3
 
 
+def test_gradient_of_a_kernel_transposes_no_activation_on_the_cpu(rng):
+  x, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 64, 96), (96, 160)))
+  loss = lambda x, kernel: jnp.sum(jnp.tanh(contract(jnp.tanh(x), kernel)))
+  program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, kernel).compile().as_text()
+  assert 'f32[256,160]' in program
+  assert 'f32[160,256]' not in program and 'f32[96,256]' not in program
+
+
 @pytest.mark.parametrize('split', ['x', 'kernel'])
 def test_contract_in_a_region_takes_an_operand_that_all_devices_share(rng, split):
   x = jnp.asarray(rng.normal(size=(2, 8, 4)), jnp.bfloat16)
