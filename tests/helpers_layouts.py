@@ -74,6 +74,7 @@ CASES = {
   'zero1_gradients_in_bfloat16': Case(dict(fsdp=8, zero_stage=1, **_IN_BFLOAT16), num_hosts=2),
   '3d_gradients_in_bfloat16': Case(dict(_1F1B, num_partitions=2, **_IN_BFLOAT16)),
   'zero1': Case(dict(fsdp=8, zero_stage=1)),
+  'zero1_4_microbatches': Case(dict(fsdp=8, zero_stage=1), num_microbatches=4),
   'zero2': Case(dict(fsdp=8, zero_stage=2)),
   'zero2_4_microbatches': Case(dict(fsdp=8, zero_stage=2), num_microbatches=4),
   'fsdp': Case(dict(fsdp=8)),

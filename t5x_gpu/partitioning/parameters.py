@@ -196,7 +196,7 @@ class Split(Parameter):
 
   Attributes:
     part: this device's part, which is differentiated.
-    full: the whole parameter if every device has it (stage 2, pipelines), else None.
+    full: the whole parameter if every device has it (stages 1 and 2, pipelines), else None.
     dims: the dimensions that are split.
     earlier: gradient of earlier microbatches, whole or scattered over `fsdp`, but not yet summed
       over `dims.sum_axes`; None if there are no earlier microbatches.
@@ -216,6 +216,8 @@ class Split(Parameter):
 
     Without this, the gradient of each use would be summed over `dims.sum_axes`.
     """
+    if self.full is not None:
+      return Split(self.whole(self.full.dtype))
     if not self.dims.sum_axes and self.earlier is None:
       return self
     dims = dataclasses.replace(self.dims, fsdp=None)

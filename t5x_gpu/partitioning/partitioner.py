@@ -248,7 +248,12 @@ class Partitioner:
       )
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
     shared = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
-    by_layer = num_microbatches > 1 and self.accumulate_by == 'layer' and sizes.total['fsdp'] > 1
+    by_layer = (
+      num_microbatches > 1
+      and self.accumulate_by == 'layer'
+      and self.zero_stage > 1
+      and sizes.total['fsdp'] > 1
+    )
     return Layout(
       mesh=build_mesh(sizes, topology, devices),
       sizes=sizes,

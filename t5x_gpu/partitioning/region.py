@@ -98,11 +98,22 @@ class Region:
   def sums_in_backward(self) -> bool:
     """Whether the backward pass sums each gradient over all axes, not only over `fsdp`.
 
-    Communication then runs while other gradients are computed. False in a pipeline, and under
-    ZeRO-1, which scatters gradients once, at the end.
+    Communication then runs while other gradients are computed. False in a pipeline. With several
+    microbatches, only the last one's backward pass does; under ZeRO-1 it alone scatters, too.
     """
-    ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
-    return bool(self.axes) and not ends
+    return bool(self.axes) and self.pipeline is None
+
+  @property
+  def scatters_once(self) -> bool:
+    """Whether the backward pass of the last microbatch alone scatters gradients over `fsdp`.
+
+    The other passes then differentiate whole parameters (ZeRO-1).
+    """
+    return 'fsdp' in self.axes and self.sums_in_backward and not self.reduces_in_backward
+
+  def splits_gradients(self, num_microbatches: int) -> bool:
+    """Returns whether a device holds its parts of the gradients, of all layers but one."""
+    return self.reduces_in_backward or (self.scatters_once and num_microbatches == 1)
 
   @property
   def layers_ahead(self) -> bool:
@@ -184,7 +195,7 @@ class Region:
 
   @property
   def _part_table(self) -> Table:
-    return self.rules.state if self.reduces_in_backward else self.rules.parameters
+    return self.rules.state if self.sums_in_backward else self.rules.parameters
 
   def _specs(self, names: ParamNames, table: Table) -> Specs:
     return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
@@ -217,7 +228,7 @@ class Region:
 
     Args:
       parts: differentiated parts, split by `part_specs`; or copies of them.
-      params: parameters as stored between steps; ZeRO-2 uses these, which are whole.
+      params: parameters as stored between steps; ZeRO-1 and 2 use these, which are whole.
       names: tree of AxisNames.
       reduction: how the backward pass reduces gradients.
     """
@@ -256,9 +267,10 @@ class Region:
   ) -> Split:
     """Returns one of `parameters` in parts."""
     dims = self._dims(axis_names)
-    if not self.reduces_in_backward or dims.fsdp is None:
+    scatters = self.reduces_in_backward or (self.scatters_once and reduces)
+    if not scatters or dims.fsdp is None:
       dims = dataclasses.replace(dims, fsdp=None, padding=None)
-    full = param if dims.fsdp is not None and self.zero_stage == 2 else None
+    full = param if dims.fsdp is not None and self.zero_stage < 3 else None
     copies = self._copies.dim(axis_names)
     if copies is not None and (part.ndim, part.shape[copies:]) != (
       param.ndim,

@@ -56,7 +56,8 @@ def estimate(program: Program) -> StepMemory:
   """Returns a lower bound of the memory of a step, from shapes."""
   layout, mesh = program.layout, program.layout.mesh.shape
   model, state = program.config.model, program.abstract_state
-  table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
+  splits = layout.region.splits_gradients(program.config.num_microbatches)
+  table = layout.rules.state if splits else layout.rules.parameters
   sizes = model.logical_sizes()
   layers = sizes.get('layers', 0) + sizes.get('encoder_layers', 0)
   length = min((shape[1] for shape in program.spec.shapes.values() if len(shape) > 1), default=1)

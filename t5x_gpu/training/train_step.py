@@ -4,9 +4,9 @@ Losses are sums over target tokens, so accumulation, parallelism and padding can
 Gradients of the *summed* loss are accumulated on each device and summed over devices once per step:
 each layer's as soon as the backward pass of the last microbatch has them, so that the network works
 while other layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a
-layer before the next layer (`breadth_first_loss`). ZeRO-1 sums at the end. So does a pipeline,
-unless its last tick sums (`pipeline.LayerSums`). The sum is divided once, by the weight of the
-whole global batch. `StepConfig` holds the settings, which plan, bench and parity read, too.
+layer before the next layer (`breadth_first_loss`). A pipeline sums at the end, unless its last tick
+does (`pipeline.LayerSums`). The sum is divided once, by the weight of the whole global batch.
+`StepConfig` holds the settings, which plan, bench and parity read, too.
 """
 
 import dataclasses
@@ -223,7 +223,6 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   """
   model, num_microbatches, trained = config.model, config.num_microbatches, trained_of(config.model)
   region, names = form.layout.region, form.names.params
-  in_parts = region.reduces_in_backward or region.sums_in_backward
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_pieces(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   if region.sums_in_last_tick and not model.gathers_layers:  # the model does not call `whole`
@@ -265,12 +264,12 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
         earlier=reduction.earlier,
       )
 
-    parts = parts if in_parts else region.gathered(kept, trained_names, dtype)
-    copies = region.copies(parts, trained_names)
     if not region.sums_in_backward:
-      copies = jax.tree.map(region.varying, copies)
+      parts = jax.tree.map(region.varying, region.gathered(kept, trained_names, dtype))
+    copies = region.copies(parts, trained_names)
+    early = region.copies(kept, trained_names) if region.scatters_once else copies
     passes = 1 if by_layer else num_microbatches
-    results = _over_microbatches(one_pass, reduction, last, copies, batch, passes, region)
+    results = _over_microbatches(one_pass, reduction, last, early, copies, batch, passes, region)
     grads = region.sum_copies(results.grads, parts, trained_names)
     if not region.sums_in_backward:
       grads = region.reduce_gradients(grads, trained_names)
@@ -313,6 +312,7 @@ def _over_microbatches(
   one_pass: _Pass,
   reduction: Reduction,
   last: Reduction,
+  early_parts: Params,
   parts: Params,
   batch: Batch,
   num_microbatches: int,
@@ -321,7 +321,7 @@ def _over_microbatches(
   """Returns the results of all microbatches of local rows.
 
   If `last`, the reduction in the last microbatch, is over all axes, the backward pass of that
-  microbatch first adds the gradients of the earlier ones.
+  microbatch first adds the gradients of the earlier ones, of `early_parts`.
   """
   if num_microbatches == 1:
     return one_pass(parts, batch, last)
@@ -330,7 +330,7 @@ def _over_microbatches(
     return _scan_microbatches(one_pass, reduction, parts, microbatches, same, region)
   first, final = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
   earlier = _scan_microbatches(
-    one_pass, reduction, jax.tree.map(region.varying, parts), first, same, region
+    one_pass, reduction, jax.tree.map(region.varying, early_parts), first, same, region
   )
   results = one_pass(parts, {**final, **same}, dataclasses.replace(last, earlier=earlier.grads))
   return results.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=results.grads)

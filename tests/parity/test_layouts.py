@@ -183,6 +183,15 @@ _OVERLAP = dict(overlap_layers=True)  # as in hsdp.gin
 # remat, loss chunks, attention or accumulation. tests/property/test_layouts.py draws others.
 CASES = {
   'dp_overlap_2_microbatches': Case(_OVERLAP, num_microbatches=2),
+  'zero1_overlap_2_microbatches': Case(
+    dict(fsdp=4, zero_stage=1, **_OVERLAP), model='tied', config=CHUNKS, num_microbatches=2
+  ),
+  'zero1_model_3_microbatches': Case(
+    dict(fsdp=2, num_partitions=4, zero_stage=1, sequence_parallel=True),
+    model='by_layer',
+    num_microbatches=3,
+    batch_size=24,
+  ),
   'zero2_overlap': Case(dict(fsdp=4, zero_stage=2, **_OVERLAP), config=CHUNKS),
   'fsdp_overlap_unrolled': Case(
     dict(fsdp=4, **_OVERLAP), config=dict(remat_policy='full', scan_unroll=4)

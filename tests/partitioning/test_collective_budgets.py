@@ -211,12 +211,12 @@ def test_data_parallel_sums_every_gradient_once_whatever_the_microbatches(name):
   assert kinds(name) == {'all-reduce'}
 
 
-@pytest.mark.slow
-def test_zero1_scatters_every_gradient_and_gathers_every_new_parameter_once():
-  for kind in ('reduce-scatter', 'all-gather'):
-    assert found('zero1', kind) == sorted(STACKED + ENDS)
-  assert found('zero1', 'all-reduce') == BIAS
-  assert not any('shard_map' in c.op_name for c in chosen(collectives('zero1'), kind='all-gather'))
+@by_case(['zero1', 'zero1_4_microbatches'])
+def test_zero1_scatters_every_gradient_and_gathers_every_new_parameter_once(name):
+  assert found(name, 'reduce-scatter') == sorted(LAYERS * LAYER + ENDS)
+  assert found(name, 'all-gather') == sorted(STACKED + ENDS)
+  assert found(name, 'all-reduce') == BIAS
+  assert not any('shard_map' in c.op_name for c in chosen(collectives(name), kind='all-gather'))
 
 
 @by_case(['fsdp', 'fsdp_4_microbatches'])

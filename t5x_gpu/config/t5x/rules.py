@@ -114,9 +114,11 @@ _DATASET = _object('t5x.utils.DatasetConfig')
 _PARTITIONER = _object('t5x.partitioning.PjitPartitioner')
 
 
-def _model(t: Translator, value: Any) -> Reference:
+def _model(t: Translator, value: Any) -> Reference | None:
   """Writes the model and how it decodes, which T5X binds as parameters of its methods."""
   ours = _object('t5x.models.EncoderDecoderModel', 't5x.models.DecoderOnlyModel')(t, value)
+  if ours is None:
+    return None
   t.apply(t.files.call(f'{value.name}.predict_batch_with_aux'))
   if NAMES['DecodingConfig'] in t.blocks or t.entry == 'InferSetup':
     t.write('DecodingConfig.max_decode_length', None, 'T5X')

@@ -87,6 +87,8 @@ def bindings(draw):
 
 @hypothesis.settings(max_examples=80, deadline=None)
 @hypothesis.given(texts=bindings())
+@hypothesis.example(['__main__.train.model=None'])
+@hypothesis.example(['__main__.train.optimizer_def=None', '__main__.train.trainer_cls=None'])
 def test_any_value_of_a_known_parameter_is_written_or_named(texts):
   found = translate('t5_from_scratch', *texts)
   origins = {o.origin for o in found.outcomes} | {origin for _, origin in found.unused}

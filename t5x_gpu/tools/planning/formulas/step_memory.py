@@ -116,7 +116,7 @@ def pool_fraction(preset: str, *, gpu: GpuTarget, num_hosts: int, num_gpus: int)
 def _components(program: Program, shape: StepShape) -> dict[str, int]:
   """Returns all components except the reserve."""
   state, layout = program.abstract_state, program.layout
-  early = layout.zero_stage > 1 and not layout.pipeline
+  early = layout.region.splits_gradients(program.config.num_microbatches)
   table = layout.rules.state if early else layout.rules.parameters
   gradients = gradient_bytes(program, table)
   if layout.pipeline and layout.zero_stage > 1:
@@ -271,8 +271,8 @@ def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
       number = local[axis_names.names.index('layers')]
       of_layer += ways * math.prod(local) / number
       largest = max(largest, 4 * math.prod(local))
-  split = ways > 1
-  return int(of_layer * (2 * shape.item_bytes + 4 * split)), int(largest * split)
+  early = layout.region.splits_gradients(program.config.num_microbatches)
+  return int(of_layer * (2 * shape.item_bytes + 4 * early)), int(largest * (ways > 1))
 
 
 def _head(program: Program, shape: StepShape, c: TransformerConfig) -> tuple[int, int]:

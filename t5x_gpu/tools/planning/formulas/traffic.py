@@ -124,7 +124,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
         yield ['fsdp'], _of_rows(shape, mesh['fsdp'], p.name in trained), 3 * in_parts
       sizes.gathered_bytes += own * gathered if uses else 0
       # XLA merges the reduce-scatters of an embedding table, but not the all-to-alls.
-      separate = uses if half and stage > 1 else min(uses, 1)
+      separate = uses if half and stage == 3 else min(uses, 1)
       sizes.scattered[half] += separate * own if p.name in trained else 0
     if p.name in trained:
       axes = [a for a in ('stage', 'data', 'context', 'expert') if a not in p.mesh_axes]
@@ -142,7 +142,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
     per_byte = whole['all-gather'] / 4
     runs = (2 * layers + 2) * repeats if stage == 3 else 1
     yield ['fsdp'], {'all-gather': per_byte * sizes.gathered_bytes * repeats}, runs
-    runs = (layers + 2) * repeats if stage > 1 else 1
+    runs = 1 if layout.pipeline else (layers + 2) * repeats
     for half, size in sizes.scattered.items():
       kind, num_bytes = ('all-to-all', 2) if half else ('reduce-scatter', 4)
       yield ['fsdp'], {kind: per_byte * num_bytes * size * repeats}, runs
