@@ -1,12 +1,14 @@
 """The cache of compiled programs, and `--precompile`."""
 
+import collections
 import logging
+import shutil
 
 import jax
 import pytest
 
 from t5x_gpu.runtime.xla import programs
-from tests.helpers_train import Project
+from tests.helpers_train import Project, compiled_kept_in
 
 
 @pytest.mark.slow
@@ -60,3 +62,28 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, no_folder, caplo
     programs.start_cache('gpu', environ={'XDG_CACHE_HOME': str(tmp_path)})
   assert programs.cache_folder() is None
   assert 'every start compiles' in caplog.text and 'JAX_COMPILATION_CACHE_DIR' in caplog.text
+
+
+def compiled_in(folder) -> collections.Counter:
+  """Returns what jax counted while it compiled a program with this folder."""
+  with compiled_kept_in(folder):
+    programs.start_cache('cpu', environ={})
+    jax.jit(lambda x: x * 2 + 1).lower(1.0).compile()
+  return +programs._counts
+
+
+def test_a_copy_of_the_folder_at_another_path_has_the_same_programs(tmp_path):
+  assert compiled_in(tmp_path / 'here')['cache_misses'] == 1
+  shutil.copytree(tmp_path / 'here', tmp_path / 'there')
+  assert compiled_in(tmp_path / 'there')['cache_hits'] == 1
+
+
+def test_the_line_names_the_process_that_compiled_most(tmp_path, monkeypatch):
+  of_processes = [[13, 13]] * 4
+  monkeypatch.setattr(programs.distributed, 'gather_json', lambda _: of_processes)
+  with compiled_kept_in(tmp_path):
+    programs.start_cache('cpu', environ={})
+    line = programs.cache_line()
+    assert line == f'compiled programs: 13 of 13 read from {tmp_path}, which saved 0 s'
+    of_processes[2:] = [[12, 13], [0, 13]]
+    assert programs.cache_line() == f'{line}; process 3 read 0 of 13'

@@ -15,7 +15,6 @@ import logging
 import os
 import pathlib
 import re
-import secrets
 import shutil
 import socket
 import time
@@ -38,7 +37,7 @@ from t5x_gpu.checkpoint.manifest import (
 from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
 from t5x_gpu.errors import AccessError, CheckpointError, listed
 from t5x_gpu.partitioning.trees import Tree
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, shared_folder
 from t5x_gpu.runtime.cluster.agreement import who_text
 from t5x_gpu.storage.files import access_error, free_bytes, free_name, write_problem
 from t5x_gpu.storage.json_schema import Json, open_regular, parse_json, read_json
@@ -755,19 +754,14 @@ def _now() -> str:
   return time.strftime('%Y-%m-%d %H:%M:%S %Z')
 
 
-# If processes see different folders, the first save would hang. So process 0 writes a file with a
-# new name, and all other processes look for it. An NFS client may cache attributes of folders for a
-# minute (acdirmax): reading the parent folders makes it ask the server, and a new name is not in
-# its cache. The limit is longer than a slow file server takes.
-LOOK_SECONDS = 20.0
-_POLL_SECONDS = 0.1
+LOOK_SECONDS = 20.0  # longer than a slow file server takes
 
 
 def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> ModelDir:
   """Returns MODEL_DIR, open, after checking that all processes see the same folder.
 
-  Object storage is checked, too: hosts may talk to different servers. A single process skips the
-  check.
+  If they did not, the first save would hang. Object storage is checked, too: hosts may talk to
+  different servers. A single process skips the check.
 
   Args:
     model_dir: MODEL_DIR of the run.
@@ -780,8 +774,9 @@ def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = 
   """
   folder = as_path(model_dir, parameter='train.model_dir')
   if distributed.process_count() > 1:
-    with _nonce(folder, dry_run=dry_run) as name:
-      seen = distributed.gather_json([_sees(folder, name), str(folder)])
+    with _marked(folder, dry_run=dry_run) as name:
+      sees = shared_folder.sees(folder, name, seconds=LOOK_SECONDS)
+      seen = distributed.gather_json([sees, str(folder)])
     blind = [i for i, (sees, _) in enumerate(seen) if not sees]
     if blind:
       raise _not_shared(blind, [path for _, path in seen])
@@ -789,45 +784,20 @@ def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = 
 
 
 @contextlib.contextmanager
-def _nonce(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
-  """Yields the name of a file that process 0 wrote into the folder; removes it at the end."""
-  name, made = '', []
+def _marked(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
+  """As `shared_folder.marked`; creates the folder, and removes it again after a dry run."""
+  made = []
   try:
     if distributed.is_main_process():
       if dry_run and not isinstance(folder, RemotePath):
         made = [f for f in (folder, *folder.parents) if not f.exists()]
       check_writable(folder)
-      name = f'.shared_{secrets.token_hex(8)}'
-      (folder / name).write_bytes(b'ok')
-    yield distributed.broadcast_json(name)
+    with shared_folder.marked(folder) as name:
+      yield name
   finally:
-    if name:
-      with contextlib.suppress(OSError):
-        (folder / name).unlink(missing_ok=True)
     for new in made:
       with contextlib.suppress(OSError):  # another process has written to the folder
         new.rmdir()
-
-
-def _sees(folder: AnyPath, name: str) -> bool:
-  """Returns whether this process sees the file within `LOOK_SECONDS`."""
-  deadline = time.monotonic() + LOOK_SECONDS
-  while True:
-    if not isinstance(folder, RemotePath):
-      _refresh(folder)
-    with contextlib.suppress(OSError):  # no permission, or a stale handle
-      if (folder / name).is_file():
-        return True
-    if time.monotonic() > deadline:
-      return False
-    time.sleep(_POLL_SECONDS)
-
-
-def _refresh(folder: pathlib.Path) -> None:
-  """Reads the beginning of each parent folder, so that NFS asks the server."""
-  for above in (*reversed(folder.parents), folder):
-    with contextlib.suppress(OSError), os.scandir(above) as entries:
-      next(entries, None)
 
 
 def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:

@@ -6,6 +6,7 @@ import pytest
 
 from t5x_gpu.checkpoint import model_dir
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime.shared_folder import sees
 from t5x_gpu.storage.paths import as_path
 from tests.messages import raises
 
@@ -18,8 +19,8 @@ def test_a_single_process_touches_nothing(tmp_path):
 @pytest.mark.parametrize('dry_run', [True, False])
 def test_what_is_written_to_look_for_is_gone_afterwards(tmp_path, dry_run):
   folder = tmp_path / 'runs' / 'model'
-  with model_dir._nonce(folder, dry_run=dry_run) as name:
-    assert model_dir._sees(folder, name)
+  with model_dir._marked(folder, dry_run=dry_run) as name:
+    assert sees(folder, name, seconds=20)
   assert [path.name for path in tmp_path.rglob('*')] == ([] if dry_run else ['runs', 'model'])
 
 
@@ -32,30 +33,28 @@ def test_a_file_that_another_host_shows_late_is_seen(tmp_path):
 
   late = threading.Timer(0.3, write)
   late.start()
-  assert model_dir._sees(folder, 'name')
+  assert sees(folder, 'name', seconds=20)
   late.join()
 
 
-def test_a_file_that_never_comes_is_not_seen(tmp_path, monkeypatch):
-  monkeypatch.setattr(model_dir, 'LOOK_SECONDS', 0.2)
+def test_a_file_that_never_comes_is_not_seen(tmp_path):
   (tmp_path / 'model').write_text('a file in the place of the folder')
-  assert not model_dir._sees(tmp_path / 'model', 'name')
-  assert not model_dir._sees(tmp_path / 'none', 'name')
+  assert not sees(tmp_path / 'model', 'name', seconds=0.2)
+  assert not sees(tmp_path / 'none', 'name', seconds=0.2)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
   (tmp_path / 'model').write_text('a file in the place of the folder')
   with raises(CheckpointError):
-    with model_dir._nonce(tmp_path / 'model', dry_run=False):
+    with model_dir._marked(tmp_path / 'model', dry_run=False):
       pass
 
 
-def test_object_storage_is_asked_in_the_same_way(server, monkeypatch):
-  monkeypatch.setattr(model_dir, 'LOOK_SECONDS', 0.2)
+def test_object_storage_is_asked_in_the_same_way(server):
   folder = as_path('s3://runs/shared')
-  with model_dir._nonce(folder, dry_run=False) as name:
-    assert model_dir._sees(folder, name)
-    assert not model_dir._sees(as_path('s3://runs/other'), name)
+  with model_dir._marked(folder, dry_run=False) as name:
+    assert sees(folder, name, seconds=20)
+    assert not sees(as_path('s3://runs/other'), name, seconds=0.2)
   assert folder.files() == []
 
 

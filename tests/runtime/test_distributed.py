@@ -24,15 +24,17 @@ def free_port() -> int:
     return s.getsockname()[1]
 
 
-def run_two(folder: pathlib.Path, *, prefixes=((), ())) -> list[dict]:
+def run_two(
+  folder: pathlib.Path, *, prefixes=((), ()), envs=({}, {}), name: str = 'two_processes.py'
+) -> list[dict]:
   """Returns the output of each of two processes; `prefixes` precede their commands."""
   address = f'127.0.0.1:{free_port()}'
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': xla_flags(2)}
-  script = str(pathlib.Path(__file__).parent / 'two_processes.py')
+  script = str(pathlib.Path(__file__).parent / name)
   processes = [
     subprocess.Popen(
       [*prefix, sys.executable, script, address, str(i), str(folder)],
-      env=env,
+      env={**env, **envs[i]},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

@@ -4,11 +4,14 @@ We know of no issue of jax-ml/jax unless one is named.
 JAX is imported only when a function needs it: XLA's flags must be set before.
 """
 
+import copy
 import importlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Optional, Protocol
+from typing import Any, Optional, Protocol
+
+_TUNED_KERNELS = 'xla_gpu_per_fusion_autotune_cache_dir'
 
 
 class CoordinationClient(Protocol):
@@ -59,6 +62,39 @@ def gloo_maker() -> Optional[Callable[..., object]]:
 def set_gloo_maker(make: Callable[..., object]) -> None:
   """Replaces `gloo_maker`; before JAX has devices. Missing: as for `gloo_maker`."""
   _private('lib')._jax.make_gloo_tcp_collectives = make
+
+
+def keep_folder_out_of_keys() -> None:
+  """Keeps the folder of compiled programs out of their keys, so that a copy of it can be used.
+
+  JAX lets XLA keep the kernels that it has tuned below the same folder, and before jax 0.12 the
+  path of these was part of every key. Missing: the change of jax 0.12, for jax 0.10 and 0.11.
+  """
+  key = _private('cache_key')
+  if f'--{_TUNED_KERNELS}' in key.xla_flags_to_exclude_from_cache_key:
+    return
+  hash_options = key._hash_serialized_compile_options
+
+  def hash_without_path(hashed: object, options: Any, **how: bool) -> object:
+    options = copy.deepcopy(options)
+    setattr(options.executable_build_options.debug_options, _TUNED_KERNELS, '')
+    return hash_options(hashed, options, **how)
+
+  key._hash_serialized_compile_options = hash_without_path
+  key.xla_flags_to_exclude_from_cache_key.append(f'--{_TUNED_KERNELS}')
+
+
+def let_every_process_keep_programs() -> None:
+  """Makes each process write what it compiles, not process 0 alone; for CPU devices.
+
+  Their keys contain the process's own devices, so no process can use a program of process 0. On
+  GPUs, keys are the same for all. Missing: an option.
+  """
+  compiler = _private('compiler')
+  write = compiler._cache_write
+  first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+  seen = {**vars(compiler), 'distributed': first}
+  compiler._cache_write = types.FunctionType(write.__code__, seen, write.__name__)
 
 
 def _private(name: str) -> types.ModuleType:

@@ -4,6 +4,10 @@ On GPUs the cache is on. On CPU it is on only if the user has set JAX_COMPILATIO
 jax 0.10.2 deadlocks there when it reads programs with several mesh axes.
 JAX_ENABLE_COMPILATION_CACHE=false turns it off. Errors of the folder are warnings: JAX then
 compiles. `compile_errors` turns a step that cannot be compiled into an error for users.
+
+All processes must find the same programs. On GPUs they compile together: each tunes a part of the
+kernels, and waits up to 24 hours for the others (XLA's xla/backends/autotuner/autotuner.cc). One
+that finds the program tunes nothing. So the cache is off unless all processes see one folder.
 """
 
 import collections
@@ -20,12 +24,16 @@ import jax
 from jax import monitoring
 
 from t5x_gpu.errors import ModelError, UserError, first_line
+from t5x_gpu.runtime import distributed, shared_folder
+from t5x_gpu.runtime.cluster import jax_internals
+from t5x_gpu.runtime.cluster.agreement import who_text
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = '/jax/compilation_cache/'
 _REQUESTS, _HITS = 'compile_requests_use_cache', 'cache_hits'
 _SAVED_SECONDS = 'compile_time_saved_sec'
+_LOOK_SECONDS = 5.0  # if a file server is slower, this start compiles
 _counts: collections.Counter = collections.Counter()
 _is_listening = False
 
@@ -38,6 +46,8 @@ def default_folder(environ: Mapping[str, str]) -> pathlib.Path:
 
 def start_cache(platform: str, *, environ: Mapping[str, str]) -> None:
   """Turns the cache on if it is safe, and starts counting its hits; call it before any compile.
+
+  All processes must call it.
 
   Args:
     platform: platform of the devices, 'gpu' or 'cpu'.
@@ -56,6 +66,11 @@ def start_cache(platform: str, *, environ: Mapping[str, str]) -> None:
       )
     else:
       jax.config.update('jax_compilation_cache_dir', str(wanted))
+  jax_internals.keep_folder_out_of_keys()
+  if distributed.members():
+    _turn_off_unless_shared()
+    if platform == 'cpu':
+      jax_internals.let_every_process_keep_programs()
   if not _is_listening:
     _is_listening = True
     monitoring.register_event_listener(_count)
@@ -69,12 +84,48 @@ def cache_folder() -> Optional[str]:
 
 
 def cache_line() -> str:
-  """Returns how many programs were read instead of compiled, for the log; '' without a cache."""
-  if cache_folder() is None or not _counts[_REQUESTS]:
+  """Returns how many programs were read instead of compiled, for the log; '' without a cache.
+
+  All processes must call it. The text is process 0's, and names a process that compiled more.
+  """
+  counts = distributed.gather_json([_counts[_HITS], _counts[_REQUESTS]])
+  hits, requests = counts[0]
+  if cache_folder() is None or not requests:
     return ''
-  hits, requests = _counts[_HITS], _counts[_REQUESTS]
   saved = f', which saved {_counts[_SAVED_SECONDS]:.0f} s' if hits else ''
-  return f'compiled programs: {hits} of {requests} read from {cache_folder()}{saved}'
+  line = f'compiled programs: {hits} of {requests} read from {cache_folder()}{saved}'
+  compiled = [needed - read for read, needed in counts]
+  slowest = compiled.index(max(compiled))
+  if compiled[slowest] > compiled[0]:
+    line += f'; process {slowest} read {counts[slowest][0]} of {counts[slowest][1]}'
+  return line
+
+
+def _turn_off_unless_shared() -> None:
+  """Turns the cache off, on all processes, unless all see one folder."""
+  text = cache_folder()
+  jax.config.update('jax_compilation_cache_dir', None)  # until all processes agree
+  is_url = text is not None and '://' in text
+  folder = None if text is None or is_url else pathlib.Path(text)
+  if folder is not None:
+    with contextlib.suppress(OSError):
+      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+  with shared_folder.marked(folder) as name:
+    has = is_url or folder is not None and shared_folder.sees(folder, name, seconds=_LOOK_SECONDS)
+    found = distributed.gather_json([text, has])
+  without = [process for process, (_, has) in enumerate(found) if not has]
+  if not without:
+    jax.config.update('jax_compilation_cache_dir', text)
+    return
+  text = found[0][0]
+  if text is not None and distributed.is_main_process():
+    who = who_text(without, distributed.hostnames())
+    _log.warning(
+      'Every start compiles: %s. Set JAX_COMPILATION_CACHE_DIR to a folder that all hosts share.',
+      f'process 0 cannot write to {text}'
+      if 0 in without
+      else f'{who} cannot see what process 0 writes to {text}',
+    )
 
 
 def _problem_with(path: pathlib.Path) -> str:
