@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -276,9 +277,10 @@ def test_training_loses_a_worker_and_a_host_which_returns_and_has_the_losses_of_
   with socket.create_server(('127.0.0.1', 0)) as free:
     address = f'127.0.0.1:{free.getsockname()[1]}'
 
-  def start(index: int) -> subprocess.Popen:
-    hosts = ['--host_count=3', f'--host_index={index}', f'--coordinator_address={address}']
-    argv = project.argv(DATA_MODULE='held_data', **sizes)
+  def start(index: int, *flags: str, num_hosts: int = 3) -> subprocess.Popen:
+    hosts = [f'--host_count={num_hosts}', f'--host_index={index}']
+    hosts.append(f'--coordinator_address={address}')
+    argv = project.argv(*flags, DATA_MODULE='held_data', **sizes)
     command = [sys.executable, '-c', LAUNCH, '--no_gpu', '--nproc=1', '--restarts=2']
     with open(folder / f'agent_{index}.txt', 'ab') as output:
       return subprocess.Popen(
@@ -307,8 +309,11 @@ def test_training_loses_a_worker_and_a_host_which_returns_and_has_the_losses_of_
     return children(server)[0]
 
   held = folder / 'held'
-  agents = [start(index) for index in range(3)]
+  ahead = ('--precompile', '--gin.Partitioner.uneven_batch=fill')
+  agents = [start(index, *ahead, num_hosts=2) for index in range(2)]
   try:
+    assert [agent.wait(DEADLINE_SECONDS) for agent in agents] == [0, 0], output()
+    agents = [start(index) for index in range(3)]
     wait_for(lambda: held.exists() and project.steps()[-1:] == [20] and 24 in project.metrics())
     first = project.metrics()
     held.unlink()
@@ -332,6 +337,9 @@ def test_training_loses_a_worker_and_a_host_which_returns_and_has_the_losses_of_
       agent.kill()
       agent.wait()
   assert codes == [0, 0, 0], output()
+  # Only the first start compiled: `--precompile` had, for two hosts.
+  read = re.findall(r'compiled programs: (\d of \d) read .*?(; process|$)', output(), re.MULTILINE)
+  assert read[2:] == [('2 of 2', '')] * 3, output()
   assert 'process 1 on host 1' in output() and '(vm) joins; the run continues on' in output()
   losses, expected = project.metrics(), reference.metrics()
   repeated = [step for step in first if step > 20]
