@@ -35,10 +35,12 @@ from t5x_gpu.runtime.cluster import (
   addresses,
   cluster,
   generations,
+  interruptions,
   launchers,
   links,
   members,
   rendezvous,
+  restarts,
 )
 from t5x_gpu.runtime.cluster.fork_server import (
   ForkedProcess,
@@ -47,6 +49,7 @@ from t5x_gpu.runtime.cluster.fork_server import (
   is_supported,
 )
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
+from t5x_gpu.runtime.cluster.interruptions import Interruption
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_CONFIG,
   EXIT_INTERRUPTED,
@@ -136,6 +139,8 @@ class Group:
   Attributes:
     failed: the processes that had failed when the first failure was seen.
     failed_at: when that was, in seconds of the monotonic clock; None before.
+    ended_at: when this process saw the first failure or end, or ended the processes, in seconds
+      since 1970; None before.
     was_ended: whether the processes were ended before all of them had.
   """
 
@@ -155,6 +160,7 @@ class Group:
     self.was_ended = False
     self.failed: frozenset[int] = frozenset()
     self.failed_at: Optional[float] = None
+    self.ended_at: Optional[float] = None
     self._first: Optional[tuple[int, int]] = None  # process, return code
     self._ending = math.inf
     self._tails = [collections.deque(maxlen=TAIL_LINES) for _ in plans]
@@ -213,7 +219,10 @@ class Group:
 
   def poll(self) -> bool:
     """Returns whether a process still runs; a first failure ends the others."""
-    runs = None in [process.poll() for process in self._processes]
+    codes = [process.poll() for process in self._processes]
+    runs = None in codes
+    if self.ended_at is None and any(code is not None for code in codes):
+      self.ended_at = time.time()
     ended = {i: p.returncode for i, p in enumerate(self._processes) if p.returncode}
     if ended and self.failed_at is None:
       index = min(ended, key=lambda i: ended[i] in STOPPED_CODES)
@@ -231,6 +240,7 @@ class Group:
   def end(self, seconds: float) -> None:
     """Ends all processes that still run after `seconds`."""
     self._ending = min(self._ending, time.monotonic() + seconds)
+    self.ended_at = self.ended_at or time.time()
 
   def finish(self) -> int:
     """Returns the exit code of the first process that failed; minus the signal if one ended it.
@@ -245,6 +255,16 @@ class Group:
     if self._end_together and self._first[1] not in STOPPED_CODES:
       self._show(*self._first)
     return self._first[1]
+
+  def error(self) -> str:
+    """Returns the error of the process that failed first as one line, '' if its code has none.
+
+    Call it after `finish`.
+    """
+    if self._first is None or self._first[1] < 0:
+      return ''
+    lines = self._tails[self._first[0]]
+    return interruptions.error_line([line.decode(errors='replace') for line in lines])
 
   def wait(self) -> int:
     """Returns the exit code of the first process that failed, 0 if none did.
@@ -321,6 +341,8 @@ class Agent:
   ):
     self._start, self._num_processes = start, num_processes
     self._restarts = Restarts(restarts)
+    self._run, self._starts = rendezvous.new_secret()[:16], 0
+    self._interruptions: list[Interruption] = []
     self._group: Optional[Group] = None
     self._signals: list[int] = []
 
@@ -357,7 +379,9 @@ class Agent:
       self._group.kill_children()
       lost_at = self._group.failed_at
     files = _progress_files(folder, self._num_processes)
-    self._group = group = self._start([_reporting_to(file) for file in files])
+    history = interruptions.variables(self._run, self._interruptions)
+    self._starts += 1
+    self._group = group = self._start([{**_reporting_to(file), **history} for file in files])
     for number in self._signals:  # sent during the start
       group.forward(number)
     while group.poll():
@@ -366,8 +390,22 @@ class Agent:
       ):
         lost_at = None
       time.sleep(POLL_SECONDS)
-    step = _last_step(files)
-    return Ended(group.finish(), group.failed, step, asked=bool(self._signals))
+    step, stepped_at = _last_step(files)
+    code = group.finish()
+    if code:
+      self._interruptions.append(
+        Interruption(
+          self._starts,
+          interruptions.kind_of(code),
+          f'process {min(group.failed)} on {socket.gethostname()} failed '
+          f'({generations.how_ended(code)})',
+          step,
+          group.ended_at,
+          stepped_at,
+          group.error(),
+        )
+      )
+    return Ended(code, group.failed, step, asked=bool(self._signals))
 
 
 _FOLDER = 't5x_gpu_launch_'  # temporary folder of what the processes report
@@ -386,9 +424,10 @@ def _reporting_to(file: pathlib.Path) -> dict[str, str]:
   return {progress.VARIABLE: str(file), cli.CONFIG_ERROR_CODE: str(EXIT_CONFIG)}
 
 
-def _last_step(files: Sequence[pathlib.Path]) -> Optional[int]:
-  steps = [found.step for file in files if (found := progress.read_progress(file))]
-  return max(steps, default=None)
+def _last_step(files: Sequence[pathlib.Path]) -> tuple[Optional[int], Optional[float]]:
+  """Returns the last finished step, and when it was finished."""
+  steps = [(p.step, f.stat().st_mtime) for f in files if (p := progress.read_progress(f))]
+  return max(steps, default=(None, None))
 
 
 def _log_progress(file: pathlib.Path, *, last_step: Optional[int], lost_at: float) -> bool:
@@ -467,6 +506,7 @@ class HostAgent:
     self._is_paused = False
     self._exit: Optional[generations.Exit] = None
     self._reason = ''  # why the last connection failed
+    self._is_full = False  # whether it has said that too many files are open
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
     """Passes a signal on to the processes; the run then does not start again."""
@@ -548,6 +588,11 @@ class HostAgent:
           f'Give all hosts the same {rendezvous.SECRET_VARIABLE}, new for each run.',
         )
         return self._member.received(link, refused, now)
+      case links.NoRoom(reason):
+        if not self._is_full:
+          _log(f'another host cannot join: {reason}. It tries again; what runs continues.')
+        self._is_full = True
+        return []
       case links.Closed(link):
         return self._member.link_closed(link, now)
       case links.Came(link, value):
@@ -605,15 +650,19 @@ class HostAgent:
     self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER)
     self._files = _progress_files(pathlib.Path(self._folder.name), self._num_processes)
     position = generation.position(self._member.me.index)
-    counts = {progress.HOST_COUNTS_VARIABLE: str(self._files[0].parent / _HOST_COUNTS)}
+    more = {
+      progress.HOST_COUNTS_VARIABLE: str(self._files[0].parent / _HOST_COUNTS),
+      **interruptions.variables(generation.run, generation.interruptions),
+    }
     self._group = self._start(
-      generation, position, service, [{**_reporting_to(file), **counts} for file in self._files]
+      generation, position, service, [{**_reporting_to(file), **more} for file in self._files]
     )
     for number in self._signals:  # sent during the start
       self._group.forward(number)
 
   def _report(self, group: Group) -> HostReport:
-    code, step, asked = group.finish(), _last_step(self._files), next(iter(self._signals), 0)
+    code, asked = group.finish(), next(iter(self._signals), 0)
+    step, stepped_at = _last_step(self._files)
     if group.was_ended and group.failed_at is None:
       code = None
     elif step is None and (-code in self._signals or (self._is_paused and -code == signal.SIGTERM)):
@@ -622,7 +671,9 @@ class HostAgent:
     self._folder.cleanup()
     failed = tuple(sorted(group.failed))
     number, paused = self._member.started.number, self._is_paused
-    return HostReport(number, code, failed, step, asked, counts, paused)
+    return HostReport(
+      number, code, failed, step, asked, counts, paused, group.ended_at, stepped_at, group.error()
+    )
 
   def _end_processes(self) -> None:
     if self._group is not None:
@@ -841,7 +892,8 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
 
 def _digest() -> str:
   """Returns 12 hex digits of the sources that must be the same for all agents."""
-  files = (__file__, generations.__file__, links.__file__)
+  modules = (generations, interruptions, links, restarts)
+  files = (__file__, *(module.__file__ for module in modules))
   parts = [hashlib.sha256(pathlib.Path(file).read_bytes()).digest() for file in files]
   return hashlib.sha256(b''.join(parts)).hexdigest()[:12]
 
@@ -871,6 +923,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       docs='never_down.md',
     )
   info = _agents(flags)
+  machine.allow_open_files()  # a connection to each host, and a pipe for each process
   streams.outlive()  # each process decides for itself how to handle lost output
   if info is None:
     launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)

@@ -7,6 +7,7 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.reporting import interruptions
 from t5x_gpu.reporting.report_page import REPORT, report_page
 from t5x_gpu.reporting.run_record import read_runs
 from t5x_gpu.storage.files import write_atomically
@@ -55,6 +56,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   for run in runs:
     for problem in run.problems:
       console.say(f'note: {run.name}: {problem}')
+    if run.accounts and (tables := interruptions.printed_tables(run.accounts)):
+      console.say((f'{run.name}: ' if len(runs) > 1 else '') + tables)
   console.say(f'{out}: {len(text.encode()) / 1e3:,.0f} kB; open it in a browser.')
   return 0
 

@@ -26,6 +26,7 @@ from t5x_gpu.run.finish import export_line, finish
 from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
 from t5x_gpu.runtime import distributed, machine, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.cluster import interruptions
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.main_log import log
@@ -98,7 +99,8 @@ def train_run(
       enabled=distributed.is_main_process(), age_seconds=machine.seconds_since_start()
     ) as goodput:
       if model_dir.steps and not model_dir.is_remote:
-        goodput.open(model_dir.path)  # a failed restart counts too
+        # A failed restart counts too.
+        goodput.open(model_dir.path, facts=interruptions.facts(os.environ))
       live, state = open_run(plan, xla=xla, goodput=goodput)
       model_dir.lock()  # checks that no other run took over meanwhile
       folder = live.checkpointer.files.folder

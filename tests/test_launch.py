@@ -8,8 +8,10 @@ import io
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -21,8 +23,10 @@ import pytest
 
 from t5x_gpu import launch
 from t5x_gpu.errors import ConfigError, number_ranges
+from t5x_gpu.reporting.interruptions import costs_of
+from t5x_gpu.reporting.run_record import read_run
 from t5x_gpu.runtime import numa
-from t5x_gpu.runtime.cluster import fork_server
+from t5x_gpu.runtime.cluster import fork_server, interruptions
 from t5x_gpu.runtime.machine import PhysicalGpu, own_gpus, physical_gpus
 from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
@@ -397,7 +401,15 @@ def test_a_killed_process_ends_the_others_at_once_and_all_start_again(capfd):
     'if start == 0: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)\n'
     'if start == 1: time.sleep(0.5)'
   )
+  began = time.time()
   assert run.wait() == 0 and len(starts) == 2
+  first, second = (interruptions.history_of(interruptions.facts(envs[0])) for envs in starts)
+  assert first.interruptions == () and second.run == first.run
+  (killed,) = second.interruptions
+  assert (killed.number, killed.kind, killed.step) == (1, interruptions.KILLED, 5)
+  assert killed.cause == f'process 1 on {socket.gethostname()} failed (SIGKILL)'
+  assert killed.error == ''
+  assert began - 1 < killed.stepped_at <= killed.at + 0.1 < time.time() + 0.1
   captured = capfd.readouterr()
   assert 'process 1 of 3 failed first (SIGKILL)' in captured.err
   assert 'launch: restart 1 of at most 5' in captured.err
@@ -412,6 +424,8 @@ def test_a_failure_that_repeats_ends_the_run_with_its_exit_code(capfd, monkeypat
     'time.sleep(600)'
   )
   assert run.wait() == 7 and len(starts) == 2
+  (failed,) = interruptions.history_of(interruptions.facts(starts[1][0])).interruptions
+  assert (failed.kind, failed.error) == (interruptions.CRASHED, 'the reason')
   error = capfd.readouterr().err
   assert 'not starting again: it failed twice in a row after step 7' in error
   assert error.count('  the reason') == 2
@@ -484,6 +498,17 @@ def test_children_of_a_crashed_process_are_killed_before_the_next_start(tmp_path
     assert run.wait() == 0
     os.set_blocking(output.fileno(), True)
     assert output.read() == ''  # once all writers are gone
+
+
+def test_launch_may_open_as_many_files_as_the_system_allows():
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+  try:
+    with pytest.raises(ConfigError):  # a host without GPUs
+      launch.main(['--nproc=64', '--', '--gin_file=x.gin'])
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_restarts_are_for_training_alone():
@@ -568,13 +593,22 @@ def test_a_run_whose_process_is_killed_continues_with_the_losses_of_an_unbroken_
     read_until(run, 'process 0 of 2 failed first (SIGKILL)')
     read_until(run, 'launch: restart 1 of at most 5')
     read_until(run, 'Promoted local checkpoint')
-    read_until(run, 'launch: training again')
+    assert 'The last interruption (process 0 on' in read_until(run, 'launch: training again')
     output = run.stdout.read()
   assert run.wait(DEADLINE_SECONDS) == 0, output
   losses = project.metrics()
   assert list(losses) == list(range(1, 31))
   assert losses == pytest.approx(alone.metrics(), rel=1e-5)
   assert project.steps()[-1] == 30 and not (project.model_dir / 'run.lock').exists()
+
+  (cost,) = costs_of(read_run(project.model_dir).accounts)
+  assert cost.kind == interruptions.KILLED and cost.step >= 10
+  assert cost.repeated_steps == cost.step - 10 and cost.noticing is not None
+  printed = subprocess.check_output(
+    [sys.executable, '-m', 't5x_gpu.report', project.model_dir], cwd=REPOSITORY, text=True
+  )
+  assert '1 interruption cost 0:' in printed and 'failed (SIGKILL)' in printed
+  assert 'failed (SIGKILL)' in (project.model_dir / 'report.html').read_text()
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ import pytest
 
 from t5x_gpu import launch
 from t5x_gpu.errors import ClusterError, ConfigError, UserError
-from t5x_gpu.runtime.cluster import cluster, generations
+from t5x_gpu.reporting.interruptions import costs_of
+from t5x_gpu.reporting.run_record import read_run
+from t5x_gpu.runtime.cluster import cluster, generations, interruptions
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 from tests.messages import raises
@@ -341,6 +343,14 @@ def test_training_loses_a_worker_and_a_host_which_returns_and_has_the_losses_of_
   read = re.findall(r'compiled programs: (\d of \d) read .*?(; process|$)', output(), re.MULTILINE)
   assert read[2:] == [('2 of 2', '')] * 3, output()
   assert 'process 1 on host 1' in output() and '(vm) joins; the run continues on' in output()
+  costs = costs_of(read_run(project.model_dir).accounts)
+  assert [cost.kind for cost in costs] == [
+    interruptions.KILLED,
+    interruptions.LOST_HOST,
+    interruptions.JOINED,
+  ]
+  assert all(cost.noticing is not None and cost.restarting > 0 for cost in costs)
+  assert 0 < costs[0].repeated_steps and 'process 1 on host 1' in costs[0].cause
   losses, expected = project.metrics(), reference.metrics()
   repeated = [step for step in first if step > 20]
   assert repeated and all(losses[step] == first[step] for step in repeated)

@@ -25,7 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Annotated, Optional, Self
 
+from t5x_gpu.errors import first_line
 from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime.cluster.interruptions import Interruption, history_of
 from t5x_gpu.storage.files import append_line, set_aside_unless_file
 from t5x_gpu.storage.json_schema import Number, parse_json, read_bytes, schema_of
 from t5x_gpu.terminal.progress import format_seconds
@@ -173,11 +175,13 @@ class ProcessAccount:
     process: the lines of the process.
     seconds: category -> seconds; downtime is the time before its start.
     lost_steps: number of steps that a later process trained again.
+    interruptions: what interrupted the run before this process, as far as `launch` knows it.
   """
 
   process: ProcessLines
   seconds: Mapping[str, float]
   lost_steps: int
+  interruptions: Sequence[Interruption] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +212,14 @@ class Accounts:
 def accounts_of(ledger: Ledger) -> Accounts:
   """Returns the time by category; `ledger` has at least one process."""
   processes, between = [], 0.0
-  for i, run in enumerate(ledger.runs):
+  before_start = _interruptions(ledger.runs)
+  runs = [
+    _with_last_step(run, known, until=after.start)
+    for run, known, after in zip(ledger.runs, before_start[1:], ledger.runs[1:])
+  ] + list(ledger.runs[-1:])
+  for i, run in enumerate(runs):
     # Steps after the earliest later start were trained again.
-    kept = min(
-      (r.first_step for r in ledger.runs[i + 1 :] if r.first_step is not None), default=None
-    )
+    kept = min((r.first_step for r in runs[i + 1 :] if r.first_step is not None), default=None)
     seconds = dict.fromkeys(CATEGORIES, 0.0) | run.last.seconds
     lost_steps = 0
     if kept is not None:
@@ -221,14 +228,49 @@ def accounts_of(ledger: Ledger) -> Accounts:
       if run.last.step is not None:
         lost_steps = max(0, run.last.step - max(kept, run.first_step or 0))
     if i:
-      before = max(ledger.runs[:i], key=lambda r: r.last.at)
+      before = max(runs[:i], key=lambda r: r.last.at)
       away = max(0.0, run.start - before.last.at)
       seconds[DOWNTIME] = 0.0 if before.end == DONE else away
       between += away - seconds[DOWNTIME]
-    processes.append(ProcessAccount(run, seconds, lost_steps))
+    processes.append(ProcessAccount(run, seconds, lost_steps, before_start[i]))
   totals = {name: math.fsum(p.seconds[name] for p in processes) for name in CATEGORIES}
-  wall = max(run.last.at for run in ledger.runs) - ledger.runs[0].start - between
+  wall = max(run.last.at for run in runs) - runs[0].start - between
   return Accounts(processes, totals, wall)
+
+
+def _interruptions(runs: Sequence[ProcessLines]) -> list[Sequence[Interruption]]:
+  """Returns, for each process, the interruptions that no process before it has recorded."""
+  seen: set[tuple[str, int]] = set()
+  found = []
+  for run in runs:
+    history = history_of(run.facts)
+    known = history.interruptions if history else ()
+    new = {(history.run, each.number): each for each in known if history}
+    found.append([each for key, each in new.items() if key not in seen])
+    seen.update(new)
+  return found
+
+
+def _with_last_step(
+  run: ProcessLines, known: Sequence[Interruption], *, until: float
+) -> ProcessLines:
+  """Returns `run` with the steps that it took after its last line, as `launch` saw them.
+
+  A process that was killed has not written up to 30 seconds of its steps.
+
+  Args:
+    known: the interruptions between `run` and the next process, which started at `until`.
+  """
+  step, at = (known[0].step, known[0].stepped_at) if known else (None, None)
+  last = run.last
+  if step is None or at is None or run.first_step is None or run.end is not None:
+    return run
+  if step <= (last.step or 0) or not last.at < at <= until:
+    return run
+  seconds = dict(last.seconds)
+  seconds[PRODUCTIVE] = seconds.get(PRODUCTIVE, 0.0) + at - last.at
+  line = dataclasses.replace(last, at=at, step=step, seconds=seconds)
+  return dataclasses.replace(run, lines=[*run.lines, line])
 
 
 def _productive_after(run: ProcessLines, step: int) -> float:
@@ -278,7 +320,7 @@ def interruption(accounts: Accounts) -> str:
   ]
   if before.lost_steps or lost >= 1:  # or a step that hung
     parts.insert(0, f'{format_seconds(lost)} of training after step {now.process.first_step}')
-  how = before.process.end or 'killed'
+  how = now.interruptions[-1].cause if now.interruptions else before.process.end or 'killed'
   return (
     f'The last interruption ({how}) cost {format_seconds(lost + down + again)}: '
     + ', '.join(parts)
@@ -350,7 +392,8 @@ class Goodput(contextlib.AbstractContextManager):
     error: Optional[BaseException],
     traceback: Optional[TracebackType],
   ) -> None:
-    self._close(self._end or (kind.__name__ if kind else 'done'))
+    facts = None if error is None else {'error': f'{kind.__name__}: {first_line(error)}'}
+    self._close(self._end or (kind.__name__ if kind else 'done'), facts=facts)
 
   @contextlib.contextmanager
   def phase(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -431,20 +474,20 @@ class Goodput(contextlib.AbstractContextManager):
     while not self._closed.wait(self._period):
       self.write()
 
-  def ends(self, reason: str) -> None:
+  def ends(self, reason: str, *, facts: Optional[Facts] = None) -> None:
     """Records how the run ends: 'done', 'SIGTERM', ...; called after the last step."""
     self._end = reason
     self._enter(OTHER)
-    self.write()
+    self.write(facts=facts)
 
   def _left_at_once(self) -> None:
     self._close(self._end or 'left at once')
 
-  def _close(self, reason: str) -> None:
+  def _close(self, reason: str, *, facts: Optional[Facts] = None) -> None:
     if self._path is None or self._closed.is_set():
       return
     self._closed.set()
-    self.ends(reason)
+    self.ends(reason, facts=facts)
     with contextlib.suppress(ValueError):  # this may be the call that would be cancelled
       process_exit.cancel_before_exit(self._left_at_once)
 

@@ -193,9 +193,11 @@ def _saved(run: RunRecord) -> str:
 def _restarts(run: RunRecord, now: float) -> str:
   if not run.accounts or len(run.accounts.processes) < 2:
     return ''
-  before = run.accounts.processes[-2]
+  before, last = run.accounts.processes[-2:]
   lost = run.accounts.seconds[LOST]
+  known = last.interruptions
+  how = known[-1].cause if known else ended(before, is_last=False, now=now)
   return (
-    f'{len(run.accounts.processes) - 1}, the last after: {ended(before, is_last=False, now=now)}; '
+    f'{len(run.accounts.processes) - 1}, the last after: {how}; '
     f'{run.accounts.lost_steps:,} steps trained again ({format_seconds(lost)})'
   )

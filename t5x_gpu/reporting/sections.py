@@ -23,6 +23,7 @@ from t5x_gpu.metrics.goodput import (
   summary,
 )
 from t5x_gpu.metrics.throughput import pauses_that_took_time
+from t5x_gpu.reporting import interruptions
 from t5x_gpu.reporting.charts import Axis, Points, Series, line_chart, short_number, stacked_bars
 from t5x_gpu.reporting.page import Child, Section, element, folded, table, views
 from t5x_gpu.reporting.run_record import ReportedSetting, RunRecord, differences
@@ -614,7 +615,11 @@ def progress_section(runs: Sequence[RunRecord]) -> Optional[Section]:
     x=Axis(unit, low=0.0, text=short_number, exact=lambda v: f'{v:,.2f}'),
     y=Axis('step', exact=lambda v: f'{v:,.0f}', whole=True, low=0.0),
   )
-  tables = [_starts(run, named=len(known) > 1) for run in known]
+  tables = [
+    made
+    for run in known
+    for made in (_starts(run, named=len(known) > 1), *_interruptions(run, named=len(known) > 1))
+  ]
   count = sum(len(run.accounts.processes) - 1 for run in known)
   lost = sum(run.accounts.lost_steps for run in known)
   intro = f'{_counted(count, "restart")}; {_counted(lost, "step")} trained again.'
@@ -674,6 +679,21 @@ def _starts(run: RunRecord, *, named: bool) -> ET.Element:
     caption=f'Starts of {run.name}' if named else 'Starts',
     texts=(4, 8, 9),
   )
+
+
+def _interruptions(run: RunRecord, *, named: bool) -> list[ET.Element]:
+  """Returns the tables of interruptions, in the order of time and by kind; [] without any."""
+  costs = interruptions.costs_of(run.accounts)
+  if not costs:
+    return []
+  of = f' of {run.name}' if named else ''
+  return [
+    table(each.head, each.rows, caption=each.title + of, texts=each.texts)
+    for each in (
+      interruptions.table_of(costs, run.accounts),
+      interruptions.totals_of(costs, run.accounts),
+    )
+  ]
 
 
 def state_of(run: RunRecord, *, now: float) -> str:

@@ -39,7 +39,8 @@ from t5x_gpu.models.flops import step_tokens
 from t5x_gpu.models.model import DeviceBatch, Model
 from t5x_gpu.run.check import PlannedRun
 from t5x_gpu.run.data import RunData, open_data, resume_data, text_vocabulary_of
-from t5x_gpu.runtime import distributed, process_exit
+from t5x_gpu.runtime import distributed, preemption, process_exit
+from t5x_gpu.runtime.cluster import interruptions
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.health.gpu_sensors import GpuSensors, own_uuids
@@ -563,6 +564,8 @@ def start_facts(live: LiveRun) -> JsonObject:
     'processes': distributed.process_count(),
     'host': socket.gethostname(),
     'job': os.environ.get('SLURM_JOB_ID', ''),
+    'job_end': preemption.expected_end(),
+    **interruptions.facts(os.environ),
   }
 
 

@@ -63,6 +63,11 @@ def expect_end(end_time: Optional[float]) -> None:
   _job_end[:] = [] if end_time is None else [end_time]
 
 
+def expected_end() -> Optional[float]:
+  """Returns when the scheduler will end the job, in seconds since 1970; None if unknown."""
+  return _job_end[0] if _job_end else None
+
+
 class StopRequest:
   """Remembers the first stop signal; a second Ctrl-C interrupts at once.
 
@@ -82,7 +87,8 @@ class StopRequest:
   def __init__(
     self, *, before_end_seconds: float = 0.0, now: Callable[[], float] = time.time
   ) -> None:
-    self._stop_at = _job_end[0] - before_end_seconds if _job_end else None
+    end = expected_end()
+    self._stop_at = None if end is None else end - before_end_seconds
     self._now = now
     self.signal: Optional[signal.Signals] = None
     self._together = distributed.process_count() > 1

@@ -8,7 +8,10 @@ import pytest
 
 from t5x_gpu.metrics import goodput as goodput_lib
 from t5x_gpu.metrics.goodput import GOODPUT, Goodput
+from t5x_gpu.reporting.interruptions import costs_of
 from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime.cluster import interruptions
+from t5x_gpu.runtime.cluster.interruptions import Interruption
 from tests.helpers_disk import small_disk
 
 
@@ -39,12 +42,12 @@ def killed(goodput: Goodput) -> None:
   process_exit.cancel_before_exit(goodput._left_at_once)
 
 
-def trains(goodput, clock, folder, steps, *, first_step, init=3.0, save_every=None):
+def trains(goodput, clock, folder, steps, *, first_step, init=3.0, save_every=None, facts=()):
   """A process that takes its steps, 2 s each, until something else happens to it."""
   clock.passes(init)
   with goodput.phase('compile'):
     clock.passes(10.0)
-  goodput.open(folder, first_step=first_step, facts={'total_steps': 100})
+  goodput.open(folder, first_step=first_step, facts={'total_steps': 100, **dict(facts)})
   with goodput.phase('productive'):
     for step in range(first_step + 1, first_step + steps + 1):
       with goodput.phase('input_wait'):
@@ -230,3 +233,152 @@ def test_unknown_phases_of_a_later_version_are_other(tmp_path):
   record = {'run': 'a', 'at': 100.0, 'seconds': {'productive': 5.0, 'dreaming': 2.0}}
   (tmp_path / GOODPUT).write_text(json.dumps(record) + '\n')
   assert accounts(tmp_path).seconds['other'] == 2.0
+
+
+def known(*found: Interruption) -> dict:
+  """Returns the facts of a start that `launch` started after these interruptions."""
+  return interruptions.facts(interruptions.variables('run1', found))
+
+
+def test_launch_knows_the_last_steps_of_a_killed_process_and_when_it_noticed(tmp_path, clock):
+  first = started(clock)
+  trains(first, clock, tmp_path, 14, first_step=0, save_every=5)
+  killed(first)
+  clock.passes(8.0)  # four more steps, without a line
+  stepped_at = clock()
+  clock.passes(5.0)
+  lost = Interruption(
+    1, interruptions.LOST_HOST, 'host 2 (gpu-003) was lost', 18, clock(), stepped_at
+  )
+  clock.passes(11.0)
+  with started(clock) as second:
+    trains(second, clock, tmp_path, 10, first_step=10, facts=known(lost))
+    text = second.interruption()
+  found = accounts(tmp_path)
+  (cost,) = costs_of(found)
+  assert (cost.kind, cost.cause, cost.step) == ('host lost', 'host 2 (gpu-003) was lost', 18)
+  assert cost.repeated_steps == found.lost_steps == 8
+  assert cost.repeated == pytest.approx(4 * 1.5 + 8)
+  assert (cost.noticing, cost.restarting) == (pytest.approx(5), pytest.approx(11 + 3 + 10))
+  assert found.seconds['downtime'] == pytest.approx(5 + 11)
+  assert math.fsum(found.seconds.values()) == pytest.approx(clock() - 1_000_000)
+  assert 'The last interruption (host 2 (gpu-003) was lost) cost 0:00:43' in text
+
+
+def test_starts_that_failed_before_their_first_line_have_their_own_costs(tmp_path, clock):
+  first = started(clock)
+  trains(first, clock, tmp_path, 4, first_step=0)
+  killed(first)
+  clock.passes(1.0)
+  failures = [Interruption(1, 'process killed', 'process 1 failed (SIGKILL)', 4, clock(), clock())]
+  for number in (2, 3):
+    clock.passes(20.0)
+    error = 'OSError: no'
+    failures.append(
+      Interruption(number, 'process crashed', 'process 0 failed', None, clock(), None, error)
+    )
+  clock.passes(7.0)
+  with started(clock) as second:
+    trains(second, clock, tmp_path, 4, first_step=0, facts=known(*failures))
+  with started(clock) as third:  # has the older ones as well
+    clock.passes(2.0)
+    joined = Interruption(4, interruptions.JOINED, 'host 2 joins', 4, clock(), clock())
+    trains(third, clock, tmp_path, 4, first_step=4, facts=known(*failures, joined))
+  costs = costs_of(accounts(tmp_path))
+  assert [(c.kind, c.error) for c in costs] == [
+    ('process killed', ''),
+    ('process crashed', 'OSError: no'),
+    ('process crashed', 'OSError: no'),
+    ('host joined', ''),
+  ]
+  assert [c.restarting for c in costs[:3]] == pytest.approx([20, 20, 7 + 13])
+  assert [c.repeated_steps for c in costs] == [4, 0, 0, 0]
+  assert [c.noticing for c in costs[1:3]] == [None, None]
+
+
+def test_a_failure_before_the_first_line_of_the_run_is_known(tmp_path, clock):
+  failure = Interruption(1, 'process killed', 'process 1 failed (SIGKILL)', None, clock(), None)
+  clock.passes(6.0)
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 4, first_step=0, facts=known(failure))
+  (cost,) = costs_of(accounts(tmp_path))
+  assert (cost.restarting, cost.step, cost.total) == (6.0, None, 6.0)
+
+
+@pytest.mark.parametrize('ahead', [-1e5, 1e5])
+def test_the_clock_of_another_host_changes_no_sum(tmp_path, clock, ahead):
+  first = started(clock)
+  trains(first, clock, tmp_path, 4, first_step=0)
+  killed(first)
+  clock.passes(10.0)
+  at = clock() + ahead
+  failure = Interruption(1, 'process killed', 'process 1 failed (SIGKILL)', 9, at, at - 3)
+  with started(clock) as second:
+    trains(second, clock, tmp_path, 4, first_step=2, facts=known(failure))
+  found = accounts(tmp_path)
+  (cost,) = costs_of(found)
+  assert cost.total == pytest.approx(2 * 1.5 + 10 + 13) and found.lost_steps == 2
+  assert math.fsum(found.seconds.values()) == pytest.approx(clock() - 1_000_000)
+
+
+@pytest.mark.parametrize(
+  'end, facts, again, want',
+  [
+    (None, {}, {}, ('unknown', 'killed, cause unknown')),
+    (
+      None,
+      {'job': '81'},
+      {'job': '81'},
+      ('unknown', 'killed, cause unknown; the scheduler started job 81 again'),
+    ),
+    ('SIGINT', {}, {}, ('stopped', 'stopped by Ctrl-C')),
+    ('SIGTERM', {'job': '81'}, {'job': '82'}, ('stopped', 'stopped by SIGTERM')),
+    (
+      'SIGTERM',
+      {'job': '81'},
+      {'job': '81'},
+      ('stopped', 'stopped by SIGTERM; the scheduler started job 81 again'),
+    ),
+    (
+      'SIGUSR1',
+      {'job': '81', 'job_end': 1_000_200.0},
+      {'job': '81'},
+      (
+        'stopped',
+        'stopped by SIGUSR1, at the time limit of the job; the scheduler started job 81 again',
+      ),
+    ),
+    ('TrainingError', {}, {}, ('process crashed', 'ended by TrainingError')),
+  ],
+)
+def test_without_launch_the_ledger_names_what_is_known(tmp_path, clock, end, facts, again, want):
+  first = started(clock)
+  trains(first, clock, tmp_path, 4, first_step=0, facts=facts)
+  if end is not None:
+    first.ends(end)
+  killed(first)
+  clock.passes(10.0)
+  with started(clock) as second:
+    trains(second, clock, tmp_path, 4, first_step=4, facts=again)
+  (cost,) = costs_of(accounts(tmp_path))
+  assert (cost.kind, cost.cause) == want
+  assert (cost.noticing, cost.restarting) == (None, pytest.approx(10 + 13))
+
+
+def test_the_error_of_a_process_is_in_the_ledger(tmp_path, clock):
+  with pytest.raises(ValueError), started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 2, first_step=0)
+    raise ValueError('the reason\nand more')
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 2, first_step=0)
+  (cost,) = costs_of(accounts(tmp_path))
+  assert (cost.cause, cost.error) == ('ended by ValueError', 'ValueError: the reason')
+
+
+@pytest.mark.parametrize('fact', [None, [], {}, {'run': 'a', 'interruptions': [{'number': 1}]}])
+def test_damaged_facts_of_launch_are_left_out(tmp_path, clock, fact):
+  for first_step in (0, 2):
+    with started(clock) as goodput:
+      trains(goodput, clock, tmp_path, 2, first_step=first_step, facts={'launch': fact})
+      goodput.ends('SIGTERM')
+  assert [c.cause for c in costs_of(accounts(tmp_path))] == ['stopped by SIGTERM']

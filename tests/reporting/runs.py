@@ -4,7 +4,7 @@ import datetime
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config import report
@@ -12,6 +12,8 @@ from t5x_gpu.config.provenance import Provenance, Setting
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.writers import JsonLinesWriter
 from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime.cluster import interruptions
+from t5x_gpu.runtime.cluster.interruptions import Interruption
 
 START = 1_790_000_000.0
 FACTS = {
@@ -57,6 +59,7 @@ def write_run(
   with_config: bool = True,
   learning_rate: str = '0.001',
   facts: Optional[Mapping[str, Any]] = None,
+  interrupted: Sequence[Interruption] = (),
 ) -> pathlib.Path:
   """Writes a run of 40 steps, killed once; its first process trained 24 steps and saved 20.
 
@@ -66,17 +69,20 @@ def write_run(
     with_ledger, with_config: False for runs without them.
     learning_rate: value of LEARNING_RATE; also changes the losses.
     facts: more facts about each start, for the ledger.
+    interrupted: what `launch` knows at each start but the first.
   """
   folder.mkdir(parents=True, exist_ok=True)
   clock = Clock()
   metrics = JsonLinesWriter(folder / 'metrics.jsonl')
+  known: dict[str, Any] = {}
   for first_step, last_step in starts:
     metrics.truncate_after(first_step)
     goodput = Goodput(enabled=with_ledger, clock=clock, now=clock, period_seconds=1e6)
     clock.seconds += 30
     with goodput.phase('compile'):
       clock.seconds += 60
-    goodput.open(folder, first_step=first_step, facts=FACTS | dict(facts or {}))
+    goodput.open(folder, first_step=first_step, facts=FACTS | dict(facts or {}) | known)
+    known = interruptions.facts(interruptions.variables('run1', interrupted))
     with goodput.phase('productive'):
       for step in range(first_step + 1, last_step + 1):
         clock.seconds += 10

@@ -9,10 +9,12 @@ from t5x_gpu import report
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.reporting.run_record import read_run, read_runs
+from t5x_gpu.runtime.cluster import interruptions
+from t5x_gpu.runtime.cluster.interruptions import Interruption
 from tests.messages import raises
 from tests.reporting.browser import needs_browser, open_page
 from tests.reporting.pages import Page
-from tests.reporting.runs import write_run
+from tests.reporting.runs import START, write_run
 
 SECTIONS = [
   'Loss',
@@ -257,3 +259,31 @@ def test_a_browser_test_finds_requests(tmp_path):
   page.write_text('<img src="http://127.0.0.1:9/x.png">')
   with pytest.raises(AssertionError, match='http://127.0.0.1:9/x.png'):
     open_page(page, width=400, count='img')
+
+
+def test_the_command_and_the_page_show_what_interrupted_a_run_and_its_cost(tmp_path, capsys):
+  crash = Interruption(
+    1,
+    interruptions.CRASHED,
+    'process 3 on host 1 (gpu-002) failed (exit code 1)',
+    24,
+    START + 345,
+    START + 335,
+    'OSError: no\nspace',
+  )
+  page = written(write_run(tmp_path / 'a', interrupted=[crash]), out=tmp_path / 'a.html')
+  printed = capsys.readouterr().out
+  for words in (
+    '1 interruption cost 0:07:10 of 0:15:30:',
+    '24               4         40.0        10.0      380.0   430.0  46.2%',
+    'process 3 on host 1 (gpu-002) failed (exit code 1): OSError: no space',
+    'process crashed       1               4   430.0  46.2%',
+  ):
+    assert words in printed, printed
+  assert 'process 3 on host 1 (gpu-002) failed (exit code 1): OSError: no' in page.text
+  assert 'Interruptions by kind' in page.text and 'process crashed14430.046.2%' in page.text
+
+
+def test_a_run_that_nothing_interrupted_has_no_table(tmp_path, capsys):
+  page = written(write_run(tmp_path / 'a', starts=((0, 40),)), out=tmp_path / 'a.html')
+  assert 'nterruption' not in capsys.readouterr().out + page.text

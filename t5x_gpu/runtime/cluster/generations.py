@@ -28,6 +28,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Optional, Union
 
 from t5x_gpu.errors import Problem, listed, number_ranges
+from t5x_gpu.runtime.cluster import interruptions
+from t5x_gpu.runtime.cluster.interruptions import Interruption, Time
 from t5x_gpu.runtime.cluster.restarts import (
   EXIT_INTERRUPTED,
   EXIT_PREEMPTED,
@@ -109,8 +111,7 @@ class Generation:
     spares: hosts whose agents wait for the next generation.
     restarts: restarts so far.
     host_counts: numbers of hosts that the mesh fits, as far as they are known.
-    cause: why the generation before it ended, for the log; '' for the first one.
-    is_restart: whether it follows a failure, not a pause.
+    interruptions: why the last generations before it ended.
     blamed: the last failures that hosts have caused.
   """
 
@@ -120,13 +121,22 @@ class Generation:
   spares: tuple[Host, ...]
   restarts: Restarts
   host_counts: tuple[int, ...] = ()
-  cause: str = ''
-  is_restart: bool = True
+  interruptions: tuple[Interruption, ...] = ()
   blamed: tuple[Blame, ...] = ()
 
   @property
   def members(self) -> tuple[Host, ...]:
     return self.hosts + self.spares
+
+  @property
+  def cause(self) -> str:
+    """Why the generation before it ended; '' for the first one."""
+    return str(self.interruptions[-1]) if self.interruptions else ''
+
+  @property
+  def is_restart(self) -> bool:
+    """Whether it follows a failure, not a pause."""
+    return bool(self.interruptions) and self.interruptions[-1].kind != interruptions.JOINED
 
   def position(self, index: int) -> Optional[int]:
     """Returns the position of host `index` among the hosts with processes; None if it has none."""
@@ -147,6 +157,9 @@ class HostReport:
     host_counts: numbers of hosts that the mesh fits, up to the generation's own; () if the
       processes did not get so far.
     paused: whether the leader asked these processes to save and end, to continue on more hosts.
+    ended_at: when the agent noticed the end or ended them, in seconds since 1970; 0 if unknown.
+    stepped_at: when `step` was finished, in seconds since 1970; None if unknown.
+    error: the error of the process that failed first as one line.
   """
 
   number: int
@@ -156,6 +169,9 @@ class HostReport:
   asked: int = 0
   host_counts: tuple[int, ...] = ()
   paused: bool = False
+  ended_at: Time = 0.0
+  stepped_at: Optional[Time] = None
+  error: str = ''
 
   @property
   def is_failure(self) -> bool:
@@ -838,7 +854,7 @@ class Member:
       for hello in hellos
       if hello.report and hello.report.number == last.number and hello.host in trained
     }
-    ended, blamed, cause = self._cause(last, reports, asked)
+    ended, blamed, interruption = self._cause(last, reports, asked)
     restarts, then = last.restarts.after(ended)
     if isinstance(then, Stop):
       code = stop_code(asked) if asked and ended.code == LOST_CODE else ended.code
@@ -862,10 +878,10 @@ class Member:
     if is_safe and hosts and (waited or len(hosts) >= len(last.hosts)):
       bad = [host for host in spares if host in last.hosts and _is_bad(host, blamed)]
       if ended.paused:
-        cause = f'{_new(hosts, last) or "no further host"} joins'
-      made = Generation(
-        '', 0, hosts, spares, restarts, tuple(counts), cause, not ended.paused, blamed
-      )
+        joins = f'{_new(hosts, last) or "no further host"} joins'
+        interruption = dataclasses.replace(interruption, cause=joins)
+      known = (*last.interruptions, interruption)[-interruptions.MOST :]
+      made = Generation('', 0, hosts, spares, restarts, tuple(counts), known, blamed)
       return [
         *(
           Log(
@@ -879,7 +895,7 @@ class Member:
     if now >= self._since + HOLD_SECONDS or (
       not is_safe and now >= self._since + 3 * GRACE_SECONDS
     ):
-      return self._finish(1, *_give_up(self.me, last, present, counts, is_safe, cause))
+      return self._finish(1, *_give_up(self.me, last, present, counts, is_safe, str(interruption)))
     if now >= self._probe_at:
       self._probe_at = now + PROBE_SECONDS
       lower = sorted(i for i in {0, *self._known()} if i < self.me.index)
@@ -915,10 +931,16 @@ class Member:
 
   def _cause(
     self, last: Generation, reports: Mapping[int, HostReport], asked: int
-  ) -> tuple[Ended, tuple[Blame, ...], str]:
-    """Returns how the last generation ended, which hosts caused it, and this as text."""
+  ) -> tuple[Ended, tuple[Blame, ...], Interruption]:
+    """Returns how the last generation ended, which hosts caused it, and this for the record."""
     steps = [report.step for report in reports.values() if report.step is not None]
     step = max(steps, default=None)
+    ended_at = min((report.ended_at for report in reports.values()), default=0.0)
+    at = [r.stepped_at for r in reports.values() if r.step == step and r.stepped_at is not None]
+    pause = 'the run was saved, to continue on more hosts'
+    known = Interruption(
+      last.number, interruptions.JOINED, pause, step, ended_at, max(at, default=None)
+    )
     lost = [host for host in last.hosts if host.index not in reports]
     failed = {h.index: r for h in last.hosts if (r := reports.get(h.index)) and r.is_failure}
     first = self._first
@@ -934,16 +956,16 @@ class Member:
       elif first is None and failed:
         index = next(iter(failed))
         first = (last.hosts[last.position(index)], failed[index])
-    after = 'before the first step' if step is None else f'after step {step}'
     is_asked = bool(asked) or any(report.asked for report in reports.values())
     if first is None:
       codes = [report.code for report in reports.values()]
       stopped = next(filter(None, codes), 0)
       if stopped or None not in codes:  # done, stopped or paused
         paused = stopped == EXIT_PREEMPTED and any(r.paused for r in reports.values())
-        return Ended(stopped, step=step, asked=is_asked, paused=paused), (), ''
-      text = f'the hosts lost contact with their leader {after}'
-      return Ended(LOST_CODE, step=step, asked=is_asked), (), text
+        return Ended(stopped, step=step, asked=is_asked, paused=paused), (), known
+      text = 'the hosts lost contact with their leader'
+      cut = dataclasses.replace(known, kind=interruptions.CUT_NETWORK, cause=text)
+      return Ended(LOST_CODE, step=step, asked=is_asked), (), cut
     host, report = first
     if report is None:
       lost = lost or [host]
@@ -951,13 +973,20 @@ class Member:
       names = ', '.join(map(str, lost))
       culprits = frozenset().union(*of_hosts)
       blamed = tuple(Blame(each.name, 0) for each in lost)
-      return Ended(LOST_CODE, culprits, step, is_asked), blamed, f'{names} was lost {after}'
+      gone = dataclasses.replace(known, kind=interruptions.LOST_HOST, cause=f'{names} was lost')
+      return Ended(LOST_CODE, culprits, step, is_asked), blamed, gone
     position = last.position(host.index)
     local = min(report.failed, default=0)
     rank = position * self._per_host + local
-    text = f'process {rank} on {host} failed ({how_ended(report.code)}) {after}'
+    failed = dataclasses.replace(
+      known,
+      kind=interruptions.kind_of(report.code),
+      cause=f'process {rank} on {host} failed ({how_ended(report.code)})',
+      at=report.ended_at,
+      error=report.error,
+    )
     ended = Ended(report.code, self._stable(host, report.failed), step, is_asked)
-    return ended, (Blame(host.name, 0),) if ended.culprits else (), text
+    return ended, (Blame(host.name, 0),) if ended.culprits else (), failed
 
   def _stable(self, host: Host, local: Iterable[int]) -> frozenset[int]:
     """Returns numbers of processes that do not change with the hosts, as ranks do."""

@@ -20,8 +20,10 @@ import time
 from collections.abc import Sequence
 from typing import Union
 
+from t5x_gpu.runtime import machine
 from t5x_gpu.runtime.cluster import addresses, rendezvous
 from t5x_gpu.runtime.cluster.rendezvous import MAX_LINE, SECRET_VARIABLE, UNREADABLE
+from t5x_gpu.storage.files import reason_of
 from t5x_gpu.storage.json_schema import JsonValue
 
 _log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.2
+FULL_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0  # for the last messages
 
 
@@ -72,7 +75,14 @@ class TurnedAway:
   reason: str
 
 
-Event = Union[Opened, Failed, Came, Closed, TurnedAway]
+@dataclasses.dataclass(frozen=True)
+class NoRoom:
+  """An end that calls cannot be answered now: the limit of open files is reached."""
+
+  reason: str
+
+
+Event = Union[Opened, Failed, Came, Closed, TurnedAway, NoRoom]
 
 
 @dataclasses.dataclass
@@ -121,6 +131,7 @@ class Links:
     self._links: dict[int, _Link] = {}
     self._last = 0
     self._listening: list[socket.socket] = []
+    self._resting: dict[socket.socket, float] = {}  # listener: when it accepts again
     self._dialed: queue.SimpleQueue[tuple[int, Union[socket.socket, str]]] = queue.SimpleQueue()
 
   def listen(self, sockets: Sequence[socket.socket]) -> None:
@@ -181,8 +192,7 @@ class Links:
     events: list[Event] = []
     for key, ready in self._selector.select(seconds):
       if key.data is None:
-        with contextlib.suppress(OSError):  # it has hung up, or too many files are open
-          self._add(key.fileobj.accept()[0], is_caller=False)
+        events += self._accept(key.fileobj)
         continue
       link = key.data
       if ready & selectors.EVENT_READ and link.number in self._links:
@@ -197,6 +207,9 @@ class Links:
         else:
           events.append(Opened(tag, self._add(found, is_caller=True).number))
     now = time.monotonic()
+    for listener in [each for each, until in self._resting.items() if now > until]:
+      del self._resting[listener]
+      self._selector.register(listener, selectors.EVENT_READ)
     for link in list(self._links.values()):
       if now > link.heard_at + SILENT_SECONDS:
         events += self._lost(link)
@@ -206,6 +219,19 @@ class Links:
         if not link.is_closing:
           self._send_text(link, '')
     return events
+
+  def _accept(self, listener: socket.socket) -> list[Event]:
+    try:
+      connection, _ = listener.accept()
+    except OSError as error:
+      if error.errno not in rendezvous.TOO_MANY_FILES:  # it has hung up
+        return []
+      self._selector.unregister(listener)  # or it would be ready at once, again and again
+      self._resting[listener] = time.monotonic() + FULL_SECONDS
+      limit = machine.open_files_limit()
+      return [NoRoom(f'{reason_of(error)}; the limit of this process is {limit} (ulimit -Hn)')]
+    self._add(connection, is_caller=False)
+    return []
 
   def _add(self, connection: socket.socket, *, is_caller: bool) -> _Link:
     connection.setblocking(False)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from t5x_gpu.runtime.cluster import generations as g
+from t5x_gpu.runtime.cluster import interruptions
 
 KILLED = -9
 FACTS = {'--nproc': '2'}
@@ -157,7 +158,11 @@ class Network:
     del self.running[index]
     failed = (0,) if code else ()
     counts = tuple(n for n in self.host_counts if n <= len(generation.hosts))  # as training does
-    report = g.HostReport(generation.number, code, failed, self.step, asked, counts, paused)
+    times = (1e9 + self.now, 1e9 + self.now - 2)
+    error = 'ValueError: no' if code and code > 0 else ''
+    report = g.HostReport(
+      generation.number, code, failed, self.step, asked, counts, paused, *times, error
+    )
     return agent.processes_ended(report, self.time(agent))
 
   def end(self, index: int, code: int, asked: int = 0) -> None:
@@ -283,6 +288,37 @@ def test_a_failed_process_starts_the_same_hosts_again_and_is_named():
   assert made.hosts() == [0, 1, 2]
   assert made.whole().cause == 'process 2 on host 1 (gpu-1) failed (SIGKILL) after step 120'
   assert made.whole().restarts.done == 1
+
+
+def test_a_generation_knows_all_interruptions_before_it():
+  made = network(host_counts=ANY)
+  made.step = 120
+  made.end(1, 7)
+  made.settle(20)
+  made.step = 150
+  made.kill(2)
+  made.settle(g.GRACE_SECONDS + 2)
+  made.boot(2)
+  made.settle(g.GROW_SECONDS)
+  crashed, lost, joined = made.whole().interruptions
+  assert crashed == interruptions.Interruption(
+    1,
+    interruptions.CRASHED,
+    'process 2 on host 1 (gpu-1) failed (exit code 7)',
+    120,
+    1e9,
+    1e9 - 2,
+    'ValueError: no',
+  )
+  assert lost == interruptions.Interruption(
+    2, interruptions.LOST_HOST, 'host 2 (gpu-2) was lost', 150, 1e9 + 20, 1e9 + 18
+  )
+  assert (joined.number, joined.kind, joined.cause, joined.error) == (
+    3,
+    interruptions.JOINED,
+    'host 2 (gpu-2) joins',
+    '',
+  )
 
 
 def test_a_host_that_comes_back_soon_takes_part_again():

@@ -1,5 +1,7 @@
 """Links of agents: signed messages over TCP."""
 
+import os
+import resource
 import socket
 import time
 
@@ -32,5 +34,29 @@ def test_a_link_that_is_closed_before_the_other_end_is_known_delivers_its_messag
 
     events = until(both, links.Closed)
     assert [event.message['number'] for event in events[:-1]] == [0, 1, 2]
+    client.leave()
+    server.leave()
+
+
+def test_an_agent_that_comes_while_too_many_files_are_open_is_taken_in_later():
+  server, client = (links.Links('secret', run_id='run') for _ in range(2))
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  with socket.create_server(('127.0.0.1', 0)) as listening:
+    server.listen([listening])
+    client.connect(0, [f'127.0.0.1:{listening.getsockname()[1]}'])
+    opened = until(lambda: client.poll(0.01), links.Opened)[-1]
+    client.send(opened.link, 'hello')
+    os.close(unused := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+    try:
+      full = until(lambda: server.poll(0.01), links.NoRoom)[-1]
+      assert full.reason == (
+        f'Too many open files (EMFILE); the limit of this process is {unused} (ulimit -Hn)'
+      )
+      assert server.poll(0.01) == []  # it rests
+    finally:
+      resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    came = until(lambda: [*client.poll(0.01), *server.poll(0.01)], links.Came)[-1]
+    assert came.message == 'hello'
     client.leave()
     server.leave()
