@@ -430,15 +430,17 @@ def _last_step(files: Sequence[pathlib.Path]) -> tuple[Optional[int], Optional[f
   return max(steps, default=(None, None))
 
 
-def _log_progress(file: pathlib.Path, *, last_step: Optional[int], lost_at: float) -> bool:
-  """Prints what a failure has cost, once the run takes steps again; returns whether it did."""
+def _log_progress(
+  file: pathlib.Path, *, last_step: Optional[int], lost_at: float, what: str = 'failure'
+) -> bool:
+  """Prints the cost of a failure or pause once the run takes steps; returns whether it did."""
   found = progress.read_progress(file)
   if found is None or found.step == found.first_step:
     return False
   seconds = time.monotonic() - lost_at
   repeated = max((last_step or 0) - found.first_step, 0)
   _log(
-    f'training again: step {found.step} is done, {seconds:.1f} s after the failure. '
+    f'training again: step {found.step} is done, {seconds:.1f} s after the {what}. '
     f'{repeated} finished steps are repeated.'
   )
   return True
@@ -554,15 +556,16 @@ class HostAgent:
       report, self._ended_at = self._report(self._group), time.monotonic()
       self._last, self._group = self._group, None
       self._do(self._member.processes_ended(report, time.monotonic()))
-    if (
-      self._group is not None
-      and self._ended_at is not None
-      and self._member.started.position(self._member.me.index) == 0
-      and _log_progress(
-        self._files[0], last_step=self._member.started.restarts.last.step, lost_at=self._ended_at
-      )
-    ):
-      self._ended_at = None
+    if self._group is not None and self._ended_at is not None:
+      generation = self._member.started
+      is_first = generation.position(self._member.me.index) == 0
+      if is_first and _log_progress(
+        self._files[0],
+        last_step=generation.interruptions[-1].step,
+        lost_at=self._ended_at,
+        what='failure' if generation.is_restart else 'pause',
+      ):
+        self._ended_at = None
     self._do(self._member.tick(time.monotonic()))
 
   def _after(self, event: links.Event) -> list[generations.Action]:

@@ -1,5 +1,6 @@
 """A run that is killed continues from its newest local checkpoint, as if nothing had happened."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.store import StateReader
+from t5x_gpu.runtime.cluster.interruptions import Interruption, variables
+from tests.helpers_disk import small_disk
 from tests.helpers_train import Project, listing
 
 
@@ -60,3 +63,28 @@ def test_a_run_continues_from_a_local_step_and_a_dry_run_says_so(project, monkey
     StateReader(project.model_dir, step=16).manifest['checksums']
     == (StateReader(whole, step=16).manifest['checksums'])
   )
+
+
+@pytest.mark.slow
+def test_a_full_local_folder_ends_no_run_that_launch_has_started_again(project, monkeypatch):
+  monkeypatch.setenv('LOCAL_OF_TEST', 'shm/me')
+  with small_disk(project.folder / 'shm', size='64m') as disk:
+    local = disk / 'me'
+    with project.start(**settings(project), hold_before=13) as process:
+      process.wait_for(lambda: project.steps() == [8] and [*local.glob('*/step_1[02].process_0')])
+      process.kill()
+    with open(disk / 'of_others', 'wb', buffering=0) as filler:
+      with contextlib.suppress(OSError):
+        while filler.write(b'x' * 65536):
+          pass
+    refused = run(project)
+    assert refused.code == 1 and 'CheckpointError: CheckpointConfig.local_' in refused.err
+    killed = Interruption(1, 'process killed', 'process 0 failed (SIGKILL)', 12, 1e9)
+    for name, value in variables('run1', [killed]).items():
+      monkeypatch.setenv(name, value)
+    went_on = run(project)
+    assert went_on.code == 0, went_on.err
+    assert f'local_checkpoint_dir = {str(local)!r}' in went_on.err
+    assert 'Until the next start, the run saves to MODEL_DIR only.' in went_on.err
+    step = int(re.search(r'Promoted local checkpoint (1[02]) to', went_on.err)[1])
+    assert project.steps() == [8, step, 16]

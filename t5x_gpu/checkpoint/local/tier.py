@@ -46,6 +46,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir, is_real_folder
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.partitioning.trees import Shape, Tree
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster import interruptions
 from t5x_gpu.runtime.machine import available_memory
 from t5x_gpu.storage.files import (
   check_not_refused,
@@ -252,14 +253,16 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
 
 def check_space(
   folder: pathlib.Path, copies: ReplicaPlan, hosts: Hosts, *, run: Optional[str]
-) -> None:
-  """Raises CheckpointError, on all processes, unless every host has room for local checkpoints.
+) -> Optional[CheckpointError]:
+  """Returns, on all processes, why a host has no room for local checkpoints; None if all have.
 
   Args:
     folder: local folder of this process; need not exist, and is not created.
     copies: which process keeps which parts.
     hosts: hosts of the processes.
     run: name of the run, whose files in the folder will be replaced; None for a new run.
+  Raises:
+    CheckpointError: other users could write to a folder.
   """
   found = distributed.gather_json([str(folder), *_look_at(folder, run)])
   # In a test, one process simulates several: they share its folder.
@@ -268,14 +271,14 @@ def check_space(
     if danger:
       raise not_private(danger, where=f' on {host}')
     if problem:
-      raise _error(
+      return _error(
         f'{DIR} = {its_folder!r} cannot be written to by process {index} on {host}: {problem}.',
         fix=f"Set {DIR} to a folder you can write to on every host, such as '/dev/shm/$USER'.",
         parameters=(DIR,),
       )
     needed = SLOTS * copies.bytes_on_host(hosts, index)
     if free < needed:
-      raise _error(
+      return _error(
         f'{DIR} = {its_folder!r} has {gigabytes(free)} free on {host}, and local '
         f'checkpoints take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, '
         'two that are kept and one that is being written.',
@@ -283,6 +286,7 @@ def check_space(
         f'{DIR} = None and {PERIOD} = None.',
         parameters=(DIR,),
       )
+  return None
 
 
 def danger_of(folder: pathlib.Path) -> str:
@@ -384,6 +388,7 @@ class LocalTier:
     process: index of this process.
     attempt: id of this attempt, equal on all processes: parts of different attempts do not fit
       together.
+    is_full: whether a host has no room, so that no step is due; what is there can be promoted.
   """
 
   pause = 'local_save'  # the name of a save in the step timer
@@ -398,7 +403,9 @@ class LocalTier:
     period: int,
     process: int,
     attempt: str,
+    is_full: bool = False,
   ):
+    self._is_full = is_full
     self.folder, self.model_dir = folder, model_dir
     self._copies, self._hosts = copies, hosts
     self._period, self._process, self._attempt = period, process, attempt
@@ -411,7 +418,7 @@ class LocalTier:
 
   def due(self, step: int) -> Optional[Self]:
     """Returns itself if `step` should be saved, else None."""
-    return self if step % self._period == 0 else None
+    return self if step % self._period == 0 and not self._is_full else None
 
   def __enter__(self) -> Self:
     """Creates the folder; MODEL_DIR exists by now and belongs to this run.
@@ -564,14 +571,16 @@ class NoLocalTier(contextlib.nullcontext):
 def open_local_tier(config: Any, model_dir: ModelDir, state: Tree) -> LocalTier | NoLocalTier:
   """Returns the run's LocalTier, after checking that local checkpoints fit on every host.
 
-  Logs their location. Writes nothing.
+  Logs their location. Writes nothing. If `launch` has started this process to continue a run, a
+  host without room does not end the run: this start keeps no local checkpoints.
 
   Args:
     config: CheckpointConfig.
     model_dir: MODEL_DIR of the run.
     state: shapes with the shardings of the run.
   Raises:
-    CheckpointError: a folder cannot be written, is too small, or is inside MODEL_DIR.
+    CheckpointError: a folder cannot be written, is too small, or is inside MODEL_DIR; other users
+      could write to it.
   """
   if config.local_checkpoint_dir is None:
     return NoLocalTier()
@@ -587,7 +596,9 @@ def open_local_tier(config: Any, model_dir: ModelDir, state: Tree) -> LocalTier 
   local = local_folder(config.local_checkpoint_dir, model_dir=folder)
   hosts = hosts_of_run()
   copies = plan_copies(state, hosts)
-  check_space(local, copies, hosts, run=read_run_id(folder))
+  full = check_space(local, copies, hosts, run=read_run_id(folder))
+  if full is not None and not interruptions.is_restart(os.environ):
+    raise full
   process = jax.process_index()
   tier = LocalTier(
     local,
@@ -597,8 +608,13 @@ def open_local_tier(config: Any, model_dir: ModelDir, state: Tree) -> LocalTier 
     period=config.local_period,
     process=process,
     attempt=distributed.broadcast_json(secrets.token_hex(4)),
+    is_full=full is not None,
   )
-  if process == 0:
+  if full is not None and process == 0:
+    _log.warning(
+      'Local checkpoint: %s Until the next start, the run saves to MODEL_DIR only.', full.what
+    )
+  elif process == 0:
     _log.info(
       'local checkpoints: every %d steps in %s, the last %d are kept; of each, %s',
       config.local_period,

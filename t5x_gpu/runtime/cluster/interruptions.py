@@ -87,6 +87,12 @@ def facts(environ: Mapping[str, str]) -> JsonObject:
     return {}
 
 
+def is_restart(environ: Mapping[str, str]) -> bool:
+  """Returns whether `launch` has started this process to continue a run."""
+  history = history_of(facts(environ))
+  return history is not None and bool(history.interruptions)
+
+
 def history_of(facts: Json) -> Optional[History]:
   """Returns the history in a start's facts; None if there is none, or it is unreadable."""
   try:

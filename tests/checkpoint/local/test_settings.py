@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import Optional
 
 import jax
 import numpy as np
@@ -57,17 +58,15 @@ def test_what_does_not_fit_three_times_is_refused_before_anything_is_made(tmp_pa
   }
   copies = plan_copies(abstract, HOSTS)
   with raises(CheckpointError):
-    check_space(tmp_path / 'a' / 'b', copies, HOSTS, run=None)
+    raise check_space(tmp_path / 'a' / 'b', copies, HOSTS, run=None)
   (tmp_path / 'file').write_text('')
   with raises(CheckpointError):
-    check_space(
-      tmp_path / 'file' / 'x', plan_copies(program('dp').abstract_state, HOSTS), HOSTS, run=None
-    )
+    raise looked_at(tmp_path / 'file' / 'x')
   assert [p.name for p in tmp_path.iterdir()] == ['file']
 
 
-def looked_at(folder, *, run=None) -> None:
-  check_space(folder, plan_copies(program('dp').abstract_state, HOSTS), HOSTS, run=run)
+def looked_at(folder, *, run=None) -> Optional[CheckpointError]:
+  return check_space(folder, plan_copies(program('dp').abstract_state, HOSTS), HOSTS, run=run)
 
 
 @pytest.mark.parametrize('mode', [0o777, 0o1777, 0o770, 0o722])
