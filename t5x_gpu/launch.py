@@ -9,8 +9,10 @@ launch on each of several hosts, all hosts do (`HostAgent`).
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -59,6 +61,7 @@ from t5x_gpu.runtime.cluster.restarts import (
   Restarts,
   Stop,
 )
+from t5x_gpu.runtime.health import fitness
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -330,6 +333,7 @@ class Agent:
     start: starts the processes, with these additional environment variables for each.
     num_processes: number of processes.
     restarts: how many restarts are allowed.
+    find_problem: returns why this host cannot start processes again, '' if it can.
   """
 
   def __init__(
@@ -338,7 +342,9 @@ class Agent:
     *,
     num_processes: int,
     restarts: int,
+    find_problem: Callable[[], str] = lambda: '',
   ):
+    self._find_problem = find_problem
     self._start, self._num_processes = start, num_processes
     self._restarts = Restarts(restarts)
     self._run, self._starts = rendezvous.new_secret()[:16], 0
@@ -365,6 +371,9 @@ class Agent:
           return _config_error_code()
         if -ended.code in self._signals and ended.step is None:  # before it could take the signal
           break
+        return shell_code(ended.code)
+      if problem := _answer_of(self._find_problem):
+        _log(f'not starting again: {socket.gethostname()} cannot take part: {problem}.')
         return shell_code(ended.code)
       _log(
         f'restart {then.number} of at most {self._restarts.allowed}; the run continues from its '
@@ -446,6 +455,15 @@ def _log_progress(
   return True
 
 
+def _answer_of(find_problem: Callable[[], str]) -> str:
+  """Returns the problem of this host; '' for none, or if the question cannot be asked."""
+  try:
+    return find_problem()
+  except Exception as error:  # no file for the answer, output of another program, ...
+    _log(f'the GPUs were not checked: {type(error).__name__}: {error}.')
+    return ''
+
+
 def _config_error_code() -> int:
   return int(os.environ.get(cli.CONFIG_ERROR_CODE) or 1)
 
@@ -462,6 +480,8 @@ class HostAgent:
     spares: hosts that only take the place of others.
     facts: see `generations.Hello`.
     env: environment variables.
+    find_problem: returns why this host cannot take part in another start, '' if it can. It may take
+      seconds.
   """
 
   def __init__(
@@ -474,7 +494,11 @@ class HostAgent:
     spares: int = 0,
     facts: Mapping[str, str],
     env: Mapping[str, str],
+    find_problem: Callable[[], str] = lambda: '',
   ):
+    self._find_problem = find_problem
+    self._problem: Optional[concurrent.futures.Future[str]] = None
+    self._offering: Optional[int] = None  # generation for which the agent looks for a problem
     self._start, self._info, self._num_processes = start, cluster_info, num_processes
     self._addresses = (cluster_info.coordinator_address, *cluster_info.other_addresses)
     secret = rendezvous.secret_from_environment(env)
@@ -555,7 +579,9 @@ class HostAgent:
     if self._group is not None and not self._group.poll():
       report, self._ended_at = self._report(self._group), time.monotonic()
       self._last, self._group = self._group, None
+      self._look_for_problem()
       self._do(self._member.processes_ended(report, time.monotonic()))
+    self._offer()
     if self._group is not None and self._ended_at is not None:
       generation = self._member.started
       is_first = generation.position(self._member.me.index) == 0
@@ -623,8 +649,10 @@ class HostAgent:
         case generations.Drop(link):
           self._links.close(link)
         case generations.Offer(number):
-          service = free_address(self._own_host)
-          self._do(self._member.offered(number, service, time.monotonic()))
+          self._offering = number
+          if self._member.started is not None and self._problem is None:
+            self._look_for_problem()
+          self._offer()
         case generations.StartProcesses(generation, service):
           self._start_processes(generation, service)
         case generations.PauseProcesses():
@@ -638,6 +666,25 @@ class HostAgent:
           _log(text)
         case generations.Exit():
           self._exit = action
+
+  def _look_for_problem(self) -> None:
+    """Asks in a thread: while the agent waits for an answer, it still has to beat."""
+    self._problem = found = concurrent.futures.Future()
+    threading.Thread(
+      target=lambda: found.set_result(_answer_of(self._find_problem)), daemon=True, name='problem'
+    ).start()
+
+  def _offer(self) -> None:
+    """Answers a proposal, once it is known whether this host can take part."""
+    if self._offering is None or (self._problem is not None and not self._problem.done()):
+      return
+    number, self._offering = self._offering, None
+    problem, self._problem = self._problem.result() if self._problem else '', None
+    if problem:
+      self._do(self._member.unfit(problem, time.monotonic()))
+    else:
+      service = free_address(self._own_host)
+      self._do(self._member.offered(number, service, time.monotonic()))
 
   def _start_processes(self, generation: Generation, service: str) -> None:
     if self._last is not None:
@@ -931,9 +978,9 @@ def main(argv: Optional[list[str]] = None) -> int:
   if info is None:
     launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else machine.physical_gpus()
-  nproc = flags.nproc
-  if nproc is None:
-    nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
+  num_gpus = 0 if flags.no_gpu else cluster.visible_gpus(os.environ, len(gpus)) or 0
+  nproc = flags.nproc or max(1, num_gpus)
+  find_problem = functools.partial(fitness.gpu_problem, len(gpus))
   command = [sys.executable, '-m', flags.module, *argv[split + 1 :]]
 
   def plans() -> list[ProcessPlan]:
@@ -1015,12 +1062,14 @@ def main(argv: Optional[list[str]] = None) -> int:
         '--restarts': str(flags.restarts),
         '--host_count': str(info.process_count),
         '--spares': str(flags.spares),
+        'GPUs': str(num_gpus),
         'flags of the run': shlex.join(argv[split + 1 :]),
       },
       env=os.environ,
+      find_problem=find_problem,
     )
   elif flags.restarts:
-    runner = Agent(start, num_processes=nproc, restarts=flags.restarts)
+    runner = Agent(start, num_processes=nproc, restarts=flags.restarts, find_problem=find_problem)
   else:
     runner = Group(command, first, end_together=flags.module != DOCTOR)
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

@@ -377,7 +377,9 @@ index, start = int(os.environ['JAX_PROCESS_INDEX']), int(os.environ['START'])
 """
 
 
-def agent(program: str, number: int = 3, *, restarts: int = 5) -> tuple[launch.Agent, list]:
+def agent(
+  program: str, number: int = 3, *, restarts: int = 5, problem: str = ''
+) -> tuple[launch.Agent, list]:
   """Returns an agent of fake workers, and a list of the environments of each of their starts."""
   starts = []
 
@@ -390,7 +392,8 @@ def agent(program: str, number: int = 3, *, restarts: int = 5) -> tuple[launch.A
     starts.append([p.env for p in plans])
     return launch.Group([sys.executable, '-c', WORKER + program], plans, at_once=True)
 
-  return launch.Agent(start, num_processes=number, restarts=restarts), starts
+  run = launch.Agent(start, num_processes=number, restarts=restarts, find_problem=lambda: problem)
+  return run, starts
 
 
 def test_a_killed_process_ends_the_others_at_once_and_all_start_again(capfd):
@@ -414,6 +417,12 @@ def test_a_killed_process_ends_the_others_at_once_and_all_start_again(capfd):
   assert 'process 1 of 3 failed first (SIGKILL)' in captured.err
   assert 'launch: restart 1 of at most 5' in captured.err
   assert 'training again: step 15 is done' in captured.err
+
+
+def test_a_host_that_has_lost_a_gpu_starts_no_processes_again(capfd):
+  run, starts = agent('os.kill(os.getpid(), signal.SIGKILL)', 1, problem='it has 7 GPUs now')
+  assert run.wait() == 128 + signal.SIGKILL and len(starts) == 1
+  assert f'{socket.gethostname()} cannot take part: it has 7 GPUs now.' in capfd.readouterr().err
 
 
 def test_a_failure_that_repeats_ends_the_run_with_its_exit_code(capfd, monkeypatch):

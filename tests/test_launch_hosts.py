@@ -104,6 +104,9 @@ class Hosts:
       restarts=5,
       facts={'t5x_gpu': '1', **facts},
       env=env,
+      find_problem=lambda: (
+        'it had 8 GPUs and has 7 now' if pathlib.Path(f'unfit_{index}').exists() else ''
+      ),
     )
     signal.signal(signal.SIGTERM, agent.forward)
     try:
@@ -204,6 +207,19 @@ def test_a_host_that_comes_back_is_taken_in_without_a_failure(three, lost):
   assert f'host {lost} (vm) joins; the run continues on host 0' in three.output(lost)
   (three.folder / 'done').touch()
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
+
+
+def test_a_host_that_has_lost_a_gpu_leaves_and_is_named_with_both_numbers(three):
+  (three.folder / 'unfit_2').touch()
+  for index in range(3):
+    three.start(index)
+  os.kill(three.workers(1, 6)[0], signal.SIGKILL)
+  three.workers(3, 4)  # the second generation was proposed and not started
+  assert three.end(2) == 1
+  assert 'leaves the run: it had 8 GPUs and has 7 now.' in three.output(2)
+  assert f'host 2 ({socket.gethostname()}) leaves the run: it had 8 GPUs' in three.output(0)
+  (three.folder / 'done').touch()
+  assert [three.end(0), three.end(1)] == [0, 0], three.output(0)
 
 
 def test_a_stop_signal_ends_the_agents_with_the_code_of_their_workers(three):
@@ -355,3 +371,35 @@ def test_training_loses_a_worker_and_a_host_which_returns_and_has_the_losses_of_
   repeated = [step for step in first if step > 20]
   assert repeated and all(losses[step] == first[step] for step in repeated)
   assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_host_whose_processes_see_another_number_of_devices_ends_the_run_by_name(tmp_path):
+  project = Project(tmp_path)
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    address = f'127.0.0.1:{free.getsockname()[1]}'
+  agents = [
+    subprocess.Popen(
+      [sys.executable, '-m', 't5x_gpu.launch', '--no_gpu', '--nproc=1', '--restarts=9']
+      + ['--host_count=3', f'--host_index={index}', f'--coordinator_address={address}', '--']
+      + project.argv(),
+      cwd=tmp_path,
+      env={
+        **os.environ,
+        'PYTHONPATH': str(REPOSITORY),
+        'XLA_FLAGS': xla_flags(devices),
+        'T5X_GPU_DOMAIN': f'host {index}',
+        SECRET: 'secret',
+      },
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for index, devices in enumerate((1, 2, 1))
+  ]
+  outputs = [agent.communicate(timeout=3 * DEADLINE_SECONDS)[0] for agent in agents]
+  assert [agent.returncode for agent in agents] == [1, 1, 1], outputs[0]
+  for output in outputs:
+    assert 'restart 1' not in output and 'another start would end with the same error' in output
+  name = socket.gethostname()
+  assert f'1 in most of them, but 2 in process 1 on {name}.' in ''.join(outputs)

@@ -3,8 +3,10 @@
 Everything here does nothing, or returns its input, when there is one process.
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -210,6 +212,30 @@ def gather_json(value: JsonValue) -> list[Any]:
   return _sent(json.dumps(value).encode(), multihost_utils.process_allgather)
 
 
+@functools.cache
+def _check_equal_processes() -> None:
+  """Raises MeshError, on all processes, unless all have the same number of devices.
+
+  JAX's exchange of values between processes needs it, and fails without a name.
+  """
+  counts = collections.Counter(device.process_index for device in jax.devices())
+  usual = collections.Counter(counts.values()).most_common(1)[0][0]
+  odd = [
+    f'{count} in process {process}'
+    + (f' on {hostnames()[process]}' if process < len(hostnames()) else '')
+    for process, count in sorted(counts.items())
+    if count != usual
+  ]
+  if odd:
+    raise errors.MeshError(
+      f'The processes do not have the same number of devices: {usual} in most of them, but '
+      f'{", ".join(errors.listed(odd, 4))}.',
+      fix='Compare the hosts (nvidia-smi -L, env | grep -e CUDA -e XLA_FLAGS), and start the same '
+      'number of processes on each, or leave the odd hosts out.',
+      docs='slurm.md#hosts-that-disagree',
+    )
+
+
 def _sent(text: bytes, send: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
   """Returns the values that `send` brings from other processes, for this one's `text`.
 
@@ -218,6 +244,7 @@ def _sent(text: bytes, send: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
   `jax.distributed` compiles nothing, but process 0 serves it alone: 1,024 processes exchange in
   seconds what the devices do in milliseconds (benchmarks/ranks.py, 'agreement').
   """
+  _check_equal_processes()
   size = _FRAME
   while True:
     header = len(text).to_bytes(_HEADER, 'little')

@@ -6,13 +6,17 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
+from t5x_gpu.errors import MeshError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime.cluster.members import ClusterMember
 from tests.helpers_xla import xla_flags
+from tests.messages import raises
 
 DEADLINE_SECONDS = 120
 ROOT = pathlib.Path(__file__).parents[2]
@@ -184,3 +188,11 @@ def test_one_process_agrees_with_itself():
   assert distributed.broadcast_json(value) is value
   assert distributed.gather_json(value) == [value]
   distributed.assert_equal_across_hosts(value, 'anything')
+
+
+def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
+  counts = {0: 8, 1: 8, 2: 7, 3: 8}
+  devices = [types.SimpleNamespace(process_index=i) for i, n in counts.items() for _ in range(n)]
+  monkeypatch.setattr(jax, 'devices', lambda: devices)
+  with raises(MeshError):
+    distributed._check_equal_processes.__wrapped__()

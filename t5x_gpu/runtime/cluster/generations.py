@@ -202,7 +202,7 @@ class Hello:
 
 
 # Messages. From a leader: Welcome, Refusal, Propose, Start, Pause, End, Finish. To it: Hello,
-# Accepted, HostReport, Asked. To an agent that looks for the leader: Redirect.
+# Accepted, HostReport, Asked. From any agent: Unfit. To one that looks for the leader: Redirect.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +273,13 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unfit:
+  """The sender leaves: its host cannot take part in another generation."""
+
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Finish:
   """The run ends with this exit code. `reason`: why it does not start again, '' if it is done."""
 
@@ -282,7 +289,19 @@ class Finish:
 
 
 Message = Union[
-  Hello, Welcome, Refusal, Redirect, Propose, Accepted, Start, Pause, End, HostReport, Asked, Finish
+  Hello,
+  Welcome,
+  Refusal,
+  Redirect,
+  Propose,
+  Accepted,
+  Start,
+  Pause,
+  End,
+  HostReport,
+  Asked,
+  Unfit,
+  Finish,
 ]
 
 
@@ -316,7 +335,7 @@ class Drop:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-  """Choose a free address for process 0, and call `offered`."""
+  """Choose a free address for process 0, and call `offered`; or `unfit`, if the host is."""
 
   number: int
 
@@ -455,6 +474,7 @@ class Member:
     self._offers: dict[int, str] = {}
     self._probe_at = 0.0
     self._remind_at = 0.0
+    self._unfit: set[str] = set()  # incarnations of hosts that have left for good
     self._is_over = False
 
   # Events.
@@ -509,6 +529,17 @@ class Member:
     if self._leader is not None and self._accepted and self._accepted[-1].number == number:
       return [Send(self._leader, Accepted(number, service))]
     return []
+
+  def unfit(self, reason: str, now: float) -> list[Action]:
+    """This host cannot take part in another generation."""
+    links = [follower.link for follower in self._followers.values()] if self._leads else []
+    if self._leader is not None:
+      links.append(self._leader)
+    fix = 'Repair the host, and start the same command there again: the run takes it in.'
+    return [
+      *(Send(link, Unfit(reason)) for link in links),
+      Exit(1, Problem(f'{_capital(str(self.me))} leaves the run: {reason}.', fix)),
+    ]
 
   def processes_ended(self, report: HostReport, now: float) -> list[Action]:
     """All processes of this host have ended."""
@@ -575,6 +606,10 @@ class Member:
         del self._followers[follower.host.index]
         return [Send(link, Finish(stop_code(message.signal)))]
       return []
+    if isinstance(message, Unfit):
+      self._unfit.add(follower.host.incarnation)
+      text = f'{follower.host} leaves the run: {message.reason}.'
+      return [Log(text), Drop(link), *self._lose(follower, now)]
     return []
 
   # A follower.
@@ -672,6 +707,8 @@ class Member:
       case End(number, seconds):
         if self._is_running and self.started.number == number:
           return [EndProcesses(seconds)]
+      case Unfit(reason):
+        return [Log(f'host {self._leader_index}, which leads, leaves the run: {reason}.')]
       case Finish(code, reason, fix):
         self._is_over = True
         return [Exit(code, Problem(reason, fix) if reason else None)]
@@ -864,7 +901,7 @@ class Member:
     reported = next((r.host_counts for r in reports.values() if r.host_counts), ())
     counts = sorted({*last.host_counts, *reported})
     here = {host.index for host in present}
-    missing = [host for host in last.hosts if host.index not in here]
+    missing = [h for h in last.hosts if h.index not in here and h.incarnation not in self._unfit]
     may_have_started = [
       generation
       for hello in hellos

@@ -47,6 +47,7 @@ class Network:
     self.log: list[str] = []
     self._events: list = []
     self._failed: list[tuple[g.Member, int]] = []
+    self.unfit: set[int] = set()
     self._next_link = 0
     self._incarnations = 0
     for index in range(num_hosts):
@@ -109,7 +110,10 @@ class Network:
         case g.Drop(link):
           self.close(link, index)
         case g.Offer(number):
-          self._later(index, lambda agent, n=number: agent.offered(n, 'a:1', self.time(agent)))
+          if index in self.unfit:
+            self._later(index, lambda agent: agent.unfit('it had 8 GPUs', self.time(agent)))
+          else:
+            self._later(index, lambda agent, n=number: agent.offered(n, 'a:1', self.time(agent)))
         case g.StartProcesses(generation, _):
           assert index not in self.running
           self.running[index] = generation
@@ -288,6 +292,34 @@ def test_a_failed_process_starts_the_same_hosts_again_and_is_named():
   assert made.hosts() == [0, 1, 2]
   assert made.whole().cause == 'process 2 on host 1 (gpu-1) failed (SIGKILL) after step 120'
   assert made.whole().restarts.done == 1
+
+
+@pytest.mark.parametrize('unfit', [0, 1, 2])
+def test_a_host_that_is_unfit_leaves_and_all_agents_name_it(unfit):
+  made = network(host_counts=ANY)
+  made.step = 7
+  made.unfit = {unfit}
+  made.end(1, 1)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == sorted({0, 1, 2} - {unfit})
+  (left,) = made.exits.values()
+  assert left.code == 1 and left.problem.what == (
+    f'Host {unfit} (gpu-{unfit}) leaves the run: it had 8 GPUs.'
+  )
+  named = [line for line in made.log if 'leaves the run: it had 8 GPUs.' in line]
+  assert len(named) == (1 if unfit else 2), made.log
+  made.unfit = set()
+  made.boot(unfit)  # repaired
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 1, 2]
+
+
+def test_an_unfit_follower_costs_no_wait():
+  made = network(host_counts=ANY)
+  made.unfit = {2}
+  made.end(1, KILLED)
+  made.settle()
+  assert made.hosts() == [0, 1]
 
 
 def test_a_generation_knows_all_interruptions_before_it():

@@ -1,0 +1,93 @@
+"""Unfit GPUs, read by a child process through the real pynvml from a fake driver."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from t5x_gpu.runtime.health import fitness
+
+# GPUS is the number of GPUs. Damaged rows on GPU 1 and a recovery action of GPU 0 are optional.
+DRIVER = r"""
+#include <stdlib.h>
+#include <string.h>
+static int number(const char *name) { const char *v = getenv(name); return v ? atoi(v) : 0; }
+int nvmlInitWithFlags(unsigned flags) {
+  if (number("HANGS")) for (;;) {}
+  return number("BROKEN") ? 9 : 0;
+}
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = number("GPUS"); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+  if ((int)index == number("LOST") - 1) return 15;
+  *handle = (void *)(size_t)(index + 1);
+  return 0;
+}
+int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned length) {
+  strcpy(uuid, "GPU-x");
+  uuid[4] = '0' + (size_t)handle - 1;
+  return 0;
+}
+int nvmlDeviceGetRemappedRows(void *handle, unsigned *cor, unsigned *unc, unsigned *pending,
+                              unsigned *failure) {
+  *cor = *unc = *pending = 0;
+  *failure = (size_t)handle == 2 && number("DAMAGED");
+  return 0;
+}
+struct value { unsigned field, scope; long long time, latency; int type, result;
+               union { unsigned ui; double d; } value; };
+int nvmlDeviceGetFieldValues(void *handle, int count, struct value *values) {
+  values[0].result = number("OLD") ? 3 : 0;
+  values[0].value.ui = (size_t)handle == 1 ? number("ACTION") : 0;
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+  if not shutil.which('cc'):
+    pytest.skip('no C compiler')
+  library = tmp_path / 'libnvidia-ml.so.1'
+  subprocess.run(
+    ['cc', '-shared', '-fPIC', '-o', library, '-xc', '-'], input=DRIVER, text=True, check=True
+  )
+  monkeypatch.setenv('LD_LIBRARY_PATH', f'{tmp_path}:{os.environ.get("LD_LIBRARY_PATH", "")}')
+  return monkeypatch
+
+
+@pytest.mark.parametrize(
+  'variables, problem',
+  [
+    ({}, ''),
+    ({'GPUS': '7'}, 'it had 8 GPUs at its first start and has 7 now'),
+    ({'LOST': '3'}, 'it had 8 GPUs at its first start and has 7 now'),
+    ({'DAMAGED': '1'}, 'GPU 1 (GPU-1) has damaged memory that it cannot replace'),
+    ({'ACTION': '1'}, 'GPU 0 (GPU-0) needs a reset of the GPU'),
+    ({'ACTION': '2'}, 'GPU 0 (GPU-0) needs a reboot of the host'),
+    ({'ACTION': '4'}, ''),  # after its work
+    ({'ACTION': '1', 'OLD': '1'}, ''),  # an older driver does not know
+  ],
+)
+def test_gpus_that_cannot_serve_another_start(driver, variables, problem):
+  for name, value in {'GPUS': '8', **variables}.items():
+    driver.setenv(name, value)
+  assert fitness.gpu_problem(8) == problem
+
+
+def test_a_driver_that_fails_or_hangs_is_a_problem(driver):
+  driver.setattr(fitness, '_SECONDS', 2)
+  driver.setenv('GPUS', '8')
+  driver.setenv('HANGS', '1')
+  assert fitness.gpu_problem(8) == 'its GPUs do not answer: no answer within 2 s'
+  driver.delenv('HANGS')
+  driver.setenv('BROKEN', '1')
+  driver.setattr(fitness, '_SECONDS', 60)
+  assert fitness.gpu_problem(8).startswith('its GPUs cannot be read: ')
+  assert fitness.gpu_problem(8).endswith('NVMLError_DriverNotLoaded: Driver Not Loaded')
+
+
+def test_a_host_without_gpus_is_not_asked(driver):
+  driver.setenv('BROKEN', '1')
+  assert fitness.gpu_problem(0) == ''
