@@ -1045,7 +1045,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
   if flags.restarts and is_supported():
     fork_server = ForkServer(
-      flags.module, argv[split + 1 :], imports=LATER_IMPORTS, env=first[0].env
+      flags.module, argv[split + 1 :], imports=LATER_IMPORTS, env=first[0].env, asks=True
     )
     fork_server.wait_until_ready(START_SECONDS)
   runner: Union[Group, Agent, HostAgent]

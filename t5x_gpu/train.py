@@ -18,7 +18,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.config.gin_loader import LoadedConfig
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.run import profiler as profiler_lib
-from t5x_gpu.run.check import check, plan_run
+from t5x_gpu.run.check import check, modules_to_share, plan_run
 from t5x_gpu.run.config import Run, introduce, write_config
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.early_stopping import EarlyStop
@@ -26,7 +26,7 @@ from t5x_gpu.run.finish import export_line, finish
 from t5x_gpu.run.live import LiveRun, check_cache, open_recorder, open_run, precompile, start_facts
 from t5x_gpu.runtime import distributed, machine, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
-from t5x_gpu.runtime.cluster import interruptions
+from t5x_gpu.runtime.cluster import fork_server, interruptions
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.main_log import log
@@ -225,6 +225,8 @@ def main(argv: Optional[list[str]] = None) -> int:
   logging_setup.quiet_environment()
   loaded = args.load_with_classes()
   run = gin_loader.configured(loaded, Run)
+  if fork_server.answers(lambda: modules_to_share(run)):
+    return 0
   xla = distributed.start(cluster, run.distributed_cfg, xla_preset=run.xla_preset)
   # From here on this process uses devices, which may hang forever.
   with Watchdog(

@@ -528,10 +528,27 @@ def import_modules(
     ConfigError: a module cannot be imported, or lacks a function.
     DataError: prepared rows cannot be read.
   """
-  for config in filter(None, configs):
+  for config in _used(configs, texts):
     _module(config)
-  for config in filter(None, texts):
-    _module(_text_of(config, 'source_config'))
+
+
+def quiet_imports(
+  *configs: Optional[DatasetConfig], texts: Iterable[Optional[DatasetConfig]] = ()
+) -> list[str]:
+  """Returns what `import_modules` imports that starts no threads and touches no GPU.
+
+  Raises:
+    DataError: prepared rows cannot be read.
+  """
+  names = [module_of(config) for config in _used(configs, texts)]
+  return ['t5x_gpu.data.tf_import'] if _TEXT_MODULE in names else []
+
+
+def _used(
+  configs: Iterable[Optional[DatasetConfig]], texts: Iterable[Optional[DatasetConfig]]
+) -> list[DatasetConfig]:
+  sources = [_text_of(config, 'source_config') for config in filter(None, texts)]
+  return [*filter(None, configs), *sources]
 
 
 def open_batches(

@@ -1,58 +1,16 @@
-"""Imports TensorFlow and SeqIO quietly, with all GPUs hidden from them.
+"""TensorFlow and SeqIO, with all GPUs hidden from them.
 
 Everything in data/ imports them from here:
 
     from t5x_gpu.data.tf_runtime import seqio, tf
 """
 
-import contextlib
 import logging
 import os
-import sys
-import tempfile
-from collections.abc import Iterator
 
+from t5x_gpu.data.tf_import import seqio, tf
 from t5x_gpu.errors import DataError
 from t5x_gpu.terminal.logging_setup import is_verbose
-
-_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
-
-
-@contextlib.contextmanager
-def _without_chatter() -> Iterator[None]:
-  """Hides TF's startup messages ("failed call to cuInit" and the like) from the terminal.
-
-  jaxlib reads the same log level, so the level is set only during the import. TF 2.21 also logs
-  through absl before absl is initialized, regardless of the level: stderr is captured during the
-  import, then passed on without its informational lines.
-  """
-  if is_verbose():
-    yield
-    return
-  level = os.environ.get(_LEVEL)
-  os.environ[_LEVEL] = '3'
-  with tempfile.TemporaryFile() as held:
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    os.dup2(held.fileno(), 2)
-    try:
-      yield
-    finally:
-      os.dup2(stderr, 2)
-      os.close(stderr)
-      if level is None:
-        del os.environ[_LEVEL]
-      else:
-        os.environ[_LEVEL] = level
-      held.seek(0)
-      for line in held.read().decode(errors='replace').splitlines():
-        if not line.startswith(('I0000 ', 'WARNING: All log messages before absl')):
-          print(line, file=sys.stderr)
-
-
-with _without_chatter():
-  import seqio
-  import tensorflow as tf
 
 
 def _is_news(record: logging.LogRecord) -> bool:

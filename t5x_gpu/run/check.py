@@ -20,7 +20,8 @@ from t5x_gpu.checkpoint.model_dir import (
 )
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.conversion.to_ours import converted_once
-from t5x_gpu.data.data_module import import_modules
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import import_modules, quiet_imports
 from t5x_gpu.errors import CheckpointError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.array_layout import parameter_table, state_layouts
@@ -179,13 +180,21 @@ def plan_run(
   log(origin.text)
   plan = PlannedRun(**vars(checked), origin=origin, saved=start_from)
   if not plan.is_done:  # in the main thread, before `open_data` uses them in another
-    import_modules(
-      run.train_dataset_cfg,
-      run.train_eval_dataset_cfg,
-      run.infer_eval_dataset_cfg,
-      texts=(run.train_dataset_cfg if run.sample_cfg else None, run.infer_eval_dataset_cfg),
-    )
+    opened, texts = _datasets(run)
+    import_modules(*opened, texts=texts)
   return plan
+
+
+def modules_to_share(run: Run) -> list[str]:
+  """Returns the large modules of its data that the fork server can import for all processes."""
+  opened, texts = _datasets(run)
+  return quiet_imports(*opened, texts=texts)
+
+
+def _datasets(run: Run) -> tuple[tuple[Optional[DatasetConfig], ...], ...]:
+  """Returns the datasets whose batches the run opens, and the datasets whose text it uses."""
+  opened = (run.train_dataset_cfg, run.train_eval_dataset_cfg, run.infer_eval_dataset_cfg)
+  return opened, (run.train_dataset_cfg if run.sample_cfg else None, run.infer_eval_dataset_cfg)
 
 
 def _with_moments_of(

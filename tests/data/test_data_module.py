@@ -136,6 +136,16 @@ def test_our_modules_have_the_functions_of_the_protocol():
     data_module.import_modules(config)
 
 
+def test_tensorflow_is_shared_by_processes_whose_data_need_it():
+  ours, text = (
+    batches.DatasetConfig('x', {}, 'train', 1, module=f't5x_gpu.data.{module}')
+    for module in ('synthetic', 'seqio_batches')
+  )
+  assert data_module.quiet_imports(ours, None, texts=(None,)) == []
+  assert data_module.quiet_imports(ours, text) == ['t5x_gpu.data.tf_import']
+  assert data_module.quiet_imports(ours, texts=(text,)) == ['t5x_gpu.data.tf_import']
+
+
 SAMPLE = """
 train_script.train.sample_cfg = @decoding.SampleConfig()
 decoding.SampleConfig.prompt = 'a'

@@ -5,6 +5,9 @@
 host opens the files of Python's modules once, however many processes it has and however often they
 start again. The server itself never touches a device.
 
+What the data of a run need is known from its configuration, which must not be read in the server.
+So the server asks first: a process that runs as usual until it has read it (`answers`).
+
 A request is a message {'set', 'unset', 'cpus'} with the descriptor of a standard output. The server
 sends {'ready'}, then {'pid'} or {'error'} for each request, and {'pid', 'status'} for each end.
 """
@@ -25,12 +28,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
 from t5x_gpu.runtime.cluster import members
 
 _SOCKET = 'T5X_GPU_FORK_SERVER_SOCKET'
+_ASKED = 'T5X_GPU_FORK_SERVER_ASKS'  # descriptor of the answer
 _LARGEST = 2**20  # bytes of a message
 _UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -54,6 +58,17 @@ def is_supported() -> bool:
   except (AttributeError, OSError):  # another system, an older kernel, or a container forbids it
     return False
   return True
+
+
+def answers(modules: Callable[[], Iterable[str]]) -> bool:
+  """Returns whether the fork server runs this process to ask, and if so tells it these modules.
+
+  The modules must start no threads and touch no GPU. The process has to end then.
+  """
+  descriptor = os.environ.get(_ASKED)
+  if descriptor is not None:
+    os.write(int(descriptor), ','.join(modules()).encode())
+  return descriptor is not None
 
 
 class ForkedProcess:
@@ -100,10 +115,17 @@ class ForkServer:
     imports: further modules that the server imports.
     env: environment of the imports, which may read it. A process can have other values for
       variables that are read later.
+    asks: whether the module calls `answers`.
   """
 
   def __init__(
-    self, module: str, argv: Sequence[str], *, imports: Sequence[str], env: Mapping[str, str]
+    self,
+    module: str,
+    argv: Sequence[str],
+    *,
+    imports: Sequence[str],
+    env: Mapping[str, str],
+    asks: bool = False,
   ):
     self._env = dict(env)
     self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -113,7 +135,7 @@ class ForkServer:
       # Its arguments are the processes' own, so that tools find them by these.
       self._popen = subprocess.Popen(
         [sys.executable, '-m', __name__, ','.join(imports), module, *argv],
-        env={**env, _SOCKET: str(theirs.fileno())},
+        env={**env, _SOCKET: str(theirs.fileno()), **({_ASKED: ''} if asks else {})},
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -257,19 +279,58 @@ def _import_as(module: str) -> None:
   exec(compile(tree, path, 'exec'), {})
 
 
+def _run(module: str, argv: Sequence[str]) -> None:
+  sys.argv = [module, *argv]
+  runpy.run_module(module, run_name='__main__', alter_sys=True)
+
+
+def _answer_of(module: str, argv: Sequence[str]) -> str:
+  """Returns what a process of the module answers; '' if it fails, as the run then will, too."""
+  reading, writing = os.pipe()
+  with warnings.catch_warnings(action='ignore'):
+    pid = os.fork()
+  if pid == 0:
+    try:
+      end_with_parent()
+      os.environ[_ASKED] = str(writing)
+      silent = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(silent, 1)
+      os.dup2(silent, 2)
+      _run(module, argv)
+    finally:
+      os._exit(0)
+  os.close(writing)
+  with open(reading, encoding='utf-8') as answer:
+    text = answer.read()
+  os.waitpid(pid, 0)
+  return text
+
+
+def _unsafe_to_fork() -> tuple[int, bool]:
+  """Returns the number of threads, which a fork loses, and whether CUDA is loaded."""
+  with open('/proc/self/maps', encoding='utf-8', errors='replace') as maps:
+    return len(os.listdir('/proc/self/task')), 'libcuda.so' in maps.read()
+
+
 def main(imports: str, module: str, *argv: str) -> None:
   """Serves; in a forked process, runs `module`."""
   link = socket.socket(fileno=int(os.environ.pop(_SOCKET)))
+  asks = os.environ.pop(_ASKED, None) is not None
   for name in filter(None, imports.split(',')):
     importlib.import_module(name)
   _import_as(module)
-  members.package_facts()  # of the sources that these imports have read
+  if asks and (further := _answer_of(module, argv)):
+    before = _unsafe_to_fork()
+    for name in further.split(','):
+      importlib.import_module(name)
+    if _unsafe_to_fork() > before:
+      sys.exit(f'launch: {further} started threads or CUDA: each process imports by itself.')
+  members.code_facts()  # keeps what it reads about these modules
   gc.collect()
   gc.freeze()  # a collection in a process would copy the pages of all these modules
   _send(link, {'ready': True})
   _serve(link)
-  sys.argv = [module, *argv]
-  runpy.run_module(module, run_name='__main__', alter_sys=True)
+  _run(module, argv)
 
 
 if __name__ == '__main__':

@@ -72,6 +72,7 @@ _error = functools.partial(
   docs='slurm.md#hosts-that-disagree',
 )
 _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
+_LIBRARY = {pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')}
 # Modules of launchers, which differ on purpose, and modules that TensorFlow generates.
 _NOT_COMPARED = (
   '__main__',
@@ -108,17 +109,28 @@ def user_modules() -> Facts:
   These are the modules that gin files import from the working directory or PYTHONPATH, and the
   modules that they import in turn.
   """
-  library = {pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')}
   found = {}
   for name, module in sorted(sys.modules.items()):
     file = getattr(module, '__file__', None)
-    if name.startswith(_NOT_COMPARED) or not isinstance(file, str) or not os.path.isfile(file):
+    if name.startswith(_NOT_COMPARED) or not isinstance(file, str):
       continue
-    path = pathlib.Path(file).resolve()
-    installed = {'site-packages', 'dist-packages'} & set(path.parts)
-    if not (installed or library & set(path.parents) or path.is_relative_to(_PACKAGE)):
-      found[f'module {name}'] = _file_fact(path)
+    if not _is_compared_elsewhere(os.path.dirname(file)) and os.path.isfile(file):
+      found[f'module {name}'] = _file_fact(pathlib.Path(file).resolve())
   return found
+
+
+@functools.cache
+def _is_compared_elsewhere(folder: str) -> bool:
+  """Returns whether the modules of a folder are Python's, installed, or this package's.
+
+  By folder, because thousands of modules are imported, and links are looked up on a file server.
+  """
+  path = pathlib.Path(folder).resolve()
+  return bool(
+    {'site-packages', 'dist-packages'} & set(path.parts)
+    or _LIBRARY & {path, *path.parents}
+    or path.is_relative_to(_PACKAGE)
+  )
 
 
 def _version_facts() -> Facts:

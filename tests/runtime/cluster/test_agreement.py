@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -106,6 +107,20 @@ def test_facts_of_code_are_sources_modules_and_versions_without_installed_packag
   assert facts['version of jax'][0] == importlib.metadata.version('jax')
   has_tokamax = importlib.util.find_spec('tokamax') is not None
   assert (facts['version of tokamax'][0] != 'not installed') == has_tokamax
+
+
+def test_modules_that_only_a_link_installs_are_compared(tmp_path, monkeypatch):
+  for folder in ('mine', 'site-packages/theirs'):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / 'layers.py').write_text('')
+  (tmp_path / 'site-packages' / 'linked').symlink_to(tmp_path / 'mine')
+  for name in ('theirs', 'linked'):
+    module = types.ModuleType(name)
+    module.__file__ = str(tmp_path / 'site-packages' / name / 'layers.py')
+    monkeypatch.setitem(sys.modules, name, module)
+  found = members.user_modules()
+  assert 'module theirs' not in found
+  assert str(tmp_path / 'mine' / 'layers.py') in found['module linked'][1]
 
 
 def test_a_changed_source_is_named_and_the_same_sources_elsewhere_are_not(tmp_path):

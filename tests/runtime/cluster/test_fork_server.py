@@ -108,6 +108,70 @@ def test_a_server_that_cannot_import_is_not_ready(tmp_path):
   missing.close()
 
 
+# Names what its `--data` imports, as training does once it has read its configuration.
+ASKED = """
+import os, sys
+from t5x_gpu.runtime.cluster import fork_server
+if fork_server.answers(lambda: [sys.argv[1]]):
+  raise SystemExit(1)
+data = sys.modules.get(sys.argv[1])
+print(data is not None and data.IMPORTED_BY == os.getppid(), fork_server._ASKED in os.environ)
+"""
+THREAD = (
+  'import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()'
+)
+
+
+@pytest.fixture
+def asking(tmp_path):
+  """Returns a server whose processes name a module."""
+  for name, text in {'asked': ASKED, 'data': MODULES['slow'], 'thread': THREAD}.items():
+    (tmp_path / f'{name}.py').write_text(text)
+  env = {**os.environ, 'PYTHONPATH': os.pathsep.join((str(tmp_path), str(REPOSITORY)))}
+  started = []
+
+  def start(name: str) -> ForkServer:
+    started.append(ForkServer('asked', [name], imports=(), env=env, asks=True))
+    started[-1].env = env
+    return started[-1]
+
+  yield start
+  for server in started:
+    server.close()
+
+
+def test_the_server_imports_what_a_process_names(asking):
+  server = asking('data')
+  assert server.wait_until_ready(DEADLINE_SECONDS)
+  process = server.start(server.env)
+  assert lines(process) == ['True False'] and process.wait() == 0
+
+
+def test_a_server_that_an_import_makes_unsafe_ends_and_says_so(asking, capfd):
+  assert not asking('thread').wait_until_ready(DEADLINE_SECONDS)
+  assert 'launch: thread started threads or CUDA' in capfd.readouterr().err
+
+
+@pytest.mark.tf
+def test_tensorflow_can_be_imported_before_a_fork():
+  program = (
+    'import os\nfrom t5x_gpu.runtime.cluster import fork_server\n'
+    'import jax\nbefore = fork_server._unsafe_to_fork()\n'
+    'from t5x_gpu.data import tf_import\nprint(fork_server._unsafe_to_fork() <= before)\n'
+    'if (pid := os.fork()) == 0:\n'
+    '  from t5x_gpu.data.tf_runtime import tf\n'
+    '  rows = tf.data.Dataset.range(9).map(lambda x: x + 1, num_parallel_calls=4).prefetch(2)\n'
+    '  print(int(sum(row.numpy() for row in rows)), jax.numpy.ones(3).sum(), flush=True)\n'
+    '  os._exit(0)\n'
+    'os.waitpid(pid, 0)\n'
+  )
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONWARNINGS': 'ignore', 'PYTHONUNBUFFERED': '1'}
+  done = subprocess.check_output(
+    [sys.executable, '-c', program], cwd=REPOSITORY, env=env, text=True, timeout=DEADLINE_SECONDS
+  )
+  assert done.split() == ['True', '45', '3.0']
+
+
 def test_an_older_kernel_and_another_system_start_processes_without_a_server(monkeypatch):
   assert is_supported()
 
