@@ -220,13 +220,13 @@ def main(argv: Optional[list[str]] = None) -> int:
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=_add_flags)
   if not args.dry_run:  # a dry run exists for its output
     streams.outlive()
-  cluster = cluster_lib.detect_here(args.extra)
-  preemption.expect_end(cluster.end_time)
   logging_setup.quiet_environment()
   loaded = args.load_with_classes()
   run = gin_loader.configured(loaded, Run)
   if fork_server.answers(lambda: modules_to_share(run)):
     return 0
+  cluster = cluster_lib.detect_here(args.extra)
+  preemption.expect_end(cluster.end_time)
   xla = distributed.start(cluster, run.distributed_cfg, xla_preset=run.xla_preset)
   # From here on this process uses devices, which may hang forever.
   with Watchdog(
