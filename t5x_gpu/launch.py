@@ -62,6 +62,7 @@ from t5x_gpu.runtime.cluster.restarts import (
   Stop,
 )
 from t5x_gpu.runtime.health import fitness
+from t5x_gpu.storage.files import reason_of
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -482,6 +483,7 @@ class HostAgent:
     env: environment variables.
     find_problem: returns why this host cannot take part in another start, '' if it can. It may take
       seconds.
+    listed: 'host:port' of hosts 0, 1, ..., as all agents know them; () for host 0 alone.
   """
 
   def __init__(
@@ -495,8 +497,9 @@ class HostAgent:
     facts: Mapping[str, str],
     env: Mapping[str, str],
     find_problem: Callable[[], str] = lambda: '',
+    listed: Sequence[str] = (),
   ):
-    self._find_problem = find_problem
+    self._find_problem, self._listed = find_problem, listed
     self._problem: Optional[concurrent.futures.Future[str]] = None
     self._offering: Optional[int] = None  # generation for which the agent looks for a problem
     self._start, self._info, self._num_processes = start, cluster_info, num_processes
@@ -521,6 +524,7 @@ class HostAgent:
         )
       ),
       start_seconds=START_SECONDS,
+      num_listed=max(1, len(listed)),
     )
     self._group: Optional[Group] = None
     self._last: Optional[Group] = None
@@ -600,9 +604,7 @@ class HostAgent:
       case links.Opened(index, link):
         if not self._own_host:
           self._own_host = self._links.own_host(link)
-          server = socket.create_server(
-            (self._own_host, 0), family=socket.AF_INET6 if ':' in self._own_host else socket.AF_INET
-          )
+          server = self._listen()
           self._links.listen([server])
           self._know_address(self._own_host, server.getsockname()[1])
         return self._member.linked(index, link, now)
@@ -645,7 +647,8 @@ class HostAgent:
         case generations.Send(link, message):
           self._links.send(link, generations.message_to_json(message))
         case generations.Connect(index, address):
-          self._links.connect(index, [address] if address else self._addresses)
+          to = self._addresses if index == 0 else self._listed[index : index + 1]
+          self._links.connect(index, [address] if address else to)
         case generations.Drop(link):
           self._links.close(link)
         case generations.Offer(number):
@@ -666,6 +669,17 @@ class HostAgent:
           _log(text)
         case generations.Exit():
           self._exit = action
+
+  def _listen(self) -> socket.socket:
+    """Returns a socket on this host's listed port; on any port if it is not listed."""
+    family = socket.AF_INET6 if ':' in self._own_host else socket.AF_INET
+    if self._info.process_index < len(self._listed):
+      address = self._listed[self._info.process_index]
+      try:
+        return socket.create_server((self._own_host, addresses.split(address)[1]), family=family)
+      except OSError as error:
+        _log(f'new hosts cannot find the run at {address}: {reason_of(error)}.')
+    return socket.create_server((self._own_host, 0), family=family)
 
   def _look_for_problem(self) -> None:
     """Asks in a thread: while the agent waits for an answer, it still has to beat."""
@@ -865,7 +879,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help='of these hosts, N wait until they take the place of a lost one (default: 0)',
   )
   hosts.add_argument(
-    '--coordinator_address', metavar='HOST:PORT', help='where the launch of host 0 listens'
+    '--coordinator_address',
+    metavar='HOST:PORT[,...]',
+    help='where the launch of host 0 listens; further addresses, of hosts 1, 2, ..., help a new '
+    'host to find the run while host 0 is away',
   )
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='module to start')
   parser.add_argument(
@@ -918,9 +935,18 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
       )
     if flags.host_count == 1:
       return None
+  first, *others = (flags.coordinator_address or '').split(',')
+  for address in others:
+    addresses.split(address, '--coordinator_address')
+  if flags.host_count is not None and len(others) >= flags.host_count:
+    raise ConfigError(
+      f'--coordinator_address names {len(others) + 1} hosts, but --host_count={flags.host_count}.',
+      fix='Name host 0, or hosts 0, 1, ... in this order.',
+      docs='never_down.md#several-hosts',
+    )
   info = cluster.detect(
     os.environ,
-    coordinator_address=flags.coordinator_address,
+    coordinator_address=first or None,
     process_count=flags.host_count,
     process_index=flags.host_index,
   )
@@ -1067,6 +1093,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       },
       env=os.environ,
       find_problem=find_problem,
+      listed=flags.coordinator_address.split(',') if flags.coordinator_address else (),
     )
   elif flags.restarts:
     runner = Agent(start, num_processes=nproc, restarts=flags.restarts, find_problem=find_problem)

@@ -1,5 +1,6 @@
 """python -m t5x_gpu.launch on several hosts: agents start, lose and end processes together."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -49,8 +50,10 @@ class Hosts:
 
   def __init__(self, folder: pathlib.Path, num_hosts: int):
     self.folder, self.num_hosts = folder, num_hosts
-    with socket.create_server(('127.0.0.1', 0)) as free:
-      self.address = f'127.0.0.1:{free.getsockname()[1]}'
+    with contextlib.ExitStack() as stack:
+      free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(num_hosts)]
+      self.addresses = [f'127.0.0.1:{each.getsockname()[1]}' for each in free]
+    self.address = self.addresses[0]
     self.pids: dict[int, int] = {}
 
   def start(self, index: int, *, secret: str = 'secret', **facts: str) -> None:
@@ -107,6 +110,7 @@ class Hosts:
       find_problem=lambda: (
         'it had 8 GPUs and has 7 now' if pathlib.Path(f'unfit_{index}').exists() else ''
       ),
+      listed=self.addresses,
     )
     signal.signal(signal.SIGTERM, agent.forward)
     try:
@@ -209,6 +213,19 @@ def test_a_host_that_comes_back_is_taken_in_without_a_failure(three, lost):
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
 
 
+def test_a_new_agent_finds_the_run_while_host_0_is_away(three):
+  for index in range(3):
+    three.start(index)
+  three.kill_agent(0, *three.workers(1, 6)[:2])
+  three.kill_agent(2, *three.workers(2, 4)[2:])
+  three.start(2)
+  both = [three.folder / f'{generation}_3_of_4' for generation in range(3, 9)]
+  three.wait_for(lambda: any(file.exists() for file in both))
+  assert 'on host 1 (' in three.output(2).rpartition('launch: ')[2]
+  (three.folder / 'done').touch()
+  assert [three.end(1), three.end(2)] == [0, 0], three.output(1)
+
+
 def test_a_host_that_has_lost_a_gpu_leaves_and_is_named_with_both_numbers(three):
   (three.folder / 'unfit_2').touch()
   for index in range(3):
@@ -248,6 +265,8 @@ def test_agents_with_another_secret_or_version_are_refused_by_name(three):
     '--restarts=3 --host_count=2 --host_index=0',
     '--restarts=3 --host_count=2 --host_index=2 --coordinator_address=node1:62000',
     '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=node1:62000 --spares=2',
+    '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=node1:62000,node2',
+    '--restarts=3 --host_count=2 --host_index=1 --coordinator_address=a:62000,b:62000,c:62000',
     '--restarts=3 --spares=1',
     '--spares=1',
   ],

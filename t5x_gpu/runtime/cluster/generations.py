@@ -319,7 +319,7 @@ class Connect:
   """Open a link to the agent of host `index`; then call `linked` or `unreachable`.
 
   Attributes:
-    address: where it listens; None for the address that is given to all agents (host 0).
+    address: where it listens; None for the address that is given to all agents (host 0, ...).
   """
 
   index: int
@@ -427,6 +427,7 @@ class Member:
     processes_per_host: the same on all hosts.
     facts, machine: see `Hello`.
     start_seconds: how long all hosts may take to come.
+    num_listed: all agents know where hosts 0 to `num_listed` - 1 listen; a new agent asks these.
   """
 
   def __init__(
@@ -440,8 +441,9 @@ class Member:
     facts: Mapping[str, str],
     machine: str,
     start_seconds: float,
+    num_listed: int = 1,
   ):
-    self.me = me
+    self.me, self._num_listed = me, num_listed
     self._host_count, self._allowed, self._per_host = host_count, restarts, processes_per_host
     self._most = host_count - spares
     self._facts, self._machine, self._start_seconds = facts, machine, start_seconds
@@ -633,19 +635,22 @@ class Member:
     """Looks for the lowest host that can be reached."""
     if self._asked:
       return [Exit(stop_code(self._asked))]
-    self._candidates = sorted({0, *self._known()})
+    self._candidates = self._to_ask()
     return self._try_next(now)
 
+  def _to_ask(self) -> list[int]:
+    """Returns the hosts that may lead, or know who does."""
+    if self.started is None and not self._accepted:
+      return [index for index in range(self._num_listed) if index != self.me.index]
+    return [index for index in sorted({0, *self._known()}) if index < self.me.index]
+
   def _try_next(self, now: float) -> list[Action]:
-    while self._candidates:
-      index = self._candidates.pop(0)
-      if index >= self.me.index:
-        break
-      return self._connect(index)
+    if self._candidates:
+      return self._connect(self._candidates.pop(0))
     if self.started is not None or self.me.index == 0:
       return self._lead(now)
     if now - self._since < self._start_seconds:
-      self._candidates = [0]
+      self._candidates = self._to_ask()
       return self._try_next(now)
     return [
       Exit(

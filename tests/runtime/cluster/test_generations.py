@@ -28,9 +28,10 @@ class Network:
     host_counts: tuple[int, ...] = (),
     spares: int = 0,
     seed: int = 0,
+    num_listed: int = 1,
     ahead: Sequence[float] = (0.0,) * 9,
   ):
-    self.spares = spares
+    self.spares, self.num_listed = spares, num_listed
     self.num_hosts, self.restarts, self.host_counts = num_hosts, restarts, host_counts
     self.random = random.Random(seed)
     self.now = 0.0
@@ -73,6 +74,7 @@ class Network:
       facts=FACTS,
       machine=f'machine {index}',
       start_seconds=100,
+      num_listed=self.num_listed,
     )
     self.do(index, self.agents[index].start(self.time(self.agents[index])))
 
@@ -445,9 +447,9 @@ def test_a_short_cut_costs_a_restart_and_no_host():
   assert made.hosts() == [0, 1, 2] and made.whole().number == 2
 
 
-def shrunken(lost: int, num_hosts: int = 3) -> Network:
+def shrunken(lost: int, num_hosts: int = 3, **options) -> Network:
   """Returns a run that continues without host `lost`."""
-  made = network(num_hosts, host_counts=tuple(range(1, num_hosts + 1)))
+  made = network(num_hosts, host_counts=tuple(range(1, num_hosts + 1)), **options)
   made.step = 7
   made.kill(lost)
   made.settle(g.GRACE_SECONDS + 2)
@@ -466,6 +468,20 @@ def test_a_host_that_comes_back_later_is_taken_in_after_a_save_that_costs_no_res
   assert made.whole().cause == f'host {lost} (gpu-{lost}) joins' and not made.whole().is_restart
   made.settle(10 * g.GROW_SECONDS)
   assert made.whole().number == 3  # it starts no further one
+
+
+@pytest.mark.parametrize('num_listed, finds', [(1, False), (2, True), (4, True)])
+def test_a_new_agent_finds_the_run_while_host_0_is_away(num_listed, finds):
+  made = shrunken(0, 4, num_listed=num_listed)
+  made.kill(3)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [1, 2]
+  made.boot(3)
+  made.settle(g.GROW_SECONDS + 2)
+  assert made.hosts() == ([1, 2, 3] if finds else [1, 2])
+  made.boot(0)
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [0, 1, 2, 3]
 
 
 def test_all_hosts_that_come_back_find_a_run_whose_leader_is_another_one():
@@ -612,15 +628,23 @@ FAULTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(1, 5), st.integers(0, 4), FAULTS, st.integers(0, 2**16), st.booleans())
+@given(
+  st.integers(1, 5),
+  st.integers(0, 4),
+  FAULTS,
+  st.integers(0, 2**16),
+  st.booleans(),
+  st.integers(1, 5),
+)
 def test_whatever_happens_no_two_generations_train_and_the_run_ends(
-  num_hosts, restarts, faults, seed, is_elastic
+  num_hosts, restarts, faults, seed, is_elastic, num_listed
 ):
   made = Network(
     num_hosts,
     restarts=restarts,
     host_counts=tuple(range(1, num_hosts + 1)) if is_elastic else (),
     seed=seed,
+    num_listed=min(num_listed, num_hosts),
   )
   for kind, index, amount in faults:
     index %= num_hosts
