@@ -140,6 +140,7 @@ class Group:
       they have nothing to add, and wait for it.
     first, count: number of the first process in the run, and processes of the run, for messages.
     fork_server: forks the processes, if it runs; it has the same command.
+    if_lost: signal that the processes get if this process is killed.
   Attributes:
     failed: the processes that had failed when the first failure was seen.
     failed_at: when that was, in seconds of the monotonic clock; None before.
@@ -158,6 +159,7 @@ class Group:
     first: int = 0,
     count: Optional[int] = None,
     fork_server: Optional[ForkServer] = None,
+    if_lost: int = signal.SIGTERM,
   ):
     self._end_together, self._at_once = end_together, at_once
     self._first_number, self._count = first, count or len(plans)
@@ -173,7 +175,7 @@ class Group:
     self._interrupts = 0
     try:
       for plan in plans:
-        self._processes.append(_start_process(command, plan, fork_server))
+        self._processes.append(_start_process(command, plan, fork_server, if_lost))
     except BaseException:  # Ctrl-C, or too many processes
       self._send(signal.SIGKILL)
       raise
@@ -302,13 +304,13 @@ class Group:
 
 
 def _start_process(
-  command: Sequence[str], plan: ProcessPlan, fork_server: Optional[ForkServer]
+  command: Sequence[str], plan: ProcessPlan, fork_server: Optional[ForkServer], if_lost: int
 ) -> Union[subprocess.Popen, ForkedProcess]:
   """Returns a process in a new session: the terminal's Ctrl-C reaches only this one."""
   with numa.running_on(plan.binding.cpus):
     if fork_server is not None:
       try:
-        return fork_server.start(plan.env, plan.binding.cpus)
+        return fork_server.start(plan.env, plan.binding.cpus, if_lost)
       except OSError as error:
         _log(f'{error}; this process starts with its own imports.')
     return subprocess.Popen(
@@ -318,7 +320,7 @@ def _start_process(
       stderr=subprocess.STDOUT,
       stdin=subprocess.DEVNULL,
       start_new_session=True,
-      preexec_fn=end_with_parent,
+      preexec_fn=lambda: end_with_parent(if_lost),
     )
 
 
@@ -1064,6 +1066,9 @@ def main(argv: Optional[list[str]] = None) -> int:
       first=first_number,
       count=count,
       fork_server=fork_server,
+      # The other hosts end their processes too, so these could not save, and would keep the GPUs
+      # of the next start waiting.
+      if_lost=signal.SIGKILL,
     )
 
   fork_server = None

@@ -40,9 +40,19 @@ progress.ProgressFile(os.environ, first_step=0).step_done(7)
 me = pathlib.Path(f'{os.environ["GENERATION"]}_{rank}_of_{count}')
 me.with_suffix('.new').write_text(f'{os.getpid()} {os.environ["JAX_COORDINATOR_ADDRESS"]}')
 me.with_suffix('.new').rename(me)
+if pathlib.Path('stuck').exists():
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while not pathlib.Path('done').exists():
   time.sleep(0.02)
 """
+
+
+def runs(pid: int) -> bool:
+  """Returns whether a process runs; a dead one may wait for its new parent."""
+  try:
+    return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+  except OSError:
+    return False
 
 
 class Hosts:
@@ -96,7 +106,7 @@ class Hosts:
         dataclasses.replace(p, env={**p.env, **v}) for p, v in zip(plans, variables, strict=True)
       ]
       command = [sys.executable, '-c', WORKER]
-      return launch.Group(command, plans, at_once=True, first=2 * position)
+      return launch.Group(command, plans, at_once=True, first=2 * position, if_lost=signal.SIGKILL)
 
     agent = launch.HostAgent(
       start,
@@ -195,9 +205,22 @@ def test_a_stopped_host_is_left_out_and_ends_its_workers_once_it_continues(three
   for pid in (*old, three.pids[2]):
     os.kill(pid, signal.SIGCONT)
   three.wait_for(lambda: 'host 0, which leads, is lost' in three.output(2))
-  three.wait_for(lambda: not any(pathlib.Path(f'/proc/{pid}').exists() for pid in old))
+  three.wait_for(lambda: not any(map(runs, old)))
   (three.folder / 'done').touch()
   assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(2)
+
+
+def test_processes_of_a_killed_agent_are_killed_even_if_they_are_stuck(three):
+  (three.folder / 'stuck').touch()
+  for index in range(3):
+    three.start(index)
+  old = three.workers(1, 6)[2:4]
+  three.kill_agent(1)
+  three.start(1)  # before the others continue without it: the same GPUs are used again
+  three.workers(2, 6)
+  assert not any(map(runs, old))
+  (three.folder / 'done').touch()
+  assert [three.end(index) for index in range(3)] == [0, 0, 0], three.output(0)
 
 
 @pytest.mark.parametrize('lost', [0, 2])

@@ -8,8 +8,9 @@ start again. The server itself never touches a device.
 What the data of a run need is known from its configuration, which must not be read in the server.
 So the server asks first: a process that runs as usual until it has read it (`answers`).
 
-A request is a message {'set', 'unset', 'cpus'} with the descriptor of a standard output. The server
-sends {'ready'}, then {'pid'} or {'error'} for each request, and {'pid', 'status'} for each end.
+A request is a message {'set', 'unset', 'cpus', 'if_lost'} with the descriptor of a standard output.
+The server sends {'ready'}, then {'pid'} or {'error'} for each request, and {'pid', 'status'} for
+each end.
 """
 
 import ast
@@ -41,14 +42,14 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
 
-def end_with_parent() -> None:
-  """Makes this new process stop as on SIGTERM if its parent is killed; Linux only.
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+  """Sends this new process a signal if its parent is killed; Linux only.
 
   Otherwise it would continue to train without a terminal, unnoticed. This may run between fork and
   exec, where a lock that another thread held at the fork stays locked: no import, no print.
   """
   if _prctl is not None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_supported() -> bool:
@@ -152,9 +153,18 @@ class ForkServer:
       self._take(self._receive(timeout=0.1))
     return self._is_ready
 
-  def start(self, env: Mapping[str, str], cpus: Optional[Iterable[int]] = None) -> ForkedProcess:
-    """Returns a new process, bound to `cpus` if given.
+  def start(
+    self,
+    env: Mapping[str, str],
+    cpus: Optional[Iterable[int]] = None,
+    if_lost: int = signal.SIGTERM,
+  ) -> ForkedProcess:
+    """Returns a new process.
 
+    Args:
+      env: its environment.
+      cpus: the cores that it is bound to; None for all.
+      if_lost: signal that it gets if the server or the server's parent is killed.
     Raises:
       OSError: the server is gone or not ready, or the system allows no further process.
     """
@@ -164,6 +174,7 @@ class ForkServer:
       'set': {name: value for name, value in env.items() if self._env.get(name) != value},
       'unset': [name for name in self._env if name not in env],
       'cpus': None if cpus is None else sorted(cpus),
+      'if_lost': if_lost,
     }
     reading, writing = os.pipe()
     stdout = os.fdopen(reading, 'rb')
@@ -258,7 +269,7 @@ def _send(link: socket.socket, message: Mapping[str, Any]) -> None:
 
 def _become(request: Mapping[str, Any], output: int) -> None:
   """Gives a forked process its own session, cores, output and environment."""
-  end_with_parent()
+  end_with_parent(request['if_lost'])
   os.setsid()
   if request['cpus'] is not None:
     os.sched_setaffinity(0, request['cpus'])

@@ -13,9 +13,12 @@ No two generations train at the same time, in a network that is cut as well:
   first before it accepts the second.
 - An agent follows one leader at a time and reports only after its processes have ended. Processes
   of a generation cannot finish a step without each other, so one host that has left ends it.
-- An agent that was started again knows nothing and does not count (`incarnation`).
+- An agent that was started again knows nothing and does not count (`incarnation`). But the
+  processes of its predecessor have ended, and agents report only after their processes have. So
+  nothing runs any more once all hosts of the run are there, on their machines.
 
-The agents without that share end their processes and the run on their hosts.
+The agents without that share end their processes and wait for the others; after `HOLD_SECONDS` the
+run ends on their hosts.
 
 A host that comes back waits as a spare. If the mesh fits it, the leader pauses the generation: its
 processes save and end, and the next generation starts on more hosts.
@@ -54,6 +57,8 @@ STOPPED_SECONDS = 120
 GRACE_SECONDS = 10
 # ... and this long if the run cannot continue without it.
 HOLD_SECONDS = 300
+# An agent whose predecessor is still connected waits this long, until that one is silent.
+PREDECESSOR_SECONDS = 10
 # A leader without all hosts looks this often for a lower host, which then leads.
 PROBE_SECONDS = 2
 # A leader that waits for hosts says so this often.
@@ -461,7 +466,9 @@ class Member:
     self._redirect: Optional[Redirect] = None  # the last one that this agent followed
     self._trying: Optional[int] = None  # host that it tries to reach
     self._candidates: list[int] = []
-    # Agents that take this one for their leader, by link, and until when they may wait:
+    self._seen: dict[int, Host] = {}  # every host of a generation that this agent was in
+    # Agents that take this one for their leader, and those whose predecessor has not been missed
+    # yet, by link, and until when they may wait:
     self._waiting: dict[int, tuple[Hello, float]] = {}
     # As a leader:
     self._leads = False
@@ -477,6 +484,7 @@ class Member:
     self._probe_at = 0.0
     self._remind_at = 0.0
     self._unfit: set[str] = set()  # incarnations of hosts that have left for good
+    self._is_stranded = False  # without the share of the hosts that a leader needs
     self._is_over = False
 
   # Events.
@@ -569,9 +577,9 @@ class Member:
 
   def tick(self, now: float) -> list[Action]:
     """Time has passed."""
+    actions = self._refuse_waiting(now)
     if not self._leads:
-      return self._refuse_waiting(now)
-    actions: list[Action] = []
+      return actions
     if self._stopped_until is not None and now >= self._stopped_until and not self._is_ending:
       actions += self._end(0, now)
     if self._is_ending and now >= self._since + ENDING_SECONDS:
@@ -670,8 +678,11 @@ class Member:
 
   def _follow(self, link: int, message: Redirect) -> list[Action]:
     """Looks for the agent that leads, unless this agent takes part in a run already."""
-    is_new = self.started is None and not self._accepted and self._proposal is None
-    if not is_new or (self._is_welcome and self._leader is not None):
+    is_new = self.started is None and not self._accepted
+    is_alone = self._leads and self._is_stranded and self._is_idle()
+    if not (is_new or is_alone) or self._proposal is not None:
+      return []
+    if self._is_welcome and self._leader is not None:
       return []
     actions: list[Action] = [Drop(follower.link) for follower in self._followers.values()]
     if link == self._leader:
@@ -722,6 +733,7 @@ class Member:
   def _start(self, generation: Generation, service: str, now: float) -> list[Action]:
     self.started, self._accepted, self._report = generation, [], None
     self._started_at = now
+    self._seen.update((host.index, host) for host in generation.members)
     if self.me not in generation.hosts:
       if _is_bad(self.me, generation.blamed):
         reason = f'it caused {BAD_HOST_FAILURES} failures within a day'
@@ -734,11 +746,21 @@ class Member:
     return [StartProcesses(generation, service)]
 
   def _refuse_waiting(self, now: float) -> list[Action]:
-    """Turns away agents that waited for this one to lead: its leader is alive, but not for them."""
-    late = [link for link, (_, until) in self._waiting.items() if now >= until]
-    for link in late:
-      del self._waiting[link]
-    return [Send(link, Refusal('another host leads', is_final=False)) for link in late]
+    """Turns away agents that have waited for too long.
+
+    The leader of this agent is alive, but not for them; or their predecessor lives.
+    """
+    actions: list[Action] = []
+    for link, (hello, until) in list(self._waiting.items()):
+      if now >= until:
+        del self._waiting[link]
+        refused = self._refusal(hello) or Refusal('another host leads', is_final=False)
+        actions += self._refuse(link, hello, refused)
+    return actions
+
+  def _refuse(self, link: int, hello: Hello, refused: Refusal) -> list[Action]:
+    logs = [Log(f'refused {hello.host}: {refused.reason}')] if refused.is_final else []
+    return [*logs, Send(link, refused)]
 
   # A leader.
 
@@ -754,9 +776,13 @@ class Member:
     return actions + self._decide(now)
 
   def _greet(self, link: int, hello: Hello, now: float) -> list[Action]:
+    before = self._followers.get(hello.host.index)
+    if before is not None and _replaces(hello.host, before.host):
+      self._waiting[link] = (hello, now + PREDECESSOR_SECONDS)
+      return []
     refused = self._refusal(hello)
     if refused is not None:
-      return [Log(f'refused {hello.host}: {refused.reason}'), Send(link, refused)]
+      return self._refuse(link, hello, refused)
     if not self._leads:
       redirect = self._to_leader()
       if redirect is not None and hello.started is None:
@@ -764,7 +790,6 @@ class Member:
       self._waiting[link] = (hello, now + GRACE_SECONDS)
       return []
     actions: list[Action] = []
-    before = self._followers.get(hello.host.index)
     if before is not None:  # the same agent, over a new connection
       actions += [Drop(before.link), *self._lose(before, now)]
     self._followers[hello.host.index] = _Follower(link, hello)
@@ -809,12 +834,17 @@ class Member:
       del self._followers[index]
     if self._proposal is not None and follower.host in self._proposal.members:
       self._proposal, self._offers = None, {}
+    actions: list[Action] = []
     if follower.is_running:
-      actions: list[Action] = [Log(f'{follower.host} is lost.')]
+      actions.append(Log(f'{follower.host} is lost.'))
       if self._first is None or (self._first[1] and self._first[1].code in SHARED_CODES):
         self._first = (follower.host, None)
-      return actions + self._end(0, now)
-    return self._decide(now)
+      actions += self._end(0, now)
+    for link, (hello, _) in list(self._waiting.items()):
+      if hello.host.index == index:  # its successor
+        del self._waiting[link]
+        actions += self._greet(link, hello, now)
+    return actions + self._decide(now)
 
   def _reported(self, host: Host, report: HostReport, now: float) -> list[Action]:
     """The processes of `host` have ended."""
@@ -857,9 +887,9 @@ class Member:
       return []
     actions: list[Action] = []
     present = self._present()
-    if present[0].index != 0 and now >= self._find_at:
+    if now >= self._find_at:
       self._find_at = now + FIND_SECONDS
-      actions.append(Connect(0, None))
+      actions += self._find_lower()
     if now < self._grow_at or len(present) <= len(generation.hosts):
       return actions
     blamed = self._blamed(generation, now)
@@ -913,7 +943,9 @@ class Member:
       for generation in hello.accepted
       if generation.number > last.number
     ]
-    is_safe = all(has_share(present, each) for each in (last, *may_have_started))
+    before = (last, *may_have_started)
+    is_safe = all(has_share(present, each) for each in before) or self._all_are_there(before)
+    self._is_stranded = not is_safe
     blamed = self._blamed(last, now) + blamed
     hosts, spares = self._chosen(present, counts, blamed)
     waited = not missing or now >= self._since + GRACE_SECONDS
@@ -934,16 +966,24 @@ class Member:
         *self._propose(made),
       ]
     actions = self._remind(missing, now)
-    if now >= self._since + HOLD_SECONDS or (
-      not is_safe and now >= self._since + 3 * GRACE_SECONDS
-    ):
-      return self._finish(1, *_give_up(self.me, last, present, counts, is_safe, str(interruption)))
+    if now >= self._since + HOLD_SECONDS:
+      return self._finish(1, *_give_up(last, present, counts, is_safe, str(interruption)))
     if now >= self._probe_at:
       self._probe_at = now + PROBE_SECONDS
-      lower = sorted(i for i in {0, *self._known()} if i < self.me.index)
-      known = self._known()
-      actions += [Connect(i, known[i].address if i and i in known else None) for i in lower]
+      actions += self._find_lower()
     return actions
+
+  def _find_lower(self) -> list[Action]:
+    """Connects to lower hosts that are not here: they may be back."""
+    here = {host.index for host in self._present()}
+    lower = sorted(i for i in {0, *self._seen} - here if i < self.me.index)
+    return [Connect(i, self._seen[i].address if i else None) for i in lower]
+
+  def _all_are_there(self, generations: Iterable[Generation]) -> bool:
+    """Returns whether all hosts of the run are present, on the machines of these generations."""
+    names = {host.index: host.name for host in self._present()}
+    known = [host for each in generations for host in each.members]
+    return len(names) == self._host_count and all(names[h.index] == h.name for h in known)
 
   def _decide_first(self, now: float, asked: int) -> list[Action]:
     """Proposes the first generation once all hosts have come."""
@@ -985,7 +1025,7 @@ class Member:
     )
     lost = [host for host in last.hosts if host.index not in reports]
     failed = {h.index: r for h in last.hosts if (r := reports.get(h.index)) and r.is_failure}
-    first = self._first
+    first = self._first if self.started == last else None  # it may have missed the last one
     if first is not None and first[0] in lost:
       first = (first[0], None)
     if first is None or (first[1] is not None and first[1].code in SHARED_CODES):
@@ -1007,16 +1047,14 @@ class Member:
         return Ended(stopped, step=step, asked=is_asked, paused=paused), (), known
       text = 'the hosts lost contact with their leader'
       cut = dataclasses.replace(known, kind=interruptions.CUT_NETWORK, cause=text)
-      return Ended(LOST_CODE, step=step, asked=is_asked), (), cut
+      return Ended(LOST_CODE, step=step, asked=is_asked, is_lost=True), (), cut
     host, report = first
     if report is None:
       lost = lost or [host]
-      of_hosts = [self._stable(each, range(self._per_host)) for each in lost]
-      names = ', '.join(map(str, lost))
-      culprits = frozenset().union(*of_hosts)
       blamed = tuple(Blame(each.name, 0) for each in lost)
-      gone = dataclasses.replace(known, kind=interruptions.LOST_HOST, cause=f'{names} was lost')
-      return Ended(LOST_CODE, culprits, step, is_asked), blamed, gone
+      text = f'{_names(lost)} {"was" if len(lost) == 1 else "were"} lost'
+      gone = dataclasses.replace(known, kind=interruptions.LOST_HOST, cause=text)
+      return Ended(LOST_CODE, step=step, asked=is_asked, is_lost=True), blamed, gone
     position = last.position(host.index)
     local = min(report.failed, default=0)
     rank = position * self._per_host + local
@@ -1102,7 +1140,7 @@ class Member:
 
 def _new(hosts: Sequence[Host], last: Generation) -> str:
   """Returns the names of the hosts that had no processes in `last`."""
-  return ', '.join(listed([str(host) for host in hosts if host not in last.hosts], 8))
+  return _names([host for host in hosts if host not in last.hosts])
 
 
 def _is_bad(host: Host, blamed: Sequence[Blame]) -> bool:
@@ -1111,21 +1149,19 @@ def _is_bad(host: Host, blamed: Sequence[Blame]) -> bool:
 
 
 def _give_up(
-  me: Host,
-  last: Generation,
-  present: Sequence[Host],
-  counts: Collection[int],
-  is_safe: bool,
-  cause: str,
+  last: Generation, present: Sequence[Host], counts: Collection[int], is_safe: bool, cause: str
 ) -> tuple[str, str]:
   """Returns why the run ends on these hosts, and what to do."""
   here = {host.index for host in present}
-  lost = ', '.join(str(host) for host in last.hosts if host.index not in here)
+  lost = _names([host for host in last.hosts if host.index not in here])
   if not is_safe:
+    left = [host for host in last.hosts if host in present]
+    again = [h for h in present if h not in last.hosts and last.position(h.index) is not None]
     return (
-      f'{_capital(str(me))} and the hosts that it reaches are {len(present)} of {len(last.hosts)}: '
-      'the others may continue without them. Not reached: '
-      f'{lost or "agents before they started again"}.',
+      f'Of {len(last.hosts)} hosts, {_names(left) or "none"} can continue here: the others may '
+      f'continue without {"it" if len(left) == 1 else "them"}.'
+      + (f' Not reached: {lost}.' if lost else '')
+      + (f' Started again, so they do not count: {_names(again)}.' if again else ''),
       'Look at the network between the hosts, and at the log of the others. If nothing runs any '
       'more, start the same command again.',
     )
@@ -1134,6 +1170,15 @@ def _give_up(
     f'{number_ranges(sorted(counts), separator=", ")} hosts; waited {HOLD_SECONDS} s for {lost}.',
     'Start the same command on the missing hosts again, or on other hosts.',
   )
+
+
+def _replaces(new: Host, old: Host) -> bool:
+  """Returns whether an agent may have been started after another one on the same machine."""
+  return new.name == old.name and new.incarnation != old.incarnation
+
+
+def _names(hosts: Sequence[Host]) -> str:
+  return ', '.join(listed(list(map(str, hosts)), 8))
 
 
 def _capital(text: str) -> str:

@@ -29,7 +29,7 @@ from t5x_gpu.storage.json_schema import JsonValue
 _log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 5.0
+SILENT_SECONDS = 4.5  # a loss is noticed within five seconds
 CONNECT_SECONDS = 3.0
 RETRY_SECONDS = 0.2
 FULL_SECONDS = 1.0

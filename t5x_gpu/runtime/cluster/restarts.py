@@ -32,6 +32,7 @@ class Ended:
     step: the last step that a process had finished; None before the first one.
     asked: whether a signal asked the run to stop: Ctrl-C, SIGTERM, ...
     paused: whether the processes have saved and ended to continue on more hosts.
+    is_lost: whether no process failed, but a host or the network.
   """
 
   code: ReturnCode
@@ -39,6 +40,7 @@ class Ended:
   step: Optional[int] = None
   asked: bool = False
   paused: bool = False
+  is_lost: bool = False
 
   @property
   def culprits(self) -> frozenset[int]:
@@ -47,6 +49,8 @@ class Ended:
 
   def repeats(self, last: 'Ended') -> bool:
     """Returns whether this is the failure of `last` again: same step, maybe the same process."""
+    if self.is_lost or last.is_lost:
+      return False
     if self.step is None or last.step is None:
       is_same_step = self.step == last.step
     else:

@@ -57,13 +57,13 @@ class Network:
   def time(self, agent: g.Member) -> float:
     return self.now + self.ahead[agent.me.index]
 
-  def boot(self, index: int) -> None:
+  def boot(self, index: int, name: str = '') -> None:
     """Starts an agent; a former one of this host is gone."""
     self.kill(index)
     self.exits.pop(index, None)
     self._incarnations += 1
     me = g.Host(
-      index, f'gpu-{index}', f'#{self._incarnations}', f'gpu-{index}:{self._incarnations}'
+      index, name or f'gpu-{index}', f'#{self._incarnations}', f'gpu-{index}:{self._incarnations}'
     )
     self.agents[index] = g.Member(
       me,
@@ -85,6 +85,18 @@ class Network:
       for link, ends in list(self.links.items()):
         if index in ends:
           self.close(link, index)
+
+  def vanish(self, index: int) -> list[int]:
+    """A host loses power; returns its links, which the other ends still take for open."""
+    del self.agents[index], self.running[index]
+    return [link for link, ends in self.links.items() if index in ends]
+
+  def silence(self, links: Sequence[int]) -> None:
+    """Links have been silent for too long."""
+    for link in links:
+      for end in self.links.pop(link, ()):
+        if end in self.agents:
+          self._later(end, lambda agent, link=link: agent.link_closed(link, self.time(agent)))
 
   def close(self, link: int, by: int) -> None:
     """Closes one end. The other end still gets all messages, and then the news."""
@@ -183,13 +195,11 @@ class Network:
       for b in range(a):
         if (a in indices) != (b in indices):
           self.cut.add(frozenset({a, b}))
-    for link, ends in list(self.links.items()):
-      if frozenset(ends) in self.cut:  # each end finds it silent at its own time
-        del self.links[link]
-        for end in ends:
-          self.messages.pop((link, end), None)
-          if end in self.agents:
-            self._later(end, lambda agent, link=link: agent.link_closed(link, self.time(agent)))
+    links = [link for link, ends in self.links.items() if frozenset(ends) in self.cut]
+    for link in links:
+      for end in self.links[link]:
+        self.messages.pop((link, end), None)
+    self.silence(links)  # each end finds it silent at its own time
 
   def run_some(self, count: int) -> bool:
     """Delivers `count` messages or other events, in an order of chance; False if there is none."""
@@ -425,16 +435,81 @@ def test_of_a_cut_network_the_larger_part_continues():
   made.cut_off({0, 3})
   made.settle(g.GRACE_SECONDS + 2)
   assert made.hosts() == [1, 2, 4] and not {0, 3} & made.running.keys()
-  made.settle(3 * g.GRACE_SECONDS)
+  made.settle(g.HOLD_SECONDS)
   assert 'the others may continue' in made.exits[0].problem.what
   assert made.exits.keys() == {0, 3}
+
+
+@pytest.mark.parametrize('lost', [0, 1, 3])
+def test_a_host_that_was_cut_off_for_minutes_is_taken_in_again(lost):
+  made = network(4, host_counts=ANY)
+  made.cut_off({lost})
+  made.settle(g.HOLD_SECONDS / 2)
+  assert made.hosts() == sorted({0, 1, 2, 3} - {lost})
+  made.cut.clear()
+  made.settle(g.GRACE_SECONDS + g.FIND_SECONDS + 5)
+  assert made.hosts() == [0, 1, 2, 3] and made.whole().restarts.done == 1 and not made.exits
+
+
+def test_a_leader_finds_all_lower_hosts_that_were_cut_off():
+  made = network(5, host_counts=ANY)
+  made.kill(0)
+  made.settle(g.GRACE_SECONDS + 2)
+  made.cut_off({1})
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [2, 3, 4]
+  made.cut.clear()
+  made.settle(2 * g.GROW_SECONDS)
+  assert made.hosts() == [1, 2, 3, 4] and not made.exits
 
 
 def test_of_two_halves_the_one_with_the_first_host_continues():
   made = network(4, host_counts=ANY)
   made.cut_off({2, 3})
-  made.settle(4 * g.GRACE_SECONDS)
+  made.settle(g.HOLD_SECONDS + 2)
   assert made.hosts() == [0, 1] and made.exits.keys() == {2, 3}
+
+
+@pytest.mark.parametrize('lost', [{0}, {0, 3}, {1, 3}, {0, 1, 2}])
+def test_agents_that_start_again_continue_the_run_once_all_hosts_are_there(lost):
+  made = network(4, host_counts=ANY)
+  made.step = 7
+  for index in lost:
+    made.kill(index)
+  made.settle(5)
+  for index in lost:
+    made.boot(index)
+  made.settle(3)
+  assert made.hosts() == [0, 1, 2, 3] and made.whole().number == 2
+  assert made.whole().cause.endswith('lost after step 7')
+
+
+def test_a_machine_that_takes_the_place_of_a_lost_one_does_not_prove_that_it_has_ended():
+  made = network(4, host_counts=ANY)
+  for index in (0, 3):
+    made.kill(index)
+  made.boot(0, name='gpu-9')
+  made.boot(3)
+  made.settle(g.HOLD_SECONDS + 10)
+  assert (
+    made.effective == [1]
+    and 'do not count: host 0 (gpu-9), host 3 (gpu-3).' in made.exits[1].problem.what
+  )
+
+
+def test_an_agent_that_starts_again_does_not_count_while_another_host_is_not_reached():
+  made = network(4, host_counts=ANY)
+  made.cut_off({0, 3})
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 3]
+  made.kill(3)
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0]
+  made.cut.clear()
+  made.cut_off({0})
+  made.boot(3)
+  made.settle(2)
+  assert made.hosts() == [0] and made.running.keys() == {0}
 
 
 def test_a_short_cut_costs_a_restart_and_no_host():
@@ -556,6 +631,64 @@ def test_the_same_failure_twice_ends_the_run_on_all_hosts_with_its_code():
   assert made.exits[2].problem.what == 'it failed twice in a row after step 5'
 
 
+@pytest.mark.parametrize('lost', [0, 2])
+def test_a_host_that_is_lost_again_at_the_same_step_does_not_end_the_run(lost):
+  made = network(3, host_counts=ANY)
+  for number in (2, 3):
+    made.kill(lost)
+    made.settle(2)
+    made.boot(lost)
+    made.settle(3)
+    assert made.hosts() == [0, 1, 2] and made.whole().number == number
+
+
+def test_short_cuts_in_a_row_do_not_end_the_run():
+  made = network(3, host_counts=ANY)
+  for number in (2, 3):
+    made.cut_off({0})
+    made.settle(3)
+    made.cut.clear()
+    made.settle(4)
+    assert made.hosts() == [0, 1, 2] and made.whole().number == number
+
+
+def test_a_leader_that_has_missed_a_generation_does_not_explain_its_end():
+  made = network(3, host_counts=ANY)
+  made.end(0, KILLED)
+  made.run_some(1)  # the leader knows who failed
+  made.cut_off({0})
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [1, 2]
+  made.kill(2)
+  made.settle(1)
+  made.cut.clear()
+  made.settle(g.GRACE_SECONDS + 2)
+  assert made.hosts() == [0, 1]
+  assert made.whole().cause == 'host 2 (gpu-2) was lost before the first step'
+
+
+def test_an_agent_that_is_back_before_its_predecessor_is_missed_takes_part():
+  made = network(3, host_counts=ANY)
+  links = made.vanish(2)
+  made.boot(2)
+  made.settle(g.PREDECESSOR_SECONDS - 1)
+  assert not made.exits
+  made.silence(links)
+  made.settle(1)
+  assert made.hosts() == [0, 1, 2] and made.whole().number == 2
+  assert made.whole().cause == 'host 2 (gpu-2) was lost before the first step'
+
+
+def test_a_second_agent_of_a_host_is_refused_if_the_first_one_lives():
+  made = network(3, host_counts=ANY)
+  second = g.Hello(g.Host(2, 'gpu-2', 'new', 'gpu-2:2'), FACTS, 'machine 2')
+  made.do(0, made.agents[0].received(99, second, made.now))
+  made.now += g.PREDECESSOR_SECONDS
+  (sent,) = [a for a in made.agents[0].tick(made.now) if isinstance(a, g.Send)]
+  assert sent.link == 99 and sent.message.is_final and 'Two agents' in sent.message.reason
+  assert made.hosts() == [0, 1, 2]
+
+
 def test_codes_of_hosts_that_only_lost_another_do_not_hide_the_lost_host():
   made = network(3, host_counts=ANY)
   made.step = 5
@@ -627,6 +760,30 @@ FAULTS = st.lists(
 )
 
 
+def happen(made: Network, faults: Sequence[tuple[str, int, int]]) -> None:
+  for kind, index, amount in faults:
+    index %= made.num_hosts
+    match kind:
+      case 'kill':
+        made.kill(index)
+      case 'boot':
+        if index not in made.agents and index not in made.exits:
+          made.boot(index)
+      case 'cut':
+        made.cut_off({i for i in range(made.num_hosts) if amount >> i & 1})
+      case 'heal':
+        made.cut.clear()
+      case 'fail':
+        made.end(index, [KILLED, 1, 7, 87][amount % 4])
+      case 'end':
+        made.end(index, 0)
+      case 'wait':
+        made.tick(3 * amount)
+      case 'step':
+        made.step = (made.step or 0) + 10
+    made.run_some(amount)
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
   st.integers(1, 5),
@@ -646,27 +803,7 @@ def test_whatever_happens_no_two_generations_train_and_the_run_ends(
     seed=seed,
     num_listed=min(num_listed, num_hosts),
   )
-  for kind, index, amount in faults:
-    index %= num_hosts
-    match kind:
-      case 'kill':
-        made.kill(index)
-      case 'boot':
-        if index not in made.agents and index not in made.exits:
-          made.boot(index)
-      case 'cut':
-        made.cut_off({i for i in range(num_hosts) if amount >> i & 1})
-      case 'heal':
-        made.cut.clear()
-      case 'fail':
-        made.end(index, [KILLED, 1, 7, 87][amount % 4])
-      case 'end':
-        made.end(index, 0)
-      case 'wait':
-        made.tick(3 * amount)
-      case 'step':
-        made.step = (made.step or 0) + 10
-    made.run_some(amount)
+  happen(made, faults)
   made.cut.clear()
   for _ in range(100):
     made.settle(30)
@@ -678,3 +815,27 @@ def test_whatever_happens_no_two_generations_train_and_the_run_ends(
     raise AssertionError(f'agents {list(made.agents)} never end: {made.log}')
   restarted = {g_.number for g_ in made.started if g_.is_restart}
   assert len(restarted.intersection(made.effective)) <= restarts + 1
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(2, 5), FAULTS, st.integers(0, 2**16), st.integers(1, 5))
+def test_whatever_happens_all_hosts_train_soon_after_all_of_them_are_there(
+  num_hosts, faults, seed, num_listed
+):
+  made = Network(
+    num_hosts,
+    restarts=1000,
+    host_counts=tuple(range(1, num_hosts + 1)),
+    seed=seed,
+    num_listed=min(num_listed, num_hosts),
+  )
+  happen(made, [fault for fault in faults if fault[0] != 'end'])
+  made.cut.clear()
+  made.now += g.BAD_HOST_SECONDS  # no host is bad any more
+  deadline = made.now + 2 * g.GROW_SECONDS + 4 * g.GRACE_SECONDS
+  while made.hosts() != list(range(num_hosts)):
+    assert made.now < deadline, (made.log, made.exits)
+    for index in set(range(num_hosts)) - made.agents.keys():
+      made.boot(index)  # as a supervisor does
+    made.step = (made.step or 0) + 10
+    made.settle(5)
