@@ -96,7 +96,8 @@ FOR_GPUS = {
   ),
   'loss_memory': ('SIZES = ((256, 64, 1024),)', ['--out', '{out}']),
 }
-# Scripts with tests of their own.
+# Benchmarks and scripts with tests of their own.
+OWN_TESTS = {'faults': 'cluster/test_fault_loop.py'}
 TESTED = {
   'bench_gpu.sh': 'test_bench_gpu.py',
   'docs_site.py': 'test_pages.py',
@@ -164,10 +165,11 @@ def test_a_benchmark_that_compiles_for_gpus_runs(tmp_path, name):
 
 
 def test_every_script_is_run_by_a_test():
-  assert {p.stem for p in (REPOSITORY / 'benchmarks').glob('*.py')} == {*TINY_RUNS, *FOR_GPUS}
+  names = {p.stem for p in (REPOSITORY / 'benchmarks').glob('*.py')}
+  assert names == {*TINY_RUNS, *FOR_GPUS, *OWN_TESTS}
   scripts = {p.name for p in (REPOSITORY / 'scripts').iterdir() if p.is_file()}
   assert scripts == {*TESTED, *DRAWN}
-  for script, test in TESTED.items():
+  for script, test in {**TESTED, **OWN_TESTS}.items():
     assert script in (REPOSITORY / 'tests' / test).read_text(), f'{test} does not test {script}'
 
 
