@@ -101,8 +101,10 @@ def _costs(before: Optional[ProcessAccount], now: ProcessAccount) -> list[Interr
 def _end_of(before: ProcessAccount, now: ProcessAccount) -> tuple[str, str]:
   """Returns the kind and cause of an end that no `launch` has seen."""
   end, facts = before.process.end, before.process.facts
-  job = facts.get('job')
-  is_again = bool(job) and job == now.process.facts.get('job')
+  job, later = facts.get('job'), now.process.facts
+  # In an interactive job, the user starts a run again.
+  attempts = [each.get('job_attempt') for each in (facts, later)]
+  is_again = bool(job) and job == later.get('job') and attempts[0] != attempts[1]
   again = f'; the scheduler started job {job} again' if is_again else ''
   if end is None:
     return UNKNOWN, f'killed, cause unknown{again}'

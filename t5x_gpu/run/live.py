@@ -564,6 +564,7 @@ def start_facts(live: LiveRun) -> JsonObject:
     'processes': distributed.process_count(),
     'host': socket.gethostname(),
     'job': os.environ.get('SLURM_JOB_ID', ''),
+    'job_attempt': os.environ.get('SLURM_RESTART_COUNT', ''),
     'job_end': preemption.expected_end(),
     **interruptions.facts(os.environ),
   }

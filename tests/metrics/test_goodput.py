@@ -328,21 +328,27 @@ def test_the_clock_of_another_host_changes_no_sum(tmp_path, clock, ahead):
     (
       None,
       {'job': '81'},
-      {'job': '81'},
+      {'job': '81', 'job_attempt': '1'},
       ('unknown', 'killed, cause unknown; the scheduler started job 81 again'),
     ),
+    (None, {'job': '81'}, {'job': '81'}, ('unknown', 'killed, cause unknown')),
     ('SIGINT', {}, {}, ('stopped', 'stopped by Ctrl-C')),
-    ('SIGTERM', {'job': '81'}, {'job': '82'}, ('stopped', 'stopped by SIGTERM')),
     (
       'SIGTERM',
       {'job': '81'},
+      {'job': '82', 'job_attempt': '1'},
+      ('stopped', 'stopped by SIGTERM'),
+    ),
+    (
+      'SIGTERM',
       {'job': '81'},
+      {'job': '81', 'job_attempt': '1'},
       ('stopped', 'stopped by SIGTERM; the scheduler started job 81 again'),
     ),
     (
       'SIGUSR1',
       {'job': '81', 'job_end': 1_000_200.0},
-      {'job': '81'},
+      {'job': '81', 'job_attempt': '1'},
       (
         'stopped',
         'stopped by SIGUSR1, at the time limit of the job; the scheduler started job 81 again',
