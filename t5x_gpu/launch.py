@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import math
 import os
 import pathlib
@@ -35,6 +34,7 @@ from t5x_gpu.errors import ClusterError, ConfigError, listed
 from t5x_gpu.runtime import machine, numa, progress
 from t5x_gpu.runtime.cluster import (
   addresses,
+  agreement,
   cluster,
   generations,
   interruptions,
@@ -42,7 +42,6 @@ from t5x_gpu.runtime.cluster import (
   links,
   members,
   rendezvous,
-  restarts,
 )
 from t5x_gpu.runtime.cluster.fork_server import (
   ForkedProcess,
@@ -968,14 +967,6 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
   return info
 
 
-def _digest() -> str:
-  """Returns 12 hex digits of the sources that must be the same for all agents."""
-  modules = (generations, interruptions, links, restarts)
-  files = (__file__, *(module.__file__ for module in modules))
-  parts = [hashlib.sha256(pathlib.Path(file).read_bytes()).digest() for file in files]
-  return hashlib.sha256(b''.join(parts)).hexdigest()[:12]
-
-
 def main(argv: Optional[list[str]] = None) -> int:
   """Starts the processes and returns the exit code of the first that failed."""
   argv = list(sys.argv[1:] if argv is None else argv)
@@ -1088,7 +1079,8 @@ def main(argv: Optional[list[str]] = None) -> int:
       restarts=flags.restarts,
       spares=flags.spares,
       facts={
-        't5x_gpu': _digest(),
+        # Processes with other code could not join: better to refuse their host while others train.
+        't5x_gpu': agreement.digest(members.package_facts()),
         '--nproc': str(nproc),
         '--restarts': str(flags.restarts),
         '--host_count': str(info.process_count),
