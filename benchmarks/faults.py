@@ -65,6 +65,7 @@ TOLERANCE = 1e-5
 POLL_SECONDS = 0.03
 RECOVER_SECONDS = 400
 END_SECONDS = 120
+LEAVE_SECONDS = 10
 STRAY_SECONDS = 60  # a process without its launch has this long to save
 # Without limits on the faults of a day, and soon after a start a host is taken in.
 LAUNCH = """
@@ -414,6 +415,13 @@ class Loop:
       time.sleep(POLL_SECONDS)
     return [self._agents[host].returncode for host in range(self.num_hosts)]
 
+  def left_at_the_end(self) -> int:
+    """Returns how many processes outlive their launches, which take the others with them."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while (left := sum(not p.is_zombie for p in marked().values())) and time.monotonic() < deadline:
+      time.sleep(POLL_SECONDS)
+    return left
+
   def kill_all(self) -> None:
     while pids := [p.pid for p in marked().values() if not p.is_zombie]:
       _send(pids, signal.SIGKILL)
@@ -565,7 +573,7 @@ def run(args: argparse.Namespace, lab: NetLab, folder: pathlib.Path) -> dict[str
       if row['orphans']:
         raise LoopError(f'processes without their launch are left: {loop.left()}')
     found['exit_codes'] = loop.stop()
-    found['left'] = len([p for p in marked().values() if not p.is_zombie])
+    found['left'] = loop.left_at_the_end()
     found['minutes'] = round((time.monotonic() - began) / 60, 1)
   except BaseException:
     for at, host, text in loop.lines[-40:]:
