@@ -28,7 +28,7 @@ def contract(x: Union[jax.Array, Quantized], kernel: Kernel, num_in: int = 1) ->
   if is_quantized(kernel):
     return kernel.product(x, num_in)
   lead = x.ndim - num_in
-  if lead > 1 and hardware().platform == 'cpu' and split_ways('length') == 1:
+  if lead > 1 and hardware().platform == 'cpu' and split_ways('length') == split_ways('mlp') == 1:
     # The kernel's gradient sums over rows and positions. If they are two dimensions, XLA's CPU
     # compiler transposes an operand of this matmul, which takes as long as the matmul.
     y = contract(x.reshape(-1, *x.shape[lead:]), kernel, num_in)

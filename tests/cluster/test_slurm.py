@@ -104,7 +104,9 @@ def test_agents_start_a_killed_process_again_inside_the_job(slurm, tmp_path, alo
   ended = slurm.wait(job, seconds=RUN_SECONDS)
   text = output(project, job)
   assert (ended['JobState'], ended['Restarts']) == ('COMPLETED', '0'), text
-  assert text.count('failed (SIGKILL)') == 2 and 'restart 1 of at most 3 on host 0' in text, text
+  assert (
+    text.count('failed (SIGKILL) after step') == 2 and 'restart 1 of at most 3 on host 0' in text
+  ), text
   assert project.metrics() == pytest.approx(alone, rel=1e-5)
 
 

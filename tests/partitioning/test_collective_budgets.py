@@ -416,7 +416,7 @@ def test_neither_logits_nor_tables_are_gathered_over_model(name):
   [
     ('pp', (16, 16, 32)),
     pytest.param('pp_16_microbatches', (8, 16, 32), marks=pytest.mark.slow),
-    pytest.param('3d', (32, 8, 32), marks=pytest.mark.slow),
+    pytest.param('3d', (16, 16, 32), marks=pytest.mark.slow),
     pytest.param('fsdp_pp', (16, 16, 32), marks=pytest.mark.slow),
   ],
 )
