@@ -299,6 +299,8 @@ class Loop:
     for host, agent in list(self._agents.items()):
       if agent.poll() in (None, -signal.SIGKILL):  # the end of its fault starts a killed one
         continue
+      if not self.steps:
+        raise LoopError(f'the launch of host {host} ended before the first step: {self.log(host)}')
       self.ended.append({'host': host, 'code': agent.returncode})
       self.start(host)
 
