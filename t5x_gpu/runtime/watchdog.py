@@ -597,9 +597,26 @@ class Watchdog:
         lines.append(self._heartbeats())
       write_stderr('\n'.join([*lines, '']))
       if verdict.kind == STUCK:
+        write_stderr(_stack_of_main_thread())
         faulthandler.dump_traceback(file=2, all_threads=True)
       write_stderr(f'WATCHDOG: process {self._index} exits with code {verdict.code}.\n')
       if self._store is not None:
         within(1, lambda: self._post_beat(left=True))
       self._let_others_read()
       self._leave(verdict.code)
+
+
+def _stack_of_main_thread() -> str:
+  """Returns the main thread's stack if `faulthandler` would leave it out, else ''.
+
+  `faulthandler` prints 100 threads, the oldest last. This reads no source: file systems may hang.
+  """
+  frames = sys._current_frames()
+  if len(frames) <= 100:
+    return ''
+  lines, frame = ['Main thread (most recent call first):'], frames[threading.main_thread().ident]
+  while frame is not None:
+    code = frame.f_code
+    lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+    frame = frame.f_back
+  return '\n'.join([*lines, '', ''])

@@ -101,6 +101,19 @@ def test_a_step_that_outlasts_its_deadline_ends_the_process_with_its_stacks(cloc
   assert 'test_a_step_that_outlasts' in err  # the stack of the stuck thread
 
 
+def test_the_stack_of_the_main_thread_is_printed_beside_100_others(clock, capfd):
+  ended = threading.Event()
+  others = [threading.Thread(target=ended.wait) for _ in range(110)]
+  for thread in others:
+    thread.start()
+  try:
+    test_a_step_that_outlasts_its_deadline_ends_the_process_with_its_stacks(clock, capfd)
+  finally:
+    ended.set()
+    for thread in others:
+      thread.join()
+
+
 def test_slow_steps_raise_the_deadline_of_the_next(clock):
   dog = make(clock, step_seconds=10, step_factor=20)
   for step in range(5):
