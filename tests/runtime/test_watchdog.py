@@ -101,7 +101,7 @@ def test_a_step_that_outlasts_its_deadline_ends_the_process_with_its_stacks(cloc
   assert 'test_a_step_that_outlasts' in err  # the stack of the stuck thread
 
 
-def test_the_stack_of_the_main_thread_is_printed_beside_100_others(clock, capfd):
+def test_the_stack_of_the_main_thread_is_printed_with_110_others(clock, capfd):
   ended = threading.Event()
   others = [threading.Thread(target=ended.wait) for _ in range(110)]
   for thread in others:
