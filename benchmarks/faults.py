@@ -118,7 +118,7 @@ class Fault:
 
 
 def draw(num_faults: int, num_pairs: int, num_hosts: int, seed: int) -> list[tuple[Fault, ...]]:
-  """Returns faults, the kinds and hosts of which take turns in an order of chance."""
+  """Returns faults in random order; kinds and hosts take turns, so that each is hit as often."""
   chance = random.Random(seed)
 
   def decks(cards: Sequence[Any]) -> Iterator[Any]:
@@ -327,12 +327,10 @@ class Loop:
       status = path.stat()
       if self._seen == (status.st_mtime_ns, status.st_size):
         return
-      with open(path, 'rb') as file:
-        file.seek(max(0, status.st_size - 8192))
-        found = re.findall(rb'\{"step": (\d+)[^\n]*\n', file.read())
+      step = _last_step(path)
       self._seen = status.st_mtime_ns, status.st_size
-      if found and (not self.steps or self.steps[-1][1] != int(found[-1])):
-        self.steps.append((now, int(found[-1])))
+      if step and step != self.step:
+        self.steps.append((now, step))
 
   def _look_for_strays(self, now: float) -> None:
     """Notes processes that have lost their launch."""
@@ -489,16 +487,14 @@ def reference(folder: pathlib.Path, devices: int, until: int) -> dict[int, float
   project = Project(folder)
   settings = {**SETTINGS, 'CheckpointConfig.local_checkpoint_dir': folder / 'local'}
   with project.start(num_devices=devices, **settings) as run:
-    run.wait_for(lambda: _last_step(project) >= until, seconds=3600)
+    path = project.model_dir / 'metrics.jsonl'
+    run.wait_for(lambda: path.exists() and _last_step(path) >= until, seconds=3600)
   return project.metrics()
 
 
-def _last_step(project: Project) -> int:
-  path = project.model_dir / 'metrics.jsonl'
-  if not path.exists():
-    return 0
-  with open(path, 'rb') as file:
-    file.seek(max(0, path.stat().st_size - 8192))
+def _last_step(metrics: pathlib.Path) -> int:
+  with open(metrics, 'rb') as file:
+    file.seek(max(0, metrics.stat().st_size - 8192))
     found = re.findall(rb'\{"step": (\d+)[^\n]*\n', file.read())
   return int(found[-1]) if found else 0
 

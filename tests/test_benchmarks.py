@@ -96,7 +96,7 @@ FOR_GPUS = {
   ),
   'loss_memory': ('SIZES = ((256, 64, 1024),)', ['--out', '{out}']),
 }
-# Benchmarks and scripts with tests of their own.
+# Benchmarks and scripts that have their own tests.
 OWN_TESTS = {'faults': 'cluster/test_fault_loop.py'}
 TESTED = {
   'bench_gpu.sh': 'test_bench_gpu.py',

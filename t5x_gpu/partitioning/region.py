@@ -111,6 +111,10 @@ class Region:
     """
     return 'fsdp' in self.axes and self.sums_in_backward and not self.reduces_in_backward
 
+  def by_layer(self, num_microbatches: int) -> bool:
+    """Returns whether a layer takes all microbatches before the next layer does."""
+    return self.reduces_in_backward and num_microbatches > 1 and self.accumulate_by == 'layer'
+
   def splits_gradients(self, num_microbatches: int) -> bool:
     """Returns whether a device holds its parts of the gradients, of all layers but one."""
     return self.reduces_in_backward or (self.scatters_once and num_microbatches == 1)
@@ -323,7 +327,7 @@ class Region:
     return PerDeviceCopies(self.rules, self.mesh_shape)
 
   def reduce_gradients(self, grads: Gradients, names: ParamNames) -> Gradients:
-    """Returns local gradients summed over all devices, split by `gradient_specs`.
+    """Returns local gradients summed over all devices, split by `gradient_specs`; in a pipeline.
 
     Gradients that are reduced over the same axes in float32 share one collective. Gradients that
     the last tick of a pipeline has already summed are returned unchanged.
@@ -334,7 +338,7 @@ class Region:
       if self.sums_in_last_tick and 'layers' in axis_names.names:
         continue
       dims, axes = self._dims(axis_names), self.sum_axes(axis_names)
-      if dims.fsdp is not None and not self.reduces_in_backward:
+      if dims.fsdp is not None:
         leaves[i] = dims.scatter(leaves[i])
       if dims.reducer == InFloat32():
         groups[axes].append(i)

@@ -31,6 +31,7 @@ import jaxlib
 from t5x_gpu.errors import ConfigError, UserError, first_line, listed
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster.coordination import Store, delay_aborts, within
+from t5x_gpu.runtime.cluster.restarts import EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK
 from t5x_gpu.terminal.streams import write_stderr
 
 SHOWN_PROCESSES = 32  # processes in a report; in a run of thousands, every process prints a report
@@ -149,9 +150,6 @@ def heartbeats_table(beats: Mapping[int, Beat], *, process_count: int) -> str:
   return '\n'.join(['Heartbeats:', *lines])
 
 
-EXIT_ERROR = 1  # another rank failed with an error
-EXIT_STUCK = 86  # this or another rank made no progress
-EXIT_RANK_DEAD = 87  # another rank sent no heartbeat
 STUCK, DEAD, FAILED = 'stuck', 'dead', 'failed'
 _BEATS = 't5x_gpu_watchdog/beats'
 _MAIN = 't5x_gpu_watchdog/main'  # read by every process: process 0's heartbeat, and verdicts

@@ -223,7 +223,7 @@ def make_gradients(config: StepConfig, form: RunForm) -> GradientsFn:
   """
   model, num_microbatches, trained = config.model, config.num_microbatches, trained_of(config.model)
   region, names = form.layout.region, form.names.params
-  by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
+  by_layer = region.by_layer(num_microbatches)
   _check_pieces(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   if region.sums_in_last_tick and not model.gathers_layers:  # the model does not call `whole`
     region = dataclasses.replace(region, overlap_layers=False)

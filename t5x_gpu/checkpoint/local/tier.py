@@ -388,7 +388,7 @@ class LocalTier:
     process: index of this process.
     attempt: id of this attempt, equal on all processes: parts of different attempts do not fit
       together.
-    is_full: whether a host has no room, so that no step is due; what is there can be promoted.
+    is_full: whether a host has no room: no step is saved, but an existing one can be promoted.
   """
 
   pause = 'local_save'  # the name of a save in the step timer

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Optional
 
+from t5x_gpu.runtime.cluster.restarts import EXIT_STUCK
 from t5x_gpu.storage.json_schema import Json, JsonObject, Number, from_json, parse_json, to_json
 
 VARIABLE = 'T5X_GPU_INTERRUPTIONS'
@@ -23,7 +24,6 @@ LOST_HOST = 'host lost'
 CUT_NETWORK = 'network cut'
 JOINED = 'host joined'
 
-_STUCK_CODE = 86  # of the watchdog
 _WATCHDOG = re.compile(r'WATCHDOG: (?!process \d+ exits)')
 _ERROR = re.compile(r'(\w+\.)*\w*(Error|Exception)\b')
 _LABEL = re.compile(r'\[\d+/\d+\] ')
@@ -103,7 +103,7 @@ def history_of(facts: Json) -> Optional[History]:
 
 def kind_of(code: int) -> str:
   """Returns the kind of a failure with this exit code, or minus the signal."""
-  return KILLED if code < 0 else STUCK if code == _STUCK_CODE else CRASHED
+  return KILLED if code < 0 else STUCK if code == EXIT_STUCK else CRASHED
 
 
 def error_line(lines: Sequence[str]) -> str:

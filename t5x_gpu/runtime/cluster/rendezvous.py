@@ -153,19 +153,21 @@ class Reception:
     """Returns the completed requests; waits up to `seconds` for something to happen.
 
     Raises:
-      OSError: this process may open no further file.
+      OSError: this process may open no further file, and no request is complete.
     """
     questions = []
-    for key, _ in self._selector.select(seconds):
-      if key.fileobj in self._listening.sockets:
-        try:
-          self._accept(*key.fileobj.accept())
-        except OSError as e:
-          if e.errno in TOO_MANY_FILES:
-            raise
-          # else it has hung up
-      else:
-        questions += self._read(key.fileobj)
+    ready = [key.fileobj for key, _ in self._selector.select(seconds)]
+    listeners = [each for each in ready if each in self._listening.sockets]
+    for connection in ready:
+      if connection not in listeners:
+        questions += self._read(connection)
+    for listener in listeners:
+      try:
+        self._accept(*listener.accept())
+      except OSError as e:
+        if e.errno in TOO_MANY_FILES and not questions:  # else the next poll accepts again
+          raise
+        # or it has hung up
     for connection, caller in list(self._callers.items()):
       if time.monotonic() > caller.deadline:
         self._forget(connection)

@@ -15,7 +15,10 @@ EXIT_USAGE = 2  # argparse
 EXIT_CONFIG = 78  # a mistake in the configuration, mesh, model or shapes
 _FINAL_CODES = (*STOPPED_CODES, EXIT_USAGE, EXIT_CONFIG)
 # Processes that lose another one exit with these codes as well, so they do not show who failed.
-SHARED_CODES = (1, 86, 87)
+EXIT_ERROR = 1  # another rank failed with an error
+EXIT_STUCK = 86  # this or another rank made no progress
+EXIT_RANK_DEAD = 87  # another rank sent no heartbeat
+SHARED_CODES = (EXIT_ERROR, EXIT_STUCK, EXIT_RANK_DEAD)
 # The exit code of a process, or minus the signal that ended it.
 ReturnCode = Annotated[int, Whole(-64, 255)]
 # A step counts as done when its numbers have arrived; the next one is already running.

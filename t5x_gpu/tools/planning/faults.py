@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.errors import number_ranges
-from t5x_gpu.runtime.cluster import generations
+from t5x_gpu.runtime.cluster import generations, links
 from t5x_gpu.runtime.cluster.generations import Generation, Host, HostReport, Member
 from t5x_gpu.runtime.cluster.restarts import EXIT_PREEMPTED
 from t5x_gpu.storage.json_schema import JsonObject
@@ -36,7 +36,6 @@ _ROWS = (1, 2, 5, 10, 20, 30, 60, 120, 240)  # minutes from one save to the next
 DAY = 86400.0
 _MOST_FAULTS, _FEWEST_FAULTS, _HOST_FAULTS = 300, 50, 12_000  # of a replay: many hosts take longer
 _ENDING_SECONDS = 1.0  # until killed processes are gone
-_SILENCE_SECONDS = 5.0  # until a host that sends nothing counts as lost; `links`
 # After an event, agents of a training run decide something within this time.
 _LATEST_DECISION = generations.GROW_SECONDS + generations.FIND_SECONDS + 5
 _QUEUE_SECONDS = 60.0  # until a run that has ended starts again
@@ -400,7 +399,7 @@ class _Replay:
       self._running.pop(host.index)
       del self._agents[host.index]
       self._after(self._machines.repair_seconds, lambda: self._boot(host.index))
-      self._after(_SILENCE_SECONDS, lambda: self._close_all(host.index))
+      self._after(links.SILENT_SECONDS, lambda: self._close_all(host.index))
     else:
       self._end(self._agents[host.index], self._running[host.index], generations.LOST_CODE)
     self._wake()

@@ -202,7 +202,7 @@ class Network:
     self.silence(links)  # each end finds it silent at its own time
 
   def run_some(self, count: int) -> bool:
-    """Delivers `count` messages or other events, in an order of chance; False if there is none."""
+    """Delivers `count` messages or other events in random order; False if there is none."""
     for _ in range(count):
       # Events of one agent stay in order; so do messages of a link.
       ready = {index: i for i, (index, _, _) in reversed(list(enumerate(self._events)))}

@@ -29,6 +29,27 @@ def test_the_interface_of_the_coordinators_address_is_the_only_one(host):
       socket.create_connection(('127.0.0.2', listening.port), timeout=SECONDS).close()
 
 
+def test_a_request_that_came_before_the_limit_of_open_files_is_answered(monkeypatch):
+  listening = addresses.listen([f'127.0.0.1:{free_port()}'], bind_address=None, is_one_host=False)
+  with contextlib.ExitStack() as stack:
+    reception = stack.enter_context(contextlib.closing(rendezvous.Reception(listening, '')))
+    here = ('127.0.0.1', listening.port)
+    first = stack.enter_context(socket.create_connection(here, timeout=SECONDS))
+    assert reception.poll(SECONDS) == []
+    rendezvous.send_question(first, 'a question', '')
+
+    def accept(listener):
+      raise OSError(errno.EMFILE, 'Too many open files')
+
+    monkeypatch.setattr(socket.socket, 'accept', accept)
+    stack.enter_context(socket.create_connection(here, timeout=SECONDS))
+    time.sleep(0.1)  # both are ready now
+    (question,) = reception.poll(SECONDS)
+    stack.enter_context(question.connection)
+    with pytest.raises(OSError, match='Too many open files'):
+      reception.poll(SECONDS)
+
+
 def test_all_interfaces_only_where_others_use_another_address_and_the_log_says_so(caplog):
   for host, reason in (
     ('no-such-host.invalid', 'does not resolve on this host'),

@@ -1,12 +1,11 @@
 """Unfit GPUs, read by a child process through the real pynvml from a fake driver."""
 
 import os
-import shutil
-import subprocess
 
 import pytest
 
 from t5x_gpu.runtime.health import fitness
+from tests.runtime.health import fake_driver
 
 # GPUS is the number of GPUs. Damaged rows on GPU 1 and a recovery action of GPU 0 are optional.
 DRIVER = r"""
@@ -47,12 +46,8 @@ int nvmlDeviceGetFieldValues(void *handle, int count, struct value *values) {
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-  if not shutil.which('cc'):
-    pytest.skip('no C compiler')
   library = tmp_path / 'libnvidia-ml.so.1'
-  subprocess.run(
-    ['cc', '-shared', '-fPIC', '-o', library, '-xc', '-'], input=DRIVER, text=True, check=True
-  )
+  fake_driver.build(DRIVER, library)
   monkeypatch.setenv('LD_LIBRARY_PATH', f'{tmp_path}:{os.environ.get("LD_LIBRARY_PATH", "")}')
   return monkeypatch
 

@@ -1,14 +1,13 @@
 """Clocks, power, slowdowns and errors of GPUs, read through the real pynvml from a fake driver."""
 
 import ctypes
-import shutil
-import subprocess
 import time
 
 import pynvml
 import pytest
 
 from t5x_gpu.runtime.health.gpu_sensors import GpuReading, GpuSensors, read
+from tests.runtime.health import fake_driver
 
 # GPU-0 is healthy, with two NVLinks; GPU-1 is slowed down by heat and has no ECC or NVLink. Every
 # reading adds one NVLink error to GPU-0. Codes: 2 invalid argument, 3 not supported, 6 not found.
@@ -58,12 +57,8 @@ int nvmlDeviceGetNvLinkErrorCounter(void *handle, unsigned link, int counter,
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
   """The real pynvml on top of a library that answers as NVIDIA's does."""
-  if not shutil.which('cc'):
-    pytest.skip('no C compiler')
   library = tmp_path / 'nvml.so'
-  subprocess.run(
-    ['cc', '-shared', '-fPIC', '-o', library, '-xc', '-'], input=DRIVER, text=True, check=True
-  )
+  fake_driver.build(DRIVER, library)
   monkeypatch.setattr(pynvml, 'nvmlLib', None)
   monkeypatch.setattr(pynvml, 'CDLL', lambda name: ctypes.CDLL(str(library)))
   pynvml._nvmlGetFunctionPointer_cache.clear()

@@ -113,12 +113,7 @@ def step_shape(
   rows = program.step_spec.batch_size // layout.batch_parts
   passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
-  by_layer = (
-    num_microbatches > 1
-    and layout.accumulate_by == 'layer'
-    and layout.zero_stage > 1
-    and mesh['fsdp'] > 1
-  )
+  by_layer = layout.region.by_layer(num_microbatches)
   remat = config.remat_policy if config else 'none'
   recomputes = {'none': '', 'dots': '', 'full': 'layers'}.get(remat, 'attention')
   if pipeline or by_layer:
