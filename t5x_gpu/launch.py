@@ -625,8 +625,8 @@ class HostAgent:
           _log(f'another host cannot join: {reason}. It tries again; what runs continues.')
         self._is_full = True
         return []
-      case links.Closed(link):
-        return self._member.link_closed(link, now)
+      case links.Closed(link, silent_seconds):
+        return self._member.link_closed(link, now, silent_seconds=silent_seconds)
       case links.Came(link, value):
         try:
           message = generations.message_from_json(value)

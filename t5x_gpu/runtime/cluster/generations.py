@@ -53,7 +53,8 @@ LOST_CODE = -signal.SIGKILL
 REPORT_SECONDS = 10
 # Processes that were asked to stop exit one after the other, the last after the save.
 STOPPED_SECONDS = 120
-# A host has this long to come back before the run continues without it, ...
+# A host has this long to come back, from its last sign of life, before the run continues without
+# it, ...
 GRACE_SECONDS = 10
 # ... and this long if the run cannot continue without it.
 HOLD_SECONDS = 300
@@ -518,19 +519,19 @@ class Member:
     self._trying = None
     return self._try_next(now)
 
-  def link_closed(self, link: int, now: float) -> list[Action]:
+  def link_closed(self, link: int, now: float, *, silent_seconds: float = 0.0) -> list[Action]:
     """A link was closed by its other end, or has been silent for too long."""
     self._waiting.pop(link, None)
     if link == self._leader:
       self._leader = None
       if self._is_welcome and self.started is not None:
-        self._since = now
+        self._since = now - silent_seconds
       if self._is_running:
         text = f'host {self._leader_index}, which leads, is lost; ending the processes.'
         return [Log(text), EndProcesses(0)]
       return self._seek(now)
     follower = next((f for f in self._followers.values() if f.link == link), None)
-    return [] if follower is None else self._lose(follower, now)
+    return [] if follower is None else self._lose(follower, now, silent_seconds)
 
   def offered(self, number: int, service: str, now: float) -> list[Action]:
     """A free address for process 0 of generation `number`, if that is on this host."""
@@ -559,7 +560,6 @@ class Member:
       return []
     if self._leads:
       return self._reported(self.me, report, now)
-    self._since = now
     if self._leader is not None:
       return [Send(self._leader, report)]
     return self._seek(now)
@@ -827,7 +827,7 @@ class Member:
         )
     return None
 
-  def _lose(self, follower: _Follower, now: float) -> list[Action]:
+  def _lose(self, follower: _Follower, now: float, silent_seconds: float = 0.0) -> list[Action]:
     """The agent of a host is gone."""
     index = follower.host.index
     if self._followers.get(index) is follower:
@@ -839,7 +839,7 @@ class Member:
       actions.append(Log(f'{follower.host} is lost.'))
       if self._first is None or (self._first[1] and self._first[1].code in SHARED_CODES):
         self._first = (follower.host, None)
-      actions += self._end(0, now)
+      actions += self._end(0, now, since=now - silent_seconds)
     for link, (hello, _) in list(self._waiting.items()):
       if hello.host.index == index:  # its successor
         del self._waiting[link]
@@ -857,11 +857,11 @@ class Member:
       self._stopped_until = now + STOPPED_SECONDS
     return self._decide(now)
 
-  def _end(self, seconds: float, now: float) -> list[Action]:
-    """Ends the generation on all hosts."""
+  def _end(self, seconds: float, now: float, since: Optional[float] = None) -> list[Action]:
+    """Ends the generation on all hosts, which failed at `since` (default: now)."""
     actions: list[Action] = []
     if not self._is_ending:
-      self._is_ending, self._since = True, now
+      self._is_ending, self._since = True, now if since is None else since
     actions += [
       Send(follower.link, End(self.started.number, seconds))
       for follower in self._followers.values()

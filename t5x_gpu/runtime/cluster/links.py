@@ -62,9 +62,10 @@ class Came:
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-  """The other end is gone, or silent."""
+  """The other end is gone, or has been silent for `silent_seconds`."""
 
   link: int
+  silent_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +155,11 @@ class Links:
       except OSError as e:
         reasons.append(f'{address}: {rendezvous.failure(e, addresses.split(address)[0]).what}')
         continue
-      self._dialed.put((tag, found))
-      return
+      if _has_answered(found):
+        self._dialed.put((tag, found))
+        return
+      reasons.append(f'{address}: it accepts connections and does not answer')
+      found.close()
     time.sleep(RETRY_SECONDS)
     self._dialed.put((tag, '; '.join(reasons)))
 
@@ -212,7 +216,7 @@ class Links:
       self._selector.register(listener, selectors.EVENT_READ)
     for link in list(self._links.values()):
       if now > link.heard_at + SILENT_SECONDS:
-        events += self._lost(link)
+        events += self._lost(link, now - link.heard_at)
       # An end that was called stays silent until it knows the caller, which it may have to refuse.
       elif now > link.beat_at + BEAT_SECONDS and (link.is_caller or link.num_read):
         link.beat_at = now
@@ -273,9 +277,10 @@ class Links:
     self._selector.unregister(link.connection)
     link.connection.close()
 
-  def _lost(self, link: _Link) -> list[Event]:
+  def _lost(self, link: _Link, silent_seconds: float = 0.0) -> list[Event]:
     self._forget(link)
-    return [Closed(link.number)] if link.is_known and not link.is_closing else []
+    is_news = link.is_known and not link.is_closing
+    return [Closed(link.number, silent_seconds)] if is_news else []
 
   def _read(self, link: _Link) -> list[Event]:
     try:
@@ -335,3 +340,11 @@ class Links:
     link.is_closing = True
     self._write(link, {'refused': text, 'run': self._run_id})
     return events
+
+
+def _has_answered(connection: socket.socket) -> bool:
+  """Returns whether the other end has sent something: its kernel connects for a stopped process."""
+  try:
+    return bool(connection.recv(1, socket.MSG_PEEK))
+  except OSError:
+    return False

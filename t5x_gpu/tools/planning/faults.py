@@ -399,22 +399,26 @@ class _Replay:
       self._running.pop(host.index)
       del self._agents[host.index]
       self._after(self._machines.repair_seconds, lambda: self._boot(host.index))
-      self._after(links.SILENT_SECONDS, lambda: self._close_all(host.index))
+      silence = links.SILENT_SECONDS
+      self._after(silence, lambda: self._close_all(host.index, silence))
     else:
       self._end(self._agents[host.index], self._running[host.index], generations.LOST_CODE)
     self._wake()
 
-  def _close_all(self, index: int) -> None:
+  def _close_all(self, index: int, silent_seconds: float = 0.0) -> None:
     for link, ends in list(self._links.items()):
       if index in ends:
-        self._close(link, index)
+        self._close(link, index, silent_seconds)
 
-  def _close(self, link: int, by: int) -> None:
+  def _close(self, link: int, by: int, silent_seconds: float = 0.0) -> None:
     ends = self._links.pop(link, None)
     if ends is not None:
       other = self._agents.get(ends[0] if ends[1] == by else ends[1])
       if other is not None:
-        self._after(0.0, lambda: self._do(other, other.link_closed(link, self.now)))
+        self._after(
+          0.0,
+          lambda: self._do(other, other.link_closed(link, self.now, silent_seconds=silent_seconds)),
+        )
 
   # Processes.
 

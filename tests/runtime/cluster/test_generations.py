@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from t5x_gpu.runtime.cluster import generations as g
 from t5x_gpu.runtime.cluster import interruptions
+from t5x_gpu.runtime.cluster.links import SILENT_SECONDS
 
 KILLED = -9
 FACTS = {'--nproc': '2'}
@@ -91,12 +92,17 @@ class Network:
     del self.agents[index], self.running[index]
     return [link for link, ends in self.links.items() if index in ends]
 
-  def silence(self, links: Sequence[int]) -> None:
+  def silence(self, links: Sequence[int], seconds: float = SILENT_SECONDS) -> None:
     """Links have been silent for too long."""
     for link in links:
       for end in self.links.pop(link, ()):
         if end in self.agents:
-          self._later(end, lambda agent, link=link: agent.link_closed(link, self.time(agent)))
+          self._later(
+            end,
+            lambda agent, link=link: agent.link_closed(
+              link, self.time(agent), silent_seconds=seconds
+            ),
+          )
 
   def close(self, link: int, by: int) -> None:
     """Closes one end. The other end still gets all messages, and then the news."""
@@ -383,6 +389,16 @@ def test_the_run_continues_without_a_host_that_is_lost_for_longer(lost):
   made.settle(g.GRACE_SECONDS + 2)
   assert made.hosts() == sorted({0, 1, 2} - {lost})
   assert made.whole().cause == f'host {lost} (gpu-{lost}) was lost after step 7'
+
+
+@pytest.mark.parametrize('lost', [0, 2])
+def test_a_host_has_its_grace_from_its_last_sign_of_life(lost):
+  made = network(host_counts=ANY)
+  made.silence(made.vanish(lost), g.GRACE_SECONDS - 4)
+  made.settle(3)
+  assert made.hosts() == []
+  made.settle(3)
+  assert made.hosts() == sorted({0, 1, 2} - {lost})
 
 
 def test_only_as_many_hosts_train_as_the_mesh_fits_and_the_others_are_spares():
