@@ -103,6 +103,8 @@ PARTS = (
   _ours('llama3_8b_4_layers'),
   _torch('llama3_8b_4_layers'),
   _ours('llama3_8b_4_layers', 'fp8'),
+  _tunes('1b', 'llama3_2_1b', 'qwen3_1_7b'),
+  *(make(shape) for shape in ('llama3_2_1b', 'qwen3_1_7b') for make in (_ours, _torch)),
   _on_all_gpus('decoder_1.3b_2048'),
   _options('decoder_1.3b_2048'),
   _options('decoder_1.3b_2048', 'fp8'),

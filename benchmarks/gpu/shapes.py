@@ -33,6 +33,40 @@ _LLAMA3_8B = dict(
   norm_epsilon=1e-5,
   init_stddev=0.02,
 )
+# gin_configs/models/llama3_2_1b.gin, with other frequencies of the rotary positions.
+_LLAMA3_2_1B = dict(
+  vocab_size=128256,
+  num_layers=16,
+  embed_dim=2048,
+  num_heads=32,
+  num_kv_heads=8,
+  head_dim=64,
+  mlp_dim=8192,
+  mlp_activations=('silu', 'linear'),
+  query_pre_attn_scalar=64.0,
+  relative_bias='none',
+  norm_epsilon=1e-5,
+  logits_via_embedding=True,
+  scale_tied_logits=False,
+  init_stddev=0.02,
+)
+# gin_configs/models/qwen3_1_7b.gin, with other frequencies of the rotary positions.
+_QWEN3_1_7B = dict(
+  vocab_size=151936,
+  num_layers=28,
+  embed_dim=2048,
+  num_heads=16,
+  num_kv_heads=8,
+  head_dim=128,
+  mlp_dim=6144,
+  mlp_activations=('silu', 'linear'),
+  query_pre_attn_scalar=128.0,
+  qk_norm=True,
+  relative_bias='none',
+  logits_via_embedding=True,
+  scale_tied_logits=False,
+  init_stddev=0.02,
+)
 # gin_configs/models/decoder_base.gin, with rotary positions in place of a relative bias.
 _DECODER_134M = dict(
   vocab_size=32128,
@@ -132,6 +166,8 @@ SHAPES = {
   'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, True),
   'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, True),
   'llama3_8b_4_layers': Shape('decoder', _LLAMA3_8B, (4, 2, 1), 4096, True),
+  'llama3_2_1b': Shape('decoder', _LLAMA3_2_1B, (4, 2, 1), 4096, True),
+  'qwen3_1_7b': Shape('decoder', _QWEN3_1_7B, (4, 2, 1), 4096, True),
   'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
   'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots'),
   'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),

@@ -25,7 +25,7 @@ class Config:
   """Sizes of a stack, with the names and defaults of TransformerConfig."""
 
   num_positions = num_token_types = num_kv_heads = 0
-  mlp_bias = embedding_norm = logits_via_embedding = False
+  mlp_bias = embedding_norm = logits_via_embedding = qk_norm = False
   scale_tied_logits = True
   attention_bias, norm, norm_position = 'none', 'rms', 'pre'
   norm_epsilon = 1e-6
@@ -37,9 +37,9 @@ class Config:
     self.__dict__.update(shape.config)
     self.rope, self.length = shape.rope, shape.length
 
-  def make_norm(self) -> nn.Module:
+  def make_norm(self, features: Optional[int] = None) -> nn.Module:
     make = nn.RMSNorm if self.norm == 'rms' else nn.LayerNorm
-    return make(self.embed_dim, eps=self.norm_epsilon)
+    return make(features or self.embed_dim, eps=self.norm_epsilon)
 
 
 class Attention(nn.Module):
@@ -53,6 +53,7 @@ class Attention(nn.Module):
     self.q = nn.Linear(c.embed_dim, width, bias=bias)
     self.kv = nn.Linear(c.embed_dim, 2 * kv_width, bias=bias)
     self.out = nn.Linear(width, c.embed_dim, bias=bias)
+    self.qk_norms = nn.ModuleList(c.make_norm(c.head_dim) for _ in range(2 * c.qk_norm))
 
   def forward(
     self,
@@ -70,6 +71,8 @@ class Attention(nn.Module):
     else:
       q, (k, v) = self.q(x), self.kv(kv_input).chunk(2, -1)
     q, k, v = (a.unflatten(-1, (-1, self.c.head_dim)).transpose(1, 2) for a in (q, k, v))
+    if self.qk_norms:
+      q, k = (norm(a).to(v.dtype) for norm, a in zip(self.qk_norms, (q, k)))
     if rotation is not None:
       q, k = rotate(q, rotation), rotate(k, rotation)
     if bias is not None:
