@@ -173,7 +173,7 @@ class Loop:
 
   def __init__(self, lab: NetLab, folder: pathlib.Path, *, hosts: int, devices: int, pace: float):
     self.lab, self.num_hosts, self._devices = lab, hosts, devices
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / 'paced_data.py').write_text(PACED_DATA)
     self.project = Project(folder)
     self._folder, self._pace = folder, pace

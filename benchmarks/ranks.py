@@ -1,12 +1,13 @@
 """Many ranks without devices: what a start, heartbeats, a death and a hang cost process 0.
 
-    python -m benchmarks.ranks                     # 512 and 1,024 ranks, two minutes on two cores
-    python -m benchmarks.ranks --ranks 64
+    python -m benchmarks.ranks                     # 512 and 1,024 ranks, four minutes on two cores
+    python -m benchmarks.ranks --ranks 64 --checkpoints 64
 
 Rank 0 has its process to itself; the other ranks are threads of a few more processes. They use
 t5x_gpu's rendezvous and watchdog, and JAX's coordination service, and run in a separate network
-namespace (`unshare --net`), where rank 0 sends or receives every byte, headers included. Writes
-results/ranks.json.
+namespace (`unshare --net`), where rank 0 sends or receives every byte, headers included. A
+checkpoint of as many processes, with a chunk of each array per process, shows how many files they
+write and how long process 0 merges the indexes. Writes results/ranks.json.
 """
 
 import argparse
@@ -21,11 +22,15 @@ import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Optional
 
+import numpy as np
+
+from t5x_gpu.checkpoint.store import StateWriter
 from t5x_gpu.runtime.cluster import addresses, coordination, jax_internals
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import ClusterMember
@@ -38,6 +43,8 @@ RANKS_PER_HOST = 8
 RANKS_PER_WORKER = 128  # more threads would wait for each other
 ROUNDS = 5  # of heartbeats
 SECONDS = 600
+CHECKPOINTS = (512, 1024, 4096)
+ARRAYS = 36  # parameters of a stack of layers, each with two moments
 OWN_NETWORK = ('unshare', '--map-root-user', '--net')
 _IN_OWN_NETWORK = 'RANKS_IN_OWN_NETWORK'
 
@@ -254,9 +261,32 @@ def measure(count: int, answer: multiprocessing.connection.Connection) -> None:
   os._exit(0)
 
 
+def checkpoint(count: int) -> dict[str, float]:
+  """Returns the number of files of a checkpoint, and what merging its indexes costs."""
+  arrays = {f'state/layers/array_{i}': ((count, 256), np.dtype('float32')) for i in range(ARRAYS)}
+  chunks = dict.fromkeys(arrays, (1, 256))
+  with tempfile.TemporaryDirectory() as folder:
+    for process in range(count):
+      writer = StateWriter(
+        pathlib.Path(folder), step=1, arrays=arrays, chunks=chunks, process=process
+      )
+      for name in arrays:
+        writer.write(name, (slice(process, process + 1),), np.full((1, 256), process, 'float32'))
+      writer.flush()
+    files = sum(len(names) for _, _, names in os.walk(folder))
+    seconds, cpu = time.monotonic(), time.process_time()
+    writer.merge(num_processes=count)
+    return {
+      'files': files,
+      'merge_seconds': round(time.monotonic() - seconds, 2),
+      'merge_cpu_seconds': round(time.process_time() - cpu, 2),
+    }
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--ranks', type=int, nargs='+', default=RANKS)
+  parser.add_argument('--ranks', type=int, nargs='*', default=RANKS)
+  parser.add_argument('--checkpoints', type=int, nargs='*', default=CHECKPOINTS)
   parser.add_argument('--name', default='now', help='name of these figures in the file')
   parser.add_argument('--out', type=pathlib.Path, default=OUT)
   args = parser.parse_args()
@@ -277,8 +307,17 @@ def main() -> None:
     found = known.setdefault(args.name, {})[str(count)] = here.recv()
     for phase, row in found.items():
       print(f'{count} ranks, {phase}: {row}', flush=True)
-    what = 'process 0 of N ranks, 8 per host; all ranks share two CPU cores'
-    args.out.write_text(json.dumps({'what': what, 'rows': known}, indent=1) + '\n')
+    save(args.out, known)
+  for count in args.checkpoints:
+    found = known.setdefault(args.name, {}).setdefault(str(count), {})
+    found['checkpoint'] = checkpoint(count)
+    print(f'{count} processes, checkpoint: {found["checkpoint"]}', flush=True)
+    save(args.out, known)
+
+
+def save(out: pathlib.Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
+  what = 'process 0 of N ranks, 8 per host; all ranks share two CPU cores'
+  out.write_text(json.dumps({'what': what, 'rows': rows}, indent=1) + '\n')
 
 
 if __name__ == '__main__':
