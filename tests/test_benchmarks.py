@@ -78,7 +78,7 @@ TINY_RUNS = {
     "RUNS = {'float32': Run('float32'), 'bfloat16': Run('bfloat16')}",
     ['--steps', '2'],
   ),
-  'ranks': ('', ['--ranks', '16', '--out', '{out}']),
+  'ranks': ('', ['--ranks', '16', '--checkpoints', '16', '--out', '{out}']),
   'start': ('', []),
   'torch_step': (f'{STEP}\nSTEPS = 1', []),
   'tp_memory': ('DEVICES = (1, 2)', ['--batch', '1', '--length', '16', '--out', '{out}']),
