@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -536,6 +537,7 @@ class HostAgent:
     self._untold: list[int] = []
     self._is_paused = False
     self._exit: Optional[generations.Exit] = None
+    self._sent: Optional[tuple[generations.Message, str]] = None  # the last one, and its text
     self._reason = ''  # why the last connection failed
     self._is_full = False  # whether it has said that too many files are open
 
@@ -646,7 +648,9 @@ class HostAgent:
         return
       match action:
         case generations.Send(link, message):
-          self._links.send(link, generations.message_to_json(message))
+          if self._sent is None or message != self._sent[0]:  # one for all hosts is encoded once
+            self._sent = message, json.dumps(generations.message_to_json(message))
+          self._links.send(link, self._sent[1])
         case generations.Connect(index, address):
           to = self._addresses if index == 0 else self._listed[index : index + 1]
           self._links.connect(index, [address] if address else to)

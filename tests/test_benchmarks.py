@@ -54,6 +54,7 @@ TINY = (
 )
 # Script -> (constants, flags). `{tiny}` is a gin file of a very small GPT-2.
 TINY_RUNS = {
+  'agents': ('', ['--hosts', '4', '--out', '{out}']),
   'attention_cpu': ('REPEATS, TOKENS = 1, 64', ['32']),
   'bare_step': (STEP, ['--steps', '1']),
   'checkpoints': ("BUDGETS = ('512MiB',)", ['--rounds', '1', '--model', '{tiny}']),

@@ -18,6 +18,7 @@ file). Code that uses a value from `parse_json` does not have to check it again.
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import re
@@ -139,20 +140,27 @@ def from_json(kind: type[T], value: Any) -> T:
   Raises:
     ValueError: the object does not match `schema_of(kind)`.
   """
-  check(value, schema_of(kind))
-  return _built(kind, value)
+  check(value, _schema_of(kind))
+  return _builder(kind)(value)
 
 
-def _built(kind: Any, value: Any) -> Any:
+_schema_of = functools.cache(schema_of)
+
+
+@functools.cache
+def _builder(kind: Any) -> Callable[[Any], Any]:
+  """Returns the function that makes a value of type `kind` from a JSON value."""
   if dataclasses.is_dataclass(kind):
-    hints = typing.get_type_hints(kind)
-    return kind(**{name: _built(hints[name], x) for name, x in value.items()})
+    builders = {name: _builder(each) for name, each in typing.get_type_hints(kind).items()}
+    return lambda value: kind(**{name: builders[name](x) for name, x in value.items()})
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is Union:  # Optional
-    return None if value is None else _built(arguments[0], value)
+    build = _builder(arguments[0])
+    return lambda value: None if value is None else build(value)
   if origin in (tuple, frozenset):
-    return origin(_built(arguments[0], x) for x in value)
-  return value
+    build = _builder(arguments[0])
+    return lambda value: origin(map(build, value))
+  return lambda value: value
 
 
 def read_json(path: Any, schema: Any = object) -> Any:

@@ -167,10 +167,10 @@ class Links:
     """Returns the numeric address of this end."""
     return addresses.local_host(self._links[link].connection)
 
-  def send(self, link: int, message: JsonValue) -> None:
-    """Sends a message; nothing if the link is closed."""
+  def send(self, link: int, message: str) -> None:
+    """Sends a message, which is JSON; nothing if the link is closed."""
     if link in self._links:
-      self._send_text(self._links[link], json.dumps(message))
+      self._send_text(self._links[link], message)
 
   def close(self, link: int) -> None:
     """Closes a link after its last messages."""
