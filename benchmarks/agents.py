@@ -33,7 +33,7 @@ POLL_SECONDS = 0.02
 
 
 class Agent:
-  """A host whose processes end at once when they are told to, and do nothing else."""
+  """A host whose processes do nothing, and end as soon as the agent ends them."""
 
   def __init__(self, index: int, count: int, port: int):
     self._leader = f'127.0.0.1:{port}'
