@@ -4,10 +4,14 @@
 
 Compiles the training step for GPUs that are absent, as `python -m t5x_gpu.plan --gpu=h100` does:
 AdamW in float32, the XLA preset 'default'; decoders on packed rows of 4096 tokens. Nothing runs.
+`--only loop:` compares `overlap_layers` with XLA's own pipelining of collectives.
 """
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
+import os
 import pathlib
 import time
 from typing import Any
@@ -22,6 +26,35 @@ MICROBATCHES = 'NUM_MICROBATCHES = 8'
 FP8 = "PRECISION = 'fp8'"
 BERT = "HEAD = 'mlm'", "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 512}"
 T5 = ("DTYPE = 'bfloat16'",)
+
+# How a loop over layers communicates ahead: label -> gin bindings.
+LOOPS = {
+  'loop: overlap_layers': (),
+  **{
+    label: ('Partitioner.overlap_layers = False', f'train.xla_preset = {preset!r}')
+    for label, preset in (
+      ('loop: O1', 'default'),
+      ('loop: max_overlap', 'max_overlap'),
+      ('loop: MaxText', 'none'),
+    )
+  },
+}
+# Label -> XLA_FLAGS. MaxText's are of its configs/gpu/a3/llama_2_7b/1vm.sh, for 8 H100.
+FLAGS = {
+  'loop: MaxText': (
+    '--xla_gpu_enable_latency_hiding_scheduler=true',
+    '--xla_gpu_enable_triton_gemm=false',
+    '--xla_gpu_enable_command_buffer=',
+    f'--xla_gpu_all_reduce_combine_threshold_bytes={2**27}',
+    f'--xla_gpu_all_gather_combine_threshold_bytes={2**27}',
+    f'--xla_gpu_reduce_scatter_combine_threshold_bytes={2**26}',
+    '--xla_gpu_enable_pipelined_all_gather=true',
+    '--xla_gpu_enable_pipelined_reduce_scatter=true',
+    '--xla_gpu_enable_pipelined_all_reduce=true',
+    '--xla_gpu_enable_while_loop_double_buffering=true',
+    '--xla_disable_hlo_passes=rematerialization',
+  )
+}
 
 
 def _decoder(
@@ -51,11 +84,40 @@ CASES = (
     )
     for remat, label in (((), ''), (("REMAT_POLICY = 'dots'",), 'dots'))
   ),
+  *(
+    _decoder(layout, rows, *bindings, model=model, label=label, hosts=hosts)
+    for model, layout, rows, hosts in (
+      ('llama3_8b', 'fsdp', 8, 1),
+      ('llama3_2_1b', 'fsdp', 32, 1),
+      ('llama3_2_1b', 'hsdp', 256, 8),
+    )
+    for label, bindings in LOOPS.items()
+  ),
 )
 
 
+def figures(case: Case) -> dict[str, Any]:
+  """Returns the compiled step of `case` in numbers."""
+  jax.config.update('jax_platforms', 'cpu')  # before jax starts its backend
+  start = time.monotonic()
+  step = gpu_json(case.compiled())
+  return {**step, 'seconds': round(time.monotonic() - start)}
+
+
+def in_process(case: Case) -> dict[str, Any]:
+  """Returns `figures` of a new process, because a process reads XLA_FLAGS once."""
+  os.environ['XLA_FLAGS'] = ' '.join(FLAGS.get(case.label, ()))
+  context = multiprocessing.get_context('spawn')
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
+    return process.submit(figures, case).result()
+
+
 def line(name: str, figures: dict[str, Any]) -> str:
-  """Returns one row of a Markdown table."""
+  """Returns a row of a Markdown table.
+
+  GiB of arguments, temporaries and outputs; GB that elementwise kernels (in brackets: copies) and
+  matmuls read and write; matrix kernels; GB sent, and the hidden share.
+  """
   gib = [figures[f'{part}_bytes'] / 2**30 for part in ('argument', 'temporary', 'output')]
   kernels = ', '.join(
     f'{kind} {number["runs"]}' for kind, number in figures['kernels'].items() if number['calls']
@@ -66,10 +128,11 @@ def line(name: str, figures: dict[str, Any]) -> str:
     if n['bytes'] >= 5e7
   )
   moved = figures['traffic']
-  gigabytes = [round(moved[part] / 1e9) for part in ('other_bytes', 'matmul_bytes')]
+  parts = ('other_bytes', 'matmul_bytes', 'copied_bytes')
+  elementwise, matmuls, copies = (round(moved[part] / 1e9) for part in parts)
   return (
-    f'| {name} | {gib[0]:.1f} + {gib[1]:.1f} = {sum(gib):.1f} | {gigabytes[0]} + {gigabytes[1]} | '
-    f'{kernels} | {sent} |'
+    f'| {name} | {gib[0]:.1f} + {gib[1]:.1f} = {sum(gib):.1f} | '
+    f'{elementwise} ({copies}) + {matmuls} | {kernels} | {sent} |'
   )
 
 
@@ -78,17 +141,11 @@ def main() -> None:
   parser.add_argument('--only', default='', help='only cases with this in their name')
   parser.add_argument('--out', type=pathlib.Path, default=OUT)
   args = parser.parse_args()
-  jax.config.update('jax_platforms', 'cpu')  # before jax starts its backend
   rows = json.loads(args.out.read_text())['rows'] if args.out.exists() else {}
   for case in CASES:
     if args.only in case.name:
-      start = time.monotonic()
-      rows[case.name] = {
-        'batch': case.batch,
-        'bindings': case.bindings,
-        **gpu_json(case.compiled()),
-        'seconds': round(time.monotonic() - start),
-      }
+      run = {'batch': case.batch, 'bindings': case.bindings}
+      rows[case.name] = {**run, **in_process(case)}
       print(line(case.name, rows[case.name]), flush=True)
       rows = {c.name: rows[c.name] for c in CASES if c.name in rows}
       text = {
