@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Optional, Union
+from typing import NoReturn, Optional, Union
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint import run_lock
@@ -62,7 +62,7 @@ from t5x_gpu.runtime.cluster.restarts import (
   Stop,
 )
 from t5x_gpu.runtime.health import fitness
-from t5x_gpu.storage.files import reason_of
+from t5x_gpu.storage.files import reason_of, write_atomically
 from t5x_gpu.terminal import streams
 from t5x_gpu.terminal.flag_types import positive_int
 
@@ -805,7 +805,9 @@ def plan(
   if numa_mode not in ('auto', 'off'):
     bindings = numa.read_bindings(numa_mode, num_processes=num_processes)
   plans, each = [], visible // num_processes
-  secret = env.get(rendezvous.SECRET_VARIABLE) or rendezvous.new_secret()
+  secret = env.get(rendezvous.SECRET_VARIABLE, '')
+  if count is None:  # other hosts could not know a new one
+    secret = secret or rendezvous.new_secret()
   for index in range(num_processes):
     ids = list(range(index * each, (index + 1) * each))
     child = {
@@ -871,6 +873,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     metavar='N',
     help='start all processes again if one fails, at most N times (default: 0)',
   )
+  parser.add_argument(
+    '--code_file',
+    metavar='FILE',
+    help='write the exit code of the run there; a host that has left the run does not',
+  )
   hosts = parser.add_argument_group(
     'several hosts, with --restarts: start the same command on each (not needed with srun, ...)'
   )
@@ -904,9 +911,12 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
     ConfigError: flags that do not fit each other.
     ClusterError: a scheduler started several agents on this host.
   """
+  found = cluster.ask_all(os.environ)
+  if flags.host_count is not None and flags.host_index is None:
+    # Kubernetes numbers its pods, but does not say how many there are.
+    flags.host_index = next((each.process_index for each in found if not each.process_count), None)
   names = ('host_count', 'host_index', 'coordinator_address')
   given = {f'--{name}': v for name in names if (v := getattr(flags, name)) is not None}
-  found = cluster.ask_all(os.environ)
   starter = launchers.starter_of_several(found, os.environ) if flags.restarts else None
   if starter is None and not given and not flags.spares:
     return None
@@ -971,6 +981,12 @@ def _agents(flags: argparse.Namespace) -> Optional[cluster.ClusterInfo]:
   return info
 
 
+def _leave_early(number: int, frame: Optional[FrameType]) -> NoReturn:
+  """Ends this agent at a signal that comes before there is a run to stop."""
+  del number, frame
+  raise SystemExit(EXIT_PREEMPTED)
+
+
 def main(argv: Optional[list[str]] = None) -> int:
   """Starts the processes and returns the exit code of the first that failed."""
   argv = list(sys.argv[1:] if argv is None else argv)
@@ -996,12 +1012,16 @@ def main(argv: Optional[list[str]] = None) -> int:
       docs='never_down.md',
     )
   info = _agents(flags)
+  if flags.restarts:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+      signal.signal(number, _leave_early)
   machine.allow_open_files()  # a connection to each host, and a pipe for each process
   streams.outlive()  # each process decides for itself how to handle lost output
   if info is None:
     launchers.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
-  gpus = [] if flags.no_gpu else machine.physical_gpus()
-  num_gpus = 0 if flags.no_gpu else cluster.visible_gpus(os.environ, len(gpus)) or 0
+  use_gpus = not flags.no_gpu and os.environ.get('JAX_PLATFORMS') != 'cpu'
+  gpus = machine.physical_gpus() if use_gpus else []
+  num_gpus = cluster.visible_gpus(os.environ, len(gpus)) or 0 if use_gpus else 0
   nproc = flags.nproc or max(1, num_gpus)
   find_problem = functools.partial(fitness.gpu_problem, len(gpus))
   command = [sys.executable, '-m', flags.module, *argv[split + 1 :]]
@@ -1009,7 +1029,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   def plans() -> list[ProcessPlan]:
     return plan(
       nproc,
-      use_gpus=not flags.no_gpu,
+      use_gpus=use_gpus,
       numa_mode=flags.numa,
       env=os.environ,
       gpus=gpus,
@@ -1045,7 +1065,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         for p, v in zip(
           plan(
             nproc,
-            use_gpus=not flags.no_gpu,
+            use_gpus=use_gpus,
             numa_mode=flags.numa,
             env=env,
             gpus=gpus,
@@ -1103,7 +1123,14 @@ def main(argv: Optional[list[str]] = None) -> int:
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
       signal.signal(number, runner.forward)
-  return runner.wait()
+  code = runner.wait()
+  if flags.code_file:
+    try:
+      own = f'.{socket.gethostname()}.{os.getpid()}'
+      write_atomically(flags.code_file, f'{code}\n', suffix=own)
+    except OSError as error:
+      _log(f'the exit code {code} was not written to {flags.code_file}: {reason_of(error)}.')
+  return code
 
 
 if __name__ == '__main__':

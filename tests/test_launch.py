@@ -26,7 +26,7 @@ from t5x_gpu.errors import ConfigError, number_ranges
 from t5x_gpu.reporting.interruptions import costs_of
 from t5x_gpu.reporting.run_record import read_run
 from t5x_gpu.runtime import numa
-from t5x_gpu.runtime.cluster import fork_server, interruptions
+from t5x_gpu.runtime.cluster import fork_server, interruptions, rendezvous
 from t5x_gpu.runtime.machine import PhysicalGpu, own_gpus, physical_gpus
 from t5x_gpu.terminal import streams
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
@@ -68,6 +68,13 @@ def test_all_processes_of_a_launch_share_a_new_secret_and_listen_on_loopback():
   assert plan(1, env={'T5X_GPU_JOB_SECRET': 'mine'})[0].env['T5X_GPU_JOB_SECRET'] == 'mine'
   assert {p.env['NCCL_SOCKET_IFNAME'] for p in plan(8)} == {'=lo'}
   assert plan(1, env={'NCCL_SOCKET_IFNAME': 'ib0'})[0].env['NCCL_SOCKET_IFNAME'] == 'ib0'
+
+
+def test_processes_of_several_hosts_share_the_secret_of_the_environment_or_have_none():
+  plans = [plan(2, first=2 * host, count=4)[0].env for host in range(2)]
+  assert [rendezvous.secret_from_environment(env) for env in plans] == ['', '']
+  env = plan(2, env={'T5X_GPU_JOB_SECRET': 'mine'}, first=2, count=4)[0].env
+  assert rendezvous.secret_from_environment(env) == 'mine'
 
 
 def test_fewer_processes_share_the_gpus_out_in_blocks():
@@ -509,7 +516,8 @@ def test_children_of_a_crashed_process_are_killed_before_the_next_start(tmp_path
     assert output.read() == ''  # once all writers are gone
 
 
-def test_launch_may_open_as_many_files_as_the_system_allows():
+def test_launch_may_open_as_many_files_as_the_system_allows(monkeypatch):
+  monkeypatch.delenv('JAX_PLATFORMS')
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
   try:
@@ -518,6 +526,20 @@ def test_launch_may_open_as_many_files_as_the_system_allows():
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_launch_imports_the_modules_of_the_run_is_no_failure(number, tmp_path):
+  with subprocess.Popen(
+    [sys.executable, '-m', 't5x_gpu.launch', '--restarts=3', '--', '--gin_file=x.gin'],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as run:
+    assert read_until(run, 'process 0') == 'launch: process 0: CPU; not bound: no GPU\n'
+    run.send_signal(number)
+    assert run.wait(DEADLINE_SECONDS) == 85
 
 
 def test_restarts_are_for_training_alone():
@@ -595,7 +617,8 @@ def test_a_run_whose_process_is_killed_continues_with_the_losses_of_an_unbroken_
     'CheckpointConfig.local_period': 5,
   }
 
-  with project_launch(project, '--restarts=5', **settings) as run:
+  code_file = tmp_path / 'code'
+  with project_launch(project, '--restarts=5', f'--code_file={code_file}', **settings) as run:
     read_until(run, 'step 10/')
     children = subprocess.check_output(['pgrep', '-P', str(run.pid)], text=True).split()
     os.kill(int(children[0]), signal.SIGKILL)
@@ -605,6 +628,7 @@ def test_a_run_whose_process_is_killed_continues_with_the_losses_of_an_unbroken_
     assert 'The last interruption (process 0 on' in read_until(run, 'launch: training again')
     output = run.stdout.read()
   assert run.wait(DEADLINE_SECONDS) == 0, output
+  assert code_file.read_text() == '0\n'
   losses = project.metrics()
   assert list(losses) == list(range(1, 31))
   assert losses == pytest.approx(alone.metrics(), rel=1e-5)

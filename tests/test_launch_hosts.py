@@ -1,5 +1,6 @@
 """python -m t5x_gpu.launch on several hosts: agents start, lose and end processes together."""
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -297,6 +298,20 @@ def test_agents_with_another_secret_or_version_are_refused_by_name(three):
 def test_flags_of_several_hosts_that_do_not_fit_each_other_are_refused(flags):
   with raises(ConfigError):
     launch.main([*flags.split(), '--no_gpu', '--', '--gin_file=x.gin'])
+
+
+def test_a_kubernetes_pod_knows_the_number_of_its_host(monkeypatch):
+  for name, value in {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '1'}.items():
+    monkeypatch.setenv(name, value)
+  flags = argparse.Namespace(restarts=3, spares=0, host_index=None)
+  flags.coordinator_address = 'job-0.job:62000,job-1.job:62000'
+  flags.host_count = 1
+  with pytest.raises(ConfigError):  # number 1 of 1
+    launch._agents(flags)
+  flags.host_count = 2
+  info = launch._agents(flags)
+  assert (info.process_index, info.process_count) == (1, 2)
+  assert info.coordinator_address == 'job-0.job:62000'
 
 
 def test_several_launches_on_one_host_are_refused(monkeypatch):

@@ -39,6 +39,9 @@ _ASKED = 'T5X_GPU_FORK_SERVER_ASKS'  # descriptor of the answer
 _LARGEST = 2**20  # bytes of a message
 _UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+# Slurm may send a signal to all processes of a job. `launch` passes it on to those that train.
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+Handlers = Mapping[int, Any]
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
 
@@ -140,7 +143,7 @@ class ForkServer:
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=end_with_parent,
+        preexec_fn=lambda: end_with_parent(signal.SIGKILL),
       )
 
   def is_alive(self) -> bool:
@@ -223,7 +226,21 @@ class ForkServer:
       self._ended[answer['pid']] = answer['status']
 
 
-def _serve(link: socket.socket) -> None:
+def _outlive_signals() -> Handlers:
+  """Makes this process ignore stop signals; returns the handlers before.
+
+  Its end would kill its processes, which have to save.
+  """
+  heeded = [n for n in _STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+  return {number: signal.signal(number, lambda *_: None) for number in heeded}
+
+
+def _heed_signals(handlers: Handlers) -> None:
+  for number, handler in handlers.items():
+    signal.signal(number, handler)
+
+
+def _serve(link: socket.socket, handlers: Handlers) -> None:
   """Forks processes until the parent is gone. Returns in each of them."""
   children: dict[int, int] = {}  # descriptor: process
   while True:
@@ -246,6 +263,7 @@ def _serve(link: socket.socket) -> None:
         _send(link, {'error': str(error)})
       else:
         if pid == 0:
+          _heed_signals(handlers)
           link.close()
           for descriptor in (waiting, *children):
             os.close(descriptor)
@@ -295,13 +313,14 @@ def _run(module: str, argv: Sequence[str]) -> None:
   runpy.run_module(module, run_name='__main__', alter_sys=True)
 
 
-def _answer_of(module: str, argv: Sequence[str]) -> str:
+def _answer_of(module: str, argv: Sequence[str], handlers: Handlers) -> str:
   """Returns what a process of the module answers; '' if it fails, as the run then will, too."""
   reading, writing = os.pipe()
   with warnings.catch_warnings(action='ignore'):
     pid = os.fork()
   if pid == 0:
     try:
+      _heed_signals(handlers)
       end_with_parent()
       os.environ[_ASKED] = str(writing)
       silent = os.open(os.devnull, os.O_WRONLY)
@@ -327,10 +346,11 @@ def main(imports: str, module: str, *argv: str) -> None:
   """Serves; in a forked process, runs `module`."""
   link = socket.socket(fileno=int(os.environ.pop(_SOCKET)))
   asks = os.environ.pop(_ASKED, None) is not None
+  handlers = _outlive_signals()
   for name in filter(None, imports.split(',')):
     importlib.import_module(name)
   _import_as(module)
-  if asks and (further := _answer_of(module, argv)):
+  if asks and (further := _answer_of(module, argv, handlers)):
     before = _unsafe_to_fork()
     for name in further.split(','):
       importlib.import_module(name)
@@ -340,7 +360,7 @@ def main(imports: str, module: str, *argv: str) -> None:
   gc.collect()
   gc.freeze()  # a collection in a process would copy the pages of all these modules
   _send(link, {'ready': True})
-  _serve(link)
+  _serve(link, handlers)
   _run(module, argv)
 
 

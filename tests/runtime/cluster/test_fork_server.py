@@ -87,6 +87,19 @@ def test_a_server_that_is_lost_ends_its_processes_and_says_so(server):
   wait_for(lambda: not pathlib.Path(f'/proc/{process.pid}/exe').exists())
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_stop_signal_for_all_processes_of_a_job_reaches_those_that_train(server, number):
+  process = server.start({**server.env, 'NAME': 'wait'})
+  os.kill(server._popen.pid, number)
+  again = server.start({**server.env, 'NAME': 'again'})  # the server has seen the signal
+  assert again.wait() == 7
+  again.stdout.close()
+  assert process.poll() is None
+  process.send_signal(number)
+  assert process.wait() == (130 if number == signal.SIGINT else -number)
+  process.stdout.close()
+
+
 def test_no_process_outlives_the_program_that_started_the_server(server, tmp_path):
   program = (
     'import os\nfrom t5x_gpu.runtime.cluster.fork_server import ForkServer\n'
