@@ -194,6 +194,10 @@ class SlurmLab:
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
+  def scontrol(self, *arguments: str) -> None:
+    """Runs scontrol, as an administrator does."""
+    self._run(['scontrol', *arguments])
+
   def srun(self, *arguments: str) -> list[str]:
     """Returns the lines that a separate job prints."""
     return self._run(['srun', *arguments]).splitlines()

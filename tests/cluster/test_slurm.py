@@ -1,6 +1,7 @@
 """scripts/train.slurm on a real Slurm of two nodes: it trains, is requeued, and continues."""
 
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -39,15 +40,37 @@ def environment(project: Project) -> dict[str, str]:
 
 
 def submit(
-  slurm, project: Project, *flags: str, sbatch: tuple[str, ...] = TWO_BY_TWO, **macros
+  slurm,
+  project: Project,
+  *,
+  sbatch: tuple[str, ...] = TWO_BY_TWO,
+  variables: dict[str, str] | None = None,
+  **macros,
 ) -> int:
   return slurm.sbatch(
     *sbatch,
     SCRIPT,
-    *(str(project.gin_file), *project.argv(*flags, **macros)[1:]),
+    *(str(project.gin_file), *project.argv(**macros)[1:]),
     cwd=project.folder,
-    **environment(project),
+    **{**environment(project), **(variables or {})},
   )
+
+
+def python_of_hosts(folder: pathlib.Path) -> str:
+  """Returns a python for which the nodes, all of them this machine, are different hosts."""
+  path = folder / 'python'
+  path.write_text(f'#!/bin/sh\nT5X_GPU_DOMAIN=$SLURMD_NODENAME exec {sys.executable} "$@"\n')
+  path.chmod(0o755)
+  return str(path)
+
+
+def wait_for(slurm, project: Project, job: int, text: str) -> None:
+  """Returns once the job has printed `text`."""
+  deadline = time.monotonic() + RUN_SECONDS
+  while text not in output(project, job):
+    assert time.monotonic() < deadline, output(project, job)
+    assert slurm.job(job)['JobState'] in ('PENDING', 'RUNNING'), output(project, job)
+    time.sleep(0.05)
 
 
 def output(project: Project, job: int) -> str:
@@ -56,16 +79,14 @@ def output(project: Project, job: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('restarts', ['0', '20'])
 def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_process(
-  slurm, tmp_path, alone
+  restarts, slurm, tmp_path, alone
 ):
   project = Project(tmp_path)
-  job = submit(slurm, project)
-  deadline = time.monotonic() + RUN_SECONDS
-  while 'step 4/20' not in output(project, job):
-    assert time.monotonic() < deadline, output(project, job)
-    assert slurm.job(job)['JobState'] in ('PENDING', 'RUNNING'), output(project, job)
-    time.sleep(0.02)
+  python = python_of_hosts(tmp_path)
+  job = submit(slurm, project, variables={'RESTARTS': restarts, 'PYTHON': python})
+  wait_for(slurm, project, job, 'step 4/20')
   # What --signal=B:USR1@120 does two minutes before the time limit.
   slurm.signal_batch(job, 'USR1')
   ended = slurm.wait(job, seconds=RUN_SECONDS)
@@ -80,33 +101,39 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
   losses = project.metrics()
   assert list(losses) == list(range(1, 21))
   assert losses == pytest.approx(alone, rel=1e-5)
+  assert not list(tmp_path.glob('.t5x_gpu_*'))
 
 
 @pytest.mark.slow
-def test_agents_start_a_killed_process_again_inside_the_job(slurm, tmp_path, alone):
+def test_a_killed_process_and_a_lost_node_cost_a_restart_inside_the_job(slurm, tmp_path, alone):
   project = Project(tmp_path)
-  job = slurm.sbatch(
-    *TWO_BY_TWO,
-    '--no-kill',
-    SCRIPT,
-    *(str(project.gin_file), *project.argv()[1:]),
-    cwd=project.folder,
-    RESTARTS='3',
-    LAUNCH_FLAGS='--nproc=2 --no_gpu',
-    **environment(project),
-  )
-  deadline = time.monotonic() + RUN_SECONDS
-  while 'step 4/20' not in output(project, job):
-    assert time.monotonic() < deadline, output(project, job)
-    time.sleep(0.02)
+  python = python_of_hosts(tmp_path)
+  job = submit(slurm, project, sbatch=(*TWO_BY_TWO, '--no-kill'), variables={'PYTHON': python})
+  wait_for(slurm, project, job, 'step 4/20')
   pids = subprocess.check_output(['pgrep', '-f', f't5x_gpu[.]train .*{tmp_path}'], text=True)
   os.kill(int(pids.split()[-1]), signal.SIGKILL)
+  wait_for(slurm, project, job, 'launch: training again')
+  lost = slurm.nodes[-1]
+  slurm.scontrol('update', f'nodename={lost}', 'state=down', 'reason=test')
   ended = slurm.wait(job, seconds=RUN_SECONDS)
   text = output(project, job)
-  assert (ended['JobState'], ended['Restarts']) == ('COMPLETED', '0'), text
-  assert (
-    text.count('failed (SIGKILL) after step') == 2 and 'restart 1 of at most 3 on host 0' in text
-  ), text
+  assert (ended['JobState'], ended['Restarts'], ended['NumNodes']) == ('COMPLETED', '0', '1'), text
+  assert 'failed (SIGKILL) after step' in text and 'restart 1 of at most 20 on host 0' in text, text
+  assert 'was lost after step' in text and f'srun: error: Node failure on {lost}' in text
+  assert 'train.slurm: exit code 0' in text  # srun's is 137
+  assert project.metrics() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_slurm_requeues_a_job_that_has_lost_a_node_and_may_not_run_without(slurm, tmp_path, alone):
+  project = Project(tmp_path)
+  job = submit(slurm, project, variables={'PYTHON': python_of_hosts(tmp_path)})
+  wait_for(slurm, project, job, 'step 4/20')
+  slurm.scontrol('update', f'nodename={slurm.nodes[-1]}', 'state=down', 'reason=test')
+  ended = slurm.wait(job, seconds=RUN_SECONDS)
+  text = output(project, job)
+  assert (ended['JobState'], ended['Restarts'], ended['NumNodes']) == ('COMPLETED', '1', '2'), text
+  assert 'DUE TO NODE FAILURE' in text
   assert project.metrics() == pytest.approx(alone, rel=1e-5)
 
 
