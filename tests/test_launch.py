@@ -529,7 +529,7 @@ def test_launch_may_open_as_many_files_as_the_system_allows(monkeypatch):
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_while_launch_imports_the_modules_of_the_run_is_no_failure(number, tmp_path):
+def test_a_signal_while_launch_imports_the_modules_of_the_run_ends_it_with_85(number, tmp_path):
   with subprocess.Popen(
     [sys.executable, '-m', 't5x_gpu.launch', '--restarts=3', '--', '--gin_file=x.gin'],
     cwd=tmp_path,

@@ -13,7 +13,7 @@ import yaml
 
 from scripts import draw_report
 from t5x_gpu import cli, train
-from t5x_gpu.runtime.cluster import cluster
+from t5x_gpu.runtime.cluster.restarts import EXIT_USAGE
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import Project, run_here
 
@@ -52,11 +52,12 @@ def test_scripts_are_bash(name):
   assert (done.returncode, done.stderr) == (0, '')
 
 
-def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_path):
-  bin_folder = tmp_path / 'bin'
-  bin_folder.mkdir()
+def start_in_pbs(folder: pathlib.Path, **variables: str) -> list[str]:
+  """Returns the lines of train.pbs on two hosts."""
+  bin_folder = folder / 'bin'
+  bin_folder.mkdir(exist_ok=True)
   executable(bin_folder / 'mpiexec', MPIEXEC)
-  (tmp_path / 'nodes').write_text('x3006c0\nx3006c1\n')
+  (folder / 'nodes').write_text('x3006c0\nx3006c1\n')
   environ = {k: v for k, v in os.environ.items() if k != 'JAX_PLATFORMS'}
   done = subprocess.run(
     ['bash', SCRIPTS / 'train.pbs'],
@@ -66,15 +67,21 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
       **environ,
       'PATH': f'{bin_folder}:{os.environ["PATH"]}',
       'PYTHONPATH': str(ROOT),
-      'PYTHON': executable(tmp_path / 'python', PYTHON),
-      'PBS_O_WORKDIR': str(tmp_path),
+      'PBS_O_WORKDIR': str(folder),
       'PBS_JOBID': '12.polaris',
-      'PBS_NODEFILE': str(tmp_path / 'nodes'),
+      'PBS_NODEFILE': str(folder / 'nodes'),
       'GIN_FILE': 'my.gin',
-      'FLAGS': '--gin.A=1 --gin.B=x',
+      **variables,
     },
   )
-  reported = [json.loads(line) for line in done.stdout.splitlines()]
+  return done.stdout.splitlines()
+
+
+def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_path):
+  lines = start_in_pbs(
+    tmp_path, PYTHON=executable(tmp_path / 'python', PYTHON), FLAGS='--gin.A=1 --gin.B=x'
+  )
+  reported = [json.loads(line) for line in lines]
   infos = [each['info'] for each in reported]
   assert [info['process_index'] for info in infos] == list(range(8))
   assert {info['process_count'] for info in infos} == {8}
@@ -87,26 +94,59 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
   assert reported[3]['gin'] == ['my.gin'] and reported[3]['bindings'] == ['A=1', 'B=x']
 
 
+# In the place of python: shows its arguments, and this process's number among the hosts.
+SHOW = """#!/bin/bash
+echo "$PALS_RANKID $PALS_LOCAL_SIZE $*"
+"""
+
+
+def test_the_pbs_script_starts_an_agent_per_host(tmp_path):
+  python = executable(tmp_path / 'python', SHOW)
+  assert start_in_pbs(tmp_path, PYTHON=python, RESTARTS='20') == [
+    f'{host} 1 -m t5x_gpu.launch --restarts=20 --nproc=4 -- --gin_file=my.gin' for host in range(2)
+  ]
+
+
+@pytest.mark.parametrize(
+  'restarts, start',
+  [
+    ('0', '-np 16 --hostfile hosts --bind-to none -x TERM=dumb python -m t5x_gpu.train'),
+    (
+      '20',
+      '-np 2 --map-by ppr:1:node --hostfile hosts --bind-to none -x TERM=dumb python -m '
+      't5x_gpu.launch --restarts=20 --nproc=8 --',
+    ),
+  ],
+)
+def test_the_script_for_mpirun_starts_a_process_per_gpu_or_an_agent_per_host(
+  restarts, start, tmp_path
+):
+  (tmp_path / 'hosts').write_text('# two\nnode1 slots=8\n\nnode2 slots=8\n')
+  executable(tmp_path / 'mpirun', '#!/bin/bash\necho "$@"\n')
+  env = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'PYTHON': 'python', 'HOSTFILE': 'hosts'}
+  script = [SCRIPTS / 'train_mpi.sh', '16', 'my.gin', '--gin.A=1']
+  shown = subprocess.check_output(
+    script, env={**env, 'RESTARTS': restarts}, cwd=tmp_path, text=True
+  )
+  assert shown.replace('-x T5X_GPU_JOB_SECRET ', '') == f'{start} --gin_file=my.gin --gin.A=1\n'
+
+
 def test_the_kubernetes_job_gives_each_pod_what_it_needs():
   service, job = yaml.safe_load_all((SCRIPTS / 'train_k8s.yaml').read_text())
   spec, pod = job['spec'], job['spec']['template']['spec']
   (container,) = pod['containers']
-  args = cli.parse_args('x', '', container['args'], extra=cluster.add_flags)
+  split = container['args'].index('--')
+  args = cli.parse_args('x', '', container['args'][split + 1 :])
   assert (ROOT / args.gin_files[0]).exists()
-  assert container['command'] == ['python', '-m', 't5x_gpu.train']
+  assert container['command'] == ['python', '-m', 't5x_gpu.launch']
   count = spec['completions']
   assert spec['completionMode'] == 'Indexed' and spec['parallelism'] == count
-  infos = [
-    cluster.detect(
-      {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': str(i)}, **vars(args.extra)
-    )
-    for i in range(count)
-  ]
-  assert [info.process_index for info in infos] == list(range(count))
+  flags = dict(flag.split('=') for flag in container['args'][:split])
+  assert flags['--host_count'] == str(count) and int(flags['--restarts']) > 0
   # A pod of an indexed job is called JOB-INDEX, and has its subdomain's address.
   assert service['spec']['clusterIP'] == 'None' and pod['subdomain'] == service['metadata']['name']
-  first = f'{job["metadata"]["name"]}-0.{pod["subdomain"]}:'
-  assert infos[0].coordinator_address.startswith(first)
+  names = [f'{job["metadata"]["name"]}-{i}.{pod["subdomain"]}:62000' for i in range(count)]
+  assert flags['--coordinator_address'].split(',') == names
   assert service['spec']['selector'] == {'job-name': job['metadata']['name']}
 
 
@@ -133,6 +173,7 @@ def test_the_kubernetes_job_acts_on_our_exit_codes():
   assert action == {
     EXIT_PREEMPTED: 'Ignore',
     128 + signal.SIGTERM: 'Ignore',
+    EXIT_USAGE: 'FailJob',
     int(environment[cli.CONFIG_ERROR_CODE]): 'FailJob',
     128 + signal.SIGINT: 'FailJob',
   }
@@ -140,6 +181,8 @@ def test_the_kubernetes_job_acts_on_our_exit_codes():
   assert (
     'backoffLimit' not in spec and spec['backoffLimitPerIndex'] and (spec['maxFailedIndexes'] == 0)
   )
+  # A pod exits with 0 only if the run is done; one that is lost then would wait for the others.
+  assert spec['successPolicy'] == {'rules': [{'succeededCount': 1}]}
 
 
 @pytest.mark.parametrize('flags, code', [(['--gin_file=nowhere.gin'], 78), (['--help'], 0)])
@@ -161,11 +204,16 @@ def test_the_slurm_script_asks_for_one_task_per_gpu():
   assert 'requeue' in options and 'gpus-per-task' not in options
 
 
-def end_in_slurm(folder: pathlib.Path, code: int, **variables: str) -> tuple[str, str]:
-  """Returns the lines of train.slurm after an srun with this exit code, and calls of scontrol."""
+def end_in_slurm(
+  folder: pathlib.Path, code: int, *, srun: str = '', **variables: str
+) -> tuple[str, str]:
+  """Returns the lines of train.slurm after an srun with this exit code, and calls of scontrol.
+
+  `srun` is a program in the place of srun.
+  """
   bin_folder = folder / 'bin'
   bin_folder.mkdir(exist_ok=True)
-  executable(bin_folder / 'srun', f'#!/bin/bash\nexit {code}\n')
+  executable(bin_folder / 'srun', srun or f'#!/bin/bash\nexit {code}\n')
   # In the place of Slurm, which would end the script.
   executable(bin_folder / 'scontrol', '#!/bin/bash\necho "$@" >> calls\nkill "$PPID"\n')
   (folder / 'calls').write_text('')
@@ -182,6 +230,53 @@ def end_in_slurm(folder: pathlib.Path, code: int, **variables: str) -> tuple[str
     },
   )
   return done.stdout, (folder / 'calls').read_text()
+
+
+# In the place of srun: shows its arguments, ends with 137, and the run with 85, as one that saved
+# without a node that was lost.
+LOST_NODE = """#!/bin/bash
+printf '%s\\n' "$@"
+for flag; do case $flag in --code_file=*) echo 85 > "${flag#*=}";; esac; done
+exit 137
+"""
+
+
+def test_slurm_goes_by_the_code_of_the_run_which_a_lost_node_does_not_share(tmp_path):
+  said, calls = end_in_slurm(tmp_path, 137, srun=LOST_NODE)
+  assert 'saved; back into the queue' in said and calls == 'requeue 7\n'
+  assert not list(tmp_path.glob('.t5x_gpu_*'))
+  said, calls = end_in_slurm(tmp_path, 137, srun=LOST_NODE, RESTARTS='0')
+  assert 'exit code 137' in said and not calls
+
+
+@pytest.mark.parametrize('cpus, each', [('96(x2)', '96'), ('96,64', '64')])
+def test_slurm_starts_an_agent_per_node_with_all_gpus_and_the_cores_that_each_node_has(
+  cpus, each, tmp_path
+):
+  said, _ = end_in_slurm(
+    tmp_path,
+    137,
+    srun=LOST_NODE,
+    LAUNCH_FLAGS='--spares=1 --numa=off',
+    SLURM_JOB_NUM_NODES='2',
+    SLURM_NTASKS_PER_NODE='8',
+    SLURM_CPUS_PER_TASK='8',
+    SLURM_CPUS_ON_NODE='96',
+    SLURM_JOB_CPUS_PER_NODE=cpus,
+  )
+  flags = said.splitlines()
+  srun, launch = flags[1 : flags.index('-m')], flags[flags.index('-m') + 2 : flags.index('--')]
+  assert srun[:-1] == [
+    '--no-kill',
+    '--kill-on-bad-exit=0',
+    '--wait=0',
+    '--gpu-bind=none',
+    '--ntasks=2',
+    '--ntasks-per-node=1',
+    f'--cpus-per-task={each}',
+  ]
+  assert launch == ['--restarts=20', *launch[1:2], '--nproc=8', '--spares=1', '--numa=off']
+  assert launch[1].startswith('--code_file=')
 
 
 @pytest.mark.parametrize('code', [1, 86, 87, 134, 137])

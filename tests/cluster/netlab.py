@@ -5,14 +5,15 @@
       lab.cut(1)
       lab.heal(1)
 
-Every host has a name, an address 10.77.0.I and a hosts file. The switch is in a namespace as well,
-so that nothing of this machine's own network is touched. Needs root and `ip`.
+Every host has a name, an address 10.77.0.I and a hosts file in the place of DNS. The switch is in a
+namespace as well, so that nothing of this machine's own network is touched. Needs root and `ip`.
 """
 
 import os
 import pathlib
 import shutil
 import subprocess
+from collections.abc import Sequence
 from typing import Any, Self
 
 _NETWORK = '10.77.0'
@@ -28,18 +29,29 @@ class NetLab:
   Args:
     num_hosts: how many.
     own_address: what a host's own name means on that host; its address on the switch by default.
+    names: the names of each host, its own first; h1, h2, ... by default.
   Raises:
     NetLabError: in `__enter__`, with the reason, where it is not permitted.
   """
 
-  def __init__(self, *, num_hosts: int, own_address: str = ''):
+  def __init__(self, *, num_hosts: int, own_address: str = '', names: Sequence[Sequence[str]] = ()):
     self._num_hosts = num_hosts
     self._own_address = own_address
+    self._names = names or [[f'h{i + 1}'] for i in range(num_hosts)]
+    self._addresses = [f'{_NETWORK}.{i + 1}' for i in range(num_hosts)]
     self._prefix = f'nl{os.getpid()}'
     self._switch = f'{self._prefix}s'
 
   def address(self, host: int) -> str:
-    return f'{_NETWORK}.{host + 1}'
+    return self._addresses[host]
+
+  def replace_address(self, host: int) -> None:
+    """Gives a host another address under its names."""
+    self._addresses[host] = f'{_NETWORK}.{int(self._addresses[host].rpartition(".")[2]) + 100}'
+    _ip('-n', self._name(host), 'address', 'flush', 'dev', 'eth0')
+    self._add_address(host)
+    for each in range(self._num_hosts):
+      self._write_names(each)
 
   def __enter__(self) -> Self:
     if os.getuid() != 0 or not shutil.which('ip') or not shutil.which('unshare'):
@@ -63,7 +75,7 @@ class NetLab:
 
   def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen:
     """Starts a command on a host; `ip netns exec` gives it the host's own /etc/hosts."""
-    named = ['unshare', '--uts', 'sh', '-c', 'hostname "$0" && exec "$@"', f'h{host + 1}']
+    named = ['unshare', '--uts', 'sh', '-c', 'hostname "$0" && exec "$@"', self._names[host][0]]
     return subprocess.Popen(['ip', 'netns', 'exec', self._name(host), *named, *command], **options)
 
   def _name(self, host: int) -> str:
@@ -92,19 +104,25 @@ class NetLab:
       )
       _ip('-n', self._switch, 'link', 'set', f'port{host}', 'master', 'br0', 'up')
       _ip('-n', name, 'link', 'set', 'lo', 'up')
-      _ip('-n', name, 'address', 'add', f'{self.address(host)}/24', 'dev', 'eth0')
+      self._add_address(host)
       _ip('-n', name, 'link', 'set', 'eth0', 'up')
-      files = pathlib.Path('/etc/netns') / name
-      files.mkdir(parents=True)
-      (files / 'hosts').write_text(
-        '127.0.0.1 localhost\n'
-        + ''.join(
-          f'{i == host and self._own_address or self.address(i)} h{i + 1}\n'
-          for i in range(self._num_hosts)
-        )
-      )
+      (pathlib.Path('/etc/netns') / name).mkdir(parents=True)
+      self._write_names(host)
     if self.start(0, ['true'], stderr=subprocess.DEVNULL).wait(20) != 0:
       raise NetLabError('a command cannot be run in a namespace')
+
+  def _add_address(self, host: int) -> None:
+    _ip('-n', self._name(host), 'address', 'add', f'{self.address(host)}/24', 'dev', 'eth0')
+
+  def _write_names(self, host: int) -> None:
+    """Writes a host's hosts file, in place: processes that run have it mounted."""
+    (pathlib.Path('/etc/netns') / self._name(host) / 'hosts').write_text(
+      '127.0.0.1 localhost\n'
+      + ''.join(
+        f'{i == host and self._own_address or self.address(i)} {" ".join(names)}\n'
+        for i, names in enumerate(self._names)
+      )
+    )
 
   def _down(self) -> None:
     for name in [*(self._name(host) for host in range(self._num_hosts)), self._switch]:

@@ -39,7 +39,7 @@ _ASKED = 'T5X_GPU_FORK_SERVER_ASKS'  # descriptor of the answer
 _LARGEST = 2**20  # bytes of a message
 _UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Slurm may send a signal to all processes of a job. `launch` passes it on to those that train.
+# Slurm may send a signal to all processes of a job, and `launch` passes it on to its processes.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 Handlers = Mapping[int, Any]
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
