@@ -882,7 +882,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     'several hosts, with --restarts: start the same command on each (not needed with srun, ...)'
   )
   hosts.add_argument('--host_count', type=positive_int, metavar='N', help='number of hosts')
-  hosts.add_argument('--host_index', type=int, metavar='I', help='number of this host, from 0')
+  hosts.add_argument(
+    '--host_index', type=int, metavar='I', help='number of this host, from 0; Kubernetes gives it'
+  )
   hosts.add_argument(
     '--spares',
     type=positive_int,

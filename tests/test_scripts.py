@@ -274,6 +274,7 @@ def test_slurm_starts_an_agent_per_node_with_all_gpus_and_the_cores_that_each_no
     '--ntasks=2',
     '--ntasks-per-node=1',
     f'--cpus-per-task={each}',
+    f'--task-epilog={tmp_path}/.t5x_gpu_epilog_7',
   ]
   assert launch == ['--restarts=20', *launch[1:2], '--nproc=8', '--spares=1', '--numa=off']
   assert launch[1].startswith('--code_file=')

@@ -17,6 +17,7 @@ import socket
 import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any, Optional, Self
 
 DAEMONS = ('munged', 'slurmctld', 'slurmd')
@@ -103,7 +104,7 @@ class SlurmLab:
     )
     self._run(['slurmctld', '-c'])
     for node in self.nodes:
-      self._run(['slurmd', '-c', '-N', node])
+      self.start_node(node)
     deadline = time.monotonic() + START_SECONDS
     while self._idle_nodes() != len(self.nodes):
       if time.monotonic() > deadline:
@@ -114,6 +115,19 @@ class SlurmLab:
           )
         )
       time.sleep(0.05)
+
+  def start_node(self, node: str) -> None:
+    self._run(['slurmd', '-c', '-N', node])
+
+  def lose_node(self, node: str) -> None:
+    """Kills everything on a node. Slurm notices it after minutes."""
+    mark = f'SLURMD_NODENAME={node}'.encode()
+    tasks = [pid for pid, environment in self._processes() if mark in environment]
+    parents = {_parent(pid) for pid in tasks}
+    daemon = int((self.folder / 'run' / f'slurmd.{node}.pid').read_text())
+    # First the daemons: they must not tell how the tasks end.
+    for pid in [daemon, *(p for p in parents if _name(p) == 'slurmstepd'), *tasks]:
+      _kill(pid, signal.SIGKILL)
 
   def __exit__(self, *exc_info: Any) -> None:
     self.stop()
@@ -232,8 +246,12 @@ class SlurmLab:
     for file in (*(self.folder / 'run').glob('*.pid'), self.folder / 'munge' / 'pid'):
       if file.exists() and _name(pid := int(file.read_text())) in DAEMONS:
         _end(pid)
-    # Step daemons, and tasks that lost their daemon, carry the name of this cluster's
-    # configuration.
+    for pid, _ in self._processes():
+      _kill(pid, signal.SIGKILL)
+
+  def _processes(self) -> Iterator[tuple[int, list[bytes]]]:
+    """Yields step daemons and processes of jobs, with their environments."""
+    # They carry the name of this cluster's configuration, also if they have lost their daemon.
     mark = f'SLURM_CONF={self.folder}/slurm.conf'.encode()
     for path in pathlib.Path('/proc').glob('[0-9]*/environ'):
       try:
@@ -246,7 +264,7 @@ class SlurmLab:
         and pid != os.getpid()
         and (_name(pid) == 'slurmstepd' or any(e.startswith(b'SLURM_JOB_ID=') for e in environment))
       ):
-        _kill(pid, signal.SIGKILL)
+        yield pid, environment
 
 
 def _free_port() -> int:
@@ -263,6 +281,13 @@ def _name(pid: int) -> Optional[str]:
     return None
   name, state = re.search(r'\((.*)\) (\S)', text).groups()
   return None if state == 'Z' else name
+
+
+def _parent(pid: int) -> int:
+  try:
+    return int(pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+  except OSError:
+    return 0
 
 
 def _kill(pid: int, number: int) -> None:

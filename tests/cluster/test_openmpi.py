@@ -12,10 +12,18 @@ from tests.helpers_xla import xla_flags
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-def test_two_processes_of_mpirun_give_the_losses_of_one(mpirun, tmp_path, alone):
+@pytest.mark.parametrize(
+  'restarts, shown',
+  [
+    ('0', '(OMPI_COMM_WORLD_RANK of mpirun)'),
+    ('3', '(JAX_PROCESS_INDEX or JAX_PROCESS_ID)'),  # a launch on the only host numbers them
+  ],
+)
+def test_two_processes_of_mpirun_give_the_losses_of_one(restarts, shown, mpirun, tmp_path, alone):
   project = Project(tmp_path)
   env = {
     **os.environ,
+    'RESTARTS': restarts,
     'PYTHON': sys.executable,
     'PYTHONPATH': str(REPOSITORY),
     'JAX_PLATFORMS': 'cpu',
@@ -34,6 +42,6 @@ def test_two_processes_of_mpirun_give_the_losses_of_one(mpirun, tmp_path, alone)
     timeout=DEADLINE_SECONDS,
   )
   assert done.returncode == 0, done.stdout
-  assert '(OMPI_COMM_WORLD_RANK of mpirun)' in done.stdout
+  assert shown in done.stdout
   assert 'mesh: 1 host x 2 CPU devices' in done.stdout
   assert project.metrics() == pytest.approx(alone, rel=1e-5)

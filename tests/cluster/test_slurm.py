@@ -6,10 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
+from tests.cluster.slurm_lab import SlurmLab
 from tests.helpers_train import REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
@@ -108,7 +110,7 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
 def test_a_killed_process_and_a_lost_node_cost_a_restart_inside_the_job(slurm, tmp_path, alone):
   project = Project(tmp_path)
   python = python_of_hosts(tmp_path)
-  job = submit(slurm, project, sbatch=(*TWO_BY_TWO, '--no-kill'), variables={'PYTHON': python})
+  job = submit(slurm, project, variables={'PYTHON': python})
   wait_for(slurm, project, job, 'step 4/20')
   pids = subprocess.check_output(['pgrep', '-f', f't5x_gpu[.]train .*{tmp_path}'], text=True)
   os.kill(int(pids.split()[-1]), signal.SIGKILL)
@@ -124,10 +126,50 @@ def test_a_killed_process_and_a_lost_node_cost_a_restart_inside_the_job(slurm, t
   assert project.metrics() == pytest.approx(alone, rel=1e-5)
 
 
+# In the place of python, as launch and train after the loss of the first node: the others continue,
+# and end once the file `lost` is there. After the requeue, all are done.
+AGENT = """#!/bin/bash
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
+echo "$SLURMD_NODENAME" >> started
+while [ ! -e lost ]; do sleep 0.05; done
+for flag; do case $flag in --code_file=*) echo 85 > "${flag#*=}";; esac; done
+exit 85
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('restarts', ['0', '20'])
+def test_a_job_that_has_lost_the_node_of_its_script_is_requeued_by_another_node(restarts, tmp_path):
+  python = tmp_path / 'python'
+  python.write_text(AGENT)
+  python.chmod(0o755)
+  with tempfile.TemporaryDirectory(prefix='t5x_gpu_slurm_') as folder:
+    os.chmod(folder, 0o755)
+    with SlurmLab(pathlib.Path(folder) / 'lab', num_nodes=3) as lab:
+      flags = ('--nodes=3', *TWO_BY_TWO[1:])
+      variables = {'PYTHON': str(python), 'RESTARTS': restarts}
+      job = lab.sbatch(*flags, SCRIPT, 'my.gin', cwd=tmp_path, **variables)
+      deadline = time.monotonic() + 60
+      while not (started := tmp_path / 'started').exists() or len(started.read_text()) < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+      lab.lose_node(lab.nodes[0])
+      (tmp_path / 'lost').touch()  # before Slurm has noticed
+      while lab.job(job)['JobState'] == 'RUNNING':
+        assert time.monotonic() < deadline, lab.job(job)
+        time.sleep(0.1)
+      lab.scontrol('update', f'nodename={lab.nodes[0]}', 'state=down', 'reason=lost')
+      lab.start_node(lab.nodes[0])
+      ended = lab.wait(job, seconds=60)
+  assert [ended[key] for key in ('JobState', 'Restarts', 'NumNodes')] == ['COMPLETED', '1', '3']
+  assert not list(tmp_path.glob('.t5x_gpu_*'))
+
+
 @pytest.mark.slow
 def test_slurm_requeues_a_job_that_has_lost_a_node_and_may_not_run_without(slurm, tmp_path, alone):
   project = Project(tmp_path)
-  job = submit(slurm, project, variables={'PYTHON': python_of_hosts(tmp_path)})
+  python = python_of_hosts(tmp_path)
+  job = submit(slurm, project, sbatch=(*TWO_BY_TWO, '--no-kill=off'), variables={'PYTHON': python})
   wait_for(slurm, project, job, 'step 4/20')
   slurm.scontrol('update', f'nodename={slurm.nodes[-1]}', 'state=down', 'reason=test')
   ended = slurm.wait(job, seconds=RUN_SECONDS)

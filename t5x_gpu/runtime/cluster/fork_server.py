@@ -41,7 +41,7 @@ _UNKNOWN = -signal.SIGKILL  # exit code of a process whose server is gone
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # Slurm may send a signal to all processes of a job, and `launch` passes it on to its processes.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-Handlers = Mapping[int, Any]
+_Handlers = Mapping[int, Any]
 _prctl = getattr(ctypes.CDLL(None), 'prctl', None)
 
 
@@ -226,7 +226,7 @@ class ForkServer:
       self._ended[answer['pid']] = answer['status']
 
 
-def _outlive_signals() -> Handlers:
+def _outlive_signals() -> _Handlers:
   """Makes this process ignore stop signals; returns the handlers before.
 
   Its end would kill its processes, which have to save.
@@ -235,12 +235,12 @@ def _outlive_signals() -> Handlers:
   return {number: signal.signal(number, lambda *_: None) for number in heeded}
 
 
-def _heed_signals(handlers: Handlers) -> None:
+def _heed_signals(handlers: _Handlers) -> None:
   for number, handler in handlers.items():
     signal.signal(number, handler)
 
 
-def _serve(link: socket.socket, handlers: Handlers) -> None:
+def _serve(link: socket.socket, handlers: _Handlers) -> None:
   """Forks processes until the parent is gone. Returns in each of them."""
   children: dict[int, int] = {}  # descriptor: process
   while True:
@@ -313,7 +313,7 @@ def _run(module: str, argv: Sequence[str]) -> None:
   runpy.run_module(module, run_name='__main__', alter_sys=True)
 
 
-def _answer_of(module: str, argv: Sequence[str], handlers: Handlers) -> str:
+def _answer_of(module: str, argv: Sequence[str], handlers: _Handlers) -> str:
   """Returns what a process of the module answers; '' if it fails, as the run then will, too."""
   reading, writing = os.pipe()
   with warnings.catch_warnings(action='ignore'):
