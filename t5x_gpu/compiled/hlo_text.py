@@ -198,11 +198,11 @@ class Module:
     known = re.search(r'known_trip_count\W+n\W+(\d+)', loop.rest)
     if known:
       return int(known.group(1))
-    condition = self.computations[(loop.attribute('condition') or '').lstrip('%')]
-    compare = condition.origin(condition.root)
+    condition = _Frame(self.computations[(loop.attribute('condition') or '').lstrip('%')])
+    frame, compare = self._origin(condition, condition.computation.root)
     if compare is None or compare.opcode != 'compare':
       return None
-    left, right = (condition.origin(name) for name in compare.operands)
+    left, right = (self._origin(frame, name)[1] for name in compare.operands)
     direction = compare.attribute('direction')
     if left is not None and left.opcode == 'constant':  # n > i
       left, right, direction = right, left, {'GT': 'LT', 'GE': 'LE'}.get(direction or '')
@@ -215,7 +215,7 @@ class Module:
     ):
       return None
     index = left.numbers('index')[0]
-    start = _constant(_element(computation, loop.operands[0], index))
+    start = _constant(self._element(_Frame(computation), loop.operands[0], index)[1])
     step = self._growth(self.computations[self.body(loop)], index)
     if start is None or not step or step < 0:
       return None
@@ -223,16 +223,37 @@ class Module:
 
   def _growth(self, body: Computation, index: int) -> Optional[int]:
     """Returns the increment of element `index` of the carried tuple per iteration of `body`."""
-    add = _element(body, body.root, index)
+    frame, add = self._element(_Frame(body), body.root, index)
     if add is None or add.opcode != 'add':
       return None
     counter, step = None, None
-    for operand in (body.origin(name) for name in add.operands):
+    for _, operand in (self._origin(frame, name) for name in add.operands):
       if operand is not None and operand.opcode == 'get-tuple-element':
         counter = operand.numbers('index')[0]
       else:
         step = _constant(operand)
     return step if counter == index else None
+
+  def _origin(self, frame: '_Frame', name: str) -> tuple['_Frame', Optional[Instruction]]:
+    """Returns the instruction that computed `name`, looking through copies and fusions."""
+    found = frame.computation.origin(name)
+    if found is not None and found.opcode == 'fusion' and len(found.arrays) == 1:
+      [inner] = self.called(found)
+      return self._origin(
+        _Frame(self.computations[inner], found, frame), self.computations[inner].root
+      )
+    if found is not None and found.opcode == 'parameter' and frame.fusion is not None:
+      return self._origin(frame.caller, frame.fusion.operands[int(found.operands[0])])
+    return frame, found
+
+  def _element(
+    self, frame: '_Frame', name: str, index: int
+  ) -> tuple['_Frame', Optional[Instruction]]:
+    """Returns the origin of element `index` of the tuple `name`."""
+    frame, made = self._origin(frame, name)
+    if made is None or made.opcode != 'tuple':
+      return frame, None
+    return self._origin(frame, made.operands[index])
 
   def source(self, instruction: Instruction) -> str:
     """Returns 'path/file.py:line' of the instruction's Python code; '' if unknown."""
@@ -243,19 +264,20 @@ class Module:
     return f'{file.group(1)}:{file.group(2)}' if file else ''
 
 
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+  """A computation, and the fusion that runs it: `fusion`, an instruction of the frame `caller`."""
+
+  computation: Computation
+  fusion: Optional[Instruction] = None
+  caller: Optional['_Frame'] = None
+
+
 def _constant(instruction: Optional[Instruction]) -> Optional[int]:
   if instruction is None or instruction.opcode != 'constant':
     return None
   literal = instruction.operands[0] if instruction.operands else ''
   return int(literal) if re.fullmatch(r'-?\d+', literal) else None
-
-
-def _element(computation: Computation, name: str, index: int) -> Optional[Instruction]:
-  """Returns the origin of element `index` of the tuple `name`."""
-  made = computation.origin(name)
-  if made is None or made.opcode != 'tuple':
-    return None
-  return computation.origin(made.operands[index])
 
 
 def parse(text: str) -> Module:

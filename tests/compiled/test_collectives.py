@@ -346,6 +346,53 @@ ENTRY %main (a: bf16[4,8]) -> bf16[4,8] {
 """
 
 
+# A loop that XLA has changed last, whose counter it computes in fusions: no known_trip_count.
+COUNTED_IN_FUSIONS = """HloModule jit_step, num_partitions=8
+
+%fused_compare (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %limit = s32[] constant(7)
+  ROOT %compare = pred[] compare(%p, %limit), direction=LT
+}
+
+%condition (state: (s32[], f32[8])) -> pred[] {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %fusion = pred[] fusion(%i), kind=kLoop, calls=%fused_compare
+}
+
+%fused_add (step: s32[], p: s32[]) -> s32[] {
+  %p = s32[] parameter(1)
+  %step = s32[] parameter(0)
+  ROOT %add = s32[] add(%p, %step)
+}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %copy = s32[] copy(%i)
+  %x = f32[8]{0} get-tuple-element(%state), index=1
+  %two = s32[] constant(2)
+  %next = s32[] fusion(%two, %copy), kind=kLoop, calls=%fused_add
+  %ar = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %ar)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %one = s32[] constant(1)
+  %start = (s32[], f32[8]{0}) tuple(%one, %a)
+  %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_loop_counts_as_often_as_it_runs_if_fusions_compute_its_counter():
+  (c,) = inventory(COUNTED_IN_FUSIONS, dict(data=4, fsdp=2))
+  assert (c.kind, c.trip_counts, c.unknown_count) == ('all-reduce', (3,), False)
+
+
 def test_the_text_of_a_compiled_gpu_program_is_read_too():
   assert [
     (c.kind, c.axes, c.dtype, c.shape, c.bytes_per_device, c.count)
