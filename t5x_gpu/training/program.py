@@ -4,6 +4,7 @@ Every command that needs a model on a mesh builds a `Program`, which allocates a
 """
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -183,6 +184,7 @@ def build_program(
   topology: Topology,
   devices: list[Device],
   dataset: Optional[DatasetConfig] = None,
+  params: Optional[Callable[[StepConfig], Shapes]] = None,
 ) -> Program:
   """Returns the program of a run, after checking that model, batch and mesh fit each other.
 
@@ -190,6 +192,8 @@ def build_program(
     config: the run's configuration.
     topology, devices: hosts and devices of the mesh.
     dataset: sets the shapes of the batch; None for the training data.
+    params: `initial_params`, or a function that remembers its results, which take most of the time;
+      None if `dataset` is given.
   Raises:
     ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
@@ -197,9 +201,7 @@ def build_program(
   check_model(model)
   check_optimizer(config.optimizer)
   check_devices(fp8_scaling_of(model), devices)
-  spec = model.batch_spec(
-    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
-  )
+  spec = _spec(model, dataset)
   check_microbatches(dataset.batch_size, config.num_microbatches)
   check_normalizer(config, spec)
   layout = _lay_out(config, spec, topology, devices)
@@ -207,7 +209,7 @@ def build_program(
   region = layout.region
   context = region.rules.context_method if 'context' in region.axes else None
   check_attention(config_of(model), devices[0], context=context)
-  init, shapes, form = _first_state(config, spec, layout)
+  init, shapes, form = _first_state(config, spec, layout, params and params(config))
   abstract = form.abstract(shapes)
   functions = dict(
     init=lambda: form.first(init()),
@@ -215,6 +217,7 @@ def build_program(
     eval_step=make_eval_step(config, form),
   )
   layout = form.with_costs(shapes)
+  layout = dataclasses.replace(layout, notes=(*layout.notes, *_void_settings(config, layout)))
   return Program(
     config,
     layout,
@@ -223,6 +226,22 @@ def build_program(
     abstract,
     form.abstract_saved(shapes),
     **_jitted(layout, _filled(spec, layout, config), abstract, **functions),
+  )
+
+
+def _void_settings(config: StepConfig, layout: Layout) -> tuple[str, ...]:
+  """Returns notes on settings that another one makes void."""
+  of_model = config_of(config.model)
+  reason = None
+  if layout.pipeline is not None:
+    reason = 'a pipeline'
+  elif layout.region.by_layer(config.num_microbatches):
+    reason = "Partitioner.accumulate_by = 'layer'"
+  if of_model is None or of_model.remat_policy == 'full' or reason is None:
+    return ()
+  return (
+    f'TransformerConfig.remat_policy = {of_model.remat_policy!r} has no effect: {reason} computes '
+    'each layer again in the backward pass',
   )
 
 
@@ -244,6 +263,22 @@ def host_counts(program: Program) -> tuple[int, ...]:
   return (*filter(fits, range(1, topology.num_hosts)), topology.num_hosts)
 
 
+def initial_params(config: StepConfig) -> Shapes:
+  """Returns the shapes and axes of a run's parameters, which no layout changes."""
+  spec = _spec(config.model, config.train_dataset_cfg)
+  return jax.eval_shape(functools.partial(_init_boxed, config, spec))
+
+
+def _init_boxed(config: StepConfig, spec: BatchSpec) -> Params:
+  return config.model.init(jax.random.key(config.random_seed), spec)
+
+
+def _spec(model: Model, dataset: DatasetConfig) -> BatchSpec:
+  return model.batch_spec(
+    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
+  )
+
+
 def _filled(spec: BatchSpec, layout: Layout, config: StepConfig) -> BatchSpec:
   """Returns `spec` with the rows of weight 0 that fill a training batch."""
   rows = layout.filled_rows(spec.batch_size, num_microbatches=config.num_microbatches)
@@ -251,15 +286,13 @@ def _filled(spec: BatchSpec, layout: Layout, config: StepConfig) -> BatchSpec:
 
 
 def _first_state(
-  config: StepConfig, spec: BatchSpec, layout: Layout
+  config: StepConfig, spec: BatchSpec, layout: Layout, params: Optional[Shapes]
 ) -> tuple[Callable[[], TrainState], TrainState, RunForm]:
   """Returns (a function that makes the first state, its shapes, its form)."""
   model, optimizer = config.model, config.optimizer
-
-  def init_boxed() -> Params:
-    return model.init(jax.random.key(config.random_seed), spec)
-
-  abstract_params, names = split_names(jax.eval_shape(init_boxed))
+  init_boxed = functools.partial(_init_boxed, config, spec)
+  boxed = jax.eval_shape(init_boxed) if params is None else params
+  abstract_params, names = split_names(boxed)
   names = layout.chosen(names, abstract_params)
 
   def of_params(params: Params) -> TrainState:

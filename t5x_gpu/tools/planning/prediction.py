@@ -27,12 +27,14 @@ import rich.console
 import rich.progress
 
 from t5x_gpu.compiled.collectives import inventory, partitioned_hlo
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.layers.backends.choose import Choice
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.flops import step_flops, step_tokens
 from t5x_gpu.models.model import Model, config_of, fp8_scaling_of
 from t5x_gpu.models.precision import check_devices
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
+from t5x_gpu.partitioning.trees import Shapes
 from t5x_gpu.runtime.main_log import silent
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
@@ -48,7 +50,7 @@ from t5x_gpu.tools.planning.formulas.traffic import (
 from t5x_gpu.tools.planning.formulas.work import step_work
 from t5x_gpu.tools.planning.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.tools.planning.gpu_targets import GpuTarget, can_compile, described_gpus
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program, build_program, initial_params
 from t5x_gpu.training.train_step import StepConfig
 
 Setting = Union[None, bool, int, float, str]  # the value of a gin parameter
@@ -304,6 +306,10 @@ class Planner:
   gpu: GpuTarget
   assumed: Assumptions
   devices: Sequence[Device]
+  # (model, data, parameters) of the last run: most of its variants share them.
+  _known: list[tuple[Model, DatasetConfig, Shapes]] = dataclasses.field(
+    default_factory=list, compare=False, repr=False
+  )
 
   @property
   def compiles(self) -> bool:
@@ -320,7 +326,16 @@ class Planner:
     """
     check_devices(fp8_scaling_of(config.model), [self.gpu])
     devices = list(self.devices[: topology.num_devices])
-    return build_program(config, topology=topology, devices=devices)
+    return build_program(config, topology=topology, devices=devices, params=self._params)
+
+  def _params(self, config: StepConfig) -> Shapes:
+    """Returns `initial_params`."""
+    for model, dataset, found in self._known:
+      if model is config.model and dataset == config.train_dataset_cfg:
+        return found
+    found = initial_params(config)
+    self._known[:] = [(config.model, config.train_dataset_cfg, found)]
+    return found
 
   def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
     """Returns a prediction from formulas alone; errors as `program`.

@@ -335,15 +335,10 @@ def faster_accumulation(
     for remedy in itertools.islice(_fitting(candidates, topology, compiled), 1)
     if EQUAL * remedy.prediction.seconds_per_step < before.seconds_per_step
   ]
-  lines = ["Partitioner.accumulate_by = 'layer' computes each layer again in the backward pass."]
-  model_config = config_of(config.model)
-  if model_config and model_config.remat_policy != 'full':
-    lines.append(
-      f'TransformerConfig.remat_policy = {model_config.remat_policy!r} has no effect with it.'
-    )
+  reason = "Partitioner.accumulate_by = 'layer' computes each layer again in the backward pass."
   if found:
-    lines.append(f'Faster:\n{text(found, before)}')
-  return found, ' '.join(lines)
+    return found, f'{reason} Faster:\n{text(found, before)}'
+  return [], f'{reason} No other order that fits is faster.'
 
 
 def _ranked(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:

@@ -167,12 +167,29 @@ def test_what_accumulating_by_layer_costs_is_said_with_a_faster_setting(planner)
   before = planner.by_formula(config, topology)
   of_run = dict(by_formula=planner.by_formula, compiled=None)
   [found], text = remedies.faster_accumulation(config, topology, before, **of_run)
-  assert "remat_policy = 'minimal' has no effect" in text and '1. Partitioner.acc' in text
+  assert 'computes each layer again' in text and '1. Partitioner.acc' in text
   run = written(case, found.change)
   assert run.partitioner.accumulate_by == 'microbatch' and run.num_microbatches == 16
   after = planner.by_formula(run, topology)
   assert after.memory.fits and after.tokens_per_second > 1.2 * before.tokens_per_second
   assert remedies.faster_accumulation(run, topology, after, **of_run) == ([], '')
+
+
+@pytest.mark.parametrize(
+  'changed, reason',
+  [
+    (dict(), "accumulate_by = 'layer'"),
+    (dict(layout='3d', bindings=("REMAT_POLICY = 'minimal'",)), 'a pipeline'),
+    (dict(bindings=("REMAT_POLICY = 'minimal'",)), None),
+    (dict(bindings=('NUM_MICROBATCHES = 16', "REMAT_POLICY = 'full'")), None),
+  ],
+)
+def test_a_remat_policy_without_effect_is_noted(planner, changed, reason):
+  config = Case(**RECORD | changed).config()
+  notes = [n for n in planner.program(config, Topology(2, 4)).layout.notes if 'remat_policy' in n]
+  assert [(reason in n, "'minimal' has no effect" in n) for n in notes] == [(True, True)] * bool(
+    reason
+  )
 
 
 def test_a_faster_setting_must_fit_as_compiled(planner):

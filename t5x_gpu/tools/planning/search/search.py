@@ -38,9 +38,9 @@ from t5x_gpu.tools.planning.search.variants import (
 from t5x_gpu.tools.planning.search.workers import Score, SearchTask
 
 # Number of compiles for the run's own precision, and for each other precision.
-LIMIT, LIMIT_OF_OTHERS = 8, 3
+LIMIT, LIMIT_OF_OTHERS = 6, 3
 # Number compiled before the next are chosen; a constant, so that all machines choose the same.
-_ROUND = 4
+_ROUND = 3
 
 
 @dataclasses.dataclass
@@ -62,7 +62,9 @@ class SearchState:
   given: Optional[Prediction | str] = None
   seconds: float = 0.0
   is_complete: bool = False
-  _ratios: dict[tuple[object, ...], list[float]] = dataclasses.field(default_factory=dict)
+  # family or precision -> ratios of compiled to formula
+  _ratios: dict[object, list[float]] = dataclasses.field(default_factory=dict)
+  _memory_ratios: dict[object, list[float]] = dataclasses.field(default_factory=dict)
 
   def add(self, score: Score, outcome: Prediction | str) -> None:
     """Adds the result of compiling a variant: a prediction, or why it does not compile."""
@@ -70,9 +72,12 @@ class SearchState:
       self.refused[score.variant] = outcome
       return
     self.compiled[score.variant] = outcome
-    ratio = outcome.seconds_per_step / score.seconds
     for relatives in (score.family, score.variant.dtype):
-      self._ratios.setdefault(relatives, []).append(ratio)
+      ratio = outcome.memory.needed_bytes / score.needed_bytes
+      self._memory_ratios.setdefault(relatives, []).append(ratio)
+      if outcome.memory.fits:  # otherwise XLA hides fewer collectives
+        ratio = outcome.seconds_per_step / score.seconds
+        self._ratios.setdefault(relatives, []).append(ratio)
 
   def estimate(self, score: Score) -> float:
     """Returns seconds per step: as compiled, or by formula and corrected by compiled relatives.
@@ -88,13 +93,20 @@ class SearchState:
     return score.seconds * min(self._ratios.get(score.variant.dtype, [1.0]))
 
   def needed_bytes(self, score: Score) -> float:
-    """Returns the memory that a GPU needs: as compiled, or by formula."""
+    """Returns the memory that a GPU needs: as compiled, or by formula and corrected.
+
+    The correction is the family's largest ratio of compiled to formula, else the precision's
+    smallest.
+    """
     if score.variant in self.compiled:
       return self.compiled[score.variant].memory.needed_bytes
-    return score.needed_bytes
+    of_family = self._memory_ratios.get(score.family)
+    if of_family:
+      return score.needed_bytes * max(of_family)
+    return score.needed_bytes * min(self._memory_ratios.get(score.variant.dtype, [1.0]))
 
   def fits(self, score: Score) -> bool:
-    """Returns whether a variant fits; by formula if it was not compiled."""
+    """Returns whether a variant fits; by `needed_bytes` if it was not compiled."""
     return score.variant not in self.refused and self.needed_bytes(score) <= score.pool_bytes
 
   def best(self, dtype: Optional[str]) -> Optional[Score]:
@@ -120,7 +132,7 @@ class SearchState:
       tried = score.variant in self.compiled or score.variant in self.refused
       if score.variant.dtype != dtype or tried:
         continue
-      if score.needed_bytes > ALMOST * score.pool_bytes:
+      if self.needed_bytes(score) > (1 if self.compiled else ALMOST) * score.pool_bytes:
         continue
       is_known = score.family in self._ratios
       if (self.estimate(score) if is_known else score.least_seconds) >= limit:
@@ -223,7 +235,7 @@ def _progress() -> rich.progress.Progress:
 
 _ROWS, _OTHER_LAYOUTS = 8, 4
 # Parameters of Partitioner that may differ between layouts with the same mesh.
-_MORE = ('zero_stage', 'overlap_layers', 'accumulate_by', 'pipeline_schedule')
+_MORE = ('zero_stage', 'overlap_layers', 'accumulate_by', 'pipeline_schedule', 'pipeline_repeats')
 
 
 def search_text(found: SearchState, gpus: str) -> str:
@@ -274,8 +286,8 @@ def ranked(found: SearchState, dtype: Optional[str], number: int = _ROWS) -> lis
   )[:number]
 
 
-_HEAD = ('layout', 'microbatches', 'remat_policy', 's/step', 'per GPU', 'predicted')
-_RIGHT = (1, 3, 4)
+_HEAD = ('layout', 'microbatches', 'remat_policy', 'loss_chunks', 's/step', 'per GPU', 'predicted')
+_RIGHT = (1, 3, 4, 5)
 
 
 def _row(found: SearchState, score: Score) -> tuple[str, ...]:
@@ -284,6 +296,7 @@ def _row(found: SearchState, score: Score) -> tuple[str, ...]:
     _layout_words(score),
     str(v.num_microbatches),
     v.remat_policy or '-',
+    str(v.loss_chunks or '-'),
     screen.seconds(found.estimate(score)),
     show(found.needed_bytes(score)),
     'as compiled' if v in found.compiled else 'by formula',
@@ -314,6 +327,8 @@ def _words(score: Score) -> str:
     parts.append(f'{v.num_microbatches} microbatches')
   if v.remat_policy:
     parts.append(f'remat {v.remat_policy}')
+  if v.loss_chunks:
+    parts.append(f'{v.loss_chunks} loss chunks')
   return ', '.join(parts)
 
 
@@ -365,6 +380,12 @@ def gin_text(
       '',
       *_comment('Other values, all else equal', _others(found, best, 'remat_policy')),
       f'config.TransformerConfig.remat_policy = {v.remat_policy!r}',
+    ]
+  if v.loss_chunks:
+    lines += [
+      '',
+      *_comment('Other values, all else equal', _others(found, best, 'loss_chunks')),
+      f'config.TransformerConfig.loss_chunks = {v.loss_chunks}',
     ]
   return '\n'.join(lines) + '\n'
 

@@ -4,6 +4,7 @@ All compute the same step, except variants in another precision.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Optional
 
@@ -21,6 +22,11 @@ from t5x_gpu.tools.planning.remedies import SIZES
 # Without 'offload': transfers to the host are not modelled.
 POLICIES = ('none', 'dots', 'minimal', 'full')
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
+# Factors by which the loss may have fewer chunks than by default: each chunk reads and writes the
+# gradient of the head's kernel.
+_TIMES_FEWER = (4, 16)
+# Blocks of layers per stage: more of them shorten the bubble, but send more.
+_MOST_REPEATS = 8
 # Smallest number of a row's positions on a device under `context`.
 _LEAST_LENGTH = 2048
 
@@ -35,19 +41,20 @@ class Variant:
   Attributes:
     layout: parameters of Partitioner.
     num_microbatches: microbatches of gradient accumulation.
-    remat_policy, dtype: fields of TransformerConfig; None leaves the run's own.
+    remat_policy, dtype, loss_chunks: fields of TransformerConfig; None leaves the run's own.
   """
 
   layout: Layout
   num_microbatches: int = 1
   remat_policy: Optional[str] = None
   dtype: Optional[str] = None
+  loss_chunks: Optional[int] = None
 
   def applied(self, config: PlanConfig) -> PlanConfig:
     """Returns the run `config`, computed as this variant."""
     of_model = {
       name: value
-      for name in ('remat_policy', 'dtype')
+      for name in ('remat_policy', 'dtype', 'loss_chunks')
       if (value := getattr(self, name)) is not None
     }
     return dataclasses.replace(
@@ -63,6 +70,8 @@ class Variant:
     """Returns whether the run `config` is already computed as this variant."""
     if self.num_microbatches != config.num_microbatches:
       return False
+    if _keeps_inputs_only(dict(self.layout), self.num_microbatches):
+      config = _without_void_settings(config)
     ours, theirs = self.applied(config), config.partitioner
     try:
       if ours.partitioner.mesh_sizes(topology) != theirs.mesh_sizes(topology):
@@ -93,6 +102,19 @@ def policies(
   return ('full',) if _keeps_inputs_only(dict(layout), num_microbatches) else POLICIES
 
 
+def fewer_chunks(config: PlanConfig, chosen: int) -> tuple[int, ...]:
+  """Returns values of TransformerConfig.loss_chunks that make larger chunks than the default.
+
+  Args:
+    config: the run; () if it sets the number itself.
+    chosen: number of chunks by default; 0 if the logits are stored.
+  """
+  of_model = config_of(config.model)
+  if of_model is None or of_model.loss_chunks is not None or chosen < 2:
+    return ()
+  return tuple(dict.fromkeys(max(chosen // times, 1) for times in _TIMES_FEWER))
+
+
 def layouts(config: PlanConfig, topology: Topology) -> Iterator[Layout]:
   """Yields layouts of all devices, legal or not for the sizes of the model and the batch.
 
@@ -101,6 +123,8 @@ def layouts(config: PlanConfig, topology: Topology) -> Iterator[Layout]:
   of_model = config_of(config.model)
   each = topology.devices_per_host
   length = max(config.train_dataset_cfg.task_feature_lengths.values())
+  sizes_of_model = config.model.logical_sizes()
+  layers = math.gcd(*(sizes_of_model.get(name, 0) for name in ('layers', 'encoder_layers')))
   for model in divisors(each):
     for expert in divisors(each // model) if of_model and of_model.num_experts else (1,):
       for context in divisors(each // model // expert):
@@ -112,7 +136,7 @@ def layouts(config: PlanConfig, topology: Topology) -> Iterator[Layout]:
           sizes['sequence_parallel'] = True
         for of_replicas in _replicas(left):
           yield _layout(**sizes, **of_replicas)
-        for of_stages in _stages(topology, left):
+        for of_stages in _stages(topology, left, layers):
           yield _layout(**sizes, **of_stages)
 
 
@@ -124,16 +148,23 @@ def _replicas(number: int) -> Iterator[dict[str, Setting]]:
       yield dict(data=number // fsdp, fsdp=fsdp, zero_stage=1)
 
 
-def _stages(topology: Topology, left: int) -> Iterator[dict[str, Setting]]:
-  """Yields pipelines across hosts, on `left` devices."""
+def _stages(topology: Topology, left: int, layers: int) -> Iterator[dict[str, Setting]]:
+  """Yields pipelines across hosts, on `left` devices, of stacks whose layers `layers` divides."""
   for stage in divisors(topology.num_hosts)[1:]:
     rest = left // stage
     inside = max(left // topology.num_hosts, 1)
     for fsdp in sorted({1, inside}):
       sizes = dict(stage=stage, data=rest // fsdp, fsdp=fsdp)
-      for schedule in (dict(), dict(pipeline_schedule='circular', pipeline_repeats=2)):
+      for schedule in (dict(), *_circular(layers, stage)):
         for number in (None, 8 * stage, 16 * stage):
           yield dict(sizes, **schedule, num_pipeline_microbatches=number)
+
+
+def _circular(layers: int, stage: int) -> Iterator[dict[str, Setting]]:
+  """Yields circular schedules: with every number of blocks per stage that divides `layers`."""
+  for repeats in divisors(layers // stage) if layers % stage == 0 else ():
+    if 1 < repeats <= _MOST_REPEATS:
+      yield dict(pipeline_schedule='circular', pipeline_repeats=repeats)
 
 
 def microbatches(layout: Layout) -> Iterator[tuple[Layout, int]]:
@@ -166,6 +197,16 @@ def _keeps_inputs_only(sizes: dict[str, Setting], num_microbatches: int) -> bool
     and sizes.get('accumulate_by') != 'microbatch'
   )
   return by_layer or 'stage' in sizes
+
+
+def _without_void_settings(config: PlanConfig) -> PlanConfig:
+  """Returns a run that recomputes layers with every policy, as this module writes such runs."""
+  partitioner, model = config.partitioner, config.model
+  if config.num_microbatches > 1:
+    partitioner = dataclasses.replace(partitioner, overlap_layers=False)
+  if config_of(model) is not None:
+    model = with_config(model, remat_policy='full')
+  return dataclasses.replace(config, partitioner=partitioner, model=model)
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Partitioner)} | {

@@ -15,9 +15,17 @@ from t5x_gpu.runtime.hardware import host_limit
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.tools.planning.assumptions import Assumptions
 from t5x_gpu.tools.planning.devices import simulated_devices
+from t5x_gpu.tools.planning.formulas.step_shape import step_shape
 from t5x_gpu.tools.planning.gpu_targets import find_target
 from t5x_gpu.tools.planning.prediction import PlanConfig, Planner, Prediction, predict
-from t5x_gpu.tools.planning.search.variants import Layout, Variant, policies, precisions
+from t5x_gpu.tools.planning.search.variants import (
+  Layout,
+  Variant,
+  fewer_chunks,
+  policies,
+  precisions,
+)
+from t5x_gpu.training.program import Program
 
 # Memory of a process that compiles a large model.
 _BYTES = 3 * 2**30
@@ -79,23 +87,42 @@ class Worker:
       program = planner.program(first.applied(config), self.topology)
     except UserError:
       return []
-    found = []
-    for dtype in precisions(config, planner.gpu):
-      for policy in policies(config, layout, num_microbatches):
-        variant = dataclasses.replace(first, remat_policy=policy, dtype=dtype)
-        p = predict(program, variant.applied(config), gpu=planner.gpu, assumed=planner.assumed)
-        found.append(
-          Score(
-            variant,
-            tuple(p.mesh.items()),
-            p.seconds_per_step,
-            p.time.compute_seconds + p.time.bubble_seconds,
-            p.memory.needed_bytes,
-            p.memory.pool_bytes,
-            family=_family(program.layout, variant),
-          )
-        )
-    return found
+    return [
+      score
+      for dtype in precisions(config, planner.gpu)
+      for policy in policies(config, layout, num_microbatches)
+      for score in self._with_chunks(
+        program, dataclasses.replace(first, remat_policy=policy, dtype=dtype)
+      )
+    ]
+
+  def _with_chunks(self, program: Program, variant: Variant) -> Iterator[Score]:
+    """Yields `variant` as it is and, if it fits, with fewer chunks of the loss."""
+    plain = self._score(program, variant)
+    yield plain
+    if plain.needed_bytes > plain.pool_bytes:
+      return
+    shape = step_shape(
+      program,
+      variant.applied(self.config).model,
+      num_microbatches=variant.num_microbatches,
+      gpu=self.planner.gpu,
+    )
+    for chunks in fewer_chunks(self.config, shape.loss_chunks):
+      yield self._score(program, dataclasses.replace(variant, loss_chunks=chunks))
+
+  def _score(self, program: Program, variant: Variant) -> Score:
+    config, planner = variant.applied(self.config), self.planner
+    p = predict(program, config, gpu=planner.gpu, assumed=planner.assumed)
+    return Score(
+      variant,
+      tuple(p.mesh.items()),
+      p.seconds_per_step,
+      p.time.compute_seconds + p.time.bubble_seconds,
+      p.memory.needed_bytes,
+      p.memory.pool_bytes,
+      family=_family(program.layout, variant),
+    )
 
   def compiled(self, variant: Optional[Variant]) -> Prediction | str:
     """Returns the prediction of a compiled variant, or why it does not compile.

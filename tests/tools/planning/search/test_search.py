@@ -74,6 +74,30 @@ def test_layouts_use_all_devices_and_keep_what_talks_most_inside_a_host(config):
     assert sizes.dcn['model'] == 1
 
 
+def test_pipelines_split_layers_into_every_number_of_blocks_that_divides_them():
+  config = Case(model='llama3_70b', layout='hsdp', batch=(128, 8192)).config()
+  found = [dict(layout) for layout in variants.layouts(config, Topology(8, 8))]
+  record = dict(stage=8, data=2, num_partitions=4, pipeline_repeats=5)  # Megatron-Bridge's
+  assert any(record.items() <= layout.items() for layout in found)
+  repeats = {(s['stage'], s.get('pipeline_repeats', 1)) for s in found if 'stage' in s}
+  assert sorted(repeats) == [
+    *((2, r) for r in (1, 2, 4, 5, 8)),
+    *((4, r) for r in (1, 2, 4, 5)),
+    *((8, r) for r in (1, 2, 5)),
+  ]
+
+
+def test_larger_chunks_of_the_loss_are_tried_unless_the_run_sets_them():
+  case = Case(model='llama3_2_1b', layout='fsdp', batch=(64, 4096))
+  assert variants.fewer_chunks(case.config(), 16) == (4, 1)
+  assert variants.fewer_chunks(case.config(), 3) == (1,)
+  assert variants.fewer_chunks(case.config(), 1) == variants.fewer_chunks(case.config(), 0) == ()
+  bindings = ('TransformerConfig.loss_chunks = 8',)
+  assert variants.fewer_chunks(dataclasses.replace(case, bindings=bindings).config(), 8) == ()
+  changed = Variant((), loss_chunks=4).applied(case.config())
+  assert changed.model.config.loss_chunks == 4
+
+
 def test_a_variant_changes_what_it_names_and_nothing_else(config):
   variant = Variant((('data', 2), ('fsdp', 4)), 2, 'minimal', 'bfloat16')
   changed = variant.applied(config)
@@ -110,7 +134,7 @@ def test_the_run_as_it_is_is_one_of_its_variants(config):
 
 def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   fast, slow = score(1.0, family='a'), score(1.2, family='a', num_microbatches=2)
-  other, far = score(1.1, family='bb'), score(1.5, family='bb', num_microbatches=2)
+  other, far = score(1.1, family='bb'), score(1.5, 9, family='bb', num_microbatches=2)
   too_large = score(0.5, 150, family='ccc')
   found = SearchState(scores=[slow, far, fast, other, too_large])
   assert found.next('bfloat16', 4) == [fast, other], 'one of a family; what cannot fit is left out'
@@ -130,6 +154,41 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   assert untried not in found.next('bfloat16', 4), 'slower than the best even if nothing waits'
   found.scores[-1] = untried = score(1.9, least=0.5, family='dddd')
   assert untried in found.next('bfloat16', 4)
+
+
+def test_the_run_as_it_is_is_found_whatever_its_settings_without_effect():
+  case = Case(
+    model='llama3_2_1b',
+    layout='fsdp',  # with overlap_layers
+    batch=(64, 4096),
+    bindings=('NUM_MICROBATCHES = 4', "REMAT_POLICY = 'dots'"),
+  )
+  variant = Variant((('data', 1), ('fsdp', 8)), 4, 'full', 'bfloat16')
+  assert variant.is_of(case.config(), Topology(1, 8))
+  other = (*case.bindings, "Partitioner.accumulate_by = 'microbatch'")
+  config = dataclasses.replace(case, bindings=other).config()
+  assert not variant.is_of(config, Topology(1, 8))
+
+
+def test_what_compiled_variants_need_corrects_the_memory_of_others():
+  large, same, small = (
+    score(seconds, needed, num_microbatches=n)
+    for seconds, needed, n in ((1.0, 90, 2), (1.1, 85, 3), (1.2, 50, 4))
+  )
+  other, larger = score(1.1, 70, family='bb'), score(1.05, 75, family='bb', num_microbatches=2)
+  found = SearchState(scores=[large, same, small, larger, other])
+  assert found.next('bfloat16', 1) == [large]
+  found.add(large, CompiledAs(5.0, needed=126))
+  assert found.needed_bytes(same) == pytest.approx(85 * 1.4 * GIB)
+  assert found.next('bfloat16', 9) == [other, small], (
+    'of 100 GiB; the time of one too large is void'
+  )
+  assert found.best('bfloat16') is other
+  found.add(small, CompiledAs(1.2, needed=60))
+  assert found.needed_bytes(larger) == pytest.approx(75 * 1.2 * GIB), (
+    "the precision's smallest ratio"
+  )
+  assert not found.fits(same), "the family's largest ratio"
 
 
 def test_of_equally_fast_variants_the_smaller_one_is_best():
